@@ -1,263 +1,276 @@
-"""Tokens per second: decoding against Transformers' generate and the memory stream, and serving mixed requests.
+"""Tokens per second: decoding against Transformers, torch.compile, llama.cpp and the memory stream; serving; latency.
 
-First table: greedy tokens of a Llama of 88M parameters (hidden 768, 12 layers, 4 heads of keys), 2 threads, batches of
-1 and 16, at each precision. "of the stream": the bytes of weights that a step must read, divided by the time of a step,
-as a share of what a plain sum over memory reads per second in the same run.
-Second table: 64 requests with mixed lengths, one after another and in static batches of 16 with Transformers, and with
+decode: greedy tokens of a Llama of 88M parameters (hidden 768, 12 layers, 4 heads of keys), 2 threads, batches of 1 and
+16, at each precision. Beside Transformers' generate: generate with the step compiled over a static cache, and, where
+`--llama` names an interpreter that has llama-cpp-python, llama.cpp with the same weights in its own format. "of the
+stream": the bytes of weights that a step must read, divided by the time of a step, as a share of what the faster of two
+sums over memory reads per second in the same round. Of weights that are not much larger than the last cache, a part may
+stay there from step to step: then the share is above what memory alone gives, for everybody.
+serving: 64 requests with mixed lengths, one after another and in static batches of 16 with Transformers, and with
 continuous batching here.
+first-token: time to the first token under load, with long prompts arriving (first_token.py).
 
-    python benchmarks/inference.py --save cpu2
+Rounds are written to `--rounds-file` as they end, and the tables are made of all that it holds, so that a long run may
+be done in pieces:
+
+    python benchmarks/inference.py --only decode --precisions int4 --batches 1 --rounds 3 --rounds-file R --save cpu
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
+import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from jobs import OURS, Contender, Job, Spread, round_robin, started
+import first_token
+from gguf_file import write_gguf
+from inference_rank import SHAPES, make_model
+from jobs import OURS, Contender, Job, Spread, progress, started
 from report import Report, common_arguments
 
 PRECISIONS = ("fp32", "bf16", "int8", "int4")
 GOALS = {"fp32": 1.5, "bf16": 2.0, "int8": 2.0, "int4": None}
-STREAM = 1 << 28  # elements of the sum that measures the memory
-SHAPES = {
-    "88M": {"vocab_size": 16384, "hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12},
-    "tiny": {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2},
-}
+SYSTEMS = ("transformers", "compiled", "llama.cpp", "ours", "kernels", "generate")
+TABLES = ("decode", "serving", "first-token")
+STREAM = 1 << 28  # bytes of the sum that measures the memory
+OWN = "kernels"  # what the others are compared with
 
 
-def make_model(shape: str, dtype: torch.dtype) -> Any:
-    from transformers import AutoModelForCausalLM, LlamaConfig
+class Rounds:
+    """What was measured, by table and row; kept in a file, if there is one, as soon as it is there."""
 
-    heads = {"88M": (12, 4), "tiny": (4, 2)}[shape]
-    config = LlamaConfig(
-        **SHAPES[shape],
-        num_attention_heads=heads[0],
-        num_key_value_heads=heads[1],
-        max_position_embeddings=2048,
-        eos_token_id=None,
-        bos_token_id=None,
-    )
-    torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(config).eval().to(dtype)
+    def __init__(self, file: str | None) -> None:
+        self._file = Path(file) if file else None
+        self._of: dict[str, list[dict[str, Any]]] = {}
+        if self._file is not None and self._file.exists():
+            self._of = json.loads(self._file.read_text())
 
+    def __getitem__(self, name: str) -> list[dict[str, Any]]:
+        return self._of.get(name, [])
 
-def requests(count: int, vocabulary: int, longest: int) -> list[tuple[list[int], int]]:
-    """Prompts and the number of tokens wanted: lengths spread over a factor of eight, the same in every run."""
-    draw = torch.Generator().manual_seed(1)
+    def add(self, name: str, measured: dict[str, Any]) -> None:
+        self._of.setdefault(name, []).append(measured)
+        if self._file is not None:
+            self._file.write_text(json.dumps(self._of))
 
-    def length() -> int:
-        return int(torch.randint(longest // 8, longest + 1, (1,), generator=draw))
-
-    return [
-        (torch.randint(0, vocabulary, (length(),), generator=draw).tolist(), length()) for _ in range(count)
-    ]
-
-
-class Inference:
-    """One rank that decodes, or serves, with ``system``: transformers, compiled (the same by torch.compile, with a
-    static cache), ours, kernels (ours with kernel injection), generate (of the engine with kernels)."""
-
-    def __init__(self, system: str, shape: str, precision: str, longest: int) -> None:
-        import transformers
-
-        import deepspeed
-
-        transformers.logging.set_verbosity_error()
-        self.system, self.longest = system, longest
-        module = make_model(shape, torch.bfloat16 if precision == "bf16" else torch.float32)
-        self.generate = module.generate
-        if system in ("kernels", "generate"):
-            settings: dict[str, Any] = {"dtype": {"fp32": "fp32", "bf16": "bf16"}.get(precision, "int8")}
-            if precision == "int4":
-                settings["quant"] = {"weight": {"num_bits": 4, "q_groups": 1}}
-            engine = deepspeed.init_inference(module, replace_with_kernel_inject=True, **settings)
-            module, self.generate = engine.module, engine.generate
-        self.module, self.vocabulary = module, SHAPES[shape]["vocab_size"]
-        self.settings: dict[str, Any] = {}
-        if system == "compiled":
-            module.forward = torch.compile(module.forward)
-            self.settings = {"cache_implementation": "static"}
-        self.generator: Any = None
-
-    def run(self, batch: int, prompt: int, tokens: int) -> float:
-        """Seconds to generate ``tokens`` for each of ``batch`` prompts, less the time of the prompts."""
-        work = self._by_ours if self.system in ("ours", "kernels") else self._by_transformers
-        torch.manual_seed(2)
-        prompts = torch.randint(0, self.vocabulary, (batch, prompt)).tolist()
-        one = work([(each, 1) for each in prompts])
-        return work([(each, tokens + 1) for each in prompts]) - one
-
-    def serve(self, count: int, batch: int) -> float:
-        """Seconds for ``count`` mixed requests, ``batch`` at a time (Transformers)."""
-        wanted = requests(count, self.vocabulary, self.longest)
-        if self.system != "transformers":
-            return self._by_ours(wanted)
-        return sum(self._by_transformers(wanted[at : at + batch]) for at in range(0, count, batch))
-
-    def _by_transformers(self, wanted: Sequence[tuple[list[int], int]]) -> float:
-        """A batch runs until its longest answer ends; shorter prompts are padded on the left."""
-        width, new = max(len(prompt) for prompt, _ in wanted), max(tokens for _, tokens in wanted)
-        ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt, _ in wanted])
-        mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt, _ in wanted])
-        begin = time.perf_counter()
-        self.generate(
-            ids,
-            attention_mask=mask,
-            max_new_tokens=new,
-            min_new_tokens=new,
-            do_sample=False,
-            pad_token_id=0,
-            **self.settings,
-        )
-        return time.perf_counter() - begin
-
-    def _by_ours(self, wanted: Sequence[tuple[list[int], int]]) -> float:
-        from deepspeed.inference.generator import Generator
-        from deepspeed.inference.scheduling.requests import SamplingParams
-
-        if self.generator is None:
-            self.generator = Generator(
-                self.module, max_length=2 * self.longest + 1, max_sequences=64, prefix_sharing=False
-            )
-        settings = [SamplingParams(max_new_tokens=tokens) for _, tokens in wanted]
-        begin = time.perf_counter()
-        self.generator.generate([prompt for prompt, _ in wanted], settings)
-        return time.perf_counter() - begin
-
-    def filled(self) -> list[int]:
-        """Forwards with as many tokens as the budget, and those with fewer although requests were waiting."""
-        return [0, 0] if self.generator is None else [self.generator.counts.full, self.generator.counts.short]
-
-    def weights(self) -> int:
-        """Bytes of weights that a step of decoding reads: all but the embedding, of which it reads rows."""
-        embedding = {id(each) for each in self.module.get_input_embeddings().parameters()}
-        tensors = [*self.module.parameters(), *self.module.buffers()]
-        return sum(each.nbytes for each in tensors if id(each) not in embedding)
+    def all(self) -> dict[str, Any]:
+        return self._of
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = common_arguments("Tokens per second of decoding and of serving, against Transformers.")
+    parser = common_arguments("Tokens per second of decoding and of serving, against others.")
+    parser.add_argument("--only", nargs="+", default=list(TABLES), choices=TABLES, help="tables")
     parser.add_argument("--precisions", nargs="+", default=list(PRECISIONS), choices=PRECISIONS)
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 16])
+    parser.add_argument("--systems", nargs="+", default=list(SYSTEMS), choices=SYSTEMS, help="that decode")
     parser.add_argument("--prompt", type=int, default=32, help="tokens")
     parser.add_argument("--tokens", type=int, default=48, help="generated, per sequence")
-    parser.add_argument("--requests", type=int, default=64, help="second table")
+    parser.add_argument("--requests", type=int, default=64, help="that are served")
     parser.add_argument(
-        "--longest", type=int, default=128, help="tokens of a prompt and of an answer, second table"
+        "--longest", type=int, default=128, help="tokens of a prompt and of an answer, served"
     )
-    parser.add_argument("--rounds", type=int, default=5, help="rounds over all contenders")
+    parser.add_argument("--arrivals", type=int, default=48, help="requests of a round of first-token")
+    parser.add_argument("--rate", type=float, default=2.0, help="of them, per second")
+    parser.add_argument("--budget", type=int, default=256, help="tokens of a forward of first-token")
+    parser.add_argument("--rounds", type=int, default=5, help="over all systems; 0: only print what is there")
+    parser.add_argument("--rounds-file", metavar="FILE", help="of all rounds, also of calls before this one")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--compiled", action="store_true", help="torch.compile takes part, too")
-    parser.add_argument("--serving", action=argparse.BooleanOptionalAction, default=True, help="second table")
+    parser.add_argument("--llama", metavar="PYTHON", help="an interpreter that has llama-cpp-python")
     arguments = parser.parse_args(argv)
     arguments.shape = "tiny" if arguments.quick else "88M"
     if arguments.quick:
         arguments.precisions, arguments.tokens, arguments.rounds = ["fp32"], 24, 2
         arguments.requests, arguments.longest, arguments.batches = 4, 16, [1, 2]
+        arguments.arrivals, arguments.rate = 8, 20.0
+        arguments.systems = [each for each in arguments.systems if each != "compiled"]
     return arguments
 
 
-def contenders(arguments: argparse.Namespace, precision: str) -> list[Contender]:
+def contender(arguments: argparse.Namespace, system: str, precision: str) -> Contender:
     """Transformers runs integer weights in bf16, the fastest that it has on a CPU."""
-    options = {
-        "shape": arguments.shape,
-        "longest": max(arguments.longest, arguments.prompt + arguments.tokens),
-    }
+    longest = max(arguments.longest, arguments.prompt + arguments.tokens)
+    name, target, python = f"{system}, {precision}", "inference_rank:Inference", OURS
+    options: dict[str, Any] = {"longest": longest}
+    if system == "llama.cpp":
+        target, python = "llama_rank:Llama", arguments.llama
+        options |= {"threads": arguments.threads, "batch": max(arguments.batches)}
+        options["path"] = str(_gguf(arguments.shape, precision))
+    else:
+        options |= {"shape": arguments.shape, "system": system, "precision": precision}
+    return Contender(name, target, options, ranks=1, threads=arguments.threads, python=python)
+
+
+def contenders(arguments: argparse.Namespace, precision: str) -> list[Contender]:
     plain = precision if precision in ("fp32", "bf16") else "bf16"
-    rows = [("transformers", plain)] + ([("compiled", plain)] if arguments.compiled else [])
-    rows += [
-        (each, precision) for each in ("ours", "kernels", "generate") if plain == precision or each != "ours"
-    ]
-    return [
-        Contender(
-            f"{system}, {of}",
-            "inference:Inference",
-            {**options, "system": system, "precision": of},
-            ranks=1,
-            threads=arguments.threads,
-            python=OURS,
+    wanted = [each for each in arguments.systems if each != "llama.cpp" or arguments.llama]
+    if plain != precision:
+        wanted = [each for each in wanted if each != "ours"]
+    of = {"transformers": plain, "compiled": plain}
+    return [contender(arguments, each, of.get(each, precision)) for each in wanted]
+
+
+def _gguf(shape: str, precision: str) -> Path:
+    """The model as llama.cpp's file, of the very weights that the others have."""
+    path = Path(tempfile.gettempdir()) / f"deepspeed-llama-{shape}-{precision}.gguf"
+    if not path.exists():
+        write_gguf(
+            make_model(shape, torch.bfloat16 if precision == "bf16" else torch.float32), precision, path
         )
-        for system, of in rows
-    ]
+    return path
 
 
-def stream_bytes_per_second() -> float:
-    """What a sum over fp32 values reads, the best of five."""
-    values = torch.ones(STREAM // 4)
-    best = 0.0
-    for _ in range(5):
-        begin = time.perf_counter()
-        values.sum()
-        best = max(best, values.nbytes / (time.perf_counter() - begin))
-    return best
+class Stream:
+    """Bytes per second that a sum over fp32 values reads: by torch, or by the native library where that is faster."""
+
+    def __init__(self) -> None:
+        from deepspeed.ops import native
+
+        self._values = torch.ones(STREAM // 4)
+        self._readers: list[Callable[[], object]] = [self._values.sum]
+        if native.library() is not None:
+            self._readers.append(partial(native.sum_of_squares, [self._values]))
+
+    def measure(self) -> float:
+        best = 0.0
+        for reader in self._readers * 2:
+            begin = time.perf_counter()
+            reader()
+            best = max(best, self._values.nbytes / (time.perf_counter() - begin))
+        return best
 
 
-def decoding(report: Report, arguments: argparse.Namespace, precision: str) -> None:
-    stream = stream_bytes_per_second()
-    cells, found = [], dict[str, Any](stream=stream)
+def decode(rounds: Rounds, arguments: argparse.Namespace, precision: str) -> None:
+    """A round is one call of each system, each round begins with another, and the memory is measured twice."""
+    stream = Stream()
+    vocabulary = SHAPES[arguments.shape]["vocab_size"]
     with started(contenders(arguments, precision)) as jobs:
+        names = list(jobs)
         weights = {name: job.call("weights")[0] for name, job in jobs.items()}
         for batch in arguments.batches:
-            shape = {"batch": batch, "prompt": arguments.prompt, "tokens": arguments.tokens}
+            torch.manual_seed(2)
+            prompts = torch.randint(0, vocabulary, (batch, arguments.prompt)).tolist()
+            for job in jobs.values():  # buffers are made, kernels chosen or compiled
+                job.call("run", prompts=prompts, tokens=arguments.tokens)
+            agree = _agreeing(jobs, prompts[0]) if precision == "fp32" else None
+            for number in range(arguments.rounds):
+                progress(f"round {number + 1} of {arguments.rounds}")
+                at, before, seconds = number % len(names), stream.measure(), dict[str, float]()
+                for name in names[at:] + names[:at]:
+                    seconds[name] = jobs[name].call("run", prompts=prompts, tokens=arguments.tokens)[0]
+                rate = max(before, stream.measure())
+                measured = {"stream": rate, "weights": weights, "seconds": seconds, "agree": agree}
+                rounds.add(f"decode {precision} {batch}", measured)
 
-            def seconds(job: Job, shape: dict[str, int] = shape) -> float:
-                return job.call("run", **shape)[0]
 
-            round_robin(jobs, 1, seconds)  # buffers are made, kernels chosen
-            times = round_robin(jobs, arguments.rounds, seconds)
-            base = times[next(iter(times))]
-            for name, each in times.items():
-                median = statistics.median(each)
-                gain = Spread.of([b / own for b, own in zip(base, each, strict=True)])
-                share = weights[name] * arguments.tokens / median / stream
-                goal = GOALS[precision]
-                cells.append(
-                    [
-                        name,
-                        str(batch),
-                        f"{batch * arguments.tokens / median:.1f}",
-                        gain.show(),
-                        f">= {goal:.1f}" if goal and not name.startswith("transformers") else "",
-                        f"{share:.2f}",
-                    ]
-                )
-            found[str(batch)] = times
+def _agreeing(jobs: dict[str, Job], prompt: list[int]) -> int | None:
+    """The first of so many greedy tokens are the same by Transformers and by llama.cpp: it has the same model. It keeps
+    keys and values in fp16, and near-ties of a model that was not trained end this at some time."""
+    names = [each for each in jobs if each.startswith(("transformers", "llama.cpp"))]
+    if len(names) < 2:
+        return None
+    found = [jobs[name].call("tokens", prompt=prompt, tokens=32)[0] for name in names]
+    return next((i for i, (a, b) in enumerate(zip(*found, strict=True)) if a != b), 32)
+
+
+def decode_table(report: Report, arguments: argparse.Namespace, rounds: Rounds, precision: str) -> None:
+    cells = []
+    for batch in arguments.batches:
+        of = rounds[f"decode {precision} {batch}"]
+        names = list(dict.fromkeys(name for one in of for name in one["seconds"]))
+        for name in sorted(names, key=lambda each: SYSTEMS.index(each.split(",")[0])):
+            cells.append([name, str(batch), *_decoded(of, name, batch, arguments.tokens, precision)])
+    streams = [one["stream"] for batch in arguments.batches for one in rounds[f"decode {precision} {batch}"]]
+    if not cells:
+        return
+    read = {
+        one["weights"][name]
+        for batch in arguments.batches
+        for one in rounds[f"decode {precision} {batch}"]
+        for name in one["weights"]
+        if name.startswith(OWN)
+    }
+    own = f", {max(read) / 1e6:.0f} MB of weights for each step of ours" if read else ""
     report.table(
         f"decoding {arguments.tokens} tokens after {arguments.prompt}, {arguments.shape} Llama, {precision}, "
-        f"{arguments.threads} threads, memory stream {stream / 1e9:.1f} GB/s",
-        ["", "batch", "tokens/s", "to Transformers, median [min .. max]", "goal", "of the stream"],
+        f"{arguments.threads} threads, memory stream {statistics.median(streams) / 1e9:.1f} GB/s{own}",
+        ["", "batch", "tokens/s", "to Transformers", "goal", f"{OWN} to it", "goal", "of the stream"],
         cells,
     )
-    report.data[precision] = found
+    agree = [
+        one["agree"]
+        for batch in arguments.batches
+        for one in rounds[f"decode {precision} {batch}"]
+        if one.get("agree")
+    ]
+    if agree:
+        report.line(f"llama.cpp gives the first {max(agree)} of Transformers' greedy tokens")
+
+
+def _decoded(rounds: list[dict[str, Any]], name: str, batch: int, tokens: int, precision: str) -> list[str]:
+    """A row: medians over the rounds in which it and what it is compared with took part."""
+    took = [one for one in rounds if name in one["seconds"]]
+    system, goal = name.split(",")[0], GOALS[precision]
+
+    def to(other: str, inverse: bool = False) -> str:
+        pairs = [
+            (one["seconds"][name], seconds)
+            for one in took
+            for each, seconds in one["seconds"].items()
+            if each.startswith(f"{other},")
+        ]
+        found = [own / its if inverse else its / own for own, its in pairs]
+        return Spread.of(found).show() if found else ""
+
+    share = statistics.median(
+        one["weights"][name] * tokens / one["seconds"][name] / one["stream"] for one in took
+    )
+    ours = system in ("ours", "kernels", "generate")
+    return [
+        f"{batch * tokens / statistics.median(one['seconds'][name] for one in took):.1f}",
+        to("transformers"),
+        f">= {goal:.1f}" if goal and ours else "",
+        to(OWN, inverse=True) if not ours else "",
+        ">= 1.00" if system in ("compiled", "llama.cpp") else "",
+        f"{share:.2f}",
+    ]
 
 
 _PLAIN, _OURS = "transformers, fp32", "ours, fp32"
+_SERVED = {
+    "Transformers, one by one": (_PLAIN, 1, ">= 5.0"),
+    "Transformers, static batches of 16": (_PLAIN, 16, ">= 1.5"),
+    "ours, continuous": (_OURS, 16, ""),
+}
 
 
-def serving(report: Report, arguments: argparse.Namespace) -> None:
-    rows: dict[str, Callable[[dict[str, Job]], float]] = {
-        "Transformers, one by one": lambda jobs: _serve(jobs, _PLAIN, arguments, 1),
-        "Transformers, static batches of 16": lambda jobs: _serve(jobs, _PLAIN, arguments, 16),
-        "ours, continuous": lambda jobs: _serve(jobs, _OURS, arguments, 16),
-    }
-    times: dict[str, list[float]] = {name: [] for name in rows}
-    taking_part = [each for each in contenders(arguments, "fp32") if each.name in (_PLAIN, _OURS)]
+def serve(rounds: Rounds, arguments: argparse.Namespace) -> None:
+    taking_part = [contender(arguments, each, "fp32") for each in ("transformers", "ours")]
     with started(taking_part) as jobs:
         for _ in range(max(arguments.rounds // 2, 1)):
-            for name, work in rows.items():
-                times[name].append(work(jobs))
-        full, short = jobs[_OURS].call("filled")[0]
-    own = times["ours, continuous"]
-    goals = [">= 5.0", ">= 1.5", ""]
-    cells = []
-    for (name, each), goal in zip(times.items(), goals, strict=True):
-        gain = Spread.of([other / mine for other, mine in zip(each, own, strict=True)])
+            seconds = {
+                name: jobs[job].call("serve", count=arguments.requests, batch=batch)[0]
+                for name, (job, batch, _) in _SERVED.items()
+            }
+            full, short = jobs[_OURS].call("filled")[0]
+            rounds.add("serving", {"seconds": seconds, "full": full, "short": short})
+
+
+def serve_table(report: Report, arguments: argparse.Namespace, rounds: Rounds) -> None:
+    served, cells = rounds["serving"], []
+    if not served:
+        return
+    for name, (_, _, goal) in _SERVED.items():
+        each = [one["seconds"][name] for one in served]
+        gain = Spread.of([one["seconds"][name] / one["seconds"]["ours, continuous"] for one in served])
         cells.append([name, f"{statistics.median(each):.1f}", gain.show(), goal])
     report.table(
         f"{arguments.requests} requests, prompts and answers of {arguments.longest // 8} to {arguments.longest} "
@@ -265,23 +278,39 @@ def serving(report: Report, arguments: argparse.Namespace) -> None:
         ["", "seconds", "to ours, median [min .. max]", "goal"],
         cells,
     )
-    report.data["serving"] = {**times, "full": full, "short": short}
+    full, short = served[-1]["full"], served[-1]["short"]
     report.line(f"forwards while requests were waiting: {full} with the whole budget, {short} with less")
 
 
-def _serve(jobs: dict[str, Job], name: str, arguments: argparse.Namespace, batch: int) -> float:
-    return jobs[name].call("serve", count=arguments.requests, batch=batch)[0]
+def first_tokens(rounds: Rounds, arguments: argparse.Namespace) -> None:
+    with contender(arguments, "ours", "fp32").start() as job:
+        for _ in range(max(arguments.rounds // 2, 1)):
+            rounds.add("first-token", _first_tokens(job, arguments))
+
+
+def _first_tokens(job: Job, arguments: argparse.Namespace) -> dict[str, list[float]]:
+    return first_token.measure(job, arguments, SHAPES[arguments.shape]["vocab_size"])
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     arguments = parse(argv)
-    report = Report("inference", arguments)
+    torch.set_num_threads(arguments.threads)
+    report, rounds = Report("inference", arguments), Rounds(arguments.rounds_file)
+    if arguments.rounds:
+        for precision in arguments.precisions if "decode" in arguments.only else ():
+            decode(rounds, arguments, precision)
+        if "serving" in arguments.only:
+            serve(rounds, arguments)
+        if "first-token" in arguments.only:
+            first_tokens(rounds, arguments)
     for precision in arguments.precisions:
-        decoding(report, arguments, precision)
-    if arguments.serving:
-        serving(report, arguments)
+        decode_table(report, arguments, rounds, precision)
+    serve_table(report, arguments, rounds)
+    if rounds["first-token"]:
+        first_token.table(report, arguments, rounds["first-token"])
+    report.data["rounds"] = rounds.all()
     report.save()
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

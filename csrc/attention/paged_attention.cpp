@@ -230,18 +230,33 @@ void ds_paged_attention(const ds_paged_layer *layer, const ds_paged_piece *piece
     }
 }
 
+// Few rows, of a sequence each: threads keep to their shares.
+static bool own_rows(const ds_step &step) { return step.rows == step.count && step.rows <= ds::kOwnRows; }
+
 void ds::attention(const ds_paged_layer &layer, const ds_step &step, const Team &team) {
     static thread_local Scratch scratch;
     const int64_t group = layer.heads / layer.kv_heads;
-    int64_t number = 0, mine = team.next->fetch_add(1);
-    for (int64_t p = 0; p < step.count; ++p) {
+    const auto tiles_of = [&](const ds_paged_piece &piece) { return (piece.count * group + kRows - 1) / kRows; };
+    int64_t units = 0, p = 0, first = 0;
+    for (int64_t i = 0; i < step.count; ++i) units += layer.kv_heads * tiles_of(step.pieces[i]);
+    const auto work = [&](int64_t number) {
+        if (number < first) p = first = 0;
+        for (; number >= first + layer.kv_heads * tiles_of(step.pieces[p]); ++p)
+            first += layer.kv_heads * tiles_of(step.pieces[p]);
         const ds_paged_piece &piece = step.pieces[p];
-        for (int64_t head = 0; head < layer.kv_heads; ++head)
-            for (int64_t row = 0; row < piece.count * group; row += kRows, ++number) {
-                if (number != mine) continue;
-                const int64_t left = piece.count * group - row;
-                attend(layer, {&piece, head, row, left < kRows ? left : kRows}, scratch);
-                mine = team.next->fetch_add(1);
-            }
-    }
+        const int64_t head = (number - first) / tiles_of(piece), row = (number - first) % tiles_of(piece) * kRows;
+        const int64_t left = piece.count * group - row;
+        attend(layer, {&piece, head, row, left < kRows ? left : kRows}, scratch);
+    };
+    if (own_rows(step))
+        for_own_share(team, units, work);
+    else
+        for_shares(team, units, [&](int64_t begin, int64_t end) {
+            for (int64_t number = begin; number < end; ++number) work(number);
+        });
+}
+
+bool ds::attention_alike(const ds_paged_layer &layer, const ds_rotary &rotary, const ds_step &step) {
+    return own_rows(step) && rotary.projected == layer.query && rotary.heads == layer.heads &&
+           rotary.kv_heads == layer.kv_heads && layer.heads <= kRows * layer.kv_heads;
 }

@@ -231,17 +231,18 @@ typedef struct ds_embedding {
     int32_t table_dtype;
 } ds_embedding;
 
-/* stream += delta, where there is one; output = the stream's rows normalised by their root mean square, or (centered) by
+/* sum = stream + delta, where there is one; output = its rows (without a delta the stream's) normalised by their root mean square, or (centered) by
  * mean and deviation, times (weight + offset), plus bias. */
 typedef struct ds_norm {
-    void *stream;      /* [.., size] */
-    const void *delta; /* or null */
+    const void *stream; /* [.., size] */
+    const void *delta;  /* or null */
+    void *sum;          /* may be the stream; that it is another spares threads a meeting */
     void *output;
     const void *weight, *bias; /* [size]; either may be null */
     int64_t size;
     float eps, offset;
     int32_t centered;
-    int32_t dtype; /* of stream, delta and output */
+    int32_t dtype; /* of stream, delta, sum and output */
     int32_t weight_dtype;
 } ds_norm;
 

@@ -69,7 +69,7 @@ DS_INLINE void add_floats(const Work &work, const char *matrix, const char *inpu
         Words weights[N];
         for (int64_t n = 0; n < N; ++n) load_words(weights[n], matrix + n * work.row_bytes + byte);
         if constexpr (first)
-            for (int64_t n = 0; n < N; ++n) __builtin_prefetch(matrix + (n + N) * work.row_bytes + byte);
+            for (int64_t n = 0; n < N; ++n) __builtin_prefetch(matrix + n * work.row_bytes + byte + work.ahead);
         for (int64_t r = 0; r < R; ++r) {
             Words input;
             load_words(input, inputs + r * work.input_bytes + byte);
@@ -116,7 +116,7 @@ DS_INLINE void add_integers(const Work &work, const char *matrix, const char *in
         for (int64_t n = 0; n < N; ++n) load_words(given[n], matrix + n * work.row_bytes + column * bits / 8);
         if constexpr (first)
             for (int64_t n = 0; n < N; ++n)
-                __builtin_prefetch(matrix + (n + N) * work.row_bytes + column * bits / 8);
+                __builtin_prefetch(matrix + n * work.row_bytes + column * bits / 8 + work.ahead);
         for (int32_t part = 0; part < parts; ++part) {
             Words weights[N];
             for (int64_t n = 0; n < N; ++n) take_part<bits>(weights[n], given[n], part);
@@ -129,12 +129,72 @@ DS_INLINE void add_integers(const Work &work, const char *matrix, const char *in
     }
 }
 
+#if DS_DOT == 4
+// See [Note: sums of bytes]. `raise`: where the sums of each row begin.
+template <int64_t R, int64_t N, int32_t bits>
+DS_INLINE void add_bytes(const Work &work, const char *matrix, const char *inputs, const char *raise, int64_t begin,
+                         int64_t end, Words (&sums)[N][R]) {
+    using Unsigned = uint32_t __attribute__((vector_size(sizeof(Words))));
+    constexpr int64_t line = sizeof(Words), run = kLanes * 32 / bits, parts = 8 / bits;
+    const __m512i half = _mm512_set1_epi8(bits == 8 ? char(0x80) : char(0x88)), mask = _mm512_set1_epi8(0x0f);
+    __m512i high[N][R], low[N][R];
+    for (int64_t n = 0; n < N; ++n)
+        for (int64_t r = 0; r < R; ++r) {
+            high[n][r] = _mm512_setzero_si512();
+            low[n][r] = _mm512_loadu_si512(raise + r * work.input_bytes);
+        }
+    for (int64_t column = begin; column < end; column += run) {
+        __m512i weights[parts][N];
+        for (int64_t n = 0; n < N; ++n) {
+            const char *from = matrix + n * work.row_bytes + column * bits / 8;
+            const __m512i given = _mm512_loadu_si512(from);
+            __builtin_prefetch(from + work.ahead);
+            if constexpr (bits == 8) {
+                weights[0][n] = _mm512_xor_si512(given, half);
+            } else {  // (given ^ half) & mask
+                weights[0][n] = _mm512_ternarylogic_epi32(given, half, mask, 0x28);
+                weights[1][n] = _mm512_ternarylogic_epi32((__m512i)((Unsigned)given >> 4), half, mask, 0x28);
+            }
+        }
+        for (int64_t part = 0; part < parts; ++part)
+            for (int64_t r = 0; r < R; ++r) {
+                const char *input = inputs + r * work.input_bytes + column * 2 + part * 2 * line;
+                const __m512i upper = _mm512_loadu_si512(input), lower = _mm512_loadu_si512(input + line);
+                for (int64_t n = 0; n < N; ++n) {
+                    high[n][r] = _mm512_dpbusd_epi32(high[n][r], weights[part][n], upper);
+                    low[n][r] = _mm512_dpbusd_epi32(low[n][r], weights[part][n], lower);
+                }
+            }
+    }
+    for (int64_t n = 0; n < N; ++n)
+        for (int64_t r = 0; r < R; ++r)
+            sums[n][r] = (Words)(((Unsigned)high[n][r] << 7) + (Unsigned)low[n][r]);
+}
+#endif
+
+// Columns [begin, end), the exact sum number `sum` of the rows.
+template <bool first, int64_t R, int64_t N, int32_t bits>
+DS_INLINE void exact_sum(const Work &work, const char *matrix, const char *inputs, int64_t begin, int64_t end,
+                         int64_t sum, Words (&sums)[N][R]) {
+#if DS_DOT == 4
+    if constexpr (R <= ds::kOwnRows) {
+        if (work.bytes) {
+            const char *raise = inputs + work.raise_at + sum * int64_t(sizeof(Words));
+            return add_bytes<R, N, bits>(work, matrix, inputs, raise, begin, end, sums);
+        }
+    }
+#else
+    (void)sum;
+#endif
+    add_integers<first, R, N, bits>(work, matrix, inputs, begin, end, sums);
+}
+
 template <bool first, int64_t R, int64_t N, int32_t bits>
 DS_INLINE void integer_tile(const Work &work, const char *matrix, const char *inputs, int64_t output, int64_t row,
                             float (&totals)[R][N]) {
     if (work.groups == 1 && work.group <= kExactColumns) {
         Words sums[N][R] = {};
-        add_integers<first, R, N, bits>(work, matrix, inputs, 0, work.group, sums);
+        exact_sum<first, R, N, bits>(work, matrix, inputs, 0, work.group, 0, sums);
         for (int64_t r = 0; r < R; ++r) {
             Lanes wide[N];
             for (int64_t n = 0; n < N; ++n) wide[n] = __builtin_convertvector(sums[n][r], Lanes);
@@ -144,12 +204,13 @@ DS_INLINE void integer_tile(const Work &work, const char *matrix, const char *in
         return;
     }
     Lanes scaled[R][N] = {};
+    int64_t sum = 0;
     for (int64_t g = 0; g < work.groups; ++g) {
         const int64_t end = (g + 1) * work.group;
-        for (int64_t begin = g * work.group; begin < end; begin += kExactColumns) {
+        for (int64_t begin = g * work.group; begin < end; begin += kExactColumns, ++sum) {
             Words sums[N][R] = {};
-            add_integers<first, R, N, bits>(work, matrix, inputs, begin, end < begin + kExactColumns ? end : begin + kExactColumns,
-                                     sums);
+            const int64_t stop = end < begin + kExactColumns ? end : begin + kExactColumns;
+            exact_sum<first, R, N, bits>(work, matrix, inputs, begin, stop, sum, sums);
             for (int64_t n = 0; n < N; ++n)
                 for (int64_t r = 0; r < R; ++r)
                     scaled[r][n] +=
@@ -186,6 +247,7 @@ template <int64_t N, int32_t kind>
 DS_INLINE void rows_of(const Work &work, int64_t output) {
     constexpr int64_t R = DS_DOT >= 3 ? 4 : 2;
     if (work.rows == 1) return tile<true, 1, N, kind>(work, output, 0);
+    if (work.rows == 2) return tile<true, 2, N, kind>(work, output, 0);
     int64_t row = 0;
     if (work.rows >= R) {
         tile<true, R, N, kind>(work, output, 0);

@@ -36,8 +36,9 @@ DS_INLINE float sum_of(const float *__restrict x, int64_t n, float mean, bool sq
     return lane[0];
 }
 
-DS_INLINE void add_body(float *__restrict x, const float *__restrict y, int64_t n) {
-    DS_IVDEP for (int64_t i = 0; i < n; ++i) x[i] += y[i];
+// `sum` may be `x`.
+DS_INLINE void add_body(float *sum, const float *x, const float *y, int64_t n) {
+    DS_IVDEP for (int64_t i = 0; i < n; ++i) sum[i] = x[i] + y[i];
 }
 
 // y = (x - mean) / deviation * (weight + offset) + bias; weight and bias may be null.
@@ -61,15 +62,16 @@ DS_INLINE const float *optional(const void *source, int32_t dtype, int64_t n, in
 
 DS_INLINE void norm_row_body(const ds_norm &norm, int64_t from, int64_t to) {
     const int64_t size = norm.size;
-    void *stream = ds::at(static_cast<char *>(norm.stream), from * size, norm.dtype);
+    const void *stream = ds::at(static_cast<const char *>(norm.stream), from * size, norm.dtype);
     float *values = scratch(size, 0);
     const float *wide = ds::widen(stream, norm.dtype, values, size);
     if (norm.delta != nullptr) {
         const void *delta = ds::at(static_cast<const char *>(norm.delta), from * size, norm.dtype);
-        float *sum = norm.dtype == DS_FLOAT32 ? static_cast<float *>(stream) : values;
-        add_body(sum, ds::widen(delta, norm.dtype, scratch(size, 1), size), size);
-        ds::narrow(stream, norm.dtype, sum, size);
-        wide = ds::widen(stream, norm.dtype, values, size); // as it was rounded
+        void *target = ds::at(static_cast<char *>(norm.sum), from * size, norm.dtype);
+        float *sum = norm.dtype == DS_FLOAT32 ? static_cast<float *>(target) : values;
+        add_body(sum, wide, ds::widen(delta, norm.dtype, scratch(size, 1), size), size);
+        ds::narrow(target, norm.dtype, sum, size);
+        wide = ds::widen(target, norm.dtype, values, size); // as it was rounded
     }
     const float *weight = optional(norm.weight, norm.weight_dtype, size, 2);
     const float *bias = optional(norm.bias, norm.weight_dtype, size, 3);
@@ -103,7 +105,7 @@ struct Slot {
 };
 
 DS_INLINE Slot slot_of(const ds_step &step, int64_t row, int64_t block_size) {
-    for (int64_t p = 0; p < step.count; ++p) {
+    for (int64_t p = step.rows == step.count ? row : 0; p < step.count; ++p) {
         const ds_paged_piece &piece = step.pieces[p];
         if (row < piece.row || row >= piece.row + piece.count) continue;
         const int64_t position = piece.start + row - piece.row;
@@ -117,42 +119,51 @@ DS_INLINE void put_apart(T *to, const T *from, int64_t n, int64_t stride) {
     for (int64_t i = 0; i < n; ++i) to[i * stride] = from[i];
 }
 
-DS_INLINE void rotary_row_body(const ds_rotary &r, const ds_step &step, int64_t row) {
-    const int64_t total = r.heads * r.key_size + r.kv_heads * (r.key_size + r.value_size), half = r.rotary / 2;
-    void *source = ds::at(static_cast<char *>(r.projected), row * total, r.dtype);
-    float *values = r.dtype == DS_FLOAT32 ? static_cast<float *>(source) : scratch(total, 0);
-    ds::widen(source, r.dtype, values, total);
-    const float *weights[2] = {optional(r.query_weight, r.weight_dtype, r.key_size, 1),
-                               optional(r.key_weight, r.weight_dtype, r.key_size, 2)};
-    const int64_t at = step.positions[row] * half;
-    for (int64_t h = 0; h < r.heads + r.kv_heads; ++h) {
-        float *head = values + h * r.key_size;
-        const float *weight = weights[h >= r.heads];
+// `heads` heads of `size` numbers each, from number `begin` of the rotation's rows on: normalised, where there is a weight,
+// and rotated. Returns them in fp32.
+DS_INLINE const float *turn_heads(const ds_rotary &r, int64_t begin, int64_t heads, const void *given, int64_t angles,
+                                  int which) {
+    const int64_t size = r.key_size, half = r.rotary / 2;
+    void *source = ds::at(static_cast<char *>(r.projected), begin, r.dtype);
+    float *values = r.dtype == DS_FLOAT32 ? static_cast<float *>(source) : scratch(heads * size, which);
+    ds::widen(source, r.dtype, values, heads * size);
+    const float *weight = optional(given, r.weight_dtype, size, 2);
+    for (int64_t h = 0; h < heads; ++h) {
+        float *head = values + h * size;
         if (weight != nullptr) {
-            float *normed = scratch(r.key_size, 3);
-            normalise(head, normed, weight, nullptr, r.key_size, r.eps, 0.0f, false);
-            std::memcpy(head, normed, size_t(r.key_size) * sizeof(float));
+            float *normed = scratch(size, 3);
+            normalise(head, normed, weight, nullptr, size, r.eps, 0.0f, false);
+            std::memcpy(head, normed, size_t(size) * sizeof(float));
         }
-        rotate(head, r.cosines + at, r.sines + at, half, r.interleaved != 0);
+        rotate(head, r.cosines + angles, r.sines + angles, half, r.interleaved != 0);
     }
-    ds::narrow(source, r.dtype, values, total);
+    ds::narrow(source, r.dtype, values, heads * size);
+    return values;
+}
+
+// Of one row, a head of keys with the queries that share it.
+DS_INLINE void rotary_head_body(const ds_rotary &r, const ds_step &step, int64_t row, int64_t head) {
+    const int64_t total = r.heads * r.key_size + r.kv_heads * (r.key_size + r.value_size);
+    const int64_t group = r.heads / r.kv_heads, first = row * total, angles = step.positions[row] * (r.rotary / 2);
+    const int64_t of_keys = first + r.heads * r.key_size, of_values = of_keys + r.kv_heads * r.key_size;
+    turn_heads(r, first + head * group * r.key_size, group, r.query_weight, angles, 0);
+    const float *key = turn_heads(r, of_keys + head * r.key_size, 1, r.key_weight, angles, 1);
     const Slot slot = slot_of(step, row, r.block_size);
     if (r.keys == nullptr || slot.block < 0) return;
-    const float *keys = values + r.heads * r.key_size, *new_values = keys + r.kv_heads * r.key_size;
-    for (int64_t h = 0; h < r.kv_heads; ++h) {
-        const int64_t begin = (slot.block * r.kv_heads + h) * r.block_size;
-        void *column = ds::at(static_cast<char *>(r.keys), begin * r.key_size + slot.offset, r.cache_dtype);
-        float *key = scratch(r.key_size, 3);
-        ds::narrow(key, r.cache_dtype, keys + h * r.key_size, r.key_size);
-        if (r.cache_dtype == DS_FLOAT32)
-            put_apart(static_cast<float *>(column), key, r.key_size, r.block_size);
-        else
-            put_apart(static_cast<uint16_t *>(column), reinterpret_cast<uint16_t *>(key), r.key_size, r.block_size);
-        ds::narrow(ds::at(static_cast<char *>(r.values), (begin + slot.offset) * r.value_size, r.cache_dtype),
-                   r.cache_dtype, new_values + h * r.value_size, r.value_size);
-    }
+    const int64_t begin = (slot.block * r.kv_heads + head) * r.block_size;
+    void *column = ds::at(static_cast<char *>(r.keys), begin * r.key_size + slot.offset, r.cache_dtype);
+    float *stored = scratch(r.key_size, 3);
+    ds::narrow(stored, r.cache_dtype, key, r.key_size);
+    if (r.cache_dtype == DS_FLOAT32)
+        put_apart(static_cast<float *>(column), stored, r.key_size, r.block_size);
+    else
+        put_apart(static_cast<uint16_t *>(column), reinterpret_cast<uint16_t *>(stored), r.key_size, r.block_size);
+    const void *source = ds::at(static_cast<const char *>(r.projected), of_values + head * r.value_size, r.dtype);
+    const float *value = ds::widen(source, r.dtype, scratch(r.value_size, 0), r.value_size);
+    ds::narrow(ds::at(static_cast<char *>(r.values), (begin + slot.offset) * r.value_size, r.cache_dtype),
+               r.cache_dtype, value, r.value_size);
 }
-DS_KERNEL(rotary_row, (const ds_rotary &r, const ds_step &step, int64_t row), (r, step, row))
+DS_KERNEL(rotary_head, (const ds_rotary &r, const ds_step &step, int64_t row, int64_t head), (r, step, row, head))
 
 // exp(-|x|) / (1 + exp(-|x|)) for negative x, 1 / (1 + exp(-|x|)) for others
 DS_INLINE float sigmoid(float x) {
@@ -256,9 +267,20 @@ void ds::norm(const ds_norm &norm, const int64_t *chosen, int64_t rows, const Te
 }
 
 void ds::rotary(const ds_rotary &rotary, const ds_step &step, const Team &team) {
-    for_own_rows(team, step.rows, [&](int64_t row) { rotary_row(rotary, step, row); });
+    for_own_share(team, step.rows * rotary.kv_heads, [&](int64_t number) {
+        rotary_head(rotary, step, number / rotary.kv_heads, number % rotary.kv_heads);
+    });
 }
 
 void ds::gate(const ds_gate &gate, int64_t rows, const Team &team) {
     for_own_rows(team, rows, [&](int64_t row) { gate_row(gate, row); });
+}
+
+void ds::gate_columns(const ds_gate &gate, int64_t rows, int64_t begin, int64_t end) {
+    ds_gate part = gate;
+    part.gate = ds::at(static_cast<const char *>(gate.gate), begin, gate.dtype);
+    if (gate.up != nullptr) part.up = ds::at(static_cast<const char *>(gate.up), begin, gate.dtype);
+    part.output = ds::at(static_cast<char *>(gate.output), begin, gate.dtype);
+    part.size = end - begin;
+    for (int64_t row = 0; row < rows; ++row) gate_row(part, row);
 }

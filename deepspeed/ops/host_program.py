@@ -87,7 +87,9 @@ class _Embedding(ctypes.Structure):
 
 
 class _Norm(ctypes.Structure):
-    _fields_ = _fields("stream delta output weight bias", "size", "eps offset", "centered dtype weight_dtype")
+    _fields_ = _fields(
+        "stream delta sum output weight bias", "size", "eps offset", "centered dtype weight_dtype"
+    )
 
 
 class _Rotary(ctypes.Structure):
@@ -183,21 +185,23 @@ class Program:
         bias: Tensor | None = None,
         *,
         delta: Tensor | None = None,
+        sum: Tensor | None = None,
         eps: float = 1e-6,
         offset: float = 0.0,
         centered: bool = False,
         on_last: bool = False,
     ) -> None:
-        """stream += delta, and output = its normalised rows times (weight + offset), plus bias. ``centered``: by mean
-        and deviation, else by the root mean square. ``on_last`` takes rows of the stream; delta has them all."""
+        """stream += delta (or, where one is given, sum = stream + delta, which leaves the stream), and output = its
+        normalised rows times (weight + offset), plus bias. ``centered``: by mean and deviation, else by the root mean
+        square. ``on_last`` takes rows of the stream; delta has them all."""
         code = DTYPE_CODES[stream.dtype]
         weights = weight if weight is not None else bias
         made = _Norm(
-            *map(_address, (stream, delta, output, weight, bias)),
+            *map(_address, (stream, delta, stream if sum is None else sum, output, weight, bias)),
             *(stream.shape[-1], eps, offset, int(centered), code),
             code if weights is None else DTYPE_CODES[weights.dtype],
         )
-        self._add(_Kind.NORM, made, stream, delta, output, weight, bias, on_last=on_last)
+        self._add(_Kind.NORM, made, stream, delta, sum, output, weight, bias, on_last=on_last)
 
     def product(
         self, input: Tensor, output: Tensor, matrices: Sequence[Matrix], *, on_last: bool = False

@@ -217,6 +217,52 @@ def test_products(kind: Weights, columns: int) -> None:
     assert torch.equal(output, work(narrow.float(), 2).bfloat16())
 
 
+@pytest.mark.parametrize("kind", list(Weights))
+@pytest.mark.parametrize("rows", [1, 2, 3])
+def test_steps_between_which_threads_do_not_meet(kind: Weights, rows: int) -> None:
+    """Norms and gates beside products give the bits that each gives alone; the sum is where it is wanted."""
+    size, hidden = 256, 384
+    stream, delta, weight = draw(rows, size), draw(rows, size, seed=1), draw(size, seed=2)
+
+    def matrix(outputs: int, columns: int, seed: int) -> Matrix:
+        values = draw(outputs, columns, seed=seed)
+        if kind in (Weights.INT8, Weights.INT4):
+            return QuantizedMatrix.of(values, 8 if kind is Weights.INT8 else 4, 128).described()
+        return Matrix(kind, values if kind is Weights.FLOAT32 else values.bfloat16(), columns)
+
+    gate, up, down = matrix(hidden, size, 3), matrix(hidden, size, 4), matrix(size, hidden, 5)
+    step = Step(rows, last=[rows - 1])
+
+    def run(threads: int, together: bool) -> tuple[Tensor, ...]:
+        sum, normed, both, gated, added = (
+            torch.zeros(rows, width) for width in (size, size, 2 * hidden, hidden, size)
+        )
+        last, chosen, end = torch.zeros(rows, size), torch.zeros(1, size), torch.zeros(1, hidden)
+        program = Program()
+        parts: list[Callable[[Program], object]] = [
+            lambda p: p.norm(stream, normed, weight, delta=delta, sum=sum),
+            lambda p: p.product(normed, both, [gate, up]),
+            lambda p: p.gate(both[:, :hidden], both[:, hidden:], gated, Activation.SILU),
+            lambda p: p.product(gated, added, [down]),
+            lambda p: p.norm(sum, chosen, weight, delta=added, sum=last, on_last=True),
+            lambda p: p.product(chosen, end, [up], on_last=True),
+        ]
+        for part in parts:
+            part(program)
+            if not together:
+                program.run(step, threads)
+                program = Program()
+        if together:
+            program.run(step, threads)
+        return sum, gated, added, last[rows - 1], end
+
+    alone = run(1, together=False)
+    assert torch.equal(alone[0], stream + delta) and torch.equal(alone[3], (alone[0] + alone[2])[-1])
+    for threads in (1, 2, 3):
+        for _ in range(5):
+            assert all(map(torch.equal, run(threads, together=True), alone))
+
+
 def test_integer_inputs_beside_one_that_is_much_larger() -> None:
     """Rounded to 15 bits of the largest, they lose no more than bfloat16 loses of that one."""
     made, values = matrices(Weights.INT8, 256)

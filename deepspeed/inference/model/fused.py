@@ -28,6 +28,9 @@ FIRST_POSITIONS = 512
 """Of the tables of rotations, which double as sequences become longer."""
 
 
+_Streams = tuple[Tensor, Tensor]
+
+
 class FusedLayout:
     """Runs ``module``, a causal model of Transformers."""
 
@@ -127,23 +130,28 @@ class DecoderProgram:
         """Returns the product that gives the logits."""
         decoder, program = self.decoder, self._program
         width = decoder.embedding.embedding_dim
-        stream, normed = self._buffer("stream", width), self._buffer("normed", width)
-        program.embedding(decoder.embedding.weight.detach(), stream)
+        streams = self._buffer("stream", width), self._buffer("other stream", width)
+        normed = self._buffer("normed", width)
+        program.embedding(decoder.embedding.weight.detach(), streams[0])
         delta = None
         for index, layer in enumerate(decoder.layers):
-            delta = self._add_layer(layer, index, stream, normed, delta)
+            streams, delta = self._add_layer(layer, index, streams, normed, delta)
         # every row gets the last sum; the norm is of the chosen ones
-        program.norm(stream, normed, decoder.norm.weight, delta=delta, eps=decoder.norm.eps, on_last=True)
+        eps = decoder.norm.eps
+        program.norm(
+            streams[0], normed, decoder.norm.weight, delta=delta, sum=streams[1], eps=eps, on_last=True
+        )
         head = matrix_of(decoder.head)
         logits = torch.empty(1, head.outputs, dtype=decoder.dtype)
         return program.product(normed, logits, [head], on_last=True)
 
     def _add_layer(
-        self, layer: Layer, index: int, stream: Tensor, normed: Tensor, delta: Tensor | None
-    ) -> Tensor:
-        """Returns what is to be added to the stream."""
+        self, layer: Layer, index: int, streams: _Streams, normed: Tensor, delta: Tensor | None
+    ) -> tuple[_Streams, Tensor]:
+        """``streams``: the one with what layers have added so far, and the one that the next sum goes to. Returns them
+        for the next layer, and what is to be added to the first."""
         program, shape, terms = self._program, layer.shape, layer.terms
-        width = stream.shape[1]
+        width = normed.shape[1]
         output, down = matrix_of(layer.output), matrix_of(layer.down)
         projections, gated = [[matrix_of(one) for one in each] for each in (layer.projections, layer.gated)]
         heads = output.columns // shape.value_size
@@ -160,7 +168,9 @@ class DecoderProgram:
         added = self._buffer("added", width)
 
         norm = layer.before_attention
-        program.norm(stream, normed, norm.weight, delta=delta, eps=norm.eps)
+        program.norm(streams[0], normed, norm.weight, delta=delta, sum=streams[1], eps=norm.eps)
+        if delta is not None:
+            streams = streams[1], streams[0]
         program.product(normed, projected, projections)
         query_norm, key_norm = layer.query_norm, layer.key_norm
         rotary = program.rotary(
@@ -183,11 +193,11 @@ class DecoderProgram:
             bind(made, self.cache.pages(index))
         program.product(attended, added, [output])
         norm = layer.before_mlp
-        program.norm(stream, normed, norm.weight, delta=added, eps=norm.eps)
+        program.norm(streams[0], normed, norm.weight, delta=added, sum=streams[1], eps=norm.eps)
         program.product(normed, hidden, gated)
         program.gate(hidden[:, : down.columns], hidden[:, down.columns :], gates, layer.activation)
         program.product(gates, added, [down])
-        return added
+        return (streams[1], streams[0]), added
 
 
 def rotations_of(
