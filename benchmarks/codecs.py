@@ -1,8 +1,9 @@
 """Codecs of slow links (deepspeed/comm/codecs.py) in one thread: native, in PyTorch operations, and a stream of memory.
 
 ``encode`` with feedback of errors reads values and errors and writes errors and packets (12 bytes per element and the
-packet); its stream is ``errors += values`` (12 bytes). ``decode`` reads packets and writes values; its stream fills
-them. The share is of the stream's bytes per second, in the same round: no codec can be faster than memory.
+packet); its stream is ``errors += values`` (12 bytes), which reads and writes the same arrays, but not the packet.
+``decode`` reads packets and writes values; its stream fills them. The share is of the stream's bytes per second, those
+read and those written, in the same round: no codec can be faster than memory.
 
     python benchmarks/codecs.py --save cpu1
 """

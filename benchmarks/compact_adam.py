@@ -77,7 +77,8 @@ def loss(arguments: argparse.Namespace, report: Report) -> None:
         "bf16 masters": {"adam": {"stochastic_rounding": True}, "config": narrow},
         "both": {"adam": SMALL, "config": narrow},
     }
-    compare(report, arguments.seeds, arguments.steps, "fp32", others)
+    chosen = {name: others[name] for name in arguments.contenders or others}
+    compare(report, arguments.seeds, arguments.steps, "fp32", chosen)
 
 
 def main() -> None:
@@ -87,6 +88,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument(
+        "--contenders", nargs="+", choices=["8-bit moments", "bf16 masters", "both"], help="for the loss"
+    )
     parser.add_argument("--only", choices=["speed", "loss"])
     arguments = parser.parse_args()
     if arguments.quick:

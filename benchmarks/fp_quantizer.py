@@ -1,9 +1,11 @@
 """Floating-point numbers of 6, 8 and 12 bits (deepspeed/ops/fp_quantizer), made and read, beside a stream of memory.
 
 ``quantize`` reads values and writes codes, ``dequantize`` the other way round; the round trip is both. The stream moves
-the same bytes: it copies fp32 numbers, of which half are read and half written. The share is of its time,
-in the same round. ``in PyTorch`` is the path without the native library. glibc is told to keep freed memory: else new
-pages for each result take longer than everything else.
+the same bytes, those read and those written: it copies fp32 numbers, half of which are read and half written. The share
+is of its time, in the same round. Like with like is the round trip: it reads as many bytes as it writes, as the copy
+does; ``quantize`` alone writes fewer (and lines that are written are read first), ``dequantize`` alone more.
+``in PyTorch`` is the path without the native library. glibc is told to keep freed memory: else new pages for each
+result take longer than everything else.
 
     python benchmarks/fp_quantizer.py --save cpu
 """

@@ -33,6 +33,8 @@ STATE = {
     "comm/pending.py:explanation": "what the last report about a hang said, while it lasts",
     "comm/waiting.py:_visits": "how often all ranks met at a call, by name; belongs to the default group",
     "ops/update.py:ALONE": "a frozen value",
+    "ops/state_codes.py:OF_CODES": "a frozen value",
+    "ops/state_codes.py:OF_PARAMS": "a frozen value",
     "ops/state_codes.py:SIGNED": "a frozen value",
     "ops/state_codes.py:UNSIGNED": "a frozen value",
     "runtime/comm/coalesced_collectives.py:_CODEC": "how 4 bits are packed: holds nothing else",

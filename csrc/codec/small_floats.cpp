@@ -7,6 +7,10 @@
 
 #include "divisor.h"
 
+#if defined(__GNUC__) && defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
 namespace {
 
 using ds::E2M1;
@@ -234,6 +238,41 @@ DS_INLINE void encode_all_groups(const Work &work, int64_t begin, int64_t end) {
     }
 }
 
+constexpr int64_t kLeastLookups = 256;  // in a group; for fewer the table does not pay
+
+// bfloat16 of codes of at most 8 bits from a table of what their magnitudes are, where registers hold it: a few instructions
+// look up 32 numbers. Returns how many it has found. Not a part of the kernel: such instructions are chosen where a function
+// is compiled, not where it is inlined.
+#if defined(__GNUC__) && defined(__x86_64__)
+template <class F>
+__attribute__((target("arch=x86-64-v4,prefer-vector-width=512"), noinline))
+int64_t look_up(uint16_t *to, const uint8_t *codes, int64_t n, const uint16_t *table) {
+    constexpr int64_t lanes = 32;
+    __m512i parts[F::sign / lanes];
+    std::memcpy(parts, table, sizeof parts);
+    int64_t done = 0;
+    for (; done + lanes <= n; done += lanes) {
+        const __m512i code = _mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i *>(codes + done)));
+        __m512i found;
+        if constexpr (F::bits == 8) {
+            const __mmask32 upper = _mm512_test_epi16_mask(code, _mm512_set1_epi16(64));
+            const __m512i low = _mm512_permutex2var_epi16(parts[0], code, parts[1]);
+            found = _mm512_mask_mov_epi16(low, upper, _mm512_permutex2var_epi16(parts[2], code, parts[3]));
+        } else {
+            found = _mm512_permutexvar_epi16(code, parts[0]);
+        }
+        const __mmask32 numbers = _mm512_cmple_epu16_mask(found, _mm512_set1_epi16(0x7f80));  // others have no sign
+        const __m512i signs = _mm512_and_si512(_mm512_slli_epi16(code, 16 - F::bits), _mm512_set1_epi16(short(0x8000)));
+        found = _mm512_or_si512(found, _mm512_maskz_mov_epi16(numbers, signs));
+        _mm512_storeu_si512(to + done, found);
+    }
+    return done;
+}
+#else
+template <class F>
+int64_t look_up(uint16_t *, const uint8_t *, int64_t, const uint16_t *) { return 0; }
+#endif
+
 template <class F, int N>
 DS_INLINE void decode_group(const Work &work, int64_t group) {
     const ds_float_groups &g = *work.groups;
@@ -242,6 +281,16 @@ DS_INLINE void decode_group(const Work &work, int64_t group) {
     alignas(64) typename F::Code unpacked[kPiece];
     float scale;
     std::memcpy(&scale, g.scales + group * g.scale_stride, sizeof scale);
+    constexpr bool kTable = N == 16 && (F::bits == 6 || F::bits == 8);
+    const bool looks_up = kTable && work.dtype == DS_BFLOAT16 && g.group >= kLeastLookups;
+    alignas(64) uint16_t table[128];  // of the group's magnitudes
+    if constexpr (kTable) {
+        if (looks_up) {
+            for (uint32_t j = 0; j < F::sign; ++j) unpacked[j] = typename F::Code(j);
+            DS_IVDEP for (uint32_t j = 0; j < F::sign; ++j) buffer[j] = ds::widen_small<F>(unpacked[j]) * scale;
+            ds::narrow(table, DS_BFLOAT16, buffer, F::sign);
+        }
+    }
     const uint8_t *end = g.codes + (g.numel - 1) / g.group * g.stride + g.group * F::bits / 8;  // of what may be read
     for (int64_t i = 0; i < g.group; i += kPiece) {
         const int64_t whole = g.group - i < kPiece ? g.group - i : kPiece, n = present(g, begin + i, whole);
@@ -253,9 +302,12 @@ DS_INLINE void decode_group(const Work &work, int64_t group) {
         else
             unpack<F, N>(unpacked, packed, whole, end - packed);
         void *target = ds::at(work.values, begin + i, work.dtype);
+        int64_t done = 0;
+        if constexpr (kTable) done = looks_up ? look_up<F>(static_cast<uint16_t *>(target), codes, n, table) : 0;
+        target = ds::at(target, done, work.dtype);
         float *values = work.dtype == DS_FLOAT32 ? static_cast<float *>(target) : buffer;
-        DS_IVDEP for (int64_t j = 0; j < n; ++j) values[j] = ds::widen_small<F>(codes[j]) * scale;
-        ds::narrow(target, work.dtype, values, n);
+        DS_IVDEP for (int64_t j = 0; j < n - done; ++j) values[j] = ds::widen_small<F>(codes[done + j]) * scale;
+        ds::narrow(target, work.dtype, values, n - done);
     }
 }
 

@@ -43,9 +43,9 @@ class Code:
     span: float
     signed: bool
 
-    def dither(self, random: Tensor) -> Tensor:
-        """Of 32 random bits those that decide how a number is rounded: other ones for each code."""
-        return random & ((1 << self.shift) - 1) if self.signed else random >> (32 - self.shift)
+    def below(self, dither: Tensor) -> Tensor:
+        """Of 32 bits those that are added below a code's last one."""
+        return dither >> (32 - self.shift)
 
 
 UNSIGNED = Code(255, 18, 251 * _OFFSET, False)
@@ -59,28 +59,43 @@ def blocks(numel: int) -> int:
 
 def decode(code: Code, codes: Tensor, scales: Tensor) -> Tensor:
     """fp32 values of ``codes`` (uint8, any shape; ``scales`` [blocks])."""
+    return (_shares(code, codes) * _fp32(1 / code.span) * _per_element(scales, codes.numel())).view(
+        codes.shape
+    )
+
+
+def decode_scaled(code: Code, codes: Tensor, scales: Tensor, by: float) -> Tensor:
+    """The same times ``by``, for updates: one rounding of an element less, so not quite the product."""
+    factors = scales * _fp32(by / code.span)
+    return (_shares(code, codes) * _per_element(factors, codes.numel())).view(codes.shape)
+
+
+def _shares(code: Code, codes: Tensor) -> Tensor:
+    """Shares of the largest magnitude, times the code's span. Flat."""
     flat = codes.reshape(-1).to(torch.int32)
-    shifted = _BASE | ((flat & code.top) << code.shift)
-    inverse = (torch.ones((), dtype=torch.float32) / code.span).item()
-    values = (shifted.view(torch.float32) - _OFFSET) * inverse * _per_element(scales, flat.numel())
+    shares = (_BASE | ((flat & code.top) << code.shift)).view(torch.float32) - _OFFSET
     if code.signed:
-        values = (values.view(torch.int32) | ((flat & 128) << 24)).view(torch.float32)
-    return values.view(codes.shape)
+        shares = (shares.view(torch.int32) | ((flat & 128) << 24)).view(torch.float32)
+    return shares
 
 
-def encode(code: Code, values: Tensor, random: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """``(codes, scales)`` of fp32 ``values``: the nearest codes, or with ``random`` (int64, 32 random bits per element)
-    one of the two next to a value, in proportion. Only zero (in the unsigned code) and what is next to it become 0."""
+def _fp32(value: float) -> float:
+    return torch.tensor(value, dtype=torch.float32).item()
+
+
+def encode(code: Code, values: Tensor, dither: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """``(codes, scales)`` of fp32 ``values``: the nearest codes, or with ``dither`` (int64, 32 bits per element) one of
+    the two next to a value, in proportion. Only zero (in the unsigned code) and what is next to it become 0."""
     flat = values.detach().reshape(-1)
     magnitude = flat.abs()
     scales = _largest(magnitude)
     factors = (torch.full_like(scales, code.span).div_(scales) * _ABOVE).masked_fill_(scales == 0, 0.0)
     shifted = magnitude * _per_element(factors, flat.numel()) + _OFFSET
-    added = 1 << (code.shift - 1) if random is None else code.dither(random.reshape(-1))
+    added = 1 << (code.shift - 1) if dither is None else code.below(dither.reshape(-1))
     last = _BASE + (code.top << code.shift)
     found = ((_bits(shifted).clamp_(max=last) + added) >> code.shift) & 0xFF
     if code.signed:
-        found |= (_bits(flat) >> 24) & 128
+        found |= ((_bits(flat) >> 24) & 128).masked_fill_(flat.isnan(), 0)
     else:
         found = torch.maximum(found, ((flat > 0) & (_per_element(scales, flat.numel()) > 0)).long())
     return found.to(torch.uint8).view(values.shape), scales
@@ -102,23 +117,34 @@ def _per_element(scales: Tensor, numel: int) -> Tensor:
     return scales.repeat_interleave(BLOCK)[:numel]
 
 
-# ---- random bits -------------------------------------------------------------------------------------------
+# ---- dither ------------------------------------------------------------------------------------------------
 
 
-def random_bits(grad: Tensor, step: int, start: int) -> Tensor:
-    """32 bits per element (int64, flat) from the number of the update, the index of the element in its parameter
-    (``start`` is that of the first) and its gradient, in fp32."""
-    flat = grad.reshape(-1)
-    index = torch.arange(start, start + flat.numel(), device=grad.device)
-    first = (step * 0xC2B2AE3D + (index & _MASK) * 0x9E3779B1 + (index >> 32) * 0x85EBCA6B) & _MASK
-    x = ((first ^ _bits(flat)) * 0x85EBCA6B) & _MASK
-    x = ((x ^ (x >> 15)) * 0xC2B2AE35) & _MASK
-    return x ^ (x >> 16)
+@dataclass(frozen=True, slots=True)
+class Sequence:
+    """What an update and an element add to a number of 32 bits: multiples of irrational parts of 2**32, so that the
+    numbers of one element, and those of one update, fill the range evenly (H. Weyl 1916). Rounding errors cancel sooner
+    than with independent random numbers, of which many are alike by chance."""
+
+    update: int
+    element: int
+    high: int
+    """Of the upper half of an element's index."""
+
+    def dither(self, step: int, start: int, like: Tensor) -> Tensor:
+        """32 bits per element of ``like`` (int64, flat) from the number of the update and the index of the element in
+        its parameter, of which ``start`` is that of the first."""
+        index = torch.arange(start, start + like.numel(), device=like.device)
+        return (step * self.update + (index & _MASK) * self.element + (index >> 32) * self.high) & _MASK
 
 
-def round_randomly(values: Tensor, random: Tensor) -> Tensor:
+OF_CODES = Sequence(0x6A09E667, 0x9E3779B9, 0x85EBCA6B)
+OF_PARAMS = Sequence(0x9E3779B9, 0xBB67AE85, 0xC2B2AE35)
+
+
+def round_randomly(values: Tensor, dither: Tensor) -> Tensor:
     """fp32 ``values`` in bfloat16, rounded up or down in proportion to what is between."""
     bits = _bits(values.contiguous())
-    rounded = (bits + (random.view(values.shape) & 0xFFFF)) >> 16
+    rounded = (bits + (dither.view(values.shape) >> 16)) >> 16
     rounded = torch.where(values.isnan(), 0x7FC0, rounded)
     return torch.where(rounded >= 0x8000, rounded - 0x10000, rounded).to(torch.int16).view(torch.bfloat16)

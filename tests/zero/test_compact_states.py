@@ -70,7 +70,9 @@ def contents(engine: Any) -> dict[str, Tensor]:
 def trained(config: dict[str, Any], steps: int) -> tuple[list[float], dict[str, Tensor]]:
     engine = start(config)
     losses = train(engine, range(steps))
-    return losses, contents(engine)
+    found = contents(engine)
+    engine.destroy()
+    return losses, found
 
 
 def assert_same(left: dict[str, Tensor], right: dict[str, Tensor]) -> None:

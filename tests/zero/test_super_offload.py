@@ -12,6 +12,7 @@ import torch
 import deepspeed
 from deepspeed.config.problems import DeepSpeedConfigError
 from deepspeed.runtime.zero.offload.speculation import Speculation
+from deepspeed.runtime.zero.offload.twins import host_worker
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad, safe_set_full_grad
 from tests.pool import distributed
 from tests.zero.models import assert_same, batch, config_for, engine_losses, make_zoo, uses_sometimes
@@ -86,6 +87,20 @@ def test_overflow_of_fp16_keeps_the_state() -> None:
             engine_losses(make_zoo, with_speculation(config), 16), engine_losses(make_zoo, config, 16)
         )
     assert counts[0][0] and counts[0][1]
+
+
+@pytest.mark.parametrize(("share", "threads"), [(0.8, 3), (0.25, 1), (0.1, 1), (1.0, 4)])
+def test_the_worker_leaves_cores_to_others(share: float, threads: int) -> None:
+    """Of four threads of a rank; those of whoever started the worker stay as they are."""
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(4)
+        worker = host_worker("tried", share)
+        assert worker.submit(torch.get_num_threads).result() == threads
+        assert torch.get_num_threads() == 4
+        worker.shutdown()
+    finally:
+        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("stage", [1, 3])

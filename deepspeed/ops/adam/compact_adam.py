@@ -6,13 +6,14 @@ its gradient: 6 instead of 16.
 
 A moment is stored as codes ``exp_avg`` (uint8) with scales ``exp_avg_scale`` (fp32, one per 256 elements), and
 ``exp_avg_sq`` holds codes of the root of the second moment (``ops/state_codes.py``). New moments are rounded to codes
-at random, in proportion, so that averages that move by less than one code per step still move; so are weights in
-bfloat16 with ``stochastic_rounding``. The random bits are a function of the step, the element and its gradient.
+up or down in proportion, so that averages that move by less than one code per step still move; so are weights in
+bfloat16 with ``stochastic_rounding``. Which way is a function of the step and the element.
 """
 
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -240,22 +241,33 @@ class CompactAdam(MultiTensorAdam):
         grad_scale: float,
     ) -> None:
         """The reference: the kernel's operations in its order."""
-        wide, scaled = param.detach().float(), grad.float() * grad_scale
-        random = state_codes.random_bits(scaled, step, start)
-        values = self.decoded_state(state)
-        moments = [[values[name].float()] for name in _CODE]
+        wide, scaled, coded = param.detach().float(), grad.float() * grad_scale, self.state_bits == 8
+        moments = [[kept] for kept in (self._kept(state, group) if coded else [state[n] for n in _CODE])]
         updated = [wide.clone()]
-        self._torch_update(group, updated, [scaled], moments, [step])
-        exp_avg, exp_avg_sq = moments[0][0], moments[1][0]
-        if self.state_bits == 8:
-            for name, value in (("exp_avg", exp_avg), ("exp_avg_sq", _root(exp_avg_sq))):
-                codes, scales = state_codes.encode(_CODE[name], value, random)
+        self._torch_update(group, updated, [scaled], moments, [step], kept=coded)
+        if coded:
+            dither = state_codes.OF_CODES.dither(step, start, wide)
+            new = (moments[0][0], _root(moments[1][0]))
+            for (name, code), value in zip(_CODE.items(), new, strict=True):
+                codes, scales = state_codes.encode(code, value, dither)
                 state[name].copy_(codes)
                 state[name + SCALE].copy_(scales)
-        rounds = group["stochastic_rounding"] and param.dtype is torch.bfloat16
-        param.detach().copy_(state_codes.round_randomly(updated[0], random) if rounds else updated[0])
+        result = updated[0]
+        if group["stochastic_rounding"] and param.dtype is torch.bfloat16:
+            result = state_codes.round_randomly(result, state_codes.OF_PARAMS.dither(step, start, wide))
+        param.detach().copy_(result)
         if low is not None:
             low.copy_(updated[0].view(low.shape))
+
+    @staticmethod
+    def _kept(state: dict[str, Any], group: dict[str, Any]) -> list[Tensor]:
+        """Both moments times their betas."""
+        factors = (group["betas"][0], math.sqrt(group["betas"][1]))
+        first, root = (
+            state_codes.decode_scaled(code, state[name], state[name + SCALE], by)
+            for (name, code), by in zip(_CODE.items(), factors, strict=True)
+        )
+        return [first, root.square_()]
 
 
 def _root(values: Tensor) -> Tensor:

@@ -64,16 +64,20 @@ class MultiTensorAdam(MultiTensorOptimizer):
         grads: list[Tensor],
         states: list[list[Tensor]],
         steps: list[int],
+        *,
+        kept: bool = False,
     ) -> None:
+        """``kept``: moments are given as what is kept of them, times their beta."""
         beta1, beta2 = group["betas"]
         lr, weight_decay = float(group["lr"]), group["weight_decay"]
         exp_avgs, exp_avg_sqs = states
         step_sizes, inv_corrections = zip(*(corrections(group, step) for step in steps), strict=True)
         if weight_decay != 0 and not group[self.decoupled_key]:
             grads = list(torch._foreach_add(grads, torch._foreach_mul(params, weight_decay)))
-        torch._foreach_mul_(exp_avgs, beta1)
+        if not kept:
+            torch._foreach_mul_(exp_avgs, beta1)
+            torch._foreach_mul_(exp_avg_sqs, beta2)
         torch._foreach_add_(exp_avgs, torch._foreach_mul(grads, 1.0 - beta1))
-        torch._foreach_mul_(exp_avg_sqs, beta2)
         squares = torch._foreach_mul(grads, 1.0 - beta2)
         torch._foreach_mul_(squares, grads)
         torch._foreach_add_(exp_avg_sqs, squares)

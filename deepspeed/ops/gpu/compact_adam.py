@@ -8,6 +8,7 @@ the operations of the reference (`deepspeed/ops/state_codes.py`) in their order,
 # pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -32,32 +33,29 @@ _BASE = tl.constexpr(112 << 23)  # its bits
 _ABOVE = tl.constexpr(1 + 2.0**-22)
 _SIGNED_LAST = tl.constexpr((112 << 23) + (state_codes.SIGNED.top << state_codes.SIGNED.shift))
 _ROOT_LAST = tl.constexpr((112 << 23) + (state_codes.UNSIGNED.top << state_codes.UNSIGNED.shift))
-_SIGNED_DITHER = tl.constexpr((1 << state_codes.SIGNED.shift) - 1)
-_ROOT_DITHER = tl.constexpr(32 - state_codes.UNSIGNED.shift)
+_CODES_ELEMENT, _CODES_HIGH = (
+    tl.constexpr(state_codes.OF_CODES.element),
+    tl.constexpr(state_codes.OF_CODES.high),
+)
+_PARAMS_ELEMENT, _PARAMS_HIGH = (
+    tl.constexpr(state_codes.OF_PARAMS.element),
+    tl.constexpr(state_codes.OF_PARAMS.high),
+)
 _TINY = tl.constexpr(1e-30)
-
-
-def _inverse(code: state_codes.Code) -> float:
-    return (torch.ones((), dtype=torch.float32) / code.span).item()
-
-
 _SIGNED_SPAN, _ROOT_SPAN = tl.constexpr(state_codes.SIGNED.span), tl.constexpr(state_codes.UNSIGNED.span)
-_SIGNED_INVERSE = tl.constexpr(_inverse(state_codes.SIGNED))
-_ROOT_INVERSE = tl.constexpr(_inverse(state_codes.UNSIGNED))
 _SIGNED_SHIFT, _ROOT_SHIFT = tl.constexpr(state_codes.SIGNED.shift), tl.constexpr(state_codes.UNSIGNED.shift)
 
 
 @triton.jit
-def _mixed(x):
-    x = x * tl.full((), 0x85EBCA6B, tl.uint32)
-    x = (x ^ (x >> 15)) * tl.full((), 0xC2B2AE35, tl.uint32)
-    return x ^ (x >> 16)
+def _dither(update, index, ELEMENT: tl.constexpr, HIGH: tl.constexpr):
+    low = index.to(tl.uint32) * tl.full((), ELEMENT, tl.uint32)
+    return update.to(tl.uint32) + low + (index >> 32).to(tl.uint32) * tl.full((), HIGH, tl.uint32)
 
 
 @triton.jit
-def _decoded(codes, scale, INVERSE: tl.constexpr, SHIFT: tl.constexpr):
+def _decoded(codes, factor, SHIFT: tl.constexpr):
     shifted = ((codes << SHIFT) | _BASE).to(tl.float32, bitcast=True)
-    return (shifted - _OFFSET) * INVERSE * scale
+    return (shifted - _OFFSET) * factor
 
 
 @triton.jit
@@ -74,19 +72,24 @@ def _encoded(magnitude, scale, dither, SPAN: tl.constexpr, SHIFT: tl.constexpr, 
     factor = tl.where(scale == 0, 0.0, tl.div_rn(span, tl.where(scale == 0, 1.0, scale)) * _ABOVE)
     # Never negative; the bits of a NaN without its sign are above all others, and so have the last code.
     bits = (magnitude * factor + _OFFSET).to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    return ((tl.minimum(bits, LAST) + dither.to(tl.int32)) >> SHIFT) & 0xFF
+    return ((tl.minimum(bits, LAST) + (dither >> (32 - SHIFT)).to(tl.int32)) >> SHIFT) & 0xFF
 
 
-@triton.jit(do_not_specialize=["key", "grad_scale", "step_size", "inv_correction2", "decay"])
+@triton.jit(
+    do_not_specialize=["of_codes", "of_params", "grad_scale", "step_size", "inv_correction2", "decay"]
+)
 def _compact_kernel(
     segments,  # [n, _WORDS] int64
     blocks,  # [programs, 2] int64: segment, first element
-    key,
+    of_codes,  # the number of the update in both sequences of dither
+    of_params,
     grad_scale,
     beta1,
     rest1,
     beta2,
     rest2,
+    keep1,  # what decoding multiplies a block's scale by: beta1 and the root of beta2, over a code's span
+    keep2,
     eps,
     decay,
     l2,
@@ -111,9 +114,6 @@ def _compact_kernel(
     grad = tl.load(tl.load(row + 1).to(tl.pointer_type(GRAD)) + at, mask=inside, other=0.0)
     g = grad.to(tl.float32) * grad_scale
     index = tl.load(row + 9) + at
-    start = key.to(tl.uint32) + index.to(tl.uint32) * tl.full((), 0x9E3779B1, tl.uint32)
-    start += (index >> 32).to(tl.uint32) * tl.full((), 0x85EBCA6B, tl.uint32)
-    random = _mixed(start ^ g.to(tl.uint32, bitcast=True))
     scale1_at = tl.load(row + 4).to(tl.pointer_type(tl.float32)) + block
     scale2_at = tl.load(row + 5).to(tl.pointer_type(tl.float32)) + block
     if CODED:
@@ -123,30 +123,29 @@ def _compact_kernel(
         codes2 = tl.load(codes2_at, mask=inside, other=0).to(tl.int32)
         scale1 = tl.load(scale1_at, mask=is_block, other=0.0)
         scale2 = tl.load(scale2_at, mask=is_block, other=0.0)
-        m = _decoded(codes1 & 127, scale1, _SIGNED_INVERSE, _SIGNED_SHIFT)
+        m = _decoded(codes1 & 127, scale1 * keep1, _SIGNED_SHIFT)
         m = tl.where(codes1 >= 128, -m, m)
-        root = _decoded(codes2, scale2, _ROOT_INVERSE, _ROOT_SHIFT)
+        root = _decoded(codes2, scale2 * keep2, _ROOT_SHIFT)
         v = root * root
     else:
         m_at = tl.load(row + 2).to(tl.pointer_type(tl.float32)) + at
         v_at = tl.load(row + 3).to(tl.pointer_type(tl.float32)) + at
-        m = tl.load(m_at, mask=inside, other=0.0)
-        v = tl.load(v_at, mask=inside, other=0.0)
+        m = beta1 * tl.load(m_at, mask=inside, other=0.0)
+        v = beta2 * tl.load(v_at, mask=inside, other=0.0)
     if not DECOUPLED:
         g = g + l2 * p
-    m = beta1 * m + rest1 * g
-    v = beta2 * v + (rest2 * g) * g
+    m = m + rest1 * g
+    v = v + (rest2 * g) * g
     root = tl.sqrt_rn(v)
     p = p * decay - tl.div_rn(step_size * m, root * inv_correction2 + eps)
     if CODED:
         scale1, scale2 = _scale_of(m, inside), _scale_of(root, inside)
         tl.store(scale1_at, scale1, mask=is_block)
         tl.store(scale2_at, scale2, mask=is_block)
-        codes1 = _encoded(
-            tl.abs(m), scale1, random & _SIGNED_DITHER, _SIGNED_SPAN, _SIGNED_SHIFT, _SIGNED_LAST
-        )
-        codes1 = codes1 | ((m.to(tl.int32, bitcast=True) >> 24) & 128)
-        codes2 = _encoded(root, scale2, random >> _ROOT_DITHER, _ROOT_SPAN, _ROOT_SHIFT, _ROOT_LAST)
+        dither = _dither(of_codes, index, _CODES_ELEMENT, _CODES_HIGH)
+        codes1 = _encoded(tl.abs(m), scale1, dither, _SIGNED_SPAN, _SIGNED_SHIFT, _SIGNED_LAST)
+        codes1 = codes1 | tl.where(m == m, (m.to(tl.int32, bitcast=True) >> 24) & 128, 0)
+        codes2 = _encoded(root, scale2, dither, _ROOT_SPAN, _ROOT_SHIFT, _ROOT_LAST)
         # Only zero is coded as zero: a parameter would leap if the root below its first moment were lost.
         codes2 = tl.maximum(codes2, ((root > 0) & (scale2 > 0)).to(tl.int32))
         tl.store(codes1_at, codes1.to(tl.uint8), mask=inside)
@@ -156,13 +155,18 @@ def _compact_kernel(
         tl.store(v_at, v, mask=inside)
     if STOCHASTIC:
         bits = p.to(tl.uint32, bitcast=True)
-        rounded = (bits + (random & 0xFFFF)) >> 16
+        rounded = (bits + (_dither(of_params, index, _PARAMS_ELEMENT, _PARAMS_HIGH) >> 16)) >> 16
         rounded = tl.where(p != p, 0x7FC0, rounded.to(tl.int32))
         tl.store(param_at, rounded.to(tl.uint16).to(tl.bfloat16, bitcast=True), mask=inside)
     else:
         tl.store(param_at, p.to(PARAM), mask=inside)
     low = tl.load(row + 6)
     tl.store(low.to(tl.pointer_type(LOW)) + at, p.to(LOW), mask=at < tl.where(low != 0, numel, 0))
+
+
+def _signed(number: int) -> int:
+    """The lowest 32 bits, as the kernel's type has them."""
+    return ((number + (1 << 31)) & 0xFFFFFFFF) - (1 << 31)
 
 
 def step(
@@ -176,17 +180,22 @@ def step(
 def _run(launch: Launch, part: Round, group: dict[str, Any], decoupled: bool, grad_scale: float) -> None:
     (beta1, beta2), weight_decay, storage = group["betas"], group["weight_decay"], launch.storage
     step_size, inv_correction2 = corrections(group, part.steps)
-    key = part.steps * 0xC2B2AE3D & 0xFFFFFFFF
+    of_codes, of_params = (
+        _signed(part.steps * sequence.update) for sequence in (state_codes.OF_CODES, state_codes.OF_PARAMS)
+    )
     with torch.cuda.device_of(part.segments):
         _compact_kernel[(len(part.blocks),)](
             part.segments,
             part.blocks,
-            key - (1 << 32) if key >> 31 else key,
+            of_codes,
+            of_params,
             float(grad_scale),
             float(beta1),
             1.0 - beta1,
             float(beta2),
             1.0 - beta2,
+            beta1 / state_codes.SIGNED.span,
+            math.sqrt(beta2) / state_codes.UNSIGNED.span,
             float(group["eps"]),
             1.0 - float(group["lr"]) * weight_decay if decoupled else 1.0,
             float(weight_decay),

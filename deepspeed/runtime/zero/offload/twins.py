@@ -145,10 +145,15 @@ def runs_ahead(optimizer: torch.optim.Optimizer) -> bool:
     return bool(traits.elementwise) and traits.fused and not traits.needs_context
 
 
+def _use_threads(threads: int) -> None:
+    torch.get_num_threads()  # the first question of a thread sets it to what the process has
+    torch.set_num_threads(threads)
+
+
 def host_worker(name: str, share: float) -> ThreadPoolExecutor:
     """One thread that uses ``share`` of this rank's threads, at least one."""
     threads = max(1, int(share * torch.get_num_threads()))
-    worker = ThreadPoolExecutor(1, name, torch.set_num_threads, (threads,))
+    worker = ThreadPoolExecutor(1, name, _use_threads, (threads,))
     worker.submit(int).result()
     torch.set_num_threads(torch.get_num_threads())  # what the worker set is also for threads not yet made
     return worker
