@@ -59,14 +59,9 @@ class DeepSpeedCPUAdam(MultiTensorAdam):
     def ds_opt_adam(self) -> ModuleType:
         """The op's functions, with an optimizer made under ``opt_id``: for updates of one's own."""
         group = self.defaults
-        create_adam(
-            self.opt_id,
-            group["lr"],
-            *group["betas"],
-            group["eps"],
-            group["weight_decay"],
-            group["adamw_mode"],
-        )
+        beta1, beta2 = group["betas"]
+        decay, decoupled = group["weight_decay"], group["adamw_mode"]
+        create_adam(self.opt_id, group["lr"], beta1, beta2, group["eps"], decay, decoupled)
         return sys.modules[__name__]
 
 
