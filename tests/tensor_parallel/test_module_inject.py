@@ -380,3 +380,23 @@ def test_weights_are_loaded_where_nothing_is_replaced(tmp_path: Any) -> None:
     torch.testing.assert_close(model.state_dict(), whole.state_dict())
     with pytest.raises(ValueError, match="has no layer of ReLU"):
         replace_module(model, nn.ReLU, lambda layer, policy, number: layer, None)
+
+
+@distributed(world_size=2)
+def test_layers_in_parts_keep_them_under_a_config_that_shares_layers() -> None:
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+    whole = copy.deepcopy(model).state_dict()
+    both = dist.new_group([0, 1])
+    model[0], model[1] = LinearLayer(model[0], both), LinearAllreduce(model[1], both)
+    rules = {
+        "layer_specs": [{"patterns": [r".*\.weight$"], "partition_type": "skip"}],
+        "use_default_specs": False,
+    }
+    parallel = {"autotp_size": 2, "partition_config": rules}
+    settings = {"train_micro_batch_size_per_gpu": 1, "tensor_parallel": parallel}
+    engine, *_ = deepspeed.initialize(model=model, config=settings)
+    found = engine._consolidated_16bit_state_dict()
+    if dist.get_rank() == 0:
+        torch.testing.assert_close(found, whole, rtol=0, atol=0)
+    engine.destroy()

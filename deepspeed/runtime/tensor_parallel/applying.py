@@ -65,9 +65,13 @@ def apply_plan(module: nn.Module, plan: TensorParallelPlan, group: Communicator,
 
 
 def _agree(module: nn.Module, group: Communicator) -> None:
-    """Weights are those of the group's first rank; what is not cut counts there. Collective."""
+    """Weights are those of the group's first rank, besides parts that layers hold already; what is not cut counts
+    there. Collective."""
     with torch.no_grad():
         for param in module.parameters():
+            placement = placement_of(param)
+            if "tp" in placement.split and tuple(placement.global_shape) != tuple(full_shape(param)):
+                continue  # a part, which differs from rank to rank
             if (
                 not is_zero_param(param) and param.numel()
             ):  # zero.Init has taken them from the first rank already
@@ -75,7 +79,7 @@ def _agree(module: nn.Module, group: Communicator) -> None:
                 group.broadcast(flat.view(-1).view(torch.uint8), src=0).wait()
                 if flat is not param.data:
                     param.data.copy_(flat)
-            if placement_of(param).split == ():
+            if placement.split == ():
                 place(param, replicated(full_shape(param), group.rank))
 
 
