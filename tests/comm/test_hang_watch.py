@@ -135,16 +135,6 @@ SCENARIOS: dict[str, tuple[str, str, str]] = {
         r"another order in collective #\d+ .*rank 0 issued all_gather of 10 float32, rank 1 issued all_gather "
         r"of 20 float32",
     ),
-    "other group": (
-        "gloo",
-        """
-        groups = [torch.distributed.new_group([0, 1]) for _ in range(2)]
-        for group in [*groups, *(groups if rank == 0 else groups[::-1])]:
-            dist.all_reduce(torch.ones(4), group=group)
-        """,
-        r"ranks 0, 1 wait for each other in different calls.*waiting: rank 0 in all_reduce.* at script.py:\d+: "
-        r"dist.all_reduce.*waiting: rank 1 in all_reduce.* at script.py:\d+: dist.all_reduce",
-    ),
     "data loader": (
         "shared_memory",
         """
