@@ -6,6 +6,7 @@ where they parted, and a rank that has issued fewer than the others is the one t
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -43,8 +44,9 @@ def explain(standings: Mapping[int, Standing], silent: Mapping[int, str], waited
     missing.update((rank, text) for rank, text in _absent(standings, waiting).items() if rank not in missing)
     if not (waiting or silent) and not parted and not missing:
         return ""
+    crossed = bool(waiting.keys() & late.keys()) and not (parted or missing or silent)
     lines = [
-        f"no progress in communication for {waited_s:.0f} s: {_headline(parted, missing, silent, waiting)}"
+        f"no progress in communication for {waited_s:.0f} s: {_headline(parted, missing, silent, waiting, crossed)}"
     ]
     lines += [f"  {text}" for text in parted]
     lines += [f"  missing: {_missing_rank(standings[rank], missing[rank])}" for rank in _few(missing)]
@@ -53,7 +55,9 @@ def explain(standings: Mapping[int, Standing], silent: Mapping[int, str], waited
     to_show = [*missing, *silent] or list(waiting)
     for rank in _few([rank for rank in to_show if rank in standings]):
         lines += _stack(standings[rank])
-    lines.append(f"  usual causes: {'; '.join(_causes(parted, missing, silent, standings, waiting))}")
+    lines.append(
+        f"  usual causes: {'; '.join(_causes(parted, missing, silent, standings, waiting, crossed))}"
+    )
     return "\n".join(lines)
 
 
@@ -62,14 +66,16 @@ def _headline(
     missing: Mapping[int, str],
     silent: Mapping[int, str],
     waiting: Mapping[int, Standing],
+    crossed: bool,
 ) -> str:
+    """``crossed``: ranks wait for calls that others will issue after the one in which these wait."""
     if silent:
         return f"{_ranks(sorted(silent))} {'does' if len(silent) == 1 else 'do'} not answer"
     if parted:
         return "the ranks are in different collectives"
     if missing:
         return f"{_ranks(sorted(waiting)) or 'nobody'} waiting for {_ranks(sorted(missing))}"
-    if len({(each.call, *each.members) for each in waiting.values()}) > 1:
+    if crossed or len({(each.call, *each.members) for each in waiting.values()}) > 1:
         return f"{_ranks(sorted(waiting))} wait for each other in different calls"
     return f"{_ranks(sorted(waiting))} wait, and no rank is missing"
 
@@ -136,7 +142,9 @@ def _phase(call: Sequence[Any]) -> str:
 def _late(standings: Mapping[int, Standing]) -> dict[int, str]:
     """Ranks that have issued fewer collectives of a group than another member, and what the others wait in."""
     late: dict[int, str] = {}
-    for (_, ranks), members in _histories(standings).items():
+    histories = _histories(standings)
+    alike = Counter(ranks for _, ranks in histories)
+    for (name, ranks), members in histories.items():
         ahead = max(members.values(), key=lambda group: group["count"])
         for rank in ranks:
             own = members.get(rank)
@@ -147,7 +155,10 @@ def _late(standings: Mapping[int, Standing]) -> dict[int, str]:
             text = f"{call_text(expected)} " if expected else ""
             last = own["calls"][-1] if own and own["calls"] else None
             after = f", its last was {call_text(last)}" if last else ""
-            late.setdefault(rank, f"has not issued {text}(#{count + 1} of ranks {_members(ranks)}{after})")
+            group = f"group {name}, " if alike[ranks] > 1 else ""
+            late.setdefault(
+                rank, f"has not issued {text}(#{count + 1} of {group}ranks {_members(ranks)}{after})"
+            )
     return late
 
 
@@ -211,11 +222,16 @@ def _causes(
     silent: Mapping[int, str],
     standings: Mapping[int, Standing],
     waiting: Mapping[int, Standing],
+    crossed: bool,
 ) -> list[str]:
     doing = [standings[rank].doing for rank in missing] + [each.doing for each in waiting.values()]
     found = [
         text for key, text in _CAUSES.items() if key in doing or any(key in fact for fact in silent.values())
     ]
+    if crossed:
+        found.append(
+            "process groups that ranks use in another order; each rank has to use them in the same one"
+        )
     if parted or (not found and (missing or len({each.call for each in waiting.values()}) > 1)):
         found.append(_BRANCH)
     return found or ["a network that is slow or blocked between the hosts, or a device that still computes"]

@@ -135,6 +135,17 @@ SCENARIOS: dict[str, tuple[str, str, str]] = {
         r"another order in collective #\d+ .*rank 0 issued all_gather of 10 float32, rank 1 issued all_gather "
         r"of 20 float32",
     ),
+    "other group": (
+        "gloo",
+        """
+        groups = [torch.distributed.new_group([0, 1]) for _ in range(2)]
+        for group in [*groups, *(groups if rank == 0 else groups[::-1])]:
+            dist.all_reduce(torch.ones(4), group=group)
+        """,
+        r"ranks 0, 1 wait for each other in different calls.*waiting: rank 0 in all_reduce.* at script.py:\d+: "
+        r"dist.all_reduce.*has not issued all_reduce of 4 float32 \(#2 of group \S+, ranks 0, 1.*waiting: rank 1 in "
+        r"all_reduce.*has not issued .*usual causes: process groups that ranks use in another order",
+    ),
     "data loader": (
         "shared_memory",
         """
