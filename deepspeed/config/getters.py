@@ -32,13 +32,36 @@ def schema_default(*path: str) -> Any:
 
 def constant_of_key(name: str) -> Any:
     """`GRADIENT_CLIPPING`: the spelling of a top-level key; `GRADIENT_CLIPPING_DEFAULT`: its documented default.
+    `FP16_HYSTERESIS` and `FP16_HYSTERESIS_DEFAULT`: the same of a key of a section.
 
     KeyError for any other name.
     """
     spellings = {key.upper(): key for key in keys_of(TrainingConfig)}
-    if name in spellings:
-        return spellings[name]
-    return schema_default(spellings[name.removesuffix("_DEFAULT")])
+    key = name.removesuffix("_DEFAULT")
+    if key in spellings:
+        return spellings[key] if key == name else schema_default(spellings[key])
+    for prefix, section in _PREFIXES.items():
+        keys, rest = keys_of(_section(section)), key.removeprefix(f"{prefix}_").lower()
+        found = keys.get(rest) or keys.get(f"{section}_{rest}")
+        if key.startswith(f"{prefix}_") and found is not None:
+            return found.name if key == name else found.field.get_default(call_default_factory=True)
+    raise KeyError(name)
+
+
+_PREFIXES = {
+    "FP16": "fp16",
+    "BFLOAT16": "bf16",
+    "TORCH_AUTOCAST": "torch_autocast",
+    "CHECKPOINT": "checkpoint",
+    "ACT_CHKPT": "activation_checkpointing",
+}
+"""Of constants -> section."""
+
+
+def _section(name: str) -> type[BaseModel]:
+    section = keys_of(TrainingConfig)[name].section
+    assert section is not None
+    return section
 
 
 def as_written(value: Any) -> Any:
@@ -82,6 +105,7 @@ get_gradient_allreduce_op = _getter("get_gradient_allreduce_op", "gradient_allre
 get_steps_per_print = _getter("get_steps_per_print", "steps_per_print")
 get_disable_allgather = _getter("get_disable_allgather", "disable_allgather")
 get_dump_state = _getter("get_dump_state", "dump_state")
+get_disable_python_gc = _getter("get_disable_python_gc", "disable_python_gc")
 get_gradient_clipping = _getter("get_gradient_clipping", "gradient_clipping")
 get_graph_harvesting = _getter("get_graph_harvesting", "graph_harvesting")
 get_train_batch_size = _getter("get_train_batch_size", "train_batch_size")

@@ -212,6 +212,11 @@ class TrainingConfig(LenientConfigModel):
         default=False, description="Report memory around forward, backward and step."
     )
     dump_state: bool = Field(default=False, description="Print the config at the start.")
+    disable_python_gc: bool = Field(
+        default=False,
+        description="No automatic collection of cyclic garbage until the engine is destroyed: a full one stops a rank, "
+        "and so all; `engine.collect_python_gc()` collects.",
+    )
     log_level: Annotated[
         Literal["debug", "info", "warning", "error", "critical"] | None, BeforeValidator(_lower)
     ] = Field(

@@ -226,6 +226,7 @@ class DeepSpeedConfig:
         self.wall_clock_breakdown = c.wall_clock_breakdown
         self.memory_breakdown = c.memory_breakdown
         self.dump_state = c.dump_state
+        self.disable_python_gc = c.disable_python_gc
         self.log_level = c.log_level
         self.monitor_config = DeepSpeedMonitorConfig(**{name: getattr(c, name) for name in MONITORS})
         self.live_config = c.monitor.live

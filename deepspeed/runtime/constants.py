@@ -1,7 +1,8 @@
 """Names that configs and clients share.
 
 In addition to the names below, each top-level key of the config has two constants, its spelling and its documented
-default: `GRADIENT_CLIPPING` is "gradient_clipping", `GRADIENT_CLIPPING_DEFAULT` is 1.0.
+default: `GRADIENT_CLIPPING` is "gradient_clipping", `GRADIENT_CLIPPING_DEFAULT` is 1.0. So have the keys of some
+sections: `FP16_HYSTERESIS` is "hysteresis".
 """
 
 from __future__ import annotations
@@ -50,6 +51,30 @@ DEEPSPEED_OPTIMIZERS = (
 ONE_BIT_OPTIMIZERS = (ONEBIT_ADAM_OPTIMIZER, ONEBIT_LAMB_OPTIMIZER, ZERO_ONE_ADAM_OPTIMIZER)
 # Every name that `optimizer.type` accepts, in upper or lower case.
 BUILT_IN_OPTIMIZERS = (*DEEPSPEED_OPTIMIZERS, "fusedadam", "fusedlamb", "sgd", "diloco")
+
+# Keys of sections, where the constant is called otherwise.
+TYPE = "type"
+OPTIMIZER_PARAMS = SCHEDULER_PARAMS = "params"
+OPTIMIZER_TYPE_DEFAULT = SCHEDULER_TYPE_DEFAULT = None
+LEGACY_FUSION = "legacy_fusion"
+LEGACY_FUSION_DEFAULT = False
+MAX_GRAD_NORM = "max_grad_norm"
+GRADIENT_ALLREDUCE_OP_MEAN, GRADIENT_ALLREDUCE_OP_SUM = "mean", "sum"
+GRADIENT_ALLREDUCE_OP_SUPPORTED = (GRADIENT_ALLREDUCE_OP_MEAN, GRADIENT_ALLREDUCE_OP_SUM)
+BFLOAT16, BFLOAT16_OLD = "bf16", "bfloat16"  # spellings of the section
+LOAD_UNIVERSAL_CHECKPOINT = "load_universal"
+LOAD_UNIVERSAL_CHECKPOINT_DEFAULT = False
+USE_NODE_LOCAL_STORAGE_CHECKPOINT = "use_node_local_storage"
+USE_NODE_LOCAL_STORAGE_CHECKPOINT_DEFAULT = False
+CHECKPOINT_PARALLEL_WRITE_PIPELINE_STAGE = "pipeline_stage"
+CHECKPOINT_PARALLEL_WRITE_PIPELINE_STAGE_DEFAULT = False
+CHECKPOINT_TAG_VALIDATION_MODES = (ValidationMode.WARN, ValidationMode.IGNORE, ValidationMode.FAIL)
+GRAD_ACCUM_DTYPE = "grad_accum_dtype"
+GRAD_ACCUM_DTYPE_DEFAULT = None
+
+# Entries of what an `mpu` or a group of parameters says of ranks.
+DATA_PARALLEL_GROUP = "data_parallel_group"
+GLOBAL_RANK = "global_rank"
 
 WARMUP_LR_SCHEDULES = ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
 VALID_LR_SCHEDULES = ("LRRangeTest", "OneCycle", *WARMUP_LR_SCHEDULES)

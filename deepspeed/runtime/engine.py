@@ -46,6 +46,7 @@ from deepspeed.runtime.observers.attach import attach_observers
 from deepspeed.runtime.observers.start_report import log_start
 from deepspeed.runtime.optim.flags import set_state_dtype
 from deepspeed.runtime.precision import autocast_context, cast_inputs, cast_module
+from deepspeed.runtime.python_gc import python_gc_manager
 from deepspeed.runtime.schedulers import resolve_scheduler
 from deepspeed.runtime.transforms import ForwardFacts, InputChain, InputTransform, transform_module
 from deepspeed.runtime.transforms.selection import from_config
@@ -588,6 +589,10 @@ class DeepSpeedEngine(EngineCompile):
         """Stage 3: release every parameter that is gathered and not in use."""
         if self.sharded is not None:
             self.sharded.transitions.release_all()
+
+    def collect_python_gc(self) -> int:
+        """Collect cyclic garbage now, for ``disable_python_gc``; returns the number of objects."""
+        return python_gc_manager.collect()
 
     def destroy(self) -> None:
         """Remove hooks and give every parameter its own memory back; the module can then be used without the engine.

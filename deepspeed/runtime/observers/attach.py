@@ -18,6 +18,7 @@ from deepspeed.runtime.observers.hang_names import NamesOfEngine
 from deepspeed.runtime.observers.live_line import attach_live_line
 from deepspeed.runtime.observers.out_of_memory import OutOfMemoryAdvice
 from deepspeed.runtime.observers.wall_clock import WallClock
+from deepspeed.runtime.python_gc import python_gc_manager
 from deepspeed.utils.logging import is_rank_zero, print_json_dist
 from deepspeed.utils.memory import see_memory_usage
 from deepspeed.utils.timer import NoopTimer, SynchronizedWallClockTimer, ThroughputTimer
@@ -70,6 +71,9 @@ def attach_observers(engine: EngineBase) -> None:
         from deepspeed.runtime.observers.timeline import Timeline
 
         Timeline(engine, config.trace_config)
+    if config.disable_python_gc:
+        held = python_gc_manager.acquire()
+        engine.events.on("on_destroy", lambda **_: python_gc_manager.release(held))
     if config.dump_state:
         print_json_dist(without_secrets(config._param_dict), ranks=[0])
     if engine.mesh.size("tp") > 1:

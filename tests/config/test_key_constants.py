@@ -1,0 +1,80 @@
+"""Constants of config keys: their spelling and their default, made from the schema."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import os
+from typing import Any
+
+import pytest
+import torch
+
+import deepspeed
+from deepspeed.runtime import constants
+from deepspeed.runtime.python_gc import python_gc_manager
+from tests.pool import distributed
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("GRADIENT_CLIPPING", "gradient_clipping"),
+        ("FP16_ENABLED", "enabled"),
+        ("FP16_INITIAL_SCALE_POWER_DEFAULT", 16),
+        ("FP16_MASTER_WEIGHTS_AND_GRADS", "fp16_master_weights_and_grads"),
+        ("BFLOAT16_OPTIMIZER_STATES_DEFAULT", False),
+        ("TORCH_AUTOCAST_DTYPE", "dtype"),
+        ("CHECKPOINT_TAG_VALIDATION", "tag_validation"),
+        ("ACT_CHKPT_NUMBER_CHECKPOINTS_DEFAULT", None),
+        ("DISABLE_PYTHON_GC_DEFAULT", False),
+        ("BFLOAT16", "bf16"),
+    ],
+)
+def test_constants_of_keys(name: str, expected: Any) -> None:
+    assert getattr(constants, name) == expected
+
+
+@pytest.mark.parametrize("name", ["FP16_NO_SUCH_KEY", "NO_SUCH_SECTION_KEY", "fp16_enabled"])
+def test_other_names_are_no_constants(name: str) -> None:
+    with pytest.raises(AttributeError):
+        getattr(constants, name)
+
+
+@distributed(world_size=1)
+def test_collection_of_garbage_is_off_while_engines_want_it() -> None:
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "Adam"},
+        "disable_python_gc": True,
+    }
+    assert gc.isenabled()
+    first, second = (deepspeed.initialize(model=torch.nn.Linear(2, 2), config=config)[0] for _ in range(2))
+    assert not gc.isenabled() and python_gc_manager.active_engines == 2
+    first.collect_python_gc()
+    circle: list[Any] = []
+    circle.append(circle)
+    del circle
+    assert first.collect_python_gc() >= 1
+    first.destroy()
+    assert not gc.isenabled()
+    second.destroy()
+    assert gc.isenabled()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_child_collects_its_garbage() -> None:
+    """A worker of a data loader, for example."""
+    manager = importlib.import_module("deepspeed.runtime.python_gc").PythonGCManager()
+    held = manager.acquire()
+    try:
+        child = os.fork()
+        if child == 0:
+            as_before = gc.isenabled() and manager.active_engines == 0
+            manager.release(held)
+            os._exit(0 if as_before and gc.isenabled() else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert not gc.isenabled()
+    finally:
+        manager.release(held)
+    assert gc.isenabled()
