@@ -39,7 +39,7 @@ STATE = {
     "ops/state_codes.py:UNSIGNED": "a frozen value",
     "runtime/comm/coalesced_collectives.py:_CODEC": "how 4 bits are packed: holds nothing else",
     "ops/update.py:FOREIGN": "a frozen value",
-    "runtime/python_gc.py:python_gc_manager": "the interpreter has one collector of garbage: how many engines want it off",
+    "runtime/python_gc.py:python_gc_manager": "how many engines want the interpreter's collector off",
     "ops/direct_updates.py:_made": "documented: optimizers of the ops by the caller's numbers",
     "accelerator/select.py:ds_accelerator": "the accelerator of this process",
     # Which engine is the newest, for documented functions that name none; engines are not kept alive.
