@@ -74,6 +74,12 @@ def memory_shows(text: str, ranks: int) -> None:
     assert needed < 0.5 * plain
 
 
+def pattern_shows(text: str, ranks: int) -> None:
+    dense = numbers(r"dense:  loss (\S+) -> (\S+),", text)
+    sparse = numbers(r"sparse: loss (\S+) -> (\S+),", text)
+    assert sparse[-1] < sparse[0] and abs(sparse[0] - dense[0]) < 0.02 and sparse != dense
+
+
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 OURS = [*COMMAND[1:], "--num_gpus", "2"]
 
@@ -84,10 +90,11 @@ EXAMPLES: dict[str, tuple[list[str], list[str], Callable[[str, int], None]]] = {
     "lightning_module": ([], ["--epochs", "6"], module_shows),
     "parallel_axes": (TORCHRUN, ["--tensor", "2", "--stage", "2", "--epochs", "2"], parts_show),
     "long_sequence": ([], ["--length", "2048", "--steps", "2"], memory_shows),
+    "sparse_attention": (TORCHRUN, ["--length", "1024", "--steps", "3", "--stage", "3"], pattern_shows),
     "dpo_trl": ([], ["--steps", "20"], preferences_show),
 }
 
-MAKES_ITS_ENGINE = {"lora_zero3", "lightning_module", "long_sequence", "parallel_axes"}
+MAKES_ITS_ENGINE = {"lora_zero3", "lightning_module", "long_sequence", "parallel_axes", "sparse_attention"}
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
