@@ -65,7 +65,7 @@ def test_options_for_the_launcher_below_may_be_a_word_of_their_own():
         ("--num_gpus 1 --exclude localhost train.py", "--exclude"),
         ("--num_nodes 1 --include localhost train.py", "--num_nodes"),
         ("--include localhost:0 --exclude localhost:1 train.py", "mutually exclusive"),
-        ("--include localhost:99999 train.py", "no slot 99999"),
+        ("--include localhost:99999 train.py", "No slot '99999' .*localhost"),
         ("--include elsewhere train.py", "elsewhere"),
         ("--exclude localhost train.py", "no device"),
         ("--num_gpus 0 train.py", "--num_gpus=0"),

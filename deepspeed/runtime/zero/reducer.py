@@ -19,7 +19,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -32,13 +32,14 @@ from deepspeed.runtime.zero.params import full_shape
 from deepspeed.utils.untraced import untraced
 
 
-def _take(stack: list[Any]) -> tuple[Any, int]:
-    """The last of the list, and how many references there are to it, one or two of them here."""
-    last = stack.pop()
-    return last, sys.getrefcount(last)
+def _own_references() -> int:
+    """What ``sys.getrefcount`` says of an object that nobody else holds, as `GradReducer.before_backward` asks it."""
+    held = [object()]
+    last = held.pop()
+    return sys.getrefcount(last)
 
 
-_NO_OTHERS = _take([object()])[1]
+_OWN_REFERENCES = _own_references()
 
 
 class LaunchTurns(Protocol):
@@ -94,7 +95,7 @@ class GradReducer:
         self._expected = [1] * len(self.params)
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         self._exposed: list[nn.Parameter] = []  # those whose ``grad`` is a view of the local sum
-        self._shown: list[Tensor] = []  # these views
+        self._shown: list[Tensor] = []  # these views, until the next backward
         self._late: dict[int, Tensor] = {}
         self.managed = False  # whether the caller calls flush() at the end of the running backward
         self._running = False  # between the beginning of a backward and its flush
@@ -154,7 +155,8 @@ class GradReducer:
         self._share = 1.0
 
     def before_backward(self, *, managed: bool = True, share: float = 1.0) -> None:
-        """Withdraw exposed gradients, so that autograd hands over new tensors instead of adding in place.
+        """Withdraw exposed gradients, so that autograd hands over new tensors instead of adding in place. Those that a
+        script holds stay what they are, in memory of their own: the sums are written again.
 
         ``managed``: the caller will ``flush`` when the backward ends. ``share``: factor of all gradients of this
         backward, whose loss the caller has not divided.
@@ -162,20 +164,14 @@ class GradReducer:
         self.managed = managed
         self._share = share
         self._running = True
-        if not self._exposed:
-            return
-        if all(param.grad is None for param in self._exposed):
+        exposed, self._exposed = self._exposed, []
+        if exposed and all(param.grad is None for param in exposed):
             self.clear()  # the caller zeroed them through its own optimizer
-        self._withdraw()
-
-    def _withdraw(self) -> None:
-        """The sums are written again. Gradients that a script holds stay what they are, in memory of their own."""
-        for param in self._exposed:
+        for param in exposed:
             param.grad = None
-        self._exposed = []
         while self._shown:
-            grad, references = _take(self._shown)
-            if references > _NO_OTHERS:
+            grad = self._shown.pop()
+            if sys.getrefcount(grad) > _OWN_REFERENCES:
                 grad.data = grad.data.clone()
 
     def ready(self, index: int, param: Tensor) -> None:
@@ -462,9 +458,9 @@ class GradReducer:
                 return
         for bucket in self.buckets:
             bucket.clear()
-        self._withdraw()
         for param in (*self.params, *self.waiting):
             param.grad = None
+        self._exposed = []
         self._late.clear()
         self.used = [False] * len(self.params)
 
