@@ -277,9 +277,10 @@ class Online:
         """One update; before the first of a batch its answers are collected."""
         if self.experience is None:
             self.experience = self._targets(self.collect())
-        size = self.options.per_device_training_batch_size
-        start = self.update * size % self.options.per_device_generation_batch_size
-        part = {name: value[start : start + size] for name, value in self.experience.items()}
+        # Each update takes every so manyth row: of all ranks together the same ones, however many ranks there are.
+        parts = self.updates // self.options.ppo_epochs
+        used = parts * self.options.per_device_training_batch_size
+        part = {name: value[self.update % parts : used : parts] for name, value in self.experience.items()}
         began = time.perf_counter()
         self._learn(part)
         point, spent = self.curve[-1], time.perf_counter() - began
