@@ -40,6 +40,7 @@ STATE = {
     "runtime/comm/coalesced_collectives.py:_CODEC": "how 4 bits are packed: holds nothing else",
     "ops/update.py:FOREIGN": "a frozen value",
     "runtime/python_gc.py:python_gc_manager": "how many engines want the interpreter's collector off",
+    "runtime/zero/reducer.py:_OWN_REFERENCES": "a constant of the interpreter",
     "ops/direct_updates.py:_made": "documented: optimizers of the ops by the caller's numbers",
     "accelerator/select.py:ds_accelerator": "the accelerator of this process",
     # Which engine is the newest, for documented functions that name none; engines are not kept alive.

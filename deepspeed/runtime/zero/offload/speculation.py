@@ -67,7 +67,7 @@ class Speculation:
     ) -> None:
         self.optimizer = optimizer
         self.at_boundary = at_boundary
-        self.taken = self.rolled_back = 0  # buckets since the start
+        self.taken = self.rolled_back = 0  # buckets since the start; rolled back: also what had not begun yet
         self._store: StateStore | None = None
         self._scaler: LossScaler | None = None
         self._twins = Twins(optimizer)
@@ -105,9 +105,11 @@ class Speculation:
     def withdraw(self, bucket: GradBucket) -> None:
         """The gradients of ``bucket`` are about to change, or are dropped: forget its update."""
         job = self._jobs.pop(id(bucket), None)
-        if job is not None and not job.done.cancel():
+        if job is None:
+            return
+        if not job.done.cancel():
             job.done.exception()  # it must not read any more; what it failed at does not matter
-            self.rolled_back += 1
+        self.rolled_back += 1
 
     def _twins_of(self, bucket: GradBucket) -> list[Twin]:
         """Of the fragments on the host that have state; one without it is left to the step, which creates it."""
