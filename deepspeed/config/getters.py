@@ -14,7 +14,7 @@ from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
 from deepspeed.config.hybrid_engine import HybridEngineConfig
-from deepspeed.config.keys import field_at, keys_of
+from deepspeed.config.keys import constant_of, field_at, keys_of
 from deepspeed.config.schema import TrainingConfig
 from deepspeed.config.sections import parse_dtype
 
@@ -34,18 +34,14 @@ def constant_of_key(name: str) -> Any:
     """`GRADIENT_CLIPPING`: the spelling of a top-level key; `GRADIENT_CLIPPING_DEFAULT`: its documented default.
     `FP16_HYSTERESIS` and `FP16_HYSTERESIS_DEFAULT`: the same of a key of a section.
 
-    KeyError for any other name.
+    AttributeError for any other name.
     """
     spellings = {key.upper(): key for key in keys_of(TrainingConfig)}
     key = name.removesuffix("_DEFAULT")
     if key in spellings:
         return spellings[key] if key == name else schema_default(spellings[key])
-    for prefix, section in _PREFIXES.items():
-        keys, rest = keys_of(_section(section)), key.removeprefix(f"{prefix}_").lower()
-        found = keys.get(rest) or keys.get(f"{section}_{rest}")
-        if key.startswith(f"{prefix}_") and found is not None:
-            return found.name if key == name else found.field.get_default(call_default_factory=True)
-    raise KeyError(name)
+    sections = {prefix: keys_of(TrainingConfig)[own].section for prefix, own in _PREFIXES.items()}
+    return constant_of(name, {prefix: section for prefix, section in sections.items() if section})
 
 
 _PREFIXES = {
@@ -56,12 +52,6 @@ _PREFIXES = {
     "ACT_CHKPT": "activation_checkpointing",
 }
 """Of constants -> section."""
-
-
-def _section(name: str) -> type[BaseModel]:
-    section = keys_of(TrainingConfig)[name].section
-    assert section is not None
-    return section
 
 
 def as_written(value: Any) -> Any:

@@ -51,12 +51,15 @@ def constant_of(name: str, sections: Mapping[str, type[BaseModel]]) -> Any:
     ``sections``: prefix -> model; the longest prefix that fits counts. AttributeError: there is no such constant.
     """
     for prefix in sorted(sections, key=len, reverse=True):
-        key = name.removeprefix(f"{prefix}_").lower()
         fields = sections[prefix].model_fields
-        if name.startswith(f"{prefix}_") and key in fields:
-            return key
-        if name.startswith(f"{prefix}_") and key.removesuffix("_default") in fields:
-            return fields[key.removesuffix("_default")].get_default(call_default_factory=True)
+        for key in (
+            name.removeprefix(f"{prefix}_").lower(),
+            name.lower(),
+        ):  # a key may begin like its section
+            if name.startswith(f"{prefix}_") and key in fields:
+                return key
+            if name.startswith(f"{prefix}_") and key.removesuffix("_default") in fields:
+                return fields[key.removesuffix("_default")].get_default(call_default_factory=True)
     raise AttributeError(f"no constant is called {name!r}")
 
 

@@ -62,6 +62,9 @@ MAX_GRAD_NORM = "max_grad_norm"
 GRADIENT_ALLREDUCE_OP_MEAN, GRADIENT_ALLREDUCE_OP_SUM = "mean", "sum"
 GRADIENT_ALLREDUCE_OP_SUPPORTED = (GRADIENT_ALLREDUCE_OP_MEAN, GRADIENT_ALLREDUCE_OP_SUM)
 BFLOAT16, BFLOAT16_OLD = "bf16", "bfloat16"  # spellings of the section
+BFLOAT16_MASTER_WEIGHTS_AND_GRADS = "bf16_master_weights_and_grads"
+BFLOAT16_OPTIMIZER_STATES = "bf16_optimizer_states"
+BFLOAT16_MASTER_WEIGHTS_AND_GRADS_DEFAULT = BFLOAT16_OPTIMIZER_STATES_DEFAULT = False
 LOAD_UNIVERSAL_CHECKPOINT = "load_universal"
 LOAD_UNIVERSAL_CHECKPOINT_DEFAULT = False
 USE_NODE_LOCAL_STORAGE_CHECKPOINT = "use_node_local_storage"
@@ -85,8 +88,5 @@ def __getattr__(name: str) -> Any:
     if name.isupper() and not name.startswith("_"):
         from deepspeed.config.getters import constant_of_key
 
-        try:
-            return constant_of_key(name)
-        except KeyError:
-            pass
+        return constant_of_key(name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

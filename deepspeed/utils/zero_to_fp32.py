@@ -14,6 +14,7 @@ import glob
 import os
 import re
 from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -192,8 +193,9 @@ def natural_keys(text: str) -> list[int | str]:
     return [atoi(part) for part in re.split(r"(\d+)", text)]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Write the fp32 weights of a checkpoint as plain files.")
+def command_parser(description: str) -> argparse.ArgumentParser:
+    """What this command and ``zero_to_torch.py`` are asked."""
+    parser = argparse.ArgumentParser(description=description)
     parser.add_argument("checkpoint_dir", help="folder of checkpoints, with a file named 'latest'")
     parser.add_argument("output_dir", help="folder for the weights")
     parser.add_argument("--max_shard_size", default="5GB", help="largest file, such as 5GB or 200MB")
@@ -203,20 +205,26 @@ def main() -> None:
     parser.add_argument("-t", "--tag", default=None, help="which checkpoint, such as global_step100")
     parser.add_argument("--exclude_frozen_parameters", action="store_true", help="only trained parameters")
     parser.add_argument("-d", "--debug", action="store_true", help="show tracebacks")
-    args = parser.parse_args()
+    return parser
+
+
+def run_command(
+    parser: argparse.ArgumentParser, args: Sequence[str] | None, convert: Callable[..., None], name: str
+) -> None:
+    """``convert`` with what the command line says; its errors without a traceback, unless that is asked for."""
+    given = vars(parser.parse_args(args))
+    debug = given.pop("debug")
     try:
-        convert_zero_checkpoint_to_fp32_state_dict(
-            args.checkpoint_dir,
-            args.output_dir,
-            max_shard_size=args.max_shard_size,
-            safe_serialization=args.safe_serialization,
-            tag=args.tag,
-            exclude_frozen_parameters=args.exclude_frozen_parameters,
-        )
+        convert(given.pop("checkpoint_dir"), given.pop("output_dir"), **given)
     except ValueError as error:
-        if args.debug:
+        if debug:
             raise
-        parser.exit(1, f"zero_to_fp32: {error}\n")
+        parser.exit(1, f"{name}: {error}\n")
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    parser = command_parser("Write the fp32 weights of a checkpoint as plain files.")
+    run_command(parser, args, convert_zero_checkpoint_to_fp32_state_dict, "zero_to_fp32")
 
 
 if __name__ == "__main__":

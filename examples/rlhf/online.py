@@ -268,19 +268,24 @@ class Online:
     # ------------------------------------------------------------------------------------------------ learning
 
     @property
-    def updates(self) -> int:
-        """Of one batch of answers."""
+    def _parts(self) -> int:
+        """Of one batch of answers, for an update each."""
         rows = self.options.per_device_generation_batch_size
-        return self.options.ppo_epochs * (rows // self.options.per_device_training_batch_size)
+        return rows // self.options.per_device_training_batch_size
+
+    @property
+    def updates(self) -> int:
+        """With one batch of answers."""
+        return self.options.ppo_epochs * self._parts
 
     def step(self) -> None:
         """One update; before the first of a batch its answers are collected."""
         if self.experience is None:
             self.experience = self._targets(self.collect())
         # Each update takes every so manyth row: of all ranks together the same ones, however many ranks there are.
-        parts = self.updates // self.options.ppo_epochs
-        used = parts * self.options.per_device_training_batch_size
-        part = {name: value[self.update % parts : used : parts] for name, value in self.experience.items()}
+        used = self._parts * self.options.per_device_training_batch_size
+        chosen = slice(self.update % self._parts, used, self._parts)
+        part = {name: value[chosen] for name, value in self.experience.items()}
         began = time.perf_counter()
         self._learn(part)
         point, spent = self.curve[-1], time.perf_counter() - began
