@@ -87,72 +87,68 @@ class Watch:
         return timed
 
 
-def measure(arguments: argparse.Namespace, seconds: float, zero: dict[str, Any]) -> dict[str, Any]:
-    """Seconds of a step, and of its part before ``engine.step``; of ZenFlow those that a device would spend, and the
-    bytes that it counted."""
-    import deepspeed
-    from tests.zero.test_offload import pretend_device
+class Subject:
+    """One engine; ``run`` is called in turn with those of the others."""
 
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
-        "zero_optimization": {"stage": 2, "reduce_bucket_size": 5_000_000, **zero},
-        "bf16": {"enabled": True},
-    }
-    model = Model(arguments.millions, arguments.blocks, seconds)
-    size = 2 * sum(p.numel() for p in model.parameters())
-    with pretend_device():
-        engine = deepspeed.initialize(model=model, config=config)[0]
-        flow = getattr(engine.core.executor, "zenflow", None)
-        x = torch.zeros(1, dtype=torch.bfloat16, requires_grad=True)
-        whole, before, counted, on_device = [], [], 0, Watch()
-        if flow is not None:
-            on_device.watch(flow, "_choose", "_update_chosen", "_defer")
-        warm = 8  # two rounds of ZenFlow
-        for step in range(warm + arguments.steps):
-            if step == warm and flow is not None:
-                on_device.seconds = 0.0
-                counted = flow.bytes_to_host + flow.bytes_to_device
-            start = time.perf_counter()
-            engine.backward(engine(x))
-            middle = time.perf_counter()
-            engine.step()
-            if step >= warm:
-                whole.append(time.perf_counter() - start)
-                before.append(middle - start)
-        if flow is not None:
-            counted = flow.bytes_to_host + flow.bytes_to_device - counted
-        engine.destroy()
-    return {
-        "share": counted / arguments.steps / size,
-        "on_device": on_device.seconds / arguments.steps,
-        "step": sum(whole) / len(whole),
-        "median": median(whole),
-        "before": sum(before) / len(before),
-    }
+    def __init__(self, arguments: argparse.Namespace, seconds: float, zero: dict[str, Any]) -> None:
+        import deepspeed
+
+        config = {
+            "train_micro_batch_size_per_gpu": 1,
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+            "zero_optimization": {"stage": 2, "reduce_bucket_size": 5_000_000, **zero},
+            "bf16": {"enabled": True},
+            "steps_per_print": 1_000_000,
+        }
+        model = Model(arguments.millions, arguments.blocks, seconds)
+        self.size = 2 * sum(p.numel() for p in model.parameters())
+        self.engine = deepspeed.initialize(model=model, config=config)[0]
+        self.flow = getattr(self.engine.core.executor, "zenflow", None)
+        self.on_device = Watch()
+        if self.flow is not None:
+            self.on_device.watch(self.flow, "_choose", "_update_chosen", "_defer", "_mean")
+        self.x = torch.zeros(1, dtype=torch.bfloat16, requires_grad=True)
+
+    def run(self, steps: int) -> dict[str, float]:
+        """Seconds of a step, and of its part before ``engine.step``; of ZenFlow those that a device would spend, and
+        the share of the weights' bytes that it sends. Means of ``steps``."""
+        before, device, link = 0.0, self.on_device.seconds, self._link_bytes()
+        start = time.perf_counter()
+        for _ in range(steps):
+            begin = time.perf_counter()
+            self.engine.backward(self.engine(self.x))
+            before += time.perf_counter() - begin
+            self.engine.step()
+        whole = time.perf_counter() - start
+        return {
+            "step": whole / steps,
+            "before": before / steps,
+            "on_device": (self.on_device.seconds - device) / steps,
+            "share": (self._link_bytes() - link) / steps / self.size,
+        }
+
+    def _link_bytes(self) -> int:
+        return 0 if self.flow is None else self.flow.bytes_to_host + self.flow.bytes_to_device
 
 
 def stalls(arguments: argparse.Namespace, report: Report) -> None:
+    from tests.zero.test_offload import pretend_device
+
     for seconds in arguments.seconds:
-        found = {name: measure(arguments, seconds, zero) for name, zero in OPTIONS.items()}
-        plain = found["plain offload"]
-        report.data[f"{seconds} s"] = found
-        rows = []
-        for name, result in found.items():
-            exposed = result["step"] - plain["before"] - result["on_device"]
-            rows.append(
-                [
-                    name,
-                    f"{result['step'] * 1e3:.0f}",
-                    f"{result['on_device'] * 1e3:.0f}" if result["on_device"] else "",
-                    f"{exposed * 1e3:.0f}",
-                    f"{exposed / result['step']:.1%}",
-                    f"{exposed / (plain['step'] - plain['before']):.2f}",
-                    f"{result['share']:.2f}" if result["share"] else "",
-                ]
-            )
+        rounds: dict[str, list[dict[str, float]]] = {name: [] for name in OPTIONS}
+        with pretend_device():
+            subjects = {name: Subject(arguments, seconds, zero) for name, zero in OPTIONS.items()}
+            for number in range(arguments.rounds + 1):
+                for name, subject in subjects.items():
+                    found = subject.run(arguments.steps)
+                    if number:  # memory and choices of columns are new in the first
+                        rounds[name].append(found)
+            for subject in subjects.values():
+                subject.engine.destroy()
+        report.data[f"{seconds} s"] = rounds
         report.table(
-            f"{arguments.millions}M parameters, the device takes {seconds:g} s, means of {arguments.steps} steps",
+            f"{arguments.millions:g}M parameters, the device takes {seconds:g} s, medians of {arguments.rounds} "
+            f"rounds of {arguments.steps} steps",
             [
                 "",
                 "step ms",
@@ -162,8 +158,27 @@ def stalls(arguments: argparse.Namespace, report: Report) -> None:
                 "x plain",
                 "link bytes / weights",
             ],
-            rows,
+            [row(name, rounds) for name in OPTIONS],
         )
+
+
+def row(name: str, rounds: dict[str, list[dict[str, float]]]) -> list[str]:
+    """Exposed is what a step takes longer than plain offload's forward and backward in the same round."""
+    mine, plain = rounds[name], rounds["plain offload"]
+    exposed = [
+        one["step"] - other["before"] - one["on_device"] for one, other in zip(mine, plain, strict=True)
+    ]
+    stalled = median(other["step"] - other["before"] for other in plain)
+    step, device, share = (median(one[key] for one in mine) for key in ("step", "on_device", "share"))
+    return [
+        name,
+        f"{step * 1e3:.0f}",
+        f"{device * 1e3:.0f}" if device else "",
+        f"{median(exposed) * 1e3:.0f} [{min(exposed) * 1e3:.0f} .. {max(exposed) * 1e3:.0f}]",
+        f"{median(exposed) / step:.1%}",
+        f"{median(exposed) / stalled:.2f}",
+        f"{share:.2f}" if share else "",
+    ]
 
 
 def main() -> None:
@@ -171,13 +186,14 @@ def main() -> None:
     parser.add_argument("--millions", type=float, default=48)
     parser.add_argument("--blocks", type=int, default=12)
     parser.add_argument("--seconds", type=float, nargs="+", default=[0.3, 0.6], help="of the device")
-    parser.add_argument("--steps", type=int, default=32)
+    parser.add_argument("--steps", type=int, default=32, help="of a round: one choice of columns")
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--text-steps", type=int, default=300)
     parser.add_argument("--only", choices=["stalls", "loss"])
     arguments = parser.parse_args()
     if arguments.quick:
-        arguments.millions, arguments.seconds, arguments.steps = 4.0, [0.05], 8
+        arguments.millions, arguments.seconds, arguments.steps, arguments.rounds = 4.0, [0.05], 8, 1
         arguments.seeds, arguments.text_steps = 1, 30
     torch.set_num_threads(min(2, torch.get_num_threads()))
     report = Report("offload_stalls", arguments)

@@ -147,7 +147,7 @@ def reward(completions: list[str], **_: Any) -> list[float]:
     return [len(set(text.split())) / max(1, len(text.split())) for text in completions]
 
 
-def tokenizer() -> Any:
+def tokenizer(padding_side: str = "right") -> Any:
     """Words between spaces; nothing is downloaded."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -156,7 +156,12 @@ def tokenizer() -> Any:
     words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(names)}, unk_token="<unk>"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(
-        tokenizer_object=words, pad_token="<pad>", bos_token="<s>", eos_token="</s>", unk_token="<unk>"
+        tokenizer_object=words,
+        pad_token="<pad>",
+        bos_token="<s>",
+        eos_token="</s>",
+        unk_token="<unk>",
+        padding_side=padding_side,
     )
 
 

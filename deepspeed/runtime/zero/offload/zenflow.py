@@ -65,6 +65,10 @@ class Piece:
     packed: list[Tensor] = field(default_factory=list)  # like ``live``, of the chosen elements
     sum: Tensor | None = None  # [numel] fp32: gradients of this round
     pending: Tensor | None = None  # [numel] the mean gradient that the host works on
+    sum_memory: Tensor | None = (
+        None  # of ``sum`` and ``pending``, kept between rounds: new memory takes longer
+    )
+    pending_memory: Tensor | None = None  # than to fill it, above all if it is page-locked
     versions: list[int] = field(default_factory=list)
 
     @property
@@ -211,9 +215,12 @@ class ZenFlow:
     @staticmethod
     def _defer(piece: Piece, grad_scale: float) -> None:
         grad = piece.owned.gradient()
-        if piece.sum is None:
-            piece.sum = torch.zeros(grad.shape, dtype=torch.float32, device=grad.device)
-        piece.sum.add_(grad, alpha=grad_scale)
+        if piece.sum is not None:
+            piece.sum.add_(grad, alpha=grad_scale)
+            return
+        if piece.sum_memory is None:
+            piece.sum_memory = torch.empty(grad.shape, dtype=torch.float32, device=grad.device)
+        piece.sum = piece.sum_memory.copy_(grad).mul_(grad_scale)
 
     # Rounds -------------------------------------------------------------------------------------------------
 
@@ -221,7 +228,7 @@ class ZenFlow:
         self.finish()
         for piece in self._pieces.values():
             if piece.sum is not None:
-                self._send(piece)
+                self._send(piece, self._mean(piece, piece.sum))
         choose = self.chosen_at is not None and self.steps - self.chosen_at >= self._choice_lasts()
         self._start()
         if choose or not self.plan.overlap:
@@ -231,15 +238,17 @@ class ZenFlow:
             self.chosen_at = None
         self.in_round = 0
 
-    def _send(self, piece: Piece) -> None:
-        """The mean of the round's gradients goes to the host, in the dtype of gradients."""
-        assert piece.sum is not None
-        mean = piece.sum.div_(self.in_round).index_fill_(0, piece.chosen, 0.0)
-        dtype = _wire_dtype(piece.owned)
-        piece.pending = host_empty(mean.numel(), dtype, pin=True)
-        piece.pending.copy_(mean.to(dtype))
-        self.bytes_to_host += piece.pending.numel() * piece.pending.element_size()
+    def _mean(self, piece: Piece, total: Tensor) -> Tensor:
+        """[numel] of the round's gradients, zero where they have been used, in the dtype of gradients."""
         piece.sum = None
+        return total.div_(self.in_round).index_fill_(0, piece.chosen, 0.0).to(_wire_dtype(piece.owned))
+
+    def _send(self, piece: Piece, mean: Tensor) -> None:
+        """To the host. What that worked on has been taken."""
+        if piece.pending_memory is None:
+            piece.pending_memory = host_empty(mean.numel(), mean.dtype, pin=True)
+        piece.pending = piece.pending_memory.copy_(mean)
+        self.bytes_to_host += mean.numel() * mean.element_size()
 
     def _start(self) -> None:
         """The host updates with what is pending."""
