@@ -97,9 +97,9 @@ class Learner:
             loss = self.engine(*next(batches))
             self.engine.backward(loss)
             self.engine.step()
-            losses.append(loss.detach())
+            losses.append(loss.item())  # a kept tensor would pin the memory around it
         last = losses[-max(1, self.steps // 20) :]
-        return float(sum(last)) / len(last)
+        return sum(last) / len(last)
 
     def validate(self) -> float:
         """The mean loss of 64 batches of held-out text, the same ones for all runs."""

@@ -10,6 +10,7 @@ releases have no PPO any more: the peer is an environment of its own, with trl==
 from __future__ import annotations
 
 import argparse
+import copy
 import os
 import sys
 import tempfile
@@ -153,7 +154,8 @@ class TRLRank:
         from transformers import LlamaForSequenceClassification
 
         model = policy(self.size)
-        config = type(model.config)(**{**model.config.to_dict(), "num_labels": 1})
+        config = copy.deepcopy(model.config)
+        config.num_labels = 1
         torch.manual_seed(1)
         critic, reward = (LlamaForSequenceClassification(config) for _ in range(2))
         arguments = trl.PPOConfig(
