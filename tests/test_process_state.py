@@ -75,6 +75,7 @@ STATE = {
     "launcher/ssh.py:logger": "the launcher's logger",
     "launcher/supervision.py:logger": "the launcher's logger",
     "utils/logging.py:logger": "the documented logger",
+    "utils/pin_memory_tracker.py:_total": "documented: a count of the process, for the log",
     "utils/logging.py:_once()": "what log_dist_once and warning_once have said",
     # Computed once from what does not change while the process runs.
     "_compat/later.py:make()": "stand-ins of names",
