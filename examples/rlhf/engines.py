@@ -32,7 +32,7 @@ def trained(model: nn.Module, options: Namespace, *, stage: int, lr: float, rows
     if getattr(options, f"{role}_gradient_checkpointing") if role else options.gradient_checkpointing:
         inner = getattr(model, "base", model)
         inner.gradient_checkpointing_enable({"use_reentrant": False})
-        if getattr(options, "lora_dim", 0):
+        if options.critic_lora_dim if role == "critic" else options.lora_dim:
             inner.enable_input_require_grads()
     if role == "actor":
         config |= _generation(options) | _monitors(options)
@@ -94,7 +94,7 @@ def _shared(options: Namespace, stage: int, rows: int) -> dict[str, Any]:
         "steps_per_print": None,
         "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 1000},
     }
-    if options.dtype != "fp32":
+    if options.dtype in ("bf16", "fp16"):
         config[options.dtype] = {"enabled": True}
     return config
 
