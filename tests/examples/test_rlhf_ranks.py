@@ -43,30 +43,32 @@ def curves_on(folder: Path, stage: int) -> dict[str, list[dict[str, float]]]:
     return run(folder, "--dtype", "fp64", *stages, *SCORED, "--iterations", "2", "--run", "ppo", "grpo")
 
 
-def test_ranks_and_stages_learn_the_same(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("ranks", "stage"), [(2, 3), pytest.param(4, 2, marks=pytest.mark.slow)])
+def test_ranks_and_stages_learn_the_same(tmp_path: Path, ranks: int, stage: int) -> None:
+    """As one rank at stage 2: curves and weights of all steps."""
     pytest.importorskip("transformers", reason="the clients extra is not installed")
+    one, several = (learned(tmp_path / str(count), count, at) for count, at in ((1, 2), (ranks, stage)))
+    for kind, points in one[0].items():
+        assert len({point["reward"] for point in points}) == len(points)
+        for point, other in zip(points, several[0][kind], strict=True):
+            wanted = [point[name] for name in POINTS]
+            assert [other[name] for name in POINTS] == pytest.approx(wanted, rel=1e-8, abs=1e-10)
+    assert one[1].keys() == several[1].keys()
+    for name, param in one[1].items():
+        assert param.dtype == torch.float64
+        torch.testing.assert_close(several[1][name], param, rtol=1e-7, atol=1e-9)
+
+
+def learned(folder: Path, ranks: int, stage: int) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """Curves, and the weights of all models."""
     from safetensors.torch import load_file
 
-    found = {}
-    for ranks, stage in ((1, 2), (2, 3), (4, 2)):
-        folder = tmp_path / f"{ranks}_{stage}"
-        curves = pool.run(curves_on, ranks, folder=folder, stage=stage)[0]
-        weights = {name: load_file(folder / name / "model.safetensors") for name in ("sft", "ppo", "grpo")}
-        weights["reward"] = load_file(folder / "reward" / "model.safetensors")
-        weights["head"] = torch.load(folder / "reward" / "head.pt")
-        found[ranks] = curves, weights
-    wanted_curves, wanted = found.pop(1)
-    for curves, weights in found.values():
-        for kind, points in wanted_curves.items():
-            for one, other in zip(points, curves[kind], strict=True):
-                assert [one[name] for name in POINTS] == pytest.approx(
-                    [other[name] for name in POINTS], rel=1e-8, abs=1e-10
-                )
-        for model, params in wanted.items():
-            assert params.keys() == weights[model].keys()
-            for name, param in params.items():
-                assert param.dtype == torch.float64
-                torch.testing.assert_close(weights[model][name], param, rtol=1e-7, atol=1e-9)
+    curves = pool.run(curves_on, ranks, folder=folder, stage=stage)[0]
+    weights = {"head": torch.load(folder / "reward" / "head.pt")["weight"]}
+    for model in ("sft", "reward", "ppo", "grpo"):
+        found = load_file(folder / model / "model.safetensors")
+        weights |= {f"{model}.{name}": param for name, param in found.items()}
+    return curves, weights
 
 
 @distributed(world_size=2)
