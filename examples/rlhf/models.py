@@ -95,9 +95,9 @@ class ScoredModel(nn.Module):
         super().__init__()
         self.base = base
         self.head = nn.Linear(base.config.hidden_size, 1, bias=False)  # type: ignore[union-attr, arg-type]
-        # [Note: a head of zeros] Its base would get no gradient at first, and then a tiny one, of which Adam makes steps
-        # of full size: 60 updates amplified rounding a hundred-millionfold, so that each number of ranks ended with
-        # another model. From small random weights it is a thousandfold.
+        # [Note: a head of zeros] Its base would get no gradient at first, and then a tiny one, of which Adam makes
+        # steps of full size: 60 updates amplified rounding a hundred-millionfold, so that each number of ranks ended
+        # with another model. From small random weights it is a thousandfold.
         spread = getattr(base.config, "initializer_range", 0.02)
         nn.init.normal_(self.head.weight, std=spread, generator=torch.Generator().manual_seed(0))
 
