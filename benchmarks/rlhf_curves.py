@@ -107,7 +107,7 @@ def compare(arguments: argparse.Namespace, report: Report, dtype: str) -> None:
         found[each] = curves_of(arguments, dtype, *each)
     first = found[runs[0]]
     report.data[dtype] = {f"{ranks} ranks, stage {stage}": found[ranks, stage] for ranks, stage in runs}
-    names = ["run", "first", "last", "best", "largest difference", "goal", "smoothed", "KL at the end"]
+    names = ["run", "first", "last", "best", "largest difference", "goal", "of smoothed curves", "last KL"]
     for kind in arguments.kinds:
         report.table(
             f"{kind.upper()}, {dtype}: score of the toy task (1 is the best), mean of each batch of answers",

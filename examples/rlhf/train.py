@@ -125,7 +125,7 @@ class Steps:
         save_scored(engine, self.reward)
         engine.destroy()
 
-    def _actor(self) -> Any:
+    def _actor(self, micro_batches: int) -> Any:
         options = self.options
         policy = load_policy(self.sft, options.actor_dropout, self.dtype)
         return engines.trained(
@@ -135,6 +135,7 @@ class Steps:
             lr=options.actor_learning_rate,
             rows=options.per_device_training_batch_size,
             role="actor",
+            micro_batches=micro_batches,
         )
 
     def _reference(self) -> Any:
@@ -149,7 +150,7 @@ class Steps:
     def direct(self) -> Path:
         """Step 3 without rollouts: DPO."""
         options = self.options
-        engine, reference = self._actor(), self._reference()
+        engine, reference = self._actor(options.dpo_steps), self._reference()
         loss = supervised.direct_preferences(engine, reference, self.tokenizer, self.rows, options)
         self._run("DPO", engine, loss, options.dpo_steps)
         folder = options.output_dir / "dpo"
@@ -164,7 +165,9 @@ class Steps:
         if options.num_train_epochs is not None:
             answers = 1 if kind == "ppo" else options.num_answers
             options.iterations = self._steps_of(options.per_device_generation_batch_size // answers)
-        made: dict[str, Any] = {"actor": self._actor(), "reference": self._reference()}
+        parts = options.per_device_generation_batch_size // options.per_device_training_batch_size
+        micro_batches = options.iterations * options.ppo_epochs * parts
+        made: dict[str, Any] = {"actor": self._actor(micro_batches), "reference": self._reference()}
         if kind == "ppo":
             critic = ScoredModel.load(self.reward, options.critic_dropout, self.dtype)
             made["critic"] = engines.trained(
@@ -174,6 +177,7 @@ class Steps:
                 lr=options.critic_learning_rate,
                 rows=options.per_device_training_batch_size,
                 role="critic",
+                micro_batches=micro_batches,
             )
             made["reward"] = engines.frozen(
                 ScoredModel.load(self.reward, dtype=self.dtype), options, stage=options.critic_zero_stage
