@@ -41,6 +41,8 @@ class Generator:
         cache_bytes: of the cache; None: what ``max_sequences`` of the longest requests need, at most 0.4 of the memory
             that is free.
         num_blocks: instead of ``cache_bytes``.
+        short_share: the part of what a forward has left for prompts with which short ones may overtake long ones; 0:
+            strictly in the order of arrival.
         prefix_sharing: requests that begin with the same tokens share their keys and values.
         seed: of requests without one.
         group: the tensor-parallel ranks.
@@ -60,6 +62,7 @@ class Generator:
         block_size: int = 16,
         cache_bytes: int | None = None,
         num_blocks: int | None = None,
+        short_share: float = 0.5,
         prefix_sharing: bool = True,
         seed: int = 0,
         group: Communicator | None = None,
@@ -74,7 +77,11 @@ class Generator:
         self.runner.allocate(blocks)
         manager = BlockManager(BlockPool(blocks), block_size, sharing=prefix_sharing)
         self.scheduler = Scheduler(
-            manager, token_budget=token_budget, max_sequences=max_sequences, max_length=length
+            manager,
+            token_budget=token_budget,
+            max_sequences=max_sequences,
+            max_length=length,
+            short_share=short_share,
         )
         self.sampler = Sampler(seed)
         self._next_id = 0
