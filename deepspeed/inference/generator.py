@@ -96,15 +96,16 @@ class Generator:
         return self.scheduler.has_work
 
     def submit(self, prompt: Sequence[int], params: SamplingParams | None = None) -> Request:
-        """Add a request; its ``tokens`` grow with each ``step``. ValueError: it is empty or too long."""
-        request = Request(self._next_id, prompt, params or SamplingParams())
+        """Add a request; its ``tokens`` grow with each ``step``. ValueError: it is empty or too long, or has a token
+        that the model does not know."""
+        request = self._known(Request(self._next_id, prompt, params or SamplingParams()))
         self.scheduler.add(request)
         self._next_id += 1
         return request
 
     def check(self, prompt: Sequence[int], params: SamplingParams) -> None:
         """ValueError: such a request would be refused."""
-        self.scheduler.check(Request(self._next_id, prompt, params))
+        self.scheduler.check(self._known(Request(self._next_id, prompt, params)))
 
     def state(self) -> dict[str, float]:
         """Values of this moment, by name."""
@@ -173,6 +174,15 @@ class Generator:
                     yield request.generated[given - 1]
         finally:
             self.cancel(request)
+
+    def _known(self, request: Request) -> Request:
+        size = self.runner.facts.vocab_size
+        for token in (min(request.tokens), max(request.tokens)):
+            if not 0 <= token < size:
+                raise ValueError(
+                    f"request {request.id}: token {token} of the prompt is not one of the model's, 0 to {size - 1}"
+                )
+        return request
 
     def _affordable(
         self, length: int, sequences: int, cache_bytes: int | None, group: Communicator | None

@@ -55,6 +55,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             host=args.host,
             port=args.port,
             log_level="warning",
+            http="h11",  # bounds the length of headers; another protocol that is installed may not
+            ws="none",
             timeout_graceful_shutdown=round(args.drain_seconds),
         )
     finally:
