@@ -45,8 +45,8 @@ def measure(job: Job, arguments: argparse.Namespace, vocabulary: int, number: in
 
     kinds = [next(p for p in prompts if len(p) == size) for size in (SHORT, LONG)]
     idle = {
-        len(prompt): statistics.median(serve(arguments.budget, [prompt], [0.0])[0] for _ in range(3))
-        for prompt in kinds
+        len(prompt): statistics.median(serve(arguments.budget, [prompt], [0.0])[0] for _ in range(times))
+        for prompt, times in zip(kinds, (15, 3), strict=True)
     }
     return {
         "lengths": [len(prompt) for prompt in prompts],
