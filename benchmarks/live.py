@@ -90,12 +90,11 @@ def main(argv: Sequence[str] | None = None) -> None:
                 cpu[job.name].append(job.call("cpu")[0])
                 return seconds
 
-            on = next(job for job in jobs if job.name == ON)
-            began, before = time.perf_counter(), on.call("cpu_of_threads")
+            began, before = time.perf_counter(), jobs[ON].call("cpu_of_threads")
             seconds = round_robin(jobs, arguments.rounds, measure)
-            took, after = time.perf_counter() - began, on.call("cpu_of_threads")
-        end.set()
-        browser.join()
+            took, after = time.perf_counter() - began, jobs[ON].call("cpu_of_threads")
+            end.set()
+            browser.join()
         size = os.path.getsize(f"{folder}/live/history.jsonl")
     ratio, of_cpu = ratios(seconds[ON], seconds[OFF]), ratios(cpu[ON], cpu[OFF])
     report.table(
