@@ -85,7 +85,7 @@ STATE = {
     "checkpoint/upstream_format.py:_unhashed()": "of a class",
     "memory_plan/counted.py:choice_within()": "of a model on paper and a budget: advice asks again for each change",
     "memory_plan/machine.py:_host_total()": "of the machine",
-    "memory_plan/rehearsal.py:SILENT": "holds nothing",
+    "memory_plan/journal.py:SILENT": "holds nothing",
     "step_plan/calibrated.py:UNLIMITED": "a frozen value",
     "step_plan/command.py:LOCAL": "a frozen value",
     "ops/adam/multi_tensor_adam.py:_has_triton()": "of the installation",
