@@ -214,6 +214,7 @@ def _activations(ledger: Ledger, request: Request, setting: Setting, config: Dee
         sequence=request.sequence,
         itemsize=dtype.itemsize,
         checkpointing=request.checkpointing and limit is None,
+        float8=config.fp8_config.enabled,
     )
     if limit is not None:
         whole, nbytes = nbytes, budgeted_bytes(nbytes, limit)
