@@ -7,12 +7,13 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test clients torch-releases lint types architecture docs format clean
+.PHONY: help demo test clients gpu-kernels torch-releases lint types architecture docs format clean
 
 help:
 	@echo "make demo    train a small GPT on real text, resume it, and plot the loss (examples/pretrain_gpt)"
 	@echo "make test    run the test suite, without the tests marked slow"
 	@echo "make clients run the tests with Transformers, Accelerate, Lightning, TRL and PEFT, in their newest releases"
+	@echo "make gpu-kernels  compile and interpret the kernels for GPUs, with Triton, on a machine without one"
 	@echo "make torch-releases  test with every supported release of torch, each downloaded (.ci/torch_releases)"
 	@echo "make docs    build the documentation as a site, in the folder site"
 	@echo "make lint | types | architecture | format | clean"
@@ -34,6 +35,13 @@ clients: $(VENV)/.created
 	HF_HUB_OFFLINE=1 $(CLIENTS)/bin/python -m pytest $(WORKERS) -m "not slow" \
 		tests/clients tests/examples/test_clients.py tests/config/test_client_files.py tests/memory_plan/test_command.py \
 		tests/zero/test_init_peak.py
+
+# Triton lies in a folder of its own, so that `make test` stays what it is, unless torch has brought it along. What it
+# compiles is kept beside it.
+TRITON := $(VENV)/triton
+gpu-kernels: $(VENV)/.installed-dev $(TRITON)/.installed-3.9.0
+	folder="$$(cd $(TRITON) && pwd)"; PYTHONPATH="$$folder" TRITON_CACHE_DIR="$$folder/cache" $(BIN)/python -m pytest $(WORKERS) -m "not slow" \
+		tests/ops/gpu tests/inference/test_launched.py
 
 torch-releases: $(VENV)/.installed-dev
 	PYTHON=$(BIN)/python .ci/torch_releases
@@ -76,6 +84,13 @@ $(VENV)/.torch: $(VENV)/.created constraints.txt
 	@echo "installing torch 2.13.0 in $(VENV): a large download, the first time"
 	@$(PIP) torch==2.13.0
 	@$(PIP) scikit-build-core cmake ninja
+	@touch $@
+
+$(TRITON)/.installed-%: | $(VENV)/.torch
+	@rm -rf $(TRITON) && mkdir -p $(TRITON)
+	@$(BIN)/python -c "import triton" 2>/dev/null || { \
+		echo "installing triton $* in $(TRITON): 640 MB, the first time"; \
+		$(PIP) --no-deps --target $(TRITON) triton==$*; }
 	@touch $@
 
 SOURCES := pyproject.toml CMakeLists.txt $(wildcard csrc/*/*.cpp csrc/*/*.h)

@@ -80,7 +80,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--arrivals", type=int, default=48, help="requests of a round of first-token")
     parser.add_argument("--rate", type=float, default=2.0, help="of them, per second")
-    parser.add_argument("--budget", type=int, default=256, help="tokens of a forward of first-token")
+    parser.add_argument("--budget", type=int, default=64, help="tokens of a forward of first-token")
     parser.add_argument("--rounds", type=int, default=5, help="over all systems; 0: only print what is there")
     parser.add_argument("--rounds-file", metavar="FILE", help="of all rounds, also of calls before this one")
     parser.add_argument("--threads", type=int, default=2)
@@ -285,11 +285,8 @@ def serve_table(report: Report, arguments: argparse.Namespace, rounds: Rounds) -
 def first_tokens(rounds: Rounds, arguments: argparse.Namespace) -> None:
     with contender(arguments, "ours", "fp32").start() as job:
         for _ in range(max(arguments.rounds // 2, 1)):
-            rounds.add("first-token", _first_tokens(job, arguments))
-
-
-def _first_tokens(job: Job, arguments: argparse.Namespace) -> dict[str, list[float]]:
-    return first_token.measure(job, arguments, SHAPES[arguments.shape]["vocab_size"])
+            vocabulary, number = SHAPES[arguments.shape]["vocab_size"], len(rounds["first-token"])
+            rounds.add("first-token", first_token.measure(job, arguments, vocabulary, number))
 
 
 def main(argv: Sequence[str] | None = None) -> None:

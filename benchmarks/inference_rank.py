@@ -120,17 +120,23 @@ class Inference:
         return time.perf_counter() - begin
 
     def first_tokens(
-        self, budget: int, arrivals: list[list[int]], gaps: list[float], tokens: int
+        self, budget: int, arrivals: list[list[int]], gaps: list[float], tokens: int, share: float = 0.5
     ) -> list[float]:
         """Seconds from the arrival of each request to its first token, in an open loop: requests come when they come,
-        whether or not others are done. ``arrivals``: their prompts; ``gaps``: seconds from one to the next."""
+        whether or not others are done. ``arrivals``: their prompts; ``gaps``: seconds from one to the next; ``share``:
+        of short prompts."""
         from deepspeed.inference.generator import Generator
         from deepspeed.inference.scheduling.requests import Request, SamplingParams
 
         if self.runner is None:
             self.runner = Generator(self.module, max_length=2048, num_blocks=1).runner
         generator = Generator(
-            self.runner, token_budget=budget, max_length=2048, max_sequences=32, prefix_sharing=False
+            self.runner,
+            token_budget=budget,
+            max_length=2048,
+            max_sequences=32,
+            short_share=share,
+            prefix_sharing=False,
         )
         params, started = SamplingParams(max_new_tokens=tokens), time.perf_counter()
         due = [sum(gaps[: i + 1]) for i in range(len(gaps))]

@@ -2,7 +2,8 @@
 
 Two jobs of two ranks are alive at once, one with `monitor.live` and one without; the driver goes round them, block by
 block, and takes the ratio within each round. The threads of the one also run while the other is measured, so the
-time of the processors is shown as well: it is that of rank 0 with all of its threads, the page's included.
+time of the processors is shown as well: it is that of rank 0 with all of its threads, the page's included; and what
+those threads alone take of a processor, which neighbours on the machine do not change.
 
     python benchmarks/live.py --save two_ranks
 """
@@ -15,6 +16,7 @@ import json
 import os
 import tempfile
 import threading
+import time
 import urllib.request
 from collections.abc import Sequence
 
@@ -59,6 +61,15 @@ def visit(folder: str, end: threading.Event, seen: list[int]) -> None:
             seen.append(len(told["rows"]))
 
 
+def of_threads(before: dict[str, float], after: dict[str, float], seconds: float) -> tuple[float, float]:
+    """Shares of a processor: of the page's threads that live all the time, and of those that came and went (one for
+    each request)."""
+    spent = {name: after[name] - before.get(name, 0.0) for name in after}
+    lasting = sum(each for name, each in spent.items() if name.startswith("deepspeed live"))
+    gone = spent["process"] - sum(each for name, each in spent.items() if name != "process")
+    return lasting / seconds, max(0.0, gone) / seconds
+
+
 def milliseconds(samples: Sequence[float]) -> str:
     return f"{1e3 * Spread.of(samples).median:.2f}"
 
@@ -79,9 +90,11 @@ def main(argv: Sequence[str] | None = None) -> None:
                 cpu[job.name].append(job.call("cpu")[0])
                 return seconds
 
+            began, before = time.perf_counter(), jobs[ON].call("cpu_of_threads")
             seconds = round_robin(jobs, arguments.rounds, measure)
-        end.set()
-        browser.join()
+            took, after = time.perf_counter() - began, jobs[ON].call("cpu_of_threads")
+            end.set()
+            browser.join()
         size = os.path.getsize(f"{folder}/live/history.jsonl")
     ratio, of_cpu = ratios(seconds[ON], seconds[OFF]), ratios(cpu[ON], cpu[OFF])
     report.table(
@@ -100,6 +113,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         ],
     )
     report.line(f"the browser got {sum(seen)} rows in {len(seen)} answers; the record has {size} bytes")
+    for rank, (first, last) in enumerate(zip(before, after, strict=True)):
+        lasting, gone = of_threads(first, last, took)
+        report.line(
+            f"rank {rank}: the page's threads take {lasting:.3%} of a processor"
+            + (f", the answers to the browser {gone:.3%}" if rank == 0 else "")
+        )
     report.data |= {"seconds": seconds, "cpu_seconds": cpu, "record_bytes": size}
     report.save()
 

@@ -189,7 +189,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=32, help="of a round: one choice of columns")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--text-steps", type=int, default=300)
+    parser.add_argument("--text-steps", type=int, default=600, help="the demo's most")
     parser.add_argument("--only", choices=["stalls", "loss"])
     arguments = parser.parse_args()
     if arguments.quick:

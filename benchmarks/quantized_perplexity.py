@@ -4,7 +4,8 @@
 
 A byte-level Llama learns the source of Python's standard library; other files of it are the held-out text, and 64 runs
 of the training text calibrate. "GPTQ as published" is a plain version of the paper's algorithm with the same groups
-(columns in their order, the largest value decides the scale), for comparison.
+(columns in their order, the largest value decides the scale), for comparison. With --folder FOLDER the training is
+kept there, and a second call goes on from it.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import torch
 from deepspeed.inference.calibration import METHODS, input_moments, linears_of, quantize_calibrated
 from deepspeed.inference.kernels import quantize_linears
 from deepspeed.runtime.zero.units import blocks_of
+from jobs import progress
 from report import Report, common_arguments
 
 LENGTH, GROUP = 128, 128
@@ -36,7 +38,8 @@ def batch(data: torch.Tensor, rows: int, source: torch.Generator) -> torch.Tenso
     return torch.stack([data[start : start + LENGTH] for start in starts.tolist()])
 
 
-def train(data: torch.Tensor, steps: int) -> Any:
+def train(data: torch.Tensor, steps: int, kept: Path | None) -> tuple[Any, float]:
+    """The model and the seconds that its training took. ``kept``: a file that has every fiftieth step."""
     from transformers import AutoModelForCausalLM, LlamaConfig
 
     torch.manual_seed(0)
@@ -52,14 +55,25 @@ def train(data: torch.Tensor, steps: int) -> Any:
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.95))
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, total_steps=steps)
     source = torch.Generator().manual_seed(1)
-    for _ in range(steps):
+    done, took = 0, 0.0
+    if kept is not None and kept.exists():
+        done, took, states = torch.load(kept)
+        for part, state in zip((model, optimizer, schedule), states, strict=False):
+            part.load_state_dict(state)
+        source.set_state(states[-1])
+    for step in range(done, steps):
+        began = time.perf_counter()
         tokens = batch(data, 12, source)
         model(input_ids=tokens, labels=tokens).loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
-    return model.eval()
+        took += time.perf_counter() - began
+        if kept is not None and (step + 1) % 50 in (0, steps % 50):
+            states = [each.state_dict() for each in (model, optimizer, schedule)]
+            torch.save((step + 1, took, [*states, source.get_state()]), kept)
+    return model.eval(), took
 
 
 @torch.no_grad()
@@ -97,13 +111,12 @@ def as_published(model: Any, calibration: list[torch.Tensor], bits: int) -> None
 def main() -> None:
     parser = common_arguments(__doc__ or "")
     parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--folder", help="where the training is kept")
     args = parser.parse_args()
     steps = 4 if args.quick else args.steps
     report = Report("quantized_perplexity", args)
-    began = time.perf_counter()
     data, unseen = text("[a-p]*.py"), text("[q-z]*.py")
-    model = train(data, steps)
-    took = time.perf_counter() - began
+    model, took = train(data, steps, Path(args.folder) / "trained.pt" if args.folder else None)
     size = sum(param.numel() for param in model.parameters())
     rows = 32 if args.quick else 192
     held_out = batch(unseen, rows, torch.Generator().manual_seed(2))
@@ -113,6 +126,7 @@ def main() -> None:
 
     def show(name: str, changed: Any) -> None:
         found[name] = perplexity(changed, held_out)
+        progress(f"{name}: {found[name]:.4f}")
 
     whole = copy.deepcopy(model)
     quantize_linears(whole, 8, 1, torch.float32)

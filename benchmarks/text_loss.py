@@ -5,11 +5,12 @@ from __future__ import annotations
 import sys
 import tempfile
 from pathlib import Path
-from statistics import mean
+from statistics import mean, stdev
 from typing import Any
 
 import torch
 
+from jobs import progress
 from report import Report
 
 ROOT = Path(__file__).parents[1]
@@ -19,18 +20,27 @@ ADAM = {"lr": 2e-3, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}
 
 
 def load_text() -> Any:
+    """The demo's own text, where it has run; else the same, made anew."""
     import data
 
+    made = ROOT / "examples" / "pretrain_gpt" / "out" / "text"
+    if (made / "tokens.npz").exists():
+        return data.load(made)
     with tempfile.TemporaryDirectory() as folder:
         data.make(Path(folder))
         return data.load(Path(folder))
 
 
 def train(
-    seed: int, steps: int, text: Any, adam: dict[str, Any], config: dict[str, Any]
+    seed: int,
+    steps: int,
+    text: Any,
+    adam: dict[str, Any],
+    config: dict[str, Any],
+    disturbance: float = 0.0,
 ) -> tuple[float, float]:
     """Mean training loss of the last tenth of the steps, and the loss on held-out text. ``adam``: further arguments of
-    the optimizer; ``config``: further sections."""
+    the optimizer; ``config``: further sections; ``disturbance``: relative, of the initial weights."""
     import data
     from model import GPT, GPTConfig
 
@@ -50,7 +60,11 @@ def train(
         "bf16": {"enabled": True},
         **config,
     }
-    engine = deepspeed.initialize(model=GPT(shape), config=whole)[0]
+    model = GPT(shape)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.mul_(1 + disturbance * torch.randn_like(param))
+    engine = deepspeed.initialize(model=model, config=whole)[0]
     sizes: dict[str, int] = {"global_batch": 8, "micro_batch": 8, "rank": 0, "ranks": 1}
     batches = data.Batches(text.train, shape.context, **sizes).from_step(seed * 1000)
     losses = []
@@ -69,19 +83,27 @@ def train(
 
 def compare(report: Report, seeds: int, steps: int, name: str, others: dict[str, dict[str, Any]]) -> None:
     """One row per seed and contender: its losses, those of ``name`` (which has only what `train` gives all), and how
-    far apart they are. ``others``: ``adam`` and ``config`` of `train`, by name."""
+    far apart they are. ``others``: ``adam`` and ``config`` of `train`, by name.
+
+    Training is chaotic: a run whose initial weights differ by 1e-6 ends elsewhere. The first contender is ``name``
+    itself so disturbed, and shows what chance does; means have the standard error of their seeds beside them.
+    """
     text = load_text()
     firsts = [train(seed, steps, text, {}, {}) for seed in range(seeds)]
     rows = []
-    for other, parts in others.items():
+    for other, parts in {f"{name}, other rounding": {"disturbance": 1e-6}, **others}.items():
         apart = []
         for seed, first in enumerate(firsts):
-            second = train(seed, steps, text, parts.get("adam", {}), parts.get("config", {}))
+            second = train(seed, steps, text, **{"adam": {}, "config": {}, **parts})
             apart.append([b / a - 1 for a, b in zip(first, second, strict=True)])
             cells = [f"{value:.4f}" for pair in zip(first, second, strict=True) for value in pair]
             rows.append([f"{other}, seed {seed}", *cells, *(f"{100 * part:+.2f} %" for part in apart[-1])])
-        means = [mean(column) for column in zip(*apart, strict=True)]
-        rows.append([f"{other}, mean", *[""] * 4, *(f"{100 * part:+.2f} %" for part in means)])
+            progress(f"{rows[-1]}")
+        means = [f"{100 * mean(column):+.2f} %" for column in zip(*apart, strict=True)]
+        rows.append([f"{other}, mean", *[""] * 4, *means])
+        if seeds > 1:
+            errors = [f"{100 * stdev(column) / seeds**0.5:.2f} %" for column in zip(*apart, strict=True)]
+            rows.append([f"{other}, standard error", *[""] * 4, *errors])
         report.data[f"loss apart, {other}"] = apart
     header = ["", f"train {name}", "train", f"held out {name}", "held out", "train apart", "held out apart"]
     report.table(f"loss after {steps} steps", header, rows)

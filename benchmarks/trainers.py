@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -52,6 +53,12 @@ def ddp_step(module: nn.Module, precision: str, device: str) -> Step:
     return torch_step(nn.parallel.DistributedDataParallel(module), precision, device)
 
 
+def compiled_ddp_step(module: nn.Module, precision: str, device: str) -> Step:
+    """One call of ``torch.compile`` around DDP: torch cuts its graph where gradient buckets end."""
+    replicas: Any = torch.compile(nn.parallel.DistributedDataParallel(module))
+    return torch_step(replicas, precision, device)
+
+
 def fsdp2_step(module: nn.Module, precision: str, device: str) -> Step:
     """Every block and the root sharded; bf16 by FSDP2's own mixed precision."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -92,7 +99,12 @@ def engine_step(engine: Any) -> Step:
     return step
 
 
-TORCH_STEPS = {"compute": torch_step, "ddp": ddp_step, "fsdp2": fsdp2_step}
+TORCH_STEPS = {
+    "compute": torch_step,
+    "ddp": ddp_step,
+    "compiled ddp": compiled_ddp_step,
+    "fsdp2": fsdp2_step,
+}
 
 
 class MLP(nn.Module):
@@ -118,6 +130,7 @@ class Trainer:
         warmup: steps before the first measurement.
         config: more of the engine's JSON.
         shared_memory: False makes our collectives use gloo's sockets, as DDP does, also within one machine.
+        compiled: ``engine.compile()`` before the first step.
     """
 
     def __init__(
@@ -132,6 +145,7 @@ class Trainer:
         device: str = "cpu",
         config: dict[str, Any] | None = None,
         shared_memory: bool = True,
+        compiled: bool = False,
     ) -> None:
         if not shared_memory:
             os.environ["DS_SHM"] = "0"
@@ -150,13 +164,18 @@ class Trainer:
             self.engine = deepspeed.initialize(
                 model=module, model_parameters=module.parameters(), config=settings
             )[0]
+            if compiled:
+                self.engine.compile()
             self.step = engine_step(self.engine)
         else:
-            if not self.alone or system in ("ddp", "fsdp2"):
+            if not self.alone or system != "compute":
                 dist.init_process_group("nccl" if device == "cuda" else "gloo")
             self.step = TORCH_STEPS[system](module, precision, device)
         self.cpu_seconds = 0.0
-        self.losses = [self.step(self.batches[i % len(self.batches)]).item() for i in range(warmup)]
+        self.losses, self.graphs = [], []
+        for i in range(warmup):
+            self.losses.append(self.step(self.batches[i % len(self.batches)]).item())
+            self.graphs.append(graphs_so_far())
 
     @staticmethod
     def _material(
@@ -174,7 +193,12 @@ class Trainer:
             import deepspeed
 
             version = f"deepspeed {deepspeed.__version__}"
-        return {"parameters": self.parameters, "version": version, "losses": self.losses}
+        return {
+            "parameters": self.parameters,
+            "version": version,
+            "losses": self.losses,
+            "graphs": [*self.graphs, graphs_so_far()],
+        }
 
     def run(self, steps: int) -> float:
         """Seconds per step over ``steps`` steps, all ranks starting together."""
@@ -191,6 +215,17 @@ class Trainer:
     def cpu(self) -> float:
         """Processor seconds per step of the last ``run``, all threads; less moved by the neighbours' load."""
         return self.cpu_seconds
+
+    def cpu_of_threads(self) -> dict[str, float]:
+        """Processor seconds so far: of this rank's threads that live, by name (those that Python does not know:
+        "other"), and of the whole "process"."""
+        names = {each.native_id: each.name for each in threading.enumerate()}
+        found = {"process": time.process_time()}
+        for task in Path("/proc/self/task").iterdir():
+            name = names.get(int(task.name), "other")
+            seconds = int((task / "schedstat").read_text().split()[0]) / 1e9
+            found[name] = found.get(name, 0.0) + seconds
+        return found
 
     def _synchronize(self) -> None:
         if self.device == "cuda":
@@ -246,6 +281,15 @@ class Trainer:
         text = io.StringIO()
         pstats.Stats(profiler, stream=text).sort_stats(sort).print_stats(rows)
         return text.getvalue()
+
+
+def graphs_so_far() -> int:
+    """Graphs that torch's compiler has traced in this process."""
+    if "torch._dynamo" not in sys.modules:
+        return 0
+    from torch._dynamo.utils import counters
+
+    return counters["stats"]["unique_graphs"]
 
 
 class FileBytes:

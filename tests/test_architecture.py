@@ -49,6 +49,7 @@ LAYER_OF = {
     "deepspeed.utils.exceptions": "accelerator",
     "deepspeed.utils.logging": "accelerator",
     "deepspeed.utils.environment": "accelerator",
+    "deepspeed.utils.pin_memory_tracker": "accelerator",
     "deepspeed.accelerator*": "accelerator",
     "deepspeed._compat*": "tools",
     "deepspeed.launcher*": "tools",

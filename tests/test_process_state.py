@@ -75,6 +75,7 @@ STATE = {
     "launcher/ssh.py:logger": "the launcher's logger",
     "launcher/supervision.py:logger": "the launcher's logger",
     "utils/logging.py:logger": "the documented logger",
+    "utils/pin_memory_tracker.py:_total": "documented: a count of the process, for the log",
     "utils/logging.py:_once()": "what log_dist_once and warning_once have said",
     # Computed once from what does not change while the process runs.
     "_compat/later.py:make()": "stand-ins of names",
@@ -84,7 +85,7 @@ STATE = {
     "checkpoint/upstream_format.py:_unhashed()": "of a class",
     "memory_plan/counted.py:choice_within()": "of a model on paper and a budget: advice asks again for each change",
     "memory_plan/machine.py:_host_total()": "of the machine",
-    "memory_plan/rehearsal.py:SILENT": "holds nothing",
+    "memory_plan/journal.py:SILENT": "holds nothing",
     "step_plan/calibrated.py:UNLIMITED": "a frozen value",
     "step_plan/command.py:LOCAL": "a frozen value",
     "ops/adam/multi_tensor_adam.py:_has_triton()": "of the installation",

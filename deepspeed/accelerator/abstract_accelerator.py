@@ -204,6 +204,11 @@ class DeepSpeedAccelerator(ABC):
         pinned = tensor
         if not (make_copy and tensor.is_pinned()):
             pinned = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
+            from deepspeed.utils.pin_memory_tracker import (
+                track_pinned_memory,
+            )  # the package imports accelerators
+
+            track_pinned_memory(pinned.nbytes)
             if make_copy:
                 pinned.copy_(tensor.detach())
         return pinned if match_shape else pinned.view(-1)

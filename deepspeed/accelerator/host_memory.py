@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import mmap
 from pathlib import Path
 
 import psutil
 
 PROC_STATUS = Path("/proc/self/status")
+PROC_STATM = "/proc/self/statm"
 PROC_CLEAR_REFS = Path("/proc/self/clear_refs")
 RESET_PEAK_RSS = "5"  # proc(5), clear_refs
 
 
 def resident_bytes() -> int:
     """Resident set size of this process."""
-    return psutil.Process().memory_info().rss
+    try:
+        with open(PROC_STATM, "rb") as file:  # a tenth of what psutil takes, and asked for every second
+            return int(file.read().split()[1]) * mmap.PAGESIZE
+    except (OSError, IndexError, ValueError):  # not Linux
+        return psutil.Process().memory_info().rss
 
 
 def machine_total_bytes() -> int:

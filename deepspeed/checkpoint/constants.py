@@ -67,3 +67,58 @@ PARAMETER_WITH_ROW_PARALLELISM_PATTERNS = "parameter_with_row_parallelism_patter
 TP_REPLICATED_PARAMETER_PATTERNS = "tp_replicated_parameter_patterns"
 PARAMETER_WITH_2_SUB_PARAMS_CAT_DIM_0 = "parameter_with_2_sub_params_cat_dim_0"
 PARAMETER_WITH_SUB_PARAMS = "parameter_with_sub_params"
+
+# What tensor-parallel layers of release 0.19 say about their parameters, and how each is cut
+DS_AUTOTP_UC_META = "ds_autotp_universal_checkpoint_meta"
+AUTOTP_UNSUPPORTED_PARAMETER_PATTERNS = "autotp_unsupported_parameter_patterns"
+AFFINE_MAP = "affine_map"
+AFFINE_MAP_VERSION = "version"
+AFFINE_MAP_PARAMS = "params"
+
+# Experts that are spread over ranks
+EP_IS_EXPERT_PARAM = "is_expert_param"
+EP_NUM_EXPERTS = "ep_num_experts"
+EXPERT_PARAMETER_PATTERNS = "expert_parameter_patterns"
+DS_AUTOEP_UC_META = "ds_autoep_uc_meta"
+AUTOEP_LAYERS_KEY = "ds_autoep_layers"
+AUTOEP_LAYERS_KEY_LEGACY = "autoep_layers"
+AUTOEP_EXPERT_KEY_PREFIX = "expert_key_prefix"
+AUTOEP_NUM_EXPERTS = "num_experts"
+AUTOEP_NUM_LOCAL_EXPERTS = "num_local_experts"
+AUTOEP_EP_SIZE = "ep_size"
+AUTOEP_EXPERT_PLACEMENT = "expert_placement"
+AUTOEP_AFFINE_MAPS = f"{AFFINE_MAP}s"
+AUTOEP_PARAM_LOGICAL_SHAPE = "logical_shape"
+AUTOEP_PARAM_EP_RANK = "ep_rank"
+AUTOEP_PARAM_LOCAL_EXPERTS = "local_experts"
+AUTOEP_ZERO12_REQUIRED_FIELDS = (
+    AUTOEP_EXPERT_KEY_PREFIX,
+    AUTOEP_NUM_EXPERTS,
+    AUTOEP_NUM_LOCAL_EXPERTS,
+    AUTOEP_EP_SIZE,
+)
+AUTOEP_ZERO3_EXPERT_STATE_FORMAT_KEY = "checkpoint_format"
+AUTOEP_ZERO3_PARTITIONED_EXPERT_STATE_FORMAT = "zero3_partitioned"
+AUTOEP_ZERO3_EXPERT_STATE_FORMAT_VERSION_KEY = f"{AUTOEP_ZERO3_EXPERT_STATE_FORMAT_KEY}_version"
+AUTOEP_ZERO3_EXPERT_STATE_FORMAT_VERSION = 1
+AUTOEP_PLACEMENT_VERSION_KEY = "version"
+AUTOEP_PLACEMENT_VERSION = 1
+AUTOEP_PLACEMENT_NUM_EXPERTS = AUTOEP_NUM_EXPERTS
+AUTOEP_PLACEMENT_EP_SIZE = AUTOEP_EP_SIZE
+AUTOEP_PLACEMENT_RANKS = "ranks"
+AUTOEP_PLACEMENT_RANK = "rank"
+AUTOEP_PLACEMENT_EXPERTS = "experts"
+
+# The same where tensor-parallel ranks share experts
+FOLDING_METADATA_KEY = "folding"
+FOLDING_METADATA_VERSION = 1
+FOLDING_TP_SIZE, FOLDING_TP_RANK = "tp_size", "tp_rank"
+FOLDING_EP_SIZE, FOLDING_EP_RANK = "ep_size", "ep_rank"
+FOLDING_ETP_SIZE, FOLDING_ETP_RANK = "etp_size", "etp_rank"
+FOLDING_ZERO_PARTITION_GROUP = "zero_partition_group"
+FOLDING_ZERO_PARTITION_RANK = "zero_partition_rank"
+FOLDING_ZERO_PARTITION_COUNT = "zero_partition_count"
+FOLDING_DISPATCH_STRATEGY = "dispatch_strategy"
+FOLDING_SHARED_EXPERT_PLACEMENT = "shared_expert_placement"
+FOLDING_FAMILY = "family"
+FOLDING_PARAM_FAMILIES = "param_families"

@@ -98,6 +98,22 @@ class DeepSpeedBF16Config(DeepSpeedConfigModel):
     )
 
 
+class Float8Config(DeepSpeedConfigModel):
+    """Products of linear layers with 8-bit floating-point numbers, in forward and backward (own key; see float8.md).
+    Weights, gradients and states are those of `bf16`, `fp16` or fp32."""
+
+    enabled: bool = Field(default=False, description="Use them.")
+    exclude: list[str] = Field(
+        default=["lm_head", "head", "embed_out", "score", "classifier"],
+        description="Layers that stay as they are: those with one of these among the parts of their name.",
+    )
+    emulate: bool = Field(
+        default=False,
+        description="On devices without such products: the same numbers, from the dtype of the layer's input. Not "
+        "faster; to try out what a model becomes. Without it they are an error.",
+    )
+
+
 def _autocast_dtype(value: Any) -> torch.dtype | None:
     return parse_dtype(value, ("bf16", "fp16", "fp32"))
 

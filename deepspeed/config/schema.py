@@ -22,6 +22,7 @@ from deepspeed.config.precision import (
     DataTypesConfig,
     DeepSpeedBF16Config,
     DeepSpeedFP16Config,
+    Float8Config,
     TorchAutocastConfig,
 )
 from deepspeed.config.sections import (
@@ -160,6 +161,9 @@ class TrainingConfig(LenientConfigModel):
     fp16: DeepSpeedFP16Config = Field(default=DeepSpeedFP16Config(), description="Training in fp16.")
     bf16: DeepSpeedBF16Config = Field(
         default=DeepSpeedBF16Config(), description="Training in bf16. Old spelling: `bfloat16`."
+    )
+    fp8: Float8Config = Field(
+        default=Float8Config(), description="Linear layers with 8-bit products; with any precision and stage."
     )
     amp: AmpConfig = Field(
         default=AmpConfig(), description="Mixed precision by `torch.amp`; not with fp16, bf16 or ZeRO."

@@ -41,6 +41,8 @@ class Generator:
         cache_bytes: of the cache; None: what ``max_sequences`` of the longest requests need, at most 0.4 of the memory
             that is free.
         num_blocks: instead of ``cache_bytes``.
+        short_share: the part of what a forward has left for prompts with which short ones may overtake long ones; 0:
+            strictly in the order of arrival.
         prefix_sharing: requests that begin with the same tokens share their keys and values.
         seed: of requests without one.
         group: the tensor-parallel ranks.
@@ -60,6 +62,7 @@ class Generator:
         block_size: int = 16,
         cache_bytes: int | None = None,
         num_blocks: int | None = None,
+        short_share: float = 0.5,
         prefix_sharing: bool = True,
         seed: int = 0,
         group: Communicator | None = None,
@@ -74,7 +77,11 @@ class Generator:
         self.runner.allocate(blocks)
         manager = BlockManager(BlockPool(blocks), block_size, sharing=prefix_sharing)
         self.scheduler = Scheduler(
-            manager, token_budget=token_budget, max_sequences=max_sequences, max_length=length
+            manager,
+            token_budget=token_budget,
+            max_sequences=max_sequences,
+            max_length=length,
+            short_share=short_share,
         )
         self.sampler = Sampler(seed)
         self._next_id = 0
@@ -89,15 +96,16 @@ class Generator:
         return self.scheduler.has_work
 
     def submit(self, prompt: Sequence[int], params: SamplingParams | None = None) -> Request:
-        """Add a request; its ``tokens`` grow with each ``step``. ValueError: it is empty or too long."""
-        request = Request(self._next_id, prompt, params or SamplingParams())
+        """Add a request; its ``tokens`` grow with each ``step``. ValueError: it is empty or too long, or has a token
+        that the model does not know."""
+        request = self._known(Request(self._next_id, prompt, params or SamplingParams()))
         self.scheduler.add(request)
         self._next_id += 1
         return request
 
     def check(self, prompt: Sequence[int], params: SamplingParams) -> None:
         """ValueError: such a request would be refused."""
-        self.scheduler.check(Request(self._next_id, prompt, params))
+        self.scheduler.check(self._known(Request(self._next_id, prompt, params)))
 
     def state(self) -> dict[str, float]:
         """Values of this moment, by name."""
@@ -166,6 +174,15 @@ class Generator:
                     yield request.generated[given - 1]
         finally:
             self.cancel(request)
+
+    def _known(self, request: Request) -> Request:
+        size = self.runner.facts.vocab_size
+        for token in (min(request.tokens), max(request.tokens)):
+            if not 0 <= token < size:
+                raise ValueError(
+                    f"request {request.id}: token {token} of the prompt is not one of the model's, 0 to {size - 1}"
+                )
+        return request
 
     def _affordable(
         self, length: int, sequences: int, cache_bytes: int | None, group: Communicator | None

@@ -92,7 +92,7 @@ class Sampler:
         chosen = kernels.draw(
             torch.stack(rows),
             temperatures=[each.temperature for each in params],
-            top_k=[each.top_k for each in params],
+            top_k=[min(each.top_k, logits.shape[-1]) for each in params],
             top_p=[each.top_p for each in params],
             min_p=[each.min_p for each in params],
             seeds=[self._seed_of(request) for request in requests],
@@ -103,8 +103,9 @@ class Sampler:
         return chosen
 
     def _seed_of(self, request: Request) -> int:
+        """Of 63 bits, whatever number a client thought of."""
         seed = request.params.seed
-        return seed if seed is not None else (self.seed * 1_000_003 + request.id) % 2**63
+        return (seed if seed is not None else self.seed * 1_000_003 + request.id) % 2**63
 
     def _random_of(self, request: Request) -> torch.Generator:
         random = self._random.get(request.id)

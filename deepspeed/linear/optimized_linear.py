@@ -16,7 +16,8 @@ from deepspeed.linear.quantization import (
     QuantizedParameter,
     frozen_linear,
     quantize_loaded,
-    quantized,
+    quantized_loaded,
+    quantized_whole,
 )
 from deepspeed.utils.logging import warning_once
 
@@ -64,8 +65,9 @@ class LoRAOptimizedLinear(nn.Module):
     """``x @ weight.T + lora_alpha / lora_r * B(A(x))``: ``weight`` is frozen, and quantized with a
     ``quantization_config``; ``lora_weight_1`` (A, random) and ``lora_weight_2`` (B, zero) are trained.
 
-    With ``delay_lora_init`` the weight stays as it is, to be loaded, until `init_lora`. The state dict has ``weight``
-    as it is stored; loading takes floating-point values as well.
+    With ``delay_lora_init`` the weight stays as it is, to be loaded, until `init_lora`; where ``quantizes_loaded`` is
+    set, a parameter that a loader puts in its place (as Transformers does) is quantized at once. The state dict has
+    ``weight`` as it is stored; loading takes floating-point values as well.
 
     Args:
         input_dim, output_dim, bias, device, dtype, linear_cls: as for `OptimizedLinear`; the bias is frozen.
@@ -96,12 +98,14 @@ class LoRAOptimizedLinear(nn.Module):
         self.input_dim, self.output_dim = input_dim, output_dim
         self.lora_config, self.quantization_config = lora_config, quantization_config
         self.device, self.dtype = device, dtype
+        self.linear_cls = linear_cls
         self.disabled = False
         self.offloads = lora_config.offload or lora_config.offload_ratio >= 0.5
         self._initialized = False
         plain: Any = linear_cls(input_dim, output_dim, bias=bias, device=device, dtype=dtype)
-        self.weight = nn.Parameter(plain.weight.detach(), requires_grad=False)
-        self.bias = nn.Parameter(plain.bias.detach(), requires_grad=False) if bias else None
+        self.quantizes_loaded = False
+        self.weight = plain.weight.requires_grad_(False)  # itself: it may be partitioned already
+        self.bias = plain.bias.requires_grad_(False) if bias else None
         self.register_load_state_dict_pre_hook(quantize_loaded)
         if not lora_config.delay_lora_init:
             self.init_lora()
@@ -111,18 +115,23 @@ class LoRAOptimizedLinear(nn.Module):
         self.disabled = True
 
     def init_lora(self) -> None:
-        """Make the adapters, and quantize the weight; once."""
-        if self.disabled or self._initialized:
+        """Make the adapters, and quantize the weight; once. From then on the adapters are trained."""
+        if self.disabled:
+            return
+        if self._initialized:
+            for adapter in (self.lora_weight_1, self.lora_weight_2):
+                adapter.requires_grad_(True)
             return
         self._initialized = True
         config, like = self.lora_config, {"device": self.weight.device, "dtype": self.dtype}
         self.lora_scaling_factor = config.lora_alpha / config.lora_r
-        self.lora_weight_1 = nn.Linear(self.input_dim, config.lora_r, bias=False, **like)
-        self.lora_weight_2 = nn.Linear(config.lora_r, self.output_dim, bias=False, **like)
+        make: Any = self.linear_cls  # in `Init`, nn.Linear is another class
+        self.lora_weight_1 = make(self.input_dim, config.lora_r, bias=False, **like)
+        self.lora_weight_2 = make(config.lora_r, self.output_dim, bias=False, **like)
         nn.init.kaiming_uniform_(self.lora_weight_1.weight, a=math.sqrt(5))
         nn.init.zeros_(self.lora_weight_2.weight)
-        if self.quantization_config is not None:
-            self.weight = quantized(self.weight.data, self.quantization_config)
+        if self.quantization_config is not None and not isinstance(self.weight, QuantizedParameter):
+            self.weight = quantized_whole(self.weight, self.quantization_config)
         self.weight.requires_grad_(False)
         if self.offloads:
             self._offload()
@@ -130,6 +139,14 @@ class LoRAOptimizedLinear(nn.Module):
     def full_weight(self) -> Tensor:
         """The frozen weight [outputs, inputs] in floating point."""
         return self.weight.dequantized() if isinstance(self.weight, QuantizedParameter) else self.weight
+
+    def merged_weight(self) -> Tensor:
+        """The weight [outputs, inputs] of a plain layer that computes the same: with what the adapters add."""
+        weight = self.full_weight().detach()
+        if not self._initialized:
+            return weight
+        added = self.lora_weight_2.weight.detach() @ self.lora_weight_1.weight.detach()
+        return weight + (self.lora_scaling_factor * added).to(weight.device, weight.dtype)
 
     def linear_without_F_linear(self, input: Tensor, weight: Tensor) -> Tensor:
         """``input @ weight.T`` as one product of two matrices."""
@@ -141,6 +158,11 @@ class LoRAOptimizedLinear(nn.Module):
             return functional.linear(input_tensor, self.weight, self.bias)
         base = frozen_linear(input_tensor, self.weight, self.bias)
         return base + self.lora_scaling_factor * self.lora_weight_2(self.lora_weight_1(input_tensor))
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "weight" and self.__dict__.get("quantizes_loaded"):
+            value = quantized_loaded(value, self.quantization_config)
+        super().__setattr__(name, value)
 
     def _offload(self) -> None:
         if isinstance(self.weight, QuantizedParameter):

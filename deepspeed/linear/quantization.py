@@ -12,6 +12,8 @@ from torch.nn import functional
 from deepspeed.accelerator import get_accelerator
 from deepspeed.linear.config import QuantizationConfig
 from deepspeed.ops.fp_quantizer import FP_Quantize, Quantizer
+from deepspeed.runtime.zero.gathering.gathered import GatheredParameters
+from deepspeed.runtime.zero.params import is_zero_param
 
 
 class QuantizedParameter(nn.Parameter):
@@ -159,6 +161,24 @@ def quantized(data: Tensor, config: QuantizationConfig | None) -> QuantizedParam
     return make(data, quantization_config=config)
 
 
+def quantized_whole(weight: nn.Parameter, config: QuantizationConfig) -> QuantizedParameter:
+    """``weight`` quantized; one that ``zero.Init`` has partitioned is gathered for that (collective)."""
+    with GatheredParameters(weight):
+        return quantized(weight.data.clone() if is_zero_param(weight) else weight.data, config)
+
+
+def quantized_loaded(value: Any, config: QuantizationConfig | None) -> Any:
+    """What becomes the weight of a layer when a loader sets it: a plain parameter with values, quantized. The loader's
+    notes on the parameter stay."""
+    plain = isinstance(value, nn.Parameter) and not isinstance(value, QuantizedParameter)
+    if not plain or not value.is_floating_point() or value.is_meta or is_zero_param(value):
+        return value
+    made = quantized(value.data, config)
+    for name, note in value.__dict__.items():
+        setattr(made, name, note)
+    return made
+
+
 class QuantizedLinear(nn.Linear):
     """A linear layer whose weight is a `QuantizedParameter`.
 
@@ -180,8 +200,14 @@ class QuantizedLinear(nn.Linear):
         dtype: torch.dtype = torch.bfloat16,
     ) -> None:
         super().__init__(input_dim, output_dim, bias=bias, dtype=dtype)
+        self.quantization_config = quantization_config or QuantizationConfig()
         self.weight: nn.Parameter = quantized(self.weight.data, quantization_config)
         self.register_load_state_dict_pre_hook(quantize_loaded)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "weight" and "quantization_config" in self.__dict__:
+            value = quantized_loaded(value, self.quantization_config)
+        super().__setattr__(name, value)
 
     def forward(self, input: Tensor) -> Tensor:
         return frozen_linear(input, self.weight, self.bias)

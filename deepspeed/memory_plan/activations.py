@@ -65,18 +65,28 @@ def _first(config: Any, *names: str) -> Any:
 
 
 def activation_bytes(
-    shape: TransformerShape, *, micro_batch: int, sequence: int, itemsize: int, checkpointing: bool
+    shape: TransformerShape,
+    *,
+    micro_batch: int,
+    sequence: int,
+    itemsize: int,
+    checkpointing: bool,
+    float8: bool = False,
 ) -> int:
     """Estimated bytes at the end of forward, the peak of live activations.
 
     Per token and layer: normalized inputs and their fp32 copies, queries, keys, values and their rotated copies, the
     output of attention, and what the MLP keeps; per token the logits three times, two of them in fp32 (the loss and its
     gradient). With checkpointing: the input of each layer, and one layer in full. Dropout and its masks are ignored.
+    With ``float8`` linear layers keep codes of one byte: of both normalized inputs and of the MLP's inner one in their
+    place, of the output of attention beside it.
     """
     tokens = micro_batch * sequence
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     kept = 4 * shape.hidden + 3 * queries + 4 * keys + shape.mlp_tensors * shape.intermediate
     layer = tokens * (itemsize * kept + 2 * 4 * shape.hidden)
+    if float8:
+        layer -= tokens * ((itemsize - 1) * (2 * shape.hidden + shape.intermediate) - queries)
     if shape.scores_kept:
         layer += 2 * itemsize * micro_batch * shape.heads * sequence * sequence
     logits = tokens * shape.vocabulary * (itemsize + 8)

@@ -27,7 +27,7 @@ from deepspeed.memory_plan.activations import shape_of
 from deepspeed.memory_plan.advice import advise
 from deepspeed.memory_plan.link_time import LinkTimes, link_times
 from deepspeed.memory_plan.machine import Capacity, free_now
-from deepspeed.memory_plan.request import Answer, Request, answer
+from deepspeed.memory_plan.request import Answer, Request, answer, config_of
 from deepspeed.memory_plan.split import Split
 from deepspeed.memory_plan.variants import put
 from deepspeed.moe.stacked import spread_on_paper, stacked_experts
@@ -233,7 +233,7 @@ def make_request(args: argparse.Namespace) -> Request:
         sequence=args.sequence,
         checkpointing=args.checkpointing,
     )
-    here = free_now(make_plan(answer(request).config), device_type)
+    here = free_now(make_plan(config_of(request)), device_type)
     elsewhere = time_options.device_memory(args)
     capacity = Capacity(
         None if device_type == "cpu" else args.device_memory or elsewhere or here.device,

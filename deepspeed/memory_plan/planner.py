@@ -6,16 +6,18 @@ here, temporaries of a step in ``rehearsal.py``, and what passes through host me
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
 from deepspeed.config.plan import ParamOffload, Plan
+from deepspeed.memory_plan.journal import SILENT, Journal, Notebook
 from deepspeed.memory_plan.ledger import FROM_READY, TRAINING, Kind, Ledger, Phase, Place
 from deepspeed.memory_plan.model import ModelFacts
 from deepspeed.memory_plan.offload import BucketUse, Offload, Paper
-from deepspeed.memory_plan.rehearsal import SILENT, Journal, Rehearsal, SumScratch
+from deepspeed.memory_plan.rehearsal import Rehearsal, SumScratch
 from deepspeed.memory_plan.states import OptimizerFacts
 from deepspeed.ops.native import DEVICE_PIECE
 from deepspeed.runtime.zero.cutting import cut_sharded, cut_whole
@@ -78,11 +80,30 @@ class Setting:
         """The place where the model computes."""
         return Place.DEVICE if self.apart else Place.HOST
 
+    @cached_property
+    def buckets(self) -> Sequence[BucketUse]:
+        return cut_buckets(self)
+
+    @cached_property
+    def rehearsed(self) -> Rehearsed:
+        """Once for what the steps need and for how long they take."""
+        notebook = Notebook()
+        peaks = rehearsal_of(self, notebook).run()
+        return Rehearsed(peaks=peaks, notebook=notebook)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rehearsed:
+    """``peaks``: by phase, of what is in use beyond what persists. ``notebook``: what the last step did."""
+
+    peaks: Mapping[Phase, Counter[Kind]]
+    notebook: Notebook
+
 
 def plan_memory(setting: Setting) -> Ledger:
     """Bytes of rank 0, which has the most: every bucket's padding is on the last ranks."""
     ledger = Ledger()
-    buckets = cut_buckets(setting)
+    buckets = setting.buckets
     _building(ledger, setting, buckets)
     _weights(ledger, setting, buckets)
     offload = Offload(
@@ -90,7 +111,7 @@ def plan_memory(setting: Setting) -> Ledger:
     )
     offload.place_states([bucket for bucket in buckets if bucket.trained], setting.facts.group_of)
     _gradients(ledger, setting, buckets, offload)
-    _moving(ledger, setting, buckets)
+    _moving(ledger, setting)
     _update(ledger, setting, buckets, offload)
     _masters_come_last(ledger, offload)
     ledger.notes += setting.facts.notes
@@ -291,14 +312,15 @@ def _gradients(ledger: Ledger, setting: Setting, buckets: Sequence[BucketUse], o
 # Temporaries -------------------------------------------------------------------------------------------------
 
 
-def _moving(ledger: Ledger, setting: Setting, buckets: Sequence[BucketUse]) -> None:
-    for phase, kinds in rehearsal_of(setting, buckets).run().items():
+def _moving(ledger: Ledger, setting: Setting) -> None:
+    for phase, kinds in setting.rehearsed.peaks.items():
         for kind, nbytes in kinds.items():
             ledger.add([phase], setting.near, kind, nbytes)
 
 
-def rehearsal_of(setting: Setting, buckets: Sequence[BucketUse], journal: Journal = SILENT) -> Rehearsal:
-    """A rehearsal of these buckets; ``journal`` is told what happens in which order."""
+def rehearsal_of(setting: Setting, journal: Journal = SILENT) -> Rehearsal:
+    """A rehearsal of its buckets; ``journal`` is told what happens in which order."""
+    buckets = setting.buckets
     return Rehearsal(
         layouts=[bucket.layout for bucket in buckets],
         persistent=[bucket.persistent for bucket in buckets],

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,7 @@ from deepspeed.comm.exchanged_sums import SCRATCH_BYTES
 from deepspeed.comm.gloo import scratch_shape
 from deepspeed.comm.pending import DONE
 from deepspeed.config.plan import Packing, ParamOffload, Plan
+from deepspeed.memory_plan.journal import SILENT, Journal
 from deepspeed.memory_plan.ledger import Kind, Phase
 from deepspeed.runtime.accumulation import AccumulationClock
 from deepspeed.runtime.zero.buffer_pool import BufferPool
@@ -91,39 +92,6 @@ class Meter:
                 self.peaks[phase] = self.now.copy()
 
 
-class Journal(Protocol):
-    """Who is told what a step does, in the order of the thread that trains (``deepspeed/step_plan``)."""
-
-    def begin_step(self) -> None:
-        """Another one of the rehearsal's steps begins."""
-
-    def begin_micro_batch(self) -> None: ...
-
-    def compute(self, phase: Phase, call: int) -> None:
-        """The forward or backward of a call runs now; what it needs is there."""
-
-    def collective(self, operation: str, nbytes: float, ranks: int, apart: int = 1) -> Pending:
-        """One is started. ``nbytes``: of the whole buffer that all ranks fill or sum, or that each sends from;
-        ``apart``: 1, where the ranks are neighbours; else how far each is from the next."""
-        ...
-
-
-class _Silent:
-    """Nobody is told."""
-
-    def begin_step(self) -> None: ...
-
-    def begin_micro_batch(self) -> None: ...
-
-    def compute(self, phase: Phase, call: int) -> None: ...
-
-    def collective(self, operation: str, nbytes: float, ranks: int, apart: int = 1) -> Pending:
-        return DONE
-
-
-SILENT = _Silent()
-
-
 class PaperPool(BufferPool):
     """The real pool, counted."""
 
@@ -144,6 +112,10 @@ class PaperPool(BufferPool):
         self._out.pop(id(whole), None)
         super().give(buffer, read_until)
         self._count()
+
+    def sizes(self) -> dict[Any, list[int]]:
+        """Elements of the free buffers, in the order in which they are taken."""
+        return {key: [buffer.numel() for buffer in buffers] for key, buffers in self._free.items()}
 
     def _count(self) -> None:
         free = [buffer for buffers in self._free.values() for buffer in buffers]
@@ -415,11 +387,17 @@ class Rehearsal:
             ]
             coordinator = self._coordinator(buckets, scopes) if self.plan.zero.shard_params else None
             clock = AccumulationClock(min(self.micro_batches, 2))  # the first represents all before the last
-            reducer = self._reducer(buckets, params, scopes, coordinator, clock)
+            pool = PaperPool(self.meter)
+            reducer = self._reducer(buckets, params, scopes, coordinator, clock, pool)
             known = {slot.param for bucket in reducer.buckets for slot in bucket.layout.slots}
             arrive = Arrivals(reducer, params, self.calls, known, self.meter)
+            found: Any = None
             for step in range(STEPS):
                 self._step(step, buckets, coordinator, reducer, arrive, clock)
+                left = pool.sizes()
+                if coordinator is None and left == found:
+                    break  # the next would find what this one has found: nothing else is remembered
+                found = left
         return self.meter.by_phase()
 
     def _step(
@@ -479,13 +457,14 @@ class Rehearsal:
         scopes: PaperScopes,
         coordinator: ParamCoordinator | None,
         clock: AccumulationClock,
+        pool: PaperPool,
     ) -> GradReducer:
         """Sums of rows are planned as the dense sums that they may have to be."""
         grads = make_grad_buckets(
             [bucket for bucket, known in zip(buckets, self.trained, strict=True) if known],
             self.plan,
             scopes,
-            pool=PaperPool(self.meter),
+            pool=pool,
             tier=ResidentTier(),
         )
         return make_reducer(
@@ -553,6 +532,8 @@ class Arrivals:
         self.firsts = _first_uses(calls, known)
         self.meter = meter
         self.waiting: set[int] = set()
+        self.grads: dict[int, Tensor] = {}
+        """What arrives, by parameter: without memory, it may be the same each time."""
 
     def __call__(self, call: int) -> None:
         for index in reversed(self.uses[call]):
@@ -561,7 +542,7 @@ class Arrivals:
             again = index in self.waiting
             self.meter.arrive(2 * nbytes if again else nbytes)
             if index in self.firsts[call]:
-                param.grad = torch.empty(param.shape, dtype=param.dtype, device=META)
+                param.grad = self._grad(index)
                 self.reducer.ready(index, param)
                 self.meter.arrive(-3 * nbytes if again else -nbytes)
                 self.waiting.discard(index)
@@ -569,6 +550,11 @@ class Arrivals:
                 self.meter.arrive(-2 * nbytes)
             else:
                 self.waiting.add(index)
+
+    def _grad(self, index: int) -> Tensor:
+        if index not in self.grads:
+            self.grads[index] = torch.empty_like(self.params[index], requires_grad=False)
+        return self.grads[index]
 
 
 def _first_uses(calls: Sequence[Sequence[int]], known: set[int]) -> list[list[int]]:

@@ -110,11 +110,16 @@ class _Ranks:
         return self.count
 
 
-def answer(request: Request) -> Answer:
-    """Plan the request. Raises DeepSpeedConfigError as ``initialize`` would."""
+def config_of(request: Request) -> DeepSpeedConfig:
+    """The config as it is read. Raises DeepSpeedConfigError as ``initialize`` would."""
     with _quiet():
         readers = _Ranks(request.ranks // request.ranks_per_sequence)
-        config = DeepSpeedConfig(with_batch(request.config, request.micro_batch), mpu=readers)
+        return DeepSpeedConfig(with_batch(request.config, request.micro_batch), mpu=readers)
+
+
+def answer(request: Request) -> Answer:
+    """Plan the request. Raises DeepSpeedConfigError as ``initialize`` would."""
+    config = config_of(request)
     plan = make_plan(config)
     optimizer, groups, note = _optimizer(request, config, plan)
     facts = request.split.facts(facts_of(request.module, plan, groups), request.module)
@@ -209,6 +214,7 @@ def _activations(ledger: Ledger, request: Request, setting: Setting, config: Dee
         sequence=request.sequence,
         itemsize=dtype.itemsize,
         checkpointing=request.checkpointing and limit is None,
+        float8=config.fp8_config.enabled,
     )
     if limit is not None:
         whole, nbytes = nbytes, budgeted_bytes(nbytes, limit)

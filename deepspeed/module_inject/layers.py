@@ -36,6 +36,7 @@ __all__ = [
     "SubParamLinearAllreduce",
     "SubParamLinearLayer",
     "TensorParallel_Layer",
+    "VocabParallelLinear",
     "add_bias",
     "conv_LinearLayer",
     "get_auto_tp_mode",
@@ -75,6 +76,27 @@ class LmHeadLinearAllreduce(LinearAllreduce):
 
     def __init__(self, module: nn.Module, mp_group: Group, **kwargs: Any) -> None:
         super().__init__(module, mp_group, split_input=True, **kwargs)
+
+
+class VocabParallelLinear(LinearLayer):
+    """A head that leaves its logits in parts, and says which words they are: ``configure_vocab_parallel_loss`` gives a
+    model the loss for it.
+
+    ValueError: there are more ranks than words.
+    """
+
+    is_vocab_parallel_lm_head = True
+
+    def __init__(self, module: nn.Module, mp_group: Group = None, **kwargs: Any) -> None:
+        super().__init__(module, mp_group, gather_output=False, **kwargs)
+        sizes, rank = self.cut.extents, self.group.rank
+        self.vocab_size = self.cut.size
+        if 0 in sizes:
+            raise ValueError(
+                f"{self.vocab_size} words cannot be shared by {len(sizes)} ranks: use at most as many"
+            )
+        self.vocab_start_index = sum(sizes[:rank])
+        self.vocab_end_index = self.vocab_start_index + sizes[rank]
 
 
 class GateUpPack_LinearLayer(SubParamLinearLayer):

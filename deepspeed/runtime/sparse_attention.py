@@ -43,7 +43,8 @@ class SparseAttention:
     before: tuple[str, ...] = ()
 
     def apply(self, module: nn.Module, context: _Context) -> None:
-        """ValueError: attention is split over ranks; the section contradicts itself; other heads than the model's."""
+        """ValueError: ranks share sequences, or heads that have layouts of their own; the section contradicts itself;
+        other heads than the model's."""
         from deepspeed.ops.sparse_attention import SparseSelfAttention
         from deepspeed.ops.sparse_attention.transformers_attention import (
             takes_attention,
@@ -56,9 +57,13 @@ class SparseAttention:
         if not takes_attention(module):
             context.say("for the model to read: its attention stays as it is")
             return
-        for axis, key in (("sp", "sequence_parallel_size"), ("tp", "tensor_parallel.autotp_size")):
-            if context.mesh.size(axis) > 1:
-                raise ValueError(f"sparse_attention with {key}={context.mesh.size(axis)}: use one of them")
+        if (ranks := context.mesh.size("sp")) > 1:
+            raise ValueError(f"sparse_attention with sequence_parallel_size={ranks}: use one of them")
+        if (ranks := context.mesh.size("tp")) > 1 and self.section.get("different_layout_per_head"):
+            raise ValueError(
+                f"sparse_attention.different_layout_per_head with tensor_parallel.autotp_size={ranks}: ranks share the "
+                "heads, which need one layout for all: set different_layout_per_head to false"
+            )
         wanted = self.sparsity(int(text_config(module.config).num_attention_heads))
         use_sparse_attention(module, wanted)
         context.say(

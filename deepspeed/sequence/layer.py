@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
+from deepspeed.comm.collectives import Communicator
 from deepspeed.utils.untraced import untraced
 
 from .assignment import HeadAssignment, shard_lengths
@@ -210,6 +211,43 @@ class _SeqAllToAll(torch.autograd.Function):
         group, scatter_idx, gather_idx, batch_dim_idx = ctx.exchanged
         grad = single_all_to_all(grad_outputs[0], gather_idx, scatter_idx, batch_dim_idx, group)
         return None, grad, *(None for _ in range(7))
+
+
+def register_all_to_all_group(group: Any) -> str:
+    """The name of a process group. Kept for callers: torch knows its groups by name, so nothing is registered."""
+    return group.group_name
+
+
+@untraced
+def _dim_zero_all_to_all(group: Any, input: Tensor) -> Tensor:
+    """``input[rank]`` goes to each rank, and what comes from each is stacked: [ranks, ..], with gradients.
+
+    ValueError: ``input`` has not one part for each rank.
+    """
+    comm = communicator_of(group)
+    if input.shape[:1] != (comm.size,):
+        raise ValueError(f"an input {tuple(input.shape)} has not one part for each of {comm.size} ranks")
+    result: Tensor = _PartsOfRanks.apply(comm, input)  # pyright: ignore[reportAssignmentType]
+    return result
+
+
+class _PartsOfRanks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, comm: Communicator, input: Tensor) -> Tensor:
+        ctx.comm = comm
+        return _swapped(input, comm)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        return None, _swapped(grad_outputs[0], ctx.comm)
+
+
+@untraced
+def _swapped(parts: Tensor, comm: Communicator) -> Tensor:
+    result = torch.empty_like(parts, memory_format=torch.contiguous_format)
+    counts = [parts.numel() // comm.size] * comm.size
+    comm.all_to_all(result.view(-1), parts.contiguous().view(-1), counts, counts).wait()
+    return result
 
 
 def uneven_heads_all2all(

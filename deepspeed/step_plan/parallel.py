@@ -158,7 +158,7 @@ def _accumulated(setting: Setting, work: Work, machine: Machine, model_ranks: in
     count = setting.micro_batches
     if count <= ALIKE + 1:
         return run(program_of(setting), setting, work, machine, model_ranks)
-    program = program_of(replace(setting, micro_batches=ALIKE + 1))
+    program = program_of(setting, ALIKE + 1)
     many = run(program, setting, work, machine, model_ranks)
     fewer = run(Program(program.micro_batches[1:], program.update), setting, work, machine, model_ranks)
     more = count - (ALIKE + 1)
@@ -214,6 +214,6 @@ def _directions(setting: Setting, work: Work, machine: Machine, model_ranks: int
 
 def _rest(setting: Setting, work: Work, machine: Machine, model_ranks: int) -> StepTime:
     """Sums of gradients, once per batch, and the update."""
-    program = program_of(replace(setting, micro_batches=1))
+    program = program_of(setting, 1)
     sums = [event for event in program.micro_batches[0] if not isinstance(event, Compute)]
     return run(Program([sums], program.update), setting, work, machine, model_ranks)

@@ -8,39 +8,13 @@ for before the next one is therefore decided by the engine's code (``memory_plan
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 
-from deepspeed.comm.pending import Pending
-from deepspeed.memory_plan.ledger import Phase
+from deepspeed.memory_plan.journal import Compute, Start, Wait
 from deepspeed.memory_plan.offload import BucketUse
-from deepspeed.memory_plan.planner import Setting, cut_buckets, rehearsal_of
+from deepspeed.memory_plan.planner import Setting
 from deepspeed.memory_plan.rehearsal import in_groups
 from deepspeed.runtime.zero.scopes import expert_parallel_size
-
-
-@dataclass(frozen=True, slots=True)
-class Compute:
-    """A call of the model; ``call`` counts those of a forward."""
-
-    phase: Phase
-    call: int
-
-
-@dataclass(frozen=True, slots=True)
-class Start:
-    """A collective. ``nbytes``: of the whole buffer. ``ranks``: how many take part, each ``apart`` from the next (1:
-    neighbours); ``number``: to wait for it."""
-
-    number: int
-    operation: str
-    nbytes: float
-    ranks: int
-    apart: int = 1
-
-
-@dataclass(frozen=True, slots=True)
-class Wait:
-    number: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,38 +39,17 @@ class Program:
         return [event for part in (*self.micro_batches, self.update) for event in part]
 
 
-@dataclass(slots=True)
-class Notebook:
-    """The journal of a rehearsal: what its last step did."""
+def program_of(setting: Setting, micro_batches: int | None = None) -> Program:
+    """The events of a steady step of rank 0. Where it has several micro-batches, all before the last are alike.
 
-    parts: list[list[Event]] = field(default_factory=list)
-    started: int = 0
-
-    def begin_step(self) -> None:
-        self.parts = []
-
-    def begin_micro_batch(self) -> None:
-        self.parts.append([])
-
-    def compute(self, phase: Phase, call: int) -> None:
-        self.parts[-1].append(Compute(phase, call))
-
-    def collective(self, operation: str, nbytes: float, ranks: int, apart: int = 1) -> Pending:
-        number, self.started = self.started, self.started + 1
-        if not self.parts:
-            return Pending()
-        self.parts[-1].append(Start(number, operation, float(nbytes), ranks, apart))
-        return Pending(lambda: self.parts[-1].append(Wait(number)))
-
-
-def program_of(setting: Setting) -> Program:
-    """The events of a steady step of rank 0. Where it has several micro-batches, all before the last are alike."""
-    notebook = Notebook()
-    buckets = cut_buckets(setting)
-    rehearsal_of(setting, buckets, notebook).run()
+    ``micro_batches``: so many instead of those of ``setting``.
+    """
+    count = setting.micro_batches if micro_batches is None else micro_batches
+    if (count > 1) != (setting.micro_batches > 1):  # one alone is both the first and the last
+        setting = replace(setting, micro_batches=count)
+    notebook = setting.rehearsed.notebook
     first, last = notebook.parts[0], notebook.parts[-1]
-    micro_batches = [first] * (setting.micro_batches - 1) + [last]
-    return Program(micro_batches, _update(setting, buckets, notebook.started))
+    return Program([first] * (count - 1) + [last], _update(setting, setting.buckets, notebook.started))
 
 
 def _update(setting: Setting, buckets: Sequence[BucketUse], number: int) -> list[Event]:

@@ -10,12 +10,22 @@ from torch import nn
 import deepspeed
 
 
-def trained(model: nn.Module, options: Namespace, *, stage: int, lr: float, rows: int, role: str = "") -> Any:
+def trained(
+    model: nn.Module,
+    options: Namespace,
+    *,
+    stage: int,
+    lr: float,
+    rows: int,
+    role: str = "",
+    micro_batches: int = 0,
+) -> Any:
     """An engine that trains.
 
     Args:
         rows: of one forward.
         role: ``actor`` (which generates too) or ``critic``, in the third step.
+        micro_batches: of the third step.
     """
     config = _shared(options, stage, rows)
     decay = getattr(options, f"{role}_weight_decay") if role else options.weight_decay
@@ -26,13 +36,13 @@ def trained(model: nn.Module, options: Namespace, *, stage: int, lr: float, rows
     config["gradient_clipping"] = 1.0
     if role:
         config["gradient_accumulation_steps"] = options.gradient_accumulation_steps
-        config |= _schedule(options, lr)
+        config |= _schedule(options, lr, micro_batches // options.gradient_accumulation_steps)
     if options.offload:
         config["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
     if getattr(options, f"{role}_gradient_checkpointing") if role else options.gradient_checkpointing:
         inner = getattr(model, "base", model)
         inner.gradient_checkpointing_enable({"use_reentrant": False})
-        if getattr(options, "lora_dim", 0):
+        if options.critic_lora_dim if role == "critic" else options.lora_dim:
             inner.enable_input_require_grads()
     if role == "actor":
         config |= _generation(options) | _monitors(options)
@@ -40,13 +50,11 @@ def trained(model: nn.Module, options: Namespace, *, stage: int, lr: float, rows
     return deepspeed.initialize(model=model, model_parameters=params, config=config)[0]
 
 
-def _schedule(options: Namespace, lr: float) -> dict[str, Any]:
+def _schedule(options: Namespace, lr: float, updates: int) -> dict[str, Any]:
     """Of the learning rate, over the updates of the third step."""
     warmup, kind = options.num_warmup_steps, options.lr_scheduler_type
     if kind == "constant" and not warmup:
         return {}
-    each = options.per_device_generation_batch_size // options.per_device_training_batch_size
-    updates = options.iterations * options.ppo_epochs * each // options.gradient_accumulation_steps
     if kind == "cosine":
         params = {"total_num_steps": updates, "warmup_num_steps": warmup}
         return {"scheduler": {"type": "WarmupCosineLR", "params": params}}
@@ -94,7 +102,7 @@ def _shared(options: Namespace, stage: int, rows: int) -> dict[str, Any]:
         "steps_per_print": None,
         "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 1000},
     }
-    if options.dtype != "fp32":
+    if options.dtype in ("bf16", "fp16"):
         config[options.dtype] = {"enabled": True}
     return config
 

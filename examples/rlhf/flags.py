@@ -62,6 +62,17 @@ def _models_and_data(parser: argparse.ArgumentParser) -> None:
     add("--save_interval", type=int, default=0, help="updates between checkpoints of a step; 0: none")
     add("--resume", action="store_true", help="each step from its last checkpoint")
     add("--seed", type=int, default=1234)
+    add(
+        "--num_padding_at_beginning",
+        type=int,
+        default=0,
+        help="tokens with which every text of the model begins, and which it sees; OPT: 1",
+    )
+    add(
+        "--num_train_epochs",
+        type=int,
+        help="passes of each step over the data, in place of --sft_steps, --reward_steps, --dpo_steps, --iterations",
+    )
     add("--local_rank", type=int, default=-1, help=argparse.SUPPRESS)
 
 
@@ -81,6 +92,7 @@ def _online(parser: argparse.ArgumentParser) -> None:
     """The third step."""
     add = parser.add_argument
     add("--iterations", type=int, default=25, help="batches of answers")
+    add("--generation_batches", type=int, default=1, help="batches of answers between two phases of learning")
     add("--per_device_generation_batch_size", type=int, default=32)
     add("--per_device_training_batch_size", type=int, default=16)
     add("--ppo_epochs", type=int, default=2)
@@ -114,14 +126,20 @@ def _engines(parser: argparse.ArgumentParser) -> None:
     add("--critic_zero_stage", type=int, default=2)
     add("--offload", action="store_true", help="optimizer states in host memory")
     add("--offload_reference_model", action="store_true")
-    add("--dtype", choices=("fp32", "bf16", "fp16"), default="fp32")
+    add(
+        "--dtype",
+        choices=("fp32", "bf16", "fp16", "fp64"),
+        default="fp32",
+        help="fp64: to compare runs, whose rounding is then too small to change a token",
+    )
     add("--gradient_checkpointing", action="store_true")
     add("--actor_gradient_checkpointing", action="store_true", default=None)
     add("--critic_gradient_checkpointing", action="store_true", default=None)
     add("--actor_dropout", type=float, help="default: as the model's config says")
     add("--critic_dropout", type=float)
     add("--actor_lora_dim", "--lora_dim", dest="lora_dim", type=int, default=0)
-    add("--only_optimize_lora", action="store_true")
+    add("--critic_lora_dim", type=int, default=0)
+    add("--only_optimize_lora", action="store_true", help="and the head of the critic")
     add("--enable_ema", action="store_true", help="an average of the actor's weights, which is saved too")
     add("--ema_beta", type=float, default=0.95)
 

@@ -12,9 +12,14 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 
+def wide(values: Tensor) -> Tensor:
+    """In float32, or float64 if that is what they have."""
+    return values.to(torch.promote_types(values.dtype, torch.float32))
+
+
 def token_log_probs(logits: Tensor, tokens: Tensor) -> Tensor:
-    """[rows, length - 1] float32: of each token but the first, given those before it."""
-    return logits[:, :-1].float().log_softmax(-1).gather(2, tokens[:, 1:, None])[..., 0]
+    """[rows, length - 1], wide: of each token but the first, given those before it."""
+    return wide(logits[:, :-1]).log_softmax(-1).gather(2, tokens[:, 1:, None])[..., 0]
 
 
 def positions_of(mask: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from losses import last, positions_of
+from losses import last, positions_of, wide
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
@@ -33,7 +33,7 @@ def word_tokenizer(words: list[str]) -> PreTrainedTokenizerFast:
     )
 
 
-def small_model(tokenizer: Any) -> LlamaForCausalLM:
+def small_model(tokenizer: Any, dtype: torch.dtype = torch.float32) -> LlamaForCausalLM:
     torch.manual_seed(0)
     sizes = LlamaConfig(
         vocab_size=len(tokenizer),
@@ -46,7 +46,21 @@ def small_model(tokenizer: Any) -> LlamaForCausalLM:
         eos_token_id=tokenizer.eos_token_id,
         bos_token_id=None,
     )
-    return LlamaForCausalLM(sizes)
+    return in_dtype(LlamaForCausalLM(sizes), dtype)
+
+
+def in_dtype(model: Any, dtype: torch.dtype) -> Any:
+    """``model`` in float32, or in float64 throughout: root-mean-square norms of Transformers compute in float32, so
+    that torch's take their place."""
+    if dtype != torch.float64:
+        return model
+    for owner in list(model.modules()):
+        for name, layer in list(owner.named_children()):
+            if hasattr(layer, "variance_epsilon"):
+                norm = nn.RMSNorm(layer.weight.shape, layer.variance_epsilon)
+                norm.weight = layer.weight
+                setattr(owner, name, norm)
+    return model.double()
 
 
 def _dropouts(folder: Path, share: float | None) -> dict[str, float]:
@@ -57,11 +71,11 @@ def _dropouts(folder: Path, share: float | None) -> dict[str, float]:
     return {name: share for name in known if name.endswith(("dropout", "pdrop"))}
 
 
-def load_policy(folder: Path, dropout: float | None = None) -> Any:
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **_dropouts(folder, dropout))
+def load_policy(folder: Path, dropout: float | None = None, dtype: torch.dtype = torch.float32) -> Any:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **_dropouts(folder, dropout))
     for name in ("temperature", "top_p", "top_k"):  # sampling is ours
         setattr(model.generation_config, name, None)
-    return model
+    return in_dtype(model, dtype)
 
 
 def load_tokenizer(folder: Path) -> Any:
@@ -81,17 +95,24 @@ class ScoredModel(nn.Module):
         super().__init__()
         self.base = base
         self.head = nn.Linear(base.config.hidden_size, 1, bias=False)  # type: ignore[union-attr, arg-type]
-        nn.init.zeros_(self.head.weight)
+        # [Note: a head of zeros] Its base would get no gradient at first, and then a tiny one, of which Adam makes
+        # steps of full size: 60 updates amplified rounding a hundred-millionfold, so that each number of ranks ended
+        # with another model. From small random weights it is a thousandfold.
+        spread = getattr(base.config, "initializer_range", 0.02)
+        nn.init.normal_(self.head.weight, std=spread, generator=torch.Generator().manual_seed(0))
 
     def forward(self, tokens: Tensor, mask: Tensor) -> Tensor:
-        """[rows, length] float32."""
-        hidden = self.base(tokens, **context(self.base, mask)).last_hidden_state
-        return self.head(hidden)[..., 0].float()
+        """[rows, length], wide."""
+        hidden = self.base(tokens, **context(without_adapters(self.base), mask)).last_hidden_state
+        return wide(self.head(hidden)[..., 0])
 
     @classmethod
-    def load(cls, folder: Path, dropout: float | None = None) -> ScoredModel:
-        """From a policy's folder, or from one that ``save`` wrote."""
-        model = cls(AutoModel.from_pretrained(folder, dtype=torch.float32, **_dropouts(folder, dropout)))
+    def load(
+        cls, folder: Path, dropout: float | None = None, dtype: torch.dtype = torch.float32
+    ) -> ScoredModel:
+        """From a policy's folder, or from one that ``save_scored`` wrote."""
+        base = AutoModel.from_pretrained(folder, dtype=dtype, **_dropouts(folder, dropout))
+        model = cls(in_dtype(base, dtype)).to(dtype)
         if (head := folder / "head.pt").exists():
             model.head.load_state_dict(torch.load(head, weights_only=True))
         return model
@@ -111,23 +132,57 @@ def score_at_end(engine: Any, tokens: Tensor, mask: Tensor) -> Tensor:
 
 
 def with_adapters(model: Any, rank: int, only: bool = True) -> Any:
-    """LoRA on every linear layer but the head; ``rank`` 0: none."""
+    """LoRA on every linear layer but the head, which goes on to train if it gives scores; ``rank`` 0: none."""
     if rank == 0:
+        return model
+    if isinstance(model, ScoredModel):
+        model.base = with_adapters(model.base, rank, only)
         return model
     from peft import LoraConfig, get_peft_model
 
+    dtype = next(model.parameters()).dtype
     adapted = get_peft_model(model, LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear"))
     if not only:
         adapted.requires_grad_(True)
-    return adapted
+    return adapted.to(dtype)
 
 
-def encode(tokenizer: Any, pairs: list[tuple[str, str]], device: Any) -> dict[str, Tensor]:
+def without_adapters(module: Any) -> Any:
+    """The model of Transformers below adapters."""
+    return module.get_base_model() if hasattr(module, "get_base_model") else module
+
+
+def beginning(tokenizer: Any, text: str, lead: int) -> list[int]:
+    """Tokens of a prompt, behind ``lead`` tokens with which every text of the model begins: its own kind of such a
+    token or, if there is none, padding. The model sees them."""
+    begin = tokenizer.pad_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
+    return [begin] * lead + tokenizer(text, add_special_tokens=False).input_ids
+
+
+def encode_prompts(
+    tokenizer: Any, questions: list[str], device: Any, lead: int = 0, most: int | None = None
+) -> dict[str, Tensor]:
+    """``tokens`` and ``mask`` [rows, length]: prompts padded on the left.
+
+    Args:
+        most: tokens of a prompt, the leading ones too; of a longer one the end is left out, as tokenizers do.
+    """
+    made = [beginning(tokenizer, question, lead)[:most] for question in questions]
+    length = max(map(len, made))
+    tokens = torch.full((len(made), length), tokenizer.pad_token_id)
+    mask = torch.zeros_like(tokens)
+    for row, ids in enumerate(made):
+        tokens[row, length - len(ids) :] = torch.tensor(ids)
+        mask[row, length - len(ids) :] = 1
+    return {"tokens": tokens.to(device), "mask": mask.to(device)}
+
+
+def encode(tokenizer: Any, pairs: list[tuple[str, str]], device: Any, lead: int = 0) -> dict[str, Tensor]:
     """``tokens``, ``mask`` and ``answers`` [rows, length]: dialogues padded on the left, with the end-of-text token;
-    ``answers`` is 1 where a token is part of an answer."""
+    ``answers`` is 1 where a token is part of an answer. ``lead``: see ``beginning``."""
     made = []
     for question, answer in pairs:
-        first = tokenizer(question, add_special_tokens=False).input_ids
+        first = beginning(tokenizer, question, lead)
         second = [*tokenizer(" " + answer, add_special_tokens=False).input_ids, tokenizer.eos_token_id]
         made.append((first, second))
     length = max(len(first) + len(second) for first, second in made)

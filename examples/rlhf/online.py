@@ -12,7 +12,7 @@ import losses
 import task
 import torch
 from engines import follow
-from models import encode, score_at_end
+from models import encode, encode_prompts, score_at_end
 from supervised import Row, batch_of, language_loss, log_probs, mean_over_ranks, same_noise
 from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList
@@ -100,21 +100,21 @@ class Online:
             self.rollouts = build_rollout(RolloutConfig(options.rollout_engine), actor, tokenizer)
         self.is_ahead = options.rollout_engine == "serving_ahead"
         self.ready: RolloutBatch | None = None  # answers of a checkpoint that were ahead
-        self.iteration = 0
-        self.update = 0
-        self.experience: Batch | None = None
+        self.iteration = 0  # batches of answers that were learned from
+        self.update = 0  # of those with the batches in ``experience``
+        self.experience: list[Batch] = []
         self.curve: list[dict[str, float]] = []
 
     # ------------------------------------------------------------------------------------------------ rollouts
 
-    def collect(self) -> Batch:
+    def collect(self, iteration: int) -> Batch:
         """Answers of the actor, and what all models say of them."""
         began = time.perf_counter()
-        chosen = self._questions(self.iteration)
+        chosen = self._questions(iteration)
         if self.rollouts is None:
-            found, rolled = self._answers(chosen, self._numbers(chosen))
+            found, rolled = self._answers(chosen, iteration)
         else:
-            found, rolled = self._served()
+            found, rolled = self._served(iteration)
         seconds = time.perf_counter() - began
         mask = found["answers"][:, 1:]
         texts = [
@@ -122,12 +122,12 @@ class Online:
             for row, kept in zip(found["tokens"], found["answers"], strict=True)
         ]
         true = [self.score(question, text) for question, text in zip(chosen, texts, strict=True)]
-        found["scores"] = torch.tensor(true, device=self.actor.device)
         with torch.no_grad():
             for engine in (self.actor, self.critic):
                 if engine is not None:
                     engine.eval()
             found["then"] = log_probs(self.actor, found) * mask
+            found["scores"] = found["then"].new_tensor(true)
             if self.is_ahead:
                 found["weights"] = importance_weights(
                     found["then"], rolled, mask, cap=self.options.importance_cap
@@ -138,7 +138,7 @@ class Online:
                 found["rewards"] = score_at_end(self.reward, found["tokens"], found["mask"])
                 found["rewards"] -= self.options.missing_eos_penalty * ~ended
                 found["values"] = self.critic(found["tokens"], found["mask"])[:, :-1] * mask
-        self._report(found, rolled, seconds, texts[0])
+        self._report(iteration, found, rolled, seconds, texts[0])
         return found
 
     def _questions(self, iteration: int) -> list[str]:
@@ -157,29 +157,24 @@ class Online:
     def _answers_to_each(self) -> int:
         return 1 if self.kind == "ppo" else self.options.num_answers
 
-    def _encoded(self, questions: list[str]) -> Any:
-        return self.tokenizer(
-            questions,
-            return_tensors="pt",
-            padding=True,
-            truncation=True,
-            max_length=self.options.max_prompt_seq_len,
-            add_special_tokens=False,
-        ).to(self.actor.device)
+    def _encoded(self, questions: list[str]) -> Batch:
+        options = self.options
+        lead, most = options.num_padding_at_beginning, options.max_prompt_seq_len
+        return encode_prompts(self.tokenizer, questions, self.actor.device, lead, most)
 
-    def _served(self) -> tuple[Batch, Tensor]:
+    def _served(self, iteration: int) -> tuple[Batch, Tensor]:
         """As ``_answers``, by continuous batching; ahead: those that were begun before the last batch was learned from,
         while the next ones are begun with the weights of now."""
         rollouts: Any = self.rollouts
         if not self.is_ahead:
-            made = rollouts.generate(*self._request(self.iteration))
+            made = rollouts.generate(*self._request(iteration))
         else:
             if self.ready is None and not rollouts.in_progress:
-                rollouts.begin(*self._request(self.iteration))
+                rollouts.begin(*self._request(iteration))
             made = self.ready if self.ready is not None else rollouts.finish()
             self.ready = None
-            rollouts.sync_weights(self.iteration)
-            rollouts.begin(*self._request(self.iteration + 1))
+            rollouts.sync_weights(iteration)
+            rollouts.begin(*self._request(iteration + 1))
         width = int(made.response_start_idx[0])
         before = torch.zeros_like(made.attention_mask[:, :width])
         answers = torch.cat([before, made.attention_mask[:, width:]], 1)
@@ -190,23 +185,24 @@ class Online:
         options, questions = self.options, self._questions(iteration)
         given = self._encoded(questions)
         seeds = [(options.seed * 31 + iteration) * 9973 + row for row in self._numbers(questions)]
-        request = RolloutRequest(given.input_ids, given.attention_mask, seeds)
+        request = RolloutRequest(given["tokens"], given["mask"], seeds)
         return request, SamplingConfig(
             options.max_answer_seq_len, temperature=options.temperature, log_probs=True
         )
 
-    def _answers(self, questions: list[str], numbers: list[int]) -> tuple[Batch, Tensor | None]:
+    def _answers(self, questions: list[str], iteration: int) -> tuple[Batch, Tensor | None]:
         """Tokens with masks, and the log-probabilities that generation had, if it tells them."""
         options, tokenizer = self.options, self.tokenizer
         given = self._encoded(questions)
-        width = given.input_ids.shape[1]
+        width = given["tokens"].shape[1]
         alone = options.inference_tp_size == 1
-        noise = SeededNoise(numbers, options.seed * 31 + self.iteration, width, options.temperature)
+        numbers, seed = self._numbers(questions), options.seed * 31 + iteration
+        noise = SeededNoise(numbers, seed, width, options.temperature)
         self.actor.eval()
         with torch.no_grad():
             made = self.actor.module.generate(
-                input_ids=given.input_ids,
-                attention_mask=given.attention_mask,
+                input_ids=given["tokens"],
+                attention_mask=given["mask"],
                 max_new_tokens=options.max_answer_seq_len,
                 do_sample=not alone,  # ranks that share layers draw the same numbers by themselves
                 logits_processor=LogitsProcessorList([noise] if alone else []),
@@ -218,10 +214,10 @@ class Online:
         answers = tokens[:, width:]
         ended = (answers == tokenizer.eos_token_id).int()
         kept = (ended.cumsum(1) - ended == 0).long()
-        before = torch.zeros_like(given.attention_mask)
+        before = torch.zeros_like(given["mask"])
         found = {
             "tokens": tokens,
-            "mask": torch.cat([given.attention_mask, kept], 1),
+            "mask": torch.cat([given["mask"], kept], 1),
             "answers": torch.cat([before, kept], 1),
         }
         if not alone:
@@ -230,7 +226,7 @@ class Online:
         rolled = logits.gather(2, answers[..., None])[..., 0] * kept
         return found, torch.cat([before[:, 1:].to(rolled.dtype), rolled], 1)
 
-    def _report(self, found: Batch, rolled: Tensor | None, seconds: float, text: str) -> None:
+    def _report(self, iteration: int, found: Batch, rolled: Tensor | None, seconds: float, text: str) -> None:
         mask = found["answers"][:, 1:]
         made = mask.sum().item()
         values = {
@@ -245,25 +241,25 @@ class Online:
             "rollout_tokens_per_s": made / seconds,
         }
         self.curve.append({name: mean_over_ranks(value) for name, value in values.items()})
-        self._write(self.curve[-1])
+        self._write(iteration, self.curve[-1])
         if torch.distributed.get_rank() == 0 and self.options.print_answers:
-            print(f"[{self.kind} {self.iteration}] {text}", flush=True)
+            print(f"[{self.kind} {iteration}] {text}", flush=True)
 
-    def _write(self, values: dict[str, float]) -> None:
+    def _write(self, iteration: int, values: dict[str, float]) -> None:
         """To the monitor of the actor's engine, by the number of the batch of answers."""
         monitor = self.actor.monitor
         if monitor.enabled and torch.distributed.get_rank() == 0:
             monitor.write_events(
-                [(f"RLHF/{self.kind}/{name}", value, self.iteration) for name, value in values.items()]
+                [(f"RLHF/{self.kind}/{name}", value, iteration) for name, value in values.items()]
             )
 
-    def _report_training(self) -> None:
-        """Of all updates with one batch of answers; mean over ranks."""
+    def _report_training(self, iteration: int) -> None:
+        """Of all updates with the batches of answers up to this one; mean over ranks."""
         point = self.curve[-1]
         seconds, tokens = point["training_s"], point.pop("training_tokens")
         found = {"training_s": seconds, "training_tokens_per_s": tokens / seconds}
         point |= {name: mean_over_ranks(value) for name, value in found.items()}
-        self._write({name: point[name] for name in found})
+        self._write(iteration, {name: point[name] for name in found})
 
     # ------------------------------------------------------------------------------------------------ learning
 
@@ -273,19 +269,18 @@ class Online:
         rows = self.options.per_device_generation_batch_size
         return rows // self.options.per_device_training_batch_size
 
-    @property
-    def updates(self) -> int:
-        """With one batch of answers."""
-        return self.options.ppo_epochs * self._parts
-
     def step(self) -> None:
-        """One update; before the first of a batch its answers are collected."""
-        if self.experience is None:
-            self.experience = self._targets(self.collect())
+        """One update; if there are no answers to learn from, they are collected before."""
+        options = self.options
+        if not self.experience:
+            end = min(self.iteration + options.generation_batches, options.iterations)
+            for iteration in range(self.iteration, max(end, self.iteration + 1)):
+                self.experience.append(self._targets(self.collect(iteration)))
         # Each update takes every so manyth row: of all ranks together the same ones, however many ranks there are.
-        used = self._parts * self.options.per_device_training_batch_size
+        batches, used = len(self.experience), self._parts * options.per_device_training_batch_size
+        batch = self.experience[self.update // self._parts % batches]
         chosen = slice(self.update % self._parts, used, self._parts)
-        part = {name: value[chosen] for name, value in self.experience.items()}
+        part = {name: value[chosen] for name, value in batch.items()}
         began = time.perf_counter()
         self._learn(part)
         point, spent = self.curve[-1], time.perf_counter() - began
@@ -294,9 +289,14 @@ class Online:
         if self.average is not None:
             follow(self.average, self.actor, self.options.ema_beta)
         self.update += 1
-        if self.update == self.updates:
-            self._report_training()
-            self.iteration, self.update, self.experience = self.iteration + 1, 0, None
+        if self.update == options.ppo_epochs * self._parts * batches:
+            self.iteration, self.update, self.experience = self.iteration + batches, 0, []
+            self._report_training(self.iteration - 1)
+
+    @property
+    def _number(self) -> int:
+        """Of this update, among all."""
+        return self.iteration * self.options.ppo_epochs * self._parts + self.update
 
     def _targets(self, found: Batch) -> Batch:
         """Advantages, from what the models said."""
@@ -323,7 +323,7 @@ class Online:
 
     def _learn(self, part: Batch) -> None:
         options, mask = self.options, part["answers"][:, 1:]
-        same_noise(options.seed + 1, self.iteration * self.updates + self.update)
+        same_noise(options.seed + 1, self._number)
         self.actor.train()
         now = log_probs(self.actor, part)
         loss = losses.clipped_policy_loss(
@@ -345,11 +345,11 @@ class Online:
 
     def _mixture(self) -> Tensor:
         """The loss on demonstrations, which keeps the actor's language (the mixture of InstructGPT)."""
-        step = self.iteration * self.updates + self.update
-        rows = batch_of(self.texts, step, self.options.per_device_training_batch_size, self.options.seed + 1)
+        options = self.options
+        rows = batch_of(self.texts, self._number, options.per_device_training_batch_size, options.seed + 1)
         pairs = [(row["prompt"], row.get("demonstration", row["chosen"])) for row in rows]
-        encoded = encode(self.tokenizer, pairs, self.actor.device)
-        return language_loss(self.actor, encoded)
+        lead = options.num_padding_at_beginning
+        return language_loss(self.actor, encode(self.tokenizer, pairs, self.actor.device, lead))
 
     # ------------------------------------------------------------------------------------------------- resuming
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from losses import direct_preference_loss, preference_loss, row_mean, token_log_probs
-from models import context, encode, score_at_end
+from models import context, encode, score_at_end, without_adapters
 from torch import Tensor
 
 Row = dict[str, str]
@@ -35,14 +35,10 @@ def language_loss(engine: Any, batch: dict[str, Tensor]) -> Tensor:
 
 def log_probs(engine: Any, batch: dict[str, Tensor]) -> Tensor:
     """[rows, length - 1], of each token but the first."""
-    logits = engine(input_ids=batch["tokens"], **context(_causal(engine), batch["mask"])).logits
+    logits = engine(
+        input_ids=batch["tokens"], **context(without_adapters(engine.module), batch["mask"])
+    ).logits
     return token_log_probs(logits, batch["tokens"])
-
-
-def _causal(engine: Any) -> Any:
-    """The model of Transformers inside of an engine, below adapters."""
-    module = engine.module
-    return module.get_base_model() if hasattr(module, "get_base_model") else module
 
 
 def run(
@@ -86,7 +82,9 @@ def demonstrations(
     def loss(step: int) -> Tensor:
         chosen = batch_of(rows, step, options.per_device_train_batch_size, options.seed)
         pairs = [(row["prompt"], row.get("demonstration", row["chosen"])) for row in chosen]
-        return language_loss(engine, encode(tokenizer, pairs, engine.device))
+        return language_loss(
+            engine, encode(tokenizer, pairs, engine.device, options.num_padding_at_beginning)
+        )
 
     return loss
 
@@ -95,9 +93,8 @@ def preferences(engine: Any, tokenizer: Any, rows: list[Row], options: Namespace
     """The loss of a reward model, by step."""
 
     def loss(step: int) -> Tensor:
-        batch = _both(
-            tokenizer, batch_of(rows, step, options.per_device_train_batch_size, options.seed), engine
-        )
+        chosen = batch_of(rows, step, options.per_device_train_batch_size, options.seed)
+        batch = _both(tokenizer, chosen, engine, options)
         return preference_loss(*score_at_end(engine, batch["tokens"], batch["mask"]).chunk(2))
 
     return loss
@@ -109,9 +106,8 @@ def direct_preferences(
     """The loss of DPO, by step."""
 
     def loss(step: int) -> Tensor:
-        batch = _both(
-            tokenizer, batch_of(rows, step, options.per_device_train_batch_size, options.seed), engine
-        )
+        chosen = batch_of(rows, step, options.per_device_train_batch_size, options.seed)
+        batch = _both(tokenizer, chosen, engine, options)
         answers = batch["answers"][:, 1:]
         with torch.no_grad():
             before = (log_probs(reference, batch) * answers).sum(1)
@@ -121,16 +117,16 @@ def direct_preferences(
     return loss
 
 
-def accuracy(engine: Any, tokenizer: Any, rows: list[Row]) -> float:
+def accuracy(engine: Any, tokenizer: Any, rows: list[Row], options: Namespace) -> float:
     """How often the chosen answer has the higher score."""
     engine.eval()
-    batch = _both(tokenizer, rows, engine)
+    batch = _both(tokenizer, rows, engine, options)
     with torch.no_grad():
         chosen, rejected = score_at_end(engine, batch["tokens"], batch["mask"]).chunk(2)
     return (chosen > rejected).float().mean().item()
 
 
-def _both(tokenizer: Any, rows: list[Row], engine: Any) -> dict[str, Tensor]:
+def _both(tokenizer: Any, rows: list[Row], engine: Any, options: Namespace) -> dict[str, Tensor]:
     """The chosen answers and then the rejected ones."""
     pairs = [(row["prompt"], row[kind]) for kind in ("chosen", "rejected") for row in rows]
-    return encode(tokenizer, pairs, engine.device)
+    return encode(tokenizer, pairs, engine.device, options.num_padding_at_beginning)

@@ -28,6 +28,7 @@ import torch
 from flags import arguments
 from models import (
     ScoredModel,
+    encode_prompts,
     load_policy,
     load_tokenizer,
     save_policy,
@@ -60,10 +61,20 @@ class Steps:
         self.rows = task.read(options.data_path, 512, options.seed)
         self.score = scoring(options.reward_function)
         self.sft, self.reward = options.output_dir / "sft", options.output_dir / "reward"
+        self.dtype = torch.float64 if options.dtype == "fp64" else torch.float32
+        if options.num_train_epochs is not None:
+            passes = self._steps_of(options.per_device_train_batch_size)
+            options.sft_steps = options.reward_steps = options.dpo_steps = passes
         if options.model_name_or_path is None:
             self.tokenizer = word_tokenizer(task.WORDS)
         else:
             self.tokenizer = load_tokenizer(options.model_name_or_path)
+
+    def _steps_of(self, count: int) -> int:
+        """That --num_train_epochs takes, with ``count`` rows of each rank in a step; what is left over in a pass is
+        not seen in it."""
+        everyone = count * torch.distributed.get_world_size()
+        return self.options.num_train_epochs * max(1, len(self.rows) // everyone)
 
     def say(self, text: str) -> None:
         if self.is_first:
@@ -79,7 +90,10 @@ class Steps:
         """Step 1."""
         options = self.options
         path = options.model_name_or_path
-        model = small_model(self.tokenizer) if path is None else load_policy(path)
+        if path is None:
+            model = small_model(self.tokenizer, self.dtype)
+        else:
+            model = load_policy(path, dtype=self.dtype)
         model = with_adapters(model, options.lora_dim if path else 0, options.only_optimize_lora)
         engine = engines.trained(
             model,
@@ -97,7 +111,7 @@ class Steps:
         """Step 2."""
         options = self.options
         engine = engines.trained(
-            ScoredModel.load(options.critic_model_name_or_path or self.sft),
+            ScoredModel.load(options.critic_model_name_or_path or self.sft, dtype=self.dtype),
             options,
             stage=options.zero_stage,
             lr=options.learning_rate,
@@ -106,14 +120,14 @@ class Steps:
         loss = supervised.preferences(engine, self.tokenizer, self.rows, options)
         self._run("reward model", engine, loss, options.reward_steps)
         held_out = task.read(options.data_path, 64, options.seed + 1)
-        right = supervised.accuracy(engine, self.tokenizer, held_out)
+        right = supervised.accuracy(engine, self.tokenizer, held_out, options)
         self.say(f"reward model: the better of two answers in {100 * right:.0f} % of pairs")
         save_scored(engine, self.reward)
         engine.destroy()
 
-    def _actor(self) -> Any:
+    def _actor(self, micro_batches: int) -> Any:
         options = self.options
-        policy = load_policy(self.sft, options.actor_dropout)
+        policy = load_policy(self.sft, options.actor_dropout, self.dtype)
         return engines.trained(
             with_adapters(policy, options.lora_dim, options.only_optimize_lora),
             options,
@@ -121,12 +135,13 @@ class Steps:
             lr=options.actor_learning_rate,
             rows=options.per_device_training_batch_size,
             role="actor",
+            micro_batches=micro_batches,
         )
 
     def _reference(self) -> Any:
         options = self.options
         return engines.frozen(
-            load_policy(self.sft),
+            load_policy(self.sft, dtype=self.dtype),
             options,
             stage=options.actor_zero_stage,
             offload=options.offload or options.offload_reference_model,
@@ -135,7 +150,7 @@ class Steps:
     def direct(self) -> Path:
         """Step 3 without rollouts: DPO."""
         options = self.options
-        engine, reference = self._actor(), self._reference()
+        engine, reference = self._actor(options.dpo_steps), self._reference()
         loss = supervised.direct_preferences(engine, reference, self.tokenizer, self.rows, options)
         self._run("DPO", engine, loss, options.dpo_steps)
         folder = options.output_dir / "dpo"
@@ -147,21 +162,29 @@ class Steps:
     def online(self, kind: str) -> tuple[Path, list[dict[str, float]]]:
         """Step 3: the model learns from its own answers."""
         options = self.options
-        made: dict[str, Any] = {"actor": self._actor(), "reference": self._reference()}
+        if options.num_train_epochs is not None:
+            answers = 1 if kind == "ppo" else options.num_answers
+            options.iterations = self._steps_of(options.per_device_generation_batch_size // answers)
+        parts = options.per_device_generation_batch_size // options.per_device_training_batch_size
+        micro_batches = options.iterations * options.ppo_epochs * parts
+        made: dict[str, Any] = {"actor": self._actor(micro_batches), "reference": self._reference()}
         if kind == "ppo":
+            critic = ScoredModel.load(self.reward, options.critic_dropout, self.dtype)
             made["critic"] = engines.trained(
-                ScoredModel.load(self.reward, options.critic_dropout),
+                with_adapters(critic, options.critic_lora_dim, options.only_optimize_lora),
                 options,
                 stage=options.critic_zero_stage,
                 lr=options.critic_learning_rate,
                 rows=options.per_device_training_batch_size,
                 role="critic",
+                micro_batches=micro_batches,
             )
             made["reward"] = engines.frozen(
-                ScoredModel.load(self.reward), options, stage=options.critic_zero_stage
+                ScoredModel.load(self.reward, dtype=self.dtype), options, stage=options.critic_zero_stage
             )
         if options.enable_ema:
-            average = with_adapters(load_policy(self.sft), options.lora_dim, options.only_optimize_lora)
+            policy = load_policy(self.sft, dtype=self.dtype)
+            average = with_adapters(policy, options.lora_dim, options.only_optimize_lora)
             made["average"] = engines.frozen(average, options, stage=options.actor_zero_stage)
             engines.follow(made["average"], made["actor"], 0.0)
         learning = Online(kind, options, self.tokenizer, self.rows, self.score, **made)
@@ -207,16 +230,20 @@ def scoring(where: str | None) -> Callable[[str, str], float]:
     return getattr(module, name)
 
 
-def chat(folder: Path, typed: bool, questions: list[str]) -> None:
+def chat(folder: Path, typed: bool, questions: list[str], lead: int) -> None:
     """Dialogues with the model in ``folder``: with who sits there, or with ``questions``."""
     model, tokenizer = load_policy(folder).eval(), load_tokenizer(folder)
 
     def answer(question: str) -> str:
-        given = tokenizer(question, return_tensors="pt", add_special_tokens=False)
+        given = encode_prompts(tokenizer, [question], "cpu", lead)
         made = model.generate(
-            **given, max_new_tokens=32, do_sample=False, pad_token_id=tokenizer.pad_token_id
+            given["tokens"],
+            attention_mask=given["mask"],
+            max_new_tokens=32,
+            do_sample=False,
+            pad_token_id=tokenizer.pad_token_id,
         )
-        return tokenizer.decode(made[0, given.input_ids.shape[1] :], skip_special_tokens=True)
+        return tokenizer.decode(made[0, given["tokens"].shape[1] :], skip_special_tokens=True)
 
     for question in questions:
         print(f"{question} {answer(question)}")
@@ -259,7 +286,8 @@ def main(given: list[str] | None = None) -> dict[str, list[dict[str, float]]]:
         print(
             f"done in {time.perf_counter() - began:.0f} s; models and curves.svg are in {options.output_dir}"
         )
-        chat(result, options.chat, [row["prompt"] for row in steps.rows[:3]])
+        questions = [row["prompt"] for row in steps.rows[:3]]
+        chat(result, options.chat, questions, options.num_padding_at_beginning)
     return curves
 
 

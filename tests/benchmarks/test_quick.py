@@ -28,6 +28,8 @@ SCRIPTS = {
     "pipeline.py": ["one rank, plain", "ours, zero-bubble"],
     "pipeline_bubbles.py": ["1f1b", "zero-bubble-v, 4 chunks"],
     "scale.py": ["stage 3, tiny GPT, fp32, one rank", "files opened"],
+    "compiled_stage3.py": ["DDP, compiled", "ours, stage 3, compiled"],
+    "quantized_base.py": ["held out fp32", "seed 0"],
     "compact_adam.py": ["bf16 masters, 8-bit moments", "held out"],
     "fp_quantizer.py": ["float32, 6 bits", "dequantize"],
     "offload_stalls.py": ["SuperOffload", "link bytes", "held out"],

@@ -70,6 +70,45 @@ def test_mixed_lengths_give_the_tokens_of_generate(name: str) -> None:
     assert expected(module, prompts()[:1]) == wanted[:1]  # the model is what it was
 
 
+def test_who_overtakes_and_who_is_overtaken_get_the_tokens_of_generate() -> None:
+    module = model("llama")
+    given = prompts((40, 5, 41, 6, 4))
+    engine = generator(module, token_budget=8)
+    found = engine.generate(given, SamplingParams(max_new_tokens=NEW))
+    assert [request.tokens for request in found] == expected(module, given)
+    assert engine.counts.overtaking_tokens > 0
+
+
+def test_no_request_of_a_client_stops_the_generator() -> None:
+    """Tokens that the model does not know are refused; extreme numbers that are taken can be computed with."""
+    engine = generator(model("llama"))
+    for prompt in ([1, 10**9], [-1, 1], [engine.runner.facts.vocab_size]):
+        for refuse in (engine.check, engine.submit):
+            with pytest.raises(ValueError, match="is not one of the model's"):
+                refuse(prompt, SamplingParams())
+    assert not engine.has_work
+    extremes: tuple[dict[str, Any], ...] = (
+        {"seed": 10**30},
+        {"seed": -(10**30)},
+        {"temperature": 1e-6},
+        {"temperature": 1e6},
+        {"top_k": 10**30},
+        {"top_p": 1e-300},
+        {"min_p": 1.0},
+        {"repetition_penalty": 1e-3, "temperature": 1e-6, "min_new_tokens": 3, "stop_token_ids": (1,)},
+        {"repetition_penalty": 1e3, "temperature": 1e6},
+    )
+    params = [
+        SamplingParams(**{"max_new_tokens": 3, "temperature": 1.0, "logprobs": True, **each})
+        for each in extremes
+    ]
+    found = engine.generate([[1, 2, 3]] * len(params), params)
+    assert all(len(request.generated) == 3 for request in found)
+    for wrong in ({"temperature": 1e-300}, {"temperature": float("inf")}, {"repetition_penalty": 1e-300}):
+        with pytest.raises(ValueError, match="is not allowed"):
+            SamplingParams(**wrong)
+
+
 def test_a_common_beginning_is_computed_once() -> None:
     module = model("llama")
     common = prompts((17,))[0]

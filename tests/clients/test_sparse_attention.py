@@ -217,3 +217,44 @@ def test_random_blocks_are_those_of_the_first_rank() -> None:
     both = [torch.empty_like(layout) for _ in range(2)]
     torch.distributed.all_gather(both, layout)
     assert torch.equal(both[0], both[1])
+
+
+@pytest.mark.parametrize("kind", ["llama", "bert"])
+@distributed(world_size=2)
+def test_heads_that_ranks_share(kind: str) -> None:
+    """Split over two ranks, a model trains as on one."""
+    from tests.clients.kit import clean_clients
+
+    section = {**FIXED, "attention": "unidirectional" if kind == "llama" else "bidirectional"}
+    found = []
+    with clean_clients():
+        for ranks in (1, 2):
+            model = llama() if kind == "llama" else bert()
+            parallel = {"tensor_parallel": {"autotp_size": ranks}} if ranks > 1 else {}
+            engine, *_ = deepspeed.initialize(
+                model=model, config=config(sparse_attention=section, **parallel)
+            )
+            assert "deepspeed_sparse" in engine.module.config._attn_implementation
+            found.append(losses(engine))
+            query = next(x for name, x in engine.module.named_parameters() if "q" in name.split(".")[-2])
+            assert query.shape[0] == 32 // ranks
+            engine.destroy()
+        assert found[0] == pytest.approx(found[1], rel=1e-5)
+        apart = {**section, "different_layout_per_head": True, "num_different_global_patterns": 2}
+        both = config(sparse_attention=apart, tensor_parallel={"autotp_size": 2})
+        with pytest.raises(TransformError, match="set different_layout_per_head to false"):
+            deepspeed.initialize(model=llama(), config=both)
+
+
+def test_heads_with_layouts_of_their_own_are_not_guessed() -> None:
+    model = llama()
+    pattern = FixedSparsityConfig(
+        4, num_local_blocks=2, different_layout_per_head=True, num_different_global_patterns=2
+    )
+    SparseAttentionUtils.replace_model_self_attention_with_sparse_self_attention(model, 512, pattern)
+    for layer in model.model.layers:  # as if a rank had half of the heads
+        for each in (layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj):
+            each.weight.data = each.weight.data[: len(each.weight) // 2]
+        layer.self_attn.o_proj.weight.data = layer.self_attn.o_proj.weight.data[:, :16]
+    with pytest.raises(ValueError, match="2 heads here, and layouts that differ were made for num_heads=4"):
+        model(input_ids=tokens(96))

@@ -6,9 +6,15 @@ import pytest
 
 from deepspeed.autotuning import constants as autotuning
 from deepspeed.autotuning.config import DeepSpeedAutotuningConfig
+from deepspeed.checkpoint import constants as states
 from deepspeed.comm import constants as comm
 from deepspeed.comm.config import CommsLoggerConfig
+from deepspeed.config.schema import TrainingConfig
+from deepspeed.io import constants as files
+from deepspeed.nvme import ds_aio_constants as engines
+from deepspeed.nvme.engines import ENGINES
 from deepspeed.profiling import constants as profiling
+from deepspeed.runtime.activation_checkpointing import config as checkpointing
 from deepspeed.runtime.data_pipeline import config
 from deepspeed.runtime.data_pipeline import constants as data
 
@@ -26,6 +32,27 @@ def test_keys_and_defaults() -> None:
     assert data.RANDOM_LTD_LAYER_TOKEN_LR_ENABLED_DEFAULT is False
     with pytest.raises(AttributeError, match="FLOPS_PROFILER_COLOUR"):
         profiling.FLOPS_PROFILER_COLOUR  # noqa: B018
+
+
+def test_of_activation_checkpointing() -> None:
+    fields = checkpointing.DeepSpeedActivationCheckpointingConfig.model_fields
+    assert set(checkpointing.ACT_CHKPT_DEFAULT) == set(fields)
+    for name, field in fields.items():
+        assert getattr(checkpointing, f"ACT_CHKPT_{name.upper()}") == name
+        assert getattr(checkpointing, f"ACT_CHKPT_{name.upper()}_DEFAULT") == field.get_default()
+    assert TrainingConfig.model_fields[checkpointing.ACT_CHKPT].annotation is not None
+    with pytest.raises(AttributeError, match="ACT_CHKPT_COLOUR"):
+        checkpointing.ACT_CHKPT_COLOUR  # noqa: B018
+
+
+def test_of_files_and_checkpoints() -> None:
+    assert tuple(engines.VALID_ENGINES) == ENGINES
+    names = {name: value for name, value in vars(states).items() if name.startswith(("AUTOEP_", "FOLDING_"))}
+    assert len(names) == 38 and names["AUTOEP_LAYERS_KEY"] == "ds_autoep_layers"
+    assert states.AUTOEP_ZERO12_REQUIRED_FIELDS[1:] == ("num_experts", "num_local_experts", "ep_size")
+    assert (states.FOLDING_METADATA_KEY, states.FOLDING_ETP_RANK) == ("folding", "etp_rank")
+    assert states.AUTOEP_AFFINE_MAPS == "affine_maps" and states.EP_NUM_EXPERTS == "ep_num_experts"
+    assert (files.SAVE_STORAGE_SEC_KEY, files.STORAGE_OBJ_SIZE) == ("save_storage_secs", 8)
 
 
 def test_every_key_of_the_section_is_there() -> None:

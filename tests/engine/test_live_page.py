@@ -6,6 +6,7 @@ import itertools
 import json
 import logging
 import os
+import sys
 import threading
 import types
 import urllib.request
@@ -353,3 +354,57 @@ def test_a_step_costs_a_fixed_number_of_calls(tmp_path: Path, monkeypatch: pytes
     assert calls_of(step) - calls <= 40  # seven marks of the parts among them
     assert len(engine.live_page.recorder._queue) - queued == 2  # one entry per step
     engine.destroy()
+
+
+def asked_of_the_system(step: Any) -> list[str]:
+    """The functions of C that may enter the kernel or wait for another thread, in the order of their calls."""
+    doors, found = {"posix", "_io", "_socket", "select", "_thread", "_posixsubprocess", "mmap"}, []
+
+    def watch(frame: types.FrameType, event: str, function: Any) -> None:
+        if event == "c_call":
+            owner = getattr(function, "__self__", None)
+            modules = {
+                getattr(function, "__module__", None),
+                getattr(owner, "__name__", None),
+                type(owner).__module__,
+            }
+            if modules & doors:
+                found.append(f"{type(owner).__name__}.{function.__name__}")
+
+    before = sys.getprofile()
+    sys.setprofile(watch)
+    try:
+        step()
+    finally:
+        sys.setprofile(before)
+    return found
+
+
+@distributed(world_size=1)
+def test_a_step_asks_nothing_of_the_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the page adds to a step neither enters the kernel nor waits for a lock: its threads do."""
+    monkeypatch.setenv("DEEPSPEED_PROGRESS", "0")
+    monkeypatch.setenv(jobs.VARIABLE, str(tmp_path / "jobs"))
+    monkeypatch.setattr(recorder, "PAUSE_S", 1000.0)
+    engine, step = engine_step(1)
+    alone = asked_of_the_system(step)
+    engine.destroy()
+    engine, step = engine_step(1, monitor={"live": {"folder": str(tmp_path / "live"), "port": 0}})
+    assert asked_of_the_system(step) == alone
+    assert asked_of_the_system(engine.live_page.recorder.look) != []  # they are seen where they are
+    engine.destroy()
+
+
+@distributed(world_size=1)
+def test_the_entry_of_a_job_is_written_as_often_as_somebody_looks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(jobs.VARIABLE, str(tmp_path / "jobs"))
+    entry, seconds = jobs.Entry({}), itertools.count()
+    written: list[int] = []
+    made = recorder.Recorder(tmp_path / "live", {}, entry=entry, now=lambda: float(next(seconds)))
+    monkeypatch.setattr(entry, "write", lambda state: written.append(state["now"]))
+    for _ in range(10):
+        made.look()
+    assert written == [0, 2, 4, 6, 8]
+    made.look(last=True)

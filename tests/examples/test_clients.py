@@ -66,6 +66,13 @@ def parts_show(text: str, ranks: int) -> None:
     assert last < 0.8 * first and held < 0.8 * whole and abs(joined - split) < 1e-4
 
 
+def few_bits_show(text: str, ranks: int) -> None:
+    first, last = numbers(r"loss (\S+) -> (\S+) in", text)
+    values, held = numbers(r"base: (\S+) values; this rank holds (\S+) bytes", text)
+    apart = numbers(r"merged model: logits (\S+) apart", text)[0]
+    assert last < first - 0.1 and held <= 1.03 * values / 2 and apart < 1e-4
+
+
 def memory_shows(text: str, ranks: int) -> None:
     first, last = numbers(r"tokens: loss (\S+) -> (\S+) in", text)
     without = numbers(r"without tiles: loss (\S+) -> (\S+)", text)
@@ -87,6 +94,7 @@ EXAMPLES: dict[str, tuple[list[str], list[str], Callable[[str, int], None]]] = {
     "hf_trainer": ([], ["--steps", "40"], trainer_shows),
     "accelerate_loop": (OURS, ["--stages", "0", "3"], loop_shows),
     "lora_zero3": (TORCHRUN, ["--steps", "20"], lora_shows),
+    "qlora": (TORCHRUN, ["--steps", "20"], few_bits_show),
     "lightning_module": ([], ["--epochs", "6"], module_shows),
     "parallel_axes": (TORCHRUN, ["--tensor", "2", "--stage", "2", "--epochs", "2"], parts_show),
     "long_sequence": ([], ["--length", "2048", "--steps", "2"], memory_shows),
@@ -94,7 +102,14 @@ EXAMPLES: dict[str, tuple[list[str], list[str], Callable[[str, int], None]]] = {
     "dpo_trl": ([], ["--steps", "20"], preferences_show),
 }
 
-MAKES_ITS_ENGINE = {"lora_zero3", "lightning_module", "long_sequence", "parallel_axes", "sparse_attention"}
+MAKES_ITS_ENGINE = {
+    "lora_zero3",
+    "qlora",
+    "lightning_module",
+    "long_sequence",
+    "parallel_axes",
+    "sparse_attention",
+}
 
 
 @pytest.mark.parametrize("name", EXAMPLES)

@@ -36,6 +36,7 @@ class Parrot:
         self.delay = delay
         self.fails_at = fails_at
         self.forwards = 0
+        self.logprob = -0.5
         self._next = 0
 
     @property
@@ -67,7 +68,7 @@ class Parrot:
             if chunk.is_last:
                 tokens[request.id] = reply[len(request.generated) % len(reply)]
                 if request.params.logprobs:
-                    request.logprobs.append(-0.5)
+                    request.logprobs.append(self.logprob)
         self.scheduler.complete(chunks, tokens)
         return []
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
+import math
+import socket
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -42,11 +45,13 @@ class Running:
 
 
 @contextlib.contextmanager
-def server(engine: Parrot | None = None, *, max_requests: int = 64, **more: Any) -> Iterator[Running]:
+def server(
+    engine: Parrot | None = None, *, max_requests: int = 64, tokenizer: Bytes | None = None, **more: Any
+) -> Iterator[Running]:
     engine = engine or Parrot()
     service = Service(engine, max_requests=max_requests).start()
     settings = ServerSettings(**{"model": "parrot", "max_length": 1024, "stop_token_ids": (0,), **more})
-    app = make_app(service, Bytes(), settings)
+    app = make_app(service, tokenizer or Bytes(), settings)
     running = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="error"))
     thread = threading.Thread(target=running.run, daemon=True)
     thread.start()
@@ -138,6 +143,197 @@ def test_refusals() -> None:
         assert running.post({"prompt": "a", "max_tokens": 1, "presence_penalty": 0, "user": "me"})[0] == 200
         assert running.call("GET", "/v1/completions")[0] == 405
         assert running.call("GET", "/nothing")[0] == 404
+
+
+def test_nulls_are_what_is_not_said() -> None:
+    with server() as running:
+        names = (
+            "temperature",
+            "top_p",
+            "n",
+            "stop",
+            "seed",
+            "stream",
+            "stream_options",
+            "logprobs",
+            "best_of",
+            "echo",
+        )
+        body = {"prompt": "a", "max_tokens": 3, **dict.fromkeys(names), "logit_bias": None, "tools": None}
+        assert running.post(body)[1]["choices"][0]["text"] == reply(3)
+        assert running.post({**body, "best_of": 2, "n": 2})[0] == 200
+
+
+def test_logprobs() -> None:
+    with server() as running:
+        body: dict[str, Any] = {"prompt": "a", "max_tokens": 3, "logprobs": 0}
+        told = running.post(body)[1]["choices"][0]["logprobs"]
+        assert told == {"tokens": ["G", "r", "\ufffd"], "token_logprobs": [-0.5] * 3, "top_logprobs": None}
+        body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3, "logprobs": True}
+        _, found = running.post(body, "/v1/chat/completions")
+        content = found["choices"][0]["logprobs"]["content"]
+        assert content[0] == {"token": "G", "logprob": -0.5, "bytes": [71], "top_logprobs": []}
+        assert content[2]["bytes"] is None  # half of a character
+        _, text = running.post({**body, "stream": True}, "/v1/chat/completions")
+        streamed = [part["choices"][0]["logprobs"]["content"] for part in events(text)]
+        assert sum(streamed, []) == content
+
+
+def test_an_impossible_token_has_a_logprob_that_json_has() -> None:
+    engine = Parrot()
+    engine.logprob = -math.inf
+    with server(engine) as running:
+        body = {"prompt": "a", "max_tokens": 2, "logprobs": 1}
+        assert running.post(body)[1]["choices"][0]["logprobs"]["token_logprobs"] == [-9999.0] * 2
+        assert "Infinity" not in running.post({**body, "stream": True})[1]
+
+
+def test_contents_in_parts() -> None:
+    with server() as running:
+
+        def ask(*messages: Any) -> tuple[int, Any]:
+            return running.post({"messages": messages, "max_tokens": 1}, "/v1/chat/completions")
+
+        def text(each: str) -> dict[str, str]:
+            return {"type": "text", "text": each}
+
+        whole = ask({"role": "user", "content": "one two"})[1]["usage"]["prompt_tokens"]
+        parts = ask({"role": "user", "content": [text("one"), text(" two")]})
+        assert parts[0] == 200 and parts[1]["usage"]["prompt_tokens"] == whole
+        assert ask({"role": "user", "content": "a"}, {"role": "assistant", "content": None})[0] == 200
+        for message, words in (
+            (
+                {"role": "user", "content": [{"type": "image_url", "image_url": {}}]},
+                "'image_url' are not supported",
+            ),
+            ({"content": "a"}, "messages.0.role is missing"),
+            ({"role": "user", "content": 3}, "messages.0.content is neither"),
+        ):
+            status, found = ask(message)
+            assert status == 400 and words in found["error"]["message"], found
+
+
+def test_what_nobody_should_send() -> None:
+    """Each is refused, or answered as if it were sensible, and the server goes on."""
+    with server(max_requests=8) as running:
+        deep = b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
+        for body, status in (
+            (b'{"prompt": "\\ud800", "max_tokens": 1}', 400),  # half of a pair of surrogates
+            (b'{"prompt": "a", "temperature": NaN}', 400),
+            (b'{"prompt": "a", "temperature": 1e999, "max_tokens": 1}', 400),
+            (b'{"prompt": "a", "repetition_penalty": 1e-300, "max_tokens": 1}', 400),
+            (b'{"prompt": "a", "temperature": 1e-300, "max_tokens": 1}', 200),
+            (b'{"prompt": "a", "top_k": 1' + b"0" * 30 + b', "max_tokens": 1}', 200),
+            (b'{"prompt": "a", "seed": -1' + b"0" * 30 + b', "max_tokens": 1}', 200),
+            (deep, 400),
+            (json.dumps({"prompt": "a", "stop": ["x"] * 17}).encode(), 400),
+            (json.dumps({"prompt": "a", "stop": "x" * 1001}).encode(), 400),
+            (json.dumps({"prompt": "a", "tool_choice": "required"}).encode(), 400),
+            (json.dumps({"prompt": "a", "guided_json": {}}).encode(), 400),
+            (json.dumps({"prompt": "a", "best_of": 3}).encode(), 400),
+            (json.dumps({"prompt": ["a"] * 50_000}).encode(), 429),
+            (json.dumps({"prompt": "a", "n": 128}).encode(), 429),
+        ):
+            found = running.post(body)
+            assert found[0] == status, (body[:60], found)
+        assert running.post({"prompt": "a", "max_tokens": 3})[1]["choices"][0]["text"] == reply(3)
+
+
+def test_a_body_that_does_not_come() -> None:
+    with server(body_seconds=0.1) as running, socket.create_connection(("127.0.0.1", running.port)) as raw:
+        raw.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 100\r\n\r\n{")
+        raw.settimeout(10)
+        assert raw.recv(100).startswith(b"HTTP/1.1 408")
+
+
+def test_headers_without_end() -> None:
+    with server() as running, socket.create_connection(("127.0.0.1", running.port)) as raw:
+        raw.settimeout(10)
+        with contextlib.suppress(ConnectionError):
+            raw.sendall(b"POST /v1/completions HTTP/1.1\r\n" + b"X: " + b"a" * 1_000_000)
+            assert raw.recv(100).startswith(b"HTTP/1.1 400")
+        assert running.post({"prompt": "a", "max_tokens": 1})[0] == 200
+
+
+def test_a_tokenizer_that_takes_its_time_stops_nobody() -> None:
+    entered, leave = threading.Event(), threading.Event()
+
+    class Slow(Bytes):
+        def encode(self, text: str) -> list[int]:
+            if text == "slow":
+                entered.set()
+                assert leave.wait(30)
+            return super().encode(text)
+
+    with server(tokenizer=Slow()) as running:
+        found: list[int] = []
+        slow = threading.Thread(
+            target=lambda: found.append(running.post({"prompt": "slow", "max_tokens": 1})[0])
+        )
+        slow.start()
+        assert entered.wait(30)
+        assert running.post({"prompt": "a", "max_tokens": 1})[0] == 200
+        leave.set()
+        slow.join(30)
+        assert found == [200]
+
+
+def test_a_client_that_leaves_before_the_first_event() -> None:
+    """Its stream is never begun, and yet its sequence ends."""
+    entered, leave = threading.Event(), threading.Event()
+
+    class Slow(Bytes):
+        def encode(self, text: str) -> list[int]:
+            entered.set()
+            assert leave.wait(30)
+            return super().encode(text)
+
+    with server(Parrot(delay=0.005), tokenizer=Slow()) as running:
+        connection = running.connect()
+        connection.request(
+            "POST", "/v1/completions", json.dumps({"prompt": "a", "max_tokens": 1000, "stream": True})
+        )
+        assert entered.wait(30)
+        connection.close()
+        time.sleep(0.05)  # the server hears of it while the tokenizer works
+        leave.set()
+        wait_for(lambda: 'reason="cancelled"} 1' in running.call("GET", "/metrics")[1])
+        assert not running.engine.has_work
+
+
+def test_cancelled_while_the_prompt_is_computed() -> None:
+    with server(Parrot(delay=0.05)) as running:
+        connection = running.connect()
+        connection.request("POST", "/v1/completions", json.dumps({"prompt": "a" * 900, "max_tokens": 9}))
+        wait_for(lambda: any(0 < each.computed < 900 for each in running.engine.scheduler.running))
+        connection.close()
+        wait_for(lambda: not running.engine.has_work)
+        assert running.engine.scheduler.blocks.pool.num_free == 256
+        assert running.engine.forwards < 15  # the prompt alone takes as many
+
+
+def test_a_reader_that_does_not_read_stops_nobody() -> None:
+    """What it is sent lies in memory; its sequences end, others are served."""
+    with server(max_requests=8) as running, socket.socket() as raw:
+        raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        raw.connect(("127.0.0.1", running.port))
+        body = json.dumps({"prompt": "a", "n": 8, "max_tokens": 1000, "stream": True, "logprobs": 1}).encode()
+        raw.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: "
+            + f"{len(body)}\r\n\r\n".encode()
+            + body
+        )
+        wait_for(lambda: running.engine.has_work)
+        wait_for(lambda: not running.service.state()["requests"])
+        assert running.post({"prompt": "a", "max_tokens": 3})[1]["choices"][0]["text"] == reply(3)
+        assert running.engine.scheduler.blocks.pool.num_free == 256
+
+
+def test_the_model_by_its_name() -> None:
+    with server(model="some/parrot") as running:
+        assert running.call("GET", "/v1/models/some/parrot")[1]["id"] == "some/parrot"
+        status, found = running.call("GET", "/v1/models/other")
+        assert status == 404 and "only 'some/parrot'" in found["error"]["message"]
 
 
 def test_tokens_of_access() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
@@ -73,8 +74,18 @@ def finish(plan: Scheduler, arriving: dict[int, list[Request]] | None = None) ->
     return forwards
 
 
+def first_forward(forwards: list[list[Chunk]], wanted: Request) -> int:
+    """The number of the forward after which the request has its first token."""
+    last = len(wanted.prompt)
+    return next(
+        at
+        for at, chunks in enumerate(forwards)
+        if any(chunk.request is wanted and chunk.start + chunk.count == last for chunk in chunks)
+    )
+
+
 def test_long_prompts_are_cut_and_short_ones_fill_the_budget() -> None:
-    plan = scheduler()
+    plan = scheduler(short_share=0.0)
     requests = [request(0, 40), request(1, 5), request(2, 6)]
     for each in requests:
         plan.add(each)
@@ -107,6 +118,102 @@ def test_the_budget_is_full_while_requests_wait() -> None:
         plan.add(request(id, 7 + 13 * id % 50, new=1 + id % 9))
     finish(plan)
     assert plan.counts.full >= 0.98 * (plan.counts.full + plan.counts.short)
+
+
+def test_a_short_prompt_behind_long_ones_has_the_next_forward() -> None:
+    def after(share: float) -> int:
+        plan = scheduler(num_blocks=200, short_share=share)
+        short = request(2, 14)
+        forwards = finish(plan, {0: [request(0, 160), request(1, 160)], 5: [short]})
+        assert short.tokens == generate(list(short.prompt), 4)
+        assert plan.counts.overtaking_tokens == (14 if share else 0)
+        return first_forward(forwards, short) - 5
+
+    assert after(0.5) == 0
+    assert after(0.0) == 16  # the long ones take 20 forwards, and it comes before the sixth
+
+
+def test_many_short_prompts_do_not_starve_a_long_one() -> None:
+    plan = scheduler(num_blocks=400, token_budget=32, max_sequences=32)
+    long = request(0, 320, new=1)
+    arriving = {0: [long]}
+    for at in range(60):  # together more than a forward has room for, for as long as the long one takes
+        arriving.setdefault(at, []).extend(request(1 + 4 * at + i, 10, new=1) for i in range(4))
+    forwards = finish(plan, arriving)
+    computed = [sum(chunk.count for chunk in chunks if chunk.request is long) for chunks in forwards]
+    taken = first_forward(forwards, long) + 1
+    assert taken <= 320 / 16 + 2  # half of the budget, but for the bucket's one budget at the start
+    for begin in range(taken):
+        for end in range(begin + 1, taken):
+            assert sum(computed[begin:end]) >= 16 * (end - begin) - 32
+    assert all(sum(chunk.count for chunk in chunks) == 32 for chunks in forwards[:taken])
+    shorts = [each for each in arriving[0] if each is not long]
+    assert max(first_forward(forwards, each) for each in shorts) <= 2
+
+
+def test_prompts_that_are_begun_do_not_pass_one_that_waits() -> None:
+    """Shorts that did not fit into one forward go on in the next: that too is paid for."""
+    plan = scheduler(num_blocks=4000, token_budget=64, max_sequences=64)
+    long = request(0, 640, new=1)
+    arriving = {at: [request(1 + at, 100, new=1)] for at in range(60)}
+    arriving[0].insert(0, long)
+    forwards = finish(plan, arriving)
+    assert first_forward(forwards, long) + 1 <= 640 / 32 + 2
+
+
+def test_only_much_shorter_prompts_overtake() -> None:
+    plan = scheduler(num_blocks=200)
+    requests = [request(0, 64), request(1, 17), request(2, 16)]
+    for each in requests:
+        plan.add(each)
+    forwards = finish(plan)
+    assert [(chunk.request.id, chunk.count) for chunk in forwards[0]] == [(2, 16)]
+    assert [first_forward(forwards, each) for each in requests[:2]] == [5, 6]
+
+
+def test_nobody_overtakes_into_what_the_first_needs() -> None:
+    """A cache of 32 blocks of 4, of which one request keeps 16 for some time: the next one waits for them."""
+    plan = scheduler(num_blocks=32, token_budget=64)
+    holding, long = request(0, 61, new=3), request(1, 80, new=1)
+    shorts = [request(2 + i, 8, new=1) for i in range(8)]
+    forwards = finish(plan, {0: [holding], 1: [long, *shorts]})
+    assert [chunk.request for chunk in forwards[1]] == [holding] == [chunk.request for chunk in forwards[2]]
+    assert [chunk.request for chunk in forwards[3]] == [
+        *shorts[:4],
+        long,
+    ]  # a fifth would leave it too few blocks
+    assert plan.counts.preemptions == 0
+
+
+def test_overtaking_leaves_a_place_for_the_first() -> None:
+    plan = scheduler(num_blocks=200, max_sequences=2)
+    holding, long, short = request(0, 4, new=6), request(1, 80), request(2, 8)
+    forwards = finish(plan, {0: [holding, long], 3: [short]})
+    assert first_forward(forwards, long) == 5 and first_forward(forwards, short) > 5
+    assert plan.counts.overtaking_tokens == 0
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 0.9])
+@pytest.mark.parametrize("num_blocks", [60, 80, 400])
+def test_mixed_requests_get_the_same_tokens_in_any_order(share: float, num_blocks: int) -> None:
+    """With common beginnings, preemptions and arrivals at any time; with a large cache no forward is short."""
+    draw = random.Random(5)
+    plan = scheduler(num_blocks=num_blocks, token_budget=24, max_sequences=12, short_share=share)
+    common = list(range(9000, 9040))
+    requests, arriving = [], {}
+    for id in range(60):
+        length, new = draw.choice([3, 8, 20, 120]), draw.choice([1, 5, 40])
+        prompt = common[: draw.choice([0, 10, 40])] + [id * 1000 + i for i in range(length)]
+        requests.append(Request(id, prompt, SamplingParams(max_new_tokens=new)))
+        arriving.setdefault(id // 2, []).append(requests[-1])
+    finish(plan, arriving)
+    for each in requests:
+        assert each.tokens == generate(list(each.prompt), each.params.max_new_tokens)
+    assert plan.counts.shared_tokens > 0
+    assert (plan.counts.overtaking_tokens > 0) == (share > 0)
+    assert (plan.counts.preemptions > 0) == (num_blocks < 400)
+    if num_blocks == 400:
+        assert plan.counts.full >= 0.98 * (plan.counts.full + plan.counts.short)
 
 
 @pytest.mark.parametrize("num_blocks", [8, 9, 12, 20])
@@ -165,5 +272,7 @@ def test_what_cannot_be_served_is_refused() -> None:
         request(1, 0)
     with pytest.raises(ValueError, match="max_sequences=8 with token_budget=4"):
         scheduler(token_budget=4)
+    with pytest.raises(ValueError, match="short_share=1.0: short prompts may have a part from 0 to below 1"):
+        scheduler(short_share=1.0)
     with pytest.raises(ValueError, match="top_p=0"):
         SamplingParams(top_p=0)

@@ -163,6 +163,25 @@ def test_what_never_becomes_a_character_is_told_at_the_end() -> None:
     assert [stream.add(0xF0), stream.finish()] == ["", "\ufffd"]
 
 
+def test_nonsense_is_told_after_some_time() -> None:
+    """A model that makes bytes that are no characters: the text does not wait for its end."""
+    stream = TextStream(Bytes().decode)
+    parts = [stream.add(0x80) for _ in range(200)]
+    assert sum(map(len, parts)) >= 150 and max(map(len, parts)) < 40
+
+
+def test_a_stop_that_begins_in_one_token_and_ends_in_others() -> None:
+    """Tokens of several characters, cut within the stop, within characters, and with text after it."""
+    pieces = {1: "one ü", 2: "<|", 3: "en", 4: "d|", 5: "> more", 6: "<|en"}
+
+    def decode(tokens: list[int]) -> str:
+        return "".join(pieces[each] for each in tokens)
+
+    stream = TextStream(decode, ["<|end|>"])
+    assert [stream.add(each) for each in (1, 6, 2, 3)] == ["one ü", "", "<|en", ""]
+    assert [stream.add(each) for each in (4, 5)] == ["", ""] and stream.stopped and stream.finish() == ""
+
+
 def test_a_stop_is_not_part_of_the_text() -> None:
     parts, stopped = said("one two END three", "END", "never")
     assert "".join(parts) == "one two " and stopped

@@ -10,6 +10,7 @@ import os
 import re
 import socket
 import sys
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -434,6 +435,16 @@ def test_the_page_loads_nothing_from_elsewhere() -> None:
     assert re.findall(r"https?:|//[a-z0-9-]+\.[a-z]|@import|url\(", text.replace("'//'", "")) == []
     assert re.findall(r"(?:src|href)=\"(?!data:)", text) == []
     assert "innerHTML" not in text  # names of curves and errors are text
+
+
+def test_a_page_without_visitors_sleeps(serve: Any) -> None:
+    made = serve()
+    with mock.patch.object(made._server, "handle_request", wraps=made._server.handle_request) as woken:
+        assert get(made.address + "/data")[0] == 200
+        assert get(made.address + "/data")[0] == 200
+        time.sleep(0.3)
+        made.close()
+    assert woken.call_count == 2 and not made._thread.is_alive()
 
 
 def test_a_token_is_wanted_and_never_logged(serve: Any, capfd: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,9 +11,10 @@ import torch
 
 import deepspeed
 from deepspeed.memory_plan.ledger import Phase
+from deepspeed.memory_plan.rehearsal import PaperPool, Rehearsal
 from deepspeed.memory_plan.request import Request, answer
 from deepspeed.step_plan.program import Compute, Program, Start, Update, Wait, program_of
-from tests.memory_plan.models import NOTHING_KEPT, VOCABULARY, Gpt, config_for
+from tests.memory_plan.models import MODELS, NOTHING_KEPT, VOCABULARY, Gpt, config_for
 from tests.pool import distributed
 
 CASES: dict[str, dict[str, Any]] = {
@@ -94,6 +96,56 @@ def test_everything_is_computed_once_and_waited_for(stage: int) -> None:
                 e.number for e in events if isinstance(e, Wait)
             }
         assert [e for e in found.update if isinstance(e, Update)] != []
+
+
+def plain(found: Program) -> list[Any]:
+    """Its events with collectives numbered from 0."""
+    starts = [event for event in found.events if isinstance(event, Start)]
+    lowest = min((event.number for event in starts), default=0)
+    return [
+        replace(event, number=event.number - lowest) if isinstance(event, (Start, Wait)) else event
+        for event in found.events
+    ]
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_no_more_steps_are_rehearsed_than_say_something_new(
+    stage: int, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts: list[int] = []
+    step = Rehearsal._step
+    monkeypatch.setattr(Rehearsal, "_step", lambda *args: (counts.append(1), step(*args)))
+    for gas, more in ((1, {}), (2, {}), (2, {"reduce_bucket_size": 2000})):
+        with torch.device("meta"):
+            module = MODELS[model]()
+        request = Request(module=module, config=config_for(stage, bf16=True, gas=gas, **more), ranks=4)
+        counts.clear()
+        short = answer(request)
+        assert len(counts) == 2
+        with monkeypatch.context() as patched:
+            patched.setattr(PaperPool, "sizes", lambda self: object())
+            whole = answer(request)
+        assert len(counts) == 2 + 3
+        assert short.ledger.entries == whole.ledger.entries
+        assert plain(program_of(short.setting)) == plain(program_of(whole.setting))
+
+
+def test_a_step_is_rehearsed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For its memory, its time, and for fewer micro-batches of it."""
+    counts: list[int] = []
+    run = Rehearsal.run
+    monkeypatch.setattr(Rehearsal, "run", lambda self: (counts.append(1), run(self))[1])
+    with torch.device("meta"):
+        module = Gpt()
+    setting = answer(Request(module=module, config=config_for(2, gas=9), ranks=2)).setting
+    found = [program_of(setting, count) for count in (9, 4, 2)]
+    assert counts == [1]
+    for program, count in zip(found, (9, 4, 2), strict=True):
+        assert program == program_of(replace(setting, micro_batches=count))
+    counts.clear()
+    assert program_of(setting, 1) == program_of(replace(setting, micro_batches=1))
+    assert counts == [1, 1]
 
 
 def test_one_rank_talks_to_nobody() -> None:

@@ -16,11 +16,11 @@ class SamplingParams:
     Args:
         max_new_tokens: at most so many.
         min_new_tokens: none of ``stop_token_ids`` before so many.
-        temperature: 0: the most probable token; else logits are divided by it and the token is drawn.
+        temperature: 0: the most probable token; else (1e-6 to 1e6) logits are divided by it and the token is drawn.
         top_k: only the so many most probable; 0: all.
         top_p: only the most probable that together have this probability.
         min_p: only those with at least this part of the highest probability.
-        repetition_penalty: logits of tokens seen before are divided (negative ones multiplied) by it.
+        repetition_penalty: logits of tokens seen before are divided (negative ones multiplied) by it; 1e-3 to 1e3.
         stop_token_ids: tokens that end the sequence; the token is part of the result.
         seed: of this request's draws, which depend on nothing else: not on what is computed beside it.
         logprobs: also return the logarithm of each token's probability, before all of the above.
@@ -44,11 +44,11 @@ class SamplingParams:
         ranges = {
             "max_new_tokens": (self.max_new_tokens >= 1, "at least 1"),
             "min_new_tokens": (0 <= self.min_new_tokens <= self.max_new_tokens, "0 to max_new_tokens"),
-            "temperature": (self.temperature >= 0, "at least 0"),
+            "temperature": (self.temperature == 0 or 1e-6 <= self.temperature <= 1e6, "0, or 1e-6 to 1e6"),
             "top_k": (self.top_k >= 0, "at least 0"),
             "top_p": (0 < self.top_p <= 1, "above 0 and at most 1"),
             "min_p": (0 <= self.min_p <= 1, "0 to 1"),
-            "repetition_penalty": (self.repetition_penalty > 0, "above 0"),
+            "repetition_penalty": (1e-3 <= self.repetition_penalty <= 1e3, "1e-3 to 1e3"),
         }
         for name, (holds, allowed) in ranges.items():
             if not holds:

@@ -5,25 +5,38 @@ is there. Every request that generates gets its one token first; what is left of
 of which are cut into chunks and the last of which fills the budget exactly. So a long prompt delays nobody's next token
 by more than one forward of constant size.
 
-Requests are served in the order of their arrival. One that finds no block for its next token takes those of the request
-that arrived last (*preemption*), which starts anew later: with what it has generated, and with what of its blocks is
-still in the cache.
+Prompts are served in the order of their arrival, but for those that are *much shorter* than one before them: they go
+first, so that a short prompt does not wait for all of a long one. What they take is bounded by a token bucket: of what
+the budgets leave for prompts, a part ``short_share`` is put into the bucket, which holds no more than one budget, and
+who overtakes pays from it. Over any number of forwards, those who are overtaken get the other part but for one budget,
+so nobody starves; a single short prompt mostly finds the bucket full, and has a forward of its own. Nobody overtakes
+into the blocks, or the place among ``max_sequences``, that the first of those that wait needs.
+
+A request that finds no block for its next token takes those of the request that arrived last (*preemption*), which
+starts anew later: with what it has generated, and with what of its blocks is still in the cache.
 """
 
 from __future__ import annotations
 
 from bisect import insort
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from deepspeed.inference.cache.blocks import BlockManager
 from deepspeed.inference.scheduling.requests import Chunk, Request, State
 
+_MUCH_SHORTER = 4
+"""A prompt overtakes those that have so many times as many tokens left: who is overtaken is late by a small part of
+what it takes anyway, and two prompts of about one length are not computed side by side, which would delay the first and
+help neither."""
+
 
 @dataclass(slots=True)
 class Counts:
     """Of all forwards so far. ``full``: those with as many tokens as the budget; ``short``: those with fewer although
-    requests were waiting (for blocks, or because of ``max_sequences``)."""
+    requests were waiting (for blocks, or because of ``max_sequences``). ``overtaking_tokens``: of short prompts, before
+    the turn that their arrival gave them."""
 
     forwards: int = 0
     tokens: int = 0
@@ -31,6 +44,7 @@ class Counts:
     short: int = 0
     preemptions: int = 0
     shared_tokens: int = 0
+    overtaking_tokens: int = 0
 
 
 class Scheduler:
@@ -40,6 +54,8 @@ class Scheduler:
         token_budget: tokens of one forward.
         max_sequences: requests that have blocks at the same time; at most ``token_budget``.
         max_length: tokens of the longest request, prompt included; None: what the cache holds.
+        short_share: the part of what is left for prompts with which short ones may overtake long ones, 0 to below 1; 0:
+            strictly in the order of arrival.
     """
 
     def __init__(
@@ -49,17 +65,25 @@ class Scheduler:
         token_budget: int = 512,
         max_sequences: int = 64,
         max_length: int | None = None,
+        short_share: float = 0.5,
     ) -> None:
         if not 1 <= max_sequences <= token_budget:
             raise ValueError(
                 f"max_sequences={max_sequences} with token_budget={token_budget}: every sequence needs its token in "
                 "each forward, so that max_sequences is 1 to token_budget"
             )
+        if not 0 <= short_share < 1:
+            raise ValueError(
+                f"short_share={short_share}: short prompts may have a part from 0 to below 1 of what is left for "
+                "prompts; with all of it they could hold up a long one for ever"
+            )
         self.blocks = blocks
         self.token_budget = token_budget
+        self.short_share = short_share
         self.max_sequences = max_sequences
         self.max_length = min(blocks.capacity, max_length or blocks.capacity)
         self.counts = Counts()
+        self._credit = float(token_budget) if short_share else 0.0  # tokens in the bucket
         self._running: list[tuple[int, Request]] = []  # by id, which is the order of arrival
         self._waiting: list[tuple[int, Request]] = []  # likewise
 
@@ -100,6 +124,7 @@ class Scheduler:
         reserved. ``complete`` has to follow before the next call."""
         chunks = list(self._generating())
         budget = self.token_budget - len(chunks)
+        self._credit = min(self._credit + budget * self.short_share, float(self.token_budget))
         chunks += self._prompts(budget)
         while not chunks and len(self._running) > 1:  # prompts hold all blocks and none can go on
             self._preempt(self._running[-1][1])
@@ -145,22 +170,55 @@ class Scheduler:
         return True
 
     def _prompts(self, budget: int) -> list[Chunk]:
-        chunks = []
-        for request in self.running:
-            if request.pending > 1 and budget:
-                chunk = self._chunk(request, budget)
-                if chunk is not None:
-                    chunks.append(chunk)
-                    budget -= chunk.count
-        while budget and self._waiting and len(self._running) < self.max_sequences:
-            request = self._waiting[0][1]
-            if not self._admit(request):
+        """In the order of arrival; before each, those that overtake it."""
+        prompts = [request for request in self.running if request.pending > 1] + self.waiting
+        prompts.sort(key=_arrival)
+        shortest = deque(sorted(prompts, key=_length))
+        chunks: dict[int, Chunk] = {}
+        blocked = False  # one has to wait for blocks: those behind it leave it what becomes free
+        for request in prompts:
+            if request.id in chunks and chunks[request.id].is_last:
+                continue
+            budget -= self._overtaking(request, shortest, budget, chunks)
+            if not budget:
                 break
-            chunk = self._chunk(request, budget)
-            assert chunk is not None, "a request is admitted only with blocks for all of its tokens"
-            chunks.append(chunk)
-            budget -= chunk.count
-        return chunks
+            if blocked and request.state is State.WAITING:
+                continue
+            budget -= self._serve(request, budget, chunks)
+            blocked = blocked or request.state is State.WAITING
+        return list(chunks.values())
+
+    def _overtaking(
+        self, request: Request, shortest: deque[Request], budget: int, chunks: dict[int, Chunk]
+    ) -> int:
+        """How many tokens those get that go before ``request``, the shortest first. ``shortest``: those that have not
+        been looked at."""
+        taken = 0
+        while shortest and shortest[0].pending * _MUCH_SHORTER <= request.pending:
+            allowed = min(budget - taken, int(self._credit))
+            if not allowed:
+                break
+            early = shortest.popleft()
+            if early.id in chunks:  # by its own turn
+                continue
+            count = self._serve(early, allowed, chunks)
+            if early.state is State.WAITING:
+                break  # those that follow are longer and need no fewer blocks
+            taken += count
+            self._credit -= count
+            self.counts.overtaking_tokens += count
+        return taken
+
+    def _serve(self, request: Request, budget: int, chunks: dict[int, Chunk]) -> int:
+        """Up to ``budget`` tokens more in this forward, if it is begun or can be. Returns how many."""
+        if request.state is State.WAITING and not self._admit(request):
+            return 0
+        before = chunks[request.id].count if request.id in chunks else 0
+        chunk = self._chunk(request, before + budget)
+        if chunk is None:
+            return 0
+        chunks[request.id] = chunk
+        return chunk.count - before
 
     def _chunk(self, request: Request, budget: int) -> Chunk | None:
         start = request.computed
@@ -170,17 +228,29 @@ class Scheduler:
         return Chunk(request, start, count)
 
     def _admit(self, request: Request) -> bool:
-        """If all its known tokens have room now, and everyone who runs has room for one block more: what is begun shall
-        neither stop half-way nor be preempted at once."""
-        needed = self.blocks.blocks_for(len(request.tokens)) - self.blocks.found_in_use(request.tokens)
-        if needed + len(self._running) > self.blocks.pool.num_free:
+        """If all its known tokens have room now, beside all those of the ones that are begun, and everyone who runs has
+        room for one block more: what is begun shall neither stop half-way nor be preempted at once. Who is not the
+        first of those that wait leaves room for it too."""
+        coming = [request]
+        if self._waiting[0][1] is not request:
+            coming.append(self._waiting[0][1])
+        running = len(self._running) + len(coming) - 1
+        if running >= self.max_sequences:
             return False
-        del self._waiting[0]
+        needed = sum(self._needed(each) for each in coming)
+        promised = sum(self.blocks.missing(each.table, len(each.tokens)) for _, each in self._running)
+        if needed + promised + running > self.blocks.pool.num_free:
+            return False
+        self._waiting.remove((request.id, request))
         request.shared = request.computed = self.blocks.adopt(request.table, request.tokens)
         self.counts.shared_tokens += request.shared
         request.state = State.RUNNING
         insort(self._running, (request.id, request), key=_order)
         return True
+
+    def _needed(self, request: Request) -> int:
+        """Blocks that it takes from those that nobody uses when it begins."""
+        return self.blocks.blocks_for(len(request.tokens)) - self.blocks.found_in_use(request.tokens)
 
     def _preempt(self, request: Request) -> None:
         self._leave(request)
@@ -215,6 +285,15 @@ class Scheduler:
 
 def _order(entry: tuple[int, Request]) -> int:
     return entry[0]
+
+
+def _arrival(request: Request) -> int:
+    return request.id
+
+
+def _length(request: Request) -> tuple[int, int]:
+    """What is left to compute; among equals the first to arrive."""
+    return request.pending, request.id
 
 
 def _reason(request: Request) -> str | None:

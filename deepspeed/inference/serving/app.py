@@ -6,12 +6,15 @@ import asyncio
 import contextlib
 import hmac
 import json
+import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.requests import ClientDisconnect
+from starlette.types import Receive, Scope, Send
 
 from deepspeed.inference.serving import protocol
 from deepspeed.inference.serving.protocol import Answer, ChatRequest, Choice, CompletionRequest, RequestError
@@ -24,7 +27,7 @@ from deepspeed.inference.serving.tokenizers import Tokenizer
 class ServerSettings:
     """``model``: the name in answers. ``token``: that clients have to send, None: none. ``max_length``: tokens of a
     prompt and its answer. ``default_tokens``: of an answer if the client does not say. ``max_body_bytes``: of a
-    request."""
+    request; ``body_seconds``: in which it has to arrive."""
 
     model: str
     max_length: int
@@ -32,6 +35,7 @@ class ServerSettings:
     token: str | None = None
     default_tokens: int = 1024
     max_body_bytes: int = 4 * 2**20
+    body_seconds: float = 60.0
 
 
 def make_app(service: Service, tokenizer: Tokenizer, settings: ServerSettings) -> FastAPI:
@@ -55,9 +59,17 @@ def make_app(service: Service, tokenizer: Tokenizer, settings: ServerSettings) -
     async def models(request: Request) -> Response:
         if not server.may_enter(request):
             return _no_entry()
-        return JSONResponse(
-            {"object": "list", "data": [{"id": settings.model, "object": "model", "owned_by": "deepspeed"}]}
-        )
+        return JSONResponse({"object": "list", "data": [server.model()]})
+
+    @app.get("/v1/models/{name:path}")
+    async def model(request: Request, name: str) -> Response:
+        if not server.may_enter(request):
+            return _no_entry()
+        if name != settings.model:
+            return _refusal(
+                404, f"there is no model {name!r}, only {settings.model!r}", "invalid_request_error"
+            )
+        return JSONResponse(server.model())
 
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
@@ -75,6 +87,11 @@ class _Server:
         self.service = service
         self.tokenizer = tokenizer
         self.settings = settings
+        self._began = int(time.time())
+
+    def model(self) -> dict[str, Any]:
+        name = self.settings.model
+        return {"id": name, "object": "model", "created": self._began, "owned_by": "deepspeed"}
 
     def may_enter(self, request: Request) -> bool:
         token = self.settings.token
@@ -88,8 +105,13 @@ class _Server:
             return _no_entry()
         try:
             parsed = protocol.parse(kind, await self._body(request))
-            choices = self._choices(parsed)
+            choices = await asyncio.to_thread(self._choices, parsed)  # long texts take a tokenizer seconds
             sequences = self._submit(choices, protocol.stops_of(parsed))
+        except ClientDisconnect:
+            return Response(status_code=499)  # nobody reads it
+        except asyncio.TimeoutError:
+            seconds = self.settings.body_seconds
+            return _refusal(408, f"the request was not there within {seconds:g} s", "invalid_request_error")
         except _TooLargeError as problem:
             return _refusal(413, str(problem), "invalid_request_error")
         except RequestError as problem:
@@ -101,29 +123,39 @@ class _Server:
         except ClosedError as problem:
             return _refusal(503, str(problem), "server_error")
         answer = Answer(kind is ChatRequest, parsed.model or self.settings.model)
-        logprobs = bool(parsed.logprobs)
+        logprobs = protocol.wants_logprobs(parsed)
         if parsed.stream:
             counted = bool((parsed.stream_options or {}).get("include_usage"))
             events = self._events(answer, sequences, logprobs, counted)
-            return StreamingResponse(
-                events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"}
-            )
+            return _EventStream(events, sequences)
         return await self._whole(request, answer, sequences, logprobs)
 
     async def _body(self, request: Request) -> bytes:
-        body = bytearray()
-        async for part in request.stream():
-            body += part
-            if len(body) > self.settings.max_body_bytes:
-                raise _TooLargeError(f"a request has at most {self.settings.max_body_bytes} bytes")
-        return bytes(body)
+        """TimeoutError: it does not come."""
+
+        async def read() -> bytes:
+            body = bytearray()
+            async for part in request.stream():
+                body += part
+                if len(body) > self.settings.max_body_bytes:
+                    raise _TooLargeError(f"a request has at most {self.settings.max_body_bytes} bytes")
+            return bytes(body)
+
+        return await asyncio.wait_for(read(), self.settings.body_seconds)
 
     def _choices(self, request: Any) -> list[Choice]:
-        if isinstance(request, ChatRequest):
-            prompts = [("", self.tokenizer.chat(request.messages))]
-        else:
-            prompts = [self._tokens(each, request.echo) for each in protocol.prompts_of(request)]
+        """On a thread beside the event loop."""
         settings, made = self.settings, []
+        if isinstance(request, ChatRequest):
+            prompts = [("", self.tokenizer.chat(protocol.messages_of(request)))]
+        else:
+            given = protocol.prompts_of(request)
+            if len(given) * request.n > self.service.max_requests:
+                raise BusyError(
+                    f"{len(given)} prompts with n={request.n} are more than the {self.service.max_requests} sequences "
+                    "that are served at one time"
+                )
+            prompts = [self._tokens(each, request.echo) for each in given]
         for prefix, tokens in prompts:
             room = settings.max_length - len(tokens)
             for index in range(request.n):
@@ -210,6 +242,21 @@ class _Server:
                 each.cancel()
 
 
+class _EventStream(StreamingResponse):
+    """Server-sent events. However it ends, also before its first event, nobody reads the sequences afterwards."""
+
+    def __init__(self, events: AsyncIterator[str], sequences: Sequence[_Sequence]) -> None:
+        super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        self._sequences = sequences
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            for each in self._sequences:
+                each.cancel()
+
+
 class _Sequence:
     """One sequence of an answer: updates of the service's thread arrive on the event loop and become text."""
 
@@ -247,7 +294,7 @@ class _Sequence:
                 self.cancel()
             elif update.reason is not None:
                 text += self._text.finish()
-                self.reason = protocol.REASONS.get(update.reason, "stop")
+                self.reason = "stop" if self._text.stopped else protocol.REASONS.get(update.reason, "stop")
             if text or self.reason is not None:
                 yield text, self.reason is not None
 

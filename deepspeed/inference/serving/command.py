@@ -55,6 +55,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             host=args.host,
             port=args.port,
             log_level="warning",
+            http="h11",  # bounds the length of headers; another protocol that is installed may not
+            ws="none",
             timeout_graceful_shutdown=round(args.drain_seconds),
         )
     finally:
@@ -83,6 +85,13 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--token-budget", type=int, default=512, help="tokens of a forward (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--short-share",
+        type=float,
+        default=0.5,
+        help="part of what a forward has left for prompts with which short ones overtake long ones; 0: in the order of "
+        "arrival (default: %(default)s)",
     )
     parser.add_argument(
         "--max-sequences", type=int, default=64, help="served at one time (default: %(default)s)"
@@ -137,6 +146,7 @@ def build(args: argparse.Namespace) -> tuple[Service, HuggingFaceTokenizer, Gene
     generator = Generator(
         engine.module,
         token_budget=args.token_budget,
+        short_share=args.short_share,
         max_sequences=args.max_sequences,
         max_length=args.max_length,
         cache_bytes=None if args.cache_gb is None else int(args.cache_gb * 2**30),

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import time
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from deepspeed.inference.scheduling.requests import SamplingParams
 
@@ -16,14 +17,36 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "presence_penalty": (None, 0),
     "frequency_penalty": (None, 0),
     "logit_bias": (None, {}),
-    "best_of": (None, 1),
     "suffix": (None, ""),
     "tools": (None, []),
     "functions": (None, []),
     "response_format": (None, {"type": "text"}),
     "top_logprobs": (None, 0),
+    "tool_choice": (None, "none", "auto"),
+    "function_call": (None, "none", "auto"),
+    "modalities": (None, ["text"]),
+    "audio": (None,),
+    "prediction": (None,),
+    "web_search_options": (None,),
+    "stop_token_ids": (None, []),
+    "bad_words": (None, []),
+    "prompt_logprobs": (None, 0),
+    "use_beam_search": (None, False),
+    "length_penalty": (None, 1),
+    "include_stop_str_in_output": (None, False),
+    "guided_json": (None,),
+    "guided_regex": (None,),
+    "guided_choice": (None,),
+    "guided_grammar": (None,),
 }
 """Fields that would change an answer and are not known here, with the values that change nothing."""
+
+_STOPS, _STOP_LENGTH = 16, 1000
+_COLDEST = 1e-5
+"""Some clients write a temperature of 1e-8 and mean 0."""
+
+_LEAST_LOGPROB = -9999.0
+"""Instead of minus infinity, which JSON does not have."""
 
 REASONS = {"stop": "stop", "length": "length"}
 
@@ -42,6 +65,14 @@ class _Sampling(BaseModel):
 
     model_config = ConfigDict(extra="allow")
 
+    @model_validator(mode="before")
+    @classmethod
+    def leaves_out_nulls(cls, values: Any) -> Any:
+        """Many clients write null for what they do not set."""
+        if isinstance(values, dict):
+            return {name: value for name, value in values.items() if value is not None}
+        return values
+
     model: str = ""
     max_tokens: int | None = Field(default=None, ge=1)
     min_tokens: int = Field(default=0, ge=0)
@@ -51,6 +82,7 @@ class _Sampling(BaseModel):
     min_p: float = Field(default=0.0, ge=0, le=1)
     repetition_penalty: float = Field(default=1.0, gt=0)
     n: int = Field(default=1, ge=1, le=128)
+    best_of: int | None = None
     seed: int | None = None
     stop: str | list[str] | None = None
     stream: bool = False
@@ -92,6 +124,11 @@ def parse(kind: type[_Sampling], body: bytes) -> Any:
     for name, value in (request.model_extra or {}).items():
         if name in _NEUTRAL and value not in _NEUTRAL[name]:
             raise RequestError(f"{name} is not supported", name)
+    if request.best_of not in (None, request.n):
+        raise RequestError("best_of is not supported, other than n", "best_of")
+    stops = stops_of(request)
+    if len(stops) > _STOPS or any(len(stop) > _STOP_LENGTH for stop in stops):
+        raise RequestError(f"stop: at most {_STOPS} texts of {_STOP_LENGTH} characters", "stop")
     return request
 
 
@@ -103,6 +140,36 @@ def prompts_of(request: CompletionRequest) -> list[str | list[int]]:
     if not prompt or not all(prompt):
         raise RequestError("the prompt is empty", "prompt")
     return prompt
+
+
+def messages_of(request: ChatRequest) -> list[dict[str, Any]]:
+    """Messages with contents of one text each, as templates expect them. RequestError: one has no role, or a part of
+    its content is no text."""
+    made = []
+    for place, message in enumerate(request.messages):
+        where = f"messages.{place}"
+        if not isinstance(message.get("role"), str):
+            raise RequestError(f"{where}.role is missing", f"{where}.role")
+        content = message.get("content")
+        if isinstance(content, list):
+            content = "".join(_text_of(part, f"{where}.content") for part in content)
+        elif not isinstance(content, (str, type(None))):
+            raise RequestError(f"{where}.content is neither a text nor a list of texts", f"{where}.content")
+        made.append({**message, "content": content or ""})
+    return made
+
+
+def _text_of(part: Any, where: str) -> str:
+    if isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str):
+        return part["text"]
+    kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+    raise RequestError(f"{where}: parts of type {kind!r} are not supported, only 'text'", where)
+
+
+def wants_logprobs(request: _Sampling) -> bool:
+    """Of completions, 0 asks for those of the tokens of the answer; of chats, True does."""
+    asked = getattr(request, "logprobs", None)
+    return asked is not None and asked is not False
 
 
 def stops_of(request: _Sampling) -> list[str]:
@@ -124,14 +191,14 @@ def params_of(
     return SamplingParams(
         max_new_tokens=new,
         min_new_tokens=min(request.min_tokens, new),
-        temperature=request.temperature,
+        temperature=0.0 if request.temperature < _COLDEST else request.temperature,
         top_k=request.top_k,
         top_p=request.top_p,
         min_p=request.min_p,
         repetition_penalty=request.repetition_penalty,
         stop_token_ids=() if request.ignore_eos else stop_token_ids,
         seed=None if request.seed is None else request.seed + index,
-        logprobs=bool(getattr(request, "logprobs", None)),
+        logprobs=wants_logprobs(request),
     )
 
 
@@ -187,13 +254,24 @@ class Answer:
     def _end(self, reason: str | None, logprobs: Sequence[tuple[str, float]] | None) -> dict[str, Any]:
         told: Any = None
         if logprobs is not None and self.chat:
-            told = {"content": [{"token": text, "logprob": value} for text, value in logprobs]}
+            told = {"content": [_told(text, value) for text, value in logprobs], "refusal": None}
         elif logprobs is not None:
             told = {
                 "tokens": [text for text, _ in logprobs],
-                "token_logprobs": [value for _, value in logprobs],
+                "token_logprobs": [_finite(value) for _, value in logprobs],
+                "top_logprobs": None,
             }
         return {"logprobs": told, "finish_reason": reason}
+
+
+def _told(text: str, logprob: float) -> dict[str, Any]:
+    """``bytes`` is null where a token is no whole character: its text does not say which bytes it has."""
+    whole = None if "\ufffd" in text else list(text.encode())
+    return {"token": text, "logprob": _finite(logprob), "bytes": whole, "top_logprobs": []}
+
+
+def _finite(logprob: float) -> float:
+    return logprob if math.isfinite(logprob) else _LEAST_LOGPROB
 
 
 def usage(prompt_tokens: int, new_tokens: int) -> dict[str, int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 _INCOMPLETE = "\ufffd"
+_PATIENCE = 32  # tokens without the end of a character are no beginning of one
 
 
 class TextStream:
@@ -29,7 +30,10 @@ class TextStream:
             return ""
         self._tokens.append(token)
         new = self._new_text()
-        if new.endswith(_INCOMPLETE):  # part of a character: the rest comes with the next token
+        pending = len(self._tokens) - self._known
+        if (
+            new.endswith(_INCOMPLETE) and pending < _PATIENCE
+        ):  # part of a character: the rest comes with the next
             return ""
         # The last token's text can depend on the one before it (spaces): one is kept for that.
         self._tokens, self._known = self._tokens[self._known :], len(self._tokens) - self._known

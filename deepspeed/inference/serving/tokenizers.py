@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -13,16 +14,18 @@ class Tokenizer(Protocol):
 
 
 class HuggingFaceTokenizer:
-    """A tokenizer of Transformers.
+    """A tokenizer of Transformers. ``encode`` and ``chat`` may be called from several threads.
 
     ``chat`` raises ValueError if it has no template for chats, or if the template refuses the messages.
     """
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
+        self._lock = threading.Lock()  # encoding sets what it pads and cuts in the tokenizer
 
     def encode(self, text: str) -> list[int]:
-        return list(self._tokenizer.encode(text))
+        with self._lock:
+            return list(self._tokenizer.encode(text))
 
     def decode(self, tokens: list[int]) -> str:
         return self._tokenizer.decode(tokens, skip_special_tokens=True)
@@ -36,4 +39,5 @@ class HuggingFaceTokenizer:
             )
         except Exception as error:  # templates raise what they like
             raise ValueError(f"the chat template refuses the messages: {error}") from error
-        return list(self._tokenizer.encode(text, add_special_tokens=False))
+        with self._lock:
+            return list(self._tokenizer.encode(text, add_special_tokens=False))

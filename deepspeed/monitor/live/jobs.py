@@ -51,14 +51,20 @@ class Entry:
             "cwd": os.getcwd(),
         }
         self.path = self.folder / f"{os.getpid()}-{id(self)}.json"
+        self._partial = self.path.with_suffix(".new")
+        self._is_private = False
 
     def write(self, state: dict[str, Any]) -> None:
         """Replaces what was written. A folder that cannot be written to is passed over: only `ds top` misses it."""
-        with contextlib.suppress(OSError):
-            make_private(self.folder)
-            partial = self.path.with_suffix(".new")
-            partial.write_text(json.dumps({**self.facts, **state}), encoding="utf-8")
-            partial.replace(self.path)
+        text = json.dumps({**self.facts, **state})
+        try:
+            if not self._is_private:
+                make_private(self.folder)
+                self._is_private = True
+            self._partial.write_text(text, encoding="utf-8")
+            self._partial.replace(self.path)
+        except OSError:
+            self._is_private = False  # looked at again: the folder may have been removed
 
     def remove(self) -> None:
         with contextlib.suppress(OSError):

@@ -44,6 +44,8 @@ CURVE_BYTES_PER_S = 200.0
 RANKS_BYTES_PER_S = 20.0
 MOST_CURVES = 2000
 SHOWN_LOSSES = 60
+ENTRY_S = 2.0
+"""How often `ds top` looks."""
 
 
 class Recorder:
@@ -77,7 +79,7 @@ class Recorder:
         self._unknown_loss = False
         self._hang = ""
         self._curves: dict[str, float] = {}
-        self._curves_due_s = self._ranks_due_s = 0.0
+        self._curves_due_s = self._ranks_due_s = self._entry_due_s = 0.0
         self._resting_until_s = 0.0
         self._opened_s: float | None = None
         self._in_memory_only = self._was_told = False
@@ -139,8 +141,9 @@ class Recorder:
                     {"event": "end", "t": round(now, 1), "step": self._step, "text": "the process ends"}
                 )
             self._write(now)
-            if self._entry is not None:
+            if self._entry is not None and not last and now >= self._entry_due_s:
                 self._entry.write(self._summary())
+                self._entry_due_s = now + ENTRY_S - PAUSE_S / 2
         except Exception as error:  # whatever it is, training does not depend on it
             self._tell(f"the live page and its record have a problem ({type(error).__name__}: {error})")
         if last:

@@ -16,6 +16,7 @@ import json
 import os
 import re
 import secrets
+import selectors
 import socket
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -30,7 +31,6 @@ TOKEN_FILE = "token"
 NEXT_PORTS = 100
 REQUEST_S = 10.0  # a visitor that says nothing for so long is cut off
 MOST_VISITORS = 32
-LOOK_S = 0.2  # how soon it notices that it is closed
 
 
 def is_local(host: str) -> bool:
@@ -71,9 +71,8 @@ class PageServer:
         self._visitors = threading.BoundedSemaphore(MOST_VISITORS)
         self._server = self._listen(port)
         self.port: int = self._server.server_address[1]
-        self._thread = threading.Thread(
-            target=self._server.serve_forever, args=(LOOK_S,), name="deepspeed live page", daemon=True
-        )
+        self._alarm, self._asleep = socket.socketpair()
+        self._thread = threading.Thread(target=self._serve, name="deepspeed live page", daemon=True)
         self._pid = os.getpid()
         self._thread.start()
 
@@ -90,9 +89,18 @@ class PageServer:
         ):  # the collector ends an engine here: do not wait for oneself
             threading.Thread(target=self.close, daemon=True).start()
             return
-        self._server.shutdown()
-        self._server.server_close()
+        self._alarm.close()
         self._thread.join()
+        self._server.server_close()
+        self._asleep.close()
+
+    def _serve(self) -> None:
+        """Sleep until a visitor comes or the alarm goes off: who wakes up to look takes time from a step."""
+        with selectors.DefaultSelector() as selector:
+            for each in (self._server.socket, self._asleep):
+                selector.register(each, selectors.EVENT_READ)
+            while all(key.fileobj is not self._asleep for key, _ in selector.select()):
+                self._server.handle_request()
 
     def _listen(self, port: int) -> ThreadingHTTPServer:
         family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
@@ -101,6 +109,7 @@ class PageServer:
         class Server(ThreadingHTTPServer):
             address_family = family
             daemon_threads = True
+            timeout = 0  # the visitor of `handle_request` is there already
 
             def handle_error(self, request: Any, client_address: Any) -> None:
                 """A browser that went away."""

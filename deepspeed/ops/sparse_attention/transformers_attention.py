@@ -28,6 +28,8 @@ class TransformersSparseAttention:
     Lengths need not be multiples of the block. The layout is that of a length that doubles, so that a sequence that
     grows (``generate``) keeps its pattern; keys from a cache are seen as the same tokens were without it. Weights have
     no dropout.
+
+    A rank may have some of the heads only (tensor parallelism): where all heads have the same layout, it is theirs.
     """
 
     def __init__(self, config: SparsityConfig, name: str) -> None:
@@ -35,10 +37,11 @@ class TransformersSparseAttention:
         self.name = name
         self.calls = 0
         self._layout: Tensor | None = None
-        self._plans: dict[int, TilePlan] = {}
+        self._plans: dict[tuple[int, int], TilePlan] = {}
 
-    def layout(self, length: int) -> Tensor:
-        """[heads, blocks, blocks] for ``length`` tokens, rounded up to whole blocks."""
+    def layout(self, length: int, heads: int) -> Tensor:
+        """[heads, blocks, blocks] for ``length`` tokens, rounded up to whole blocks. ValueError: that of these heads is
+        not known."""
         block = self.config.block
         blocks = -(-length // block)
         if self._layout is None or self._layout.shape[1] < blocks:
@@ -47,14 +50,23 @@ class TransformersSparseAttention:
                 longest *= 2
             self._layout = self.config.make_layout(longest * block)
             self._plans.clear()
-        return self._layout[:, :blocks, :blocks]
+        found = self._layout[:, :blocks, :blocks]
+        if heads == len(found):
+            return found
+        if not bool((self._layout == self._layout[:1]).all()):
+            raise ValueError(
+                f"{self.name} has attention of {heads} heads here, and layouts that differ were made for "
+                f"num_heads={len(found)}: heads that ranks share (tensor parallelism) need one layout for all, "
+                "different_layout_per_head=False"
+            )
+        return found[:1].expand(heads, blocks, blocks)
 
-    def plan(self, length: int) -> TilePlan:
+    def plan(self, length: int, heads: int) -> TilePlan:
         """How the layout for ``length`` tokens, a multiple of the block, is computed; made once."""
-        layout = self.layout(length)
-        if length not in self._plans:
-            self._plans[length] = TilePlan(layout, self.config.block)
-        return self._plans[length]
+        layout = self.layout(length, heads)
+        if (length, heads) not in self._plans:
+            self._plans[length, heads] = TilePlan(layout, self.config.block)
+        return self._plans[length, heads]
 
     def __call__(
         self,
@@ -69,7 +81,7 @@ class TransformersSparseAttention:
         """The interface of Transformers' attention functions. ValueError: the model asks for what blocks of a layout
         do not have."""
         self.calls += 1
-        self._check(query, key, attention_mask, kwargs)
+        self._check(key, attention_mask, kwargs)
         group = query.shape[1] // key.shape[1]
         if group > 1:
             key, value = (each.repeat_interleave(group, dim=1) for each in (key, value))
@@ -90,7 +102,7 @@ class TransformersSparseAttention:
                 mask = query.new_ones((1, length), dtype=torch.bool).expand(len(query), length)
             mask = None if mask is None else nn.functional.pad(mask, (0, missing))
         keys = None if mask is None else _bias(mask, query.dtype)
-        plan = self.plan(length + missing)
+        plan = self.plan(length + missing, query.shape[1])
         out = block_attention(query, key, value, plan, Masks(keys=keys, causal=causal), scale)
         return out[:, :, :length]
 
@@ -101,7 +113,7 @@ class TransformersSparseAttention:
         rows, columns, block = query.shape[2], key.shape[2], self.config.block
         of_row = torch.arange(columns - rows, columns)
         of_column = torch.arange(columns)
-        layout = self.layout(columns)
+        layout = self.layout(columns, query.shape[1])
         seen = layout[:, of_row // block][:, :, of_column // block].bool()
         if causal:
             seen = seen & (of_row[:, None] >= of_column)
@@ -110,12 +122,7 @@ class TransformersSparseAttention:
             seen = seen & mask[:, None, None, :columns].bool()
         return nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=seen, scale=scale)
 
-    def _check(self, query: Tensor, key: Tensor, mask: Tensor | None, kwargs: dict[str, Any]) -> None:
-        if query.shape[1] != self.config.num_heads:
-            raise ValueError(
-                f"{self.name} has attention of {query.shape[1]} heads; the sparsity config was made for "
-                f"num_heads={self.config.num_heads}"
-            )
+    def _check(self, key: Tensor, mask: Tensor | None, kwargs: dict[str, Any]) -> None:
         given = [name for name in _REFUSED if kwargs.get(name) is not None]
         if given:
             raise ValueError(

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from pydantic import Field
 
+from deepspeed.config.keys import constant_of
 from deepspeed.config.sections import Float, Int, LenientConfigModel
+
+ACT_CHKPT = "activation_checkpointing"
 
 
 class DeepSpeedActivationCheckpointingConfig(LenientConfigModel):
@@ -34,3 +39,11 @@ class DeepSpeedActivationCheckpointingConfig(LenientConfigModel):
         description="What the repeated blocks of the model may keep for backward, on the model as it is: at most 1: a "
         "share of keeping everything; more: bytes. The rest is recomputed, with the fewest FLOPs. Own key.",
     )
+
+
+def __getattr__(name: str) -> Any:
+    """The constants of the section's keys: `ACT_CHKPT_PROFILE` is the spelling of one, `ACT_CHKPT_PROFILE_DEFAULT` its
+    default, `ACT_CHKPT_DEFAULT` all defaults."""
+    if name == "ACT_CHKPT_DEFAULT":
+        return DeepSpeedActivationCheckpointingConfig().model_dump()
+    return constant_of(name, {"ACT_CHKPT": DeepSpeedActivationCheckpointingConfig})

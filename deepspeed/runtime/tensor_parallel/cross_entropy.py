@@ -33,6 +33,7 @@ def vocab_parallel_cross_entropy(
     group: Communicator | ProcessGroup | None,
     *,
     cut: Cut | None = None,
+    run: tuple[int, int] | None = None,
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
     reduction: str = "mean",
@@ -45,12 +46,14 @@ def vocab_parallel_cross_entropy(
         logits: [.., this rank's vocabulary], any float dtype.
         targets: [..] of the whole vocabulary, equal on all ranks.
         cut: of the vocabulary; by default as even as the ranks allow, which needs another small exchange.
+        run: the first word of this rank and the size of the vocabulary, for callers that have no ``cut``: ranks hold
+            consecutive runs.
         reduction: "mean" (over the targets that are not ignored), "sum" or "none".
         divisor: with "sum": divide by it (such as the number of tokens of several micro-batches).
         chunk_numel: at most so many local logits are in fp32 at a time.
 
     Returns:
-        fp32: a scalar, or [..] with "none". The gradient has the logits' dtype.
+        fp32 (fp64 for such logits): a scalar, or [..] with "none". The gradient has the logits' dtype.
 
     Raises:
         ValueError: shapes or ``reduction`` do not fit.
@@ -61,7 +64,7 @@ def vocab_parallel_cross_entropy(
     if logits.shape[:-1] != targets.shape:
         raise ValueError(f"logits {tuple(logits.shape)} and targets {tuple(targets.shape)} do not fit")
     communicator = communicator_of(group)
-    first, size = _own_run(logits, communicator, cut)
+    first, size = run or _own_run(logits, communicator, cut)
     flat, labels = logits.reshape(targets.numel(), logits.shape[-1]), targets.reshape(-1)
     chosen = labels != ignore_index
     _check_targets(labels, chosen, size)
@@ -102,7 +105,7 @@ def _check_targets(labels: Tensor, chosen: Tensor, size: int) -> None:
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """Losses [n] fp32 of logits [n, local], 0 where not ``chosen``; ``rows``: tokens at a time."""
+    """Losses [n] of logits [n, local], fp32 or fp64, 0 where not ``chosen``; ``rows``: tokens at a time."""
 
     @staticmethod
     def forward(
@@ -117,16 +120,17 @@ class _CrossEntropy(torch.autograd.Function):
         rows: int,
     ) -> Tensor:
         count, local = logits.shape
+        dtype = torch.promote_types(logits.dtype, torch.float32)
         if local:
-            highest = logits.detach().amax(-1).float()
+            highest = logits.detach().amax(-1).to(dtype)
         else:
-            highest = torch.full((count,), -torch.inf, device=logits.device)
+            highest = torch.full((count,), -torch.inf, dtype=dtype, device=logits.device)
         group.all_reduce_max(highest).wait()
         inside = chosen & (labels >= first) & (labels < first + local)
         column = torch.where(inside, labels - first, 0)
-        sums = torch.zeros(3, count, dtype=torch.float32, device=logits.device)
-        for part in _chunks(count, rows) if local else ():
-            wide = logits[part].float() - highest[part, None]
+        sums = torch.zeros(3, count, dtype=dtype, device=logits.device)
+        for part in row_runs(count, rows) if local else ():
+            wide = logits[part].to(dtype) - highest[part, None]
             found = wide.gather(1, column[part, None]).squeeze(1)
             sums[1, part] = torch.where(inside[part], found, 0)
             if smoothing:
@@ -146,17 +150,18 @@ class _CrossEntropy(torch.autograd.Function):
         size, smoothing, rows = ctx.facts
         grad = torch.where(chosen, grad, 0)
         result = torch.empty_like(logits)
-        for part in _chunks(logits.shape[0], rows) if logits.shape[1] else ():
-            wide = (logits[part].float() - normalizer[part, None]).exp_()
+        for part in row_runs(logits.shape[0], rows) if logits.shape[1] else ():
+            wide = (logits[part].to(normalizer.dtype) - normalizer[part, None]).exp_()
             if smoothing:
                 wide -= smoothing / size
-            at_target = torch.where(inside[part], smoothing - 1.0, 0.0)
+            at_target = torch.where(inside[part], smoothing - 1.0, 0.0).to(wide.dtype)
             wide.scatter_add_(1, column[part, None], at_target[:, None])
             result[part] = wide.mul_(grad[part, None])
         return (result, *[None] * 7)
 
 
-def _chunks(count: int, rows: int) -> list[slice]:
+def row_runs(count: int, rows: int) -> list[slice]:
+    """``count`` rows, at most ``rows`` at a time."""
     return [slice(start, min(start + rows, count)) for start in range(0, count, rows)]
 
 

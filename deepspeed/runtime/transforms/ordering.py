@@ -16,6 +16,7 @@ MODULE_ORDER = (
     "compression",
     "quantized_linear",
     "lora",
+    "fp8",
     "tiled_compute",
     "memory_budget",
 )

@@ -50,6 +50,15 @@ def sequence_shards(config: DeepSpeedConfig) -> ModuleTransform | None:
     return ShardedSequences()
 
 
+def float8_linears(config: DeepSpeedConfig) -> ModuleTransform | None:
+    section = config.fp8_config
+    if not section.enabled:
+        return None
+    from deepspeed.runtime.float8_linears import Float8Linears
+
+    return Float8Linears(section)
+
+
 def tiled_compute(config: DeepSpeedConfig) -> ModuleTransform | None:
     section = config.tiled_compute_config
     if not section.enabled:
@@ -92,6 +101,7 @@ FROM_CONFIG: tuple[Factory, ...] = (
     tensor_parallelism,
     sparse_attention,
     sequence_shards,
+    float8_linears,
     tiled_compute,
     memory_budget,
     layer_drop,

@@ -160,9 +160,11 @@ def launch(dtype: torch.dtype, block: int, size: int, masks: bool) -> None:
     out.sum().backward()
 
 
+@pytest.mark.parametrize("masks", [False, True])
 @compiling
-def test_kernels_compile() -> None:
-    assert built(lambda: launch(torch.bfloat16, 16, 64, False)) == NAMES
+def test_kernels_compile(masks: bool) -> None:
+    names = NAMES | {"_positions_gradient"} if masks else NAMES
+    assert built(lambda: launch(torch.bfloat16, 16, 64, masks)) == names
 
 
 @pytest.mark.slow

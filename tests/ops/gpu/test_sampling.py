@@ -113,4 +113,4 @@ def test_draws_compile() -> None:
 
     one: dict[str, Any] = {"temperatures": [1.0], "top_k": [5], "top_p": [0.9], "min_p": [0.0]}
     logits = torch.empty(1, 32000, dtype=torch.bfloat16)
-    assert built(lambda: sampling.draw(logits, **one, seeds=[1], drawn=[0]), (80, 90)) == {"_draw_kernel"}
+    assert built(lambda: sampling.draw(logits, **one, seeds=[1], drawn=[0])) == {"_draw_kernel"}

@@ -1,0 +1,157 @@
+"""A linear layer whose products are of 8-bit floating-point numbers, in forward and in backward.
+
+Inputs and weights are rounded to E4M3 (448 at most), gradients of outputs to E5M2 (57,344), as in Micikevicius et al.:
+FP8 formats for deep learning, 2022. Each tensor has one scale, the largest power of two with which its largest value
+still fits, found anew each time: nothing is kept between steps or saved. Multiplying by a power of two rounds nothing,
+so the scale only decides which of the smallest values are lost.
+
+Products add up in fp32. Where the device has none of this kind they are computed from the same rounded values in the
+dtype of the input ("emulated"): the same numbers but for the order of sums, and no faster.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+ALIGNMENT = 16
+"""Sizes of matrices that devices multiply are multiples of this."""
+
+
+class Scaled(NamedTuple):
+    """``codes.float() * scale`` are the values; ``scale`` has no dimensions. NaN where a value was not finite."""
+
+    codes: Tensor
+    scale: Tensor
+
+
+def scaled(values: Tensor, dtype: torch.dtype) -> Scaled:
+    """``values`` rounded to ``dtype``, with the largest power of two at which none exceeds it."""
+    limit = torch.finfo(dtype).max
+    largest = values.abs().amax().float() if values.numel() else values.new_zeros((), dtype=torch.float32)
+    fits = torch.frexp(limit / largest)[1] - 1
+    exponent = torch.where(largest > 0, fits, 0).clamp(-120, 120).to(torch.int32)
+    wide = values.to(_wide(values.dtype))
+    codes = (wide * _power_of_two(exponent).to(wide.dtype)).to(dtype)
+    return Scaled(codes, torch.where(largest.isfinite(), _power_of_two(-exponent), torch.nan))
+
+
+def _power_of_two(exponent: Tensor) -> Tensor:
+    """Exactly, from its bits: ``exp2`` may be off by one."""
+    return (exponent + 127 << 23).view(torch.float32)
+
+
+def has_float8_products(device: torch.device) -> bool:
+    """Whether ``device`` multiplies such matrices itself: NVIDIA's from compute capability 8.9 on."""
+    if device.type != "cuda" or torch.version.hip is not None or not torch.cuda.is_available():
+        return False
+    return torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+class Rounded:
+    """The last input that was rounded: layers that are given the same tensor one after another (queries, keys, values)
+    share its codes, and backward keeps them once."""
+
+    def __init__(self) -> None:
+        self._of: Callable[[], Tensor | None] = lambda: None
+        self._version = -1
+        self._found: Scaled | None = None
+
+    def rows(self, input: Tensor) -> Scaled:
+        """The codes of ``input`` as rows [.., inputs]."""
+        if torch.compiler.is_compiling() or input.is_inference():  # no place for notes; no versions
+            return _rows(input)
+        if self._found is None or self._of() is not input or self._version != input._version:
+            self._found = _rows(input)
+            self._of, self._version = weakref.ref(input, self._forget), input._version
+        return self._found
+
+    def _forget(self, _: Any) -> None:
+        self._found = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Rounded:
+        return Rounded()
+
+    def __reduce__(self) -> Any:
+        return Rounded, ()
+
+
+def _rows(input: Tensor) -> Scaled:
+    return scaled(input.detach().reshape(-1, input.shape[-1]), E4M3)
+
+
+def float8_linear(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    emulate: bool,
+    rounded: Rounded | None = None,
+) -> Tensor:
+    """``input @ weight.T + bias`` [.., outputs] in the dtype of ``input``.
+
+    Args:
+        input: [.., inputs]. Backward keeps its codes: one byte per value.
+        weight: [outputs, inputs], of any floating-point dtype. Backward rounds it again, so a weight that is gathered
+            for forward may be released meanwhile.
+        emulate: compute without the device's own products of this kind.
+        rounded: of the layers around this one.
+    """
+    codes, scale = _rows(input) if rounded is None else rounded.rows(input)
+    out: Any = _Float8Linear.apply(input, codes, scale, weight, emulate)
+    return out if bias is None else out + bias.to(out.dtype)
+
+
+class _Float8Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, input: Tensor, codes: Tensor, scale: Tensor, weight: Tensor, emulate: bool
+    ) -> Tensor:
+        ctx.save_for_backward(codes, scale, weight)
+        ctx.emulate, ctx.dtype = emulate, input.dtype
+        matrix = scaled(weight, E4M3)
+        out = _product(Scaled(codes, scale), Scaled(matrix.codes.t(), matrix.scale), input.dtype, emulate)
+        return out.view(*input.shape[:-1], weight.shape[0])
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: Any) -> Any:
+        codes, scale, weight = ctx.saved_tensors
+        grad = scaled(grads[0].reshape(-1, grads[0].shape[-1]), E5M2)
+        of_input = of_weight = None
+        if ctx.needs_input_grad[0]:
+            of_input = _product(grad, scaled(weight, E4M3), ctx.dtype, ctx.emulate)
+            of_input = of_input.view(*grads[0].shape[:-1], weight.shape[1])
+        if ctx.needs_input_grad[3]:
+            turned = Scaled(grad.codes.t(), grad.scale)
+            of_weight = _product(turned, Scaled(codes, scale), weight.dtype, ctx.emulate)
+        return of_input, None, None, of_weight, None
+
+
+def _product(left: Scaled, right: Scaled, dtype: torch.dtype, emulate: bool) -> Tensor:
+    """``left @ right`` [m, n] in ``dtype``: m and n as they are, what is added over filled up to whole tiles."""
+    if emulate:
+        wide = _wide(dtype)
+        return ((left.codes.to(wide) @ right.codes.to(wide)) * (left.scale * right.scale).to(wide)).to(dtype)
+    missing = -left.codes.shape[1] % ALIGNMENT
+    rows, columns = _filled(left.codes, missing), _filled(right.codes.t(), missing)
+    return torch._scaled_mm(rows, columns.t(), scale_a=left.scale, scale_b=right.scale, out_dtype=dtype)
+
+
+def _filled(codes: Tensor, missing: int) -> Tensor:
+    """Rows one after another in memory, each with that many zeros at its end."""
+    if not missing:
+        return codes.contiguous()
+    filled = codes.new_zeros(codes.shape[0], codes.shape[1] + missing, dtype=torch.uint8)
+    filled[:, : codes.shape[1]] = codes.contiguous().view(torch.uint8)
+    return filled.view(codes.dtype)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """In which products of codes for a result of ``dtype`` are computed: codes are exact in it, and sums fit."""
+    return torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
