@@ -24,7 +24,7 @@ extern "C" {
 #endif
 
 /* Increased whenever a signature or a struct below changes; deepspeed/ops/native.py refuses any other number. */
-#define DS_HOST_ABI 3
+#define DS_HOST_ABI 4
 DS_API int32_t ds_abi(void);
 
 enum ds_dtype { DS_FLOAT32 = 0, DS_BFLOAT16 = 1, DS_FLOAT16 = 2 };
@@ -155,12 +155,17 @@ DS_API void ds_reduce_chunks(void *output, int32_t output_dtype, const void *con
  * the number of bits. */
 enum ds_codes { DS_SIGNS = 1, DS_INTEGERS4 = 4, DS_INTEGERS8 = 8, DS_FLOATS8 = 256 + 8 };
 
+/* Which neighbour a number between two codes becomes: the nearest, or one at random, right in the mean (only integers). */
+enum ds_rounding { DS_NEAREST = 0, DS_RANDOM = 1 };
+
 /* Packets [rows, stride] of rows of `numel` elements: fp32 scales of all blocks of a row, then its codes, then zeros. */
 typedef struct ds_packets {
     uint8_t *data;
     int64_t rows, stride; /* bytes */
     int64_t numel, block; /* elements of a row, and of those with one scale: an even number, for signs a multiple of 8 */
     int32_t codes;        /* enum ds_codes */
+    int32_t rounding;     /* enum ds_rounding; random bits are a hash of the block, its number and the seed */
+    uint32_t seed;
 } ds_packets;
 
 /* Encodes values [rows, numel] of `dtype`. `errors`, if not null, [rows, numel], are added first, and become what

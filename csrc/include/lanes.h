@@ -46,6 +46,7 @@ struct VectorTypes;
     struct VectorTypes<n> {                                                   \
         using Floats = float __attribute__((vector_size(n * 4)));             \
         using Words = uint32_t __attribute__((vector_size(n * 4)));           \
+        using Ints = int32_t __attribute__((vector_size(n * 4)));             \
         using Halves = uint16_t __attribute__((vector_size(n * 2)));          \
         using Bytes = uint8_t __attribute__((vector_size(n)));                \
     };
@@ -60,6 +61,7 @@ struct Vector : VectorTypes<N> {
 #if defined(__GNUC__)
     using typename VectorTypes<N>::Floats;
     using typename VectorTypes<N>::Words;
+    using typename VectorTypes<N>::Ints;
     using typename VectorTypes<N>::Halves;
     using typename VectorTypes<N>::Bytes;
 
@@ -99,6 +101,7 @@ template <>
 struct Vector<1> {
     using Floats = float;
     using Words = uint32_t;
+    using Ints = int32_t;
     template <class Number>
     static void widen(Words &to, const Number *from) { to = *from; }
     template <class Number>

@@ -1,14 +1,9 @@
 // Dropout, and the sum with a residual, in one pass: what is dropped is a hash of the element's index and a seed, so nothing
 // has to be kept for backward, which drops the same elements of the gradient.
 #include "kernel.h"
+#include "mixing.h"
 
 namespace {
-
-DS_INLINE uint32_t mix(uint32_t x) {
-    x = (x ^ (x >> 16)) * 0x7feb352du;
-    x = (x ^ (x >> 15)) * 0x846ca68bu;
-    return x ^ (x >> 16);
-}
 
 DS_INLINE void dropout_run_body(const ds_dropout_call &call, int64_t begin, int64_t end) {
     alignas(64) float buffer[2][ds::kBlock], result[ds::kBlock];
@@ -18,10 +13,10 @@ DS_INLINE void dropout_run_body(const ds_dropout_call &call, int64_t begin, int6
         const int64_t n = end - i < ds::kBlock ? end - i : ds::kBlock;
         const float *__restrict from = ds::widen(ds::at(call.input, i, call.dtype), call.dtype, buffer[0], n);
         // A block of indices has one seed; its own part of the hash is 32 bits.
-        const uint32_t key = mix(uint32_t(call.seed) + mix(uint32_t(call.seed >> 32) + uint32_t(i >> 32)));
+        const uint32_t key = ds::mix(uint32_t(call.seed) + ds::mix(uint32_t(call.seed >> 32) + uint32_t(i >> 32)));
         const uint32_t first = uint32_t(i);
         DS_IVDEP for (int64_t j = 0; j < n; ++j) {
-            const uint32_t random = mix((first + uint32_t(j)) ^ key);
+            const uint32_t random = ds::mix((first + uint32_t(j)) ^ key);
             result[j] = random < limit ? 0.0f : from[j] * scale;
         }
         if (call.residual != nullptr) {

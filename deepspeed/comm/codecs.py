@@ -9,6 +9,12 @@ without sums in an unspecified order, except for the mean of ``SignCodec``, whic
 decodes the same numbers from the same packet. On the host the native library does all of it in one pass over memory, on
 GPUs a Triton kernel (``ops/packets.py``), with the same bits.
 
+[Note: at random] ``BlockCodec`` with a seed rounds each quotient up or down, with the probabilities that make the mean
+the quotient. What decides is a hash of the element's index in its block, the bits of all numbers of the block, the
+number of the block, and the seed. So there is no state: other numbers are rounded otherwise, hence every step; ranks
+and buckets have seeds of their own; the same numbers are rounded in the same way, on every device, also in a run that
+resumes.
+
 [Note: what is not finite] A block with a NaN or an infinity has a scale that is not finite, and decodes to numbers that
 are not finite: an overflow of gradients stays visible after the sum over ranks.
 """
@@ -18,7 +24,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -85,12 +91,13 @@ class _NativeCodec(Codec):
     __slots__ = ()
     codes: int
     block: int
+    seed: int | None
 
     def encode(self, values: Tensor, errors: Tensor | None = None) -> Tensor:
         if values.is_cpu or values.is_cuda:
             shape = (*values.shape[:-1], self.nbytes(values.shape[-1]))
             packets = torch.empty(shape, dtype=torch.uint8, device=values.device)
-            if native.encode(packets, values.contiguous(), self.codes, self.block, errors):
+            if native.encode(packets, values.contiguous(), self.codes, self.block, errors, self.seed):
                 return packets
         return super().encode(values, errors)
 
@@ -112,11 +119,13 @@ class _NativeCodec(Codec):
 @dataclass(frozen=True, slots=True)
 class BlockCodec(_NativeCodec):
     """Symmetric integers of 8 or 4 bits, each ``block`` of elements with its own scale: its largest magnitude becomes
-    the largest code (G. Wang et al. 2023, ZeRO++, section 3.1). No element is off by more than half a scale. Two codes
-    of 4 bits share a byte, the first in its lower half."""
+    the largest code (G. Wang et al. 2023, ZeRO++, section 3.1). No element is off by more than half a scale; with a
+    ``seed`` (32 bits), at random, by less than a whole one, and right in the mean. Two codes of 4 bits share a byte,
+    the first in its lower half."""
 
     bits: int = 8
     block: int = BLOCK
+    seed: int | None = None
 
     def __post_init__(self) -> None:
         if self.bits not in (4, 8):
@@ -142,7 +151,8 @@ class BlockCodec(_NativeCodec):
         blocks = _blocks(values, self.block)
         scales = blocks.abs().amax(-1) / self.largest
         divisors = torch.where(scales > 0, scales, 1.0)
-        codes = (blocks / divisors.unsqueeze(-1)).round_().clamp_(-self.largest, self.largest)
+        codes = (blocks / divisors.unsqueeze(-1)).clamp_(-self.largest, self.largest)
+        codes = (codes if self.seed is None else codes.add_(_parts(blocks, self.seed))).round_()
         whole = codes.to(torch.int8).flatten(-2)[..., :numel].contiguous().view(torch.uint8)
         return _packet(self.nbytes(numel), scales, whole if self.bits == 8 else _join_halves(whole))
 
@@ -162,6 +172,7 @@ class SignCodec(_NativeCodec):
 
     block: int = SIGN_BLOCK
     codes: ClassVar[int] = 1
+    seed: ClassVar[None] = None
 
     def __post_init__(self) -> None:
         if self.block < 8 or self.block % 8:
@@ -192,6 +203,7 @@ class FloatCodec(_NativeCodec):
 
     block: int = BLOCK
     codes: ClassVar[int] = 256 + 8
+    seed: ClassVar[None] = None
 
     def nbytes(self, numel: int) -> int:
         return _round_up(_SCALE * -(-numel // self.block) + numel)
@@ -284,6 +296,35 @@ def codec_named(name: str, share: float = 0.01) -> Codec:
     if name not in known:
         raise ValueError(f"codec {name!r} is unknown: use one of {', '.join(CODECS)}")
     return known[name]
+
+
+_WORD = 0xFFFFFFFF
+
+
+def seed_of(*numbers: int) -> int:
+    """32 bits that depend on all ``numbers``, in their order."""
+    seed = 0
+    for number in numbers:
+        seed = _mixed(seed + number)
+    return seed
+
+
+def _parts(blocks: Tensor, seed: int) -> Tensor:
+    """fp32 between -1/2 and 1/2 for all elements of ``blocks`` [..., blocks, block], fp32; see [Note: at random]."""
+    block = blocks.shape[-1]
+    number = torch.arange(blocks.numel() // block, device=blocks.device)
+    keys = _mixed(number + _mixed(number.new_full((), seed & _WORD) + (number >> 32)))
+    keys = _mixed(blocks.view(torch.int32).long().sum(-1) + keys.view(blocks.shape[:-1]))
+    random = _mixed(keys.unsqueeze(-1) + torch.arange(block, device=blocks.device))
+    return ((random >> 15) | 1).float().mul_(2.0**-17).sub_(0.5)
+
+
+def _mixed(x: Any) -> Any:
+    """A hash of the lowest 32 bits of an integer or of int64 numbers, as ``mix`` in ``csrc/include/mixing.h``."""
+    x = x & _WORD
+    x = ((x ^ (x >> 16)) * 0x7FEB352D) & _WORD
+    x = ((x ^ (x >> 15)) * 0x846CA68B) & _WORD
+    return x ^ (x >> 16)
 
 
 def pack_signs(values: Tensor) -> Tensor:

@@ -33,6 +33,10 @@ class GradientCompressionConfig(DeepSpeedConfigModel):
     share: Float = Field(
         default=0.01, gt=0, le=1, description='Share of the elements that travel; only for "top_k".'
     )
+    rounding: Literal["nearest", "stochastic"] = Field(
+        default="nearest",
+        description='Rounding of "int8" and "int4"; stochastic: at random, right in the mean.',
+    )
     error_feedback: bool = Field(
         default=True, description="What encoding takes away is added to the next gradients."
     )

@@ -199,6 +199,8 @@ class Packing:
     """Bits of gradients where each rank keeps a slice of their sum (qgZ)."""
     feedback: tuple[float, int] | None = None
     """Weight of the old error, and sums after which it is dropped (LoCo)."""
+    random: bool = False
+    """Whether integers are rounded at random."""
     codec: Codec | None = None
     """How gradients travel at every stage (``gradient_compression``); None: by ``gradients``."""
     keeps_errors: bool = False
@@ -260,7 +262,8 @@ def _packing(config: DeepSpeedConfig) -> Packing:
     if section is None:
         return packing
     codec = codec_named(section.codec, float(section.share))
-    return replace(packing, codec=codec, keeps_errors=section.error_feedback)
+    random = section.rounding == "stochastic"
+    return replace(packing, codec=codec, keeps_errors=section.error_feedback, random=random)
 
 
 def _zero_packing(config: DeepSpeedConfig) -> Packing:
@@ -270,8 +273,9 @@ def _zero_packing(config: DeepSpeedConfig) -> Packing:
     loco = zero.zeropp_loco_param
     gradients = 4 if zero.zero_quantized_gradients else 0
     feedback = (float(loco.err_beta), int(loco.reset_T)) if loco is not None and gradients else None
+    random = zero.zero_quantized_rounding == "stochastic"
     if zero.stage < 3:
-        return Packing(gradients=gradients, feedback=feedback)
+        return Packing(gradients=gradients, feedback=feedback, random=random)
     bits = int(zero.zero_quantized_weights_bits)
     weights = bits if zero.zero_quantized_weights else 0
     return Packing(
@@ -279,6 +283,7 @@ def _zero_packing(config: DeepSpeedConfig) -> Packing:
         frozen_weights=bits if zero.zero_quantized_nontrainable_weights else weights,
         gradients=gradients,
         feedback=feedback,
+        random=random,
         group=max(1, int(zero.zero_hpz_partition_size)),
     )
 

@@ -264,6 +264,19 @@ def packets_make_sense(config: TrainingConfig) -> Iterator[Finding]:
             "has no effect without zero_quantized_gradients: it corrects errors of their quantization",
             False,
         )
+    quantizes = zero.zero_quantized_weights or zero.zero_quantized_nontrainable_weights
+    if zero.zero_quantized_rounding == "stochastic" and not (quantizes or zero.zero_quantized_gradients):
+        yield Finding(
+            ("zero_optimization.zero_quantized_rounding", "zero_optimization.zero_quantized_gradients"),
+            "has no effect: neither gradients nor weights are quantized",
+            False,
+        )
+    section = config.gradient_compression
+    if section is not None and section.rounding == "stochastic" and section.codec not in ("int8", "int4"):
+        yield Finding(
+            ("gradient_compression.rounding", "gradient_compression.codec"),
+            f'"{section.codec}" is not rounded at random: use "int8" or "int4", or leave rounding out',
+        )
     if config.gradient_compression is not None and zero.zero_quantized_gradients:
         yield Finding(
             ("gradient_compression", "zero_optimization.zero_quantized_gradients"),

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from deepspeed.utils.logging import log_dist
 
-ABI = 3
+ABI = 4
 """Version of `deepspeed_host.h` that the table below describes."""
 
 DTYPE_CODES: dict[torch.dtype, int] = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}

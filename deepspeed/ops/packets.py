@@ -21,25 +21,34 @@ class Packets(ctypes.Structure):
         ("numel", ctypes.c_int64),
         ("block", ctypes.c_int64),
         ("codes", ctypes.c_int32),
+        ("rounding", ctypes.c_int32),
+        ("seed", ctypes.c_uint32),
     ]
 
 
-def encode(packets: Tensor, values: Tensor, codes: int, block: int, errors: Tensor | None = None) -> bool:
-    """Fill ``packets`` [..., bytes] with ``values`` [..., n] plus ``errors``, which become what that took away. False:
-    there is no kernel for them here, and nothing was done."""
+def encode(
+    packets: Tensor,
+    values: Tensor,
+    codes: int,
+    block: int,
+    errors: Tensor | None = None,
+    seed: int | None = None,
+) -> bool:
+    """Fill ``packets`` [..., bytes] with ``values`` [..., n] plus ``errors``, which become what that took away. With
+    a ``seed`` integers are rounded up or down at random. False: there is no kernel here, and nothing was done."""
     if errors is not None and not (errors.dtype is torch.float32 and errors.is_contiguous()):
         return False
     if gpu.usable(packets, values, errors):
         from deepspeed.ops.gpu import packets as kernels  # imports Triton
 
         if codes in kernels.CODES and kernels.takes(packets, values, block):
-            kernels.encode(packets, values, codes, block, errors)
+            kernels.encode(packets, values, codes, block, errors, seed)
             return True
     lib = native.library()
     if lib is None or not _can_encode(packets, values, errors):
         return False
     numel = values.shape[-1]
-    described = _described(packets, numel, codes, block)
+    described = _described(packets, numel, codes, block, seed)
     lib.ds_encode(
         ctypes.byref(described),
         values.data_ptr(),
@@ -109,7 +118,8 @@ def _can_encode(packets: Tensor, values: Tensor, errors: Tensor | None) -> bool:
     return errors is None or (errors.dtype is torch.float32 and native.is_native(errors))
 
 
-def _described(packets: Tensor, numel: int, codes: int, block: int) -> Packets:
+def _described(packets: Tensor, numel: int, codes: int, block: int, seed: int | None = None) -> Packets:
     stride = packets.shape[-1]
     rows = packets.numel() // stride if stride else 0
-    return Packets(packets.data_ptr(), rows, stride, numel, block, codes)
+    random = seed is not None
+    return Packets(packets.data_ptr(), rows, stride, numel, block, codes, random, seed or 0)

@@ -12,6 +12,7 @@ from deepspeed.ops import packets as native
 from tests.ops.cases import DTYPES, same_bits
 
 CODECS = [SignCodec(), SignCodec(24), BlockCodec(8), BlockCodec(4), BlockCodec(4, 6), BlockCodec(8, 2050)]
+CODECS += [BlockCodec(8, seed=1), BlockCodec(4, 6, seed=2), BlockCodec(4, 2050, seed=2**32 - 1)]
 CODECS += [FloatCodec(), FloatCodec(6), TopCodec(0.01), TopCodec(0.4), TopCodec(1.0)]
 
 

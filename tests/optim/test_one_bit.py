@@ -445,6 +445,18 @@ def test_freeze_step_auto() -> None:
     assert engine.core.reducer.cadence is Cadence.NEVER
 
 
+@pytest.mark.parametrize(("corrected", "freeze"), [(True, 21), (False, 41)])
+def test_gradients_that_do_not_change(corrected: bool, freeze: int) -> None:
+    """The variance that updates use is stable from the start, or when it has grown from zero to its limit."""
+    param = torch.ones(8, requires_grad=True)
+    optimizer = OnebitAdam([param], freeze_step="auto", betas=(0.9, 0.9), bias_correction=corrected)
+    for _ in range(freeze - 1):
+        assert not optimizer.freeze_step < float("inf")
+        param.grad = torch.ones(8)
+        optimizer.step()
+    assert optimizer.freeze_step == freeze
+
+
 @distributed(world_size=2)
 def test_another_number_of_ranks(tmp_path: Path) -> None:
     """Two ranks save; each of them alone resumes: what was owed is not lost."""

@@ -135,6 +135,28 @@ def test_bytes_and_losses(stage: int, codec: str) -> None:
     assert sum(losses[-5:]) < 0.7 * sum(losses[:5])
 
 
+@pytest.mark.parametrize(
+    ("codec", "stage", "feedback"), [("int4", 0, True), ("int8", 0, False), ("int4", 2, False)]
+)
+@distributed(world_size=2)
+def test_rounded_at_random(codec: str, stage: int, feedback: bool, tmp_path: Path) -> None:
+    """Weights stay the same on both ranks, losses fall, and a resumed run is exact."""
+    section = {"codec": codec, "error_feedback": feedback, "rounding": "stochastic"}
+    engine = start(codec, stage, gradient_compression=section)
+    losses = train(engine, 0, 10)
+    engine.save_checkpoint(tmp_path)
+    losses += train(engine, 10, 40)
+    assert sum(losses[-5:]) < 0.9 * sum(losses[:5])
+    resumed = start(codec, stage, gradient_compression=section)
+    resumed.load_checkpoint(tmp_path)
+    assert train(resumed, 10, 40) == losses[10:]
+    for param in engine.module.parameters():
+        others = [torch.empty_like(param) for _ in range(2)]
+        dist.all_gather(others, param.detach())
+        assert torch.equal(others[0], others[1])
+    assert train(start(codec, stage, feedback), 0, 10) != losses[:10]
+
+
 @distributed(world_size=2)
 def test_an_overflow_leaves_no_trace() -> None:
     """A step with gradients that are not finite is skipped, and what is owed stays finite."""
@@ -152,6 +174,8 @@ def test_an_overflow_leaves_no_trace() -> None:
 def test_what_is_refused() -> None:
     with pytest.raises(DeepSpeedConfigError, match="gradient_compression.codec"):
         start("pigeon")
+    with pytest.raises(DeepSpeedConfigError, match='gradient_compression.rounding.*"fp8" is not rounded'):
+        start("fp8", gradient_compression={"codec": "fp8", "rounding": "stochastic"})
     with pytest.raises(DeepSpeedConfigError, match="zero_quantized_gradients"):
         start("int8", 1, zero_optimization={"stage": 1, "zero_quantized_gradients": True})
     start("int8")

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import deepspeed
-from deepspeed.comm.codecs import BlockCodec
+from deepspeed.comm.codecs import BlockCodec, seed_of
 from deepspeed.config.problems import DeepSpeedConfigError
 from deepspeed.ops.adam import FusedAdam
 from deepspeed.runtime.zero.gathering import sharded_model
@@ -33,6 +33,7 @@ QGZ = {"zero_quantized_gradients": True}
 HPZ = {"zero_hpz_partition_size": 2}
 LOCO = {**QGZ, "zeropp_loco_param": {"err_beta": 0.5, "reset_T": 3}}
 ALL = {**QWZ, **QGZ, **HPZ}
+AT_RANDOM = {"zero_quantized_rounding": "stochastic"}
 
 
 def make_model() -> nn.Module:
@@ -245,10 +246,20 @@ def test_bytes_across_groups(bits: int) -> None:
     engine.destroy()
 
 
+@pytest.mark.parametrize("random", [False, True], ids=["nearest", "at random"])
 @distributed(world_size=2)
-def test_everybody_computes_with_the_same_weights_and_saves_the_exact_ones(tmp_path: Path) -> None:
-    engine = start(QWZ, bf16={"enabled": True})
-    rank, codec = dist.get_rank(), BlockCodec(8)
+def test_everybody_computes_with_the_same_weights_and_saves_the_exact_ones(
+    tmp_path: Path, random: bool
+) -> None:
+    """Packets of one rank are the same for all, and after resuming; each rounds at random by a seed of its own."""
+    zero = {**QWZ, **(AT_RANDOM if random else {})}
+    engine = start(zero, bf16={"enabled": True})
+    rank = dist.get_rank()
+
+    def decoded(values: Tensor, bucket: int, owner: int) -> Tensor:
+        codec = BlockCodec(8, seed=seed_of(bucket, owner) if random else None)
+        return codec.decode(codec.encode(values), values.numel())
+
     seen: dict[str, Tensor] = {}
     for name, module in engine.module.named_modules():
         if isinstance(module, nn.Linear):
@@ -265,7 +276,8 @@ def test_everybody_computes_with_the_same_weights_and_saves_the_exact_ones(tmp_p
             continue
         flat = torch.empty(bucket.layout.padded_numel, dtype=torch.bfloat16)
         dist.all_gather_into_tensor(flat, bucket.shard)
-        rows = codec.decode(codec.encode(flat.view(2, -1)), bucket.layout.shard_numel).bfloat16().reshape(-1)
+        slices = [decoded(part, bucket.layout.index, r) for r, part in enumerate(flat.view(2, -1))]
+        rows = torch.cat(slices).bfloat16()
         for param, slot in zip(bucket.params, bucket.layout.slots, strict=True):
             name = next(n for n, p in engine.module.named_parameters() if p is param)
             if name.endswith("weight") and name[:-7] in seen:
@@ -275,9 +287,26 @@ def test_everybody_computes_with_the_same_weights_and_saves_the_exact_ones(tmp_p
     engine.save_checkpoint(tmp_path)
     engine.train()
     expected = output(engine, 5, rank)
-    fresh = start(QWZ, bf16={"enabled": True})
+    fresh = start(zero, bf16={"enabled": True})
     fresh.load_checkpoint(tmp_path)
     assert torch.equal(output(fresh, 5, rank), expected)
+
+
+@pytest.mark.parametrize("zero", [{**QWZ, **LOCO}, ALL], ids=["LoCo", "all"])
+@distributed(world_size=4)
+def test_at_random_resumes_exactly(zero: dict[str, Any], tmp_path: Path) -> None:
+    """And training goes on about as with whole numbers."""
+    plain = start({})
+    expected = train(plain, 6)
+    plain.destroy()
+    engine = start({**zero, **AT_RANDOM})
+    losses = train(engine, 3)
+    engine.save_checkpoint(tmp_path)
+    losses += train(engine, 3, 3)
+    assert losses == pytest.approx(expected, rel=0.05) and losses != expected
+    resumed = start({**zero, **AT_RANDOM})
+    resumed.load_checkpoint(tmp_path)
+    assert train(resumed, 3, 3) == losses[3:]
 
 
 @pytest.mark.parametrize("stage", [1, 2])

@@ -48,10 +48,11 @@ def takes(x: Tensor, residual: Tensor | None = None) -> bool:
 
 def arguments(ratio: float, seed: int) -> tuple[int, int, int, float]:
     """What kernels are told: the seed's halves and the limit, as int32, and the factor of what is kept."""
-    return _signed(seed), _signed(seed >> 32), _signed(int(ratio * 2**32)), 1.0 / (1.0 - ratio)
+    return signed(seed), signed(seed >> 32), signed(int(ratio * 2**32)), 1.0 / (1.0 - ratio)
 
 
-def _signed(word: int) -> int:
+def signed(word: int) -> int:
+    """The lowest 32 bits as int32."""
     word &= 0xFFFFFFFF
     return word - (1 << 32) if word >> 31 else word
 

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from deepspeed.ops.gpu.dropout import mixed, signed
 from deepspeed.ops.gpu.types import FLOATS
 
 _ROUNDER = tl.constexpr(1.5 * 2.0**23)  # adding it rounds a small number to an integer, to nearest even
@@ -31,12 +32,14 @@ def _wanted(values, errors, at, inside):
 
 
 @triton.jit
-def _code(x, divisor, MOST: tl.constexpr):
-    """The nearest integers, int32; 0 in a block that is not finite."""
+def _code(x, divisor, part, MOST: tl.constexpr):
+    """The nearest integers, int32, of quotients and ``part``; 0 in a block that is not finite."""
     q = tl.div_rn(x, divisor)
     q = tl.where(q > MOST, MOST, q)
     q = tl.where(q < -MOST, -MOST, q)
     q = tl.where(q == q, q, 0.0)
+    if part is not None:
+        q = q + part
     rounder = tl.full(q.shape, _ROUNDER, tl.float32)
     return (q + rounder).to(tl.int32, bitcast=True) - rounder.to(tl.int32, bitcast=True)
 
@@ -48,13 +51,20 @@ def _largest_bits(x):
 
 
 @triton.jit
+def _part(key, element):
+    """Between -1/2 and 1/2, at random, for each element."""
+    word = mixed(key + element.to(tl.uint32)) >> 15
+    return (word | 1).to(tl.int32).to(tl.float32) * (1.0 / 131072.0) - 0.5
+
+
+@triton.jit
 def _finish(packets, stride, used, is_last):
     """Zeros behind the last code: what travels is the same whatever the memory held."""
     tail = used + tl.arange(0, 4)
     tl.store(packets + tail, tl.zeros((4,), tl.uint8), mask=tail < tl.where(is_last, stride, 0))
 
 
-@triton.jit(do_not_specialize=["stride", "blocks"])
+@triton.jit(do_not_specialize=["stride", "blocks", "seed"])
 def _encode_integers_kernel(
     packets,  # [rows, stride] uint8
     scales,  # the same memory as fp32
@@ -64,6 +74,8 @@ def _encode_integers_kernel(
     stride,
     block,
     blocks,
+    seed,
+    RANDOM: tl.constexpr,
     MOST: tl.constexpr,
     HALF: tl.constexpr,  # a power of 2, at least half a block
     IN_HALVES: tl.constexpr,  # whether two codes share a byte
@@ -81,7 +93,13 @@ def _encode_integers_kernel(
     scale = tl.div_rn(largest.to(tl.float32, bitcast=True), MOST)
     divisor = tl.where(scale > 0, scale, 1.0)
     tl.store(scales + row * (stride // 4) + index, scale)
-    low_code, high_code = _code(low, divisor, MOST), _code(high, divisor, MOST)
+    low_part, high_part = None, None
+    if RANDOM:
+        bits = tl.sum(low.to(tl.int32, bitcast=True) + high.to(tl.int32, bitcast=True), 0)
+        number = mixed(tl.program_id(0).to(tl.uint32) + mixed(seed.to(tl.uint32)))
+        key = mixed(bits.to(tl.uint32, bitcast=True) + number)
+        low_part, high_part = _part(key, 2 * pair), _part(key, 2 * pair + 1)
+    low_code, high_code = _code(low, divisor, low_part, MOST), _code(high, divisor, high_part, MOST)
     packet = packets + row * stride
     codes = packet + 4 * blocks
     if IN_HALVES:
@@ -178,8 +196,16 @@ def takes(packets: Tensor, values: Tensor, block: int) -> bool:
     return whole and values.is_contiguous() and values.dtype in FLOATS and block <= LARGEST_BLOCK
 
 
-def encode(packets: Tensor, values: Tensor, bits: int, block: int, errors: Tensor | None = None) -> None:
-    """Fill ``packets`` [.., bytes] with ``values`` [.., n] plus ``errors`` (fp32), which become what that took away."""
+def encode(
+    packets: Tensor,
+    values: Tensor,
+    bits: int,
+    block: int,
+    errors: Tensor | None = None,
+    seed: int | None = None,
+) -> None:
+    """Fill ``packets`` [.., bytes] with ``values`` [.., n] plus ``errors`` (fp32), which become what that took away.
+    With a ``seed`` integers are rounded up or down at random."""
     numel, stride = values.shape[-1], packets.shape[-1]
     if not values.numel():
         packets.zero_()
@@ -194,6 +220,8 @@ def encode(packets: Tensor, values: Tensor, bits: int, block: int, errors: Tenso
         else:
             _encode_integers_kernel[grid](
                 *arguments,
+                signed(seed or 0),
+                RANDOM=seed is not None,
                 MOST=float(2 ** (bits - 1) - 1),
                 HALF=triton.next_power_of_2(triton.cdiv(block, 2)),
                 IN_HALVES=bits == 4,

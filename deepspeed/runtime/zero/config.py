@@ -185,6 +185,10 @@ class DeepSpeedZeroConfig(DeepSpeedConfigModel):
     zero_quantized_gradients: bool = Field(
         default=False, description="Exchange gradients in 4 bits (ZeRO++ qgZ)."
     )
+    zero_quantized_rounding: Literal["nearest", "stochastic"] = Field(
+        default="nearest",
+        description="Rounding of quantized weights and gradients; stochastic: at random, right in the mean.",
+    )
     zeropp_loco_param: ZeroPPLoCoConfig | None = Field(
         default=None, description="Error feedback for quantized gradients."
     )

@@ -11,12 +11,13 @@ groups: a slow link between groups then carries as many bytes as with one rank p
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from deepspeed.comm.codecs import BLOCK, BlockCodec, Codec
+from deepspeed.comm.codecs import BLOCK, BlockCodec, Codec, seed_of
 from deepspeed.comm.collectives import Communicator, Pending
 from deepspeed.comm.compressed import EndToEnd, compressed_mean, part_numel
 from deepspeed.runtime.zero.gradient_sums import GradientSum, InFlight
@@ -184,8 +185,16 @@ class CompressedSum:
         self.worker_error, self.server_error = kept["worker"].to(device), kept["server"].to(device)
 
 
-def codec_for(layout: BucketLayout, bits: int) -> BlockCodec | None:
+def codec_for(layout: BucketLayout, bits: int, *, random: bool = False, rank: int = 0) -> BlockCodec | None:
     """How slices of a bucket travel in ``bits`` per element; None: as they are. Norms and biases would lose more than
-    they save."""
+    they save. ``random``: rounded at random, on each ``rank`` otherwise."""
     worth_it = layout.num_shards > 1 and layout.dtype.is_floating_point and layout.shard_numel >= BLOCK
-    return BlockCodec(bits) if bits and worth_it else None
+    if not bits or not worth_it:
+        return None
+    codec = BlockCodec(bits)
+    return at_random(codec, layout, rank) if random else codec
+
+
+def at_random(codec: BlockCodec, layout: BucketLayout, rank: int) -> BlockCodec:
+    """``codec``, rounding at random, on each ``rank`` and for each bucket otherwise."""
+    return replace(codec, seed=seed_of(layout.index, rank))

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from deepspeed.comm.codecs import BLOCK
+from deepspeed.comm.codecs import BLOCK, BlockCodec
 from deepspeed.comm.collectives import Communicator
 from deepspeed.config.plan import Cadence, Plan
 from deepspeed.runtime.zero.bucket import ParamBucket
@@ -34,7 +34,13 @@ from deepspeed.runtime.zero.layout import BucketLayout
 from deepspeed.runtime.zero.offload.host_copies import HostCopies, off_host
 from deepspeed.runtime.zero.offload.tiers import ResidentTier
 from deepspeed.runtime.zero.params import full_shape
-from deepspeed.runtime.zero.quantized_sum import CompressedSum, ErrorFeedback, QuantizedSum, codec_for
+from deepspeed.runtime.zero.quantized_sum import (
+    CompressedSum,
+    ErrorFeedback,
+    QuantizedSum,
+    at_random,
+    codec_for,
+)
 from deepspeed.runtime.zero.reducer import GradReducer
 from deepspeed.runtime.zero.scopes import Scope, ScopeTable
 
@@ -124,13 +130,15 @@ def _sum_of_one_copy(layout: BucketLayout, scope: Scope, pool: BufferPool, plan:
     if chosen is not None:
         if scope.shard.size == 1 or layout.padded_numel < BLOCK * scope.shard.size:
             return result
+        if packing.random and isinstance(chosen, BlockCodec):
+            chosen = at_random(chosen, layout, scope.everyone.rank)
         if not plan.zero.shard_state:
             return CompressedSum(scope.shard, chosen, keeps_errors=packing.keeps_errors)
         encode = ErrorFeedback(chosen, 0.0, sys.maxsize) if packing.keeps_errors else None
         return QuantizedSum(layout, scope.shard, chosen, levels=scope.levels, encode=encode)
-    codec = codec_for(layout, plan.packing.gradients)
+    codec = codec_for(layout, packing.gradients, random=packing.random, rank=scope.everyone.rank)
     if codec is not None:
-        feedback = plan.packing.feedback
+        feedback = packing.feedback
         encode = ErrorFeedback(codec, *feedback) if feedback is not None else None
         result = QuantizedSum(layout, scope.shard, codec, levels=scope.levels, encode=encode)
     return result

@@ -15,6 +15,8 @@ CODECS = [
     BlockCodec(4, 34),
     SignCodec(64),
     SignCodec(24),
+    BlockCodec(8, 256, seed=5),
+    BlockCodec(4, 34, seed=2**32 - 3),
 ]
 
 
@@ -22,7 +24,7 @@ def packets_of(codec: Codec, values: torch.Tensor, errors: torch.Tensor | None =
     from deepspeed.ops.gpu import packets
 
     made = torch.full((*values.shape[:-1], codec.nbytes(values.shape[-1])), 77, dtype=torch.uint8)
-    packets.encode(made, values, codec.codes, codec.block, errors)
+    packets.encode(made, values, codec.codes, codec.block, errors, codec.seed)
     return made
 
 
@@ -44,7 +46,7 @@ def test_the_same_packets(codec: Codec, dtype: torch.dtype) -> None:
         torch.testing.assert_close(decoded, codec.unpack(found, shape[-1]), rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("codec", CODECS[:2] + CODECS[4:5], ids=str)
+@pytest.mark.parametrize("codec", CODECS[:2] + CODECS[4:5] + CODECS[6:7], ids=str)
 @interpreted
 def test_errors_are_fed_back_and_rows_are_summed(codec: Codec) -> None:
     from deepspeed.ops.gpu import packets
@@ -80,10 +82,10 @@ def test_packets_compile() -> None:
     from deepspeed.ops.gpu import packets
 
     def all_of_them() -> None:
-        for codec in (BlockCodec(8), BlockCodec(4), SignCodec()):
+        for codec in (BlockCodec(8), BlockCodec(4), BlockCodec(8, seed=1), SignCodec()):
             values, errors = torch.empty(2, 4096, dtype=torch.bfloat16), torch.empty(2, 4096)
             made = torch.empty(2, codec.nbytes(4096), dtype=torch.uint8)
-            packets.encode(made, values, codec.codes, codec.block, errors)
+            packets.encode(made, values, codec.codes, codec.block, errors, codec.seed)
             packets.decode(made, errors[0], codec.codes, codec.block, total=True)
 
     assert built(all_of_them) == {"_encode_integers_kernel", "_encode_signs_kernel", "_decode_kernel"}

@@ -81,8 +81,10 @@ class OnebitAdam(OneBitOptimizer, MultiTensorAdam):
         return update <= self.freeze_step
 
     def warmed_up(self, context: UpdateContext) -> None:
-        """ "auto": at intervals as long as the variance remembers, compare its sum with the last one."""
-        interval = round(1.0 / (1.0 - self.param_groups[0]["betas"][1]))
+        """ "auto": at intervals as long as the variance remembers, compare its sum with the last one, both as updates
+        use them: without a correction the sum of gradients that do not change grows for four intervals."""
+        group = self.param_groups[0]
+        interval = round(1.0 / (1.0 - group["betas"][1]))
         if not self.chooses_freeze_step or self.updates % interval:
             return
         variances = [
@@ -91,7 +93,8 @@ class OnebitAdam(OneBitOptimizer, MultiTensorAdam):
         total = torch.as_tensor(sum(variances), dtype=torch.float64).reshape(1).clone()
         if context.parts is not None:
             context.parts.all_reduce(total).wait()
-        now, before = float(total), self._sum_of_variances
+        now = float(total) / corrections(group, self.updates, self.updates)[0]
+        before = self._sum_of_variances
         self._sum_of_variances = now
         if before > 0 and STABLE <= now / before <= 1 / STABLE:
             self.freeze_step = self.updates + 1  # the ranks ask each other before the next update

@@ -148,7 +148,7 @@ def make_pieces(buckets: Sequence[ShardedBucket], scopes: ScopeTable, packing: P
         layout = bucket.layout
         scope = scopes[layout.scope]
         bits = packing.weights if layout.requires_grad else packing.frozen_weights
-        codec = codec_for(layout, bits)
+        codec = codec_for(layout, bits, random=packing.random, rank=scope.shard.rank)
         if not bucket.persistent and scope.shard.size > 1 and (codec is not None or scope.levels is not None):
             pieces[layout.index] = Piece(bucket, codec, scope)
     return pieces
