@@ -1,4 +1,4 @@
-"""A rank whose steps were predicted: trains a shape at one stage after another."""
+"""A rank whose steps were predicted: trains a shape at several stages."""
 
 from __future__ import annotations
 
@@ -23,26 +23,25 @@ class PredictedRank:
     def __init__(self, model: str, micro: int, sequence: int, config: dict[str, Any]) -> None:
         self.model = model
         self.micro, self.sequence, self.config = micro, sequence, config
-        self.trained: Trained | None = None
+        self.trained: dict[int, Trained] = {}
         os.environ["DS_SHM"] = "0"
         deepspeed.init_distributed("gloo")
 
-    def prepare(self, stage: int, warmup: int) -> None:
-        if self.trained is not None:
-            self.trained.close()
-        config = at_stage(self.config, stage)
-        self.trained = Trained(self.model, None, config, self.micro, self.sequence)
-        for _ in range(warmup):
-            self.trained.step()
+    def prepare(self, stages: list[int], warmup: int) -> None:
+        """An engine of each stage, to be taken in turn."""
+        for stage in stages:
+            config = at_stage(self.config, stage)
+            trained = self.trained[stage] = Trained(self.model, None, config, self.micro, self.sequence)
+            for _ in range(warmup):
+                trained.step()
 
-    def run(self, steps: int) -> list[float]:
+    def run(self, stage: int, steps: int) -> list[float]:
         """Seconds of each step; all ranks begin together."""
-        assert self.trained is not None
         dist.barrier()
         found = []
         for _ in range(steps):
             begin = time.perf_counter()
-            self.trained.step()
+            self.trained[stage].step()
             found.append(time.perf_counter() - begin)
         return found
 
@@ -50,9 +49,6 @@ class PredictedRank:
         """Most bytes that torch's allocator has handed out in a step, from the making of the model on."""
         from tests.memory_plan.counting import Allocations
 
-        if self.trained is not None:
-            self.trained.close()
-            self.trained = None
         config = at_stage(self.config, stage)
         with Allocations() as allocations:
             trained = Trained(self.model, None, config, 1, sequence)

@@ -2,15 +2,17 @@
 
 One rank on each of 1 to 4 hosts that are network namespaces of this machine (links.py), whose links are limited. The
 calibration knows neither the links nor more than two ranks. Hosts share the processors of the machine: the prediction
-is told of how many ranks. A cell is a rate, a number of ranks and a ZeRO stage.
+is told of how many ranks. A cell is a rate, a number of ranks and a ZeRO stage. Cells are measured in turn, round after
+round, and so are the stages of the calibration: what a machine can do that others share changes within minutes.
 
-    python benchmarks/predicted_steps.py --save cpu2
+    python benchmarks/predicted_steps.py --save links
     python benchmarks/predicted_steps.py --calibration file.json --ranks 4 --mbits 20
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import sys
 from collections.abc import Sequence
@@ -31,7 +33,7 @@ from deepspeed.step_plan.work import flops_by_call
 from jobs import Job, progress
 from links import Links, LinksError
 from predicted_rank import at_stage
-from report import Report, common_arguments
+from report import RESULTS, Report, common_arguments
 
 STAGES = (0, 1, 2, 3)
 BURST = 256 * 1024  # of links.py
@@ -52,12 +54,19 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--micro", type=int, default=2)
     parser.add_argument("--sequence", type=int, default=128)
     parser.add_argument("--precision", default="bf16", choices=["fp32", "bf16"])
-    parser.add_argument("--steps", type=int, default=30, help="most steps of a cell; the median counts")
+    parser.add_argument("--steps", type=int, default=60, help="most steps of a cell; the median counts")
+    parser.add_argument(
+        "--seconds", type=float, default=3.0, help="of a cell, and a step of each round at least"
+    )
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument(
+        "--join", nargs="+", metavar="WHAT", help="no measurement: one table of saved parts (--save)"
+    )
     parser.add_argument("--calibration", help="a file to use; default: calibrate now")
     parser.add_argument("--memory", action="store_true", help="memory instead of time")
     arguments = parser.parse_args(argv)
     if arguments.quick:
-        arguments.mbits, arguments.ranks, arguments.stages = [100], [1, 2], [0, 3]
+        arguments.mbits, arguments.ranks, arguments.stages, arguments.rounds = [100], [1, 2], [0, 3], 2
     return arguments
 
 
@@ -107,29 +116,40 @@ def job(arguments: argparse.Namespace, links: Links, ranks: int) -> Job:
 
 
 def measure(arguments: argparse.Namespace, predictor: Predictor, ranks: int) -> list[dict[str, Any]]:
-    cells = []
-    with Links(ranks) as links, job(arguments, links, ranks) as ranks_running:
-        for stage in arguments.stages:
-            links.limit(10_000)
-            progress(f"{ranks} ranks, stage {stage}")
-            ranks_running.call("prepare", stage=stage, warmup=5)
-            for mbits in arguments.mbits if ranks > 1 else arguments.mbits[-1:]:
-                foreseen = predictor.seconds(mbits, ranks, stage)
+    """All cells of so many ranks in turn, round after round: a slow moment of the machine hits a part of each."""
+    rates = arguments.mbits if ranks > 1 else arguments.mbits[-1:]
+    taken: dict[tuple[float, int], list[float]] = {}
+    with Links(ranks) as links, job(arguments, links, ranks) as running:
+        links.limit(10_000)
+        progress(f"{ranks} ranks")
+        running.call("prepare", stages=arguments.stages, warmup=5)
+        cells = {
+            (mbits, stage): predictor.seconds(mbits, ranks, stage)
+            for mbits in rates
+            for stage in arguments.stages
+        }
+        for number in range(arguments.rounds):
+            progress(f"{ranks} ranks, round {number + 1}")
+            for mbits in rates:
                 links.limit(mbits)
-                ranks_running.call("run", steps=1)  # what was saved up for a burst is spent
-                steps = max(4, min(arguments.steps, round(2.0 / foreseen)))
-                rows = ranks_running.call("run", steps=steps)
-                seconds = statistics.median(max(step) for step in zip(*rows, strict=True))
-                cells.append(
-                    {
-                        "mbits": mbits,
-                        "ranks": ranks,
-                        "stage": stage,
-                        "measured": seconds,
-                        "predicted": foreseen,
-                    }
-                )
-    return cells
+                running.call(
+                    "run", stage=arguments.stages[0], steps=1
+                )  # what was saved up for a burst is spent
+                for stage in arguments.stages:
+                    most = min(arguments.steps, arguments.seconds / cells[mbits, stage])
+                    rows = running.call("run", stage=stage, steps=max(1, round(most / arguments.rounds)))
+                    taken.setdefault((mbits, stage), []).extend(max(step) for step in zip(*rows, strict=True))
+    return [
+        {
+            "mbits": mbits,
+            "ranks": ranks,
+            "stage": stage,
+            "measured": statistics.median(taken[mbits, stage]),
+            "predicted": foreseen,
+            "steps": len(taken[mbits, stage]),
+        }
+        for (mbits, stage), foreseen in sorted(cells.items(), key=lambda cell: (cell[0][1], cell[0][0]))
+    ]
 
 
 def off(cell: dict[str, Any]) -> float:
@@ -148,13 +168,18 @@ def times(arguments: argparse.Namespace, report: Report) -> None:
             steps=15,
             threads=1,
         )
-        found = calibrate(asked, tell=progress)
+        with Links(2) as links:
+            found = calibrate(asked, lambda rank: links.place(rank, 1), tell=progress)
         if arguments.calibration:
             found.save(arguments.calibration)
     for line in found.lines_of_text():
         report.line(line)
     predictor = Predictor(arguments, found)
     cells = [cell for ranks in arguments.ranks for cell in measure(arguments, predictor, ranks)]
+    show(cells, report)
+
+
+def show(cells: Sequence[dict[str, Any]], report: Report) -> None:
     rows = [
         [
             f"{cell['ranks']} x stage {cell['stage']}",
@@ -173,7 +198,22 @@ def times(arguments: argparse.Namespace, report: Report) -> None:
         f"within {CLOSE:.0%}: {close} of {len(cells)} cells ({close / len(cells):.0%}); goal: 90 %. "
         f"Median of |off|: {statistics.median(abs(off(cell)) for cell in cells):.1%}"
     )
-    report.data["cells"] = cells
+    report.data["cells"] = list(cells)
+
+
+def join(arguments: argparse.Namespace, report: Report) -> None:
+    """Parts that were measured one after another, each with a calibration of its own minutes."""
+    cells: list[dict[str, Any]] = []
+    for what in arguments.join:
+        path = RESULTS / f"predicted_steps_{what}"
+        data = json.loads(Path(f"{path}.json").read_text())
+        cells += data["cells"]
+        report.line()
+        text = Path(f"{path}.txt").read_text().splitlines()
+        report.line(f"{what}: {text[0]}")
+        for line in text[2 : text.index("a step") - 1]:
+            report.line(f"  {line}")
+    show(sorted(cells, key=lambda cell: (cell["ranks"], cell["stage"], cell["mbits"])), report)
 
 
 def memory(arguments: argparse.Namespace, report: Report) -> None:
@@ -221,7 +261,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = parse(argv)
     report = Report("predicted_steps", arguments)
     try:
-        (memory if arguments.memory else times)(arguments, report)
+        (join if arguments.join else memory if arguments.memory else times)(arguments, report)
     except LinksError as error:
         sys.exit(f"No network namespaces here: {error}")
     report.save()

@@ -6,6 +6,7 @@ Started by ``calibrate.py``; what it finds goes to the file that it is told, fro
 from __future__ import annotations
 
 import json
+import math
 import statistics
 import sys
 import time
@@ -27,7 +28,11 @@ from deepspeed.step_plan.user_model import call_of, loss_of
 
 SIZES = (4 << 10, 64 << 10, 1 << 20, 8 << 20)
 """Bytes that a rank sends in a collective that is timed."""
+ROUNDS = 3
 MOST_STEPS = 60
+
+Parts = tuple[float, float, float]
+"""Seconds of a step: forward, backward, update."""
 
 
 class Trained:
@@ -49,7 +54,7 @@ class Trained:
             model=self.module, model_parameters=self.module.parameters(), config=config
         )[0]
 
-    def step(self) -> tuple[float, float, float]:
+    def step(self) -> Parts:
         """Seconds of forward, backward and update."""
         begin = _now()
         loss = loss_of(self.engine, self.batch)
@@ -76,14 +81,17 @@ def _now() -> float:
     return time.perf_counter()
 
 
-def timed(trained: Trained, steps: int, warmup: int, seconds: float, world: Communicator) -> dict[str, float]:
-    """Medians over ``steps``, as ``calibration.Steps``; over more where they are short, since their times vary."""
+def timed(trained: Trained, steps: int, warmup: int, seconds: float, world: Communicator) -> list[Parts]:
+    """Of ``steps``, or of more where they are short, since their times vary."""
     taken = [sum(trained.step()) for _ in range(warmup)]
     slowest = torch.tensor([taken[-1] if taken else seconds], device=trained.device)
     world.all_reduce_max(slowest).wait()
-    rows = [
-        trained.step() for _ in range(max(steps, min(MOST_STEPS, int(seconds / max(1e-9, float(slowest))))))
-    ]
+    count = max(steps, min(MOST_STEPS, int(seconds / max(1e-9, float(slowest)))))
+    return [trained.step() for _ in range(count)]
+
+
+def medians(rows: Sequence[Parts]) -> dict[str, float]:
+    """As ``calibration.Steps``."""
     whole = [sum(row) for row in rows]
     forward, backward, update = (statistics.median(row[i] for row in rows) for i in range(3))
     step = statistics.median(whole)
@@ -163,7 +171,11 @@ def lines(world: Communicator, device: torch.device) -> dict[str, dict[str, floa
         "reduce_scatter": lambda n: _scatter(world, n, device),
         "all_reduce": lambda n: _reduce(world, n, device),
     }
-    return {name: _line([(size, _seconds(make(size))) for size in SIZES]) for name, make in made.items()}
+    least = {(name, size): math.inf for name in made for size in SIZES}
+    for _ in range(ROUNDS):  # what only one of them has seen is not the collective's
+        for name, size in least:
+            least[name, size] = min(least[name, size], _seconds(made[name](size)))
+    return {name: _line([(size, least[name, size]) for size in SIZES]) for name in made}
 
 
 def _gather(world: Communicator, nbytes: int, device: torch.device) -> Callable[[], Any]:
@@ -226,21 +238,23 @@ def main() -> None:
     deepspeed.init_distributed(get_accelerator().communication_backend_name())
     use_shared_memory(False)
     world = communicator()
-    found: dict[str, Any] = {"steps": {}}
+    found: dict[str, Any] = {}
     device = torch.device(get_accelerator().current_device_name())
     if world.size > 1:
         found["lines"] = lines(world, device)
-    for stage in given["stages"]:
+    rows: dict[int, list[Parts]] = {stage: [] for stage in given["stages"]}
+    # There and back: where others share the machine, each stage gets its part of a slow moment.
+    for stage in (*rows, *reversed(rows)):
         config = {**given["config"], "zero_optimization": {**given["zero"], "stage": stage}}
         trained = Trained(given["model"], given["batch"], config, given["micro"], given["sequence"])
-        found["steps"][f"{world.size}/{stage}"] = timed(
-            trained, given["steps"], given["warmup"], given["seconds"], world
-        )
-        if stage == 0 and world.size == 1:
+        first = not rows[stage]
+        rows[stage] += timed(trained, -(-given["steps"] // 2), given["warmup"], given["seconds"] / 2, world)
+        if first and stage == 0 and world.size == 1:
             found["shares"] = shares_of(trained)
-        if stage == 3 and world.size > 1:
+        if first and stage == 3 and world.size > 1:
             found["lines"]["fetch"] = fetch_line(found["lines"]["all_gather"], trained)
         trained.close()
+    found["steps"] = {f"{world.size}/{stage}": medians(taken) for stage, taken in rows.items()}
     if world.rank == 0:
         Path(given["result"]).write_text(json.dumps(found), encoding="utf-8")
     dist.barrier()

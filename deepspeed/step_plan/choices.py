@@ -112,7 +112,7 @@ class Choices:
             f"{row.time.seconds:.3f}",
             f"{row.rate * self.tokens:,.0f}" if self.tokens else "-",
             f"{waits:.0%}",
-            row.time.waits_for if waits >= 0.01 else "",
+            row.time.reason,
         )
 
     def as_json(self) -> list[dict[str, Any]]:

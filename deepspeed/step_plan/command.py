@@ -59,9 +59,7 @@ class Times:
     def lines(self) -> list[str]:
         step = self.step
         waits = f", {step.exposed / step.seconds:.0%} of it waiting" if step.seconds else ""
-        on = (
-            f" (mostly for {step.waits_for})" if step.waits_for and step.exposed > 0.01 * step.seconds else ""
-        )
+        on = f", mostly for {step.reason}" if step.reason else ""
         lines = [f"a step on {self.where}: {step.seconds:.4g} s{waits}{on} (predicted)"]
         return lines if self.choices is None else [*lines, "", *self.choices.lines()]
 

@@ -11,12 +11,18 @@ from deepspeed.memory_plan.ledger import Phase
 from deepspeed.memory_plan.link_time import bytes_per_element
 from deepspeed.memory_plan.planner import Setting
 from deepspeed.step_plan.events import Link, Resource, Schedule, Task, simulate
-from deepspeed.step_plan.fabric import Fabric, Group, Passage
+from deepspeed.step_plan.fabric import BETWEEN, INSIDE, Fabric, Group, Passage
 from deepspeed.step_plan.hardware import Device
 from deepspeed.step_plan.program import Compute, Event, Program, Start, Update, Wait, program_of
 from deepspeed.step_plan.work import Exchange, Work
 
 COMPUTE, HOST, HOST_LINK, STORAGE = "compute", "host", "host link", "storage"
+IN_WORDS = {
+    BETWEEN: "links between nodes",
+    INSIDE: "links inside a node",
+    HOST: "the host's update",
+    HOST_LINK: "copies to host memory",
+}
 SMALL_MESSAGE = 64 * 1024
 GATHERS = ("all_gather", "fetch")
 STATE_BYTES = 12.0
@@ -36,6 +42,11 @@ class StepTime:
     def exposed(self) -> float:
         """Seconds of waiting that nothing hides."""
         return max(0.0, self.seconds - self.compute)
+
+    @property
+    def reason(self) -> str:
+        """What it waits for, in words; "" if it hardly waits."""
+        return IN_WORDS.get(self.waits_for, self.waits_for) if self.exposed > 0.01 * self.seconds else ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

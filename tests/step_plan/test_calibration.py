@@ -147,6 +147,15 @@ def test_what_ranks_copy_hides_behind_a_slow_link() -> None:
     )  # what follows the first full bucket
 
 
+def test_ranks_that_are_faster_together() -> None:
+    """Noise: two took less than each of them alone."""
+    usual = made()
+    found = replace(
+        usual, steps={**usual.steps, "2/0": Steps(step=0.03, forward=0.01, backward=0.02, update=0.0)}
+    )
+    assert step(found, 0, 2) == pytest.approx(0.03, rel=1e-3)
+
+
 def test_ranks_share_processors() -> None:
     found = made()
     assert [busy(found, n) for n in (1, 2, 3, 4)] == [1, 1, 1.5, 2]

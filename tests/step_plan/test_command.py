@@ -29,7 +29,7 @@ def test_a_step_on_a_device(files: tuple[str, str], capsys: pytest.CaptureFixtur
     assert main([*arguments, "--on", "A100", "--network", "100GbE"]) == 0
     shown = capsys.readouterr().out
     assert "a step on 16 A100 over 100GbE: " in shown
-    assert "(predicted)" in shown
+    assert "% of it waiting, mostly for links between nodes (predicted)" in shown
     assert main([*arguments, "--on", "A100", "--network", "10GbE", "--json"]) == 0
     slow = json.loads(capsys.readouterr().out)["step"]
     assert main([*arguments, "--on", "A100", "--network", "NDR", "--json"]) == 0
