@@ -162,7 +162,14 @@ def quantized(data: Tensor, config: QuantizationConfig | None) -> QuantizedParam
 
 
 def quantized_whole(weight: nn.Parameter, config: QuantizationConfig) -> QuantizedParameter:
-    """``weight`` quantized; one that ``zero.Init`` has partitioned is gathered for that (collective)."""
+    """``weight`` quantized; one that ``zero.Init`` has partitioned is gathered for that (collective). Of one on the
+    meta device only the size is known, for plans."""
+    if weight.is_meta:
+        made = quantized(weight.data, config)
+        groups = -(-weight.numel() // config.group_size)
+        size = config.group_size * config.q_bits // 8 + 4  # codes and a scale
+        made.data = torch.empty(groups, size, dtype=config.q_dtype, device="meta")
+        return made
     with GatheredParameters(weight):
         return quantized(weight.data.clone() if is_zero_param(weight) else weight.data, config)
 

@@ -142,7 +142,20 @@ def answer(request: Request) -> Answer:
             f'"auto" stands for the default of {", ".join(auto)}; --set key=value fills it in'
         )
     _activations(ledger, request, setting, config)
+    compiled = config.compile_config
+    if compiled.deepcompile and compiled.offload_opt_states and setting.apart:
+        _states_between_updates(ledger)
     return Answer(request=request, plan=plan, config=config, setting=setting, ledger=ledger)
+
+
+def _states_between_updates(ledger: Ledger) -> None:
+    """``compile.offload_opt_states``: while gradients are made, masters and state are on the host, in memory that
+    stays."""
+    forward, backward, update = STEADY
+    for kind in (Kind.MASTERS, Kind.STATE):
+        ledger.add(STEADY, Place.HOST, kind, ledger.entries[update, Place.DEVICE, kind])
+        for phase in (forward, backward):
+            ledger.entries[phase, Place.DEVICE, kind] = 0
 
 
 def _experts(facts: ModelFacts, ranks: int) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -73,7 +73,7 @@ class Float8Forward:
         return float8_linear(input, weight, bias, emulate=self.emulate, rounded=self.rounded)
 
 
-def _is_plain(module: Any) -> bool:
+def _is_plain(module: Any) -> TypeGuard[nn.Linear]:
     return (
         isinstance(module, nn.Linear)
         and type(module).forward is nn.Linear.forward

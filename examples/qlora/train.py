@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
@@ -46,7 +47,7 @@ def write_base(folder: Path) -> None:
     LlamaForCausalLM(sizes).save_pretrained(folder)
 
 
-def bytes_held(weights: list[QuantizedParameter], stage: int) -> int:
+def bytes_held(weights: list[Any], stage: int) -> int:
     """Of the quantized weights, by this rank."""
     return sum(w.ds_tensor.nbytes if stage == 3 else w.nbytes for w in weights)
 

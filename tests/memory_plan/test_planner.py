@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from deepspeed.config.plan import make_plan
+from deepspeed.linear import Init, LoRAConfig, QuantizationConfig, init_lora
 from deepspeed.memory_plan.activations import TransformerShape, activation_bytes, shape_of
 from deepspeed.memory_plan.ledger import Kind, Ledger, Phase, Place
 from deepspeed.memory_plan.model import facts_of
@@ -93,6 +94,34 @@ def test_small_states_per_parameter(stage: int, masters: bool, expected: float) 
     ledger, numel = ledger_for(config, 1)
     found = sum(ledger.entries[Phase.STEP, Place.DEVICE, kind] for kind in STATES) / numel
     assert expected + 8 / 256 <= found <= 1.03 * expected
+
+
+def test_states_that_leave_the_device_between_updates() -> None:
+    """``compile.offload_opt_states``: 12 bytes per parameter on the device in the update alone, and room for them on
+    the host."""
+    plain, numel = ledger_for(config_for(1, bf16=True), 1)
+    moving = {"compile": {"deepcompile": True, "offload_opt_states": True}}
+    ledger, _ = ledger_for({**config_for(1, bf16=True), **moving}, 1)
+    for phase in (Phase.FORWARD, Phase.BACKWARD):
+        saved = plain.total(phase, Place.DEVICE) - ledger.total(phase, Place.DEVICE)
+        assert 12 * numel <= saved <= 12.5 * numel
+        assert ledger.total(phase, Place.HOST) - plain.total(phase, Place.HOST) == saved
+    assert ledger.total(Phase.STEP, Place.DEVICE) == plain.total(Phase.STEP, Place.DEVICE)
+
+
+def test_frozen_weights_of_few_bits_take_their_bytes() -> None:
+    numels = {}
+    for bits in (None, 8, 6):
+        quantization = None if bits is None else QuantizationConfig(q_bits=bits)
+        with Init(LoRAConfig(lora_r=4, target_mods=["up", "down"]), quantization), torch.device("meta"):
+            model = nn.ModuleDict({name: nn.Linear(512, 512, bias=False) for name in ("up", "down")})
+        init_lora(model)
+        config = config_for(3, bf16=True, stage3_param_persistence_threshold=0)
+        ledger = answer(Request(module=model, config=config, ranks=4)).ledger
+        numels[bits] = ledger.entries[Phase.STEP, Place.DEVICE, Kind.PARAMETERS]
+    adapters = 2 * 2 * 4 * 2 * 512 / 4
+    for bits, each in ((None, 2), (8, 1 + 4 / 512), (6, 0.75 + 4 / 512)):
+        assert numels[bits] == pytest.approx(adapters + each * 2 * 512 * 512 / 4, rel=0.02)
 
 
 def test_muon_keeps_one_value_for_matrices_and_two_for_the_rest() -> None:
@@ -254,6 +283,25 @@ def test_activations_of_a_classical_layer() -> None:
     assert per_value == pytest.approx(2 * (4 + 7 + 8) + 8, rel=1e-9)
     checkpointed = activation_bytes(SHAPE, micro_batch=2, sequence=1024, itemsize=2, checkpointing=True)
     assert checkpointed == 2 * 1024 * 4096 * (32 * 2 + per_value)
+
+
+def test_activations_with_8_bit_products() -> None:
+    """Of a classical layer, 2 bytes each: both normalized inputs (h each) and the MLP's inner one (4h) take a byte
+    less, and the output of attention (h) a byte more."""
+    shape = TransformerShape(
+        layers=2,
+        hidden=64,
+        heads=4,
+        kv_heads=4,
+        head_dim=16,
+        intermediate=256,
+        vocabulary=0,
+        mlp_tensors=2,
+        scores_kept=False,
+    )
+    sizes = {"micro_batch": 2, "sequence": 8, "itemsize": 2, "checkpointing": False}
+    less = activation_bytes(shape, **sizes) - activation_bytes(shape, **sizes, float8=True)
+    assert less == 2 * 16 * (2 * 64 + 256 - 64)
 
 
 def test_a_memory_budget_is_what_activations_take() -> None:
