@@ -612,7 +612,8 @@ class DeepSpeedEngine(EngineCompile):
                 core.client_state.release(core.store.optimizer)
             core.store.tier.close()
             for param in core.store.params:
-                vars(param).pop("_ds_state_access", None)  # type: ignore[attr-defined]
+                if vars(param).get("_ds_state_access") is core.access:  # not that of an engine made since
+                    del param._ds_state_access  # type: ignore[attr-defined]
         if sharded is not None:
             sharded.destroy()
         elif core is not None:

@@ -81,3 +81,19 @@ def test_the_loss_scale_can_be_watched_step_by_step(name: str, kind: type) -> No
     with pytest.raises(ValueError, match="finite"):
         optimizer.override_loss_scale(float("inf"))
     engine.destroy()
+
+
+@pytest.mark.parametrize(("name", "kind"), [("Adam", FP16_Optimizer), ("Lamb", FP16_UnfusedOptimizer)])
+@distributed(world_size=1)
+def test_the_divisor_of_gradients_is_the_loss_scale_times_clipping(name: str, kind: type) -> None:
+    fp16 = {"enabled": True, "loss_scale": 8.0}
+    engine, wrapped = build(name, fp16=fp16, gradient_clipping=0.5)
+    assert isinstance(wrapped, kind)
+    flat = [torch.full((4,), 16.0)]
+    args = (flat,) if kind is FP16_Optimizer else ()
+    assert wrapped.unscale_and_clip_grads(*args, 32.0, apply_scale=False) == pytest.approx(64.0, rel=1e-5)
+    assert torch.equal(flat[0], torch.full((4,), 16.0))
+    assert wrapped.unscale_and_clip_grads(*args, 2.0) == 8.0  # a norm of 0.25, below what is clipped
+    if args:
+        assert torch.equal(flat[0], torch.full((4,), 2.0))
+    engine.destroy()

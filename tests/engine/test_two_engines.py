@@ -235,3 +235,41 @@ def test_groups_of_an_engine_have_its_timeout() -> None:
     assert found == [timedelta(seconds=111), timedelta(seconds=222)]
     for engine in engines:
         engine.destroy()
+
+
+def _trained(engine: Any, seed: int) -> list[Tensor]:
+    for step in range(4):
+        data = torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(seed + step))
+        engine.backward(engine(data).square().mean())
+        engine.step()
+    return [param.detach().clone() for param in engine.parameters()]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@distributed(world_size=2)
+def test_a_second_engine_of_one_model_gets_all_gradients(stage: int) -> None:
+    """Without ``destroy`` of the first, which notebooks and trainers leave to the garbage collector."""
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "zero_optimization": {"stage": stage},
+        "gradient_accumulation_steps": 2,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.05}},
+    }
+    weights = []
+    for former in (False, True):
+        torch.manual_seed(11)
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+        first = deepspeed.initialize(model=model, config=config)[0] if former else None
+        if first is not None:
+            first.backward(first(torch.ones(2, WIDTH)).sum())  # not followed by a step
+        second = deepspeed.initialize(model=model, config=config)[0]
+        weights.append(_trained(second, 3))
+        if first is not None:
+            with pytest.raises(RuntimeError, match=r"another engine of parameter 0\.weight"):
+                first.backward(first(torch.ones(2, WIDTH)).sum())
+            first.destroy()
+            assert deepspeed.utils.safe_get_full_fp32_param(model[0].weight) is not None
+            _trained(second, 9)
+        second.destroy()
+    for alone, after in zip(*weights, strict=True):
+        assert torch.equal(alone, after)

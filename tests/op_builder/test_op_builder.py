@@ -181,3 +181,11 @@ def test_flat_tensors(dtype: torch.dtype) -> None:
     assert all(torch.equal(part, tensor) for part, tensor in zip(parts, tensors, strict=True))
     parts[1].fill_(9)
     assert flat[6] == 9 and tensors[1] == 1
+
+
+def test_builders_tell_for_which_rocm_torch_was_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "hip", None)
+    assert not OpBuilder.is_rocm_pytorch() and OpBuilder.installed_rocm_version() == (0, 0)
+    monkeypatch.setattr(torch.version, "hip", "6.2.41133-dd7f95766")
+    assert op_builder.CPUAdamBuilder.is_rocm_pytorch()
+    assert op_builder.CPUAdamBuilder.installed_rocm_version() == (6, 2)

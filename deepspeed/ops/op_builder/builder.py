@@ -9,6 +9,8 @@ import importlib.util
 from types import ModuleType
 from typing import Any, ClassVar
 
+import torch
+
 from deepspeed.accelerator import get_accelerator
 from deepspeed.ops import gpu, native
 from deepspeed.ops.op_builder.table import Op
@@ -112,6 +114,17 @@ class OpBuilder:
         if verbose:
             logger.info(f"The op {self.NAME} runs on {self.path()}.")
         return module
+
+    @staticmethod
+    def is_rocm_pytorch() -> bool:
+        """Whether torch was built for ROCm."""
+        return torch.version.hip is not None
+
+    @staticmethod
+    def installed_rocm_version() -> tuple[int, int]:
+        """Of the ROCm for which torch was built; (0, 0) if for none."""
+        major, minor, *_ = (torch.version.hip or "0.0").split(".")
+        return int(major), int(minor)
 
 
 ISA_TITLES = {"avx512": "AVX-512", "avx2": "AVX2", "plain": "C++"}

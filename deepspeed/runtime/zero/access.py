@@ -77,6 +77,9 @@ class StateAccess:
         self.shared += shared
         for index, param in enumerate(self.store.params[first:], first):
             self._index[id(param)] = index
+            former = vars(param).get("_ds_state_access")
+            if isinstance(former, StateAccess) and former is not self:
+                former.reducer.retire(former.names[former._index[id(param)]])
             param._ds_state_access = self  # type: ignore[attr-defined]
         for owned in self.store.fragments:
             if owned.param_index >= first:

@@ -103,11 +103,13 @@ class ParamBucket:
         return self.communicator.all_gather(self.full, self.shard)
 
     def destroy(self) -> None:
-        """Give every parameter its own storage back."""
+        """Give every parameter its own storage back, except those that were moved elsewhere."""
         if self.full is None:
             return
-        for param in self.params:
-            param.data = param.data.clone()
+        elsewhere = set(self.detached())
+        for position, param in enumerate(self.params):
+            if position not in elsewhere:
+                param.data = param.data.clone()
         self.full = self.shard = None
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.zero.access import JOINED, StateAccess
+from deepspeed.runtime.zero.norms import clip_coefficient
 from deepspeed.runtime.zero.offload.state_moves import StateMover
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStateTypeEnum
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
@@ -394,9 +395,25 @@ class WholeMasters(ZeroOptimizer):
         ]
         return [[master for master in group if master is not None] for group in groups]
 
+    def _divisor(self, total_norm: float) -> float:
+        """By what a step divides gradients whose norm, times the loss scale, is ``total_norm``."""
+        scale = self.loss_scale
+        return scale / clip_coefficient(total_norm / scale, self.clip_grad)
+
 
 class FusedOptimizer(WholeMasters):
     """FusedAdam or a 1-bit Adam: an instance of ``deepspeed.runtime.fp16.fused_optimizer.FP16_Optimizer``."""
+
+    def unscale_and_clip_grads(
+        self, grad_groups_flat: Sequence[Tensor], total_norm: float, apply_scale: bool = True
+    ) -> float:
+        """Divide ``grad_groups_flat``, of which ``total_norm`` is the norm, by the loss scale and by what clipping asks
+        for, as a step does with its own. Returns the divisor; ``apply_scale=False`` only computes it."""
+        divisor = self._divisor(total_norm)
+        if apply_scale and divisor != 1.0:
+            for grads in grad_groups_flat:
+                grads.div_(divisor)
+        return divisor
 
 
 class BF16_Optimizer(FusedOptimizer):
@@ -407,3 +424,8 @@ class BF16_Optimizer(FusedOptimizer):
 class UnfusedOptimizer(WholeMasters):
     """Any other optimizer: an instance of ``deepspeed.runtime.fp16.unfused_optimizer.FP16_UnfusedOptimizer`` for
     clients that ask."""
+
+    def unscale_and_clip_grads(self, total_norm: float, apply_scale: bool = True) -> float:
+        """The divisor of gradients whose norm, times the loss scale, is ``total_norm``: the loss scale times what
+        clipping asks for. ``apply_scale`` changes nothing: a step divides while it updates."""
+        return self._divisor(total_norm)

@@ -99,6 +99,7 @@ class GradReducer:
         self._late: dict[int, Tensor] = {}
         self.managed = False  # whether the caller calls flush() at the end of the running backward
         self._running = False  # between the beginning of a backward and its flush
+        self._lost = ""  # name of a parameter that another engine trains by now
         self._lay_out()
 
     def _lay_out(self) -> None:
@@ -161,6 +162,7 @@ class GradReducer:
         ``managed``: the caller will ``flush`` when the backward ends. ``share``: factor of all gradients of this
         backward, whose loss the caller has not divided.
         """
+        self._check_not_retired()
         self.managed = managed
         self._share = share
         self._running = True
@@ -349,6 +351,7 @@ class GradReducer:
 
     def finish(self) -> None:
         """Before the optimizer step: reduce whatever no backward has reduced (``no_sync``, unmanaged accumulation)."""
+        self._check_not_retired()
         if self.expose:
             self._take_assigned()
         for bucket in self.buckets:
@@ -468,3 +471,18 @@ class GradReducer:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+
+    def retire(self, name: str) -> None:
+        """Another engine was made of the parameter ``name``: from now on it gets the gradients. Two that each take what
+        autograd leaves in ``param.grad`` would each get some of it."""
+        if not self._lost:
+            self.abandon()
+            self.destroy()
+            self._lost = name
+
+    def _check_not_retired(self) -> None:
+        if self._lost:
+            raise RuntimeError(
+                f"this engine no longer trains its model: deepspeed.initialize has made another engine of parameter "
+                f"{self._lost} since. Use that one, or give each engine a model of its own."
+            )
