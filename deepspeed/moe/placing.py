@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch.distributed as dist
 from torch import nn
@@ -19,12 +19,21 @@ from deepspeed.runtime.zero.gathering.gathered import GatheredParameters
 
 def place_experts(module: nn.Module, mesh: ProcessMesh) -> list[int]:
     """Spread the experts of every layer over the ranks of ``mesh``, and number the layers. Returns how many experts
-    each has. Collective."""
-    layers = {path: layer for path, layer in module.named_modules() if isinstance(layer, MoE)}
+    each has. Layers of a script's own that want to know their ranks are asked to find them. Collective."""
+    layers = {path: layer for path, layer in module.named_modules() if _is_ours(layer)}
     for number, layer in zip(numbers_in_model(list(layers), mesh), layers.values(), strict=True):
         layer.number = number
         layer.spread_over(mesh)
-    return [layer.num_experts for layer in layers.values()]
+    for each in module.modules():
+        # Asked of the class: some wrappers forward what they do not have to a module that is passed here as well.
+        if hasattr(type(each), "set_deepspeed_parallelism") and not _is_ours(each):
+            each.set_deepspeed_parallelism(mesh.data_before_experts)  # type: ignore[operator]
+    return [layer.num_experts for layer in module.modules() if isinstance(layer, MoE)]
+
+
+def _is_ours(layer: nn.Module) -> TypeGuard[MoE]:
+    """Not a layer that only inherits from ``MoE`` and has experts, and a way to them, of its own."""
+    return isinstance(layer, MoE) and "deepspeed_moe" in layer._modules
 
 
 def watched_layers(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -67,7 +76,7 @@ def write_experts(
     raised when all have been passed."""
     failed: Exception | None = None
     for path, layer in module.named_modules():
-        if not isinstance(layer, MoE):
+        if not _is_ours(layer):
             continue
         first = mesh.sharing_experts(layer.ep_size, same=True)[0] == mesh.global_rank
         experts: Any = layer.deepspeed_moe.experts

@@ -17,6 +17,7 @@ from torch.distributed import ProcessGroup
 from deepspeed import comm as dist
 from deepspeed.comm.collectives import Communicator, communicator
 from deepspeed.moe.dispatch import Order, Trip, combine, parts_of, permute, through
+from deepspeed.moe.mappings import AllToAll as _AllToAll
 from deepspeed.moe.routes import (
     Routes,
     capacity_of,
@@ -30,7 +31,27 @@ from deepspeed.runtime.activation_checkpointing.rng import RegionNumbers
 from deepspeed.runtime.tensor_parallel.mappings import join_sequence, split_sequence
 from deepspeed.utils.untraced import untraced
 
+__all__ = [
+    "FIRST_ALLTOALL_TIMER",
+    "MOE_TIMER",
+    "SECOND_ALLTOALL_TIMER",
+    "MOELayer",
+    "TopKGate",
+    "_AllToAll",
+    "einsum",
+    "gumbel_rsample",
+    "multiplicative_jitter",
+    "top1gating",
+    "top2gating",
+    "topkgating",
+]
+
 NOISE = (None, "None", "Jitter", "RSample")
+
+# Names of timers, for scripts that time layers of their own.
+MOE_TIMER = "moe"
+FIRST_ALLTOALL_TIMER = "1st_a2a"
+SECOND_ALLTOALL_TIMER = "2nd_a2a"
 
 Gating: TypeAlias = "tuple[Any, ...]"
 """``l_aux`` (scalar), ``combine_weights`` [S, E, C], ``dispatch_mask`` [S, E, C] (bool), ``exp_counts`` [E] (int64)."""

@@ -13,6 +13,7 @@ from torch.distributed import ProcessGroup
 
 from deepspeed.accelerator import get_accelerator
 
+from .bwc import bwc_pipeline_parallel_world_size, bwc_tensor_model_parallel_world_size
 from .exceptions import DeprecatedException
 from .newest import Newest
 
@@ -58,6 +59,9 @@ class _Registered:
 
 
 _registered = _Registered()
+
+mpu: Any = None
+"""For scripts that ask whether there is one. The getters answer from the mesh, which is made of the caller's unit."""
 
 
 def follow(mesh: Mesh) -> None:
@@ -270,23 +274,32 @@ def _create_expert_and_data_parallel(
 ) -> None:
     """Creates the groups named ``ep_size_<expert_parallel_size_>``; every rank calls it. ``MoE`` does not need it. With
     an engine, its order of ranks is followed."""
+    _make_expert_groups(expert_parallel_size_, 1, 1, use_data_before_expert_parallel_)
+
+
+def _create_expert_data_and_model_parallel(
+    expert_parallel_size_: int, mpu: Any, use_data_before_expert_parallel_: bool = False
+) -> None:
+    """The same among the ranks that hold the same parts of dense layers, where ``mpu`` divides these or the stages."""
+    tensor, stages = bwc_tensor_model_parallel_world_size(mpu), bwc_pipeline_parallel_world_size(mpu)
+    _make_expert_groups(expert_parallel_size_, tensor, stages, use_data_before_expert_parallel_)
+
+
+def _make_expert_groups(size: int, tensor: int, stages: int, data_before_experts: bool) -> None:
     if not _initialized():
         raise RuntimeError("groups of experts need a process group: call deepspeed.init_distributed() first")
-    name, mesh = f"ep_size_{expert_parallel_size_}", get_mesh()
+    name, mesh = f"ep_size_{size}", get_mesh()
     if mesh is not None:
         for same in (False, True):
-            mesh.among(mesh.sharing_experts(expert_parallel_size_, same=same))
+            mesh.among(mesh.sharing_experts(size, same=same))
         return
     if _made_by_hand(name) is not None:
         return
     everyone = torch.distributed.get_world_size()
-    if expert_parallel_size_ < 1 or everyone % expert_parallel_size_:
-        raise ValueError(
-            f"expert_parallel_size_={expert_parallel_size_} does not divide the {everyone} ranks"
-        )
-    sharing, same_experts = _get_expert_parallel_ranks(
-        everyone, 1, expert_parallel_size_, use_data_before_expert_parallel_=use_data_before_expert_parallel_
-    )
+    replicas = everyone // (tensor * stages)
+    if size < 1 or replicas % size:
+        raise ValueError(f"expert_parallel_size_={size} does not divide the {replicas} ranks")
+    sharing, same_experts = _get_expert_parallel_ranks(everyone, tensor, size, stages, data_before_experts)
     mine: list[ProcessGroup] = []
     for parts in (sharing, same_experts):
         made: list[Any] = [
@@ -372,6 +385,16 @@ def _get_expert_parallel_group_ranks(group_name: str) -> list[int]:
 
 def _get_expert_data_parallel_group_ranks(group_name: str) -> list[int]:
     return _sharing_experts(group_name, same=True)
+
+
+def _get_expert_parallel_src_rank(group_name: str) -> int:
+    """The first of the ranks that share one set of experts with this one."""
+    return _sharing_experts(group_name, same=False)[0]
+
+
+def _get_expert_broadcast_src_rank(group_name: str) -> int:
+    """The first of the ranks that hold the same experts as this one."""
+    return _sharing_experts(group_name, same=True)[0]
 
 
 def _global_rank() -> int:
