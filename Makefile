@@ -89,7 +89,7 @@ $(VENV)/.torch: $(VENV)/.created constraints.txt
 $(TRITON)/.installed-%: | $(VENV)/.torch
 	@rm -rf $(TRITON) && mkdir -p $(TRITON)
 	@$(BIN)/python -c "import triton" 2>/dev/null || { \
-		echo "installing triton $* in $(TRITON): 640 MB, the first time"; \
+		echo "installing triton $* in $(TRITON): 1 GB, the first time"; \
 		$(PIP) --no-deps --target $(TRITON) triton==$*; }
 	@touch $@
 

@@ -244,6 +244,11 @@ def test_heads_that_ranks_share(kind: str) -> None:
         both = config(sparse_attention=apart, tensor_parallel={"autotp_size": 2})
         with pytest.raises(TransformError, match="set different_layout_per_head to false"):
             deepspeed.initialize(model=llama(), config=both)
+        replaced = SparseAttentionUtils.replace_model_self_attention_with_sparse_self_attention(
+            bert(), 128, DenseSparsityConfig(4)
+        )
+        with pytest.raises(TransformError, match="leave a model of Transformers its own attention"):
+            deepspeed.initialize(model=replaced, config=config(tensor_parallel={"autotp_size": 2}))
 
 
 def test_heads_with_layouts_of_their_own_are_not_guessed() -> None:

@@ -10,6 +10,7 @@ from deepspeed.comm.mesh import ProcessMesh
 from deepspeed.runtime.pipe.staged import Staged
 from deepspeed.runtime.tensor_parallel.applying import apply_plan
 from deepspeed.runtime.tensor_parallel.config import TPTrainingConfig
+from deepspeed.runtime.tensor_parallel.planning.plan import PlanError
 from deepspeed.runtime.tensor_parallel.planning.planner import plan_module
 from deepspeed.runtime.tensor_parallel.planning.rules import rules_of
 
@@ -43,9 +44,24 @@ class TensorParallelism:
         whole, inputs = (module.whole_on_paper(), module.inputs_on_paper()) if staged else (module, None)
         rules = rules_of(whole, self.config)
         grain = self.config.tensor_parallel.tp_grain_size
-        plan = plan_module(whole, mesh.size("tp"), inputs=inputs, rules=rules, grain=grain)
+        try:
+            plan = plan_module(whole, mesh.size("tp"), inputs=inputs, rules=rules, grain=grain)
+        except PlanError as error:
+            raise PlanError(f"{error}{_hint(whole)}") from error
         if whole is not module:
             plan = plan.within(module)
         apply_plan(module, plan, mesh.communicator("tp"), context.became)
         idle = f"; no parameter for {', '.join(map(repr, rules.idle))}" if rules.idle else ""
         context.say(plan.describe() + idle)
+
+
+def _hint(module: nn.Module) -> str:
+    """What else can be done about a model that cannot be followed."""
+    from deepspeed.ops.sparse_attention import SparseSelfAttention
+
+    if not any(isinstance(each, SparseSelfAttention) for each in module.modules()):
+        return ""
+    return (
+        ". It has SparseSelfAttention in its layers, which cannot be split: leave a model of Transformers its own "
+        "attention, and set sparse_attention in the config, which replaces it behind the split"
+    )
