@@ -53,6 +53,7 @@ NAMES: dict[str, str | None] = {
     "torch._inductor.compile_fx.compile_fx_inner": "gm example_inputs",
     "torch._inductor.list_mode_options": "mode",
     "torch._int_mm": None,
+    "torch._scaled_mm": None,  # products of 8-bit floats: ops/float8.py
     "torch._subclasses.fake_tensor.FakeTensor": None,  # told apart: a tensor without memory
     "torch._subclasses.fake_tensor.FakeTensorMode": None,  # a context manager: memory_plan/counted.py
     "torch._subclasses.fake_tensor.unset_fake_temporarily": "",
