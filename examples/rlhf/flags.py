@@ -86,6 +86,7 @@ def _supervised(parser: argparse.ArgumentParser) -> None:
     add("--dpo_beta", type=float, default=0.1)
     add("--per_device_train_batch_size", type=int, default=16)
     add("--learning_rate", type=float, default=3e-3)
+    add("--reward_learning_rate", type=float, default=1e-3, help="of the reward model")
 
 
 def _online(parser: argparse.ArgumentParser) -> None:
@@ -100,7 +101,7 @@ def _online(parser: argparse.ArgumentParser) -> None:
     add("--max_prompt_seq_len", type=int, default=32)
     add("--max_answer_seq_len", type=int, default=12)
     add("--actor_learning_rate", type=float, default=1e-3)
-    add("--critic_learning_rate", type=float, default=3e-3)
+    add("--critic_learning_rate", type=float, default=1e-3)
     add("--weight_decay", type=float, default=0.0)
     add("--actor_weight_decay", type=float)
     add("--critic_weight_decay", type=float)

@@ -114,7 +114,7 @@ class Steps:
             ScoredModel.load(options.critic_model_name_or_path or self.sft, dtype=self.dtype),
             options,
             stage=options.zero_stage,
-            lr=options.learning_rate,
+            lr=options.reward_learning_rate,
             rows=options.per_device_train_batch_size,
         )
         loss = supervised.preferences(engine, self.tokenizer, self.rows, options)
