@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -27,7 +28,7 @@ from typing import Any
 from jobs import OURS, Contender, Job, Spread, described, progress, ratios, round_robin, started
 from links import Links, LinksError
 from report import RESULTS, Report, common_arguments
-from trainers import BETAS, LEARNING_RATE, WEIGHT_DECAY
+from trainers import BETAS, LEARNING_RATE, WEIGHT_DECAY, Trainer
 
 HOSTS = 2
 FREEZE = 4  # updates of warm-up of the 1-bit optimizers
@@ -40,6 +41,46 @@ class Row(Contender):
 
     plain: str = ""
     period: int = 1
+
+
+CODERS = ("encode", "decode", "encode_largest", "decode_largest")
+
+
+class CodingTrainer(Trainer):
+    """Counts the seconds in the codecs' native functions."""
+
+    def __init__(self, **options: Any) -> None:
+        self._coding = 0.0
+        if options["system"] == "engine":
+            self._count()
+        super().__init__(**options)
+
+    def _count(self) -> None:
+        try:
+            from deepspeed.ops import packets
+        except ImportError:  # a peer has none
+            return
+        for name in CODERS:
+            setattr(packets, name, self._watched(getattr(packets, name)))
+
+    def _watched(self, function: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            begin = time.perf_counter()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self._coding += time.perf_counter() - begin
+
+        return call
+
+    def run(self, steps: int) -> float:
+        self._coding = 0.0
+        self._steps = steps
+        return super().run(steps)
+
+    def coding(self) -> float:
+        """Seconds per step of the last run."""
+        return self._coding / self._steps
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -92,7 +133,7 @@ def contenders(arguments: argparse.Namespace, size: str, links: Links) -> list[R
     return [
         Row(
             name,
-            "trainers:Trainer",
+            "slow_links:CodingTrainer",
             {**options, "stage": stage, "config": config},
             ranks=HOSTS * per_host,
             python=arguments.peer if name.startswith("peer") else OURS,
@@ -113,12 +154,14 @@ def measure(
     steps = {row.name: max(row.period, usual // row.period * row.period) for row in rows}
     sent: dict[str, list[float]] = {row.name: [] for row in rows}
     cpu: dict[str, list[float]] = {row.name: [] for row in rows}
+    coding: dict[str, list[float]] = {row.name: [] for row in rows}
 
     def seconds_per_step(job: Job) -> float:
         before = links.sent_bytes()
         seconds = max(job.call("run", steps=steps[job.name]))
         sent[job.name].append((links.sent_bytes() - before) / links.count / steps[job.name])
         cpu[job.name].append(max(job.call("cpu")))
+        coding[job.name].append(max(job.call("coding")))
         return seconds
 
     progress(f"{mbits:g} Mbit/s")
@@ -127,6 +170,7 @@ def measure(
         name: {
             "seconds": seconds[name],
             "cpu_seconds": cpu[name],
+            "coding_seconds": coding[name],
             "sent_bytes": sent[name],
             "steps": steps[name],
             **described(job),
@@ -142,12 +186,20 @@ def cells(row: Row, data: dict[str, dict[str, Any]], mbits: float) -> list[str]:
         row.name,
         f"{Spread.of(found['seconds']).median * 1e3:.1f}",
         f"{Spread.of(found['cpu_seconds']).median * 1e3:.1f}",
+        share_of_coding(found),
         f"{sent / found['parameters']:.3f}",
         f"{sent * 8 / mbits / 1e3:.1f}",
         compared(found, plain) if plain else "",
         row.plain,
         f"{found['losses'][-1]:.4f}",
     ]
+
+
+def share_of_coding(found: dict[str, Any]) -> str:
+    """Of the step; measured by calls of some time ago, unknown."""
+    if "coding_seconds" not in found:
+        return ""
+    return f"{Spread.of(found['coding_seconds']).median / Spread.of(found['seconds']).median:.1%}"
 
 
 def compared(found: dict[str, Any], plain: dict[str, Any]) -> str:
@@ -182,6 +234,7 @@ def compare(arguments: argparse.Namespace, size: str, links: Links, report: Repo
                     "",
                     "ms/step",
                     "CPU ms",
+                    "codecs",
                     "bytes/parameter",
                     "on the link",
                     "time to plain, median [min .. max]",
@@ -198,7 +251,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     report = Report("slow_links", arguments)
     report.line(
         "bytes/parameter: what a host sends per step, headers included; on the link: ms that this takes at the rate; "
-        "CPU ms: of a rank; loss: after the warm-up"
+        "CPU ms: of a rank; codecs: share of the step in which a rank encodes or decodes; loss: after the warm-up"
     )
     for size in arguments.sizes:
         try:

@@ -115,7 +115,8 @@ struct Signs {
     };
 
     template <int N, bool kErrors>
-    static DS_INLINE_MEMBER void encode(uint8_t *codes, const float *x, float *errors, float scale, const Divisor &, uint32_t) {
+    static DS_INLINE_MEMBER void encode(uint8_t *codes, const float *x, float *errors, float scale, const Divisor &,
+                                        uint32_t) {
         alignas(64) float sums[kPiece];
         const float *wanted = x;
         if constexpr (kErrors) {
@@ -200,7 +201,8 @@ DS_INLINE void join_halves(uint8_t *codes, const uint8_t *whole) {
 
 // `One::one(x, divisor, number, index, key)` is the code of one number, whose lowest bits count.
 template <class One, bool kFused, bool kErrors>
-DS_INLINE void encode_each(uint8_t *codes, const float *x, float *errors, float scale, const Divisor &divisor, uint32_t key) {
+DS_INLINE void encode_each(uint8_t *codes, const float *x, float *errors, float scale, const Divisor &divisor,
+                           uint32_t key) {
     alignas(64) uint8_t whole[kPiece];
     uint8_t *target = One::bits == 8 ? codes : whole;
     DS_IVDEP for (int64_t j = 0; j < kPiece; ++j) {
@@ -213,7 +215,8 @@ DS_INLINE void encode_each(uint8_t *codes, const float *x, float *errors, float 
 }
 
 template <class One, int N, bool kErrors>
-DS_INLINE void encode_scaled(uint8_t *codes, const float *x, float *errors, float scale, const Divisor &divisor, uint32_t key) {
+DS_INLINE void encode_scaled(uint8_t *codes, const float *x, float *errors, float scale, const Divisor &divisor,
+                             uint32_t key) {
     if (divisor.usual)
         encode_each<One, kHasFused<N>, kErrors>(codes, x, errors, scale, divisor, key);
     else
