@@ -183,7 +183,7 @@ class MultiTensorOptimizer(torch.optim.Optimizer):
     ] = ()  # where the tensors of this step begin in their parameters, if the update asks
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
-        super().__init__(params, defaults)
+        torch.optim.Optimizer.__init__(self, params, defaults)  # a base between may take other arguments
         self._tables: dict[tuple[Any, ...], Table] = {}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -282,7 +282,7 @@ class MultiTensorOptimizer(torch.optim.Optimizer):
             state["step"] = torch.tensor(float(saved.get("step", 1)), dtype=torch.float32)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
+        torch.optim.Optimizer.__setstate__(self, state)
         self._tables = {}
 
     # ---- step ----------------------------------------------------------------------------------------------

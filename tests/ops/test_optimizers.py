@@ -361,6 +361,17 @@ def test_moments_of_two_dtypes_take_the_torch_path() -> None:
         torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-5)
 
 
+def test_sgd_is_a_torch_sgd() -> None:
+    """Scripts look for the kind; groups have no entries of torch's, not after a copy or loading either."""
+    optimizer = SGD([torch.ones(4, requires_grad=True)], lr=0.1, momentum=0.9)
+    assert isinstance(optimizer, torch.optim.SGD)
+    keys = set(optimizer.param_groups[0])
+    other = copy.deepcopy(optimizer)
+    other.load_state_dict(optimizer.state_dict())
+    assert set(other.param_groups[0]) == keys == {"params", *optimizer.defaults}
+    assert "maximize" not in keys
+
+
 def test_stale_graphs_are_errors_after_a_step() -> None:
     weight = torch.nn.Parameter(torch.randn(4, 4))
     optimizer = SGD([weight], lr=0.1)

@@ -8,6 +8,7 @@ import hmac
 import json
 import time
 from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,6 +89,8 @@ class _Server:
         self.tokenizer = tokenizer
         self.settings = settings
         self._began = int(time.time())
+        # Two: a long text keeps nobody waiting. Not as many as there are cores: each keeps memory of its own.
+        self._tokenizing = ThreadPoolExecutor(2, "tokenizing")
 
     def model(self) -> dict[str, Any]:
         name = self.settings.model
@@ -105,7 +108,8 @@ class _Server:
             return _no_entry()
         try:
             parsed = protocol.parse(kind, await self._body(request))
-            choices = await asyncio.to_thread(self._choices, parsed)  # long texts take a tokenizer seconds
+            loop = asyncio.get_running_loop()  # long texts take a tokenizer seconds
+            choices = await loop.run_in_executor(self._tokenizing, self._choices, parsed)
             sequences = self._submit(choices, protocol.stops_of(parsed))
         except ClientDisconnect:
             return Response(status_code=499)  # nobody reads it

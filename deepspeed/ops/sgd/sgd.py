@@ -11,9 +11,12 @@ from torch import Tensor
 from deepspeed.ops.multi_tensor import Launch, MultiTensorOptimizer
 
 
-class SGD(MultiTensorOptimizer):
+class SGD(MultiTensorOptimizer, torch.optim.SGD):
     """SGD with (Nesterov) momentum, dampening and L2; the first update copies the gradient into the
-    momentum."""
+    momentum.
+
+    It is a ``torch.optim.SGD``, which scripts that ask for ``"type": "SGD"`` look for, and inherits nothing from it but
+    its kind."""
 
     def __init__(
         self,
