@@ -65,10 +65,9 @@ class Piece:
     packed: list[Tensor] = field(default_factory=list)  # like ``live``, of the chosen elements
     sum: Tensor | None = None  # [numel] fp32: gradients of this round
     pending: Tensor | None = None  # [numel] the mean gradient that the host works on
-    sum_memory: Tensor | None = (
-        None  # of ``sum`` and ``pending``, kept between rounds: new memory takes longer
-    )
-    pending_memory: Tensor | None = None  # than to fill it, above all if it is page-locked
+    # Kept between rounds: getting new memory takes longer than filling it, above all if it is page-locked.
+    sum_memory: Tensor | None = None
+    pending_memory: Tensor | None = None
     versions: list[int] = field(default_factory=list)
 
     @property
