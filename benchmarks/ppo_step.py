@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import importlib
 import os
 import sys
 import tempfile
@@ -20,10 +21,10 @@ from typing import Any
 
 import torch
 
-from jobs import FOLDER, Contender, Spread, ratios, round_robin, started
+from jobs import FOLDER, Contender, round_robin, started
 from report import Report, common_arguments
 from rollouts import SIZES, VOCABULARY, llama
-from trl_step import END, SPECIAL, tokenizer
+from trl_step import END, SPECIAL, compared, tokenizer
 
 GOAL = 2.0  # times TRL's step
 TRL = "TRL, DDP"
@@ -149,10 +150,10 @@ class TRLRank:
         return (times.ends[-1] - times.ends[0]) / steps
 
     def _trainer(self, steps: int) -> Any:
-        import trl
         from datasets import Dataset
         from transformers import LlamaForSequenceClassification
 
+        trl: Any = importlib.import_module("trl")  # a release that is older than the one that types are checked with
         model = policy(self.size)
         config = copy.deepcopy(model.config)
         config.num_labels = 1
@@ -190,8 +191,9 @@ class TRLRank:
 
 def contenders(arguments: argparse.Namespace) -> list[Contender]:
     shared = {name: getattr(arguments, name) for name in ("size", "rows", "prompt", "tokens", "epochs")}
+    goal = GOAL if arguments.peer else None
     ours = [
-        Contender(f"ours, stage {stage}", "ppo_step:OurRank", {**shared, "stage": stage}, goal=GOAL)
+        Contender(f"ours, stage {stage}", "ppo_step:OurRank", {**shared, "stage": stage}, goal=goal)
         for stage in arguments.stages
     ]
     if arguments.peer is None:
@@ -206,20 +208,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     with started(rows) as jobs:
         seconds = round_robin(jobs, arguments.rounds, lambda job: max(job.call("run", steps=arguments.steps)))
     report.data["seconds"] = seconds
-    base = seconds[rows[0].name]
     report.table(
         f"PPO, four {arguments.size} Llamas, fp32, 2 ranks, {arguments.rows} answers each of {arguments.tokens} tokens "
         f"to prompts of {arguments.prompt}, {arguments.rounds} rounds of {arguments.steps} steps",
         ["", "ms/step", f"x {rows[0].name}, median [min .. max]", "goal"],
-        [
-            [
-                row.name,
-                f"{Spread.of(seconds[row.name]).median * 1e3:.0f}",
-                ratios(base, seconds[row.name]).show(),
-                "" if row.goal is None or arguments.peer is None else f">= {row.goal:g}",
-            ]
-            for row in rows
-        ],
+        compared(rows, seconds),
     )
     report.save()
 

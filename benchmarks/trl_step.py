@@ -182,6 +182,20 @@ def contenders(arguments: argparse.Namespace) -> list[Contender]:
     ]
 
 
+def compared(contenders: Sequence[Contender], seconds: dict[str, list[float]]) -> list[list[str]]:
+    """A row for each: time of a step, and how many times as fast as the first it is."""
+    base = seconds[contenders[0].name]
+    return [
+        [
+            each.name,
+            f"{Spread.of(seconds[each.name]).median * 1e3:.0f}",
+            ratios(base, seconds[each.name]).show(),
+            "" if each.goal is None else f">= {each.goal:g}",
+        ]
+        for each in contenders
+    ]
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     arguments = parse(argv)
     report = Report("trl_step", arguments)
@@ -189,20 +203,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     with started(rows) as jobs:
         seconds = round_robin(jobs, arguments.rounds, lambda job: max(job.call("run", steps=arguments.steps)))
     report.data["seconds"] = seconds
-    base = seconds[rows[0].name]
     report.table(
         f"GRPO, {arguments.size} Llama, fp32, 2 ranks, {arguments.rows} answers each of {arguments.tokens} tokens to "
         f"prompts of {arguments.prompt}, {arguments.rounds} rounds of {arguments.steps} steps",
         ["", "ms/step", "x TRL under DDP, median [min .. max]", "goal"],
-        [
-            [
-                row.name,
-                f"{Spread.of(seconds[row.name]).median * 1e3:.0f}",
-                ratios(base, seconds[row.name]).show(),
-                "" if row.goal is None else f">= {row.goal:g}",
-            ]
-            for row in rows
-        ],
+        compared(rows, seconds),
     )
     report.save()
 
