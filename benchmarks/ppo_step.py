@@ -153,7 +153,9 @@ class TRLRank:
         from datasets import Dataset
         from transformers import LlamaForSequenceClassification
 
-        trl: Any = importlib.import_module("trl")  # a release that is older than the one that types are checked with
+        trl: Any = importlib.import_module(
+            "trl"
+        )  # a release that is older than the one that types are checked with
         model = policy(self.size)
         config = copy.deepcopy(model.config)
         config.num_labels = 1
