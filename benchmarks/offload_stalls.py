@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from report import Report, common_arguments
-from text_loss import compare
+from text_loss import ADAM, compare, load_text, pretrained
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -190,6 +190,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--text-steps", type=int, default=600, help="the demo's most")
+    parser.add_argument("--lr", type=float, default=ADAM["lr"], help="of the loss on text")
+    parser.add_argument(
+        "--tuning", type=int, default=0, help="steps of plain training that come before, on other text"
+    )
     parser.add_argument("--only", choices=["stalls", "loss"])
     arguments = parser.parse_args()
     if arguments.quick:
@@ -202,7 +206,10 @@ def main() -> None:
     if arguments.only != "stalls":
         zero = {"stage": 1, **OPTIONS["ZenFlow"]}
         other = {"config": {"zero_optimization": zero}}
-        compare(report, arguments.seeds, arguments.text_steps, "plain", {"ZenFlow": other})
+        shared = {"adam": {"lr": arguments.lr}}
+        if arguments.tuning:
+            shared["weights"] = pretrained(arguments.tuning, load_text())
+        compare(report, arguments.seeds, arguments.text_steps, "plain", {"ZenFlow": other}, shared)
     report.save()
 
 

@@ -38,9 +38,11 @@ def train(
     adam: dict[str, Any],
     config: dict[str, Any],
     disturbance: float = 0.0,
+    weights: dict[str, torch.Tensor] | None = None,
 ) -> tuple[float, float]:
     """Mean training loss of the last tenth of the steps, and the loss on held-out text. ``adam``: further arguments of
-    the optimizer; ``config``: further sections; ``disturbance``: relative, of the initial weights."""
+    the optimizer; ``config``: further sections; ``disturbance``: relative, of the initial weights; ``weights``: those,
+    if not random."""
     import data
     from model import GPT, GPTConfig
 
@@ -61,6 +63,8 @@ def train(
         **config,
     }
     model = GPT(shape)
+    if weights is not None:
+        model.load_state_dict(weights)
     with torch.no_grad():
         for param in model.parameters():
             param.mul_(1 + disturbance * torch.randn_like(param))
@@ -81,20 +85,48 @@ def train(
     return mean(losses[-steps // 10 :]), validation
 
 
-def compare(report: Report, seeds: int, steps: int, name: str, others: dict[str, dict[str, Any]]) -> None:
+def pretrained(steps: int, text: Any) -> dict[str, torch.Tensor]:
+    """Weights of the same model after ``steps`` of plain AdamW on other parts of the text than `train` begins with."""
+    import data
+    from model import GPT, GPTConfig
+
+    shape = GPTConfig(layers=2, heads=4, width=128, context=128)
+    torch.manual_seed(1234)
+    model = GPT(shape)
+    optimizer = torch.optim.AdamW(model.parameters(), **{**ADAM, "betas": tuple(ADAM["betas"])})
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+    batches = data.Batches(text.train, shape.context, global_batch=8, micro_batch=8, rank=0, ranks=1)
+    for _, batch in zip(range(steps), batches.from_step(500_000), strict=False):
+        optimizer.zero_grad()
+        model(*batch).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+    return model.state_dict()
+
+
+def compare(
+    report: Report,
+    seeds: int,
+    steps: int,
+    name: str,
+    others: dict[str, dict[str, Any]],
+    shared: dict[str, Any] | None = None,
+) -> None:
     """One row per seed and contender: its losses, those of ``name`` (which has only what `train` gives all), and how
-    far apart they are. ``others``: ``adam`` and ``config`` of `train`, by name.
+    far apart they are. ``others``: ``adam`` and ``config`` of `train`, by name; ``shared``: what else all have.
 
     Training is chaotic: a run whose initial weights differ by 1e-6 ends elsewhere. The first contender is ``name``
     itself so disturbed, and shows what chance does; means have the standard error of their seeds beside them.
     """
     text = load_text()
-    firsts = [train(seed, steps, text, {}, {}) for seed in range(seeds)]
+    all_have = {"adam": {}, "config": {}, **(shared or {})}
+    firsts = [train(seed, steps, text, **all_have) for seed in range(seeds)]
     rows = []
     for other, parts in {f"{name}, other rounding": {"disturbance": 1e-6}, **others}.items():
         apart = []
         for seed, first in enumerate(firsts):
-            second = train(seed, steps, text, **{"adam": {}, "config": {}, **parts})
+            second = train(seed, steps, text, **{**all_have, **parts})
             apart.append([b / a - 1 for a, b in zip(first, second, strict=True)])
             cells = [f"{value:.4f}" for pair in zip(first, second, strict=True) for value in pair]
             rows.append([f"{other}, seed {seed}", *cells, *(f"{100 * part:+.2f} %" for part in apart[-1])])
