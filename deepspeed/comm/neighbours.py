@@ -73,11 +73,13 @@ class _Peer:
 
     def left(self, operation: str) -> CommunicationError:
         """What is to be raised where its end is closed."""
+        return self.error(operation, _GONE if self.gone() else "it has closed its end of the connection")
+
+    def gone(self) -> bool:
+        """Whether its process has ended, or ends within a moment."""
         poll = select.poll()
         poll.register(self.process, select.POLLIN)
-        return self.error(
-            operation, _GONE if poll.poll(_GOING_MS) else "it has closed its end of the connection"
-        )
+        return bool(poll.poll(_GOING_MS))
 
     def error(self, operation: str, reason: str) -> CommunicationError:
         return CommunicationError.of(operation, self.ranks, RuntimeError(reason), silent=self.rank)
@@ -87,7 +89,9 @@ class _Peer:
         try:
             descriptor = os.open(f"/proc/{self.pid}/fd/{file}", os.O_RDWR | os.O_CLOEXEC)
         except OSError as error:
-            raise self.error("a message", f"its shared memory cannot be opened: {error}") from error
+            if self.gone():
+                raise self.error(_RECEIVING, _GONE) from error
+            raise self.error(_RECEIVING, f"its shared memory cannot be opened: {error}") from error
         try:
             return mmap.mmap(descriptor, size)
         finally:

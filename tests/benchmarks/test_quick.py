@@ -129,7 +129,8 @@ def test_no_path_of_the_machine_is_saved() -> None:
     code = """
 import argparse
 from report import Report
-told = argparse.Namespace(save=None, peer="/opt/peer/bin/python", folder="/mnt/disk", rounds=7)
+paths = {"peer": "/opt/peer/bin/python", "folder": "/mnt/disk", "rounds_file": "/mnt/rounds.json"}
+told = argparse.Namespace(save=None, rounds=7, **paths)
 print(Report("any", told).data["arguments"])
 """
     assert in_benchmarks(code).splitlines()[-1] == "{'rounds': 7}"

@@ -162,7 +162,8 @@ class GradReducer:
         ``managed``: the caller will ``flush`` when the backward ends. ``share``: factor of all gradients of this
         backward, whose loss the caller has not divided.
         """
-        self._check_not_retired()
+        if self._lost:
+            raise self._retired()
         self.managed = managed
         self._share = share
         self._running = True
@@ -351,7 +352,8 @@ class GradReducer:
 
     def finish(self) -> None:
         """Before the optimizer step: reduce whatever no backward has reduced (``no_sync``, unmanaged accumulation)."""
-        self._check_not_retired()
+        if self._lost:
+            raise self._retired()
         if self.expose:
             self._take_assigned()
         for bucket in self.buckets:
@@ -480,9 +482,8 @@ class GradReducer:
             self.destroy()
             self._lost = name
 
-    def _check_not_retired(self) -> None:
-        if self._lost:
-            raise RuntimeError(
-                f"this engine no longer trains its model: deepspeed.initialize has made another engine of parameter "
-                f"{self._lost} since. Use that one, or give each engine a model of its own."
-            )
+    def _retired(self) -> RuntimeError:
+        return RuntimeError(
+            f"this engine no longer trains its model: deepspeed.initialize has made another engine of parameter "
+            f"{self._lost} since. Use that one, or give each engine a model of its own."
+        )
