@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Sized
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,9 +37,8 @@ from deepspeed.runtime.assembly import (
 from deepspeed.runtime.backward import PlainBackward
 from deepspeed.runtime.checkpoint_engine.utils import create_checkpoint_engine
 from deepspeed.runtime.config import DeepSpeedConfig
-from deepspeed.runtime.data_pipeline.asked_for import has_curriculum, varies_batches
-from deepspeed.runtime.dataloader import DeepSpeedDataLoader
-from deepspeed.runtime.engine_compile import EngineCompile
+from deepspeed.runtime.constants import ROUTE_EVAL, ROUTE_TRAIN  # noqa: F401 - documented here too
+from deepspeed.runtime.engine_data import EngineData
 from deepspeed.runtime.events import Events
 from deepspeed.runtime.module_checks import check_module, lay_out_contiguously, require_module
 from deepspeed.runtime.observers.attach import attach_observers
@@ -48,7 +47,7 @@ from deepspeed.runtime.optim.flags import set_state_dtype
 from deepspeed.runtime.precision import autocast_context, cast_inputs, cast_module
 from deepspeed.runtime.python_gc import python_gc_manager
 from deepspeed.runtime.schedulers import resolve_scheduler
-from deepspeed.runtime.transforms import ForwardFacts, InputChain, InputTransform, transform_module
+from deepspeed.runtime.transforms import ForwardFacts, InputChain, transform_module
 from deepspeed.runtime.transforms.selection import from_config
 from deepspeed.runtime.zero.gathering.phases import Phase
 from deepspeed.runtime.zero.gathering.sharded_model import ShardedModel
@@ -62,12 +61,10 @@ from deepspeed.utils.transforms import inside_transform
 DeepSpeedOptimizerCallable = Callable[[Any], Optimizer]
 DeepSpeedSchedulerCallable = Callable[[Optimizer], Any]
 
-ROUTE_TRAIN = "train"
-ROUTE_EVAL = "eval"
 MEMORY_OPT_ALLREDUCE_SIZE = 500_000_000
 
 
-class DeepSpeedEngine(EngineCompile):
+class DeepSpeedEngine(EngineData):
     """A module with its optimizer, trained over all data-parallel ranks as the configuration says.
 
     Attribute access falls through to the wrapped module. The parts are built by ``runtime/assembly.py``; the
@@ -467,100 +464,6 @@ class DeepSpeedEngine(EngineCompile):
         """Change the micro-batch size and keep the accumulation steps."""
         self._config.train_micro_batch_size_per_gpu = micro_batch_size
         self._config.train_batch_size = micro_batch_size * self.clock.steps * self.dp_world_size
-
-    # Data ---------------------------------------------------------------------------------------------------
-
-    def _own_loader(self, dataset: Any) -> DeepSpeedDataLoader:
-        """The loader of ``training_data``."""
-        return self.deepspeed_io(dataset)
-
-    def deepspeed_io(
-        self,
-        dataset: Any,
-        batch_size: int | None = None,
-        route: str = ROUTE_TRAIN,
-        pin_memory: bool = True,
-        data_sampler: Any = None,
-        collate_fn: Callable[..., Any] | None = None,
-        num_local_io_workers: int | None = None,
-    ) -> DeepSpeedDataLoader:
-        """A loader that gives each data-parallel rank its part of ``dataset``."""
-        micro, drop_last = (
-            batch_size or self.train_micro_batch_size_per_gpu(),
-            bool(self.dataloader_drop_last()),
-        )
-        if route == ROUTE_TRAIN and data_sampler is None and varies_batches(self._config):
-            from deepspeed.runtime.data_pipeline.data_sampling import (
-                variable_batch_size_and_lr,  # rarely asked for
-            )
-
-            return variable_batch_size_and_lr.engine_loader(
-                self, dataset, collate_fn=collate_fn or self.collate_fn
-            )
-        if (
-            route == ROUTE_TRAIN
-            and data_sampler is None
-            and isinstance(dataset, Sized)
-            and has_curriculum(self._config)
-        ):
-            from deepspeed.runtime.data_pipeline.data_sampling.data_sampler import curriculum_sampler
-
-            section, steps = self._config.data_efficiency_config, self.clock.steps
-            data_sampler = curriculum_sampler(
-                section, len(dataset), micro, self.mesh, steps, self.global_rank, drop_last
-            )
-        if num_local_io_workers is None and data_sampler is not None:
-            from deepspeed.runtime.data_pipeline.data_sampling.data_sampler import DeepSpeedDataSampler
-
-            if isinstance(data_sampler, DeepSpeedDataSampler):
-                num_local_io_workers = data_sampler.num_workers
-        return DeepSpeedDataLoader(
-            dataset=dataset,
-            batch_size=micro,
-            pin_memory=pin_memory and self.device.type != "cpu",
-            local_rank=self.local_rank,
-            tput_timer=getattr(self, "tput_timer", None) if route == ROUTE_TRAIN else None,
-            collate_fn=collate_fn or self.collate_fn,
-            num_local_io_workers=num_local_io_workers,
-            data_sampler=data_sampler,
-            data_parallel_world_size=self.mesh.size("dp"),
-            data_parallel_rank=self.mesh.rank("dp"),
-            dataloader_drop_last=drop_last,
-        )
-
-    def set_data_post_process_func(self, post_process_func: Callable[..., Any]) -> None:
-        """Apply ``post_process_func(batch, sampler_state)`` to every batch of the engine's own loader."""
-        if self.training_dataloader is not None:
-            self.training_dataloader.post_process_func = post_process_func
-
-    def set_custom_curriculum_learning_schedule(
-        self, schedule_func_dict: dict[str, Callable[[int], int]]
-    ) -> None:
-        """The functions, step -> difficulty, of the metrics with ``schedule_type`` custom; before the first batch.
-        RuntimeError: the engine's own loader has no curriculum."""
-        from deepspeed.runtime.data_pipeline.data_sampling.data_sampler import DeepSpeedDataSampler
-
-        sampler = getattr(self.training_dataloader, "data_sampler", None)
-        if not isinstance(sampler, DeepSpeedDataSampler):
-            raise RuntimeError(
-                "set_custom_curriculum_learning_schedule() needs training_data= of deepspeed.initialize and "
-                "data_efficiency.data_sampling.curriculum_learning.enabled=true"
-            )
-        sampler.set_custom_curriculum_learning_schedule(schedule_func_dict)
-
-    def add_input_transform(self, transform: InputTransform) -> None:
-        """Change the inputs of every forward from now on, in training and evaluation. ValueError: its name is taken,
-        or no order fits it and those that are there."""
-        present = self._input_chain.transforms if self._input_chain is not None else []
-        self._input_chain = InputChain([*present, transform])
-
-    def remove_input_transform(self, name: str) -> None:
-        """The opposite. KeyError: there is none of this name."""
-        present = self._input_chain.transforms if self._input_chain is not None else []
-        left = [transform for transform in present if transform.name != name]
-        if len(left) == len(present):
-            raise KeyError(name)
-        self._input_chain = InputChain(left) if left else None
 
     # The end ------------------------------------------------------------------------------------------------
 
