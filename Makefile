@@ -41,7 +41,7 @@ clients: $(VENV)/.created
 TRITON := $(VENV)/triton
 gpu-kernels: $(VENV)/.installed-dev $(TRITON)/.installed-3.9.0
 	folder="$$(cd $(TRITON) && pwd)"; PYTHONPATH="$$folder" TRITON_CACHE_DIR="$$folder/cache" $(BIN)/python -m pytest $(WORKERS) -m "not slow" \
-		tests/ops/gpu tests/inference/test_launched.py
+		tests/ops/gpu tests/pretended_gpu tests/inference/test_launched.py
 
 torch-releases: $(VENV)/.installed-dev
 	PYTHON=$(BIN)/python .ci/torch_releases
