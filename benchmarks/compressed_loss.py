@@ -49,12 +49,16 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def settings(run: str, steps: int, batch: int) -> dict[str, Any]:
-    """The engine's config. The variance is frozen after a fifth of the steps; from then on 0/1 Adam exchanges ever more
+    """The engine's config. Gradients are summed in full for a fifth of the steps. From then on the ranks of 1-bit Adam
+    agree on a new variance after every tenth of the steps, and 0/1 Adam, whose variance stays, exchanges ever more
     seldom, at last every eighth step."""
     fifth = max(2, steps // 5)
     optimizer: dict[str, Any] = {"type": "AdamW", "params": RATE if run.startswith("ZeRO-3") else LASTING}
     if run == "1-bit Adam":
-        optimizer = {"type": "OneBitAdam", "params": {**LASTING, "freeze_step": fifth}}
+        optimizer = {
+            "type": "OneBitAdam",
+            "params": {**LASTING, "freeze_step": fifth, "variance_interval": fifth // 2},
+        }
     if run == "0/1 Adam":
         intervals = {"var_freeze_step": fifth, "local_step_scaler": fifth, "local_step_clipper": 8}
         optimizer = {"type": "ZeroOneAdam", "params": {**LASTING, **intervals}}
