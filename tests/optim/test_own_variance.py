@@ -73,7 +73,10 @@ def test_ranks_agree(world_size: int) -> None:
     pieces = mine.split([4000, 1000])
     found = [torch.empty(4000), torch.empty(1000)]
     with using("gloo") as ranks:
+        before = ranks.bytes_sent
         agree(pieces, found, ranks)
+        sent = ranks.bytes_sent - before
+    assert sent <= 2.04 * 5000 * (world_size - 1) / world_size + 64 * world_size
     torch.testing.assert_close(torch.cat(found), every.mean(0), rtol=0.27, atol=0)
     assert float((torch.cat(found) / every.mean(0)).mean()) == pytest.approx(1.0, abs=0.05)
     first = torch.cat(found).clone()
