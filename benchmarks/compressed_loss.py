@@ -6,14 +6,21 @@ twentieth of the steps. What has been measured is kept under results, by run and
 continued by the next.
 
     python benchmarks/compressed_loss.py --save cpu --seeds 1 2 3
+    until python benchmarks/compressed_loss.py --save cpu --seconds 600; do :; done
+
+With ``--seconds``, a call ends after about so long, in the middle of a run, and the next one resumes that from a
+checkpoint, exactly.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
+import shutil
 import statistics
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -41,6 +48,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--heads", type=int, default=4)
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--context", type=int, default=64)
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="then go on in another call")
     parser.add_argument("--text", type=Path, default=FOLDER.parent / "examples/pretrain_gpt/out/text")
     arguments = parser.parse_args(argv)
     if arguments.quick:
@@ -49,12 +57,16 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def settings(run: str, steps: int, batch: int) -> dict[str, Any]:
-    """The engine's config. The variance is frozen after a fifth of the steps; from then on 0/1 Adam exchanges ever more
+    """The engine's config. Gradients are summed in full for a fifth of the steps. From then on the ranks of 1-bit Adam
+    agree on a new variance after every tenth of the steps, and 0/1 Adam, whose variance stays, exchanges ever more
     seldom, at last every eighth step."""
     fifth = max(2, steps // 5)
     optimizer: dict[str, Any] = {"type": "AdamW", "params": RATE if run.startswith("ZeRO-3") else LASTING}
     if run == "1-bit Adam":
-        optimizer = {"type": "OneBitAdam", "params": {**LASTING, "freeze_step": fifth}}
+        optimizer = {
+            "type": "OneBitAdam",
+            "params": {**LASTING, "freeze_step": fifth, "variance_interval": fifth // 2},
+        }
     if run == "0/1 Adam":
         intervals = {"var_freeze_step": fifth, "local_step_scaler": fifth, "local_step_clipper": 8}
         optimizer = {"type": "ZeroOneAdam", "params": {**LASTING, **intervals}}
@@ -75,7 +87,7 @@ def settings(run: str, steps: int, batch: int) -> dict[str, Any]:
 class Learner:
     """One rank of a run; imported by ``worker.py``."""
 
-    def __init__(self, run: str, seed: int, steps: int, shape: dict[str, int], text: str) -> None:
+    def __init__(self, run: str, seed: int, steps: int, shape: dict[str, int], text: str, kept: str) -> None:
         import torch
         from data import load
         from model import GPT, GPTConfig
@@ -88,18 +100,48 @@ class Learner:
         self.parameters = sum(p.numel() for p in module.parameters())
         self.engine = deepspeed.initialize(model=module, config=settings(run, steps, self.batch))[0]
         self.text = load(Path(text))
+        self.kept = Path(kept)
 
-    def train(self) -> float:
-        """The mean loss of the last twentieth of the steps, on this rank's batches."""
-        losses = []
-        batches = self._batches(self.text.train).from_step(self.seed * self.steps)
-        for _ in range(self.steps):
+    def train(self, seconds: float | None) -> float | None:
+        """The mean loss of the last twentieth of the steps, on this rank's batches. None: there was no time for all of
+        them, and those made are kept."""
+        begin, losses = time.monotonic(), self._resume()
+        batches = self._batches(self.text.train).from_step(self.seed * self.steps + len(losses))
+        while len(losses) < self.steps:
             loss = self.engine(*next(batches))
             self.engine.backward(loss)
             self.engine.step()
             losses.append(loss.item())  # a kept tensor would pin the memory around it
+            if seconds is not None and len(losses) % 20 == 0 and self._latest(begin) > seconds:
+                self._keep(losses)
+                return None
         last = losses[-max(1, self.steps // 20) :]
         return sum(last) / len(last)
+
+    def _latest(self, begin: float) -> float:
+        """Seconds since ``begin``, the same on all ranks."""
+        import torch
+        import torch.distributed as dist
+
+        seconds = torch.tensor([time.monotonic() - begin])
+        dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
+        return seconds.item()
+
+    def _keep(self, losses: list[float]) -> None:
+        import torch.distributed as dist
+
+        self.engine.save_checkpoint(str(self.kept), tag=str(len(losses)))
+        (self.kept / f"losses_{dist.get_rank()}.json").write_text(json.dumps(losses))
+
+    def _resume(self) -> list[float]:
+        import torch.distributed as dist
+
+        path = self.kept / f"losses_{dist.get_rank()}.json"
+        if not path.exists():
+            return []
+        losses = json.loads(path.read_text())
+        self.engine.load_checkpoint(str(self.kept), tag=str(len(losses)))
+        return losses
 
     def validate(self) -> float:
         """The mean loss of 64 batches of held-out text, the same ones for all runs."""
@@ -127,7 +169,8 @@ class Learner:
         )
 
 
-def measure(arguments: argparse.Namespace, run: str, seed: int) -> dict[str, float]:
+def measure(arguments: argparse.Namespace, run: str, seed: int, seconds: float) -> dict[str, float] | None:
+    """None: there was no time for all steps."""
     shape = {name: getattr(arguments, name) for name in ("batch", "layers", "heads", "width", "context")}
     options = {
         "run": run,
@@ -135,14 +178,22 @@ def measure(arguments: argparse.Namespace, run: str, seed: int) -> dict[str, flo
         "steps": arguments.steps,
         "shape": shape,
         "text": str(arguments.text.resolve()),
+        "kept": str(kept_at(arguments, run, seed)),
     }
     with Job(run, "compressed_loss:Learner", options, ranks=RANKS, timeout=3600) as job:
-        trained = statistics.fmean(job.call("train"))
+        trained = job.call("train", seconds=None if math.isinf(seconds) else seconds)
+        if None in trained:
+            return None
         return {
-            "trained": trained,
+            "trained": statistics.fmean(trained),
             "validation": statistics.fmean(job.call("validate")),
             "parameters": job.call("size")[0],
         }
+
+
+def kept_at(arguments: argparse.Namespace, run: str, seed: int) -> Path:
+    """The folder of a run that was ended."""
+    return arguments.text.resolve().parent / f"compressed_loss_{arguments.save}_{run}_{seed}"
 
 
 def kept(arguments: argparse.Namespace) -> dict[str, dict[str, dict[str, float]]]:
@@ -206,13 +257,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     if not (arguments.text / "tokens.npz").exists():
         progress("making the text (once)")
         make(arguments.text)
-    found = kept(arguments)
+    found, end = kept(arguments), time.monotonic() + arguments.seconds
     for seed in arguments.seeds:
         for run in arguments.runs:
             if str(seed) in found.get(run, {}):
                 continue
             progress(f"{run}, seed {seed}")
-            found.setdefault(run, {})[str(seed)] = measure(arguments, run, seed)
+            result = measure(arguments, run, seed, end - time.monotonic())
+            if result is None:
+                sys.exit("the time is over: call again")
+            found.setdefault(run, {})[str(seed)] = result
+            shutil.rmtree(kept_at(arguments, run, seed), ignore_errors=True)
             if arguments.save is not None:
                 tell(arguments, found)
     if arguments.save is None:

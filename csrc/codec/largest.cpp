@@ -12,13 +12,19 @@
 
 #include "kernel.h"
 
+#if defined(__GNUC__) && defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
 namespace {
 
-constexpr int64_t kLook = 32;             // elements that are looked at together: most such runs have nothing large
+constexpr int64_t kLook = 16;             // elements that are looked at together
 constexpr int64_t kRuns = 1024, kRun = 16;  // of the sample: whole lines of the cache
 constexpr int64_t kLeastNumel = 4 * kRuns * kRun;  // below this, all elements are collected
 constexpr int64_t kSpare = 4096;          // elements that may be collected besides a multiple of those wanted
-constexpr uint32_t kNothing = ~0u;        // no magnitude is as large
+constexpr int64_t kFetch = 1024;          // elements behind those that are on their way to the cache
+constexpr int64_t kAhead = 32;            // taken elements whose errors are on their way to the cache
+constexpr uint32_t kNothing = 1u << 31;  // no magnitude is as large
 
 struct Row {
     const void *values;
@@ -28,14 +34,13 @@ struct Row {
     bool added;     // errors are values with errors already
 };
 
-struct Found {
-    uint32_t key;
-    int32_t place;
-};
-
 struct Share {  // what one thread collects
-    Found *found;
-    int64_t capacity, count;  // as many as there were, more than `capacity` if they were too many
+    float *values;
+    int32_t *places;
+    int64_t capacity, count;  // as many as there were; those behind `capacity`, and kLook more, are not kept
+
+    // Where the next kLook may be written.
+    DS_INLINE_MEMBER int64_t end() const { return count < capacity ? count : capacity; }
 };
 
 DS_INLINE uint32_t key_of(float x) { return std::bit_cast<uint32_t>(x) & 0x7fffffffu; }
@@ -50,40 +55,106 @@ DS_INLINE const float *wanted(const Row &row, int64_t index, int64_t n, float *b
     return errors;
 }
 
-DS_INLINE uint32_t largest_of(const float *x) {
-    int32_t largest = 0;
-    for (int64_t i = 0; i < kLook; ++i) {
-        const int32_t bits = int32_t(key_of(x[i]));
-        largest = bits > largest ? bits : largest;
+// A bit for each of kLook numbers whose magnitude is at least `least`, which is positive.
+DS_INLINE uint32_t large_ones(const float *x, uint32_t least) {
+    uint32_t bits = 0;
+#if defined(__SSE2__)
+    const __m128i magnitude = _mm_set1_epi32(0x7fffffff), below = _mm_set1_epi32(int32_t(least - 1));
+    __m128i large[4];
+    for (int i = 0; i < 4; ++i) {
+        const __m128i four = _mm_castps_si128(_mm_loadu_ps(x + 4 * i));
+        large[i] = _mm_cmpgt_epi32(_mm_and_si128(four, magnitude), below);
     }
-    return uint32_t(largest);
+    const __m128i low = _mm_packs_epi32(large[0], large[1]), high = _mm_packs_epi32(large[2], large[3]);
+    bits = uint32_t(_mm_movemask_epi8(_mm_packs_epi16(low, high)));
+#else
+    for (uint32_t i = 0; i < kLook; ++i) bits |= uint32_t(key_of(x[i]) >= least) << i;
+#endif
+    return bits;
 }
 
+// Elements [0, n) of x, whose places begin at `place`.
 DS_INLINE void look(Share &share, const float *x, int64_t place, int64_t n, uint32_t least) {
-    for (int64_t i = 0; i < n; ++i) {
-        const uint32_t key = key_of(x[i]);
-        if (key < least) continue;
-        if (share.count < share.capacity) share.found[share.count] = {key, int32_t(place + i)};
+    int64_t i = 0;
+    for (; least > 0 && i + kLook <= n; i += kLook) {
+        for (uint32_t bits = large_ones(x + i, least); bits != 0; bits &= bits - 1) {
+            const int64_t to = share.end(), from = i + std::countr_zero(bits);
+            share.values[to] = x[from];
+            share.places[to] = int32_t(place + from);
+            ++share.count;
+        }
+    }
+    for (; i < n; ++i) {
+        if (key_of(x[i]) < least) continue;
+        const int64_t to = share.end();
+        share.values[to] = x[i];
+        share.places[to] = int32_t(place + i);
         ++share.count;
     }
 }
 
+#if defined(__GNUC__) && defined(__x86_64__)
+// The same without branches: what is large is moved to the front of a register. With `errors`, x + errors are looked at, and
+// kept there.
+template <bool kErrors>
+__attribute__((target("arch=x86-64-v4"))) inline void look_avx512(Share &share, const float *x, float *errors, int64_t place,
+                                                                  int64_t n, uint32_t least) {
+    const __m512i bound = _mm512_set1_epi32(int32_t(least)), magnitude = _mm512_set1_epi32(0x7fffffff);
+    const __m512i order = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+    Share own = share;
+    int64_t i = 0;
+    for (; i + kLook <= n; i += kLook) {
+        __m512 some = _mm512_loadu_ps(x + i);
+        if constexpr (kErrors) {
+            ds::fetch<false>(x + i + kFetch, 4);
+            ds::fetch<true>(errors + i + kFetch, 4);
+            some = _mm512_add_ps(some, _mm512_loadu_ps(errors + i));
+            _mm512_storeu_ps(errors + i, some);
+        }
+        const __m512i bits = _mm512_castps_si512(some);
+        const __mmask16 large = _mm512_cmpge_epu32_mask(_mm512_and_si512(bits, magnitude), bound);
+        const __m512i places = _mm512_add_epi32(order, _mm512_set1_epi32(int32_t(place + i)));
+        const int64_t to = own.end();
+        _mm512_storeu_si512(own.values + to, _mm512_maskz_compress_epi32(large, bits));
+        _mm512_storeu_si512(own.places + to, _mm512_maskz_compress_epi32(large, places));
+        own.count += std::popcount(uint32_t(large));
+    }
+    share.count = own.count;
+    if constexpr (kErrors) {
+        for (int64_t j = i; j < n; ++j) errors[j] = x[j] + errors[j];
+    }
+    look(share, (kErrors ? errors : x) + i, place + i, n - i, least);
+}
+#endif
+
+template <int N>
 DS_INLINE void collect_body(const Row &row, int64_t begin, int64_t end, uint32_t least, Share &share) {
     alignas(64) float buffer[ds::kBlock];
     Share own = share;
+#if defined(__GNUC__) && defined(__x86_64__)
+    if (N == 16 && row.dtype == DS_FLOAT32 && row.errors != nullptr && !row.added) {
+        const float *values = static_cast<const float *>(row.values) + begin;
+        look_avx512<true>(own, values, row.errors + begin, begin, end - begin, least);
+        share = own;
+        return;
+    }
+#endif
     for (int64_t index = begin; index < end; index += ds::kBlock) {
         const int64_t n = end - index < ds::kBlock ? end - index : ds::kBlock;
         const float *x = wanted(row, index, n, buffer);
-        int64_t i = 0;
-        for (; i + kLook <= n; i += kLook)
-            if (largest_of(x + i) >= least) look(own, x + i, index + i, kLook, least);
-        look(own, x + i, index + i, n - i, least);
+#if defined(__GNUC__) && defined(__x86_64__)
+        if constexpr (N == 16) {
+            look_avx512<false>(own, x, nullptr, index, n, least);
+            continue;
+        }
+#endif
+        look(own, x, index, n, least);
     }
     share = own;
 }
 
-DS_KERNEL(collect, (const Row &row, int64_t begin, int64_t end, uint32_t least, Share &share),
-          (row, begin, end, least, share))
+DS_LANES_KERNEL(collect, (const Row &row, int64_t begin, int64_t end, uint32_t least, Share &share),
+                (row, begin, end, least, share))
 
 float value_at(const Row &row, int64_t place) {
     float buffer;
@@ -141,21 +212,38 @@ Limit limit_of(Keys &&keys, int64_t count) {
 // Writes what is taken, in the order of places.
 class Packet {
   public:
-    Packet(void *memory, int64_t count, const Row &row, Limit limit)
-        : values(static_cast<char *>(memory)), places(values + 4 * count), row(row), limit(limit) {}
+    Packet(void *memory, int64_t count, Limit limit)
+        : values(static_cast<char *>(memory)), places(values + 4 * count), size(count), limit(limit) {}
 
-    void offer(uint32_t key, int32_t place) {
-        if (key < limit.key || (key == limit.key && limit.equal-- <= 0)) return;
-        const float value = value_at(row, place);
+    bool full() const { return count == size; }
+
+    // Only while it is not full. Which are taken cannot be foreseen: all are written, and the others overwritten.
+    void offer(float value, int32_t place) {
+        const uint32_t key = key_of(value);
         std::memcpy(values + 4 * count, &value, 4);
         std::memcpy(places + 4 * count, &place, 4);
-        if (row.errors != nullptr) row.errors[place] = value - value;  // NaN if it is not finite
-        ++count;
+        count += key > limit.key || (key == limit.key && limit.equal-- > 0);
+    }
+
+    // What is left of those that are in it.
+    void settle(float *errors) const {
+        for (int64_t i = 0; i < count; ++i) {
+            if (i + kAhead < count) ds::fetch<true>(errors + place_at(i + kAhead), 4);
+            float value;
+            std::memcpy(&value, values + 4 * i, 4);
+            errors[place_at(i)] = value - value;  // NaN if it is not finite
+        }
     }
 
   private:
+    int32_t place_at(int64_t i) const {
+        int32_t place;
+        std::memcpy(&place, places + 4 * i, 4);
+        return place;
+    }
+
     char *values, *places;
-    const Row &row;
+    int64_t size;
     Limit limit;
     int64_t count = 0;
 };
@@ -166,25 +254,32 @@ void take_from_all(const Row &row, int64_t count, void *packet) {
             for (int64_t i = 0; i < row.numel; ++i) f(key_of(value_at(row, i)));
         },
         count);
-    Packet to(packet, count, row, limit);
-    for (int64_t i = 0; i < row.numel; ++i) to.offer(key_of(value_at(row, i)), int32_t(i));
+    Packet to(packet, count, limit);
+    for (int64_t i = 0; i < row.numel && !to.full(); ++i) to.offer(value_at(row, i), int32_t(i));
+    if (row.errors != nullptr) to.settle(row.errors);
 }
 
 // What rows need besides, one after the other.
 struct Scratch {
     int32_t threads;
     int64_t capacity;  // of a thread
-    std::unique_ptr<Found[]> found;
+    std::unique_ptr<float[]> values;
+    std::unique_ptr<int32_t[]> places;
     std::unique_ptr<Share[]> shares;
     std::unique_ptr<uint32_t[]> sample;
-    bool ready() const { return found != nullptr && shares != nullptr && sample != nullptr; }
+    bool ready() const { return values != nullptr && places != nullptr && shares != nullptr && sample != nullptr; }
+    int64_t begin(int32_t thread) const { return (capacity + kLook) * thread; }
 };
 
 Scratch scratch_for(int64_t numel, int64_t count, int32_t threads) {
     if (numel < ds::kParallelNumel || threads < 1) threads = 1;
     int64_t capacity = (2 * count + kSpare) / threads + kSpare;
     if (numel < kLeastNumel || capacity > numel) capacity = numel;
-    return {threads, capacity, std::unique_ptr<Found[]>(new (std::nothrow) Found[size_t(capacity * threads)]),
+    const size_t room = size_t((capacity + kLook) * threads);
+    return {threads,
+            capacity,
+            std::unique_ptr<float[]>(new (std::nothrow) float[room]),
+            std::unique_ptr<int32_t[]>(new (std::nothrow) int32_t[room]),
             std::unique_ptr<Share[]>(new (std::nothrow) Share[size_t(threads)]),
             std::unique_ptr<uint32_t[]>(new (std::nothrow) uint32_t[kRuns * kRun])};
 }
@@ -196,7 +291,8 @@ void encode_row(Row row, int64_t count, void *packet, Scratch &scratch) {
     if (least == 0 && capacity < row.numel) least = kNothing;
     const auto run = [&](int32_t t) {
         const int64_t begin = blocks * t / threads * ds::kBlock, end = blocks * (t + 1) / threads * ds::kBlock;
-        scratch.shares[t] = {scratch.found.get() + t * capacity, capacity, 0};
+        const int64_t room = scratch.begin(t);
+        scratch.shares[t] = {scratch.values.get() + room, scratch.places.get() + room, capacity, 0};
         collect(row, begin, end < row.numel ? end : row.numel, least, scratch.shares[t]);
     };
     if (threads == 1) {
@@ -213,13 +309,18 @@ void encode_row(Row row, int64_t count, void *packet, Scratch &scratch) {
         fits = fits && scratch.shares[t].count <= capacity;
     }
     if (!fits || total < count) return take_from_all(row, count, packet);
-    const auto each = [&](auto &&f) {
-        for (int32_t t = 0; t < threads; ++t)
-            for (int64_t i = 0; i < scratch.shares[t].count; ++i) f(scratch.shares[t].found[i]);
-    };
-    const Limit limit = limit_of([&](auto &&f) { each([&](const Found &one) { f(one.key); }); }, count);
-    Packet to(packet, count, row, limit);
-    each([&](const Found &one) { to.offer(one.key, one.place); });
+    const Limit limit = limit_of(
+        [&](auto &&f) {
+            for (int32_t t = 0; t < threads; ++t)
+                for (int64_t i = 0; i < scratch.shares[t].count; ++i) f(key_of(scratch.shares[t].values[i]));
+        },
+        count);
+    Packet to(packet, count, limit);
+    for (int32_t t = 0; t < threads; ++t) {
+        const Share &share = scratch.shares[t];
+        for (int64_t i = 0; i < share.count && !to.full(); ++i) to.offer(share.values[i], share.places[i]);
+    }
+    if (row.errors != nullptr) to.settle(row.errors);
 }
 
 void clear(float *values, int64_t numel, int32_t threads) {

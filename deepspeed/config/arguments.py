@@ -113,7 +113,7 @@ OPTIMIZER: dict[str, Allowed] = {
     **dict.fromkeys(("factor_max", "factor_min", "factor_threshold"), SIZE),
     "coeff_beta": SHARE,
     "freeze_step": Allowed(lambda v: v == "auto" or NO_STEPS.test(v), f'{NO_STEPS.text}, or "auto"'),
-    "var_freeze_step": NO_STEPS,
+    **dict.fromkeys(("var_freeze_step", "variance_interval"), NO_STEPS),
     **dict.fromkeys(("var_update_scaler", "local_step_scaler", "local_step_clipper"), STEPS),
     "cuda_aware": FLAG,
     "comm_backend_name": WORD,

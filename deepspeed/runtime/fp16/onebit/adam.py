@@ -3,6 +3,8 @@ speed)."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,7 +14,16 @@ from deepspeed.ops.adam.multi_tensor_adam import MultiTensorAdam
 from deepspeed.ops.momentum import frozen_step
 from deepspeed.ops.multi_tensor import refuse
 from deepspeed.ops.update import Fragments, UpdateContext, UpdateTraits
-from deepspeed.runtime.optim.one_bit import MASK, OneBitOptimizer, check_backend, follow, pieces, round_into
+from deepspeed.runtime.optim.one_bit import (
+    MASK,
+    OneBitOptimizer,
+    by_holders,
+    check_backend,
+    follow,
+    pieces,
+    round_into,
+)
+from deepspeed.runtime.optim.own_variance import OWN_VARIANCE, agree, continue_variances, share_of_mean
 from deepspeed.runtime.optim.sign_exchange import FEEDBACK
 
 AUTO = "auto"
@@ -30,6 +41,8 @@ class OnebitAdam(OneBitOptimizer, MultiTensorAdam):
         params: iterable of parameters or of dicts that define groups.
         deepspeed: accepted; the engine needs no introduction.
         freeze_step: updates before the exchange is compressed; "auto": until the variance is stable.
+        variance_interval: 0: from then on the variance stays. Else each rank continues it with its own gradients, and
+            every so many updates the ranks agree on their mean, in 8 bits per element.
         cuda_aware, comm_backend_name: accepted; the engine's own communication serves on every device.
         eps_inside_sqrt, max_grad_norm, amsgrad: in the signature but not available (``gradient_clipping`` clips).
 
@@ -57,6 +70,7 @@ class OnebitAdam(OneBitOptimizer, MultiTensorAdam):
         amsgrad: bool = False,
         cuda_aware: bool = False,
         comm_backend_name: str = "nccl",
+        variance_interval: int = 0,
     ) -> None:
         refuse(
             "OnebitAdam",
@@ -65,12 +79,23 @@ class OnebitAdam(OneBitOptimizer, MultiTensorAdam):
             max_grad_norm=max_grad_norm or None,
         )
         check_backend("OnebitAdam", comm_backend_name)
+        if int(variance_interval) < 0:
+            raise ValueError(
+                f"OnebitAdam: variance_interval={variance_interval!r} must be 0, for a variance that stays, or the "
+                "number of updates after which ranks agree on a new one"
+            )
         super().__init__(params, adam_defaults(lr, bias_correction, betas, eps, weight_decay))
         self.deepspeed = deepspeed
         self.comm_backend_name = comm_backend_name
         self.chooses_freeze_step = freeze_step == AUTO
         self.freeze_step: float = float("inf") if self.chooses_freeze_step else int(freeze_step)
         self._sum_of_variances = 0.0
+        self.variance_interval = int(variance_interval)
+        self._shares: dict[tuple[int, int], float] = {}
+        """Of the squares of a rank's gradients, what counts for the variance; by group and kind of weights."""
+        if self.variance_interval:
+            self.own_state_names = (FEEDBACK, OWN_VARIANCE)
+            self.update_traits = replace(type(self).update_traits, rank_state=self.own_state_names)
 
     @property
     def adam_freeze_key(self) -> bool:
@@ -109,7 +134,10 @@ class OnebitAdam(OneBitOptimizer, MultiTensorAdam):
     ) -> None:
         masters = list(part.masters)
         states = [self.state_for(master, group) for master in masters]
+        new = [master for master in masters if id(master) not in self._checked]
         self.fill_variances(masters, part.grads, grad_scale, context, group["betas"][1])
+        if self.variance_interval:
+            self._continue_variances(number, group, part, grad_scale, context, new)
         momenta = [state["exp_avg"] for state in states]
         follow(momenta, part.grads, grad_scale, group["betas"][0])
         self.exchange_means(number, masters, momenta, [state[FEEDBACK] for state in states], context.holders)
@@ -124,12 +152,52 @@ class OnebitAdam(OneBitOptimizer, MultiTensorAdam):
             for piece in pieces(master, state["exp_avg"], state["exp_avg_sq"], low):
                 plain_step(*piece, **scalars)
 
+    def _continue_variances(
+        self,
+        number: int,
+        group: dict[str, Any],
+        part: Fragments,
+        grad_scale: float,
+        context: UpdateContext,
+        new: Sequence[Tensor],
+    ) -> None:
+        """``new``: masters whose own variances may have to begin, as what all ranks have."""
+        masters, since = list(part.masters), self.updates - int(self.freeze_step)
+        own, variances = ([self.state[m][name] for m in masters] for name in (OWN_VARIANCE, "exp_avg_sq"))
+        for master in new:
+            state = self.state[master]
+            if not state[OWN_VARIANCE].any():
+                state[OWN_VARIANCE].copy_(state["exp_avg_sq"])
+        scale, beta2 = grad_scale * grad_scale, group["betas"][1]
+        kinds = list(by_holders(masters, context.holders))
+        for kind, (ranks, positions) in enumerate(kinds):
+            grads = [part.grads[i] for i in positions]
+            if (number, kind) not in self._shares or (since - 1) % self.variance_interval == 0:
+                self._shares[number, kind] = share_of_mean(grads, ranks, seed=self.updates)
+            share = self._shares[number, kind]
+            continue_variances([own[i] for i in positions], grads, scale * share, beta2)
+        if not kinds:  # gradients are those of all ranks
+            continue_variances(own, part.grads, scale, beta2)
+        if since % self.variance_interval:
+            return
+        for ranks, positions in kinds:
+            agree([own[i] for i in positions], [variances[i] for i in positions], ranks)
+        if not kinds:
+            torch._foreach_copy_(variances, own)
+        for master, variance in zip(masters, variances, strict=True):
+            step = float(self.state[master]["step"]) + 1
+            used, now = (corrections(group, step, at)[0] for at in (min(step, self.freeze_step), step))
+            variance.mul_(used / now)  # updates divide by ``used``, for a variance that stayed
+
     def own_state(self) -> dict[str, Any]:
-        mine = {"freeze_step": self.freeze_step, "sum_of_variances": self._sum_of_variances}
+        mine: dict[str, Any] = {"freeze_step": self.freeze_step, "sum_of_variances": self._sum_of_variances}
+        if self.variance_interval:
+            mine["shares"] = dict(self._shares)
         return {**super().own_state(), **mine}
 
     def load_own_state(self, saved: Any, rank: int, ranks: int) -> None:
         super().load_own_state(saved, rank, ranks)
+        self._shares = dict(saved[rank].get("shares", {})) if len(saved) == ranks else {}
         if len(saved) and self.chooses_freeze_step:
             self.freeze_step = saved[0].get("freeze_step", self.freeze_step)
             self._sum_of_variances = saved[0].get("sum_of_variances", 0.0)
