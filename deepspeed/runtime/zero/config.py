@@ -60,7 +60,7 @@ class DeepSpeedZeroConfig(DeepSpeedConfigModel):
         default=True, description="Reduce gradients with reduce-scatter; false: all-reduce."
     )
     reduce_bucket_size: Int = Field(
-        default=pp_int(5e8), ge=0, description="Largest number of elements reduced in one call."
+        default=pp_int(5e8), gt=0, description="Largest number of elements reduced in one call."
     )
     use_multi_rank_bucket_allreduce: bool = Field(
         default=True, description="No effect: a bucket is one call for all ranks."
