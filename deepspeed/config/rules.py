@@ -407,7 +407,11 @@ def contiguous_checkpoints(config: TrainingConfig) -> Iterator[Finding]:
         ("number_checkpoints", section.number_checkpoints),
     ):
         if not given:
-            yield Finding((prefix + "contiguous_memory_optimization", prefix + name), f"needs {prefix}{name}")
+            yield Finding(
+                (prefix + "contiguous_memory_optimization", prefix + name),
+                f"needs {prefix}{name}; without it, inputs are kept one by one",
+                is_error=False,
+            )
 
 
 def elastic_batch(config: TrainingConfig) -> Iterator[Finding]:

@@ -229,7 +229,6 @@ MUTANTS: list[tuple[dict[str, Any], str]] = [
     ({"zero_optimization.legacy_stage1": True}, "zero_optimization.legacy_stage1"),
     ({"managed_gradient_accumulation": False, "zero_optimization.stage": 1}, "managed_gradient_accumulation"),
     ({"gradient_allreduce_op": "sum", "compile": {"deepcompile": True}}, "gradient_allreduce_op"),
-    ({"activation_checkpointing.contiguous_memory_optimization": True}, "number_checkpoints"),
 ]
 
 
@@ -254,6 +253,12 @@ def look_at(config: dict[str, Any]) -> Analysis:
 def test_the_original_is_fine() -> None:
     found = look_at(GOOD)
     assert (found.errors, found.warnings) == ([], [])
+
+
+def test_contiguous_inputs_without_their_number_are_kept_one_by_one() -> None:
+    found = look_at(mutated({"activation_checkpointing": {"contiguous_memory_optimization": True}}))
+    assert found.errors == [] and len(found.warnings) == 2
+    assert all("kept one by one" in str(warning) for warning in found.warnings)
 
 
 def test_there_are_enough_mutants() -> None:
