@@ -158,6 +158,11 @@ MUTANTS: list[tuple[dict[str, Any], str]] = [
     ({"zero_optimization.reduce_bucket_size": "5e8 elements"}, "zero_optimization.reduce_bucket_size"),
     ({"zero_optimization.reduce_bucket_size": 0.5}, "zero_optimization.reduce_bucket_size"),
     ({"zero_optimization.reduce_bucket_size": 0}, "zero_optimization.reduce_bucket_size"),
+    ({"zero_optimization.compute_grad_norm": False, "zero_optimization.stage": 3}, "stage 1 or 2"),
+    (
+        {"zero_optimization.compute_grad_norm": False, "gradient_clipping": 1.0},
+        "requires gradient_clipping=0",
+    ),
     ({"zero_optimization.overlap_comm": 3}, "zero_optimization.overlap_comm"),
     ({"zero_optimization.offload_optimizer": "cpu"}, "zero_optimization.offload_optimizer"),
     ({"zero_optimization.leaf_module": {"names": 3}}, "zero_optimization.leaf_module.names"),

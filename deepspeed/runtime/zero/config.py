@@ -75,6 +75,10 @@ class DeepSpeedZeroConfig(DeepSpeedConfigModel):
         default=None,
         description="Reduce gradients while backward runs; null becomes true at stage 3 and false below.",
     )
+    compute_grad_norm: bool = Field(
+        default=True,
+        description="false: nobody asks for the norm (stages 1, 2; no clipping). No effect: it costs little.",
+    )
     load_from_fp32_weights: bool = Field(
         default=True, description="Restore master weights from the fp32 values of a checkpoint."
     )
@@ -215,6 +219,9 @@ class DeepSpeedZeroConfig(DeepSpeedConfigModel):
     )
     leaf_module: DeepSpeedZeroLeafModuleConfig = Field(
         default=DeepSpeedZeroLeafModuleConfig(), description="Modules that stage 3 gathers as a whole."
+    )
+    parameter_alignment: bool = Field(
+        default=False, description="No effect: parameters begin at aligned addresses in any case."
     )
     grad_hooks: bool = deprecated(True, "No effect.", message="no effect")
 
