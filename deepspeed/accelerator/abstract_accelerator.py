@@ -20,6 +20,11 @@ import torch
 OP_BUILDER_PACKAGE = "deepspeed.ops.op_builder"
 
 
+def _check_host(device: Any) -> None:
+    if torch.device(device).type != "cpu":
+        raise ValueError(f"device={device!r}: memory of the host is page-locked; pass device='cpu'")
+
+
 class DeepSpeedAccelerator(ABC):
     """One device type of this process. No method touches the device until it has to.
 
@@ -213,6 +218,20 @@ class DeepSpeedAccelerator(ABC):
                 pinned.copy_(tensor.detach())
         return pinned if match_shape else pinned.view(-1)
 
+    def pin_empty(self, *size: Any, dtype: torch.dtype, device: Any = "cpu") -> torch.Tensor:
+        """A page-locked host tensor of this size (numbers, or one sequence of them), its values undefined."""
+        _check_host(device)
+        return self.pin_memory(torch.empty(*size, dtype=dtype), make_copy=False)
+
+    def pin_empty_like(
+        self, tensor: torch.Tensor, device: Any = "cpu", dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
+        return self.pin_empty(tensor.shape, dtype=dtype or tensor.dtype, device=device)
+
+    def pin_memory_alignment(self) -> int:
+        """The alignment, in bytes, that page-locked memory needs here."""
+        return 1
+
     def is_pinned(self, tensor: torch.Tensor) -> bool:
         return tensor.is_pinned()
 
@@ -227,6 +246,9 @@ class DeepSpeedAccelerator(ABC):
 
     def is_fp16_supported(self) -> bool:
         return torch.float16 in self.supported_dtypes()
+
+    def is_fp64_supported(self) -> bool:
+        return True
 
     def supported_dtypes(self) -> list[torch.dtype]:
         """Floating-point types in which models can be trained here."""
@@ -292,6 +314,10 @@ class DeepSpeedAccelerator(ABC):
     def create_graph(self) -> Any:
         """An empty graph, or None where the device cannot capture."""
         return None
+
+    def is_current_stream_capturing(self) -> bool:
+        """Whether work is recorded into a graph at the moment."""
+        return False
 
     def capture_to_graph(
         self, graph: Any, pool: Any = None, stream: Any = None

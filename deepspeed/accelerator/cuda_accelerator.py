@@ -84,6 +84,9 @@ class CUDA_Accelerator(DeepSpeedAccelerator):
     def create_graph(self) -> Any:
         return torch.cuda.CUDAGraph()
 
+    def is_current_stream_capturing(self) -> bool:
+        return torch.cuda.is_current_stream_capturing()
+
     def capture_to_graph(
         self, graph: Any, pool: Any = None, stream: Any = None
     ) -> AbstractContextManager[Any]:

@@ -398,6 +398,18 @@ def _unknown_class(name: str, own: tuple[str, ...], module: Any, module_name: st
     return f"{shown(name)} is not known{meant} {known}"
 
 
+def no_norm_wanted(config: TrainingConfig) -> Iterator[Finding]:
+    zero, key = config.zero_optimization, "zero_optimization.compute_grad_norm"
+    if zero.compute_grad_norm:
+        return
+    if zero.stage not in (1, 2):
+        yield Finding((key, STAGE), f"{key}=false is for ZeRO stage 1 or 2")
+    if config.gradient_clipping:
+        yield Finding(
+            (key, "gradient_clipping"), f"clipping needs the norm: {key}=false requires gradient_clipping=0"
+        )
+
+
 def contiguous_checkpoints(config: TrainingConfig) -> Iterator[Finding]:
     section, prefix = config.activation_checkpointing, "activation_checkpointing."
     if not section.contiguous_memory_optimization:
@@ -407,7 +419,11 @@ def contiguous_checkpoints(config: TrainingConfig) -> Iterator[Finding]:
         ("number_checkpoints", section.number_checkpoints),
     ):
         if not given:
-            yield Finding((prefix + "contiguous_memory_optimization", prefix + name), f"needs {prefix}{name}")
+            yield Finding(
+                (prefix + "contiguous_memory_optimization", prefix + name),
+                f"needs {prefix}{name}; without it, inputs are kept one by one",
+                is_error=False,
+            )
 
 
 def elastic_batch(config: TrainingConfig) -> Iterator[Finding]:
@@ -468,6 +484,7 @@ RULES: tuple[Rule, ...] = (
     one_bit_needs_copies,
     scheduler_is_known,
     arguments_make_sense,
+    no_norm_wanted,
     contiguous_checkpoints,
     elastic_batch,
     saves_by_itself,

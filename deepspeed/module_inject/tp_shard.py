@@ -1,11 +1,12 @@
 """How wide each tensor-parallel rank's part is, for scripts that cut weights themselves.
 
-The numbers of the model are set once and hold for the process, as documented. Layers of engines carry their own
-``Cut`` and read none of them.
+The numbers of a model come with the call, as an ``AutoTPMeta``, or are set once and hold for the process, as
+documented. Layers of engines carry their own ``Cut`` and read none of them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,7 @@ from deepspeed import comm as dist
 from deepspeed.comm.collectives import communicator
 
 __all__ = [
+    "AutoTPMeta",
     "get_n_embd",
     "get_num_attention_heads",
     "get_num_kv_heads",
@@ -37,6 +39,46 @@ class _Numbers:
 
 
 _numbers = _Numbers()
+
+_KV_HEADS = (
+    "num_key_value_heads",
+    "num_kv_heads",
+    "multi_query_group_num",
+    "n_head_kv",
+    "kv_n_heads",
+    "num_attention_heads",
+    "n_heads",
+    "attention_heads",
+)
+_QUERY_HEADS = ("num_attention_heads", "num_heads", "n_heads", "n_head", "attention_heads")
+_EXPERT_PARTS = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
+"""Layers of feed-forward parts, which do not consist of attention heads either."""
+
+
+@dataclass(frozen=True)
+class AutoTPMeta:
+    """The numbers of one model by which its layers are cut; None: unknown."""
+
+    num_kv_heads: int | None = None
+    num_attention_heads: int | None = None
+    n_embd: int | None = None
+    tp_grain_size: int = 1
+
+    @classmethod
+    def from_model_config(cls, model_config: Any, tp_grain_size: int = 1) -> AutoTPMeta:
+        """Of a model of Transformers by its config, or the text part's; None: nothing is known."""
+        config = getattr(model_config, "text_config", None) or model_config
+        return cls(
+            num_kv_heads=_first(config, _KV_HEADS),
+            num_attention_heads=_first(config, _QUERY_HEADS),
+            n_embd=_first(config, ("n_embd", "hidden_size")),
+            tp_grain_size=tp_grain_size,
+        )
+
+
+def _first(config: Any, names: Iterable[str]) -> int | None:
+    found = (getattr(config, name, None) for name in names)
+    return next((value for value in found if value is not None), None)
 
 
 def set_num_kv_heads(num: int | None) -> None:
@@ -73,33 +115,51 @@ def get_n_embd() -> int | None:
 def get_shard_size(
     total_size: int,
     mp_size: int,
-    name: str | None = None,
-    rank: int | None = None,
+    name: AutoTPMeta | str | None = None,
+    rank: Any = None,
     mp_group: Any = None,
-    num_kv_heads: int | None = None,
+    num_kv_heads: Any = None,
+    *,
+    meta: AutoTPMeta | None = None,
 ) -> int:
     """How much of ``total_size`` one rank has: ``rank``, or this one in ``mp_group``, or in the job.
 
     Layers that consist of ``num_kv_heads`` groups of attention heads are cut between those; the first ranks have one
     more if there is a rest. Others (of the feed-forward part and the vocabulary, by ``name``) are cut in multiples of
-    the grain.
+    the grain. ``meta``: the model's numbers, in place of those of the process; it may also come third, before name,
+    rank and mp_group.
     """
+    if isinstance(name, AutoTPMeta):
+        meta, name, rank, mp_group, num_kv_heads = name, rank, mp_group, num_kv_heads, None
     if rank is None:
         rank = communicator(mp_group).rank if mp_group is not None else dist.get_rank()
-    return get_shard_size_list(total_size, mp_size, name, num_kv_heads)[rank]
+    return get_shard_size_list(total_size, mp_size, name, num_kv_heads, meta=meta)[rank]
 
 
 def get_shard_size_list(
-    total_size: int, mp_size: int, name: str | None = None, num_kv_heads: int | None = None
+    total_size: int,
+    mp_size: int,
+    name: AutoTPMeta | str | None = None,
+    num_kv_heads: Any = None,
+    *,
+    meta: AutoTPMeta | None = None,
 ) -> list[int]:
     """``get_shard_size`` of each rank."""
-    groups = _numbers.kv_heads if num_kv_heads is None else num_kv_heads
+    if isinstance(name, AutoTPMeta):
+        meta, name, num_kv_heads = name, num_kv_heads, None
+    groups, grain = (
+        (_numbers.kv_heads, _numbers.grain) if meta is None else (meta.num_kv_heads, meta.tp_grain_size)
+    )
+    groups = groups if num_kv_heads is None else num_kv_heads
     text = str(name)
-    of_heads = "mlp" not in text and not any(head in text for head in _HEADS)
-    if groups and of_heads and total_size % groups == 0:
+    others = ("mlp", *_HEADS) if meta is None else ("mlp", *_HEADS, *_EXPERT_PARTS)
+    if groups and total_size % groups == 0 and not any(other in text for other in others):
         return _dealt(groups, mp_size, total_size // groups)
-    grain = _numbers.grain if total_size >= _numbers.grain and total_size % _numbers.grain == 0 else 1
-    return _dealt(total_size // grain, mp_size, grain)
+    if total_size < grain or (meta is None and total_size % grain):
+        return _dealt(total_size, mp_size, 1)
+    sizes = _dealt(total_size // grain, mp_size, grain)
+    sizes[-1] += total_size % grain  # the others keep whole grains
+    return sizes
 
 
 def _dealt(units: int, ranks: int, extent: int) -> list[int]:

@@ -11,6 +11,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from deepspeed.config.arguments import WHOLE_NUMBERS
 from deepspeed.runtime import lr_schedules
 from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
+from deepspeed.utils.logging import logger
 
 
 def resolve_scheduler(
@@ -19,7 +20,7 @@ def resolve_scheduler(
     """The client's scheduler, the one its callable returns for the optimizer, the one the config names, or None.
     ``own``: what the client gave as its optimizer."""
     if client is not None:
-        _check_bound(client, optimizer, own)
+        _warn_of_another(client, optimizer, own)
         return client(optimizer) if callable(client) and not hasattr(client, "step") else client
     name = config.scheduler_name
     if name is None or optimizer is None:
@@ -39,13 +40,15 @@ def resolve_scheduler(
     return kind(optimizer, **params)
 
 
-def _check_bound(client: Any, optimizer: Any, own: Any) -> None:
-    """DeepSpeedConfigError: torch's scheduler was made for another optimizer than the one that is made here."""
+def _warn_of_another(client: Any, optimizer: Any, own: Any) -> None:
+    """A torch scheduler may drive another optimizer than the one that is made here: 0.19 takes it, steps it and trains
+    at a constant rate. So do we, but not in silence."""
     made_here = own is None or not hasattr(own, "param_groups")
     if isinstance(client, LRScheduler) and made_here and client.optimizer is not optimizer:
-        raise DeepSpeedConfigError(
-            f"lr_scheduler is a {type(client).__name__} of another optimizer than the one that is trained with: pass "
-            "that optimizer as optimizer=, or lr_scheduler=lambda optimizer: ..., which makes the scheduler."
+        logger.warning(
+            f"lr_scheduler is a {type(client).__name__} of another optimizer than the one that is trained with: the "
+            "learning rates of this engine do not follow it. Pass that optimizer as optimizer=, or "
+            "lr_scheduler=lambda optimizer: ..., which makes the scheduler."
         )
 
 

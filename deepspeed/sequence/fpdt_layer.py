@@ -148,8 +148,8 @@ class FPDT_Attention(nn.Module):
         inference_params: Any,
         rotary_pos_emb: Any,
         cpu_offloading: bool = True,
-    ) -> Any:
-        """[own tokens, batch, hidden] -> the same shape, and the second bias (or None) if ``return_bias``.
+    ) -> tuple[Tensor, Tensor | None]:
+        """[own tokens, batch, hidden] -> the same shape, and the second bias if ``return_bias``, else None.
 
         Args:
             attention_mask: accepted for compatibility; attention is causal.
@@ -184,7 +184,7 @@ class FPDT_Attention(nn.Module):
         )
         if self.return_bias:
             return out, self.qkv_dense_bias
-        return out if self.qkv_dense_bias is None else out + self.qkv_dense_bias
+        return (out if self.qkv_dense_bias is None else out + self.qkv_dense_bias), None
 
     def _check(self) -> None:
         ranks = communicator_of(self.spg).size
@@ -204,13 +204,65 @@ class FPDT_Attention(nn.Module):
     def _chunks(self, x: Tensor) -> list[tuple[int, ...]]:
         comm = communicator_of(self.spg)
         lengths = gather_lengths(x.shape[0], comm, x.device)
-        chunks = chunks_of(sum(lengths), _number_of_chunks(sum(lengths), self.chunk_size), comm.size)
-        if lengths != tuple(map(sum, zip(*chunks, strict=True))):
+        return _shares(lengths, _number_of_chunks(sum(lengths), self.chunk_size), comm.size)
+
+
+class _FPDTGPUOffloadingAttentionImpl_:
+    """The attention of `FPDT_Attention` without its second projection, under the name that scripts of long contexts
+    call: ``.apply(...)`` -> [batch, own tokens, heads, head size]. Chunks rest in host memory.
+
+    Differentiable once. ``attention_mask``, ``inference_params``, ``scatter_idx`` and ``gather_idx`` have no effect:
+    attention is causal and tokens are dimension 0 of the input.
+    """
+
+    offloads = True
+
+    @classmethod
+    def apply(
+        cls,
+        layernorm_output: Tensor,
+        attention_mask: Any,
+        inference_params: Any,
+        rotary_pos_emb: Any,
+        spg: Any,
+        scatter_idx: int,
+        gather_idx: int,
+        hidden_size: int,
+        projection_size: int,
+        hidden_size_per_attention_head: int,
+        kv_projection_size: int,
+        qkv_linear_weight: Tensor,
+        qkv_linear_bias: Tensor | None,
+        dropout: float,
+        num_chunks: int = 8,
+        cpu_offloading: bool = True,
+    ) -> Tensor:
+        if dropout:
             raise ValueError(
-                f"the ranks hold {lengths} tokens, which are no shares of chunks of {self.chunk_size}: distribute "
-                "sequences with FPDT_InputConstruct"
+                f"dropout={dropout}: chunked attention has no dropout of attention weights; pass 0"
             )
-        return chunks
+        comm, size = communicator_of(spg), hidden_size_per_attention_head
+        lengths = gather_lengths(layernorm_output.shape[0], comm, layernorm_output.device)
+        call = ChunkedCall(
+            comm=comm,
+            chunks=_shares(lengths, max(1, int(num_chunks)), comm.size),
+            heads=projection_size // size,
+            kv_heads=kv_projection_size // size,
+            size=size,
+            scale=1 / math.sqrt(size),
+            rotary=_tables(rotary_pos_emb),
+            offload=cls.offloads and cpu_offloading,
+        )
+        # A product with the identity keeps every bit.
+        same = torch.eye(projection_size, dtype=layernorm_output.dtype, device=layernorm_output.device)
+        out = chunked_self_attention(call, layernorm_output, qkv_linear_weight, qkv_linear_bias, same)
+        return out.unflatten(-1, (-1, size)).transpose(0, 1).contiguous()
+
+
+class _FPDTGPUAttentionImpl_(_FPDTGPUOffloadingAttentionImpl_):
+    """The same, with its chunks on the device."""
+
+    offloads = False
 
 
 class FPDT_FFN(TiledFunction):
@@ -327,6 +379,17 @@ def _in_tiles(
     dims: list[int | None] = [0] * len(sharded) + [None] * len(weights)
     call = TiledCall(one, dims, tile_lengths(sharded[0].shape[0], tiles), join_dim=0)
     return run_tiles(call, [*sharded, *inputs])
+
+
+def _shares(lengths: tuple[int, ...], chunks: int, ranks: int) -> list[tuple[int, ...]]:
+    """The tokens of each rank in each chunk. ValueError: the ranks hold something else in all."""
+    shares = chunks_of(sum(lengths), chunks, ranks)
+    if lengths != tuple(map(sum, zip(*shares, strict=True))):
+        raise ValueError(
+            f"the ranks hold {lengths} tokens, which are no shares of {chunks} chunks: distribute sequences with "
+            "FPDT_InputConstruct"
+        )
+    return shares
 
 
 def _number_of_chunks(length: int, size: int) -> int:

@@ -36,6 +36,7 @@ class DistributedAttention(Module):
         scatter_idx: the dimension of heads.
         gather_idx: the dimension of tokens.
         sp_stream: accepted for compatibility.
+        num_kv_heads: likewise: the number of key heads is that of every call's key.
     """
 
     def __init__(
@@ -45,9 +46,12 @@ class DistributedAttention(Module):
         scatter_idx: int = 2,
         gather_idx: int = 0,
         sp_stream: Any = None,
+        num_kv_heads: int | None = None,
     ) -> None:
         super().__init__()
         self.local_attn = local_attention
+        self.sp_stream, self.sp_overlap_comm = sp_stream, sp_stream is not None
+        self.num_kv_heads = num_kv_heads
         self.spg = sequence_process_group
         self.scatter_idx = scatter_idx
         self.gather_idx = gather_idx
@@ -151,17 +155,25 @@ def single_all_to_all(
     async_op: bool = False,
     handle: dict[str, Any] | None = None,
     type: str | None = None,
+    num_kv_heads: int | None = None,
 ) -> Tensor:
     """Split one dimension over the ranks and join another, outside autograd.
 
-    Sizes that the number of ranks does not divide are split with the larger parts first; the parts that are joined may
-    differ. With ``async_op``, ``handle[type + "_work"]`` is to be waited for, and then
+    Sizes that the number of ranks does not divide are split with the larger parts first; heads (from the third
+    dimension on) between ``num_kv_heads`` equal groups, if given. The parts that are joined may differ. With
+    ``async_op``, ``handle[type + "_work"]`` is to be waited for, and then
     ``handle[type + "_post_all2all_func"](handle[type + "_grad"])`` is the result.
 
     ValueError: ``async_op`` without ``handle`` and ``type``.
     """
     comm = communicator_of(group)
-    parts = shard_lengths(input.shape[scatter_idx], comm.size)
+    units = num_kv_heads if num_kv_heads and scatter_idx > 1 else input.shape[scatter_idx]
+    if input.shape[scatter_idx] % max(units, 1):
+        raise ValueError(
+            f"num_kv_heads={units} does not divide the {input.shape[scatter_idx]} heads of the input"
+        )
+    width = input.shape[scatter_idx] // max(units, 1)
+    parts = [count * width for count in shard_lengths(units, comm.size)]
     joined = gather_lengths(input.shape[gather_idx], comm, input.device)
     outgoing = torch.cat([part.reshape(-1) for part in input.split(parts, scatter_idx)])
     shapes = []
@@ -202,15 +214,20 @@ class _SeqAllToAll(torch.autograd.Function):
         handle: dict[str, Any] | None = None,
         type: str | None = None,
         is_fwd: bool = True,
+        num_kv_heads: int | None = None,
     ) -> Tensor:
-        ctx.exchanged = group, scatter_idx, gather_idx, batch_dim_idx
-        return single_all_to_all(input, scatter_idx, gather_idx, batch_dim_idx, group)
+        ctx.exchanged = group, scatter_idx, gather_idx, batch_dim_idx, num_kv_heads
+        return single_all_to_all(
+            input, scatter_idx, gather_idx, batch_dim_idx, group, num_kv_heads=num_kv_heads
+        )
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        group, scatter_idx, gather_idx, batch_dim_idx = ctx.exchanged
-        grad = single_all_to_all(grad_outputs[0], gather_idx, scatter_idx, batch_dim_idx, group)
-        return None, grad, *(None for _ in range(7))
+        group, scatter_idx, gather_idx, batch_dim_idx, groups = ctx.exchanged
+        grad = single_all_to_all(
+            grad_outputs[0], gather_idx, scatter_idx, batch_dim_idx, group, num_kv_heads=groups
+        )
+        return None, grad, *(None for _ in range(8))
 
 
 def register_all_to_all_group(group: Any) -> str:
@@ -251,10 +268,15 @@ def _swapped(parts: Tensor, comm: Communicator) -> Tensor:
 
 
 def uneven_heads_all2all(
-    input: Tensor, scatter_idx: int, gather_idx: int, batch_dim_idx: int, group: Any
+    input: Tensor,
+    scatter_idx: int,
+    gather_idx: int,
+    batch_dim_idx: int,
+    group: Any,
+    num_kv_heads: int | None = None,
 ) -> Tensor:
     """``single_all_to_all`` under the name for heads that the number of ranks does not divide."""
-    return single_all_to_all(input, scatter_idx, gather_idx, batch_dim_idx, group)
+    return single_all_to_all(input, scatter_idx, gather_idx, batch_dim_idx, group, num_kv_heads=num_kv_heads)
 
 
 def pre_all2all_fun(permute_idx: Permutation, inp_shape: Sequence[int], input: Tensor) -> Tensor:

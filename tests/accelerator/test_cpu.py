@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+from deepspeed.accelerator.torch_device import MPS_Accelerator
 
 MIB = 1024**2
 
@@ -117,6 +118,16 @@ def test_host_memory_needs_no_pinning(cpu: CPU_Accelerator) -> None:
     assert cpu.pin_memory(tensor, match_shape=False).shape == (6,)
     assert cpu.is_pinned(tensor) is False
     cpu.unpin_memory(tensor)
+
+
+def test_empty_host_memory(cpu: CPU_Accelerator) -> None:
+    like = cpu.pin_empty_like(torch.zeros(2, 3), dtype=torch.float64)
+    for made in (cpu.pin_empty(2, 3, dtype=torch.float64), cpu.pin_empty((2, 3), dtype=torch.float64), like):
+        assert made.shape == (2, 3) and made.dtype is torch.float64 and made.device.type == "cpu"
+    assert cpu.pin_memory_alignment() == 1 and not cpu.is_current_stream_capturing()
+    assert cpu.is_fp64_supported() and not MPS_Accelerator().is_fp64_supported()
+    with pytest.raises(ValueError, match="device='meta'"):
+        cpu.pin_empty(2, dtype=torch.float32, device="meta")
 
 
 def test_no_graphs(cpu: CPU_Accelerator) -> None:

@@ -15,6 +15,7 @@ from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
 from deepspeed.runtime.lr_schedules import VALID_LR_SCHEDULES
 from deepspeed.runtime.optim.registry import BUILT_IN, check_optimizer
 from deepspeed.runtime.schedulers import resolve_scheduler
+from deepspeed.utils.logging import logger
 
 NAN, INF = math.nan, math.inf
 
@@ -216,3 +217,17 @@ def test_round_floats_count_steps() -> None:
     schedule = resolve_scheduler(config, None, optimizer)
     assert schedule.warmup_num_steps == 2 and schedule.total_num_steps == 10
     assert "total_num_steps" in WHOLE_NUMBERS and "cycle_min_lr" not in WHOLE_NUMBERS
+
+
+def test_a_schedule_of_another_optimizer_is_taken_with_a_warning(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logger, "handlers", [*logger.handlers, caplog.handler])
+    config = DeepSpeedConfig({"train_batch_size": 1})
+    weight = torch.nn.Parameter(torch.zeros(1))
+    trained, other = (torch.optim.SGD([weight], lr=0.1) for _ in range(2))
+    schedule = torch.optim.lr_scheduler.LambdaLR(other, lambda step: 0.5)
+    assert resolve_scheduler(config, schedule, trained, None) is schedule
+    assert "do not follow it" in caplog.text
+    caplog.clear()
+    assert resolve_scheduler(config, schedule, other, other) is schedule and not caplog.text

@@ -157,6 +157,12 @@ MUTANTS: list[tuple[dict[str, Any], str]] = [
     ({"zero_optimization": "stage2"}, "zero_optimization"),
     ({"zero_optimization.reduce_bucket_size": "5e8 elements"}, "zero_optimization.reduce_bucket_size"),
     ({"zero_optimization.reduce_bucket_size": 0.5}, "zero_optimization.reduce_bucket_size"),
+    ({"zero_optimization.reduce_bucket_size": 0}, "zero_optimization.reduce_bucket_size"),
+    ({"zero_optimization.compute_grad_norm": False, "zero_optimization.stage": 3}, "stage 1 or 2"),
+    (
+        {"zero_optimization.compute_grad_norm": False, "gradient_clipping": 1.0},
+        "requires gradient_clipping=0",
+    ),
     ({"zero_optimization.overlap_comm": 3}, "zero_optimization.overlap_comm"),
     ({"zero_optimization.offload_optimizer": "cpu"}, "zero_optimization.offload_optimizer"),
     ({"zero_optimization.leaf_module": {"names": 3}}, "zero_optimization.leaf_module.names"),
@@ -228,7 +234,6 @@ MUTANTS: list[tuple[dict[str, Any], str]] = [
     ({"zero_optimization.legacy_stage1": True}, "zero_optimization.legacy_stage1"),
     ({"managed_gradient_accumulation": False, "zero_optimization.stage": 1}, "managed_gradient_accumulation"),
     ({"gradient_allreduce_op": "sum", "compile": {"deepcompile": True}}, "gradient_allreduce_op"),
-    ({"activation_checkpointing.contiguous_memory_optimization": True}, "number_checkpoints"),
 ]
 
 
@@ -253,6 +258,12 @@ def look_at(config: dict[str, Any]) -> Analysis:
 def test_the_original_is_fine() -> None:
     found = look_at(GOOD)
     assert (found.errors, found.warnings) == ([], [])
+
+
+def test_contiguous_inputs_without_their_number_are_kept_one_by_one() -> None:
+    found = look_at(mutated({"activation_checkpointing": {"contiguous_memory_optimization": True}}))
+    assert found.errors == [] and len(found.warnings) == 2
+    assert all("kept one by one" in str(warning) for warning in found.warnings)
 
 
 def test_there_are_enough_mutants() -> None:

@@ -393,6 +393,21 @@ def test_all_to_all_with_gradients() -> None:
     torch.testing.assert_close(found, 3 * mine.detach().square() + 2 * mine.detach())
 
 
+@distributed(world_size=2)
+def test_heads_are_exchanged_in_groups_of_key_heads() -> None:
+    """6 heads of queries in 3 groups: 4 and 2 of them, and back."""
+    whole = torch.randn(1, 8, 6, 2, generator=torch.Generator().manual_seed(0))
+    rank = dist.get_rank()
+    mine = whole[:, 4 * rank : 4 * rank + 4].clone().requires_grad_()
+    heads: Any = _SeqAllToAll.apply(dist.group.WORLD, mine, 2, 1, 0, None, None, None, True, 3)
+    assert torch.equal(heads, whole[:, :, 4 * rank : 4 + 2 * rank])
+    back: Any = _SeqAllToAll.apply(dist.group.WORLD, heads, 1, 2, 0, None, None, None, True, 3)
+    back.backward(whole[:, 4 * rank : 4 * rank + 4])
+    assert torch.equal(back, mine) and torch.equal(mine.grad, mine)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="num_kv_heads=4 does not divide the 6 heads"):
+        single_all_to_all(mine, 2, 1, 0, dist.group.WORLD, num_kv_heads=4)
+
+
 @distributed(world_size=3)
 def test_single_all_to_all() -> None:
     whole = torch.arange(2 * 7 * 4).view(2, 7, 4)

@@ -92,7 +92,7 @@ def test_equals_plain_attention(heads: int, kv_heads: int, length: int, chunk: i
     for own in (True, False):
         leaf = x.clone().requires_grad_()
         cut = None if rotary is None else tuple(each[:length] for each in rotary)
-        out = layer(leaf, None, None, rotary) if own else plain(leaf, given, heads, kv_heads, cut)  # type: ignore[arg-type]
+        out = layer(leaf, None, None, rotary)[0] if own else plain(leaf, given, heads, kv_heads, cut)  # type: ignore[arg-type]
         results.append((out.detach(), *torch.autograd.grad(out, (leaf, *given), grad)))
     assert_equal(*results)
 
@@ -120,7 +120,7 @@ def test_16_bit_and_autocast() -> None:
     x, grad = sequence(9)
     expected = plain(x, weights(2, 1), 2, 1, tables(9))  # type: ignore[arg-type]
     half = FPDT_Attention(config(2, 1), *weights(2, 1, torch.bfloat16), None, return_bias=False, chunk_size=4)  # type: ignore[arg-type]
-    assert_equal([half(x.bfloat16(), None, None, tables(9)).float()], [expected], 3e-2)
+    assert_equal([half(x.bfloat16(), None, None, tables(9))[0].float()], [expected], 3e-2)
     given = weights(2, 1)
     layer = FPDT_Attention(config(2, 1), *given, None, chunk_size=4)  # type: ignore[arg-type]
     with torch.autocast("cpu", torch.bfloat16):
@@ -156,7 +156,8 @@ def test_over_ranks(world_size: int, offload: bool) -> None:
             enable_offloading=offload,
         )
         mine = own_part(x, chunk, rank, world_size).clone().requires_grad_()
-        out = layer(mine, None, None, rotary)
+        out, bias = layer(mine, None, None, rotary)
+        assert bias is None  # it is added
         ours, *sums = torch.autograd.grad(out, (mine, *given), own_part(grad, chunk, rank, world_size))
         assert_equal(
             (out.detach(), ours),
@@ -165,6 +166,33 @@ def test_over_ranks(world_size: int, offload: bool) -> None:
         for each in sums:
             dist.all_reduce(each)
         assert_equal(sums, of_weights)
+
+
+@pytest.mark.parametrize(
+    "kind", [fpdt_layer._FPDTGPUAttentionImpl_, fpdt_layer._FPDTGPUOffloadingAttentionImpl_]
+)
+@distributed(world_size=2)
+def test_attention_without_its_second_projection(kind: Any) -> None:
+    """The names that scripts of long contexts apply: [batch, own tokens, heads, size]."""
+    rank, heads, kv_heads, length, chunks = dist.get_rank(), 4, 2, 24, 3
+    x, _ = sequence(length)
+    first, bias, *_ = weights(heads, kv_heads)
+    same: list[Any] = [first, bias, torch.eye(heads * SIZE), None]
+    whole = x.clone().requires_grad_()
+    expected = plain(whole, same, heads, kv_heads, None)
+    expected.square().sum().backward()
+    mine = own_part(x, length // chunks, rank, 2).clone().requires_grad_()
+    widths = (HIDDEN, heads * SIZE, SIZE, kv_heads * SIZE)
+    out = kind.apply(mine, None, None, None, dist.group.WORLD, 2, 0, *widths, first, bias, 0, chunks, True)
+    assert out.shape == (BATCH, length // 2, heads, SIZE)
+    out.square().sum().backward()
+    assert whole.grad is not None and mine.grad is not None
+    assert_equal(
+        (out.transpose(0, 1).flatten(2).detach(), mine.grad),
+        [own_part(each, length // chunks, rank, 2) for each in (expected.detach(), whole.grad)],
+    )
+    with pytest.raises(ValueError, match="dropout=0.1"):
+        kind.apply(mine, None, None, None, dist.group.WORLD, 2, 0, *widths, first, bias, 0.1, chunks)
 
 
 @distributed(world_size=2)

@@ -42,6 +42,7 @@ from deepspeed.module_inject.layers import (
 from deepspeed.module_inject.replace_module import get_transformer_name, replace_module, skip_level_0_prefix
 from deepspeed.module_inject.replace_policy import MegatronLayerPolicy, replace_policies
 from deepspeed.module_inject.tp_shard import (
+    AutoTPMeta,
     get_num_kv_heads,
     get_shard_size,
     get_shard_size_list,
@@ -271,6 +272,18 @@ def test_extents_of_ranks() -> None:
     finally:
         set_num_kv_heads(None)
         set_tp_grain_size(1)
+
+
+def test_extents_by_the_numbers_of_one_model() -> None:
+    config = SimpleNamespace(text_config=SimpleNamespace(num_key_value_heads=3, hidden_size=96, n_head=6))
+    meta = AutoTPMeta.from_model_config(config, tp_grain_size=64)
+    assert meta == AutoTPMeta(num_kv_heads=3, num_attention_heads=6, n_embd=96, tp_grain_size=64)
+    assert AutoTPMeta.from_model_config(None) == AutoTPMeta()
+    assert get_shard_size_list(96, 2, meta, "q_proj") == [64, 32]
+    assert get_shard_size_list(192, 2, name="up_proj", meta=meta) == [128, 64]
+    assert get_shard_size_list(97, 2, meta, "lm_head") == [64, 33]
+    assert get_shard_size(96, 2, meta, "q_proj", 1) == get_shard_size(96, 2, "q_proj", 1, meta=meta) == 32
+    assert get_shard_size_list(96, 2, "q_proj") == [48, 48]  # the process knows nothing of it
 
 
 def test_integers_of_a_weight() -> None:

@@ -87,9 +87,11 @@ class Settings:
 
     def keeper(self) -> KeptInputs:
         section = self.section
-        if section.contiguous_memory_optimization and self.arena is None:
-            self.arena = Arena(section.number_checkpoints or 1)
-        arena = self.arena if section.contiguous_memory_optimization else None
+        regions = section.number_checkpoints if section.partition_activations else None
+        in_arena = section.contiguous_memory_optimization and bool(regions)
+        if in_arena and self.arena is None:
+            self.arena = Arena(regions or 1)
+        arena = self.arena if in_arena else None
         return KeptInputs(self.group(), offload=section.cpu_checkpointing, arena=arena, in_host=self.in_host)
 
 

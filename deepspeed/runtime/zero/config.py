@@ -60,7 +60,7 @@ class DeepSpeedZeroConfig(DeepSpeedConfigModel):
         default=True, description="Reduce gradients with reduce-scatter; false: all-reduce."
     )
     reduce_bucket_size: Int = Field(
-        default=pp_int(5e8), ge=0, description="Largest number of elements reduced in one call."
+        default=pp_int(5e8), gt=0, description="Largest number of elements reduced in one call."
     )
     use_multi_rank_bucket_allreduce: bool = Field(
         default=True, description="No effect: a bucket is one call for all ranks."
@@ -74,6 +74,10 @@ class DeepSpeedZeroConfig(DeepSpeedConfigModel):
     overlap_comm: bool | None = Field(
         default=None,
         description="Reduce gradients while backward runs; null becomes true at stage 3 and false below.",
+    )
+    compute_grad_norm: bool = Field(
+        default=True,
+        description="false: nobody asks for the norm (stages 1, 2; no clipping). No effect: it costs little.",
     )
     load_from_fp32_weights: bool = Field(
         default=True, description="Restore master weights from the fp32 values of a checkpoint."
@@ -215,6 +219,9 @@ class DeepSpeedZeroConfig(DeepSpeedConfigModel):
     )
     leaf_module: DeepSpeedZeroLeafModuleConfig = Field(
         default=DeepSpeedZeroLeafModuleConfig(), description="Modules that stage 3 gathers as a whole."
+    )
+    parameter_alignment: bool = Field(
+        default=False, description="No effect: parameters begin at aligned addresses in any case."
     )
     grad_hooks: bool = deprecated(True, "No effect.", message="no effect")
 
