@@ -35,6 +35,8 @@ class RankTrace:
 
 def read_traces(path: Path) -> list[RankTrace]:
     """Those of a folder, of one rank's file, or of a joined file; by rank."""
+    if not path.exists():
+        raise UnreadableTrace(f"{path} does not exist: name the folder of the config key trace.path")
     files = sorted(path.glob("rank*.trace.json")) if path.is_dir() else [path]
     if not files:
         raise UnreadableTrace(
