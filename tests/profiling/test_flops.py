@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,9 +16,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from deepspeed.profiling.flops_profiler import FlopsProfiler, get_model_profile
+from deepspeed.profiling.flops_profiler import FlopsProfiler, get_model_profile, report
 from deepspeed.profiling.flops_profiler import profiler as documented
-from deepspeed.profiling.flops_profiler import report
 from deepspeed.profiling.flops_profiler.counting import Amount
 from deepspeed.profiling.flops_profiler.report import Ranks, Times, Totals, summary
 
@@ -428,6 +429,26 @@ def test_the_documented_summaries(totals: Totals, times: Times, ranks: Ranks, ex
     first = printed.index("world size: 1")
     lines = [line.strip() for line in expected.splitlines()]
     assert printed[first : first + len(lines)] == lines
+
+
+FIRST_OPERATION = """
+import sys, torch
+import deepspeed
+from deepspeed.profiling.flops_profiler import FlopsProfiler
+
+model = torch.nn.Linear(4, 4)
+profiler = FlopsProfiler(model)
+profiler.start_profile()
+before = set(sys.modules)
+model(torch.ones(2, 4))
+print(len(set(sys.modules) - before), profiler.macs)
+"""
+
+
+def test_what_torch_imports_for_its_first_dispatch_is_no_time_of_the_model() -> None:
+    command = [sys.executable, "-c", FIRST_OPERATION]
+    found = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert found.stdout.split() == ["0", "32"], found
 
 
 def test_ranks_of_an_engine_that_has_not_reported(capsys: pytest.CaptureFixture[str]) -> None:
