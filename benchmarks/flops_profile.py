@@ -37,7 +37,7 @@ def lines_of(report: Report, what: str, ours: str, theirs: str) -> None:
     for title, lines in (("only ours", found.only_ours), ("only the peer's", found.only_theirs)):
         if lines:
             report.line(f"  {title}: {'; '.join(lines[:MOST_SHOWN])}")
-    report.data |= {what: {"ours": ours, "peer": theirs}}
+    report.data |= {what: {"shared": found.lines, "different": found.different}}
 
 
 def main(argv: Sequence[str] | None = None) -> None:

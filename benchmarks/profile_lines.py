@@ -1,9 +1,9 @@
 """Two printed profiles, read line by line: which lines they share, and in which of their numbers they differ.
 
 A line is known by what it is about: the label of the summary, the depth and column of the aggregated profile, the path
-of a module in the detailed one. What counts are the numbers that do not depend on time: parameters, MACs, flops, and their
-shares. Forms differ on purpose (ours are those of the documents): `=` or `,` before a share, `100%` or `100.00%`, `K` or
-`k`, a unit behind a number whose label names it.
+of a module in the detailed one. What counts are the numbers that do not depend on time: parameters, MACs, flops, and
+their shares. Forms differ on purpose (ours are those of the documents): `=` or `,` before a share, `100%` or `100.00%`,
+`K` or `k`, a unit behind a number whose label names it.
 """
 
 from __future__ import annotations

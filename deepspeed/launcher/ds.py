@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import difflib
-import functools
 import importlib
 import os
 import sys
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 from deepspeed.launcher import runner
@@ -149,13 +149,13 @@ def run_tool(name: str, arguments: Sequence[str] | None = None) -> int | None:
 
 
 # The scripts of the same tools: what imports torch is imported where Ctrl-C is already known.
-ds_report = functools.partial(run_tool, "report")
-ds_check = functools.partial(run_tool, "check")
-ds_io = functools.partial(run_tool, "io")
-ds_bench = functools.partial(run_tool, "bench")
-ds_ssh = functools.partial(run_tool, "ssh")
-ds_elastic = functools.partial(run_tool, "elastic")
-ds_nvme_tune = functools.partial(run_tool, "nvme_tune")
+ds_report = partial(run_tool, "report")
+ds_check = partial(run_tool, "check")
+ds_io = partial(run_tool, "io")
+ds_bench = partial(run_tool, "bench")
+ds_ssh = partial(run_tool, "ssh")
+ds_elastic = partial(run_tool, "elastic")
+ds_nvme_tune = partial(run_tool, "nvme_tune")
 
 
 if __name__ == "__main__":

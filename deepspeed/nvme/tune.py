@@ -134,8 +134,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"ds_nvme_tune: {error}", file=sys.stderr)
         return 1
     finally:
-        for folder in filter(os.path.isdir, args.nvme_dir):
-            Path(folder, "_ds_nvme_tune_0.bin").unlink(missing_ok=True)
+        for folder in args.nvme_dir:
+            if os.path.isdir(folder):
+                Path(folder, "_ds_nvme_tune_0.bin").unlink(missing_ok=True)
 
 
 def _read_sweep(path: Path) -> Any:
