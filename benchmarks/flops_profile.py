@@ -1,46 +1,43 @@
-"""The printed profile of a BERT, line by line against the peer's, and what profiling a step costs.
+"""Printed profiles of a BERT and of AlexNet, line by line beside the peer's, and what profiling a step costs.
 
-Lines are compared by what they say about the model: parameters, MACs, flops and the shares of them. Times differ from
-run to run and are left out. `--peer` needs an environment with the peer and Transformers of the same release.
+Lines are compared by what they say about the model (`profile_lines.py`). `--peer` needs an environment with the peer
+and Transformers of the same release.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
-from difflib import SequenceMatcher
 
 from jobs import OURS, Job, Spread, ratios
+from profile_lines import compare
 from report import Report, common_arguments
 
 GOAL = 1.3
-LATENCY = re.compile(r"[\d.]+ (?:s|ms|us)\b(?:, [\d.]+% latency, [\d.]+ [TGMk]?FLOPS)?")
+REASONS = {
+    "params of model = params per gpu * mp_size": "the peer's is 0 without an engine",
+    "fwd flops per gpu": "ours has the GELU, which the peer counts only where it is called as F.gelu",
+    "fwd flops of model = fwd flops per gpu * mp_size": "the same",
+}
+TEXTS = {
+    "get_model_profile of the BERT": "printed",
+    "get_model_profile of AlexNet": "printed_alexnet",
+    "section flops_profiler, training the BERT": "printed_by_the_engine",
+}
+MOST_SHOWN = 40
 
 
-def compared_lines(text: str) -> list[str]:
-    """The lines of the summary and of the modules that have numbers which do not depend on time."""
-    found = []
-    for line in text.splitlines():
-        line = " ".join(line.split())
-        if "latency" in line and ":" in line and "Params" not in line:
-            continue  # a time, or a rate
-        if re.search(r"params|MACs|flops per GPU:|flops of model|Params", line) and re.search(r"\d", line):
-            found.append(LATENCY.sub("<time>", line))
-    return found
-
-
-def shared(ours: Sequence[str], peers: Sequence[str]) -> tuple[int, list[tuple[str, str]]]:
-    """How many lines are equal, and those of the peer that differ beside ours."""
-    equal, different = 0, []
-    for kind, a, b, c, d in SequenceMatcher(None, ours, peers, autojunk=False).get_opcodes():
-        if kind == "equal":
-            equal += b - a
-        else:
-            mine, theirs = list(ours[a:b]), list(peers[c:d])
-            mine += ["-"] * (len(theirs) - len(mine))
-            theirs += ["-"] * (len(mine) - len(theirs))
-            different += zip(mine, theirs, strict=True)
-    return equal, different
+def lines_of(report: Report, what: str, ours: str, theirs: str) -> None:
+    """Says how many lines are equal, and shows the others side by side."""
+    found = compare(ours, theirs)
+    report.line()
+    report.line(f"{what}: {found.lines} shared lines, {found.equal} of them with the same numbers")
+    for line, (mine, peers) in list(found.different.items())[:MOST_SHOWN]:
+        reason = f"  ({REASONS[line]})" if line in REASONS else ""
+        report.line(f"  {line}: ours {', '.join(mine)}, peer {', '.join(peers)}{reason}")
+    for title, lines in (("only ours", found.only_ours), ("only the peer's", found.only_theirs)):
+        if lines:
+            report.line(f"  {title}: {'; '.join(lines[:MOST_SHOWN])}")
+    report.data |= {what: {"shared": found.lines, "different": found.different}}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -61,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         with Job(
             name, "profiled_bert:Bert", options, python=python, ranks=1, threads=arguments.threads
         ) as job:
-            texts[name] = job.call("printed")[0]
+            texts[name] = {what: job.call(method)[0] for what, method in TEXTS.items()}
             samples: dict[str, list[float]] = {"plain": [], "profiled": []}
             for each in samples:
                 job.call(each)
@@ -84,19 +81,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     head = ["forward + backward", "plain ms", "profiled ms", "profiled / plain, median [min .. max]", "goal"]
     report.table(title, head, rows)
-    report.data |= {"seconds": times, "profiles": texts}
+    report.data |= {"seconds": times}
     if "peer" in texts:
-        ours, peers = compared_lines(texts["ours"]), compared_lines(texts["peer"])
-        equal, different = shared(ours, peers)
-        report.line()
-        report.line(
-            f"lines of the printed profile about the model: {len(peers)} of the peer, {equal} of them the same"
-        )
-        for mine, theirs in different[:40]:
-            report.line(f"  ours: {mine}")
-            report.line(f"  peer: {theirs}")
-        if len(different) > 40:
-            report.line(f"  and {len(different) - 40} more")
+        for what in TEXTS:
+            lines_of(report, what, texts["ours"][what], texts["peer"][what])
     report.save()
 
 

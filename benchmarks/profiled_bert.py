@@ -7,8 +7,10 @@ import time
 from pathlib import Path
 
 import torch
+from torch import nn
 from transformers import BertConfig, BertForSequenceClassification
 
+import deepspeed
 from deepspeed.profiling.flops_profiler.profiler import FlopsProfiler, get_model_profile
 
 SIZES = {
@@ -20,6 +22,25 @@ SIZES = {
         "intermediate_size": 4096,
     },
 }
+
+
+def alexnet() -> nn.Sequential:
+    """As in torchvision: Krizhevsky, "One weird trick for parallelizing convolutional neural networks" (2014)."""
+    channels = [
+        (3, 64, 11, 4, 2),
+        (64, 192, 5, 1, 2),
+        (192, 384, 3, 1, 1),
+        (384, 256, 3, 1, 1),
+        (256, 256, 3, 1, 1),
+    ]
+    features = nn.Sequential()
+    for place, (given, made, size, stride, padding) in enumerate(channels):
+        features.append(nn.Conv2d(given, made, size, stride, padding)).append(nn.ReLU(inplace=True))
+        if place in (0, 1, 4):
+            features.append(nn.MaxPool2d(3, 2))
+    dense = [nn.Dropout(), nn.Linear(9216, 4096), nn.ReLU(), nn.Dropout(), nn.Linear(4096, 4096), nn.ReLU()]
+    classifier = nn.Sequential(*dense, nn.Linear(4096, 1000))
+    return nn.Sequential(features, nn.AdaptiveAvgPool2d(6), nn.Flatten(), classifier)
 
 
 class Bert:
@@ -40,6 +61,31 @@ class Bert:
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "profile.txt"
             get_model_profile(self.model, kwargs=self.inputs, warm_up=1, output_file=str(file))
+            return file.read_text()
+
+    def printed_alexnet(self) -> str:
+        """That of the documents' other example."""
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / "profile.txt"
+            get_model_profile(alexnet(), (4, 3, 224, 224), warm_up=0, output_file=str(file))
+            return file.read_text()
+
+    def printed_by_the_engine(self) -> str:
+        """The profile that an engine prints of one of its steps."""
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / "profile.txt"
+            config = {
+                "train_batch_size": len(self.inputs["labels"]),
+                "optimizer": {"type": "SGD", "params": {"lr": 1e-3}},
+                "flops_profiler": {"enabled": True, "profile_step": 1, "output_file": str(file)},
+            }
+            engine = deepspeed.initialize(
+                model=self.model, model_parameters=list(self.model.parameters()), config=config
+            )[0]
+            for _ in range(3):
+                engine.backward(engine(**self.inputs).loss)
+                engine.step()
+            engine.destroy()
             return file.read_text()
 
     def plain(self) -> float:

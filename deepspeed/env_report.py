@@ -23,7 +23,7 @@ import torch.distributed
 from deepspeed.accelerator import get_accelerator, host_memory
 from deepspeed.ops import native
 from deepspeed.ops.op_builder import ALL_OPS, speed
-from deepspeed.tool_arguments import ArgumentParser
+from deepspeed.tool_arguments import ArgumentParser, ends_quietly
 from deepspeed.utils.numa import available_cores, cpu_name, format_range_list, get_numa_cores
 from deepspeed.version import __version__, git_branch, git_hash
 
@@ -286,18 +286,15 @@ def main(
     debug_report(verbose=not hide_errors_and_warnings)
 
 
+@ends_quietly
 def cli_main(args: list[str] | None = None) -> None:
     arguments = parse_arguments(args)
-    try:
-        main(
-            hide_operator_status=arguments.hide_operator_status,
-            hide_errors_and_warnings=arguments.hide_errors_and_warnings,
-            bench=arguments.bench,
-            bench_dir=arguments.bench_dir,
-        )
-        sys.stdout.flush()
-    except BrokenPipeError:  # the reader (head, less) has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    main(
+        hide_operator_status=arguments.hide_operator_status,
+        hide_errors_and_warnings=arguments.hide_errors_and_warnings,
+        bench=arguments.bench,
+        bench_dir=arguments.bench_dir,
+    )
 
 
 if __name__ == "__main__":

@@ -4,8 +4,19 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import functools
+import os
 import re
-from typing import NoReturn
+import select
+import sys
+from collections.abc import Callable
+from typing import NoReturn, ParamSpec, TypeVar
+
+INTERRUPTED = 130
+"""The exit code of what Ctrl-C has ended, as shells have it."""
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 _UNKNOWN = re.compile(r"unrecognized arguments: (.*)", re.DOTALL)
 
@@ -29,3 +40,37 @@ def positive(text: str) -> int:
     if not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r}: expected a whole number of at least 1")
     return int(text)
+
+
+def ends_quietly(main: Callable[P, R]) -> Callable[P, R]:
+    """Around the ``main`` of a tool: Ctrl-C, and a reader such as `head` that has seen enough, end it without a
+    traceback."""
+
+    @functools.wraps(main)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            result = main(*args, **kwargs)
+            sys.stdout.flush()
+            return result
+        except KeyboardInterrupt:
+            print("interrupted", file=sys.stderr)
+            raise SystemExit(INTERRUPTED) from None
+        except BrokenPipeError:
+            if not _reader_is_gone():
+                raise
+            os.dup2(
+                os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
+            )  # what is still buffered goes nowhere
+            raise SystemExit(0) from None
+
+    return run
+
+
+def _reader_is_gone() -> bool:
+    """Whether nobody reads standard output any more, and not a pipe of the tool's own broke."""
+    try:
+        poll = select.poll()
+        poll.register(sys.stdout.fileno(), select.POLLOUT)
+        return any(event & select.POLLERR for _, event in poll.poll(0))
+    except (OSError, ValueError):
+        return False

@@ -11,12 +11,13 @@ from pathlib import Path
 
 from deepspeed.audit.compare import Comparison, Difference, compare, step_name
 from deepspeed.audit.records import Run, UnreadableRecord, read_run
-from deepspeed.tool_arguments import ArgumentParser, positive
+from deepspeed.tool_arguments import ArgumentParser, ends_quietly, positive
 
 SAME, DIFFERENT, ERROR = 0, 1, 2
 COLUMNS = ("step", "phase", "tensor", "module", "by how much")
 
 
+@ends_quietly
 def main(argv: Sequence[str] | None = None) -> int:
     parser = ArgumentParser(
         prog="ds diff",

@@ -133,14 +133,14 @@ def read_run(folder: Path) -> Run:
 
 def _lines(path: Path) -> list[dict[str, Any]]:
     found = []
-    for number, text in enumerate(path.read_text(encoding="utf-8").splitlines()):
+    for number, text in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines()):
         try:
             found.append(json.loads(text))
         except json.JSONDecodeError:
             if number == 0:
                 raise UnreadableRecord(f"{path} is not a file of an audit") from None
             break  # the rank died while it wrote
-    if not found or "facts" not in found[0]:
+    if not found or not isinstance(found[0], dict) or "facts" not in found[0]:
         raise UnreadableRecord(f"{path} is not a file of an audit")
     return found
 

@@ -8,8 +8,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from deepspeed.autotuning.config import DeepSpeedAutotuningConfig
 from deepspeed.autotuning.utils import get_val_by_key
-from deepspeed.config.reader import read_config
+from deepspeed.config.analysis import analyse
+from deepspeed.config.problems import DeepSpeedConfigError
+from deepspeed.config.reader import ConfigSource, read_config
 from deepspeed.config_tools.clients import read_any, read_client
 
 CONFIG_ARGUMENTS = ("--deepspeed_config", "--deepspeed", "--deepspeed_config_file")
@@ -37,6 +40,16 @@ def given_config(arguments: Sequence[str]) -> dict[str, Any]:
             "--deepspeed_config FILE, or --deepspeed FILE to a script of the Trainer"
         )
     return read_config(given).data
+
+
+def section_of(config: Mapping[str, Any]) -> DeepSpeedAutotuningConfig:
+    """The section `autotuning`. Raises DeepSpeedConfigError, with everything that is wrong with it."""
+    given = {"autotuning": config.get("autotuning") or {}}
+    found = analyse(ConfigSource(given), None)
+    errors = [problem for problem in found.errors if problem.path[:1] == ("autotuning",)]
+    if errors or found.config is None:
+        raise DeepSpeedConfigError.of(errors)
+    return found.config.autotuning
 
 
 def read_config_of_accelerate(file: str) -> dict[str, Any]:

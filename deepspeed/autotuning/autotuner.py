@@ -19,8 +19,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from deepspeed.autotuning.arguments import given_config, value_of
-from deepspeed.autotuning.config import DeepSpeedAutotuningConfig
+from deepspeed.autotuning.arguments import given_config, section_of, value_of
 from deepspeed.autotuning.memory import MemoryNeeds
 from deepspeed.autotuning.results import OPTIMAL_CONFIG, Results
 from deepspeed.autotuning.scheduler import ResourceManager, environment_for, metrics_of
@@ -69,7 +68,7 @@ class Autotuner(Results):
         self.args = args
         self.user_config = given_config(args.user_args)
         given = self.user_config.get("autotuning") or {}
-        section = self.autotuning_config = DeepSpeedAutotuningConfig(**given)
+        section = self.autotuning_config = section_of(self.user_config)
         self.given, self.metric_name = given, section.metric
         self.exps_dir, self.results_dir = section.exps_dir, section.results_dir
         self.num_nodes = section.num_nodes or len(active_resources)

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
 
 from deepspeed.config.sections import Int, LenientConfigModel
 
 AUTOTUNING_METRICS = ("latency", "throughput", "flops")
+
+
+def _lower(value: Any) -> Any:
+    return value.lower() if isinstance(value, str) else value  # the documents write "FLOPS"
+
+
+def _or(default: str) -> BeforeValidator:
+    """Null stands for the default, as in one of the documents' examples."""
+    return BeforeValidator(lambda value: default if value is None else value)
 
 
 class AutotuningModelInfoConfig(LenientConfigModel):
@@ -38,10 +47,14 @@ class DeepSpeedAutotuningConfig(LenientConfigModel):
         ge=1,
         description="Bytes that a rank may use where the model computes; null: its share of what is free.",
     )
-    results_dir: str = Field(default="autotuning_results", description="Folder of the results.")
-    exps_dir: str = Field(default="autotuning_exps", description="Folder of the configurations tried.")
+    results_dir: Annotated[str, _or("autotuning_results")] = Field(
+        default="autotuning_results", description="Folder of the results; null: the default."
+    )
+    exps_dir: Annotated[str, _or("autotuning_exps")] = Field(
+        default="autotuning_exps", description="Folder of the configurations tried; null: the default."
+    )
     overwrite: bool = Field(default=True, description="Replace earlier results.")
-    metric: Literal["latency", "throughput", "flops"] = Field(
+    metric: Annotated[Literal["latency", "throughput", "flops"], BeforeValidator(_lower)] = Field(
         default="throughput", description="What is optimised."
     )
     start_profile_step: Int = Field(default=3, ge=0, description="First step that is timed.")

@@ -14,6 +14,7 @@ from typing import Any
 
 from deepspeed.autotuning.space import OFFLOAD, TENSOR, Point
 from deepspeed.autotuning.tuner.cost_model import StepTime
+from deepspeed.utils.timer import STEP_WAITS
 
 HOST_BYTES_PER_S, BYTES_PER_ELEMENT = 8e9, 20
 """An update on the host, before one was measured: it reads and writes its states at the speed of memory."""
@@ -60,7 +61,10 @@ def parts_of(seconds: float, breakdown: Mapping[str, float] | None) -> Parts:
     if not breakdown:
         return Parts(seconds)
     exposed = min(breakdown.get("exposed_comm", 0.0) / 1e3, seconds)
-    in_step = max(0.0, exposed - breakdown.get("bwd_allreduce", 0.0) / 1e3)
+    elsewhere = (
+        breakdown.get("bwd_allreduce", 0.0) / 1e3
+    )  # if it is not known, what no backward waited for at its end
+    in_step = breakdown.get(STEP_WAITS, max(0.0, exposed - elsewhere) * 1e3) / 1e3
     update = max(0.0, breakdown.get("step", 0.0) / 1e3 - in_step)
     data = breakdown.get("data", 0.0) / 1e3
     return Parts(max(0.0, seconds - exposed - update - data), exposed, update, data)

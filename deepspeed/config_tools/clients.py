@@ -111,6 +111,10 @@ def _read_yaml(path: Path) -> ConfigSource:
         data = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UnreadableConfig(f"{path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise UnreadableConfig(
+            f"{path} is not text in UTF-8; a config is a JSON, HJSON or YAML file"
+        ) from None
     except yaml.YAMLError as error:
         raise UnreadableConfig(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
     if not isinstance(data, dict):

@@ -11,7 +11,7 @@ from deepspeed.config_tools.check import check_config, check_source
 from deepspeed.config_tools.clients import client_of, read_any
 from deepspeed.config_tools.fix import CannotFix, corrected, start_text, unified, write_fixed
 from deepspeed.config_tools.report import ConfigReport, Style, report_lines
-from deepspeed.tool_arguments import ArgumentParser, positive
+from deepspeed.tool_arguments import ArgumentParser, ends_quietly, positive
 
 
 def fix_file(path: str, world_size: int | None = None, *, output: str | None = None) -> ConfigReport:
@@ -39,6 +39,7 @@ def fix_file(path: str, world_size: int | None = None, *, output: str | None = N
     return report
 
 
+@ends_quietly
 def main(argv: Sequence[str] | None = None) -> int:
     parser = ArgumentParser(
         prog="ds_check",

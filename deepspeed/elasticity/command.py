@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from deepspeed.elasticity.config import ElasticityError
 from deepspeed.elasticity.elasticity import ELASTICITY, compute_elastic_config
 from deepspeed.runtime.config import DeepSpeedConfigError, load_source
-from deepspeed.tool_arguments import ArgumentParser
+from deepspeed.tool_arguments import ArgumentParser, ends_quietly
 from deepspeed.version import __version__
 
 RULE = "-" * 42
@@ -29,6 +29,7 @@ def parser() -> ArgumentParser:
     return made
 
 
+@ends_quietly
 def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
     try:

@@ -33,7 +33,7 @@ from deepspeed.launcher.hostfile import checked_host, fetch_hostfile, parse_incl
 from deepspeed.launcher.pairs import SLOW, Pair, measure, slow
 from deepspeed.launcher.ports import is_free
 from deepspeed.launcher.shim import USAGE_ERROR
-from deepspeed.tool_arguments import ArgumentParser
+from deepspeed.tool_arguments import ArgumentParser, ends_quietly
 from deepspeed.version import __version__
 
 Facts = dict[str, Any]
@@ -321,6 +321,7 @@ def parser() -> ArgumentParser:
     return made
 
 
+@ends_quietly
 def main(argv: Sequence[str] | None = None) -> int:
     """1 if anything is bad."""
     options = parser().parse_args(argv)

@@ -7,10 +7,12 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 from deepspeed.launcher import runner
 from deepspeed.launcher.shim import USAGE_ERROR
+from deepspeed.tool_arguments import ends_quietly
 
 
 class Tool(NamedTuple):
@@ -134,11 +136,26 @@ def main(argv: Sequence[str] | None = None) -> int | None:
     return None
 
 
-def run_tool(name: str, arguments: Sequence[str]) -> int | None:
-    """Runs a tool with these arguments; returns its exit code."""
-    tool = getattr(importlib.import_module(TOOLS[name].module), TOOLS[name].function)
-    result: int | None = tool(arguments)
-    return result
+def run_tool(name: str, arguments: Sequence[str] | None = None) -> int | None:
+    """Runs a tool with these arguments, or those of the command line; returns its exit code."""
+
+    @ends_quietly
+    def run() -> int | None:  # importing torch takes seconds, in which Ctrl-C may come too
+        tool = getattr(importlib.import_module(TOOLS[name].module), TOOLS[name].function)
+        result: int | None = tool(arguments)
+        return result
+
+    return run()
+
+
+# The scripts of the same tools: what imports torch is imported where Ctrl-C is already known.
+ds_report = partial(run_tool, "report")
+ds_check = partial(run_tool, "check")
+ds_io = partial(run_tool, "io")
+ds_bench = partial(run_tool, "bench")
+ds_ssh = partial(run_tool, "ssh")
+ds_elastic = partial(run_tool, "elastic")
+ds_nvme_tune = partial(run_tool, "nvme_tune")
 
 
 if __name__ == "__main__":

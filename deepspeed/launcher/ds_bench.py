@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from deepspeed.launcher import runner
 from deepspeed.launcher.errors import LaunchError
 from deepspeed.launcher.shim import USAGE_ERROR
-from deepspeed.tool_arguments import ArgumentParser
+from deepspeed.tool_arguments import ArgumentParser, ends_quietly
 
 RANKS_MODULE = "deepspeed.comm.benchmark"
 OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "pt2pt")
@@ -75,6 +75,7 @@ def parser() -> ArgumentParser:
     return made
 
 
+@ends_quietly
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     made = parser()

@@ -36,7 +36,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         hosts = fetch_hostfile(args.hostfile)
         if hosts is None:
-            raise LaunchError(f"--hostfile={args.hostfile}: no such file")
+            raise LaunchError(
+                f"--hostfile={args.hostfile}: no such file; name one with lines 'HOST slots=N' (-f FILE)"
+            )
         if not args.command:
             raise LaunchError("which command? ds_ssh [options] COMMAND [ARGUMENT ...]")
         names = [checked_host(host) for host in parse_inclusion_exclusion(hosts, args.include, args.exclude)]

@@ -20,11 +20,19 @@ HOST_LINE = re.compile(r"^(\S+)\s+slots=(\d+)\s*$")
 
 
 def fetch_hostfile(hostfile_path: str | None) -> OrderedDict[str, int] | None:
-    """Host name -> number of slots in file order, or None if there is no such file."""
+    """Host name -> number of slots in file order, or None if there is no such file. Raises LaunchError."""
     if not hostfile_path or not os.path.isfile(hostfile_path):
         return None
-    with open(hostfile_path, encoding="utf-8") as file:
-        return _parse_hostfile(file.readlines())
+    try:
+        with open(hostfile_path, encoding="utf-8") as file:
+            lines = file.readlines()
+    except UnicodeDecodeError:
+        raise LaunchError(
+            f"{hostfile_path} is not text in UTF-8; a hostfile has lines 'HOST slots=N'"
+        ) from None
+    except OSError as error:
+        raise LaunchError(f"the hostfile {hostfile_path}: {error.strerror or error}") from None
+    return _parse_hostfile(lines)
 
 
 def _parse_hostfile(hostfile_lines: Iterable[str]) -> OrderedDict[str, int]:

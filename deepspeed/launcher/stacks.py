@@ -17,12 +17,14 @@ from pathlib import Path
 from typing import Any
 
 from deepspeed.constants import RANK_SOCKET
+from deepspeed.tool_arguments import ends_quietly
 
 ANSWER_S = 5.0
 CALLS = 5
 STATES = {"T": "stopped", "t": "stopped by a debugger", "D": "waiting inside the kernel", "Z": "ended"}
 
 
+@ends_quietly
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="ds stacks",

@@ -36,7 +36,7 @@ from deepspeed.step_plan import options as time_options
 from deepspeed.step_plan.calibration import CalibrationError
 from deepspeed.step_plan.shapes import build_shape, is_shape
 from deepspeed.step_plan.user_model import NoSuchFunction, call_of
-from deepspeed.tool_arguments import ArgumentParser, positive
+from deepspeed.tool_arguments import ArgumentParser, ends_quietly, positive
 from deepspeed.utils.extras import install_hint
 
 if TYPE_CHECKING:
@@ -137,6 +137,7 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
+@ends_quietly
 def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
     try:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from deepspeed.nvme.engines import ENGINES, HANDLES, Transfer
 from deepspeed.nvme.measure import Plan, aio_section, byte_count, check_devices, speeds, summary
-from deepspeed.tool_arguments import ArgumentParser
+from deepspeed.tool_arguments import ArgumentParser, ends_quietly
 
 
 def parser() -> argparse.ArgumentParser:
@@ -112,6 +112,7 @@ def _devices(text: str) -> list[tuple[str, int]]:
     return [(folder, int(part)) for part in devices.split(",")]
 
 
+@ends_quietly
 def main(arguments: Sequence[str] | None = None) -> int:
     args = parser().parse_args(arguments)
     try:

@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from deepspeed.nvme.engines import Transfer
 from deepspeed.nvme.measure import FLAGS, Plan, aio_section, byte_count, check_devices, speeds
-from deepspeed.tool_arguments import ArgumentParser
+from deepspeed.tool_arguments import ArgumentParser, ends_quietly
 
 DEFAULT_SPACE: dict[str, list[Any]] = {
     "block_size": ["1M", "8M"],
@@ -125,6 +125,7 @@ def best(results: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
     return min(results, key=lambda row: sum(1 / row[kind] for kind in ("read", "write") if row[kind]))
 
 
+@ends_quietly
 def main(arguments: Sequence[str] | None = None) -> int:
     args = parser().parse_args(arguments)
     try:
@@ -134,7 +135,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     finally:
         for folder in args.nvme_dir:
-            Path(folder, "_ds_nvme_tune_0.bin").unlink(missing_ok=True)
+            if os.path.isdir(folder):
+                Path(folder, "_ds_nvme_tune_0.bin").unlink(missing_ok=True)
+
+
+def _read_sweep(path: Path) -> Any:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"--sweep_config {path} is not JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"--sweep_config {path} is no object with settings and lists of their values")
+    return found
 
 
 def _tune(args: argparse.Namespace) -> int:
@@ -144,8 +156,7 @@ def _tune(args: argparse.Namespace) -> int:
     for folder in args.nvme_dir:
         if not os.path.isdir(folder):
             raise FileNotFoundError(f"{folder}: no such directory")
-    text = args.sweep_config.read_text(encoding="utf-8") if args.sweep_config else None
-    space = space_of(json.loads(text) if text is not None else DEFAULT_SPACE)
+    space = space_of(_read_sweep(args.sweep_config) if args.sweep_config else DEFAULT_SPACE)
     print(f"Running DeepNVMe performance tuning on {args.nvme_dir}", flush=True)
     row = best(sweep(args, space))
     found = ", ".join(f"{kind} = {row[kind]:.2f}" for kind in ("read", "write") if row[kind] is not None)

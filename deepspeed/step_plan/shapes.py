@@ -75,8 +75,9 @@ class MLP(nn.Module):
 class Block(nn.Module):
     def __init__(self, config: ShapedConfig) -> None:
         super().__init__()
-        self.attention_norm, self.mlp_norm = (nn.LayerNorm(config.hidden_size) for _ in range(2))
-        self.attention, self.mlp = Attention(config), MLP(config)
+        # In the order in which they run, as plans take it to be.
+        self.attention_norm, self.attention = nn.LayerNorm(config.hidden_size), Attention(config)
+        self.mlp_norm, self.mlp = nn.LayerNorm(config.hidden_size), MLP(config)
 
     def forward(self, x_BTC: Tensor) -> Tensor:
         x_BTC = x_BTC + self.attention(self.attention_norm(x_BTC))

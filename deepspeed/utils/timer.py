@@ -24,6 +24,7 @@ STEP_MICRO_TIMER = "step_microstep"
 STEP_GLOBAL_TIMER = "step"
 EXPOSED_COMMUNICATION_TIMER = "exposed_comm"
 DATA_TIMER = "data"
+STEP_WAITS = "step_waits"  # no timer: what of the exposed communication was within the step
 
 MOST_UNREAD_SPANS = 256  # per timer
 OUTLIER_SHARE = 0.1  # of the intervals, dropped at each end before a mean is taken

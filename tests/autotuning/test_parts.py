@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from deepspeed.autotuning import scheduler, utils
-from deepspeed.autotuning.arguments import arguments_for, given_config, launcher_command
+from deepspeed.autotuning.arguments import arguments_for, given_config, launcher_command, section_of
 from deepspeed.autotuning.command import run_autotuning
 from deepspeed.autotuning.config import get_model_info_config
 from deepspeed.autotuning.space import Point
@@ -66,9 +66,27 @@ def test_changing_configs() -> None:
     assert utils.memory_to_string(3 << 30, "B") == "3.0 GB" and utils.number_to_string(12) == "12 "
 
 
+def test_a_section_as_the_documents_write_it() -> None:
+    """One of their pages has null for both folders, and FLOPS."""
+    given = {"enabled": True, "results_dir": None, "exps_dir": None, "metric": "FLOPS"}
+    section = section_of({"autotuning": given, "zero_optimization": {"stage": [0, 1]}})
+    assert (section.results_dir, section.exps_dir) == ("autotuning_results", "autotuning_exps")
+    assert section.metric == "flops"
+    with pytest.raises(
+        ValueError, match=r"autotuning.metric: 'speed' is not allowed; expected one of"
+    ) as found:
+        section_of({"autotuning": {"metric": "speed", "tuner_num_trials": 0}})
+    assert "tuner_num_trials: 0 is not allowed" in str(found.value) and "pydantic" not in str(found.value)
+    with pytest.raises(ValueError, match="autotuning: 3 is not allowed"):
+        section_of({"autotuning": 3})
+
+
 def test_logs(tmp_path: Path) -> None:
     log = tmp_path / "stderr.log"
     assert "does not exist" in str(utils.search_error(str(log))) and utils.was_interrupted(str(log))
+    log.write_text("fine\nTraceback\nValueError: no\n")
+    log.write_text("usage: train.py [--mb MB]\ntrain.py: error: unrecognized arguments: --gas\n")
+    assert utils.search_error(str(log)) == "train.py: error: unrecognized arguments: --gas"
     log.write_text("fine\nTraceback\nValueError: no\n")
     assert utils.search_error(str(log)) == "ValueError: no" and not utils.was_interrupted(str(log))
 

@@ -77,6 +77,9 @@ def test_parts_of_a_step() -> None:
     found = parts_of(1.0, told)
     assert found.exposed == 0.15 and found.update == 0.25 and found.data == 0.05
     assert found.total == pytest.approx(1.0) and found.compute == pytest.approx(0.55)
+    # Where waits within the step are known, those in the middle of a backward are not taken for them.
+    found = parts_of(1.0, {**told, "bwd_allreduce": 0.0, "step": 100.0, "step_waits": 20.0})
+    assert found.update == pytest.approx(0.08) and found.compute == pytest.approx(0.72)
 
 
 def offloaded(point: Point) -> float:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +85,15 @@ def test_flops_of_a_step(tmp_path: Path, stage: int, plain: bool) -> None:
     other, same = train(file, plain=plain, layers=2, gradient_accumulation_steps=2, **zero, **again)
     assert same == losses and other.flops_profiler is None
     other.destroy()
+
+
+@distributed(world_size=1)
+def test_a_file_that_cannot_be_written_ends_no_training(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        engine, losses = train(tmp_path / "file" / "profile.txt")
+    assert len(losses) == 4 and "Profile Summary at step 2:" in printed.getvalue()
+    engine.destroy()
 
 
 @distributed(world_size=2)

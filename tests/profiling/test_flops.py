@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,8 +16,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from deepspeed.profiling.flops_profiler import FlopsProfiler, get_model_profile
+from deepspeed.profiling.flops_profiler import FlopsProfiler, get_model_profile, report
 from deepspeed.profiling.flops_profiler import profiler as documented
+from deepspeed.profiling.flops_profiler.counting import Amount
+from deepspeed.profiling.flops_profiler.report import Ranks, Times, Totals, summary
 
 # Sizes: batch, sequence, width, inner width
 B, S, W, N = 3, 8, 16, 40
@@ -365,6 +369,86 @@ def test_the_printed_form(capsys: pytest.CaptureFixture[str]) -> None:
             assert line in flat, (line, out)
     assert "depth 3" not in out  # the innermost
     assert "(unused): Linear(12, 0.02% Params, 0 MACs, 0.00% MACs, 0.0 s" in out
+
+
+# The summaries that the tutorial shows, of BERT-large and of a GPT-2 of Megatron-LM. From 10^12 on, release 0.19 and we
+# write T, where the tutorial's example still has 3139.93 G.
+DOCUMENTED = [
+    (
+        Totals(336_230_000, Amount(3139_930_000_000, 6279_860_000_000), Amount(), Amount(), 0.07639),
+        Times(0.07667, 0.108025, 34.09e-6),
+        Ranks(world=1, data=1, model=1, batch=80, forward_flops=6279_860_000_000),
+        """world size: 1
+        data parallel size: 1
+        model parallel size: 1
+        batch size per GPU: 80
+        params per gpu: 336.23 M
+        params of model = params per GPU * mp_size: 336.23 M
+        fwd MACs per GPU: 3.14 T
+        fwd flops per GPU: 6.28 T
+        fwd flops of model = fwd flops per GPU * mp_size: 6.28 T
+        fwd latency: 76.67 ms
+        bwd latency: 108.02 ms
+        fwd FLOPS per GPU = fwd flops per GPU / fwd latency: 81.91 TFLOPS
+        bwd FLOPS per GPU = 2 * fwd flops per GPU / bwd latency: 116.27 TFLOPS
+        fwd+bwd FLOPS per GPU = 3 * fwd flops per GPU / (fwd+bwd latency): 102.0 TFLOPS
+        step latency: 34.09 us
+        iter latency: 184.73 ms
+        samples/second: 433.07""",
+    ),
+    (
+        Totals(1_290_000, Amount(41271_950_000_000, 82543_900_000_000), Amount(), Amount(), 1.84),
+        Times(1.89, 5.38, 34.12),
+        Ranks(world=1, data=1, model=1, batch=1024, forward_flops=82543_900_000_000),
+        """world size: 1
+        data parallel size: 1
+        model parallel size: 1
+        batch size per GPU: 1024
+        params per gpu: 1.29 M
+        params of model = params per GPU * mp_size: 1.29 M
+        fwd MACs per GPU: 41.27 T
+        fwd flops per GPU: 82.54 T
+        fwd flops of model = fwd flops per GPU * mp_size: 82.54 T
+        fwd latency: 1.89 s
+        bwd latency: 5.38 s
+        fwd FLOPS per GPU = fwd flops per GPU / fwd latency: 43.67 TFLOPS
+        bwd FLOPS per GPU = 2 * fwd flops per GPU / bwd latency: 30.69 TFLOPS
+        fwd+bwd FLOPS per GPU = 3 * fwd flops per GPU / (fwd+bwd latency): 34.06 TFLOPS
+        step latency: 34.12 s
+        iter latency: 41.39 s
+        samples/second: 24.74""",
+    ),
+]
+
+
+@pytest.mark.parametrize(("totals", "times", "ranks", "expected"), DOCUMENTED, ids=["bert", "gpt2"])
+def test_the_documented_summaries(totals: Totals, times: Times, ranks: Ranks, expected: str) -> None:
+    """Line by line, in the documents' order; rates come from rounded times here, and differ in their last digit."""
+    printed = [" ".join(line.split()) for line in summary(totals, 10, 0.0, times, ranks)]
+    assert printed[1:3] == [report.TITLE, "Profile Summary at step 10:"]
+    first = printed.index("world size: 1")
+    lines = [line.strip() for line in expected.splitlines()]
+    assert printed[first : first + len(lines)] == lines
+
+
+FIRST_OPERATION = """
+import sys, torch
+import deepspeed
+from deepspeed.profiling.flops_profiler import FlopsProfiler
+
+model = torch.nn.Linear(4, 4)
+profiler = FlopsProfiler(model)
+profiler.start_profile()
+before = set(sys.modules)
+model(torch.ones(2, 4))
+print(len(set(sys.modules) - before), profiler.macs)
+"""
+
+
+def test_what_torch_imports_for_its_first_dispatch_is_no_time_of_the_model() -> None:
+    command = [sys.executable, "-c", FIRST_OPERATION]
+    found = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert found.stdout.split() == ["0", "32"], found
 
 
 def test_ranks_of_an_engine_that_has_not_reported(capsys: pytest.CaptureFixture[str]) -> None:

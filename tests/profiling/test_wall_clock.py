@@ -46,6 +46,9 @@ def _napping(stage: int, folder: Path) -> dict[str, float]:
         time.sleep(NAP_S * (rank == 1))
         engine.backward(loss)
         engine.step()
+        assert (
+            0 <= clock.step_waits_ms <= min(clock.elapsed_ms["step"], clock.elapsed_ms["exposed_comm"]) + 0.1
+        )
         for name in sums:
             sums[name] += clock.elapsed_ms[name]
         time.sleep(NAP_S)

@@ -17,11 +17,13 @@ from deepspeed.inference.generator import Generator
 from deepspeed.inference.serving.commands import Alone, Among
 from deepspeed.inference.serving.service import Service
 from deepspeed.inference.serving.tokenizers import HuggingFaceTokenizer
+from deepspeed.tool_arguments import ends_quietly
 from deepspeed.utils.extras import install_hint
 
 TOKEN_VARIABLE = "DS_SERVE_TOKEN"
 
 
+@ends_quietly
 def main(argv: Sequence[str] | None = None) -> int:
     """Serves until it is told to stop. Returns 2 for arguments that do not fit together."""
     args = parse(argv)
@@ -29,7 +31,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     if problem is not None:
         print(f"ds serve: {problem}", file=sys.stderr)
         return 2
-    service, tokenizer, generator, leads = build(args)
+    try:
+        service, tokenizer, generator, leads = build(args)
+    except (
+        OSError,
+        ValueError,
+    ) as error:  # Transformers' for a model that is not there, ours for what does not fit
+        print(f"ds serve: {args.model}: {error}", file=sys.stderr)
+        return 2
     if not leads:
         signal.signal(
             signal.SIGTERM, signal.SIG_IGN
@@ -118,11 +127,11 @@ def problem_of(args: argparse.Namespace) -> str | None:
             f"--host {args.host} can be reached from other hosts: set --token or ${TOKEN_VARIABLE}, so that only those "
             "who know it are served"
         )
-    for package in ("fastapi", "uvicorn"):
+    for package, extra in (("fastapi", "serve"), ("uvicorn", "serve"), ("transformers", "transformers")):
         try:
             __import__(package)
         except ImportError:
-            return f"the package {package!r} is missing: {install_hint(package, extra='serve')}"
+            return f"the package {package!r} is missing: {install_hint(package, extra=extra)}"
     return None
 
 

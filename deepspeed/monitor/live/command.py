@@ -10,7 +10,7 @@ from pathlib import Path
 from deepspeed.monitor.live.history import SPEED_ROWS, History, standing_of
 from deepspeed.monitor.live.record import NAME, read_more
 from deepspeed.monitor.live.server import TOKEN_VARIABLE, PageServer, token_for
-from deepspeed.tool_arguments import ArgumentParser
+from deepspeed.tool_arguments import ArgumentParser, ends_quietly
 
 LOOK_S = 1.0
 
@@ -33,6 +33,7 @@ class Follower:
         self.history.tell(**standing_of(rows, self.history.state.get("run", {})), recorded=True)
 
 
+@ends_quietly
 def main(argv: Sequence[str] | None = None) -> int:
     parser = ArgumentParser(
         prog="ds live",

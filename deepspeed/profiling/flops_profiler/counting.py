@@ -145,6 +145,7 @@ class Counter(TorchDispatchMode):
         self._live = LiveBytes(self.model)
         if "torch._dynamo" in sys.modules:
             self._eager = torch.compiler.set_stance("force_eager")
+        load_dispatch()
         self._entered, self._suspended = True, False
         self.__enter__()
 
@@ -275,6 +276,17 @@ class Counter(TorchDispatchMode):
             self._suspended = suspended
             if not suspended:
                 self.count(work)
+
+
+def load_dispatch() -> None:
+    """What torch imports at the first operation that any dispatch mode sees takes seconds; they are no module's."""
+
+    class Nothing(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return func(*args, **(kwargs or {}))
+
+    with Nothing():
+        torch.empty(0)
 
 
 def running_counter() -> Counter | None:

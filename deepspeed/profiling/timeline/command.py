@@ -9,11 +9,12 @@ from pathlib import Path
 
 from deepspeed.profiling.timeline.analysis import late_ranks, longest_waits, steps_of
 from deepspeed.profiling.timeline.files import RankTrace, UnreadableTrace, join, read_traces
-from deepspeed.tool_arguments import ArgumentParser, positive
+from deepspeed.tool_arguments import ArgumentParser, ends_quietly, positive
 
 Rows = list[tuple[str, ...]]
 
 
+@ends_quietly
 def main(argv: Sequence[str] | None = None) -> int:
     parser = ArgumentParser(
         prog="ds trace",

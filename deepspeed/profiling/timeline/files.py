@@ -35,6 +35,8 @@ class RankTrace:
 
 def read_traces(path: Path) -> list[RankTrace]:
     """Those of a folder, of one rank's file, or of a joined file; by rank."""
+    if not path.exists():
+        raise UnreadableTrace(f"{path} does not exist: name the folder of the config key trace.path")
     files = sorted(path.glob("rank*.trace.json")) if path.is_dir() else [path]
     if not files:
         raise UnreadableTrace(
@@ -51,14 +53,14 @@ def read_traces(path: Path) -> list[RankTrace]:
 def _of_file(path: Path) -> Iterator[RankTrace]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-        facts, events = content[CATEGORY], content["traceEvents"]
-    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError):
+        facts, events, base = content[CATEGORY], content["traceEvents"], content["baseTimeNanoseconds"]
+        joined: list[dict[str, Any]] | None = facts.get("joined")
+        alone = None if joined is not None else (facts["rank"], facts["ranks"])
+    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError):
         raise UnreadableTrace(f"{path} is not a timeline that the config key trace wrote") from None
-    base = content["baseTimeNanoseconds"]
-    if "joined" not in facts:
-        yield RankTrace(facts["rank"], facts, base, events)
-        return
-    for rank, own in enumerate(facts["joined"]):
+    if alone is not None:
+        yield RankTrace(alone[0], facts, base, events)
+    for rank, own in enumerate(joined or ()):
         places = range(rank * PLACES, (rank + 1) * PLACES)
         yield RankTrace(rank, own, base, [event for event in events if event.get("pid") in places])
 

@@ -9,9 +9,10 @@ import torch
 
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.profiling.flops_profiler.counting import load_dispatch
 from deepspeed.profiling.flops_profiler.profiler import FlopsProfiler
 from deepspeed.profiling.flops_profiler.report import Ranks, Times
-from deepspeed.utils.logging import is_rank_zero
+from deepspeed.utils.logging import is_rank_zero, logger
 
 if TYPE_CHECKING:
     from deepspeed.runtime.engine_base import EngineBase
@@ -24,6 +25,7 @@ class FlopsOfOneStep:
     def __init__(self, engine: EngineBase) -> None:
         self.engine = engine
         self.config = engine._config.flops_profiler_config
+        load_dispatch()  # now, and not within a step that is timed
         self.profiler = FlopsProfiler(engine.module, engine, self.config.recompute_fwd_factor)
         self._began: dict[str, float] = {}
         self._seconds: dict[str, float] = {}
@@ -101,13 +103,18 @@ class FlopsOfOneStep:
             engine.mesh.size("dp"),
         )
         if is_rank_zero():
-            self.profiler.print_model_profile(
-                engine.global_steps,
-                config.module_depth,
-                config.top_modules,
-                config.detailed,
-                config.output_file,
-            )
+            what = engine.global_steps, config.module_depth, config.top_modules, config.detailed
+            try:
+                self.profiler.print_model_profile(*what, config.output_file)
+            except OSError as error:  # no reason to end a training
+                if config.output_file is None:
+                    raise
+                logger.error(
+                    "flops_profiler.output_file %s cannot be written (%s): the profile is printed instead",
+                    config.output_file,
+                    error.strerror or error,
+                )
+                self.profiler.print_model_profile(*what)
         engine.events.off("before_forward", self.before_forward)
         self.give_up()
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from deepspeed.accelerator import get_accelerator
 from deepspeed.profiling.flops_profiler.profiler import FlopsProfiler
 from deepspeed.utils.logging import is_rank_zero, logger
+from deepspeed.utils.timer import STEP_WAITS
 
 if TYPE_CHECKING:
     from deepspeed.runtime.engine_base import EngineBase
@@ -28,7 +29,8 @@ class Trial:
     - ``flops``: floating-point operations per second and rank, of forward and backward, counted in the first step
       (only if that is the ``metric``);
     - ``samples``: samples of a micro-batch as the model was really given them;
-    - ``breakdown``: milliseconds of a step by the names of `wall_clock_breakdown`, if that is on.
+    - ``breakdown``: milliseconds of a step by the names of `wall_clock_breakdown`, if that is on, and ``step_waits``:
+      what of ``exposed_comm`` was within ``step``, where that is known.
 
     In a run that profiles the model, ``activation_mem_per_gpu`` is added to ``model_info_path``: bytes that the first
     forward keeps for the backward.
@@ -97,6 +99,8 @@ class Trial:
         if self.clock is not None:
             for name, ms in self.clock.elapsed_ms.items():
                 self.breakdown[name] = self.breakdown.get(name, 0.0) + ms
+            if self.clock.step_waits_ms is not None:
+                self.breakdown[STEP_WAITS] = self.breakdown.get(STEP_WAITS, 0.0) + self.clock.step_waits_ms
         if done >= self.config.end_profile_step:
             self._finish((now - began) / (done - first), done - first)
 

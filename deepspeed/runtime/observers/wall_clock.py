@@ -38,7 +38,8 @@ class WallClock:
     ``bwd_inner`` is the part of backward that computes gradients, ``bwd_allreduce`` the time their reduction takes
     beyond that. ``exposed_comm`` is within these: in collectives, and in messages between pipeline stages, while this
     rank (on a device: its stream) did nothing else. ``data`` is outside: from a step to the next forward, with whatever
-    the script does there. ``elapsed_ms`` keeps the sums of the last step of this rank.
+    the script does there. ``elapsed_ms`` keeps the sums of the last step of this rank, ``step_waits_ms`` what of
+    ``exposed_comm`` was within ``step``; None on a device, where only the whole is known.
     """
 
     SPANS = (
@@ -52,6 +53,8 @@ class WallClock:
     def __init__(self, engine: EngineBase, interval: int | None = None) -> None:
         self.engine = engine
         self.elapsed_ms: dict[str, float] = {}
+        self.step_waits_ms: float | None = None
+        self._waited, self._before_step = 0.0, 0.0
         self.names = [name for _, _, name in self.SPANS] + list(APART)
         self._interval = interval or EVERY
         self._sums = dict.fromkeys(APART, 0.0)
@@ -79,6 +82,15 @@ class WallClock:
             on(after, lambda name=name, **_: self.end(name))
         for before, _, name in self.SPANS:
             on(before, lambda name=name, **_: self.begin(name))
+        if self._waits.span is None:
+            on("before_step", self._step_begins)
+            on("after_step", self._step_ends)
+
+    def _step_begins(self, **_: Any) -> None:
+        self._before_step = self._waits.seconds
+
+    def _step_ends(self, **_: Any) -> None:
+        self._waited += self._waits.seconds - self._before_step
 
     def _wait_in_pipeline(self, **_: Any) -> None:
         """Channels are made after the observers: they are there in the first forward."""
@@ -108,6 +120,7 @@ class WallClock:
         on_host = self._waits.take()
         if self._waits.span is None:
             timers(EXPOSED_COMMUNICATION_TIMER).add(on_host)
+            self.step_waits_ms, self._waited = self._waited * 1e3, 0.0
         self.elapsed_ms |= {name: timers(name).elapsed(reset=False) for name in self.names}
         timers.log(self.names, reset=True, ranks=[0])
         for name in APART:
