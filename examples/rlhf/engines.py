@@ -102,6 +102,8 @@ def _shared(options: Namespace, stage: int, rows: int) -> dict[str, Any]:
         "steps_per_print": None,
         "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 1000},
     }
+    if options.native_products:
+        config["native_products"] = {"enabled": True}
     if options.dtype in ("bf16", "fp16"):
         config[options.dtype] = {"enabled": True}
     return config

@@ -71,6 +71,19 @@ def _dropouts(folder: Path, share: float | None) -> dict[str, float]:
     return {name: share for name in known if name.endswith(("dropout", "pdrop"))}
 
 
+def has_dropout(model: nn.Module) -> bool:
+    """Whether its forward in training leaves something out at random."""
+    shares = [
+        value
+        for each in model.modules()
+        if hasattr(each, "config") and hasattr(each.config, "to_dict")
+        for name, value in each.config.to_dict().items()
+        if name.endswith(("dropout", "pdrop", "layerdrop"))
+    ]
+    shares += [each.p for each in model.modules() if isinstance(each, nn.Dropout)]
+    return any(isinstance(share, float) and share > 0 for share in shares)
+
+
 def load_policy(folder: Path, dropout: float | None = None, dtype: torch.dtype = torch.float32) -> Any:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **_dropouts(folder, dropout))
     for name in ("temperature", "top_p", "top_k"):  # sampling is ours
