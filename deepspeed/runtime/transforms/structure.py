@@ -74,8 +74,8 @@ class Structure:
         )
 
     def restore(self) -> list[str]:
-        """Put every module, class, tensor, attribute and flag back. Returns the names of parameters that another shape or
-        dtype was given in place: their values are lost."""
+        """Put every module, its class, and every tensor, attribute and flag back. Returns the names of parameters that
+        another shape or dtype was given in place: their values are lost."""
         for key, attributes in self.attributes.items():
             if type(self.held[key]) is not self.classes[key]:
                 self.held[key].__class__ = self.classes[key]
