@@ -16,6 +16,7 @@ from transformers import (
     AutoTokenizer,
     LlamaConfig,
     LlamaForCausalLM,
+    PreTrainedModel,
     PreTrainedTokenizerFast,
 )
 
@@ -73,11 +74,11 @@ def _dropouts(folder: Path, share: float | None) -> dict[str, float]:
 
 def has_dropout(model: nn.Module) -> bool:
     """Whether its forward in training leaves something out at random."""
+    configs = [each.config for each in model.modules() if isinstance(each, PreTrainedModel)]
     shares = [
         value
-        for each in model.modules()
-        if hasattr(each, "config") and hasattr(each.config, "to_dict")
-        for name, value in each.config.to_dict().items()
+        for config in configs
+        for name, value in config.to_dict().items()
         if name.endswith(("dropout", "pdrop", "layerdrop"))
     ]
     shares += [each.p for each in model.modules() if isinstance(each, nn.Dropout)]

@@ -365,7 +365,7 @@ class Online:
         self.actor.step()
         if self.kind == "ppo":
             self.critic.train()
-            values = self._values(part) if shared is None else shared[1]
+            values: Any = self._values(part) if shared is None else shared[1]
             self.critic.backward(
                 losses.clipped_value_loss(values, part["values"], part["returns"], mask, options.clip_value)
             )
