@@ -40,7 +40,7 @@ def trained(
     if options.offload:
         config["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
     if getattr(options, f"{role}_gradient_checkpointing") if role else options.gradient_checkpointing:
-        inner = getattr(model, "base", model)
+        inner: Any = getattr(model, "base", model)
         inner.gradient_checkpointing_enable({"use_reentrant": False})
         if options.critic_lora_dim if role == "critic" else options.lora_dim:
             inner.enable_input_require_grads()

@@ -74,14 +74,15 @@ def _dropouts(folder: Path, share: float | None) -> dict[str, float]:
 
 def has_dropout(model: nn.Module) -> bool:
     """Whether its forward in training leaves something out at random."""
-    configs = [each.config for each in model.modules() if isinstance(each, PreTrainedModel)]
+    modules: list[Any] = list(model.modules())
+    configs = [each.config for each in modules if isinstance(each, PreTrainedModel)]
     shares = [
         value
         for config in configs
         for name, value in config.to_dict().items()
         if name.endswith(("dropout", "pdrop", "layerdrop"))
     ]
-    shares += [each.p for each in model.modules() if isinstance(each, nn.Dropout)]
+    shares += [each.p for each in modules if isinstance(each, nn.Dropout)]
     return any(isinstance(share, float) and share > 0 for share in shares)
 
 

@@ -130,6 +130,7 @@ class Online:
             found["then"] = now.detach() * mask
             found["scores"] = found["then"].new_tensor(true)
             if self.is_ahead:
+                assert rolled is not None
                 found["weights"] = importance_weights(
                     found["then"], rolled, mask, cap=self.options.importance_cap
                 )
@@ -193,12 +194,13 @@ class Online:
         """As ``_answers``, by continuous batching; ahead: those that were begun before the last batch was learned from,
         while the next ones are begun with the weights of now."""
         rollouts: Any = self.rollouts
+        made: Any
         if not self.is_ahead:
             made = rollouts.generate(*self._request(iteration))
         else:
             if self.ready is None and not rollouts.in_progress:
                 rollouts.begin(*self._request(iteration))
-            made = self.ready if self.ready is not None else rollouts.finish()
+            made = rollouts.finish() if self.ready is None else self.ready
             self.ready = None
             rollouts.sync_weights(iteration)
             rollouts.begin(*self._request(iteration + 1))
