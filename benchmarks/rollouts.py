@@ -79,11 +79,14 @@ class RolloutRank:
         self.system, self.tokens = system, tokens
         module = llama(size, eos_token_id=None, bos_token_id=None)
         self.parameters = sum(param.numel() for param in module.parameters())
+        embedding = module.get_input_embeddings().weight.numel()
+        self.read = (self.parameters - embedding) * (2 if dtype == "bf16" else 4)
         config: dict[str, Any] = {
             "train_micro_batch_size_per_gpu": 1,
             "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}},
             "bf16": {"enabled": dtype == "bf16"},
             "zero_optimization": {"stage": stage},
+            "native_products": {"enabled": True},  # unknown to the peer, which does not mind
             "steps_per_print": 1_000_000,
         }
         if system == "hybrid":
@@ -103,8 +106,21 @@ class RolloutRank:
 
             self.rollout = build_rollout(RolloutConfig("serving"), self.engine, None)
 
-    def describe(self) -> dict[str, int]:
-        return {"parameters": self.parameters}
+    def describe(self) -> dict[str, float]:
+        """``read``: bytes of the weights that a step of decoding reads; ``rate``: bytes per second that this rank reads
+        from memory while all others do."""
+        return {"parameters": self.parameters, "read": self.read, "rate": self._memory_rate()}
+
+    def _memory_rate(self) -> float:
+        large = [torch.ones(self.read // 4) for _ in range(4)]  # in turn: none is in a cache when it is read
+        torch.distributed.barrier()
+        seconds = []
+        for at in range(24):
+            begin = time.perf_counter()
+            large[at % len(large)].sum()
+            seconds.append(time.perf_counter() - begin)
+        torch.distributed.barrier()
+        return self.read / sorted(seconds)[len(seconds) // 2]
 
     def run(self) -> float:
         """Seconds for the answers of this rank, and of the slowest one: an update comes behind."""
@@ -182,23 +198,34 @@ def compare(arguments: argparse.Namespace, links: Links | None, report: Report) 
                 for job in jobs.values():
                     job.call("run")
                 seconds = round_robin(jobs, arguments.rounds, lambda job: max(job.call("run")))
-                parameters = jobs[rows[0].name].call("describe")[0]["parameters"]
+                described = jobs[rows[0].name].call("describe")
+            parameters = described[0]["parameters"]
+            limit = sum(arguments.rows * each["rate"] / each["read"] for each in described)
+            report.data[f"{size}_{dtype}_limit"] = limit
             report.data[f"{size}_{dtype}"] = seconds
             tokens = arguments.rows * arguments.tokens * arguments.ranks
             where = "" if links is None else f" on hosts joined by {arguments.mbits:g} Mbit/s"
             report.table(
                 f"Llama of {parameters / 1e6:.1f}M parameters, {dtype}, {arguments.ranks} ranks{where}, "
                 f"{arguments.rows} prompts each, answers of {arguments.tokens} tokens, {arguments.rounds} rounds",
-                ["", "tokens/s", "x the module at stage 3, median [min .. max]", "goal"],
-                [cells(row, rows[0], seconds, tokens) for row in rows],
+                ["", "tokens/s", "of the limit", "x the module at stage 3, median [min .. max]", "goal"],
+                [
+                    *(cells(row, rows[0], seconds, tokens, limit) for row in rows),
+                    ["limit: weights read once a step", f"{limit:,.0f}", "100%", "", ""],
+                ],
             )
 
 
-def cells(row: Contender, base: Contender, seconds: dict[str, list[float]], tokens: int) -> list[str]:
+def cells(
+    row: Contender, base: Contender, seconds: dict[str, list[float]], tokens: int, limit: float
+) -> list[str]:
+    """``limit``: tokens per second at which the ranks' memory is read all the time, and each weight once a step."""
+    rate = tokens / Spread.of(seconds[row.name]).median
     times = ratios(seconds[base.name], seconds[row.name])
     return [
         row.name,
-        f"{tokens / Spread.of(seconds[row.name]).median:,.0f}",
+        f"{rate:,.0f}",
+        f"{rate / limit:.0%}",
         times.show("{:.2f}"),
         f">= {row.goal:.0f}" if row.goal is not None else "",
     ]

@@ -106,6 +106,7 @@ class TRLRank:
             "gradient_accumulation_steps": "auto",
             "gradient_clipping": "auto",
             "zero_optimization": {"stage": self.stage},
+            "native_products": {"enabled": True},
             "steps_per_print": 1_000_000,
         }
         ours = self.system != "ddp"

@@ -114,6 +114,13 @@ class Float8Config(DeepSpeedConfigModel):
     )
 
 
+class NativeProductsConfig(DeepSpeedConfigModel):
+    """Products of linear layers in fp32 on the host by the native library, in forward and backward, on processors where
+    torch's use half of the vectors (own key; see transformer_kernels.md). Elsewhere it changes nothing."""
+
+    enabled: bool = Field(default=False, description="Use them.")
+
+
 def _autocast_dtype(value: Any) -> torch.dtype | None:
     return parse_dtype(value, ("bf16", "fp16", "fp32"))
 

@@ -23,6 +23,7 @@ from deepspeed.config.precision import (
     DeepSpeedBF16Config,
     DeepSpeedFP16Config,
     Float8Config,
+    NativeProductsConfig,
     TorchAutocastConfig,
 )
 from deepspeed.config.sections import (
@@ -164,6 +165,10 @@ class TrainingConfig(LenientConfigModel):
     )
     fp8: Float8Config = Field(
         default=Float8Config(), description="Linear layers with 8-bit products; with any precision and stage."
+    )
+    native_products: NativeProductsConfig = Field(
+        default=NativeProductsConfig(),
+        description="Faster fp32 products of linear layers on some processors; see transformer_kernels.md.",
     )
     amp: AmpConfig = Field(
         default=AmpConfig(), description="Mixed precision by `torch.amp`; not with fp16, bf16 or ZeRO."

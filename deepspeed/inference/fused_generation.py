@@ -13,7 +13,9 @@ import weakref
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from deepspeed.inference.cache.pages import PagedCache, Piece
 from deepspeed.inference.model.facts import LayoutError
@@ -31,14 +33,15 @@ _ARGUMENTS = frozenset(
     "bad_words_ids suppress_tokens sequence_bias begin_suppress_tokens forced_bos_token_id "
     "forced_eos_token_id renormalize_logits remove_invalid_values exponential_decay_length_penalty "
     "prefix_allowed_tokens_fn stop_strings max_time num_return_sequences num_beams use_cache bos_token_id "
-    "pad_token_id eos_token_id return_dict_in_generate".split()
+    "pad_token_id eos_token_id return_dict_in_generate output_logits output_scores".split()
 )
 """Of a call of ``generate``: those that say which tokens are chosen."""
 
 _PLAIN: dict[str, tuple[Any, ...]] = {
     "num_beams": (None, 1),
     "use_cache": (None, True),
-    "return_dict_in_generate": (None, False),
+    "output_attentions": (None, False),
+    "output_hidden_states": (None, False),
     "penalty_alpha": (None, 0, 0.0),
     "dola_layers": (None,),
     "prompt_lookup_num_tokens": (None,),
@@ -79,7 +82,12 @@ class FusedGeneration:
         acting = object.__new__(self._acting)
         object.__setattr__(acting, "__dict__", module.__dict__)  # the module itself, with another forward
         try:
-            return plain(acting, *inputs, past_key_values=cache, **kwargs)
+            made = plain(acting, *inputs, past_key_values=cache, **kwargs)
+            if (
+                getattr(made, "past_key_values", None) is cache
+            ):  # whoever asked for more than tokens gets that too
+                made.past_key_values = rows.kept(module)
+            return made
         finally:
             runner.release()
 
@@ -179,6 +187,18 @@ class _Rows:
         logits = self.runner.forward(pieces, unchanged=not first)
         self.length += tokens.shape[1]
         return CausalLMOutputWithPast(logits=logits[:, None], past_key_values=arguments["past_key_values"])
+
+    def kept(self, module: Any) -> Any:
+        """A cache of Transformers with the keys and values of all rows, padded on the left."""
+        cache, pages = _plain_cache(module), self.runner.cache
+        for layer in sorted(pages.shapes):
+            pairs = [pages.read(layer, torch.tensor(blocks), 0, stop) for stop, blocks in self.sequences]
+            keys, values = (
+                torch.stack([functional.pad(each, (0, 0, self.length - each.shape[1], 0)) for each in some])
+                for some in zip(*pairs, strict=True)
+            )
+            cache.update(keys, values, layer)
+        return cache
 
     def _begin(self, tokens: Tensor, mask: Tensor | None) -> list[Piece]:
         width = tokens.shape[1]

@@ -196,6 +196,7 @@ class DeepSpeedConfig:
         self.activation_checkpointing_config = c.activation_checkpointing
         self.tiled_compute_config = c.tiled_compute
         self.fp8_config = c.fp8
+        self.native_products_config = c.native_products
         self.compile_config = c.compile
         self.graph_harvesting = c.graph_harvesting
         self.hybrid_engine = c.hybrid_engine

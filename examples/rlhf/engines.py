@@ -40,7 +40,7 @@ def trained(
     if options.offload:
         config["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
     if getattr(options, f"{role}_gradient_checkpointing") if role else options.gradient_checkpointing:
-        inner = getattr(model, "base", model)
+        inner: Any = getattr(model, "base", model)
         inner.gradient_checkpointing_enable({"use_reentrant": False})
         if options.critic_lora_dim if role == "critic" else options.lora_dim:
             inner.enable_input_require_grads()
@@ -102,6 +102,8 @@ def _shared(options: Namespace, stage: int, rows: int) -> dict[str, Any]:
         "steps_per_print": None,
         "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 1000},
     }
+    if options.native_products:
+        config["native_products"] = {"enabled": True}
     if options.dtype in ("bf16", "fp16"):
         config[options.dtype] = {"enabled": True}
     return config

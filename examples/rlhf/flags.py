@@ -97,6 +97,13 @@ def _online(parser: argparse.ArgumentParser) -> None:
     add("--per_device_generation_batch_size", type=int, default=32)
     add("--per_device_training_batch_size", type=int, default=16)
     add("--ppo_epochs", type=int, default=2)
+    add(
+        "--share_forwards",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="where a batch of answers is learned from once and as a whole, and nothing is dropped out: one forward of "
+        "the actor, and one of the critic, for what they say and for learning. Activations of both exist at once",
+    )
     add("--num_answers", type=int, default=8, help="to each prompt: GRPO, RLOO")
     add("--max_prompt_seq_len", type=int, default=32)
     add("--max_answer_seq_len", type=int, default=12)
@@ -132,6 +139,12 @@ def _engines(parser: argparse.ArgumentParser) -> None:
         choices=("fp32", "bf16", "fp16", "fp64"),
         default="fp32",
         help="fp64: to compare runs, whose rounding is then too small to change a token",
+    )
+    add(
+        "--native_products",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="faster fp32 products on processors where torch's use half of the vectors",
     )
     add("--gradient_checkpointing", action="store_true")
     add("--actor_gradient_checkpointing", action="store_true", default=None)

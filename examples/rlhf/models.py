@@ -16,6 +16,7 @@ from transformers import (
     AutoTokenizer,
     LlamaConfig,
     LlamaForCausalLM,
+    PreTrainedModel,
     PreTrainedTokenizerFast,
 )
 
@@ -69,6 +70,20 @@ def _dropouts(folder: Path, share: float | None) -> dict[str, float]:
         return {}
     known = AutoConfig.from_pretrained(folder).to_dict()
     return {name: share for name in known if name.endswith(("dropout", "pdrop"))}
+
+
+def has_dropout(model: nn.Module) -> bool:
+    """Whether its forward in training leaves something out at random."""
+    modules: list[Any] = list(model.modules())
+    configs = [each.config for each in modules if isinstance(each, PreTrainedModel)]
+    shares = [
+        value
+        for config in configs
+        for name, value in config.to_dict().items()
+        if name.endswith(("dropout", "pdrop", "layerdrop"))
+    ]
+    shares += [each.p for each in modules if isinstance(each, nn.Dropout)]
+    return any(isinstance(share, float) and share > 0 for share in shares)
 
 
 def load_policy(folder: Path, dropout: float | None = None, dtype: torch.dtype = torch.float32) -> Any:

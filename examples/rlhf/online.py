@@ -12,7 +12,7 @@ import losses
 import task
 import torch
 from engines import follow
-from models import encode, encode_prompts, score_at_end
+from models import encode, encode_prompts, has_dropout, score_at_end
 from supervised import Row, batch_of, language_loss, log_probs, mean_over_ranks, same_noise
 from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList
@@ -103,6 +103,9 @@ class Online:
         self.iteration = 0  # batches of answers that were learned from
         self.update = 0  # of those with the batches in ``experience``
         self.experience: list[Batch] = []
+        self.shared: tuple[Tensor, Tensor | None] | None = (
+            None  # with graphs, from ``collect`` to its only update
+        )
         self.curve: list[dict[str, float]] = []
 
     # ------------------------------------------------------------------------------------------------ rollouts
@@ -122,13 +125,12 @@ class Online:
             for row, kept in zip(found["tokens"], found["answers"], strict=True)
         ]
         true = [self.score(question, text) for question, text in zip(chosen, texts, strict=True)]
+        now, values = self._said(found)
         with torch.no_grad():
-            for engine in (self.actor, self.critic):
-                if engine is not None:
-                    engine.eval()
-            found["then"] = log_probs(self.actor, found) * mask
+            found["then"] = now.detach() * mask
             found["scores"] = found["then"].new_tensor(true)
             if self.is_ahead:
+                assert rolled is not None
                 found["weights"] = importance_weights(
                     found["then"], rolled, mask, cap=self.options.importance_cap
                 )
@@ -137,9 +139,35 @@ class Online:
                 ended = ((found["tokens"] == self.tokenizer.eos_token_id) * found["answers"]).any(1)
                 found["rewards"] = score_at_end(self.reward, found["tokens"], found["mask"])
                 found["rewards"] -= self.options.missing_eos_penalty * ~ended
-                found["values"] = self.critic(found["tokens"], found["mask"])[:, :-1] * mask
+                assert values is not None
+                found["values"] = values.detach() * mask
         self._report(iteration, found, rolled, seconds, texts[0])
         return found
+
+    def _said(self, found: Batch) -> tuple[Tensor, Tensor | None]:
+        """Log-probabilities by the actor, and values by the critic if there is one; kept for the update if it can begin
+        from them."""
+        shared = self._is_shared
+        for engine in (self.actor, self.critic):
+            if engine is not None:
+                engine.train(shared)
+        with torch.set_grad_enabled(shared):
+            now = log_probs(self.actor, found)
+            values = None if self.critic is None else self._values(found)
+        self.shared = (now, values) if shared else None
+        return now, values
+
+    def _values(self, batch: Batch) -> Tensor:
+        return self.critic(batch["tokens"], batch["mask"])[:, :-1]
+
+    @property
+    def _is_shared(self) -> bool:
+        """Whether the only update with a batch of answers needs the very forwards that say what was thought of them."""
+        options = self.options
+        whole = options.per_device_generation_batch_size == options.per_device_training_batch_size
+        once = options.ppo_epochs == options.generation_batches == 1
+        trained = [engine.module for engine in (self.actor, self.critic) if engine is not None]
+        return options.share_forwards and whole and once and not any(map(has_dropout, trained))
 
     def _questions(self, iteration: int) -> list[str]:
         """Of this rank; one that gets several answers is there as often, in a row."""
@@ -166,12 +194,13 @@ class Online:
         """As ``_answers``, by continuous batching; ahead: those that were begun before the last batch was learned from,
         while the next ones are begun with the weights of now."""
         rollouts: Any = self.rollouts
+        made: Any
         if not self.is_ahead:
             made = rollouts.generate(*self._request(iteration))
         else:
             if self.ready is None and not rollouts.in_progress:
                 rollouts.begin(*self._request(iteration))
-            made = self.ready if self.ready is not None else rollouts.finish()
+            made = rollouts.finish() if self.ready is None else self.ready
             self.ready = None
             rollouts.sync_weights(iteration)
             rollouts.begin(*self._request(iteration + 1))
@@ -325,7 +354,8 @@ class Online:
         options, mask = self.options, part["answers"][:, 1:]
         same_noise(options.seed + 1, self._number)
         self.actor.train()
-        now = log_probs(self.actor, part)
+        shared, self.shared = self.shared, None
+        now = log_probs(self.actor, part) if shared is None else shared[0]
         loss = losses.clipped_policy_loss(
             now, part["then"], part["advantages"], mask, options.clip_range, part.get("weights", 1.0)
         )
@@ -337,7 +367,7 @@ class Online:
         self.actor.step()
         if self.kind == "ppo":
             self.critic.train()
-            values = self.critic(part["tokens"], part["mask"])[:, :-1]
+            values: Any = self._values(part) if shared is None else shared[1]
             self.critic.backward(
                 losses.clipped_value_loss(values, part["values"], part["returns"], mask, options.clip_value)
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
@@ -34,11 +35,15 @@ def language_loss(engine: Any, batch: dict[str, Tensor]) -> Tensor:
 
 
 def log_probs(engine: Any, batch: dict[str, Tensor]) -> Tensor:
-    """[rows, length - 1], of each token but the first."""
-    logits = engine(
-        input_ids=batch["tokens"], **context(without_adapters(engine.module), batch["mask"])
-    ).logits
-    return token_log_probs(logits, batch["tokens"])
+    """[rows, length - 1], of each token but the first; 0 before the first answer begins, if the model can leave out
+    logits there."""
+    tokens, module = batch["tokens"], without_adapters(engine.module)
+    given, begin = context(module, batch["mask"]), 1
+    if "logits_to_keep" in inspect.signature(type(module).forward).parameters:
+        begin = max(1, int(batch["answers"].any(0).int().argmax()))
+        given["logits_to_keep"] = tokens.shape[1] - begin + 1
+    found = token_log_probs(engine(input_ids=tokens, **given).logits, tokens[:, begin - 1 :])
+    return torch.nn.functional.pad(found, (begin - 1, 0))
 
 
 def run(

@@ -99,7 +99,7 @@ def test_tokens_are_chosen_as_ever(settings: dict[str, Any], runs: list[int]) ->
         {"num_beams": 2},
         {"use_cache": False},
         {"cache_implementation": "static"},
-        {"return_dict_in_generate": True, "output_scores": True},
+        {"return_dict_in_generate": True, "output_hidden_states": True},
         {"attention_mask": MASK.flip(1)},
         {"prompt_lookup_num_tokens": 2, "input_ids": PROMPTS[1:2], "attention_mask": MASK[1:2]},
     ],
@@ -111,8 +111,37 @@ def test_what_needs_more_of_the_model_is_its_own(settings: dict[str, Any], runs:
         assert torch.equal(found, wanted)
     else:
         assert torch.equal(found.sequences, wanted.sequences)  # type: ignore[attr-defined]
-        assert len(found.scores) == 5  # type: ignore[attr-defined]
+        assert len(found.hidden_states) == 5  # type: ignore[attr-defined]
     assert calls == 0
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_logits_scores_and_a_cache_to_go_on_with(name: str, runs: list[int]) -> None:
+    module = make(name).eval()
+    wanted, found, calls = both(
+        module,
+        runs,
+        max_new_tokens=5,
+        do_sample=False,
+        repetition_penalty=1.3,
+        return_dict_in_generate=True,
+        output_logits=True,
+        output_scores=True,
+    )
+    assert calls >= 4 and torch.equal(found.sequences, wanted.sequences)
+    for one, other in ((found.logits, wanted.logits), (found.scores, wanted.scores)):
+        torch.testing.assert_close(torch.stack(one), torch.stack(other), rtol=1e-4, atol=1e-5)
+    mask = torch.cat([MASK, torch.ones(3, 5, dtype=MASK.dtype)], 1)
+    after = [
+        module(
+            made.sequences[:, -1:],
+            attention_mask=mask,
+            position_ids=mask.sum(1)[:, None] - 1,
+            past_key_values=made.past_key_values,
+        ).logits
+        for made in (wanted, found)
+    ]
+    torch.testing.assert_close(*after, rtol=1e-4, atol=1e-5)
 
 
 def test_who_listens_is_heard_and_training_is_not_evaluation(runs: list[int]) -> None:

@@ -210,3 +210,45 @@ def test_every_text_begins_with_the_tokens_that_were_asked_for() -> None:
     assert found["answers"].tolist() == [[0, 0, 0, 1, 1], [0, 0, 1, 1, 1]]
     tokenizer.bos_token = "</s>"  # as OPT's
     assert models.encode_prompts(tokenizer, ["the"], "cpu", lead=1)["tokens"].tolist() == [[end, the]]
+
+
+@pytest.mark.parametrize("kind", ["ppo", "grpo"])
+@distributed(world_size=2)
+def test_learning_from_the_forwards_that_scored(tmp_path: Path, kind: str) -> None:
+    """The same curve and weights as with forwards of their own, and as many forwards less."""
+    pytest.importorskip("transformers", reason="the clients extra is not installed")
+    from safetensors.torch import load_file
+
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+    found, forwards = [], list[int]()
+    flags = ["--run", kind, *SCORED, "--ppo_epochs", "1", "--per_device_training_batch_size", "8"]
+    flags += ["--unsup_coef", "0", "--critic_zero_stage", "3"]
+    plain = DeepSpeedEngine.forward
+    for more in (
+        [],
+        ["--no-share_forwards"],
+        ["--actor_dropout", "0.1", "--no-share_forwards"],
+        ["--actor_dropout", "0.1"],
+    ):
+        forwards.append(0)
+
+        def forward(self: DeepSpeedEngine, *args: Any, **kwargs: Any) -> Any:
+            forwards[-1] += 1
+            return plain(self, *args, **kwargs)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(DeepSpeedEngine, "forward", forward)
+            points = run(tmp_path, *flags, *more)[kind]
+        found.append(
+            (
+                [[point[name] for name in POINTS] for point in points],
+                load_file(tmp_path / kind / "model.safetensors"),
+            )
+        )
+        torch.distributed.barrier()
+    saved = 3 * (2 if kind == "ppo" else 1)
+    assert forwards == [forwards[1] - saved, forwards[1], forwards[1], forwards[1]]
+    for (points, weights), (wanted, others) in ((found[0], found[1]), (found[2], found[3])):
+        assert points == wanted
+        assert all(torch.equal(weights[name], others[name]) for name in others)

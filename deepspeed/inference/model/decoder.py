@@ -23,8 +23,9 @@ from deepspeed.inference.kernels import HostLinear, QuantizedLinear
 from deepspeed.inference.model.attention import AttentionTerms
 from deepspeed.inference.model.facts import LayoutError
 from deepspeed.ops.host_program import Activation, Matrix, Weights
+from deepspeed.ops.transformer.products import NativeLinear
 
-_LINEAR = (nn.Linear, HostLinear, QuantizedLinear)
+_LINEAR = (nn.Linear, NativeLinear, HostLinear, QuantizedLinear)
 _ROPE = {"default", "linear", "llama3", "yarn"}
 """Rotations that do not depend on the length of the sequence."""
 _ACTIVATIONS = {

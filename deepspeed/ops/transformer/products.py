@@ -11,7 +11,7 @@ import ctypes
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import has_torch_function
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
@@ -37,6 +37,13 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if not runs_here(x, weight) or (bias is not None and bias.dtype is not torch.float32):
         return functional.linear(x, weight, bias)
     return _Linear.apply(x, weight, bias)
+
+
+class NativeLinear(nn.Linear):
+    """A linear layer of `linear`."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return linear(input, self.weight, self.bias)
 
 
 def runs_here(one: Tensor, other: Tensor) -> bool:

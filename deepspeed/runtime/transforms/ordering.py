@@ -19,6 +19,7 @@ MODULE_ORDER = (
     "fp8",
     "tiled_compute",
     "memory_budget",
+    "native_products",
 )
 """Transforms of the module under these names run in this order, also without saying so: first what removes or splits
 weights, then what stores them in another way, then what is added to them."""

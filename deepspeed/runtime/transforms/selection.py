@@ -77,6 +77,14 @@ def memory_budget(config: DeepSpeedConfig) -> ModuleTransform | None:
     return MemoryBudget(limit)
 
 
+def native_products(config: DeepSpeedConfig) -> ModuleTransform | None:
+    if not config.native_products_config.enabled:
+        return None
+    from deepspeed.runtime.native_linears import NativeLinears
+
+    return NativeLinears()
+
+
 def layer_drop(config: DeepSpeedConfig) -> ModuleTransform | None:
     section = config.pld_config
     if section is None or not section.enabled:
@@ -104,6 +112,7 @@ FROM_CONFIG: tuple[Factory, ...] = (
     float8_linears,
     tiled_compute,
     memory_budget,
+    native_products,
     layer_drop,
     weight_quantization,
 )

@@ -34,6 +34,7 @@ class Structure:
         self.module = module
         self.modules = dict(module.named_modules(remove_duplicate=False))
         self.held = {id(each): each for each in self.modules.values()}
+        self.classes = {key: type(each) for key, each in self.held.items()}
         self.attributes = {key: dict(vars(each)) for key, each in self.held.items()}
         self.tables = [
             (table, dict(table))
@@ -73,9 +74,11 @@ class Structure:
         )
 
     def restore(self) -> list[str]:
-        """Put every module, tensor, attribute and flag back. Returns the names of parameters that another shape or
-        dtype was given in place: their values are lost."""
+        """Put every module, its class, and every tensor, attribute and flag back. Returns the names of parameters that
+        another shape or dtype was given in place: their values are lost."""
         for key, attributes in self.attributes.items():
+            if type(self.held[key]) is not self.classes[key]:
+                self.held[key].__class__ = self.classes[key]
             own = vars(self.held[key])
             own.clear()
             own.update(attributes)

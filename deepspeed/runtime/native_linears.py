@@ -1,0 +1,36 @@
+"""The section ``native_products`` on a model as it is: its linear layers take the native library's fp32 products."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from torch import nn
+
+from deepspeed.ops.transformer.products import NativeLinear, is_faster
+
+__all__ = ["NativeLinears"]
+
+
+class _Context(Protocol):
+    def say(self, text: str) -> None: ...
+
+
+class NativeLinears:
+    """Makes plain linear layers native ones. Their parameters and names stay, and what is saved too."""
+
+    name = "native_products"
+    after: tuple[str, ...] = ()
+    before: tuple[str, ...] = ()
+
+    def apply(self, module: nn.Module, context: _Context) -> None:
+        if not is_faster():
+            context.say("this processor's products are torch's")
+            return
+        plain = [each for each in module.modules() if type(each) is nn.Linear and _is_plain(each)]
+        for layer in plain:
+            layer.__class__ = NativeLinear
+        context.say(f"{len(plain)} linear layers take native products in fp32")
+
+
+def _is_plain(layer: Any) -> bool:
+    return "forward" not in vars(layer)
