@@ -2,10 +2,12 @@
 
 decode: greedy tokens of a Llama of 88M parameters (hidden 768, 12 layers, 4 heads of keys), 2 threads, batches of 1 and
 16, at each precision. Beside Transformers' generate: generate with the step compiled over a static cache, and, where
-`--llama` names an interpreter that has llama-cpp-python, llama.cpp with the same weights in its own format. "of the
+`--llama` names an interpreter that has llama-cpp-python, llama.cpp with the same weights in its own format. "of
 stream": the bytes of weights that a step must read, divided by the time of a step, as a share of what the faster of two
 sums over memory reads per second in the same round. Of weights that are not much larger than the last cache, a part may
-stay there from step to step: then the share is above what memory alone gives, for everybody.
+stay there from step to step: then the share is above what memory alone gives, for everybody. "of limit": the same
+share where the stream takes longest, but where the products would, at the speed of PyTorch's own product of large
+matrices in that precision (integers: in bf16, which takes as many instructions), of their time.
 serving: 64 requests with mixed lengths, one after another and in static batches of 16 with Transformers, and with
 continuous batching here.
 first-token: time to the first token under load, with long prompts arriving (first_token.py).
@@ -30,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn import functional
 
 import first_token
 from gguf_file import write_gguf
@@ -148,9 +151,33 @@ class Stream:
         return best
 
 
+class Multiplier:
+    """Multiplications per second of PyTorch's product of large matrices."""
+
+    def __init__(self, precision: str) -> None:
+        dtype = torch.float32 if precision == "fp32" else torch.bfloat16
+        self._rows, self._weight = torch.ones(1024, 768, dtype=dtype), torch.ones(4096, 768, dtype=dtype)
+
+    def measure(self) -> float:
+        took = []
+        for _ in range(4):
+            begin = time.perf_counter()
+            functional.linear(self._rows, self._weight)
+            took.append(time.perf_counter() - begin)
+        return self._rows.shape[0] * self._weight.numel() / min(took)
+
+
+def matrix_numbers(shape: str) -> int:
+    """Of the weights that multiply every token."""
+    with torch.device("meta"):
+        model = make_model(shape, torch.float32)
+    whole = sum(each.numel() for each in model.parameters() if each.dim() > 1)
+    return whole - model.get_input_embeddings().weight.numel()
+
+
 def decode(rounds: Rounds, arguments: argparse.Namespace, precision: str) -> None:
     """A round is one call of each system, each round begins with another, and the memory is measured twice."""
-    stream = Stream()
+    stream, multiplier, numbers = Stream(), Multiplier(precision), matrix_numbers(arguments.shape)
     vocabulary = SHAPES[arguments.shape]["vocab_size"]
     with started(contenders(arguments, precision)) as jobs:
         names = list(jobs)
@@ -163,11 +190,13 @@ def decode(rounds: Rounds, arguments: argparse.Namespace, precision: str) -> Non
             agree = _agreeing(jobs, prompts[0]) if precision == "fp32" else None
             for number in range(arguments.rounds):
                 progress(f"round {number + 1} of {arguments.rounds}")
-                at, before, seconds = number % len(names), stream.measure(), dict[str, float]()
+                at, seconds = number % len(names), dict[str, float]()
+                before, speed = stream.measure(), multiplier.measure()
                 for name in names[at:] + names[:at]:
                     seconds[name] = jobs[name].call("run", prompts=prompts, tokens=arguments.tokens)[0]
-                rate = max(before, stream.measure())
+                rate, speed = max(before, stream.measure()), max(speed, multiplier.measure())
                 measured = {"stream": rate, "weights": weights, "seconds": seconds, "agree": agree}
+                measured["products"] = numbers * batch / speed  # seconds
                 rounds.add(f"decode {precision} {batch}", measured)
 
 
@@ -202,7 +231,7 @@ def decode_table(report: Report, arguments: argparse.Namespace, rounds: Rounds, 
     report.table(
         f"decoding {arguments.tokens} tokens after {arguments.prompt}, {arguments.shape} Llama, {precision}, "
         f"{arguments.threads} threads, memory stream {statistics.median(streams) / 1e9:.1f} GB/s{own}",
-        ["", "batch", "tokens/s", "to Transformers", "goal", f"{OWN} to it", "goal", "of the stream"],
+        ["", "batch", "tokens/s", "to Transformers", "goal", f"{OWN} to it", "goal", "of stream", "of limit"],
         cells,
     )
     agree = [
@@ -233,6 +262,11 @@ def _decoded(rounds: list[dict[str, Any]], name: str, batch: int, tokens: int, p
     share = statistics.median(
         one["weights"][name] * tokens / one["seconds"][name] / one["stream"] for one in took
     )
+    limits = [
+        max(one["weights"][name] / one["stream"], one["products"]) * tokens / one["seconds"][name]
+        for one in took
+        if "products" in one
+    ]
     ours = system in ("ours", "kernels", "generate")
     return [
         f"{batch * tokens / statistics.median(one['seconds'][name] for one in took):.1f}",
@@ -241,6 +275,7 @@ def _decoded(rounds: list[dict[str, Any]], name: str, batch: int, tokens: int, p
         to(OWN, inverse=True) if not ours else "",
         ">= 1.00" if system in ("compiled", "llama.cpp") else "",
         f"{share:.2f}",
+        f"{statistics.median(limits):.2f}" if limits else "",
     ]
 
 

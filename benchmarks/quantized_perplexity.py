@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn import functional
 
 from deepspeed.inference.calibration import METHODS, input_moments, linears_of, quantize_calibrated
 from deepspeed.inference.kernels import quantize_linears
@@ -77,9 +78,19 @@ def train(data: torch.Tensor, steps: int, kept: Path | None) -> tuple[Any, float
 
 
 @torch.no_grad()
-def perplexity(model: Any, data: torch.Tensor) -> float:
-    losses = [model(input_ids=rows, labels=rows).loss.item() for rows in data.split(32)]
-    return math.exp(sum(losses) / len(losses))
+def losses_of(model: Any, data: torch.Tensor) -> torch.Tensor:
+    """The mean of each row."""
+    means = []
+    for rows in data.split(32):
+        scores = model(input_ids=rows).logits[:, :-1].float()
+        means.append(functional.cross_entropy(scores.mT, rows[:, 1:], reduction="none").mean(1))
+    return torch.cat(means).double()
+
+
+def change(losses: torch.Tensor, plain: torch.Tensor) -> tuple[float, float]:
+    """Of the perplexity, of the same rows, with its standard error."""
+    more = losses - plain
+    return math.expm1(float(more.mean())), float(more.std()) / math.sqrt(len(more))
 
 
 def published(weight: torch.Tensor, second: torch.Tensor, bits: int) -> torch.Tensor:
@@ -118,15 +129,18 @@ def main() -> None:
     data, unseen = text("[a-p]*.py"), text("[q-z]*.py")
     model, took = train(data, steps, Path(args.folder) / "trained.pt" if args.folder else None)
     size = sum(param.numel() for param in model.parameters())
-    rows = 32 if args.quick else 192
+    rows = 32 if args.quick else 512
     held_out = batch(unseen, rows, torch.Generator().manual_seed(2))
     calibration = list(batch(data, 64, torch.Generator().manual_seed(3)).split(16))
-    plain = perplexity(model, held_out)
-    found: dict[str, float] = {}
+    plain = losses_of(model, held_out)
+    found: dict[str, torch.Tensor] = {}
 
     def show(name: str, changed: Any) -> None:
-        found[name] = perplexity(changed, held_out)
-        progress(f"{name}: {found[name]:.4f}")
+        found[name] = losses_of(changed, held_out)
+        progress(f"{name}: {shown(found[name])}")
+
+    def shown(losses: torch.Tensor) -> str:
+        return f"{math.exp(float(losses.mean())):.4f}"
 
     whole = copy.deepcopy(model)
     quantize_linears(whole, 8, 1, torch.float32)
@@ -139,13 +153,16 @@ def main() -> None:
         changed = copy.deepcopy(model)
         as_published(changed, calibration, bits)
         show(f"int{bits}, GPTQ as published", changed)
-    report.data.update(fp32=plain, perplexity=found)
-    lines = [[name, f"{each:.4f}", f"{each / plain - 1:+.3%}"] for name, each in found.items()]
+    report.data.update(fp32=plain.tolist(), losses={name: each.tolist() for name, each in found.items()})
+    lines = []
+    for name, each in found.items():
+        more, error = change(each, plain)
+        lines.append([name, shown(each), f"{more:+.4%}", f"{error:.4%}"])
     report.table(
         f"byte perplexity on {held_out.numel():,} held-out bytes; Llama of {size / 1e6:.1f}M parameters, {steps} steps "
         f"in {took:.0f} s, linear layers of blocks in groups of {GROUP}",
-        ["weights", "perplexity", "change"],
-        [["fp32", f"{plain:.4f}", ""], *lines],
+        ["weights", "perplexity", "change", "its standard error"],
+        [["fp32", shown(plain), "", ""], *lines],
     )
     report.save()
 

@@ -174,4 +174,42 @@ DS_INLINE void sums_of(const Lanes (&lanes)[N], float (&totals)[N]) {
     for (int64_t n = 0; n < N; ++n) totals[n] = sum(lanes[n]);
 }
 
+// totals[n] = sum(lanes[n]), with the same additions, of 16 vectors beside each other.
+DS_INLINE void sums_beside(const float (&lanes)[kLanes][kLanes], Lanes &totals) {
+#if defined(__GNUC__) && defined(__has_builtin)
+#if __has_builtin(__builtin_shufflevector)
+    Lanes quarter[4];
+    for (int64_t q = 0; q < 4; ++q) {  // vectors q, q + 4, q + 8 and q + 12: four numbers of each
+        Lanes of[4];
+        for (int64_t i = 0; i < 4; ++i) load(of[i], lanes[q + 4 * i]);
+        Lanes eights[2];
+        for (int64_t i = 0; i < 2; ++i) {
+            const Lanes &a = of[2 * i], &b = of[2 * i + 1];
+            eights[i] = __builtin_shufflevector(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
+                        __builtin_shufflevector(a, b, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
+        }
+        const Lanes &a = eights[0], &b = eights[1];
+        quarter[q] = __builtin_shufflevector(a, b, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27) +
+                     __builtin_shufflevector(a, b, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
+    }
+    Lanes pairs[2];
+    for (int64_t i = 0; i < 2; ++i) {
+        const Lanes &a = quarter[2 * i], &b = quarter[2 * i + 1];
+        pairs[i] = __builtin_shufflevector(a, b, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29) +
+                   __builtin_shufflevector(a, b, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
+    }
+    totals = __builtin_shufflevector(pairs[0], pairs[1], 0, 2, 16, 18, 4, 6, 20, 22, 8, 10, 24, 26, 12, 14, 28, 30) +
+             __builtin_shufflevector(pairs[0], pairs[1], 1, 3, 17, 19, 5, 7, 21, 23, 9, 11, 25, 27, 13, 15, 29, 31);
+    return;
+#endif
+#endif
+    float values[kLanes];
+    for (int64_t n = 0; n < kLanes; ++n) {
+        Lanes own;
+        load(own, lanes[n]);
+        values[n] = sum(own);
+    }
+    load(totals, values);
+}
+
 }  // namespace ds

@@ -10,12 +10,13 @@
 // signs is below 2^31.
 //
 // [Note: sums of bytes] The dot product of VNNI for bytes takes four columns of a lane at once, and hence less than half of
-// the instructions that widening integers to 16 bits takes, of which a few rows wait; but its first factor has no sign, and
+// the instructions that widening integers to 16 bits takes; but its first factor has no sign, and
 // its second has 8 bits. So the weights are raised to start at 0, the input is cut into its upper 8 and lower 7 bits, and
 // what the raise was too much, the same for all rows of the matrix, is where the sums begin. They are exact modulo 2^32, and
 // what they are at the end needs no more, so that the bits are those of the other way.
 #include <algorithm>
 #include <cmath>
+#include <type_traits>
 #include <vector>
 
 #include "lanes.h"
@@ -52,7 +53,6 @@ struct Work {
     int64_t ahead;    // bytes between the weights in use and those asked of the memory: whole tiles
     int64_t raise_at; // of the inputs' bytes: where the raise of the weights is, see [Note: sums of bytes]
     int32_t bias_dtype, output_dtype;
-    bool bytes;
 };
 
 DS_INLINE float number_at(const void *base, int32_t dtype, int64_t index) {
@@ -134,9 +134,7 @@ bool of_integers(const ds_product &product) {
 }
 
 // See [Note: sums of bytes].
-bool by_bytes(const ds_product &product, int64_t rows) {
-    return of_integers(product) && rows <= ds::kOwnRows && has_dots();
-}
+bool by_bytes(const ds_product &product) { return of_integers(product) && has_dots(); }
 
 int64_t padded_columns(const ds_product &product) {
     const int64_t run = product.weights == DS_WEIGHTS_INT8 ? 64 : product.weights == DS_WEIGHTS_INT4 ? 128 : 32;
@@ -152,9 +150,9 @@ int64_t number_bytes(const ds_product &product) {
 int64_t exact_sums(int64_t padded, int64_t group) { return padded / group * ((group + kExactColumns - 1) / kExactColumns); }
 
 // Of a prepared row, with the raise of the matrix with the most groups.
-int64_t row_bytes(const ds_product &product, int64_t rows) {
+int64_t row_bytes(const ds_product &product) {
     int64_t sums = 0;
-    for (int64_t m = 0; m < product.count && by_bytes(product, rows); ++m)
+    for (int64_t m = 0; m < product.count && by_bytes(product); ++m)
         sums += exact_sums(padded_columns(product), product.matrices[m].group);
     return number_bytes(product) + sums * kLine;
 }
@@ -278,18 +276,18 @@ struct Prepared {
 
     Prepared(const ds_product &product, int64_t count, char *memory)
         : count(count),
-          row_size(row_bytes(product, count)),
+          row_size(row_bytes(product)),
           rows(reinterpret_cast<char *>((reinterpret_cast<uintptr_t>(memory) + kLine - 1) / kLine * kLine)),
           scales(reinterpret_cast<float *>(rows + count * row_size)) {}
 
     static int64_t bytes(const ds_product &product, int64_t count) {
-        return count * (row_bytes(product, count) + int64_t(sizeof(float))) + kLine;
+        return count * (row_bytes(product) + int64_t(sizeof(float))) + kLine;
     }
 
     void prepare(const ds_product &product, int64_t row) const {
         static thread_local std::vector<float> wide;
         wide.resize(size_t(padded_columns(product)));
-        prepare_row(product, row, by_bytes(product, count), wide.data(), rows + row * row_size, scales + row);
+        prepare_row(product, row, by_bytes(product), wide.data(), rows + row * row_size, scales + row);
     }
 };
 
@@ -315,7 +313,6 @@ Work work_of(const ds_product &product, const ds_matrix &matrix, const Prepared 
     work.raise_at = raise_at;
     work.bias_dtype = matrix.bias_dtype;
     work.output_dtype = product.output_dtype;
-    work.bytes = by_bytes(product, prepared.count);
     return work;
 }
 

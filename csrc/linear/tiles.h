@@ -130,25 +130,27 @@ DS_INLINE void add_integers(const Work &work, const char *matrix, const char *in
 }
 
 #if DS_DOT == 4
-// See [Note: sums of bytes]. `raise`: where the sums of each row begin.
+// See [Note: sums of bytes]. `raise`: where the sums of each row begin; null for zero. `ask`: lines beside these columns
+// that are asked of the memory; null for those that `work` has ahead, of every row.
 template <int64_t R, int64_t N, int32_t bits>
-DS_INLINE void add_bytes(const Work &work, const char *matrix, const char *inputs, const char *raise, int64_t begin,
-                         int64_t end, Words (&sums)[N][R]) {
+DS_INLINE void add_bytes(const Work &work, const char *matrix, const char *inputs, const char *raise, const char *ask,
+                         int64_t begin, int64_t end, Words (&sums)[N][R]) {
     using Unsigned = uint32_t __attribute__((vector_size(sizeof(Words))));
     constexpr int64_t line = sizeof(Words), run = kLanes * 32 / bits, parts = 8 / bits;
     const __m512i half = _mm512_set1_epi8(bits == 8 ? char(0x80) : char(0x88)), mask = _mm512_set1_epi8(0x0f);
     __m512i high[N][R], low[N][R];
-    for (int64_t n = 0; n < N; ++n)
-        for (int64_t r = 0; r < R; ++r) {
+    DS_UNROLL for (int64_t n = 0; n < N; ++n)
+        DS_UNROLL for (int64_t r = 0; r < R; ++r) {
             high[n][r] = _mm512_setzero_si512();
-            low[n][r] = _mm512_loadu_si512(raise + r * work.input_bytes);
+            low[n][r] = raise == nullptr ? high[n][r] : _mm512_loadu_si512(raise + r * work.input_bytes);
         }
     for (int64_t column = begin; column < end; column += run) {
         __m512i weights[parts][N];
-        for (int64_t n = 0; n < N; ++n) {
+        if (ask != nullptr) __builtin_prefetch(ask + column * bits / 8);
+        DS_UNROLL for (int64_t n = 0; n < N; ++n) {
             const char *from = matrix + n * work.row_bytes + column * bits / 8;
             const __m512i given = _mm512_loadu_si512(from);
-            __builtin_prefetch(from + work.ahead);
+            if (ask == nullptr) __builtin_prefetch(from + work.ahead);
             if constexpr (bits == 8) {
                 weights[0][n] = _mm512_xor_si512(given, half);
             } else {  // (given ^ half) & mask
@@ -156,18 +158,18 @@ DS_INLINE void add_bytes(const Work &work, const char *matrix, const char *input
                 weights[1][n] = _mm512_ternarylogic_epi32((__m512i)((Unsigned)given >> 4), half, mask, 0x28);
             }
         }
-        for (int64_t part = 0; part < parts; ++part)
-            for (int64_t r = 0; r < R; ++r) {
+        DS_UNROLL for (int64_t part = 0; part < parts; ++part)
+            DS_UNROLL for (int64_t r = 0; r < R; ++r) {
                 const char *input = inputs + r * work.input_bytes + column * 2 + part * 2 * line;
                 const __m512i upper = _mm512_loadu_si512(input), lower = _mm512_loadu_si512(input + line);
-                for (int64_t n = 0; n < N; ++n) {
+                DS_UNROLL for (int64_t n = 0; n < N; ++n) {
                     high[n][r] = _mm512_dpbusd_epi32(high[n][r], weights[part][n], upper);
                     low[n][r] = _mm512_dpbusd_epi32(low[n][r], weights[part][n], lower);
                 }
             }
     }
-    for (int64_t n = 0; n < N; ++n)
-        for (int64_t r = 0; r < R; ++r)
+    DS_UNROLL for (int64_t n = 0; n < N; ++n)
+        DS_UNROLL for (int64_t r = 0; r < R; ++r)
             sums[n][r] = (Words)(((Unsigned)high[n][r] << 7) + (Unsigned)low[n][r]);
 }
 #endif
@@ -177,16 +179,12 @@ template <bool first, int64_t R, int64_t N, int32_t bits>
 DS_INLINE void exact_sum(const Work &work, const char *matrix, const char *inputs, int64_t begin, int64_t end,
                          int64_t sum, Words (&sums)[N][R]) {
 #if DS_DOT == 4
-    if constexpr (R <= ds::kOwnRows) {
-        if (work.bytes) {
-            const char *raise = inputs + work.raise_at + sum * int64_t(sizeof(Words));
-            return add_bytes<R, N, bits>(work, matrix, inputs, raise, begin, end, sums);
-        }
-    }
+    const char *raise = inputs + work.raise_at + sum * int64_t(sizeof(Words));
+    add_bytes<R, N, bits>(work, matrix, inputs, raise, nullptr, begin, end, sums);
 #else
     (void)sum;
-#endif
     add_integers<first, R, N, bits>(work, matrix, inputs, begin, end, sums);
+#endif
 }
 
 template <bool first, int64_t R, int64_t N, int32_t bits>
@@ -245,7 +243,8 @@ DS_INLINE void tile(const Work &work, int64_t output, int64_t row) {
 
 template <int64_t N, int32_t kind>
 DS_INLINE void rows_of(const Work &work, int64_t output) {
-    constexpr int64_t R = DS_DOT >= 3 ? 4 : 2;
+    constexpr bool bytes = DS_DOT == 4 && (kind == DS_WEIGHTS_INT8 || kind == DS_WEIGHTS_INT4);  // two sums for each
+    constexpr int64_t R = DS_DOT >= 3 && !bytes ? 4 : 2;
     if (work.rows == 1) return tile<true, 1, N, kind>(work, output, 0);
     if (work.rows == 2) return tile<true, 2, N, kind>(work, output, 0);
     int64_t row = 0;
@@ -263,10 +262,12 @@ DS_INLINE void rows_of(const Work &work, int64_t output) {
     if (row < work.rows) tile<false, 1, N, kind>(work, output, row);
 }
 
+#include "panels.h"
+
 template <int32_t kind>
 static void outputs_of(const Work &work, int64_t begin, int64_t end) {
     constexpr int64_t N = DS_DOT >= 3 ? 4 : 2;
-    int64_t output = begin;
+    int64_t output = panels_of<kind>(work, begin, end);
     for (; output + N <= end; output += N) rows_of<N, kind>(work, output);
     for (; output < end; ++output) rows_of<1, kind>(work, output);
 }

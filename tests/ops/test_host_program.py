@@ -218,6 +218,33 @@ def test_products(kind: Weights, columns: int) -> None:
 
 
 @pytest.mark.parametrize("kind", list(Weights))
+@pytest.mark.parametrize(
+    ("columns", "group"), [(768, None), (2048, None), (768, 384), (2048, 128), (2048, 1024)]
+)
+def test_products_of_panels_of_rows(kind: Weights, columns: int, group: int | None) -> None:
+    """Of a part of a panel, a whole one, and more; of one or several chunks of columns: the bits of a row alone."""
+    values, bias = draw(71, columns, seed=1), draw(71, seed=2)
+    if kind in (Weights.INT8, Weights.INT4):
+        quantized = QuantizedMatrix.of(values, 8 if kind is Weights.INT8 else 4, group)
+        made, values = quantized.described(bias), quantized.values(torch.float64)
+    else:
+        made = Matrix(kind, values if kind is Weights.FLOAT32 else values.bfloat16(), columns, bias)
+    given = draw(35, columns, seed=3)
+
+    def work(input: Tensor) -> Tensor:
+        output, program = torch.empty(input.shape[0], 71), Program()
+        program.product(input, output, [made])
+        program.run(Step(input.shape[0]), threads=2)
+        return output
+
+    alone = torch.cat([work(row[None]) for row in given])
+    exact = functional.linear(given[:1].double(), values.double(), bias.double())
+    assert float((alone[:1] - exact).norm() / exact.norm()) < 0.01
+    for rows in (5, 7, 16, 35):
+        assert torch.equal(on_every_set(lambda rows=rows: work(given[:rows])), alone[:rows])
+
+
+@pytest.mark.parametrize("kind", list(Weights))
 @pytest.mark.parametrize("rows", [1, 2, 3])
 def test_steps_between_which_threads_do_not_meet(kind: Weights, rows: int) -> None:
     """Norms and gates beside products give the bits that each gives alone; the sum is where it is wanted."""
