@@ -145,6 +145,22 @@ def test_refusals() -> None:
         assert running.call("GET", "/nothing")[0] == 404
 
 
+def test_too_large_bodies_are_refused_before_they_are_there() -> None:
+    """By the length that they announce, and in chunks by what has come."""
+    with server(max_body_bytes=2000) as running:
+        for headers, begin in (
+            ({"Content-Length": "1000000"}, b"{"),
+            ({"Transfer-Encoding": "chunked"}, b"1000\r\n" + b" " * 4096 + b"\r\n"),
+        ):
+            connection = running.connect()
+            connection.putrequest("POST", "/v1/completions")
+            for name, value in headers.items():
+                connection.putheader(name, value)
+            connection.endheaders(begin)  # the rest never comes
+            assert connection.getresponse().status == 413
+            connection.close()
+
+
 def test_nulls_are_what_is_not_said() -> None:
     with server() as running:
         names = (

@@ -136,13 +136,18 @@ class _Server:
 
     async def _body(self, request: Request) -> bytes:
         """TimeoutError: it does not come."""
+        most = self.settings.max_body_bytes
+        too_large = _TooLargeError(f"a request has at most {most} bytes")
+        announced = request.headers.get("content-length", "")
+        if announced.isdecimal() and int(announced) > most:
+            raise too_large  # before memory is taken for it
 
         async def read() -> bytes:
             body = bytearray()
             async for part in request.stream():
                 body += part
-                if len(body) > self.settings.max_body_bytes:
-                    raise _TooLargeError(f"a request has at most {self.settings.max_body_bytes} bytes")
+                if len(body) > most:
+                    raise too_large
             return bytes(body)
 
         return await asyncio.wait_for(read(), self.settings.body_seconds)
