@@ -8,13 +8,11 @@ prints a line for each, with the name and the numbers as JSON. Ranks find each o
 from __future__ import annotations
 
 import json
-import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any
 
-os.environ["DEEPSPEED_PROGRESS"] = "0"
 if __name__ == "__main__" and sys.argv[1] == "gpu":
     from tests import pretended_gpu
 

@@ -39,6 +39,7 @@ def numbers_of(device: str, names: list[str], ranks: int, library: Path) -> list
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_port()),
         "WORLD_SIZE": str(ranks),
+        "DEEPSPEED_PROGRESS": "0",
         "OMP_NUM_THREADS": "1",
         "TRITON_INTERPRET": "1",  # where Triton is installed (make gpu-kernels), kernels of the package take part
     }
