@@ -22,39 +22,17 @@ from typing import Any
 import torch
 
 from jobs import FOLDER, Contender, round_robin, started
-from report import Report, common_arguments
-from rollouts import SIZES, VOCABULARY, llama
-from trl_step import END, SPECIAL, compared, tokenizer
+from report import Report
+from trl_step import compared, parsed, policy, prompts, step_arguments, tokenizer
 
 GOAL = 2.0  # times TRL's step
 TRL = "TRL, DDP"
-COUNT = 64  # prompts
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = common_arguments("Time of a PPO step with four models.")
-    parser.add_argument("--size", default="15M", choices=list(SIZES))
-    parser.add_argument("--rows", type=int, default=8, help="answers per rank and step")
-    parser.add_argument("--prompt", type=int, default=32, help="tokens")
-    parser.add_argument("--tokens", type=int, default=64, help="of each answer")
+    parser = step_arguments("Time of a PPO step with four models.", "answers per rank and step")
     parser.add_argument("--epochs", type=int, default=1, help="over the answers of a step")
-    parser.add_argument("--stages", type=int, nargs="+", default=[2, 3])
-    parser.add_argument("--steps", type=int, default=3, help="of a round; one more comes before, not counted")
-    parser.add_argument("--rounds", type=int, default=3)
-    arguments = parser.parse_args(argv)
-    if arguments.quick:
-        arguments.size, arguments.tokens, arguments.rounds, arguments.steps = "tiny", 8, 1, 1
-    return arguments
-
-
-def prompts(length: int) -> list[str]:
-    draw = torch.Generator().manual_seed(2)
-    words = torch.randint(len(SPECIAL), VOCABULARY, (COUNT, length), generator=draw)
-    return [" ".join(f"w{word}" for word in row) for row in words.tolist()]
-
-
-def policy(size: str) -> Any:
-    return llama(size, pad_token_id=0, bos_token_id=1, eos_token_id=END)
+    return parsed(parser, argv)
 
 
 class OurRank:

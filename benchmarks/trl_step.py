@@ -25,22 +25,38 @@ from rollouts import SIZES, VOCABULARY, llama
 
 GOAL = 2.0  # times TRL under DDP
 SPECIAL = ("<pad>", "<s>", "<unk>")
+COUNT = 64  # prompts
 END = VOCABULARY  # no token of the model: no answer ends before its length
 
 
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = common_arguments(__doc__ or "")
+def step_arguments(description: str, rows: str) -> argparse.ArgumentParser:
+    """Of a step in which answers are made and learned from; ``rows``: what is said about their number."""
+    parser = common_arguments(description)
     parser.add_argument("--size", default="15M", choices=list(SIZES))
-    parser.add_argument("--rows", type=int, default=8, help="answers per rank and step, four to each prompt")
+    parser.add_argument("--rows", type=int, default=8, help=rows)
     parser.add_argument("--prompt", type=int, default=32, help="tokens")
     parser.add_argument("--tokens", type=int, default=64, help="of each answer")
     parser.add_argument("--stages", type=int, nargs="+", default=[2, 3])
     parser.add_argument("--steps", type=int, default=3, help="of a round; one more comes before, not counted")
     parser.add_argument("--rounds", type=int, default=3)
+    return parser
+
+
+def parsed(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
     arguments = parser.parse_args(argv)
     if arguments.quick:
         arguments.size, arguments.tokens, arguments.rounds, arguments.steps = "tiny", 8, 1, 1
     return arguments
+
+
+def policy(size: str) -> Any:
+    return llama(size, pad_token_id=0, bos_token_id=1, eos_token_id=END)
+
+
+def prompts(length: int) -> list[str]:
+    draw = torch.Generator().manual_seed(2)
+    words = torch.randint(len(SPECIAL), VOCABULARY, (COUNT, length), generator=draw)
+    return [" ".join(f"w{word}" for word in row) for row in words.tolist()]
 
 
 class TRLRank:
@@ -64,13 +80,11 @@ class TRLRank:
         torch.distributed.broadcast_object_list(place)
         self.folder = Path(place[0])
         self.tokenizer = tokenizer()
-        model = llama(size, pad_token_id=0, bos_token_id=1, eos_token_id=END)
+        model = policy(size)
         if first:
             model.save_pretrained(self.folder / "base")
         torch.distributed.barrier()
-        draw = torch.Generator().manual_seed(2)
-        words = torch.randint(len(SPECIAL), VOCABULARY, (64, prompt), generator=draw)
-        self.prompts = [" ".join(f"w{word}" for word in row) for row in words.tolist()]
+        self.prompts = prompts(prompt)
 
     def run(self, steps: int) -> float:
         """Seconds per step of a training of its own."""
@@ -198,7 +212,8 @@ def compared(contenders: Sequence[Contender], seconds: dict[str, list[float]]) -
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    arguments = parse(argv)
+    parser = step_arguments(__doc__ or "", "answers per rank and step, four to each prompt")
+    arguments = parsed(parser, argv)
     report = Report("trl_step", arguments)
     rows = contenders(arguments)
     with started(rows) as jobs:
