@@ -58,9 +58,8 @@ def ends_quietly(main: Callable[P, R]) -> Callable[P, R]:
         except BrokenPipeError:
             if not _reader_is_gone():
                 raise
-            os.dup2(
-                os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
-            )  # what is still buffered goes nowhere
+            # What is still buffered goes nowhere.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise SystemExit(0) from None
 
     return run

@@ -209,9 +209,8 @@ class DeepSpeedAccelerator(ABC):
         pinned = tensor
         if not (make_copy and tensor.is_pinned()):
             pinned = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
-            from deepspeed.utils.pin_memory_tracker import (
-                track_pinned_memory,
-            )  # the package imports accelerators
+            # Here: the package imports accelerators.
+            from deepspeed.utils.pin_memory_tracker import track_pinned_memory
 
             track_pinned_memory(pinned.nbytes)
             if make_copy:

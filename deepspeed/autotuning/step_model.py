@@ -61,9 +61,8 @@ def parts_of(seconds: float, breakdown: Mapping[str, float] | None) -> Parts:
     if not breakdown:
         return Parts(seconds)
     exposed = min(breakdown.get("exposed_comm", 0.0) / 1e3, seconds)
-    elsewhere = (
-        breakdown.get("bwd_allreduce", 0.0) / 1e3
-    )  # if it is not known, what no backward waited for at its end
+    # If it is not known: what no backward waited for at its end.
+    elsewhere = breakdown.get("bwd_allreduce", 0.0) / 1e3
     in_step = breakdown.get(STEP_WAITS, max(0.0, exposed - elsewhere) * 1e3) / 1e3
     update = max(0.0, breakdown.get("step", 0.0) / 1e3 - in_step)
     data = breakdown.get("data", 0.0) / 1e3

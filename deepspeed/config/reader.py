@@ -66,7 +66,7 @@ def read_config(config: str | os.PathLike[str] | Mapping[str, Any]) -> ConfigSou
             f"{name} is a folder; a config is a dict, a path to a JSON or HJSON file, or base64 text"
         )
     if os.path.exists(name):
-        text = _text_of(name)
+        text = text_of(name)
         return ConfigSource(parse_text(text, name), name, text)
     decoded = _decode_base64(name)
     if decoded is None:
@@ -77,12 +77,13 @@ def read_config(config: str | os.PathLike[str] | Mapping[str, Any]) -> ConfigSou
     return ConfigSource(parse_text(decoded, FROM_BASE64), FROM_BASE64, decoded)
 
 
-def _text_of(name: str) -> str:
+def text_of(name: str, formats: str = "JSON or HJSON") -> str:
+    """What the file contains. Raises UnreadableConfig."""
     try:
         with open(name, encoding="utf-8") as file:
             return file.read()
     except UnicodeDecodeError:
-        raise UnreadableConfig(f"{name} is not text in UTF-8; a config is a JSON or HJSON file") from None
+        raise UnreadableConfig(f"{name} is not text in UTF-8; a config is a {formats} file") from None
     except OSError as error:
         raise UnreadableConfig(f"{name}: {error.strerror or error}") from None
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from deepspeed.config.problems import Problem, shown
-from deepspeed.config.reader import ConfigSource, UnreadableConfig, copy_containers, read_config
+from deepspeed.config.reader import ConfigSource, UnreadableConfig, copy_containers, read_config, text_of
 
 ACCELERATE, TRAINER = "Accelerate", "Trainer"
 AUTO = "auto"
@@ -108,13 +108,7 @@ def _read_yaml(path: Path) -> ConfigSource:
     except ImportError:
         raise UnreadableConfig(f"{path} is YAML: pip install pyyaml, or write it as JSON") from None
     try:
-        data = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UnreadableConfig(f"{path}: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise UnreadableConfig(
-            f"{path} is not text in UTF-8; a config is a JSON, HJSON or YAML file"
-        ) from None
+        data = yaml.safe_load(text_of(os.fspath(path), "JSON, HJSON or YAML"))
     except yaml.YAMLError as error:
         raise UnreadableConfig(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
     if not isinstance(data, dict):

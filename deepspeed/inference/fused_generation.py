@@ -83,9 +83,8 @@ class FusedGeneration:
         object.__setattr__(acting, "__dict__", module.__dict__)  # the module itself, with another forward
         try:
             made = plain(acting, *inputs, past_key_values=cache, **kwargs)
-            if (
-                getattr(made, "past_key_values", None) is cache
-            ):  # whoever asked for more than tokens gets that too
+            if getattr(made, "past_key_values", None) is cache:
+                # Whoever asked for more than tokens gets that too.
                 made.past_key_values = rows.kept(module)
             return made
         finally:

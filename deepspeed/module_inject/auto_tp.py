@@ -15,7 +15,7 @@ from deepspeed.module_inject.autotp_config import AutoTPConfig, PartitionType, T
 from deepspeed.module_inject.layers import TensorParallel_Layer
 from deepspeed.module_inject.replace_policy import replace_policies
 from deepspeed.module_inject.tensor_slicing import Loading, ReplaceWithTensorSlicing, move
-from deepspeed.module_inject.tp_shard import get_shard_size_list
+from deepspeed.module_inject.tp_shard import AutoTPMeta, get_shard_size_list
 from deepspeed.runtime.tensor_parallel.applying import ParameterSum
 from deepspeed.runtime.tensor_parallel.fused_layers import SubParamLinearAllreduce, SubParamLinearLayer
 from deepspeed.runtime.tensor_parallel.layers import LinearAllreduce, LinearLayer
@@ -45,17 +45,6 @@ _PER_RANK = (
     "hidden_size_per_partition",
 )
 """Numbers of modules that count what its linear layers give."""
-
-_KV_HEADS = (
-    "num_key_value_heads",
-    "num_kv_heads",
-    "multi_query_group_num",
-    "n_head_kv",
-    "kv_n_heads",
-    "num_attention_heads",
-    "n_heads",
-    "attention_heads",
-)
 
 _SUMMED = re.compile(r"(^|\.)(o_proj|out_proj|down_proj|dense_4h_to_h|c_proj|fc2|fc_out|out_lin|lin2|wo)$")
 """What layers whose outputs are sums over ranks are called."""
@@ -183,8 +172,7 @@ class AutoTP:
     @staticmethod
     def get_model_num_kv_heads(config: Any) -> int | None:
         """Groups of attention heads that share keys and values, as a model's config calls them."""
-        config = getattr(config, "text_config", None) or config
-        return next((n for name in _KV_HEADS if (n := getattr(config, name, None)) is not None), None)
+        return AutoTPMeta.from_model_config(config).num_kv_heads
 
     # --------------------------------------------------------------------------------------------- splitting
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Protocol
 
 from torch import nn
 
@@ -26,11 +26,7 @@ class NativeLinears:
         if not is_faster():
             context.say("this processor's products are torch's")
             return
-        plain = [each for each in module.modules() if type(each) is nn.Linear and _is_plain(each)]
+        plain = [each for each in module.modules() if type(each) is nn.Linear and "forward" not in vars(each)]
         for layer in plain:
             layer.__class__ = NativeLinear
         context.say(f"{len(plain)} linear layers take native products in fp32")
-
-
-def _is_plain(layer: Any) -> bool:
-    return "forward" not in vars(layer)

@@ -33,10 +33,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     try:
         service, tokenizer, generator, leads = build(args)
-    except (
-        OSError,
-        ValueError,
-    ) as error:  # Transformers' for a model that is not there, ours for what does not fit
+    # Transformers' for a model that is not there, ours for what does not fit.
+    except (OSError, ValueError) as error:
         print(f"ds serve: {args.model}: {error}", file=sys.stderr)
         return 2
     if not leads:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deepspeed.comm.collectives import Communicator
 from deepspeed.ops.adam.multi_tensor_adam import MultiTensorAdam
 from deepspeed.ops.momentum import frozen_step
 from deepspeed.ops.multi_tensor import refuse
@@ -169,21 +170,20 @@ class OnebitAdam(OneBitOptimizer, MultiTensorAdam):
             if not state[OWN_VARIANCE].any():
                 state[OWN_VARIANCE].copy_(state["exp_avg_sq"])
         scale, beta2 = grad_scale * grad_scale, group["betas"][1]
-        kinds = list(by_holders(masters, context.holders))
+        # Without holders gradients are those of all ranks: there is nobody to agree with.
+        kinds = list(by_holders(masters, context.holders)) or [
+            (Communicator(None), list(range(len(masters))))
+        ]
         for kind, (ranks, positions) in enumerate(kinds):
             grads = [part.grads[i] for i in positions]
             if (number, kind) not in self._shares or (since - 1) % self.variance_interval == 0:
                 self._shares[number, kind] = share_of_mean(grads, ranks, seed=self.updates)
             share = self._shares[number, kind]
             continue_variances([own[i] for i in positions], grads, scale * share, beta2)
-        if not kinds:  # gradients are those of all ranks
-            continue_variances(own, part.grads, scale, beta2)
         if since % self.variance_interval:
             return
         for ranks, positions in kinds:
             agree([own[i] for i in positions], [variances[i] for i in positions], ranks)
-        if not kinds:
-            torch._foreach_copy_(variances, own)
         for master, variance in zip(masters, variances, strict=True):
             step = float(self.state[master]["step"]) + 1
             used, now = (corrections(group, step, at)[0] for at in (min(step, self.freeze_step), step))
