@@ -62,7 +62,7 @@ DS_INLINE void panel_bytes(const Work &work, const char *matrix, const char *inp
     const int64_t group = grouped ? begin / (end - begin) : 0;
     const char *raise = inputs + work.raise_at + group * int64_t(sizeof(Words));
     Words sums[N][R];
-    add_bytes<R, N, kind == DS_WEIGHTS_INT8 ? 8 : 4>(work, matrix, inputs, begin == 0 || grouped ? raise : nullptr, ask,
+    add_bytes<false, R, N, kind == DS_WEIGHTS_INT8 ? 8 : 4>(work, matrix, inputs, begin == 0 || grouped ? raise : nullptr, ask,
                                                      begin / 2, end / 2, sums);
     DS_UNROLL for (int64_t r = 0; r < R; ++r)
         DS_UNROLL for (int64_t n = 0; n < N; ++n) {
@@ -131,28 +131,28 @@ DS_INLINE void panel(const Work &work, int64_t output, int64_t row, int64_t rows
     constexpr int64_t N = kPanelTile, R = DS_DOT < 3 || are_integers<kind> ? 2 : 4;
     constexpr int64_t shrunk = kind == DS_WEIGHTS_INT8 ? 2 : kind == DS_WEIGHTS_INT4 ? 4 : 1;  // weights, beside inputs
     const char *inputs = work.inputs + row * work.input_bytes;
+    const char *ask = work.matrix + (output + kPanelOutputs) * work.row_bytes;  // the outputs that come next, in order
     for (int64_t begin = 0; begin < length; begin += chunk) {
         const int64_t end = begin + chunk < length ? begin + chunk : length;
-        // the same rows' next chunk, or the first chunk of the rows that come next
-        const int64_t further = end < length ? chunk / shrunk : kPanelOutputs * work.row_bytes - begin / shrunk;
+        const int64_t lines = (end - begin) / shrunk;
         for (int64_t n = 0; n < kPanelOutputs; n += N) {
             const char *matrix = work.matrix + (output + n) * work.row_bytes;
-            const auto tile_at = [&](auto count, int64_t r, int64_t asked) {
-                const char *ask = matrix + (asked < N ? asked * work.row_bytes + further : 0);
-                panel_tile<decltype(count)::value, kind>(work, matrix, inputs + r * work.input_bytes, ask, output + n,
+            const auto tile_at = [&](auto count, int64_t r, bool asks) {
+                // who asks for nothing asks for what is there
+                const char *beside = asks ? ask - begin / shrunk : matrix;
+                panel_tile<decltype(count)::value, kind>(work, matrix, inputs + r * work.input_bytes, beside, output + n,
                                                          begin, end, sums[r][n]);
+                if (asks) ask += lines;
             };
-            // each tile asks for the lines of another row of the matrix, or every second one does
+            // as many lines as a tile reads are asked for: by every tile of rows, every second one, or before them
             const int64_t whole = rows / R, every = whole >= 2 * N ? 2 : 1;
             const int64_t asking = row > 0 ? 0 : whole / every < N ? whole / every : N;
-            for (int64_t asked = asking; asked < N && row == 0; ++asked)
-                for (int64_t byte = begin / shrunk; byte < end / shrunk; byte += kLine)
-                    __builtin_prefetch(matrix + asked * work.row_bytes + further + byte);
+            for (int64_t asked = asking; asked < N && row == 0; ++asked, ask += lines)
+                for (int64_t byte = 0; byte < lines; byte += kLine) __builtin_prefetch(ask + byte, 0, 2);
             int64_t r = 0;
             for (int64_t tile = 0; tile < whole; ++tile, r += R)
-                tile_at(std::integral_constant<int64_t, R>(), r,
-                        tile % every == 0 && tile / every < asking ? tile / every : N);
-            for (; r < rows; ++r) tile_at(std::integral_constant<int64_t, 1>(), r, N);
+                tile_at(std::integral_constant<int64_t, R>(), r, tile % every == 0 && tile / every < asking);
+            for (; r < rows; ++r) tile_at(std::integral_constant<int64_t, 1>(), r, false);
         }
     }
     finish_panel<kind>(work, output, row, rows, sums);

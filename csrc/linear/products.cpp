@@ -38,7 +38,7 @@ constexpr int64_t kLine = 64;
 constexpr int64_t kTile = 4;               // outputs that are computed together
 constexpr int64_t kFewOutputs = 16;        // of work, of few rows: a multiple of the tiles and of cache lines
 constexpr int64_t kBytesOfWork = 16 << 10; // likewise, at least
-constexpr int64_t kBytesAhead = 8 << 10;   // of weights of 4 bits that are asked of the memory before they are needed
+constexpr int64_t kBytesAhead = 12 << 10;  // between the weights in use and those asked of the memory
 constexpr int64_t kFirstBytes = 64 << 10;  // likewise, before the product begins
 
 // One matrix with the inputs.
@@ -309,7 +309,7 @@ Work work_of(const ds_product &product, const ds_matrix &matrix, const Prepared 
     work.groups = of_integers(product) ? padded_columns(product) / matrix.group : 0;
     work.output_stride = product.output_stride;
     const int64_t tile = kTile * matrix.row_bytes;
-    work.ahead = product.weights == DS_WEIGHTS_INT4 ? (kBytesAhead + tile - 1) / tile * tile : tile;
+    work.ahead = (kBytesAhead + tile - 1) / tile * tile;
     work.raise_at = raise_at;
     work.bias_dtype = matrix.bias_dtype;
     work.output_dtype = product.output_dtype;

@@ -60,16 +60,28 @@ DS_INLINE void take_part(Words &to, const Words &words, int32_t part) {
     to = (Words)((Shorts)((Shorts)words << (16 - bits * (part + 1))) >> (16 - bits));
 }
 
-// `first`: no tile has read these rows of the matrix yet, and the next ones are asked of the memory.
-template <bool first, int64_t R, int64_t N, int32_t kind>
+// How a tile comes by its rows of the matrix.
+//
+// [Note: in order] Whoever is first to read them waits for the memory. With one or two short rows of inputs it reads the rows
+// of the matrix one after the other, as they lie: the processor sees one stream, and has its lines on their way before they
+// are needed. With more it reads them side by side, as there is more to multiply, and asks for the rows of a later tile. It
+// asks the second-level cache: on Zen 4, what the first one was asked for came with half as many bytes per second, as did
+// rows side by side that nobody asked for.
+enum class Read { in_order, asking, again };
+
+constexpr int64_t kInOrderRows = 2;         // of inputs, at most,
+constexpr int64_t kInOrderBytes = 8 << 10;  // and these, which every row of the matrix reads again
+
+// Columns [begin, end) of N rows; with `asks`, of what comes next as many lines are asked of the memory.
+template <bool asks, int64_t R, int64_t N, int32_t kind>
 DS_INLINE void add_floats(const Work &work, const char *matrix, const char *inputs, int64_t begin, int64_t end,
                           Lanes (&sums)[R][N]) {
     constexpr int64_t item = kind == DS_WEIGHTS_BFLOAT16 ? 2 : 4;
     for (int64_t byte = begin * item; byte < end * item; byte += int64_t(sizeof(Words))) {
         Words weights[N];
         for (int64_t n = 0; n < N; ++n) load_words(weights[n], matrix + n * work.row_bytes + byte);
-        if constexpr (first)
-            for (int64_t n = 0; n < N; ++n) __builtin_prefetch(matrix + n * work.row_bytes + byte + work.ahead);
+        if constexpr (asks)
+            for (int64_t n = 0; n < N; ++n) __builtin_prefetch(matrix + n * work.row_bytes + byte + work.ahead, 0, 2);
         for (int64_t r = 0; r < R; ++r) {
             Words input;
             load_words(input, inputs + r * work.input_bytes + byte);
@@ -83,13 +95,18 @@ DS_INLINE void add_floats(const Work &work, const char *matrix, const char *inpu
     }
 }
 
-template <bool first, int64_t R, int64_t N, int32_t kind>
+template <Read read, int64_t R, int64_t N, int32_t kind>
 DS_INLINE void float_tile(const Work &work, const char *matrix, const char *inputs, float (&totals)[R][N]) {
     constexpr int64_t step = kind == DS_WEIGHTS_BFLOAT16 ? 2 * ds::kLanes : ds::kLanes;
-    constexpr int64_t item = kind == DS_WEIGHTS_BFLOAT16 ? 2 : 4;
-    Lanes sums[R][N] = {};
+    constexpr int64_t item = kind == DS_WEIGHTS_BFLOAT16 ? 2 : 4, many = read == Read::in_order ? 1 : N;
+    Lanes sums[R][N];
     const int64_t whole = work.columns / step * step;
-    add_floats<first, R, N, kind>(work, matrix, inputs, 0, whole, sums);
+    DS_UNROLL for (int64_t n = 0; n < N; n += many) {
+        Lanes some[R][many] = {};
+        add_floats<read == Read::asking, R, many, kind>(work, matrix + n * work.row_bytes, inputs, 0, whole, some);
+        for (int64_t r = 0; r < R; ++r)
+            for (int64_t i = 0; i < many; ++i) sums[r][n + i] = some[r][i];
+    }
     for (int64_t n = 0; n < N && whole < work.columns; ++n) {
         char rest[sizeof(Words)] = {};
         std::memcpy(rest, matrix + n * work.row_bytes + whole * item, size_t((work.columns - whole) * item));
@@ -106,7 +123,7 @@ DS_INLINE void float_tile(const Work &work, const char *matrix, const char *inpu
     for (int64_t r = 0; r < R; ++r) ds::sums_of<N>(sums[r], totals[r]);
 }
 
-template <bool first, int64_t R, int64_t N, int32_t bits>
+template <bool asks, int64_t R, int64_t N, int32_t bits>
 DS_INLINE void add_integers(const Work &work, const char *matrix, const char *inputs, int64_t begin, int64_t end,
                             Words (&sums)[N][R]) {
     constexpr int64_t run = kLanes * 32 / bits;
@@ -114,9 +131,9 @@ DS_INLINE void add_integers(const Work &work, const char *matrix, const char *in
     for (int64_t column = begin; column < end; column += run) {
         Words given[N];
         for (int64_t n = 0; n < N; ++n) load_words(given[n], matrix + n * work.row_bytes + column * bits / 8);
-        if constexpr (first)
+        if constexpr (asks)
             for (int64_t n = 0; n < N; ++n)
-                __builtin_prefetch(matrix + n * work.row_bytes + column * bits / 8 + work.ahead);
+                __builtin_prefetch(matrix + n * work.row_bytes + column * bits / 8 + work.ahead, 0, 2);
         for (int32_t part = 0; part < parts; ++part) {
             Words weights[N];
             for (int64_t n = 0; n < N; ++n) take_part<bits>(weights[n], given[n], part);
@@ -131,8 +148,8 @@ DS_INLINE void add_integers(const Work &work, const char *matrix, const char *in
 
 #if DS_DOT == 4
 // See [Note: sums of bytes]. `raise`: where the sums of each row begin; null for zero. `ask`: lines beside these columns
-// that are asked of the memory; null for those that `work` has ahead, of every row.
-template <int64_t R, int64_t N, int32_t bits>
+// that are asked of the memory; with `asks` those that `work` has ahead.
+template <bool asks, int64_t R, int64_t N, int32_t bits>
 DS_INLINE void add_bytes(const Work &work, const char *matrix, const char *inputs, const char *raise, const char *ask,
                          int64_t begin, int64_t end, Words (&sums)[N][R]) {
     using Unsigned = uint32_t __attribute__((vector_size(sizeof(Words))));
@@ -150,7 +167,7 @@ DS_INLINE void add_bytes(const Work &work, const char *matrix, const char *input
         DS_UNROLL for (int64_t n = 0; n < N; ++n) {
             const char *from = matrix + n * work.row_bytes + column * bits / 8;
             const __m512i given = _mm512_loadu_si512(from);
-            if (ask == nullptr) __builtin_prefetch(from + work.ahead);
+            if constexpr (asks) __builtin_prefetch(from + work.ahead, 0, 2);
             if constexpr (bits == 8) {
                 weights[0][n] = _mm512_xor_si512(given, half);
             } else {  // (given ^ half) & mask
@@ -175,63 +192,75 @@ DS_INLINE void add_bytes(const Work &work, const char *matrix, const char *input
 #endif
 
 // Columns [begin, end), the exact sum number `sum` of the rows.
-template <bool first, int64_t R, int64_t N, int32_t bits>
+template <bool asks, int64_t R, int64_t N, int32_t bits>
 DS_INLINE void exact_sum(const Work &work, const char *matrix, const char *inputs, int64_t begin, int64_t end,
                          int64_t sum, Words (&sums)[N][R]) {
 #if DS_DOT == 4
     const char *raise = inputs + work.raise_at + sum * int64_t(sizeof(Words));
-    add_bytes<R, N, bits>(work, matrix, inputs, raise, nullptr, begin, end, sums);
+    add_bytes<asks, R, N, bits>(work, matrix, inputs, raise, nullptr, begin, end, sums);
 #else
     (void)sum;
-    add_integers<first, R, N, bits>(work, matrix, inputs, begin, end, sums);
+    add_integers<asks, R, N, bits>(work, matrix, inputs, begin, end, sums);
 #endif
 }
 
-template <bool first, int64_t R, int64_t N, int32_t bits>
-DS_INLINE void integer_tile(const Work &work, const char *matrix, const char *inputs, int64_t output, int64_t row,
-                            float (&totals)[R][N]) {
-    if (work.groups == 1 && work.group <= kExactColumns) {
-        Words sums[N][R] = {};
-        exact_sum<first, R, N, bits>(work, matrix, inputs, 0, work.group, 0, sums);
-        for (int64_t r = 0; r < R; ++r) {
-            Lanes wide[N];
-            for (int64_t n = 0; n < N; ++n) wide[n] = __builtin_convertvector(sums[n][r], Lanes);
-            ds::sums_of<N>(wide, totals[r]);
-            for (int64_t n = 0; n < N; ++n) totals[r][n] *= work.scales[output + n] * work.input_scales[row + r];
-        }
-        return;
-    }
-    Lanes scaled[R][N] = {};
+// The sums of N rows of the matrix over all groups, times the scales of these.
+template <bool asks, int64_t R, int64_t N, int32_t bits>
+DS_INLINE void scaled_sums(const Work &work, const char *matrix, const char *inputs, const float *scales,
+                           Lanes (&scaled)[R][N]) {
     int64_t sum = 0;
     for (int64_t g = 0; g < work.groups; ++g) {
         const int64_t end = (g + 1) * work.group;
         for (int64_t begin = g * work.group; begin < end; begin += kExactColumns, ++sum) {
             Words sums[N][R] = {};
             const int64_t stop = end < begin + kExactColumns ? end : begin + kExactColumns;
-            exact_sum<first, R, N, bits>(work, matrix, inputs, begin, stop, sum, sums);
+            exact_sum<asks, R, N, bits>(work, matrix, inputs, begin, stop, sum, sums);
             for (int64_t n = 0; n < N; ++n)
                 for (int64_t r = 0; r < R; ++r)
-                    scaled[r][n] +=
-                        work.scales[(output + n) * work.groups + g] * __builtin_convertvector(sums[n][r], Lanes);
+                    scaled[r][n] += scales[n * work.groups + g] * __builtin_convertvector(sums[n][r], Lanes);
         }
-    }
-    for (int64_t r = 0; r < R; ++r) {
-        ds::sums_of<N>(scaled[r], totals[r]);
-        for (int64_t n = 0; n < N; ++n) totals[r][n] *= work.input_scales[row + r];
     }
 }
 
-template <bool first, int64_t R, int64_t N, int32_t kind>
+template <Read read, int64_t R, int64_t N, int32_t bits>
+DS_INLINE void integer_tile(const Work &work, const char *matrix, const char *inputs, int64_t output, int64_t row,
+                            float (&totals)[R][N]) {
+    constexpr int64_t many = read == Read::in_order ? 1 : N;
+    constexpr bool asks = read == Read::asking;
+    const bool grouped = work.groups > 1 || work.group > kExactColumns;
+    Lanes sums[R][N];
+    DS_UNROLL for (int64_t n = 0; n < N; n += many) {
+        const char *rows = matrix + n * work.row_bytes;
+        Lanes some[R][many] = {};
+        if (grouped) {
+            scaled_sums<asks, R, many, bits>(work, rows, inputs, work.scales + (output + n) * work.groups, some);
+        } else {
+            Words exact[many][R] = {};
+            exact_sum<asks, R, many, bits>(work, rows, inputs, 0, work.group, 0, exact);
+            for (int64_t r = 0; r < R; ++r)
+                for (int64_t i = 0; i < many; ++i) some[r][i] = __builtin_convertvector(exact[i][r], Lanes);
+        }
+        for (int64_t r = 0; r < R; ++r)
+            for (int64_t i = 0; i < many; ++i) sums[r][n + i] = some[r][i];
+    }
+    for (int64_t r = 0; r < R; ++r) {
+        ds::sums_of<N>(sums[r], totals[r]);
+        for (int64_t n = 0; n < N; ++n)
+            totals[r][n] *= grouped ? work.input_scales[row + r] : work.scales[output + n] * work.input_scales[row + r];
+    }
+}
+
+template <Read read, int64_t R, int64_t N, int32_t kind>
 DS_INLINE void tile(const Work &work, int64_t output, int64_t row) {
     const char *matrix = work.matrix + output * work.row_bytes;
     const char *inputs = work.inputs + row * work.input_bytes;
     float totals[R][N];
     if constexpr (kind == DS_WEIGHTS_INT8)
-        integer_tile<first, R, N, 8>(work, matrix, inputs, output, row, totals);
+        integer_tile<read, R, N, 8>(work, matrix, inputs, output, row, totals);
     else if constexpr (kind == DS_WEIGHTS_INT4)
-        integer_tile<first, R, N, 4>(work, matrix, inputs, output, row, totals);
+        integer_tile<read, R, N, 4>(work, matrix, inputs, output, row, totals);
     else
-        float_tile<first, R, N, kind>(work, matrix, inputs, totals);
+        float_tile<read, R, N, kind>(work, matrix, inputs, totals);
     for (int64_t r = 0; r < R; ++r) {
         float values[N];
         for (int64_t n = 0; n < N; ++n)
@@ -245,21 +274,22 @@ template <int64_t N, int32_t kind>
 DS_INLINE void rows_of(const Work &work, int64_t output) {
     constexpr bool bytes = DS_DOT == 4 && (kind == DS_WEIGHTS_INT8 || kind == DS_WEIGHTS_INT4);  // two sums for each
     constexpr int64_t R = DS_DOT >= 3 && !bytes ? 4 : 2;
-    if (work.rows == 1) return tile<true, 1, N, kind>(work, output, 0);
-    if (work.rows == 2) return tile<true, 2, N, kind>(work, output, 0);
+    if (work.rows == 1) return tile<Read::in_order, 1, N, kind>(work, output, 0);
+    if (work.rows == kInOrderRows && work.rows * work.input_bytes <= kInOrderBytes)
+        return tile<Read::in_order, kInOrderRows, N, kind>(work, output, 0);
     int64_t row = 0;
     if (work.rows >= R) {
-        tile<true, R, N, kind>(work, output, 0);
+        tile<Read::asking, R, N, kind>(work, output, 0);
         row = R;
     }
-    for (; row + R <= work.rows; row += R) tile<false, R, N, kind>(work, output, row);
+    for (; row + R <= work.rows; row += R) tile<Read::again, R, N, kind>(work, output, row);
     if constexpr (R == 4) {
         if (work.rows - row >= 2) {
-            tile<true, 2, N, kind>(work, output, row);
+            tile<Read::asking, 2, N, kind>(work, output, row);
             row += 2;
         }
     }
-    if (row < work.rows) tile<false, 1, N, kind>(work, output, row);
+    if (row < work.rows) tile<Read::again, 1, N, kind>(work, output, row);
 }
 
 #include "panels.h"
