@@ -175,16 +175,14 @@ DS_INLINE void sums_of(const Lanes (&lanes)[N], float (&totals)[N]) {
 }
 
 // totals[n] = sum(lanes[n]), with the same additions, of 16 vectors beside each other.
-DS_INLINE void sums_beside(const float (&lanes)[kLanes][kLanes], Lanes &totals) {
+DS_INLINE void sums_beside(const Lanes (&lanes)[kLanes], Lanes &totals) {
 #if defined(__GNUC__) && defined(__has_builtin)
 #if __has_builtin(__builtin_shufflevector)
     Lanes quarter[4];
     for (int64_t q = 0; q < 4; ++q) {  // vectors q, q + 4, q + 8 and q + 12: four numbers of each
-        Lanes of[4];
-        for (int64_t i = 0; i < 4; ++i) load(of[i], lanes[q + 4 * i]);
         Lanes eights[2];
         for (int64_t i = 0; i < 2; ++i) {
-            const Lanes &a = of[2 * i], &b = of[2 * i + 1];
+            const Lanes &a = lanes[q + 8 * i], &b = lanes[q + 8 * i + 4];
             eights[i] = __builtin_shufflevector(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
                         __builtin_shufflevector(a, b, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
         }
@@ -204,11 +202,7 @@ DS_INLINE void sums_beside(const float (&lanes)[kLanes][kLanes], Lanes &totals) 
 #endif
 #endif
     float values[kLanes];
-    for (int64_t n = 0; n < kLanes; ++n) {
-        Lanes own;
-        load(own, lanes[n]);
-        values[n] = sum(own);
-    }
+    for (int64_t n = 0; n < kLanes; ++n) values[n] = sum(lanes[n]);
     load(totals, values);
 }
 

@@ -2,13 +2,14 @@
 //
 // [Note: panels] Of one row, the memory decides how long a product takes; of 16, the multiplications take as long, and all
 // that keeps them waiting. So columns are cut into chunks, of which the inputs of all rows stay in the first-level cache
-// while the weights of 16 outputs go by; the weights that come next are asked of the memory a line at a time all the while;
-// and at the end, 16 sums at a time are added up across their lanes. A lane adds what it adds in tiles.h, in that order.
+// while the weights of 16 outputs go by; the weights that come next are asked of the memory a line at a time all the while,
+// as they lie; and at the end, 16 sums at a time are added up across their lanes, those of a tile while they are in
+// registers. A lane adds what it adds in tiles.h, in that order.
 
 constexpr int64_t kPanelRows = 16;
 constexpr int64_t kPanelOutputs = 16;
 constexpr int64_t kPanelTile = DS_DOT >= 3 ? 4 : 2;  // outputs of which the sums are in registers
-constexpr int64_t kChunk = 1024;                     // bytes of inputs of a row, at most: of floats,
+constexpr int64_t kChunk = 3072;                     // bytes of inputs of a row, at most: of floats,
 constexpr int64_t kChunkOfIntegers = 1536;           // and of integers, of which fewer sums are in registers
 
 // Lanes of the sums; of integers in one group the integers.
@@ -19,10 +20,34 @@ DS_INLINE float *at(float *sums, int64_t r, int64_t n) { return sums + (r * kPan
 template <int32_t kind>
 constexpr bool are_integers = kind == DS_WEIGHTS_INT8 || kind == DS_WEIGHTS_INT4;
 
-// Bytes [begin, end) of R rows' inputs. `ask`: lines beside those of the weights, to ask of the memory.
+// Whether a tile of floats has as many sums as there are lanes, which are then added up together.
 template <int64_t R, int32_t kind>
-DS_INLINE void panel_floats(const Work &work, const char *matrix, const char *inputs, const char *ask, int64_t begin,
-                            int64_t end, float *to) {
+constexpr bool ends_at_once = !are_integers<kind> && R * kPanelTile == ds::kLanes;
+
+// Sums of a tile -> what its rows put out.
+template <int64_t R>
+DS_INLINE void finish_tile(const Work &work, const Lanes (&sums)[R][kPanelTile], int64_t output, int64_t row) {
+    constexpr int64_t N = kPanelTile;
+    Lanes beside[ds::kLanes], totals, bias = {};
+    DS_UNROLL for (int64_t r = 0; r < R; ++r)
+        DS_UNROLL for (int64_t n = 0; n < N; ++n) beside[r * N + n] = sums[r][n];
+    ds::sums_beside(beside, totals);
+    if (work.bias != nullptr)
+        for (int64_t i = 0; i < ds::kLanes; ++i) bias[i] = number_at(work.bias, work.bias_dtype, output + i % N);
+    totals += bias;
+    const int64_t item = ds::item_size(work.output_dtype);
+    float values[ds::kLanes];
+    ds::store(values, totals);
+    char narrow[sizeof values];
+    ds::narrow(narrow, work.output_dtype, values, ds::kLanes);
+    for (int64_t r = 0; r < R; ++r)
+        std::memcpy(work.output + ((row + r) * work.output_stride + output) * item, narrow + r * N * item, size_t(N * item));
+}
+
+// Bytes [begin, end) of R rows' inputs. `last`: these are the last ones.
+template <int64_t R, int32_t kind>
+DS_INLINE void panel_floats(const Work &work, const char *matrix, const char *inputs, const Asked &asked, int64_t begin,
+                            int64_t end, bool last, int64_t output, int64_t row, float *to) {
     constexpr int64_t N = kPanelTile;
     Lanes sums[R][N];
     DS_UNROLL for (int64_t r = 0; r < R; ++r)
@@ -34,7 +59,7 @@ DS_INLINE void panel_floats(const Work &work, const char *matrix, const char *in
         }
     for (int64_t byte = begin; byte < end; byte += int64_t(sizeof(Words))) {
         Words weights[N];
-        __builtin_prefetch(ask + byte, 0, 2);  // to where it drives out no inputs
+        asked.ask(byte);
         DS_UNROLL for (int64_t n = 0; n < N; ++n) load_words(weights[n], matrix + n * work.row_bytes + byte);
         DS_UNROLL for (int64_t r = 0; r < R; ++r) {
             Words input;
@@ -47,6 +72,9 @@ DS_INLINE void panel_floats(const Work &work, const char *matrix, const char *in
             }
         }
     }
+    if constexpr (ends_at_once<R, kind>)
+        if (last) return finish_tile<R>(work, sums, output, row);
+    (void)last, (void)output, (void)row;
     DS_UNROLL for (int64_t r = 0; r < R; ++r)
         DS_UNROLL for (int64_t n = 0; n < N; ++n) ds::store(at(to, r, n), sums[r][n]);
 }
@@ -54,15 +82,15 @@ DS_INLINE void panel_floats(const Work &work, const char *matrix, const char *in
 #if DS_DOT == 4
 // The same of integers; a chunk is a group where there are several.
 template <int64_t R, int32_t kind>
-DS_INLINE void panel_bytes(const Work &work, const char *matrix, const char *inputs, const char *ask, const float *scales,
-                           int64_t begin, int64_t end, float *to) {
+DS_INLINE void panel_bytes(const Work &work, const char *matrix, const char *inputs, const Asked &asked,
+                           const float *scales, int64_t begin, int64_t end, float *to) {
     using Unsigned = uint32_t __attribute__((vector_size(sizeof(Words))));
     constexpr int64_t N = kPanelTile;
     const bool grouped = work.groups > 1;
     const int64_t group = grouped ? begin / (end - begin) : 0;
     const char *raise = inputs + work.raise_at + group * int64_t(sizeof(Words));
     Words sums[N][R];
-    add_bytes<false, R, N, kind == DS_WEIGHTS_INT8 ? 8 : 4>(work, matrix, inputs, begin == 0 || grouped ? raise : nullptr, ask,
+    add_bytes<false, R, N, kind == DS_WEIGHTS_INT8 ? 8 : 4>(work, matrix, inputs, begin == 0 || grouped ? raise : nullptr, &asked,
                                                      begin / 2, end / 2, sums);
     DS_UNROLL for (int64_t r = 0; r < R; ++r)
         DS_UNROLL for (int64_t n = 0; n < N; ++n) {
@@ -82,33 +110,36 @@ DS_INLINE void panel_bytes(const Work &work, const char *matrix, const char *inp
 #endif
 
 template <int64_t R, int32_t kind>
-DS_INLINE void panel_tile(const Work &work, const char *matrix, const char *inputs, const char *ask, int64_t output,
-                          int64_t begin, int64_t end, float *to) {
+DS_INLINE void panel_tile(const Work &work, const char *matrix, const char *inputs, const Asked &asked, int64_t output,
+                          int64_t row, int64_t begin, int64_t end, bool last, float *to) {
 #if DS_DOT == 4
     if constexpr (are_integers<kind>)
-        return panel_bytes<R, kind>(work, matrix, inputs, ask, work.scales + output * work.groups, begin, end, to);
+        return panel_bytes<R, kind>(work, matrix, inputs, asked, work.scales + output * work.groups, begin, end, to);
 #endif
-    (void)output;
-    if constexpr (!are_integers<kind>) panel_floats<R, kind>(work, matrix, inputs, ask, begin, end, to);
+    if constexpr (!are_integers<kind>)
+        panel_floats<R, kind>(work, matrix, inputs, asked, begin, end, last, output, row, to);
 }
 
-// Lanes -> what the rows of the panel put out.
+// Sums in memory -> what rows [first, rows) of the panel put out.
 template <int32_t kind>
-DS_INLINE void finish_panel(const Work &work, int64_t output, int64_t row, int64_t rows, PanelSums &sums) {
+DS_INLINE void finish_panel(const Work &work, int64_t output, int64_t row, int64_t first, int64_t rows,
+                            PanelSums &sums) {
     Lanes scales = {}, bias = {};
     const bool grouped = are_integers<kind> && work.groups > 1;
     if (are_integers<kind> && !grouped) ds::load(scales, work.scales + output);
     if (work.bias != nullptr)
         for (int64_t n = 0; n < kPanelOutputs; ++n) bias[n] = number_at(work.bias, work.bias_dtype, output + n);
-    for (int64_t r = 0; r < rows; ++r) {
-        Lanes totals;
-        if (are_integers<kind> && !grouped)
-            for (int64_t n = 0; n < kPanelOutputs; ++n) {
+    for (int64_t r = first; r < rows; ++r) {
+        Lanes beside[kPanelOutputs], totals;
+        DS_UNROLL for (int64_t n = 0; n < kPanelOutputs; ++n) {
+            ds::load(beside[n], sums[r][n]);
+            if (are_integers<kind> && !grouped) {
                 Words sum;
                 load_words(sum, sums[r][n]);
-                ds::store(sums[r][n], __builtin_convertvector(sum, Lanes));
+                beside[n] = __builtin_convertvector(sum, Lanes);
             }
-        ds::sums_beside(sums[r], totals);
+        }
+        ds::sums_beside(beside, totals);
         if constexpr (are_integers<kind>) {
             const Lanes of_row = work.input_scales[row + r] + Lanes{};
             totals *= grouped ? of_row : scales * of_row;
@@ -137,25 +168,28 @@ DS_INLINE void panel(const Work &work, int64_t output, int64_t row, int64_t rows
         const int64_t lines = (end - begin) / shrunk;
         for (int64_t n = 0; n < kPanelOutputs; n += N) {
             const char *matrix = work.matrix + (output + n) * work.row_bytes;
-            const auto tile_at = [&](auto count, int64_t r, bool asks) {
+            // as many lines as a tile reads are asked for, shared between the tiles of rows
+            const int64_t whole = rows / R, tiles = whole + rows % R;
+            const int64_t every = tiles >= 2 * N ? 2 : 1, share = tiles < N ? 2 : 1;
+            int64_t left = row == 0 ? N : 0, tile = 0;
+            const auto tile_at = [&](auto count, int64_t r) {
+                const int64_t lines_of = tile++ % every == 0 ? (share < left ? share : left) : 0;
                 // who asks for nothing asks for what is there
-                const char *beside = asks ? ask - begin / shrunk : matrix;
-                panel_tile<decltype(count)::value, kind>(work, matrix, inputs + r * work.input_bytes, beside, output + n,
-                                                         begin, end, sums[r][n]);
-                if (asks) ask += lines;
+                const char *first = lines_of > 0 ? ask - begin / shrunk : matrix;
+                const Asked asked{first, lines_of > 1 ? first + lines : first};
+                left -= lines_of;
+                ask += lines_of * lines;
+                panel_tile<decltype(count)::value, kind>(work, matrix, inputs + r * work.input_bytes, asked, output + n,
+                                                         row + r, begin, end, end == length, sums[r][n]);
             };
-            // as many lines as a tile reads are asked for: by every tile of rows, every second one, or before them
-            const int64_t whole = rows / R, every = whole >= 2 * N ? 2 : 1;
-            const int64_t asking = row > 0 ? 0 : whole / every < N ? whole / every : N;
-            for (int64_t asked = asking; asked < N && row == 0; ++asked, ask += lines)
-                for (int64_t byte = 0; byte < lines; byte += kLine) __builtin_prefetch(ask + byte, 0, 2);
             int64_t r = 0;
-            for (int64_t tile = 0; tile < whole; ++tile, r += R)
-                tile_at(std::integral_constant<int64_t, R>(), r, tile % every == 0 && tile / every < asking);
-            for (; r < rows; ++r) tile_at(std::integral_constant<int64_t, 1>(), r, false);
+            for (; r + R <= rows; r += R) tile_at(std::integral_constant<int64_t, R>(), r);
+            for (; r < rows; ++r) tile_at(std::integral_constant<int64_t, 1>(), r);
+            ask += left * lines;
         }
     }
-    finish_panel<kind>(work, output, row, rows, sums);
+    const int64_t ended = ends_at_once<R, kind> ? rows / R * R : 0;
+    if (ended < rows) finish_panel<kind>(work, output, row, ended, rows, sums);
 }
 
 // Bytes of inputs of a chunk: about equal ones, or a group; 0 where the matrix cannot be cut so.

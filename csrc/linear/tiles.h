@@ -146,11 +146,22 @@ DS_INLINE void add_integers(const Work &work, const char *matrix, const char *in
     }
 }
 
+// Lines that a tile asks of the memory beside those of its weights: for the second-level cache, as they would drive the
+// inputs out of the first one.
+struct Asked {
+    const char *first, *second;
+
+    DS_INLINE_MEMBER void ask(int64_t byte) const {
+        __builtin_prefetch(first + byte, 0, 2);
+        __builtin_prefetch(second + byte, 0, 2);
+    }
+};
+
 #if DS_DOT == 4
-// See [Note: sums of bytes]. `raise`: where the sums of each row begin; null for zero. `ask`: lines beside these columns
-// that are asked of the memory; with `asks` those that `work` has ahead.
+// See [Note: sums of bytes]. `raise`: where the sums of each row begin; null for zero. With `asks` the lines that `work` has
+// ahead are asked of the memory; `asked`: others, if any.
 template <bool asks, int64_t R, int64_t N, int32_t bits>
-DS_INLINE void add_bytes(const Work &work, const char *matrix, const char *inputs, const char *raise, const char *ask,
+DS_INLINE void add_bytes(const Work &work, const char *matrix, const char *inputs, const char *raise, const Asked *asked,
                          int64_t begin, int64_t end, Words (&sums)[N][R]) {
     using Unsigned = uint32_t __attribute__((vector_size(sizeof(Words))));
     constexpr int64_t line = sizeof(Words), run = kLanes * 32 / bits, parts = 8 / bits;
@@ -163,7 +174,7 @@ DS_INLINE void add_bytes(const Work &work, const char *matrix, const char *input
         }
     for (int64_t column = begin; column < end; column += run) {
         __m512i weights[parts][N];
-        if (ask != nullptr) __builtin_prefetch(ask + column * bits / 8);
+        if (asked != nullptr) asked->ask(column * bits / 8);
         DS_UNROLL for (int64_t n = 0; n < N; ++n) {
             const char *from = matrix + n * work.row_bytes + column * bits / 8;
             const __m512i given = _mm512_loadu_si512(from);
