@@ -165,27 +165,31 @@ DS_INLINE void panel(const Work &work, int64_t output, int64_t row, int64_t rows
     const char *ask = work.matrix + (output + kPanelOutputs) * work.row_bytes;  // the outputs that come next, in order
     for (int64_t begin = 0; begin < length; begin += chunk) {
         const int64_t end = begin + chunk < length ? begin + chunk : length;
-        const int64_t lines = (end - begin) / shrunk;
+        const int64_t stretch = (end - begin) / shrunk;  // bytes of a row of the matrix
         for (int64_t n = 0; n < kPanelOutputs; n += N) {
             const char *matrix = work.matrix + (output + n) * work.row_bytes;
             // as many lines as a tile reads are asked for, shared between the tiles of rows
-            const int64_t whole = rows / R, tiles = whole + rows % R;
+            const int64_t tiles = (rows + R - 1) / R;
             const int64_t every = tiles >= 2 * N ? 2 : 1, share = tiles < N ? 2 : 1;
             int64_t left = row == 0 ? N : 0, tile = 0;
             const auto tile_at = [&](auto count, int64_t r) {
-                const int64_t lines_of = tile++ % every == 0 ? (share < left ? share : left) : 0;
+                const int64_t stretches = tile++ % every == 0 ? (share < left ? share : left) : 0;
                 // who asks for nothing asks for what is there
-                const char *first = lines_of > 0 ? ask - begin / shrunk : matrix;
-                const Asked asked{first, lines_of > 1 ? first + lines : first};
-                left -= lines_of;
-                ask += lines_of * lines;
+                const char *first = stretches > 0 ? ask - begin / shrunk : matrix;
+                const Asked asked{first, stretches > 1 ? first + stretch : first};
+                left -= stretches;
+                ask += stretches * stretch;
                 panel_tile<decltype(count)::value, kind>(work, matrix, inputs + r * work.input_bytes, asked, output + n,
                                                          row + r, begin, end, end == length, sums[r][n]);
             };
             int64_t r = 0;
             for (; r + R <= rows; r += R) tile_at(std::integral_constant<int64_t, R>(), r);
-            for (; r < rows; ++r) tile_at(std::integral_constant<int64_t, 1>(), r);
-            ask += left * lines;
+            if constexpr (R == 4) {
+                if (rows - r == 3) tile_at(std::integral_constant<int64_t, 3>(), r);
+                if (rows - r == 2) tile_at(std::integral_constant<int64_t, 2>(), r);
+            }
+            if (rows - r == 1) tile_at(std::integral_constant<int64_t, 1>(), r);
+            ask += left * stretch;
         }
     }
     const int64_t ended = ends_at_once<R, kind> ? rows / R * R : 0;
