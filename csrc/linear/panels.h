@@ -8,8 +8,7 @@
 constexpr int64_t kPanelRows = 16;
 constexpr int64_t kPanelOutputs = 16;
 constexpr int64_t kPanelTile = DS_DOT >= 3 ? 4 : 2;  // outputs of which the sums are in registers
-constexpr int64_t kChunk = 1024;                     // bytes of inputs of a row, at most: of floats,
-constexpr int64_t kChunkOfIntegers = 1536;           // and of integers, of which fewer sums are in registers
+constexpr int64_t kChunkOfIntegers = 1536;           // bytes of inputs of a row, at most
 
 // Lanes of the sums; of integers in one group the integers.
 using PanelSums = float[kPanelRows][kPanelOutputs][ds::kLanes];
@@ -19,40 +18,9 @@ DS_INLINE float *at(float *sums, int64_t r, int64_t n) { return sums + (r * kPan
 template <int32_t kind>
 constexpr bool are_integers = kind == DS_WEIGHTS_INT8 || kind == DS_WEIGHTS_INT4;
 
-// Bytes [begin, end) of R rows' inputs. `ask`: lines beside those of the weights, to ask of the memory.
-template <int64_t R, int32_t kind>
-DS_INLINE void panel_floats(const Work &work, const char *matrix, const char *inputs, const char *ask, int64_t begin,
-                            int64_t end, float *to) {
-    constexpr int64_t N = kPanelTile;
-    Lanes sums[R][N];
-    DS_UNROLL for (int64_t r = 0; r < R; ++r)
-        DS_UNROLL for (int64_t n = 0; n < N; ++n) {
-            if (begin == 0)
-                sums[r][n] = Lanes{};
-            else
-                ds::load(sums[r][n], at(to, r, n));
-        }
-    for (int64_t byte = begin; byte < end; byte += int64_t(sizeof(Words))) {
-        Words weights[N];
-        __builtin_prefetch(ask + byte, 0, 2);  // to where it drives out no inputs
-        DS_UNROLL for (int64_t n = 0; n < N; ++n) load_words(weights[n], matrix + n * work.row_bytes + byte);
-        DS_UNROLL for (int64_t r = 0; r < R; ++r) {
-            Words input;
-            load_words(input, inputs + r * work.input_bytes + byte);
-            DS_UNROLL for (int64_t n = 0; n < N; ++n) {
-                if constexpr (kind == DS_WEIGHTS_BFLOAT16)
-                    dot_bfloat16(sums[r][n], weights[n], input);
-                else
-                    sums[r][n] += (Lanes)weights[n] * (Lanes)input;
-            }
-        }
-    }
-    DS_UNROLL for (int64_t r = 0; r < R; ++r)
-        DS_UNROLL for (int64_t n = 0; n < N; ++n) ds::store(at(to, r, n), sums[r][n]);
-}
-
 #if DS_DOT == 4
-// The same of integers; a chunk is a group where there are several.
+// Bytes [begin, end) of R rows' inputs; a chunk is a group where there are several. `ask`: lines beside those of the weights,
+// to ask of the memory.
 template <int64_t R, int32_t kind>
 DS_INLINE void panel_bytes(const Work &work, const char *matrix, const char *inputs, const char *ask, const float *scales,
                            int64_t begin, int64_t end, float *to) {
@@ -85,11 +53,10 @@ template <int64_t R, int32_t kind>
 DS_INLINE void panel_tile(const Work &work, const char *matrix, const char *inputs, const char *ask, int64_t output,
                           int64_t begin, int64_t end, float *to) {
 #if DS_DOT == 4
-    if constexpr (are_integers<kind>)
-        return panel_bytes<R, kind>(work, matrix, inputs, ask, work.scales + output * work.groups, begin, end, to);
+    panel_bytes<R, kind>(work, matrix, inputs, ask, work.scales + output * work.groups, begin, end, to);
+#else
+    (void)work, (void)matrix, (void)inputs, (void)ask, (void)output, (void)begin, (void)end, (void)to;
 #endif
-    (void)output;
-    if constexpr (!are_integers<kind>) panel_floats<R, kind>(work, matrix, inputs, ask, begin, end, to);
 }
 
 // Lanes -> what the rows of the panel put out.
@@ -128,7 +95,7 @@ DS_INLINE void finish_panel(const Work &work, int64_t output, int64_t row, int64
 template <int32_t kind>
 DS_INLINE void panel(const Work &work, int64_t output, int64_t row, int64_t rows, int64_t chunk, int64_t length,
                      PanelSums &sums) {
-    constexpr int64_t N = kPanelTile, R = DS_DOT < 3 || are_integers<kind> ? 2 : 4;
+    constexpr int64_t N = kPanelTile, R = 2;
     constexpr int64_t shrunk = kind == DS_WEIGHTS_INT8 ? 2 : kind == DS_WEIGHTS_INT4 ? 4 : 1;  // weights, beside inputs
     const char *inputs = work.inputs + row * work.input_bytes;
     for (int64_t begin = 0; begin < length; begin += chunk) {
@@ -158,6 +125,8 @@ DS_INLINE void panel(const Work &work, int64_t output, int64_t row, int64_t rows
     finish_panel<kind>(work, output, row, rows, sums);
 }
 
+#include "float_panels.h"
+
 // Bytes of inputs of a chunk: about equal ones, or a group; 0 where the matrix cannot be cut so.
 template <int32_t kind>
 static int64_t chunk_of(const Work &work, int64_t length) {
@@ -166,8 +135,8 @@ static int64_t chunk_of(const Work &work, int64_t length) {
     if (are_integers<kind> && work.group > kExactColumns) return 0;
     constexpr int64_t run = kind == DS_WEIGHTS_INT8 ? 128 : kind == DS_WEIGHTS_INT4 ? 256 : int64_t(sizeof(Words));
     if (length % run != 0) return 0;
-    constexpr int64_t most = are_integers<kind> ? kChunkOfIntegers : kChunk;
-    const int64_t chunks = (length + most - 1) / most;
+    if (!are_integers<kind>) return float_chunk(length, std::min(work.rows, kPanelRows));
+    const int64_t chunks = (length + kChunkOfIntegers - 1) / kChunkOfIntegers;
     return (length / run + chunks - 1) / chunks * run;
 }
 
@@ -180,7 +149,12 @@ static int64_t panels_of(const Work &work, int64_t begin, int64_t end) {
     if (chunk == 0) return begin;
     alignas(64) PanelSums sums;
     for (; begin + kPanelOutputs <= end; begin += kPanelOutputs)
-        for (int64_t row = 0; row < work.rows; row += kPanelRows)
-            panel<kind>(work, begin, row, work.rows - row < kPanelRows ? work.rows - row : kPanelRows, chunk, length, sums);
+        for (int64_t row = 0; row < work.rows; row += kPanelRows) {
+            const int64_t rows = work.rows - row < kPanelRows ? work.rows - row : kPanelRows;
+            if constexpr (are_integers<kind>)
+                panel<kind>(work, begin, row, rows, chunk, length, sums);
+            else
+                float_panel<kind>(work, begin, row, rows, chunk, length, sums);
+        }
     return begin;
 }

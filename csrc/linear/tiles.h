@@ -60,7 +60,7 @@ DS_INLINE void take_part(Words &to, const Words &words, int32_t part) {
     to = (Words)((Shorts)((Shorts)words << (16 - bits * (part + 1))) >> (16 - bits));
 }
 
-// `first`: no tile has read these rows of the matrix yet, and the next ones are asked of the memory.
+// `first`: no tile has read these rows of the matrix yet, and the next ones are asked of the memory, in order.
 template <bool first, int64_t R, int64_t N, int32_t kind>
 DS_INLINE void add_floats(const Work &work, const char *matrix, const char *inputs, int64_t begin, int64_t end,
                           Lanes (&sums)[R][N]) {
@@ -69,7 +69,7 @@ DS_INLINE void add_floats(const Work &work, const char *matrix, const char *inpu
         Words weights[N];
         for (int64_t n = 0; n < N; ++n) load_words(weights[n], matrix + n * work.row_bytes + byte);
         if constexpr (first)
-            for (int64_t n = 0; n < N; ++n) __builtin_prefetch(matrix + n * work.row_bytes + byte + work.ahead);
+            for (int64_t n = 0; n < N; ++n) __builtin_prefetch(matrix + work.ahead + byte * N + n * kLine, 0, 2);
         for (int64_t r = 0; r < R; ++r) {
             Words input;
             load_words(input, inputs + r * work.input_bytes + byte);
