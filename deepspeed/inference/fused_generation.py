@@ -2,7 +2,7 @@
 
 Transformers says how tokens are chosen, with its own random numbers, processors, streamers and criteria. Only the
 forward is another one: it runs the fused layout over a paged cache, which takes the place of the cache of ``generate``;
-and where nothing but tokens is wanted, the loop around it (`token_loop.py`). Prompts that are the same are computed
+and where no streamer listens, so is the loop around it (`token_loop.py`). Prompts that are the same are computed
 once. A call that needs more of the model than the logits of the last tokens (beams, an assistant, hidden states), and a
 model or batch that the fused layout is not for, get the module's own ``generate``.
 """
@@ -22,7 +22,7 @@ from deepspeed.inference.cache.pages import PagedCache, Piece
 from deepspeed.inference.model.facts import LayoutError
 from deepspeed.inference.model.fused import FusedLayout
 from deepspeed.inference.model.runner import ModelRunner
-from deepspeed.inference.token_loop import choose_tokens, is_usual, takes
+from deepspeed.inference.token_loop import Chosen, choose_tokens, is_usual, takes
 
 _BLOCK_SIZE = 16
 _FIRST_TOKENS = 256
@@ -165,9 +165,26 @@ def _loop_of(kind: type[Any]) -> Any:
             settings = (logits_processor, stopping_criteria, generation_config, synced_gpus, streamer)
             return plain(self, input_ids, *settings, **given)
         forward = functools.partial(rows.logits, given.get("attention_mask"))
-        return choose_tokens(forward, input_ids, logits_processor, stopping_criteria, generation_config)
+        made = choose_tokens(forward, input_ids, logits_processor, stopping_criteria, generation_config)
+        return (
+            _told(made, given["past_key_values"])
+            if generation_config.return_dict_in_generate
+            else made.tokens
+        )
 
     return sample
+
+
+def _told(made: Chosen, cache: Any) -> Any:
+    from transformers.generation import GenerateDecoderOnlyOutput
+
+    scores, logits = (tuple(each) or None for each in (made.scores, made.logits))
+    return GenerateDecoderOnlyOutput(
+        sequences=made.tokens,  # type: ignore[arg-type]
+        scores=scores,  # type: ignore[arg-type]
+        logits=logits,  # type: ignore[arg-type]
+        past_key_values=cache,
+    )
 
 
 def _plain_cache(module: Any) -> Any:

@@ -9,6 +9,7 @@ that have ended, which Transformers computes on until the last one has.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -29,35 +30,46 @@ def is_usual(kind: type[Any]) -> bool:
     return all(getattr(kind, name, None) is getattr(GenerationMixin, name, None) for name in _USUAL)
 
 
+@dataclass(slots=True)
+class Chosen:
+    """``tokens`` [rows, length]: the prompts and what comes behind them, with padding behind a row's end. ``scores``,
+    ``logits`` [rows, vocabulary] of each new token, with and without processors, where they are wanted."""
+
+    tokens: Tensor
+    scores: list[Tensor] = field(default_factory=list)
+    logits: list[Tensor] = field(default_factory=list)
+
+
 def takes(config: Any, criteria: Any, others: Sequence[Any]) -> bool:
-    """Whether tokens are all that a call wants. ``others``: what the loop is given that has no place here."""
-    ends = _has_ends(criteria)
-    return (
-        not config.return_dict_in_generate
-        and not any(others)
-        and (not ends or isinstance(getattr(config, "_pad_token_tensor", None), Tensor))
-    )
+    """Whether nothing is wanted that has no place here. ``others``: what else the loop is given."""
+    padded = isinstance(getattr(config, "_pad_token_tensor", None), Tensor)
+    return not any(others) and (padded or not _has_ends(criteria))
 
 
-def choose_tokens(forward: Forward, prompts: Tensor, processors: Any, criteria: Any, config: Any) -> Tensor:
-    """``prompts`` [rows, length] on the host with the tokens behind them; padded behind a row's end."""
-    tokens, new = prompts, prompts
-    ends, rows = _has_ends(criteria), range(len(prompts))
-    going, unfinished = list(rows), torch.ones(len(prompts), dtype=torch.bool)
+def choose_tokens(forward: Forward, prompts: Tensor, processors: Any, criteria: Any, config: Any) -> Chosen:
+    """``prompts``: [rows, length] on the host."""
+    made, new, told = Chosen(prompts), prompts, config.return_dict_in_generate
+    ends, rows = _has_ends(criteria), len(prompts)
+    going, unfinished = list(range(rows)), torch.ones(rows, dtype=torch.bool)
     logits = torch.empty(0)
     while True:
         found = forward(new, going).float()
         # A row that has ended keeps its last logits: it draws what it would have drawn, and gets padding.
-        logits = found if len(going) == len(rows) else logits.index_copy(0, torch.tensor(going), found)
-        chosen = _choose(processors(tokens, logits.clone()) if processors else logits, config.do_sample)
+        logits = found if len(going) == rows else logits.index_copy(0, torch.tensor(going), found)
+        scores = processors(made.tokens, logits.clone()) if processors else logits
+        if told and config.output_scores:
+            made.scores.append(scores)
+        if told and config.output_logits:
+            made.logits.append(logits)
+        chosen = _choose(scores, config.do_sample)
         if ends:
             chosen = torch.where(unfinished, chosen, config._pad_token_tensor)
         new = chosen[:, None]
-        tokens = torch.cat([tokens, new], dim=1)
-        unfinished &= ~criteria(tokens, None)
+        made.tokens = torch.cat([made.tokens, new], dim=1)
+        unfinished &= ~criteria(made.tokens, tuple(made.scores) or None)
         if not unfinished.any():
-            return tokens
-        if ends:
+            return made
+        if ends and not told:  # logits of what comes behind an end, and the cache, are part of what is told
             going = unfinished.nonzero()[:, 0].tolist()
 
 
