@@ -21,6 +21,7 @@ from torch.nn import functional
 from deepspeed.inference.cache.pages import PagedCache, Piece
 from deepspeed.inference.model.facts import LayoutError
 from deepspeed.inference.model.fused import FusedLayout
+from deepspeed.inference.model.listeners import is_heard
 from deepspeed.inference.model.runner import ModelRunner
 from deepspeed.inference.token_loop import Chosen, choose_tokens, is_usual, takes
 
@@ -82,7 +83,7 @@ class FusedGeneration:
         cache: Any = cache_over(rows, 1)
         cache.rows = rows
         acting = object.__new__(self._acting)
-        object.__setattr__(acting, "__dict__", module.__dict__)  # the module itself, with another forward
+        object.__setattr__(acting, "__dict__", _attributes(module))  # the module itself, with another forward
         try:
             made = plain(acting, *inputs, past_key_values=cache, **kwargs)
             if getattr(made, "past_key_values", None) is cache:
@@ -94,7 +95,7 @@ class FusedGeneration:
 
     def _runner_of(self, module: nn.Module) -> ModelRunner | None:
         """None if the fused layout is not for ``module``, or somebody listens to it, who shall not hear of trials."""
-        if any(_is_heard(each) for each in module.modules()):
+        if any(map(is_heard, module.modules())):
             return None
         if self._module is None or self._module() is not module:
             self._module = weakref.ref(module)
@@ -109,8 +110,10 @@ class FusedGeneration:
         return FusedGeneration()
 
 
-def _is_heard(module: nn.Module) -> bool:
-    return bool(module._forward_pre_hooks or module._forward_hooks or "forward" in vars(module))
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    """Of the module, without a forward in the place of that of its class."""
+    own = vars(module)
+    return {name: value for name, value in own.items() if name != "forward"} if "forward" in own else own
 
 
 def _is_plain(module: Any, inputs: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
