@@ -5,7 +5,9 @@
 // softmax, 2018), so that each key and value is read once for all rows of the tile.
 //
 // Keys lie transposed in the cache, one number of all tokens of a block beside each other: the scores of kLanes tokens are
-// one chain of additions per lane (lanes.h), and no sum goes across a vector.
+// one chain of additions per lane (lanes.h), and no sum goes across a vector. Some blocks are taken together: their chains
+// do not wait for each other, and while their keys are read, their values are asked of the memory, and the next keys while
+// these are added up.
 #include <algorithm>
 #include <cmath>
 #include <vector>
@@ -24,35 +26,63 @@ using ds::store;
 
 constexpr int64_t kRows = 16;     // of a tile
 constexpr int64_t kTogether = 4;  // rows for which a key or value is loaded once
+constexpr int64_t kChains = 4;    // sums that are computed beside each other: an addition waits for the one before it
+constexpr int64_t kBlocks = 4;    // of which scores are computed together
+constexpr int64_t kLine = 64;
 
-// scores[r][0..16) = query[r] times the keys of 16 tokens; `keys` [size][stride].
-template <int64_t R>
-DS_INLINE void score_lanes(const float *query, int64_t size, const float *keys, int64_t stride, float *scores,
-                           int64_t scores_stride) {
-    Lanes sums[R] = {};
-    for (int64_t d = 0; d < size; ++d) {
-        Lanes key;
-        load(key, keys + d * stride);
-        for (int64_t r = 0; r < R; ++r) sums[r] += query[r * size + d] * key;
-    }
-    for (int64_t r = 0; r < R; ++r) store(scores + r * scores_stride, sums[r]);
+DS_INLINE void ask_for(const char *line) {
+#if defined(__GNUC__)
+    __builtin_prefetch(line, 0, 2);
+#else
+    (void)line;
+#endif
 }
 
-// sums[r] += weights[r][j] * values[j], for n tokens j.
+// to[c][r][0..16) = query[r] times the keys of 16 tokens, of C of those beside each other; `keys` [size][stride]. One line
+// at `ask` is asked of the memory with each number of a key.
+template <int64_t R, int64_t C>
+DS_INLINE void score_lanes(const float *query, int64_t size, const float *const (&keys)[C], int64_t stride,
+                           const char *const (&ask)[C], float *const (&to)[C], int64_t to_row) {
+    Lanes sums[R][C] = {};
+    for (int64_t d = 0; d < size; ++d)
+        DS_UNROLL for (int64_t c = 0; c < C; ++c) {
+            Lanes key;
+            load(key, keys[c] + d * stride);
+            ask_for(ask[c] + d * kLine);
+            DS_UNROLL for (int64_t r = 0; r < R; ++r) sums[r][c] += query[r * size + d] * key;
+        }
+    DS_UNROLL for (int64_t r = 0; r < R; ++r)
+        DS_UNROLL for (int64_t c = 0; c < C; ++c) store(to[c] + r * to_row, sums[r][c]);
+}
+
+// sums[r] += weights[r][j] * values[j], for n tokens j and D vectors of numbers.
+template <int64_t R, int64_t D>
+DS_INLINE void add_vectors(const float *weights, int64_t weights_stride, const float *values, int64_t n, int64_t size,
+                           const char *ask, float *sums) {
+    Lanes total[R][D];
+    DS_UNROLL for (int64_t r = 0; r < R; ++r)
+        DS_UNROLL for (int64_t v = 0; v < D; ++v) load(total[r][v], sums + r * size + v * kLanes);
+    for (int64_t j = 0; j < n; ++j)
+        DS_UNROLL for (int64_t v = 0; v < D; ++v) {
+            Lanes value;
+            load(value, values + j * size + v * kLanes);
+            ask_for(ask + (j * D + v) * kLine);
+            DS_UNROLL for (int64_t r = 0; r < R; ++r) total[r][v] += weights[r * weights_stride + j] * value;
+        }
+    DS_UNROLL for (int64_t r = 0; r < R; ++r)
+        DS_UNROLL for (int64_t v = 0; v < D; ++v) store(sums + r * size + v * kLanes, total[r][v]);
+}
+
+// The same of all numbers. As many lines as the values have are asked of the memory, from `ask` on.
 template <int64_t R>
 DS_INLINE void add_values(const float *weights, int64_t weights_stride, const float *values, int64_t n, int64_t size,
-                          float *sums) {
+                          const char *ask, float *sums) {
+    constexpr int64_t D = kChains / R;
     int64_t d = 0;
-    for (; d + kLanes <= size; d += kLanes) {
-        Lanes total[R];
-        for (int64_t r = 0; r < R; ++r) load(total[r], sums + r * size + d);
-        for (int64_t j = 0; j < n; ++j) {
-            Lanes value;
-            load(value, values + j * size + d);
-            for (int64_t r = 0; r < R; ++r) total[r] += weights[r * weights_stride + j] * value;
-        }
-        for (int64_t r = 0; r < R; ++r) store(sums + r * size + d, total[r]);
-    }
+    for (; d + D * kLanes <= size; d += D * kLanes)
+        add_vectors<R, D>(weights, weights_stride, values + d, n, size, ask + d / kLanes * n * kLine, sums + d);
+    for (; d + kLanes <= size; d += kLanes)
+        add_vectors<R, 1>(weights, weights_stride, values + d, n, size, ask + d / kLanes * n * kLine, sums + d);
     for (; d < size; ++d)
         for (int64_t r = 0; r < R; ++r)
             for (int64_t j = 0; j < n; ++j) sums[r * size + d] += weights[r * weights_stride + j] * values[j * size + d];
@@ -91,47 +121,103 @@ void write_new(const ds_paged_layer &layer, const ds_paged_piece &piece) {
     }
 }
 
-// `count` rows of the tile from `first` on: their scores with the keys of a block, then the block's values.
+// Blocks beside each other in a sequence, of one head: their keys and values as fp32, the values as they are stored, and what
+// is read after them: the keys of the blocks that come next.
+struct Group {
+    int64_t count, position;
+    const float *keys[kBlocks], *values[kBlocks];
+    const char *stored_values[kBlocks], *next[kBlocks];
+};
+
+// R rows' scores with 16 keys at a time, which begin at key 16 * `vector` of a group's blocks.
+template <int64_t R, int64_t C>
+DS_INLINE void score_vectors(const ds_paged_layer &layer, const Group &group, int64_t vector, const float *query,
+                             Scratch &scratch) {
+    const int64_t size = layer.block_size, in_block = (size + kLanes - 1) / kLanes, width = in_block * kLanes;
+    const float *keys[C];
+    const char *ask[C];
+    float *to[C];
+    int64_t stride = size;
+    for (int64_t c = 0; c < C; ++c) {
+        const int64_t block = (vector + c) / in_block, j = (vector + c) % in_block * kLanes;
+        keys[c] = group.keys[block] + j;
+        ask[c] = group.stored_values[block] + j / kLanes * layer.key_size * kLine;
+        to[c] = scratch.scores.data() + block * kTogether * width + j;
+        if (j + kLanes <= size) continue;  // else a block that is no multiple of the lanes: C is 1
+        for (int64_t d = 0; d < layer.key_size; ++d)
+            for (int64_t k = 0; k < kLanes; ++k)
+                scratch.padded[size_t(d * kLanes + k)] = j + k < size ? keys[c][d * size + k] : 0.0f;
+        keys[c] = scratch.padded.data(), stride = kLanes;
+    }
+    score_lanes<R, C>(query, layer.key_size, keys, stride, ask, to, width);
+}
+
+// Scores of n tokens from `position` on -> their weights beside what was before, by which `sums` are scaled.
+DS_INLINE void weigh(const ds_paged_layer &layer, Row &own, int64_t position, int64_t n, float *score, float *sums) {
+    for (int64_t j = 0; j < n; ++j) score[j] *= layer.scale;
+    if (layer.softcap > 0)
+        for (int64_t j = 0; j < n; ++j) score[j] = layer.softcap * std::tanh(score[j] / layer.softcap);
+    const int64_t begin = std::clamp<int64_t>(own.first - position, 0, n);
+    const int64_t end = std::clamp<int64_t>(own.last + 1 - position, begin, n);
+    float largest = own.largest;
+    for (int64_t j = begin; j < end; ++j) largest = score[j] > largest ? score[j] : largest;
+    if (largest > own.largest) {
+        const float scale = own.total > 0 ? exponential(own.largest - largest) : 0.0f;
+        DS_IVDEP for (int64_t d = 0; d < layer.value_size; ++d) sums[d] *= scale;
+        own.total *= scale;
+        own.largest = largest;
+    }
+    for (int64_t j = 0; j < begin; ++j) score[j] = 0.0f;
+    DS_IVDEP for (int64_t j = begin; j < end; ++j) score[j] = exponential(score[j] - largest);
+    for (int64_t j = end; j < n; ++j) score[j] = 0.0f;
+    for (int64_t j = begin; j < end; ++j) own.total += score[j];
+}
+
+// R rows of the tile from `first` on: their scores with the keys of a group, then the values, block by block. `last`: the
+// last position of the tile.
 template <int64_t R>
-DS_INLINE void rows_of_block(const ds_paged_layer &layer, Row *row, int64_t first, const float *keys,
-                             const float *values, int64_t position, int64_t n, Scratch &scratch) {
-    const int64_t size = layer.block_size, width = (size + kLanes - 1) / kLanes * kLanes;
+DS_INLINE void rows_of_group(const ds_paged_layer &layer, const Group &group, Row *row, int64_t first, int64_t last,
+                             Scratch &scratch) {
+    constexpr int64_t C = kChains / R;
+    const int64_t size = layer.block_size, in_block = (size + kLanes - 1) / kLanes, width = in_block * kLanes;
+    const int64_t vectors = group.count * in_block;
     const float *query = scratch.query.data() + first * layer.key_size;
-    float *scores = scratch.scores.data();
+    int64_t vector = 0;
+    for (; vector + C <= vectors && size % kLanes == 0; vector += C)
+        score_vectors<R, C>(layer, group, vector, query, scratch);
+    for (; vector < vectors; ++vector) score_vectors<R, 1>(layer, group, vector, query, scratch);
     float *sums = scratch.sums.data() + first * layer.value_size;
-    for (int64_t j = 0; j < n; j += kLanes) {
-        const float *here = keys + j;
-        int64_t stride = size;
-        if (j + kLanes > size) {  // a block that is no multiple of the lanes
-            for (int64_t d = 0; d < layer.key_size; ++d)
-                for (int64_t k = 0; k < kLanes; ++k)
-                    scratch.padded[size_t(d * kLanes + k)] = j + k < size ? keys[d * size + j + k] : 0.0f;
-            here = scratch.padded.data(), stride = kLanes;
-        }
-        score_lanes<R>(query, layer.key_size, here, stride, scores + j, width);
+    for (int64_t block = 0; block < group.count; ++block) {
+        const int64_t position = group.position + block * size, n = std::min(last - position + 1, size);
+        float *scores = scratch.scores.data() + block * kTogether * width;
+        for (int64_t r = 0; r < R; ++r)
+            weigh(layer, row[first + r], position, n, scores + r * width, sums + r * layer.value_size);
+        add_values<R>(scores, width, group.values[block], n, layer.value_size, group.next[block], sums);
     }
-    for (int64_t r = 0; r < R; ++r) {
-        Row &own = row[first + r];
-        float *score = scores + r * width;
-        for (int64_t j = 0; j < n; ++j) score[j] *= layer.scale;
-        if (layer.softcap > 0)
-            for (int64_t j = 0; j < n; ++j) score[j] = layer.softcap * std::tanh(score[j] / layer.softcap);
-        const int64_t begin = std::clamp<int64_t>(own.first - position, 0, n);
-        const int64_t end = std::clamp<int64_t>(own.last + 1 - position, begin, n);
-        float largest = own.largest;
-        for (int64_t j = begin; j < end; ++j) largest = score[j] > largest ? score[j] : largest;
-        if (largest > own.largest) {
-            const float scale = own.total > 0 ? exponential(own.largest - largest) : 0.0f;
-            DS_IVDEP for (int64_t d = 0; d < layer.value_size; ++d) sums[r * layer.value_size + d] *= scale;
-            own.total *= scale;
-            own.largest = largest;
-        }
-        for (int64_t j = 0; j < begin; ++j) score[j] = 0.0f;
-        DS_IVDEP for (int64_t j = begin; j < end; ++j) score[j] = exponential(score[j] - largest);
-        for (int64_t j = end; j < n; ++j) score[j] = 0.0f;
-        for (int64_t j = begin; j < end; ++j) own.total += score[j];
+}
+
+// The group of a head's blocks from `block` on, up to that of position `last`.
+DS_INLINE void read_group(const ds_paged_layer &layer, const ds_paged_piece &piece, int64_t head, int64_t block,
+                          int64_t last, Group &group, Scratch &scratch) {
+    const int64_t size = layer.block_size, blocks = last / size + 1;
+    const auto stored = [&](const void *pages, int64_t of, int64_t place, int64_t numbers) {
+        const int64_t slot = (piece.blocks[place] * layer.kv_heads + of) * size;
+        return ds::at(static_cast<const char *>(pages), slot * numbers, layer.dtype);
+    };
+    group.count = std::min(blocks - block, kBlocks);
+    group.position = block * size;
+    for (int64_t b = 0; b < group.count; ++b) {
+        const int64_t place = block + b, n = std::min(last - place * size + 1, size);
+        const char *keys = stored(layer.keys, head, place, layer.key_size);
+        group.stored_values[b] = stored(layer.values, head, place, layer.value_size);
+        group.keys[b] = ds::widen(keys, layer.dtype, scratch.key.data() + b * size * layer.key_size, size * layer.key_size);
+        group.values[b] = ds::widen(group.stored_values[b], layer.dtype,
+                                    scratch.value.data() + b * size * layer.value_size, n * layer.value_size);
+        const bool more = place + kBlocks < blocks, other = !more && head + 1 < layer.kv_heads;
+        group.next[b] = more    ? stored(layer.keys, head, place + kBlocks, layer.key_size)
+                        : other ? stored(layer.keys, head + 1, b, layer.key_size)
+                                : keys;
     }
-    add_values<R>(scores, width, values, n, layer.value_size, sums);
 }
 
 DS_INLINE void attend_body(const ds_paged_layer &layer, const Item &item, Scratch &scratch) {
@@ -139,10 +225,10 @@ DS_INLINE void attend_body(const ds_paged_layer &layer, const Item &item, Scratc
     const int64_t group = layer.heads / layer.kv_heads, size = layer.block_size, rows = item.rows;
     const int64_t width = (size + kLanes - 1) / kLanes * kLanes;
     scratch.query.resize(size_t(rows * layer.key_size));
-    scratch.key.resize(size_t(size * layer.key_size));
+    scratch.key.resize(size_t(kBlocks * size * layer.key_size));
     scratch.padded.resize(size_t(kLanes * layer.key_size));
-    scratch.value.resize(size_t(size * layer.value_size));
-    scratch.scores.resize(size_t(kTogether * width));
+    scratch.value.resize(size_t(kBlocks * size * layer.value_size));
+    scratch.scores.resize(size_t(kBlocks * kTogether * width));
     scratch.sums.assign(size_t(rows * layer.value_size), 0.0f);
     Row row[kRows] = {};
     for (int64_t r = 0; r < rows; ++r) {
@@ -162,21 +248,15 @@ DS_INLINE void attend_body(const ds_paged_layer &layer, const Item &item, Scratc
         }
     }
     const int64_t last = row[rows - 1].last;
-    for (int64_t block = row[0].first / size; block * size <= last; ++block) {
-        const int64_t position = block * size, n = last - position + 1 < size ? last - position + 1 : size;
-        const int64_t slot = (piece.blocks[block] * layer.kv_heads + item.head) * size;
-        const float *keys = ds::widen(ds::at(static_cast<const char *>(layer.keys), slot * layer.key_size, layer.dtype),
-                                      layer.dtype, scratch.key.data(), size * layer.key_size);
-        const float *values =
-            ds::widen(ds::at(static_cast<const char *>(layer.values), slot * layer.value_size, layer.dtype),
-                      layer.dtype, scratch.value.data(), n * layer.value_size);
+    for (int64_t block = row[0].first / size; block * size <= last; block += kBlocks) {
+        Group group;
+        read_group(layer, piece, item.head, block, last, group, scratch);
         int64_t r = 0;
-        for (; r + kTogether <= rows; r += kTogether)
-            rows_of_block<kTogether>(layer, row, r, keys, values, position, n, scratch);
+        for (; r + kTogether <= rows; r += kTogether) rows_of_group<kTogether>(layer, group, row, r, last, scratch);
         switch (rows - r) {
-            case 3: rows_of_block<3>(layer, row, r, keys, values, position, n, scratch); break;
-            case 2: rows_of_block<2>(layer, row, r, keys, values, position, n, scratch); break;
-            case 1: rows_of_block<1>(layer, row, r, keys, values, position, n, scratch); break;
+            case 3: rows_of_group<3>(layer, group, row, r, last, scratch); break;
+            case 2: rows_of_group<2>(layer, group, row, r, last, scratch); break;
+            case 1: rows_of_group<1>(layer, group, row, r, last, scratch); break;
             default: break;
         }
     }

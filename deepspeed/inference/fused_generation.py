@@ -1,16 +1,17 @@
 """``generate`` of Transformers whose forwards are one call of the native library each.
 
-Transformers chooses the tokens as it always does, with its own random numbers, processors, streamers and criteria. Only
-the forward is another one: it runs the fused layout over a paged cache, which takes the place of the cache that
-``generate`` would make. A call that needs more of the model than the logits of the last tokens (beams, an assistant,
-hidden states), and a model or batch that the fused layout is not for, get the module's own ``generate``.
+Transformers says how tokens are chosen, with its own random numbers, processors, streamers and criteria. Only the
+forward is another one: it runs the fused layout over a paged cache, which takes the place of the cache of ``generate``;
+and where no streamer listens, so is the loop around it (`token_loop.py`). Prompts that are the same are computed
+once. A call that needs more of the model than the logits of the last tokens (beams, an assistant, hidden states), and a
+model or batch that the fused layout is not for, get the module's own ``generate``.
 """
 
 from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +21,9 @@ from torch.nn import functional
 from deepspeed.inference.cache.pages import PagedCache, Piece
 from deepspeed.inference.model.facts import LayoutError
 from deepspeed.inference.model.fused import FusedLayout
+from deepspeed.inference.model.listeners import is_heard
 from deepspeed.inference.model.runner import ModelRunner
+from deepspeed.inference.token_loop import Chosen, choose_tokens, is_usual, takes
 
 _BLOCK_SIZE = 16
 _FIRST_TOKENS = 256
@@ -80,7 +83,7 @@ class FusedGeneration:
         cache: Any = cache_over(rows, 1)
         cache.rows = rows
         acting = object.__new__(self._acting)
-        object.__setattr__(acting, "__dict__", module.__dict__)  # the module itself, with another forward
+        object.__setattr__(acting, "__dict__", _attributes(module))  # the module itself, with another forward
         try:
             made = plain(acting, *inputs, past_key_values=cache, **kwargs)
             if getattr(made, "past_key_values", None) is cache:
@@ -92,7 +95,7 @@ class FusedGeneration:
 
     def _runner_of(self, module: nn.Module) -> ModelRunner | None:
         """None if the fused layout is not for ``module``, or somebody listens to it, who shall not hear of trials."""
-        if any(_is_heard(each) for each in module.modules()):
+        if any(map(is_heard, module.modules())):
             return None
         if self._module is None or self._module() is not module:
             self._module = weakref.ref(module)
@@ -107,8 +110,10 @@ class FusedGeneration:
         return FusedGeneration()
 
 
-def _is_heard(module: nn.Module) -> bool:
-    return bool(module._forward_pre_hooks or module._forward_hooks or "forward" in vars(module))
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    """Of the module, without a forward in the place of that of its class."""
+    own = vars(module)
+    return {name: value for name, value in own.items() if name != "forward"} if "forward" in own else own
 
 
 def _is_plain(module: Any, inputs: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
@@ -124,7 +129,7 @@ def _is_plain(module: Any, inputs: tuple[Any, ...], kwargs: Mapping[str, Any]) -
 
 
 def _acting_kind(kind: type[Any]) -> type[Any]:
-    """``kind`` with a forward that runs the rows of a call if the cache is theirs."""
+    """``kind`` with a forward that runs the rows of a call if the cache is theirs, and a loop around it."""
     plain = kind.forward
 
     @functools.wraps(plain)
@@ -136,7 +141,53 @@ def _acting_kind(kind: type[Any]) -> type[Any]:
             return plain(self, *args, **{**kwargs, "past_key_values": _plain_cache(self)})
         return rows.forward(kwargs)
 
-    return type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
+    members: dict[str, Any] = {"forward": forward, "__module__": kind.__module__}
+    if is_usual(kind):
+        members["_sample"] = _loop_of(kind)
+    return type(kind.__name__, (kind,), members)
+
+
+def _loop_of(kind: type[Any]) -> Any:
+    plain = kind._sample
+
+    @functools.wraps(plain)
+    def sample(
+        self: Any,
+        input_ids: Tensor,
+        logits_processor: Any,
+        stopping_criteria: Any,
+        generation_config: Any,
+        synced_gpus: bool = False,
+        streamer: Any = None,
+        **given: Any,
+    ) -> Any:
+        rows: Any = getattr(given.get("past_key_values"), "rows", None)
+        others = synced_gpus, streamer
+        wanted = isinstance(rows, _Rows) and takes(generation_config, stopping_criteria, others)
+        if not wanted or rows.sequences or not rows.takes({**given, "input_ids": input_ids}):
+            settings = (logits_processor, stopping_criteria, generation_config, synced_gpus, streamer)
+            return plain(self, input_ids, *settings, **given)
+        forward = functools.partial(rows.logits, given.get("attention_mask"))
+        made = choose_tokens(forward, input_ids, logits_processor, stopping_criteria, generation_config)
+        return (
+            _told(made, given["past_key_values"])
+            if generation_config.return_dict_in_generate
+            else made.tokens
+        )
+
+    return sample
+
+
+def _told(made: Chosen, cache: Any) -> Any:
+    from transformers.generation import GenerateDecoderOnlyOutput
+
+    scores, logits = (tuple(each) or None for each in (made.scores, made.logits))
+    return GenerateDecoderOnlyOutput(
+        sequences=made.tokens,  # type: ignore[arg-type]
+        scores=scores,  # type: ignore[arg-type]
+        logits=logits,  # type: ignore[arg-type]
+        past_key_values=cache,
+    )
 
 
 def _plain_cache(module: Any) -> Any:
@@ -181,11 +232,16 @@ class _Rows:
         from transformers.modeling_outputs import CausalLMOutputWithPast
 
         tokens = arguments["input_ids"]
-        first = not self.sequences
-        pieces = self._begin(tokens, arguments.get("attention_mask")) if first else self._more(tokens)
-        logits = self.runner.forward(pieces, unchanged=not first)
-        self.length += tokens.shape[1]
+        logits = self.logits(arguments.get("attention_mask"), tokens, range(len(tokens)))
         return CausalLMOutputWithPast(logits=logits[:, None], past_key_values=arguments["past_key_values"])
+
+    def logits(self, mask: Tensor | None, tokens: Tensor, going: Sequence[int]) -> Tensor:
+        """[rows, vocabulary] after the last token of each of the rows ``going``, all at first."""
+        self.length += tokens.shape[1]
+        if not self.sequences:
+            return self._first_logits(tokens, mask)
+        numbers = tokens.tolist()
+        return self.runner.forward([self._piece(i, numbers[i]) for i in going], unchanged=True)
 
     def kept(self, module: Any) -> Any:
         """A cache of Transformers with the keys and values of all rows, padded on the left."""
@@ -199,18 +255,33 @@ class _Rows:
             cache.update(keys, values, layer)
         return cache
 
-    def _begin(self, tokens: Tensor, mask: Tensor | None) -> list[Piece]:
+    def _first_logits(self, tokens: Tensor, mask: Tensor | None) -> Tensor:
         width = tokens.shape[1]
         real = [width] * len(tokens) if mask is None else mask.sum(1).tolist()
-        self.sequences = [(0, []) for _ in real]
-        self._blocks = len(real) * -(-(width + _FIRST_TOKENS) // _BLOCK_SIZE)
+        prompts = [tuple(row[width - count :]) for row, count in zip(tokens.tolist(), real, strict=True)]
+        self.sequences = [(0, []) for _ in prompts]
+        self._blocks = len(prompts) * -(-(width + _FIRST_TOKENS) // _BLOCK_SIZE)
         self.runner.allocate(self._blocks)
-        return [self._piece(i, row[width - real[i] :]) for i, row in enumerate(tokens.tolist())]
+        first = {prompt: i for i, prompt in reversed(list(enumerate(prompts)))}
+        different = sorted(first.values())
+        logits = self.runner.forward([self._piece(i, prompts[i]) for i in different])
+        for i, prompt in enumerate(prompts):
+            if first[prompt] != i:
+                self._follow(first[prompt], i)
+        return logits[torch.tensor([different.index(first[prompt]) for prompt in prompts])]
 
-    def _more(self, tokens: Tensor) -> list[Piece]:
-        return [self._piece(i, row) for i, row in enumerate(tokens.tolist())]
+    def _follow(self, one: int, other: int) -> None:
+        """Sequence ``other`` has the tokens of ``one``: it shares the full blocks, and has a copy of the last."""
+        stop, blocks = self.sequences[one]
+        full = stop // _BLOCK_SIZE
+        self.sequences[other] = (full * _BLOCK_SIZE, blocks[:full])
+        if stop > full * _BLOCK_SIZE:
+            own = self._piece(other, (0,) * (stop % _BLOCK_SIZE)).blocks[-1]
+            for layer in self.runner.cache.shapes:
+                for pages in self.runner.cache.pages(layer):
+                    pages[own] = pages[blocks[full]]
 
-    def _piece(self, index: int, tokens: list[int]) -> Piece:
+    def _piece(self, index: int, tokens: Sequence[int]) -> Piece:
         start, blocks = self.sequences[index]
         stop = start + len(tokens)
         missing = -(-stop // _BLOCK_SIZE) - len(blocks)

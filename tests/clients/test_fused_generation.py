@@ -93,6 +93,30 @@ def test_tokens_are_chosen_as_ever(settings: dict[str, Any], runs: list[int]) ->
     assert torch.equal(found, wanted) and calls >= 5
 
 
+@pytest.mark.parametrize("samples", [False, True])
+def test_a_row_that_has_ended_is_computed_no_more(samples: bool, runs: list[int]) -> None:
+    module = make("llama").eval()
+    settings: dict[str, Any] = {"do_sample": samples, "max_new_tokens": 12}
+    free = both(module, runs, **settings)[1][:, 6:]
+    ends = [int(free[0, 2]), int(free[1, 6])]
+    stops = [next((at + 1 for at, token in enumerate(row) if token in ends), 12) for row in free.tolist()]
+    wanted, found, calls = both(module, runs, eos_token_id=ends, **settings)
+    assert torch.equal(found, wanted)
+    assert len(set(stops)) > 1 and calls == max(stops)
+    assert runs[1:] == [sum(stop > step for stop in stops) for step in range(1, max(stops))]
+
+
+@pytest.mark.parametrize("length", [6, 32, 37])
+def test_prompts_that_are_the_same_are_computed_once(length: int, runs: list[int]) -> None:
+    """Whether they end with a block of the cache or in the middle of one."""
+    prompts = torch.randint(1, 64, (2, length), generator=torch.Generator().manual_seed(2))
+    given = {"input_ids": prompts[[0, 1, 0, 0]], "attention_mask": torch.ones(4, length, dtype=torch.long)}
+    settings = {"do_sample": True, "max_new_tokens": 20, "min_new_tokens": 20}
+    wanted, found, _ = both(make("llama").eval(), runs, **settings, **given)
+    assert torch.equal(found, wanted)
+    assert runs == ([2 * length] if 2 * length <= 64 else []) + [4] * 19
+
+
 @pytest.mark.parametrize(
     "settings",
     [

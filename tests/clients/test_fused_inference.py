@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from deepspeed.inference.cache.pages import Piece
+from deepspeed.inference.fused_generation import FusedGeneration
 from deepspeed.inference.generator import Generator
 from deepspeed.inference.kernels import quantize_linears
 from deepspeed.inference.model import fused
@@ -130,6 +132,27 @@ def test_who_listens_to_modules_is_heard(what: str, runs: list[int]) -> None:
     found = runner.forward([Piece(PROMPT, 0, [0, 1])])[0]
     assert heard and not runs
     torch.testing.assert_close(found, logits_of(module, PROMPT), rtol=1e-4, atol=1e-5)
+
+
+def test_the_forward_that_trl_puts_in_the_place_of_a_model_s(runs: list[int]) -> None:
+    """It is the model's own where logits are asked for, unless it stands in the place of one that is not."""
+    utils = pytest.importorskip("trl.trainer.utils")
+    if not hasattr(utils, "add_fused_lm_head"):
+        pytest.skip("this release of TRL has no such forward")
+    module: Any = make("llama").eval()
+    utils.add_fused_lm_head(module)
+    runner = runner_of(module)
+    given: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+    for listens in (False, True):
+        runs.clear()
+        found = runner.forward([Piece(PROMPT, 0, [0, 1])])[0]
+        torch.testing.assert_close(found, logits_of(module, PROMPT), rtol=1e-4, atol=1e-5)
+        made = FusedGeneration().generate(module, torch.tensor([PROMPT]), **given)
+        assert torch.equal(made, module.generate(torch.tensor([PROMPT]), **given))
+        assert bool(runs) is not listens
+        del module.forward
+        module.forward = partial(module.forward)
+        utils.add_fused_lm_head(module)
 
 
 def test_code_that_reads_something_else_is_left_to_torch() -> None:

@@ -22,6 +22,7 @@ from deepspeed.inference.cache.pages import LayerShape
 from deepspeed.inference.kernels import HostLinear, QuantizedLinear
 from deepspeed.inference.model.attention import AttentionTerms
 from deepspeed.inference.model.facts import LayoutError
+from deepspeed.inference.model.listeners import harmless_forward
 from deepspeed.ops.host_program import Activation, Matrix, Weights
 from deepspeed.ops.transformer.products import NativeLinear
 
@@ -111,7 +112,7 @@ class Watch:
 
     def __init__(self, module: nn.Module) -> None:
         modules = list(module.modules())
-        self._attributes = [each.__dict__ for each in modules]
+        self._forwards = [(each.__dict__, harmless_forward(each)) for each in modules]
         self._hooks = [hooks for each in modules for hooks in (each._forward_pre_hooks, each._forward_hooks)]
         self._tensors = [
             (kind, name)
@@ -131,7 +132,11 @@ class Watch:
         """Somebody wants to hear of the calls of a module, or has put something in the place of it or its forward."""
         return (
             any(self._hooks)
-            or any("forward" in each for each in self._attributes)
+            or any(
+                found is not harmless
+                for attributes, harmless in self._forwards
+                if (found := attributes.get("forward")) is not None
+            )
             or any(tuple(now.values()) != before for now, before in self._children)
         )
 
