@@ -408,3 +408,22 @@ def test_added_parameters_are_partitioned_like_another() -> None:
     with pytest.raises(RuntimeError, match="already belongs to an engine"):
         base.convert_to_zero_parameters([nn.Parameter(values)])
     engine.destroy()
+
+
+@pytest.mark.parametrize("checks", [True, False])
+@distributed(world_size=1)
+def test_whether_non_finite_gradients_skip_the_step(checks: bool) -> None:
+    engine, optimizer, _, _ = deepspeed.initialize(
+        model=nn.Linear(WIDTH, WIDTH),
+        config={
+            "train_micro_batch_size_per_gpu": 1,
+            "bf16": {"enabled": True, "check_grad_overflow": checks},
+            "optimizer": {"type": "Adam", "params": {"lr": 0.01}},
+            "zero_optimization": {"stage": 2},
+        },
+    )
+    assert optimizer.check_grad_overflow is checks
+    engine.backward(engine(torch.ones(1, WIDTH)).float().sum() * float("nan"))
+    engine.step()
+    assert engine.skipped_steps == int(checks)
+    engine.destroy()
