@@ -446,6 +446,11 @@ class DeepSpeedEngine(EngineData):
         """Sum over ranks what has so far only been accumulated locally."""
         self._require_core("allreduce_gradients").reducer.finish()
 
+    def set_all_reduce_hook(self, all_reduce_hook: Callable[[Tensor], None] | None) -> None:
+        """Call ``all_reduce_hook`` with every tensor of summed gradients that stays on this rank, to change in place:
+        for instance to average it with other replicas, which are no part of the data-parallel group (``mpu``)."""
+        self._require_core("set_all_reduce_hook").reducer.call_after_sums(all_reduce_hook)
+
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """Change the global batch by changing the accumulation steps; ValueError if it is not a multiple.
 

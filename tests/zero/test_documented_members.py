@@ -316,3 +316,114 @@ def test_returned_parameters_belong_to_the_caller_too() -> None:
         assert model._external_params == model[0].inner._external_params == {}
     engine.destroy()
     assert not hasattr(model, "_external_params")
+
+
+class Replica:
+    """Model-parallel unit of one of two replicas, each of which shards over two ranks."""
+
+    def __init__(self) -> None:
+        pairs = [dist.new_group(ranks=ranks) for ranks in ([0, 1], [2, 3])]
+        self.group = pairs[dist.get_rank() // 2]
+
+    def get_data_parallel_group(self) -> Any:
+        return self.group
+
+    def get_data_parallel_world_size(self) -> int:
+        return 2
+
+    def get_data_parallel_rank(self) -> int:
+        return dist.get_rank() % 2
+
+    def get_model_parallel_world_size(self) -> int:
+        return 1
+
+    def get_model_parallel_rank(self) -> int:
+        return 0
+
+    def get_model_parallel_group(self) -> Any:
+        return None
+
+
+def trained(stage: int, mpu: Replica | None, hook: Any = None) -> list[torch.Tensor]:
+    """Parameters after two updates, to which each of four ranks gives its own samples."""
+    torch.manual_seed(3)
+    engine, *_ = deepspeed.initialize(
+        model=nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)),
+        mpu=mpu,
+        config={
+            "train_micro_batch_size_per_gpu": 1,
+            "gradient_accumulation_steps": 2,
+            "optimizer": {"type": "Adam", "params": {"lr": 0.01}},
+            "zero_optimization": {"stage": stage, "reduce_bucket_size": 10},
+        },
+    )
+    engine.set_all_reduce_hook(hook)
+    torch.manual_seed(dist.get_rank())
+    for _ in range(4):
+        engine.backward(engine(torch.randn(1, WIDTH)).square().sum())
+        engine.step()
+    params = list(engine.module.parameters())
+    with deepspeed.zero.GatheredParameters(params):
+        values = [param.detach().clone() for param in params]
+    engine.destroy()
+    return values
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@distributed(world_size=4)
+def test_a_hook_averages_gradients_over_replicas(stage: int) -> None:
+    peers = [dist.new_group(ranks=ranks) for ranks in ([0, 2], [1, 3])][dist.get_rank() % 2]
+    called = []
+
+    def average(grads: torch.Tensor) -> None:
+        called.append(grads.numel())
+        dist.all_reduce(grads, group=peers)
+        grads.div_(2)
+
+    together = trained(stage, None)
+    replicas = trained(stage, Replica(), average)
+    assert called and sum(called) > 0
+    torch.testing.assert_close(replicas, together)
+
+
+@distributed(world_size=2)
+def test_added_parameters_are_partitioned_like_another() -> None:
+    with deepspeed.zero.Init(dtype=torch.bfloat16):
+        layer = nn.Linear(WIDTH, WIDTH, bias=False)
+    base: Any = layer.weight
+    values = torch.arange(5.0)
+    layer.adapter = added = nn.Parameter(values.clone())
+    base.convert_to_zero_parameters([added, base])
+    assert added.ds_tensor.dtype == torch.float32 and base.ds_tensor.dtype == torch.bfloat16  # type: ignore[attr-defined]
+    assert added.shape == torch.Size(partitioned_param_data_shape)
+    for param in (base, added):
+        assert param.ds_zero_partition_world_size == 2
+        assert param.ds_zero_partition_rank == param.get_partition_rank() == dist.get_rank()
+        assert param.get_partition_dp_group() is param.ds_process_group
+    with deepspeed.zero.GatheredParameters([added]):
+        assert torch.equal(added.data, values)
+    engine, _, _, _ = deepspeed.initialize(
+        model=layer, config={"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
+    )
+    with pytest.raises(RuntimeError, match="already belongs to an engine"):
+        base.convert_to_zero_parameters([nn.Parameter(values)])
+    engine.destroy()
+
+
+@pytest.mark.parametrize("checks", [True, False])
+@distributed(world_size=1)
+def test_whether_non_finite_gradients_skip_the_step(checks: bool) -> None:
+    engine, optimizer, _, _ = deepspeed.initialize(
+        model=nn.Linear(WIDTH, WIDTH),
+        config={
+            "train_micro_batch_size_per_gpu": 1,
+            "bf16": {"enabled": True, "check_grad_overflow": checks},
+            "optimizer": {"type": "Adam", "params": {"lr": 0.01}},
+            "zero_optimization": {"stage": 2},
+        },
+    )
+    assert optimizer.check_grad_overflow is checks
+    engine.backward(engine(torch.ones(1, WIDTH)).float().sum() * float("nan"))
+    engine.step()
+    assert engine.skipped_steps == int(checks)
+    engine.destroy()

@@ -31,7 +31,10 @@ class GradBucket:
     ``rank``: which slice is this rank's; ``counts``: whether its norm counts, as no other rank's counts the same ones.
     ``host``: set if the slice leaves the device (ZeRO-Offload) as soon as it is summed; ``reduced`` is then in host
     memory. ``new_slice(numel, dtype)`` creates the tensor that holds ``reduced`` if it has its own memory.
+    ``after_sum``: called with what each sum over ranks leaves on this rank, to change in place.
     """
+
+    after_sum: Callable[[Tensor], None] | None = None
 
     def __init__(
         self,
@@ -176,6 +179,8 @@ class GradBucket:
         pending, out, wire, borrowed = self.in_flight
         self.in_flight = None
         pending.wait()
+        if self.after_sum is not None and self.over_ranks is self.summed_over_ranks:
+            self.after_sum(out)
         leaving = None
         if self.host is not None:
             leaving = self._collect_on_host(self.host, out)

@@ -201,6 +201,11 @@ class ZeroOptimizer(ZeROOptimizer):
         """Whether the last step was skipped because of a non-finite gradient."""
         return self.last is not None and not self.last.applied
 
+    @property
+    def check_grad_overflow(self) -> bool:
+        """Whether steps with non-finite gradients are skipped: always in fp16, as ``bf16.check_grad_overflow`` says."""
+        return self.executor.plan.precision.check_overflow
+
     def check_overflow(self, *_: Any, **__: Any) -> bool:
         return self.overflow
 

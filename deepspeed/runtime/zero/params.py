@@ -77,10 +77,14 @@ _ATTRIBUTES = (
     "ds_status",
     "ds_tensor",
     "ds_zero_param_process_group",
+    "ds_zero_partition_rank",
+    "ds_zero_partition_world_size",
     "all_gather",
     "all_gather_coalesced",
     "aligned_size",
+    "convert_to_zero_parameters",
     "ds_summary",
+    "get_partition_dp_group",
     "get_partition_rank",
     "padding_size",
     "partition",
@@ -116,7 +120,9 @@ def convert(param: nn.Parameter, home: Home, position: int) -> None:
         all_gather,
         all_gather_coalesced,
         aligned_size,
+        convert_to_zero_parameters,
         ds_summary,
+        get_partition_dp_group,
         get_partition_rank,
         padding_size,
         partition,
@@ -150,6 +156,8 @@ def _house(param: nn.Parameter, home: Home, position: int) -> None:
     attributes: Any = param
     attributes.ds_home, attributes.ds_position = home, position
     attributes.ds_process_group = home.communicator.group
+    attributes.ds_zero_partition_rank = home.communicator.rank
+    attributes.ds_zero_partition_world_size = home.communicator.size
     local = home.local_part(position)
     local.ds_numel = local.numel()  # type: ignore[attr-defined]
     local.status = ZeroParamStatus.AVAILABLE  # type: ignore[attr-defined]
@@ -223,6 +231,24 @@ def padding_size(param: Any) -> int:
 
 def get_partition_rank(param: Any) -> int:
     return param.ds_home.communicator.rank
+
+
+def get_partition_dp_group(param: Any) -> Any:
+    return param.ds_process_group
+
+
+def convert_to_zero_parameters(param: Any, param_list: Iterable[nn.Parameter]) -> None:
+    """Partition ordinary parameters that were added to a model after ``zero.Init`` (adapters) as this one is, each in
+    its own dtype. Collective."""
+    shard_alike = getattr(param.ds_home, "shard_alike", None)
+    if shard_alike is None:
+        raise ZeRORuntimeException(
+            "convert_to_zero_parameters: this parameter already belongs to an engine; add parameters to the model "
+            "before deepspeed.initialize(), which partitions those that are not"
+        )
+    for each in param_list:
+        if not is_zero_param(each):
+            shard_alike(each)
 
 
 class MultipleAllGatherHandles:

@@ -97,6 +97,7 @@ class GradReducer:
         self._exposed: list[nn.Parameter] = []  # those whose ``grad`` is a view of the local sum
         self._shown: list[Tensor] = []  # these views, until the next backward
         self._late: dict[int, Tensor] = {}
+        self._after_sum: Callable[[Tensor], None] | None = None
         self.managed = False  # whether the caller calls flush() at the end of the running backward
         self._running = False  # between the beginning of a backward and its flush
         self._lost = ""  # name of a parameter that another engine trains by now
@@ -420,10 +421,18 @@ class GradReducer:
         self.used += [False] * len(params)
         self._expected += [1] * len(params)
         self.buckets += [bucket for bucket in buckets if bucket not in self.buckets]
+        self.call_after_sums(self._after_sum)
         if self.cadence is Cadence.NEVER:
             self._set_formats()
         self._lay_out()
         self.install_hooks()
+
+    def call_after_sums(self, hook: Callable[[Tensor], None] | None) -> None:
+        """Let ``hook`` change in place what each sum over ranks leaves on this rank. Sums are taken in one order on all
+        ranks, so it may communicate."""
+        self._after_sum = hook
+        for bucket in self.buckets:
+            bucket.after_sum = hook
 
     def sum_admitted(self, first: int, buckets: Sequence[GradBucket]) -> None:
         """Sum over ranks what autograd itself has accumulated so far for the parameters from number ``first`` on, which

@@ -70,6 +70,10 @@ class SoloShard:
         self.shard = shard if self.keep is None else self.keep(shard)
         zero_params.adopt(param, self, 0)
 
+    def shard_alike(self, param: nn.Parameter) -> None:
+        """Partition another, still whole, parameter over the same ranks."""
+        shard_alone(param, self.communicator, self.everyone, self.keep)
+
 
 def shard_alone(
     param: nn.Parameter,
