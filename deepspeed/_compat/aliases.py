@@ -359,6 +359,10 @@ NAMES: dict[str, dict[str, str]] = {
         ("NativePinnedMemory", "get_active_native_pinned_memory", "get_native_pinned_memory"),
         "deepspeed.ops.aio.native_pins",
     ),
+    "deepspeed.module_inject.layers": {
+        "_build_param_uc_restore_meta": "deepspeed.runtime.tensor_parallel.described:description",
+        "_get_param_uc_conversion_meta": "deepspeed.runtime.tensor_parallel.described:conversion_of",
+    },
     "deepspeed.utils.groups": {
         "_init_tp_mesh_device": "deepspeed.runtime.tensor_parallel.ranks:init_tp_mesh_device",
     },

@@ -69,8 +69,9 @@ class Described:
             if any(re.match(pattern, name) for pattern in entry["patterns"]):
                 dim = int(entry["partition_dim"])
                 extents = entry["shape"][dim]
-                sections = [int(e) for e in extents] if isinstance(extents, (tuple, list)) else None
-                return _split(name, shapes, dim, sections)
+                if isinstance(extents, (tuple, list)):
+                    return _split(name, shapes, dim, [int(e) for e in extents])
+                return _strided(name, shapes, dim, _count(entry["shape"], dim))
         if self.matches(constants.PARAMETER_WITH_2_SUB_PARAMS_CAT_DIM_0, name):
             return _strided(name, shapes, 0, 2)
         row = self.matches(constants.PARAMETER_WITH_ROW_PARALLELISM_PATTERNS, name) and len(shapes[0]) > 1
@@ -143,11 +144,15 @@ def _strided(name: str, shapes: Sequence[Shape], dim: int, stride: int) -> list[
         raise CheckpointError(f"{name}: {error}") from error
 
 
-def _split(name: str, shapes: Sequence[Shape], dim: int, sections: list[int] | None) -> list[Placement]:
+def _count(shape: Sequence[Any], dim: int) -> int:
+    """How many equal matrices lie side by side: parallel layers give their number, with -1 for the other dim, as in
+    (3, -1); Megatron's models give the extent, and are split as one."""
+    return int(shape[dim]) if -1 in shape and shape[dim] > 0 else 1
+
+
+def _split(name: str, shapes: Sequence[Shape], dim: int, sections: list[int]) -> list[Placement]:
     """``sections``: extents of the matrices side by side, each of which is split evenly."""
     count = len(shapes)
-    if sections is None:
-        return _strided(name, shapes, dim, 1)
     if any(size % count for size in sections) or sum(sections) != sum(shape[dim] for shape in shapes):
         raise CheckpointError(
             f"{name}: extents {sections} along dim {dim} do not fit {count} parts, {shapes[0]}"

@@ -13,6 +13,7 @@ from deepspeed.comm.collectives import Communicator
 from deepspeed.module_inject.plain_layers import EmbeddingLayer, Normalize, OPTEmbedding, RMSNormalize
 from deepspeed.runtime.tensor_parallel.config import AUTOTP_MODE
 from deepspeed.runtime.tensor_parallel.cuts import Cut
+from deepspeed.runtime.tensor_parallel.described import universal_checkpoint_info
 from deepspeed.runtime.tensor_parallel.fused_layers import SubParamLinearAllreduce, SubParamLinearLayer
 from deepspeed.runtime.tensor_parallel.layers import LinearAllreduce, LinearLayer
 from deepspeed.runtime.tensor_parallel.layers import TensorParallelLayer as TensorParallel_Layer
@@ -38,6 +39,7 @@ __all__ = [
     "TensorParallel_Layer",
     "VocabParallelLinear",
     "add_bias",
+    "collect_autotp_universal_checkpoint_info",
     "conv_LinearLayer",
     "get_auto_tp_mode",
     "is_autotp_training_mode",
@@ -47,6 +49,8 @@ __all__ = [
 conv_LinearLayer = LinearLayer
 Conv_LinearALlreduce = LinearAllreduce
 """Both know Transformers' ``Conv1D``."""
+
+collect_autotp_universal_checkpoint_info = universal_checkpoint_info
 
 Group = Communicator | ProcessGroup | None
 

@@ -93,7 +93,7 @@ def test_embedding_head_and_loss_are_spread_by_the_vocabulary(name: str, tmp_pat
             "gradient_clipping": 0.0,
             "optimizer": {"type": "SGD", "params": {"lr": 0.05}},
             "zero_optimization": {"stage": 1},
-            "tensor_parallel": {"autotp_size": 2},
+            "tensor_parallel": {"autotp_size": 2, "vocab_parallel_lm_head": True},
         }
         engine = deepspeed.initialize(model=model, config=config)[0]
         optimizer = torch.optim.SGD(whole.parameters(), lr=0.05)

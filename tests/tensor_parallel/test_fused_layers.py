@@ -11,16 +11,21 @@ from torch import nn
 
 import deepspeed
 from deepspeed import comm as dist
+from deepspeed.checkpoint.constants import AUTOTP_UNSUPPORTED_PARAMETER_PATTERNS
+from deepspeed.checkpoint.placement import Placement, placement_of
+from deepspeed.checkpoint.splits import Described
 from deepspeed.module_inject.autotp_config import AutoTPConfig
 from deepspeed.module_inject.layers import (
     LinearAllreduce,
     LinearLayer,
     SubParamLinearAllreduce,
     SubParamLinearLayer,
+    collect_autotp_universal_checkpoint_info,
     get_auto_tp_mode,
     is_autotp_training_mode,
     set_autotp_mode,
 )
+from deepspeed.runtime.tensor_parallel.cuts import Cut
 from deepspeed.runtime.tensor_parallel.mappings import gather_from
 from tests.pool import distributed
 
@@ -152,3 +157,40 @@ def test_rules_may_keep_every_layer_whole() -> None:
     engine.step()
     assert engine.get_global_grad_norm() == pytest.approx(torch.ones(4, 5).norm().item())
     engine.destroy()
+
+
+KINDS: dict[str, tuple[type, dict[str, Any]]] = {
+    "row": (LinearAllreduce, {}),
+    "column": (LinearLayer, {}),
+    "equal": (SubParamLinearLayer, {"shape": (3, -1)}),
+    "stated": (SubParamLinearLayer, {"shape": [[8, 4, 12], -1]}),
+    "inputs": (SubParamLinearAllreduce, {"shape": (-1, (4, 8))}),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@distributed(world_size=2)
+def test_what_a_model_says_of_its_layers_joins_their_parts(kind: str) -> None:
+    """Read as a checkpoint's ``universal_checkpoint_info``, it gives the boxes that the layers hold."""
+    layer_class, arguments = KINDS[kind]
+    model = nn.Module()
+    model.proj = layer_class(whole(12, 24), dist.get_world_group(), name="proj", **arguments)
+    model.norm = nn.LayerNorm(4)
+    info = Described(collect_autotp_universal_checkpoint_info(model))
+    for name, param in model.named_parameters():
+        found = info.placements(name, [tuple(param.shape)] * 2)[dist.get_rank()]
+        own: Placement = placement_of(param)
+        assert found.index(name).local_shape == tuple(param.shape)
+        assert (found.global_shape, _boxes(found)) == (own.global_shape, _boxes(own)), name
+
+
+def _boxes(placement: Placement) -> tuple[Any, ...]:
+    return placement.boxes or (tuple((0, size) for size in placement.global_shape),)
+
+
+def test_a_cut_without_words_is_named_as_such() -> None:
+    model = nn.Module()
+    layer = LinearLayer(whole(4, 6), cut=Cut(0, 6, (((4, 6), (0, 4)),)))
+    model.proj = layer
+    info = collect_autotp_universal_checkpoint_info(model)
+    assert info[AUTOTP_UNSUPPORTED_PARAMETER_PATTERNS] == [r"^proj\.weight$", r"^proj\.bias$"]

@@ -180,3 +180,15 @@ def test_16_bit_training_follows_fp32(precision: str) -> None:
     assert losses == pytest.approx([each[0] for each in expected], rel=0.03)
     assert engine.skipped_steps == 0
     engine.destroy()
+
+
+@distributed(world_size=2)
+def test_a_model_whose_head_is_to_be_split_by_words_but_has_none_is_refused() -> None:
+    column = {"patterns": [r".*0\.weight$"], "partition_type": "column", "gather_output": True}
+    section = {
+        "autotp_size": 2,
+        "vocab_parallel_lm_head": True,
+        "partition_config": {"use_default_specs": False, "layer_specs": [column]},
+    }
+    with pytest.raises(ValueError, match="vocab_parallel_lm_head: true requires a supported nn.Linear"):
+        deepspeed.initialize(model=nn.Sequential(nn.Linear(4, 8)), config=config(0, tensor_parallel=section))

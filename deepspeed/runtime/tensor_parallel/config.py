@@ -81,6 +81,11 @@ class TPTrainingConfig(DeepSpeedConfigModel):
         default=False, description="Overlap the all-reduce of one layer with the work of the next."
     )
     partition_config: TPPartitionConfig | None = Field(default=None, description="Your own rules.")
+    vocab_parallel_lm_head: bool = Field(
+        default=False,
+        description="Refuse a model whose output head cannot be split by words. (Heads that can be are, always: their "
+        "loss takes logits in parts.)",
+    )
     tensor_parallel: TPConfig = Field(default=TPConfig(), alias="tp", description="Groups at run time.")
     injection_policy_tuple: tuple[Any, ...] | None = Field(
         default=None, description="Layers whose output is summed over the ranks."

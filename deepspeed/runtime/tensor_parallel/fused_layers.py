@@ -38,6 +38,7 @@ class SubParamLinearLayer(LinearLayer):
         self_sizes = extents_of(module, shape, partition_dim, 0)
         super().__init__(module, mp_group, cut=_cut(self_sizes, mp_group), **kwargs)
         self.subparam_sizes = self._subparam_sizes = self_sizes
+        self._describe(shape)
 
 
 class SubParamLinearAllreduce(LinearAllreduce):
@@ -55,6 +56,7 @@ class SubParamLinearAllreduce(LinearAllreduce):
         self_sizes = extents_of(module, shape, partition_dim, 1)
         super().__init__(module, mp_group, cut=_cut(self_sizes, mp_group), **kwargs)
         self.subparam_sizes = self._subparam_sizes = self_sizes
+        self._describe(shape)
 
 
 def extents_of(module: nn.Module, shape: Shape, partition_dim: int, dim: int) -> tuple[int, ...]:

@@ -25,6 +25,7 @@ from deepspeed.runtime.zero.gathering.gathered import GatheredParameters
 from deepspeed.utils.untraced import untraced
 
 from .cuts import Cut, replicated
+from .described import describe
 from .logits import LogitsInParts
 from .mappings import copy_to, gather_from, shared_weight, split_to, sum_own
 from .overlapped import column_product
@@ -252,6 +253,17 @@ class _ParallelLinear(TensorParallelLayer):
         super()._keep(module, cuts, own=own)
         for param in self.parameters(recurse=False):  # as clients call them: on the parameter
             self.config_tp_params(param)
+        self._describe()
+
+    def _describe(self, shape: Sequence[Any] | None = None) -> None:
+        """``shape``: the matrices side by side, as the user has stated them."""
+        kind, cuts = "column" if self._splits_bias else "row", self._cuts()
+        for name, param in self.named_parameters(recurse=False):
+            describe(param, cuts.get(name), kind, is_bias=name == "bias", shape=shape)
+
+    def _cuts(self) -> dict[str, Cut]:
+        """Of the parameters of which each rank has a part."""
+        return {"weight": self.cut, **({"bias": self.cut.along(0)} if self._splits_bias else {})}
 
     def gather_params(self, params_list: Sequence[nn.Parameter]) -> None:
         """Make these parameters of the layer whole, in place. Collective; not of a layer that stage 3 trains."""
@@ -273,9 +285,7 @@ class _ParallelLinear(TensorParallelLayer):
         """Those of which each rank has a part, with their cuts."""
         if self.group.size == 1:
             return []
-        cuts = {id(self.weight): self.cut}
-        if self.bias is not None and self._splits_bias:
-            cuts[id(self.bias)] = self.cut.along(0)
+        cuts = {id(self._parameters[name]): cut for name, cut in self._cuts().items()}
         return [(param, cuts[id(param)]) for param in params_list if id(param) in cuts]
 
     def operands(self) -> tuple[Tensor, Tensor | None]:

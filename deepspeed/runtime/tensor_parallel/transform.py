@@ -24,6 +24,12 @@ class Context(Protocol):
     def say(self, text: str) -> None: ...
 
 
+_NO_HEAD = (
+    "tensor_parallel.vocab_parallel_lm_head: true requires a supported nn.Linear as the output head, with a row for "
+    "every word of the embedding; this model has none. Leave the key out: what can be split is split all the same"
+)
+
+
 class TensorParallelism:
     """Splits the layers of a module over the tensor-parallel ranks, as its graph and the config say."""
 
@@ -48,6 +54,8 @@ class TensorParallelism:
             plan = plan_module(whole, mesh.size("tp"), inputs=inputs, rules=rules, grain=grain)
         except PlanError as error:
             raise PlanError(f"{error}{_hint(whole)}") from error
+        if self.config.vocab_parallel_lm_head and not any(each.heads for each in plan.vocabulary):
+            raise PlanError(_NO_HEAD)
         if whole is not module:
             plan = plan.within(module)
         apply_plan(module, plan, mesh.communicator("tp"), context.became)

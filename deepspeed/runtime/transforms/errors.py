@@ -5,3 +5,7 @@ from __future__ import annotations
 
 class TransformError(RuntimeError):
     """A transform failed, came too late, or conflicts with another one; the message names it."""
+
+
+class TransformRefusedError(TransformError, ValueError):
+    """A transform refused the model or its settings with a ``ValueError``, which this stays for who catches those."""

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from deepspeed.checkpoint.originals import Expression, Originals
 from deepspeed.comm.mesh import ProcessMesh
 from deepspeed.config.plan import Plan
-from deepspeed.runtime.transforms.errors import TransformError
+from deepspeed.runtime.transforms.errors import TransformError, TransformRefusedError
 from deepspeed.runtime.transforms.inputs import InputTransform
 from deepspeed.runtime.transforms.ordering import INPUT_ORDER, MODULE_ORDER, in_order
 from deepspeed.runtime.transforms.structure import Changes, Structure, count
@@ -229,7 +229,8 @@ class _Run:
             state = "the module is as it was before"
             if lost:
                 state = f"the module is as it was before, except for {', '.join(lost[:3])}, changed in place"
-            raise TransformError(
+            kind = TransformRefusedError if isinstance(error, ValueError) else TransformError
+            raise kind(
                 f"transform {transform.name!r} failed: {type(error).__name__}: {error} ({state})"
             ) from error
 
