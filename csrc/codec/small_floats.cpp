@@ -203,12 +203,12 @@ DS_INLINE void write_scale(const Work &work, int64_t group) {
 
 // Codes of `group`, of at most kPiece elements from `first` on.
 template <class F, int N>
-DS_INLINE void encode_piece(const Work &work, int64_t group, int64_t first, int64_t most, const ds::Divisor &divisor) {
+DS_INLINE void encode_piece(const Work &work, int64_t group, int64_t first, const ds::Divisor &divisor) {
     const ds_float_groups &g = *work.groups;
     alignas(64) float buffer[kPiece];
     alignas(64) typename F::Code unpacked[kPiece];
     const int64_t begin = group * g.group + first;
-    const int64_t whole = g.group - first < most ? g.group - first : most, n = present(g, begin, whole);
+    const int64_t whole = g.group - first < kPiece ? g.group - first : kPiece, n = present(g, begin, whole);
     const void *coming = ds::at(static_cast<const void *>(work.values), begin + ahead_of(g), work.dtype);
     ds::fetch<false>(coming, n * ds::item_size(work.dtype));
     const float *x = n > 0 ? values_of(work, begin, buffer, n) : nullptr;
@@ -223,18 +223,17 @@ DS_INLINE void encode_piece(const Work &work, int64_t group, int64_t first, int6
     if constexpr (F::bits != 8) pack<F, N>(packed, codes, whole);
 }
 
-// Numbers whose codes the table does not have are encoded by pieces.
+// From the first numbers on whose codes the table does not have, the group is encoded by pieces: others may follow.
 template <class F, int N>
 DS_INLINE void look_up_group(const Work &work, int64_t group, const ds::Divisor &divisor) {
     const ds_float_groups &g = *work.groups;
-    const int64_t begin = group * g.group, n = present(g, begin, g.group), ahead = ahead_of(g);
+    const int64_t begin = group * g.group;
+    const uint16_t *x = static_cast<const uint16_t *>(work.values) + begin;
     ds::CodeTable<F> table;
     ds::make_table<F>(table, divisor);
-    for (int64_t i = 0; i < g.group; i += ds::kLookedUp) {
-        const uint16_t *x = static_cast<const uint16_t *>(work.values) + begin + i;
-        i += ds::look_up_codes<F>(g.codes + group * g.stride + i * F::bits / 8, x, n - i, ahead, table);
-        if (i < g.group) encode_piece<F, N>(work, group, i, ds::kLookedUp, divisor);
-    }
+    uint8_t *codes = g.codes + group * g.stride;
+    int64_t i = ds::look_up_codes<F>(codes, x, present(g, begin, g.group), ahead_of(g), table);
+    for (; i < g.group; i += kPiece) encode_piece<F, N>(work, group, i, divisor);
 }
 
 template <class F, int N>
@@ -247,7 +246,7 @@ DS_INLINE void encode_group(const Work &work, int64_t group) {
         const bool has_table = divisor.usual && g.group >= ds::kLeastLookups;
         if (work.dtype == DS_BFLOAT16 && has_table) return look_up_group<F, N>(work, group, divisor);
     }
-    for (int64_t i = 0; i < g.group; i += kPiece) encode_piece<F, N>(work, group, i, kPiece, divisor);
+    for (int64_t i = 0; i < g.group; i += kPiece) encode_piece<F, N>(work, group, i, divisor);
 }
 
 // The scales of a few groups first: none waits for its own.
