@@ -16,9 +16,8 @@ using ds::kPiece;
 constexpr int64_t kScale = 4;     // bytes
 constexpr int64_t kStep = 256;    // elements that are looked at together
 constexpr int64_t kAhead = 512;   // elements whose scales are found before they are encoded
-constexpr int64_t kFetch = 256;   // elements behind those that are on their way to the cache, with errors,
-constexpr int64_t kFetchAlone = 1536;  // without,
-constexpr int64_t kFetchLarge = 640;   // and of large blocks
+constexpr int64_t kFetch = 256;   // elements behind those that are on their way to the cache: without errors twice as many,
+constexpr int64_t kFetchLarge = 640;  // and with errors of large blocks
 constexpr int64_t kRing = 512;    // more than the blocks whose scales are found and that are not encoded
 
 struct Work {
@@ -154,7 +153,7 @@ DS_INLINE void encode_step(const Work &work, const Block &block, int64_t first, 
     const float *x = open(work, index, n, Form::padding, values);
     float *errors = kErrors ? open_errors(work, index, n, owed) : nullptr;
     const int64_t size = work.packets->block, read = index + (size < kAhead ? kAhead : size);
-    const int64_t ahead = reads_ahead<kErrors>(work) ? 0 : read + (kErrors ? kFetch : kFetchAlone);
+    const int64_t ahead = reads_ahead<kErrors>(work) ? 0 : read + (kErrors ? kFetch : 2 * kFetch);
     for (int64_t i = 0; i < n; i += kPiece) {
         if (ahead > 0) fetch_piece<kErrors>(work, ahead + i);
         uint8_t *some = to + i * Form::bits / 8;
