@@ -4,8 +4,9 @@
 // codes.h what stands for an element.
 //
 // Blocks come from memory once: the pass that finds the scales of a few leaves them in the first-level cache for the pass
-// that encodes them. The first only reads, so that errors are written once, when they are what encoding took away. While
-// some blocks are encoded, others are on their way: as far ahead as memory takes to answer and the cache has room for.
+// that encodes them. The first only reads, so that errors are written once, when they are what encoding took away.
+// Meanwhile others are on their way: as far ahead as memory takes to answer, and no further. They are asked for while blocks
+// are encoded; large blocks, of which that would be too early, while scales are looked for.
 #include "codes.h"
 
 namespace {
@@ -15,7 +16,8 @@ using ds::kPiece;
 constexpr int64_t kScale = 4;     // bytes
 constexpr int64_t kStep = 256;    // elements that are looked at together
 constexpr int64_t kAhead = 512;   // elements whose scales are found before they are encoded
-constexpr int64_t kFetch = 768;   // elements behind those that are on their way to the cache
+constexpr int64_t kFetch = 256;   // elements behind those that are on their way to the cache: without errors twice as many,
+constexpr int64_t kFetchLarge = 640;  // and with errors of large blocks
 constexpr int64_t kRing = 512;    // more than the blocks whose scales are found and that are not encoded
 
 struct Work {
@@ -84,6 +86,17 @@ DS_INLINE uint32_t key_of(const Work &work, const Block &block, uint32_t hash) {
     return ds::mix(hash + ds::mix(uint32_t(number) + ds::mix(work.packets->seed + uint32_t(number >> 32))));
 }
 
+// A piece of elements from `index` on.
+template <bool kErrors>
+DS_INLINE void fetch_piece(const Work &work, int64_t index) {
+    ds::fetch<false>(ds::at(static_cast<const void *>(work.values), index, work.dtype), kPiece * ds::item_size(work.dtype));
+    if constexpr (kErrors) ds::fetch<true>(work.errors + index, kPiece * 4);
+}
+
+// Whether elements are asked for by what looks for scales.
+template <bool kErrors>
+DS_INLINE bool reads_ahead(const Work &work) { return kErrors && work.packets->block > kAhead; }
+
 // Reads blocks step by step, and writes their scales.
 template <class Form, int N, bool kErrors>
 class Reader {
@@ -105,7 +118,11 @@ class Reader {
         const int64_t n = block.numel - done < kStep ? block.numel - done : kStep, index = block.first + done;
         const float *x = open(work, index, n, 0.0f, values);
         const float *owed = kErrors ? open_errors(work, index, n, errors) : nullptr;
-        for (int64_t i = 0; i < n; i += kPiece) scan.template take<kErrors>(x + i, kErrors ? owed + i : nullptr);
+        const bool ahead = reads_ahead<kErrors>(work);
+        for (int64_t i = 0; i < n; i += kPiece) {
+            if (ahead) fetch_piece<kErrors>(work, index + i + kFetchLarge);
+            scan.template take<kErrors>(x + i, kErrors ? owed + i : nullptr);
+        }
         done += n;
         if (done < block.numel) return;
         const float scale = scan.scale(block.numel);
@@ -125,15 +142,6 @@ class Reader {
     uint32_t keys[Form::random ? kRing : 1];
 };
 
-// What is encoded some time after elements from `index` on.
-template <bool kErrors>
-DS_INLINE void fetch_next(const Work &work, int64_t index) {
-    const int64_t block = work.packets->block, ahead = (block < kAhead ? kAhead : block) + (kErrors ? kFetch : 2 * kFetch);
-    const void *memory = ds::at(static_cast<const void *>(work.values), index + ahead, work.dtype);
-    ds::fetch<false>(memory, kPiece * ds::item_size(work.dtype));
-    if constexpr (kErrors) ds::fetch<true>(work.errors + index + ahead, kPiece * 4);
-}
-
 template <class Form, int N, bool kErrors>
 DS_INLINE void encode_step(const Work &work, const Block &block, int64_t first, int64_t n, float scale,
                            const ds::Divisor &divisor, uint32_t key) {
@@ -144,8 +152,10 @@ DS_INLINE void encode_step(const Work &work, const Block &block, int64_t first, 
     uint8_t *codes = codes_of(work, block.row, block.begin + first), *to = whole ? codes : rest;
     const float *x = open(work, index, n, Form::padding, values);
     float *errors = kErrors ? open_errors(work, index, n, owed) : nullptr;
+    const int64_t size = work.packets->block, read = index + (size < kAhead ? kAhead : size);
+    const int64_t ahead = reads_ahead<kErrors>(work) ? 0 : read + (kErrors ? kFetch : 2 * kFetch);
     for (int64_t i = 0; i < n; i += kPiece) {
-        fetch_next<kErrors>(work, index + i);
+        if (ahead > 0) fetch_piece<kErrors>(work, ahead + i);
         uint8_t *some = to + i * Form::bits / 8;
         float *owing = kErrors ? errors + i : nullptr;
         Form::template encode<N, kErrors>(some, x + i, owing, scale, divisor, key + uint32_t(first + i));

@@ -6,10 +6,7 @@
 #include <atomic>
 
 #include "divisor.h"
-
-#if defined(__GNUC__) && defined(__x86_64__)
-#include <immintrin.h>
-#endif
+#include "look_up.h"
 
 namespace {
 
@@ -181,6 +178,9 @@ DS_INLINE int64_t present(const ds_float_groups &g, int64_t first, int64_t n) {
     return left < 0 ? 0 : left < n ? left : n;
 }
 
+// Elements between those that are encoded and those asked of the memory: behind what the search for scales has read.
+DS_INLINE int64_t ahead_of(const ds_float_groups &g) { return g.group < kAhead ? kAhead : g.group; }
+
 template <class F, bool kFused>
 DS_INLINE void encode_all(typename F::Code *codes, const float *x, int64_t n, const ds::Divisor &scale) {
     float rounded;
@@ -201,30 +201,52 @@ DS_INLINE void write_scale(const Work &work, int64_t group) {
     std::memcpy(g.scales + group * g.scale_stride, &scale, sizeof scale);
 }
 
+// Codes of `group`, of at most kPiece elements from `first` on.
+template <class F, int N>
+DS_INLINE void encode_piece(const Work &work, int64_t group, int64_t first, const ds::Divisor &divisor) {
+    const ds_float_groups &g = *work.groups;
+    alignas(64) float buffer[kPiece];
+    alignas(64) typename F::Code unpacked[kPiece];
+    const int64_t begin = group * g.group + first;
+    const int64_t whole = g.group - first < kPiece ? g.group - first : kPiece, n = present(g, begin, whole);
+    const void *coming = ds::at(static_cast<const void *>(work.values), begin + ahead_of(g), work.dtype);
+    ds::fetch<false>(coming, n * ds::item_size(work.dtype));
+    const float *x = n > 0 ? values_of(work, begin, buffer, n) : nullptr;
+    uint8_t *packed = g.codes + group * g.stride + first * F::bits / 8;
+    typename F::Code *codes = unpacked;
+    if constexpr (F::bits == 8) codes = packed;
+    if (divisor.usual)
+        encode_all<F, ds::kHasFused<N>>(codes, x, n, divisor);
+    else
+        encode_all<F, false>(codes, x, n, divisor);
+    for (int64_t j = n; j < whole; ++j) codes[j] = 0;
+    if constexpr (F::bits != 8) pack<F, N>(packed, codes, whole);
+}
+
+// From the first numbers on whose codes the table does not have, the group is encoded by pieces: others may follow.
+template <class F, int N>
+DS_INLINE void look_up_group(const Work &work, int64_t group, const ds::Divisor &divisor) {
+    const ds_float_groups &g = *work.groups;
+    const int64_t begin = group * g.group;
+    const uint16_t *x = static_cast<const uint16_t *>(work.values) + begin;
+    ds::CodeTable<F> table;
+    ds::make_table<F>(table, divisor);
+    uint8_t *codes = g.codes + group * g.stride;
+    int64_t i = ds::look_up_codes<F>(codes, x, present(g, begin, g.group), ahead_of(g), table);
+    for (; i < g.group; i += kPiece) encode_piece<F, N>(work, group, i, divisor);
+}
+
 template <class F, int N>
 DS_INLINE void encode_group(const Work &work, int64_t group) {
     const ds_float_groups &g = *work.groups;
-    const int64_t begin = group * g.group, size = ds::item_size(work.dtype);
-    alignas(64) float buffer[kPiece];
-    alignas(64) typename F::Code unpacked[kPiece];
     float scale;
     std::memcpy(&scale, g.scales + group * g.scale_stride, sizeof scale);
     const ds::Divisor divisor = ds::divisor_of(scale);
-    for (int64_t i = 0; i < g.group; i += kPiece) {
-        const int64_t whole = g.group - i < kPiece ? g.group - i : kPiece, n = present(g, begin + i, whole);
-        const int64_t ahead = begin + i + (g.group < kAhead ? kAhead : g.group);
-        ds::fetch<false>(ds::at(static_cast<const void *>(work.values), ahead, work.dtype), n * size);
-        const float *x = n > 0 ? values_of(work, begin + i, buffer, n) : nullptr;
-        uint8_t *packed = g.codes + group * g.stride + i * F::bits / 8;
-        typename F::Code *codes = unpacked;
-        if constexpr (F::bits == 8) codes = packed;
-        if (divisor.usual)
-            encode_all<F, ds::kHasFused<N>>(codes, x, n, divisor);
-        else
-            encode_all<F, false>(codes, x, n, divisor);
-        for (int64_t j = n; j < whole; ++j) codes[j] = 0;
-        if constexpr (F::bits != 8) pack<F, N>(packed, codes, whole);
+    if constexpr (N == 16 && F::bits != 4) {
+        const bool has_table = divisor.usual && g.group >= ds::kLeastLookups;
+        if (work.dtype == DS_BFLOAT16 && has_table) return look_up_group<F, N>(work, group, divisor);
     }
+    for (int64_t i = 0; i < g.group; i += kPiece) encode_piece<F, N>(work, group, i, divisor);
 }
 
 // The scales of a few groups first: none waits for its own.
@@ -238,41 +260,6 @@ DS_INLINE void encode_all_groups(const Work &work, int64_t begin, int64_t end) {
     }
 }
 
-constexpr int64_t kLeastLookups = 256;  // in a group; for fewer the table does not pay
-
-// bfloat16 of codes of at most 8 bits from a table of what their magnitudes are, where registers hold it: a few instructions
-// look up 32 numbers. Returns how many it has found. Not a part of the kernel: such instructions are chosen where a function
-// is compiled, not where it is inlined.
-#if defined(__GNUC__) && defined(__x86_64__)
-template <class F>
-__attribute__((target("arch=x86-64-v4,prefer-vector-width=512"), noinline))
-int64_t look_up(uint16_t *to, const uint8_t *codes, int64_t n, const uint16_t *table) {
-    constexpr int64_t lanes = 32;
-    __m512i parts[F::sign / lanes];
-    std::memcpy(parts, table, sizeof parts);
-    int64_t done = 0;
-    for (; done + lanes <= n; done += lanes) {
-        const __m512i code = _mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i *>(codes + done)));
-        __m512i found;
-        if constexpr (F::bits == 8) {
-            const __mmask32 upper = _mm512_test_epi16_mask(code, _mm512_set1_epi16(64));
-            const __m512i low = _mm512_permutex2var_epi16(parts[0], code, parts[1]);
-            found = _mm512_mask_mov_epi16(low, upper, _mm512_permutex2var_epi16(parts[2], code, parts[3]));
-        } else {
-            found = _mm512_permutexvar_epi16(code, parts[0]);
-        }
-        const __mmask32 numbers = _mm512_cmple_epu16_mask(found, _mm512_set1_epi16(0x7f80));  // others have no sign
-        const __m512i signs = _mm512_and_si512(_mm512_slli_epi16(code, 16 - F::bits), _mm512_set1_epi16(short(0x8000)));
-        found = _mm512_or_si512(found, _mm512_maskz_mov_epi16(numbers, signs));
-        _mm512_storeu_si512(to + done, found);
-    }
-    return done;
-}
-#else
-template <class F>
-int64_t look_up(uint16_t *, const uint8_t *, int64_t, const uint16_t *) { return 0; }
-#endif
-
 template <class F, int N>
 DS_INLINE void decode_group(const Work &work, int64_t group) {
     const ds_float_groups &g = *work.groups;
@@ -282,7 +269,7 @@ DS_INLINE void decode_group(const Work &work, int64_t group) {
     float scale;
     std::memcpy(&scale, g.scales + group * g.scale_stride, sizeof scale);
     constexpr bool kTable = N == 16 && (F::bits == 6 || F::bits == 8);
-    const bool looks_up = kTable && work.dtype == DS_BFLOAT16 && g.group >= kLeastLookups;
+    const bool looks_up = kTable && work.dtype == DS_BFLOAT16 && g.group >= ds::kLeastLookups;
     alignas(64) uint16_t table[128];  // of the group's magnitudes
     if constexpr (kTable) {
         if (looks_up) {
@@ -303,7 +290,7 @@ DS_INLINE void decode_group(const Work &work, int64_t group) {
             unpack<F, N>(unpacked, packed, whole, end - packed);
         void *target = ds::at(work.values, begin + i, work.dtype);
         int64_t done = 0;
-        if constexpr (kTable) done = looks_up ? look_up<F>(static_cast<uint16_t *>(target), codes, n, table) : 0;
+        if constexpr (kTable) done = looks_up ? ds::look_up_numbers<F>(static_cast<uint16_t *>(target), codes, n, table) : 0;
         target = ds::at(target, done, work.dtype);
         float *values = work.dtype == DS_FLOAT32 ? static_cast<float *>(target) : buffer;
         DS_IVDEP for (int64_t j = 0; j < n - done; ++j) values[j] = ds::widen_small<F>(codes[done + j]) * scale;

@@ -15,6 +15,10 @@
 #include "mixing.h"
 #include "small_floats.h"
 
+#if defined(__GNUC__) && defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
 namespace ds {
 
 constexpr int64_t kPiece = 64;
@@ -27,30 +31,59 @@ constexpr int64_t kSumLanes = 32;
 using FourFloats = float __attribute__((vector_size(16)));
 using FourBits = uint32_t __attribute__((vector_size(16)));
 using FourDoubles = double __attribute__((vector_size(32)));
-using EightFloats = float __attribute__((vector_size(32)));
-using EightBits = uint32_t __attribute__((vector_size(32)));
-using EightDoubles = double __attribute__((vector_size(64)));
+#endif
+
+// With registers of 512 bits, of which compilers make parts where vectors are converted or become bits. Not parts of a
+// kernel's body: such instructions are chosen where a function is compiled, not where it is inlined.
+#if defined(__GNUC__) && defined(__x86_64__)
+#define DS_WIDE_SIGNS __attribute__((target("arch=x86-64-v4,prefer-vector-width=512"), noinline))
+template <bool kErrors>
+DS_WIDE_SIGNS void add_magnitudes_wide(double (&lane)[kSumLanes], const float *x, const float *errors) {
+    constexpr int64_t width = 8, several = kSumLanes / width;
+    const __m256 magnitude = _mm256_castsi256_ps(_mm256_set1_epi32(0x7fffffff));
+    __m512d sums[several];
+    std::memcpy(sums, lane, sizeof sums);
+    DS_UNROLL for (int64_t i = 0; i < kPiece; i += width) {
+        __m256 wanted = _mm256_loadu_ps(x + i);
+        if constexpr (kErrors) wanted = _mm256_add_ps(wanted, _mm256_loadu_ps(errors + i));
+        const __m512d wide = _mm512_maskz_cvtps_pd(0xff, _mm256_and_ps(wanted, magnitude));
+        sums[i / width % several] = _mm512_add_pd(sums[i / width % several], wide);
+    }
+    std::memcpy(lane, sums, sizeof sums);
+}
+
+template <bool kErrors>
+DS_WIDE_SIGNS void encode_signs_wide(uint8_t *codes, const float *x, float *errors, float scale) {
+    const __m512 up = _mm512_set1_ps(scale), down = _mm512_set1_ps(-scale);
+    DS_UNROLL for (int64_t i = 0; i < kPiece; i += 16) {
+        __m512 wanted = _mm512_loadu_ps(x + i);
+        if constexpr (kErrors) wanted = _mm512_add_ps(wanted, _mm512_loadu_ps(errors + i));
+        const __mmask16 bits = _mm512_cmp_ps_mask(wanted, _mm512_setzero_ps(), _CMP_GE_OQ);
+        std::memcpy(codes + i / 8, &bits, sizeof bits);
+        if constexpr (kErrors) _mm512_storeu_ps(errors + i, _mm512_sub_ps(wanted, _mm512_mask_blend_ps(bits, down, up)));
+    }
+}
 #endif
 
 // Magnitudes are summed in lanes, see [Note: lanes], of which the last halves are added to the first.
 template <int N, bool kErrors>
 DS_INLINE void add_magnitudes(double (&lane)[kSumLanes], const float *x, const float *errors) {
 #if defined(__GNUC__)  // vectors that every set has or has halves of, so that sums stay in registers
-    using Floats = std::conditional_t<N == 16, EightFloats, FourFloats>;
-    using Bits = std::conditional_t<N == 16, EightBits, FourBits>;
-    using Doubles = std::conditional_t<N == 16, EightDoubles, FourDoubles>;
-    constexpr int64_t width = sizeof(Floats) / sizeof(float), several = kSumLanes / width;
-    Doubles sums[several];
+#if defined(__x86_64__)
+    if constexpr (N == 16) return add_magnitudes_wide<kErrors>(lane, x, errors);
+#endif
+    constexpr int64_t width = 4, several = kSumLanes / width;
+    FourDoubles sums[several];
     std::memcpy(sums, lane, sizeof sums);
 #pragma GCC unroll 16
     for (int64_t i = 0; i < kPiece; i += width) {
-        Floats wanted, owed;
+        FourFloats wanted, owed;
         std::memcpy(&wanted, x + i, sizeof wanted);
         if constexpr (kErrors) {
             std::memcpy(&owed, errors + i, sizeof owed);
             wanted += owed;
         }
-        sums[i / width % several] += __builtin_convertvector(Floats(Bits(wanted) & 0x7fffffffu), Doubles);
+        sums[i / width % several] += __builtin_convertvector(FourFloats(FourBits(wanted) & 0x7fffffffu), FourDoubles);
     }
     std::memcpy(lane, sums, sizeof sums);
 #else
@@ -117,6 +150,9 @@ struct Signs {
     template <int N, bool kErrors>
     static DS_INLINE_MEMBER void encode(uint8_t *codes, const float *x, float *errors, float scale, const Divisor &,
                                         uint32_t) {
+#if defined(__GNUC__) && defined(__x86_64__)
+        if constexpr (N == 16) return encode_signs_wide<kErrors>(codes, x, errors, scale);
+#endif
         alignas(64) float sums[kPiece];
         const float *wanted = x;
         if constexpr (kErrors) {

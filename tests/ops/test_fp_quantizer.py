@@ -161,6 +161,21 @@ def test_kernel_and_pytorch_give_the_same_bytes(bits: int, monkeypatch: pytest.M
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
+@pytest.mark.parametrize("bits", [6, 8, 12])
+def test_every_bfloat16_by_definition(bits: int) -> None:
+    """All up to a largest number, zeros and subnormal ones among them."""
+    bits_of_largest = [0x3F80, 0x3F81, 0x3FB5, 0x3FFF, 0x0123, 0x2080, 0x5FAB, 0x7F7F]
+    for last in [*bits_of_largest, *torch.randint(0x1000, 0x7F7F, (20,)).tolist()]:
+        magnitudes = torch.arange(last, last - (last + 1) // 4 * 4, -1, dtype=torch.int16).view(
+            torch.bfloat16
+        )
+        x = torch.where(torch.rand(len(magnitudes)) < 0.5, -magnitudes, magnitudes)
+        quantizer = FP_Quantize(QuantizationConfig(group_size=len(x)))
+        codes, scale = quantizer.quantize(x, q_bits=bits, return_meta_tensor=True)
+        expected = FORMATS[bits].encode(x.float() / scale.view(()))
+        assert torch.equal(unpack(codes.view(1, -1), bits)[0], expected)
+
+
 def test_rows_of_a_choice() -> None:
     x = torch.randn(6, 2, 32)
     quantizer = FP_Quantize(QuantizationConfig(group_size=32))
