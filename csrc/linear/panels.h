@@ -1,8 +1,8 @@
 // Products of a panel of rows, up to 16, with 16 rows of a matrix at a time. Included by tiles.h.
 //
 // [Note: panels] Of one row, the memory decides how long a product takes; of 16, the multiplications take as long, and all
-// that keeps them waiting. So columns are cut into chunks, of which the inputs of all rows stay in the first-level cache
-// while the weights of 16 outputs go by; the weights that come next are asked of the memory a line at a time all the while,
+// that keeps them waiting. So columns are cut into chunks, of which a tile's inputs and weights fit the first-level cache
+// and the inputs of all rows the second; the weights that come next are asked of the memory a line at a time all the while,
 // as they lie; and at the end, 16 sums at a time are added up across their lanes, those of a tile while they are in
 // registers. A lane adds what it adds in tiles.h, in that order.
 
