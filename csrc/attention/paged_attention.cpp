@@ -30,14 +30,6 @@ constexpr int64_t kChains = 4;    // sums that are computed beside each other: a
 constexpr int64_t kBlocks = 4;    // of which scores are computed together
 constexpr int64_t kLine = 64;
 
-DS_INLINE void ask_for(const char *line) {
-#if defined(__GNUC__)
-    __builtin_prefetch(line, 0, 2);
-#else
-    (void)line;
-#endif
-}
-
 // to[c][r][0..16) = query[r] times the keys of 16 tokens, of C of those beside each other; `keys` [size][stride]. One line
 // at `ask` is asked of the memory with each number of a key.
 template <int64_t R, int64_t C>
@@ -48,7 +40,7 @@ DS_INLINE void score_lanes(const float *query, int64_t size, const float *const 
         DS_UNROLL for (int64_t c = 0; c < C; ++c) {
             Lanes key;
             load(key, keys[c] + d * stride);
-            ask_for(ask[c] + d * kLine);
+            ds::ask_for(ask[c] + d * kLine);
             DS_UNROLL for (int64_t r = 0; r < R; ++r) sums[r][c] += query[r * size + d] * key;
         }
     DS_UNROLL for (int64_t r = 0; r < R; ++r)
@@ -66,7 +58,7 @@ DS_INLINE void add_vectors(const float *weights, int64_t weights_stride, const f
         DS_UNROLL for (int64_t v = 0; v < D; ++v) {
             Lanes value;
             load(value, values + j * size + v * kLanes);
-            ask_for(ask + (j * D + v) * kLine);
+            ds::ask_for(ask + (j * D + v) * kLine);
             DS_UNROLL for (int64_t r = 0; r < R; ++r) total[r][v] += weights[r * weights_stride + j] * value;
         }
     DS_UNROLL for (int64_t r = 0; r < R; ++r)

@@ -181,6 +181,15 @@ DS_INLINE void fetch(const void *memory, int64_t bytes) {
 #endif
 }
 
+// A line on its way to the second-level cache, where it drives nothing out of the first.
+DS_INLINE void ask_for(const void *line) {
+#if defined(__GNUC__)
+    __builtin_prefetch(line, 0, 2);
+#else
+    (void)line;
+#endif
+}
+
 // ---- the low-precision copy -----------------------------------------------------------------------------------------
 
 constexpr int64_t kCopyBlock = 128;                 // elements; see [Note: copies past the cache]

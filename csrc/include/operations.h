@@ -66,11 +66,7 @@ class Ahead {
     Ahead(const char *memory, int64_t bytes) : next_(memory), end_(memory + bytes) {}
 
     void fetch(int64_t lines) {
-#if defined(__GNUC__)
-        for (; lines > 0 && next_ < end_; --lines, next_ += 64) __builtin_prefetch(next_, 0, 2);
-#else
-        (void)lines;
-#endif
+        for (; lines > 0 && next_ < end_; --lines, next_ += 64) ask_for(next_);
     }
 
   private:

@@ -81,7 +81,7 @@ DS_INLINE void add_floats(const Work &work, const char *matrix, const char *inpu
         Words weights[N];
         for (int64_t n = 0; n < N; ++n) load_words(weights[n], matrix + n * work.row_bytes + byte);
         if constexpr (asks)
-            for (int64_t n = 0; n < N; ++n) __builtin_prefetch(matrix + n * work.row_bytes + byte + work.ahead, 0, 2);
+            for (int64_t n = 0; n < N; ++n) ds::ask_for(matrix + n * work.row_bytes + byte + work.ahead);
         for (int64_t r = 0; r < R; ++r) {
             Words input;
             load_words(input, inputs + r * work.input_bytes + byte);
@@ -133,7 +133,7 @@ DS_INLINE void add_integers(const Work &work, const char *matrix, const char *in
         for (int64_t n = 0; n < N; ++n) load_words(given[n], matrix + n * work.row_bytes + column * bits / 8);
         if constexpr (asks)
             for (int64_t n = 0; n < N; ++n)
-                __builtin_prefetch(matrix + n * work.row_bytes + column * bits / 8 + work.ahead, 0, 2);
+                ds::ask_for(matrix + n * work.row_bytes + column * bits / 8 + work.ahead);
         for (int32_t part = 0; part < parts; ++part) {
             Words weights[N];
             for (int64_t n = 0; n < N; ++n) take_part<bits>(weights[n], given[n], part);
@@ -152,8 +152,8 @@ struct Asked {
     const char *first, *second;
 
     DS_INLINE_MEMBER void ask(int64_t byte) const {
-        __builtin_prefetch(first + byte, 0, 2);
-        __builtin_prefetch(second + byte, 0, 2);
+        ds::ask_for(first + byte);
+        ds::ask_for(second + byte);
     }
 };
 
@@ -178,7 +178,7 @@ DS_INLINE void add_bytes(const Work &work, const char *matrix, const char *input
         DS_UNROLL for (int64_t n = 0; n < N; ++n) {
             const char *from = matrix + n * work.row_bytes + column * bits / 8;
             const __m512i given = _mm512_loadu_si512(from);
-            if constexpr (asks) __builtin_prefetch(from + work.ahead, 0, 2);
+            if constexpr (asks) ds::ask_for(from + work.ahead);
             if constexpr (bits == 8) {
                 weights[0][n] = _mm512_xor_si512(given, half);
             } else {  // (given ^ half) & mask
