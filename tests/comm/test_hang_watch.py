@@ -9,6 +9,7 @@ import gc
 import os
 import re
 import signal
+import subprocess
 import textwrap
 import threading
 from collections.abc import Iterator
@@ -30,6 +31,7 @@ from tests.engine.test_step_cost import calls_of
 from tests.pool import ROOT, distributed, free_port
 
 SECONDS = 1.0
+SETUP_SECONDS = 8.0  # forty processes start at once, and one may import while the other waits for it
 
 # An engine of two ranks; `step` trains.
 PROLOGUE = """
@@ -38,6 +40,7 @@ from datetime import timedelta
 import torch
 import deepspeed
 from deepspeed import comm as dist
+from deepspeed.comm import hang_watch
 from deepspeed.comm.pending import explanation
 rank = int(os.environ["RANK"])
 dist.init_distributed("gloo", init_method=os.environ["TEST_STORE"], rank=rank, world_size=2, verbose=False,
@@ -46,13 +49,16 @@ torch.manual_seed(0)
 model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
 config = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
           "zero_optimization": {"stage": 1},
-          "comm": {"hang_report_seconds": float(os.environ["TEST_SECONDS"]),
+          "comm": {"hang_report_seconds": float(os.environ["TEST_SETUP_SECONDS"]),
                    "shared_memory": os.environ["DS_SHM"] == "1"}}
 engine = deepspeed.initialize(model=model, config=config)[0]
 wire = engine.mesh.communicator("dp")
 def step():
     engine.backward(engine(torch.ones(2, 8)).mean())
     engine.step()
+def report_after(seconds):
+    for each in hang_watch._watch.networks:
+        each.hang_report_seconds = float(seconds)
 def wait_for_the_report():
     time.sleep(60)
 def leave_after_the_report():
@@ -61,6 +67,7 @@ def leave_after_the_report():
     sys.stdout.flush()
     os._exit(0)
 step()
+report_after(os.environ["TEST_SECONDS"])
 if str(rank) == os.environ["TEST_LEAVES"]:
     threading.Thread(target=leave_after_the_report, daemon=True).start()
 """
@@ -238,7 +245,9 @@ SCENARIOS: dict[str, tuple[str, str, str]] = {
         stages = PipelineModule([LayerSpec(Block, 8, 8) for _ in range(4)], num_stages=2,
                                 loss_fn=lambda x, y: x.mean())
         config["gradient_accumulation_steps"] = 4
+        report_after(os.environ["TEST_SETUP_SECONDS"])
         pipeline = deepspeed.initialize(model=stages, config=config)[0]
+        report_after(os.environ["TEST_SECONDS"])
         pipeline.train_batch(iter(lambda: (torch.ones(2, 8), torch.ones(2)), None))
         """,
         r"rank 0 waiting for rank 1.*missing: rank 1 \(.*\) is not in receiving from a neighbour; it is running "
@@ -284,6 +293,7 @@ class Job:
             "TEST_TIMEOUT": str(timeout_s),
             "TEST_LEAVES": str(reporter) if timeout_s > 10 else "none",
             "TEST_SECONDS": str(SECONDS),
+            "TEST_SETUP_SECONDS": str(SETUP_SECONDS),
             "TEST_STORE": f"file://{folder}/store" if reporter == 0 else f"tcp://127.0.0.1:{free_port()}",
             "WORLD_SIZE": "2",
             "OMP_NUM_THREADS": "1",
@@ -571,7 +581,12 @@ def test_ds_stacks_asks_every_rank() -> None:
 
 
 def test_ds_stacks_without_a_job(capsys: pytest.CaptureFixture[str]) -> None:
-    assert stacks.main([str(os.getpid())]) == 1
+    idle = subprocess.Popen(["sleep", "60"])  # the scenarios' jobs may still be children of this process
+    try:
+        assert stacks.main([str(idle.pid)]) == 1
+    finally:
+        idle.kill()
+        idle.wait()
     assert "no ranks of a running job" in capsys.readouterr().err
 
 
