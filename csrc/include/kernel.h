@@ -30,11 +30,13 @@
 #if defined(__GNUC__)
 #define DS_INLINE static inline __attribute__((always_inline))
 #define DS_INLINE_MEMBER inline __attribute__((always_inline))
+#define DS_APART __attribute__((noinline))
 #define DS_IVDEP _Pragma("GCC ivdep")
 #define DS_UNROLL _Pragma("GCC unroll 16") // whole, so that arrays of vectors are registers
 #else
 #define DS_INLINE static inline
 #define DS_INLINE_MEMBER inline
+#define DS_APART
 #define DS_IVDEP
 #define DS_UNROLL
 #endif

@@ -147,37 +147,49 @@ DS_INLINE float sum(const Lanes &lanes) {
     return parts[0];
 }
 
-// totals[n] = sum(lanes[n]), with the same additions, of four at a time.
-template <int64_t N>
-DS_INLINE void sums_of(const Lanes (&lanes)[N], float (&totals)[N]) {
 #if defined(__GNUC__) && defined(__has_builtin)
-#if __has_builtin(__builtin_shufflevector)
-    if constexpr (N == 4) {
-        using Eight = float __attribute__((vector_size(32)));
-        using Four = float __attribute__((vector_size(16)));
-        Four of[4];
-        for (int64_t n = 0; n < 4; ++n) {
-            const Eight eight = __builtin_shufflevector(lanes[n], lanes[n], 0, 1, 2, 3, 4, 5, 6, 7) +
-                                __builtin_shufflevector(lanes[n], lanes[n], 8, 9, 10, 11, 12, 13, 14, 15);
-            of[n] = __builtin_shufflevector(eight, eight, 0, 1, 2, 3) + __builtin_shufflevector(eight, eight, 4, 5, 6, 7);
-        }
+#define DS_HAS_SHUFFLES __has_builtin(__builtin_shufflevector)
+#endif
+
+#if DS_HAS_SHUFFLES
+// totals[n] = the sum of the last four numbers that are left of the lanes of vector n.
+template <int64_t N>
+DS_INLINE void sums_of_fours(const VectorTypes<4>::Floats (&fours)[N], float (&totals)[N]) {
+    using Four = VectorTypes<4>::Floats;
+    int64_t n = 0;
+    DS_UNROLL for (; n + 4 <= N; n += 4) {
+        const Four *of = fours + n;
         const Four first = __builtin_shufflevector(of[0], of[1], 0, 1, 4, 5) + __builtin_shufflevector(of[0], of[1], 2, 3, 6, 7);
         const Four second =
             __builtin_shufflevector(of[2], of[3], 0, 1, 4, 5) + __builtin_shufflevector(of[2], of[3], 2, 3, 6, 7);
         const Four sums =
             __builtin_shufflevector(first, second, 0, 2, 4, 6) + __builtin_shufflevector(first, second, 1, 3, 5, 7);
-        std::memcpy(totals, &sums, sizeof sums);
-        return;
+        std::memcpy(totals + n, &sums, sizeof sums);
     }
+    DS_UNROLL for (; n < N; ++n) totals[n] = (fours[n][0] + fours[n][2]) + (fours[n][1] + fours[n][3]);
+}
 #endif
-#endif
+
+// totals[n] = sum(lanes[n]), with the same additions.
+template <int64_t N>
+DS_INLINE void sums_of(const Lanes (&lanes)[N], float (&totals)[N]) {
+#if DS_HAS_SHUFFLES
+    using Eight = VectorTypes<8>::Floats;
+    VectorTypes<4>::Floats of[N];
+    DS_UNROLL for (int64_t n = 0; n < N; ++n) {
+        const Eight eight = __builtin_shufflevector(lanes[n], lanes[n], 0, 1, 2, 3, 4, 5, 6, 7) +
+                            __builtin_shufflevector(lanes[n], lanes[n], 8, 9, 10, 11, 12, 13, 14, 15);
+        of[n] = __builtin_shufflevector(eight, eight, 0, 1, 2, 3) + __builtin_shufflevector(eight, eight, 4, 5, 6, 7);
+    }
+    sums_of_fours<N>(of, totals);
+#else
     for (int64_t n = 0; n < N; ++n) totals[n] = sum(lanes[n]);
+#endif
 }
 
 // totals[n] = sum(lanes[n]), with the same additions, of 16 vectors beside each other.
 DS_INLINE void sums_beside(const Lanes (&lanes)[kLanes], Lanes &totals) {
-#if defined(__GNUC__) && defined(__has_builtin)
-#if __has_builtin(__builtin_shufflevector)
+#if DS_HAS_SHUFFLES
     Lanes quarter[4];
     for (int64_t q = 0; q < 4; ++q) {  // vectors q, q + 4, q + 8 and q + 12: four numbers of each
         Lanes eights[2];
@@ -199,7 +211,6 @@ DS_INLINE void sums_beside(const Lanes (&lanes)[kLanes], Lanes &totals) {
     totals = __builtin_shufflevector(pairs[0], pairs[1], 0, 2, 16, 18, 4, 6, 20, 22, 8, 10, 24, 26, 12, 14, 28, 30) +
              __builtin_shufflevector(pairs[0], pairs[1], 1, 3, 17, 19, 5, 7, 21, 23, 9, 11, 25, 27, 13, 15, 29, 31);
     return;
-#endif
 #endif
     float values[kLanes];
     for (int64_t n = 0; n < kLanes; ++n) values[n] = sum(lanes[n]);

@@ -7,10 +7,6 @@ namespace ds {
 
 #if defined(__GNUC__)
 
-#if defined(__has_builtin)
-#define DS_HAS_SHUFFLES __has_builtin(__builtin_shufflevector)
-#endif
-
 // x[i][j] and x[j][i] change places.
 DS_INLINE void transpose(Lanes (&x)[kLanes]) {
 #if DS_HAS_SHUFFLES  // in four steps: corners of 8 by 8 change places, then in each of these corners of 4 by 4, and so on

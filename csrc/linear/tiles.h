@@ -7,9 +7,50 @@
 // column of a pair first). So every set gives the same bits, and R and N make no difference to a sum: what a row's output
 // is depends on no other row. Subnormal numbers, which that dot product takes for zero, are the exception.
 
-using Words = ds::IntLanes;
+// [Note: parts of lanes] Lanes do not meet before the end. Where a register holds fewer than 16, a tile with many sums goes
+// over its columns once for each part of the lanes, with the sums of that part in registers, instead of once with sums in
+// memory; what it reads again is in the first-level cache. A tile with few sums, whose weights come from memory, holds all.
+
+constexpr int kWidth = DS_DOT >= 3 ? 16 : DS_DOT == 2 ? 8 : ds::kPlainLanes;  // lanes of a register
+constexpr int64_t kParts = kLanes / kWidth;                                   // registers of the lanes
+
+using Floats = ds::Vector<kWidth>::Floats;
+using Words = ds::Vector<kWidth>::Ints;
+
+constexpr int64_t kPartBytes = sizeof(Words);
 
 DS_INLINE void load_words(Words &to, const void *from) { std::memcpy(&to, from, sizeof to); }
+
+// totals[i] = the sum of the lanes of vector i, of which the parts are registers. As ds::sum adds them.
+template <int64_t N>
+DS_INLINE void sums_of_parts(const Floats (&vectors)[N][kParts], float (&totals)[N]) {
+    if constexpr (kParts == 1) {
+        Lanes lanes[N];
+        DS_UNROLL for (int64_t n = 0; n < N; ++n) lanes[n] = vectors[n][0];
+        if constexpr (N == kLanes) {
+            Lanes sums;
+            ds::sums_beside(lanes, sums);
+            ds::store(totals, sums);
+        } else {
+            ds::sums_of<N>(lanes, totals);
+        }
+    } else {
+        using Four = ds::Vector<4>::Floats;
+        Four fours[N];
+        DS_UNROLL for (int64_t n = 0; n < N; ++n) {
+            Floats sums[kParts];
+            DS_UNROLL for (int64_t p = 0; p < kParts; ++p) sums[p] = vectors[n][p];
+            DS_UNROLL for (int64_t half = kParts / 2; half > 0; half /= 2)
+                DS_UNROLL for (int64_t p = 0; p < half; ++p) sums[p] += sums[p + half];
+            if constexpr (kWidth == 8)
+                fours[n] = __builtin_shufflevector(sums[0], sums[0], 0, 1, 2, 3) +
+                           __builtin_shufflevector(sums[0], sums[0], 4, 5, 6, 7);
+            else
+                fours[n] = sums[0];
+        }
+        ds::sums_of_fours<N>(fours, totals);
+    }
+}
 
 // sum += low halves * low halves + high halves * high halves, of 16-bit integers.
 DS_INLINE void dot_integers(Words &sum, const Words &a, const Words &b) {
@@ -18,39 +59,34 @@ DS_INLINE void dot_integers(Words &sum, const Words &a, const Words &b) {
 #elif DS_DOT == 3
     sum += (Words)_mm512_madd_epi16((__m512i)a, (__m512i)b);
 #elif DS_DOT == 2
-    struct Parts {
-        __m256i of[2];
-    };
-    const Parts left = std::bit_cast<Parts>(a), right = std::bit_cast<Parts>(b);
-    Parts product;
-    for (int i = 0; i < 2; ++i) product.of[i] = _mm256_madd_epi16(left.of[i], right.of[i]);
-    Words wide;
-    std::memcpy(&wide, &product, sizeof wide);
-    sum += wide;
+    sum += (Words)_mm256_madd_epi16((__m256i)a, (__m256i)b);
 #elif DS_DOT == 1
-    struct Parts {
-        __m128i of[4];
-    };
-    const Parts left = std::bit_cast<Parts>(a), right = std::bit_cast<Parts>(b);
-    Parts product;
-    for (int i = 0; i < 4; ++i) product.of[i] = _mm_madd_epi16(left.of[i], right.of[i]);
-    Words wide;
-    std::memcpy(&wide, &product, sizeof wide);
-    sum += wide;
+    sum += (Words)_mm_madd_epi16((__m128i)a, (__m128i)b);
 #else
-    for (int64_t i = 0; i < ds::kLanes; ++i)
+    for (int i = 0; i < kWidth; ++i)
         sum[i] += int32_t(int16_t(a[i])) * int32_t(int16_t(b[i])) + (a[i] >> 16) * (b[i] >> 16);
 #endif
 }
 
 // sum += high halves * high halves, then low halves * low halves, of bfloat16.
-DS_INLINE void dot_bfloat16(Lanes &sum, const Words &a, const Words &b) {
+DS_INLINE void dot_bfloat16(Floats &sum, const Words &a, const Words &b) {
 #if DS_DOT == 4
-    sum = (Lanes)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
+    sum = (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
+#elif DS_DOT == 2
+    sum = (Floats)_mm256_fmadd_ps((__m256)(a & ~0xffff), (__m256)(b & ~0xffff), (__m256)sum);
+    sum = (Floats)_mm256_fmadd_ps((__m256)(a << 16), (__m256)(b << 16), (__m256)sum);
 #else
-    sum += (Lanes)(a & ~0xffff) * (Lanes)(b & ~0xffff);
-    sum += (Lanes)(a << 16) * (Lanes)(b << 16);
+    sum += (Floats)(a & ~0xffff) * (Floats)(b & ~0xffff);
+    sum += (Floats)(a << 16) * (Floats)(b << 16);
 #endif
+}
+
+template <int32_t kind>
+DS_INLINE void add_product(Floats &sum, const Words &weights, const Words &input) {
+    if constexpr (kind == DS_WEIGHTS_BFLOAT16)
+        dot_bfloat16(sum, weights, input);
+    else
+        sum += (Floats)weights * (Floats)input;
 }
 
 // Number `part` of each 16 bits of words that hold integers of `bits` bits, widened to 16 bits.
@@ -72,80 +108,6 @@ enum class Read { in_order, asking, again };
 constexpr int64_t kInOrderRows = 2;         // of inputs, at most,
 constexpr int64_t kInOrderBytes = 8 << 10;  // and these, which every row of the matrix reads again
 
-// Columns [begin, end) of N rows; with `asks`, of what comes next as many lines are asked of the memory.
-template <bool asks, int64_t R, int64_t N, int32_t kind>
-DS_INLINE void add_floats(const Work &work, const char *matrix, const char *inputs, int64_t begin, int64_t end,
-                          Lanes (&sums)[R][N]) {
-    constexpr int64_t item = kind == DS_WEIGHTS_BFLOAT16 ? 2 : 4;
-    for (int64_t byte = begin * item; byte < end * item; byte += int64_t(sizeof(Words))) {
-        Words weights[N];
-        for (int64_t n = 0; n < N; ++n) load_words(weights[n], matrix + n * work.row_bytes + byte);
-        if constexpr (asks)
-            for (int64_t n = 0; n < N; ++n) ds::ask_for(matrix + n * work.row_bytes + byte + work.ahead);
-        for (int64_t r = 0; r < R; ++r) {
-            Words input;
-            load_words(input, inputs + r * work.input_bytes + byte);
-            for (int64_t n = 0; n < N; ++n) {
-                if constexpr (kind == DS_WEIGHTS_BFLOAT16)
-                    dot_bfloat16(sums[r][n], weights[n], input);
-                else
-                    sums[r][n] += (Lanes)weights[n] * (Lanes)input;
-            }
-        }
-    }
-}
-
-template <Read read, int64_t R, int64_t N, int32_t kind>
-DS_INLINE void float_tile(const Work &work, const char *matrix, const char *inputs, float (&totals)[R][N]) {
-    constexpr int64_t step = kind == DS_WEIGHTS_BFLOAT16 ? 2 * ds::kLanes : ds::kLanes;
-    constexpr int64_t item = kind == DS_WEIGHTS_BFLOAT16 ? 2 : 4, many = read == Read::in_order ? 1 : N;
-    Lanes sums[R][N];
-    const int64_t whole = work.columns / step * step;
-    DS_UNROLL for (int64_t n = 0; n < N; n += many) {
-        Lanes some[R][many] = {};
-        add_floats<read == Read::asking, R, many, kind>(work, matrix + n * work.row_bytes, inputs, 0, whole, some);
-        for (int64_t r = 0; r < R; ++r)
-            for (int64_t i = 0; i < many; ++i) sums[r][n + i] = some[r][i];
-    }
-    for (int64_t n = 0; n < N && whole < work.columns; ++n) {
-        char rest[sizeof(Words)] = {};
-        std::memcpy(rest, matrix + n * work.row_bytes + whole * item, size_t((work.columns - whole) * item));
-        Words weights, input;
-        load_words(weights, rest);
-        for (int64_t r = 0; r < R; ++r) {
-            load_words(input, inputs + r * work.input_bytes + whole * item);
-            if constexpr (kind == DS_WEIGHTS_BFLOAT16)
-                dot_bfloat16(sums[r][n], weights, input);
-            else
-                sums[r][n] += (Lanes)weights * (Lanes)input;
-        }
-    }
-    for (int64_t r = 0; r < R; ++r) ds::sums_of<N>(sums[r], totals[r]);
-}
-
-template <bool asks, int64_t R, int64_t N, int32_t bits>
-DS_INLINE void add_integers(const Work &work, const char *matrix, const char *inputs, int64_t begin, int64_t end,
-                            Words (&sums)[N][R]) {
-    constexpr int64_t run = kLanes * 32 / bits;
-    constexpr int32_t parts = 16 / bits;
-    for (int64_t column = begin; column < end; column += run) {
-        Words given[N];
-        for (int64_t n = 0; n < N; ++n) load_words(given[n], matrix + n * work.row_bytes + column * bits / 8);
-        if constexpr (asks)
-            for (int64_t n = 0; n < N; ++n)
-                ds::ask_for(matrix + n * work.row_bytes + column * bits / 8 + work.ahead);
-        for (int32_t part = 0; part < parts; ++part) {
-            Words weights[N];
-            for (int64_t n = 0; n < N; ++n) take_part<bits>(weights[n], given[n], part);
-            for (int64_t r = 0; r < R; ++r) {
-                Words input;
-                load_words(input, inputs + r * work.input_bytes + column * 2 + part * int64_t(sizeof(Words)));
-                for (int64_t n = 0; n < N; ++n) dot_integers(sums[n][r], weights[n], input);
-            }
-        }
-    }
-}
-
 // Lines that a tile asks of the memory beside those of its weights: for the second-level cache, as they would drive the
 // inputs out of the first one.
 struct Asked {
@@ -157,12 +119,94 @@ struct Asked {
     }
 };
 
+// Columns [begin, end) of N rows, Q parts of their lanes, from where `matrix` and `inputs` begin; with `asks`, of what comes
+// next as many lines are asked of the memory.
+template <bool asks, int64_t R, int64_t N, int64_t Q, int32_t kind>
+DS_INLINE void add_floats(const Work &work, const char *matrix, const char *inputs, int64_t begin, int64_t end,
+                          Floats (&sums)[R][N][Q]) {
+    constexpr int64_t item = kind == DS_WEIGHTS_BFLOAT16 ? 2 : 4;
+    for (int64_t byte = begin * item; byte < end * item; byte += kLine) {
+        Words weights[N][Q];
+        DS_UNROLL for (int64_t n = 0; n < N; ++n)
+            DS_UNROLL for (int64_t q = 0; q < Q; ++q)
+                load_words(weights[n][q], matrix + n * work.row_bytes + byte + q * kPartBytes);
+        if constexpr (asks)
+            for (int64_t n = 0; n < N; ++n) ds::ask_for(matrix + n * work.row_bytes + byte + work.ahead);
+        DS_UNROLL for (int64_t r = 0; r < R; ++r)
+            DS_UNROLL for (int64_t q = 0; q < Q; ++q) {
+                Words input;
+                load_words(input, inputs + r * work.input_bytes + byte + q * kPartBytes);
+                DS_UNROLL for (int64_t n = 0; n < N; ++n) add_product<kind>(sums[r][n][q], weights[n][q], input);
+            }
+    }
+}
+
+template <Read read, int64_t R, int64_t N, int32_t kind>
+DS_INLINE void float_tile(const Work &work, const char *matrix, const char *inputs, float (&totals)[R * N]) {
+    constexpr int64_t item = kind == DS_WEIGHTS_BFLOAT16 ? 2 : 4, step = kLine / item;
+    constexpr int64_t many = read == Read::in_order ? 1 : N, Q = read == Read::in_order ? kParts : 1;
+    const int64_t whole = work.columns / step * step;
+    Floats sums[R * N][kParts];
+    DS_UNROLL for (int64_t n = 0; n < N; n += many)
+        DS_UNROLL for (int64_t part = 0; part < kParts; part += Q) {
+            const char *weights = matrix + n * work.row_bytes + part * kPartBytes, *own = inputs + part * kPartBytes;
+            Floats some[R][many][Q] = {};
+            if (part == 0)
+                add_floats<read == Read::asking, R, many, Q, kind>(work, weights, own, 0, whole, some);
+            else
+                add_floats<false, R, many, Q, kind>(work, weights, own, 0, whole, some);
+            DS_UNROLL for (int64_t r = 0; r < R; ++r)
+                DS_UNROLL for (int64_t i = 0; i < many; ++i)
+                    DS_UNROLL for (int64_t q = 0; q < Q; ++q) sums[r * N + n + i][part + q] = some[r][i][q];
+        }
+    for (int64_t n = 0; n < N && whole < work.columns; ++n) {
+        char rest[kLine] = {};
+        std::memcpy(rest, matrix + n * work.row_bytes + whole * item, size_t((work.columns - whole) * item));
+        for (int64_t r = 0; r < R; ++r)
+            for (int64_t part = 0; part < kParts; ++part) {
+                Words weights, input;
+                load_words(weights, rest + part * kPartBytes);
+                load_words(input, inputs + r * work.input_bytes + whole * item + part * kPartBytes);
+                add_product<kind>(sums[r * N + n][part], weights, input);
+            }
+    }
+    sums_of_parts<R * N>(sums, totals);
+}
+
+template <bool asks, int64_t R, int64_t N, int64_t Q, int32_t bits>
+DS_INLINE void add_integers(const Work &work, const char *matrix, const char *inputs, const Asked *asked, int64_t begin,
+                            int64_t end, Words (&sums)[N][R][Q]) {
+    constexpr int64_t run = kLanes * 32 / bits;
+    constexpr int32_t shorts = 16 / bits;  // of which a word of the weights makes pairs
+    for (int64_t column = begin; column < end; column += run) {
+        Words given[N][Q];
+        if (asked != nullptr) asked->ask(column * bits / 8);
+        DS_UNROLL for (int64_t n = 0; n < N; ++n)
+            DS_UNROLL for (int64_t q = 0; q < Q; ++q)
+                load_words(given[n][q], matrix + n * work.row_bytes + column * bits / 8 + q * kPartBytes);
+        if constexpr (asks)
+            for (int64_t n = 0; n < N; ++n)
+                ds::ask_for(matrix + n * work.row_bytes + column * bits / 8 + work.ahead);
+        DS_UNROLL for (int32_t number = 0; number < shorts; ++number) {
+            Words weights[N][Q];
+            DS_UNROLL for (int64_t n = 0; n < N; ++n)
+                DS_UNROLL for (int64_t q = 0; q < Q; ++q) take_part<bits>(weights[n][q], given[n][q], number);
+            DS_UNROLL for (int64_t r = 0; r < R; ++r)
+                DS_UNROLL for (int64_t q = 0; q < Q; ++q) {
+                    Words input;
+                    load_words(input, inputs + r * work.input_bytes + column * 2 + number * kLine + q * kPartBytes);
+                    DS_UNROLL for (int64_t n = 0; n < N; ++n) dot_integers(sums[n][r][q], weights[n][q], input);
+                }
+        }
+    }
+}
+
 #if DS_DOT == 4
 // See [Note: sums of bytes]. `raise`: where the sums of each row begin; null for zero. With `asks` the lines that `work` has
 // ahead are asked of the memory; `asked`: others, if any.
 template <bool asks, int64_t R, int64_t N, int32_t bits>
 DS_INLINE void add_bytes(const Work &work, const char *matrix, const char *inputs, const char *raise, const Asked *asked,
-                         int64_t begin, int64_t end, Words (&sums)[N][R]) {
+                         int64_t begin, int64_t end, Words (&sums)[N][R][1]) {
     using Unsigned = uint32_t __attribute__((vector_size(sizeof(Words))));
     constexpr int64_t line = sizeof(Words), run = kLanes * 32 / bits, parts = 8 / bits;
     const __m512i half = _mm512_set1_epi8(bits == 8 ? char(0x80) : char(0x88)), mask = _mm512_set1_epi8(0x0f);
@@ -198,74 +242,86 @@ DS_INLINE void add_bytes(const Work &work, const char *matrix, const char *input
     }
     DS_UNROLL for (int64_t n = 0; n < N; ++n)
         DS_UNROLL for (int64_t r = 0; r < R; ++r)
-            sums[n][r] = (Words)(((Unsigned)high[n][r] << 7) + (Unsigned)low[n][r]);
+            sums[n][r][0] = (Words)(((Unsigned)high[n][r] << 7) + (Unsigned)low[n][r]);
 }
 #endif
 
 // Columns [begin, end), the exact sum number `sum` of the rows.
-template <bool asks, int64_t R, int64_t N, int32_t bits>
+template <bool asks, int64_t R, int64_t N, int64_t Q, int32_t bits>
 DS_INLINE void exact_sum(const Work &work, const char *matrix, const char *inputs, int64_t begin, int64_t end,
-                         int64_t sum, Words (&sums)[N][R]) {
+                         int64_t sum, Words (&sums)[N][R][Q]) {
 #if DS_DOT == 4
-    const char *raise = inputs + work.raise_at + sum * int64_t(sizeof(Words));
+    const char *raise = inputs + work.raise_at + sum * kLine;
     add_bytes<asks, R, N, bits>(work, matrix, inputs, raise, nullptr, begin, end, sums);
 #else
     (void)sum;
-    add_integers<asks, R, N, bits>(work, matrix, inputs, begin, end, sums);
+    add_integers<asks, R, N, Q, bits>(work, matrix, inputs, nullptr, begin, end, sums);
 #endif
 }
 
 // The sums of N rows of the matrix over all groups, times the scales of these.
-template <bool asks, int64_t R, int64_t N, int32_t bits>
+template <bool asks, int64_t R, int64_t N, int64_t Q, int32_t bits>
 DS_INLINE void scaled_sums(const Work &work, const char *matrix, const char *inputs, const float *scales,
-                           Lanes (&scaled)[R][N]) {
+                           Floats (&scaled)[R][N][Q]) {
     int64_t sum = 0;
     for (int64_t g = 0; g < work.groups; ++g) {
         const int64_t end = (g + 1) * work.group;
         for (int64_t begin = g * work.group; begin < end; begin += kExactColumns, ++sum) {
-            Words sums[N][R] = {};
+            Words sums[N][R][Q] = {};
             const int64_t stop = end < begin + kExactColumns ? end : begin + kExactColumns;
-            exact_sum<asks, R, N, bits>(work, matrix, inputs, begin, stop, sum, sums);
-            for (int64_t n = 0; n < N; ++n)
-                for (int64_t r = 0; r < R; ++r)
-                    scaled[r][n] += scales[n * work.groups + g] * __builtin_convertvector(sums[n][r], Lanes);
+            exact_sum<asks, R, N, Q, bits>(work, matrix, inputs, begin, stop, sum, sums);
+            DS_UNROLL for (int64_t n = 0; n < N; ++n)
+                DS_UNROLL for (int64_t r = 0; r < R; ++r)
+                    DS_UNROLL for (int64_t q = 0; q < Q; ++q)
+                        scaled[r][n][q] += scales[n * work.groups + g] * __builtin_convertvector(sums[n][r][q], Floats);
         }
     }
+}
+
+// As scaled_sums, without scales where there is one group.
+template <bool asks, int64_t R, int64_t N, int64_t Q, int32_t bits>
+DS_INLINE void sums_of_integers(const Work &work, const char *matrix, const char *inputs, int64_t output, bool grouped,
+                                Floats (&sums)[R][N][Q]) {
+    if (grouped)
+        return scaled_sums<asks, R, N, Q, bits>(work, matrix, inputs, work.scales + output * work.groups, sums);
+    Words exact[N][R][Q] = {};
+    exact_sum<asks, R, N, Q, bits>(work, matrix, inputs, 0, work.group, 0, exact);
+    DS_UNROLL for (int64_t r = 0; r < R; ++r)
+        DS_UNROLL for (int64_t n = 0; n < N; ++n)
+            DS_UNROLL for (int64_t q = 0; q < Q; ++q) sums[r][n][q] = __builtin_convertvector(exact[n][r][q], Floats);
 }
 
 template <Read read, int64_t R, int64_t N, int32_t bits>
 DS_INLINE void integer_tile(const Work &work, const char *matrix, const char *inputs, int64_t output, int64_t row,
-                            float (&totals)[R][N]) {
-    constexpr int64_t many = read == Read::in_order ? 1 : N;
-    constexpr bool asks = read == Read::asking;
+                            float (&totals)[R * N]) {
+    constexpr int64_t many = read == Read::in_order ? 1 : N, Q = read == Read::in_order ? kParts : 1;
     const bool grouped = work.groups > 1 || work.group > kExactColumns;
-    Lanes sums[R][N];
-    DS_UNROLL for (int64_t n = 0; n < N; n += many) {
-        const char *rows = matrix + n * work.row_bytes;
-        Lanes some[R][many] = {};
-        if (grouped) {
-            scaled_sums<asks, R, many, bits>(work, rows, inputs, work.scales + (output + n) * work.groups, some);
-        } else {
-            Words exact[many][R] = {};
-            exact_sum<asks, R, many, bits>(work, rows, inputs, 0, work.group, 0, exact);
-            for (int64_t r = 0; r < R; ++r)
-                for (int64_t i = 0; i < many; ++i) some[r][i] = __builtin_convertvector(exact[i][r], Lanes);
+    Floats sums[R * N][kParts];
+    DS_UNROLL for (int64_t n = 0; n < N; n += many)
+        DS_UNROLL for (int64_t part = 0; part < kParts; part += Q) {
+            const char *weights = matrix + n * work.row_bytes + part * kPartBytes, *own = inputs + part * kPartBytes;
+            Floats some[R][many][Q] = {};
+            if (part == 0)
+                sums_of_integers<read == Read::asking, R, many, Q, bits>(work, weights, own, output + n, grouped, some);
+            else
+                sums_of_integers<false, R, many, Q, bits>(work, weights, own, output + n, grouped, some);
+            DS_UNROLL for (int64_t r = 0; r < R; ++r)
+                DS_UNROLL for (int64_t i = 0; i < many; ++i)
+                    DS_UNROLL for (int64_t q = 0; q < Q; ++q) sums[r * N + n + i][part + q] = some[r][i][q];
         }
-        for (int64_t r = 0; r < R; ++r)
-            for (int64_t i = 0; i < many; ++i) sums[r][n + i] = some[r][i];
-    }
-    for (int64_t r = 0; r < R; ++r) {
-        ds::sums_of<N>(sums[r], totals[r]);
+    sums_of_parts<R * N>(sums, totals);
+    for (int64_t r = 0; r < R; ++r)
         for (int64_t n = 0; n < N; ++n)
-            totals[r][n] *= grouped ? work.input_scales[row + r] : work.scales[output + n] * work.input_scales[row + r];
-    }
+            totals[r * N + n] *=
+                grouped ? work.input_scales[row + r] : work.scales[output + n] * work.input_scales[row + r];
 }
 
+// A function of its own: within a large one not all sums get registers.
 template <Read read, int64_t R, int64_t N, int32_t kind>
-DS_INLINE void tile(const Work &work, int64_t output, int64_t row) {
+DS_APART static void tile(const Work &work, int64_t output, int64_t row) {
     const char *matrix = work.matrix + output * work.row_bytes;
     const char *inputs = work.inputs + row * work.input_bytes;
-    float totals[R][N];
+    float totals[R * N];
     if constexpr (kind == DS_WEIGHTS_INT8)
         integer_tile<read, R, N, 8>(work, matrix, inputs, output, row, totals);
     else if constexpr (kind == DS_WEIGHTS_INT4)
@@ -275,7 +331,8 @@ DS_INLINE void tile(const Work &work, int64_t output, int64_t row) {
     for (int64_t r = 0; r < R; ++r) {
         float values[N];
         for (int64_t n = 0; n < N; ++n)
-            values[n] = totals[r][n] + (work.bias == nullptr ? 0.0f : number_at(work.bias, work.bias_dtype, output + n));
+            values[n] =
+                totals[r * N + n] + (work.bias == nullptr ? 0.0f : number_at(work.bias, work.bias_dtype, output + n));
         char *target = work.output + ((row + r) * work.output_stride + output) * ds::item_size(work.output_dtype);
         ds::narrow(target, work.output_dtype, values, N);
     }
@@ -284,7 +341,7 @@ DS_INLINE void tile(const Work &work, int64_t output, int64_t row) {
 template <int64_t N, int32_t kind>
 DS_INLINE void rows_of(const Work &work, int64_t output) {
     constexpr bool bytes = DS_DOT == 4 && (kind == DS_WEIGHTS_INT8 || kind == DS_WEIGHTS_INT4);  // two sums for each
-    constexpr int64_t R = DS_DOT >= 3 && !bytes ? 4 : 2;
+    constexpr int64_t R = bytes ? 2 : 4;
     if (work.rows == 1) return tile<Read::in_order, 1, N, kind>(work, output, 0);
     if (work.rows == kInOrderRows && work.rows * work.input_bytes <= kInOrderBytes)
         return tile<Read::in_order, kInOrderRows, N, kind>(work, output, 0);
