@@ -20,9 +20,6 @@ namespace {
 
 using ds::exponential;
 using ds::kLanes;
-using ds::Lanes;
-using ds::load;
-using ds::store;
 
 constexpr int64_t kRows = 16;     // of a tile
 constexpr int64_t kTogether = 4;  // rows for which a key or value is loaded once
@@ -30,51 +27,89 @@ constexpr int64_t kChains = 4;    // sums that are computed beside each other: a
 constexpr int64_t kBlocks = 4;    // of which scores are computed together
 constexpr int64_t kLine = 64;
 
-// to[c][r][0..16) = query[r] times the keys of 16 tokens, of C of those beside each other; `keys` [size][stride]. One line
-// at `ask` is asked of the memory with each number of a key.
-template <int64_t R, int64_t C>
-DS_INLINE void score_lanes(const float *query, int64_t size, const float *const (&keys)[C], int64_t stride,
+// The kLanes lanes of a vector, N to a register: parts of a vector, of which so many are computed beside each other that
+// the sums of kChains vectors are in registers.
+template <int N>
+struct Parts {
+    using Floats = typename ds::Vector<N>::Floats;
+    static constexpr int64_t all = kLanes / N, together = all < 2 ? all : 2, lanes = together * N;
+
+    static DS_INLINE_MEMBER void load(Floats &to, const float *from) { std::memcpy(&to, from, sizeof to); }
+    static DS_INLINE_MEMBER void store(float *to, const Floats &from) { std::memcpy(to, &from, sizeof from); }
+};
+
+// to[c][r][0..lanes) = query[r] times the keys of some tokens, of C of those beside each other; `keys` [size][stride]. With
+// `asks` one line at `ask` is asked of the memory with each number of a key.
+template <int N, bool asks, int64_t R, int64_t C>
+DS_INLINE void score_parts(const float *query, int64_t size, const float *const (&keys)[C], int64_t first, int64_t stride,
                            const char *const (&ask)[C], float *const (&to)[C], int64_t to_row) {
-    Lanes sums[R][C] = {};
+    using P = Parts<N>;
+    typename P::Floats sums[R][C][P::together] = {};
     for (int64_t d = 0; d < size; ++d)
         DS_UNROLL for (int64_t c = 0; c < C; ++c) {
-            Lanes key;
-            load(key, keys[c] + d * stride);
-            ds::ask_for(ask[c] + d * kLine);
-            DS_UNROLL for (int64_t r = 0; r < R; ++r) sums[r][c] += query[r * size + d] * key;
+            if constexpr (asks) ds::ask_for(ask[c] + d * kLine);
+            DS_UNROLL for (int64_t p = 0; p < P::together; ++p) {
+                typename P::Floats key;
+                P::load(key, keys[c] + first + d * stride + p * N);
+                DS_UNROLL for (int64_t r = 0; r < R; ++r) sums[r][c][p] += query[r * size + d] * key;
+            }
         }
     DS_UNROLL for (int64_t r = 0; r < R; ++r)
-        DS_UNROLL for (int64_t c = 0; c < C; ++c) store(to[c] + r * to_row, sums[r][c]);
+        DS_UNROLL for (int64_t c = 0; c < C; ++c)
+            DS_UNROLL for (int64_t p = 0; p < P::together; ++p) P::store(to[c] + r * to_row + first + p * N, sums[r][c][p]);
 }
 
-// sums[r] += weights[r][j] * values[j], for n tokens j and D vectors of numbers.
-template <int64_t R, int64_t D>
-DS_INLINE void add_vectors(const float *weights, int64_t weights_stride, const float *values, int64_t n, int64_t size,
-                           const char *ask, float *sums) {
-    Lanes total[R][D];
+// The same of 16 tokens.
+template <int N, int64_t R, int64_t C>
+DS_INLINE void score_lanes(const float *query, int64_t size, const float *const (&keys)[C], int64_t stride,
+                           const char *const (&ask)[C], float *const (&to)[C], int64_t to_row) {
+    score_parts<N, true, R, C>(query, size, keys, 0, stride, ask, to, to_row);
+    for (int64_t first = Parts<N>::lanes; first < kLanes; first += Parts<N>::lanes)
+        score_parts<N, false, R, C>(query, size, keys, first, stride, ask, to, to_row);
+}
+
+// sums[r] += weights[r][j] * values[j], for n tokens j and some numbers of each of D vectors.
+template <int N, bool asks, int64_t R, int64_t D>
+DS_INLINE void add_parts(const float *weights, int64_t weights_stride, const float *values, int64_t n, int64_t size,
+                         const char *ask, float *sums) {
+    using P = Parts<N>;
+    typename P::Floats total[R][D][P::together];
     DS_UNROLL for (int64_t r = 0; r < R; ++r)
-        DS_UNROLL for (int64_t v = 0; v < D; ++v) load(total[r][v], sums + r * size + v * kLanes);
+        DS_UNROLL for (int64_t v = 0; v < D; ++v)
+            DS_UNROLL for (int64_t p = 0; p < P::together; ++p) P::load(total[r][v][p], sums + r * size + v * kLanes + p * N);
     for (int64_t j = 0; j < n; ++j)
         DS_UNROLL for (int64_t v = 0; v < D; ++v) {
-            Lanes value;
-            load(value, values + j * size + v * kLanes);
-            ds::ask_for(ask + (j * D + v) * kLine);
-            DS_UNROLL for (int64_t r = 0; r < R; ++r) total[r][v] += weights[r * weights_stride + j] * value;
+            if constexpr (asks) ds::ask_for(ask + (j * D + v) * kLine);
+            DS_UNROLL for (int64_t p = 0; p < P::together; ++p) {
+                typename P::Floats value;
+                P::load(value, values + j * size + v * kLanes + p * N);
+                DS_UNROLL for (int64_t r = 0; r < R; ++r) total[r][v][p] += weights[r * weights_stride + j] * value;
+            }
         }
     DS_UNROLL for (int64_t r = 0; r < R; ++r)
-        DS_UNROLL for (int64_t v = 0; v < D; ++v) store(sums + r * size + v * kLanes, total[r][v]);
+        DS_UNROLL for (int64_t v = 0; v < D; ++v)
+            DS_UNROLL for (int64_t p = 0; p < P::together; ++p) P::store(sums + r * size + v * kLanes + p * N, total[r][v][p]);
+}
+
+// The same of D vectors of numbers.
+template <int N, int64_t R, int64_t D>
+DS_INLINE void add_vectors(const float *weights, int64_t weights_stride, const float *values, int64_t n, int64_t size,
+                           const char *ask, float *sums) {
+    add_parts<N, true, R, D>(weights, weights_stride, values, n, size, ask, sums);
+    for (int64_t first = Parts<N>::lanes; first < kLanes; first += Parts<N>::lanes)
+        add_parts<N, false, R, D>(weights, weights_stride, values + first, n, size, ask, sums + first);
 }
 
 // The same of all numbers. As many lines as the values have are asked of the memory, from `ask` on.
-template <int64_t R>
+template <int N, int64_t R>
 DS_INLINE void add_values(const float *weights, int64_t weights_stride, const float *values, int64_t n, int64_t size,
                           const char *ask, float *sums) {
     constexpr int64_t D = kChains / R;
     int64_t d = 0;
     for (; d + D * kLanes <= size; d += D * kLanes)
-        add_vectors<R, D>(weights, weights_stride, values + d, n, size, ask + d / kLanes * n * kLine, sums + d);
+        add_vectors<N, R, D>(weights, weights_stride, values + d, n, size, ask + d / kLanes * n * kLine, sums + d);
     for (; d + kLanes <= size; d += kLanes)
-        add_vectors<R, 1>(weights, weights_stride, values + d, n, size, ask + d / kLanes * n * kLine, sums + d);
+        add_vectors<N, R, 1>(weights, weights_stride, values + d, n, size, ask + d / kLanes * n * kLine, sums + d);
     for (; d < size; ++d)
         for (int64_t r = 0; r < R; ++r)
             for (int64_t j = 0; j < n; ++j) sums[r * size + d] += weights[r * weights_stride + j] * values[j * size + d];
@@ -122,7 +157,7 @@ struct Group {
 };
 
 // R rows' scores with 16 keys at a time, which begin at key 16 * `vector` of a group's blocks.
-template <int64_t R, int64_t C>
+template <int N, int64_t R, int64_t C>
 DS_INLINE void score_vectors(const ds_paged_layer &layer, const Group &group, int64_t vector, const float *query,
                              Scratch &scratch) {
     const int64_t size = layer.block_size, in_block = (size + kLanes - 1) / kLanes, width = in_block * kLanes;
@@ -141,7 +176,7 @@ DS_INLINE void score_vectors(const ds_paged_layer &layer, const Group &group, in
                 scratch.padded[size_t(d * kLanes + k)] = j + k < size ? keys[c][d * size + k] : 0.0f;
         keys[c] = scratch.padded.data(), stride = kLanes;
     }
-    score_lanes<R, C>(query, layer.key_size, keys, stride, ask, to, width);
+    score_lanes<N, R, C>(query, layer.key_size, keys, stride, ask, to, width);
 }
 
 // Scores of n tokens from `position` on -> their weights beside what was before, by which `sums` are scaled.
@@ -167,7 +202,7 @@ DS_INLINE void weigh(const ds_paged_layer &layer, Row &own, int64_t position, in
 
 // R rows of the tile from `first` on: their scores with the keys of a group, then the values, block by block. `last`: the
 // last position of the tile.
-template <int64_t R>
+template <int N, int64_t R>
 DS_INLINE void rows_of_group(const ds_paged_layer &layer, const Group &group, Row *row, int64_t first, int64_t last,
                              Scratch &scratch) {
     constexpr int64_t C = kChains / R;
@@ -176,15 +211,15 @@ DS_INLINE void rows_of_group(const ds_paged_layer &layer, const Group &group, Ro
     const float *query = scratch.query.data() + first * layer.key_size;
     int64_t vector = 0;
     for (; vector + C <= vectors && size % kLanes == 0; vector += C)
-        score_vectors<R, C>(layer, group, vector, query, scratch);
-    for (; vector < vectors; ++vector) score_vectors<R, 1>(layer, group, vector, query, scratch);
+        score_vectors<N, R, C>(layer, group, vector, query, scratch);
+    for (; vector < vectors; ++vector) score_vectors<N, R, 1>(layer, group, vector, query, scratch);
     float *sums = scratch.sums.data() + first * layer.value_size;
     for (int64_t block = 0; block < group.count; ++block) {
         const int64_t position = group.position + block * size, n = std::min(last - position + 1, size);
         float *scores = scratch.scores.data() + block * kTogether * width;
         for (int64_t r = 0; r < R; ++r)
             weigh(layer, row[first + r], position, n, scores + r * width, sums + r * layer.value_size);
-        add_values<R>(scores, width, group.values[block], n, layer.value_size, group.next[block], sums);
+        add_values<N, R>(scores, width, group.values[block], n, layer.value_size, group.next[block], sums);
     }
 }
 
@@ -212,6 +247,7 @@ DS_INLINE void read_group(const ds_paged_layer &layer, const ds_paged_piece &pie
     }
 }
 
+template <int N>
 DS_INLINE void attend_body(const ds_paged_layer &layer, const Item &item, Scratch &scratch) {
     const ds_paged_piece &piece = *item.piece;
     const int64_t group = layer.heads / layer.kv_heads, size = layer.block_size, rows = item.rows;
@@ -244,11 +280,11 @@ DS_INLINE void attend_body(const ds_paged_layer &layer, const Item &item, Scratc
         Group group;
         read_group(layer, piece, item.head, block, last, group, scratch);
         int64_t r = 0;
-        for (; r + kTogether <= rows; r += kTogether) rows_of_group<kTogether>(layer, group, row, r, last, scratch);
+        for (; r + kTogether <= rows; r += kTogether) rows_of_group<N, kTogether>(layer, group, row, r, last, scratch);
         switch (rows - r) {
-            case 3: rows_of_group<3>(layer, group, row, r, last, scratch); break;
-            case 2: rows_of_group<2>(layer, group, row, r, last, scratch); break;
-            case 1: rows_of_group<1>(layer, group, row, r, last, scratch); break;
+            case 3: rows_of_group<N, 3>(layer, group, row, r, last, scratch); break;
+            case 2: rows_of_group<N, 2>(layer, group, row, r, last, scratch); break;
+            case 1: rows_of_group<N, 1>(layer, group, row, r, last, scratch); break;
             default: break;
         }
     }
@@ -263,7 +299,7 @@ DS_INLINE void attend_body(const ds_paged_layer &layer, const Item &item, Scratc
     }
 }
 
-DS_KERNEL(attend, (const ds_paged_layer &layer, const Item &item, Scratch &scratch), (layer, item, scratch))
+DS_LANES_KERNEL(attend, (const ds_paged_layer &layer, const Item &item, Scratch &scratch), (layer, item, scratch))
 
 }  // namespace
 

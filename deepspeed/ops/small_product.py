@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -27,6 +28,8 @@ __all__ = [
 
 MOST_ROWS = {Weights.FLOAT32: 0, Weights.BFLOAT16: 16, Weights.INT8: 512, Weights.INT4: 512}
 """For how many rows a product is faster by the kernel than by torch, which has to make the values of integers first."""
+MOST_ROWS_WITHOUT_AVX512 = {Weights.BFLOAT16: 4096}
+"""The same where torch has no product of bfloat16 to speak of (with AVX2 a sixth of the kernel's speed)."""
 PROGRAM_ROWS = {Weights.FLOAT32: 64, Weights.BFLOAT16: 64, Weights.INT8: 64, Weights.INT4: 64}
 """Likewise for a whole forward as one program, which spares what torch's small operations cost."""
 GPU_ROWS = 64
@@ -115,7 +118,14 @@ def _unpacked(words: Tensor, bits: int) -> Tensor:
 
 def by_kernel(kind: Weights, rows: int) -> bool:
     """Whether a product of ``rows`` rows is computed by the host kernel, or by torch: the one place that decides it."""
-    return 1 <= rows <= MOST_ROWS[kind] and library() is not None
+    return 1 <= rows <= most_rows(kind) and library() is not None
+
+
+@cache
+def most_rows(kind: Weights) -> int:
+    """See ``MOST_ROWS``."""
+    narrow = "AVX512" not in torch.backends.cpu.get_cpu_capability()
+    return (MOST_ROWS_WITHOUT_AVX512 if narrow else MOST_ROWS).get(kind, MOST_ROWS[kind])
 
 
 def program_rows(kind: Weights) -> int:
