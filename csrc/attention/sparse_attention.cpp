@@ -28,9 +28,7 @@ namespace {
 
 using ds::exponential;
 using ds::kLanes;
-using ds::Lanes;
-using ds::load;
-using ds::store;
+using ds::LanesOf;
 
 constexpr int64_t kRows = kLanes;  // queries of an item, and keys that are taken at once
 constexpr int64_t kChunk = 256;    // keys that are computed together
@@ -42,66 +40,66 @@ using Call = ds_sparse_attention;
 // ---- small products -------------------------------------------------------------------------------------------------
 
 // out[k] = rows[k] times the panel [size][16] of transposed queries, for 16 keys k.
-template <int64_t R>
+template <int N, int64_t R>
 DS_INLINE void times_panel(const float *rows, int64_t size, const float *panel, float *out) {
     for (int64_t k = 0; k < kRows; k += R) {
         const float *own = rows + k * size;
-        Lanes sums[R] = {};
+        LanesOf<N> sums[R] = {};
         for (int64_t t = 0; t < size; ++t) {
-            Lanes queries;
-            load(queries, panel + t * kLanes);
-            for (int64_t r = 0; r < R; ++r) sums[r] += own[r * size + t] * queries;
+            LanesOf<N> queries;
+            queries.load(panel + t * kLanes);
+            DS_UNROLL for (int64_t r = 0; r < R; ++r) sums[r].add_product(own[r * size + t], queries);
         }
-        for (int64_t r = 0; r < R; ++r) store(out + (k + r) * kLanes, sums[r]);
+        DS_UNROLL for (int64_t r = 0; r < R; ++r) sums[r].store(out + (k + r) * kLanes);
     }
 }
 
 // sums[r][c] += weights[r][k] * rows[k][c] over `count` blocks of 16 rows, for R rows and C lanes of columns.
-template <int64_t R, int64_t C>
+template <int N, int64_t R, int64_t C>
 DS_INLINE void add_rows(float *sums, int64_t size, const float *weights, int64_t across, int64_t along,
                         const float *const *rows, int64_t column, int64_t count) {
-    Lanes total[R][C];
-    for (int64_t r = 0; r < R; ++r)
-        for (int64_t c = 0; c < C; ++c) load(total[r][c], sums + r * size + column + c * kLanes);
+    LanesOf<N> total[R][C];
+    DS_UNROLL for (int64_t r = 0; r < R; ++r)
+        DS_UNROLL for (int64_t c = 0; c < C; ++c) total[r][c].load(sums + r * size + column + c * kLanes);
     for (int64_t b = 0; b < count; ++b) {
         const float *from = rows[b] + column;
         const float *w = weights + b * kRows * along;
         for (int64_t k = 0; k < kRows; ++k) {
-            Lanes row[C];
-            for (int64_t c = 0; c < C; ++c) load(row[c], from + k * size + c * kLanes);
-            for (int64_t r = 0; r < R; ++r) {
+            LanesOf<N> row[C];
+            DS_UNROLL for (int64_t c = 0; c < C; ++c) row[c].load(from + k * size + c * kLanes);
+            DS_UNROLL for (int64_t r = 0; r < R; ++r) {
                 const float factor = w[r * across + k * along];
-                for (int64_t c = 0; c < C; ++c) total[r][c] += factor * row[c];
+                DS_UNROLL for (int64_t c = 0; c < C; ++c) total[r][c].add_product(factor, row[c]);
             }
         }
     }
-    for (int64_t r = 0; r < R; ++r)
-        for (int64_t c = 0; c < C; ++c) store(sums + r * size + column + c * kLanes, total[r][c]);
+    DS_UNROLL for (int64_t r = 0; r < R; ++r)
+        DS_UNROLL for (int64_t c = 0; c < C; ++c) total[r][c].store(sums + r * size + column + c * kLanes);
 }
 
 // 16 rows of sums. A weight of row r and element k is at weights[r * across + k * along].
-template <int64_t R>
+template <int N, int64_t R>
 DS_INLINE void add_products(float *sums, int64_t size, const float *weights, int64_t across, int64_t along,
                             const float *const *rows, int64_t count) {
     for (int64_t r = 0; r < kRows; r += R) {
         float *own = sums + r * size;
         const float *w = weights + r * across;
         int64_t c = 0;
-        for (; c + 4 * kLanes <= size; c += 4 * kLanes) add_rows<R, 4>(own, size, w, across, along, rows, c, count);
-        for (; c < size; c += kLanes) add_rows<R, 1>(own, size, w, across, along, rows, c, count);
+        for (; c + 4 * kLanes <= size; c += 4 * kLanes) add_rows<N, R, 4>(own, size, w, across, along, rows, c, count);
+        for (; c < size; c += kLanes) add_rows<N, R, 1>(own, size, w, across, along, rows, c, count);
     }
 }
 
 // Queries: sums[q] += weights[k][q] * rows[k] over keys k.
-template <int64_t R>
+template <int N, int64_t R>
 DS_INLINE void add_to_queries(float *sums, int64_t size, const float *weights, const float *const *rows, int64_t count) {
-    add_products<R>(sums, size, weights, 1, kLanes, rows, count);
+    add_products<N, R>(sums, size, weights, 1, kLanes, rows, count);
 }
 
 // 16 keys: sums[k] += weights[k][q] * rows[q] over the item's queries q.
-template <int64_t R>
+template <int N, int64_t R>
 DS_INLINE void add_to_keys(float *sums, int64_t size, const float *weights, const float *rows) {
-    add_products<R>(sums, size, weights, kLanes, 1, &rows, 1);
+    add_products<N, R>(sums, size, weights, kLanes, 1, &rows, 1);
 }
 
 // ---- rows and panels ------------------------------------------------------------------------------------------------
@@ -111,12 +109,16 @@ DS_INLINE const float *wide_rows(const Call &call, const void *tensor, int64_t a
 }
 
 // 16 rows, times a factor, as a panel [size][16].
+template <int N>
 DS_INLINE void make_panel(const float *rows, int64_t size, float factor, float *panel) {
     for (int64_t t = 0; t < size; t += kLanes) {
-        Lanes part[kLanes];
-        for (int64_t r = 0; r < kLanes; ++r) load(part[r], rows + r * size + t);
+        LanesOf<N> part[kLanes];
+        for (int64_t r = 0; r < kLanes; ++r) part[r].load(rows + r * size + t);
         ds::transpose(part);
-        for (int64_t i = 0; i < kLanes; ++i) store(panel + (t + i) * kLanes, factor * part[i]);
+        for (int64_t i = 0; i < kLanes; ++i) {
+            part[i].multiply(factor);
+            part[i].store(panel + (t + i) * kLanes);
+        }
     }
 }
 
@@ -154,16 +156,17 @@ DS_INLINE int64_t next_keys(const Call &call, Item &item, int64_t *tokens) {
 }
 
 // Adds masks to the scores [16 keys][16 queries] of keys from `token` on.
+template <int N>
 DS_INLINE void add_masks(const Call &call, const Item &item, int64_t token, float *scores) {
     if (call.score_bias != nullptr) {
-        Lanes bias[kLanes];
-        for (int64_t q = 0; q < kRows; ++q) load(bias[q], call.score_bias + (item.row + q) * call.tokens + token);
+        LanesOf<N> bias[kLanes];
+        for (int64_t q = 0; q < kRows; ++q) bias[q].load(call.score_bias + (item.row + q) * call.tokens + token);
         ds::transpose(bias);
         for (int64_t k = 0; k < kRows; ++k) {
-            Lanes own;
-            load(own, scores + k * kLanes);
-            own += bias[k];
-            store(scores + k * kLanes, own);
+            LanesOf<N> own;
+            own.load(scores + k * kLanes);
+            own.add(bias[k]);
+            own.store(scores + k * kLanes);
         }
     }
     if (call.key_bias != nullptr) {
@@ -186,16 +189,17 @@ struct Softmax {
 };
 
 // Scores [n][16] become weights from the largest so far; whether what was summed before has to be multiplied by `kept`.
+template <int N>
 DS_INLINE bool weigh(Softmax &softmax, float *scores, int64_t n) {
-    Lanes most, total = {};
-    load(most, softmax.most);
+    LanesOf<N> most, total = {};
+    most.load(softmax.most);
     for (int64_t k = 0; k < n; ++k) {
-        Lanes own;
-        load(own, scores + k * kLanes);
-        most = own > most ? own : most;
+        LanesOf<N> own;
+        own.load(scores + k * kLanes);
+        most.take_larger(own);
     }
     alignas(64) float new_most[kRows], anchor[kRows];
-    store(new_most, most);
+    most.store(new_most);
     bool changed = false;
     for (int64_t q = 0; q < kRows; ++q) {
         anchor[q] = new_most[q] == kNone ? 0.0f : new_most[q];
@@ -204,12 +208,12 @@ DS_INLINE bool weigh(Softmax &softmax, float *scores, int64_t n) {
     for (int64_t k = 0; k < n; ++k) {
         float *__restrict own = scores + k * kLanes;
         DS_IVDEP for (int64_t q = 0; q < kRows; ++q) own[q] = exponential(own[q] - anchor[q]);
-        Lanes more;
-        load(more, own);
-        total += more;
+        LanesOf<N> more;
+        more.load(own);
+        total.add(more);
     }
     alignas(64) float more[kRows];
-    store(more, total);
+    total.store(more);
     for (int64_t q = 0; q < kRows; ++q) {
         softmax.kept[q] = exponential(softmax.most[q] - anchor[q]);
         softmax.total[q] = softmax.total[q] * softmax.kept[q] + more[q];
@@ -226,12 +230,12 @@ DS_INLINE void scale_rows(float *rows, int64_t size, const float *factors) {
     }
 }
 
-template <int64_t R>
+template <int N, int64_t R>
 DS_INLINE void forward_sized(const Call &call, Item item, int64_t size) {
     alignas(64) float buffer[kRows * kMost], panel[kRows * kMost], scores[kRows * kChunk], sums[kRows * kMost];
     const int64_t base = item.head * call.tokens;
     const bool narrow = call.dtype != DS_FLOAT32;
-    make_panel(wide_rows(call, call.query, (base + item.row) * size, size, buffer), size, call.scale, panel);
+    make_panel<N>(wide_rows(call, call.query, (base + item.row) * size, size, buffer), size, call.scale, panel);
     Softmax softmax;
     std::fill(softmax.most, softmax.most + kRows, kNone);
     std::fill(softmax.total, softmax.total + kRows, 0.0f);
@@ -242,20 +246,20 @@ DS_INLINE void forward_sized(const Call &call, Item item, int64_t size) {
     while (const int64_t count = next_keys(call, item, tokens)) {
         for (int64_t b = 0; b < count; ++b) {
             float *own = scores + b * kRows * kLanes;
-            times_panel<R>(wide_rows(call, call.key, (base + tokens[b]) * size, size, buffer), size, panel, own);
-            add_masks(call, item, tokens[b], own);
+            times_panel<N, R>(wide_rows(call, call.key, (base + tokens[b]) * size, size, buffer), size, panel, own);
+            add_masks<N>(call, item, tokens[b], own);
         }
-        if (weigh(softmax, scores, count * kRows) && !first) scale_rows(sums, size, softmax.kept);
+        if (weigh<N>(softmax, scores, count * kRows) && !first) scale_rows(sums, size, softmax.kept);
         first = false;
         if (narrow) {
             for (int64_t b = 0; b < count; ++b) {
                 values[0] = wide_rows(call, call.value, (base + tokens[b]) * size, size, buffer);
-                add_to_queries<R / 4>(sums, size, scores + b * kRows * kLanes, values, 1);
+                add_to_queries<N, R / 4>(sums, size, scores + b * kRows * kLanes, values, 1);
             }
         } else {
             const float *all = static_cast<const float *>(call.value) + base * size;
             for (int64_t b = 0; b < count; ++b) values[b] = all + tokens[b] * size;
-            add_to_queries<R / 4>(sums, size, scores, values, count);
+            add_to_queries<N, R / 4>(sums, size, scores, values, count);
         }
     }
     float factors[kRows];
@@ -278,22 +282,23 @@ struct Sums {
 };
 
 // Products of 16 rows with 16 others, each with its own.
+template <int N>
 DS_INLINE void inner_products(const float *some, const float *others, int64_t size, float *out) {
-    Lanes parts[kLanes] = {};
+    LanesOf<N> parts[kLanes] = {};
     for (int64_t q = 0; q < kRows; ++q)
         for (int64_t c = 0; c < size; c += kLanes) {
-            Lanes one, other;
-            load(one, some + q * size + c);
-            load(other, others + q * size + c);
-            parts[q] += one * other;
+            LanesOf<N> one, other;
+            one.load(some + q * size + c);
+            other.load(others + q * size + c);
+            parts[q].add_product(one, other);
         }
     ds::transpose(parts);
     for (int64_t half = kLanes / 2; half > 0; half /= 2)
-        for (int64_t i = 0; i < half; ++i) parts[i] += parts[i + half];
-    store(out, parts[0]);
+        for (int64_t i = 0; i < half; ++i) parts[i].add(parts[i + half]);
+    parts[0].store(out);
 }
 
-template <int64_t R>
+template <int N, int64_t R>
 DS_INLINE void backward_sized(const Call &call, Item item, const Sums &to, int64_t size) {
     alignas(64) float query_buffer[kRows * kMost], grad_buffer[kRows * kMost], buffer[kRows * kMost];
     alignas(64) float panel[kRows * kMost], grad_panel[kRows * kMost], sums[kRows * kMost];
@@ -301,10 +306,10 @@ DS_INLINE void backward_sized(const Call &call, Item item, const Sums &to, int64
     const int64_t base = item.head * call.tokens, at = (base + item.row) * size;
     const bool narrow = call.dtype != DS_FLOAT32;
     const float *grad = wide_rows(call, call.grad_output, at, size, grad_buffer);
-    inner_products(grad, wide_rows(call, call.output, at, size, buffer), size, means);
-    make_panel(grad, size, 1.0f, grad_panel);
+    inner_products<N>(grad, wide_rows(call, call.output, at, size, buffer), size, means);
+    make_panel<N>(grad, size, 1.0f, grad_panel);
     const float *query = wide_rows(call, call.query, at, size, query_buffer);
-    make_panel(query, size, call.scale, panel);
+    make_panel<N>(query, size, call.scale, panel);
     for (int64_t q = 0; q < kRows; ++q) {
         const float lse = call.lse[base + item.row + q];
         anchor[q] = lse == kNone ? 0.0f : lse;
@@ -317,9 +322,9 @@ DS_INLINE void backward_sized(const Call &call, Item item, const Sums &to, int64
         for (int64_t b = 0; b < count; ++b) {
             const int64_t from = (base + tokens[b]) * size;
             float *weight = weights + b * kRows * kLanes, *slope = slopes + b * kRows * kLanes;
-            times_panel<R>(wide_rows(call, call.key, from, size, buffer), size, panel, weight);
-            add_masks(call, item, tokens[b], weight);
-            times_panel<R>(wide_rows(call, call.value, from, size, buffer), size, grad_panel, slope);
+            times_panel<N, R>(wide_rows(call, call.key, from, size, buffer), size, panel, weight);
+            add_masks<N>(call, item, tokens[b], weight);
+            times_panel<N, R>(wide_rows(call, call.value, from, size, buffer), size, grad_panel, slope);
             for (int64_t k = 0; k < kRows; ++k) {
                 float *__restrict w = weight + k * kLanes, *__restrict s = slope + k * kLanes;
                 DS_IVDEP for (int64_t q = 0; q < kRows; ++q) {
@@ -337,36 +342,36 @@ DS_INLINE void backward_sized(const Call &call, Item item, const Sums &to, int64
                 std::fill(key_sums, key_sums + kRows * size, 0.0f);
                 std::fill(value_sums, value_sums + kRows * size, 0.0f);
             }
-            add_to_keys<R / 4>(value_sums, size, weights + b * kRows * kLanes, grad);
-            add_to_keys<R / 4>(key_sums, size, slopes + b * kRows * kLanes, query);
+            add_to_keys<N, R / 4>(value_sums, size, weights + b * kRows * kLanes, grad);
+            add_to_keys<N, R / 4>(key_sums, size, slopes + b * kRows * kLanes, query);
             if (narrow) {
                 keys[0] = wide_rows(call, call.key, (base + tokens[b]) * size, size, buffer);
-                add_to_queries<R / 4>(sums, size, slopes + b * kRows * kLanes, keys, 1);
+                add_to_queries<N, R / 4>(sums, size, slopes + b * kRows * kLanes, keys, 1);
             } else {
                 keys[b] = static_cast<const float *>(call.key) + (base + tokens[b]) * size;
             }
         }
-        if (!narrow) add_to_queries<R / 4>(sums, size, slopes, keys, count);
+        if (!narrow) add_to_queries<N, R / 4>(sums, size, slopes, keys, count);
     }
     ds::narrow(ds::at(call.grad_query, at, call.dtype), call.dtype, sums, kRows * size);
 }
 
 // A size that the compiler knows: addresses of rows are then constants.
-template <int64_t R>
+template <int N, int64_t R>
 DS_INLINE void forward_item(const Call &call, Item item) {
     switch (call.size) {
-        case 64: return forward_sized<R>(call, item, 64);
-        case 128: return forward_sized<R>(call, item, 128);
-        default: return forward_sized<R>(call, item, call.size);
+        case 64: return forward_sized<N, R>(call, item, 64);
+        case 128: return forward_sized<N, R>(call, item, 128);
+        default: return forward_sized<N, R>(call, item, call.size);
     }
 }
 
-template <int64_t R>
+template <int N, int64_t R>
 DS_INLINE void backward_item(const Call &call, Item item, const Sums &to) {
     switch (call.size) {
-        case 64: return backward_sized<R>(call, item, to, 64);
-        case 128: return backward_sized<R>(call, item, to, 128);
-        default: return backward_sized<R>(call, item, to, call.size);
+        case 64: return backward_sized<N, R>(call, item, to, 64);
+        case 128: return backward_sized<N, R>(call, item, to, 128);
+        default: return backward_sized<N, R>(call, item, to, call.size);
     }
 }
 
@@ -391,10 +396,10 @@ DS_INLINE Sums sums_of(const Call &call, int64_t head, int64_t part, int64_t thr
     return {call.key_sums + thread * numel, call.value_sums + thread * numel, begun};
 }
 
-template <int64_t R>
+template <int N, int64_t R>
 DS_INLINE void backward_head(const Call &call, int64_t head, int64_t part, const Sums &to) {
     const int64_t first = edge_of(call, head, part), last = edge_of(call, head, part + 1), block = kRows * call.size;
-    for (int64_t row = first; row < last; row += kRows) backward_item<R>(call, item_at(call, head, row), to);
+    for (int64_t row = first; row < last; row += kRows) backward_item<N, R>(call, item_at(call, head, row), to);
     for (int64_t b = 0; b < call.tokens / kRows; ++b)
         if (!to.begun[b]) {  // nothing sees these
             std::fill(to.keys + b * block, to.keys + (b + 1) * block, 0.0f);
@@ -412,10 +417,10 @@ DS_INLINE void backward_head(const Call &call, int64_t head, int64_t part, const
 #if defined(__x86_64__)
 #define DS_BY_REGISTERS(name, parameters, arguments)                                                          \
     __attribute__((target("arch=x86-64-v4,prefer-vector-width=512"))) static void name##_avx512 parameters { \
-        name<16> arguments;                                                                                  \
+        name<16, 16> arguments;                                                                                  \
     }                                                                                                       \
-    __attribute__((target("arch=x86-64-v3"))) static void name##_avx2 parameters { name<4> arguments; }     \
-    static void name##_plain parameters { name<4> arguments; }                                              \
+    __attribute__((target("arch=x86-64-v3"))) static void name##_avx2 parameters { name<8, 4> arguments; }  \
+    static void name##_plain parameters { name<ds::kPlainLanes, 4> arguments; }                             \
     static void name##_any parameters {                                                                     \
         switch (ds_isa()) {                                                                                 \
             case 2: return name##_avx512 arguments;                                                         \
@@ -425,7 +430,7 @@ DS_INLINE void backward_head(const Call &call, int64_t head, int64_t part, const
     }
 #else
 #define DS_BY_REGISTERS(name, parameters, arguments) \
-    static void name##_any parameters { name<4> arguments; }
+    static void name##_any parameters { name<ds::kPlainLanes, 4> arguments; }
 #endif
 
 DS_BY_REGISTERS(forward_item, (const Call &call, Item item), (call, item))

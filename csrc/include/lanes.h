@@ -109,6 +109,38 @@ struct Vector<1> {
     static void take_root(Floats &x) { x = std::sqrt(x); }
 };
 
+#if defined(__GNUC__)
+// 16 floats in registers of N lanes. A kernel that is made for each set takes these: `Lanes` would be in memory where
+// registers are smaller.
+template <int N>
+struct LanesOf {
+    static constexpr int64_t parts = kLanes / N;
+    typename Vector<N>::Floats of[parts];
+
+    DS_INLINE_MEMBER void load(const float *from) {
+        DS_UNROLL for (int64_t p = 0; p < parts; ++p) std::memcpy(of + p, from + p * N, sizeof of[p]);
+    }
+    DS_INLINE_MEMBER void store(float *to) const {
+        DS_UNROLL for (int64_t p = 0; p < parts; ++p) std::memcpy(to + p * N, of + p, sizeof of[p]);
+    }
+    DS_INLINE_MEMBER void add(const LanesOf &b) {
+        DS_UNROLL for (int64_t p = 0; p < parts; ++p) of[p] += b.of[p];
+    }
+    DS_INLINE_MEMBER void add_product(float a, const LanesOf &b) {
+        DS_UNROLL for (int64_t p = 0; p < parts; ++p) of[p] += a * b.of[p];
+    }
+    DS_INLINE_MEMBER void add_product(const LanesOf &a, const LanesOf &b) {
+        DS_UNROLL for (int64_t p = 0; p < parts; ++p) of[p] += a.of[p] * b.of[p];
+    }
+    DS_INLINE_MEMBER void multiply(float a) {
+        DS_UNROLL for (int64_t p = 0; p < parts; ++p) of[p] = a * of[p];
+    }
+    DS_INLINE_MEMBER void take_larger(const LanesOf &b) {
+        DS_UNROLL for (int64_t p = 0; p < parts; ++p) of[p] = b.of[p] > of[p] ? b.of[p] : of[p];
+    }
+};
+#endif
+
 DS_INLINE void load(Lanes &to, const float *from) { std::memcpy(&to, from, sizeof to); }
 DS_INLINE void store(float *to, const Lanes &from) { std::memcpy(to, &from, sizeof from); }
 

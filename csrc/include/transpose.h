@@ -38,6 +38,23 @@ DS_INLINE void transpose(Lanes (&x)[kLanes]) {
 #endif
 }
 
+// The same of vectors in registers of N lanes, which do not meet there.
+template <int N>
+DS_INLINE void transpose(LanesOf<N> (&x)[kLanes]) {
+    if constexpr (N == kLanes) {
+        Lanes whole[kLanes];
+        for (int64_t i = 0; i < kLanes; ++i) whole[i] = x[i].of[0];
+        transpose(whole);
+        for (int64_t i = 0; i < kLanes; ++i) x[i].of[0] = whole[i];
+    } else {
+        float given[kLanes][kLanes], turned[kLanes][kLanes];
+        for (int64_t i = 0; i < kLanes; ++i) x[i].store(given[i]);
+        for (int64_t i = 0; i < kLanes; ++i)
+            for (int64_t j = 0; j < kLanes; ++j) turned[i][j] = given[j][i];
+        for (int64_t i = 0; i < kLanes; ++i) x[i].load(turned[i]);
+    }
+}
+
 #endif  // __GNUC__
 
 }  // namespace ds
