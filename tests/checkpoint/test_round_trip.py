@@ -265,7 +265,9 @@ def test_any_class_comes_back_when_the_user_trusts_all_files(tmp_path, monkeypat
     found = round_trip(tmp_path, saved)
     assert found == saved and unpacked(packed(saved)) == saved
     monkeypatch.delenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD")
-    with pytest.raises(CheckpointError, match="Settings, which is not loaded.*TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"):
+    with pytest.raises(
+        CheckpointError, match="Settings, which is not loaded.*TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
+    ):
         read_archive(tmp_path / "f.pt")
 
 
