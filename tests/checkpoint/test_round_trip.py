@@ -58,6 +58,13 @@ class MyInt(int):
     pass
 
 
+class Log:
+    """Pickles something else than itself, as the log of MMEngine does."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"kept": True}
+
+
 def round_trip(folder: Path, value: Any) -> Any:
     write_archive(folder / "f.pt", {"client": value}, checksums=True)
     return materialize(read_archive(folder / "f.pt")["client"])
@@ -264,6 +271,8 @@ def test_any_class_comes_back_when_the_user_trusts_all_files(tmp_path, monkeypat
     monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
     found = round_trip(tmp_path, saved)
     assert found == saved and unpacked(packed(saved)) == saved
+    assert vars(round_trip(tmp_path, Log())) == {"kept": True}
+    round_trip(tmp_path, saved)
     monkeypatch.delenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD")
     with pytest.raises(
         CheckpointError, match="Settings, which is not loaded.*TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
