@@ -283,6 +283,12 @@ NAMES: dict[str, dict[str, str]] = {
         "FlopsProfiler": "deepspeed.profiling.flops_profiler.profiler",
         "get_model_profile": "deepspeed.profiling.flops_profiler.profiler",
     },
+    "deepspeed.runtime.activation_checkpointing.checkpointing": {
+        "_MODEL_PARALLEL_RNG_TRACKER_NAME": "deepspeed.runtime.activation_checkpointing.rng:MODEL_PARALLEL_RNG",
+    },
+    "deepspeed.runtime.engine": {
+        "autocast_if_enabled": "deepspeed.runtime.torch_autocast",
+    },
     "deepspeed.runtime.pipe": {
         "DualPipeVModule": "deepspeed.runtime.pipe.dualpipev",
         "LayerSpec": "deepspeed.runtime.pipe.module",

@@ -36,7 +36,7 @@ from deepspeed.checkpoint.errors import CheckpointError, CheckpointNotFoundError
 from deepspeed.checkpoint.hashing import BLOCK, BlockHasher, count_blocks, hash_blocks
 from deepspeed.checkpoint.names import CHECKSUMS
 from deepspeed.checkpoint.round_trip import culprit, difference, readable
-from deepspeed.checkpoint.safe_types import REDUCERS, allowed_types
+from deepspeed.checkpoint.safe_types import allowed_types, reduced, trusts_files
 
 CHUNK_BYTES = 1 << 20
 """Bytes hashed and written at a time."""
@@ -107,13 +107,16 @@ def write_archive(
 
 def _refuse_what_does_not_load(path: Path, content: Any, *, compare: bool) -> None:
     """Raise CheckpointError, naming the keys, if the structure at ``path`` needs a class that ``weights_only=True``
-    does not load, or does not load back as ``content``."""
+    does not load, or does not load back as ``content``. Where all classes are trusted, their own pickling counts."""
+    if trusts_files():
+        return
     if unsafe := _unsafe_classes(path):
         raise CheckpointError(
             f"the state to save holds {', '.join(sorted(unsafe)[:5])}{_under(content, lambda v: _needs(v, unsafe))}. "
             "Checkpoints are loaded with weights_only=True, which makes no objects of unknown classes: save plain data "
             "instead, or allow the class with torch.serialization.add_safe_globals([...]) before saving and before "
-            "loading."
+            "loading, or, if every file that is loaded can be trusted, all classes with the environment variable "
+            "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1."
         )
     if not compare or _is_state_dict(content):
         return
@@ -163,7 +166,7 @@ def open_archive(path: Path) -> Archive:
     try:
         nbytes = _verify_structure(path)
         with allowed_types():
-            content = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+            content = torch.load(path, map_location="cpu", mmap=True, weights_only=not trusts_files())
         return Archive(path, content, nbytes)
     except FileNotFoundError as error:
         raise CheckpointNotFoundError(f"{path} does not exist") from error
@@ -327,9 +330,7 @@ class _Plan:
                     return _rebuild_parameter, (obj.data, obj.requires_grad, OrderedDict())
                 if plan.is_plain(obj):
                     return _with_grad(plan.stand_in(obj).__reduce_ex__(2), obj.requires_grad)
-                if type(obj) in REDUCERS:
-                    return REDUCERS[type(obj)](obj)
-                return NotImplemented
+                return reduced(obj)
 
         self.Pickler = Pickler
         self.__name__ = pickle.__name__
@@ -527,7 +528,7 @@ def _pickled(value: Any, note: Callable[[Any], None] = lambda obj: None) -> byte
             if isinstance(obj, (Tensor, LazyTensor)):
                 return int, ()
             note(obj)
-            return REDUCERS[type(obj)](obj) if type(obj) in REDUCERS else NotImplemented
+            return reduced(obj)
 
     with io.BytesIO() as sink:
         Spy(sink, protocol=2).dump(value)
@@ -544,7 +545,7 @@ def packed(value: Any) -> bytes:
             if type(obj) is Tensor:  # a view would bring all of its memory along
                 own.append(obj.detach().clone())
                 return own[-1].__reduce_ex__(2)
-            return REDUCERS[type(obj)](obj) if type(obj) in REDUCERS else NotImplemented
+            return reduced(obj)
 
     with io.BytesIO() as sink:
         torch.save(value, sink, pickle_module=SimpleNamespace(Pickler=Pickler, __name__=pickle.__name__))
@@ -553,7 +554,7 @@ def packed(value: Any) -> bytes:
 
 def unpacked(content: bytes) -> Any:
     with allowed_types():
-        return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+        return torch.load(io.BytesIO(content), map_location="cpu", weights_only=not trusts_files())
 
 
 def _unreadable(path: Path, error: Exception) -> str:
@@ -562,7 +563,8 @@ def _unreadable(path: Path, error: Exception) -> str:
     if found:
         return (
             f"{path} holds an object of the class {found[1]}, which is not loaded by default. If you trust the file, "
-            "allow the class with torch.serialization.add_safe_globals([...]) before loading."
+            "allow the class with torch.serialization.add_safe_globals([...]) before loading, or all classes with the "
+            "environment variable TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1."
         )
     detail = text.partition("WeightsUnpickler error:")[2].strip()
     return _damaged(path, pickle.UnpicklingError(detail) if detail else error)

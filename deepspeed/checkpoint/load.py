@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -110,14 +111,31 @@ class Restorer:
         """Whether the module's own code must see everything that was saved, under the old names."""
         return _rewrites_names(self.module) and not self.parts
 
+    @property
+    def nested(self) -> dict[str, Any]:
+        """Dicts in the saved state dict, for a model that loads them itself: Megatron-LM's, whose scripts save what its
+        ``state_dict_for_save_checkpoint`` returns. It cannot fill a module that is held in parts (stage 3), whose
+        weights are all found by name."""
+        if type(self.module).load_state_dict is nn.Module.load_state_dict:
+            return {}
+        return {name: value for name, value in self.catalog.extra.items() if isinstance(value, dict)}
+
     def check_names(self) -> None:
-        """Report names that the model and the checkpoint do not share: an error if strict."""
+        """Report names that the model and the checkpoint do not share: an error if strict. What is in nested dicts is
+        left to the model."""
         own = module_state(self.module)
         saved = {*self.catalog.module, *self.catalog.extra, *self.catalog.fragments}
         saved |= self.catalog.module_dtypes.keys()  # for some, other nodes hold all parts
         saved |= {alias for alias, name in self.catalog.aliases.items() if name in saved}
-        missing = [name for name in own if name not in saved]
-        here = {*own, *self.catalog.aliases, *(entry.name for entry in self.entries), *self.elsewhere}
+        nested = self.nested
+        missing = [name for name in own if name not in saved and (self.parts or not nested)]
+        here = {
+            *own,
+            *self.catalog.aliases,
+            *(entry.name for entry in self.entries),
+            *self.elsewhere,
+            *nested,
+        }
         unexpected = [] if self.is_stage else sorted(saved - here)
         if not missing and not unexpected:
             return
@@ -141,6 +159,7 @@ class Restorer:
         cut = self._cut()
         tensors = self._module_tensors(only=lambda name: name not in cut)
         self._load_into_module(tensors, partly=bool(self.parts))
+        self._load_nested()
         named = dict(self.module.named_parameters())
         self.report.of_parameters = len(named)
         self.report.parameters = sum(self.catalog.find([name]) is not None for name in named)
@@ -170,7 +189,7 @@ class Restorer:
     def custom(self, custom_load_fn: Callable[..., Any]) -> None:
         """``custom_load_fn(src=saved state dict, dst=module)`` may do anything; masters follow the
         weights (where those are sharded, when the caller shards them again)."""
-        custom_load_fn(src=self._module_tensors(), dst=self.module)
+        custom_load_fn(src={**self._module_tensors(), **self.nested}, dst=self.module)
         if self.state is not None and not self.parts:
             self.state.weights_loaded()
 
@@ -313,6 +332,8 @@ class Restorer:
             only=lambda name: id(own.get(name, self)) not in trained and name not in cut
         )
         self._load_into_module(rest, partly=True)
+        if not own.keys() <= {*self.catalog.module, *self.catalog.fragments, *self.catalog.aliases}:
+            self._load_nested()
         frozen = {id(p): name for name, p in self.module.named_parameters() if id(p) not in trained}
         self.report.of_parameters += len(frozen)
         self.report.parameters += sum(self.catalog.find([name]) is not None for name in frozen.values())
@@ -340,8 +361,18 @@ class Restorer:
                     f"{name} has shape {tuple(have.shape)} in the model, but {tuple(value.shape)} in "
                     f"{self.catalog.folder}"
                 )
+        if not self.nested:
+            self._call_loader(self.module.load_state_dict, tensors, strict=self.strict and not partly)
+        elif tensors:  # under our names, which the model's own code does not know
+            self._call_loader(partial(nn.Module.load_state_dict, self.module), tensors, strict=False)
+
+    def _load_nested(self) -> None:
+        if self.nested and not self.parts:
+            self._call_loader(self.module.load_state_dict, self.nested, strict=self.strict)
+
+    def _call_loader(self, load: Callable[..., Any], tensors: dict[str, Any], *, strict: bool) -> None:
         try:
-            self.module.load_state_dict(tensors, strict=self.strict and not partly)
+            load(tensors, strict=strict)
         except RuntimeError as error:
             raise CheckpointError(
                 f"{self.catalog.folder} does not fit the model (load_module_strict=False loads what they have in "
@@ -369,7 +400,8 @@ class Restorer:
         for alias, name in self.catalog.aliases.items():
             if name in tensors and only(alias):
                 tensors.setdefault(alias, tensors[name])
-        return {**tensors, **self.catalog.extra}
+        nested = self.nested
+        return {**tensors, **{name: item for name, item in self.catalog.extra.items() if name not in nested}}
 
     def _tensor(self, name: str, own: Any, sources: list[Source]) -> Tensor:
         """What this rank's module holds under ``name``: mapped from a file that has exactly this, or filled from the

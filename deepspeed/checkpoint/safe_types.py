@@ -1,16 +1,18 @@
 """Classes that may be inside a checkpoint beyond what ``weights_only=True`` allows by itself: inert data
-only."""
+only, unless the user has told torch to trust all files."""
 
 from __future__ import annotations
 
 import argparse
 import datetime
 import decimal
+import enum
+import os
 import pathlib
 import types
 import uuid
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -96,13 +98,35 @@ _SAFE: list[Any] = [
 ]
 
 
-REDUCERS: dict[type, Callable[[Any], tuple[Any, ...]]] = {
+_REDUCERS: dict[type, Callable[[Any], tuple[Any, ...]]] = {
     deque: lambda value: (deque, (list(value), value.maxlen)),
     defaultdict: lambda value: (defaultdict, (value.default_factory, dict(value))),
 }
 """How to pickle allowed classes whose own pickles torch's reader does not follow."""
 
 
+def reduced(value: Any) -> Any:
+    """For ``reducer_override`` of a pickler: in a form that torch's reader follows, if ``value`` has one of its own."""
+    if isinstance(value, enum.Enum):  # some releases of Python pickle them by name
+        return type(value), (value.value,)
+    return _REDUCERS[type(value)](value) if type(value) in _REDUCERS else NotImplemented
+
+
+def trusts_files() -> bool:
+    """Whether the user has told torch to load files whole, with all classes and functions that they name."""
+    return os.environ.get("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "0").lower() in ("1", "y", "yes", "true")
+
+
 def allowed_types() -> AbstractContextManager[None]:
-    """While it is active, torch loads these classes too (and those of ``add_safe_globals``)."""
-    return torch.serialization.safe_globals(_SAFE)
+    """While it is active, torch loads these classes too (and those of ``add_safe_globals``), and every enum that has
+    been imported: to load one of its members is to look it up."""
+    return torch.serialization.safe_globals([*_SAFE, *_members_of(enum.Enum)])
+
+
+def _members_of(base: type[enum.Enum]) -> Iterator[type[enum.Enum]]:
+    """The enums below ``base`` that have members; one without would make new classes when it is called."""
+    for cls in base.__subclasses__():
+        if cls.__members__:
+            yield cls
+        else:
+            yield from _members_of(cls)

@@ -46,7 +46,7 @@ from deepspeed.runtime.observers.start_report import log_start
 from deepspeed.runtime.optim.flags import set_state_dtype
 from deepspeed.runtime.precision import autocast_context, cast_inputs, cast_module
 from deepspeed.runtime.python_gc import python_gc_manager
-from deepspeed.runtime.schedulers import resolve_scheduler
+from deepspeed.runtime.schedulers import advance, resolve_scheduler
 from deepspeed.runtime.transforms import ForwardFacts, InputChain, transform_module
 from deepspeed.runtime.transforms.selection import from_config
 from deepspeed.runtime.zero.gathering.phases import Phase
@@ -384,7 +384,7 @@ class DeepSpeedEngine(EngineData):
         if not result.applied:
             self.skipped_steps += 1
         elif self.lr_scheduler is not None:
-            self.lr_scheduler.step(**lr_kwargs)
+            advance(self.lr_scheduler, lr_kwargs, self.train_batch_size())
         vars(self).update(
             _global_norm=result.norm,
             _step_applied=result.applied,

@@ -284,7 +284,7 @@ def load_checkpoint(
             is_stage=engine.mesh.size("pp") > 1,
         )
         masters = what.masters and bool(catalog.fragments)
-        everything = custom_load_fn is not None or restorer.rewrites_names
+        everything = custom_load_fn is not None or restorer.rewrites_names or bool(restorer.nested)
         needed = needed_shards(
             catalog, engine.module, engine.state_access, masters=masters, optimizer=what.optimizer
         )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable, Mapping
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -38,6 +40,24 @@ def resolve_scheduler(
             f"scheduler.params.{unknown[0]} is not a parameter of {name}; it takes {', '.join(sorted(known))}."
         )
     return kind(optimizer, **params)
+
+
+def advance(schedule: Any, lr_kwargs: Mapping[str, Any], samples: int) -> None:
+    """Step ``schedule`` with the caller's keywords. Without any, one whose ``step`` needs an argument, as Megatron-LM's
+    does, is told the number of samples of this step: ``train_batch`` of a pipeline takes no keywords for it."""
+    method = getattr(type(schedule), "step", None)
+    if not lr_kwargs and method is not None and _needs_argument(method):
+        schedule.step(samples)
+    else:
+        schedule.step(**lr_kwargs)
+
+
+@lru_cache(maxsize=16)
+def _needs_argument(step: Callable[..., Any]) -> bool:
+    """Whether the method ``step`` has a parameter, besides its object, that must be given by place."""
+    own = list(inspect.signature(step).parameters.values())[1:]
+    by_place = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return any(param.kind in by_place and param.default is param.empty for param in own)
 
 
 def _warn_of_another(client: Any, optimizer: Any, own: Any) -> None:

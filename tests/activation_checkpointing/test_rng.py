@@ -75,6 +75,14 @@ def test_states_can_be_taken_and_put_back() -> None:
     assert tracker.get_states() == {}
 
 
+def test_the_tracker_under_the_name_that_clients_import() -> None:
+    assert ds._CUDA_RNG_STATE_TRACKER is ds.get_cuda_rng_tracker()
+    ds._CUDA_RNG_STATE_TRACKER.add(ds._MODEL_PARALLEL_RNG_TRACKER_NAME, 1)
+    with ds.get_cuda_rng_tracker().fork():
+        assert torch.equal(torch.rand(3), draw(1))
+    assert not hasattr(ds, "_OTHER_TRACKER")
+
+
 def test_mistakes_are_refused() -> None:
     tracker = ds.CudaRNGStatesTracker()
     tracker.add("a", 5)

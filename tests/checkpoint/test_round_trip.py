@@ -22,7 +22,7 @@ import pytest
 import torch
 from torch import nn
 
-from deepspeed.checkpoint.archive import read_archive, write_archive
+from deepspeed.checkpoint.archive import packed, read_archive, unpacked, write_archive
 from deepspeed.checkpoint.errors import CheckpointError
 from deepspeed.checkpoint.reader import materialize
 from tests.checkpoint.models import config, make_engine
@@ -36,6 +36,9 @@ class Point(NamedTuple):
 
 @dataclasses.dataclass
 class Settings:
+    class Kind(enum.Enum):
+        PLAIN = 1
+
     lr: float = 0.1
 
 
@@ -53,6 +56,13 @@ class MyDict(dict):
 
 class MyInt(int):
     pass
+
+
+class Log:
+    """Pickles something else than itself, as the log of MMEngine does."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"kept": True}
 
 
 def round_trip(folder: Path, value: Any) -> Any:
@@ -132,6 +142,7 @@ LEAVES: list[Any] = [
         OrderedDict,
         torch.strided,
     ),
+    *(Color.RED, Level.LOW, Color),
 ]
 
 
@@ -215,8 +226,7 @@ def self_containing_default() -> Any:
 REFUSED: dict[str, Any] = {
     "namedtuple": lambda: Point(1, 2),
     "dataclass": Settings,
-    "enum": lambda: Color.RED,
-    "int enum": lambda: Level.LOW,
+    "enum of a class in a class": lambda: Settings.Kind.PLAIN,
     "subclass of dict": lambda: MyDict(a=1),
     "subclass of int": lambda: MyInt(3),
     "function": lambda: round_trip,
@@ -254,6 +264,20 @@ def test_allowed_classes_come_back(tmp_path):
         pytest.raises(CheckpointError, match=r"under 'client'\[0\]: .*dict"),
     ):
         round_trip(tmp_path, [MyDict(a=1)])  # torch's reader fills no dicts of other classes
+
+
+def test_any_class_comes_back_when_the_user_trusts_all_files(tmp_path, monkeypatch):
+    saved = {"settings": Settings(0.5), "function": round_trip, "plain": {"a": 1}}
+    monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
+    found = round_trip(tmp_path, saved)
+    assert found == saved and unpacked(packed(saved)) == saved
+    assert vars(round_trip(tmp_path, Log())) == {"kept": True}
+    round_trip(tmp_path, saved)
+    monkeypatch.delenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD")
+    with pytest.raises(
+        CheckpointError, match="Settings, which is not loaded.*TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
+    ):
+        read_archive(tmp_path / "f.pt")
 
 
 @distributed(world_size=2)

@@ -120,6 +120,27 @@ def test_a_tie_may_be_named_by_a_property(tmp_path: Path) -> None:
     again.destroy()
 
 
+class BySamples:
+    """A schedule whose ``step`` needs an argument, as Megatron-LM's does."""
+
+    def __init__(self) -> None:
+        self.samples = 0
+
+    def step(self, increment: int) -> None:
+        self.samples += increment
+
+
+@distributed(world_size=2)
+def test_a_schedule_that_counts_samples_is_told_them() -> None:
+    engine, data, schedule = tied(), batches(), BySamples()
+    engine.lr_scheduler = schedule
+    engine.train_batch(data)
+    engine.set_train_batch_size(8)
+    engine.train_batch(data)
+    assert schedule.samples == 4 + 8
+    engine.destroy()
+
+
 @distributed(world_size=2)
 def test_attributes_that_scripts_read() -> None:
     engine, data = tied(), batches()

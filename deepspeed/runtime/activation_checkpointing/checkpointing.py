@@ -234,6 +234,12 @@ def get_cuda_rng_tracker() -> CudaRNGStatesTracker:
     return _current().tracker
 
 
+def __getattr__(name: str) -> Any:
+    if name == "_CUDA_RNG_STATE_TRACKER":  # what clients read instead of calling get_cuda_rng_tracker()
+        return get_cuda_rng_tracker()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
 def is_configured() -> bool:
     """Whether ``configure`` has been called."""
     return _current().configured

@@ -9,7 +9,7 @@ import torch
 
 from deepspeed.checkpoint.archive import naming, write_archive
 from deepspeed.checkpoint.flush import flush
-from deepspeed.checkpoint.safe_types import allowed_types
+from deepspeed.checkpoint.safe_types import allowed_types, trusts_files
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointCommitInfo, CheckpointEngine
 
 
@@ -27,7 +27,7 @@ class TorchCheckpointEngine(CheckpointEngine):
 
     def load(self, path: str, map_location: Any = None) -> Any:
         with allowed_types():
-            return torch.load(path, map_location=map_location, weights_only=True)
+            return torch.load(path, map_location=map_location, weights_only=not trusts_files())
 
     def commit(self, info: CheckpointCommitInfo) -> bool:
         return True
