@@ -1,10 +1,10 @@
-"""Fills the numbers of the README in from what the benchmarks saved.
+"""Fills in the numbers of the README from the benchmarks' saved results.
 
     python benchmarks/readme.py            writes them between the two NUMBERS markers of README.md
     python benchmarks/readme.py --check    says whether they are up to date, with its exit code
 
-Nothing is measured or typed here: every cell is copied from a table in `results/*_cpu2.txt`, and what has no result has
-no row.
+Nothing is measured or typed here: every cell is copied from a table in `results/*_cpu2.txt`, and a benchmark without a
+result gets no row.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ CHECKPOINT = {"save, s": "s to save", "load, s": "s to load", "MB on disk": "MB"
 # What it is, script, beginning of the table's title, our row, columns with units.
 OTHER_ROWS: list[tuple[str, str, str, str, dict[str, str]]] = [
     *(
-        (f"a step of a small MLP, beyond the same in plain torch (with clipping), stage {s}", "engine_cost", "MLP",
+        (f"engine overhead per step of a small MLP, over plain torch with clipping, stage {s}", "engine_cost", "MLP",
          f"ours, stage {s}", {"over": "us"})
         for s in range(4)
     ),
-    ("`import deepspeed` beyond `import torch`", "start", "import", "ours", {"median": "s"}),
+    ("`import deepspeed`, on top of `import torch`", "start", "import", "ours", {"median": "s"}),
     ("`initialize`, 10M GPT, stage 2", "start", "start of a 10M", "ours, stage 2", {"initialize": "s"}),
     ("checkpoint of a 50M GPT, stage 2", "checkpoint", "50M", "ours, stage 2", CHECKPOINT),
     *(
@@ -42,9 +42,9 @@ OTHER_ROWS: list[tuple[str, str, str, str, dict[str, str]]] = [
         for s in (2, 3)
     ),
     *(
-        (f"step of a 15M Llama, {what} over 2 ranks, fp32, stage 1", "tensor_parallel",
+        (f"step of a 15M Llama, {what} split over 2 ranks, fp32, stage 1", "tensor_parallel",
          "small Llama, fp32, stage 1", f"ours, {kind} 2", {"ms/step": "ms"})
-        for kind, what in (("DP", "data"), ("TP", "each layer"), ("SP", "each sequence"))
+        for kind, what in (("DP", "data"), ("TP", "layers"), ("SP", "sequences"))
     ),
 ]  # fmt: skip
 Table = dict[str, dict[str, str]]  # row -> column -> cell
@@ -122,7 +122,7 @@ def step_times(results: Results) -> list[str]:
     if not lines:
         return []
     columns = " | ".join(SETTINGS)
-    return [f"| step time / DDP: ours (peer) | {columns} |", "|---|---|---|---|---|", *lines, ""]
+    return [f"| step time / DDP, ours (peer) | {columns} |", "|---|---|---|---|---|", *lines, ""]
 
 
 def other_numbers(results: Results) -> list[str]:
@@ -142,13 +142,13 @@ def other_numbers(results: Results) -> list[str]:
         for who in ("shared memory", "peer", "gloo")
     )
     if shared:
-        what = f"all_reduce of 32 MiB, 2 ranks on one host (gloo: {gloo} us)"
+        what = f"all-reduce of 32 MiB, 2 ranks on one host (gloo: {gloo} us)"
         lines.append(f"| {what} | {shared} us | {peer} us | `benchmarks/comm_shared_memory.py` |")
     return ["| what | ours | peer | script |", "|---|---|---|---|", *lines, ""] if lines else []
 
 
 def numbers_of(folder: Path) -> str:
-    """All that stands between the markers."""
+    """Everything between the markers."""
     results = Results(folder)
     body = [*step_times(results), *other_numbers(results)]
     return "\n".join([BEGIN, "", *body, f"{results.sources()}", "", END])
