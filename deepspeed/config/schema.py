@@ -224,8 +224,8 @@ class TrainingConfig(LenientConfigModel):
     dump_state: bool = Field(default=False, description="Print the config at the start.")
     disable_python_gc: bool = Field(
         default=False,
-        description="Turn Python's garbage collector off until the engine is destroyed, because a full collection on one "
-        "rank delays all; `engine.collect_python_gc()` collects.",
+        description="Turn Python's garbage collector off until the engine is destroyed, because a full collection on "
+        "one rank delays all; `engine.collect_python_gc()` collects.",
     )
     log_level: Annotated[
         Literal["debug", "info", "warning", "error", "critical"] | None, BeforeValidator(_lower)
