@@ -255,7 +255,7 @@ def _environment_hints() -> Iterator[str]:
 
 def parse_arguments(args: list[str] | None = None) -> argparse.Namespace:
     parser = ArgumentParser(
-        prog="ds_report", description="Reports which ops can be used here, and the environment."
+        prog="ds_report", description="Report which ops can be used on this machine, and the environment."
     )
     parser.add_argument("--hide_operator_status", action="store_true", help="leave out the table of ops")
     parser.add_argument(
@@ -266,11 +266,11 @@ def parse_arguments(args: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--bench",
         action="store_true",
-        help="time each op, and each kernel of inference, on the path it takes here: by the memory stream, and by what "
-        "PyTorch's operations take for the same (half a minute at most)",
+        help="time each op and each inference kernel on the path it takes here, against memory bandwidth and PyTorch's "
+        "operations (half a minute at most)",
     )
     parser.add_argument(
-        "--bench_dir", help="folder for the file that async_io is timed with (default: temporary)"
+        "--bench_dir", help="folder for the file used to time async_io (default: a temporary one)"
     )
     return parser.parse_args(args)
 

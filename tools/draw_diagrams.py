@@ -114,8 +114,8 @@ def one_step() -> Drawing:
     d.text(14, 58, "rank", size=12, colour=SOFT, anchor="start")
     d.text(
         480, 400,
-        "Reduction starts while backward still computes: a bucket is sent as soon as all of its gradients are there.\n"
-        "The gradient norm is one small all-reduce before the update, so that every rank clips alike.",
+        "Reduction overlaps with backward: a bucket is sent as soon as all of its gradients are complete.\n"
+        "The gradient norm is one small all-reduce before the update, so that all ranks clip by the same norm.",
         size=13, colour=SOFT,
     )  # fmt: skip
     return d
@@ -126,7 +126,7 @@ def life_of_a_parameter() -> Drawing:
     d = Drawing(960, 430, "The life of a parameter at ZeRO stage 3")
     d.text(480, 30, "One bucket (the parameters of a block) on two ranks", size=15, bold=True)
     stations = (
-        (20, "built", "whole, or sharded one\nby one under zero.Init"),
+        (20, "built", "whole, or sharded\nunder zero.Init"),
         (266, "sharded", "each rank holds its slice;\nparam.data is empty"),
         (512, "gathered", "whole on every rank,\nparam.data has its shape"),
         (758, "updated", "each rank updates its\nslice of the weights"),
@@ -152,7 +152,7 @@ def life_of_a_parameter() -> Drawing:
     d.text(
         480, 365,
         "Gathered before the first module that uses it in forward, and again in backward unless it was kept:\n"
-        "a bucket is released only when another one needs the room. Its gradient is reduce-scattered\n"
+        "a bucket is released only when another one needs the memory. Its gradient is reduce-scattered\n"
         "as at stage 2, so that each rank keeps the gradient of its own slice.",
         size=13, colour=SOFT,
     )  # fmt: skip
@@ -184,7 +184,7 @@ def resharding() -> Drawing:
         d.text(left + x * unit + 6, 220, text, size=12, colour=SOFT, anchor="start")
     d.text(
         480, 385,
-        "Each file says which interval of which parameter it holds; nothing says how many ranks there were.\n"
+        "Each file says which interval of which parameter it holds, independent of the number of ranks.\n"
         "A rank that loads takes the intervals that it needs from whichever files have them, and reads nothing else.\n"
         "The same holds for master weights and for every kind of optimizer state.",
         size=13, colour=SOFT,
@@ -193,15 +193,15 @@ def resharding() -> Drawing:
 
 
 def house() -> Drawing:
-    """The rooms of the package, by layer: imports point downward."""
-    d = Drawing(960, 560, "The rooms of the package: imports point downward")
+    """The subpackages, by layer: imports point downward."""
+    d = Drawing(960, 560, "The subpackages: imports point downward")
     floors = (
         ("tools", "plain", ("launcher", "config_tools,\nds plan", "env_report", "_compat")),
         ("assemblies", "file", ("runtime: engine,\nassembly, initialize", "runtime/observers")),
         ("mechanisms", "weights", ("runtime/zero:\nthe core", "zero/gathering:\nstage 3", "zero/offload",
                                    "checkpoint", "memory_plan")),
         ("config and plan", "gradients",
-         ("config: schema, rules, plan", "sections beside the\nmechanism they configure")),
+         ("config: schema, rules, plan", "sections next to the\nmechanism they configure")),
         ("foundations", "state", ("comm", "ops, io, nvme", "csrc: native kernels")),
         ("ground", "plain", ("utils", "accelerator")),
     )  # fmt: skip
@@ -213,7 +213,7 @@ def house() -> Drawing:
             d.box(180 + number * (width + 12), y, width, 64, room, kind, size=13)
         if floor + 1 < len(floors):
             d.arrow((560, y + 64), (560, y + 84))
-    d.text(480, 540, "A module imports from its own floor and those below; no files import each other in a circle.",
+    d.text(480, 540, "A module imports only from its own layer and those below; there are no import cycles.",
            size=13, colour=SOFT)  # fmt: skip
     return d
 

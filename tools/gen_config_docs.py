@@ -1,4 +1,4 @@
-"""Writes `docs/config.md` from the schema; with `--check` it only compares."""
+"""Write `docs/config.md` from the schema; with `--check`, only compare."""
 
 from __future__ import annotations
 
@@ -38,32 +38,42 @@ INTRODUCTION = """\
 
 <!-- Written by tools/gen_config_docs.py from the schema; change the schema, not this file. -->
 
-`deepspeed.initialize(config=...)` takes a dict, the path of a JSON or HJSON file, or urlsafe-base64 JSON
-text. An object that holds a key twice is refused. Everything that is wrong is reported at once, before any
-process group is created or memory is allocated: the key, its line in the file, its value, what is allowed, and for
-a misspelt key the right one.
+This page lists every key of the config. `deepspeed.initialize(config=...)` takes a dict, the path of a JSON or HJSON
+file, or urlsafe-base64 JSON text:
 
-    ds_check config.json --gpus 8          # the same without a model; exit code 1 when there are errors
-    ds_check config.json --fix             # makes the corrections that are clear, shows them, keeps config.json.bak
+```json
+{
+  "train_batch_size": 64,
+  "optimizer": {"type": "AdamW", "params": {"lr": 3e-4}},
+  "bf16": {"enabled": true},
+  "zero_optimization": {"stage": 2}
+}
+```
+
+All errors are reported at once, before any process group is created or memory is allocated: the key, its line in the
+file, its value, what is allowed, and for a misspelt key the correct one. A key that occurs twice in an object is an
+error. Check a config without a model:
+
+    ds_check config.json --gpus 8          # exit code 1 if there are errors
+    ds_check config.json --fix             # also corrects what is unambiguous; keeps config.json.bak
     deepspeed.check_config(config, 8)      # the same from Python
 
 **Numbers.** Whole floats such as `5e8` are accepted where an integer is expected. Sizes count elements
-unless bytes are named.
+unless the description mentions bytes.
 
-**"auto".** Trainer and Accelerate fill in such values. One that was not filled in counts as if the key were
-not there.
+**"auto".** Trainer and Accelerate fill in these values. A key whose value is still "auto" is treated as absent.
 
 **Batch sizes.** `train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x ranks`,
-where only data-parallel ranks count. Any two of the three determine the third; with one batch size alone
-the accumulation is 1. The number of ranks comes from the model-parallel unit, the device mesh,
+where only data-parallel ranks count. Any two of the three determine the third; if only one batch size is given,
+the number of accumulation steps is 1. The number of ranks comes from the model-parallel unit, the device mesh,
 `torch.distributed` or the launcher's environment, in this order.
 
-**Unknown keys.** At top level and in sections marked *lenient* a key that differs from a known one in one
-letter (two from six letters on) is an error, unless the known one is there too; any other unknown key is
+**Unknown keys.** At top level and in sections marked *lenient*, a key that differs from a known one by one
+letter (or by two, from six letters on) is an error, unless the known one is present too; any other unknown key is
 one warning. In the other sections every unknown key is an error. Keys with a dot, and comments (`_...`,
-`#...`, `//...`), are left alone.
+`#...`, `//...`), are ignored.
 
-**Deprecated keys** are accepted with one note, and carried over where there is a new one.
+**Deprecated keys** are accepted with a note, and their values are carried over if there is a new key.
 """
 
 
@@ -96,7 +106,7 @@ def render() -> str:
         lines += [
             f"## {title}",
             "",
-            f"{(model.__doc__ or '').strip()} [Inference](inference.md) says what they do.",
+            f"{(model.__doc__ or '').strip()} [Inference](inference.md) explains them.",
             "",
         ]
         lines += [*table(model), "", *sections(model, (), "###")]
@@ -106,11 +116,11 @@ def render() -> str:
 def not_implemented() -> Iterator[str]:
     yield "## Not implemented in this release"
     yield ""
-    yield "These keys are known, checked, and then refused by name when they turn their feature on:"
+    yield "These keys are known and checked, but turning their feature on is an error that names them:"
     yield ""
     yield from listed(changing=True)
     yield ""
-    yield "These cannot change the numbers of a run; turning them on is one warning:"
+    yield "These cannot change the results of a run; turning them on is one warning:"
     yield ""
     yield from listed(changing=False)
     yield ""

@@ -21,25 +21,25 @@ COLUMNS = ("step", "phase", "tensor", "module", "by how much")
 def main(argv: Sequence[str] | None = None) -> int:
     parser = ArgumentParser(
         prog="ds diff",
-        description="Compare two runs that were recorded with the config key `audit`: the first tensor, module, step "
+        description="Compare two runs recorded with the config key `audit`, and find the first tensor, module, step "
         "and phase that differ, and by how much. The exit code is 0 if the runs are the same, 1 if they differ, 2 if "
         "they cannot be compared.",
     )
-    parser.add_argument("run_a", type=Path, help="folder of audit.record of one run")
-    parser.add_argument("run_b", type=Path, help="and of the other")
+    parser.add_argument("run_a", type=Path, help="audit.record folder of one run")
+    parser.add_argument("run_b", type=Path, help="audit.record folder of the other run")
     parser.add_argument(
         "--tolerance",
         type=_tolerance,
         metavar="X",
-        help="largest relative difference that does not count; 0: every bit counts. Default: 0 where both runs do the "
-        "same arithmetic, else by their precision",
+        help="largest relative difference to ignore; 0 compares every bit (default: 0 if both runs do the same "
+        "arithmetic, otherwise depending on their precision)",
     )
     parser.add_argument(
         "--show",
         type=positive,
         default=10,
         metavar="N",
-        help="rows of the table of differences (default: 10)",
+        help="number of differences to list (default: 10)",
     )
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     args = parser.parse_args(argv)

@@ -12,11 +12,11 @@ class AuditConfig(DeepSpeedConfigModel):
 
     record: str = Field(
         min_length=1,
-        description="Folder that gets one file per rank; what an earlier run wrote there is replaced.",
+        description="Folder for one file per rank; files of an earlier run are replaced.",
     )
-    first_step: Int = Field(default=1, ge=1, description="The first optimizer step that is recorded.")
-    steps: Int = Field(default=10, ge=1, description="How many steps are recorded.")
-    stride: Int = Field(default=1, ge=1, description="Record one step of this many.")
+    first_step: Int = Field(default=1, ge=1, description="First optimizer step to record.")
+    steps: Int = Field(default=10, ge=1, description="Number of steps to record.")
+    stride: Int = Field(default=1, ge=1, description="Record one out of this many steps.")
     prove_buckets: Int = Field(
         default=1,
         ge=0,

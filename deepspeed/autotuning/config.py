@@ -23,7 +23,7 @@ def _or(default: str) -> BeforeValidator:
 class AutotuningModelInfoConfig(LenientConfigModel):
     """What is known about the model, or should be measured."""
 
-    profile: bool = Field(default=False, description="Measure it in a first run.")
+    profile: bool = Field(default=False, description="Measure these facts in a first run.")
     num_params: Int | None = Field(default=None, ge=0, description="Parameters.")
     hidden_size: Int | None = Field(default=None, ge=1, description="Hidden size.")
     num_layers: Int | None = Field(default=None, ge=1, description="Layers.")
@@ -55,7 +55,7 @@ class DeepSpeedAutotuningConfig(LenientConfigModel):
     )
     overwrite: bool = Field(default=True, description="Replace earlier results.")
     metric: Annotated[Literal["latency", "throughput", "flops"], BeforeValidator(_lower)] = Field(
-        default="throughput", description="What is optimised."
+        default="throughput", description="What is optimized."
     )
     start_profile_step: Int = Field(default=3, ge=0, description="First step that is timed.")
     end_profile_step: Int = Field(
@@ -81,7 +81,7 @@ class DeepSpeedAutotuningConfig(LenientConfigModel):
     num_tuning_micro_batch_sizes: Int = Field(
         default=3, ge=1, description="Micro-batch sizes tried per stage."
     )
-    num_nodes: Int | None = Field(default=None, ge=1, description="Machines to use; null: all.")
+    num_nodes: Int | None = Field(default=None, ge=1, description="Number of machines to use; null: all.")
     num_gpus: Int | None = Field(default=None, ge=1, description="Ranks per machine; null: all.")
     mp_size: Int = Field(default=1, ge=1, description="Ranks that share one copy of the model.")
     arg_mappings: dict[str, Any] | None = Field(

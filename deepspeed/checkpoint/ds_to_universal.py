@@ -19,22 +19,30 @@ DP_INDEX_DIGITS = 2
 
 def parse_arguments() -> argparse.Namespace:
     """The arguments of the command."""
-    parser = argparse.ArgumentParser(description="Turn a checkpoint into a universal one.")
+    parser = argparse.ArgumentParser(description="Convert a checkpoint to a universal checkpoint.")
     parser.add_argument(
         "--input_folder", required=True, help="folder of one checkpoint, such as global_step3"
     )
-    parser.add_argument("--output_folder", required=True, help="folder of the universal one")
+    parser.add_argument("--output_folder", required=True, help="folder for the universal checkpoint")
     parser.add_argument(
-        "--num_extract_workers", default=4, type=int, help="accepted; nothing is extracted to temporary files"
+        "--num_extract_workers",
+        default=4,
+        type=int,
+        help="accepted without effect: there are no temporary files",
     )
     parser.add_argument(
-        "--num_merge_workers", default=2, type=int, help="processes; each has one tensor in memory"
+        "--num_merge_workers",
+        default=2,
+        type=int,
+        help="number of processes; each holds one tensor in memory",
     )
     parser.add_argument(
-        "--keep_temp_folder", action="store_true", help="accepted; there are no temporary files"
+        "--keep_temp_folder",
+        action="store_true",
+        help="accepted without effect: there are no temporary files",
     )
     parser.add_argument(
-        "--no_strict", dest="strict", action="store_false", help="do not open again what was written"
+        "--no_strict", dest="strict", action="store_false", help="do not check the result by opening it"
     )
     parser.add_argument(
         "--inject_missing_state",
@@ -46,7 +54,7 @@ def parse_arguments() -> argparse.Namespace:
         default=None,
         type=int,
         choices=(1, 2, 3),
-        help="at which release 0.19 will load it; default: the stage of the checkpoint",
+        help="stage at which release 0.19 will load it (default: the stage of the checkpoint)",
     )
     return parser.parse_args()
 

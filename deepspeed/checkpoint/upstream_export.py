@@ -466,13 +466,18 @@ def _rounded(numel: int, multiple: int) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=f"Write a checkpoint in the layout of release {LAYOUT}.")
     parser.add_argument("checkpoint_dir", help="folder of checkpoints")
-    parser.add_argument("output_dir", help="folder for the exported one")
+    parser.add_argument("output_dir", help="folder for the exported checkpoint")
     parser.add_argument(
-        "-t", "--tag", default=None, help="which checkpoint; default: the one that 'latest' names"
+        "-t", "--tag", default=None, help="checkpoint to export (default: the one that 'latest' names)"
     )
-    parser.add_argument("--zero_stage", type=int, default=None, help="0 to 3; default: the checkpoint's")
     parser.add_argument(
-        "--world_size", type=int, default=None, help="data-parallel ranks; default: the checkpoint's"
+        "--zero_stage", type=int, default=None, help="0 to 3 (default: the checkpoint's stage)"
+    )
+    parser.add_argument(
+        "--world_size",
+        type=int,
+        default=None,
+        help="number of data-parallel ranks (default: the checkpoint's)",
     )
     args = parser.parse_args()
     try:

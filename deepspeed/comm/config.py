@@ -28,7 +28,8 @@ class GradientCompressionConfig(DeepSpeedConfigModel):
     """Gradients travel in a few bits per element, at every stage."""
 
     codec: Literal["int8", "int4", "fp8", "signs", "top_k"] = Field(
-        description="How numbers become bytes: integers or 8-bit floats with a scale per block, signs, or the largest.",
+        description="How gradients are encoded: integers or 8-bit floats with a scale per block, signs, or only the "
+        "largest elements.",
     )
     share: Float = Field(
         default=0.01, gt=0, le=1, description='Share of the elements that travel; only for "top_k".'
@@ -37,9 +38,7 @@ class GradientCompressionConfig(DeepSpeedConfigModel):
         default="nearest",
         description='Rounding of "int8" and "int4"; stochastic: at random, right in the mean.',
     )
-    error_feedback: bool = Field(
-        default=True, description="What encoding takes away is added to the next gradients."
-    )
+    error_feedback: bool = Field(default=True, description="Add the encoding error to the next gradients.")
 
 
 class CommsLoggerConfig(DeepSpeedConfigModel):

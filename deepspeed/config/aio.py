@@ -16,13 +16,13 @@ class AioConfig(LenientConfigModel):
 
     block_size: Int = Field(default=1048576, ge=1, description="Bytes per request.")
     queue_depth: Int = Field(default=8, ge=1, description="Requests in flight at one time.")
-    intra_op_parallelism: Int = Field(default=1, ge=1, description="Threads that share one read or write.")
+    intra_op_parallelism: Int = Field(default=1, ge=1, description="Threads that share a read or write.")
     thread_count: Int = Field(
         default=1, ge=1, description="Another name for `intra_op_parallelism`, used when that is not given."
     )
     single_submit: bool = Field(default=False, description="Hand requests to the kernel one by one.")
     overlap_events: bool = Field(
-        default=True, description="Submit further requests while earlier ones are waited for."
+        default=True, description="Submit further requests while waiting for earlier ones."
     )
     use_gds: bool = Field(default=False, description="GPUDirect Storage (NVIDIA GPUs).")
 

@@ -11,7 +11,7 @@ class HybridEngineConfig(DeepSpeedConfigModel):
     """One engine that trains and generates (RLHF)."""
 
     enabled: bool = Field(default=False, description="`initialize` returns the hybrid engine.")
-    max_out_tokens: Int = Field(default=512, ge=1, description="Longest sequence while generating.")
+    max_out_tokens: Int = Field(default=512, ge=1, description="Longest sequence in generation.")
     inference_tp_size: Int = Field(
         default=1, ge=1, description="Ranks that share each layer while generating."
     )

@@ -105,7 +105,7 @@ class Float8Config(DeepSpeedConfigModel):
     enabled: bool = Field(default=False, description="Use them.")
     exclude: list[str] = Field(
         default=["lm_head", "head", "embed_out", "score", "classifier"],
-        description="Layers that stay as they are: those with one of these among the parts of their name.",
+        description="Layers to leave unchanged: those with one of these among the parts of their name.",
     )
     emulate: bool = Field(
         default=False,
@@ -136,7 +136,7 @@ class TorchAutocastConfig(LenientConfigModel):
     ] = Field(default=None, description="Dtype of the products; null: bfloat16.")
     lower_precision_safe_modules: list[str] | None = Field(
         default=None,
-        description="Full class names of modules whose gradients may travel in that dtype; "
+        description="Full class names of modules whose gradients may be sent in that dtype; "
         "null: `torch.nn.Linear`, `Conv1d`, `Conv2d`, `Conv3d`.",
     )
 
@@ -158,7 +158,7 @@ class DataTypesConfig(LenientConfigModel):
     """Dtypes that differ from what the precision section implies."""
 
     grad_accum_dtype: Dtype = Field(
-        default=None, description="Dtype in which the gradients of micro-batches are added up."
+        default=None, description="Dtype in which the gradients of micro-batches are accumulated."
     )
     param_dtype: Dtype = Field(default=None, description="Dtype to which the module's parameters are cast.")
     buffer_dtype: Dtype = Field(

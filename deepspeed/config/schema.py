@@ -134,15 +134,15 @@ class TrainingConfig(LenientConfigModel):
         "`step()` acts. "
         "False excludes `compile.deepcompile`, `amp`, and `overlap_comm` unless at stage 2.",
     )
-    optimizer: OptimizerConfig | None = Field(default=None, description="Optimizer made by the engine.")
+    optimizer: OptimizerConfig | None = Field(default=None, description="Optimizer created by the engine.")
     scheduler: SchedulerConfig | None = Field(
-        default=None, description="Learning-rate schedule made by the engine."
+        default=None, description="Learning-rate schedule created by the engine."
     )
     communication_data_type: Dtype = Field(
-        default=None, description="Dtype of gradients on the wire; null: that of training."
+        default=None, description="Dtype in which gradients are sent; null: that of training."
     )
     seq_parallel_communication_data_type: Dtype = Field(
-        default=torch.float32, description="No effect: `communication_data_type` holds between all ranks."
+        default=torch.float32, description="No effect: `communication_data_type` applies to all ranks."
     )
     gradient_allreduce_op: Annotated[Literal["mean", "sum"], BeforeValidator(_lower)] = Field(
         default="mean",
@@ -187,7 +187,8 @@ class TrainingConfig(LenientConfigModel):
     )
     zero_allow_untested_optimizer: bool = Field(
         default=False,
-        description="true: partition a client's optimizer untried; false, if given: refuse all but torch's and ours.",
+        description="true: partition a client's optimizer without checks; false, if given: refuse all but "
+        "torch's and ours.",
     )
     zero_force_ds_cpu_optimizer: bool = Field(
         default=True,
@@ -223,8 +224,8 @@ class TrainingConfig(LenientConfigModel):
     dump_state: bool = Field(default=False, description="Print the config at the start.")
     disable_python_gc: bool = Field(
         default=False,
-        description="No automatic collection of cyclic garbage until the engine is destroyed: a full one stops a rank, "
-        "and so all; `engine.collect_python_gc()` collects.",
+        description="Turn Python's garbage collector off until the engine is destroyed, because a full collection on "
+        "one rank delays all; `engine.collect_python_gc()` collects.",
     )
     log_level: Annotated[
         Literal["debug", "info", "warning", "error", "critical"] | None, BeforeValidator(_lower)

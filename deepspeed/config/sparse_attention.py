@@ -15,17 +15,17 @@ class SparseAttentionConfig(LenientConfigModel):
     mode: Literal["dense", "fixed", "variable", "bigbird", "bslongformer"] = Field(
         default="fixed", description="The pattern."
     )
-    block: Int = Field(default=16, ge=1, description="Rows and columns of a block.")
-    different_layout_per_head: bool = Field(default=False, description="Every head has a pattern of its own.")
+    block: Int = Field(default=16, ge=1, description="Number of rows and columns of a block.")
+    different_layout_per_head: bool = Field(default=False, description="Give every head its own pattern.")
     num_local_blocks: Int = Field(default=4, ge=0, description="Blocks in a local window (fixed).")
     num_global_blocks: Int = Field(
-        default=1, ge=0, description="Blocks that see everything (fixed, bigbird)."
+        default=1, ge=0, description="Blocks that attend to everything (fixed, bigbird)."
     )
     attention: Literal["unidirectional", "bidirectional"] = Field(
-        default="bidirectional", description="Whether tokens see later ones."
+        default="bidirectional", description="Whether tokens attend to later ones."
     )
     horizontal_global_attention: bool = Field(
-        default=False, description="Global blocks also look at everything (bidirectional)."
+        default=False, description="Global blocks also attend to everything (bidirectional)."
     )
     num_different_global_patterns: Int = Field(
         default=1, ge=1, description="Different choices of global blocks over the heads (fixed)."

@@ -43,29 +43,31 @@ def fix_file(path: str, world_size: int | None = None, *, output: str | None = N
 def main(argv: Sequence[str] | None = None) -> int:
     parser = ArgumentParser(
         prog="ds_check",
-        description="Check a DeepSpeed config: every misspelt key, wrong value and impossible combination at once, "
-        "and the resulting batch sizes. The exit code is 1 when there are errors.",
+        description="Check a DeepSpeed config: report all misspelt keys, wrong values and impossible combinations at "
+        "once, and the resulting batch sizes. The exit code is 1 if there are errors.",
     )
     parser.add_argument(
         "config",
-        help="JSON or HJSON file, urlsafe-base64 JSON text, a file of `accelerate config`, or TrainingArguments with "
-        "a key deepspeed, as JSON or YAML",
+        help="JSON or HJSON file, urlsafe-base64 JSON text, a file written by `accelerate config`, or "
+        "TrainingArguments with a deepspeed key, as JSON or YAML",
     )
     parser.add_argument(
         "--gpus",
         "--ranks",
         type=positive,
         metavar="N",
-        help="ranks of the job (default: the environment's, else 1)",
+        help="number of ranks of the job (default: from the environment, else 1)",
     )
     parser.add_argument(
         "--fix",
         action="store_true",
         help="correct what is unambiguous: misspelt keys, deprecated spellings, values of the wrong type. Shows the "
-        "changes, and keeps the original file as CONFIG.bak",
+        "changes and keeps the original file as CONFIG.bak",
     )
-    parser.add_argument("--output", metavar="FILE", help="with --fix: write to FILE and leave CONFIG alone")
-    parser.add_argument("--no-color", action="store_true", help="plain text also on a terminal")
+    parser.add_argument(
+        "--output", metavar="FILE", help="with --fix: write to FILE and leave CONFIG unchanged"
+    )
+    parser.add_argument("--no-color", action="store_true", help="print plain text even on a terminal")
     args = parser.parse_args(argv)
     if args.output is not None and not args.fix:
         parser.error("--output goes with --fix")

@@ -1,4 +1,4 @@
-"""`ds_elastic`: the batch size and the numbers of ranks that the `elasticity` section of a config means."""
+"""`ds_elastic`: print the batch size and the numbers of ranks that an `elasticity` section results in."""
 
 from __future__ import annotations
 
@@ -16,15 +16,18 @@ RULE = "-" * 42
 
 
 def parser() -> ArgumentParser:
-    made = ArgumentParser(prog="ds_elastic", description=__doc__)
-    made.add_argument("-c", "--config", required=True, metavar="FILE", help="the config, JSON or HJSON")
+    made = ArgumentParser(
+        prog="ds_elastic",
+        description="Print the batch size and the numbers of ranks that an `elasticity` section results in.",
+    )
+    made.add_argument("-c", "--config", required=True, metavar="FILE", help="the config, in JSON or HJSON")
     made.add_argument(
         "-w",
         "--world-size",
         type=int,
         default=0,
         metavar="N",
-        help="number of ranks (version 0.2 of elasticity needs it, here or in WORLD_SIZE)",
+        help="number of ranks: also print the micro-batch size (version 0.2 needs it, here or in WORLD_SIZE)",
     )
     return made
 

@@ -304,20 +304,24 @@ def _names_one(value: str, interfaces: Sequence[str]) -> bool:
 def parser() -> ArgumentParser:
     made = ArgumentParser(
         prog="ds doctor",
-        description="Whether this machine, and those of a hostfile, are ready for a job.",
+        description="Check that this machine, and those of a hostfile, are ready for a job.",
         allow_abbrev=False,
     )
-    made.add_argument("--port", type=int, default=TORCH_DISTRIBUTED_DEFAULT_PORT, help="of the rendezvous")
     made.add_argument(
-        "-f", "-H", "--hostfile", metavar="FILE", help="lines 'HOST slots=N': these machines too, over ssh"
+        "--port", type=int, default=TORCH_DISTRIBUTED_DEFAULT_PORT, help="port of the rendezvous"
+    )
+    made.add_argument(
+        "-f",
+        "-H",
+        "--hostfile",
+        metavar="FILE",
+        help="file of lines 'HOST slots=N': also check these machines, over ssh",
     )
     made.add_argument("-i", "--include", default="", metavar="SPEC", help="only these hosts: HOST[@HOST...]")
-    made.add_argument("-e", "--exclude", default="", metavar="SPEC", help="all but these")
-    made.add_argument("--ssh_port", type=int, metavar="PORT", help="port of the hosts' ssh servers")
+    made.add_argument("-e", "--exclude", default="", metavar="SPEC", help="all hosts but these")
+    made.add_argument("--ssh_port", type=int, metavar="PORT", help="port of the ssh servers on the hosts")
     made.add_argument("--launcher_args", default="", metavar="TEXT", help="options for ssh, as one word")
-    made.add_argument(
-        "--facts", metavar="JSON", help="what a remote machine is asked: the arguments of `collect`"
-    )
+    made.add_argument("--facts", metavar="JSON", help="used on remote machines: the arguments of `collect`")
     return made
 
 

@@ -29,82 +29,85 @@ TOOLS = {
         "deepspeed.memory_plan.command",
         "main",
         "CONFIG --model MODEL --gpus N",
-        "memory per rank, before anything is allocated",
+        "predict the memory per rank before anything is allocated, and the step time",
     ),
     "check": Tool(
-        "deepspeed.config_tools.command", "main", "CONFIG", "everything that is wrong with a config, at once"
+        "deepspeed.config_tools.command", "main", "CONFIG", "report all errors in a config at once"
     ),
     "diff": Tool(
         "deepspeed.audit.command",
         "main",
         "RUN_A RUN_B",
-        "where two runs recorded with `audit` first differ",
+        "find where two runs recorded with `audit` first differ",
     ),
     "trace": Tool(
         "deepspeed.profiling.timeline.command",
         "main",
         "FOLDER [-o FILE]",
-        "who waited for what in the steps of a `trace`",
+        "summarize a `trace`: where the time went and who waited for whom",
     ),
     "live": Tool(
         "deepspeed.monitor.live.command",
         "main",
         "FOLDER",
-        "the page of a run with `monitor.live`, from its record",
+        "serve the live page of a run from its record (`monitor.live`)",
     ),
     "top": Tool(
         "deepspeed.monitor.live.top",
         "main",
         "[--once]",
-        "the runs of yours on this machine, in a terminal",
+        "watch your runs on this machine in the terminal",
     ),
     "report": Tool(
         "deepspeed.env_report",
         "cli_main",
         "[--bench]",
-        "this installation: versions, devices, path of each op",
+        "report versions, devices and the path each op takes",
     ),
     "serve": Tool(
         "deepspeed.inference.serving.command",
         "main",
         "MODEL",
-        "an HTTP server for text generation, as clients of OpenAI's interface expect it",
+        "serve a model over HTTP with an OpenAI-compatible API",
     ),
     "stacks": Tool(
         "deepspeed.launcher.stacks",
         "main",
         "[PID]",
-        "what every rank of a running job does now: Python stacks, last collectives",
+        "show what every rank of a running job is doing: Python stacks, last collectives",
     ),
     "doctor": Tool(
         "deepspeed.launcher.doctor",
         "main",
         "[--hostfile FILE]",
-        "whether this machine, or those of a hostfile, are ready for a job",
+        "check that this machine, or those of a hostfile, are ready for a job",
     ),
     "bench": Tool(
         "deepspeed.launcher.ds_bench",
         "main",
         "--num_gpus N",
-        "speed of each collective by size and transport",
+        "benchmark collectives by size and transport",
     ),
     "elastic": Tool(
         "deepspeed.elasticity.command",
         "main",
         "-c CONFIG [-w N]",
-        "batch size and numbers of ranks of an `elasticity` section",
+        "compute the batch size and numbers of ranks of an `elasticity` section",
     ),
     "ssh": Tool(
-        "deepspeed.launcher.ds_ssh", "main", "-f HOSTFILE COMMAND", "a command on every machine of a hostfile"
+        "deepspeed.launcher.ds_ssh",
+        "main",
+        "-f HOSTFILE COMMAND",
+        "run a command on every machine of a hostfile",
     ),
     "io": Tool(
-        "deepspeed.nvme.ds_io", "main", "--folder DIR --io_size 1G", "speed of reads or writes of files"
+        "deepspeed.nvme.ds_io", "main", "--folder DIR --io_size 1G", "benchmark reads or writes of files"
     ),
     "nvme_tune": Tool(
         "deepspeed.nvme.tune",
         "main",
         "--nvme_dir DIR",
-        "the best `aio` section of a config for a storage device",
+        "find the best `aio` section for a storage device",
     ),
 }
 
@@ -112,10 +115,12 @@ TOOLS = {
 def usage() -> str:
     """What `ds` alone prints."""
     rows = [(f"ds {name} {tool.arguments}", tool.purpose) for name, tool in TOOLS.items()]
-    rows.append(("ds [options] script.py ...", "start a script on every device, as `deepspeed` does"))
+    rows.append(("ds [options] script.py ...", "run a script on every device, as `deepspeed` does"))
     width = max(len(call) for call, _ in rows)
     lines = [f"  {call:{width}}  {purpose}" for call, purpose in rows]
-    return "\n".join(["usage:", *lines, "Each has a --help; `ds --help` shows that of the launcher as well."])
+    return "\n".join(
+        ["usage:", *lines, "Every tool has --help; `ds --help` also shows the options of the launcher."]
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int | None:

@@ -39,38 +39,54 @@ DTYPES = (
 def parser() -> ArgumentParser:
     made = ArgumentParser(
         prog="ds_bench",
-        description="How fast the ranks of a job exchange tensors, by collective, size and transport.",
-        epilog="All other options are those of `deepspeed`, such as --num_gpus 2, --hostfile and --include.",
+        description="Measure how fast the ranks of a job exchange tensors, by collective, size and transport.",
+        epilog="All other options are those of `deepspeed`, such as --num_gpus, --hostfile and --include.",
         allow_abbrev=False,
     )
-    made.add_argument("--trials", type=int, default=5, metavar="N", help="timed calls (default: 5)")
-    made.add_argument("--warmups", type=int, default=5, metavar="N", help="calls before these (default: 5)")
+    made.add_argument("--trials", type=int, default=5, metavar="N", help="number of timed calls (default: 5)")
     made.add_argument(
-        "--maxsize", type=int, default=24, metavar="K", help="largest tensor: 2**K elements (default: 24)"
-    )
-    made.add_argument("--minsize", type=int, default=10, metavar="K", help="smallest tensor (default: 10)")
-    made.add_argument("--scan", action="store_true", help="every power of two (default: every fourth)")
-    made.add_argument("--dtype", choices=DTYPES, default="float32")
-    made.add_argument(
-        "--bw-unit", choices=("Gbps", "GBps"), default="Gbps", help="bits or bytes (default: Gbps)"
+        "--warmups",
+        type=int,
+        default=5,
+        metavar="N",
+        help="number of calls before the timed ones (default: 5)",
     )
     made.add_argument(
-        "--mem-factor", type=float, default=0.3, metavar="F", help="share of the free memory to use"
+        "--maxsize", type=int, default=24, metavar="K", help="largest tensor, in 2**K elements (default: 24)"
     )
-    made.add_argument("--backend", help="of the process group (default: that of the device)")
     made.add_argument(
-        "--dist", choices=("deepspeed", "torch"), help="only ours, or only torch.distributed's own"
+        "--minsize", type=int, default=10, metavar="K", help="smallest tensor, in 2**K elements (default: 10)"
     )
-    made.add_argument("--transport", choices=TRANSPORTS, nargs="+", help="only these")
-    made.add_argument("--async-op", action="store_true", help="issue all trials, then wait for them")
-    made.add_argument("--raw", action="store_true", help="numbers without units")
-    made.add_argument("--debug", action="store_true", help="the result of each rank, too")
+    made.add_argument(
+        "--scan", action="store_true", help="measure every power of two (default: every fourth)"
+    )
+    made.add_argument("--dtype", choices=DTYPES, default="float32", help="default: float32")
+    made.add_argument(
+        "--bw-unit", choices=("Gbps", "GBps"), default="Gbps", help="bits or bytes per second (default: Gbps)"
+    )
+    made.add_argument(
+        "--mem-factor", type=float, default=0.3, metavar="F", help="fraction of the free memory to use"
+    )
+    made.add_argument("--backend", help="backend of the process group (default: that of the device)")
+    made.add_argument(
+        "--dist",
+        choices=("deepspeed", "torch"),
+        help="measure only our transports, or only torch.distributed",
+    )
+    made.add_argument("--transport", choices=TRANSPORTS, nargs="+", help="measure only these transports")
+    made.add_argument("--async-op", action="store_true", help="issue all trials before waiting for them")
+    made.add_argument("--raw", action="store_true", help="print numbers without units")
+    made.add_argument("--debug", action="store_true", help="also print the result of each rank")
     made.add_argument("--json", metavar="FILE", help="write the rows as JSON")
-    made.add_argument("--plot", metavar="FILE", help="draw a picture (needs matplotlib)")
+    made.add_argument("--plot", metavar="FILE", help="plot the results (needs matplotlib)")
     for operation in OPERATIONS:
         flag = f"--{operation.replace('_', '-')}"
         made.add_argument(
-            flag, action="append_const", dest="operations", const=operation, help="only this, or several"
+            flag,
+            action="append_const",
+            dest="operations",
+            const=operation,
+            help="measure only the collectives given",
         )
     return made
 

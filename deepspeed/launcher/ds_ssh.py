@@ -1,4 +1,4 @@
-"""`ds_ssh`: runs a command on every machine of a hostfile, at once."""
+"""`ds_ssh`: run a command on every machine of a hostfile in parallel."""
 
 from __future__ import annotations
 
@@ -19,14 +19,18 @@ from deepspeed.tool_arguments import ArgumentParser
 
 
 def parser() -> ArgumentParser:
-    made = ArgumentParser(prog="ds_ssh", description=__doc__, allow_abbrev=False)
-    file = f"lines 'HOST slots=N' (default: {DLTS_HOSTFILE})"
+    made = ArgumentParser(
+        prog="ds_ssh",
+        description="Run a command on every machine of a hostfile in parallel.",
+        allow_abbrev=False,
+    )
+    file = f"file of lines 'HOST slots=N' (default: {DLTS_HOSTFILE})"
     made.add_argument("-f", "-H", "--hostfile", default=DLTS_HOSTFILE, metavar="FILE", help=file)
     made.add_argument("-i", "--include", default="", metavar="SPEC", help="only these hosts: HOST[@HOST...]")
-    made.add_argument("-e", "--exclude", default="", metavar="SPEC", help="all but these")
-    made.add_argument("--ssh_port", type=int, metavar="PORT", help="port of the hosts' ssh servers")
+    made.add_argument("-e", "--exclude", default="", metavar="SPEC", help="all hosts but these")
+    made.add_argument("--ssh_port", type=int, metavar="PORT", help="port of the ssh servers on the hosts")
     made.add_argument("--launcher_args", default="", metavar="TEXT", help="options for ssh, as one word")
-    made.add_argument("command", nargs=argparse.REMAINDER, help="for the hosts' shells")
+    made.add_argument("command", nargs=argparse.REMAINDER, help="command for the shell of each host")
     return made
 
 

@@ -39,30 +39,28 @@ SPIN_COUNT = "10000"
 
 def add_common_arguments(parser: argparse.ArgumentParser) -> None:
     """The options that `deepspeed` passes on unchanged."""
-    parser.add_argument(
-        "--module", action="store_true", help="run the script as a module, as 'python -m' would"
-    )
+    parser.add_argument("--module", action="store_true", help="run the script as a module, like 'python -m'")
     parser.add_argument(
         "--no_python", action="store_true", help="run the script as a program, without Python"
     )
     parser.add_argument(
-        "--no_local_rank", action="store_true", help="do not add --local_rank=N to its arguments"
+        "--no_local_rank", action="store_true", help="do not add --local_rank=N to the script's arguments"
     )
     parser.add_argument(
         "--enable_each_rank_log",
         metavar="DIR",
-        help="write what each rank prints to a file of its own in DIR instead of here",
+        help="write the output of each rank to its own file in DIR instead of the screen",
     )
     parser.add_argument(
-        "--prefix_output", action="store_true", help="begin each line that a rank prints with its number"
+        "--prefix_output", action="store_true", help="prefix each line of output with its rank"
     )
     parser.add_argument(
-        "--bind_cores_to_rank", action="store_true", help="give each rank CPU cores of its own"
+        "--bind_cores_to_rank", action="store_true", help="bind each rank to its own CPU cores"
     )
     parser.add_argument(
         "--bind_core_list",
         metavar="CORES",
-        help="the cores to bind to, such as 0,2-5; all by default (with --bind_cores_to_rank)",
+        help="with --bind_cores_to_rank: the cores to use, such as 0,2-5 (default: all)",
     )
     parser.add_argument(
         "--log_level",

@@ -63,7 +63,7 @@ examples:
   deepspeed --hostfile hosts train.py                all slots of all hosts, over ssh
   deepspeed --num_gpus 4 --bind_cores_to_rank --enable_each_rank_log logs train.py
 
-Options for the launcher come before the script; all that follows it goes to the script. The exit code is that
+Options of the launcher go before the script; everything after it is passed to the script. The exit code is that
 of the first rank that failed (128 + N if signal N ended it).
 """
 
@@ -90,15 +90,15 @@ def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    _add_device_arguments(parser.add_argument_group("which devices"))
-    _add_rendezvous_arguments(parser.add_argument_group("how ranks find each other"))
+    _add_device_arguments(parser.add_argument_group("devices"))
+    _add_rendezvous_arguments(parser.add_argument_group("rendezvous"))
     add_common_arguments(parser)
     parser.add_argument(
         "--save_pid", action="store_true", help="write the launcher's process id to /tmp/PID.ds"
     )
-    _add_several_machine_arguments(parser.add_argument_group("several machines, and autotuning"))
+    _add_several_machine_arguments(parser.add_argument_group("several machines and autotuning"))
     parser.add_argument("user_script", help="script to run in every rank")
-    parser.add_argument("user_args", nargs=argparse.REMAINDER, help="its arguments")
+    parser.add_argument("user_args", nargs=argparse.REMAINDER, help="arguments of the script")
     parser.set_defaults(master_port_given=False, num_gpus_given=False, launcher_given=False)
     return parser.parse_args(_with_joined_values(parser, sys.argv[1:] if args is None else args))
 
@@ -126,24 +126,24 @@ def _add_device_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--num_gpus", "--num_accelerators", type=int, default=-1, action=_MarkGiven, metavar="N", help=first
     )
-    only = "use only these: HOST[:SLOT,...][@HOST...], such as localhost:0,2"
+    only = "use only these devices: HOST[:SLOT,...][@HOST...], such as localhost:0,2"
     group.add_argument("-i", "--include", default="", metavar="SPEC", help=only)
-    group.add_argument("-e", "--exclude", default="", metavar="SPEC", help="use all but these")
-    lines = f"a file of lines 'HOST slots=N' (default: {DLTS_HOSTFILE}, if it is there)"
+    group.add_argument("-e", "--exclude", default="", metavar="SPEC", help="use all devices but these")
+    lines = f"file with a line 'HOST slots=N' per host (default: {DLTS_HOSTFILE}, if it exists)"
     group.add_argument("-H", "--hostfile", default=DLTS_HOSTFILE, metavar="FILE", help=lines)
 
 
 def _add_rendezvous_arguments(group: argparse._ArgumentGroup) -> None:
     usual = TORCH_DISTRIBUTED_DEFAULT_PORT
     address = "address of rank 0 (default: 127.0.0.1)"
-    port = f"its port (default: {usual}, or a free one if that is in use)"
+    port = f"port of rank 0 (default: {usual}, or a free one if that is in use)"
     group.add_argument("--master_addr", default="", metavar="ADDRESS", help=address)
     group.add_argument("--master_port", type=int, default=usual, action=_MarkGiven, metavar="PORT", help=port)
 
 
 def _add_several_machine_arguments(group: argparse._ArgumentGroup) -> None:
     names = (
-        "pdsh, ssh, openmpi, mvapich, slurm, mpich or impi (default: pdsh; ssh alone where pdsh is missing)"
+        "pdsh, ssh, openmpi, mvapich, slurm, mpich or impi (default: pdsh, or ssh if pdsh is not installed)"
     )
     group.add_argument(
         "--num_nodes", type=_node_count, default=-1, metavar="N", help="use the first N hosts of the hostfile"
@@ -154,36 +154,48 @@ def _add_several_machine_arguments(group: argparse._ArgumentGroup) -> None:
         "--launcher_arg",
         default="",
         metavar="TEXT",
-        help="options for it, as one word: '-F my_ssh_config'",
+        help="options for the launcher, as one word: '-F my_ssh_config'",
     )
-    group.add_argument("--ssh_port", type=int, metavar="PORT", help="port of the hosts' ssh servers")
+    group.add_argument("--ssh_port", type=int, metavar="PORT", help="port of the ssh servers on the hosts")
     group.add_argument(
-        "--venv_script", metavar="FILE", help="shell script to read on each host before Python starts"
+        "--venv_script", metavar="FILE", help="shell script that each host sources before Python starts"
     )
     group.add_argument(
-        "--no_ssh_check", action="store_true", help="start without trying the first host (pdsh)"
+        "--no_ssh_check", action="store_true", help="do not test the connection to the first host (pdsh)"
     )
-    group.add_argument("--no_ssh", action="store_true", help="this command is given on each machine by hand")
+    group.add_argument("--no_ssh", action="store_true", help="you run this command on each machine yourself")
     group.add_argument(
         "--node_rank", type=int, default=-1, metavar="N", help="with --no_ssh: this machine's number"
     )
     group.add_argument(
-        "--force_multi", action="store_true", help="start even one machine, or this one, as a remote one"
+        "--force_multi",
+        action="store_true",
+        help="use the launcher even for a single machine or for this one",
     )
     group.add_argument(
-        "--elastic_training", action="store_true", help="go on after the loss of ranks or machines"
+        "--elastic_training",
+        action="store_true",
+        help="restart the ranks after the loss of ranks or machines",
     )
     group.add_argument(
-        "--min_elastic_nodes", type=int, default=-1, metavar="N", help="with as many machines (default: 1)"
+        "--min_elastic_nodes",
+        type=int,
+        default=-1,
+        metavar="N",
+        help="fewest machines to continue with (default: 1)",
     )
     group.add_argument(
-        "--max_elastic_nodes", type=int, default=-1, metavar="N", help="at most as many (default: all hosts)"
+        "--max_elastic_nodes",
+        type=int,
+        default=-1,
+        metavar="N",
+        help="most machines to use (default: all hosts)",
     )
     group.add_argument(
         "--autotuning",
         choices=["tune", "run"],
         default="",
-        help="find the fastest config for the script; run: and then run it",
+        help="find the fastest config for the script; with run, also train with it",
     )
 
 

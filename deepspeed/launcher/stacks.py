@@ -29,15 +29,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="ds stacks",
         description="Print the Python stacks and the last collectives of every rank of a running job on this host. "
-        "Only ranks of your own; of jobs with one rank, or with comm.hang_report_seconds 0, there is nothing to ask.",
+        "Shows only your own ranks. Jobs with one rank, or with comm.hang_report_seconds 0, cannot be inspected.",
     )
     parser.add_argument(
         "pid",
         type=int,
         nargs="?",
-        help="a rank, or the command or launcher that started it; without it, all ranks of yours",
+        help="a rank, or the command or launcher that started it (default: all of your ranks)",
     )
-    parser.add_argument("--json", action="store_true", help="one JSON object per rank")
+    parser.add_argument("--json", action="store_true", help="print one JSON object per rank")
     options = parser.parse_args(argv)
     processes = ranks_of_user()
     if options.pid is not None:

@@ -43,13 +43,13 @@ if TYPE_CHECKING:
     from deepspeed.step_plan.command import Times
 
 EPILOG = """\
-The model is built on the meta device: no weights are read and nothing is allocated. MODEL is a folder or config.json of
-Hugging Face, a name that transformers knows, module:function, called without arguments to return an nn.Module, or a
+The model is built on the meta device: no weights are read and nothing is allocated. MODEL is a Hugging Face folder or
+config.json, a name that transformers knows, module:function (called without arguments, returns an nn.Module), or a
 shape: gpt:LAYERSxWIDTHxHEADS, or gpt:10m to gpt:70b.
 
 Model states, buckets, gathers and offload buffers are counted exactly; activations are estimated from the shape of a
-Hugging Face model, and marked so. The exit code is 1 when it does not fit the memory available (--device-memory and its
-siblings describe a machine other than this one), and 2 for errors.
+Hugging Face model, and marked as such. The exit code is 1 if the run does not fit into the available memory, and 2 for
+errors. --device-memory, --host-memory and --disk describe a machine other than this one.
 
 examples:
   ds plan ds_config.json --model ./Llama-3.1-8B --gpus 8 --micro-batch 1 --sequence 4096 --device-memory 80G
@@ -67,14 +67,14 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 def parser() -> argparse.ArgumentParser:
     made = ArgumentParser(
         prog="ds plan",
-        description="Bytes per rank on device, host and disk, by kind and phase; whether they fit; and the cheapest "
-        "change when they do not.",
+        description="Predict the bytes per rank on device, host and disk, by kind and phase, whether they fit, and\n"
+        "the cheapest change that makes them fit.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     made.add_argument(
         "config",
-        help="JSON or HJSON file, urlsafe-base64 JSON text, or a file of Accelerate or TrainingArguments",
+        help="JSON or HJSON file, urlsafe-base64 JSON text, or a config file of Accelerate or TrainingArguments",
     )
     made.add_argument(
         "--model",
@@ -82,16 +82,17 @@ def parser() -> argparse.ArgumentParser:
         help="Hugging Face folder, config.json or name, module:function, or a shape such as gpt:7b",
     )
     made.add_argument("--gpus", type=positive, default=1, metavar="N", help="ranks per node (default: 1)")
-    made.add_argument("--nodes", type=positive, default=1, metavar="M")
+    made.add_argument("--nodes", type=positive, default=1, metavar="M", help="number of nodes (default: 1)")
     made.add_argument(
-        "--micro-batch", type=positive, metavar="B", help="samples (default: the config's, else 1)"
+        "--micro-batch",
+        type=positive,
+        metavar="B",
+        help="samples per micro-batch (default: the config's, else 1)",
     )
     made.add_argument(
         "--sequence", type=positive, metavar="S", help="tokens per sample, for activations and time"
     )
-    made.add_argument(
-        "--checkpointing", action="store_true", help="activation checkpointing is on in the model"
-    )
+    made.add_argument("--checkpointing", action="store_true", help="the model uses activation checkpointing")
     made.add_argument("--zero-init", action="store_true", help="the model is built under zero.Init (stage 3)")
     made.add_argument(
         "--dtype",
@@ -100,7 +101,7 @@ def parser() -> argparse.ArgumentParser:
         help="dtype in which the training script builds the model",
     )
     made.add_argument(
-        "--device", help="type of device, such as cuda or cpu (default: the one here, else cuda)"
+        "--device", help="type of device, such as cuda or cpu (default: the one of this machine, else cuda)"
     )
     made.add_argument(
         "--device-memory", type=_bytes, metavar="SIZE", help="memory of each device, such as 80G"
@@ -109,7 +110,7 @@ def parser() -> argparse.ArgumentParser:
         "--host-memory",
         type=_bytes,
         metavar="SIZE",
-        help="memory of each node (default: what is available here)",
+        help="memory of each node (default: what is available on this machine)",
     )
     made.add_argument("--disk", type=_bytes, metavar="SIZE", help="space for swap files on each node")
     made.add_argument(
@@ -117,20 +118,20 @@ def parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="KEY=VALUE",
-        help="change a key of the config: bf16.enabled=true",
+        help="change a key of the config, such as bf16.enabled=true (can be repeated)",
     )
     made.add_argument(
         "--link-mbits",
         type=_positive_number,
         metavar="RATE",
-        help="Mbit/s between nodes: also say how long a step takes, with and without what sends less",
+        help="Mbit/s between nodes: also predict the step time, with and without options that send less",
     )
     made.add_argument(
         "--compute-seconds",
         type=_positive_number,
         default=1.0,
         metavar="T",
-        help="with --link-mbits: how long a step computes (default: 1)",
+        help="with --link-mbits: compute time of a step (default: 1)",
     )
     made.add_argument("--json", action="store_true", help="print one JSON object with bytes as numbers")
     time_options.add_options(made)

@@ -45,7 +45,7 @@ class AutoEPConfig(LenientConfigModel):
         default="auto", description="How the experts' outputs are combined."
     )
     route_norm: bool | None = Field(
-        default=None, description="Scale the chosen scores to sum 1; null: as the preset."
+        default=None, description="Normalize the chosen scores to sum 1; null: as in the preset."
     )
     route_scale: Float = Field(default=1.0, description="Factor on the scores.")
     top_k: IntOrAuto = Field(default="auto", description="Experts per token.")
@@ -63,7 +63,7 @@ class AutoEPConfig(LenientConfigModel):
     expert_w2: str | None = Field(default=None, description="Name of the down weight.")
     expert_w3: str | None = Field(
         default=ABSENT,
-        description="Name of the up weight; null: fused with the gate; left out: as the preset.",
+        description="Name of the up weight; null: fused with the gate; left out: as in the preset.",
     )
     num_experts_attr: str | None = Field(
         default=None, description="Attribute of the model's config that holds the number of experts."

@@ -1,4 +1,4 @@
-"""`ds_io`: times reads or writes of files with one configuration, and prints it as the `aio` section of a config."""
+"""`ds_io`: time reads or writes of files with one configuration, and print it as the `aio` section of a config."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from deepspeed.tool_arguments import ArgumentParser, ends_quietly
 
 def parser() -> argparse.ArgumentParser:
     made = ArgumentParser(
-        prog="ds_io", description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+        prog="ds_io",
+        description="Time reads or writes of files with one configuration, and print it as an `aio` section.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     where = made.add_mutually_exclusive_group(required=True)
     where.add_argument("--folder", help="directory for the files")
@@ -28,30 +30,34 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("--io_size", type=_bytes, required=True, help="bytes per file (K, M, G)")
     made.add_argument("--fast_io_size", type=_bytes, default="64M", help="bytes that torch_fastio buffers")
-    made.add_argument("--read", action="store_true", help="read; otherwise write")
-    made.add_argument("--multi_process", type=_count, default=1, help="processes per folder, a file each")
+    made.add_argument("--read", action="store_true", help="time reads instead of writes")
+    made.add_argument(
+        "--multi_process", type=_count, default=1, help="processes per folder, with one file each"
+    )
     made.add_argument("--block_size", type=_bytes, default="1M", help="bytes per request")
     made.add_argument("--queue_depth", type=_count, default=32, help="requests in flight")
     made.add_argument("--single_submit", action="store_true", help="one system call per request")
     made.add_argument(
-        "--sequential_requests", action="store_true", help="no overlap of submission and waiting"
+        "--sequential_requests", action="store_true", help="do not overlap submission and waiting"
     )
     made.add_argument(
-        "--validate", action="store_true", help="verify the transferred bytes, as part of the measured time"
+        "--validate", action="store_true", help="verify the transferred bytes, within the measured time"
     )
     made.add_argument("--engine", choices=ENGINES, default="aio_handle")
     made.add_argument("--loops", type=_count, default=3)
     made.add_argument("--io_parallel", type=_count, default=1, help="threads that share one transfer")
-    made.add_argument("--gpu", action="store_true", help="the tensor is on the accelerator")
-    made.add_argument("--use_gds", action="store_true", help="GPUDirect Storage")
+    made.add_argument("--gpu", action="store_true", help="use tensors on the accelerator")
+    made.add_argument("--use_gds", action="store_true", help="use GPUDirect Storage")
     made.add_argument(
-        "--slow_bounce_buffer", action="store_true", help="pageable instead of page-locked host memory"
+        "--slow_bounce_buffer", action="store_true", help="use pageable instead of page-locked host memory"
     )
-    made.add_argument("--torch_legacy_save", action="store_true", help="torch's format before zip files")
+    made.add_argument(
+        "--torch_legacy_save", action="store_true", help="use torch's legacy format instead of zip files"
+    )
     made.add_argument(
         "--use_accelerator_pin_memory",
         action="store_true",
-        help="use memory pinned for the accelerator; where there is one, locked memory already is",
+        help="use memory pinned for the accelerator (locked memory already is, if there is an accelerator)",
     )
     made.add_argument("--warmup_loops", type=int, default=1)
     made.add_argument("--include_warmup_time", action="store_true")

@@ -1,4 +1,4 @@
-"""`ds_nvme_tune`: tries configurations of `aio_handle` on directories and recommends the best for the `aio` section."""
+"""`ds_nvme_tune`: try configurations of `aio_handle` on directories and print the best as the `aio` section."""
 
 from __future__ import annotations
 
@@ -30,20 +30,30 @@ _OTHER_NAMES = {"io_parallel": "intra_op_parallelism"}
 
 
 def parser() -> argparse.ArgumentParser:
-    made = ArgumentParser(prog="ds_nvme_tune", description=__doc__)
+    made = ArgumentParser(
+        prog="ds_nvme_tune",
+        description="Try configurations of `aio_handle` and print the best as an `aio` section.",
+    )
     made.add_argument("--nvme_dir", nargs="+", required=True, help="writable directories, one per device")
-    made.add_argument("--sweep_config", type=Path, help="JSON file: name of a setting -> list of values")
+    made.add_argument(
+        "--sweep_config", type=Path, help="JSON file that maps the name of a setting to a list of values"
+    )
     made.add_argument("--no_read", action="store_true", help="do not measure reads")
     made.add_argument("--no_write", action="store_true", help="do not measure writes")
     made.add_argument(
         "--io_size", default="400M", help="bytes to move per measurement (default: %(default)s)"
     )
-    made.add_argument("--gpu", action="store_true", help="tensors on the GPU")
-    made.add_argument("--gds", action="store_true", help="GPUDirect Storage")
+    made.add_argument("--gpu", action="store_true", help="use tensors on the GPU")
+    made.add_argument("--gds", action="store_true", help="use GPUDirect Storage")
     made.add_argument(
-        "--flush_page_cache", action="store_true", help="empty the page cache before each read; needs root"
+        "--flush_page_cache", action="store_true", help="empty the page cache before each read (needs root)"
     )
-    made.add_argument("--log_dir", type=Path, default=Path("_aio_bench_logs"), help="default: ./%(default)s")
+    made.add_argument(
+        "--log_dir",
+        type=Path,
+        default=Path("_aio_bench_logs"),
+        help="folder for logs (default: ./%(default)s)",
+    )
     made.add_argument("--loops", type=int, default=1, help="repetitions (default: %(default)s)")
     made.add_argument("--verbose", action="store_true", help="print each measurement")
     return made

@@ -15,11 +15,11 @@ class DeepSpeedFlopsProfilerConfig(LenientConfigModel):
         default=0.0,
         ge=0.0,
         le=1.0,
-        description="Share of forward that checkpointing recomputes; included in the total.",
+        description="Fraction of the forward that checkpointing recomputes; included in the total.",
     )
     profile_step: Int = Field(default=1, ge=0, description="Optimizer step that is profiled.")
     module_depth: Int = Field(
-        default=-1, ge=-1, description="Depth of the modules that are summed up; -1: the innermost."
+        default=-1, ge=-1, description="Depth of the modules that are summarized; -1: the innermost."
     )
     top_modules: Int = Field(
         default=1, ge=0, description="How many of the most expensive modules are listed per depth."
@@ -46,16 +46,16 @@ class TimersConfig(LenientConfigModel):
 class TraceConfig(DeepSpeedConfigModel):
     """A timeline of some steps, for chrome://tracing, Perfetto and `ds trace`."""
 
-    path: str = Field(min_length=1, description="Folder that gets one file per rank.")
+    path: str = Field(min_length=1, description="Folder for one file per rank.")
     steps: list[Int] = Field(
         default=[2, 4],
         min_length=2,
         max_length=2,
-        description="The first and the last optimizer step of the timeline.",
+        description="First and last optimizer step of the timeline.",
     )
     operations: bool = Field(
         default=True,
-        description="Also torch's own operations and the kernels of the device, by `torch.profiler`.",
+        description="Also record torch's operations and the kernels of the device, through `torch.profiler`.",
     )
 
     @field_validator("steps")

@@ -11,7 +11,7 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
     `--deepspeed_config` is what `initialize(args=...)` reads; `--deepspeed` is a flag for the script's own
     use. The two `--deepscale` spellings are what early scripts pass.
     """
-    group = parser.add_argument_group("DeepSpeed", "what to train with")
+    group = parser.add_argument_group("DeepSpeed", "configuration of DeepSpeed")
     group.add_argument(
         "--deepspeed", action="store_true", help="train with deepspeed (for the script to read)"
     )

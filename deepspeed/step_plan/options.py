@@ -14,26 +14,32 @@ class TimeError(ValueError):
 def add_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("step time")
     group.add_argument(
-        "--calibrate", metavar="FILE", help="train shortly on 1 and 2 ranks of this machine and write FILE"
+        "--calibrate",
+        metavar="FILE",
+        help="train a few steps on 1 and 2 ranks of this machine and write the timings to FILE",
     )
     group.add_argument(
-        "--batch", metavar="MODULE:FUNCTION", help="with --calibrate: returns what the model is called with"
+        "--batch",
+        metavar="MODULE:FUNCTION",
+        help="with --calibrate: function that returns what the model is called with",
     )
     group.add_argument(
-        "--calibration", metavar="FILE", help="predict for machines like the one that wrote FILE"
+        "--calibration", metavar="FILE", help="predict the step time on machines like the one that wrote FILE"
     )
     group.add_argument(
-        "--on", metavar="DEVICE", help="predict for a device: A100, H100, or a JSON file with its rates"
+        "--on",
+        metavar="DEVICE",
+        help="predict the step time on a device: A100, H100, or a JSON file with its rates",
     )
     group.add_argument(
         "--network",
         metavar="NAME",
-        help="between nodes: 1GbE, 10GbE, 25GbE, 100GbE, HDR, NDR, a rate such as 100Mbit, or a JSON file",
+        help="network between nodes: 1GbE, 10GbE, 25GbE, 100GbE, HDR, NDR, a rate such as 100Mbit, or a JSON file",
     )
     group.add_argument(
         "--choices",
         action="store_true",
-        help="also rank every way to train the same batch on these ranks: ZeRO, TP, PP, SP, EP, offload",
+        help="also rank the ways to train the same batch on these ranks: ZeRO, TP, PP, SP, EP, offload",
     )
 
 

@@ -196,14 +196,23 @@ def natural_keys(text: str) -> list[int | str]:
 def command_parser(description: str) -> argparse.ArgumentParser:
     """What this command and ``zero_to_torch.py`` are asked."""
     parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("checkpoint_dir", help="folder of checkpoints, with a file named 'latest'")
+    parser.add_argument("checkpoint_dir", help="folder of checkpoints that contains the file 'latest'")
     parser.add_argument("output_dir", help="folder for the weights")
-    parser.add_argument("--max_shard_size", default="5GB", help="largest file, such as 5GB or 200MB")
     parser.add_argument(
-        "--safe_serialization", action="store_true", help="safetensors instead of torch files"
+        "--max_shard_size", default="5GB", help="size limit of each file, such as 5GB or 200MB"
     )
-    parser.add_argument("-t", "--tag", default=None, help="which checkpoint, such as global_step100")
-    parser.add_argument("--exclude_frozen_parameters", action="store_true", help="only trained parameters")
+    parser.add_argument(
+        "--safe_serialization", action="store_true", help="write safetensors instead of torch files"
+    )
+    parser.add_argument(
+        "-t",
+        "--tag",
+        default=None,
+        help="checkpoint to convert, such as global_step100 (default: the one that 'latest' names)",
+    )
+    parser.add_argument(
+        "--exclude_frozen_parameters", action="store_true", help="write only trained parameters"
+    )
     parser.add_argument("-d", "--debug", action="store_true", help="show tracebacks")
     return parser
 

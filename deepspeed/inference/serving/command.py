@@ -1,4 +1,4 @@
-"""``ds serve MODEL``: an HTTP server over a causal model of Transformers."""
+"""``ds serve MODEL``: serve a causal Transformers model over HTTP."""
 
 from __future__ import annotations
 
@@ -76,44 +76,63 @@ def _end(*_: Any) -> None:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="ds serve", description=__doc__)
-    parser.add_argument("model", help="a folder of save_pretrained, or a model's name in the hub")
-    parser.add_argument("--name", help="of the model in answers (default: as given)")
+    parser = argparse.ArgumentParser(
+        prog="ds serve", description="Serve a causal Transformers model over HTTP."
+    )
+    parser.add_argument("model", help="folder written by save_pretrained, or a model name on the hub")
+    parser.add_argument("--name", help="model name in responses (default: as given)")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
-    parser.add_argument("--port", type=int, default=8000, help="default: %(default)s")
+    parser.add_argument("--port", type=int, default=8000, help="port to listen on (default: %(default)s)")
     parser.add_argument(
         "--token",
         default=os.environ.get(TOKEN_VARIABLE),
-        help=f"that clients have to send as API key; also ${TOKEN_VARIABLE}; needed beyond this host",
+        help=f"API key that clients have to send (default: ${TOKEN_VARIABLE}); required if other hosts can connect",
     )
-    parser.add_argument("--dtype", default="bf16", help="of the weights (default: %(default)s)")
+    parser.add_argument("--dtype", default="bf16", help="dtype of the weights (default: %(default)s)")
     parser.add_argument(
-        "--tp-size", type=int, default=1, help="ranks that share each layer; start with `deepspeed`"
+        "--tp-size",
+        type=int,
+        default=1,
+        help="ranks that share each layer; start the server with `deepspeed`",
     )
     parser.add_argument(
-        "--token-budget", type=int, default=512, help="tokens of a forward (default: %(default)s)"
+        "--token-budget", type=int, default=512, help="tokens per forward (default: %(default)s)"
     )
     parser.add_argument(
         "--short-share",
         type=float,
         default=0.5,
-        help="part of what a forward has left for prompts with which short ones overtake long ones; 0: in the order of "
-        "arrival (default: %(default)s)",
+        help="fraction of the tokens for prompts that short prompts may use to overtake long ones; 0: serve in order "
+        "of arrival (default: %(default)s)",
     )
     parser.add_argument(
-        "--max-sequences", type=int, default=64, help="served at one time (default: %(default)s)"
+        "--max-sequences", type=int, default=64, help="most sequences served at a time (default: %(default)s)"
     )
     parser.add_argument(
-        "--max-requests", type=int, default=256, help="served or waiting (default: %(default)s)"
+        "--max-requests", type=int, default=256, help="most requests served or waiting (default: %(default)s)"
     )
     parser.add_argument(
-        "--max-length", type=int, help="tokens of prompt and answer (default: the model's, to 2048)"
+        "--max-length",
+        type=int,
+        help="most tokens of prompt and answer together (default: the model's, up to 2048)",
     )
-    parser.add_argument("--default-tokens", type=int, default=1024, help="of an answer if not said otherwise")
     parser.add_argument(
-        "--cache-gb", type=float, help="of keys and values (default: what fits in 0.4 of free memory)"
+        "--default-tokens",
+        type=int,
+        default=1024,
+        help="most tokens of an answer if the request does not say (default: %(default)s)",
     )
-    parser.add_argument("--drain-seconds", type=float, default=30, help="to finish answers at the end")
+    parser.add_argument(
+        "--cache-gb",
+        type=float,
+        help="size of the key-value cache (default: what fits in 0.4 of free memory)",
+    )
+    parser.add_argument(
+        "--drain-seconds",
+        type=float,
+        default=30,
+        help="time to finish answers after SIGTERM (default: %(default)s)",
+    )
     parser.add_argument("--local_rank", type=int, default=-1, help=argparse.SUPPRESS)
     return parser.parse_args(argv)
 

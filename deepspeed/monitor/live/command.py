@@ -37,19 +37,19 @@ class Follower:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = ArgumentParser(
         prog="ds live",
-        description="Serve the page of a run from the record that the config key `monitor.live` kept, also while the "
-        "run goes on. Ctrl-C ends it.",
+        description="Serve the live page of a run from the record that `monitor.live` keeps, during the run or after "
+        "it. Ctrl-C ends it.",
     )
-    parser.add_argument(
-        "folder", type=Path, help="the folder of monitor.live.folder, or a record that was set aside in it"
-    )
+    parser.add_argument("folder", type=Path, help="the run's monitor.live.folder, or an older record in it")
     parser.add_argument(
         "--host",
         default="127.0.0.1",
-        help=f"address to listen at (default: %(default)s); any but this machine's own asks for a token: that of "
-        f"{TOKEN_VARIABLE}, or one that is put into the folder",
+        help=f"address to listen on (default: %(default)s). If other machines can connect, a token is required: that "
+        f"of {TOKEN_VARIABLE}, or one that is written to the folder",
     )
-    parser.add_argument("--port", type=int, default=8470, help="port, or the next free one (default: 8470)")
+    parser.add_argument(
+        "--port", type=int, default=8470, help="port to listen on, or the next free one (default: 8470)"
+    )
     args = parser.parse_args(argv)
     path = args.folder / NAME if args.folder.is_dir() else args.folder
     follower = Follower(path)

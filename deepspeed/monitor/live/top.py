@@ -40,11 +40,13 @@ Job = dict[str, Any]
 def main(argv: Sequence[str] | None = None) -> int:
     parser = ArgumentParser(
         prog="ds top",
-        description="Show the runs of yours on this machine that have the config key `monitor.live`, and what their "
-        "ranks do. Ctrl-C ends it.",
+        description="Show your runs on this machine that have the config key `monitor.live`, and what their ranks are "
+        "doing. Ctrl-C ends it.",
     )
-    parser.add_argument("--once", action="store_true", help="print once and exit, as without a terminal")
-    parser.add_argument("--ranks", action="store_true", help="also a line for each rank")
+    parser.add_argument(
+        "--once", action="store_true", help="print once and exit; the default without a terminal"
+    )
+    parser.add_argument("--ranks", action="store_true", help="also show a line for each rank")
     args = parser.parse_args(argv)
     terminal = _is_terminal()
     try:

@@ -18,16 +18,16 @@ Rows = list[tuple[str, ...]]
 def main(argv: Sequence[str] | None = None) -> int:
     parser = ArgumentParser(
         prog="ds trace",
-        description="Sum up a timeline that the config key `trace` wrote: per step what forward, backward, update, "
-        "exposed communication and data took, the longest waits by bucket or module, and who waited for whom.",
+        description="Summarize a timeline recorded with the config key `trace`: time per step in forward, backward, "
+        "update, exposed communication and data, the longest waits by bucket or module, and who waited for whom.",
     )
-    parser.add_argument("path", type=Path, help="the folder of trace.path, or one of its files")
+    parser.add_argument("path", type=Path, help="the run's trace.path folder, or one of its files")
     parser.add_argument(
         "-o",
         "--output",
         type=Path,
         metavar="FILE",
-        help="also write one file of all ranks, for chrome://tracing",
+        help="also write a single file with all ranks, for chrome://tracing",
     )
     parser.add_argument("--show", type=positive, default=10, metavar="N", help="rows per table (default: 10)")
     args = parser.parse_args(argv)

@@ -38,8 +38,8 @@ class CurriculumMetricConfig(LenientConfigModel):
     clustering_type: Literal["schedule_based", "single_cluster"] = Field(
         description="How samples are grouped."
     )
-    min_difficulty: Int = Field(description="Where it starts.")
-    max_difficulty: Int = Field(description="Where it ends.")
+    min_difficulty: Int = Field(description="Difficulty at the start.")
+    max_difficulty: Int = Field(description="Difficulty at the end.")
     schedule_type: Literal["fixed_linear", "fixed_root", "fixed_discrete", "custom"] = Field(
         description="How it grows."
     )
@@ -49,7 +49,7 @@ class CurriculumMetricConfig(LenientConfigModel):
 
 
 class DataSamplingCurriculumConfig(LenientConfigModel):
-    """Easy samples first."""
+    """Curriculum over any metric: easy samples first."""
 
     enabled: bool = Field(default=False, description="Turn it on.")
     data_cluster_path: str | None = required("Folder of the sample clusters.")
@@ -72,7 +72,7 @@ class DynamicBatchingConfig(LenientConfigModel):
     max_tokens: Int | None = required("Maximum number of tokens in a batch.")
     loss_weighting: Literal["samples", "tokens", "predictions", "none"] = Field(
         default="samples",
-        description="What counts the same in a batch: samples, tokens, tokens but the first, or micro-batches.",
+        description="What has equal weight in a batch: samples, tokens, all tokens but the first, or micro-batches.",
     )
     verbose: bool = Field(default=False, description="Log every batch.")
 
@@ -85,10 +85,10 @@ class DataSamplingConfig(LenientConfigModel):
     num_workers: Int = Field(default=0, ge=0, description="Loader processes.")
     pin_memory: bool = Field(default=False, description="Page-locked batches.")
     curriculum_learning: DataSamplingCurriculumConfig = Field(
-        default=DataSamplingCurriculumConfig(), description="Easy samples first."
+        default=DataSamplingCurriculumConfig(), description="Curriculum over any metric: easy samples first."
     )
     dynamic_batching: DynamicBatchingConfig = Field(
-        default=DynamicBatchingConfig(), description="Batches by tokens."
+        default=DynamicBatchingConfig(), description="Batches sized by tokens."
     )
 
 
@@ -105,7 +105,9 @@ class RandomLTDScheduleConfig(LenientConfigModel):
     min_value: Int | None = Field(default=None, ge=1, description="Tokens at the start.")
     max_value: Int | None = Field(default=None, ge=1, description="Tokens at the end.")
     schedule_type: Literal["fixed_linear"] | None = Field(default=None, description="How it grows.")
-    schedule_config: RandomLTDScheduleDetails | None = Field(default=None, description="How fast.")
+    schedule_config: RandomLTDScheduleDetails | None = Field(
+        default=None, description="Speed of the schedule."
+    )
 
 
 class LayerTokenLRScheduleConfig(LenientConfigModel):
@@ -127,13 +129,13 @@ class RandomLTDConfig(LenientConfigModel):
     enabled: bool = Field(default=False, description="Turn it on.")
     total_layer_num: Int | None = required("Layers of the model.")
     random_ltd_layer_num: Int | None = required("Layers that drop tokens.")
-    random_ltd_layer_id: list[Int] | None = required("Their numbers.")
+    random_ltd_layer_id: list[Int] | None = required("Numbers of the layers that drop tokens.")
     model_mask_name: str | None = required("Argument with the attention mask; null: none.")
     model_type: Literal["encoder", "decoder"] | None = required("Kind of the model.")
     hidden_state_order: Literal["batch_seq_dim", "seq_batch_dim"] | None = required(
         "Order of the dimensions."
     )
-    random_ltd_schedule: RandomLTDScheduleConfig | None = required("Tokens kept over time.")
+    random_ltd_schedule: RandomLTDScheduleConfig | None = required("Schedule of the number of tokens kept.")
     layer_token_lr_schedule: LayerTokenLRScheduleConfig = Field(
         default=LayerTokenLRScheduleConfig(), description="Learning rate by processed tokens."
     )
@@ -152,18 +154,22 @@ class DataEfficiencyConfig(LenientConfigModel):
     """Data efficiency library."""
 
     enabled: bool = Field(default=False, description="Turn it on.")
-    seed: Int = Field(default=1234, description="Seed of its random choices.")
-    data_sampling: DataSamplingConfig = Field(default=DataSamplingConfig(), description="Which samples.")
-    data_routing: DataRoutingConfig = Field(default=DataRoutingConfig(), description="Which tokens.")
+    seed: Int = Field(default=1234, description="Seed of the random choices.")
+    data_sampling: DataSamplingConfig = Field(
+        default=DataSamplingConfig(), description="Selection of samples."
+    )
+    data_routing: DataRoutingConfig = Field(
+        default=DataRoutingConfig(), description="Selection of the tokens that layers process."
+    )
 
 
 class CurriculumLegacyConfig(LenientConfigModel):
     """Sequences that grow (the older curriculum)."""
 
     enabled: bool = Field(default=False, description="Turn it on.")
-    curriculum_type: Literal["seqlen"] | None = required("What grows.")
-    min_difficulty: Int | None = required("Where it starts.")
-    max_difficulty: Int | None = required("Where it ends.")
+    curriculum_type: Literal["seqlen"] | None = required("What the curriculum varies.")
+    min_difficulty: Int | None = required("Difficulty at the start.")
+    max_difficulty: Int | None = required("Difficulty at the end.")
     schedule_type: Literal["fixed_linear", "fixed_root", "fixed_discrete"] | None = required("How it grows.")
     schedule_config: CurriculumScheduleConfig | None = required("Details of `schedule_type`.")
 
@@ -173,7 +179,7 @@ class ProgressiveLayerDropConfig(LenientConfigModel):
 
     enabled: bool = Field(default=False, description="Turn it on.")
     theta: Float = Field(default=1.0, ge=0.0, le=1.0, description="Final probability of keeping a layer.")
-    gamma: Float = Field(default=0.001, ge=0.0, description="How quickly it is reached.")
+    gamma: Float = Field(default=0.001, ge=0.0, description="How quickly `theta` is reached.")
 
 
 # The documented getters: each takes the dict of the section above its own, and fills in defaults.

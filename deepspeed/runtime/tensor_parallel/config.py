@@ -55,17 +55,17 @@ class TPPartitionConfig(LenientConfigModel):
     embedding_partition_dim: Int = Field(
         default=1, description="Dimension along which embeddings are partitioned."
     )
-    layer_specs: list[TPLayerSpec] = Field(default=[], description="The rules; the first that matches holds.")
+    layer_specs: list[TPLayerSpec] = Field(default=[], description="The rules; the first match applies.")
 
 
 class TPConfig(DeepSpeedConfigModel):
     """Tensor-parallel groups at run time."""
 
-    tp_size: Int = Field(default=1, ge=1, description="No effect in training: `autotp_size` says it.")
+    tp_size: Int = Field(default=1, ge=1, description="No effect in training: use `autotp_size`.")
     tp_grain_size: Int = Field(
         default=1, ge=1, description="Shard boundaries fall on multiples of this many columns."
     )
-    mpu: Any = Field(default=None, description="No effect in training: `initialize` takes it.")
+    mpu: Any = Field(default=None, description="No effect in training: pass it to `initialize`.")
     tp_group: Any = Field(default=None, description="No effect in training, likewise.")
 
 
@@ -90,7 +90,9 @@ class TPTrainingConfig(DeepSpeedConfigModel):
     injection_policy_tuple: tuple[Any, ...] | None = Field(
         default=None, description="Layers whose output is summed over the ranks."
     )
-    keep_module_on_host: bool = Field(default=False, description="No effect: weights are cut where they are.")
+    keep_module_on_host: bool = Field(
+        default=False, description="No effect: weights are split where they are."
+    )
     replace_with_kernel_inject: bool = Field(
         default=False,
         alias="kernel_inject",

@@ -77,7 +77,7 @@ class DeepSpeedZeroConfig(DeepSpeedConfigModel):
     )
     compute_grad_norm: bool = Field(
         default=True,
-        description="false: nobody asks for the norm (stages 1, 2; no clipping). No effect: it costs little.",
+        description="false: the norm is not needed (stages 1, 2; no clipping). No effect: computing it costs little.",
     )
     load_from_fp32_weights: bool = Field(
         default=True, description="Restore master weights from the fp32 values of a checkpoint."
@@ -91,14 +91,13 @@ class DeepSpeedZeroConfig(DeepSpeedConfigModel):
         default=None, description="Keep parameters outside device memory (stage 3)."
     )
     offload_optimizer: DeepSpeedZeroOffloadOptimizerConfig | None = Field(
-        default=None, description="Keep optimizer state, and update, outside device memory (stages 1 to 3)."
+        default=None,
+        description="Keep the optimizer state, and update it, outside device memory (stages 1 to 3).",
     )
     zenflow: ZenFlowConfig | None = Field(
         default=None, description="ZenFlow: asynchronous offloaded updates."
     )
-    sub_group_size: Int = Field(
-        default=pp_int(1e9), ge=0, description="Elements updated at a time at stage 3."
-    )
+    sub_group_size: Int = Field(default=pp_int(1e9), ge=0, description="Elements updated at a time.")
     prefetch_bucket_size: Int = Field(
         default=pp_int(5e7),
         ge=0,
@@ -127,7 +126,7 @@ class DeepSpeedZeroConfig(DeepSpeedConfigModel):
         default=pp_int(1e9),
         ge=0,
         alias="stage3_max_reuse_distance",
-        description="A parameter used again within so many elements is not released in between.",
+        description="A parameter that is used again within this many elements is not released in between.",
     )
     gather_16bit_weights_on_model_save: bool = Field(
         default=False,
@@ -181,7 +180,7 @@ class DeepSpeedZeroConfig(DeepSpeedConfigModel):
     )
     zero_quantized_weights: bool = Field(default=False, description="Gather weights in 8 bits (ZeRO++ qwZ).")
     zero_quantized_weights_bits: Literal[4, 8] = Field(
-        default=8, description="Bits of quantized weights; 4 are rougher."
+        default=8, description="Bits of quantized weights; 4 is coarser."
     )
     zero_quantized_nontrainable_weights: bool = Field(
         default=False, description="Keep frozen weights in 8 bits."
@@ -191,7 +190,7 @@ class DeepSpeedZeroConfig(DeepSpeedConfigModel):
     )
     zero_quantized_rounding: Literal["nearest", "stochastic"] = Field(
         default="nearest",
-        description="Rounding of quantized weights and gradients; stochastic: at random, right in the mean.",
+        description="Rounding of quantized weights and gradients; stochastic: at random, unbiased.",
     )
     zeropp_loco_param: ZeroPPLoCoConfig | None = Field(
         default=None, description="Error feedback for quantized gradients."

@@ -74,20 +74,20 @@ class DeepSpeedZeroOffloadOptimizerConfig(DeepSpeedConfigModel):
     pipeline_write: bool = Field(
         default=False, description="Write the previous sub-group to storage while one is updated."
     )
-    fast_init: bool = Field(default=False, description="No effect; chose how swap files are created.")
+    fast_init: bool = Field(default=False, description="No effect: swap files are created in one way only.")
     ratio: Float = Field(
         default=1.0,
         ge=0.0,
         le=1.0,
-        description="Share of the update that the host does (Twin-Flow); below 1 with stage 3 only.",
+        description="Fraction of the update that the host does (Twin-Flow); below 1 at stage 3 only.",
     )
     super_offload: bool = Field(
         default=False,
-        description="Update on the host while backward runs, and roll back what the step does not confirm "
-        "(SuperOffload); with device `cpu`.",
+        description="Update on the host while backward runs, and roll back if the step does not confirm "
+        "it (SuperOffload); with device `cpu`.",
     )
     cpuadam_cores_perc: Float = Field(
-        default=0.8, ge=0.0, le=1.0, description="Share of the cores given to the SuperOffload worker."
+        default=0.8, ge=0.0, le=1.0, description="Fraction of the cores given to the SuperOffload worker."
     )
 
     @property

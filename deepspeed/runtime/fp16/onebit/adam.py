@@ -40,10 +40,10 @@ class OnebitAdam(OneBitOptimizer, MultiTensorAdam):
 
     Args:
         params: iterable of parameters or of dicts that define groups.
-        deepspeed: accepted; the engine needs no introduction.
+        deepspeed: accepted without effect.
         freeze_step: updates before the exchange is compressed; "auto": until the variance is stable.
         variance_interval: 0: from then on the variance stays. Else each rank continues it with its own gradients, and
-            every so many updates the ranks agree on their mean, in 8 bits per element.
+            at this interval of updates the ranks agree on their mean, in 8 bits per element.
         cuda_aware, comm_backend_name: accepted; the engine's own communication serves on every device.
         eps_inside_sqrt, max_grad_norm, amsgrad: in the signature but not available (``gradient_clipping`` clips).
 

@@ -40,7 +40,7 @@ class OnebitLamb(OneBitOptimizer, FusedLamb):
 
     Args:
         params: iterable of parameters or of dicts that define groups.
-        deepspeed: accepted; the engine needs no introduction.
+        deepspeed: accepted without effect.
         freeze_step: updates before the exchange is compressed.
         max_coeff, min_coeff: bounds of the trust ratio in warm-up.
         coeff_beta: weight of the old average of trust ratios.

@@ -50,7 +50,7 @@ class ZeroOneAdam(OneBitOptimizer, MultiTensorAdam):
 
     Args:
         params: iterable of parameters or of dicts that define groups.
-        deepspeed: accepted; the engine needs no introduction.
+        deepspeed: accepted without effect.
         var_freeze_step: the last update that may change the variance.
         var_update_scaler: variance updates after which the interval between them doubles.
         local_step_scaler: updates after which the interval between exchanges doubles.

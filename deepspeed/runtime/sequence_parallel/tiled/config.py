@@ -10,11 +10,11 @@ from deepspeed.config.sections import Int, LenientConfigModel
 class TiledComputeConfig(LenientConfigModel):
     """Compute feed-forward layers and the loss in tiles of the sequence, each again in backward."""
 
-    enabled: bool = Field(default=False, description="Change the model as the keys below say.")
-    mlp: bool = Field(default=True, description="Feed-forward layers in tiles.")
+    enabled: bool = Field(default=False, description="Apply the techniques below to the model.")
+    mlp: bool = Field(default=True, description="Compute feed-forward layers in tiles.")
     loss: bool = Field(
         default=True,
-        description="Logits and cross-entropy in tiles: whole logits exist only if they are read.",
+        description="Compute logits and cross-entropy in tiles: whole logits exist only if they are read.",
     )
     mlp_shards: Int | None = Field(
         default=None, ge=1, description="Tiles of a feed-forward layer; null: sequence length / hidden size."

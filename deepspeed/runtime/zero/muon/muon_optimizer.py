@@ -30,8 +30,8 @@ _ADAM_DEFAULTS = {
 
 class MuonWithAuxAdam(MultiTensorAdam):
     """Groups set ``use_muon``: True for Muon (lr, momentum, weight_decay, ns_method), False for AdamW (lr, betas, eps,
-    weight_decay). What a group does not set has the defaults of the paper's implementation. ``num_heads`` of a group of
-    Muon: its matrices are so many matrices one below the other, each of which is orthogonalized by itself."""
+    weight_decay). Values that a group does not set default to those of the paper's implementation. In a Muon group
+    with ``num_heads``, each matrix is a stack of that many matrices, which are orthogonalized separately."""
 
     update_traits = UpdateTraits(elementwise=False, whole_matrices=True)
 
