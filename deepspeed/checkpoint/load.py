@@ -121,8 +121,8 @@ class Restorer:
         return {name: value for name, value in self.catalog.extra.items() if isinstance(value, dict)}
 
     def check_names(self) -> None:
-        """Report names that the model and the checkpoint do not share: an error if strict. What is in nested dicts is
-        left to the model."""
+        """Report names that the model and the checkpoint do not share: an error if strict. What a model of nested dicts
+        knows by names of its own is left to it."""
         own = module_state(self.module)
         saved = {*self.catalog.module, *self.catalog.extra, *self.catalog.fragments}
         saved |= self.catalog.module_dtypes.keys()  # for some, other nodes hold all parts
@@ -136,7 +136,7 @@ class Restorer:
             *self.elsewhere,
             *nested,
         }
-        unexpected = [] if self.is_stage else sorted(saved - here)
+        unexpected = [] if self.is_stage or nested else sorted(saved - here)
         if not missing and not unexpected:
             return
         text = "; ".join(
@@ -368,7 +368,9 @@ class Restorer:
 
     def _load_nested(self) -> None:
         if self.nested and not self.parts:
-            self._call_loader(self.module.load_state_dict, self.nested, strict=self.strict)
+            own = module_state(self.module)
+            beside = self._module_tensors(only=lambda name: name not in own)  # such as Megatron-LM's experts
+            self._call_loader(self.module.load_state_dict, {**beside, **self.nested}, strict=self.strict)
 
     def _call_loader(self, load: Callable[..., Any], tensors: dict[str, Any], *, strict: bool) -> None:
         try:

@@ -98,6 +98,9 @@ _SAFE: list[Any] = [
 ]
 
 
+_STOOD_FOR = {entry[1] for entry in _SAFE if isinstance(entry, tuple)}
+"""Names for which files get something else than the class of that name."""
+
 _REDUCERS: dict[type, Callable[[Any], tuple[Any, ...]]] = {
     deque: lambda value: (deque, (list(value), value.maxlen)),
     defaultdict: lambda value: (defaultdict, (value.default_factory, dict(value))),
@@ -120,7 +123,10 @@ def trusts_files() -> bool:
 def allowed_types() -> AbstractContextManager[None]:
     """While it is active, torch loads these classes too (and those of ``add_safe_globals``), and every enum that has
     been imported: to load one of its members is to look it up."""
-    return torch.serialization.safe_globals([*_SAFE, *_members_of(enum.Enum)])
+    enums = (
+        cls for cls in _members_of(enum.Enum) if f"{cls.__module__}.{cls.__qualname__}" not in _STOOD_FOR
+    )
+    return torch.serialization.safe_globals([*_SAFE, *enums])
 
 
 def _members_of(base: type[enum.Enum]) -> Iterator[type[enum.Enum]]:

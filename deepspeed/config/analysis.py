@@ -42,6 +42,8 @@ OLD_TOP_LEVEL = {"bfloat16": "bf16"}
 COMMENT_MARKS = ("_", "#", "//")
 # A misspelt key that published configs carry with its default, where it has never done anything.
 MISSPELT_DEFAULTS = (("grandient_accumulation_steps", 1),)
+# A misspelt key that a released client writes by itself: ArcticTraining, into the config of DPO's reference model.
+MISSPELT_BY_CLIENTS = {"train_micro_batch_size_per_gp": "train_micro_batch_size_per_gpu"}
 # The first version of MoQ had its own keys here; nothing reads them any more.
 SILENT_SECTIONS = frozenset({"quantize_training"})
 
@@ -155,6 +157,9 @@ def _unknown_key(
         return
     if not path and (key, value) in MISSPELT_DEFAULTS:
         note(f"config key '{key}' is unknown and ignored; it looks like a misspelt key with its default")
+        return
+    if not path and key in MISSPELT_BY_CLIENTS:
+        note(f"config key '{key}' is unknown and ignored; '{MISSPELT_BY_CLIENTS[key]}' may be meant")
         return
     suggestion = misspelt(key, _spellings_left(model, siblings)) if lenient else nearest(key, keys_of(model))
     if suggestion is not None:

@@ -38,6 +38,10 @@ ACCELERATOR_FILES = (
 )
 
 
+NO_HOSTFILE = ("", os.devnull)
+"""What scripts give for ``--hostfile`` to say that there is none."""
+
+
 def choose_devices(args: argparse.Namespace) -> OrderedDict[str, list[int]]:
     """Host -> slots to use: from the hostfile if there is one, else those of this machine. Raises ValueError."""
     filtered = bool(args.include or args.exclude)
@@ -51,7 +55,7 @@ def choose_devices(args: argparse.Namespace) -> OrderedDict[str, list[int]]:
     hosts = fetch_hostfile(args.hostfile)
     if hosts is None and args.launcher == SLURM_LAUNCHER:
         hosts = slurm_hosts(args)
-    if hosts is None and args.hostfile != DLTS_HOSTFILE:
+    if hosts is None and args.hostfile not in (DLTS_HOSTFILE, *NO_HOSTFILE):
         raise LaunchError(f"--hostfile={args.hostfile}: no such file")
     if hosts is None:
         active = _same_on_each(choose_local_devices(args), args)

@@ -137,9 +137,8 @@ class DeepSpeedEngine(EngineData):
         shared = self.mesh.communicator("tp") if self.mpu is None and self.mesh.size("tp") > 1 else None
         self._checkpointing = checkpointing.settings_for(self._config, self.mpu, self._network, shared)
         self.accelerator = get_accelerator()
-        self.local_rank = int(getattr(args, "local_rank", -1) if args is not None else -1)
-        if self.local_rank < 0:
-            self.local_rank = dist.get_local_rank()
+        given = getattr(args, "local_rank", None)  # OmegaConf has None for what is not there
+        self.local_rank = int(given) if given is not None and int(given) >= 0 else dist.get_local_rank()
         self.global_rank = dist.get_rank()
         self.world_size = dist.get_world_size()
         self.dp_world_size = self.mesh.size("dp")  # ranks with different data

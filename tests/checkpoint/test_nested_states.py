@@ -14,6 +14,8 @@ from deepspeed.checkpoint.errors import CheckpointError
 from tests.pool import distributed
 
 WIDTH = 4
+APART = "apart.weight"
+"""A weight that stands beside the dicts, under a name that is not the module's: as experts do there."""
 
 
 class Nested(nn.Module):
@@ -29,11 +31,14 @@ class Nested(nn.Module):
 
     def state_dict_for_save_checkpoint(self, prefix: str = "", keep_vars: bool = False) -> dict[str, Any]:
         layers = {name: layer.state_dict(keep_vars=keep_vars) for name, layer in self.named_children()}
-        return {"model": {"layers": layers, "scale": self.scale}}
+        apart = {APART: layers["second"].pop("weight")}
+        return {**apart, "model": {"layers": layers, "scale": self.scale}}
 
     def load_state_dict(self, state_dict: Any, strict: bool = True) -> None:  # type: ignore[override]
+        layers = {name: dict(saved) for name, saved in state_dict["model"]["layers"].items()}
+        layers["second"]["weight"] = state_dict[APART]
         for name, layer in self.named_children():
-            layer.load_state_dict(state_dict["model"]["layers"][name], strict=strict)
+            layer.load_state_dict(layers[name], strict=strict)
         self.scale.copy_(state_dict["model"]["scale"])
 
 
@@ -89,7 +94,7 @@ def test_weights_alone_and_the_layout_of_the_file(tmp_path: Any) -> None:
     train(engine)
     save(engine, tmp_path)
     saved = torch.load(tmp_path / "global_step1/mp_rank_00_model_states.pt")["module"]
-    assert list(saved) == ["model"] and set(saved["model"]["layers"]) == {"first", "second"}
+    assert set(saved) == {"model", APART} and set(saved["model"]["layers"]) == {"first", "second"}
     other = engine_of(1, 2)
     other.load_checkpoint(tmp_path, load_module_only=True)
     for ours, loaded in zip(engine.module.parameters(), other.module.parameters(), strict=True):

@@ -80,6 +80,7 @@ def test_local_rank_is_that_of_the_arguments_or_of_the_environment() -> None:
     for args, expected in (
         (argparse.Namespace(local_rank=5), 5),
         (argparse.Namespace(local_rank=-1), 0),
+        (argparse.Namespace(local_rank=None), 0),
         (None, 0),
     ):
         engine, *_ = deepspeed.initialize(args=args, model=make_model(), config=make_config(0))

@@ -147,6 +147,10 @@ def test_cpu_host_runs_a_rank_per_numa_node_or_as_many_as_asked(script, monkeypa
     monkeypatch.setattr(cores, "numa_node_count", lambda: 2)
     monkeypatch.setattr(cores, "core_budget", lambda: 8)
     assert devices.choose_devices(runner.parse_args([script])) == {"localhost": [0, 1]}
+    for none in ("", "/dev/null"):  # what scripts write for "no hostfile"
+        assert devices.choose_devices(runner.parse_args(["--hostfile", none, script])) == {
+            "localhost": [0, 1]
+        }
     assert devices.choose_devices(runner.parse_args(["--num_gpus", "3", script])) == {"localhost": [0, 1, 2]}
     assert devices.choose_devices(runner.parse_args(["-i", "localhost:5,7", script])) == {"localhost": [5, 7]}
 
