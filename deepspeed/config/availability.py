@@ -79,8 +79,16 @@ NAMING = (
     "has_shared_experts",
     "shared_experts_pattern",
     "shared_experts_gate_pattern",
+    "expert_activation",
 )
-COMPUTING = ("use_grouped_mm", "combine_impl", "validate_folding_routing")  # fmt: skip
+COMPUTING = (
+    "use_grouped_mm",
+    "combine_impl",
+    "row_weighting_impl",
+    "gate_up_impl",
+    "validate_folding_routing",
+)
+EXCHANGING = ("async_split_plan", "comm_backend", "comm_num_sm", "comm_qp_margin", "comm_max_tokens_per_rank")
 
 _AUTOGRAD = "autograd keeps of a compiled graph what its backward needs, and frees it then"
 
@@ -116,6 +124,15 @@ MISSING: tuple[Missing, ...] = (
             False,
         )
         for key in COMPUTING
+    ),
+    *(
+        Missing(
+            f"expert_parallel.{key}",
+            _expert_parallel(key),
+            "tokens are exchanged by this package's own exchange, which chooses its transport",
+            False,
+        )
+        for key in EXCHANGING
     ),
     *(
         Missing(

@@ -23,9 +23,9 @@ class AutoEPConfig(LenientConfigModel):
     validate_folding_routing: bool = Field(
         default=False, description="Check the routing at every step (for debugging)."
     )
-    preset_model: Literal["mixtral", "qwen3_moe", "qwen3_5_moe", "deepseek_v2", "deepseek_v3"] | None = Field(
-        default=None, description="Model family whose names and rules are used."
-    )
+    preset_model: (
+        Literal["mixtral", "qwen3_moe", "qwen3_5_moe", "deepseek_v2", "deepseek_v3", "minimax_m3"] | None
+    ) = Field(default=None, description="Model family whose names and rules are used.")
     use_grouped_mm: bool = Field(
         default=True, description="One grouped matrix product for all local experts."
     )
@@ -41,9 +41,25 @@ class AutoEPConfig(LenientConfigModel):
     score_apply: Literal["auto", "pre", "post"] = Field(
         default="auto", description="Scores weight the experts' inputs or outputs."
     )
-    combine_impl: Literal["auto", "weighted_sum", "legacy_bmm"] = Field(
+    combine_impl: Literal["auto", "weighted_sum", "legacy_bmm", "fused_weighted_sum"] = Field(
         default="auto", description="How the experts' outputs are combined."
     )
+    row_weighting_impl: Literal["auto", "eager", "fused"] = Field(
+        default="auto", description="How the experts' outputs are weighted."
+    )
+    gate_up_impl: Literal["separate", "fused"] = Field(
+        default="separate", description="Whether gate and up are one product."
+    )
+    expert_activation: str | None = Field(
+        default=None, description="The experts' activation; null: as the preset."
+    )
+    async_split_plan: bool = Field(
+        default=False, description="Exchange the numbers of tokens in the background."
+    )
+    comm_backend: Literal["comm", "deepep"] = Field(default="comm", description="What exchanges tokens.")
+    comm_num_sm: Int = Field(default=12, ge=1, description="Multiprocessors that it uses.")
+    comm_qp_margin: Int = Field(default=4, ge=0, description="Queue pairs that it keeps in reserve.")
+    comm_max_tokens_per_rank: Int = Field(default=0, ge=0, description="Tokens for which it reserves memory.")
     route_norm: bool | None = Field(
         default=None, description="Normalize the chosen scores to sum 1; null: as in the preset."
     )

@@ -226,12 +226,16 @@ def _get_sequence_data_parallel_rank() -> int:
 # --- Expert parallel. A group's name ("ep_size_4") says over how many ranks the experts of a layer are spread. -------
 
 
+class _NotDivisible(AssertionError, ValueError):
+    """Scripts expect the one or the other."""
+
+
 def _ensure_divisibility(numerator: int, denominator: int) -> None:
-    """AssertionError if ``denominator`` does not divide ``numerator``; ValueError if it is 0."""
+    """An error if ``denominator`` does not divide ``numerator``."""
     if denominator == 0:
-        raise ValueError(f"{numerator} cannot be divided: the denominator must be non-zero")
+        raise _NotDivisible(f"{numerator} cannot be divided: the denominator must be non-zero")
     if numerator % denominator:
-        raise AssertionError(f"{numerator} is not divisible by {denominator}")
+        raise _NotDivisible(f"{numerator} is not divisible by {denominator}")
 
 
 def _get_expert_parallel_ranks(

@@ -59,8 +59,16 @@ ASKING: list[tuple[str, dict[str, Any]]] = [
             "shared_experts_pattern": "x",
             "shared_experts_gate_pattern": "x",
             "use_grouped_mm": False,
-            "combine_impl": "legacy_bmm",
+            "combine_impl": "fused_weighted_sum",
+            "row_weighting_impl": "fused",
+            "gate_up_impl": "fused",
             "validate_folding_routing": True,
+            "expert_activation": "silu",
+            "async_split_plan": True,
+            "comm_backend": "deepep",
+            "comm_num_sm": 24,
+            "comm_qp_margin": 8,
+            "comm_max_tokens_per_rank": 4096,
         }.items()
     ),
     (

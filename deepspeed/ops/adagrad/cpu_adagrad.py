@@ -80,8 +80,9 @@ class Adagrad(MultiTensorOptimizer):
         state["step"] += 1
         grad = grad.coalesce()  # the gradients of a row that occurs several times are summed
         rows, values = tuple(grad.indices()), grad.values().float()
-        sums = state["sum"][rows].float() + values * values
-        state["sum"][rows] = sums.to(state["sum"].dtype)
+        kept = state[self.state_names[0]]
+        sums = kept[rows].float() + values * values
+        kept[rows] = sums.to(kept.dtype)
         lr = float(group["lr"]) / (1.0 + (float(state["step"]) - 1) * group.get("lr_decay", 0.0))
         updated = param[rows].float() - lr * values / (sums.sqrt() + group["eps"])
         param[rows] = updated.to(param.dtype)
@@ -89,7 +90,10 @@ class Adagrad(MultiTensorOptimizer):
 
 class DeepSpeedCPUAdagrad(Adagrad):
     """Adagrad on host memory; `fp32_optimizer_states=False` keeps the sums in the parameter's dtype.
-    `amsgrad` is in the signature but has no meaning for Adagrad."""
+    `amsgrad` is in the signature but has no meaning for Adagrad. The sums are called `exp_avg_sq`, as in
+    release 0.19."""
+
+    state_names = ("exp_avg_sq",)
 
     def __init__(
         self,
@@ -106,6 +110,14 @@ class DeepSpeedCPUAdagrad(Adagrad):
         for group in self.param_groups:
             group.setdefault("fp32_optimizer_states", fp32_optimizer_states)
         self.defaults["fp32_optimizer_states"] = fp32_optimizer_states
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Also of torch.optim.Adagrad, where the sums are called `sum`."""
+        states = {
+            key: {"exp_avg_sq" if name == "sum" else name: value for name, value in state.items()}
+            for key, state in state_dict["state"].items()
+        }
+        super().load_state_dict({**state_dict, "state": states})
 
 
 # The documented functions of the op, for callers without an optimizer object.
@@ -143,5 +155,5 @@ def adagrad_update(
         ValueError: there is no optimizer of this number.
     """
     values = {"lr": lr, "eps": epsilon, "weight_decay": weight_decay}
-    states = {"sum": [exp_avg_sq]}
+    states = {"exp_avg_sq": [exp_avg_sq]}
     return direct_updates.update("adagrad", optimizer_id, step, [params], [grads], states, **values)
