@@ -73,6 +73,25 @@ def test_the_config_comes_as_dict_file_object_and_arguments(tmp_path: Path) -> N
         deepspeed.init_inference(Small(), DeepSpeedInferenceConfig(), dtype="fp32")
 
 
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"dtype": "fp33"}, "dtype: 'fp33' is not allowed; expected a torch dtype or its name: fp16"),
+        ({"mp_size": 0}, "mp_size: 0 is not allowed; expected an integer >= 1"),
+        ({"tensor_parallel": {"tpsize": 2}}, "unknown key; did you mean 'tensor_parallel.tp_size'"),
+        ({"replace_with_kernal_inject": True}, "did you mean 'replace_with_kernel_inject'"),
+        ({"quant": True}, 'quant: true is not allowed; expected an object; did you mean {"enabled": true}'),
+        ({"moe": {"ep": 2}}, "moe.ep: unknown key .value: 2.. Known here: enabled, ep_group"),
+        ({"zero": {"stage": 7}, "max_tokens": 0}, "2 errors in DeepSpeed config of init_inference:"),
+        ("no_such_file.json", "no_such_file.json"),
+    ],
+)
+def test_wrong_keys_and_values_are_named_with_what_is_expected(config: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=words) as refused:
+        deepspeed.init_inference(Small(), config)
+    assert "pydantic" not in str(refused.value)
+
+
 @pytest.mark.parametrize("config", [{"moe": {"ep_size": 2}}, {"ep_size": 2}])
 @distributed(world_size=1)
 def test_experts_that_are_not_there_are_not_spread(config: dict[str, Any]) -> None:
@@ -124,7 +143,7 @@ def test_missing_and_unreadable_weights_are_named(tmp_path: Path) -> None:
         ([str(tmp_path / "none.bin")], "none.bin"),
         ([], "the list is empty"),
         (str(tmp_path / "none"), "neither weights"),
-        ({"type": "Megatron", "checkpoints": ["a"]}, "checkpoint: a"),
+        ({"type": "Megatron", "checkpoints": ["a"]}, "checkpoint: there is no file a"),
         ({"type": "Megatron", "version": 0}, "it needs 'checkpoints'"),
     ]
     for checkpoint, words in refused:
