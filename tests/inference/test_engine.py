@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import deepspeed
 from deepspeed.config.problems import DeepSpeedConfigError
+from deepspeed.config.sections import collect_notes
 from deepspeed.inference.config import DeepSpeedInferenceConfig
 from deepspeed.inference.engine import InferenceEngine
 from deepspeed.inference.kernels import HostLinear, QuantizedLinear, inject_kernels
@@ -90,6 +91,17 @@ def test_wrong_keys_and_values_are_named_with_what_is_expected(config: Any, word
     with pytest.raises(ValueError, match=words) as refused:
         deepspeed.init_inference(Small(), config)
     assert "pydantic" not in str(refused.value)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "int8"])
+def test_settings_of_integers_without_integers_are_told(dtype: str) -> None:
+    quant = {"weight": {"num_bits": 4}, "activation": {"num_bits": 8}}
+    with collect_notes() as notes:
+        deepspeed.init_inference(Small(), dtype=dtype, quant=quant)
+        deepspeed.init_inference(Small(), dtype=dtype, quant={**quant, "enabled": False})
+        deepspeed.init_inference(Small(), dtype=dtype)
+    expected = ["quant.weight.num_bits, quant.activation without effect"] if dtype == "fp32" else []
+    assert len(notes) == len(expected) and all(a in b for a, b in zip(expected, notes, strict=True)), notes
 
 
 @pytest.mark.parametrize("config", [{"moe": {"ep_size": 2}}, {"ep_size": 2}])
