@@ -7,7 +7,6 @@ hides another.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -20,10 +19,11 @@ from deepspeed.config.arguments import TAKES_AUTO
 from deepspeed.config.availability import missing_features
 from deepspeed.config.axes import Axes
 from deepspeed.config.batch import Batch
-from deepspeed.config.keys import Key, allowed, choices_of, documented_name, field_at, homes, keys_of
+from deepspeed.config.keys import Key, documented_name, field_at, homes, keys_of
 from deepspeed.config.meaning import plain_meaning
 from deepspeed.config.problems import DeepSpeedConfigError, Problem, Remedy, misspelt, nearest, shown
 from deepspeed.config.reader import ConfigSource, Path, copy_containers
+from deepspeed.config.refusals import refusals, value_at
 from deepspeed.config.rules import check_rules
 from deepspeed.config.schema import TrainingConfig
 from deepspeed.config.sections import LenientConfigModel, collect_notes, extra_facts, is_auto, note
@@ -232,11 +232,13 @@ def _validate(data: dict[str, Any], result: Analysis) -> TrainingConfig | None:
             return TrainingConfig(**data)
         except ValidationError as error:
             before = len(refused)
-            for path, message, missing in _told(error, data, result.source.data):
+            for path, message, missing in refusals(TrainingConfig, error, data, result.source.data):
                 dotted = ".".join(map(str, path))
                 if not {dotted, f"{dotted}.{missing}"} & (refused | result.doubtful):
                     meant = (
-                        None if missing else plain_meaning(path, _value_at(result.source.data, path, None))
+                        None
+                        if missing
+                        else plain_meaning(TrainingConfig, path, value_at(result.source.data, path, None))
                     )
                     result.error(path, message, meant)
                 refused.add(dotted)
@@ -245,69 +247,6 @@ def _validate(data: dict[str, Any], result: Analysis) -> TrainingConfig | None:
             result.doubtful |= refused
             for dotted in refused:
                 _remove(data, dotted)
-
-
-def _told(
-    error: ValidationError, data: Mapping[str, Any], raw: Mapping[str, Any]
-) -> list[tuple[Path, str, str]]:
-    """(path, message, missing key) for each value that an error concerns; `raw` has the values as written."""
-    told: dict[Path, tuple[Path, str, str]] = {}
-    for entry in error.errors():
-        path, missing = _path_in(entry["loc"], data)
-        message = f"'{missing}' is missing" if missing else _message(path, entry, raw)
-        told.setdefault(path, (path, message, missing))
-    return list(told.values())
-
-
-def _path_in(loc: tuple[str | int, ...], data: Any) -> tuple[Path, str]:
-    """The part of a pydantic location that exists in the config (without the tags for alternatives).
-
-    Also the name of the missing key if the location ends at one.
-    """
-    path: list[str | int] = []
-    missing = ""
-    for part in loc:
-        if _has(data, part):
-            data = data[part]
-        else:
-            missing = str(part) if isinstance(data, Mapping) else missing
-            continue
-        path.append(part)
-    return tuple(path), missing
-
-
-def _message(path: Path, entry: Any, raw: Mapping[str, Any]) -> str:
-    value = _value_at(raw, path, entry["input"])
-    found = field_at(TrainingConfig, path)
-    own_text = (
-        str(entry.get("ctx", {}).get("error", ""))
-        if entry["type"] in ("value_error", "assertion_error")
-        else ""
-    )
-    if isinstance(value, (dict, BaseModel)) and own_text:
-        return own_text  # a rule about a whole section
-    message = f"{shown(value)} is not allowed"
-    if found is not None:
-        message += f"; expected {_expected(found, path)}"
-        if (
-            own_text
-            and not own_text.startswith("a boolean")
-            and own_text.removeprefix("must be ") not in message
-        ):
-            message += f" ({own_text})"
-        choices = [str(choice) for choice in choices_of(found) if choice is not None]
-        hint = nearest(value, choices) if isinstance(value, str) and choices else None
-        meant = plain_meaning(path, value)
-        if hint:
-            message += f"; did you mean '{hint}'?"
-        elif meant is not None:
-            message += f"; did you mean {json.dumps(meant.value)}?"
-    return message
-
-
-def _expected(found: Any, path: Path) -> str:
-    text = allowed(found)
-    return text.removeprefix("a list of ") if path and isinstance(path[-1], int) else text
 
 
 def _remove(data: dict[str, Any], dotted: str) -> None:
@@ -349,26 +288,10 @@ def _check_rules(config: TrainingConfig, result: Analysis) -> None:
         if spoiled(row.key):
             continue
         if row.changes_numbers:
-            value = _value_at(result.source.data, tuple(row.key.split(".")), None)
+            value = value_at(result.source.data, tuple(row.key.split(".")), None)
             result.error(row.key, f"{shown(value)} is {row.message}" if value is not None else row.message)
         else:
             note(f"config key '{row.key}' is {row.message}")
-
-
-def _value_at(data: Any, path: Path, otherwise: Any) -> Any:
-    """The value at a path of a config as written."""
-    for part in path:
-        if not _has(data, part):
-            return otherwise
-        data = data[part]
-    return data
-
-
-def _has(data: Any, part: str | int) -> bool:
-    """Whether an object holds the key, or a list the index."""
-    if isinstance(data, list):
-        return isinstance(part, int) and part < len(data)
-    return isinstance(data, Mapping) and part in data
 
 
 def _resolve_batch(config: TrainingConfig, axes: Axes, auto_is_open: bool, result: Analysis) -> None:

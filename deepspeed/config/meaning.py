@@ -9,18 +9,17 @@ from pydantic import BaseModel
 from deepspeed.config.keys import choices_of, field_at, keys_of, section_at, type_of
 from deepspeed.config.problems import Remedy, nearest
 from deepspeed.config.reader import Path
-from deepspeed.config.schema import TrainingConfig
 
 # The key that a section's bare value stands for, where it is not `enabled`.
 NAMED_BY: dict[Path, str] = {("optimizer",): "type", ("scheduler",): "type"}
 
 
-def plain_meaning(path: Path, value: Any) -> Remedy | None:
-    """The value that was meant at a path of a config; None if that would be a guess."""
-    field = field_at(TrainingConfig, path)
+def plain_meaning(schema: type[BaseModel], path: Path, value: Any) -> Remedy | None:
+    """The value that was meant at a path of a config of this schema; None if that would be a guess."""
+    field = field_at(schema, path)
     if field is None:
         return None
-    section = section_at(TrainingConfig, path)
+    section = section_at(schema, path)
     if section is not None:
         return _section(path, section, value)
     if isinstance(value, str):

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-FROM_DICT, FROM_BASE64 = "config", "base64 config"
-WITHOUT_FILE = (FROM_DICT, FROM_BASE64)
+FROM_DICT, FROM_BASE64, FROM_INFERENCE = "config", "base64 config", "config of init_inference"
+WITHOUT_FILE = (FROM_DICT, FROM_BASE64, FROM_INFERENCE)
 """What a config is called that has no file."""
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,6 +12,9 @@ from torch import Tensor, nn
 
 _METHODS = (("fuse_lora_weight", "unfuse_lora_weight"), ("merge", "unmerge"))
 """Of the layers of DeepSpeed-Chat, and of PEFT's."""
+
+_PARTS = ("lora_right_weight", "lora_left_weight", "lora_scaling", "fuse_lora")
+"""Of layers like DeepSpeed-Chat's that have no such methods. With ``fuse_lora`` a forward uses the weight alone."""
 
 
 class FusedAdapters:
@@ -62,11 +66,25 @@ class FusedAdapters:
 
 
 def _methods(layer: nn.Module) -> tuple[Callable[[], Any], Callable[[], Any]] | None:
+    if _weight(layer) is None:
+        return None
     for names in _METHODS:
         found = [getattr(layer, name, None) for name in names]
-        if all(callable(each) for each in found) and _weight(layer) is not None:
+        if all(callable(each) for each in found):
             return found[0], found[1]  # type: ignore[return-value]
+    if all(hasattr(layer, name) for name in _PARTS):
+        return partial(_fuse_parts, layer), partial(_unfuse_parts, layer)
     return None
+
+
+def _fuse_parts(layer: Any) -> None:
+    layer.weight += layer.lora_scaling * (layer.lora_right_weight @ layer.lora_left_weight).t()
+    layer.fuse_lora = True
+
+
+def _unfuse_parts(layer: Any) -> None:
+    """Its weight is put back by ``FusedAdapters``."""
+    layer.fuse_lora = False
 
 
 def _weight(layer: Any) -> Any:

@@ -115,14 +115,19 @@ class InferenceCheckpointConfig(DeepSpeedConfigModel):
     base_dir: str | None = Field(default=None, description="Folder that relative paths start from.")
 
 
+_DTYPES = f"a torch dtype or its name: {', '.join(member.name for member in DtypeEnum)}"
+
+
 def _dtype(value: Any) -> torch.dtype:
     if isinstance(value, torch.dtype):
         return value
-    if isinstance(value, str):
-        return DtypeEnum.from_str(value).value[0]
     if isinstance(value, DtypeEnum):
         return value.value[0]
-    raise TypeError(f"dtype must be a torch.dtype or its name, not {type(value).__name__}")
+    if not isinstance(value, str):
+        raise TypeError(f"dtype must be {_DTYPES}; not {type(value).__name__}")
+    if not any(value in member.value for member in DtypeEnum):
+        raise ValueError(f"must be {_DTYPES}")
+    return DtypeEnum.from_str(value).value[0]
 
 
 def _moe_switch(value: Any) -> Any:
@@ -143,9 +148,9 @@ class DeepSpeedInferenceConfig(DeepSpeedConfigModel):
     replace_with_kernel_inject: bool = Field(
         default=False, alias="kernel_inject", description="Use fused kernels for known models."
     )
-    dtype: Annotated[
-        torch.dtype, PlainValidator(_dtype), Says("a torch dtype or its name, such as 'bf16'")
-    ] = Field(default=torch.float16, description="Dtype of the weights.")
+    dtype: Annotated[torch.dtype, PlainValidator(_dtype), Says(_DTYPES)] = Field(
+        default=torch.float16, description="Dtype of the weights."
+    )
     tensor_parallel: DeepSpeedTPConfig = Field(
         default=DeepSpeedTPConfig(), alias="tp", description="Tensor parallelism."
     )
@@ -196,11 +201,13 @@ class DeepSpeedInferenceConfig(DeepSpeedConfigModel):
         default=1, ge=1, alias="min_tokens", description="Minimum room for new tokens."
     )
     transposed_mode: bool = Field(default=False, description="Keep weights transposed.")
-    mp_size: Int = deprecated(
+    mp_size: Annotated[Int, Field(ge=1)] = deprecated(
         1, "Old name of `tensor_parallel.tp_size`.", new_param="tensor_parallel.tp_size"
     )
     mpu: Any = deprecated(None, "Old name of `tensor_parallel.mpu`.", new_param="tensor_parallel.mpu")
-    ep_size: Int = deprecated(1, "Old name of `moe.ep_size`.", new_param="moe.ep_size")
+    ep_size: Annotated[Int, Field(ge=1)] = deprecated(
+        1, "Old name of `moe.ep_size`.", new_param="moe.ep_size"
+    )
     ep_group: Any = deprecated(
         None, "Old name of `moe.ep_group`.", new_param="moe.ep_group", alias="expert_group"
     )

@@ -18,7 +18,7 @@ from deepspeed.inference.fused_generation import FusedGeneration
 from deepspeed.inference.kernels import QuantizedLinear, inject_kernels
 from deepspeed.inference.loading import checkpoint_tensors, load_weights
 from deepspeed.inference.parts import save_parts
-from deepspeed.inference.quantizing import quantize_as_configured
+from deepspeed.inference.quantizing import quantize_as_configured, settings_of_integers
 from deepspeed.inference.splitting import (
     check_length,
     same_random_numbers,
@@ -288,3 +288,6 @@ def _remark(config: DeepSpeedInferenceConfig) -> None:
     for key, why in _WITHOUT_EFFECT.items():
         if getattr(config, key) != type(config).model_fields[key].default:
             note(f"init_inference: '{key}' has no effect: {why}")
+    idle = settings_of_integers(config)
+    if idle and config.dtype is not torch.int8:
+        note(f"init_inference: {', '.join(idle)} without effect: weights are integers with dtype='int8'")

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import os
-from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
 from torch import nn
 
-from deepspeed.config.problems import DeepSpeedConfigError
+from deepspeed.config.problems import FROM_INFERENCE, DeepSpeedConfigError, Problem
+from deepspeed.config.reader import read_config
+from deepspeed.config.refusals import refusals
 from deepspeed.inference.config import DeepSpeedInferenceConfig
 from deepspeed.inference.engine import InferenceEngine
 
@@ -35,6 +36,7 @@ def init_inference(
 
     Raises:
         DeepSpeedConfigError: a key is unknown, given twice, or asks for what this release does not have.
+        UnreadableConfig: the path is no file, or its text no JSON.
     """
     return InferenceEngine(model, inference_config(config, kwargs))
 
@@ -50,18 +52,21 @@ def inference_config(
             )
         return config
     more = {key: value for key, value in more.items() if value is not None}
-    given: dict[str, Any] = _read(config) if isinstance(config, (str, os.PathLike)) else config or {}
+    given: dict[str, Any] = (
+        read_config(config).data if isinstance(config, (str, os.PathLike)) else config or {}
+    )
     twice = [key for key in more if key in given and given[key] != more[key]]
     if twice:
         key = twice[0]
         raise DeepSpeedConfigError(
             f"{key} is {given[key]!r} in the config and {more[key]!r} as an argument: keep one of them"
         )
+    values = {**more, **given}
     try:
-        return DeepSpeedInferenceConfig(**given, **{key: more[key] for key in more if key not in given})
+        return DeepSpeedInferenceConfig(**values)
+    except ValidationError as error:
+        refused = refusals(DeepSpeedInferenceConfig, error, values, values)
+        problems = [Problem(".".join(map(str, path)), text, path=path) for path, text, _ in refused]
+        raise DeepSpeedConfigError.of(problems, FROM_INFERENCE) from error
     except ValueError as error:
         raise DeepSpeedConfigError(f"init_inference: {error}") from error
-
-
-def _read(path: str | os.PathLike[str]) -> dict[str, Any]:
-    return json.loads(Path(path).read_text(encoding="utf-8"))

@@ -70,7 +70,9 @@ def _files(listed: Sequence[str], folder: str) -> list[Path]:
     files = [Path(folder) / each for each in listed]
     missing = [str(file) for file in files if not file.is_file()]
     if missing or not files:
-        raise DeepSpeedConfigError(f"checkpoint: {missing[0] if missing else 'the list is empty'}")
+        raise DeepSpeedConfigError(
+            f"checkpoint: {f'there is no file {missing[0]}' if missing else 'the list is empty'}"
+        )
     return files
 
 

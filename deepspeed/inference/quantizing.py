@@ -27,6 +27,14 @@ class QuantizedPart(QuantizedLinear):
         return torch.Size(self.matrix.shape)
 
 
+def settings_of_integers(config: DeepSpeedInferenceConfig) -> list[str]:
+    """The given keys of ``quant`` that count with ``dtype="int8"`` alone."""
+    quant = config.quant
+    given = sorted(quant.weight.model_fields_set & {"num_bits", "q_groups", "q_type"})
+    activation = ["quant.activation"] if "activation" in quant.model_fields_set else []
+    return [f"quant.weight.{key}" for key in given] + activation if quant.enabled else []
+
+
 def quantize_as_configured(
     module: nn.Module, config: DeepSpeedInferenceConfig, dtype: torch.dtype
 ) -> Iterator[str]:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import deepspeed
 from deepspeed.config.problems import DeepSpeedConfigError
+from deepspeed.config.sections import collect_notes
 from deepspeed.inference.config import DeepSpeedInferenceConfig
 from deepspeed.inference.engine import InferenceEngine
 from deepspeed.inference.kernels import HostLinear, QuantizedLinear, inject_kernels
@@ -73,6 +74,36 @@ def test_the_config_comes_as_dict_file_object_and_arguments(tmp_path: Path) -> N
         deepspeed.init_inference(Small(), DeepSpeedInferenceConfig(), dtype="fp32")
 
 
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"dtype": "fp33"}, "dtype: 'fp33' is not allowed; expected a torch dtype or its name: fp16"),
+        ({"mp_size": 0}, "mp_size: 0 is not allowed; expected an integer >= 1"),
+        ({"tensor_parallel": {"tpsize": 2}}, "unknown key; did you mean 'tensor_parallel.tp_size'"),
+        ({"replace_with_kernal_inject": True}, "did you mean 'replace_with_kernel_inject'"),
+        ({"quant": True}, 'quant: true is not allowed; expected an object; did you mean {"enabled": true}'),
+        ({"moe": {"ep": 2}}, "moe.ep: unknown key .value: 2.. Known here: enabled, ep_group"),
+        ({"zero": {"stage": 7}, "max_tokens": 0}, "2 errors in DeepSpeed config of init_inference:"),
+        ("no_such_file.json", "no_such_file.json"),
+    ],
+)
+def test_wrong_keys_and_values_are_named_with_what_is_expected(config: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=words) as refused:
+        deepspeed.init_inference(Small(), config)
+    assert "pydantic" not in str(refused.value)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "int8"])
+def test_settings_of_integers_without_integers_are_told(dtype: str) -> None:
+    quant = {"weight": {"num_bits": 4}, "activation": {"num_bits": 8}}
+    with collect_notes() as notes:
+        deepspeed.init_inference(Small(), dtype=dtype, quant=quant)
+        deepspeed.init_inference(Small(), dtype=dtype, quant={**quant, "enabled": False})
+        deepspeed.init_inference(Small(), dtype=dtype)
+    expected = ["quant.weight.num_bits, quant.activation without effect"] if dtype == "fp32" else []
+    assert len(notes) == len(expected) and all(a in b for a, b in zip(expected, notes, strict=True)), notes
+
+
 @pytest.mark.parametrize("config", [{"moe": {"ep_size": 2}}, {"ep_size": 2}])
 @distributed(world_size=1)
 def test_experts_that_are_not_there_are_not_spread(config: dict[str, Any]) -> None:
@@ -124,7 +155,7 @@ def test_missing_and_unreadable_weights_are_named(tmp_path: Path) -> None:
         ([str(tmp_path / "none.bin")], "none.bin"),
         ([], "the list is empty"),
         (str(tmp_path / "none"), "neither weights"),
-        ({"type": "Megatron", "checkpoints": ["a"]}, "checkpoint: a"),
+        ({"type": "Megatron", "checkpoints": ["a"]}, "checkpoint: there is no file a"),
         ({"type": "Megatron", "version": 0}, "it needs 'checkpoints'"),
     ]
     for checkpoint, words in refused:

@@ -142,7 +142,9 @@ def test_refusals() -> None:
             assert found[0] == status and words in found[1]["error"]["message"], found
         assert running.post({"prompt": "a", "max_tokens": 1, "presence_penalty": 0, "user": "me"})[0] == 200
         assert running.call("GET", "/v1/completions")[0] == 405
-        assert running.call("GET", "/nothing")[0] == 404
+        for method, path, expected in (("GET", "/v1/nothing", 404), ("GET", "/v1/completions", 405)):
+            status, found = running.call(method, path)
+            assert status == expected and found["error"]["message"].startswith(f"{method} {path}: ")
 
 
 def test_too_large_bodies_are_refused_before_they_are_there() -> None:
@@ -350,6 +352,14 @@ def test_the_model_by_its_name() -> None:
         assert running.call("GET", "/v1/models/some/parrot")[1]["id"] == "some/parrot"
         status, found = running.call("GET", "/v1/models/other")
         assert status == 404 and "only 'some/parrot'" in found["error"]["message"]
+        for path, asked in (
+            ("/v1/completions", {"prompt": "a", "max_tokens": 2}),
+            ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2}),
+        ):
+            for name, expected in (("some/parrot", 200), ("", 200), (None, 200), ("gpt-9", 404)):
+                status, found = running.post({**asked, "model": name}, path)
+                assert status == expected, (path, name, found)
+            assert found["error"]["code"] == "model_not_found" and found["error"]["param"] == "model"
 
 
 def test_tokens_of_access() -> None:

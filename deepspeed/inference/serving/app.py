@@ -7,13 +7,14 @@ import contextlib
 import hmac
 import json
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
@@ -66,11 +67,7 @@ def make_app(service: Service, tokenizer: Tokenizer, settings: ServerSettings) -
     async def model(request: Request, name: str) -> Response:
         if not server.may_enter(request):
             return _no_entry()
-        if name != settings.model:
-            return _refusal(
-                404, f"there is no model {name!r}, only {settings.model!r}", "invalid_request_error"
-            )
-        return JSONResponse(server.model())
+        return server.unknown_model(name) or JSONResponse(server.model())
 
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
@@ -79,6 +76,11 @@ def make_app(service: Service, tokenizer: Tokenizer, settings: ServerSettings) -
     @app.post("/v1/chat/completions")
     async def chats(request: Request) -> Response:
         return await server.answer(request, ChatRequest)
+
+    @app.exception_handler(HTTPException)
+    async def no_such_way(request: Request, problem: HTTPException) -> Response:
+        message = f"{request.method} {request.url.path}: {problem.detail}"
+        return _refusal(problem.status_code, message, "invalid_request_error", headers=problem.headers)
 
     return app
 
@@ -96,6 +98,13 @@ class _Server:
         name = self.settings.model
         return {"id": name, "object": "model", "created": self._began, "owned_by": "deepspeed"}
 
+    def unknown_model(self, name: str) -> Response | None:
+        """The refusal of a name that is not the model's."""
+        if name == self.settings.model:
+            return None
+        message = f"there is no model {name!r}, only {self.settings.model!r}"
+        return _refusal(404, message, "invalid_request_error", "model", code="model_not_found")
+
     def may_enter(self, request: Request) -> bool:
         token = self.settings.token
         if token is None:
@@ -108,6 +117,8 @@ class _Server:
             return _no_entry()
         try:
             parsed = protocol.parse(kind, await self._body(request))
+            if parsed.model and (refusal := self.unknown_model(parsed.model)):
+                return refusal
             loop = asyncio.get_running_loop()  # long texts take a tokenizer seconds
             choices = await loop.run_in_executor(self._tokenizing, self._choices, parsed)
             sequences = self._submit(choices, protocol.stops_of(parsed))
@@ -352,6 +363,12 @@ def _no_entry() -> Response:
 
 
 def _refusal(
-    status: int, message: str, kind: str, field: str | None = None, headers: dict[str, str] | None = None
+    status: int,
+    message: str,
+    kind: str,
+    field: str | None = None,
+    *,
+    code: str | None = None,
+    headers: Mapping[str, str] | None = None,
 ) -> Response:
-    return JSONResponse(protocol.error(message, kind, field), status, headers=headers)
+    return JSONResponse(protocol.error(message, kind, field, code), status, headers=headers)

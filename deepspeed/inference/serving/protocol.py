@@ -282,5 +282,5 @@ def usage(prompt_tokens: int, new_tokens: int) -> dict[str, int]:
     }
 
 
-def error(message: str, kind: str, field: str | None = None) -> dict[str, Any]:
-    return {"error": {"message": message, "type": kind, "param": field, "code": None}}
+def error(message: str, kind: str, field: str | None = None, code: str | None = None) -> dict[str, Any]:
+    return {"error": {"message": message, "type": kind, "param": field, "code": code}}

@@ -1,0 +1,108 @@
+"""What a schema refuses, in words: the key, the value, what is expected and what was probably meant."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+from deepspeed.config.keys import allowed, choices_of, documented_name, field_at, keys_of, section_at
+from deepspeed.config.meaning import plain_meaning
+from deepspeed.config.problems import nearest, shown
+from deepspeed.config.reader import Path
+
+
+def refusals(
+    schema: type[BaseModel], error: ValidationError, data: Mapping[str, Any], raw: Mapping[str, Any]
+) -> list[tuple[Path, str, str]]:
+    """(path, message, missing key) for each value that an error concerns.
+
+    `data` is what `schema` was given, `raw` has the values as written.
+    """
+    told: dict[Path, tuple[Path, str, str]] = {}
+    for entry in error.errors():
+        path, missing = _path_in(entry["loc"], data)
+        message = f"'{missing}' is missing" if missing else _message(schema, path, entry, raw)
+        told.setdefault(path, (path, message, missing))
+    return list(told.values())
+
+
+def _path_in(loc: tuple[str | int, ...], data: Any) -> tuple[Path, str]:
+    """The part of a pydantic location that exists in the config (without the tags for alternatives).
+
+    Also the name of the missing key if the location ends at one.
+    """
+    path: list[str | int] = []
+    missing = ""
+    for part in loc:
+        if _has(data, part):
+            data = data[part]
+        else:
+            missing = str(part) if isinstance(data, Mapping) else missing
+            continue
+        path.append(part)
+    return tuple(path), missing
+
+
+def _message(schema: type[BaseModel], path: Path, entry: Any, raw: Mapping[str, Any]) -> str:
+    value = value_at(raw, path, entry["input"])
+    if entry["type"] == "extra_forbidden":
+        return _unknown(schema, path, value)
+    found = field_at(schema, path)
+    own_text = (
+        str(entry.get("ctx", {}).get("error", ""))
+        if entry["type"] in ("value_error", "assertion_error")
+        else ""
+    )
+    if isinstance(value, (dict, BaseModel)) and own_text:
+        return own_text  # a rule about a whole section
+    message = f"{shown(value)} is not allowed"
+    if found is not None:
+        message += f"; expected {_expected(found, path)}"
+        if (
+            own_text
+            and not own_text.startswith("a boolean")
+            and own_text.removeprefix("must be ") not in message
+        ):
+            message += f" ({own_text})"
+        choices = [str(choice) for choice in choices_of(found) if choice is not None]
+        hint = nearest(value, choices) if isinstance(value, str) and choices else None
+        meant = plain_meaning(schema, path, value)
+        if hint:
+            message += f"; did you mean '{hint}'?"
+        elif meant is not None:
+            message += f"; did you mean {json.dumps(meant.value)}?"
+    return message
+
+
+def _unknown(schema: type[BaseModel], path: Path, value: Any) -> str:
+    table = keys_of(section_at(schema, path[:-1]) or schema)
+    close = nearest(str(path[-1]), table)
+    if close is not None:
+        meant = ".".join(map(str, (*path[:-1], close)))
+        return f"unknown key; did you mean '{meant}'? (value: {shown(value)})"
+    known = ", ".join(sorted({documented_name(key.name, key.field) for key in table.values()}))
+    return f"unknown key (value: {shown(value)}). Known here: {known}"
+
+
+def _expected(found: Any, path: Path) -> str:
+    text = allowed(found)
+    return text.removeprefix("a list of ") if path and isinstance(path[-1], int) else text
+
+
+def value_at(data: Any, path: Path, otherwise: Any) -> Any:
+    """The value at a path of a config as written."""
+    for part in path:
+        if not _has(data, part):
+            return otherwise
+        data = data[part]
+    return data
+
+
+def _has(data: Any, part: str | int) -> bool:
+    """Whether an object holds the key, or a list the index."""
+    if isinstance(data, list):
+        return isinstance(part, int) and part < len(data)
+    return isinstance(data, Mapping) and part in data
