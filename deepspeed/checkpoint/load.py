@@ -23,6 +23,15 @@ from deepspeed.checkpoint.state import MASTER, ParamEntry, TrainingState
 
 IMPLEMENTATION_OPTIONS = frozenset({"foreach", "fused", "capturable", "differentiable"})
 """Group options that say how an optimizer computes, not what: the running optimizer's values are kept."""
+TORCH_OPTIONS = {
+    "amsgrad": False,
+    "maximize": False,
+    "foreach": None,
+    "capturable": False,
+    "differentiable": False,
+}
+"""Group options that torch's optimizers expect to find; ours do not have all of them: exports add them,
+and what loads one again leaves them out."""
 
 
 @dataclass(slots=True)
@@ -315,7 +324,7 @@ class Restorer:
                 {
                     key: value.clone() if isinstance(value, Tensor) else value
                     for key, value in saved.options.items()
-                    if key not in IMPLEMENTATION_OPTIONS
+                    if key not in IMPLEMENTATION_OPTIONS and not _added(key, value, group)
                 }
             )
         self.state.param_groups = own
@@ -452,6 +461,11 @@ def _matching(number: int, members: set[str], groups: list[Group]) -> Group | No
         return groups[number] if number < len(groups) and not groups[number].names else None
     holders = [group for group in groups if members.intersection(group.names)]
     return holders[0] if len(holders) == 1 else None
+
+
+def _added(key: str, value: Any, group: dict[str, Any]) -> bool:
+    """Whether a saved option only fills a place that this optimizer does not have."""
+    return key not in group and key in TORCH_OPTIONS and value == TORCH_OPTIONS[key]
 
 
 def _rewrites_names(module: nn.Module) -> bool:

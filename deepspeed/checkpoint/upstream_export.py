@@ -25,7 +25,7 @@ from deepspeed.checkpoint.catalog import Catalog, Source
 from deepspeed.checkpoint.consolidate import resolve_folder
 from deepspeed.checkpoint.errors import CheckpointError
 from deepspeed.checkpoint.flush import wait_for_flushes
-from deepspeed.checkpoint.load import Reader
+from deepspeed.checkpoint.load import TORCH_OPTIONS, Reader
 from deepspeed.checkpoint.reader import materialize, open_checkpoint
 from deepspeed.checkpoint.safe_types import DynamicLossScaler, FragmentAddress, LossScaler
 from deepspeed.checkpoint.shards import ShardIndex
@@ -43,15 +43,6 @@ CLASS_NAMES = {
     FragmentAddress: "deepspeed.utils.tensor_fragment.fragment_address",
 }
 """That release's names for the classes of the plain objects in its files."""
-
-_TORCH_OPTIONS = {
-    "amsgrad": False,
-    "maximize": False,
-    "foreach": None,
-    "capturable": False,
-    "differentiable": False,
-}
-"""Group options that torch's optimizers expect to find; ours do not have all of them."""
 
 
 def export_checkpoint(
@@ -251,7 +242,7 @@ class UpstreamFiles:
         made: list[dict[str, Any]] = []
         for options, members in zip(self.catalog.groups, numbers, strict=True):
             own = materialize(options.options)
-            missing = {key: value for key, value in _TORCH_OPTIONS.items() if key not in own}
+            missing = {key: value for key, value in TORCH_OPTIONS.items() if key not in own}
             made.append({**own, **missing, "params": list(members)})
         return made
 

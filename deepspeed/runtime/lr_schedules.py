@@ -220,13 +220,12 @@ class OneCycle(_Schedule):
         if not cycle_first_step_size > 0:
             raise ValueError(f"{CYCLE_FIRST_STEP_SIZE} must be positive, got {cycle_first_step_size!r}")
         self.first_size = cycle_first_step_size
-        # The command line uses -1 for "same as the first"; 0 omits the descent.
+        # The command line uses -1 for "same as the first"; 0 omits the descent, or its stairs.
         second = cycle_second_step_size
         self.second_size = cycle_first_step_size if second is None or second < 0 else second
         self.first_stairs = cycle_first_stair_count
-        self.second_stairs = (
-            cycle_first_stair_count if cycle_second_stair_count is None else cycle_second_stair_count
-        )
+        stairs = cycle_second_stair_count
+        self.second_stairs = cycle_first_stair_count if stairs is None or stairs < 0 else stairs
         self.decay_step_size = decay_step_size
         self.min_lrs = _per_group(cycle_min_lr, groups, CYCLE_MIN_LR)
         self.max_lrs = _per_group(cycle_max_lr, groups, CYCLE_MAX_LR)
@@ -425,7 +424,11 @@ _ONE_CYCLE_FLAGS: dict[str, tuple[type, Any, str]] = {
     CYCLE_FIRST_STEP_SIZE: (int, 1000, "steps from the lowest to the highest rate"),
     CYCLE_FIRST_STAIR_COUNT: (int, -1, "stairs on the way up; not positive: a straight line"),
     CYCLE_SECOND_STEP_SIZE: (int, -1, "steps back to the lowest rate; 0: none, negative: as many as up"),
-    CYCLE_SECOND_STAIR_COUNT: (int, -1, "stairs on the way down; not positive: a straight line"),
+    CYCLE_SECOND_STAIR_COUNT: (
+        int,
+        -1,
+        "stairs on the way down; 0: a straight line, negative: as many as up",
+    ),
     DECAY_STEP_SIZE: (int, 1000, "steps per interval of the decay after the cycle; 0: no decay"),
     CYCLE_MIN_LR: (float, 0.01, "lowest rate of the cycle"),
     CYCLE_MAX_LR: (float, 0.1, "highest rate of the cycle"),

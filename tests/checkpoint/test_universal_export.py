@@ -87,6 +87,34 @@ def test_ours_comes_back_at_any_stage(stage: int, precision: str, tmp_path: Path
             assert torch.equal(found["module"][name], value), name
 
 
+def options_after_a_round_trip(folder: str) -> tuple[list[set[str]], list[set[str]]]:
+    """Names of the group options of a fused Adam, as made and as loaded from a universal checkpoint."""
+    import deepspeed
+
+    found = []
+    for universal in (False, True):
+        settings = {
+            "train_batch_size": 1,
+            "optimizer": {"type": "Adam", "params": {"lr": 1e-3}},
+            "zero_optimization": {"stage": 1},
+            "checkpoint": {"load_universal": universal},
+        }
+        net = torch.nn.Linear(2, 2)
+        engine, *_ = deepspeed.initialize(model=net, model_parameters=net.parameters(), config=settings)
+        if universal:
+            engine.load_checkpoint(folder, tag="universal")
+        found.append([set(group) for group in engine.optimizer.param_groups])
+        if not universal:
+            engine.save_checkpoint(folder, tag="own")
+            universal_export.convert(Path(folder, "own"), Path(folder, "universal"))
+    return found[0], found[1]
+
+
+def test_no_options_of_other_optimizers_are_loaded(tmp_path: Path) -> None:
+    made, loaded = run(options_after_a_round_trip, 1, folder=str(tmp_path))[0]
+    assert loaded == made and "amsgrad" not in made[0]
+
+
 def save_split(folder: str, stage: int) -> dict[str, torch.Tensor]:
     import deepspeed
 

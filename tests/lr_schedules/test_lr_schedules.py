@@ -279,6 +279,16 @@ def test_flags_of_each_schedule_construct_it(name: str) -> None:
     )
 
 
+def test_stairs_of_the_command_line_are_those_of_both_halves() -> None:
+    flags = ("--cycle_first_step_size", "8", "--cycle_first_stair_count", "2")
+    config, _ = lr_schedules.get_config_from_args(_parse("--lr_schedule", "OneCycle", *flags))
+    assert config is not None
+    params = config["params"]
+    rates = _rates(OneCycle(_optimizer(), **params), 16)
+    assert rates == _rates(OneCycle(_optimizer(), **{**params, "cycle_second_stair_count": 2}), 16)
+    assert rates != _rates(OneCycle(_optimizer(), **{**params, "cycle_second_stair_count": 0}), 16)
+
+
 def test_what_the_helpers_refuse() -> None:
     assert lr_schedules.get_config_from_args(_parse())[0] is None
     assert "Foo" in (lr_schedules.get_config_from_args(_parse("--lr_schedule", "Foo"))[1] or "")
