@@ -2,7 +2,7 @@
 //
 // [Note: panels] Of one row, the memory decides how long a product takes; of 16, the multiplications take as long, and all
 // that keeps them waiting. So columns are cut into chunks, of which a tile's inputs and weights fit the first-level cache
-// and the inputs of all rows the second; the weights that come next are asked of the memory a line at a time all the while,
+// and the inputs of all rows the second (the first, where registers are small and tiles read them more often); the weights that come next are asked of the memory a line at a time all the while,
 // as they lie; and at the end, 16 sums at a time are added up across their lanes, those of a tile while they are in
 // registers. A lane adds what it adds in tiles.h, in that order.
 

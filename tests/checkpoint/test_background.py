@@ -133,9 +133,7 @@ def test_a_rank_that_cannot_write_leaves_the_former_checkpoint(tmp_path):
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @distributed(world_size=2)
 def test_a_save_communicates_nothing_and_copies_the_state_into_kept_memory(tmp_path, stage):
-    quiet = {
-        "comm": {"hang_report_seconds": 0}
-    }  # else the watch for hangs adds keys to the store at any time
+    quiet = {"comm": {"hang_report_seconds": 0}}  # the watch for hangs adds keys to the store at any time
     engine = make_engine(config(stage, "bf16", **DECOUPLED, **quiet))
     keys = []
     for step in range(3):
