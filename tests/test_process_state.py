@@ -96,10 +96,12 @@ STATE = {
     "ops/gds/cufile.py:library()": "native library",
     "ops/gds/gds.py:why_not()": "of the machine",
     "ops/native.py:library()": "native library",
+    "ops/small_product.py:most_rows()": "of the machine",
     "config/sections.py:_special_fields()": "of a schema",
     "runtime/tensor_parallel/layers.py:_joined_class()": "of classes",
     "runtime/tensor_parallel/random_numbers.py:_drawing_class()": "of a class",
     "runtime/tensor_parallel/replicated.py:_summing_class()": "of a class",
+    "runtime/schedulers.py:_needs_argument()": "of a function",
     "runtime/optim/elementwise.py:_verdicts": "of an optimizer's class, weakly",
 }
 
