@@ -163,7 +163,7 @@ class _Connection:
 
     def _wait(self, ended: queue.SimpleQueue[_Connection | None]) -> None:
         code = self._process.wait()
-        self.node.ended_at = time.time()  # what the connection leaves behind may keep its output open for a while
+        self.node.ended_at = time.time()  # its output may stay open, in what the connection leaves behind
         for thread in self._pumps:
             thread.join()
         self.node.exit_code = code if code >= 0 else 128 - code
