@@ -92,6 +92,7 @@ def parse_args(args: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--world_info", default="None", help="base64 of the JSON dictionary host -> list of slots"
     )
+    parser.add_argument("--job", default="", help="a name by which the job's processes are found")
     parser.add_argument(
         "--enable_elastic_training", action="store_true", help="go on after the loss of ranks or machines"
     )

@@ -124,11 +124,12 @@ class PDSHRunner(MultiNodeRunner):
         steps += [f"export {name}={_for_pdsh(value)}" for name, value in self.variables.items()]
         steps.append(f"export {RUNNER_PID}=$PPID")  # ends with the connection, however that ends
         launch = [sys.executable, "-u", "-m", "deepspeed.launcher.launch"]
-        launch += [f"--world_info={self.world_info_base64}", "--node_rank=%n", *self._launch_options()]
+        job = f"--job={socket.gethostname()}-{os.getpid()}"  # a second job of this user has the same hosts, perhaps
+        launch += [f"--world_info={self.world_info_base64}", job, "--node_rank=%n", *self._launch_options()]
         words = [word if word == "--node_rank=%n" else _for_pdsh(word) for word in launch]
         steps.append(" ".join(["exec", *words, _for_pdsh(self.user_script), *self.user_arguments]))
         # The brackets keep the pattern from finding the command line that it stands on.
-        ours = _for_pdsh(f"[d]eepspeed.launcher.launch --world_info={self.world_info_base64} ")
+        ours = _for_pdsh(f"[d]eepspeed.launcher.launch --world_info={self.world_info_base64} {job} ")
         end = [
             "pdsh",
             "-f",
