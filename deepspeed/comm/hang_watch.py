@@ -36,6 +36,7 @@ from .waiting import clone, quietly, store_of_default_group
 LOOKS = 6  # per interval
 LONGEST_PAUSE_S = 5.0
 FIRST_S = 0.5  # a job that is over before that is not watched
+EARLY_S = 10.0  # for so long it looks as often as that for where rank 0 runs, whose store may stop answering
 AGAIN = 4  # the next report about the same hang, when it has lasted this many times as long
 JOIN_S = 2.0
 FAILURES = 3  # in a row, after which the watch ends
@@ -66,7 +67,7 @@ class Watch:
         self._round = 0
         self._open: tuple[int, float] | None = None  # a round whose report is awaited, and since when
         self._last: Any = None
-        self._since = time.monotonic()
+        self._since = self._began = time.monotonic()
         self._reported_s = 0.0
         self._addresses: dict[int, tuple[str, int]] = {}
         self._end = threading.Event()
@@ -99,7 +100,11 @@ class Watch:
     @property
     def pause_s(self) -> float:
         pause_s = min(LONGEST_PAUSE_S, max(0.05, self.seconds / LOOKS))
-        return pause_s if self._open is None else min(pause_s, 0.25)
+        if self._open is not None:
+            return min(pause_s, 0.25)
+        if not self._addresses and time.monotonic() - self._began < EARLY_S:
+            return min(pause_s, FIRST_S)
+        return pause_s
 
     # ---- the thread
 
@@ -247,7 +252,8 @@ class Watch:
         in_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         if self.rank != 1 and not in_launcher:
             return
-        silent = {0: self._silence(0)} if not in_launcher else {}
+        unknown = "does not answer, and had not said yet where it runs"
+        silent = {} if in_launcher else {0: self._silence(0) if 0 in self._addresses else unknown}
         explanation.text = self._text({self.rank: self._standing()}, silent, "its store does not answer; ")
 
     def _text(self, standings: dict[int, Standing], silent: dict[int, str], note: str = "") -> str:

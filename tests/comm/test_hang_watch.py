@@ -59,6 +59,11 @@ def step():
 def report_after(seconds):
     for each in hang_watch._watch.networks:
         each.hang_report_seconds = float(seconds)
+def wait_until_known():
+    # both ranks have said where they run, and read where rank 0 does
+    while not hang_watch._watch._addresses:
+        time.sleep(0.02)
+    step()
 def wait_for_the_report():
     time.sleep(60)
 def leave_after_the_report():
@@ -198,7 +203,7 @@ SCENARIOS: dict[str, tuple[str, str, str]] = {
     "stopped": (
         "shared_memory",
         """
-        time.sleep(0.5)  # until its thread has said where it runs
+        wait_until_known()
         if rank == 1:
             os.kill(os.getpid(), signal.SIGSTOP)
         step()
@@ -208,7 +213,7 @@ SCENARIOS: dict[str, tuple[str, str, str]] = {
     "stopped, with the store": (
         "shared_memory",
         """
-        time.sleep(0.5)
+        wait_until_known()
         if rank == 0:
             os.kill(os.getpid(), signal.SIGSTOP)
         step()
