@@ -11,6 +11,7 @@
 #include <new>
 
 #include "kernel.h"
+#include "large_pages.h"
 
 #if defined(__GNUC__) && defined(__x86_64__)
 #include <immintrin.h>
@@ -55,47 +56,62 @@ DS_INLINE const float *wanted(const Row &row, int64_t index, int64_t n, float *b
     return errors;
 }
 
-// A bit for each of kLook numbers whose magnitude is at least `least`, which is positive.
-DS_INLINE uint32_t large_ones(const float *x, uint32_t least) {
+// A bit for each of kLook numbers whose magnitude is at least `least`, which is positive. Of x + errors with `kErrors`, which
+// are kept there.
+template <bool kErrors>
+DS_INLINE uint32_t large_ones(const float *x, float *errors, uint32_t least) {
     uint32_t bits = 0;
 #if defined(__SSE2__)
     const __m128i magnitude = _mm_set1_epi32(0x7fffffff), below = _mm_set1_epi32(int32_t(least - 1));
     __m128i large[4];
     for (int i = 0; i < 4; ++i) {
-        const __m128i four = _mm_castps_si128(_mm_loadu_ps(x + 4 * i));
-        large[i] = _mm_cmpgt_epi32(_mm_and_si128(four, magnitude), below);
+        __m128 four = _mm_loadu_ps(x + 4 * i);
+        if constexpr (kErrors) {
+            four = _mm_add_ps(four, _mm_loadu_ps(errors + 4 * i));
+            _mm_storeu_ps(errors + 4 * i, four);
+        }
+        large[i] = _mm_cmpgt_epi32(_mm_and_si128(_mm_castps_si128(four), magnitude), below);
     }
     const __m128i low = _mm_packs_epi32(large[0], large[1]), high = _mm_packs_epi32(large[2], large[3]);
     bits = uint32_t(_mm_movemask_epi8(_mm_packs_epi16(low, high)));
 #else
-    for (uint32_t i = 0; i < kLook; ++i) bits |= uint32_t(key_of(x[i]) >= least) << i;
+    for (uint32_t i = 0; i < kLook; ++i) {
+        if constexpr (kErrors) errors[i] = x[i] + errors[i];
+        bits |= uint32_t(key_of((kErrors ? errors : x)[i]) >= least) << i;
+    }
 #endif
     return bits;
 }
 
-// Elements [0, n) of x, whose places begin at `place`.
-DS_INLINE void look(Share &share, const float *x, int64_t place, int64_t n, uint32_t least) {
+// Elements [0, n) of x, whose places begin at `place`. With `errors`, x + errors are looked at, and kept there.
+template <bool kErrors>
+DS_INLINE void look(Share &share, const float *x, float *errors, int64_t place, int64_t n, uint32_t least) {
+    const float *looked = kErrors ? errors : x;
     int64_t i = 0;
     for (; least > 0 && i + kLook <= n; i += kLook) {
-        for (uint32_t bits = large_ones(x + i, least); bits != 0; bits &= bits - 1) {
+        if constexpr (kErrors) {
+            ds::fetch<false>(x + i + kFetch, 4);
+            ds::fetch<true>(errors + i + kFetch, 4);
+        }
+        for (uint32_t bits = large_ones<kErrors>(x + i, kErrors ? errors + i : nullptr, least); bits != 0; bits &= bits - 1) {
             const int64_t to = share.end(), from = i + std::countr_zero(bits);
-            share.values[to] = x[from];
+            share.values[to] = looked[from];
             share.places[to] = int32_t(place + from);
             ++share.count;
         }
     }
     for (; i < n; ++i) {
-        if (key_of(x[i]) < least) continue;
+        if constexpr (kErrors) errors[i] = x[i] + errors[i];
+        if (key_of(looked[i]) < least) continue;
         const int64_t to = share.end();
-        share.values[to] = x[i];
+        share.values[to] = looked[i];
         share.places[to] = int32_t(place + i);
         ++share.count;
     }
 }
 
 #if defined(__GNUC__) && defined(__x86_64__)
-// The same without branches: what is large is moved to the front of a register. With `errors`, x + errors are looked at, and
-// kept there.
+// The same without branches: what is large is moved to the front of a register.
 template <bool kErrors>
 __attribute__((target("arch=x86-64-v4"))) inline void look_avx512(Share &share, const float *x, float *errors, int64_t place,
                                                                   int64_t n, uint32_t least) {
@@ -120,35 +136,31 @@ __attribute__((target("arch=x86-64-v4"))) inline void look_avx512(Share &share, 
         own.count += std::popcount(uint32_t(large));
     }
     share.count = own.count;
-    if constexpr (kErrors) {
-        for (int64_t j = i; j < n; ++j) errors[j] = x[j] + errors[j];
-    }
-    look(share, (kErrors ? errors : x) + i, place + i, n - i, least);
+    look<kErrors>(share, x + i, kErrors ? errors + i : nullptr, place + i, n - i, least);
 }
 #endif
+
+template <int N, bool kErrors>
+DS_INLINE void look_with(Share &share, const float *x, float *errors, int64_t place, int64_t n, uint32_t least) {
+#if defined(__GNUC__) && defined(__x86_64__)
+    if constexpr (N == 16) return look_avx512<kErrors>(share, x, errors, place, n, least);
+#endif
+    look<kErrors>(share, x, errors, place, n, least);
+}
 
 template <int N>
 DS_INLINE void collect_body(const Row &row, int64_t begin, int64_t end, uint32_t least, Share &share) {
     alignas(64) float buffer[ds::kBlock];
     Share own = share;
-#if defined(__GNUC__) && defined(__x86_64__)
-    if (N == 16 && row.dtype == DS_FLOAT32 && row.errors != nullptr && !row.added) {
+    if (row.dtype == DS_FLOAT32 && row.errors != nullptr && !row.added) {  // in one pass
         const float *values = static_cast<const float *>(row.values) + begin;
-        look_avx512<true>(own, values, row.errors + begin, begin, end - begin, least);
+        look_with<N, true>(own, values, row.errors + begin, begin, end - begin, least);
         share = own;
         return;
     }
-#endif
     for (int64_t index = begin; index < end; index += ds::kBlock) {
         const int64_t n = end - index < ds::kBlock ? end - index : ds::kBlock;
-        const float *x = wanted(row, index, n, buffer);
-#if defined(__GNUC__) && defined(__x86_64__)
-        if constexpr (N == 16) {
-            look_avx512<false>(own, x, nullptr, index, n, least);
-            continue;
-        }
-#endif
-        look(own, x, index, n, least);
+        look_with<N, false>(own, wanted(row, index, n, buffer), nullptr, index, n, least);
     }
     share = own;
 }
@@ -259,40 +271,55 @@ void take_from_all(const Row &row, int64_t count, void *packet) {
     if (row.errors != nullptr) to.settle(row.errors);
 }
 
-// What rows need besides, one after the other.
-struct Scratch {
-    int32_t threads;
-    int64_t capacity;  // of a thread
-    std::unique_ptr<float[]> values;
-    std::unique_ptr<int32_t[]> places;
-    std::unique_ptr<Share[]> shares;
-    std::unique_ptr<uint32_t[]> sample;
-    bool ready() const { return values != nullptr && places != nullptr && shares != nullptr && sample != nullptr; }
-    int64_t begin(int32_t thread) const { return (capacity + kLook) * thread; }
+struct Aligned {
+    std::align_val_t alignment;
+    void operator()(char *memory) const { ::operator delete(memory, alignment); }
 };
 
-Scratch scratch_for(int64_t numel, int64_t count, int32_t threads) {
-    if (numel < ds::kParallelNumel || threads < 1) threads = 1;
-    int64_t capacity = (2 * count + kSpare) / threads + kSpare;
-    if (numel < kLeastNumel || capacity > numel) capacity = numel;
-    const size_t room = size_t((capacity + kLook) * threads);
-    return {threads,
-            capacity,
-            std::unique_ptr<float[]>(new (std::nothrow) float[room]),
-            std::unique_ptr<int32_t[]>(new (std::nothrow) int32_t[room]),
-            std::unique_ptr<Share[]>(new (std::nothrow) Share[size_t(threads)]),
-            std::unique_ptr<uint32_t[]>(new (std::nothrow) uint32_t[kRuns * kRun])};
-}
+// What rows need besides, one after the other.
+struct Scratch {
+    const int32_t threads;
+    const int64_t capacity;  // of a thread
+    const std::unique_ptr<Share[]> shares;
+    const std::unique_ptr<uint32_t[]> sample;
+    std::unique_ptr<char, Aligned> memory;  // of the shares: filled anew by each call, see [Note: large pages]
 
-void encode_row(Row row, int64_t count, void *packet, Scratch &scratch) {
+    Scratch(int64_t numel, int64_t count, int32_t threads)
+        : threads(numel < ds::kParallelNumel || threads < 1 ? 1 : threads),
+          capacity(capacity_of(numel, count, this->threads)),
+          shares(new (std::nothrow) Share[size_t(this->threads)]),
+          sample(new (std::nothrow) uint32_t[kRuns * kRun]) {
+        int64_t bytes = 8 * room() * this->threads;
+        const int64_t page = bytes < ds::kLargePage / 2 ? int64_t(64) : ds::kLargePage;
+        bytes = (bytes + page - 1) / page * page;
+        const std::align_val_t alignment{size_t(page)};
+        memory = {static_cast<char *>(::operator new(size_t(bytes), alignment, std::nothrow)), {alignment}};
+        ds::ask_for_large_pages(memory.get(), bytes, ds::kLargePage);
+    }
+
+    static int64_t capacity_of(int64_t numel, int64_t count, int32_t threads) {
+        const int64_t capacity = (2 * count + kSpare) / threads + kSpare;
+        return numel < kLeastNumel || capacity > numel ? numel : capacity;
+    }
+
+    int64_t room() const { return capacity + kLook; }
+
+    bool ready() const { return memory != nullptr && shares != nullptr && sample != nullptr; }
+
+    Share empty_share(int32_t thread) const {
+        char *own = memory.get() + 8 * room() * thread;
+        return {reinterpret_cast<float *>(own), reinterpret_cast<int32_t *>(own + 4 * room()), capacity, 0};
+    }
+};
+
+void encode_row(Row row, int64_t count, void *packet, const Scratch &scratch) {
     const int32_t threads = scratch.threads;
     const int64_t capacity = scratch.capacity, blocks = ds::block_count(row.numel);
     uint32_t least = guess(row, count, scratch.sample.get());
     if (least == 0 && capacity < row.numel) least = kNothing;
     const auto run = [&](int32_t t) {
         const int64_t begin = blocks * t / threads * ds::kBlock, end = blocks * (t + 1) / threads * ds::kBlock;
-        const int64_t room = scratch.begin(t);
-        scratch.shares[t] = {scratch.values.get() + room, scratch.places.get() + room, capacity, 0};
+        scratch.shares[t] = scratch.empty_share(t);
         collect(row, begin, end < row.numel ? end : row.numel, least, scratch.shares[t]);
     };
     if (threads == 1) {
@@ -333,7 +360,7 @@ void clear(float *values, int64_t numel, int32_t threads) {
 
 int32_t ds_encode_largest(void *packets, int64_t rows, int64_t numel, int64_t count, const void *values, int32_t dtype,
                           float *errors, int32_t threads) {
-    Scratch scratch = scratch_for(numel, count, threads);
+    const Scratch scratch(numel, count, threads);
     if (!scratch.ready()) return 0;
     for (int64_t r = 0; r < rows; ++r) {
         const Row row{ds::at(values, r * numel, dtype), dtype, errors == nullptr ? nullptr : errors + r * numel, numel,

@@ -17,14 +17,14 @@ namespace ds {
 constexpr int64_t kLargePage = int64_t(2) << 20;
 constexpr int64_t kLargeResult = int64_t(8) << 20;  // smaller ones are often memory that was used before
 
-inline void ask_for_large_pages(void *memory, int64_t bytes) {
+inline void ask_for_large_pages(void *memory, int64_t bytes, int64_t least = kLargeResult) {
 #if defined(__linux__) && defined(MADV_HUGEPAGE)
-    if (memory == nullptr || bytes < kLargeResult) return;
+    if (memory == nullptr || bytes < least) return;
     const uintptr_t begin = (reinterpret_cast<uintptr_t>(memory) + kLargePage - 1) & ~uintptr_t(kLargePage - 1);
     const uintptr_t end = (reinterpret_cast<uintptr_t>(memory) + uintptr_t(bytes)) & ~uintptr_t(kLargePage - 1);
     if (begin < end) (void)madvise(reinterpret_cast<void *>(begin), end - begin, MADV_HUGEPAGE);
 #else
-    (void)memory, (void)bytes;
+    (void)memory, (void)bytes, (void)least;
 #endif
 }
 
