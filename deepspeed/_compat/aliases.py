@@ -285,9 +285,13 @@ NAMES: dict[str, dict[str, str]] = {
     },
     "deepspeed.runtime.activation_checkpointing.checkpointing": {
         "_MODEL_PARALLEL_RNG_TRACKER_NAME": "deepspeed.runtime.activation_checkpointing.rng:MODEL_PARALLEL_RNG",
+        "detach_variable": "deepspeed.runtime.helpers.tensor_structures",
+        "extract_tensors": "deepspeed.runtime.helpers.tensor_structures",
+        "merge_tensors": "deepspeed.runtime.helpers.tensor_structures",
     },
     "deepspeed.runtime.engine": {
         "autocast_if_enabled": "deepspeed.runtime.torch_autocast",
+        "split_half_float_double_sparse": "deepspeed.runtime.helpers.tensor_structures",
     },
     "deepspeed.runtime.pipe": {
         "DualPipeVModule": "deepspeed.runtime.pipe.dualpipev",
@@ -328,6 +332,9 @@ NAMES: dict[str, dict[str, str]] = {
         "CUDAQuantizer": "deepspeed.ops.quantizer.integers",
     },
     "deepspeed.runtime.zero.optimizer": {
+        "get_alignment_padding": "deepspeed.runtime.helpers.tensor_structures",
+        "lcm": "deepspeed.runtime.helpers.tensor_structures",
+        "move_to_cpu": "deepspeed.runtime.helpers.tensor_structures",
         "split_half_float_double": "deepspeed.runtime.helpers.tensor_structures",
         "estimate_zero2_model_states_mem_needs": "deepspeed.runtime.zero.memory",
         "estimate_zero2_model_states_mem_needs_all_cold": "deepspeed.runtime.zero.memory",
@@ -368,6 +375,9 @@ NAMES: dict[str, dict[str, str]] = {
     "deepspeed.module_inject.layers": {
         "_build_param_uc_restore_meta": "deepspeed.runtime.tensor_parallel.described:description",
         "_get_param_uc_conversion_meta": "deepspeed.runtime.tensor_parallel.described:conversion_of",
+    },
+    "deepspeed.utils.config": {
+        "get_timers_config": "deepspeed.profiling.config",
     },
     "deepspeed.utils.groups": {
         "_init_tp_mesh_device": "deepspeed.runtime.tensor_parallel.ranks:init_tp_mesh_device",

@@ -42,7 +42,6 @@ INSTEAD = {
     "deepspeed.runtime.utils": "The engine does this itself; training scripts have no need of it.",
     "deepspeed.runtime.zenflow": "The engine does this itself with zero_optimization.zenflow in the config.",
     "deepspeed.runtime.zero": "Use deepspeed.zero.GatheredParameters and deepspeed.utils.safe_get_full_fp32_param.",
-    "deepspeed.utils.config": "DeepSpeedConfig(...).timers_config has the section timers.throughput.",
     "deepspeed.utils.mixed_precision_linkage": "Engines link by themselves; see safe_get_full_fp32_param.",
     "deepspeed.utils.tensor_fragment": "Use deepspeed.utils.safe_get_full_fp32_param and its siblings.",
     "deepspeed.utils.zero_to_fp32": "Use get_fp32_state_dict_from_zero_checkpoint().",

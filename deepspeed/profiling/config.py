@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from pydantic import Field, field_validator
 
 from deepspeed.config.sections import DeepSpeedConfigModel, Float, Int, LenientConfigModel
@@ -41,6 +43,11 @@ class TimersConfig(LenientConfigModel):
     throughput: DeepSpeedThroughputTimerConfig = Field(
         default=DeepSpeedThroughputTimerConfig(), description="The throughput timer."
     )
+
+
+def get_timers_config(param_dict: dict[str, Any] | None) -> DeepSpeedThroughputTimerConfig:
+    """What a config says about the throughput timer."""
+    return TimersConfig(**(param_dict or {}).get("timers", {})).throughput
 
 
 class TraceConfig(DeepSpeedConfigModel):

@@ -45,6 +45,10 @@ class SparseTensor:
     def type() -> str:
         return "deepspeed.SparseTensor"
 
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.parts()[1].dtype
+
     def parts(self) -> tuple[Tensor, Tensor, list[int]]:
         if self.indices is None or self.values is None or self.dense_size is None:
             raise ValueError("the SparseTensor is empty: it was made without a tensor")

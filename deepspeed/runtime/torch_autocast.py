@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from deepspeed.accelerator import get_accelerator
 from deepspeed.config.plan import AUTOCAST_MODULES
 from deepspeed.runtime.precision import PARAM_COMM_DTYPE_ATTR_NAME, autocast_context, safe_parameters
 
@@ -19,6 +20,7 @@ __all__ = [
     "PARAM_COMM_DTYPE_ATTR_NAME",
     "autocast_if_enabled",
     "get_all_comm_dtypes",
+    "get_autocast_dtype",
     "get_comm_dtype",
     "get_default_autocast_lower_precision_modules",
     "has_comm_dtype",
@@ -41,6 +43,11 @@ def init_autocast_params(
     names = torch_autocast_lower_precision_safe_modules
     for param in safe_parameters(module, AUTOCAST_MODULES if names is None else names):
         setattr(param, PARAM_COMM_DTYPE_ATTR_NAME, dtype)
+
+
+def get_autocast_dtype() -> torch.dtype:
+    """In which `torch.autocast` computes on this process's device."""
+    return torch.get_autocast_dtype(get_accelerator().device_name())
 
 
 def has_comm_dtype(param: nn.Parameter) -> bool:

@@ -15,7 +15,7 @@ from torch import nn
 from deepspeed.compression.helper import convert_conv1d_to_linear, recursive_getattr, recursive_setattr
 from deepspeed.config import getters as config_getters
 from deepspeed.io.utils import bytes_to_tensor, required_minimum_torch_version, tensor_to_bytes
-from deepspeed.runtime import torch_autocast
+from deepspeed.runtime import compiler, torch_autocast
 from deepspeed.runtime import utils as ds
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.helpers import optimizer_states
@@ -134,6 +134,66 @@ def test_dense_tensors_by_dtype() -> None:
     ]
     lists = split_half_float_double([*whole, torch.ones(2).to_sparse()])
     assert [[id(t) for t in some] for some in lists] == [[id(whole[1]), id(whole[3])], [id(whole[0])]]
+
+
+def test_sparse_and_dense_by_dtype() -> None:
+    from deepspeed.runtime.engine import split_half_float_double_sparse
+
+    dense = [torch.ones(2, dtype=dtype) for dtype in (torch.bfloat16, torch.float32, torch.bfloat16)]
+    sparse = SparseTensor(torch.eye(3))
+    found, whole = split_half_float_double_sparse([dense[0], sparse, *dense[1:]])
+    assert [(dtype, len(some)) for dtype, some in found] == [(torch.float32, 1)]
+    assert found[0][1][0] is sparse
+    assert [(dtype, len(some)) for dtype, some in whole] == [(torch.bfloat16, 2), (torch.float32, 1)]
+
+
+def test_tensors_and_other_values() -> None:
+    from deepspeed.runtime.activation_checkpointing import checkpointing
+
+    weight = torch.ones(2, requires_grad=True)
+    given = (weight * 2, "text", torch.zeros(1), None)
+    tensors, others, flags = checkpointing.extract_tensors(given)
+    assert (len(tensors), others, flags) == (2, ("text", None), (True, False, True, False))
+    merged = checkpointing.merge_tensors(tensors, others, flags)
+    assert all(a is b for a, b in zip(merged, given, strict=True))
+    detached = checkpointing.detach_variable(given)
+    assert detached[1::2] == ("text", None)
+    assert detached[0].is_leaf and detached[0].requires_grad and not detached[2].requires_grad
+    with pytest.raises(TypeError, match="not a list"):
+        checkpointing.detach_variable([weight])
+
+
+def test_sizes_and_homes_of_flat_groups() -> None:
+    from deepspeed.runtime.zero.stage_1_and_2 import get_alignment_padding, lcm, move_to_cpu
+
+    flat = [torch.ones(5), torch.ones(2)]
+    assert [get_alignment_padding(flat, n) for n in (1, 4, 7)] == [0, 1, 0]
+    assert lcm(4, 6) == 12
+    move_to_cpu(flat)
+    assert [t.device.type for t in flat] == ["cpu", "cpu"]
+
+
+def test_decorators_of_the_compiler() -> None:
+    def two() -> int:
+        return 2
+
+    assert (
+        compiler.enable()(two)
+        is compiler.enable(min_version="2.0")(two)
+        is compiler.dummy_decorator(two)
+        is two
+    )
+    assert compiler.enable(min_version="99.0")(two) is not two
+    assert compiler.enable(min_version="99.0")(two)() == 2
+
+
+def test_autocast_and_timers() -> None:
+    from deepspeed.utils.config import get_timers_config
+
+    with torch.autocast("cpu", dtype=torch.float16):
+        assert torch_autocast.get_autocast_dtype() is torch.float16
+    assert get_timers_config({}).enabled and get_timers_config(None).synchronized
+    assert not get_timers_config({"timers": {"throughput": {"enabled": False}}}).enabled
 
 
 @distributed(world_size=2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -9,6 +10,8 @@ from typing import Any
 import torch
 import torch.distributed
 from torch import Tensor
+
+from deepspeed.runtime.sparse_tensor import SparseTensor
 
 
 def get_tensor_bytes(item: Any) -> int:
@@ -39,6 +42,72 @@ def split_half_float_double(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
     kinds = (torch.float16, torch.float32, torch.float64, torch.bfloat16)
     lists = [[t for t in tensors if t.dtype is kind and t.layout is torch.strided] for kind in kinds]
     return [some for some in lists if some]
+
+
+Buckets = list[tuple[torch.dtype, list[Any]]]
+
+
+def split_half_float_double_sparse(tensors: Sequence[Any]) -> tuple[Buckets, Buckets]:
+    """Those of `SparseTensor` and the others, each as (dtype, tensors) by dtype, in the order of appearance."""
+
+    def by_dtype(some: list[Any]) -> Buckets:
+        return [(kind, [t for t in some if t.dtype is kind]) for kind in dict.fromkeys(t.dtype for t in some)]
+
+    sparse = [isinstance(tensor, SparseTensor) for tensor in tensors]
+    return (
+        by_dtype([tensor for tensor, is_sparse in zip(tensors, sparse, strict=True) if is_sparse]),
+        by_dtype([tensor for tensor, is_sparse in zip(tensors, sparse, strict=True) if not is_sparse]),
+    )
+
+
+def detach_variable(inputs: Any, device: torch.device | str | None = None) -> tuple[Any, ...]:
+    """Tensors of a tuple as leaves of new graphs that need gradients as they did, on ``device`` if given.
+
+    TypeError: not a tuple.
+    """
+    if not isinstance(inputs, tuple):
+        raise TypeError(
+            f"detach_variable takes a tuple of tensors and other values, not a {type(inputs).__name__}"
+        )
+
+    def detached(item: Any) -> Any:
+        if not isinstance(item, Tensor):
+            return item
+        moved = item if device is None else item.to(device=device)
+        return moved.detach().requires_grad_(item.requires_grad)
+
+    return tuple(map(detached, inputs))
+
+
+def extract_tensors(all_objects: Any) -> tuple[Any, Any, Any]:
+    """(tensors, other objects, for each object whether it is a tensor), of the type of the list or tuple given."""
+    kind = type(all_objects)
+    flags = [isinstance(item, Tensor) for item in all_objects]
+    tensors = [item for item, is_tensor in zip(all_objects, flags, strict=True) if is_tensor]
+    others = [item for item, is_tensor in zip(all_objects, flags, strict=True) if not is_tensor]
+    return kind(tensors), kind(others), kind(flags)
+
+
+def merge_tensors(tensor_objects: Any, non_tensor_objects: Any, tensor_flags: Any) -> tuple[Any, ...]:
+    """What `extract_tensors` took apart."""
+    tensors, others = iter(tensor_objects), iter(non_tensor_objects)
+    return tuple(next(tensors) if is_tensor else next(others) for is_tensor in tensor_flags)
+
+
+def get_alignment_padding(tensor_list: Sequence[Tensor], alignment: int) -> int:
+    """Elements that are missing until their total number is a multiple of `alignment`."""
+    return -sum(tensor.numel() for tensor in tensor_list) % alignment
+
+
+def lcm(x: int, y: int) -> int:
+    """Their least common multiple."""
+    return math.lcm(x, y)
+
+
+def move_to_cpu(tensor_list: Sequence[Tensor]) -> None:
+    """Replace what the tensors hold by copies on the host."""
+    for tensor in tensor_list:
+        tensor.data = tensor.data.cpu()
 
 
 def maybe_loss_for_backward(value: Any) -> bool:
