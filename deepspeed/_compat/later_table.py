@@ -33,7 +33,6 @@ INSTEAD = {
     "deepspeed.runtime.comm": "CompressedBackend works on every process group; see also deepspeed.comm.",
     "deepspeed.runtime.compiler": "Use torch.compiler, or engine.compile().",
     "deepspeed.runtime.compression": "CompressedBackend of deepspeed.runtime.comm needs no CuPy.",
-    "deepspeed.runtime.domino": "Set tensor_parallel.autotp_size in the config, which splits each layer.",
     "deepspeed.runtime.engine": "deepspeed.initialize() makes all parts of an engine.",
     "deepspeed.runtime.model_checkpointing": "deepspeed.check_config reads and checks the section checkpoint.",
     "deepspeed.runtime.swap_tensor": "offload_optimizer and offload_param with device nvme do this.",
@@ -48,12 +47,6 @@ INSTEAD = {
 }
 
 LATER: dict[str, tuple[str, ...]] = {
-    "deepspeed.runtime.domino.transformer": (
-        "class DominoTransformer(config, mpu, apply_rotary_pos_emb, model_type, "
-        "layer_type=LayerType.encoder, self_attn_mask_type=AttnMaskType.causal, post_layer_norm=True,"
-        " pre_process=True, post_process=True, drop_path_rate=0.0): forward "
-        "inter_layer_overlap_forward intra_layer_overlap_forward",
-    ),
     "deepspeed.runtime.torch_autocast": ("def is_autocast_initialized()",),
     "deepspeed.runtime.zenflow.engine_stage3": ("def configure_zenflow(optimizer_z3, zenflow_config)",),
     "deepspeed.runtime.zero.partitioned_param_coordinator": (
