@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -321,11 +322,11 @@ def test_refusals() -> None:
 
 
 class Model(nn.Module):
-    def __init__(self, mpu: Mpu) -> None:
+    def __init__(self, mpu: Mpu, **changes: Any) -> None:
         super().__init__()
         torch.manual_seed(3)
         self.embedding = nn.Embedding(11, HIDDEN)
-        self.encoder = built(mpu)
+        self.encoder = built(mpu, **changes)
 
     def forward(self, tokens: Tensor) -> Tensor:
         hidden = self.encoder(self.embedding(tokens[:, :-1]).transpose(0, 1), None, ANGLES)
@@ -359,6 +360,33 @@ def oracle() -> list[float]:
         return loss
 
     return losses(model, step, 0, 1)
+
+
+@distributed(world_size=2)
+def test_checkpoints_hold_whole_weights(tmp_path: Path) -> None:
+    """Saved by two tensor-parallel ranks, loaded by two data-parallel ones."""
+    settings = {
+        "train_micro_batch_size_per_gpu": 4,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
+        "zero_optimization": {"stage": 1},
+    }
+    tokens = torch.randint(0, 11, (4, SEQUENCE + 1), generator=torch.Generator().manual_seed(5))
+    found = []
+    for size in (2, 1):
+        mpu = Mpu(size)
+        model = Model(mpu, gated_linear_unit=True)
+        engine = deepspeed.initialize(model=model, config=settings, mpu=mpu)[0]
+        if size == 1:
+            engine.load_checkpoint(str(tmp_path))
+        for _ in range(3):
+            loss = engine(tokens)
+            engine.backward(loss)
+            engine.step()
+            found.append(loss.item())
+            if size == 2 and len(found) == 1:
+                engine.save_checkpoint(str(tmp_path))
+        engine.destroy()
+    assert found[3:5] == pytest.approx(found[1:3], rel=1e-5)
 
 
 @distributed(world_size=4)

@@ -79,7 +79,7 @@ class DominoAsyncColumnParallelLinear(nn.Module):
         self.weight = _weight(whole, 1, self.group, config, init_method)
         self.bias = _zeros(output_size, config) if bias else None
         if self.bias is not None:
-            _mark(self.bias, 0)
+            _mark(self.bias, 0, blocks)
 
     def forward(
         self, input_: Tensor, handle_dic: dict[str, Any] | None = None, h_id: str = ""
@@ -142,17 +142,18 @@ def _weight(
             init_method(whole)
     own = whole.view(shape).chunk(group.size, dim)[group.rank]
     weight = nn.Parameter(own.reshape(-1, own.shape[2]).clone() if group.size > 1 else whole)
-    return _mark(weight, dim - 1)
+    return _mark(weight, dim - 1, blocks)
 
 
 def _zeros(size: int, config: Any) -> nn.Parameter:
     return nn.Parameter(torch.zeros(size, device=_device(), dtype=config.params_dtype))
 
 
-def _mark(param: nn.Parameter, dim: int) -> nn.Parameter:
-    """As Megatron-LM marks what differs between tensor-parallel ranks: norms of gradients count it on each."""
+def _mark(param: nn.Parameter, dim: int, blocks: int) -> nn.Parameter:
+    """As Megatron-LM marks what differs between tensor-parallel ranks: norms of gradients count it on each, checkpoints
+    hold it whole."""
     marked: Any = param
-    marked.tensor_model_parallel, marked.partition_dim, marked.partition_stride = True, dim, 1
+    marked.tensor_model_parallel, marked.partition_dim, marked.partition_stride = True, dim, blocks
     return param
 
 
