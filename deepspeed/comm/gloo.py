@@ -27,7 +27,8 @@ from .reduction import sum_in_blocks
 SCRATCH_BYTES = 8 << 20
 _PIECES_IN_FLIGHT = 2
 
-# Up to this many bytes an all_reduce sends the whole tensor to every rank: one latency instead of two.
+# Up to this many bytes an all_reduce sends the whole tensor to every rank: one latency instead of two. Two ranks send no
+# more bytes so, and do it as long as what they receive fits SCRATCH_BYTES: nothing then is left to send for `wait()`.
 SMALL_ALL_REDUCE_BYTES = 8 << 10
 
 _TAG_BASE = 0x2D50_0000  # far from the tags that users choose
@@ -247,8 +248,9 @@ class GlooAllReduce:
 
     def __call__(self, tensor: Tensor, *, scale: float = 1.0) -> Pending:
         channel = self.channel
-        if tensor.numel() * tensor.element_size() <= SMALL_ALL_REDUCE_BYTES:
-            return self._small(tensor, scale)
+        most = SCRATCH_BYTES // 2 if channel.size == 2 else SMALL_ALL_REDUCE_BYTES
+        if tensor.nbytes <= max(most, SMALL_ALL_REDUCE_BYTES):
+            return self._whole(tensor, scale)
         bounds = shares(tensor.numel(), channel.size)
         slices = _SlicedSum(channel, "all_reduce", tensor, bounds)
         tag = slices.tag + 1
@@ -271,7 +273,7 @@ class GlooAllReduce:
 
         return OrderedPending(finish)
 
-    def _small(self, tensor: Tensor, scale: float) -> Pending:
+    def _whole(self, tensor: Tensor, scale: float) -> Pending:
         channel = self.channel
         tag = channel.next_tag(_mark("all_reduce", tensor))
         everyone = torch.empty((channel.size, tensor.numel()), dtype=tensor.dtype)
@@ -284,7 +286,8 @@ class GlooAllReduce:
             wait()
             sum_in_blocks(tensor, list(everyone), channel.blocks, scale)
 
-        return Pending(finish)
+        # one that nobody waits for finishes with a later one
+        return OrderedPending(finish) if tensor.nbytes > SMALL_ALL_REDUCE_BYTES else Pending(finish)
 
 
 class GlooReduce:

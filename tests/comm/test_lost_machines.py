@@ -16,14 +16,14 @@ from typing import Any
 import pytest
 
 from benchmarks import links
-from tests.comm.test_hang_watch import PROLOGUE
+from tests.comm.test_hang_watch import PROLOGUE, SETUP_SECONDS
 from tests.pool import ROOT
 
 REASON = links.why_not()
 pytestmark = [pytest.mark.skipif(bool(REASON), reason=f"no machines: {REASON}"), pytest.mark.slow]
 
 BODY = """
-time.sleep(1.0)  # until its thread has said where it runs
+wait_until_known()
 print("trained", flush=True)
 if rank == 0:
     sys.stdin.readline()
@@ -48,6 +48,7 @@ def started(machines: links.Links, folder: Path, rank: int) -> subprocess.Popen[
         "TEST_TIMEOUT": "60",
         "TEST_LEAVES": "0",
         "TEST_SECONDS": "2",
+        "TEST_SETUP_SECONDS": str(SETUP_SECONDS),
         "TEST_STORE": f"tcp://{machines.address(0)}:{links.PORT}",
         "OMP_NUM_THREADS": "1",
         "PYTHONUNBUFFERED": "1",
