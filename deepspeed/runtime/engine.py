@@ -34,7 +34,7 @@ from deepspeed.runtime.assembly import (
     resolve_optimizer,
     shard_module,
 )
-from deepspeed.runtime.backward import PlainBackward
+from deepspeed.runtime.backward import PlainBackward, correction, scaled_loss
 from deepspeed.runtime.checkpoint_engine.utils import create_checkpoint_engine
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.constants import ROUTE_EVAL, ROUTE_TRAIN  # noqa: F401 - documented here too
@@ -280,7 +280,8 @@ class DeepSpeedEngine(EngineData):
                     divided = divided * self.loss_weight()
             scale = core.scaler.scale
             core.reducer.before_backward()
-            (divided * scale if scale != 1.0 else divided).backward(retain_graph=retain_graph)
+            tells = scale != 1.0 or self._scales_loss
+            (scaled_loss(divided, scale) if tells else divided).backward(retain_graph=retain_graph)
             self._end_backward()
         except BaseException as error:
             self._abandon_batch(error)
@@ -293,14 +294,12 @@ class DeepSpeedEngine(EngineData):
     def _begin_plain_backward(self) -> None:
         core = self._require_core("backward")
         self._recover()
-        if core.scaler.plan.active and not self._scaled_loss:
-            raise RuntimeError(
-                "Loss scaling is required under fp16, which loss.backward() does not know: call engine.backward(loss), "
-                "or engine.scale(loss).backward()."
-            )
+        share = 1.0 / self.clock.steps if self.clock.managed else 1.0
+        if not self._scaled_loss:
+            share *= correction(core.scaler.scale, active=core.scaler.plan.active)
         self._network.phase = "backward"
         self.events.emit("before_backward", loss=None)
-        core.reducer.before_backward(share=1.0 / self.clock.steps if self.clock.managed else 1.0)
+        core.reducer.before_backward(share=share)
 
     def _end_plain_backward(self) -> None:
         self._end_backward()
@@ -347,7 +346,7 @@ class DeepSpeedEngine(EngineData):
         self._recover()
         _check_loss(loss)
         self._scaled_loss = True
-        return loss * core.scaler.scale
+        return scaled_loss(loss, core.scaler.scale)
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         """On a boundary: clip, update, clear gradients, advance the schedule; otherwise count the micro-batch."""
