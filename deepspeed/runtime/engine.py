@@ -41,6 +41,7 @@ from deepspeed.runtime.constants import ROUTE_EVAL, ROUTE_TRAIN  # noqa: F401 - 
 from deepspeed.runtime.engine_data import EngineData
 from deepspeed.runtime.events import Events
 from deepspeed.runtime.module_checks import check_module, lay_out_contiguously, require_module
+from deepspeed.runtime.module_zero_grad import ModuleZeroGrad
 from deepspeed.runtime.observers.attach import attach_observers
 from deepspeed.runtime.observers.start_report import log_start
 from deepspeed.runtime.optim.flags import set_state_dtype
@@ -122,6 +123,7 @@ class DeepSpeedEngine(EngineData):
             configure_zenflow(self)
         self._plain_backward = PlainBackward(self._begin_plain_backward, self._end_plain_backward)
         self._begin_counting()
+        self._module_zero_grad = ModuleZeroGrad(self.module, self.zero_grad)
         # For single files; the safety of the folder does not depend on it.
         self.checkpoint_engine = create_checkpoint_engine(self._config, None, 0, False, False)
         self.background_writer = engine_checkpoint.create_background_writer(self)
@@ -507,6 +509,7 @@ class DeepSpeedEngine(EngineData):
         disk; CheckpointError: one of them could not be stored.
         """
         self.events.emit("on_destroy")
+        self._module_zero_grad.remove()
         self._network.leave()
         groups.leave(self.mesh)
         checkpointing.leave(self._checkpointing)
