@@ -23,12 +23,13 @@ def network(inputs: int, outputs: int) -> nn.Module:
     return nn.Sequential(nn.Linear(inputs, 8), nn.Tanh(), nn.Linear(8, outputs))
 
 
-def build(module: nn.Module, stage: int) -> Any:
+def build(module: nn.Module, stage: int, **changed: Any) -> Any:
     config = {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_clipping": 0.0,
         "optimizer": {"type": "SGD", "params": {"lr": LR}},
         "zero_optimization": {"stage": stage},
+        **changed,
     }
     return deepspeed.initialize(model=module, config=config)[0]
 
@@ -68,6 +69,26 @@ def test_two_networks_as_in_plain_torch(stage: int) -> None:
             for got, expected in zip(engine.parameters(), reference.parameters(), strict=True):
                 torch.testing.assert_close(got, expected)
         engine.destroy()
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@distributed(world_size=2)
+def test_accumulation_goes_on(stage: int) -> None:
+    """A loop of plain torch whose ``zero_grad`` was left in it, before each micro-batch."""
+    torch.manual_seed(0)
+    module = network(4, 4)
+    reference = copy.deepcopy(module)
+    engine = build(module, stage, gradient_accumulation_steps=2)
+    for x in torch.randn(2, 2, 4, generator=torch.Generator().manual_seed(3)):
+        module.zero_grad()
+        engine.backward(engine(x).square().sum())
+        engine.step()
+        (reference(x).square().sum() / 2).backward()
+    torch.optim.SGD(reference.parameters(), lr=LR).step()
+    with deepspeed.zero.GatheredParameters(list(module.parameters())):
+        for got, expected in zip(module.parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(got, expected)
+    engine.destroy()
 
 
 def same_weights(first: nn.Module, second: nn.Module) -> bool:
