@@ -42,6 +42,8 @@ STATE = {
     "runtime/python_gc.py:python_gc_manager": "how many engines want the interpreter's collector off",
     "runtime/zero/reducer.py:_OWN_REFERENCES": "a constant of the interpreter",
     "ops/direct_updates.py:_made": "documented: optimizers of the ops by the caller's numbers",
+    "runtime/backward.py:_NewestScale.scale": "what engines multiplied the loss of the newest backward by",
+    "runtime/backward.py:_NewestScale.task": "which backward that is: engines that it reaches divide by the scale",
     "accelerator/select.py:ds_accelerator": "the accelerator of this process",
     # Which engine is the newest, for documented functions that name none; engines are not kept alive.
     "runtime/activation_checkpointing/checkpointing.py:_running": "whose forward runs, per thread",

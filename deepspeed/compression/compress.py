@@ -229,7 +229,7 @@ def _section(config: Config) -> dict[str, Any]:
 
 
 def _refuse_taken(module: nn.Module) -> None:
-    if any("_ds_state_access" in vars(param) for param in module.parameters()):
+    if any(vars(param).get("_ds_state_access") is not None for param in module.parameters()):
         raise ValueError(
             "init_compression comes too late: an engine trains this module already. Call it before "
             "deepspeed.initialize"
@@ -277,7 +277,7 @@ def redundancy_clean(model: M, deepspeed_config: Config, mpu: Any = None, *, pac
     methods, parted = _methods(inner, section, mpu)
     refuse_parted(parted, f"{_WHOLE}, and clean that; or {_TOGETHER}")
     if inner is not model and any(
-        "_ds_state_access" in vars(p) or hasattr(p, "ds_home") for p in inner.parameters()
+        vars(p).get("_ds_state_access") is not None or hasattr(p, "ds_home") for p in inner.parameters()
     ):
         destroy: Any = model.destroy
         destroy()

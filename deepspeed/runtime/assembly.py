@@ -58,7 +58,7 @@ from deepspeed.runtime.zero.own_state import OwnState
 from deepspeed.runtime.zero.params import CHECKS_WRITES, ZeRORuntimeException, full_numel, is_zero_param
 from deepspeed.runtime.zero.reducer import GradReducer
 from deepspeed.runtime.zero.scopes import DENSE, Scopes, scope_name
-from deepspeed.runtime.zero.sparse_grads import sparse_parameters
+from deepspeed.runtime.zero.sparse_grads import sparse_parameters, stepped_by_rows
 from deepspeed.runtime.zero.state_store import PARAMS, StateStore
 from deepspeed.runtime.zero.step import StepExecutor
 from deepspeed.runtime.zero.wiring import BROADCAST_NUMEL, live_budget, make_grad_buckets, make_reducer
@@ -268,8 +268,9 @@ def _wire_step(
     make_late = partial(_late_buckets, module, plan, scopes, reducer, store, make_grads, sharded is not None)
     late_params = LateParams(module, plan, reducer, store, publisher, access, make_late, spare)
     make_executor = _kind_of_executor(plan, speculation)
+    by_rows = stepped_by_rows(module, optimizer)
     executor = make_executor(
-        plan, reducer, store, scaler, publisher, scopes, trained.names, late_params, before_step
+        plan, reducer, store, scaler, publisher, scopes, trained.names, late_params, before_step, by_rows
     )
     observed = plan.wraps_optimizer and has_hooks(optimizer)
     return TrainingCore(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -55,6 +56,45 @@ class GraphTask:
     @property
     def failed(self) -> bool:
         return not self.ended and self._close() is None
+
+
+class _NewestScale:
+    """The loss scale of the newest backward that an engine scaled, and that backward's number in autograd."""
+
+    task = -1
+    scale = 1.0
+
+
+def scaled_loss(loss: Tensor, scale: float) -> Tensor:
+    """``loss * scale``, whose backward tells the scale to the other engines that it reaches."""
+    scaled = loss * scale
+
+    def tell(_: Tensor) -> None:
+        task = torch._C._current_graph_task_id()
+        another = _NewestScale.task == task and _NewestScale.scale != scale
+        _NewestScale.task, _NewestScale.scale = task, math.nan if another else scale
+
+    if scaled.requires_grad:
+        scaled.register_hook(tell)
+    return scaled
+
+
+def correction(scale: float, *, active: bool) -> float:
+    """``scale`` of an engine over that of the loss whose backward reaches it: another engine may have multiplied it,
+    as a discriminator does whose loss trains the generator, too. ``active``: the engine cannot do without a scale."""
+    told = _NewestScale.scale if _NewestScale.task == torch._C._current_graph_task_id() else None
+    if told is None and active:
+        raise RuntimeError(
+            "Loss scaling is required under fp16, which loss.backward() does not know: call engine.backward(loss), or "
+            "engine.scale(loss).backward()."
+        )
+    if told is not None and math.isnan(told):
+        raise RuntimeError(
+            "The losses of this backward were multiplied by different loss scales, so that no engine whose gradients "
+            "come through the others can divide by them: set one fp16.loss_scale in their configs, or call backward "
+            "on one loss at a time."
+        )
+    return scale / (told or 1.0)
 
 
 class PlainBackward:

@@ -34,13 +34,14 @@ from deepspeed.runtime.assembly import (
     resolve_optimizer,
     shard_module,
 )
-from deepspeed.runtime.backward import PlainBackward
+from deepspeed.runtime.backward import PlainBackward, correction, scaled_loss
 from deepspeed.runtime.checkpoint_engine.utils import create_checkpoint_engine
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.constants import ROUTE_EVAL, ROUTE_TRAIN  # noqa: F401 - documented here too
 from deepspeed.runtime.engine_data import EngineData
 from deepspeed.runtime.events import Events
 from deepspeed.runtime.module_checks import check_module, lay_out_contiguously, require_module
+from deepspeed.runtime.module_zero_grad import ModuleZeroGrad
 from deepspeed.runtime.observers.attach import attach_observers
 from deepspeed.runtime.observers.start_report import log_start
 from deepspeed.runtime.optim.flags import set_state_dtype
@@ -122,6 +123,7 @@ class DeepSpeedEngine(EngineData):
             configure_zenflow(self)
         self._plain_backward = PlainBackward(self._begin_plain_backward, self._end_plain_backward)
         self._begin_counting()
+        self._module_zero_grad = ModuleZeroGrad(self.module, self._module_was_cleared)
         # For single files; the safety of the folder does not depend on it.
         self.checkpoint_engine = create_checkpoint_engine(self._config, None, 0, False, False)
         self.background_writer = engine_checkpoint.create_background_writer(self)
@@ -280,7 +282,8 @@ class DeepSpeedEngine(EngineData):
                     divided = divided * self.loss_weight()
             scale = core.scaler.scale
             core.reducer.before_backward()
-            (divided * scale if scale != 1.0 else divided).backward(retain_graph=retain_graph)
+            tells = scale != 1.0 or self._scales_loss
+            (scaled_loss(divided, scale) if tells else divided).backward(retain_graph=retain_graph)
             self._end_backward()
         except BaseException as error:
             self._abandon_batch(error)
@@ -293,14 +296,12 @@ class DeepSpeedEngine(EngineData):
     def _begin_plain_backward(self) -> None:
         core = self._require_core("backward")
         self._recover()
-        if core.scaler.plan.active and not self._scaled_loss:
-            raise RuntimeError(
-                "Loss scaling is required under fp16, which loss.backward() does not know: call engine.backward(loss), "
-                "or engine.scale(loss).backward()."
-            )
+        share = 1.0 / self.clock.steps if self.clock.managed else 1.0
+        if not self._scaled_loss:
+            share *= correction(core.scaler.scale, active=core.scaler.plan.active)
         self._network.phase = "backward"
         self.events.emit("before_backward", loss=None)
-        core.reducer.before_backward(share=1.0 / self.clock.steps if self.clock.managed else 1.0)
+        core.reducer.before_backward(share=share)
 
     def _end_plain_backward(self) -> None:
         self._end_backward()
@@ -347,7 +348,7 @@ class DeepSpeedEngine(EngineData):
         self._recover()
         _check_loss(loss)
         self._scaled_loss = True
-        return loss * core.scaler.scale
+        return scaled_loss(loss, core.scaler.scale)
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         """On a boundary: clip, update, clear gradients, advance the schedule; otherwise count the micro-batch."""
@@ -398,6 +399,12 @@ class DeepSpeedEngine(EngineData):
             self.core.reducer.clear()
         for param in self.module.parameters():
             param.grad = None
+
+    def _module_was_cleared(self) -> None:
+        """``module.zero_grad()``. Between the micro-batches of an update it drops nothing, as in 0.19 from stage 2 on:
+        there it is a leftover of a loop that updated after each of them."""
+        if self.clock.position == 0:
+            self.zero_grad()
 
     def train(self, mode: bool = True) -> DeepSpeedEngine:
         nn.Module.train(self, mode)
@@ -508,6 +515,7 @@ class DeepSpeedEngine(EngineData):
         disk; CheckpointError: one of them could not be stored.
         """
         self.events.emit("on_destroy")
+        self._module_zero_grad.remove()
         self._network.leave()
         groups.leave(self.mesh)
         checkpointing.leave(self._checkpointing)

@@ -221,6 +221,28 @@ def test_a_model_that_takes_the_length_is_told() -> None:
 
 
 @distributed(world_size=1)
+def test_a_schedule_of_the_script(tmp_path: Path) -> None:
+    config = settings()
+    config["curriculum_learning"] |= {"schedule_type": "custom", "schedule_config": {}}
+    told = []
+    for resumed in (False, True):
+        engine, *_ = deepspeed.initialize(model=Told(), config=config)
+        if resumed:
+            engine.load_checkpoint(str(tmp_path))
+        with pytest.raises(RuntimeError, match="set_custom_get_difficulty"):
+            engine(torch.ones(2, 4))
+        engine.curriculum_scheduler_legacy.set_custom_get_difficulty(lambda step: 2 + step // 2)
+        for _ in range(3):
+            loss, length = engine(torch.ones(2, 4))
+            engine.backward(loss)
+            engine.step()
+            told.append(length)
+        engine.save_checkpoint(str(tmp_path))
+        engine.destroy()
+    assert told == [2 + step // 2 for step in range(1, 7)]
+
+
+@distributed(world_size=1)
 def test_a_model_that_does_not_gets_shorter_sequences(tmp_path: Path) -> None:
     engine, *_ = deepspeed.initialize(model=Plain(), config=settings(gradient_accumulation_steps=2))
     oracle = Plain()

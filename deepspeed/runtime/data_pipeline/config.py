@@ -170,7 +170,9 @@ class CurriculumLegacyConfig(LenientConfigModel):
     curriculum_type: Literal["seqlen"] | None = required("What the curriculum varies.")
     min_difficulty: Int | None = required("Difficulty at the start.")
     max_difficulty: Int | None = required("Difficulty at the end.")
-    schedule_type: Literal["fixed_linear", "fixed_root", "fixed_discrete"] | None = required("How it grows.")
+    schedule_type: Literal["fixed_linear", "fixed_root", "fixed_discrete", "custom"] | None = required(
+        "How it grows."
+    )
     schedule_config: CurriculumScheduleConfig | None = required("Details of `schedule_type`.")
 
 

@@ -67,6 +67,11 @@ class CurriculumScheduler:
         """The schedule of ``schedule_type`` custom: ``schedule_function(step)`` returns the difficulty at a step."""
         self.custom_get_difficulty = schedule_function
 
+    @property
+    def lacks_function(self) -> bool:
+        """Whether the schedule is custom, and its function has not been given."""
+        return self.state["schedule_type"] == CUSTOM and self.custom_get_difficulty is None
+
     def get_state(self) -> dict[str, Any]:
         return self.state
 
@@ -79,8 +84,9 @@ class CurriculumScheduler:
         if kind == CUSTOM:
             if self.custom_get_difficulty is None:
                 raise RuntimeError(
-                    "a curriculum with schedule_type='custom' needs its function: call "
-                    "engine.set_custom_curriculum_learning_schedule({metric: function}) before the first batch"
+                    "a curriculum with schedule_type='custom' needs its function before the first batch: call "
+                    "engine.set_custom_curriculum_learning_schedule({metric: function}), or, for the section "
+                    "curriculum_learning, engine.curriculum_scheduler_legacy.set_custom_get_difficulty(function)"
                 )
             return self.custom_get_difficulty(global_steps)
         details = state["schedule_config"]

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from deepspeed.config.hidden import without_secrets
 from deepspeed.monitor.monitor import MonitorMaster
+from deepspeed.runtime.observers.buffer_dtypes import BufferDtypeAdvice
 from deepspeed.runtime.observers.compression import attach_compression
 from deepspeed.runtime.observers.curves import Curves
 from deepspeed.runtime.observers.data_efficiency import attach_data_efficiency
@@ -96,6 +97,7 @@ def attach_observers(engine: EngineBase) -> None:
     if engine.live_page is not None:
         engine.live_page.listen()  # after all that writes events at the end of a step
     OutOfMemoryAdvice(engine)
+    BufferDtypeAdvice(engine)
     engine._network.names = NamesOfEngine(engine)
     attach_live_line(engine)
 

@@ -55,6 +55,8 @@ def _grow_sequences(engine: Any, scheduler: CurriculumScheduler) -> None:
         engine.add_input_transform(CurriculumLength(engine.module, scheduler))
 
     def resume(**_: Any) -> None:
+        if scheduler.lacks_function:  # it may be given after the checkpoint is loaded
+            return
         scheduler.set_current_difficulty(scheduler.get_difficulty(engine.global_steps))
 
     engine.events.on("on_load", resume)

@@ -158,7 +158,8 @@ def request(module: nn.Module, transform: ModuleTransform) -> None:
 
 def _is_taken(module: nn.Module) -> bool:
     return any(
-        "_ds_state_access" in vars(param) or isinstance(vars(param).get("ds_home"), ShardedBucket)
+        vars(param).get("_ds_state_access") is not None
+        or isinstance(vars(param).get("ds_home"), ShardedBucket)
         for param in module.parameters()
     )
 

@@ -85,6 +85,10 @@ class StateAccess:
             if owned.param_index >= first:
                 self._owned.setdefault(owned.param_index, []).append(owned)
 
+    def __reduce__(self) -> Any:
+        """In a pickle of a parameter, as ``torch.save(module)`` makes: nothing."""
+        return type(None), ()
+
     # For checkpoints ----------------------------------------------------------------------------------------
 
     def trainable(self) -> list[ParamEntry]:

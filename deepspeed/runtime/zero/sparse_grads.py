@@ -1,16 +1,37 @@
-"""``sparse_gradients``: which parameters have a gradient of which only rows are communicated (``RowSum``)."""
+"""Which parameters have a gradient of rows: ``sparse_gradients`` communicates only these (``RowSum``), and some
+optimizers take only these."""
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import nn
+from torch.optim import Optimizer, SparseAdam
 
 
 def sparse_parameters(module: nn.Module) -> set[nn.Parameter]:
     """Weights of the embeddings in ``module`` that are used by nothing else (a tied head has a dense gradient)."""
-    owners: dict[nn.Parameter, list[nn.Module]] = {}
+    return {
+        param
+        for param, owners in _owners(module).items()
+        if all(isinstance(owner, (nn.Embedding, nn.EmbeddingBag)) for owner in owners)
+    }
+
+
+def stepped_by_rows(module: nn.Module, optimizer: Optimizer) -> set[nn.Parameter]:
+    """Weights of embeddings with ``sparse=True`` whose gradients ``optimizer`` gets as torch's sparse tensors, as it
+    would without an engine. Of torch's own optimizers only SparseAdam needs them; most of the others refuse them, or
+    do the same with dense ones."""
+    cls = type(optimizer)
+    if cls is not SparseAdam and cls.__module__.startswith(("torch.optim", "deepspeed.")):
+        return set()
+    owners = _owners(module)
+    return {p for p in sparse_parameters(module) if all(owner.sparse for owner in owners[p])}
+
+
+def _owners(module: nn.Module) -> dict[nn.Parameter, list[Any]]:
+    owners: dict[nn.Parameter, list[Any]] = {}
     for owner in module.modules():
         for param in owner.parameters(recurse=False):
             owners.setdefault(param, []).append(owner)
-    return {
-        p for p, found in owners.items() if all(isinstance(o, (nn.Embedding, nn.EmbeddingBag)) for o in found)
-    }
+    return owners

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
 import torch
+from torch import nn
 
 from deepspeed.comm.collectives import Communicator
 from deepspeed.config.plan import Cadence, Plan
@@ -64,7 +65,7 @@ class Latecomers(Protocol):
 class StepExecutor:
     """Runs one synchronous optimizer step over the fragments that this rank owns.
 
-    ``before_step`` is called when all gradients are summed, before their norm is read.
+    ``before_step`` is called when all gradients are summed, before their norm is read. ``by_rows``: see ``LentStep``.
     """
 
     def __init__(
@@ -78,6 +79,7 @@ class StepExecutor:
         names: Sequence[str],
         late: Latecomers,
         before_step: Sequence[Callable[[], None]] = (),
+        by_rows: Collection[nn.Parameter] = (),
     ) -> None:
         self.plan = plan
         self.reducer = reducer
@@ -107,7 +109,9 @@ class StepExecutor:
         self._asks: Callable[[], bool] | None = (
             optimizer.keeps_own_gradients if store.traits.own_communication else None
         )
-        self._step_fragments: Any = optimizer.step_fragments if store.traits.fused else LentStep(store)
+        self._step_fragments: Any = (
+            optimizer.step_fragments if store.traits.fused else LentStep(store, by_rows)
+        )
 
     def step(self) -> StepResult:
         self.reducer.finish()

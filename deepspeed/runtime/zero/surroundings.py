@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from deepspeed.comm.collectives import Communicator, Pending
 from deepspeed.ops.update import UpdateContext
@@ -127,22 +127,27 @@ def holders_of(scope: Scope, *, sharded: bool) -> Communicator:
 
 
 class LentStep:
-    """``step_fragments`` of an optimizer that knows nothing of it: the fragments are in its groups during ``step``."""
+    """``step_fragments`` of an optimizer that knows nothing of it: the fragments are in its groups during ``step``.
 
-    def __init__(self, store: StateStore) -> None:
+    ``by_rows``: the parameters whose gradients it gets as torch's sparse tensors.
+    """
+
+    def __init__(self, store: StateStore, by_rows: Collection[nn.Parameter] = ()) -> None:
         self.store = store
+        self.by_rows = {index for index, param in enumerate(store.params) if param in by_rows}
 
     def __call__(
         self, fragments: Sequence[GroupTensors], *, grad_scale: float, context: UpdateContext
     ) -> None:
-        for _, masters, grads, _ in fragments:
+        for owned, masters, grads, _ in fragments:
             if not grads:
                 continue
             grads = [grad.to(master.dtype) for master, grad in zip(masters, grads, strict=True)]
             if grad_scale != 1.0:
                 torch._foreach_mul_(grads, grad_scale)
-            for master, grad in zip(masters, grads, strict=True):
-                master.grad = grad
+            for part, master, grad in zip(owned, masters, grads, strict=True):
+                by_rows = grad.dim() == 2 and part.param_index in self.by_rows
+                master.grad = grad.to_sparse(1) if by_rows else grad
         try:
             with self.store.lend([group.fragments for group in fragments]):
                 self.store.optimizer.step()
