@@ -159,14 +159,14 @@ NAMES: dict[str, dict[str, str]] = {
         "ensure_immutable_elastic_config": "deepspeed.elasticity.elasticity",
     },
     "deepspeed.inference": {
-        "DeepSpeedTPConfig": "deepspeed.inference.config",
+        "DeepSpeedTPConfig": "deepspeed.inference.v2.config_v2",
         "InferenceEngineV2": "deepspeed.inference.v2.engine_v2",
         "RaggedInferenceEngineConfig": "deepspeed.inference.v2.config_v2",
         "build_engine_from_ds_checkpoint": "deepspeed.inference.v2.engine_factory",
         "build_hf_engine": "deepspeed.inference.v2.engine_factory",
     },
     "deepspeed.inference.v2": {
-        "DeepSpeedTPConfig": "deepspeed.inference.config",
+        "DeepSpeedTPConfig": "deepspeed.inference.v2.config_v2",
         "InferenceEngineV2": "deepspeed.inference.v2.engine_v2",
         "RaggedInferenceEngineConfig": "deepspeed.inference.v2.config_v2",
         "build_engine_from_ds_checkpoint": "deepspeed.inference.v2.engine_factory",

@@ -19,7 +19,7 @@ from deepspeed.comm.init import network_of
 from deepspeed.config.plan import Plan, make_plan
 from deepspeed.memory_plan.fits import check_fits
 from deepspeed.memory_plan.stages import note_stages
-from deepspeed.moe.placing import place_experts, write_experts
+from deepspeed.moe.placing import place_experts, watched_layers, write_experts
 from deepspeed.runtime import engine_checkpoint
 from deepspeed.runtime.accumulation import AccumulationClock
 from deepspeed.runtime.activation_checkpointing import checkpointing
@@ -168,7 +168,7 @@ class DeepSpeedEngine(EngineData):
         lay_out_contiguously(model)
         self.module = model
         self.num_experts = place_experts(model, self.mesh)
-        self.has_moe_layers = bool(self.num_experts)
+        self.has_moe_layers = bool(self.num_experts) or any(True for _ in watched_layers(model))
         checkpointing.keep_layers(self._checkpointing, model)
         self.scopes = Scopes(
             self.mesh, int(self._config.zero_config.mics_shard_size), self.plan.packing.group
@@ -480,7 +480,7 @@ class DeepSpeedEngine(EngineData):
 
     def layer_writer(self, exclude_frozen: bool) -> Callable[[Path], None] | None:
         """Writes the file of each expert, where weights are whole (stages 0 to 2)."""
-        if not self.has_moe_layers or self.plan.zero.shard_params:
+        if not self.num_experts or self.plan.zero.shard_params:
             return None
         return self._expert_writer(exclude_frozen)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 import weakref
 from typing import Any
 
@@ -49,6 +50,8 @@ class DeepSpeedHybridEngine(DeepSpeedEngine):
         self._inference_group = self._ranks_that_share_layers(section.inference_tp_size)
         self._split_copy: SplitCopy | None = None
         self._generation = FusedGeneration()
+        # Scripts ask whether an engine has it, and call it for what the model does by itself.
+        self._generate = types.MethodType(type(model).generate, model)
         vars(model)["generate"] = _Generate(model, self)
 
     def _ranks_that_share_layers(self, size: int) -> Communicator | None:

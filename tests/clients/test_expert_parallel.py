@@ -106,6 +106,7 @@ def assert_equals_one_process(name: str, size: int, stage: int) -> None:
             "expert_parallel": {"enabled": True, "autoep_size": size},
         }
         engine = deepspeed.initialize(model=model, config=config)[0]
+        assert engine.has_moe_layers
         loss = loss_of(engine, rank)
         engine.backward(loss)
         torch.testing.assert_close(loss, each[rank], rtol=1e-5, atol=1e-6)

@@ -218,3 +218,15 @@ def test_two_ranks_share_the_layers() -> None:
         engine = engine_of(model, settings)
         assert engine.runner.shapes[0].heads == 1
         assert generate(engine, prompts()) == wanted
+
+
+def test_the_names_of_the_package_fit_together() -> None:
+    """As servers write it; ``init_inference`` has a class of the same name, which is taken as well."""
+    from deepspeed.inference import DeepSpeedTPConfig
+    from deepspeed.inference.config import DeepSpeedTPConfig as OfInitInference
+    from deepspeed.inference.v2 import config_v2
+
+    assert DeepSpeedTPConfig is config_v2.DeepSpeedTPConfig
+    for kind in (DeepSpeedTPConfig, OfInitInference):
+        made = RaggedInferenceEngineConfig(tensor_parallel=kind(tp_size=2))
+        assert type(made.tensor_parallel) is DeepSpeedTPConfig and made.tensor_parallel.tp_size == 2

@@ -80,6 +80,15 @@ def test_log_probs_of_rollouts_are_those_of_training(stage: int) -> None:
         assert (batch.log_probs - found).abs().max() <= 1e-5
         plain = rollout.generate(RolloutRequest(*padded_prompts()), SamplingConfig(3, temperature=0))
         assert plain.log_probs is None and plain.batch_size == 2
+        assert rollout.get_last_profile() is None
+        timed = HybridEngineRollout(engine, None, HybridEngineRolloutConfig(enable_profiling=True))
+        answers = timed.generate(RolloutRequest(*padded_prompts()), SamplingConfig(3, temperature=0))
+        assert torch.equal(answers.input_ids, plain.input_ids)
+        found_times = timed.get_last_profile()
+        parts = [found_times[f"{part}_ms"] for part in ("prompt_expansion", "generation", "post_processing")]
+        assert min(parts) > 0 and found_times["total_ms"] == pytest.approx(sum(parts))
+        assert found_times["response_length"] == answers.input_ids.shape[1] - 6
+        assert found_times["tokens_per_second"] > 0
 
 
 @distributed(world_size=1)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import deepspeed
@@ -125,3 +126,17 @@ def test_embedding_head_and_loss_are_spread_by_the_vocabulary(name: str, tmp_pat
 @distributed(world_size=3)
 def test_heads_that_do_not_divide() -> None:
     assert_all(("llama", "gpt2", "phi3", "t5"), 3)
+
+
+@distributed(world_size=2)
+def test_tp_model_init_takes_the_group_that_shares_layers() -> None:
+    both, alone = dist.new_group([0, 1]), [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
+    with clean_clients():
+        model = copy.deepcopy(deepspeed.tp_model_init(make("llama"), 2, torch.float32, tp_group=both))
+        config = {"train_batch_size": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+        engine = deepspeed.initialize(model=model, config=config)[0]
+        assert engine.mp_world_size == 2
+        engine.backward(loss_of(engine(**batch(model))))
+        engine.step()
+        with pytest.raises(ValueError, match="tp_group has the ranks .* neighbouring ranks"):
+            deepspeed.tp_model_init(make("llama"), 2, torch.float32, tp_group=alone)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from deepspeed.config.sections import DeepSpeedConfigModel, Int
+from deepspeed.inference.config import DeepSpeedTPConfig as InitInferenceTPConfig
 from deepspeed.inference.v2.ragged.manager_configs import DSStateManagerConfig
 
 
@@ -34,3 +35,9 @@ class RaggedInferenceEngineConfig(DeepSpeedConfigModel):
         default=DSStateManagerConfig(), alias="manager", description="Sequences, tokens and caches."
     )
     quantization: QuantizationConfig = Field(default=QuantizationConfig(), description="Quantized weights.")
+
+    @field_validator("tensor_parallel", mode="before")
+    @classmethod
+    def of_init_inference(cls, value: Any) -> Any:
+        """The class of the same name that ``init_inference`` takes says it as well."""
+        return DeepSpeedTPConfig(tp_size=value.tp_size) if isinstance(value, InitInferenceTPConfig) else value

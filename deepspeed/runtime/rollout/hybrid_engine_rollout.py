@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from deepspeed.accelerator import get_accelerator
 from deepspeed.config.sections import note
 from deepspeed.runtime.rollout.answers import special_tokens, until_the_end
 from deepspeed.runtime.rollout.base import RolloutBatch, RolloutEngine, RolloutRequest, SamplingConfig
@@ -17,6 +19,8 @@ from deepspeed.runtime.rollout.base import RolloutBatch, RolloutEngine, RolloutR
 class HybridEngineRolloutConfig:
     """``use_graph_capture`` has no effect: decoding is not captured as a graph. Neither have the others, which are
     about how a batch is decoded and change no answer: ``RolloutConfig("serving")`` shares prompts and memory by itself.
+
+    ``enable_profiling``: ``get_last_profile`` tells how long the last ``generate`` took; it waits for the device.
     """
 
     use_graph_capture: bool = False
@@ -24,6 +28,7 @@ class HybridEngineRolloutConfig:
     align_decode_fronts: bool = False
     enable_cache_trimming: bool = False
     continuous_cache_capacity: int | None = None
+    enable_profiling: bool = False
 
 
 class HybridEngineRollout(RolloutEngine):
@@ -41,6 +46,9 @@ class HybridEngineRollout(RolloutEngine):
         self.engine = engine
         self.tokenizer = tokenizer
         self.use_graph_capture = cfg is not None and cfg.use_graph_capture
+        self._profiled = cfg is not None and cfg.enable_profiling
+        self._marks: list[float] = []
+        self._last_profile: dict[str, Any] | None = None
         if self.use_graph_capture:
             note("rollout: use_graph_capture has no effect: decoding is not captured as a graph")
         unused = (
@@ -63,9 +71,12 @@ class HybridEngineRollout(RolloutEngine):
                 "seeds of a RolloutRequest: generate() of a model has one stream of random numbers for all rows; use "
                 "RolloutConfig(engine='serving')"
             )
+        self._marks = []
+        self._mark()
         ends, padding = special_tokens(self.tokenizer, self.engine.module)
         trained = self.engine.training
         self.engine.eval()
+        self._mark()
         try:
             made = self.engine.generate(
                 input_ids=request.prompt_ids,
@@ -76,19 +87,47 @@ class HybridEngineRollout(RolloutEngine):
             )
         finally:
             self.engine.train(trained)
+        self._mark()
         tokens = made.sequences if sampling.log_probs else made
         width = request.prompt_ids.shape[1]
         answers = until_the_end(tokens[:, width:], ends)
         prompts = request.prompt_attention_mask.repeat_interleave(sampling.n_samples_per_prompt, 0)
-        return RolloutBatch(
+        batch = RolloutBatch(
             tokens,
             torch.cat([prompts, answers.to(prompts.dtype)], 1),
             torch.full((tokens.shape[0],), width, device=tokens.device),
             _log_probs(made.logits, tokens[:, width:]) * answers if sampling.log_probs else None,
         )
+        self._mark()
+        if self._profiled:
+            self._last_profile = _profile(self._marks, *answers.shape)
+        return batch
+
+    def get_last_profile(self) -> dict[str, Any] | None:
+        """How long each part of the last ``generate`` took, in milliseconds, the answers' length with their padding,
+        and how many tokens that is in a second. None: before the first one, or without ``enable_profiling``."""
+        return None if self._last_profile is None else dict(self._last_profile)
+
+    def _mark(self) -> None:
+        if self._profiled:
+            get_accelerator().synchronize()
+            self._marks.append(time.perf_counter())
 
     def sync_weights(self, step: int) -> None:
         """Nothing: the weights are those that are trained."""
+
+
+def _profile(marks: list[float], rows: int, length: int) -> dict[str, Any]:
+    """``marks``: the beginning, and the ends of preparing, generating and of what came after."""
+    before, generating, after = ((end - start) * 1e3 for start, end in zip(marks, marks[1:], strict=False))
+    return {
+        "prompt_expansion_ms": before,
+        "generation_ms": generating,
+        "post_processing_ms": after,
+        "total_ms": (marks[-1] - marks[0]) * 1e3,
+        "tokens_per_second": rows * length / (marks[-1] - marks[0]),
+        "response_length": length,
+    }
 
 
 def _settings(sampling: SamplingConfig) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from deepspeed.config.problems import DeepSpeedConfigError
@@ -37,7 +38,8 @@ def tp_model_init(
         ``model`` itself, not split yet.
 
     Raises:
-        ValueError: ``tp_size`` is less than 1, or ``dtype`` is not one of floating-point numbers.
+        ValueError: ``tp_size`` is less than 1, ``dtype`` is not one of floating-point numbers, or ``tp_group`` has
+            other ranks than those that will share layers.
         DeepSpeedConfigError: ``config`` has another ``tensor_parallel.autotp_size``, or another 16-bit dtype.
     """
     if tp_size < 1:
@@ -46,9 +48,11 @@ def tp_model_init(
         raise ValueError(
             f"dtype={dtype}: a model is trained in torch.float32, torch.bfloat16 or torch.float16"
         )
+    group = kwargs.get("tp_group")
+    _check_group(group, tp_size)
     vars(model)[_RECORD] = tp_size
     vars(model)[_DTYPE] = dtype
-    vars(model)[_GROUP] = kwargs.get("tp_group")
+    vars(model)[_GROUP] = group is not None  # not the group itself: models are copied, groups cannot be
     if config is not None:
         with_recorded_size(config, model)
     return model.to(dtype)
@@ -62,7 +66,7 @@ def with_recorded_size(config: Any, model: nn.Module, mpu: Any = None) -> Any:
     size = vars(model).get(_RECORD)
     if size is None:
         return config
-    if mpu is not None and vars(model).get(_GROUP) is not None:
+    if mpu is not None and vars(model).get(_GROUP):
         raise DeepSpeedConfigError(
             "tp_model_init provided tp_group, and deepspeed.initialize an mpu: give one of them"
         )
@@ -76,6 +80,19 @@ def with_recorded_size(config: Any, model: nn.Module, mpu: Any = None) -> Any:
         )
     _check_dtype(data, vars(model).get(_DTYPE))
     return {**data, _SECTION: {**section, _SIZE: size}}
+
+
+def _check_group(group: Any, size: int) -> None:
+    """ValueError: not the neighbours that ``initialize`` will have share layers."""
+    if not isinstance(group, dist.ProcessGroup):
+        return
+    first = dist.get_rank() // size * size
+    expected, given = list(range(first, first + size)), sorted(dist.get_process_group_ranks(group))
+    if given != expected:
+        raise ValueError(
+            f"tp_group has the ranks {given}, but with tp_size={size} rank {dist.get_rank()} shares layers with "
+            f"{expected}: make groups of {size} neighbouring ranks, or leave tp_group out"
+        )
 
 
 def _check_dtype(data: Mapping[str, Any], dtype: torch.dtype | None) -> None:
