@@ -27,8 +27,8 @@ from .reduction import sum_in_blocks
 SCRATCH_BYTES = 8 << 20
 _PIECES_IN_FLIGHT = 2
 
-# Up to this many bytes an all_reduce sends the whole tensor to every rank: one latency instead of two. Two ranks send no
-# more bytes so, and do it as long as what they receive fits SCRATCH_BYTES: nothing then is left to send for `wait()`.
+# Up to this many bytes an all_reduce sends the whole tensor to every rank: one latency instead of two. Two ranks send
+# no more bytes so, and do it as long as what they receive fits SCRATCH_BYTES: nothing is left to send for `wait()`.
 SMALL_ALL_REDUCE_BYTES = 8 << 10
 
 _TAG_BASE = 0x2D50_0000  # far from the tags that users choose

@@ -51,7 +51,8 @@ class DeepSpeedHybridEngine(DeepSpeedEngine):
         self._split_copy: SplitCopy | None = None
         self._generation = FusedGeneration()
         # Scripts ask whether an engine has it, and call it for what the model does by itself.
-        self._generate = types.MethodType(type(model).generate, model)
+        own: Any = type(model)
+        self._generate = types.MethodType(own.generate, model)
         vars(model)["generate"] = _Generate(model, self)
 
     def _ranks_that_share_layers(self, size: int) -> Communicator | None:

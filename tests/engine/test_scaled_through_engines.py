@@ -55,6 +55,7 @@ def test_gradients_through_an_engine_with_another_scale(stage: int) -> None:
         for engine, expected in ((behind, reference[0]), (front, reference[1])):
             with deepspeed.zero.GatheredParameters(list(engine.parameters())):
                 for got, param in zip(engine.parameters(), expected.parameters(), strict=True):
+                    assert param.grad is not None
                     torch.testing.assert_close(
                         got.detach().float(), param.detach() - LR * param.grad, rtol=2e-2, atol=2e-3
                     )
