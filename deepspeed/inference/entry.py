@@ -60,8 +60,8 @@ def _prepared_pipeline(pipeline: Any, config: DeepSpeedInferenceConfig) -> Any:
     for key in ("checkpoint", "save_mp_checkpoint_path"):
         if getattr(config, key) is not None:
             raise DeepSpeedConfigError(
-                f"{key} is for one model, and {type(pipeline).__name__} has {', '.join(modules)}: leave it out, or give "
-                "init_inference one of them"
+                f"{key} is for one model, and {type(pipeline).__name__} has {', '.join(modules)}: leave it out, or "
+                "give init_inference one of them"
             )
     pipeline.__dict__["_ds_inference_engines"] = [InferenceEngine(each, config) for each in modules.values()]
     return pipeline
