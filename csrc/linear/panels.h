@@ -229,7 +229,8 @@ static int64_t chunk_of(const Work &work, int64_t length) {
     if (work.rows <= kPanelTile) return 0;
     if (are_integers<kind> && work.groups > 1) return work.group * 2 <= kChunkOfIntegers ? work.group * 2 : 0;
     if (are_integers<kind> && work.group > kExactColumns) return 0;
-    constexpr int64_t run = kind == DS_WEIGHTS_INT8 ? 128 : kind == DS_WEIGHTS_INT4 ? 256 : int64_t(sizeof(Words));
+    // whole lines, of which every part of the lanes has its share
+    constexpr int64_t run = kind == DS_WEIGHTS_INT8 ? 128 : kind == DS_WEIGHTS_INT4 ? 256 : kLine;
     if (length % run != 0) return 0;
     constexpr int64_t most = are_integers<kind> ? kChunkOfIntegers : kChunk;
     const int64_t chunks = (length + most - 1) / most;

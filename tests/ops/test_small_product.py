@@ -9,7 +9,14 @@ import torch
 from torch.nn import functional
 
 from deepspeed.ops import native
-from deepspeed.ops.small_product import QuantizedMatrix, product, quantized_product, takes_bfloat16
+from deepspeed.ops.host_program import Matrix, Weights
+from deepspeed.ops.small_product import (
+    Products,
+    QuantizedMatrix,
+    product,
+    quantized_product,
+    takes_bfloat16,
+)
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="no native library")
 
@@ -73,6 +80,35 @@ def test_all_instruction_sets_give_the_same_bits(bits: int) -> None:
     finally:
         lib.ds_set_isa(best)
     assert all(torch.equal(each, found[-1]) for each in found)
+
+
+def between_nans(values: torch.Tensor) -> torch.Tensor:
+    """The same numbers, in memory that has NaN before and behind."""
+    around = torch.full((values.numel() + 256,), float("nan"), dtype=values.dtype)
+    inside = around[128:-128].view(values.shape)
+    return inside.copy_(values)
+
+
+@pytest.mark.parametrize("columns", [1, 8, 16, 24, 48, 80, 112, 144, 200])
+@pytest.mark.parametrize("outputs", [32, 37])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_no_number_beside_the_matrix_is_read(dtype: torch.dtype, outputs: int, columns: int) -> None:
+    lib: Any = native.library()
+    kind = Weights.FLOAT32 if dtype is torch.float32 else Weights.BFLOAT16
+    weight, products, best = draw(outputs, columns, seed=1).to(dtype), Products(), lib.ds_isa()
+    found = []
+    try:
+        for isa in range(best + 1):
+            lib.ds_set_isa(isa)
+            for rows in (1, 2, 3, 5, 8, 13, 16, 33):
+                input = draw(rows, columns).to(dtype)
+                exact = functional.linear(input.double(), weight.double())
+                got = products(between_nans(input), Matrix(kind, between_nans(weight), columns))
+                torch.testing.assert_close(got.double(), exact, rtol=2**-7, atol=1e-1)
+                found.append(got)
+    finally:
+        lib.ds_set_isa(best)
+    assert all(torch.equal(got, found[i % 8]) for i, got in enumerate(found))
 
 
 def test_rounding_to_nearest_within_half_a_step() -> None:
