@@ -47,6 +47,7 @@ def run(
     softcap: float | None = None,
     sinks: bool = False,
     block_size: int = 4,
+    poisoned: bool = False,
 ) -> tuple[torch.Tensor, PagedCache]:
     numbers = torch.Generator().manual_seed(0)
     draw = lambda *shape: torch.randn(*shape, generator=numbers).to(dtype)  # noqa: E731
@@ -54,6 +55,8 @@ def run(
     cache = PagedCache({0: shape}, 16, block_size)
     for pages in cache.pages(0):
         pages.copy_(draw(*pages.shape))
+    if poisoned:
+        poison(cache, block_size)
     query, key = draw(TOKENS, heads, key_size).transpose(0, 1), draw(kv_heads, TOKENS, key_size)
     value = draw(TOKENS, kv_heads, value_size).transpose(0, 1)
     terms = AttentionTerms(0.3, window, softcap, draw(heads) if sinks else None)
@@ -61,6 +64,23 @@ def run(
     batch = PackedBatch(PIECES, cache, torch.device("cpu"))
     assert batch.by_kernel == [by_kernel] * 3 + [False]
     return paged_attention(query, key, value, batch, 0, terms), cache
+
+
+def poison(cache: PagedCache, block_size: int) -> None:
+    """NaN wherever no sequence has a token yet: [blocks, heads, size, tokens] of keys, [.., tokens, size] of values."""
+    keys, values = cache.pages(0)
+    unused = torch.ones(len(keys), block_size, dtype=torch.bool)
+    for piece in PIECES:
+        for position in range(piece.start):
+            unused[piece.blocks[position // block_size], position % block_size] = False
+    keys.masked_fill_(unused[:, None, None, :], torch.nan)
+    values.masked_fill_(unused[:, None, :, None], torch.nan)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_kernel_reads_nothing_that_is_not_written(case: str) -> None:
+    expected, _ = run(True, **CASES[case])
+    assert torch.equal(run(True, **CASES[case], poisoned=True)[0], expected)
 
 
 @pytest.mark.parametrize("case", CASES)
