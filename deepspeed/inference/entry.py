@@ -30,7 +30,8 @@ def init_inference(
     """An engine that runs ``model`` for inference: cast, on the device, split over ranks as the config says.
 
     Args:
-        model: any module; it is changed in place, and is ``engine.module``.
+        model: any module; it is changed in place, and is ``engine.module``. Or a pipeline, such as those of diffusers,
+            that keeps modules in its attributes: each is changed in place, and the pipeline itself is returned.
         config: a dict, the path of a JSON file, or the finished config.
         kwargs: single keys of the config; they must not contradict it. None stands for the default.
 
@@ -38,7 +39,32 @@ def init_inference(
         DeepSpeedConfigError: a key is unknown, given twice, or asks for what this release does not have.
         UnreadableConfig: the path is no file, or its text no JSON.
     """
-    return InferenceEngine(model, inference_config(config, kwargs))
+    settings = inference_config(config, kwargs)
+    if not isinstance(model, nn.Module) and _modules_of(model):
+        return _prepared_pipeline(model, settings)
+    return InferenceEngine(model, settings)
+
+
+def _modules_of(pipeline: Any) -> dict[str, nn.Module]:
+    return {
+        name: each for name, each in getattr(pipeline, "__dict__", {}).items() if isinstance(each, nn.Module)
+    }
+
+
+def _prepared_pipeline(pipeline: Any, config: DeepSpeedInferenceConfig) -> Any:
+    """Its modules stay in their places: pipelines look at their classes, and call other methods than ``forward``.
+
+    DeepSpeedConfigError: the config says where the weights of a single model are.
+    """
+    modules = _modules_of(pipeline)
+    for key in ("checkpoint", "save_mp_checkpoint_path"):
+        if getattr(config, key) is not None:
+            raise DeepSpeedConfigError(
+                f"{key} is for one model, and {type(pipeline).__name__} has {', '.join(modules)}: leave it out, or "
+                "give init_inference one of them"
+            )
+    pipeline.__dict__["_ds_inference_engines"] = [InferenceEngine(each, config) for each in modules.values()]
+    return pipeline
 
 
 def inference_config(

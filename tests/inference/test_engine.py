@@ -118,6 +118,29 @@ def test_what_is_no_module_is_refused() -> None:
         deepspeed.init_inference({}, dtype="fp32")  # type: ignore[arg-type]
 
 
+class Pipeline:
+    """Keeps modules as those of diffusers do."""
+
+    def __init__(self) -> None:
+        self.unet, self.vae, self.scheduler = Small(), nn.Linear(4, 4), object()
+
+    def __call__(self, values: Tensor) -> Tensor:
+        return self.vae(values)
+
+
+@distributed(world_size=1)
+def test_the_modules_of_a_pipeline_are_prepared_where_they_are() -> None:
+    pipeline = Pipeline()
+    parts = pipeline.unet.train(), pipeline.vae
+    options = {"dtype": torch.bfloat16, "replace_with_kernel_inject": True, "enable_cuda_graph": True}
+    made: Any = deepspeed.init_inference(pipeline, **options)  # type: ignore[arg-type]
+    assert made is pipeline and (made.unet, made.vae) == parts and not made.unet.training
+    assert {param.dtype for part in parts for param in part.parameters()} == {torch.bfloat16}
+    assert made(torch.ones(1, 4).bfloat16()).shape == (1, 4)
+    with pytest.raises(DeepSpeedConfigError, match="checkpoint is for one model, and Pipeline has unet, vae"):
+        deepspeed.init_inference(Pipeline(), checkpoint="somewhere")  # type: ignore[arg-type]
+
+
 def test_weights_come_from_files_for_a_module_without_them(tmp_path: Path) -> None:
     source = Small()
     state = source.state_dict()
