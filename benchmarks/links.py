@@ -200,6 +200,14 @@ class Links:
         self.close()
 
 
+def links_or_exit(hosts: int) -> Links:
+    """Ends the benchmark, with the reason, where hosts cannot be made."""
+    try:
+        return Links(hosts)
+    except LinksError as error:
+        sys.exit(f"No network namespaces here: {error}")
+
+
 def why_not() -> str | None:
     """Why there can be no such hosts on this machine; None if there can."""
     if not sys.platform.startswith("linux"):

@@ -9,13 +9,12 @@ micro-batches, data parallelism gradients of all weights once per step; both tra
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 from jobs import Contender, Job, Spread, progress, ratios, round_robin, started
-from links import Links, LinksError
+from links import Links, links_or_exit
 from report import Report, common_arguments
 
 HOSTS = 2
@@ -99,11 +98,7 @@ def cells(name: str, data: dict[str, dict[str, Any]]) -> list[str]:
 def main(argv: Sequence[str] | None = None) -> None:
     arguments = parse(argv)
     report = Report("pipeline_links", arguments)
-    try:
-        links = Links(HOSTS)
-    except LinksError as error:
-        sys.exit(f"No network namespaces here: {error}")
-    with links:
+    with links_or_exit(HOSTS) as links:
         rows = contenders(arguments, links)
         with started(rows) as jobs:
             for mbits in arguments.mbits:

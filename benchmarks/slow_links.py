@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,7 +25,7 @@ from functools import partial
 from typing import Any
 
 from jobs import OURS, Contender, Job, Spread, described, progress, ratios, round_robin, started
-from links import Links, LinksError
+from links import Links, links_or_exit
 from report import RESULTS, Report, common_arguments
 from trainers import BETAS, LEARNING_RATE, WEIGHT_DECAY, Trainer
 
@@ -254,11 +253,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "CPU ms: of a rank; codecs: share of the step in which a rank encodes or decodes; loss: after the warm-up"
     )
     for size in arguments.sizes:
-        try:
-            links = Links(HOSTS)
-        except LinksError as error:
-            sys.exit(f"No network namespaces here: {error}")
-        with links:
+        with links_or_exit(HOSTS) as links:
             compare(arguments, size, links, report)
     report.save()
 

@@ -28,6 +28,7 @@ from deepspeed.runtime.pipe.staged import Staged
 from deepspeed.runtime.tensor_parallel.layers import TensorParallelLayer
 from deepspeed.runtime.zero.gathering.gathered import GatheredParameters
 from deepspeed.utils.logging import logger
+from deepspeed.utils.tensor_fragment import is_kept_by_engine
 
 M = TypeVar("M", bound=nn.Module)
 Config = str | os.PathLike[str] | Mapping[str, Any]
@@ -229,7 +230,7 @@ def _section(config: Config) -> dict[str, Any]:
 
 
 def _refuse_taken(module: nn.Module) -> None:
-    if any(vars(param).get("_ds_state_access") is not None for param in module.parameters()):
+    if any(map(is_kept_by_engine, module.parameters())):
         raise ValueError(
             "init_compression comes too late: an engine trains this module already. Call it before "
             "deepspeed.initialize"
@@ -276,9 +277,7 @@ def redundancy_clean(model: M, deepspeed_config: Config, mpu: Any = None, *, pac
     _refuse_split(inner)
     methods, parted = _methods(inner, section, mpu)
     refuse_parted(parted, f"{_WHOLE}, and clean that; or {_TOGETHER}")
-    if inner is not model and any(
-        vars(p).get("_ds_state_access") is not None or hasattr(p, "ds_home") for p in inner.parameters()
-    ):
+    if inner is not model and any(is_kept_by_engine(p) or hasattr(p, "ds_home") for p in inner.parameters()):
         destroy: Any = model.destroy
         destroy()
     done: set[tuple[str, int]] = set()

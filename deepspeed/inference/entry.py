@@ -40,9 +40,8 @@ def init_inference(
         UnreadableConfig: the path is no file, or its text no JSON.
     """
     settings = inference_config(config, kwargs)
-    if not isinstance(model, nn.Module) and _modules_of(model):
-        return _prepared_pipeline(model, settings)
-    return InferenceEngine(model, settings)
+    modules = {} if isinstance(model, nn.Module) else _modules_of(model)
+    return _prepared_pipeline(model, modules, settings) if modules else InferenceEngine(model, settings)
 
 
 def _modules_of(pipeline: Any) -> dict[str, nn.Module]:
@@ -51,12 +50,11 @@ def _modules_of(pipeline: Any) -> dict[str, nn.Module]:
     }
 
 
-def _prepared_pipeline(pipeline: Any, config: DeepSpeedInferenceConfig) -> Any:
+def _prepared_pipeline(pipeline: Any, modules: dict[str, nn.Module], config: DeepSpeedInferenceConfig) -> Any:
     """Its modules stay in their places: pipelines look at their classes, and call other methods than ``forward``.
 
     DeepSpeedConfigError: the config says where the weights of a single model are.
     """
-    modules = _modules_of(pipeline)
     for key in ("checkpoint", "save_mp_checkpoint_path"):
         if getattr(config, key) is not None:
             raise DeepSpeedConfigError(

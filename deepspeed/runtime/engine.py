@@ -41,7 +41,7 @@ from deepspeed.runtime.constants import ROUTE_EVAL, ROUTE_TRAIN  # noqa: F401 - 
 from deepspeed.runtime.engine_data import EngineData
 from deepspeed.runtime.events import Events
 from deepspeed.runtime.module_checks import check_module, lay_out_contiguously, require_module
-from deepspeed.runtime.module_zero_grad import ModuleZeroGrad
+from deepspeed.runtime.module_method import ModuleMethod
 from deepspeed.runtime.observers.attach import attach_observers
 from deepspeed.runtime.observers.start_report import log_start
 from deepspeed.runtime.optim.flags import set_state_dtype
@@ -123,7 +123,7 @@ class DeepSpeedEngine(EngineData):
             configure_zenflow(self)
         self._plain_backward = PlainBackward(self._begin_plain_backward, self._end_plain_backward)
         self._begin_counting()
-        self._module_zero_grad = ModuleZeroGrad(self.module, self._module_was_cleared)
+        self._module_zero_grad = ModuleMethod(self.module, "zero_grad", self._clear_module)
         # For single files; the safety of the folder does not depend on it.
         self.checkpoint_engine = create_checkpoint_engine(self._config, None, 0, False, False)
         self.background_writer = engine_checkpoint.create_background_writer(self)
@@ -282,7 +282,7 @@ class DeepSpeedEngine(EngineData):
                     divided = divided * self.loss_weight()
             scale = core.scaler.scale
             core.reducer.before_backward()
-            tells = scale != 1.0 or self._scales_loss
+            tells = scale != 1.0 or core.scaler.plan.active
             (scaled_loss(divided, scale) if tells else divided).backward(retain_graph=retain_graph)
             self._end_backward()
         except BaseException as error:
@@ -400,9 +400,11 @@ class DeepSpeedEngine(EngineData):
         for param in self.module.parameters():
             param.grad = None
 
-    def _module_was_cleared(self) -> None:
-        """``module.zero_grad()``. Between the micro-batches of an update it drops nothing, as in 0.19 from stage 2 on:
-        there it is a leftover of a loop that updated after each of them."""
+    def _clear_module(self, set_to_none: bool = True) -> None:
+        """``module.zero_grad()``: from stage 1 on gradients are kept elsewhere than in ``param.grad``. Between the
+        micro-batches of an update those stay, as in 0.19 from stage 2 on: there it is a leftover of a loop that updated
+        after each of them."""
+        type(self.module).zero_grad(self.module, set_to_none)
         if self.clock.position == 0:
             self.zero_grad()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import types
-import weakref
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from deepspeed.inference.joined_prompts import JoinedPrompts
 from deepspeed.inference.split_copy import SplitCopy
 from deepspeed.inference.splitting import check_length, same_random_numbers, tensor_parallel_group
 from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.module_method import ModuleMethod
 from deepspeed.runtime.zero.gathering.gathered import unwrap_model_for_generation
 
 __all__ = ["DeepSpeedHybridEngine"]
@@ -53,7 +53,7 @@ class DeepSpeedHybridEngine(DeepSpeedEngine):
         # Scripts ask whether an engine has it, and call it for what the model does by itself.
         own: Any = type(model)
         self._generate = types.MethodType(own.generate, model)
-        vars(model)["generate"] = _Generate(model, self)
+        ModuleMethod(model, "generate", self.generate)
 
     def _ranks_that_share_layers(self, size: int) -> Communicator | None:
         """Those that share them in generation but not in training."""
@@ -162,24 +162,6 @@ class DeepSpeedHybridEngine(DeepSpeedEngine):
 
     def retake_inference_cache(self) -> None:
         """The cache of keys and values belongs to a call of ``generate``, so that nothing has to be taken again."""
-
-
-class _Generate:
-    """``module.generate`` of an engine's module. A copy of the module generates by itself."""
-
-    def __init__(self, module: nn.Module, engine: DeepSpeedHybridEngine | None) -> None:
-        self._module = weakref.ref(module)
-        self._engine = None if engine is None else weakref.ref(engine)
-
-    def __call__(self, *inputs: Any, **kwargs: Any) -> Any:
-        engine = None if self._engine is None else self._engine()
-        if engine is not None:
-            return engine.generate(*inputs, **kwargs)
-        module: Any = self._module()
-        return type(module).generate(module, *inputs, **kwargs)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Generate:
-        return _Generate(memo[id(self._module())], None)
 
 
 def _prompts(inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Tensor | None]:

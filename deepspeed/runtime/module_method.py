@@ -1,4 +1,4 @@
-"""``module.zero_grad()`` on the module itself, as scripts call it that also use the module without its engine."""
+"""Methods of a module that its engine answers, for scripts that also use the module without its engine."""
 
 from __future__ import annotations
 
@@ -9,31 +9,32 @@ from typing import Any
 from torch import nn
 
 
-class ModuleZeroGrad:
-    """Stands in for ``module.zero_grad`` and also calls ``drop``: from stage 1 on an engine keeps gradients elsewhere
-    than in ``param.grad``. ``drop`` is a method of the engine, which is not kept alive.
+class ModuleMethod:
+    """Stands in for ``module.name``: ``answer``, a method of the engine, is called instead. The engine is not kept
+    alive; once it is gone, the module's own method is called.
 
     [Note: copies] The stand-in is an attribute of this one module. Copies and pickles of the module have the method of
     their class in its place: it reduces to that.
     """
 
-    def __init__(self, module: nn.Module, drop: Callable[[], None]) -> None:
+    def __init__(self, module: nn.Module, name: str, answer: Callable[..., Any]) -> None:
         self._module = weakref.ref(module)
-        self._drop = weakref.WeakMethod(drop)
-        vars(module)["zero_grad"] = self
+        self._name = name
+        self._answer = weakref.WeakMethod(answer)
+        vars(module)[name] = self
 
-    def __call__(self, set_to_none: bool = True) -> None:
-        module, drop = self._module(), self._drop()
-        if module is not None:
-            type(module).zero_grad(module, set_to_none)
-        if drop is not None:
-            drop()
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        answer = self._answer()
+        if answer is not None:
+            return answer(*args, **kwargs)
+        module = self._module()
+        return getattr(type(module), self._name)(module, *args, **kwargs)
 
     def remove(self) -> None:
         """Give the module its own method back, unless an engine made since has replaced it."""
         module = self._module()
-        if module is not None and vars(module).get("zero_grad") is self:
-            del vars(module)["zero_grad"]
+        if module is not None and vars(module).get(self._name) is self:
+            del vars(module)[self._name]
 
     def __reduce__(self) -> Any:
-        return getattr, (self._module(), "zero_grad")  # of a copy in the making, which has only its class's
+        return getattr, (self._module(), self._name)  # of a copy in the making, which has only its class's

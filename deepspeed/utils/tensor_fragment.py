@@ -43,6 +43,11 @@ def _access(param: nn.Parameter) -> StateAccess | None:
     return getattr(param, ACCESS, None)
 
 
+def is_kept_by_engine(param: nn.Parameter) -> bool:
+    """Whether an engine keeps state for the parameter."""
+    return _access(param) is not None
+
+
 def _required(param: nn.Parameter) -> StateAccess:
     access = _access(param)
     if access is None:

@@ -160,7 +160,7 @@ def test_equals_one_rank(world_size: int) -> None:
     mpu = Mpu(world_size)
     for changes in CASES.values():
         for batch in (BATCH, 3, 1):
-            whole, model = built(Mpu(1) if world_size == 1 else Alone(), **changes), built(mpu, **changes)
+            whole, model = built(Alone(), **changes), built(mpu, **changes)
             torch.manual_seed(1)
             hidden = torch.randn(SEQUENCE, batch, HIDDEN, requires_grad=True)
             twin = hidden.detach().clone().requires_grad_()

@@ -17,6 +17,7 @@ from torch.nn import functional
 
 from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.collectives import Communicator
+from deepspeed.runtime.tensor_parallel.overlapped import begin_gradients
 from deepspeed.runtime.tensor_parallel.ranks import communicator_of
 
 __all__ = [
@@ -41,20 +42,14 @@ class DominoAsyncColumnParallelLinearImpl(torch.autograd.Function):
         group: Communicator | None = None,
     ) -> Tensor:
         ctx.save_for_backward(inp, weight)
-        ctx.handles, ctx.half, ctx.group = handle_dic, h_id, group
+        ctx.handles, ctx.half, ctx.group = handle_dic, h_id, communicator_of(group)
         return functional.linear(inp, weight, bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        inp, weight = ctx.saved_tensors
-        grad_input = grad_output @ weight
-        if ctx.group is not None:
-            ctx.handles[ctx.half] = ctx.group.all_reduce(grad_input)
-        rows = grad_output.flatten(0, -2)
-        grad_weight = rows.t() @ inp.flatten(0, -2) if ctx.needs_input_grad[1] else None
-        grad_bias = rows.sum(0) if ctx.needs_input_grad[2] else None
-        return grad_input, grad_weight, grad_bias, None, None, None
+        gradients, ctx.handles[ctx.half] = begin_gradients(ctx, grad_output, ctx.group)
+        return *gradients, None, None, None
 
 
 class DominoAsyncColumnParallelLinear(nn.Module):

@@ -11,7 +11,7 @@ of its own, and the backward runs the pieces in the order of the forward, from t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,13 +43,11 @@ def through_sublayers(
     group: Communicator,
     halves: Sequence[Tensor],
     last: Callable[[Tensor], Tensor],
-    trains: bool,
+    weights: Iterable[Tensor],
 ) -> tuple[Tensor, ...]:
-    """What ``last`` makes of each half behind the last sublayer. ``trains``: whether any parameter needs a gradient."""
-    if torch.is_grad_enabled() and (trains or any(half.requires_grad for half in halves)):
-        anchor = torch.empty(
-            (), requires_grad=True
-        )  # parameters are in no graph that autograd sees from outside
+    """What ``last`` makes of each half behind the last sublayer. ``weights``: all that it is computed with."""
+    if torch.is_grad_enabled() and any(each.requires_grad for each in (*halves, *weights)):
+        anchor = torch.empty((), requires_grad=True)  # autograd sees no weight from outside
         return _Halves.apply(sublayers, group, last, anchor, *halves)
     runs = [_Half(sublayers, group, number, half, False) for number, half in enumerate(halves)]
     return _forward(runs, len(sublayers), last)

@@ -263,10 +263,9 @@ class DominoTransformerLayer(DominoModule):
     def forward(
         self, hidden_states: tuple[Tensor, ...], attention_mask: Tensor | None, rotary_pos_emb: Any = None
     ) -> tuple[Tensor, ...]:
-        masks = _masks(attention_mask, hidden_states)
-        trains = any(p.requires_grad for p in self.parameters())
+        sublayers = self.sublayers(_masks(attention_mask, hidden_states), rotary_pos_emb)
         return through_sublayers(
-            self.sublayers(masks, rotary_pos_emb), self.group, hidden_states, lambda hidden: hidden, trains
+            sublayers, self.group, hidden_states, lambda hidden: hidden, self.parameters()
         )
 
     def sublayers(self, masks: Sequence[Tensor | None], rotary_pos_emb: Any) -> list[Sublayer]:
@@ -335,8 +334,8 @@ class DominoTransformer(DominoModule):
         masks = _masks(attention_mask, halves)
         layers: Any = self.layers
         sublayers = [each for layer in layers for each in layer.sublayers(masks, rotary_pos_emb)]
-        trains = any(p.requires_grad for p in self.parameters())
-        return torch.cat(through_sublayers(sublayers, self.group, halves, self._last, trains), dim=1)
+        outputs = through_sublayers(sublayers, self.group, halves, self._last, self.parameters())
+        return torch.cat(outputs, dim=1)
 
     def intra_layer_overlap_forward(
         self, hidden_states: Tensor, attention_mask: Tensor | None, rotary_pos_emb: Any = None

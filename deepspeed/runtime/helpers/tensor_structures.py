@@ -53,10 +53,9 @@ def split_half_float_double_sparse(tensors: Sequence[Any]) -> tuple[Buckets, Buc
     def by_dtype(some: list[Any]) -> Buckets:
         return [(kind, [t for t in some if t.dtype is kind]) for kind in dict.fromkeys(t.dtype for t in some)]
 
-    sparse = [isinstance(tensor, SparseTensor) for tensor in tensors]
     return (
-        by_dtype([tensor for tensor, is_sparse in zip(tensors, sparse, strict=True) if is_sparse]),
-        by_dtype([tensor for tensor, is_sparse in zip(tensors, sparse, strict=True) if not is_sparse]),
+        by_dtype([tensor for tensor in tensors if isinstance(tensor, SparseTensor)]),
+        by_dtype([tensor for tensor in tensors if not isinstance(tensor, SparseTensor)]),
     )
 
 
@@ -82,10 +81,9 @@ def detach_variable(inputs: Any, device: torch.device | str | None = None) -> tu
 def extract_tensors(all_objects: Any) -> tuple[Any, Any, Any]:
     """(tensors, other objects, for each object whether it is a tensor), of the type of the list or tuple given."""
     kind = type(all_objects)
-    flags = [isinstance(item, Tensor) for item in all_objects]
-    tensors = [item for item, is_tensor in zip(all_objects, flags, strict=True) if is_tensor]
-    others = [item for item, is_tensor in zip(all_objects, flags, strict=True) if not is_tensor]
-    return kind(tensors), kind(others), kind(flags)
+    tensors = [item for item in all_objects if isinstance(item, Tensor)]
+    others = [item for item in all_objects if not isinstance(item, Tensor)]
+    return kind(tensors), kind(others), kind([isinstance(item, Tensor) for item in all_objects])
 
 
 def merge_tensors(tensor_objects: Any, non_tensor_objects: Any, tensor_flags: Any) -> tuple[Any, ...]:
@@ -123,7 +121,7 @@ def is_transformers_cache(obj: Any) -> bool:
 
 def align_dense_tensors(tensor_list: Sequence[Tensor], alignment: int) -> list[Tensor]:
     """The flat tensors, followed by zeros if their total number of elements is not a multiple of `alignment`."""
-    missing = -sum(tensor.numel() for tensor in tensor_list) % alignment
+    missing = get_alignment_padding(tensor_list, alignment)
     return [*tensor_list, tensor_list[0].new_zeros(missing)] if missing else list(tensor_list)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -119,7 +120,7 @@ class HybridEngineRollout(RolloutEngine):
 
 def _profile(marks: list[float], rows: int, length: int) -> dict[str, Any]:
     """``marks``: the beginning, and the ends of preparing, generating and of what came after."""
-    before, generating, after = ((end - start) * 1e3 for start, end in zip(marks, marks[1:], strict=False))
+    before, generating, after = ((end - start) * 1e3 for start, end in itertools.pairwise(marks))
     return {
         "prompt_expansion_ms": before,
         "generation_ms": generating,

@@ -20,6 +20,7 @@ from deepspeed.runtime.transforms.structure import Changes, Structure, count
 from deepspeed.runtime.transforms.successors import Successors
 from deepspeed.runtime.zero.gathering.gathered import GatheredParameters
 from deepspeed.runtime.zero.gathering.sharded_bucket import ShardedBucket
+from deepspeed.utils.tensor_fragment import is_kept_by_engine
 
 if TYPE_CHECKING:
     from deepspeed.runtime.config import DeepSpeedConfig
@@ -158,8 +159,7 @@ def request(module: nn.Module, transform: ModuleTransform) -> None:
 
 def _is_taken(module: nn.Module) -> bool:
     return any(
-        vars(param).get("_ds_state_access") is not None
-        or isinstance(vars(param).get("ds_home"), ShardedBucket)
+        is_kept_by_engine(param) or isinstance(vars(param).get("ds_home"), ShardedBucket)
         for param in module.parameters()
     )
 

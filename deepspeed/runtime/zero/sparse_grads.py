@@ -11,11 +11,7 @@ from torch.optim import Optimizer, SparseAdam
 
 def sparse_parameters(module: nn.Module) -> set[nn.Parameter]:
     """Weights of the embeddings in ``module`` that are used by nothing else (a tied head has a dense gradient)."""
-    return {
-        param
-        for param, owners in _owners(module).items()
-        if all(isinstance(owner, (nn.Embedding, nn.EmbeddingBag)) for owner in owners)
-    }
+    return set(_embeddings(module))
 
 
 def stepped_by_rows(module: nn.Module, optimizer: Optimizer) -> set[nn.Parameter]:
@@ -25,13 +21,17 @@ def stepped_by_rows(module: nn.Module, optimizer: Optimizer) -> set[nn.Parameter
     cls = type(optimizer)
     if cls is not SparseAdam and cls.__module__.startswith(("torch.optim", "deepspeed.")):
         return set()
-    owners = _owners(module)
-    return {p for p in sparse_parameters(module) if all(owner.sparse for owner in owners[p])}
+    return {param for param, owners in _embeddings(module).items() if all(owner.sparse for owner in owners)}
 
 
-def _owners(module: nn.Module) -> dict[nn.Parameter, list[Any]]:
+def _embeddings(module: nn.Module) -> dict[nn.Parameter, list[Any]]:
+    """By weight, the embeddings that have it, of weights that nothing else has."""
     owners: dict[nn.Parameter, list[Any]] = {}
     for owner in module.modules():
         for param in owner.parameters(recurse=False):
             owners.setdefault(param, []).append(owner)
-    return owners
+    return {
+        param: found
+        for param, found in owners.items()
+        if all(isinstance(owner, (nn.Embedding, nn.EmbeddingBag)) for owner in found)
+    }

@@ -14,18 +14,17 @@ from torch import Tensor
 
 from deepspeed.ops.adam.multi_tensor_adam import MultiTensorAdam
 from deepspeed.ops.update import ALONE, UpdateContext, UpdateTraits
-from deepspeed.runtime.zero.muon.original_muon import METHODS, apply_update, momentum_update, orthogonalize
+from deepspeed.runtime.zero.muon.original_muon import (
+    GROUP_DEFAULTS,
+    METHODS,
+    apply_update,
+    check_method,
+    momentum_update,
+    orthogonalize,
+)
 
 MOMENTUM = "momentum_buffer"
-_MUON_DEFAULTS = {"lr": 0.02, "momentum": 0.95, "weight_decay": 0.0, "ns_method": "gram"}
-_ADAM_DEFAULTS = {
-    "lr": 3e-4,
-    "betas": (0.9, 0.95),
-    "eps": 1e-10,
-    "weight_decay": 0.0,
-    "bias_correction": True,
-    "adam_w_mode": True,
-}
+_ADAM_DEFAULTS = {**GROUP_DEFAULTS[False], "bias_correction": True, "adam_w_mode": True}
 
 
 class MuonWithAuxAdam(MultiTensorAdam):
@@ -43,11 +42,10 @@ class MuonWithAuxAdam(MultiTensorAdam):
             raise ValueError(
                 "MuonWithAuxAdam takes parameter groups with a key use_muon (True: Muon, False: Adam)"
             )
-        defaults = _MUON_DEFAULTS if param_group["use_muon"] else _ADAM_DEFAULTS
+        defaults = GROUP_DEFAULTS[True] if param_group["use_muon"] else _ADAM_DEFAULTS
         for key, value in defaults.items():
             param_group.setdefault(key, value)
-        if param_group.get("ns_method", METHODS[0]) not in METHODS:
-            raise ValueError(f"ns_method={param_group['ns_method']!r} must be one of {', '.join(METHODS)}")
+        check_method(param_group.get("ns_method", METHODS[0]))
         super().add_param_group(param_group)
 
     def state_for(self, param: Tensor, group: dict[str, Any]) -> dict[str, Any]:

@@ -62,6 +62,12 @@ _ITERATIONS: dict[str, Callable[[Tensor, int], Tensor]] = {
 }
 
 
+def check_method(ns_method: str) -> None:
+    """ValueError: no such iteration."""
+    if ns_method not in METHODS:
+        raise ValueError(f"ns_method={ns_method!r} must be one of {', '.join(METHODS)}")
+
+
 def _prepared(matrix: Tensor) -> tuple[Tensor, bool]:
     """In fp32 (fp64 stays), not taller than wide, with norm at most 1; and whether it was transposed."""
     if matrix.ndim < 2:
@@ -81,8 +87,7 @@ def orthogonalize(
     More than two dimensions are flattened to [first, all others], or with ``is_expert_group`` a batch of matrices. Tall
     matrices are scaled by sqrt(rows / cols), as in the paper's implementation.
     """
-    if ns_method not in _ITERATIONS:
-        raise ValueError(f"ns_method={ns_method!r} must be one of {', '.join(METHODS)}")
+    check_method(ns_method)
     matrix = update if is_expert_group or update.ndim <= 2 else update.reshape(len(update), -1)
     result = _ITERATIONS[ns_method](matrix, ns_steps)
     scale = max(1.0, matrix.shape[-2] / matrix.shape[-1]) ** 0.5
@@ -136,8 +141,7 @@ class SingleDeviceMuon(torch.optim.Optimizer):
         momentum: float = 0.95,
         ns_method: str = "gram",
     ) -> None:
-        if ns_method not in METHODS:
-            raise ValueError(f"ns_method={ns_method!r} must be one of {', '.join(METHODS)}")
+        check_method(ns_method)
         super().__init__(
             params, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "ns_method": ns_method}
         )
@@ -192,8 +196,8 @@ def adam_update(
 
 
 GROUP_DEFAULTS: dict[bool, dict[str, Any]] = {
-    True: {"lr": 0.02, "momentum": 0.95, "weight_decay": 0, "ns_method": "gram"},
-    False: {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-10, "weight_decay": 0},
+    True: {"lr": 0.02, "momentum": 0.95, "weight_decay": 0.0, "ns_method": "gram"},
+    False: {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-10, "weight_decay": 0.0},
 }
 """Options of a group whose ``use_muon`` is True, for matrices, or False, for embeddings, heads, biases and the like."""
 
@@ -242,6 +246,5 @@ def _complete_group(group: dict[str, Any]) -> dict[str, Any]:
         raise ValueError(
             f"{', '.join(unknown)} in a group with use_muon={group['use_muon']}: it has {', '.join(defaults)}"
         )
-    if group.get("ns_method", "gram") not in METHODS:
-        raise ValueError(f"ns_method={group['ns_method']!r} must be one of {', '.join(METHODS)}")
+    check_method(group.get("ns_method", METHODS[0]))
     return {**defaults, **group}
