@@ -282,7 +282,7 @@ class DeepSpeedEngine(EngineData):
                     divided = divided * self.loss_weight()
             scale = core.scaler.scale
             core.reducer.before_backward()
-            tells = scale != 1.0 or core.scaler.plan.active
+            tells = scale != 1.0 or self._scales_loss
             (scaled_loss(divided, scale) if tells else divided).backward(retain_graph=retain_graph)
             self._end_backward()
         except BaseException as error:
