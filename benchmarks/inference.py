@@ -328,16 +328,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = parse(argv)
     torch.set_num_threads(arguments.threads)
     report, rounds = Report("inference", arguments), Rounds(arguments.rounds_file)
-    if arguments.rounds:
-        for precision in arguments.precisions if "decode" in arguments.only else ():
+    measured = arguments.only if arguments.rounds else ()
+    for precision in arguments.precisions:  # each table as soon as its rounds are there
+        if "decode" in measured:
             decode(rounds, arguments, precision)
-        if "serving" in arguments.only:
-            serve(rounds, arguments)
-        if "first-token" in arguments.only:
-            first_tokens(rounds, arguments)
-    for precision in arguments.precisions:
         decode_table(report, arguments, rounds, precision)
+    if "serving" in measured:
+        serve(rounds, arguments)
     serve_table(report, arguments, rounds)
+    if "first-token" in measured:
+        first_tokens(rounds, arguments)
     if rounds["first-token"]:
         first_token.table(report, arguments, rounds["first-token"])
     report.data["rounds"] = rounds.all()
