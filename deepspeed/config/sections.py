@@ -236,11 +236,14 @@ class DeepSpeedConfigModel(BaseModel):
         for name in sorted(old_spellings & self.model_fields_set):
             self._carry_over(name)
         if required_fields and getattr(self, "enabled", False):
-            missing = [
-                name for name in type(self).model_fields if name in required_fields - self.model_fields_set
-            ]
+            absent = required_fields - self.model_fields_set
+            missing = [name for name in type(self).model_fields if name in absent and self._needs(name)]
             if missing:
                 raise ValueError(f"enabled, but without {', '.join(missing)}")
+
+    def _needs(self, name: str) -> bool:
+        """Whether a `required` field is needed with the values of the others: yes, unless a section knows better."""
+        return True
 
     def _carry_over(self, name: str) -> None:
         facts = extra_facts(type(self).model_fields[name])
