@@ -307,6 +307,12 @@ class DeepSpeedEngine(EngineData):
         self._end_backward()
         self.events.emit("after_backward", loss=None, share=None)
 
+    def _backward_epilogue(self) -> None:
+        """What the documents call after the ``loss.backward()`` of a loss of several engines. The gradients are already
+        reduced when autograd returns, so this only notices a backward that failed on its way to this engine."""
+        self._require_core("backward")
+        self._recover()
+
     def _end_backward(self) -> None:
         if self._scaled_loss:
             self._scaled_loss = False
