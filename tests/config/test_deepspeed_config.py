@@ -419,6 +419,11 @@ def test_error_class() -> None:
     assert [problem.key for problem in caught.value.problems] == ["bf61", "fp16.enabled"]
 
 
+def test_a_key_under_both_its_names() -> None:
+    with pytest.raises(DeepSpeedConfigError, match="given twice, also as 'stage3_prefetch_bucket_size'"):
+        make(zero_optimization={"stage": 3, "prefetch_bucket_size": 5, "stage3_prefetch_bucket_size": 5})
+
+
 @pytest.mark.parametrize("count", [1, 2])
 def test_an_error_says_which_config_is_meant(count: int, tmp_path: Path) -> None:
     wrong = {"train_batch_size": 8, **dict(list({"bf61": {}, "steps_per_print": "x"}.items())[:count])}
