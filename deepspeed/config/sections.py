@@ -91,6 +91,10 @@ def _int_or_auto(value: Any) -> int | str:
     raise ValueError("must be a whole number or 'auto'")
 
 
+def _whole_part(value: Any) -> Any:
+    return math.floor(value) if isinstance(value, float) and math.isfinite(value) else value
+
+
 def _float_or_auto(value: Any) -> float | str:
     if value == AUTO:
         return value
@@ -101,6 +105,8 @@ def _float_or_auto(value: Any) -> float | str:
 
 # Integral floats such as 5e8 are accepted for both (JSON has no other short way to write a large round number).
 Int = Annotated[int, BeforeValidator(_not_bool)]
+# A size that scripts compute, as 0.9 x hidden x hidden: what is behind the point is dropped.
+Elements = Annotated[int, BeforeValidator(_not_bool), BeforeValidator(_whole_part)]
 Float = Annotated[float, BeforeValidator(_not_bool), AfterValidator(finite)]
 FloatOrInfinity = Annotated[float, BeforeValidator(_not_bool)]
 IntOrAuto = Annotated[Any, PlainValidator(_int_or_auto), Says("a whole number or 'auto'")]
