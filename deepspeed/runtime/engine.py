@@ -52,6 +52,7 @@ from deepspeed.runtime.transforms import ForwardFacts, InputChain, transform_mod
 from deepspeed.runtime.transforms.selection import from_config
 from deepspeed.runtime.zero.gathering.phases import Phase
 from deepspeed.runtime.zero.gathering.sharded_model import ShardedModel
+from deepspeed.runtime.zero.gathering.solo_shard import make_whole
 from deepspeed.runtime.zero.optimizer import ZeroOptimizer
 from deepspeed.runtime.zero.placements import find_placements
 from deepspeed.runtime.zero.scopes import Scopes
@@ -108,6 +109,8 @@ class DeepSpeedEngine(EngineData):
             model_parameters = list(model_parameters)  # it may be a generator, but is read twice
         model_parameters = self._transform_module(model, optimizer, model_parameters)
         check_module(model)
+        if not self.plan.zero.shard_params:
+            make_whole(model)
         note_stages(model, self.plan, self._config, optimizer, self.mesh, model_parameters)
         check_fits(model, self.plan, self._config, optimizer, self.mesh, model_parameters)
         self._take_module(model, move=not dont_change_device)
