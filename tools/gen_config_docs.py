@@ -59,7 +59,8 @@ error. Check a config without a model:
     deepspeed.check_config(config, 8)      # the same from Python
 
 **Numbers.** Whole floats such as `5e8` are accepted where an integer is expected. Sizes count elements
-unless the description mentions bytes.
+unless the description mentions bytes. Sizes of `zero_optimization` may be computed, as `0.9 * hidden * hidden` in the
+documents of Transformers: what is behind the point is dropped.
 
 **"auto".** Trainer and Accelerate fill in these values. A key whose value is still "auto" is treated as absent.
 

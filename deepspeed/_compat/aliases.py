@@ -312,6 +312,7 @@ NAMES: dict[str, dict[str, str]] = {
         "ZeroParamStatus": "deepspeed.runtime.zero.partition_parameters",
         "ZeroParamType": "deepspeed.runtime.zero.partition_parameters",
         "register_external_parameter": "deepspeed.runtime.zero.partition_parameters",
+        "unregister_external_parameter": "deepspeed.runtime.zero.partition_parameters",
         "unwrap_model_for_generation": "deepspeed.runtime.zero.gathering.gathered",
     },
     "deepspeed.runtime.sequence_parallel.ulysses_sp": {

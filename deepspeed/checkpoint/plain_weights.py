@@ -1,5 +1,6 @@
 """Weights that are no checkpoint of ours: ``.safetensors`` or ``.bin`` files as Transformers' ``save_pretrained`` and
-``save_16bit_model`` write them, in one file or in shards with an index."""
+``save_16bit_model`` write them, in one file or in shards with an index; or a universal checkpoint of nothing but
+weights, as ``hf_to_universal`` writes it."""
 
 from __future__ import annotations
 
@@ -12,20 +13,31 @@ from torch import Tensor
 
 from deepspeed.checkpoint.archive import Archive, open_archive
 from deepspeed.checkpoint.catalog import Catalog, Source
+from deepspeed.checkpoint.constants import PARAM
 from deepspeed.checkpoint.errors import CheckpointError, CheckpointNotFoundError
 from deepspeed.checkpoint.export import BIN_NAME, SAFETENSORS_NAME
 from deepspeed.checkpoint.shards import ShardIndex
+from deepspeed.checkpoint.state import MASTER
+from deepspeed.checkpoint.universal_format import FOLDER, SUFFIX, is_universal
 
 INDEX_SUFFIX = ".index.json"
 
 
 def find_plain(path: Path) -> Path | None:
-    """The file with plain weights that ``path`` is, or the one (weights or their index) in the folder ``path``."""
+    """The file with plain weights that ``path`` is, or what the folder ``path`` has of them: such a file, an index of
+    several, or the folder of a universal checkpoint's weights."""
     if path.is_file():
         return path if path.suffix in (".safetensors", ".bin") or path.name.endswith(INDEX_SUFFIX) else None
     known = (SAFETENSORS_NAME, BIN_NAME)
     candidates = [name + suffix for name in known for suffix in ("", INDEX_SUFFIX)]
-    return next((path / name for name in candidates if (path / name).is_file()), None)
+    found = next((path / name for name in candidates if (path / name).is_file()), None)
+    return found if found is not None else find_universal_weights(path)
+
+
+def find_universal_weights(folder: Path) -> Path | None:
+    """Where the universal checkpoint in ``folder`` has its parameters, if it holds nothing else."""
+    only_weights = is_universal(folder) and next(folder.glob("*_model_states.pt"), None) is None
+    return folder / FOLDER if only_weights else None
 
 
 def open_plain(path: Path, tied: Mapping[str, str]) -> Catalog:
@@ -35,15 +47,10 @@ def open_plain(path: Path, tied: Mapping[str, str]) -> Catalog:
     CheckpointError: a file that the index names is missing, or cannot be read.
     """
     catalog = Catalog(folder=path.parent, written_by="", zero_stage=0)
-    for file in _files(path):
-        archive = _open(file)
-        for name, value in archive.content.items():
-            if isinstance(value, Tensor):
-                shape = tuple(value.shape)
-                catalog.module_dtypes[name] = value.dtype
-                catalog.add_module(
-                    Source(ShardIndex(name, shape, (), 0, value.numel()), value.reshape(-1), archive)
-                )
+    for name, value, archive in _stored(path):
+        shape = tuple(value.shape)
+        catalog.module_dtypes[name] = value.dtype
+        catalog.add_module(Source(ShardIndex(name, shape, (), 0, value.numel()), value.reshape(-1), archive))
     saved = catalog.module.keys()
     for alias, name in tied.items():
         present, absent = (name, alias) if name in saved else (alias, name)
@@ -54,10 +61,21 @@ def open_plain(path: Path, tied: Mapping[str, str]) -> Catalog:
 
 def tensors_of(path: Path) -> Iterator[tuple[str, Tensor]]:
     """Name and value of all tensors of ``path``, as ``find_plain`` returns it, file by file."""
+    for name, value, _ in _stored(path):
+        yield name, value
+
+
+def _stored(path: Path) -> Iterator[tuple[str, Tensor, Archive]]:
+    if path.is_dir():
+        for folder in sorted(entry for entry in path.iterdir() if entry.is_dir()):
+            archive = open_archive(folder / (MASTER + SUFFIX))
+            yield folder.name, archive.content[PARAM], archive
+        return
     for file in _files(path):
-        for name, value in _open(file).content.items():
+        archive = _open(file)
+        for name, value in archive.content.items():
             if isinstance(value, Tensor):
-                yield name, value
+                yield name, value, archive
 
 
 def _files(path: Path) -> list[Path]:

@@ -49,7 +49,7 @@ def _path_in(loc: tuple[str | int, ...], data: Any) -> tuple[Path, str]:
 def _message(schema: type[BaseModel], path: Path, entry: Any, raw: Mapping[str, Any]) -> str:
     value = value_at(raw, path, entry["input"])
     if entry["type"] == "extra_forbidden":
-        return _unknown(schema, path, value)
+        return _unknown(schema, path, value, raw)
     found = field_at(schema, path)
     own_text = (
         str(entry.get("ctx", {}).get("error", ""))
@@ -77,8 +77,11 @@ def _message(schema: type[BaseModel], path: Path, entry: Any, raw: Mapping[str, 
     return message
 
 
-def _unknown(schema: type[BaseModel], path: Path, value: Any) -> str:
+def _unknown(schema: type[BaseModel], path: Path, value: Any, raw: Mapping[str, Any]) -> str:
     table = keys_of(section_at(schema, path[:-1]) or schema)
+    for other in value_at(raw, path[:-1], {}):
+        if other != path[-1] and other in table and table[other] is table.get(str(path[-1])):
+            return f"given twice, also as '{other}': keep one of them (value: {shown(value)})"
     close = nearest(str(path[-1]), table)
     if close is not None:
         meant = ".".join(map(str, (*path[:-1], close)))

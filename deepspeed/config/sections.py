@@ -91,6 +91,10 @@ def _int_or_auto(value: Any) -> int | str:
     raise ValueError("must be a whole number or 'auto'")
 
 
+def _whole_part(value: Any) -> Any:
+    return math.floor(value) if isinstance(value, float) and math.isfinite(value) else value
+
+
 def _float_or_auto(value: Any) -> float | str:
     if value == AUTO:
         return value
@@ -101,6 +105,8 @@ def _float_or_auto(value: Any) -> float | str:
 
 # Integral floats such as 5e8 are accepted for both (JSON has no other short way to write a large round number).
 Int = Annotated[int, BeforeValidator(_not_bool)]
+# A size that scripts compute, as 0.9 x hidden x hidden: what is behind the point is dropped.
+Elements = Annotated[int, BeforeValidator(_not_bool), BeforeValidator(_whole_part)]
 Float = Annotated[float, BeforeValidator(_not_bool), AfterValidator(finite)]
 FloatOrInfinity = Annotated[float, BeforeValidator(_not_bool)]
 IntOrAuto = Annotated[Any, PlainValidator(_int_or_auto), Says("a whole number or 'auto'")]
@@ -236,11 +242,14 @@ class DeepSpeedConfigModel(BaseModel):
         for name in sorted(old_spellings & self.model_fields_set):
             self._carry_over(name)
         if required_fields and getattr(self, "enabled", False):
-            missing = [
-                name for name in type(self).model_fields if name in required_fields - self.model_fields_set
-            ]
+            absent = required_fields - self.model_fields_set
+            missing = [name for name in type(self).model_fields if name in absent and self._needs(name)]
             if missing:
                 raise ValueError(f"enabled, but without {', '.join(missing)}")
+
+    def _needs(self, name: str) -> bool:
+        """Whether a `required` field is needed with the values of the others: yes, unless a section knows better."""
+        return True
 
     def _carry_over(self, name: str) -> None:
         facts = extra_facts(type(self).model_fields[name])

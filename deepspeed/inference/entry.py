@@ -13,6 +13,7 @@ from deepspeed.config.reader import read_config
 from deepspeed.config.refusals import refusals
 from deepspeed.inference.config import DeepSpeedInferenceConfig
 from deepspeed.inference.engine import InferenceEngine
+from deepspeed.runtime.zero.gathering.solo_shard import make_whole
 
 __all__ = ["default_inference_config", "init_inference"]
 
@@ -41,6 +42,9 @@ def init_inference(
     """
     settings = inference_config(config, kwargs)
     modules = {} if isinstance(model, nn.Module) else _modules_of(model)
+    for each in modules.values() if modules else [model]:
+        if isinstance(each, nn.Module):
+            make_whole(each)
     return _prepared_pipeline(model, modules, settings) if modules else InferenceEngine(model, settings)
 
 

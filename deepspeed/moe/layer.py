@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
@@ -9,6 +11,16 @@ from deepspeed.comm.mesh import ProcessMesh
 from deepspeed.moe.experts import Experts
 from deepspeed.moe.sharded_moe import MOELayer, TopKGate
 from deepspeed.utils import groups
+
+
+def _of_one_layer(num_experts: int | Sequence[int]) -> int:
+    if isinstance(num_experts, int):
+        return num_experts
+    if len(num_experts) != 1:
+        raise ValueError(
+            f"num_experts={num_experts}: a layer has one number of experts; for a pyramid make one MoE layer for each"
+        )
+    return num_experts[0]
 
 
 class MoE(nn.Module):
@@ -19,6 +31,7 @@ class MoE(nn.Module):
 
     Args:
         hidden_size: size of the last dim of the input, which ``expert`` keeps.
+        num_experts: a number, or a list of one, as the options of scripts hold it.
         ep_size: ranks that share the experts of the layer; each holds ``num_experts / ep_size``.
         k: experts per token.
         capacity_factor: an expert takes ``ceil(tokens / num_experts x k x capacity_factor)`` tokens of a rank in
@@ -37,7 +50,7 @@ class MoE(nn.Module):
         self,
         hidden_size: int,
         expert: nn.Module,
-        num_experts: int = 1,
+        num_experts: int | Sequence[int] = 1,
         ep_size: int = 1,
         k: int = 1,
         capacity_factor: float = 1.0,
@@ -52,6 +65,7 @@ class MoE(nn.Module):
         top2_2nd_expert_sampling: bool = True,
     ) -> None:
         super().__init__()
+        num_experts = _of_one_layer(num_experts)
         assert num_experts % ep_size == 0, (
             f"num_experts={num_experts} must be a multiple of ep_size={ep_size}, so that every rank holds equally many"
         )

@@ -52,6 +52,7 @@ from deepspeed.runtime.transforms import ForwardFacts, InputChain, transform_mod
 from deepspeed.runtime.transforms.selection import from_config
 from deepspeed.runtime.zero.gathering.phases import Phase
 from deepspeed.runtime.zero.gathering.sharded_model import ShardedModel
+from deepspeed.runtime.zero.gathering.solo_shard import make_whole
 from deepspeed.runtime.zero.optimizer import ZeroOptimizer
 from deepspeed.runtime.zero.placements import find_placements
 from deepspeed.runtime.zero.scopes import Scopes
@@ -108,6 +109,8 @@ class DeepSpeedEngine(EngineData):
             model_parameters = list(model_parameters)  # it may be a generator, but is read twice
         model_parameters = self._transform_module(model, optimizer, model_parameters)
         check_module(model)
+        if not self.plan.zero.shard_params:
+            make_whole(model)
         note_stages(model, self.plan, self._config, optimizer, self.mesh, model_parameters)
         check_fits(model, self.plan, self._config, optimizer, self.mesh, model_parameters)
         self._take_module(model, move=not dont_change_device)
@@ -306,6 +309,12 @@ class DeepSpeedEngine(EngineData):
     def _end_plain_backward(self) -> None:
         self._end_backward()
         self.events.emit("after_backward", loss=None, share=None)
+
+    def _backward_epilogue(self) -> None:
+        """What the documents call after the ``loss.backward()`` of a loss of several engines. The gradients are already
+        reduced when autograd returns, so this only notices a backward that failed on its way to this engine."""
+        self._require_core("backward")
+        self._recover()
 
     def _end_backward(self) -> None:
         if self._scaled_loss:

@@ -20,7 +20,7 @@ from deepspeed.checkpoint.flush import wait_for_flushes as wait_for_flushes
 from deepspeed.checkpoint.load import Report, Restorer
 from deepspeed.checkpoint.needs import needed_shards
 from deepspeed.checkpoint.originals import ORIGINALS
-from deepspeed.checkpoint.plain_weights import find_plain, open_plain
+from deepspeed.checkpoint.plain_weights import find_plain, find_universal_weights, open_plain
 from deepspeed.checkpoint.ranks import Ranks
 from deepspeed.checkpoint.reader import OwnStates, materialize, open_checkpoint, read_pending
 from deepspeed.checkpoint.save import check_client_state, save
@@ -251,7 +251,8 @@ def load_checkpoint(
 
     A checkpoint of any stage, number of ranks and precision can be loaded, including one written by release 0.19.
     Without a ``tag``, ``load_dir`` may also be a model's plain weights (``.safetensors`` or ``.bin``, a file or a
-    folder as ``save_pretrained`` writes it): then these are loaded and nothing else, whatever the other options say.
+    folder as ``save_pretrained`` writes it): then these are loaded and nothing else, whatever the other options say;
+    as of a universal checkpoint that ``hf_to_universal`` made.
     ``load_module_only`` reads no optimizer file and changes nothing but the weights. Random states, data
     position and accumulated gradients are restored when everything is loaded. CheckpointError (a ValueError)
     says which file is missing, damaged or foreign, and what does not match.
@@ -260,12 +261,13 @@ def load_checkpoint(
     if engine.background_writer is not None:
         engine.background_writer.wait()
     plain = _plain_weights(ranks, Path(load_dir)) if tag is None else None
+    if plain is None:
+        tag = _agreed_tag(ranks, Path(load_dir), tag, universal=engine.load_universal_checkpoint())
+        if tag is None:
+            return None, None
+        plain = _universal_weights(ranks, Path(load_dir), tag)
     if plain is not None:
         load_optimizer_states, load_lr_scheduler_states, load_module_only = False, False, True
-    else:
-        tag = _agreed_tag(ranks, Path(load_dir), tag, universal=engine.load_universal_checkpoint())
-    if plain is None and tag is None:
-        return None, None
     what = _what_to_load(
         engine, load_optimizer_states, load_lr_scheduler_states, load_module_only, custom_load_fn
     )
@@ -316,6 +318,13 @@ def _plain_weights(ranks: Ranks, load_dir: Path) -> Path | None:
     """The plain weights that ``load_dir`` holds instead of checkpoints, if all ranks find them."""
     with ranks.together("looking for the checkpoint"):
         found = find_plain(load_dir) if load_dir.is_file() or read_latest(load_dir) is None else None
+    return found if not ranks.any(found is None) else None
+
+
+def _universal_weights(ranks: Ranks, load_dir: Path, tag: str) -> Path | None:
+    """The weights of a universal checkpoint that has nothing else, if all ranks find it."""
+    with ranks.together("looking for the checkpoint"):
+        found = find_universal_weights(find_folder(load_dir, tag))
     return found if not ranks.any(found is None) else None
 
 

@@ -10,8 +10,10 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
+from deepspeed.checkpoint import hf_to_universal
 from deepspeed.checkpoint.errors import CheckpointError
 from deepspeed.checkpoint.export import save_weights
+from deepspeed.checkpoint.plain_weights import tensors_of
 from tests.pool import distributed
 from tests.zero.test_placements import WIDTH, Block, alone, assert_weights, config, start, train
 
@@ -96,3 +98,33 @@ def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
     if dist.get_rank() == 0:
         shutil.rmtree(tmp_path)
     engine.destroy()
+
+
+@pytest.mark.parametrize(("stage", "kind"), [(1, "bin"), (3, "shards")])
+@distributed(world_size=2)
+def test_weights_as_a_universal_checkpoint(stage: int, kind: str, tmp_path: Path) -> None:
+    weights = trained()
+    (tmp_path / "hf").mkdir(exist_ok=True)
+    write({name: value.bfloat16() for name, value in weights.items()}, tmp_path / "hf", kind)
+    target = tmp_path / "converted" / "start"
+    if dist.get_rank() == 0:
+        hf_to_universal.main(["--hf_checkpoint_dir", str(tmp_path / "hf"), "--save_dir", str(target)])
+        assert all(value.dtype == torch.float32 for _, value in tensors_of(target / "zero"))
+    dist.barrier()
+    model = Block()
+    model.load_state_dict({name: value.bfloat16().float() for name, value in weights.items()})
+    universal = {**config(stage, 0.0), "checkpoint": {"load_universal": True}}
+    for folder, tag in ((target, None), (target.parent, "start"), (target.parent, None)):
+        engine = start(universal, split=stage == 3)
+        assert engine.load_checkpoint(str(folder), tag=tag) == (str(target), {})
+        assert_weights(engine, model, rtol=0, atol=0)
+        engine.destroy()
+
+
+def test_conversion_of_no_weights(tmp_path: Path) -> None:
+    save_weights({"w": torch.zeros(1)}, tmp_path, safetensors=False)
+    with pytest.raises(CheckpointError, match="holds no .safetensors files"):
+        hf_to_universal.convert(tmp_path, tmp_path / "out", safe_serialization=True)
+    with pytest.raises(CheckpointError, match="holds no weights"):
+        hf_to_universal.convert(tmp_path / "nowhere", tmp_path / "out")
+    assert not (tmp_path / "out").exists()

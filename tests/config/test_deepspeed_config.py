@@ -191,6 +191,14 @@ def test_optimizer_names(written: str, name: str) -> None:
     assert make(optimizer={"type": written}).optimizer_name == name
 
 
+def test_sizes_that_scripts_compute() -> None:
+    zero = make(zero_optimization={"stage": 3, "stage3_prefetch_bucket_size": 0.9 * 64 * 64}).zero_config
+    assert zero.prefetch_bucket_size == 3686
+    for wrong in (True, -0.5, float("inf")):
+        with pytest.raises(DeepSpeedConfigError, match="stage3_prefetch_bucket_size"):
+            make(zero_optimization={"stage": 3, "stage3_prefetch_bucket_size": wrong})
+
+
 def test_null_sections_count_as_absent() -> None:
     config = make(
         optimizer=None,
@@ -417,6 +425,11 @@ def test_error_class() -> None:
         "2 errors in DeepSpeed config:\n  bf61: unknown key; did you mean 'bf16'?"
     )
     assert [problem.key for problem in caught.value.problems] == ["bf61", "fp16.enabled"]
+
+
+def test_a_key_under_both_its_names() -> None:
+    with pytest.raises(DeepSpeedConfigError, match="given twice, also as 'stage3_prefetch_bucket_size'"):
+        make(zero_optimization={"stage": 3, "prefetch_bucket_size": 5, "stage3_prefetch_bucket_size": 5})
 
 
 @pytest.mark.parametrize("count", [1, 2])

@@ -72,3 +72,27 @@ def test_losses_with_different_scales_are_refused() -> None:
     with pytest.raises(RuntimeError, match="different loss scales"):
         (losses[0] + losses[1]).backward()
     behind.destroy(), [front.destroy() for front in fronts]
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@distributed(world_size=2)
+def test_the_documented_loop_of_a_shared_loss(stage: int) -> None:
+    torch.manual_seed(3)
+    x, models = torch.randn(2, WIDTH), [nn.Linear(WIDTH, 1) for _ in range(2)]
+    references = copy.deepcopy(models)
+    engines = [build(model, stage) for model in models]
+    for trained in (engines, references):
+        loss = sum(model(x).mean() / (i + 1) for i, model in enumerate(trained))
+        assert isinstance(loss, torch.Tensor)
+        loss.backward()
+    for engine in engines:
+        engine._backward_epilogue()
+    for engine in engines:
+        engine.step()
+    for engine, reference in zip(engines, references, strict=True):
+        engine.optimizer.zero_grad()
+        with deepspeed.zero.GatheredParameters(list(engine.parameters())):
+            for got, param in zip(engine.parameters(), reference.parameters(), strict=True):
+                assert param.grad is not None
+                torch.testing.assert_close(got.detach(), param.detach() - LR * param.grad)
+        engine.destroy()

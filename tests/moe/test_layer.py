@@ -172,6 +172,12 @@ def test_an_unknown_group_of_ranks_is_an_error() -> None:
         MoE(HIDDEN, mlp(), num_experts=4, ep_size=3)
 
 
+def test_a_list_of_one_number_of_experts() -> None:
+    assert MoE(HIDDEN, mlp(), num_experts=[4]).num_experts == 4
+    with pytest.raises(ValueError, match=r"\[2, 4\].*one MoE layer for each"):
+        MoE(HIDDEN, mlp(), num_experts=[2, 4])
+
+
 # --- Parameters and groups -------------------------------------------------------------------------------------------
 
 

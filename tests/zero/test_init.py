@@ -207,3 +207,36 @@ def test_tied_parameters_stay_tied_in_a_copy() -> None:
         whole = copy.deepcopy(model)  # whole parameters are copied whole
     assert not hasattr(whole[0].weight, "ds_id") and whole[0].weight.shape == (4, 4)
     assert whole[0].weight is whole[1].weight
+
+
+def two_layers(**settings: Any) -> nn.Module:
+    torch.manual_seed(5)
+    with deepspeed.zero.Init(config_dict_or_path=SETTINGS, dtype=torch.float32, **settings):
+        return nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 1))
+
+
+@pytest.mark.parametrize(("stage", "settings"), [(0, {}), (1, {"remote_device": "cpu"}), (2, {})])
+@distributed(world_size=2)
+def test_an_engine_that_gathers_nothing_makes_it_whole(stage: int, settings: dict[str, Any]) -> None:
+    x, updated = torch.ones(2, 5), []
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "zero_optimization": {"stage": stage},
+    }
+    for partitioned in (True, False):
+        model = two_layers(enabled=partitioned, **settings)
+        engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+        engine.backward(engine(x).mean())
+        engine.step()
+        updated.append([param.detach().clone() for param in model.parameters()])
+        engine.destroy()
+    assert [param.shape for param in updated[0]] == [(3, 5), (3,), (1, 3), (1,)]
+    assert all(torch.equal(one, other) for one, other in zip(*updated, strict=True))
+
+
+@distributed(world_size=2)
+def test_inference_makes_it_whole() -> None:
+    x = torch.ones(2, 5)
+    engine = deepspeed.init_inference(two_layers(), dtype=torch.float32)
+    assert torch.equal(engine(x), two_layers(enabled=False)(x))

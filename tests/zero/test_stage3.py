@@ -339,6 +339,8 @@ def test_register_external_parameter() -> None:
     module, param = engine.module.blocks[0], engine.module.twice.weight
     deepspeed.zero.register_external_parameter(module, param)
     assert [p for _, p in module.ds_external_parameters()] == [param]
+    deepspeed.zero.unregister_external_parameter(module, param)
+    assert not list(module.ds_external_parameters())
     with pytest.raises(RuntimeError, match="torch.nn.Module"):
         deepspeed.zero.register_external_parameter("no module", param)
     with pytest.raises(RuntimeError, match="torch.nn.Parameter"):

@@ -173,7 +173,12 @@ class CurriculumLegacyConfig(LenientConfigModel):
     schedule_type: Literal["fixed_linear", "fixed_root", "fixed_discrete", "custom"] | None = required(
         "How it grows."
     )
-    schedule_config: CurriculumScheduleConfig | None = required("Details of `schedule_type`.")
+    schedule_config: CurriculumScheduleConfig | None = required(
+        "Details of `schedule_type`; `custom` needs none."
+    )
+
+    def _needs(self, name: str) -> bool:
+        return not (name == "schedule_config" and self.schedule_type == "custom")
 
 
 class ProgressiveLayerDropConfig(LenientConfigModel):

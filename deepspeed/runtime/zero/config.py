@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from deepspeed.config.sections import DeepSpeedConfigModel, Float, Int, deprecated, note, pp_int
+from deepspeed.config.sections import DeepSpeedConfigModel, Elements, Float, Int, deprecated, note, pp_int
 from deepspeed.runtime.zero.leaf_module_config import DeepSpeedZeroLeafModuleConfig
 from deepspeed.runtime.zero.offload_config import (
     DeepSpeedZeroOffloadOptimizerConfig,
@@ -59,7 +59,7 @@ class DeepSpeedZeroConfig(DeepSpeedConfigModel):
     reduce_scatter: bool = Field(
         default=True, description="Reduce gradients with reduce-scatter; false: all-reduce."
     )
-    reduce_bucket_size: Int = Field(
+    reduce_bucket_size: Elements = Field(
         default=pp_int(5e8), gt=0, description="Largest number of elements reduced in one call."
     )
     use_multi_rank_bucket_allreduce: bool = Field(
@@ -68,7 +68,7 @@ class DeepSpeedZeroConfig(DeepSpeedConfigModel):
     allgather_partitions: bool = Field(
         default=True, description="No effect: updated parameters are always gathered."
     )
-    allgather_bucket_size: Int = Field(
+    allgather_bucket_size: Elements = Field(
         default=pp_int(5e8), ge=0, description="Largest number of elements gathered in one call."
     )
     overlap_comm: bool | None = Field(
@@ -97,32 +97,32 @@ class DeepSpeedZeroConfig(DeepSpeedConfigModel):
     zenflow: ZenFlowConfig | None = Field(
         default=None, description="ZenFlow: asynchronous offloaded updates."
     )
-    sub_group_size: Int = Field(default=pp_int(1e9), ge=0, description="Elements updated at a time.")
-    prefetch_bucket_size: Int = Field(
+    sub_group_size: Elements = Field(default=pp_int(1e9), ge=0, description="Elements updated at a time.")
+    prefetch_bucket_size: Elements = Field(
         default=pp_int(5e7),
         ge=0,
         alias="stage3_prefetch_bucket_size",
         description="Elements gathered ahead of their use.",
     )
-    param_persistence_threshold: Int = Field(
+    param_persistence_threshold: Elements = Field(
         default=pp_int(1e5),
         ge=0,
         alias="stage3_param_persistence_threshold",
         description="Parameters with fewer elements stay gathered between uses.",
     )
-    model_persistence_threshold: Int = Field(
+    model_persistence_threshold: Elements = Field(
         default=pp_int(sys.maxsize, "sys.maxsize"),
         ge=0,
         alias="stage3_model_persistence_threshold",
         description="Limit on the elements of all parameters that stay gathered.",
     )
-    max_live_parameters: Int = Field(
+    max_live_parameters: Elements = Field(
         default=pp_int(1e9),
         ge=0,
         alias="stage3_max_live_parameters",
         description="Maximum number of elements gathered at one time.",
     )
-    max_reuse_distance: Int = Field(
+    max_reuse_distance: Elements = Field(
         default=pp_int(1e9),
         ge=0,
         alias="stage3_max_reuse_distance",

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from deepspeed.comm.collectives import Communicator
 from deepspeed.runtime.zero import params as zero_params
+from deepspeed.utils.logging import log_dist
 
 
 class SoloShard:
@@ -89,3 +90,19 @@ def shard_alone(
         zero_params.convert(param, SoloShard(param, communicator, everyone, keep), 0)
         param.data = torch.empty(0, dtype=param.dtype, device=param.device)
     zero_params.mark([param], zero_params.ZeroParamStatus.NOT_AVAILABLE)
+
+
+def make_whole(module: nn.Module) -> None:
+    """Turn what ``zero.Init`` partitioned into ordinary parameters, for users that gather nothing. What a stage-3
+    engine holds stays as it is. Collective."""
+    held = [param for param in module.parameters() if isinstance(getattr(param, "ds_home", None), SoloShard)]
+    for param in held:
+        whole = torch.empty(zero_params.full_shape(param), dtype=param.dtype, device=param.device)
+        zero_params.read_full(param, whole)
+        zero_params.forget(param)
+        param.data = whole
+    if held:
+        log_dist(
+            f"{len(held)} parameters, which zero.Init had partitioned, are whole: only stage 3 gathers",
+            ranks=[0],
+        )

@@ -1,0 +1,94 @@
+"""Turn the weights of a Transformers checkpoint into a universal checkpoint without optimizer state.
+
+    python -m deepspeed.checkpoint.hf_to_universal --hf_checkpoint_dir gpt2/ --save_dir checkpoints/gpt2
+
+``load_checkpoint`` takes the folder of Transformers itself as well; this is for tools that read the universal layout
+(``universal_format``). Of a floating-point tensor it has the fp32 value.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from deepspeed.checkpoint.archive import naming, write_archive
+from deepspeed.checkpoint.constants import CAT_DIM, PARAM
+from deepspeed.checkpoint.errors import CheckpointNotFoundError
+from deepspeed.checkpoint.flush import wait_for_flushes
+from deepspeed.checkpoint.names import LATEST_UNIVERSAL
+from deepspeed.checkpoint.plain_weights import find_plain, tensors_of
+from deepspeed.checkpoint.state import MASTER
+from deepspeed.checkpoint.universal_format import FOLDER, SUFFIX
+from deepspeed.checkpoint.writers import StagedFolder, replace_file
+
+
+def convert(
+    hf_checkpoint_dir: str | os.PathLike[str],
+    save_dir: str | os.PathLike[str],
+    *,
+    safe_serialization: bool = False,
+) -> Path:
+    """Write the weights in ``hf_checkpoint_dir``, one file in memory at a time, to ``save_dir``, and that folder's name
+    to ``latest_universal`` beside it; returns the folder, which appears when it is complete.
+
+    ``safe_serialization``: the weights must be ``.safetensors`` files, which are taken first anyway.
+    CheckpointNotFoundError: there are no weights, or no such ones.
+    """
+    source, target = _weights_in(Path(hf_checkpoint_dir), safe_serialization), Path(os.path.abspath(save_dir))
+    staged = StagedFolder(target.parent, target.name, alone=False)
+    staged.prepare()
+    try:
+        _write(source, staged.staging / FOLDER)
+    except BaseException:
+        staged.discard()
+        raise
+    staged.commit()
+    replace_file(target.parent / LATEST_UNIVERSAL, target.name.encode(), alone=False)
+    wait_for_flushes()
+    return staged.final
+
+
+def _weights_in(folder: Path, safe_serialization: bool) -> Path:
+    found = find_plain(folder)
+    if found is None or (safe_serialization and ".safetensors" not in found.suffixes):
+        kind = ".safetensors files" if safe_serialization else "weights (.safetensors or .bin files)"
+        raise CheckpointNotFoundError(
+            f"{folder} holds no {kind} as Transformers' save_pretrained writes them"
+        )
+    return found
+
+
+def _write(source: Path, folder: Path) -> None:
+    folder.mkdir()
+    for name, value in tensors_of(source):
+        path = folder / name / (MASTER + SUFFIX)
+        with naming(path):
+            path.parent.mkdir()
+            write_archive(path, {PARAM: value.float() if value.is_floating_point() else value, CAT_DIM: 0})
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description="Convert a Transformers checkpoint to a universal checkpoint."
+    )
+    parser.add_argument("--hf_checkpoint_dir", required=True, help="folder of the model's weights")
+    parser.add_argument("--save_dir", required=True, help="folder for the universal checkpoint")
+    parser.add_argument(
+        "--safe_serialization", action="store_true", help="refuse weights that are not .safetensors files"
+    )
+    parser.add_argument(
+        "--num_workers", default=4, type=int, help="accepted without effect: files are converted in order"
+    )
+    given = parser.parse_args(args)
+    folder = convert(given.hf_checkpoint_dir, given.save_dir, safe_serialization=given.safe_serialization)
+    print(f"wrote the universal checkpoint {folder}")
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except ValueError as error:
+        sys.exit(f"hf_to_universal: {error}")
