@@ -14,15 +14,14 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from deepspeed.checkpoint.archive import naming, write_archive
+from deepspeed.checkpoint.archive import naming
 from deepspeed.checkpoint.constants import CAT_DIM, PARAM
 from deepspeed.checkpoint.errors import CheckpointNotFoundError
-from deepspeed.checkpoint.flush import wait_for_flushes
-from deepspeed.checkpoint.names import LATEST_UNIVERSAL
 from deepspeed.checkpoint.plain_weights import find_plain, tensors_of
 from deepspeed.checkpoint.state import MASTER
-from deepspeed.checkpoint.universal_format import FOLDER, SUFFIX
-from deepspeed.checkpoint.writers import StagedFolder, replace_file
+from deepspeed.checkpoint.universal_export import putting_in_place, write_value
+from deepspeed.checkpoint.universal_format import FOLDER
+from deepspeed.checkpoint.writers import StagedFolder
 
 
 def convert(
@@ -39,15 +38,8 @@ def convert(
     """
     source, target = _weights_in(Path(hf_checkpoint_dir), safe_serialization), Path(os.path.abspath(save_dir))
     staged = StagedFolder(target.parent, target.name, alone=False)
-    staged.prepare()
-    try:
+    with putting_in_place(staged):
         _write(source, staged.staging / FOLDER)
-    except BaseException:
-        staged.discard()
-        raise
-    staged.commit()
-    replace_file(target.parent / LATEST_UNIVERSAL, target.name.encode(), alone=False)
-    wait_for_flushes()
     return staged.final
 
 
@@ -64,10 +56,11 @@ def _weights_in(folder: Path, safe_serialization: bool) -> Path:
 def _write(source: Path, folder: Path) -> None:
     folder.mkdir()
     for name, value in tensors_of(source):
-        path = folder / name / (MASTER + SUFFIX)
-        with naming(path):
-            path.parent.mkdir()
-            write_archive(path, {PARAM: value.float() if value.is_floating_point() else value, CAT_DIM: 0})
+        made = folder / name
+        with naming(made):
+            made.mkdir()
+        whole = value.float() if value.is_floating_point() else value
+        write_value(made, MASTER, {PARAM: whole, CAT_DIM: 0})
 
 
 def main(args: Sequence[str] | None = None) -> None:
@@ -92,3 +85,5 @@ if __name__ == "__main__":
         main()
     except ValueError as error:
         sys.exit(f"hf_to_universal: {error}")
+    except KeyboardInterrupt:
+        sys.exit("hf_to_universal: interrupted; nothing was written")

@@ -18,7 +18,7 @@ from deepspeed.checkpoint.errors import CheckpointError, CheckpointNotFoundError
 from deepspeed.checkpoint.export import BIN_NAME, SAFETENSORS_NAME
 from deepspeed.checkpoint.shards import ShardIndex
 from deepspeed.checkpoint.state import MASTER
-from deepspeed.checkpoint.universal_format import FOLDER, SUFFIX, is_universal
+from deepspeed.checkpoint.universal_format import FOLDER, SUFFIX, has_only_parameters
 
 INDEX_SUFFIX = ".index.json"
 
@@ -36,8 +36,7 @@ def find_plain(path: Path) -> Path | None:
 
 def find_universal_weights(folder: Path) -> Path | None:
     """Where the universal checkpoint in ``folder`` has its parameters, if it holds nothing else."""
-    only_weights = is_universal(folder) and next(folder.glob("*_model_states.pt"), None) is None
-    return folder / FOLDER if only_weights else None
+    return folder / FOLDER if has_only_parameters(folder) else None
 
 
 def open_plain(path: Path, tied: Mapping[str, str]) -> Catalog:

@@ -64,19 +64,34 @@ def convert(
     staged = StagedFolder(target.parent, target.name, alone=False)
     if staged.final.resolve() == source.resolve():
         raise ValueError(f"{source} would be overwritten by its own conversion: choose another output folder")
-    staged.prepare()
-    try:
+    with putting_in_place(staged):
         conversion.write_rest(staged.staging)
         _write_parameters(conversion, staged.staging, processes)
         if verify:
             _verify(staged.staging, conversion)
+    return staged.final
+
+
+@contextmanager
+def putting_in_place(staged: StagedFolder) -> Iterator[None]:
+    """What is written into the staging folder meanwhile takes its place at the end, and its name is in
+    ``latest_universal`` beside it; after an error or Ctrl-C all is as before."""
+    staged.prepare()
+    try:
+        yield
     except BaseException:
         staged.discard()
         raise
     staged.commit()
-    replace_file(target.parent / names.LATEST_UNIVERSAL, target.name.encode(), alone=False)
+    replace_file(staged.save_dir / names.LATEST_UNIVERSAL, staged.tag.encode(), alone=False)
     wait_for_flushes()
-    return staged.final
+
+
+def write_value(folder: Path, kind: str, content: Any) -> None:
+    """The file of that kind in the folder of a parameter."""
+    path = folder / f"{kind}{SUFFIX}"
+    with naming(path):
+        write_archive(path, content)
 
 
 class _Conversion:
@@ -128,7 +143,7 @@ class _Conversion:
         if missing and self.kinds:
             values = {STEP: torch.zeros(())}
         for kind, value in values.items():
-            self._put_value(made, kind, value)
+            write_value(made, kind, value)
 
     def _tensor(self, name: str, sources: Sequence[Source], dtype: torch.dtype) -> LazyTensor:
         shape = self.files.shapes[name] if name in self.files.shapes else sources[0].index.global_shape
@@ -144,13 +159,7 @@ class _Conversion:
 
     def _put(self, folder: Path, kind: str, tensor: LazyTensor, layout: Mapping[str, int]) -> None:
         content = tensor if self.flat else {PARAM: tensor, **layout}
-        self._put_value(folder, kind, content)
-
-    @staticmethod
-    def _put_value(folder: Path, kind: str, content: Any) -> None:
-        path = folder / f"{kind}{SUFFIX}"
-        with naming(path):
-            write_archive(path, content)
+        write_value(folder, kind, content)
 
     # Everything else ----------------------------------------------------------------------------------------
 

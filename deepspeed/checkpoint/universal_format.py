@@ -23,7 +23,7 @@ from deepspeed.checkpoint.archive import Archive, open_archive
 from deepspeed.checkpoint.catalog import Catalog, Group, Source
 from deepspeed.checkpoint.constants import PARAM, VOCAB_TENSOR
 from deepspeed.checkpoint.errors import CheckpointError, CheckpointNotFoundError
-from deepspeed.checkpoint.names import OPTIMIZER_STATE
+from deepspeed.checkpoint.names import MODEL_SUFFIX, OPTIMIZER_STATE
 from deepspeed.checkpoint.shards import ShardIndex
 from deepspeed.checkpoint.splits import Wanted
 from deepspeed.checkpoint.state import MASTER
@@ -37,6 +37,13 @@ SUFFIX = ".pt"
 
 def is_universal(folder: Path) -> bool:
     return (folder / FOLDER).is_dir()
+
+
+def has_only_parameters(folder: Path) -> bool:
+    """Whether ``folder`` has a universal checkpoint that was made of weights. One that has something of an optimizer
+    was not: without model files it is incomplete."""
+    rest = (folder / FOLDER / COMMON, *folder.glob(f"*{MODEL_SUFFIX}"))
+    return is_universal(folder) and not any(path.exists() for path in rest)
 
 
 class UniversalFiles:

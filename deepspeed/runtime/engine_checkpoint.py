@@ -260,12 +260,9 @@ def load_checkpoint(
     ranks = _ranks(engine)
     if engine.background_writer is not None:
         engine.background_writer.wait()
-    plain = _plain_weights(ranks, Path(load_dir)) if tag is None else None
-    if plain is None:
-        tag = _agreed_tag(ranks, Path(load_dir), tag, universal=engine.load_universal_checkpoint())
-        if tag is None:
-            return None, None
-        plain = _universal_weights(ranks, Path(load_dir), tag)
+    tag, plain = _locate(ranks, Path(load_dir), tag, universal=engine.load_universal_checkpoint())
+    if tag is None and plain is None:
+        return None, None
     if plain is not None:
         load_optimizer_states, load_lr_scheduler_states, load_module_only = False, False, True
     what = _what_to_load(
@@ -314,17 +311,27 @@ def load_checkpoint(
     return str(catalog.folder), materialize(catalog.client_state)
 
 
-def _plain_weights(ranks: Ranks, load_dir: Path) -> Path | None:
-    """The plain weights that ``load_dir`` holds instead of checkpoints, if all ranks find them."""
-    with ranks.together("looking for the checkpoint"):
-        found = find_plain(load_dir) if load_dir.is_file() or read_latest(load_dir) is None else None
-    return found if not ranks.any(found is None) else None
+def _locate(
+    ranks: Ranks, load_dir: Path, tag: str | None, *, universal: bool
+) -> tuple[str | None, Path | None]:
+    """The tag to load (``_agreed_tag``), and plain weights that are loaded instead: those that ``load_dir`` holds where
+    there are no checkpoints, or a universal checkpoint of nothing else."""
+
+    def instead_of_checkpoints() -> Path | None:
+        return find_plain(load_dir) if load_dir.is_file() or read_latest(load_dir) is None else None
+
+    plain = _found_by_all(ranks, instead_of_checkpoints) if tag is None else None
+    if plain is not None:
+        return None, plain
+    agreed = _agreed_tag(ranks, load_dir, tag, universal=universal)
+    if agreed is None:
+        return None, None
+    return agreed, _found_by_all(ranks, lambda: find_universal_weights(find_folder(load_dir, agreed)))
 
 
-def _universal_weights(ranks: Ranks, load_dir: Path, tag: str) -> Path | None:
-    """The weights of a universal checkpoint that has nothing else, if all ranks find it."""
+def _found_by_all(ranks: Ranks, find: Callable[[], Path | None]) -> Path | None:
     with ranks.together("looking for the checkpoint"):
-        found = find_universal_weights(find_folder(load_dir, tag))
+        found = find()
     return found if not ranks.any(found is None) else None
 
 

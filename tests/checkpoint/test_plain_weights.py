@@ -121,6 +121,17 @@ def test_weights_as_a_universal_checkpoint(stage: int, kind: str, tmp_path: Path
         engine.destroy()
 
 
+@distributed(world_size=1)
+def test_a_universal_checkpoint_without_its_model_files_is_refused(tmp_path: Path) -> None:
+    save_weights(trained(), tmp_path, safetensors=True)
+    hf_to_universal.convert(tmp_path, tmp_path / "universal")
+    (tmp_path / "universal" / "zero" / "optimizer_state.pt").touch()
+    engine = start(config(1, 0.0), split=False)
+    with pytest.raises(CheckpointError, match="holds no .*model_states"):
+        engine.load_checkpoint(str(tmp_path), tag="universal")
+    engine.destroy()
+
+
 def test_conversion_of_no_weights(tmp_path: Path) -> None:
     save_weights({"w": torch.zeros(1)}, tmp_path, safetensors=False)
     with pytest.raises(CheckpointError, match="holds no .safetensors files"):
