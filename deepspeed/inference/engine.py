@@ -28,6 +28,7 @@ from deepspeed.inference.splitting import (
 )
 from deepspeed.inference.streaming import StreamedWeights, blocks_ahead
 from deepspeed.inference.weight_stores import make_store
+from deepspeed.runtime.zero.gathering.solo_shard import make_whole
 from deepspeed.utils.logging import log_dist
 
 __all__ = ["InferenceEngine"]
@@ -53,6 +54,7 @@ class InferenceEngine(nn.Module):
                 "engine in its place"
             )
         _remark(config)
+        make_whole(model)
         self._config = config
         self.module = model.eval()
         self._times: list[float] = []

@@ -13,7 +13,6 @@ from deepspeed.config.reader import read_config
 from deepspeed.config.refusals import refusals
 from deepspeed.inference.config import DeepSpeedInferenceConfig
 from deepspeed.inference.engine import InferenceEngine
-from deepspeed.runtime.zero.gathering.solo_shard import make_whole
 
 __all__ = ["default_inference_config", "init_inference"]
 
@@ -42,9 +41,6 @@ def init_inference(
     """
     settings = inference_config(config, kwargs)
     modules = {} if isinstance(model, nn.Module) else _modules_of(model)
-    for each in modules.values() if modules else [model]:
-        if isinstance(each, nn.Module):
-            make_whole(each)
     return _prepared_pipeline(model, modules, settings) if modules else InferenceEngine(model, settings)
 
 
