@@ -14,7 +14,7 @@ from deepspeed.utils import groups
 
 
 def _of_one_layer(num_experts: int | Sequence[int]) -> int:
-    if isinstance(num_experts, int):
+    if not isinstance(num_experts, Sequence):
         return num_experts
     if len(num_experts) != 1:
         raise ValueError(

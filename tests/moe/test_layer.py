@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -173,7 +174,8 @@ def test_an_unknown_group_of_ranks_is_an_error() -> None:
 
 
 def test_a_list_of_one_number_of_experts() -> None:
-    assert MoE(HIDDEN, mlp(), num_experts=[4]).num_experts == 4
+    for number in ([4], np.int64(4)):
+        assert MoE(HIDDEN, mlp(), num_experts=number).num_experts == 4
     with pytest.raises(ValueError, match=r"\[2, 4\].*one MoE layer for each"):
         MoE(HIDDEN, mlp(), num_experts=[2, 4])
 
