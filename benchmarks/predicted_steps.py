@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -31,7 +30,7 @@ from deepspeed.step_plan.hardware import Network
 from deepspeed.step_plan.shapes import build_shape
 from deepspeed.step_plan.work import flops_by_call
 from jobs import Job, progress
-from links import Links, LinksError
+from links import Links, links_or_exit
 from predicted_rank import at_stage
 from report import RESULTS, Report, common_arguments
 
@@ -122,7 +121,7 @@ def measure(arguments: argparse.Namespace, predictor: Predictor, ranks: int) -> 
     """All cells of so many ranks in turn, round after round: a slow moment of the machine hits a part of each."""
     rates = arguments.mbits if ranks > 1 else arguments.mbits[-1:]
     taken: dict[tuple[float, int], list[float]] = {}
-    with Links(ranks) as links, job(arguments, links, ranks) as running:
+    with links_or_exit(ranks) as links, job(arguments, links, ranks) as running:
         links.limit(10_000)
         progress(f"{ranks} ranks")
         running.call("prepare", stages=arguments.stages, warmup=5)
@@ -171,7 +170,7 @@ def times(arguments: argparse.Namespace, report: Report) -> None:
             steps=15,
             threads=1,
         )
-        with Links(2) as links:
+        with links_or_exit(2) as links:
             found = calibrate(asked, lambda rank: links.place(rank, 1), tell=progress)
         if arguments.calibration:
             found.save(arguments.calibration)
@@ -226,7 +225,7 @@ def memory(arguments: argparse.Namespace, report: Report) -> None:
         module = build_shape(arguments.model)
     cells = []
     for ranks in arguments.ranks:
-        with Links(ranks) as links, job(arguments, links, ranks) as running:
+        with links_or_exit(ranks) as links, job(arguments, links, ranks) as running:
             for stage in arguments.stages:
                 config = at_stage(config_of(arguments), stage)
                 config["train_micro_batch_size_per_gpu"] = 1
@@ -265,10 +264,7 @@ def memory(arguments: argparse.Namespace, report: Report) -> None:
 def main(argv: Sequence[str] | None = None) -> None:
     arguments = parse(argv)
     report = Report("predicted_steps", arguments)
-    try:
-        (join if arguments.join else memory if arguments.memory else times)(arguments, report)
-    except LinksError as error:
-        sys.exit(f"No network namespaces here: {error}")
+    (join if arguments.join else memory if arguments.memory else times)(arguments, report)
     report.save()
 
 

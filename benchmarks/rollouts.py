@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import sys
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -21,7 +20,7 @@ from typing import Any
 import torch
 
 from jobs import OURS, Contender, Spread, ratios, round_robin, started
-from links import Links, LinksError
+from links import Links, links_or_exit
 from report import Report, common_arguments
 
 GOAL = 5.0  # times as fast as the module
@@ -180,11 +179,8 @@ def contenders(arguments: argparse.Namespace, size: str, dtype: str, links: Link
 def main(argv: Sequence[str] | None = None) -> None:
     arguments = parse(argv)
     report = Report("rollouts", arguments)
-    try:
-        with contextlib.nullcontext() if arguments.mbits is None else Links(arguments.ranks) as links:
-            compare(arguments, links, report)
-    except LinksError as error:
-        sys.exit(f"No network namespaces here: {error}")
+    with contextlib.nullcontext() if arguments.mbits is None else links_or_exit(arguments.ranks) as links:
+        compare(arguments, links, report)
     report.save()
 
 

@@ -207,8 +207,8 @@ def test_taken_port_is_refused_if_chosen_and_replaced_if_not():
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="ports are reserved on Linux")
 def test_port_of_another_launcher_is_kept_if_chosen_and_replaced_if_not():
     # not of those that launchers choose from, as other tests start some meanwhile
-    first, count = 20000 + os.getpid() % 4000, 100
-    port = next(port for port in range(first, first + count) if ports.is_free("127.0.0.1", port))
+    lowest, count = 20000 + os.getpid() % 4000, 100
+    port = next(port for port in range(lowest, lowest + count) if ports.is_free("127.0.0.1", port))
     unasked, asked = runner.parse_args(["x"]), runner.parse_args(["--master_port", str(port), "x"])
     unasked.master_port = port
     for first in (unasked, asked):
