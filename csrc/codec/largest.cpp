@@ -5,8 +5,8 @@
 // collects what is above that, a little more than needed, and the limit is looked for among those. Where the sample was
 // wrong, the digits of all elements are counted to find it.
 #include <algorithm>
+#include <array>
 #include <functional>
-#include <iterator>
 #include <memory>
 #include <new>
 
@@ -199,26 +199,31 @@ struct Limit {
     int64_t equal;  // and so many of those that are equal
 };
 
-// By the counts of their digits, the highest first. `keys(f)` calls f(key) for each.
+// Counts how many keys lie in each of a row of equal ranges, then in equal parts of the range that holds the limit, until
+// this is a single key. `keys(f)` calls f(key) for each. None of them is below `least`. If that is positive, it is about
+// what the limit is: the first ranges are narrow, so that counters differ from key to key, and the last one has no end.
 template <class Keys>
-Limit limit_of(Keys &&keys, int64_t count) {
-    constexpr int32_t shifts[] = {20, 10, 0};
-    int64_t counts[1 << 11];
-    uint32_t known = 0;  // digits of the limit so far
-    for (const int32_t shift : shifts) {
-        std::fill(std::begin(counts), std::end(counts), int64_t(0));
-        if (shift == 20) {
-            keys([&](uint32_t key) { ++counts[key >> 20]; });
-        } else {
-            keys([&](uint32_t key) {
-                if (key >> (shift + 10) == known) ++counts[(key >> shift) & 1023];
-            });
-        }
-        uint32_t digit = shift == 20 ? (1u << 11) - 1 : 1023;
-        for (; counts[digit] < count; --digit) count -= counts[digit];
-        known = known << (shift == 20 ? 0 : 10) | digit;
+Limit limit_of(Keys &&keys, int64_t count, uint32_t least) {
+    constexpr int32_t kDigit = 12, kOctave = 23, kAll = 31;  // bits: of a range's number, and of the keys of several ranges
+    std::array<int64_t, 1 << kDigit> counts;
+    bool open = least > 0;
+    for (int32_t width = open ? kOctave : kAll;;) {
+        const int32_t shift = width < kDigit ? 0 : width - kDigit;
+        const uint32_t last = (1u << (width - shift)) - 1;
+        counts.fill(0);
+        keys([&](uint32_t key) {
+            const uint32_t range = (key - least) >> shift;  // large if the key is below
+            if (range <= last) ++counts[range];
+            else if (open) ++counts[last];
+        });
+        uint32_t range = last;
+        for (; counts[range] < count; --range) count -= counts[range];
+        const bool endless = open && range == last;
+        least += range << shift;
+        if (shift == 0 && !endless) return {least, count};
+        width = endless ? kAll : shift;
+        open = false;
     }
-    return {known, count};
 }
 
 // Writes what is taken, in the order of places.
@@ -234,7 +239,9 @@ class Packet {
         const uint32_t key = key_of(value);
         std::memcpy(values + 4 * count, &value, 4);
         std::memcpy(places + 4 * count, &place, 4);
-        count += key > limit.key || (key == limit.key && limit.equal-- > 0);
+        count += key > limit.key;
+        if (key == limit.key) [[unlikely]]
+            count += limit.equal-- > 0;
     }
 
     // What is left of those that are in it.
@@ -265,7 +272,7 @@ void take_from_all(const Row &row, int64_t count, void *packet) {
         [&](auto &&f) {
             for (int64_t i = 0; i < row.numel; ++i) f(key_of(value_at(row, i)));
         },
-        count);
+        count, 0);
     Packet to(packet, count, limit);
     for (int64_t i = 0; i < row.numel && !to.full(); ++i) to.offer(value_at(row, i), int32_t(i));
     if (row.errors != nullptr) to.settle(row.errors);
@@ -341,7 +348,7 @@ void encode_row(Row row, int64_t count, void *packet, const Scratch &scratch) {
             for (int32_t t = 0; t < threads; ++t)
                 for (int64_t i = 0; i < scratch.shares[t].count; ++i) f(key_of(scratch.shares[t].values[i]));
         },
-        count);
+        count, least);
     Packet to(packet, count, limit);
     for (int32_t t = 0; t < threads; ++t) {
         const Share &share = scratch.shares[t];
