@@ -5,8 +5,9 @@
 //
 // Blocks come from memory once: the pass that finds the scales of a few leaves them in the first-level cache for the pass
 // that encodes them. The first only reads, so that errors are written once, when they are what encoding took away.
-// Meanwhile others are on their way: as far ahead as memory takes to answer, and no further. They are asked for while blocks
-// are encoded; large blocks, of which that would be too early, while scales are looked for.
+// Meanwhile others are on their way, so that memory never waits: those behind what is encoded, as far as memory takes to
+// answer, and no further; of large blocks one half of the next while the scale is looked for, and the other while the codes
+// are written.
 #include "codes.h"
 
 namespace {
@@ -16,8 +17,7 @@ using ds::kPiece;
 constexpr int64_t kScale = 4;     // bytes
 constexpr int64_t kStep = 256;    // elements that are looked at together
 constexpr int64_t kAhead = 512;   // elements whose scales are found before they are encoded
-constexpr int64_t kFetch = 256;   // elements behind those that are on their way to the cache: without errors twice as many,
-constexpr int64_t kFetchLarge = 640;  // and with errors of large blocks
+constexpr int64_t kFetch = 256;   // elements behind those that are on their way to the cache; without errors twice as many
 constexpr int64_t kRing = 512;    // more than the blocks whose scales are found and that are not encoded
 
 struct Work {
@@ -86,16 +86,14 @@ DS_INLINE uint32_t key_of(const Work &work, const Block &block, uint32_t hash) {
     return ds::mix(hash + ds::mix(uint32_t(number) + ds::mix(work.packets->seed + uint32_t(number >> 32))));
 }
 
-// A piece of elements from `index` on.
 template <bool kErrors>
-DS_INLINE void fetch_piece(const Work &work, int64_t index) {
-    ds::fetch<false>(ds::at(static_cast<const void *>(work.values), index, work.dtype), kPiece * ds::item_size(work.dtype));
-    if constexpr (kErrors) ds::fetch<true>(work.errors + index, kPiece * 4);
+DS_INLINE void fetch_elements(const Work &work, int64_t index, int64_t n) {
+    ds::fetch<false>(ds::at(static_cast<const void *>(work.values), index, work.dtype), n * ds::item_size(work.dtype));
+    if constexpr (kErrors) ds::fetch<true>(work.errors + index, n * 4);
 }
 
-// Whether elements are asked for by what looks for scales.
-template <bool kErrors>
-DS_INLINE bool reads_ahead(const Work &work) { return kErrors && work.packets->block > kAhead; }
+// Whether the elements of the next block are asked for in two halves.
+DS_INLINE bool is_large(const Work &work) { return work.packets->block > kAhead; }
 
 // Reads blocks step by step, and writes their scales.
 template <class Form, int N, bool kErrors>
@@ -118,9 +116,9 @@ class Reader {
         const int64_t n = block.numel - done < kStep ? block.numel - done : kStep, index = block.first + done;
         const float *x = open(work, index, n, 0.0f, values);
         const float *owed = kErrors ? open_errors(work, index, n, errors) : nullptr;
-        const bool ahead = reads_ahead<kErrors>(work);
+        const int64_t next = is_large(work) ? block.first + work.packets->block + done / 2 : 0;
         for (int64_t i = 0; i < n; i += kPiece) {
-            if (ahead) fetch_piece<kErrors>(work, index + i + kFetchLarge);
+            if (next > 0) fetch_elements<kErrors>(work, next + i / 2, kPiece / 2);
             scan.template take<kErrors>(x + i, kErrors ? owed + i : nullptr);
         }
         done += n;
@@ -152,10 +150,12 @@ DS_INLINE void encode_step(const Work &work, const Block &block, int64_t first, 
     uint8_t *codes = codes_of(work, block.row, block.begin + first), *to = whole ? codes : rest;
     const float *x = open(work, index, n, Form::padding, values);
     float *errors = kErrors ? open_errors(work, index, n, owed) : nullptr;
-    const int64_t size = work.packets->block, read = index + (size < kAhead ? kAhead : size);
-    const int64_t ahead = reads_ahead<kErrors>(work) ? 0 : read + (kErrors ? kFetch : 2 * kFetch);
+    const bool large = is_large(work);
+    const int64_t size = work.packets->block;
+    const int64_t next = large ? block.first + size + (size + first) / 2 : index + kAhead + (kErrors ? kFetch : 2 * kFetch);
     for (int64_t i = 0; i < n; i += kPiece) {
-        if (ahead > 0) fetch_piece<kErrors>(work, ahead + i);
+        if (large) fetch_elements<kErrors>(work, next + i / 2, kPiece / 2);
+        else fetch_elements<kErrors>(work, next + i, kPiece);
         uint8_t *some = to + i * Form::bits / 8;
         float *owing = kErrors ? errors + i : nullptr;
         Form::template encode<N, kErrors>(some, x + i, owing, scale, divisor, key + uint32_t(first + i));
