@@ -32,6 +32,7 @@ SCRIPTS = {
     "quantized_base.py": ["held out fp32", "seed 0"],
     "compact_adam.py": ["bf16 masters, 8-bit moments", "held out"],
     "fp_quantizer.py": ["float32, 6 bits", "dequantize"],
+    "peer_compression.py": ["OneBitAdam, nccl", "qgZ", "runs"],
     "offload_stalls.py": ["SuperOffload", "link bytes", "held out"],
     "sparse_attention.py": ["bigbird", "x density"],
     "start.py": ["import deepspeed after import torch", "ours, stage 2"],
