@@ -23,7 +23,7 @@ demo: $(VENV)/.installed-demo
 	$(BIN)/python examples/pretrain_gpt/demo.py
 
 test: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest $(WORKERS) -m "not slow"
+	$(BIN)/python -m pytest $(WORKERS) -m "not slow" --durations=40 --durations-min=5
 
 # In an environment of its own, so that `make test` stays what it is; once that is made nothing is downloaded.
 CLIENTS := $(VENV)/clients
