@@ -55,6 +55,16 @@ def test_orthogonalize_equals_the_polynomial_of_singular_values(method: str, sha
     assert 0.6 < values.min() <= values.max() < 1.25
 
 
+@pytest.mark.parametrize("method", ["gram", "standard"])
+@pytest.mark.parametrize("scale", [1e-40, 1e-20, 1e20, 1e38])
+def test_only_the_direction_of_the_momentum_counts(method: str, scale: float) -> None:
+    matrices = torch.randn(2, 6, 4, generator=torch.Generator().manual_seed(0)) / 8
+    expected = orthogonalize(matrices, ns_method=method, is_expert_group=True)
+    result = orthogonalize(matrices * scale, ns_method=method, is_expert_group=True)
+    torch.testing.assert_close(result, expected, rtol=1e-2 if scale < 1e-38 else 1e-4, atol=1e-3)
+    assert not orthogonalize(torch.zeros(6, 4), ns_method=method).any()
+
+
 def test_numbers_of_release_0_19() -> None:
     """What `muon_update` of DeepSpeed 0.19.8 (ns_method gram) returns for this diagonal."""
     seen = torch.tensor([0.7909865, 1.1310790, 1.0266838, 0.7366879, 0.8185263, 0.6912019])
@@ -473,6 +483,39 @@ def test_heads_are_orthogonalized_by_themselves() -> None:
                     update = torch.cat([muon_update(each, torch.zeros_like(each)) for each in blocks])
                 torch.testing.assert_close(after[name], before[name] - 0.05 * update, rtol=1e-4, atol=1e-5)
             engine.destroy()
+
+
+QUERIES_OF_TWO_PARTS = {"qk_nope_head_dim": 6, "qk_rope_head_dim": 2, "v_head_dim": 4}
+
+
+@pytest.mark.parametrize(
+    ("layer", "rows", "config", "heads"),
+    [
+        ("qkv_proj", 32, {"head_dim": 4}, 8),  # 4 of queries, 2 each of keys and values
+        ("query_key_value", 32, {"hidden_size": 16}, 8),
+        ("qkv_proj", 48, {"head_dim": 4}, None),  # as many keys as queries: not what the config says
+        ("q_proj", 32, QUERIES_OF_TWO_PARTS | {"head_dim": 4}, 4),
+        ("q_proj", 16, QUERIES_OF_TWO_PARTS | {"head_dim": 4}, 4),
+        ("q_proj", 24, QUERIES_OF_TWO_PARTS | {"head_dim": 4}, None),
+        ("q_b_proj", 32, QUERIES_OF_TWO_PARTS, 4),
+        ("q_b_proj", 24, QUERIES_OF_TWO_PARTS, None),
+        ("kv_b_proj", 40, QUERIES_OF_TWO_PARTS, 4),
+        ("kv_b_proj", 32, QUERIES_OF_TWO_PARTS, None),
+        ("q_proj", 32, {"hidden_size": 16}, None),
+        ("q_proj", 24, {}, 4),  # a config without widths
+    ],
+)
+def test_heads_are_counted_where_the_shape_is_that_of_heads(
+    layer: str, rows: int, config: dict[str, int], heads: int | None
+) -> None:
+    model = nn.Module()
+    model.config = SimpleNamespace(num_attention_heads=4, num_key_value_heads=2, **config)  # type: ignore[assignment]
+    setattr(model, layer, nn.Linear(12, rows, bias=False))
+    model.wv = nn.Linear(12, 2 * config.get("head_dim", 4), bias=False)  # so that there is one in any case
+    set_optimizer_flags(
+        SimpleNamespace(optimizer_name="Muon", optimizer_params={"per_head_muon": True}), model
+    )
+    assert model.get_parameter(f"{layer}.weight").muon_num_heads == heads  # type: ignore[attr-defined]
 
 
 def test_no_heads_to_be_found_is_an_error() -> None:

@@ -69,14 +69,20 @@ def check_method(ns_method: str) -> None:
 
 
 def _prepared(matrix: Tensor) -> tuple[Tensor, bool]:
-    """In fp32 (fp64 stays), not taller than wide, with norm at most 1; and whether it was transposed."""
+    """In fp32 (fp64 stays), not taller than wide, with norm 1; and whether it was transposed.
+
+    The largest element is brought near 1 first, by a power of 2, which rounds nothing: only the direction counts, and
+    squares of large or small elements, as those of a scaled loss, would leave the range of fp32. Zeros stay zeros.
+    """
     if matrix.ndim < 2:
         raise ValueError(f"Muon updates matrices; a tensor of shape {tuple(matrix.shape)} is not one")
     x = matrix.to(torch.promote_types(matrix.dtype, torch.float32))
     transposed = x.shape[-2] > x.shape[-1]
     if transposed:
         x = x.mT
-    return x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7), transposed
+    exponent = torch.frexp(x.abs().amax(dim=(-2, -1), keepdim=True)).exponent
+    x = torch.ldexp(x, -exponent.clamp(-126, 126))  # so that the power of 2 itself is a normal number
+    return x / x.norm(dim=(-2, -1), keepdim=True).clamp_min(torch.finfo(x.dtype).tiny), transposed
 
 
 def orthogonalize(
