@@ -433,10 +433,12 @@ _ONE_CYCLE_FLAGS: dict[str, tuple[type, Any, str]] = {
     CYCLE_MIN_LR: (float, 0.01, "lowest rate of the cycle"),
     CYCLE_MAX_LR: (float, 0.1, "highest rate of the cycle"),
     DECAY_LR_RATE: (float, 0.0, "decay of the rate per interval"),
+    CYCLE_MOMENTUM: (bool, False, "cycle the momentum too"),
     CYCLE_MIN_MOM: (float, 0.8, "lowest momentum of the cycle"),
     CYCLE_MAX_MOM: (float, 0.9, "highest momentum of the cycle"),
     DECAY_MOM_RATE: (float, 0.0, "growth of the momentum per interval of the decay"),
 }
+_NEGATIVE_IS_UNSET = (CYCLE_FIRST_STAIR_COUNT, CYCLE_SECOND_STEP_SIZE, CYCLE_SECOND_STAIR_COUNT)
 _WARMUP_FLAGS: dict[str, tuple[type, Any, str]] = {
     WARMUP_MIN_LR: (float, 0, "rate at the start"),
     WARMUP_MAX_LR: (float, 0.001, "rate after the warm-up"),
@@ -455,7 +457,6 @@ def add_tuning_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
     group.add_argument(
         f"--{LR_SCHEDULE}", type=str, default=None, help=f"one of {', '.join(VALID_LR_SCHEDULES)}"
     )
-    group.add_argument("--cycle_momentum", action="store_true", default=False, help="cycle the momentum too")
     for flags in (_RANGE_TEST_FLAGS, _ONE_CYCLE_FLAGS, _WARMUP_FLAGS, _COSINE_FLAGS):
         for name, (kind, default, meaning) in flags.items():
             if kind is bool:
@@ -473,7 +474,7 @@ def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
 def _override(args: argparse.Namespace, params: dict[str, Any], flags: Iterable[str]) -> None:
     for name in flags:
         value = getattr(args, name, None)
-        if value is not None:
+        if value is not None and not (name in _NEGATIVE_IS_UNSET and value < 0):
             params[name] = value
 
 

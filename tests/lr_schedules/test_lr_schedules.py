@@ -270,7 +270,8 @@ def test_flags_of_each_schedule_construct_it(name: str) -> None:
     if name in ("WarmupDecayLR", "WarmupCosineLR"):
         params["total_num_steps"] = 5000  # has no flag
     schedule = getattr(lr_schedules, name)(_optimizer(), **params)
-    if name == "OneCycle":  # -1: as many steps down as up, no stairs
+    if name == "OneCycle":  # by default as many steps down as up, no stairs
+        assert not any(isinstance(value, int) and value < 0 for value in params.values())
         rates = _rates(schedule, 2000)
         assert rates[999] == pytest.approx(0.1) and rates[1499] == pytest.approx(0.055)
     lr, problem = lr_schedules.get_lr_from_config(config)
@@ -287,6 +288,17 @@ def test_stairs_of_the_command_line_are_those_of_both_halves() -> None:
     rates = _rates(OneCycle(_optimizer(), **params), 16)
     assert rates == _rates(OneCycle(_optimizer(), **{**params, "cycle_second_stair_count": 2}), 16)
     assert rates != _rates(OneCycle(_optimizer(), **{**params, "cycle_second_stair_count": 0}), 16)
+
+
+@pytest.mark.parametrize("flags", [(), ("--cycle_momentum",)])
+def test_the_momentum_is_cycled_where_its_flag_is_given(flags: tuple[str, ...]) -> None:
+    config, _ = lr_schedules.get_config_from_args(_parse("--lr_schedule", "OneCycle", *flags))
+    assert config is not None
+    optimizer = torch.optim.Adam([torch.nn.Parameter(torch.zeros(1))], betas=(0.7, 0.99))
+    schedule = OneCycle(optimizer, **config["params"])
+    schedule.step()
+    assert (schedule.get_mom() is not None) == bool(flags)
+    assert (optimizer.param_groups[0]["betas"][0] == 0.7) != bool(flags)
 
 
 def test_what_the_helpers_refuse() -> None:
