@@ -6,7 +6,15 @@ import math
 from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import BeforeValidator, ConfigDict, Field, PlainValidator, model_validator
+from pydantic import (
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+    model_validator,
+)
 
 from deepspeed.audit.config import AuditConfig
 from deepspeed.autotuning.config import DeepSpeedAutotuningConfig
@@ -70,6 +78,12 @@ def _print_period(value: Any) -> int | float | None:
 
 def _lower(value: Any) -> Any:
     return value.lower() if isinstance(value, str) else value
+
+
+def _spelled_in_any_case(value: Any, check: ValidatorFunctionWrapHandler) -> Any:
+    """What the config says stays as it is written: `engine.log_level()` returns it."""
+    check(_lower(value))
+    return value
 
 
 def _choices(value: Any) -> Any:
@@ -228,7 +242,7 @@ class TrainingConfig(LenientConfigModel):
         "one rank delays all; `engine.collect_python_gc()` collects.",
     )
     log_level: Annotated[
-        Literal["debug", "info", "warning", "error", "critical"] | None, BeforeValidator(_lower)
+        Literal["debug", "info", "warning", "error", "critical"] | None, WrapValidator(_spelled_in_any_case)
     ] = Field(
         default=None,
         description="Level of the logger; null: unchanged. At `warning` and above, no progress is shown.",

@@ -219,8 +219,12 @@ def is_model_parallel_parameter(p: Tensor) -> bool:
 
 
 def get_global_norm(norm_list: Iterable[float]) -> float:
-    """2-norm of several parts from their 2-norms."""
-    return math.sqrt(math.fsum(norm**2 for norm in norm_list))
+    """2-norm of several parts from their 2-norms; inf if one is Inf, NaN or, as norms of overflown gradients are told
+    in places, -1."""
+    norms = [float(norm) for norm in norm_list]
+    if not all(0 <= norm < math.inf for norm in norms):
+        return math.inf
+    return math.sqrt(math.fsum(norm**2 for norm in norms))
 
 
 def _model_parallel(mpu: Any) -> tuple[Any, int]:

@@ -163,7 +163,9 @@ def test_log_level_is_set_by_config_and_environment() -> None:
     with environment():
         logger.setLevel(logging.WARNING)
         with printed() as lines:
-            start(1, log_level="DEBUG").destroy()
+            engine = start(1, log_level="DEBUG")
+            assert engine.log_level() == "DEBUG"
+            engine.destroy()
         assert logger.level == logging.DEBUG and any("dtypes:" in line for line in lines)
         with printed():
             start(1).destroy()

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import collections
 import itertools
+import math
 import random
 from pathlib import Path
 from typing import Any
@@ -125,6 +126,7 @@ def test_clipping_over_model_parallel_ranks(norm_type: float) -> None:
 
 def test_norms_of_tensors() -> None:
     assert ds.get_global_norm([3.0, 4.0]) == 5.0
+    assert all(ds.get_global_norm([3.0, bad]) == math.inf for bad in (-1.0, math.nan, math.inf))
     tensors = [torch.ones(4), torch.ones(5)]
     assert ds.get_global_norm_of_tensors(tensors) == 3.0
     assert ds.clip_tensors_by_global_norm(tensors, max_norm=1.5) == 3.0
