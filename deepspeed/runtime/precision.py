@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from deepspeed.config.plan import PrecisionPlan
-from deepspeed.runtime.zero.params import follow_dtype, is_zero_param
+from deepspeed.runtime.zero.params import follow_dtype, is_cast, is_zero_param
 
 PARAM_COMM_DTYPE_ATTR_NAME = "comm_dtype"
 """Attribute of a parameter: the dtype of its gradient in sums over ranks, if it is not the parameter's."""
@@ -19,7 +19,8 @@ PARAM_COMM_DTYPE_ATTR_NAME = "comm_dtype"
 def cast_module(module: nn.Module, plan: PrecisionPlan) -> None:
     """Cast floating parameters to ``plan.param`` and buffers to ``plan.buffer``, in place; None leaves them as is.
 
-    By default buffers keep their dtype: rotary frequencies and running statistics lose too much precision in 16 bits.
+    Quantized weights, which are frozen and have 8 bits or less, and buffers of such dtypes stay what they are, too. By
+    default buffers keep their dtype: rotary frequencies and running statistics lose too much precision in 16 bits.
 
     [Note: batch norm] Weights and running statistics of a batch norm must have the same dtype; torch accepts fp32 with
     16-bit inputs, and returns 16 bits. So in a 16-bit model such a module stays entirely in fp32, weights included, or
@@ -36,7 +37,7 @@ def cast_module(module: nn.Module, plan: PrecisionPlan) -> None:
                 _cast_param(param, own.get(owner, plan.param))
             for name, buffer in owner._buffers.items():
                 dtype = own.get(owner, plan.buffer)
-                if buffer is not None and dtype is not None and buffer.is_floating_point():
+                if buffer is not None and dtype is not None and is_cast(buffer):
                     owner._buffers[name] = buffer.to(dtype)
 
 
@@ -52,7 +53,7 @@ def _has_statistics(module: nn.Module) -> bool:
 
 
 def _cast_param(param: nn.Parameter, dtype: torch.dtype | None) -> None:
-    if dtype is None or not param.is_floating_point():
+    if dtype is None or not is_cast(param):
         return
     if param.dtype != dtype:
         param.data = param.data.to(dtype)

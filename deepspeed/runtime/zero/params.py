@@ -97,6 +97,12 @@ def is_zero_param(parameter: Any) -> bool:
     return torch.is_tensor(parameter) and hasattr(parameter, "ds_id")
 
 
+def is_cast(tensor: Tensor) -> bool:
+    """Whether a dtype for the model is meant for this tensor: not for integers, nor for quantized values, such as
+    frozen weights in 8 bits, which are nothing without their scales."""
+    return tensor.is_floating_point() and (tensor.itemsize > 1 or tensor.requires_grad)
+
+
 def full_shape(param: Tensor) -> torch.Size:
     return param.ds_shape if is_zero_param(param) else param.shape  # type: ignore[attr-defined]
 

@@ -36,6 +36,7 @@ from deepspeed.runtime.zero.params import (
     MultipleAllGatherHandles,
     ZeroParamStatus,
     ZeroParamType,
+    is_cast,
     is_zero_param,
     note_neighbours,
 )
@@ -116,7 +117,7 @@ def zero_wrapper_for_fp_tensor_constructor(
         if fn in _ALWAYS_FLOATING and kwargs.get("dtype") is None and kwargs.get("out") is None:
             kwargs["dtype"] = target_fp_dtype  # not a copy afterwards, for which both would have to fit
         made = fn(*args, **kwargs)
-        if made.is_floating_point() and made.dtype != target_fp_dtype:
+        if is_cast(made) and made.dtype != target_fp_dtype:
             made.data = made.data.to(target_fp_dtype)
         return made
 
@@ -244,7 +245,7 @@ class Init(InsertPostInitMethodToModuleSubClasses):
         if param.is_meta:
             return  # left for the caller to fill; initialize() partitions it later
         assert self.device is not None
-        dtype = self.dtype if param.is_floating_point() else param.dtype
+        dtype = self.dtype if is_cast(param) else param.dtype
         param.data = param.data.to(self.device, dtype)
         self._cut(param)
         if self.checks_writes:
