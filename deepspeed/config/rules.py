@@ -64,6 +64,14 @@ def one_precision(config: TrainingConfig) -> Iterator[Finding]:
             (BF16, FP16),
             "fp16 and bf16 are both enabled: bfloat16 and fp16 modes exclude each other, choose one",
         )
+    wanted = config.data_types.param_dtype
+    for key, on, dtype in (
+        (FP16, config.fp16.enabled, torch.float16),
+        (BF16, config.bf16.enabled, torch.bfloat16),
+    ):
+        if on and wanted not in (None, dtype):
+            name = str(wanted).removeprefix("torch.")
+            yield Finding(("data_types.param_dtype", key), f"{name} contradicts {key}: choose one of the two")
     if not config.amp.enabled:
         return
     for key, on in (

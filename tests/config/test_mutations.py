@@ -219,6 +219,7 @@ MUTANTS: list[tuple[dict[str, Any], str]] = [
     ({"fp16.enabled": True}, "bf16.enabled"),
     ({"amp": {"enabled": True}}, "amp.enabled"),
     ({"torch_autocast": {"enabled": True, "dtype": "fp16"}}, "torch_autocast.dtype"),
+    ({"data_types.param_dtype": "fp16"}, "data_types.param_dtype"),
     ({"train_micro_batch_size_per_gpu": 5}, "train_batch_size"),
     ({"train_batch_size": DROP, "train_micro_batch_size_per_gpu": DROP}, "train_batch_size"),
     ({"bf16.bf16_optimizer_states": True}, "bf16.bf16_optimizer_states"),
