@@ -105,6 +105,13 @@ def by_rank(paths: Iterable[str]) -> list[str]:
     return sorted(paths, key=lambda path: (model_ranks(os.path.basename(path)) or (0, 0))[::-1])
 
 
+def by_numbers(paths: Iterable[str]) -> list[str]:
+    """Files whose names differ in numbers only, by these: file 100 comes after file 11."""
+    return sorted(
+        paths, key=lambda path: [int(number) for number in re.findall(r"\d+", os.path.basename(path))]
+    )
+
+
 def is_ours(name: str) -> bool:
     """Whether a file in a checkpoint folder was written by us (the client's own files stay where they are)."""
     return _OURS.fullmatch(name) is not None

@@ -14,6 +14,7 @@ import torch.distributed as dist
 import torch.utils.checkpoint
 from torch import Tensor, nn
 
+from deepspeed.checkpoint import names
 from deepspeed.checkpoint.numbered import shared_lists
 from deepspeed.comm import init_distributed
 from deepspeed.comm.groups import new_group
@@ -385,9 +386,9 @@ class PipelineModule(Staged, nn.Module):
         return os.path.join(folder, f"layer_{number:02d}{f'-{place}' if place else ''}-model_states.pt")
 
     def ckpt_layer_path_list(self, ckpt_dir: str, local_layer_idx: int) -> list[str]:
-        """The files of a layer, of all parts into which tensor parallelism splits it."""
+        """The files of a layer, of all parts into which tensor parallelism splits it, in the order of the ranks."""
         number = self._numbers[local_layer_idx]
-        return sorted(glob.glob(f"{glob.escape(ckpt_dir)}/layer_{number:02d}-*model_states.pt"))
+        return names.by_numbers(glob.glob(f"{glob.escape(ckpt_dir)}/layer_{number:02d}-*model_states.pt"))
 
     def _stored(self) -> dict[int, nn.Module]:
         """Number of a layer -> module with a file. A tie is stored by the first stage that has it."""
