@@ -31,6 +31,13 @@ class FusedAdapters:
     def __len__(self) -> int:
         return len(self._layers)
 
+    def whole(self) -> bool:
+        """Whether all weights that are adapted are here, not only this rank's parts of them."""
+        return all(
+            weight.numel() == getattr(weight, "ds_numel", weight.numel())
+            for weight in (_weight(layer) for layer, _ in self._layers)
+        )
+
     @torch.no_grad()
     def fuse(self) -> None:
         """Nothing happens if they are."""

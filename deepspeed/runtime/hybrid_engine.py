@@ -148,16 +148,22 @@ class DeepSpeedHybridEngine(DeepSpeedEngine):
     def fuse_lora_weight(self) -> None:
         """Put adapters into the weights that they adapt until ``unfuse_lora_weight``; ``generate`` does both itself.
 
-        RuntimeError: the weights are partitioned, so that only ``generate`` can.
+        RuntimeError: the weights are partitioned, so that only ``generate`` can, or a block of ``GatheredParameters``,
+        at whose end the weights are those from before, as after any other change without ``modifier_rank``.
         """
-        if self.sharded is not None:
-            raise RuntimeError(
-                "at stage 3 adapters are fused inside of generate() only: weights are not whole"
-            )
+        self._require_whole_weights()
         self.adapters.fuse()
 
+    def _require_whole_weights(self) -> None:
+        if not self.adapters.whole():
+            raise RuntimeError(
+                "at stage 3 adapters are fused inside of generate(), or of "
+                "deepspeed.zero.GatheredParameters(engine.module.parameters()): here the weights are not whole"
+            )
+
     def unfuse_lora_weight(self) -> None:
-        """The weights are those from before ``fuse_lora_weight``."""
+        """The weights are those from before ``fuse_lora_weight``. RuntimeError: as there."""
+        self._require_whole_weights()
         self.adapters.unfuse()
 
     def retake_inference_cache(self) -> None:

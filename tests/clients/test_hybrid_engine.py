@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 import deepspeed
@@ -123,6 +124,28 @@ def test_all_weights_stay_whole_from_the_first_token_to_the_last() -> None:
         engine.generate(input_ids=prompt(0), generation_config=settings())
         assert whole == [True] * 4
         assert all(param.numel() == 0 for param in params)
+
+
+@distributed(world_size=2)
+@pytest.mark.parametrize("stage", [0, 3])
+def test_adapters_are_fused_by_hand_where_weights_are_whole(stage: int) -> None:
+    with clean_clients(deepspeed_state=False):
+        engine = engine_of(adapted(), stage)
+        layer = next(each for each in engine.module.modules() if hasattr(each, "lora_A"))
+        tokens = prompt(dist.get_rank())
+        expected = engine(input_ids=tokens).logits
+        if stage == 3:
+            with pytest.raises(RuntimeError, match=r"GatheredParameters\(engine\.module\.parameters\(\)\)"):
+                engine.fuse_lora_weight()
+        with deepspeed.zero.GatheredParameters(list(engine.module.parameters()), enabled=stage == 3):
+            before = layer.base_layer.weight.clone()
+            engine.fuse_lora_weight()
+            assert layer.merged and not torch.equal(layer.base_layer.weight, before)
+            torch.testing.assert_close(engine.module(input_ids=tokens).logits, expected)
+        with deepspeed.zero.GatheredParameters(list(engine.module.parameters()), enabled=stage == 3):
+            engine.unfuse_lora_weight()
+            assert not layer.merged and torch.equal(layer.base_layer.weight, before)
+        engine.destroy()
 
 
 @distributed(world_size=1)
