@@ -84,9 +84,8 @@ def supervise(
                 remove(left_behind)
         if reader is not None:
             reader.join(timeout=LAST_RESORT_S)
-    if (
-        code == -signal.SIGKILL and asked
-    ):  # a busy machine: it did not end in time, but this is not why it ended
+    # A busy machine: it did not end in time, but this is not why it ended.
+    if code == -signal.SIGKILL and asked:
         return 128 + asked[0]
     return code if code >= 0 else 128 - code
 

@@ -75,17 +75,15 @@ def initialize(
             model.share_sequences(ranks)
         mpu = model.mpu()
     parsed = DeepSpeedConfig(given, mpu, mesh_param=mesh_param, split_over=split_over)
-    if (
-        getattr(args, "deepspeed_sparse_attention", None) is False
-    ):  # the script has the flag, and it was not given
+    # The script has the flag, and it was not given.
+    if getattr(args, "deepspeed_sparse_attention", None) is False:
         parsed.applies_sparse_attention = False
     if optimizer is None and parsed.optimizer_name is not None:
         problems = check_optimizer(parsed.optimizer_name, parsed.optimizer_params)
         if problems:
             raise DeepSpeedConfigError("; ".join(problems))
-    with (
-        suspended_init_context()
-    ):  # what the engine builds must not be partitioned by a surrounding zero.Init
+    # What the engine builds must not be partitioned by a surrounding zero.Init.
+    with suspended_init_context():
         dist.init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
         trains = optimizer is not None or parsed.optimizer_name is not None
         engine = _kind(model, parsed, trains)(

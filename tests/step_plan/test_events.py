@@ -64,9 +64,8 @@ def test_a_token_bucket() -> None:
     small = simulate([Task("a", "l", 20)], {"l": Link(10, burst=50, peak=1000)})
     assert small.makespan == pytest.approx(0.02)
     long_rest = [Task("a", "l", 0), Task("rest", "c", 1e6, (0,)), Task("b", "l", 150, (1,))]
-    assert (
-        simulate(long_rest, {"l": Link(10, 50, 1000)}).makespan == 1e6 + 10
-    )  # no more than the burst is saved
+    # No more than the burst is saved.
+    assert simulate(long_rest, {"l": Link(10, 50, 1000)}).makespan == 1e6 + 10
 
 
 def test_a_link_has_a_rate() -> None:

@@ -115,9 +115,8 @@ class OrderChoice:
         if self._known is None or self._known.micro_batches != micro_batches:
             try:
                 self._known = self._make(self._current(), micro_batches)
-            except (
-                DeepSpeedConfigError
-            ):  # interleaved, of a number of micro-batches that stages do not divide
+            except DeepSpeedConfigError:
+                # Interleaved, of a number of micro-batches that stages do not divide.
                 if self.schedule != AUTO:
                     raise
                 self.phase, self.chosen = _CHOSEN, "zero-bubble"

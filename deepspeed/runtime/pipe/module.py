@@ -250,9 +250,8 @@ class PipelineModule(Staged, nn.Module):
                 inputs = self.forward_funcs[number](inputs)
             except Exception as error:
                 layer = self._numbers[number]
-                if (
-                    type(error).__module__ != torch.utils.checkpoint.__name__
-                ):  # by which recomputation ends early
+                # Recomputation ends early by an error of that module.
+                if type(error).__module__ != torch.utils.checkpoint.__name__:
                     logger.error(
                         f"layer {layer} ({type_name(self._layer_specs[layer])}) of the pipeline failed"
                     )

@@ -193,9 +193,8 @@ class VariableBatchSizeLR(LRScheduler):
             raise ValueError(
                 "no batch can be filled: there are too few sequences, or max_tokens is too small"
             )
-        scale_lr(
-            base_batch_size, base_batch_size, method=lr_scaling_method
-        )  # an unknown method is told at once
+        # An unknown method is told at once.
+        scale_lr(base_batch_size, base_batch_size, method=lr_scaling_method)
         self.base_lr_scheduler = lr_scheduler
         self.base_batch_size, self.batch_sizes = base_batch_size, list(batch_sizes)
         self.dataloader, self.lr_scaling_method, self.verbose = dataloader, lr_scaling_method, verbose
