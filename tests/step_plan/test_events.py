@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from deepspeed.runtime.pipe.orders import Durations, Kind, Order, one_forward_one_backward, zero_bubble
+from deepspeed.runtime.pipe.orders import Durations, Kind, Order, one_forward_one_backward
 from deepspeed.runtime.pipe.orders import simulate as simulate_stages
+from deepspeed.runtime.pipe.zero_bubble import zero_bubble
 from deepspeed.step_plan.events import CircularTasks, Link, Task, longest_chain, simulate
 
 
