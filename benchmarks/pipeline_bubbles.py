@@ -22,10 +22,9 @@ from deepspeed.runtime.pipe.orders import (
     interleaved,
     one_forward_one_backward,
     simulate,
-    zero_bubble,
-    zero_bubble_v,
 )
 from deepspeed.runtime.pipe.split_backward import WeightQueue, split_layers
+from deepspeed.runtime.pipe.zero_bubble import zero_bubble, zero_bubble_v
 from report import Report, common_arguments
 
 GOAL = 0.03

@@ -106,9 +106,8 @@ class PipelineRank:
         stages = dist.get_world_size()
         layout = LAYOUTS.get(schedule, {})
         bounds = bounds_by_work(size, context, stages * layout.get("chunks", 1))
-        runs = [
-            nn.Sequential(*own[a:b]) for a, b in itertools.pairwise(bounds)
-        ]  # uniform runs: cuts are as wanted
+        # Uniform runs: cuts are as wanted.
+        runs = [nn.Sequential(*own[a:b]) for a, b in itertools.pairwise(bounds)]
         module = PipelineModule(
             runs, num_stages=stages, loss_fn=loss_fn, partition_method="uniform", **layout
         )

@@ -131,9 +131,8 @@ class TRLRank:
         from datasets import Dataset
         from transformers import LlamaForSequenceClassification
 
-        trl: Any = importlib.import_module(
-            "trl"
-        )  # a release that is older than the one that types are checked with
+        # By name: this release is older than the one that types are checked with.
+        trl: Any = importlib.import_module("trl")
         model = policy(self.size)
         config = copy.deepcopy(model.config)
         config.num_labels = 1

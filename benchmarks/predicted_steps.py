@@ -134,9 +134,8 @@ def measure(arguments: argparse.Namespace, predictor: Predictor, ranks: int) -> 
             progress(f"{ranks} ranks, round {number + 1}")
             for mbits in rates:
                 links.limit(mbits)
-                running.call(
-                    "run", stage=arguments.stages[0], steps=1
-                )  # what was saved up for a burst is spent
+                # Spends what was saved up for a burst.
+                running.call("run", stage=arguments.stages[0], steps=1)
                 for stage in arguments.stages:
                     most = min(arguments.steps, arguments.seconds / cells[mbits, stage])
                     rows = running.call("run", stage=stage, steps=max(1, round(most / arguments.rounds)))

@@ -199,9 +199,8 @@ def _rank_main(connection: Connection, log_fd: int) -> int:
     faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
     warnings.filterwarnings("error", category=FutureWarning, module=r"deepspeed(\..*)?")
     if "DS_TEST_THREADS" in os.environ:
-        torch.set_num_threads(
-            int(os.environ["DS_TEST_THREADS"])
-        )  # not before the fork: threads would be lost in it
+        # Not before the fork: threads would be lost in it.
+        torch.set_num_threads(int(os.environ["DS_TEST_THREADS"]))
     while True:
         try:
             job: Job = pickle.loads(connection.recv_bytes())

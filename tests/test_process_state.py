@@ -50,6 +50,7 @@ STATE = {
     "runtime/activation_checkpointing/checkpointing.py:_state": "settings before any engine, and the newest engine's",
     "utils/groups.py:_registered": "the newest engine's mesh, and sizes set by hand",
     "runtime/sequence_parallel/parallel_state_sp.py:_state": "groups of a module that is a model-parallel unit",
+    "runtime/pipe/orders.py:EQUAL": "a frozen value",
     "runtime/pipe/orders.py:TYPICAL": "a frozen value",
     "runtime/pipe/p2p.py:_state": "the grid that the documented functions take, and their sends in flight",
     "module_inject/tp_shard.py:_numbers": "documented: numbers of the model that scripts cut themselves",

@@ -232,11 +232,12 @@ def pipeline_orders() -> Pictured:
     """1F1B, and both with split backwards, for four stages and eight micro-batches."""
     from deepspeed.runtime.pipe import orders
     from deepspeed.runtime.pipe.picture import picture
+    from deepspeed.runtime.pipe.zero_bubble import zero_bubble, zero_bubble_v
 
     whole = orders.simulate(orders.one_forward_one_backward(4, 8))
-    split = orders.simulate(orders.zero_bubble(4, 8))
+    split = orders.simulate(zero_bubble(4, 8))
     half = orders.Durations(0.5, 0.5, 0.5)  # of a chunk that is half of a stage
-    shaped = orders.simulate(orders.zero_bubble_v(4, 8, durations=half), half)
+    shaped = orders.simulate(zero_bubble_v(4, 8, durations=half), half)
     return Pictured(picture([whole, split, shaped]))
 
 

@@ -113,9 +113,8 @@ def remove_older(save_dir: Path, keep: int, is_checkpoint: Callable[[Path], bool
     ]
     newest_first = sorted(found, key=lambda path: path.stat().st_mtime_ns, reverse=True)
     for path in newest_first[keep:]:
-        aside = path.with_name(
-            f".{path.name}.removed"
-        )  # a crash while it is removed leaves no half of a checkpoint
+        # A crash while it is removed leaves no half of a checkpoint.
+        aside = path.with_name(f".{path.name}.removed")
         shutil.rmtree(aside, ignore_errors=True)
         path.rename(aside)
         shutil.rmtree(aside, ignore_errors=True)

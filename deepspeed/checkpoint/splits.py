@@ -91,9 +91,8 @@ def split_placements(
         return Described(info).placements(name, shapes)
     if known is None or wanted is None:
         if len(set(shapes)) == 1 and (wanted is not None or not shapes[0]):
-            return [
-                Placement(global_shape=shapes[0]) for _ in shapes
-            ]  # a buffer; parameters are listed above
+            # A buffer; parameters are listed above.
+            return [Placement(global_shape=shapes[0]) for _ in shapes]
         raise CheckpointError(
             f"the checkpoint has {len(shapes)} parts of {name} and does not say how they belong together. Load it into "
             "an engine whose model marks its parameters (tensor_model_parallel, partition_dim, partition_stride), and "
@@ -119,9 +118,8 @@ def _like(name: str, shapes: Sequence[Shape], known: Placement, wanted: Wanted) 
         return [Placement(global_shape=whole) for _ in shapes]
     fused = len(known.boxes) > 1 and wanted.strides.get(name, 1) == 1
     if fused and wanted.ranks == len(shapes) and known.index(name).local_shape == shapes[wanted.rank]:
-        return [
-            known if number == wanted.rank else None for number in range(len(shapes))
-        ]  # all this rank needs
+        # This rank needs no other.
+        return [known if number == wanted.rank else None for number in range(len(shapes))]
     dims = [
         dim
         for dim in range(len(whole))

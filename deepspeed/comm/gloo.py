@@ -41,9 +41,8 @@ class GlooChannel:
 
     def __init__(self, group: ProcessGroup, ranks: tuple[int, ...]) -> None:
         self.group = group
-        self.backend: Any = group._get_backend(
-            torch.device("cpu")
-        )  # without the dispatcher: 20 us less per call
+        # Called without the dispatcher, which takes 20 us per call.
+        self.backend: Any = group._get_backend(torch.device("cpu"))
         self.rank = group.rank()
         self.size = group.size()
         self.ranks = ranks

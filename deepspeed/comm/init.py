@@ -235,9 +235,8 @@ def _await_rank_zero(address: str | None, port: str | None) -> None:
         try:
             with socket.socket() as probe:
                 probe.settimeout(_PATIENCE_S)
-                probe.setsockopt(
-                    socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
-                )  # its port is free at once afterwards
+                # Its port is free at once afterwards.
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 probe.bind(("", 0))
                 if probe.getsockname()[1] != int(port):  # or, with no listener yet, it would reach itself
                     probe.connect((address, int(port)))

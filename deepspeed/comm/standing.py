@@ -51,6 +51,7 @@ _STORING = (
     f"{_PACKAGE}/checkpoint/",
     f"{_PACKAGE}/runtime/checkpoint_engine/",
     f"{_PACKAGE}/runtime/engine_checkpoint.py",
+    f"{_PACKAGE}/runtime/engine_loading.py",
     f"{_TORCH}/serialization.py",
 )
 

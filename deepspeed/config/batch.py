@@ -73,31 +73,30 @@ def resolve(
         accumulation, origin[GAS] = 1, DEFAULT
     if micro is not None and accumulation is not None:
         return _check_all(train, micro, accumulation, dp_world, ranks, origin)
-    known_key, known = (MICRO, micro) if micro is not None else (GAS, accumulation)
-    assert known is not None
-    unit = known * dp_world
-    if train % unit:
-        near = _neighbours(train, unit)
-        ways = [f"{TRAIN} {_either(near)}"]
-        fitting = (
-            [d for d in _divisors(train // dp_world) if train % (d * dp_world) == 0]
-            if train % dp_world == 0
-            else []
-        )
-        if fitting:
-            ways.append(f"{known_key} {_either(_nearest(fitting, known))}")
-        given = f"{known_key} {known} ({origin[known_key]}) x {ranks} = {unit}"
-        raise BatchError(
-            TRAIN,
-            f"{TRAIN} {train} (given) is not a multiple of {given}. Nearest that fit: {', or '.join(ways)}",
-        )
-    rest = train // unit
-    if micro is None:
-        micro = rest
+    if micro is not None:
+        accumulation = _rest(train, (MICRO, micro), dp_world, ranks, origin)
     else:
-        accumulation = rest
-    assert accumulation is not None
+        assert accumulation is not None
+        micro = _rest(train, (GAS, accumulation), dp_world, ranks, origin)
     return Batch(train, micro, accumulation, dp_world, origin)
+
+
+def _rest(train: int, known: tuple[str, int], dp_world: int, ranks: str, origin: dict[str, str]) -> int:
+    """The one factor of `train` that is missing, of which `known` is the other: (key, number). BatchError: it is not a
+    whole number."""
+    key, number = known
+    unit = number * dp_world
+    if train % unit == 0:
+        return train // unit
+    ways = [f"{TRAIN} {_either(_neighbours(train, unit))}"]
+    fitting = _divisors(train // dp_world) if train % dp_world == 0 else []
+    if fitting:
+        ways.append(f"{key} {_either(_nearest(fitting, number))}")
+    given = f"{key} {number} ({origin[key]}) x {ranks} = {unit}"
+    raise BatchError(
+        TRAIN,
+        f"{TRAIN} {train} (given) is not a multiple of {given}. Nearest that fit: {', or '.join(ways)}",
+    )
 
 
 def _check_all(

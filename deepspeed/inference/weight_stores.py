@@ -117,9 +117,8 @@ class HostStore:
         if self._stream is None:
             target.copy_(region)
             return None
-        self._stream.wait_stream(
-            self._accelerator.current_stream()
-        )  # whoever computes with the buffer's last content
+        # Whoever computes with the buffer's last content comes first.
+        self._stream.wait_stream(self._accelerator.current_stream())
         with self._accelerator.stream(self._stream):
             target.copy_(region, non_blocking=True)
             return self._stream.record_event()

@@ -134,26 +134,9 @@ def _reaches(address: str, port: int) -> str:
 
 def findings_of(facts: Facts, machine: str) -> Iterator[Finding]:
     """Of one machine by itself."""
-    missing = [name for name, version in facts["versions"].items() if not version]
-    found = ", ".join(f"{name} {version or 'missing'}" for name, version in facts["versions"].items())
-    yield _line(not missing, BAD, machine, "versions", found, f"pip install {' '.join(missing)}")
-    yield _line(
-        facts["port_free"],
-        WARNING,
-        machine,
-        "rendezvous port",
-        f"{facts['port']} is {'free' if facts['port_free'] else 'in use'}",
-        "`deepspeed` takes another one by itself; with other launchers set MASTER_PORT, or end the older job",
-    )
-    shared = facts["shared_memory"]
-    yield _line(
-        shared is None or shared >= SHARED_MEMORY_BYTES,
-        WARNING,
-        machine,
-        "/dev/shm",
-        "none" if shared is None else f"{shared / GIB:.2f} GiB free",
-        "data loader workers and NCCL use it: docker run --shm-size=8g, or mount -o remount,size=8G /dev/shm",
-    )
+    yield _installed(facts, machine)
+    yield _rendezvous_port(facts, machine)
+    yield _shared_memory(facts, machine)
     yield _limit_line(facts["open_files"], OPEN_FILES, machine, "open files", "ulimit -n 65536")
     yield _limit_line(
         facts["locked"],
@@ -162,20 +145,59 @@ def findings_of(facts: Facts, machine: str) -> Iterator[Finding]:
         "locked memory",
         "for offload to storage and RDMA: ulimit -l unlimited",
     )
-    wrong = {
-        name: value for name, value in facts["chosen"].items() if not _names_one(value, facts["interfaces"])
-    }
-    chosen = ", ".join(f"{name}={value}" for name, value in facts["chosen"].items()) or "not chosen"
-    yield _line(
+    yield _network_interface(facts, machine)
+    yield _environment(facts, machine)
+    yield _folder(facts, machine)
+
+
+def _installed(facts: Facts, machine: str) -> Finding:
+    versions = facts["versions"]
+    missing = [name for name, version in versions.items() if not version]
+    found = ", ".join(f"{name} {version or 'missing'}" for name, version in versions.items())
+    return _line(not missing, BAD, machine, "versions", found, f"pip install {' '.join(missing)}")
+
+
+def _rendezvous_port(facts: Facts, machine: str) -> Finding:
+    return _line(
+        facts["port_free"],
+        WARNING,
+        machine,
+        "rendezvous port",
+        f"{facts['port']} is {'free' if facts['port_free'] else 'in use'}",
+        "`deepspeed` takes another one by itself; with other launchers set MASTER_PORT, or end the older job",
+    )
+
+
+def _shared_memory(facts: Facts, machine: str) -> Finding:
+    shared = facts["shared_memory"]
+    return _line(
+        shared is None or shared >= SHARED_MEMORY_BYTES,
+        WARNING,
+        machine,
+        "/dev/shm",
+        "none" if shared is None else f"{shared / GIB:.2f} GiB free",
+        "data loader workers and NCCL use it: docker run --shm-size=8g, or mount -o remount,size=8G /dev/shm",
+    )
+
+
+def _network_interface(facts: Facts, machine: str) -> Finding:
+    """Whether the interfaces that the environment chooses exist."""
+    interfaces, chosen = facts["interfaces"], facts["chosen"]
+    wrong = [name for name, value in chosen.items() if not _names_one(value, interfaces)]
+    written = ", ".join(f"{name}={value}" for name, value in chosen.items()) or "not chosen"
+    return _line(
         not wrong,
         BAD,
         machine,
         "network interface",
-        f"{chosen}; there are {', '.join(facts['interfaces'])}",
+        f"{written}; there are {', '.join(interfaces)}",
         f"unset {' '.join(wrong)}, or name one that there is",
     )
+
+
+def _environment(facts: Facts, machine: str) -> Finding:
     left = facts["left_over"]
-    yield _line(
+    return _line(
         not left,
         WARNING,
         machine,
@@ -183,13 +205,16 @@ def findings_of(facts: Facts, machine: str) -> Iterator[Finding]:
         f"{', '.join(left)} set" if left else "no identity of an earlier job",
         f"a plain `python train.py` would believe to be a rank: unset {' '.join(left)}",
     )
-    disk = facts["free_disk"]
-    yield _line(
-        facts["writable"] and disk is not None and disk >= FREE_DISK_BYTES,
+
+
+def _folder(facts: Facts, machine: str) -> Finding:
+    disk, writable = facts["free_disk"], facts["writable"]
+    return _line(
+        writable and disk is not None and disk >= FREE_DISK_BYTES,
         WARNING,
         machine,
         "folder",
-        f"{facts['folder']}: {'writable' if facts['writable'] else 'not writable'}, {(disk or 0) / GIB:.0f} GiB free",
+        f"{facts['folder']}: {'writable' if writable else 'not writable'}, {(disk or 0) / GIB:.0f} GiB free",
         "checkpoints need room: give save_checkpoint another folder",
     )
 

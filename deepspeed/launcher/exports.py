@@ -54,8 +54,7 @@ def read_environment_file(path: Path) -> dict[str, str]:
         name, equals, value = line.partition("=")
         name = name.strip().removeprefix("export ").strip()
         if not equals or not _NAME.fullmatch(name):
-            raise LaunchError(
-                f"{path}, line {number}: each line must read NAME=VALUE"
-            )  # the line may be a token
+            # Not the line itself: it may be a token.
+            raise LaunchError(f"{path}, line {number}: each line must read NAME=VALUE")
         variables[name] = value.rstrip("\r")
     return variables

@@ -25,9 +25,8 @@ def is_free(address: str, port: int) -> bool:
     except OSError:
         return True
     with socket.socket(family, kind, protocol) as probe:
-        probe.setsockopt(
-            socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
-        )  # as the store does: lingering connections do not count
+        # As the store does: lingering connections do not count.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(where)
             probe.listen(1)

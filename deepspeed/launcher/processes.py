@@ -230,8 +230,7 @@ class ExitWatch:
         """Collects the exit status of adopted processes that ranks left behind: a long run would fill the table."""
         with contextlib.suppress(ChildProcessError):
             while ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
-                if (
-                    ended.si_pid in self._pids
-                ):  # not ours to collect; the agent is about to, and then we continue
+                # Not ours to collect; the agent is about to, and then we continue.
+                if ended.si_pid in self._pids:
                     return
                 os.waitpid(ended.si_pid, 0)

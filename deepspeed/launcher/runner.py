@@ -274,9 +274,8 @@ def prepare(args: argparse.Namespace) -> tuple[Callable[[], int], ports.Reservat
     check_elastic(args)
     active = choose_devices(args)
     if args.launcher_given and args.launcher in RUNNERS:
-        RUNNERS[args.launcher].validate_active_resources(
-            active
-        )  # also where one host is left, which is started here
+        # Also where one host is left, which is started here.
+        RUNNERS[args.launcher].validate_active_resources(active)
     if args.module and args.no_python:
         raise LaunchError("--module and --no_python exclude each other: a module is run by Python")
     if args.no_python and shutil.which(args.user_script) is None:

@@ -48,34 +48,14 @@ def supervise(
     """
     adopt_orphans()
     not_ours = own_children()
-    # In its own session the launcher gets a Ctrl-C only from us, and not from the terminal as well.
-    environment = {**(os.environ if environment is None else environment), RUNNER_PID: str(os.getpid())}
-    process = subprocess.Popen(
-        command,
-        env=environment,
-        stdin=stdin,
-        stderr=None if errors_to is None else subprocess.PIPE,
-        start_new_session=True,
-        preexec_fn=_end_with_this_process(os.getpid()),
-    )
-    asked: list[int] = []
+    process = _start(command, environment, stdin, piped=errors_to is not None)
+    requests = _Requests(process, ends_by)
     reader = None if errors_to is None else _reader(process, errors_to)
-
-    def hand_on(signum: int, frame: FrameType | None = None) -> None:
-        if signum == START_ANEW:  # no request to end
-            process.send_signal(signum)
-            return
-        asked.append(signum)
-        process.send_signal(signum if ends_by is None else ends_by)
-        last_resort = threading.Timer(grace_seconds(process.pid) + LAST_RESORT_S, process.kill)
-        last_resort.daemon = True
-        last_resort.start()
-
     if asked_by is not None:
-        asked_by(hand_on)
-    with handled_by(hand_on):
+        asked_by(requests.hand_on)
+    with handled_by(requests.hand_on):
         code = process.wait()
-        if code < 0 and (not asked or code == -signal.SIGKILL):
+        if code < 0 and (not requests.asked or code == -signal.SIGKILL):
             logger.error("%s was terminated by %s; its ranks are stopped", what, signal.Signals(-code).name)
         if code != 0:
             kill_descendants(not_ours)
@@ -84,11 +64,45 @@ def supervise(
                 remove(left_behind)
         if reader is not None:
             reader.join(timeout=LAST_RESORT_S)
-    if (
-        code == -signal.SIGKILL and asked
-    ):  # a busy machine: it did not end in time, but this is not why it ended
-        return 128 + asked[0]
+    # A busy machine: it did not end in time, but this is not why it ended.
+    if code == -signal.SIGKILL and requests.asked:
+        return 128 + requests.asked[0]
     return code if code >= 0 else 128 - code
+
+
+def _start(
+    command: Sequence[str], environment: Mapping[str, str] | None, stdin: int | None, *, piped: bool
+) -> subprocess.Popen[bytes]:
+    """``piped``: its standard error is read here."""
+    # In its own session the launcher gets a Ctrl-C only from us, and not from the terminal as well.
+    return subprocess.Popen(
+        command,
+        env={**(os.environ if environment is None else environment), RUNNER_PID: str(os.getpid())},
+        stdin=stdin,
+        stderr=subprocess.PIPE if piped else None,
+        start_new_session=True,
+        preexec_fn=_end_with_this_process(os.getpid()),
+    )
+
+
+class _Requests:
+    """Hands signals on to the launcher. ``asked``: those that ask it to end; it is killed if it does not."""
+
+    def __init__(self, process: subprocess.Popen[bytes], ends_by: int | None) -> None:
+        self.asked: list[int] = []
+        self._process = process
+        self._ends_by = ends_by
+
+    def hand_on(self, signum: int, frame: FrameType | None = None) -> None:
+        process = self._process
+        if signum == START_ANEW:  # no request to end
+            process.send_signal(signum)
+            return
+        self.asked.append(signum)
+        process.send_signal(signum if self._ends_by is None else self._ends_by)
+        last_resort = threading.Timer(grace_seconds(process.pid) + LAST_RESORT_S, process.kill)
+        last_resort.daemon = True
+        last_resort.start()
 
 
 def _reader(process: subprocess.Popen[bytes], errors_to: Callable[[bytes], None]) -> threading.Thread:

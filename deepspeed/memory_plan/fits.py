@@ -113,9 +113,8 @@ def _lacking(planned: Answer, near: int) -> bool:
     in_use = planned.request.zero_init and planned.plan.param_offload is not None
     for place in Place:
         limit = have.of(place)
-        if (
-            limit is None or place is Place.DISK and in_use
-        ):  # a model built on storage has already taken its share
+        # A model built on storage has already taken its share.
+        if limit is None or place is Place.DISK and in_use:
             continue
         if planned.ledger.states(place) * (1 if place is Place.DEVICE else near) > limit:
             return True

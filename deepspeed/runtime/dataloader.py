@@ -173,13 +173,8 @@ class DeepSpeedDataLoader:
         self.iterable = isinstance(dataset, IterableDataset)
         self.data_sampler = data_sampler
         if data_sampler is None and not self.iterable:
-            self.data_sampler = EpochSampler(
-                len(dataset),
-                world_size,
-                rank,
-                shuffle=bool(config.get("shuffle", True)),
-                seed=config.get("seed", 0),
-            )
+            shuffle, seed = bool(config.get("shuffle", True)), config.get("seed", 0)
+            self.data_sampler = EpochSampler(len(dataset), world_size, rank, shuffle=shuffle, seed=seed)
         self._generator = torch.Generator()
         order = _innermost(data_sampler)
         if isinstance(order, RandomSampler) and order.generator is None:

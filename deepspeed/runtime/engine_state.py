@@ -13,7 +13,7 @@ from torch import Tensor
 
 from deepspeed.checkpoint import names
 from deepspeed.checkpoint.writers import set_mode
-from deepspeed.runtime import engine_checkpoint, engine_weights
+from deepspeed.runtime import engine_checkpoint, engine_loading, engine_weights
 from deepspeed.runtime.engine_base import EngineBase
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStateTypeEnum
 from deepspeed.runtime.zero.optimizer import ZeroOptimizer
@@ -56,7 +56,7 @@ class EngineState(EngineBase):
         custom_load_fn: Callable[..., Any] | None = None,
     ) -> tuple[str | None, dict[str, Any] | None]:
         """``(path, client_state)``, or ``(None, None)`` when there is nothing to load. Collective."""
-        result = engine_checkpoint.load_checkpoint(
+        result = engine_loading.load_checkpoint(
             self,
             load_dir,
             tag,

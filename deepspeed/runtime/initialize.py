@@ -67,25 +67,15 @@ def initialize(
     split_over = take_distributed(model) if isinstance(model, nn.Module) else None
     given = with_recorded_size(given, model, mpu)
     if isinstance(model, Staged):
-        if mpu is not None:
-            raise AssertionError("a PipelineModule is a model-parallel unit itself: leave out mpu=")
-        written = read_config(given).data
-        model.share_layers(tensor_parallel_size(written))
-        if (ranks := sequence_parallel_size(written)) > 1:
-            model.share_sequences(ranks)
-        mpu = model.mpu()
+        mpu = _arranged(model, given, mpu)
     parsed = DeepSpeedConfig(given, mpu, mesh_param=mesh_param, split_over=split_over)
-    if (
-        getattr(args, "deepspeed_sparse_attention", None) is False
-    ):  # the script has the flag, and it was not given
+    # The script has the flag, and it was not given.
+    if getattr(args, "deepspeed_sparse_attention", None) is False:
         parsed.applies_sparse_attention = False
-    if optimizer is None and parsed.optimizer_name is not None:
-        problems = check_optimizer(parsed.optimizer_name, parsed.optimizer_params)
-        if problems:
-            raise DeepSpeedConfigError("; ".join(problems))
-    with (
-        suspended_init_context()
-    ):  # what the engine builds must not be partitioned by a surrounding zero.Init
+    if optimizer is None:
+        _check_optimizer(parsed)
+    # What the engine builds must not be partitioned by a surrounding zero.Init.
+    with suspended_init_context():
         dist.init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
         trains = optimizer is not None or parsed.optimizer_name is not None
         engine = _kind(model, parsed, trains)(
@@ -103,6 +93,26 @@ def initialize(
         )
         begin_run(engine)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def _arranged(model: Staged, given: Any, mpu: Any) -> Any:
+    """Share out layers and sequences of a pipeline as the config says; returns the model-parallel unit that it is."""
+    if mpu is not None:
+        raise AssertionError("a PipelineModule is a model-parallel unit itself: leave out mpu=")
+    written = read_config(given).data
+    model.share_layers(tensor_parallel_size(written))
+    if (ranks := sequence_parallel_size(written)) > 1:
+        model.share_sequences(ranks)
+    return model.mpu()
+
+
+def _check_optimizer(config: DeepSpeedConfig) -> None:
+    """DeepSpeedConfigError: the config's optimizer is unknown, or does not take its parameters."""
+    if config.optimizer_name is None:
+        return
+    problems = check_optimizer(config.optimizer_name, config.optimizer_params)
+    if problems:
+        raise DeepSpeedConfigError("; ".join(problems))
 
 
 def _kind(model: nn.Module, config: DeepSpeedConfig, trains: bool) -> type[DeepSpeedEngine]:

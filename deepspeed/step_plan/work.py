@@ -70,9 +70,8 @@ def flops_by_call(
     calls[-1] += 2.0 * tokens * head
     blocks = layer_calls(facts)
     if shape is not None and sequence and blocks:
-        per_layer = (
-            2.0 * tokens * sequence * shape.heads * shape.head_dim
-        )  # two products, half of each is masked
+        # Two products, half of each is masked.
+        per_layer = 2.0 * tokens * sequence * shape.heads * shape.head_dim
         for call in blocks:
             calls[call] += per_layer * shape.layers / len(blocks)
     return calls

@@ -306,9 +306,8 @@ def _make_expert_groups(size: int, tensor: int, stages: int, data_before_experts
     sharing, same_experts = _get_expert_parallel_ranks(everyone, tensor, size, stages, data_before_experts)
     mine: list[ProcessGroup] = []
     for parts in (sharing, same_experts):
-        made: list[Any] = [
-            torch.distributed.new_group(ranks) for ranks in parts
-        ]  # all ranks make all of them
+        # All ranks make all of them.
+        made: list[Any] = [torch.distributed.new_group(ranks) for ranks in parts]
         mine.append(next(g for g, ranks in zip(made, parts, strict=True) if _global_rank() in ranks))
     _registered.experts[name] = _ExpertGroups(mine[0], mine[1], torch.distributed.group.WORLD)
 

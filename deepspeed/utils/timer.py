@@ -109,9 +109,8 @@ class SynchronizedWallClockTimer:
                 self._total_ms = 0.0
             self._finished.append((self._span, record))
             self._span, self.started_ = None, False
-            if (
-                len(self._finished) == MOST_UNREAD_SPANS
-            ):  # not read so far; old ones completed on the device long ago
+            # Not read so far; old ones completed on the device long ago.
+            if len(self._finished) == MOST_UNREAD_SPANS:
                 self._settle(MOST_UNREAD_SPANS // 2)
 
         def add(self, milliseconds: float) -> None:

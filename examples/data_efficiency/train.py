@@ -211,9 +211,8 @@ def train(options: argparse.Namespace, run: str, text: Text, seed: int = 0) -> l
         convert_to_random_ltd(engine, Block)
     ranks = {"global_batch": options.batch, "micro_batch": options.batch, "rank": 0, "ranks": 1}
     batches = Batches(text.train, options.context, **ranks)
-    ordered = batches.from_step(
-        seed * (batches.windows // options.batch)
-    )  # every epoch has an order of its own
+    # Every epoch has an order of its own.
+    ordered = batches.from_step(seed * (batches.windows // options.batch))
     held_out = Batches(text.validation, options.context, **ranks)
     operations, rows, done, seconds = Operations(engine), [], 0.0, 0.0
     for step, (tokens, kept) in enumerate(lengths(options, config, steps), 1):

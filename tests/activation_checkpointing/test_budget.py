@@ -49,9 +49,8 @@ def after_forward(model: nn.Module, batch: Tensor) -> int:
 
 
 def flops_of_step(model: nn.Module, batch: Tensor) -> int:
-    attention = (
-        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    )  # torch has formulas for devices alone
+    # Torch has formulas for devices alone.
+    attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
     def formula(query: Any, key: Any, value: Any, *args: Any, out_val: Any = None, **kwargs: Any) -> int:
         return sdpa_flop_count(query, key, value)
@@ -329,9 +328,8 @@ def test_what_other_ranks_add_in_place_is_not_kept(limit: float, zeros: bool) ->
     model = Model(Split, communicator(dist.group.WORLD))
     with torch.no_grad():
         for block in model.blocks:
-            block.down.weight.mul_(
-                0 if zeros else dist.get_rank() + 1
-            )  # zeros: nobody sees that a sum was made
+            # Zeros: nobody sees that a sum was made.
+            block.down.weight.mul_(0 if zeros else dist.get_rank() + 1)
     torch.manual_seed(1)
     batch = torch.randn(5, 16)
     plain = copy.deepcopy(model)

@@ -54,9 +54,8 @@ def test_saving_and_loading_copy_nothing(tmp_path, stage):
     dist.barrier()
     with counted(tmp_path) as loading:
         engine.load_checkpoint(tmp_path)
-    kept = (
-        LARGEST // 2 if stage == 3 else 0
-    )  # one gathered bucket of 16-bit weights at a time, to publish them
+    # One gathered bucket of 16-bit weights at a time, to publish them.
+    kept = LARGEST // 2 if stage == 3 else 0
     assert saving.peak < SMALL and loading.peak < kept + SMALL
 
 

@@ -244,9 +244,8 @@ def test_other_numbers_of_ranks_open_what_they_need(tmp_path):
         for world in (48, 100):
             for rank in (0, 17, 33, 47):
                 opened, _ = loaded_by(folder, stage, rank, world)
-                assert (
-                    len({name for name in opened if "optim" in name}) <= 2 * 3 + 1
-                )  # of two buckets; random state
+                # Those of two buckets, and the random state.
+                assert len({name for name in opened if "optim" in name}) <= 2 * 3 + 1
 
 
 def _opened(folder: str, stage: int) -> set[str]:

@@ -99,9 +99,8 @@ def config(cell: Cell, folder: Path) -> dict[str, Any]:
         "stage3_param_persistence_threshold": 0,
         "sub_group_size": 500,
     }
-    if (
-        "offload" in cell.features
-    ):  # to files: on a host whose ranks compute on CPUs all else stays where it is
+    # To files: on a host whose ranks compute on CPUs all else stays where it is.
+    if "offload" in cell.features:
         storage = {"device": "nvme", "nvme_path": str(folder)}
         zero["offload_optimizer"] = storage
         if cell.stage == 3:

@@ -113,9 +113,8 @@ def test_nobody_leaves_a_barrier_before_all_have_come():
             comm.barrier().wait()
             if comm.rank == late:
                 time.sleep(0.1)
-            came = torch.tensor(
-                [time.monotonic()], dtype=torch.float64
-            )  # one clock for all processes of a host
+            # One clock for all processes of a host.
+            came = torch.tensor([time.monotonic()], dtype=torch.float64)
             comm.barrier().wait()
             left = time.monotonic()
             torch.distributed.all_reduce(came, torch.distributed.ReduceOp.MAX)

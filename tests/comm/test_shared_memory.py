@@ -153,9 +153,8 @@ def test_waiting_long_leaves_the_core_alone():
             if waits_in_background:
                 time.sleep(1)
             pending.wait()
-            assert (
-                time.monotonic() - begin > 1
-            )  # rank 1 began to sleep when this rank began to wait, or before
+            # Rank 1 began to sleep when this rank began to wait, or before.
+            assert time.monotonic() - begin > 1
             assert time.process_time() - spent < 0.2
 
 

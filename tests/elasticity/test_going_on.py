@@ -167,9 +167,8 @@ def test_machines_go_and_come(folder: Path, monkeypatch: pytest.MonkeyPatch) -> 
         )
         assert samples == expected and len(samples) == 8, step
     alone = range(starts[2]["began"], starts[3]["began"])
-    assert all(
-        len(made[step]) == 1 and len(made[step][0]) == 4 for step in alone
-    )  # as many samples, by one rank
+    # One rank takes as many samples as two did.
+    assert all(len(made[step]) == 1 and len(made[step][0]) == 4 for step in alone)
 
 
 def test_the_newest_whole_state() -> None:
@@ -191,6 +190,5 @@ def test_every_machine_gets_what_it_lacks() -> None:
         Transfer("a", 1, 0, 8),
         Transfer("b", 2, 0, 8),
     ]
-    assert missing({"a": 1}, {0: {"a": 7}, 1: {"a": 1}}) == [
-        Transfer("a", 1, 1, 0)
-    ]  # another one of this name
+    # Machine 0 has another one of this name.
+    assert missing({"a": 1}, {0: {"a": 7}, 1: {"a": 1}}) == [Transfer("a", 1, 1, 0)]

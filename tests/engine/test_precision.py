@@ -67,9 +67,8 @@ MODES = {
 def test_stages_agree_bit_for_bit(mode: str) -> None:
     """One micro-batch per step: the stage changes where things are kept, not one bit of the result."""
     runs = {}
-    stages = (
-        (1, 2, 3) if "bf16 master" in mode else (0, 1, 2, 3)
-    )  # stage 0 refuses to do without fp32 masters
+    # Stage 0 refuses to do without fp32 masters.
+    stages = (1, 2, 3) if "bf16 master" in mode else (0, 1, 2, 3)
     for stage in stages:
         engine = build({**MODES[mode], "zero_optimization": {"stage": stage}})
         losses = train(engine, steps=4)

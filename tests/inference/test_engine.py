@@ -254,9 +254,8 @@ def test_weights_of_few_bits(bits: int, groups: int, error: float) -> None:
     table = module.table.weight.detach().clone()
     quant = {"weight": {"num_bits": bits, "q_groups": groups}}
     engine = deepspeed.init_inference(module, dtype="int8", quant=quant)
-    assert (
-        isinstance(module.first, QuantizedLinear) and type(module.head) is nn.Linear
-    )  # its weight is the table's
+    # Its weight is the table's.
+    assert isinstance(module.first, QuantizedLinear) and type(module.head) is nn.Linear
     assert module.first.words.nbytes == 96 * 128 * bits // 8 and module.first.scales.shape == (96, groups)
     torch.testing.assert_close(module.table.weight.float(), table, rtol=1e-2, atol=1e-2)
     for given in (tokens, tokens.repeat(4)):

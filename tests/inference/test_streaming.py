@@ -61,9 +61,8 @@ def test_the_results_are_those_of_weights_in_memory(tmp_path: Path, dtype: str) 
     module = Deep()
     engine = deepspeed.init_inference(module, dtype=dtype, zero=nvme(tmp_path))
     streamed = engine.streamed
-    assert (
-        streamed is not None and len(streamed.units) == LAYERS + 1
-    )  # the head; lookups of the table read its rows
+    # The head; lookups of the table read its rows.
+    assert streamed is not None and len(streamed.units) == LAYERS + 1
     with torch.no_grad():
         for _ in range(3):
             assert torch.equal(engine(TOKENS), plain(TOKENS))

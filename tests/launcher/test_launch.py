@@ -89,9 +89,8 @@ def test_each_rank_gets_its_environment_and_arguments(folder):
         assert (rank["name"], rank["file"], rank["main"]) == ("__main__", "show.py", True)
         assert 1 <= int(rank["OMP_NUM_THREADS"]) <= max(1, (os.cpu_count() or 1) // 2)
         assert rank["GOMP_SPINCOUNT"] == "10000"
-    assert (
-        1 <= len(result.stderr.splitlines()) <= 2
-    )  # what starts where; another port than usual, if that is in use
+    # What starts where; another port than usual, if that is in use.
+    assert 1 <= len(result.stderr.splitlines()) <= 2
 
 
 PARSERS = """\

@@ -41,9 +41,8 @@ def host_bytes(engine: Any) -> int:
     """What the engine keeps off the device between steps."""
     core, tensors = engine.core, []
     tier = core.store.tier
-    if (
-        engine.plan.param_offload is None
-    ):  # else a pretended device stages weights that a real one finds on the host
+    # Otherwise a pretended device stages weights that a real one finds on the host.
+    if engine.plan.param_offload is None:
         tensors += [slot.buffer for slot in tier.slots]
     for owned in core.store.fragments:
         bucket = owned.grad_bucket

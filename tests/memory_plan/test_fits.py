@@ -74,9 +74,8 @@ def test_estimates_and_temporaries_refuse_nothing(room: Any) -> None:
     with torch.device("meta"):
         model = Gpt(blocks=12, width=256)
     states = 16 * sum(p.numel() for p in model.parameters())
-    room(
-        int(states * 1.001)
-    )  # nothing left for buckets and activations: may be slow or may fail, but not here
+    # Nothing left for buckets and activations: may be slow or may fail, but not here.
+    room(int(states * 1.001))
     check(config_for(2), model=model)
     room(int(states * 0.99))
     with pytest.raises(MemoryPlanError):

@@ -119,9 +119,8 @@ def test_wandb(run: tuple[Path, list[float]]) -> None:
     from wandb.proto import wandb_internal_pb2
 
     folder, losses = run
-    (file,) = folder.glob(
-        "wandb/offline-run-*/run-*.wandb"
-    )  # the second monitor has shared the run of the first
+    # The second monitor has shared the run of the first.
+    (file,) = folder.glob("wandb/offline-run-*/run-*.wandb")
     found: dict[str, list[tuple[int, float]]] = {}
     for data in log_records(file.read_bytes()):
         record = wandb_internal_pb2.Record()

@@ -558,9 +558,8 @@ def test_jobs_are_found_until_they_end(tmp_path: Path) -> None:
     assert folder.stat().st_mode & 0o777 == 0o700
     found = jobs.running_jobs(folder)
     assert [job["pid"] for job in found] == [os.getpid()] and found[0]["step"] == 40
-    assert (
-        jobs.running_jobs(folder, lambda pid: found[0]["started"] + 500) == []
-    )  # the number of another process
+    # The number of another process.
+    assert jobs.running_jobs(folder, lambda pid: found[0]["started"] + 500) == []
     entry.write(job_state())
     assert jobs.running_jobs(folder, lambda pid: None) == []  # it has ended
     assert not list(folder.glob("*.json"))

@@ -20,10 +20,9 @@ from deepspeed.runtime.pipe.orders import (
     interleaved,
     one_forward_one_backward,
     simulate,
-    zero_bubble,
-    zero_bubble_v,
 )
 from deepspeed.runtime.pipe.picture import picture
+from deepspeed.runtime.pipe.zero_bubble import zero_bubble, zero_bubble_v
 
 SIZES = [(1, 1), (1, 3), (2, 1), (2, 8), (3, 7), (4, 8), (4, 2), (8, 16)]  # stages, micro-batches
 

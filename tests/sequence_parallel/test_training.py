@@ -103,9 +103,8 @@ def test_mean_over_tokens_of_all_ranks() -> None:
         total = sum(counts)
         assert result.item() == pytest.approx((2 * counts[0] + 3 * counts[1]) / max(total, 1))
         (weight,) = torch.autograd.grad(result, loss)
-        assert weight.item() == pytest.approx(
-            2 * counts[rank] / max(total, 1)
-        )  # the mean over ranks halves it
+        # The mean over ranks halves it.
+        assert weight.item() == pytest.approx(2 * counts[rank] / max(total, 1))
     loss = torch.tensor(1.0 + rank, requires_grad=True)
     result = token_sum(loss, dist.group.WORLD)
     assert (result.item(), torch.autograd.grad(result, loss)[0].item()) == (3.0, 2.0)

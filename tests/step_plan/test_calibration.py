@@ -142,9 +142,8 @@ def test_what_ranks_copy_hides_behind_a_slow_link() -> None:
         return with_copies - without
 
     assert more(UNLIMITED) == pytest.approx(0.016, rel=0.01)
-    assert (
-        0 < more(Network(name="slow", rate=2e6)) < 0.8 * more(UNLIMITED)
-    )  # what follows the first full bucket
+    # What follows the first full bucket.
+    assert 0 < more(Network(name="slow", rate=2e6)) < 0.8 * more(UNLIMITED)
 
 
 def test_ranks_that_are_faster_together() -> None:

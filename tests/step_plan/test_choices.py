@@ -103,9 +103,8 @@ def test_every_axis_is_tried() -> None:
     assert len(set(ways)) == len(ways)
     for way in ways:
         assert 16 % way.model_ranks == 0
-        assert (
-            way.stage == 0 or way.offload or way.tensor * way.stages < 16
-        )  # else there is nobody to share with
+        # Otherwise there is nobody to share with.
+        assert way.stage == 0 or way.offload or way.tensor * way.stages < 16
 
 
 def test_processors_have_nothing_to_offload_to() -> None:

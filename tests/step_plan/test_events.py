@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from deepspeed.runtime.pipe.orders import Durations, Kind, Order, one_forward_one_backward, zero_bubble
+from deepspeed.runtime.pipe.orders import Durations, Kind, Order, one_forward_one_backward
 from deepspeed.runtime.pipe.orders import simulate as simulate_stages
+from deepspeed.runtime.pipe.zero_bubble import zero_bubble
 from deepspeed.step_plan.events import CircularTasks, Link, Task, longest_chain, simulate
 
 
@@ -64,9 +65,8 @@ def test_a_token_bucket() -> None:
     small = simulate([Task("a", "l", 20)], {"l": Link(10, burst=50, peak=1000)})
     assert small.makespan == pytest.approx(0.02)
     long_rest = [Task("a", "l", 0), Task("rest", "c", 1e6, (0,)), Task("b", "l", 150, (1,))]
-    assert (
-        simulate(long_rest, {"l": Link(10, 50, 1000)}).makespan == 1e6 + 10
-    )  # no more than the burst is saved
+    # No more than the burst is saved.
+    assert simulate(long_rest, {"l": Link(10, 50, 1000)}).makespan == 1e6 + 10
 
 
 def test_a_link_has_a_rate() -> None:

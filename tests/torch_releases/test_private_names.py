@@ -119,9 +119,8 @@ def test_it_is_there_and_takes_what_we_pass(name: str) -> None:
         return
     assert list(signature.parameters)[: len(expected.split())] == expected.split()
     others = list(signature.parameters.values())[len(expected.split()) :]
-    if (
-        name != "torch.nn.Module._load_from_state_dict"
-    ):  # wrapped, and called with the arguments that it was given
+    # Wrapped, and called with the arguments that it was given.
+    if name != "torch.nn.Module._load_from_state_dict":
         assert all(p.default is not p.empty or p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in others)
 
 

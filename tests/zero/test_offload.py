@@ -543,9 +543,8 @@ def test_addresses_that_are_given_out_again(tmp_path: Path) -> None:
     for value in range(20):
         tensor = swap.new(5000, torch.float32)
         swap.finish(swap.write(torch.full((5000,), float(value)), tensor))
-        assert torch.equal(
-            tensor, torch.full((5000,), float(value))
-        )  # the mapping sees what the transfer wrote
+        # The mapping sees what the transfer wrote.
+        assert torch.equal(tensor, torch.full((5000,), float(value)))
         del tensor
     kept = [swap.new(n, torch.float32) for n in (1, 5000, 3)]
     offsets = [swap.offset_of(tensor) for tensor in kept]

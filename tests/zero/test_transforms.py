@@ -61,9 +61,8 @@ def test_transforms_of_the_input(world_size, stage):
         torch.testing.assert_close(transform(engine, x), transform(plain, x), msg=name)
         with torch.no_grad():
             torch.testing.assert_close(vmap(engine)(x), plain(x))
-    assert before == [
-        bucket.reduced for bucket in engine.core.reducer.buckets
-    ]  # nothing was taken for a gradient
+    # Nothing was taken for a gradient.
+    assert before == [bucket.reduced for bucket in engine.core.reducer.buckets]
     assert not any(engine.core.reducer.used)
 
 

@@ -150,27 +150,30 @@ class DecoderProgram:
     ) -> tuple[_Streams, Tensor]:
         """``streams``: the one with what layers have added so far, and the one that the next sum goes to. Returns them
         for the next layer, and what is to be added to the first."""
+        program = self._program
+        added = self._buffer("added", normed.shape[1])
+        norm = layer.before_attention
+        program.norm(streams[0], normed, norm.weight, delta=delta, sum=streams[1], eps=norm.eps)
+        if delta is not None:
+            streams = streams[1], streams[0]
+        self._add_attention(layer, index, normed, added)
+        norm = layer.before_mlp
+        program.norm(streams[0], normed, norm.weight, delta=added, sum=streams[1], eps=norm.eps)
+        self._add_mlp(layer, normed, added)
+        return (streams[1], streams[0]), added
+
+    def _add_attention(self, layer: Layer, index: int, normed: Tensor, added: Tensor) -> None:
+        """From ``normed`` to ``added``."""
         program, shape, terms = self._program, layer.shape, layer.terms
-        width = normed.shape[1]
-        output, down = matrix_of(layer.output), matrix_of(layer.down)
-        projections, gated = [[matrix_of(one) for one in each] for each in (layer.projections, layer.gated)]
-        heads = output.columns // shape.value_size
+        projections, output = [matrix_of(one) for one in layer.projections], matrix_of(layer.output)
         sizes: dict[str, Any] = {
-            "heads": heads,
+            "heads": output.columns // shape.value_size,
             "kv_heads": shape.heads,
             "key_size": shape.key_size,
             "value_size": shape.value_size,
         }
         projected = self._buffer("projected", sum(each.outputs for each in projections))
         attended = self._buffer("attended", output.columns)
-        hidden = self._buffer("hidden", 2 * down.columns)
-        gates = self._buffer("gates", down.columns)
-        added = self._buffer("added", width)
-
-        norm = layer.before_attention
-        program.norm(streams[0], normed, norm.weight, delta=delta, sum=streams[1], eps=norm.eps)
-        if delta is not None:
-            streams = streams[1], streams[0]
         program.product(normed, projected, projections)
         query_norm, key_norm = layer.query_norm, layer.key_norm
         rotary = program.rotary(
@@ -192,12 +195,15 @@ class DecoderProgram:
         for made in (rotary, attention):
             bind(made, self.cache.pages(index))
         program.product(attended, added, [output])
-        norm = layer.before_mlp
-        program.norm(streams[0], normed, norm.weight, delta=added, sum=streams[1], eps=norm.eps)
-        program.product(normed, hidden, gated)
+
+    def _add_mlp(self, layer: Layer, normed: Tensor, added: Tensor) -> None:
+        """From ``normed`` to ``added``."""
+        program, down = self._program, matrix_of(layer.down)
+        hidden = self._buffer("hidden", 2 * down.columns)
+        gates = self._buffer("gates", down.columns)
+        program.product(normed, hidden, [matrix_of(one) for one in layer.gated])
         program.gate(hidden[:, : down.columns], hidden[:, down.columns :], gates, layer.activation)
         program.product(gates, added, [down])
-        return (streams[1], streams[0]), added
 
 
 def rotations_of(

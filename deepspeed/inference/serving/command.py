@@ -38,9 +38,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"ds serve: {args.model}: {error}", file=sys.stderr)
         return 2
     if not leads:
-        signal.signal(
-            signal.SIGTERM, signal.SIG_IGN
-        )  # the first rank finishes answers, and says when it ends
+        # The first rank finishes answers, and says when it ends.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         service.follow()
         return 0
     import uvicorn

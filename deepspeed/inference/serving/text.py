@@ -31,9 +31,8 @@ class TextStream:
         self._tokens.append(token)
         new = self._new_text()
         pending = len(self._tokens) - self._known
-        if (
-            new.endswith(_INCOMPLETE) and pending < _PATIENCE
-        ):  # part of a character: the rest comes with the next
+        # Part of a character: the rest comes with the next.
+        if new.endswith(_INCOMPLETE) and pending < _PATIENCE:
             return ""
         # The last token's text can depend on the one before it (spaces): one is kept for that.
         self._tokens, self._known = self._tokens[self._known :], len(self._tokens) - self._known

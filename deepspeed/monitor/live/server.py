@@ -84,9 +84,8 @@ class PageServer:
     def close(self) -> None:
         if self._pid != os.getpid() or not self._thread.is_alive():
             return
-        if (
-            self._thread is threading.current_thread()
-        ):  # the collector ends an engine here: do not wait for oneself
+        # The collector ends an engine here: do not wait for oneself.
+        if self._thread is threading.current_thread():
             threading.Thread(target=self.close, daemon=True).start()
             return
         self._alarm.close()

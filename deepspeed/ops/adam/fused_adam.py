@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,18 +11,21 @@ from torch import Tensor
 from deepspeed.ops import direct_updates
 from deepspeed.ops.adam.multi_tensor_adam import MultiTensorAdam
 from deepspeed.ops.adam.multi_tensor_apply import MultiTensorApply
+from deepspeed.ops.fused import FusedOptimizer
 from deepspeed.ops.multi_tensor import refuse
 
 multi_tensor_applier = MultiTensorApply(2048 * 32)
 """Of ``FusedAdamBuilder().load().multi_tensor_adam``, for steps of one's own."""
 
 
-class FusedAdam(MultiTensorAdam):
+class FusedAdam(FusedOptimizer, MultiTensorAdam):
     """Adam with decoupled weight decay (`adam_w_mode=True`, AdamW) or with L2 regularisation.
 
     One kernel per group of tensors: the native host library on CPUs, Triton on GPUs, else PyTorch, all with
     the same arithmetic. `amsgrad` is in the signature but not available.
     """
+
+    documented_name = "FusedAdam"
 
     def __init__(
         self,
@@ -48,21 +51,6 @@ class FusedAdam(MultiTensorAdam):
         super().__init__(params, defaults)
         self.adam_w_mode = bool(adam_w_mode)
         self.set_grad_none = set_grad_none
-
-    def zero_grad(self, set_to_none: bool | None = None) -> None:
-        super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
-
-    def step(
-        self,
-        closure: Callable[[], Any] | None = None,
-        grads: Any = None,
-        output_params: Any = None,
-        scale: Any = None,
-        grad_norms: Any = None,
-        grad_scaler: Any = None,
-    ) -> Any:
-        refuse("FusedAdam.step", grads=grads, output_params=output_params, scale=scale, grad_norms=grad_norms)
-        return super().step(closure)
 
 
 def multi_tensor_adam(

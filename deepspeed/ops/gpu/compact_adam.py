@@ -75,6 +75,33 @@ def _encoded(magnitude, scale, dither, SPAN: tl.constexpr, SHIFT: tl.constexpr, 
     return ((tl.minimum(bits, LAST) + (dither >> (32 - SHIFT)).to(tl.int32)) >> SHIFT) & 0xFF
 
 
+@triton.jit
+def _decoded_signed(codes, factor):
+    found = _decoded(codes & 127, factor, _SIGNED_SHIFT)
+    return tl.where(codes >= 128, -found, found)
+
+
+@triton.jit
+def _encoded_signed(values, scale, dither):
+    codes = _encoded(tl.abs(values), scale, dither, _SIGNED_SPAN, _SIGNED_SHIFT, _SIGNED_LAST)
+    return codes | tl.where(values == values, (values.to(tl.int32, bitcast=True) >> 24) & 128, 0)
+
+
+@triton.jit
+def _encoded_root(root, scale, dither):
+    """Only zero is coded as zero: a parameter would leap if the root below its first moment were lost."""
+    codes = _encoded(root, scale, dither, _ROOT_SPAN, _ROOT_SHIFT, _ROOT_LAST)
+    return tl.maximum(codes, ((root > 0) & (scale > 0)).to(tl.int32))
+
+
+@triton.jit
+def _rounded(values, dither):
+    """To bf16, up or down at random; NaNs without their bits."""
+    rounded = (values.to(tl.uint32, bitcast=True) + (dither >> 16)) >> 16
+    rounded = tl.where(values != values, 0x7FC0, rounded.to(tl.int32))
+    return rounded.to(tl.uint16).to(tl.bfloat16, bitcast=True)
+
+
 @triton.jit(
     do_not_specialize=["of_codes", "of_params", "grad_scale", "step_size", "inv_correction2", "decay"]
 )
@@ -123,8 +150,7 @@ def _compact_kernel(
         codes2 = tl.load(codes2_at, mask=inside, other=0).to(tl.int32)
         scale1 = tl.load(scale1_at, mask=is_block, other=0.0)
         scale2 = tl.load(scale2_at, mask=is_block, other=0.0)
-        m = _decoded(codes1 & 127, scale1 * keep1, _SIGNED_SHIFT)
-        m = tl.where(codes1 >= 128, -m, m)
+        m = _decoded_signed(codes1, scale1 * keep1)
         root = _decoded(codes2, scale2 * keep2, _ROOT_SHIFT)
         v = root * root
     else:
@@ -143,21 +169,14 @@ def _compact_kernel(
         tl.store(scale1_at, scale1, mask=is_block)
         tl.store(scale2_at, scale2, mask=is_block)
         dither = _dither(of_codes, index, _CODES_ELEMENT, _CODES_HIGH)
-        codes1 = _encoded(tl.abs(m), scale1, dither, _SIGNED_SPAN, _SIGNED_SHIFT, _SIGNED_LAST)
-        codes1 = codes1 | tl.where(m == m, (m.to(tl.int32, bitcast=True) >> 24) & 128, 0)
-        codes2 = _encoded(root, scale2, dither, _ROOT_SPAN, _ROOT_SHIFT, _ROOT_LAST)
-        # Only zero is coded as zero: a parameter would leap if the root below its first moment were lost.
-        codes2 = tl.maximum(codes2, ((root > 0) & (scale2 > 0)).to(tl.int32))
-        tl.store(codes1_at, codes1.to(tl.uint8), mask=inside)
-        tl.store(codes2_at, codes2.to(tl.uint8), mask=inside)
+        tl.store(codes1_at, _encoded_signed(m, scale1, dither).to(tl.uint8), mask=inside)
+        tl.store(codes2_at, _encoded_root(root, scale2, dither).to(tl.uint8), mask=inside)
     else:
         tl.store(m_at, m, mask=inside)
         tl.store(v_at, v, mask=inside)
     if STOCHASTIC:
-        bits = p.to(tl.uint32, bitcast=True)
-        rounded = (bits + (_dither(of_params, index, _PARAMS_ELEMENT, _PARAMS_HIGH) >> 16)) >> 16
-        rounded = tl.where(p != p, 0x7FC0, rounded.to(tl.int32))
-        tl.store(param_at, rounded.to(tl.uint16).to(tl.bfloat16, bitcast=True), mask=inside)
+        dither = _dither(of_params, index, _PARAMS_ELEMENT, _PARAMS_HIGH)
+        tl.store(param_at, _rounded(p, dither), mask=inside)
     else:
         tl.store(param_at, p.to(PARAM), mask=inside)
     low = tl.load(row + 6)

@@ -44,6 +44,33 @@ _LOG2E = tl.constexpr(LOG2E)
 _ITEM = tl.constexpr(6)  # numbers of an item of work
 
 
+@triton.jit
+def _rows_of(pieces, piece, first, kv_head, GROUP: tl.constexpr, ROWS: tl.constexpr):
+    """Of each row of a program: the token of its piece, from number ``first`` on; the head; and whether it exists."""
+    row = tl.arange(0, ROWS)
+    token, head = first + row // GROUP, kv_head * GROUP + row % GROUP
+    inside = (row < ROWS // GROUP * GROUP) & (token < tl.load(pieces + 3 * piece + 1))
+    return token, head, inside
+
+
+@triton.jit
+def _capped(scores, softcap):
+    """``softcap * tanh(scores / softcap)``."""
+    return softcap * (2.0 / (1.0 + tl.exp(-2.0 * scores / softcap)) - 1.0)
+
+
+@triton.jit
+def _stored(output, out, token, head, heads, inside, size: tl.constexpr, SIZE: tl.constexpr):
+    """The results of rows, to [tokens, heads, size]."""
+    place = (token.to(tl.int64) * heads + head) * size
+    number = tl.arange(0, SIZE)
+    tl.store(
+        output + place[:, None] + number[None, :],
+        out.to(output.dtype.element_ty),
+        mask=inside[:, None] & (number < size)[None, :],
+    )
+
+
 @triton.jit(do_not_specialize=["longest", "window"])
 def _attend(
     query,
@@ -78,9 +105,7 @@ def _attend(
     kv_head, kv_heads = tl.program_id(1), tl.num_programs(1)
     item = items + tl.program_id(0) * _ITEM
     piece, first_key, end = tl.load(item), tl.load(item + 2), tl.load(item + 3)
-    row = tl.arange(0, ROWS)
-    token, head = tl.load(item + 1) + row // GROUP, kv_head * GROUP + row % GROUP
-    inside = (row < ROWS // GROUP * GROUP) & (token < tl.load(pieces + 3 * piece + 1))
+    token, head, inside = _rows_of(pieces, piece, tl.load(item + 1), kv_head, GROUP, ROWS)
     position = tl.load(pieces + 3 * piece) + token
     token += tl.load(pieces + 3 * piece + 2)
     of_key, of_value = tl.arange(0, KEY_SIZE), tl.arange(0, VALUE_SIZE)
@@ -120,7 +145,7 @@ def _attend(
         ).to(DOT)
         scores = tl.dot(q, k, input_precision="ieee") * scale
         if SOFTCAP:
-            scores = softcap * (2.0 / (1.0 + tl.exp(-2.0 * scores / softcap)) - 1.0)  # tanh
+            scores = _capped(scores, softcap)
         if slopes is not None:
             scores += slope[:, None] * (column[None, :] - position[:, None]).to(tl.float32)
         seen = exists[None, :] & (column[None, :] <= position[:, None])
@@ -136,14 +161,9 @@ def _attend(
     out, lse = finished(top, total, out)
     part = tl.load(item + 4)
     if part < 0:
-        place = (token.to(tl.int64) * (kv_heads * GROUP) + head) * value_size
-        tl.store(
-            output + place[:, None] + of_value[None, :],
-            out.to(output.dtype.element_ty),
-            mask=inside[:, None] & (of_value < value_size)[None, :],
-        )
+        _stored(output, out, token, head, kv_heads * GROUP, inside, value_size, VALUE_SIZE)
     else:
-        place = (part.to(tl.int64) * kv_heads + kv_head) * ROWS + row
+        place = (part.to(tl.int64) * kv_heads + kv_head) * ROWS + tl.arange(0, ROWS)
         tl.store(parts_lse + place, lse)
         tl.store(
             parts + place[:, None] * value_size + of_value[None, :],
@@ -167,9 +187,7 @@ def _join(
     kv_head, kv_heads = tl.program_id(1), tl.num_programs(1)
     join = joins + tl.program_id(0) * 4
     piece, first, count = tl.load(join), tl.load(join + 2), tl.load(join + 3)
-    row = tl.arange(0, ROWS)
-    token, head = tl.load(join + 1) + row // GROUP, kv_head * GROUP + row % GROUP
-    inside = (row < ROWS // GROUP * GROUP) & (token < tl.load(pieces + 3 * piece + 1))
+    token, head, inside = _rows_of(pieces, piece, tl.load(join + 1), kv_head, GROUP, ROWS)
     token += tl.load(pieces + 3 * piece + 2)
     of_value = tl.arange(0, VALUE_SIZE)
     exists = (of_value < value_size)[None, :]
@@ -177,7 +195,7 @@ def _join(
     total = tl.zeros([ROWS], tl.float32)
     out = tl.zeros([ROWS, VALUE_SIZE], tl.float32)
     for part in range(first, first + count):
-        place = ((part * kv_heads + kv_head) * ROWS + row).to(tl.int64)
+        place = ((part * kv_heads + kv_head) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
         lse = tl.load(parts_lse + place)
         found = tl.load(
             parts + place[:, None] * value_size + of_value[None, :], mask=inside[:, None] & exists, other=0.0
@@ -189,12 +207,7 @@ def _join(
         total = total * shrink + weight
         top = higher
     out, _ = finished(top, total, out)
-    place = (token.to(tl.int64) * (kv_heads * GROUP) + head) * value_size
-    tl.store(
-        output + place[:, None] + of_value[None, :],
-        out.to(output.dtype.element_ty),
-        mask=inside[:, None] & exists,
-    )
+    _stored(output, out, token, head, kv_heads * GROUP, inside, value_size, VALUE_SIZE)
 
 
 class _Work(NamedTuple):

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from deepspeed.ops import direct_updates
+from deepspeed.ops.fused import FusedOptimizer
 from deepspeed.ops.lion.multi_tensor_lion import MultiTensorLion
-from deepspeed.ops.multi_tensor import refuse
 
 
-class FusedLion(MultiTensorLion):
+class FusedLion(FusedOptimizer, MultiTensorLion):
     """Lion, one kernel per group of tensors."""
+
+    documented_name = "FusedLion"
 
     def __init__(
         self,
@@ -26,21 +28,6 @@ class FusedLion(MultiTensorLion):
     ) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
         self.set_grad_none = set_grad_none
-
-    def zero_grad(self, set_to_none: bool | None = None) -> None:
-        super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
-
-    def step(
-        self,
-        closure: Callable[[], Any] | None = None,
-        grads: Any = None,
-        output_params: Any = None,
-        scale: Any = None,
-        grad_norms: Any = None,
-        grad_scaler: Any = None,
-    ) -> Any:
-        refuse("FusedLion.step", grads=grads, output_params=output_params, scale=scale, grad_norms=grad_norms)
-        return super().step(closure)
 
 
 def multi_tensor_lion(

@@ -164,9 +164,8 @@ class Counter(TorchDispatchMode):
             self._live.end()
             self._live = None
         modes = _python_dispatch._get_current_dispatch_mode_stack()
-        if (
-            self._entered and modes and modes[-1] is self
-        ):  # else the caller has entered a mode and not left it yet
+        # Otherwise the caller has entered a mode and not left it yet.
+        if self._entered and modes and modes[-1] is self:
             self._entered = False
             self.__exit__(None, None, None)
         if self._eager is not None:
@@ -216,9 +215,8 @@ class Counter(TorchDispatchMode):
             return None
         makers = self._makers.get(threading.get_ident())
         if makers is None or makers.task == torch._C._current_graph_task_id():
-            makers = self._makers[
-                self._thread
-            ]  # the node is not of a forward that was repeated in this thread
+            # The node is not of a forward that was repeated in this thread.
+            makers = self._makers[self._thread]
         return makers.of(node)
 
     # Operations -----------------------------------------------------------------------------------------------

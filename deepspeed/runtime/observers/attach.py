@@ -32,61 +32,17 @@ def attach_observers(engine: EngineBase) -> None:
     """Create the documented attributes (``timers``, ``tput_timer``, ``monitor``, ``flops_profiler``) and subscribe what
     the config asks for."""
     config = engine._config
-    engine.timers = SynchronizedWallClockTimer() if config.wall_clock_breakdown else NoopTimer()
-    engine.tput_timer = ThroughputTimer(
-        config.timers_config,
-        batch_size=engine.train_batch_size(),
-        steps_per_output=_print_interval(engine),
-        monitor_memory=False,
-    )
-    clock = WallClock(engine, _print_interval(engine)) if config.wall_clock_breakdown else None
-    if _print_interval(engine):
-        Throughput(engine)
-    if config.flops_profiler_config.enabled:
-        from deepspeed.runtime.observers.flops import (
-            FlopsOfOneStep,  # a profiler's imports, for those who profile
-        )
-
-        engine.flops_profiler = FlopsOfOneStep(engine).profiler
-    engine.monitor = MonitorMaster(config.monitor_config)
-    engine.live_page = None
-    if config.live_config.enabled and engine.core is not None:
-        from deepspeed.runtime.observers.live_page import LivePage  # a web server, for those who want one
-
-        engine.live_page = LivePage(engine, config.live_config)
-    if engine.monitor.enabled and is_rank_zero():
-        Curves(engine, engine.monitor, clock)
-    if engine.monitor.enabled or config.wall_clock_breakdown:
-        watch_experts(engine, engine.monitor if engine.monitor.enabled else None)
+    clock = _attach_clocks(engine)
+    _attach_monitors(engine, clock)
     if config.memory_breakdown:
         engine.events.on("after_step", lambda **_: see_memory_usage("after step", force=True))
-    if config.autotuning_config.enabled and config.autotuning_config.metric_path:
-        from deepspeed.runtime.observers.trial import Trial
-
-        Trial(engine, clock)
-    if config.audit_config is not None:
-        from deepspeed.runtime.observers.audit import Audit
-
-        Audit(engine, config.audit_config)
-    if config.trace_config is not None:
-        from deepspeed.runtime.observers.timeline import Timeline
-
-        Timeline(engine, config.trace_config)
+    _attach_records(engine, clock)
     if config.disable_python_gc:
         held = python_gc_manager.acquire()
         engine.events.on("on_destroy", lambda **_: python_gc_manager.release(held))
     if config.dump_state:
         print_json_dist(without_secrets(config._param_dict), ranks=[0])
-    if engine.mesh.size("tp") > 1:
-        from deepspeed.runtime.observers.same_inputs import SameInputs
-
-        SameInputs(engine)
-    watched = engine.monitor.enabled or config.wall_clock_breakdown or engine._network.log.enabled
-    if watched and any(known.size > 1 for known in engine._network.communicators()):
-        from deepspeed.runtime.observers.links import BytesByLink
-
-        monitor = engine.monitor if engine.monitor.enabled else None
-        BytesByLink(engine, speaks=bool(config.wall_clock_breakdown), monitor=monitor)
+    _attach_between_ranks(engine)
     attach_compression(engine)
     attach_data_efficiency(engine)
     engine.quantizer = None
@@ -100,6 +56,77 @@ def attach_observers(engine: EngineBase) -> None:
     BufferDtypeAdvice(engine)
     engine._network.names = NamesOfEngine(engine)
     attach_live_line(engine)
+
+
+def _attach_clocks(engine: EngineBase) -> WallClock | None:
+    """What measures time: timers, throughput, the profiler. Returns the clock of the breakdown, if there is one."""
+    config = engine._config
+    engine.timers = SynchronizedWallClockTimer() if config.wall_clock_breakdown else NoopTimer()
+    engine.tput_timer = ThroughputTimer(
+        config.timers_config,
+        batch_size=engine.train_batch_size(),
+        steps_per_output=_print_interval(engine),
+        monitor_memory=False,
+    )
+    clock = WallClock(engine, _print_interval(engine)) if config.wall_clock_breakdown else None
+    if _print_interval(engine):
+        Throughput(engine)
+    if config.flops_profiler_config.enabled:
+        # A profiler's imports, for those who profile.
+        from deepspeed.runtime.observers.flops import FlopsOfOneStep
+
+        engine.flops_profiler = FlopsOfOneStep(engine).profiler
+    return clock
+
+
+def _attach_monitors(engine: EngineBase, clock: WallClock | None) -> None:
+    """What shows a run as curves."""
+    config = engine._config
+    engine.monitor = MonitorMaster(config.monitor_config)
+    engine.live_page = None
+    if config.live_config.enabled and engine.core is not None:
+        from deepspeed.runtime.observers.live_page import LivePage  # a web server, for those who want one
+
+        engine.live_page = LivePage(engine, config.live_config)
+    if engine.monitor.enabled and is_rank_zero():
+        Curves(engine, engine.monitor, clock)
+    if engine.monitor.enabled or config.wall_clock_breakdown:
+        watch_experts(engine, _enabled_monitor(engine))
+
+
+def _attach_records(engine: EngineBase, clock: WallClock | None) -> None:
+    """What writes files about a run, to be read afterwards."""
+    config = engine._config
+    if config.autotuning_config.enabled and config.autotuning_config.metric_path:
+        from deepspeed.runtime.observers.trial import Trial
+
+        Trial(engine, clock)
+    if config.audit_config is not None:
+        from deepspeed.runtime.observers.audit import Audit
+
+        Audit(engine, config.audit_config)
+    if config.trace_config is not None:
+        from deepspeed.runtime.observers.timeline import Timeline
+
+        Timeline(engine, config.trace_config)
+
+
+def _attach_between_ranks(engine: EngineBase) -> None:
+    """What compares ranks, and counts what they send."""
+    if engine.mesh.size("tp") > 1:
+        from deepspeed.runtime.observers.same_inputs import SameInputs
+
+        SameInputs(engine)
+    speaks = bool(engine._config.wall_clock_breakdown)
+    watched = engine.monitor.enabled or speaks or engine._network.log.enabled
+    if watched and any(known.size > 1 for known in engine._network.communicators()):
+        from deepspeed.runtime.observers.links import BytesByLink
+
+        BytesByLink(engine, speaks=speaks, monitor=_enabled_monitor(engine))
+
+
+def _enabled_monitor(engine: EngineBase) -> MonitorMaster | None:
+    return engine.monitor if engine.monitor.enabled else None
 
 
 def _print_interval(engine: EngineBase) -> int | None:

@@ -81,9 +81,8 @@ class PassSchedule:
         """Bytes for parameters that stay gathered: what every rank has free, with a margin. Collective."""
         accelerator: DeepSpeedAccelerator = self.engine.accelerator
         everyone = sharded.scopes.everyone
-        shared_by = (
-            everyone.size if accelerator.device_name() == "cpu" else 1
-        )  # host memory belongs to all of them
+        # Host memory belongs to all of them.
+        shared_by = everyone.size if accelerator.device_name() == "cpu" else 1
         free = int(accelerator.available_memory() * (1 - _MARGIN)) // shared_by
         return _least(everyone, free, self.engine.device)
 

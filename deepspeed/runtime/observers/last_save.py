@@ -111,9 +111,8 @@ class LastSave:
         raise SystemExit(code)
 
     def _on_sigterm(self, signum: int, frame: FrameType | None) -> None:
-        if (
-            os.getpid() != self._process or self._signalled
-        ):  # a forked worker; or a second, more urgent request
+        # A forked worker; or a second, more urgent request.
+        if os.getpid() != self._process or self._signalled:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             signal.raise_signal(signal.SIGTERM)
         self._signalled = True

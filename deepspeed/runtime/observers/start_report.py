@@ -71,9 +71,8 @@ def log_start(engine: EngineBase) -> None:
     if core is None:
         return
     connections = _connections(engine)  # on every rank: choosing a transport is collective
-    if is_rank_zero() and (
-        say is report or logger.isEnabledFor(logging.INFO)
-    ):  # a plan takes a few milliseconds
+    # Only if it is read: a plan takes a few milliseconds.
+    if is_rank_zero() and (say is report or logger.isEnabledFor(logging.INFO)):
         say(_parameters(engine, core) + _memory(engine))
         say(connections)
     if engine.live_page is not None and is_rank_zero():  # asked for: also under a client

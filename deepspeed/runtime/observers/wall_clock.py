@@ -66,9 +66,8 @@ class WallClock:
         self.steps = engine.global_steps
         engine.events.on("after_step", self.report)
         engine.events.on("after_step", lambda **_: self.begin(DATA_TIMER))
-        if hasattr(
-            type(engine), "pipe_channels"
-        ):  # the class is asked: an engine has the attributes of its module
+        # The class is asked: an engine has the attributes of its module.
+        if hasattr(type(engine), "pipe_channels"):
             engine.events.on("before_forward", self._wait_in_pipeline)
         engine._network.waits = self._waits
 
@@ -76,9 +75,8 @@ class WallClock:
         on = self.engine.events.on
         for event in ("before_forward", "before_step"):  # of a pipeline, no forward of the engine may run
             on(event, lambda **_: self.end(DATA_TIMER))
-        for _, after, name in reversed(
-            self.SPANS
-        ):  # where one span ends and the next begins, or nested spans end first
+        # Where one span ends and the next begins, or nested spans end first.
+        for _, after, name in reversed(self.SPANS):
             on(after, lambda name=name, **_: self.end(name))
         for before, _, name in self.SPANS:
             on(before, lambda name=name, **_: self.begin(name))

@@ -188,9 +188,8 @@ class CutModel(PipelineModule):
             others = [anatomy.model.get_submodule(name) for name in names]
             layers[place] = nn.ModuleList([layers[place], *others])
         super().__init__(layers, loss_fn=loss_fn, **arguments)
-        self._layer_specs = [
-            type(block) for block in anatomy.block_list()
-        ]  # types, for messages: keeps no weights
+        # Types are enough for messages, and keep no weights.
+        self._layer_specs = [type(block) for block in anatomy.block_list()]
         self.batch_fn = pair_of
 
     @cached_property

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from deepspeed.config.problems import DeepSpeedConfigError
 from deepspeed.runtime.pipe import orders
 from deepspeed.runtime.pipe.orders import Durations, Kind, Order, simulate
+from deepspeed.runtime.pipe.zero_bubble import zero_bubble, zero_bubble_v
 
 AUTO = "auto"
 _SPLIT_WARM, _SPLIT, _WHOLE, _CHOSEN = range(4)  # what "auto" learns from each of its first batches
@@ -53,8 +54,8 @@ def _interleaved(layout: Layout, micro_batches: int, limits: Limits) -> Order:
 def _zero_bubble(layout: Layout, micro_batches: int, limits: Limits) -> Order:
     stages, chunks, held = layout.stages, layout.chunks, limits.chunks(layout)
     if chunks == 1:
-        return orders.zero_bubble(stages, micro_batches, durations=limits.durations, held=held)
-    return orders.zero_bubble_v(
+        return zero_bubble(stages, micro_batches, durations=limits.durations, held=held)
+    return zero_bubble_v(
         stages, micro_batches, chunks, zigzag=layout.zigzag, durations=limits.durations, held=held
     )
 
@@ -115,9 +116,8 @@ class OrderChoice:
         if self._known is None or self._known.micro_batches != micro_batches:
             try:
                 self._known = self._make(self._current(), micro_batches)
-            except (
-                DeepSpeedConfigError
-            ):  # interleaved, of a number of micro-batches that stages do not divide
+            except DeepSpeedConfigError:
+                # Interleaved, of a number of micro-batches that stages do not divide.
                 if self.schedule != AUTO:
                     raise
                 self.phase, self.chosen = _CHOSEN, "zero-bubble"

@@ -53,14 +53,7 @@ class PipelineEngine(PipelineFacts):
     def __init__(self, has_bool_tensors: bool = False, *super_args: Any, **super_kwargs: Any) -> None:
         _find_idle(super_kwargs.get("model"))
         super().__init__(*super_args, **super_kwargs)
-        module = self.module
-        if not isinstance(module, PipelineModule):
-            raise TypeError(f"PipelineEngine takes a PipelineModule, not {type(module).__name__}")
-        if not self.clock.managed:
-            raise DeepSpeedConfigError(
-                "managed_gradient_accumulation=false: a pipeline counts the micro-batches of a batch itself; leave it "
-                "true"
-            )
+        module = self._checked_module()
         self.pipeline_parallelism = True
         self.grid = module.mpu()
         self.stage_id = self.grid.get_stage_id()
@@ -77,14 +70,7 @@ class PipelineEngine(PipelineFacts):
         self._outputs: Any = None
         self._run: StageRun | None = None
         section = self._config.pipeline
-        if section["activation_checkpoint_interval"] > 0:
-            module.set_checkpoint_interval(section["activation_checkpoint_interval"])
-        if (
-            not section.get("use_reentrant", True)
-            and module.activation_checkpoint_func is checkpointing.checkpoint
-        ):
-            module.activation_checkpoint_func = checkpointing.non_reentrant_checkpoint
-        module.checkpoint_parallel_write_pipeline = self._config.checkpoint_parallel_write_pipeline
+        self._configure_module(module, section)
         if self.training_dataloader is not None:
             self.set_dataloader(self.training_dataloader)
         self._connections = Connections(
@@ -109,6 +95,26 @@ class PipelineEngine(PipelineFacts):
                 self._split = split_layers(module, numbers, self._weights)
             if said := self.when_gradients_are_summed():
                 log_dist(said, ranks=[0])
+
+    def _checked_module(self) -> PipelineModule:
+        """TypeError, DeepSpeedConfigError: it cannot be trained here."""
+        if not isinstance(self.module, PipelineModule):
+            raise TypeError(f"PipelineEngine takes a PipelineModule, not {type(self.module).__name__}")
+        if not self.clock.managed:
+            raise DeepSpeedConfigError(
+                "managed_gradient_accumulation=false: a pipeline counts the micro-batches of a batch itself; leave it "
+                "true"
+            )
+        return self.module
+
+    def _configure_module(self, module: PipelineModule, section: dict[str, Any]) -> None:
+        """What the config's section ``pipeline`` says of the module."""
+        if section["activation_checkpoint_interval"] > 0:
+            module.set_checkpoint_interval(section["activation_checkpoint_interval"])
+        is_default = module.activation_checkpoint_func is checkpointing.checkpoint
+        if not section.get("use_reentrant", True) and is_default:
+            module.activation_checkpoint_func = checkpointing.non_reentrant_checkpoint
+        module.checkpoint_parallel_write_pipeline = self._config.checkpoint_parallel_write_pipeline
 
     def _transform_module(
         self, model: nn.Module, optimizer: Any, model_parameters: list[Any] | None

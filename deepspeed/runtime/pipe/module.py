@@ -88,12 +88,7 @@ class PipelineModule(Staged, nn.Module):
         zigzag: bool = False,
     ) -> None:
         super().__init__()
-        if chunks < (2 if zigzag else 1):
-            raise ValueError(f"chunks={chunks}, zigzag={zigzag}: at least 1, and 2 with zigzag")
-        if checkpointable_layers is not None and not isinstance(checkpointable_layers, (list, tuple)):
-            raise TypeError(
-                f"checkpointable_layers is a list of class names, not {type(checkpointable_layers).__name__}"
-            )
+        _check_arguments(chunks, zigzag, checkpointable_layers)
         self.loss_fn = loss_fn
         self.seed_layers = seed_layers
         self.seed_fn = seed_fn
@@ -119,10 +114,7 @@ class PipelineModule(Staged, nn.Module):
         self._layer_specs: list[Layer] = list(layers)
         self._num_layers = len(self._layer_specs)
         self._example = on_paper(profile_input)
-        durations = None
-        if partition_method.strip().lower() == "profile" and profile_input is not None:
-            durations = agreed(measure(self._layer_specs, profile_input))
-        self.parts = partition(self._layer_specs, self.num_stages * chunks, partition_method, durations)
+        self.parts = self._partition(partition_method, profile_input)
         runs = [self._layers_of(chunk) for chunk in range(chunks)]
         self._numbers = [number for run in runs for number in run]
         """Numbers of this stage's layers in the whole model."""
@@ -138,6 +130,13 @@ class PipelineModule(Staged, nn.Module):
         self.find_layers()
 
     # Building -------------------------------------------------------------------------------------------------
+
+    def _partition(self, method: str, profile_input: Any) -> list[int]:
+        """Bounds of the runs of layers, ``chunks`` for each stage."""
+        durations = None
+        if method.strip().lower() == "profile" and profile_input is not None:
+            durations = agreed(measure(self._layer_specs, profile_input))
+        return partition(self._layer_specs, self.num_stages * self.chunks, method, durations)
 
     def piece(self, chunk: int) -> int:
         """The number of a chunk of this stage on the way of a micro-batch through the model."""
@@ -251,9 +250,8 @@ class PipelineModule(Staged, nn.Module):
                 inputs = self.forward_funcs[number](inputs)
             except Exception as error:
                 layer = self._numbers[number]
-                if (
-                    type(error).__module__ != torch.utils.checkpoint.__name__
-                ):  # by which recomputation ends early
+                # Recomputation ends early by an error of that module.
+                if type(error).__module__ != torch.utils.checkpoint.__name__:
                     logger.error(
                         f"layer {layer} ({type_name(self._layer_specs[layer])}) of the pipeline failed"
                     )
@@ -481,6 +479,15 @@ def _refuse_shared_experts(key: str, name: str, param: nn.Parameter, stages: Seq
 def _is_shared(name: str, layer: nn.Module) -> bool:
     """Whether a tensor of ``layer`` is in a list of which other replicas have other parts."""
     return any(name.startswith(f"{path}.") for path, _ in shared_lists(layer))
+
+
+def _check_arguments(chunks: int, zigzag: bool, checkpointable_layers: Any) -> None:
+    if chunks < (2 if zigzag else 1):
+        raise ValueError(f"chunks={chunks}, zigzag={zigzag}: at least 1, and 2 with zigzag")
+    if checkpointable_layers is not None and not isinstance(checkpointable_layers, (list, tuple)):
+        raise TypeError(
+            f"checkpointable_layers is a list of class names, not {type(checkpointable_layers).__name__}"
+        )
 
 
 def _topology(num_stages: int | None, topology: ProcessTopology | None) -> ProcessTopology:

@@ -5,14 +5,13 @@ chunk before, a backward for the gradients of the chunk after, and both send wha
 of layers that a stage holds; most orders have one per stage. Chunk ``c`` of stage ``s`` is number ``chain(c, s)`` on
 the way of a micro-batch through the model.
 
-1F1B: Narayanan et al., SOSP 2019; interleaved: Narayanan et al., SC 2021; backward split into gradients of inputs (B)
-and of weights (W), and the V-shaped way: Qi et al.: Zero bubble pipeline parallelism, ICLR 2024, and Pipeline
-parallelism with controllable memory, NeurIPS 2024.
+1F1B: Narayanan et al., SOSP 2019; interleaved: Narayanan et al., SC 2021. Orders whose backwards are split are in
+``zero_bubble.py``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -50,6 +49,9 @@ class Durations:
             return self.weights
         return self.backward if split else self.backward + self.weights
 
+
+EQUAL = Durations()
+"""What the formulas of the papers assume."""
 
 TYPICAL = Durations(forward=1.0, backward=1.25, weights=0.8)
 """What to plan for before anything is measured. Only products with weights have a part that can be put off; attention,
@@ -152,7 +154,7 @@ class DeadlockError(ValueError):
     """Stages wait for each other in a circle."""
 
 
-def _needs(
+def arrival(
     action: Action, stage: int, ends: dict[tuple[Kind, int, int], float], order: Order
 ) -> float | None:
     """When what an action needs from other chunks has arrived, without the time to send it; None: not yet."""
@@ -164,7 +166,7 @@ def _needs(
     return 0.0
 
 
-def simulate(order: Order, durations: Durations | Sequence[Durations] = Durations()) -> Simulation:
+def simulate(order: Order, durations: Durations | Sequence[Durations] = EQUAL) -> Simulation:
     """When everything would happen, with ``durations`` for all stages or one each. DeadlockError: never.
 
     A send overlaps computation, and arrives ``send`` after the end of the action that made it.
@@ -178,7 +180,7 @@ def simulate(order: Order, durations: Durations | Sequence[Durations] = Duration
         for stage, actions in enumerate(order.actions):
             while len(times[stage]) < len(actions):
                 action = actions[len(times[stage])]
-                ready = _needs(action, stage, ends, order)
+                ready = arrival(action, stage, ends, order)
                 if ready is None:
                     break
                 free = times[stage][-1][1] if times[stage] else 0.0
@@ -250,172 +252,3 @@ def interleaved(stages: int, micro_batches: int, chunks: int) -> Order:
             own.append(action(Kind.BACKWARD, number))
         actions.append(tuple(own))
     return Order("interleaved", micro_batches, tuple(actions), chunks=chunks).check()
-
-
-def zero_bubble(
-    stages: int, micro_batches: int, *, durations: Durations = Durations(), held: int | None = None
-) -> Order:
-    """Backwards split into B and W, one chunk per stage: W fills what would be bubbles.
-
-    ``held``: of how many micro-batches a stage may hold activations; default ``stages``, the most that 1F1B holds.
-    With ``2 stages - 1`` no bubble is left between the first B and the last.
-    """
-    limit = stages if held is None else held
-    found = [
-        _greedy("zero-bubble", stages, micro_batches, 1, False, assumed, limit)
-        for assumed in _assumptions(durations, stages * micro_batches)
-    ]
-    if limit >= stages:
-        found.append(_with_lag(stages, micro_batches))
-    return min(found, key=lambda order: simulate(order, durations).makespan)
-
-
-def _with_lag(stages: int, micro_batches: int) -> Order:
-    """1F1B whose W follows its B by as many micro-batches as the number of the stage (ZB-H1 of the paper)."""
-    actions = []
-    for stage in range(stages):
-        ahead, lag = min(stages - stage, micro_batches), stage
-        own = [Action(Kind.FORWARD, number) for number in range(ahead)]
-        for number in range(micro_batches):
-            own.append(Action(Kind.BACKWARD, number))
-            if number >= lag:
-                own.append(Action(Kind.WEIGHTS, number - lag))
-            if number + ahead < micro_batches:
-                own.append(Action(Kind.FORWARD, number + ahead))
-        own += [Action(Kind.WEIGHTS, number) for number in range(max(0, micro_batches - lag), micro_batches)]
-        actions.append(tuple(own))
-    return Order("zero-bubble", micro_batches, tuple(actions), split=True).check()
-
-
-def zero_bubble_v(
-    stages: int,
-    micro_batches: int,
-    chunks: int = 2,
-    *,
-    zigzag: bool = True,
-    durations: Durations = Durations(),
-    held: int | None = None,
-) -> Order:
-    """The same over several chunks per stage, of which every second one is passed in the opposite direction: with two,
-    the last chunk is on the first stage, so that its backwards begin at once. The wait for the first micro-batch is
-    ``chunks`` times shorter. ``zigzag=False``: round and round. ``held`` counts chunks: ``chunks stages`` is what 1F1B
-    holds. ``durations`` are those of a chunk."""
-    limit = chunks * stages if held is None else held
-    name = "zero-bubble-v" if zigzag else "zero-bubble"
-    found = [
-        _greedy(name, stages, micro_batches, chunks, zigzag, assumed, limit)
-        for assumed in _assumptions(durations, stages * micro_batches * chunks**2)
-    ]
-    return min(found, key=lambda order: simulate(order, durations).makespan)
-
-
-_OTHER_ASSUMPTIONS = (Durations(1.2, 1.2, 0.5), Durations(1.0, 1.0, 0.75))
-_LARGE = 4096
-"""Of so much work, only the two assumptions that matter most are tried: each takes seconds."""
-
-
-def _assumptions(durations: Durations, work: int) -> list[Durations]:
-    """For which durations to be greedy: being so for the exact ones is not always best in the end. The others are those
-    that won most often among many, for 4 stages and what stages of transformers take."""
-    others = _OTHER_ASSUMPTIONS if work <= _LARGE else ()
-    return list(dict.fromkeys((durations, Durations(), *others)))
-
-
-_ORDERINGS: tuple[Callable[[Action], tuple[int, ...]], ...] = (
-    lambda action: (action.micro_batch, -action.chunk),
-    lambda action: (-action.chunk, action.micro_batch),
-)
-
-
-def _greedy(
-    name: str, stages: int, micro_batches: int, chunks: int, zigzag: bool, durations: Durations, limit: int
-) -> Order:
-    """The best of a few greedy schedules: whenever a stage is free it takes what others wait for most."""
-    found = [
-        _run_greedily(name, stages, micro_batches, chunks, zigzag, durations, limit, ordering, eager)
-        for ordering in _ORDERINGS[: 1 if chunks == 1 else None]
-        for eager in (False, True)
-    ]
-    orders = [order for order in found if order is not None]
-    if not orders:
-        raise ValueError(f"{name}: {limit} micro-batches are too few for {stages} stages")
-    return min(orders, key=lambda order: simulate(order, durations).makespan).check()
-
-
-def _run_greedily(
-    name: str,
-    stages: int,
-    micro_batches: int,
-    chunks: int,
-    zigzag: bool,
-    durations: Durations,
-    limit: int,
-    ordering: Callable[[Action], tuple[int, ...]],
-    eager: bool,
-) -> Order | None:
-    """Event by event. B goes before F, F before W; W where nothing else is ready, or where activations are at their
-    limit. ``eager``: a W is done only if it ends before the next B or F could begin, unless memory asks for it."""
-    plan = Order(name, micro_batches, ((),) * stages, chunks, True, zigzag)
-    ends: dict[tuple[Kind, int, int], float] = {}
-    done: list[list[Action]] = [[] for _ in range(stages)]
-    free = [0.0] * stages
-    held = [0] * stages
-    left = [
-        {(kind, chunk): 0 for kind in (Kind.FORWARD, Kind.BACKWARD) for chunk in range(chunks)}
-        for _ in range(stages)
-    ]  # the next micro-batch of each kind: they keep their order
-    weights: list[list[Action]] = [[] for _ in range(stages)]
-
-    def next_of(stage: int) -> tuple[float, int, int, tuple[int, ...], Action] | None:
-        """What the stage would do next, behind its key: when it could begin, and how much others wait for it."""
-        best: tuple[float, int, int, tuple[int, ...], Action] | None = None
-        for (kind, chunk), micro_batch in left[stage].items():
-            action = Action(kind, micro_batch, chunk)
-            ready = _needs(action, stage, ends, plan)
-            if action.kind is Kind.BACKWARD:
-                own = ends.get((Kind.FORWARD, action.micro_batch, plan.chain(action.chunk, stage)))
-                ready = None if ready is None or own is None else max(ready, own)
-            elif held[stage] + (chunks - 1 - action.chunk) >= limit:
-                ready = None
-            if ready is None:
-                continue
-            start = max(free[stage], ready + durations.send if ready else 0.0)
-            key = (start, 0 if action.kind is Kind.BACKWARD else 1, stage, ordering(action), action)
-            if best is None or key[:4] < best[:4]:
-                best = key
-        if weights[stage]:
-            start = free[stage] + (0.0 if not eager else 1e-9)
-            key = (start, 2, stage, (0,), weights[stage][0])
-            if best is None or key[:4] < best[:4]:
-                best = key
-        return best
-
-    coming = [next_of(stage) for stage in range(stages)]
-    while any(left) or any(weights):
-        best = min((each for each in coming if each is not None), key=lambda each: each[:4], default=None)
-        if best is None:
-            return None
-        start, _, stage, _, action = best
-        end = start + durations.of(action, split=True)
-        free[stage] = end
-        done[stage].append(action)
-        if action.kind is Kind.WEIGHTS:
-            weights[stage].pop(0)
-            held[stage] -= 1
-            coming[stage] = next_of(stage)
-            continue
-        left[stage][action.kind, action.chunk] += 1
-        if action.micro_batch + 1 == micro_batches:
-            del left[stage][action.kind, action.chunk]
-        number = plan.chain(action.chunk, stage)
-        ends[action.kind, action.micro_batch, number] = end
-        if action.kind is Kind.FORWARD:
-            held[stage] += 1
-        else:
-            weights[stage].append(Action(Kind.WEIGHTS, action.micro_batch, action.chunk))
-        coming[stage] = next_of(stage)
-        after = number + (1 if action.kind is Kind.FORWARD else -1)  # what has waited for this
-        if 0 <= after < stages * chunks:
-            other = stage_on_chain(after, stages, zigzag)
-            coming[other] = next_of(other)
-    return Order(name, micro_batches, tuple(map(tuple, done)), chunks, True, zigzag)

@@ -30,9 +30,8 @@ class WeightQueue:
         self.active = False
         self.part: tuple[int, int] = (-1, 0)
         """Micro-batch and chunk whose backward is running."""
-        self.anchor = torch.zeros(
-            (), requires_grad=True
-        )  # backward also reaches layers whose input wants no gradient
+        # Backward also reaches layers whose input wants no gradient.
+        self.anchor = torch.zeros((), requires_grad=True)
         self._waiting: dict[tuple[int, int], list[tuple[_PutOff, Tensor, Tensor]]] = {}
         self._scratch: Tensor | None = None
 

@@ -72,9 +72,8 @@ def _agree(module: nn.Module, group: Communicator) -> None:
             placement = placement_of(param)
             if "tp" in placement.split and tuple(placement.global_shape) != tuple(full_shape(param)):
                 continue  # a part, which differs from rank to rank
-            if (
-                not is_zero_param(param) and param.numel()
-            ):  # zero.Init has taken them from the first rank already
+            # What zero.Init has made comes from the first rank already.
+            if not is_zero_param(param) and param.numel():
                 flat = param.data.contiguous()
                 group.broadcast(flat.view(-1).view(torch.uint8), src=0).wait()
                 if flat is not param.data:

@@ -81,9 +81,8 @@ class OwnState:
             if isinstance(optimizer, DebtKeeper):
                 optimizer.forget_debts()
             self._owe(saved)
-        self.store.refresh_low(
-            self.store.fragments
-        )  # it may have restored weights that differ from rank to rank
+        # It may have restored weights that differ from rank to rank.
+        self.store.refresh_low(self.store.fragments)
         if alike:
             return []
         return [f"what {len(saved)} ranks did not share is spread over {ranks}" if saved else "no own state"]

@@ -132,13 +132,11 @@ class StateStore:
         shape = full_shape(param)
         values = {key: value for key, value in state.items() if isinstance(value, Tensor)}
         if shape.numel() and any(value.dim() and not value.numel() for value in values.values()):
-            return self._first_state(
-                owned
-            )  # created by its constructor for a parameter that was already sharded
+            # Created by its constructor for a parameter that was already sharded.
+            return self._first_state(owned)
         per_element = {key for key, value in values.items() if value.shape == shape}
-        if (
-            not shape and master.dim()
-        ):  # values such as "step" have the same shape: what are they for a vector?
+        # Of a scalar, values such as "step" have the shape as well: the state of a vector tells them apart.
+        if not shape and master.dim():
             first = self._first_state(owned)
             per_element = {
                 k for k in values if isinstance(first.get(k), Tensor) and first[k].shape == master.shape

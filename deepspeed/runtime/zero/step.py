@@ -199,9 +199,8 @@ class StepExecutor:
     def _ask_holders(self, mine: Sequence[bool], used: list[bool]) -> None:
         """Correct ``used`` where other ranks hold other weights under the same number (experts): only those that hold
         the same ones count."""
-        for scope, indices in sorted(
-            self.members.items(), key=lambda entry: entry[0].name
-        ):  # stages order alike
+        # By name, so that all stages have the same order.
+        for scope, indices in sorted(self.members.items(), key=lambda entry: entry[0].name):
             if scope is self.scopes.dense:
                 continue
             counts = [float(mine[i]) for i in indices]

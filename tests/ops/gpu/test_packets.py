@@ -35,9 +35,8 @@ def test_the_same_packets(codec: Codec, dtype: torch.dtype) -> None:
     from deepspeed.ops.gpu import packets
 
     for shape in ((3, 515), (256,), (2, 1)):
-        values = (torch.randn(shape) * 10.0 ** torch.randint(-6, 6, shape)).to(
-            dtype
-        )  # in fp16, some are infinite
+        # In fp16, some are infinite.
+        values = (torch.randn(shape) * 10.0 ** torch.randint(-6, 6, shape)).to(dtype)
         values.view(-1)[:: 7 if values.numel() > 9 else 1] *= -0.0
         found = packets_of(codec, values)
         assert torch.equal(found, codec.pack(values))

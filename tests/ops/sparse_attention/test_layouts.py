@@ -49,9 +49,8 @@ def test_fixed(attention: str, blocks: int) -> None:
     def sees(head: int, row: int, column: int) -> bool:
         if attention == "unidirectional" and column > row:
             return False
-        representative = (
-            3 - head % 4
-        )  # the last block of a window for the first head, the one before for the next
+        # The last block of a window for the first head, the one before for the next.
+        representative = 3 - head % 4
         window = column // 4
         short = (window + 1) * 4 > blocks  # of the last window only what exists can represent it
         place = min(window * 4 + representative, blocks - 1) if short else window * 4 + representative

@@ -8,7 +8,7 @@ et al. 2017, Krizhevsky 2014).
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -193,9 +193,8 @@ class VariableBatchSizeLR(LRScheduler):
             raise ValueError(
                 "no batch can be filled: there are too few sequences, or max_tokens is too small"
             )
-        scale_lr(
-            base_batch_size, base_batch_size, method=lr_scaling_method
-        )  # an unknown method is told at once
+        # An unknown method is told at once.
+        scale_lr(base_batch_size, base_batch_size, method=lr_scaling_method)
         self.base_lr_scheduler = lr_scheduler
         self.base_batch_size, self.batch_sizes = base_batch_size, list(batch_sizes)
         self.dataloader, self.lr_scaling_method, self.verbose = dataloader, lr_scaling_method, verbose
@@ -443,19 +442,8 @@ def engine_loader(
     """The loader that the config of ``engine`` describes. ValueError: it cannot be made of this data set."""
     sampling = engine._config.data_efficiency_config["data_sampling"]
     section = sampling["dynamic_batching"]
-    if section["max_tokens"] is None:
-        raise ValueError("data_efficiency.data_sampling.dynamic_batching.max_tokens is missing")
-    if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
-        raise ValueError(
-            "data_efficiency.data_sampling.dynamic_batching needs a data set with a length and numbers, not "
-            f"{type(dataset).__name__}"
-        )
-    pipelined, weighting = reads_batches(engine), section["loss_weighting"]
-    if pipelined and weighting not in ("samples", "none"):
-        raise ValueError(
-            f"dynamic_batching.loss_weighting={weighting!r} with a pipeline, whose micro-batches all count the same: "
-            "use samples, of which they have equally many"
-        )
+    pipelined = reads_batches(engine)
+    _check_section(section, dataset, pipelined=pipelined)
     if lengths is None:
         lengths = sequence_lengths(dataset, section["metrics_path"], batch_lengths, collate_fn)
     packs = _packs(
@@ -482,9 +470,25 @@ def engine_loader(
         num_workers=sampling["num_workers"],
         pin_memory=sampling["pin_memory"] if pin_memory is None else pin_memory,
         tput_timer=getattr(engine, "tput_timer", None),
-        units=units_of(packs, weighting),
+        units=units_of(packs, section["loss_weighting"]),
         per_batch=engine.train_batch_size(),
     )
+
+
+def _check_section(section: Mapping[str, Any], dataset: Any, *, pipelined: bool) -> None:
+    if section["max_tokens"] is None:
+        raise ValueError("data_efficiency.data_sampling.dynamic_batching.max_tokens is missing")
+    if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+        raise ValueError(
+            "data_efficiency.data_sampling.dynamic_batching needs a data set with a length and numbers, not "
+            f"{type(dataset).__name__}"
+        )
+    weighting = section["loss_weighting"]
+    if pipelined and weighting not in ("samples", "none"):
+        raise ValueError(
+            f"dynamic_batching.loss_weighting={weighting!r} with a pipeline, whose micro-batches all count the same: "
+            "use samples, of which they have equally many"
+        )
 
 
 def attach(engine: Any, loader: VariableBatchLoader) -> None:

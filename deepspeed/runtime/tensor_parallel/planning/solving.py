@@ -205,9 +205,8 @@ def _soften(region: Region, followed: Followed, soft: dict[Axis, Tensor]) -> boo
             mask = torch.isin(early[followed.axis_labels[axis]], shared)
             if mask.any() and not (axis in soft and bool((soft[axis] | mask == soft[axis]).all())):
                 made[axis] = mask | made.get(axis, soft.get(axis, torch.zeros_like(mask)))
-    if all(
-        axis in made and bool(made[axis].all()) for axis in region.columns
-    ):  # nothing would be left to deal
+    # Nothing would be left to deal.
+    if all(axis in made and bool(made[axis].all()) for axis in region.columns):
         return False
     soft |= made
     return bool(made)

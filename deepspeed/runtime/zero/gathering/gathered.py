@@ -167,9 +167,8 @@ def _agree_on_failure(
 ) -> _Failure | None:
     """The first rank with an error, or None if there is none. Collective: one number, and the text if there is one."""
     text = "" if error is None else f"{type(error).__name__}: {error}"
-    if (
-        error is not None and communicator.size > 1
-    ):  # log now: if the others never arrive here, this rank waits for them
+    # Log now: if the others never arrive here, this rank waits for them.
+    if error is not None and communicator.size > 1:
         logger.error(f"{text} (inside GatheredParameters; the other ranks are being told)")
     # The lowest rank that failed wins the maximum.
     mine = 0 if error is None else communicator.size - communicator.rank

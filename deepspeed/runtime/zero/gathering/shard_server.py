@@ -83,9 +83,8 @@ class ShardServer:
         self._roll = roll_of(self._token.hex(), communicator.size)
         threading.Thread(target=self._accept, name="shard-server", daemon=True).start()
         _open.add(self)
-        communicator.at_close(
-            self.retire
-        )  # else its threads would keep an engine's slices that nobody destroyed
+        # Otherwise its threads would keep an engine's slices that nobody destroyed.
+        communicator.at_close(self.retire)
 
     def advance(self) -> None:
         with self._changed:

@@ -1,0 +1,38 @@
+"""What FusedAdam and FusedLion have in common: the methods of an interface that is older than `torch.optim`'s."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+from deepspeed.ops.multi_tensor import MultiTensorOptimizer, refuse
+
+
+class FusedOptimizer(MultiTensorOptimizer):
+    """Stands before the class that computes the update."""
+
+    documented_name: ClassVar[str]
+    """In messages."""
+    set_grad_none: bool
+    """Whether `zero_grad` drops gradients unless it is told otherwise."""
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
+
+    def step(
+        self,
+        closure: Callable[[], Any] | None = None,
+        grads: Any = None,
+        output_params: Any = None,
+        scale: Any = None,
+        grad_norms: Any = None,
+        grad_scaler: Any = None,
+    ) -> Any:
+        refuse(
+            f"{self.documented_name}.step",
+            grads=grads,
+            output_params=output_params,
+            scale=scale,
+            grad_norms=grad_norms,
+        )
+        return super().step(closure)
