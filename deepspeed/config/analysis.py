@@ -296,12 +296,9 @@ def _check_rules(config: TrainingConfig, result: Analysis) -> None:
 
 def _resolve_batch(config: TrainingConfig, axes: Axes, auto_is_open: bool, result: Analysis) -> None:
     given = [getattr(config, key) for key in BATCH_KEYS]
-    if (
-        axes.split_over > 1
-        and all(given)
-        and given[0] == math.prod(given[1:]) * axes.data_parallel * axes.split_over
-    ):
-        given[0] //= axes.split_over  # clients do not know that the ranks of a split model share their batch
+    sharing = axes.layout.tp if axes.layout is not None else 1
+    if sharing > 1 and all(given) and given[0] == math.prod(given[1:]) * axes.data_parallel * sharing:
+        given[0] //= sharing  # clients count every rank: they do not know of those that share layers
     open_keys = [key for key in BATCH_KEYS if key in result.auto_keys]
     if open_keys and auto_is_open and given[0] is None and given[1] is None:
         return

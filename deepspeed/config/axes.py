@@ -21,14 +21,12 @@ MESH_PARAM = "mesh_param"
 
 @dataclass(frozen=True)
 class Axes:
-    """What was decided: `data_parallel` ranks read different data. `layout` is None if the caller's groups count.
-    `split_over`: the ranks over which the model was split before."""
+    """What was decided: `data_parallel` ranks read different data. `layout` is None if the caller's groups count."""
 
     data_parallel: int
     origin: str
     layout: MeshLayout | None = None
     problems: list[Problem] = field(default_factory=list)
-    split_over: int = 1
 
 
 def axes_of(
@@ -66,7 +64,7 @@ def axes_of(
     layout = None
     if not problems:
         layout = MeshLayout(dp=data_parallel, sp=sp, tp=tp, node=data_parallel * sp)
-    return Axes(data_parallel, origin, layout, problems, split_over or 1)
+    return Axes(data_parallel, origin, layout, problems)
 
 
 def least_ranks(data: Mapping[str, Any]) -> int:

@@ -22,6 +22,7 @@ from tests.clients.kit import (
     whole_weights,
 )
 from tests.pool import distributed
+from tests.pool import run as run_on
 
 pytest.importorskip("transformers", reason="the clients extra is not installed")
 pytest.importorskip("accelerate", reason="the clients extra is not installed")
@@ -367,3 +368,22 @@ def test_monitors_of_the_config(tmp_path: Path) -> None:
                 float(loss) == pytest.approx(seen, rel=0.1)
                 for (_, loss), seen in zip(rows, losses(run), strict=True)
             )
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_ranks_that_share_layers_learn_from_the_same_batches(tmp_path: Path, stage: int) -> None:
+    """The Trainer counts all ranks in `train_batch_size`; here two of them read what one alone would."""
+    alone = run_on(_losses_with_shared_layers, 1, folder=tmp_path / "one", stage=stage, ranks=1)
+    shared = run_on(_losses_with_shared_layers, 2, folder=tmp_path / "two", stage=stage, ranks=2)
+    assert len(alone[0]) == 4
+    for seen in shared:
+        assert seen == pytest.approx(alone[0], rel=1e-4)
+
+
+def _losses_with_shared_layers(folder: Path, stage: int, ranks: int) -> list[float]:
+    config = auto_config(stage, tensor_parallel={"autotp_size": ranks})
+    with clean_clients():
+        training = trainer(arguments(folder, config, gradient_accumulation_steps=2))
+        training.train()
+        assert training.model_wrapped.train_batch_size() == 4
+    return losses(training)

@@ -85,14 +85,19 @@ def test_a_model_that_is_split_already_has_its_axis() -> None:
     assert "does not divide" in problem.message
 
 
+@pytest.mark.parametrize("split_over", [2, None])
 @pytest.mark.parametrize(("train", "found"), [(8, 8), (16, 8), (12, None)])
-def test_batch_sizes_may_count_the_ranks_of_a_split_model(train: int, found: int | None) -> None:
-    """As clients write them: every rank counts."""
-    given = {
+def test_batch_sizes_may_count_ranks_that_share_layers(
+    train: int, found: int | None, split_over: int | None
+) -> None:
+    """As clients write them: every rank counts, whether the model was split before or the config asks for it."""
+    given: dict[str, Any] = {
         "train_batch_size": train,
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": 1,
     }
-    result = analyse(ConfigSource(given), axes_of(given, 8, split_over=2))
+    if split_over is None:
+        given["tensor_parallel"] = {"autotp_size": 2}
+    result = analyse(ConfigSource(given), axes_of(given, 8, split_over=split_over))
     assert (result.batch.train if result.batch is not None else None) == found
     assert bool(result.errors) == (found is None)
