@@ -21,6 +21,7 @@ from deepspeed.config.axes import Axes
 from deepspeed.config.batch import Batch
 from deepspeed.config.keys import Key, documented_name, field_at, homes, keys_of
 from deepspeed.config.meaning import plain_meaning
+from deepspeed.config.precision import DeepSpeedFP16Config, Float8Config
 from deepspeed.config.problems import DeepSpeedConfigError, Problem, Remedy, misspelt, nearest, shown
 from deepspeed.config.reader import ConfigSource, Path, copy_containers
 from deepspeed.config.refusals import refusals, value_at
@@ -116,6 +117,11 @@ def _known_part(
     for key, value in data.items():
         if not path and key in OLD_TOP_LEVEL:
             _old_section(key, value, data, known, result)
+        elif not path and _is_anothers(key, value):
+            note(
+                f"config section '{key}' is ignored, as in release 0.19: its keys ({', '.join(value)}) are those of "
+                "fp16. For linear layers with 8-bit products, give 'enabled' without those of loss scaling"
+            )
         elif key in table:
             known[key] = _known_below(value, table[key], (*path, key), result)
         elif model.model_config.get("extra") == "allow":
@@ -184,6 +190,15 @@ def _spellings_left(model: type[BaseModel], siblings: Mapping[str, Any]) -> list
     table = keys_of(model)
     taken = {table[key].name for key in siblings if key in table}
     return [spelling for spelling, key in table.items() if key.name not in taken]
+
+
+def _is_anothers(key: str, value: Any) -> bool:
+    """Whether a section under a name of ours was meant for something else: configs of clients have loss scaling under
+    `fp8`, which 0.19 does not look at."""
+    if key != "fp8" or not isinstance(value, Mapping):
+        return False
+    theirs, ours = keys_of(DeepSpeedFP16Config), keys_of(Float8Config)
+    return bool(value.keys() & theirs.keys() - ours.keys()) and value.keys() <= theirs.keys()
 
 
 # ------------------------------------------------------------------------------------------ old spellings

@@ -386,6 +386,15 @@ def test_short_keys_need_distance_one() -> None:
     assert look_at({"train_batch_size": 8, "apm": {}}).errors
 
 
+def test_loss_scaling_under_fp8_is_a_clients_and_ignored() -> None:
+    scaling = {"enabled": True, "loss_scale_window": 1000, "hysteresis": 2, "min_loss_scale": 1}
+    found = look_at({"train_batch_size": 8, "fp8": scaling})
+    assert not found.errors and found.config is not None and not found.config.fp8.enabled
+    assert "'fp8' is ignored" in found.warnings[0] and "hysteresis" in found.warnings[0]
+    mixed = look_at({"train_batch_size": 8, "fp8": {**scaling, "emulate": True}})
+    assert [error.key for error in mixed.errors] == [f"fp8.{key}" for key in list(scaling)[1:]]
+
+
 @pytest.mark.parametrize(
     "name", ["optimizer", "checkpoint", "aio", "activation_checkpointing", "elasticity", "flops_profiler"]
 )
