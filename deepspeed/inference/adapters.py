@@ -32,10 +32,11 @@ class FusedAdapters:
         return len(self._layers)
 
     def whole(self) -> bool:
-        """Whether all weights that are adapted are here, not only this rank's parts of them."""
+        """Whether all of adapters and of the weights that they adapt is here, not only this rank's parts."""
         return all(
-            weight.numel() == getattr(weight, "ds_numel", weight.numel())
-            for weight in (_weight(layer) for layer, _ in self._layers)
+            param.numel() == getattr(param, "ds_numel", param.numel())
+            for layer, _ in self._layers
+            for param in layer.parameters()
         )
 
     @torch.no_grad()
