@@ -43,8 +43,14 @@ OLD_TOP_LEVEL = {"bfloat16": "bf16"}
 COMMENT_MARKS = ("_", "#", "//")
 # A misspelt key that published configs carry with its default, where it has never done anything.
 MISSPELT_DEFAULTS = (("grandient_accumulation_steps", 1),)
-# A misspelt key that a released client writes by itself: ArcticTraining, into the config of DPO's reference model.
-MISSPELT_BY_CLIENTS = {"train_micro_batch_size_per_gp": "train_micro_batch_size_per_gpu"}
+# Keys of published configs that have never done anything, and what was meant. The first is a misspelling that a
+# released client writes by itself: ArcticTraining, into the config of DPO's reference model.
+IDLE_KEYS = {
+    "train_micro_batch_size_per_gp": "train_micro_batch_size_per_gpu",
+    "micro_batch_size_per_gpu": "train_micro_batch_size_per_gpu",
+    "max_grad_norm": "gradient_clipping",
+    "lr_scheduler": "scheduler",
+}
 # The first version of MoQ had its own keys here; nothing reads them any more.
 SILENT_SECTIONS = frozenset({"quantize_training"})
 
@@ -164,10 +170,12 @@ def _unknown_key(
     if not path and (key, value) in MISSPELT_DEFAULTS:
         note(f"config key '{key}' is unknown and ignored; it looks like a misspelt key with its default")
         return
-    if not path and key in MISSPELT_BY_CLIENTS:
-        note(f"config key '{key}' is unknown and ignored; '{MISSPELT_BY_CLIENTS[key]}' may be meant")
+    if not path and key in IDLE_KEYS:
+        note(f"config key '{key}' is unknown and ignored; '{IDLE_KEYS[key]}' may be meant")
         return
     suggestion = misspelt(key, _spellings_left(model, siblings)) if lenient else nearest(key, keys_of(model))
+    if lenient and suggestion is not None and _is_another_section(value, keys_of(model)[suggestion]):
+        suggestion = None
     if suggestion is not None:
         meant = ".".join(map(str, (*path, suggestion)))
         result.doubtful.add(meant)
@@ -190,6 +198,15 @@ def _spellings_left(model: type[BaseModel], siblings: Mapping[str, Any]) -> list
     table = keys_of(model)
     taken = {table[key].name for key in siblings if key in table}
     return [spelling for spelling, key in table.items() if key.name not in taken]
+
+
+def _is_another_section(value: Any, meant: Key) -> bool:
+    """Whether a section is too unlike the one that its name resembles: it switches something on that has no switch.
+    Scripts have loss scaling under "data_type", which is not `data_types`; 0.19 does not look at it."""
+    if not isinstance(value, Mapping) or meant.section is None or meant.container is not None:
+        return False
+    table = keys_of(meant.section)
+    return "enabled" in value and not value.keys() & table.keys()
 
 
 def _is_anothers(key: str, value: Any) -> bool:

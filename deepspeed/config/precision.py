@@ -25,6 +25,7 @@ from deepspeed.config.sections import (
     Says,
     finite,
     is_auto,
+    note,
     parse_dtype,
 )
 
@@ -59,6 +60,18 @@ class DeepSpeedFP16Config(DeepSpeedConfigModel):
     fp16_master_weights_and_grads: bool = Field(
         default=False, description="Master weights and gradients in fp16 too (ZeRO with optimizer offload)."
     )
+
+    @field_validator("initial_scale_power", mode="before")
+    @classmethod
+    def true_is_one(cls, value: Any) -> Any:
+        """fastNLP's driver writes `true` into every config that it makes."""
+        if value is True:
+            note(
+                "config key 'fp16.initial_scale_power': true is read as 1, as in release 0.19, so the loss scale "
+                "starts at 2; the default is 16"
+            )
+            return 1
+        return value
 
     @field_validator("loss_scale_window", "min_loss_scale")
     @classmethod

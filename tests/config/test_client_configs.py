@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 
+from deepspeed.config.precision import DeepSpeedFP16Config
 from deepspeed.config_tools.check import check_config
+from deepspeed.runtime.pipe.config import PipelineConfig
 
 OFF = {"device": "none", "nvme_path": None}
 
@@ -220,3 +222,59 @@ def test_accepted_without_a_word(name: str) -> None:
     assert [str(problem) for problem in report.errors] == []
     allowed = ["config key 'bfloat16' is deprecated, use 'bf16'"] if name == "chat" else []
     assert report.warnings == allowed
+
+
+# What published configs have beside the keys that are read, or in another spelling: 0.19 trains with all of it.
+READ_WITH_A_WORD = {
+    "true for a number": (
+        {"fp16": {"enabled": True, "initial_scale_power": True}},
+        "config key 'fp16.initial_scale_power': true is read as 1, as in release 0.19, so the loss scale starts at 2; "
+        "the default is 16",
+    ),
+    "a section that is not data_types": (
+        {"data_type": {"enabled": True, "loss_scale_window": 100}},
+        "config key 'data_type' is unknown and ignored",
+    ),
+    "clipping under the name of others": (
+        {"max_grad_norm": 1.0},
+        "config key 'max_grad_norm' is unknown and ignored; 'gradient_clipping' may be meant",
+    ),
+    "a schedule under the name of others": (
+        {"lr_scheduler": {"type": "WarmupLR", "params": {}}},
+        "config key 'lr_scheduler' is unknown and ignored; 'scheduler' may be meant",
+    ),
+    "half of a name": (
+        {"micro_batch_size_per_gpu": 1},
+        "config key 'micro_batch_size_per_gpu' is unknown and ignored; 'train_micro_batch_size_per_gpu' may be meant",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", READ_WITH_A_WORD)
+def test_accepted_with_one_word(name: str) -> None:
+    config, told = READ_WITH_A_WORD[name]
+    report = check_config({"train_batch_size": 1} | config, 1)
+    assert [str(problem) for problem in report.errors] == []
+    assert report.warnings == [told]
+
+
+def test_the_scale_starts_where_true_says() -> None:
+    config = DeepSpeedFP16Config(enabled=True, initial_scale_power=True)
+    assert config.initial_dynamic_scale() == 2
+    with pytest.raises(ValueError, match="boolean"):
+        DeepSpeedFP16Config(enabled=True, initial_scale_power=False)
+
+
+@pytest.mark.parametrize(
+    "value", [{"grad_accum_dtype": "fp32"}, {"enabled": True, "grad_accum_dtype": "fp32"}]
+)
+def test_a_misspelt_section_is_still_refused(value: dict[str, Any]) -> None:
+    (problem,) = check_config({"train_batch_size": 1, "data_type": value}, 1).errors
+    assert "did you mean 'data_types'?" in problem.message
+
+
+def test_the_pipeline_schedule_in_capitals() -> None:
+    report = check_config({"train_batch_size": 1, "pipeline": {"schedule": "1F1B", "chunks": 2}}, 1)
+    assert not report.errors and not report.warnings
+    assert PipelineConfig(schedule="1F1B").schedule == "1f1b"
+    assert check_config({"train_batch_size": 1, "pipeline": {"schedule": "GPipe"}}, 1).errors

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, Field, field_validator
 
 from deepspeed.config.sections import Int, LenientConfigModel
 
@@ -44,3 +44,9 @@ class PipelineConfig(LenientConfigModel):
     use_reentrant: bool = Field(
         default=True, description="Which variant of activation checkpointing is used."
     )
+
+    @field_validator("schedule", mode="before")
+    @classmethod
+    def any_case(cls, value: Any) -> Any:
+        """Published files write "1F1B", as the paper does; release 0.19 does not look at the key."""
+        return value.lower() if isinstance(value, str) else value
