@@ -51,6 +51,8 @@ IDLE_KEYS = {
     "max_grad_norm": "gradient_clipping",
     "lr_scheduler": "scheduler",
 }
+# Sections that 0.19 does not have, under names that others use for sections of their own.
+OURS_ALONE = frozenset({"audit", "comm", "gradient_compression", "monitor", "trace"})
 # The first version of MoQ had its own keys here; nothing reads them any more.
 SILENT_SECTIONS = frozenset({"quantize_training"})
 
@@ -128,6 +130,11 @@ def _known_part(
                 f"config section '{key}' is ignored, as in release 0.19: its keys ({', '.join(value)}) are those of "
                 "fp16. For linear layers with 8-bit products, give 'enabled' without those of loss scaling"
             )
+        elif not path and key in table and _is_unlike_ours(key, value, table[key]):
+            note(
+                f"config section '{key}' is ignored, as in release 0.19: none of its keys ({', '.join(value)}) is one "
+                "that this section has here"
+            )
         elif key in table:
             known[key] = _known_below(value, table[key], (*path, key), result)
         elif model.model_config.get("extra") == "allow":
@@ -183,6 +190,8 @@ def _unknown_key(
         result.error(here, f"unknown key; did you mean '{meant}'? (value: {shown(value)})", remedy)
         return
     elsewhere = [home for home in homes(TrainingConfig).get(key, []) if home != key or path]
+    if len(elsewhere) > 1 and "_" not in key:
+        elsewhere = []  # "enabled" or "device" is no key of one section, so where else it stands says nothing
     hint = f"; it belongs to {' or '.join(repr(home) for home in elsewhere[:3])}" if elsewhere else ""
     if lenient:
         where = result.source.place(here)
@@ -198,6 +207,14 @@ def _spellings_left(model: type[BaseModel], siblings: Mapping[str, Any]) -> list
     table = keys_of(model)
     taken = {table[key].name for key in siblings if key in table}
     return [spelling for spelling, key in table.items() if key.name not in taken]
+
+
+def _is_unlike_ours(name: str, value: Any, key: Key) -> bool:
+    """Whether a section with a name of ours was meant for something else: no key of it is one of ours, or like one."""
+    if name not in OURS_ALONE or not isinstance(value, Mapping) or not value or key.section is None:
+        return False
+    table = keys_of(key.section)
+    return all(isinstance(item, str) and item not in table and nearest(item, table) is None for item in value)
 
 
 def _is_another_section(value: Any, meant: Key) -> bool:

@@ -71,6 +71,8 @@ def _without_auto(value: Any) -> Any:
 def _print_period(value: Any) -> int | float | None:
     if value is None:
         return None
+    if value == "inf":  # Accelerate's infinity, written to a file by hand: JSON has no number for it
+        value = math.inf
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
         raise ValueError("must be a number above 0 (infinity: never) or null")
     return int(value) if math.isfinite(value) and float(value).is_integer() else float(value)

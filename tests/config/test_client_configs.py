@@ -243,6 +243,20 @@ READ_WITH_A_WORD = {
         {"lr_scheduler": {"type": "WarmupLR", "params": {}}},
         "config key 'lr_scheduler' is unknown and ignored; 'scheduler' may be meant",
     ),
+    "a section of another tool under a name of ours": (
+        {"gradient_compression": {"enabled": False}},
+        "config section 'gradient_compression' is ignored, as in release 0.19: none of its keys (enabled) is one that "
+        "this section has here",
+    ),
+    "monitors under one roof": (
+        {"monitor": {"enabled": True, "wandb": {"enabled": True}}},
+        "config section 'monitor' is ignored, as in release 0.19: none of its keys (enabled, wandb) is one that this "
+        "section has here",
+    ),
+    "a device of the optimizer": (
+        {"optimizer": {"type": "Adam", "params": {"lr": 1.0}, "device": "cuda:0"}},
+        "config key 'optimizer.device' is unknown and ignored",
+    ),
     "half of a name": (
         {"micro_batch_size_per_gpu": 1},
         "config key 'micro_batch_size_per_gpu' is unknown and ignored; 'train_micro_batch_size_per_gpu' may be meant",
@@ -278,3 +292,22 @@ def test_the_pipeline_schedule_in_capitals() -> None:
     assert not report.errors and not report.warnings
     assert PipelineConfig(schedule="1F1B").schedule == "1f1b"
     assert check_config({"train_batch_size": 1, "pipeline": {"schedule": "GPipe"}}, 1).errors
+
+
+@pytest.mark.parametrize("section", [{"codek": "int8"}, {"enabled": True, "codec": "int8"}, {}])
+def test_a_section_of_ours_is_still_checked(section: dict[str, Any]) -> None:
+    assert check_config({"train_batch_size": 1, "gradient_compression": section}, 1).errors
+
+
+def test_hints_for_words_that_many_sections_have() -> None:
+    (problem,) = check_config({"train_batch_size": 1, "zero_optimization": {"enabled": False}}, 1).errors
+    assert "belongs to" not in problem.message
+    (problem,) = check_config({"train_batch_size": 1, "bf16": {"loss_scale": 0}}, 1).errors
+    assert "belongs to 'fp16.loss_scale'" in problem.message
+
+
+def test_infinity_in_quotes() -> None:
+    report = check_config({"train_batch_size": 1, "steps_per_print": "inf"}, 1)
+    assert not report.errors and not report.warnings
+    assert report.config is not None and report.config.steps_per_print == float("inf")
+    assert check_config({"train_batch_size": 1, "steps_per_print": "often"}, 1).errors
