@@ -19,7 +19,7 @@ class DeepSpeedFlopsProfilerConfig(LenientConfigModel):
         le=1.0,
         description="Fraction of the forward that checkpointing recomputes; included in the total.",
     )
-    profile_step: Int = Field(default=1, ge=0, description="Optimizer step that is profiled.")
+    profile_step: Int = Field(default=1, ge=-1, description="Optimizer step that is profiled; -1: none.")
     module_depth: Int = Field(
         default=-1, ge=-1, description="Depth of the modules that are summarized; -1: the innermost."
     )

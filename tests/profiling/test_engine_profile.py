@@ -120,3 +120,11 @@ def test_a_failed_batch_is_profiled_again(tmp_path: Path) -> None:
     engine.step()
     assert engine.flops_profiler.flops == 400 and file.exists()
     engine.destroy()
+
+
+@distributed(world_size=1)
+def test_a_step_that_never_comes(tmp_path: Path) -> None:
+    """Published scripts switch the profile off by this, and leave the section on."""
+    file = tmp_path / "profile.txt"
+    train(file, flops_profiler={"enabled": True, "profile_step": -1, "output_file": str(file)})
+    assert not file.exists()

@@ -71,7 +71,7 @@ def _attach_clocks(engine: EngineBase) -> WallClock | None:
     clock = WallClock(engine, _print_interval(engine)) if config.wall_clock_breakdown else None
     if _print_interval(engine):
         Throughput(engine)
-    if config.flops_profiler_config.enabled:
+    if config.flops_profiler_config.enabled and config.flops_profiler_config.profile_step >= 0:
         # A profiler's imports, for those who profile.
         from deepspeed.runtime.observers.flops import FlopsOfOneStep
 
