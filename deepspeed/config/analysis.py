@@ -21,7 +21,7 @@ from deepspeed.config.axes import Axes
 from deepspeed.config.batch import Batch
 from deepspeed.config.keys import Key, documented_name, field_at, homes, keys_of
 from deepspeed.config.meaning import plain_meaning
-from deepspeed.config.precision import DeepSpeedFP16Config, Float8Config
+from deepspeed.config.precision import DeepSpeedFP16Config
 from deepspeed.config.problems import DeepSpeedConfigError, Problem, Remedy, misspelt, nearest, shown
 from deepspeed.config.reader import ConfigSource, Path, copy_containers
 from deepspeed.config.refusals import refusals, value_at
@@ -52,7 +52,7 @@ IDLE_KEYS = {
     "lr_scheduler": "scheduler",
 }
 # Sections that 0.19 does not have, under names that others use for sections of their own.
-OURS_ALONE = frozenset({"audit", "comm", "gradient_compression", "monitor", "trace"})
+OURS_ALONE = frozenset({"audit", "comm", "fp8", "gradient_compression", "monitor", "trace"})
 # The first version of MoQ had its own keys here; nothing reads them any more.
 SILENT_SECTIONS = frozenset({"quantize_training"})
 
@@ -125,16 +125,8 @@ def _known_part(
     for key, value in data.items():
         if not path and key in OLD_TOP_LEVEL:
             _old_section(key, value, data, known, result)
-        elif not path and _is_anothers(key, value):
-            note(
-                f"config section '{key}' is ignored, as in release 0.19: its keys ({', '.join(value)}) are those of "
-                "fp16. For linear layers with 8-bit products, give 'enabled' without those of loss scaling"
-            )
-        elif not path and key in table and _is_unlike_ours(key, value, table[key]):
-            note(
-                f"config section '{key}' is ignored, as in release 0.19: none of its keys ({', '.join(value)}) is one "
-                "that this section has here"
-            )
+        elif not path and (reason := _is_anothers(key, value)):
+            note(f"config section '{key}' is ignored, as in release 0.19: {reason}")
         elif key in table:
             known[key] = _known_below(value, table[key], (*path, key), result)
         elif model.model_config.get("extra") == "allow":
@@ -209,14 +201,6 @@ def _spellings_left(model: type[BaseModel], siblings: Mapping[str, Any]) -> list
     return [spelling for spelling, key in table.items() if key.name not in taken]
 
 
-def _is_unlike_ours(name: str, value: Any, key: Key) -> bool:
-    """Whether a section with a name of ours was meant for something else: no key of it is one of ours, or like one."""
-    if name not in OURS_ALONE or not isinstance(value, Mapping) or not value or key.section is None:
-        return False
-    table = keys_of(key.section)
-    return all(isinstance(item, str) and item not in table and nearest(item, table) is None for item in value)
-
-
 def _is_another_section(value: Any, meant: Key) -> bool:
     """Whether a section is too unlike the one that its name resembles: it switches something on that has no switch.
     Scripts have loss scaling under "data_type", which is not `data_types`; 0.19 does not look at it."""
@@ -226,13 +210,22 @@ def _is_another_section(value: Any, meant: Key) -> bool:
     return "enabled" in value and not value.keys() & table.keys()
 
 
-def _is_anothers(key: str, value: Any) -> bool:
-    """Whether a section under a name of ours was meant for something else: configs of clients have loss scaling under
-    `fp8`, which 0.19 does not look at."""
-    if key != "fp8" or not isinstance(value, Mapping):
-        return False
-    theirs, ours = keys_of(DeepSpeedFP16Config), keys_of(Float8Config)
-    return bool(value.keys() & theirs.keys() - ours.keys()) and value.keys() <= theirs.keys()
+def _is_anothers(name: str, value: Any) -> str | None:
+    """Why a section under a name of ours was meant for something else, if it was: no key of it is one of ours, or like
+    one; or it is loss scaling under `fp8`, as clients' files have it."""
+    if name not in OURS_ALONE or not isinstance(value, Mapping) or not value:
+        return None
+    section = keys_of(TrainingConfig)[name].section
+    assert section is not None
+    ours, scaling, given = keys_of(section), keys_of(DeepSpeedFP16Config), ", ".join(map(str, value))
+    if name == "fp8" and value.keys() & scaling.keys() - ours.keys() and value.keys() <= scaling.keys():
+        return (
+            f"its keys ({given}) are those of fp16. For linear layers with 8-bit products, give 'enabled' without "
+            "those of loss scaling"
+        )
+    if any(not isinstance(key, str) or key in ours or nearest(key, ours) is not None for key in value):
+        return None
+    return f"none of its keys ({given}) is one that this section has here"
 
 
 # ------------------------------------------------------------------------------------------ old spellings
