@@ -42,13 +42,8 @@ class Report:
     def __init__(self, name: str, arguments: argparse.Namespace) -> None:
         self.name = name
         self.what: str | None = arguments.save
-        hidden = (
-            "save",
-            "peer",
-            "folder",
-            "text",
-            "rounds_file",
-        )  # a path of the machine says nothing to a reader
+        # A path of the machine says nothing to a reader.
+        hidden = ("save", "peer", "llama", "folder", "text", "rounds_file")
         self.data: dict[str, Any] = {
             **provenance(),
             "arguments": {k: v for k, v in vars(arguments).items() if k not in hidden},

@@ -130,7 +130,8 @@ def test_no_path_of_the_machine_is_saved() -> None:
     code = """
 import argparse
 from report import Report
-paths = {"peer": "/opt/peer/bin/python", "folder": "/mnt/disk", "rounds_file": "/mnt/rounds.json"}
+paths = {"peer": "/opt/peer/bin/python", "llama": "/opt/llama/bin/python"}
+paths |= {"folder": "/mnt/disk", "rounds_file": "/mnt/rounds.json"}
 told = argparse.Namespace(save=None, rounds=7, **paths)
 print(Report("any", told).data["arguments"])
 """

@@ -276,7 +276,7 @@ def test_killed_in_the_middle_of_a_collective(tmp_path, transport, delay_ms):
             print(error)
             os._exit(3)
         """,
-        timeout_s=60 if transport == "gloo" else 300,
+        timeout_s=20 if transport == "gloo" else 300,
     )
     assert results[1][0] == -signal.SIGKILL
     code, output, seconds = results[0]
