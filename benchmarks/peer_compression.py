@@ -2,7 +2,7 @@
 and the options of ZeRO++, three steps each on two ranks that stand for a host each. What does not run has no row in
 slow_links.py; the error says why.
 
-Release 0.18.9 is the last one that has 1-bit optimizers (README.md says how an environment is made).
+Release 0.18.9 is the last one that has 1-bit optimizers; its environment is made like that of 0.19.8 (README.md).
 
     ../clients/bin/python benchmarks/peer_compression.py --peer ../peer18/bin/python --save cpu
 """
@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from jobs import OURS, Contender, Job, JobError
+from jobs import OURS, Contender, JobError
 from report import Report, common_arguments
 
 STEPS = 3
@@ -72,6 +72,7 @@ class TrialRank:
         )[0]
 
     def run(self) -> str:
+        """The release that has run the steps."""
         import deepspeed
 
         inputs = torch.ones(4, 256, dtype=torch.bfloat16)
@@ -87,19 +88,15 @@ def own_host(rank: int) -> tuple[list[str], dict[str, str]]:
 
 
 def outcome(name: str, config: dict[str, Any], python: str) -> str:
-    """That it runs, or the last line of the error."""
+    """That it runs, and with which release, or what the error was."""
     target = "peer_compression:TrialRank"
     contender = Contender(name, target, {"config": config}, python=python, place=own_host)
     try:
         with contender.start() as job:
-            return f"runs ({_version(job)})"
+            return f"runs ({job.call('run')[0]})"
     except JobError as error:
         lines = [line.strip() for line in str(error).splitlines()]
         return next((line for line in lines if line.split(":")[0].endswith(("Error", "Exception"))), lines[0])
-
-
-def _version(job: Job) -> str:
-    return job.call("run")[0]
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -92,8 +92,14 @@ DS_INLINE void fetch_elements(const Work &work, int64_t index, int64_t n) {
     if constexpr (kErrors) ds::fetch<true>(work.errors + index, n * 4);
 }
 
-// Whether the elements of the next block are asked for in two halves.
+// Whether the elements of the next block are asked for in two halves,
 DS_INLINE bool is_large(const Work &work) { return work.packets->block > kAhead; }
+
+// so that they are there when `block` has been passed twice. Its part of a piece, of which `passed` were before.
+template <bool kErrors>
+DS_INLINE void fetch_next_block(const Work &work, const Block &block, int64_t passed) {
+    fetch_elements<kErrors>(work, block.first + work.packets->block + passed / 2, kPiece / 2);
+}
 
 // Reads blocks step by step, and writes their scales.
 template <class Form, int N, bool kErrors>
@@ -116,9 +122,9 @@ class Reader {
         const int64_t n = block.numel - done < kStep ? block.numel - done : kStep, index = block.first + done;
         const float *x = open(work, index, n, 0.0f, values);
         const float *owed = kErrors ? open_errors(work, index, n, errors) : nullptr;
-        const int64_t next = is_large(work) ? block.first + work.packets->block + done / 2 : 0;
+        const bool large = is_large(work);
         for (int64_t i = 0; i < n; i += kPiece) {
-            if (next > 0) fetch_elements<kErrors>(work, next + i / 2, kPiece / 2);
+            if (large) fetch_next_block<kErrors>(work, block, done + i);
             scan.template take<kErrors>(x + i, kErrors ? owed + i : nullptr);
         }
         done += n;
@@ -151,11 +157,10 @@ DS_INLINE void encode_step(const Work &work, const Block &block, int64_t first, 
     const float *x = open(work, index, n, Form::padding, values);
     float *errors = kErrors ? open_errors(work, index, n, owed) : nullptr;
     const bool large = is_large(work);
-    const int64_t size = work.packets->block;
-    const int64_t next = large ? block.first + size + (size + first) / 2 : index + kAhead + (kErrors ? kFetch : 2 * kFetch);
+    constexpr int64_t ahead = kAhead + (kErrors ? kFetch : 2 * kFetch);
     for (int64_t i = 0; i < n; i += kPiece) {
-        if (large) fetch_elements<kErrors>(work, next + i / 2, kPiece / 2);
-        else fetch_elements<kErrors>(work, next + i, kPiece);
+        if (large) fetch_next_block<kErrors>(work, block, work.packets->block + first + i);
+        else fetch_elements<kErrors>(work, index + ahead + i, kPiece);
         uint8_t *some = to + i * Form::bits / 8;
         float *owing = kErrors ? errors + i : nullptr;
         Form::template encode<N, kErrors>(some, x + i, owing, scale, divisor, key + uint32_t(first + i));
