@@ -65,12 +65,13 @@ class GlooChannel:
         self._sequence = (self._sequence + 2) % _SEQUENCE_RANGE
         return _TAG_BASE + mark * _SEQUENCE_RANGE + self._sequence
 
-    def send(self, tensor: Tensor, peer: int, tag: int) -> Work:
+    def send(self, tensor: Tensor, peer: int, tag: int, operation: str) -> Work:
+        """`operation` is named by the error if the connection is lost by now."""
         if peer in self.far:
             self.sent_far += tensor.nbytes
         else:
             self.sent_near += tensor.nbytes
-        return self._start(self.backend.send, tensor, peer, tag)
+        return self._start(self.backend.send, tensor, peer, tag, operation)
 
     def count(self, nbytes: int) -> None:
         """For gloo's own algorithms, in which somebody else sends: as if every peer got its share from here."""
@@ -78,14 +79,16 @@ class GlooChannel:
         self.sent_far += far
         self.sent_near += nbytes - far
 
-    def receive(self, tensor: Tensor, peer: int, tag: int) -> Work:
-        return self._start(self.backend.recv, tensor, peer, tag)
+    def receive(self, tensor: Tensor, peer: int, tag: int, operation: str) -> Work:
+        return self._start(self.backend.recv, tensor, peer, tag, operation)
 
-    def _start(self, start: Callable[..., Work], tensor: Tensor, peer: int, tag: int) -> Work:
+    def _start(
+        self, start: Callable[..., Work], tensor: Tensor, peer: int, tag: int, operation: str
+    ) -> Work:
         try:
             return start([_bytes(tensor)], peer, tag)
         except RuntimeError as error:  # the connection is made at the first message, or has been lost since
-            raise CommunicationError.of("a message", self.ranks, error, silent=self.ranks[peer]) from error
+            raise CommunicationError.of(operation, self.ranks, error, silent=self.ranks[peer]) from error
 
     def wait(self, work: Work, operation: str, peer: int | None = None) -> None:
         try:
@@ -159,10 +162,10 @@ class GlooAllGather:
         if own.data_ptr() != input.data_ptr():
             own.copy_(input)
         received = [
-            (peer, channel.receive(output[peer * count : (peer + 1) * count], peer, tag))
+            (peer, channel.receive(output[peer * count : (peer + 1) * count], peer, tag, "all_gather"))
             for peer in channel.peers
         ]
-        sent = [(peer, channel.send(own, peer, tag)) for peer in channel.peers]
+        sent = [(peer, channel.send(own, peer, tag, "all_gather")) for peer in channel.peers]
         return Pending(_waiting(channel, "all_gather", received + sent))
 
 
@@ -194,7 +197,7 @@ class _SlicedSum:
         self.scratch = torch.empty(shape, dtype=input.dtype)
         self.received = [self._receive(index) for index in range(shape[0])]
         self.sent = [
-            (peer, channel.send(input[first:last], peer, self.tag))
+            (peer, channel.send(input[first:last], peer, self.tag, operation))
             for peer in channel.peers
             for first, last in _pieces(*bounds[peer], fitting)
         ]
@@ -204,7 +207,7 @@ class _SlicedSum:
         slot = self.scratch[index % _PIECES_IN_FLIGHT]
         buffers = [slot[position, : last - first] for position in range(len(self.channel.peers))]
         return [
-            (peer, buffer, self.channel.receive(buffer, peer, self.tag))
+            (peer, buffer, self.channel.receive(buffer, peer, self.tag, self.operation))
             for peer, buffer in zip(self.channel.peers, buffers, strict=True)
         ]
 
@@ -257,13 +260,15 @@ class GlooAllReduce:
         own = tensor[own_start:own_stop]
         fitting = piece_numel(channel.size, tensor.element_size())
         works = [
-            (peer, channel.receive(tensor[first:last], peer, tag))
+            (peer, channel.receive(tensor[first:last], peer, tag, "all_reduce"))
             for peer in channel.peers
             for first, last in _pieces(*bounds[peer], fitting)
         ]
 
         def publish(first: int, last: int) -> None:
-            works.extend((peer, channel.send(own[first:last], peer, tag)) for peer in channel.peers)
+            works.extend(
+                (peer, channel.send(own[first:last], peer, tag, "all_reduce")) for peer in channel.peers
+            )
 
         def finish() -> None:
             slices.run(own, scale, publish)
@@ -276,9 +281,10 @@ class GlooAllReduce:
         channel = self.channel
         tag = channel.next_tag(_mark("all_reduce", tensor))
         everyone = torch.empty((channel.size, tensor.numel()), dtype=tensor.dtype)
-        everyone[channel.rank].copy_(tensor)
-        works = [(peer, channel.receive(everyone[peer], peer, tag)) for peer in channel.peers]
-        works += [(peer, channel.send(everyone[channel.rank], peer, tag)) for peer in channel.peers]
+        own = everyone[channel.rank]
+        own.copy_(tensor)
+        works = [(peer, channel.receive(everyone[peer], peer, tag, "all_reduce")) for peer in channel.peers]
+        works += [(peer, channel.send(own, peer, tag, "all_reduce")) for peer in channel.peers]
         wait = _waiting(channel, "all_reduce", works)
 
         def finish() -> None:
@@ -317,11 +323,15 @@ class GlooAllToAll:
         received = list(output.split(list(output_counts)))
         sent = list(input.split(list(input_counts)))
         works = [
-            (peer, channel.receive(received[peer], peer, tag))
+            (peer, channel.receive(received[peer], peer, tag, "all_to_all"))
             for peer in channel.peers
             if output_counts[peer]
         ]
-        works += [(peer, channel.send(sent[peer], peer, tag)) for peer in channel.peers if input_counts[peer]]
+        works += [
+            (peer, channel.send(sent[peer], peer, tag, "all_to_all"))
+            for peer in channel.peers
+            if input_counts[peer]
+        ]
         received[channel.rank].copy_(sent[channel.rank])
         return Pending(_waiting(channel, "all_to_all", works))
 

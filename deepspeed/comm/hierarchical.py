@@ -65,15 +65,18 @@ class TwoLevels:
         self, sent: dict[int, Tensor], received: dict[int, Tensor], tag: int, operation: str
     ) -> None:
         """Exchange with the counterparts on these hosts."""
-        self.finish_exchange(self.begin_exchange(sent, received, tag), operation)
+        self.finish_exchange(self.begin_exchange(sent, received, tag, operation), operation)
 
-    def begin_exchange(self, sent: dict[int, Tensor], received: dict[int, Tensor], tag: int) -> Works:
+    def begin_exchange(
+        self, sent: dict[int, Tensor], received: dict[int, Tensor], tag: int, operation: str
+    ) -> Works:
         gloo = self.gloo
         works = [
-            (host, gloo.receive(tensor, self.counterpart(host), tag)) for host, tensor in received.items()
+            (host, gloo.receive(tensor, self.counterpart(host), tag, operation))
+            for host, tensor in received.items()
         ]
         return works + [
-            (host, gloo.send(tensor, self.counterpart(host), tag)) for host, tensor in sent.items()
+            (host, gloo.send(tensor, self.counterpart(host), tag, operation)) for host, tensor in sent.items()
         ]
 
     def finish_exchange(self, works: Works, operation: str) -> None:
@@ -101,7 +104,7 @@ class HierarchicalAllGather:
         if own.data_ptr() != input.data_ptr():
             own.copy_(input)
         received = {host: slices[host, levels.local_rank] for host in levels.other_hosts}
-        works = levels.begin_exchange(dict.fromkeys(received, own), received, tag)
+        works = levels.begin_exchange(dict.fromkeys(received, own), received, tag, "all_gather")
 
         def finish() -> None:
             levels.finish_exchange(works, "all_gather")
@@ -240,8 +243,12 @@ class HierarchicalAllToAll:
         here = range(first, first + levels.local_size)
         received, sent = output.split(list(output_counts)), input.split(list(input_counts))
         far = [peer for peer in gloo.peers if peer not in here]
-        works = [(peer, gloo.receive(received[peer], peer, tag)) for peer in far if output_counts[peer]]
-        works += [(peer, gloo.send(sent[peer], peer, tag)) for peer in far if input_counts[peer]]
+        works = [
+            (peer, gloo.receive(received[peer], peer, tag, "all_to_all"))
+            for peer in far
+            if output_counts[peer]
+        ]
+        works += [(peer, gloo.send(sent[peer], peer, tag, "all_to_all")) for peer in far if input_counts[peer]]
 
         def run() -> None:
             counts = [output_counts[rank] for rank in here], [input_counts[rank] for rank in here]

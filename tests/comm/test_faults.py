@@ -95,14 +95,16 @@ def finish_ranks(ranks: list[forked.Process], start: float):
     return results
 
 
+@pytest.mark.parametrize("begins", ["while it dies", "once it is gone"])
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_killed_rank_is_named(tmp_path, transport):
+def test_a_killed_rank_is_named(tmp_path, transport, begins):
     results = run_ranks(
         tmp_path,
         transport,
-        """
+        f"""
         if rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep({1.0 if begins == "once it is gone" else 0.0})
         comm.all_reduce(tensor).wait()
         """,
     )
