@@ -1,10 +1,12 @@
-"""Time of a PPO step with four models: that of examples/rlhf on our engines, and TRL's trainer under DDP.
+"""Time of a PPO step with four models: that of examples/rlhf on our engines, the same on DeepSpeed's, whose plain way
+to answer at stage 3 is the engine's module, and TRL's trainer under DDP.
 
 A step answers prompts, asks the reference, the critic and the reward model about the answers, and trains actor and
 critic on them. All rows have the same models, prompts and lengths; no answer ends before its length. TRL's newest
-releases have no PPO any more: the peer is an environment of its own, with trl==0.21.0 and transformers==4.55.4.
+releases have no PPO any more: --trl names an environment of its own, with trl==0.21.0 and transformers==4.55.4, and
+--peer one with DeepSpeed and our release of transformers.
 
-    ../clients/bin/python benchmarks/ppo_step.py --peer ../trl_ppo/bin/python --save cpu
+    ../clients/bin/python benchmarks/ppo_step.py --trl ../trl_ppo/bin/python --peer ../clients_peer/bin/python --save cpu
 """
 
 from __future__ import annotations
@@ -21,32 +23,42 @@ from typing import Any
 
 import torch
 
-from jobs import FOLDER, Contender, round_robin, started
+from jobs import FOLDER, OURS, Contender, Spread, ratios, round_robin, started
 from report import Report
-from trl_step import compared, parsed, policy, prompts, step_arguments, tokenizer
+from trl_step import parsed, policy, prompts, step_arguments, tokenizer
 
 GOAL = 2.0  # times TRL's step
+PLAIN_GOAL = 5.0  # times the step that answers with the module of DeepSpeed's engine at stage 3
 TRL = "TRL, DDP"
+PLAIN = "DeepSpeed, stage 3, module"
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = step_arguments("Time of a PPO step with four models.", "answers per rank and step")
     parser.add_argument("--epochs", type=int, default=1, help="over the answers of a step")
+    parser.add_argument("--trl", metavar="PYTHON", help="interpreter of the environment with TRL")
     return parsed(parser, argv)
 
 
-class OurRank:
-    """One rank of the third step of examples/rlhf."""
+class EngineRank:
+    """One rank of the third step of examples/rlhf, on the DeepSpeed of its environment."""
 
-    def __init__(self, stage: int, size: str, rows: int, prompt: int, tokens: int, epochs: int) -> None:
+    def __init__(
+        self, stage: int, hybrid: bool, size: str, rows: int, prompt: int, tokens: int, epochs: int
+    ) -> None:
         import transformers
 
         import deepspeed
+        from deepspeed.runtime import rollout
 
         sys.path.append(str(FOLDER.parent / "examples" / "rlhf"))
         import engines
         import flags
         from models import ScoredModel
+
+        for name in ("importance_weights", "rollout_mismatch"):  # of ours alone
+            if not hasattr(rollout, name):
+                setattr(rollout, name, lambda *given, **options: {"largest": 0.0})
         from online import Online
 
         os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -62,7 +74,8 @@ class OurRank:
             "--critic_zero_stage": stage,
             "--unsup_coef": 0,
         }
-        options = flags.arguments(None, [f"{name}={value}" for name, value in given.items()])
+        chosen = [f"{name}={value}" for name, value in given.items()]
+        options = flags.arguments(None, [*chosen, *([] if hybrid else ["--no-enable_hybrid_engine"])])
 
         def trained(role: str, model: Any) -> Any:
             return engines.trained(model, options, stage=stage, lr=1e-5, rows=rows, role=role)
@@ -170,14 +183,31 @@ class TRLRank:
 
 def contenders(arguments: argparse.Namespace) -> list[Contender]:
     shared = {name: getattr(arguments, name) for name in ("size", "rows", "prompt", "tokens", "epochs")}
-    goal = GOAL if arguments.peer else None
-    ours = [
-        Contender(f"ours, stage {stage}", "ppo_step:OurRank", {**shared, "stage": stage}, goal=goal)
-        for stage in arguments.stages
-    ]
-    if arguments.peer is None:
-        return ours
-    return [Contender(TRL, "ppo_step:TRLRank", shared, python=arguments.peer), *ours]
+
+    def engine(name: str, stage: int, *, hybrid: bool, python: str = OURS) -> Contender:
+        options = {**shared, "stage": stage, "hybrid": hybrid}
+        return Contender(name, "ppo_step:EngineRank", options, python=python)
+
+    found = []
+    if arguments.trl:
+        found.append(Contender(TRL, "ppo_step:TRLRank", shared, python=arguments.trl))
+    if arguments.peer:
+        found.append(engine(PLAIN, 3, hybrid=False, python=arguments.peer))
+    found += [engine(f"ours, stage {stage}", stage, hybrid=True) for stage in arguments.stages]
+    return [*found, engine("ours, stage 3, module", 3, hybrid=False)]
+
+
+def compared(rows: Sequence[Contender], seconds: dict[str, list[float]]) -> list[list[str]]:
+    """A row for each: time of a step, and how many times as fast as TRL and as DeepSpeed it is."""
+    table = []
+    for each in rows:
+        line = [each.name, f"{Spread.of(seconds[each.name]).median * 1e3:.0f}"]
+        for base, goal in ((TRL, GOAL), (PLAIN, PLAIN_GOAL)):
+            ours = each.name.startswith("ours") and each.options["hybrid"]
+            shown = ratios(seconds[base], seconds[each.name]).show() if base in seconds else ""
+            line += [shown, f">= {goal:g}" if shown and ours else ""]
+        table.append(line)
+    return table
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -190,7 +220,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     report.table(
         f"PPO, four {arguments.size} Llamas, fp32, 2 ranks, {arguments.rows} answers each of {arguments.tokens} tokens "
         f"to prompts of {arguments.prompt}, {arguments.rounds} rounds of {arguments.steps} steps",
-        ["", "ms/step", f"x {rows[0].name}, median [min .. max]", "goal"],
+        ["", "ms/step", f"x {TRL}, median [min .. max]", "goal", f"x {PLAIN}", "goal"],
         compared(rows, seconds),
     )
     report.save()

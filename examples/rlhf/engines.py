@@ -93,7 +93,9 @@ def frozen(model: nn.Module, options: Namespace, *, stage: int, offload: bool = 
     config = _shared(options, 3 if stage == 3 else 0, 1)
     if offload and stage == 3:
         config["zero_optimization"]["offload_param"] = {"device": "cpu"}
-    return deepspeed.initialize(model=model, config=config)[0].eval()
+    engine = deepspeed.initialize(model=model, config=config)[0]
+    engine.eval()
+    return engine
 
 
 def _shared(options: Namespace, stage: int, rows: int) -> dict[str, Any]:
