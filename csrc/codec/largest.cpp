@@ -2,11 +2,10 @@
 //
 // Magnitudes are compared as integers, the bits of a float without its sign: a NaN is the largest, and every order of
 // comparisons finds the same. A sample tells about where the limit is. One pass over memory, which adds errors as well,
-// collects what is above that, a little more than needed, and the limit is looked for among those. Where the sample was
-// wrong, the digits of all elements are counted to find it.
-#include <algorithm>
+// collects what is above that, a little more than needed, and clears the errors of these. The limit is looked for among
+// them, and those that are not taken get their errors back: they are few, while all that are taken would be many to clear
+// one by one. Where the sample was wrong, the digits of all elements are counted to find the limit.
 #include <array>
-#include <functional>
 #include <memory>
 #include <new>
 
@@ -20,11 +19,11 @@
 namespace {
 
 constexpr int64_t kLook = 16;             // elements that are looked at together
-constexpr int64_t kRuns = 1024, kRun = 16;  // of the sample: whole lines of the cache
+constexpr int64_t kRuns = 2048, kRun = 16;  // of the sample: whole lines of the cache
 constexpr int64_t kLeastNumel = 4 * kRuns * kRun;  // below this, all elements are collected
 constexpr int64_t kSpare = 4096;          // elements that may be collected besides a multiple of those wanted
 constexpr int64_t kFetch = 1024;          // elements behind those that are on their way to the cache
-constexpr int64_t kAhead = 32;            // taken elements whose errors are on their way to the cache
+constexpr int64_t kAhead = 32;            // places, or runs, whose elements are on their way to the cache
 constexpr uint32_t kNothing = 1u << 31;  // no magnitude is as large
 
 struct Row {
@@ -35,26 +34,31 @@ struct Row {
     bool added;     // errors are values with errors already
 };
 
-struct Share {  // what one thread collects
+// What one thread collects. Memory has room for kLook more than `capacity`.
+struct Share {
     float *values;
     int32_t *places;
-    int64_t capacity, count;  // as many as there were; those behind `capacity`, and kLook more, are not kept
+    int64_t capacity;
+    int64_t count, kept;  // how many there were, and those in memory: all of the first `capacity` or a few more
 
-    // Where the next kLook may be written.
-    DS_INLINE_MEMBER int64_t end() const { return count < capacity ? count : capacity; }
+    bool lost() const { return kept < count; }
+
+    // Whether the next kLook may be written.
+    DS_INLINE_MEMBER bool has_room() const { return count < capacity; }
+
+    // An element whose error, if there is one, goes along with it.
+    DS_INLINE_MEMBER void add(float value, int32_t place, float *error) {
+        if (has_room()) {
+            values[count] = value;
+            places[count] = place;
+            kept = count + 1;
+            if (error != nullptr) *error = value - value;  // NaN if it is not finite
+        }
+        ++count;
+    }
 };
 
 DS_INLINE uint32_t key_of(float x) { return std::bit_cast<uint32_t>(x) & 0x7fffffffu; }
-
-// Elements [index, index + n) with the errors that are owed, which are kept where the errors are.
-DS_INLINE const float *wanted(const Row &row, int64_t index, int64_t n, float *buffer) {
-    float *errors = row.errors == nullptr ? nullptr : row.errors + index;
-    if (row.added) return errors;
-    const float *values = ds::widen(ds::at(row.values, index, row.dtype), row.dtype, buffer, n);
-    if (errors == nullptr) return values;
-    DS_IVDEP for (int64_t i = 0; i < n; ++i) errors[i] = values[i] + errors[i];
-    return errors;
-}
 
 // A bit for each of kLook numbers whose magnitude is at least `least`, which is positive. Of x + errors with `kErrors`, which
 // are kept there.
@@ -87,26 +91,19 @@ DS_INLINE uint32_t large_ones(const float *x, float *errors, uint32_t least) {
 template <bool kErrors>
 DS_INLINE void look(Share &share, const float *x, float *errors, int64_t place, int64_t n, uint32_t least) {
     const float *looked = kErrors ? errors : x;
+    const auto add = [&](int64_t i) { share.add(looked[i], int32_t(place + i), kErrors ? errors + i : nullptr); };
     int64_t i = 0;
     for (; least > 0 && i + kLook <= n; i += kLook) {
         if constexpr (kErrors) {
             ds::fetch<false>(x + i + kFetch, 4);
             ds::fetch<true>(errors + i + kFetch, 4);
         }
-        for (uint32_t bits = large_ones<kErrors>(x + i, kErrors ? errors + i : nullptr, least); bits != 0; bits &= bits - 1) {
-            const int64_t to = share.end(), from = i + std::countr_zero(bits);
-            share.values[to] = looked[from];
-            share.places[to] = int32_t(place + from);
-            ++share.count;
-        }
+        for (uint32_t bits = large_ones<kErrors>(x + i, kErrors ? errors + i : nullptr, least); bits != 0; bits &= bits - 1)
+            add(i + std::countr_zero(bits));
     }
     for (; i < n; ++i) {
         if constexpr (kErrors) errors[i] = x[i] + errors[i];
-        if (key_of(looked[i]) < least) continue;
-        const int64_t to = share.end();
-        share.values[to] = looked[i];
-        share.places[to] = int32_t(place + i);
-        ++share.count;
+        if (key_of(looked[i]) >= least) add(i);
     }
 }
 
@@ -125,17 +122,20 @@ __attribute__((target("arch=x86-64-v4"))) inline void look_avx512(Share &share, 
             ds::fetch<false>(x + i + kFetch, 4);
             ds::fetch<true>(errors + i + kFetch, 4);
             some = _mm512_add_ps(some, _mm512_loadu_ps(errors + i));
-            _mm512_storeu_ps(errors + i, some);
         }
         const __m512i bits = _mm512_castps_si512(some);
         const __mmask16 large = _mm512_cmpge_epu32_mask(_mm512_and_si512(bits, magnitude), bound);
-        const __m512i places = _mm512_add_epi32(order, _mm512_set1_epi32(int32_t(place + i)));
-        const int64_t to = own.end();
-        _mm512_storeu_si512(own.values + to, _mm512_maskz_compress_epi32(large, bits));
-        _mm512_storeu_si512(own.places + to, _mm512_maskz_compress_epi32(large, places));
+        const bool room = own.has_room();
+        if (room) {
+            const __m512i places = _mm512_add_epi32(order, _mm512_set1_epi32(int32_t(place + i)));
+            _mm512_storeu_si512(own.values + own.count, _mm512_maskz_compress_epi32(large, bits));
+            _mm512_storeu_si512(own.places + own.count, _mm512_maskz_compress_epi32(large, places));
+        }
         own.count += std::popcount(uint32_t(large));
+        if (room) own.kept = own.count;
+        if constexpr (kErrors) _mm512_storeu_ps(errors + i, _mm512_mask_sub_ps(some, room ? large : 0, some, some));
     }
-    share.count = own.count;
+    share = own;
     look<kErrors>(share, x + i, kErrors ? errors + i : nullptr, place + i, n - i, least);
 }
 #endif
@@ -152,15 +152,12 @@ template <int N>
 DS_INLINE void collect_body(const Row &row, int64_t begin, int64_t end, uint32_t least, Share &share) {
     alignas(64) float buffer[ds::kBlock];
     Share own = share;
-    if (row.dtype == DS_FLOAT32 && row.errors != nullptr && !row.added) {  // in one pass
-        const float *values = static_cast<const float *>(row.values) + begin;
-        look_with<N, true>(own, values, row.errors + begin, begin, end - begin, least);
-        share = own;
-        return;
-    }
-    for (int64_t index = begin; index < end; index += ds::kBlock) {
-        const int64_t n = end - index < ds::kBlock ? end - index : ds::kBlock;
-        look_with<N, false>(own, wanted(row, index, n, buffer), nullptr, index, n, least);
+    const int64_t most = row.dtype == DS_FLOAT32 ? end - begin : ds::kBlock;
+    for (int64_t index = begin; index < end; index += most) {
+        const int64_t n = end - index < most ? end - index : most;
+        const float *x = ds::widen(ds::at(row.values, index, row.dtype), row.dtype, buffer, n);
+        if (row.errors == nullptr) look_with<N, false>(own, x, nullptr, index, n, least);
+        else look_with<N, true>(own, x, row.errors + index, index, n, least);
     }
     share = own;
 }
@@ -172,26 +169,6 @@ float value_at(const Row &row, int64_t place) {
     float buffer;
     if (row.added) return row.errors[place];
     return *ds::widen(ds::at(row.values, place, row.dtype), row.dtype, &buffer, 1);
-}
-
-// About how large the `count`-th largest is, a little less. 0: everything may be needed.
-uint32_t guess(const Row &row, int64_t count, uint32_t *keys) {
-    constexpr int64_t size = kRuns * kRun;
-    if (row.numel < kLeastNumel) return 0;
-    for (int64_t run = 0; run < kRuns; ++run) {  // spread without a period
-        const uint64_t part = uint64_t(run) * 0x9e3779b97f4a7c15u >> 32;
-        const int64_t first = int64_t(part * uint64_t(row.numel / kRun) >> 32) * kRun;
-        for (int64_t i = 0; i < kRun; ++i) {
-            float x = value_at(row, first + i);
-            if (row.errors != nullptr && !row.added) x += row.errors[first + i];
-            keys[run * kRun + i] = key_of(x);
-        }
-    }
-    const double share = double(count) / double(row.numel);
-    const int64_t rank = int64_t(1.3 * share * double(size)) + 64;
-    if (rank >= size) return 0;
-    std::nth_element(keys, keys + rank, keys + size, std::greater<>());
-    return keys[rank];
 }
 
 struct Limit {
@@ -226,62 +203,164 @@ Limit limit_of(Keys &&keys, int64_t count, uint32_t least) {
     }
 }
 
+// The first element of one of the sample's runs, which are spread without a period.
+DS_INLINE int64_t run_at(const Row &row, int64_t run) {
+    const uint64_t part = uint64_t(run) * 0x9e3779b97f4a7c15u >> 32;
+    return int64_t(part * uint64_t(row.numel / kRun) >> 32) * kRun;
+}
+
+// About how large the `count`-th largest is, a little less. 0: everything may be needed.
+uint32_t guess(const Row &row, int64_t count, uint32_t *keys) {
+    constexpr int64_t size = kRuns * kRun;
+    if (row.numel < kLeastNumel) return 0;
+    const double share = double(count) / double(row.numel);
+    const int64_t rank = int64_t(1.2 * share * double(size)) + 64;
+    if (rank > size) return 0;
+    for (int64_t run = 0; run < kRuns; ++run) {
+        const int64_t next = run_at(row, run + kAhead), first = run_at(row, run);
+        ds::fetch<false>(ds::at(row.values, next, row.dtype), 4);
+        if (row.errors != nullptr) ds::fetch<false>(row.errors + next, 4);
+        float buffer[kRun];
+        const float *x = ds::widen(ds::at(row.values, first, row.dtype), row.dtype, buffer, kRun);
+        for (int64_t i = 0; i < kRun; ++i)
+            keys[run * kRun + i] = key_of(row.errors == nullptr ? x[i] : x[i] + row.errors[first + i]);
+    }
+    return limit_of(
+               [&](auto &&f) {
+                   for (int64_t i = 0; i < size; ++i) f(keys[i]);
+               },
+               rank, 0)
+        .key;
+}
+
 // Writes what is taken, in the order of places.
-class Packet {
-  public:
-    Packet(void *memory, int64_t count, Limit limit)
-        : values(static_cast<char *>(memory)), places(values + 4 * count), size(count), limit(limit) {}
-
-    bool full() const { return count == size; }
-
-    // Only while it is not full. Which are taken cannot be foreseen: all are written, and the others overwritten.
-    void offer(float value, int32_t place) {
-        const uint32_t key = key_of(value);
-        std::memcpy(values + 4 * count, &value, 4);
-        std::memcpy(places + 4 * count, &place, 4);
-        count += key > limit.key;
-        if (key == limit.key) [[unlikely]]
-            count += limit.equal-- > 0;
-    }
-
-    // What is left of those that are in it.
-    void settle(float *errors) const {
-        for (int64_t i = 0; i < count; ++i) {
-            if (i + kAhead < count) ds::fetch<true>(errors + place_at(i + kAhead), 4);
-            float value;
-            std::memcpy(&value, values + 4 * i, 4);
-            errors[place_at(i)] = value - value;  // NaN if it is not finite
-        }
-    }
-
-  private:
-    int32_t place_at(int64_t i) const {
-        int32_t place;
-        std::memcpy(&place, places + 4 * i, 4);
-        return place;
-    }
-
+struct Packet {
     char *values, *places;
     int64_t size;
     Limit limit;
-    int64_t count = 0;
+    int64_t count;
+
+    Packet(void *memory, int64_t size, Limit limit)
+        : values(static_cast<char *>(memory)), places(values + 4 * size), size(size), limit(limit), count(0) {}
+
+    DS_INLINE_MEMBER bool takes(float value) {
+        const uint32_t key = key_of(value);
+        if (key == limit.key) [[unlikely]]
+            return limit.equal-- > 0;
+        return key > limit.key;
+    }
+
+    DS_INLINE_MEMBER void add(float value, int32_t place) {
+        std::memcpy(values + 4 * count, &value, 4);
+        std::memcpy(places + 4 * count, &place, 4);
+        ++count;
+    }
 };
 
-void take_from_all(const Row &row, int64_t count, void *packet) {
+DS_INLINE void take_each(Packet &packet, Share &share, int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+        const float value = share.values[i];
+        const int32_t place = share.places[i];
+        if (packet.takes(value)) {
+            packet.add(value, place);
+        } else {
+            share.values[share.kept] = value;
+            share.places[share.kept++] = place;
+        }
+    }
+}
+
+#if defined(__GNUC__) && defined(__x86_64__)
+__attribute__((target("arch=x86-64-v4"))) inline int64_t take_avx512(Packet &packet, Share &share, int64_t end) {
+    const __m512i limit = _mm512_set1_epi32(int32_t(packet.limit.key)), magnitude = _mm512_set1_epi32(0x7fffffff);
+    int64_t i = 0;
+    for (; i + kLook <= end && packet.count + kLook <= packet.size; i += kLook) {
+        const __m512i values = _mm512_loadu_si512(share.values + i), places = _mm512_loadu_si512(share.places + i);
+        const __m512i keys = _mm512_and_si512(values, magnitude);
+        if (_mm512_cmpeq_epi32_mask(keys, limit) != 0) [[unlikely]] {
+            take_each(packet, share, i, i + kLook);
+            continue;
+        }
+        const __mmask16 taken = _mm512_cmpgt_epi32_mask(keys, limit), left = __mmask16(~taken);
+        _mm512_storeu_si512(packet.values + 4 * packet.count, _mm512_maskz_compress_epi32(taken, values));
+        _mm512_storeu_si512(packet.places + 4 * packet.count, _mm512_maskz_compress_epi32(taken, places));
+        _mm512_storeu_si512(share.values + share.kept, _mm512_maskz_compress_epi32(left, values));
+        _mm512_storeu_si512(share.places + share.kept, _mm512_maskz_compress_epi32(left, places));
+        packet.count += std::popcount(uint32_t(taken));
+        share.kept += std::popcount(uint32_t(left));
+    }
+    return i;
+}
+#endif
+
+// Those of a share that the packet takes. The others move to the share's front.
+template <int N>
+DS_INLINE void take_body(Packet &packet, Share &share) {
+    const int64_t end = share.kept;
+    int64_t begin = 0;
+    share.kept = 0;
+#if defined(__GNUC__) && defined(__x86_64__)
+    if constexpr (N == 16) begin = take_avx512(packet, share, end);
+#endif
+    take_each(packet, share, begin, end);
+}
+
+DS_LANES_KERNEL(take, (Packet &packet, Share &share), (packet, share))
+
+// The errors of what is still in a share.
+void put_back(const Share &share, float *errors) {
+    for (int64_t i = 0; i < share.kept; ++i) {
+        if (i + kAhead < share.kept) ds::fetch<true>(errors + share.places[i + kAhead], 4);
+        errors[share.places[i]] = share.values[i];
+    }
+}
+
+void take_from_all(const Row &row, int64_t count, void *memory) {
     const Limit limit = limit_of(
         [&](auto &&f) {
             for (int64_t i = 0; i < row.numel; ++i) f(key_of(value_at(row, i)));
         },
         count, 0);
-    Packet to(packet, count, limit);
-    for (int64_t i = 0; i < row.numel && !to.full(); ++i) to.offer(value_at(row, i), int32_t(i));
-    if (row.errors != nullptr) to.settle(row.errors);
+    Packet packet(memory, count, limit);
+    for (int64_t i = 0; i < row.numel; ++i) {
+        const float value = value_at(row, i);
+        if (!packet.takes(value)) continue;
+        packet.add(value, int32_t(i));
+        if (row.errors != nullptr) row.errors[i] = value - value;
+    }
 }
 
 struct Aligned {
     std::align_val_t alignment;
     void operator()(char *memory) const { ::operator delete(memory, alignment); }
 };
+using Memory = std::unique_ptr<char, Aligned>;
+
+// Null if there is not enough.
+Memory memory_of(int64_t bytes) {
+    const int64_t page = bytes < ds::kLargePage / 2 ? int64_t(64) : ds::kLargePage;
+    bytes = (bytes + page - 1) / page * page;
+    const std::align_val_t alignment{size_t(page)};
+    Memory memory(static_cast<char *>(::operator new(size_t(bytes), alignment, std::nothrow)), {alignment});
+    ds::ask_for_large_pages(memory.get(), bytes, ds::kLargePage);
+    return memory;
+}
+
+// Of a thread that encodes, from call to call: pages that are new cost as much as all that is done with what they hold.
+struct Kept {
+    Memory memory{nullptr, {std::align_val_t{64}}};
+    int64_t bytes = 0;
+
+    char *at_least(int64_t wanted) {
+        if (wanted > bytes) {
+            memory = memory_of(wanted);
+            bytes = memory == nullptr ? 0 : wanted;
+        }
+        return memory.get();
+    }
+};
+constexpr int64_t kMostKept = int64_t(8) << 20;  // bytes; for more, pages are had anew each time
+thread_local Kept kept;
 
 // What rows need besides, one after the other.
 struct Scratch {
@@ -289,19 +368,17 @@ struct Scratch {
     const int64_t capacity;  // of a thread
     const std::unique_ptr<Share[]> shares;
     const std::unique_ptr<uint32_t[]> sample;
-    std::unique_ptr<char, Aligned> memory;  // of the shares: filled anew by each call, see [Note: large pages]
+    Memory large{nullptr, {std::align_val_t{64}}};  // too large to be kept
+    char *memory;                                   // of the shares
 
     Scratch(int64_t numel, int64_t count, int32_t threads)
         : threads(numel < ds::kParallelNumel || threads < 1 ? 1 : threads),
           capacity(capacity_of(numel, count, this->threads)),
           shares(new (std::nothrow) Share[size_t(this->threads)]),
           sample(new (std::nothrow) uint32_t[kRuns * kRun]) {
-        int64_t bytes = 8 * room() * this->threads;
-        const int64_t page = bytes < ds::kLargePage / 2 ? int64_t(64) : ds::kLargePage;
-        bytes = (bytes + page - 1) / page * page;
-        const std::align_val_t alignment{size_t(page)};
-        memory = {static_cast<char *>(::operator new(size_t(bytes), alignment, std::nothrow)), {alignment}};
-        ds::ask_for_large_pages(memory.get(), bytes, ds::kLargePage);
+        const int64_t bytes = 8 * room() * this->threads;
+        if (bytes > kMostKept) large = memory_of(bytes);
+        memory = bytes > kMostKept ? large.get() : kept.at_least(bytes);
     }
 
     static int64_t capacity_of(int64_t numel, int64_t count, int32_t threads) {
@@ -314,8 +391,8 @@ struct Scratch {
     bool ready() const { return memory != nullptr && shares != nullptr && sample != nullptr; }
 
     Share empty_share(int32_t thread) const {
-        char *own = memory.get() + 8 * room() * thread;
-        return {reinterpret_cast<float *>(own), reinterpret_cast<int32_t *>(own + 4 * room()), capacity, 0};
+        char *own = memory + 8 * room() * thread;
+        return {reinterpret_cast<float *>(own), reinterpret_cast<int32_t *>(own + 4 * room()), capacity, 0, 0};
     }
 };
 
@@ -335,26 +412,30 @@ void encode_row(Row row, int64_t count, void *packet, const Scratch &scratch) {
 #pragma omp parallel for num_threads(threads) schedule(static, 1)
         for (int32_t t = 0; t < threads; ++t) run(t);
     }
-    row.added = row.errors != nullptr;
     int64_t total = 0;
     bool fits = true;
     for (int32_t t = 0; t < threads; ++t) {
         total += scratch.shares[t].count;
-        fits = fits && scratch.shares[t].count <= capacity;
+        fits = fits && !scratch.shares[t].lost();
     }
-    if (!fits || total < count) return take_from_all(row, count, packet);
+    const auto put_all_back = [&] {
+        if (row.errors == nullptr) return;
+        for (int32_t t = 0; t < threads; ++t) put_back(scratch.shares[t], row.errors);
+    };
+    if (!fits || total < count) {
+        put_all_back();
+        row.added = row.errors != nullptr;
+        return take_from_all(row, count, packet);
+    }
     const Limit limit = limit_of(
         [&](auto &&f) {
             for (int32_t t = 0; t < threads; ++t)
-                for (int64_t i = 0; i < scratch.shares[t].count; ++i) f(key_of(scratch.shares[t].values[i]));
+                for (int64_t i = 0; i < scratch.shares[t].kept; ++i) f(key_of(scratch.shares[t].values[i]));
         },
         count, least);
     Packet to(packet, count, limit);
-    for (int32_t t = 0; t < threads; ++t) {
-        const Share &share = scratch.shares[t];
-        for (int64_t i = 0; i < share.count && !to.full(); ++i) to.offer(share.values[i], share.places[i]);
-    }
-    if (row.errors != nullptr) to.settle(row.errors);
+    for (int32_t t = 0; t < threads; ++t) take(to, scratch.shares[t]);
+    put_all_back();
 }
 
 void clear(float *values, int64_t numel, int32_t threads) {

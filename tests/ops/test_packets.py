@@ -77,7 +77,10 @@ def test_every_small_float(isa: str) -> None:
 @pytest.mark.parametrize("share", [0.01, 0.3])
 @pytest.mark.parametrize("kind", ["equal", "zeros", "ends", "steps", "nan"])
 @pytest.mark.parametrize("threads", [1, 3])
-def test_the_largest_of_any_numbers(kind: str, share: float, threads: int, isa: str) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_largest_of_any_numbers(
+    kind: str, share: float, threads: int, dtype: torch.dtype, isa: str
+) -> None:
     """Where a sample says little, or the wrong thing, about the largest magnitudes, and what is not finite."""
     torch.set_num_threads(threads)
     numel, codec = 150_001, TopCodec(share)
@@ -89,12 +92,14 @@ def test_the_largest_of_any_numbers(kind: str, share: float, threads: int, isa: 
         "nan": values(numel).index_fill_(0, torch.tensor([7, 70_000]), float("nan")),
     }[kind]
     x[17] = -float("inf") if kind == "nan" else x[17]
+    x = x.to(dtype)
     packets = codec.encode(x)
     assert torch.equal(packets, codec.pack(x))
-    errors, expected = values(numel, seed=1), values(numel, seed=1)
-    packets = Codec.encode(codec, x, expected)
-    assert torch.equal(codec.encode(x, errors), packets)
-    assert torch.equal(errors.nan_to_num(nan=1e9), expected.nan_to_num(nan=1e9))
+    for owed in (values(numel, seed=1), torch.zeros(numel)):
+        errors, expected = owed.clone(), owed.clone()
+        packets = Codec.encode(codec, x, expected)
+        assert torch.equal(codec.encode(x, errors), packets)
+        assert torch.equal(errors.nan_to_num(nan=1e9), expected.nan_to_num(nan=1e9))
 
 
 def test_places_beyond_a_row() -> None:
