@@ -199,13 +199,14 @@ DS_LOOK_UP __attribute__((noinline)) int64_t look_up_codes(uint8_t *to, const ui
 
 // ---- codes of at most 8 bits to bfloat16 ----------------------------------------------------------------------------
 
-// `table`: the numbers of magnitudes. Returns how many were looked up.
+// `table`: the numbers of magnitudes. Whole lines go past the cache with `stream`. Returns how many were looked up.
 template <class F>
 DS_LOOK_UP __attribute__((noinline)) int64_t look_up_numbers(uint16_t *to, const uint8_t *codes, int64_t n,
-                                                             const uint16_t *table) {
+                                                             const uint16_t *table, bool stream) {
     constexpr int64_t lanes = 32;
     __m512i parts[F::sign / lanes];
     std::memcpy(parts, table, sizeof parts);
+    stream = stream && reinterpret_cast<uintptr_t>(to) % 64 == 0;
     int64_t done = 0;
     for (; done + lanes <= n; done += lanes) {
         const __m512i code = _mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i *>(codes + done)));
@@ -220,7 +221,8 @@ DS_LOOK_UP __attribute__((noinline)) int64_t look_up_numbers(uint16_t *to, const
         const __mmask32 numbers = _mm512_cmple_epu16_mask(found, _mm512_set1_epi16(0x7f80));  // others have no sign
         const __m512i signs = _mm512_and_si512(_mm512_slli_epi16(code, 16 - F::bits), _mm512_set1_epi16(short(0x8000)));
         found = _mm512_or_si512(found, _mm512_maskz_mov_epi16(numbers, signs));
-        _mm512_storeu_si512(to + done, found);
+        if (stream) _mm512_stream_si512(reinterpret_cast<__m512i *>(to + done), found);
+        else _mm512_storeu_si512(to + done, found);
     }
     return done;
 }
@@ -233,7 +235,7 @@ void make_table(CodeTable<F> &, const Divisor &) {}
 template <class F>
 int64_t look_up_codes(uint8_t *, const uint16_t *, int64_t, int64_t, const CodeTable<F> &) { return 0; }
 template <class F>
-int64_t look_up_numbers(uint16_t *, const uint8_t *, int64_t, const uint16_t *) { return 0; }
+int64_t look_up_numbers(uint16_t *, const uint8_t *, int64_t, const uint16_t *, bool) { return 0; }
 #endif
 
 }  // namespace ds

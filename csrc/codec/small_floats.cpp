@@ -166,6 +166,7 @@ struct Work {
     void *values;
     int32_t dtype;
     int32_t *infinite;  // set by a group with a number that is none, or is not finite
+    bool stream;        // numbers that are looked up go past the cache, see [Note: copies past the cache]
 };
 
 DS_INLINE const float *values_of(const Work &work, int64_t index, float *buffer, int64_t n) {
@@ -290,7 +291,10 @@ DS_INLINE void decode_group(const Work &work, int64_t group) {
             unpack<F, N>(unpacked, packed, whole, end - packed);
         void *target = ds::at(work.values, begin + i, work.dtype);
         int64_t done = 0;
-        if constexpr (kTable) done = looks_up ? ds::look_up_numbers<F>(static_cast<uint16_t *>(target), codes, n, table) : 0;
+        if constexpr (kTable) {
+            uint16_t *numbers = static_cast<uint16_t *>(target);
+            if (looks_up) done = ds::look_up_numbers<F>(numbers, codes, n, table, work.stream);
+        }
         target = ds::at(target, done, work.dtype);
         float *values = work.dtype == DS_FLOAT32 ? static_cast<float *>(target) : buffer;
         DS_IVDEP for (int64_t j = 0; j < n - done; ++j) values[j] = ds::widen_small<F>(codes[done + j]) * scale;
@@ -301,6 +305,7 @@ DS_INLINE void decode_group(const Work &work, int64_t group) {
 template <class F, int N>
 DS_INLINE void decode_all_groups(const Work &work, int64_t begin, int64_t end) {
     for (int64_t group = begin; group < end; ++group) decode_group<F, N>(work, group);
+    ds::end_copies(work.stream);
 }
 
 template <int N>
@@ -337,7 +342,7 @@ int32_t ds_encode_floats(const ds_float_groups *groups, const void *values, int3
     std::atomic<int32_t> infinite = 0;
     for_each_group(*groups, threads, [&](int64_t begin, int64_t end) {
         int32_t found = 0;
-        const Work work{groups, const_cast<void *>(values), dtype, &found};
+        const Work work{groups, const_cast<void *>(values), dtype, &found, false};
         encode_groups(work, begin, end);
         if (found != 0) infinite = 1;
     });
@@ -345,6 +350,6 @@ int32_t ds_encode_floats(const ds_float_groups *groups, const void *values, int3
 }
 
 void ds_decode_floats(const ds_float_groups *groups, void *values, int32_t dtype, int32_t threads) {
-    const Work work{groups, values, dtype, nullptr};
+    const Work work{groups, values, dtype, nullptr, groups->numel >= ds::kStreamNumel};
     for_each_group(*groups, threads, [&](int64_t begin, int64_t end) { decode_groups(work, begin, end); });
 }

@@ -195,7 +195,7 @@ DS_INLINE void ask_for(const void *line) {
 // ---- the low-precision copy -----------------------------------------------------------------------------------------
 
 constexpr int64_t kCopyBlock = 128;                 // elements; see [Note: copies past the cache]
-constexpr int64_t kStreamNumel = int64_t(4) << 20;  // of one call, from which on copies go past the cache
+constexpr int64_t kStreamNumel = int64_t(4) << 20;  // of one call, from which on what is only written goes past the cache
 
 // Elements that a kernel takes at once.
 DS_INLINE int64_t block_numel(const ds_segment &s) { return s.low_precision != nullptr ? kCopyBlock : kBlock; }

@@ -236,3 +236,17 @@ def test_the_size_of_groups_may_be_given_alone() -> None:
     expected = FP_Quantize(QuantizationConfig(group_size=128)).quantize(values)
     for quantizer in (FP_Quantize(group_size=128), FP_Quantize(128)):
         assert torch.equal(quantizer.quantize(values), expected)
+
+
+@pytest.mark.parametrize("bits", [6, 8])
+def test_so_many_that_they_go_past_the_cache(bits: int, isa: str) -> None:
+    """The same numbers as of parts, each of which is small."""
+    quantizer, group, numel = FP_Quantize(QuantizationConfig(q_bits=bits, group_size=512)), 512, (4 << 20) + 1024
+    x = torch.randn(numel, generator=torch.Generator().manual_seed(bits)).bfloat16()
+    packed = quantizer.quantize(x, q_bits=bits)
+    found = quantizer.dequantize(packed, q_bits=bits)
+    parts = [
+        quantizer.dequantize(quantizer.quantize(part, q_bits=bits), q_bits=bits)
+        for part in x.split(1024 * group)
+    ]
+    assert torch.equal(found, torch.cat(parts))
