@@ -108,6 +108,15 @@ DS_INLINE void look(Share &share, const float *x, float *errors, int64_t place, 
 }
 
 #if defined(__GNUC__) && defined(__x86_64__)
+// The first numbers of a register, `count` of them and perhaps more. Where they are few, which is the rule, few bytes are
+// written: most stores of whole registers would touch two lines.
+__attribute__((target("arch=x86-64-v4"))) inline void store_first(void *to, __m512i x, int count) {
+    if (count > 4) [[unlikely]]
+        std::memcpy(to, &x, sizeof x);
+    else
+        std::memcpy(to, &x, sizeof x / 4);
+}
+
 // The same without branches: what is large is moved to the front of a register.
 template <bool kErrors>
 __attribute__((target("arch=x86-64-v4"))) inline void look_avx512(Share &share, const float *x, float *errors, int64_t place,
@@ -125,13 +134,14 @@ __attribute__((target("arch=x86-64-v4"))) inline void look_avx512(Share &share, 
         }
         const __m512i bits = _mm512_castps_si512(some);
         const __mmask16 large = _mm512_cmpge_epu32_mask(_mm512_and_si512(bits, magnitude), bound);
+        const int count = std::popcount(uint32_t(large));
         const bool room = own.has_room();
         if (room) {
             const __m512i places = _mm512_add_epi32(order, _mm512_set1_epi32(int32_t(place + i)));
-            _mm512_storeu_si512(own.values + own.count, _mm512_maskz_compress_epi32(large, bits));
-            _mm512_storeu_si512(own.places + own.count, _mm512_maskz_compress_epi32(large, places));
+            store_first(own.values + own.count, _mm512_maskz_compress_epi32(large, bits), count);
+            store_first(own.places + own.count, _mm512_maskz_compress_epi32(large, places), count);
         }
-        own.count += std::popcount(uint32_t(large));
+        own.count += count;
         if (room) own.kept = own.count;
         if constexpr (kErrors) _mm512_storeu_ps(errors + i, _mm512_mask_sub_ps(some, room ? large : 0, some, some));
     }
@@ -214,7 +224,7 @@ uint32_t guess(const Row &row, int64_t count, uint32_t *keys) {
     constexpr int64_t size = kRuns * kRun;
     if (row.numel < kLeastNumel) return 0;
     const double share = double(count) / double(row.numel);
-    const int64_t rank = int64_t(1.2 * share * double(size)) + 64;
+    const int64_t rank = int64_t(1.15 * share * double(size)) + 48;
     if (rank > size) return 0;
     for (int64_t run = 0; run < kRuns; ++run) {
         const int64_t next = run_at(row, run + kAhead), first = run_at(row, run);
