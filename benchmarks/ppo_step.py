@@ -6,7 +6,7 @@ critic on them. All rows have the same models, prompts and lengths; no answer en
 releases have no PPO any more: --trl names an environment of its own, with trl==0.21.0 and transformers==4.55.4, and
 --peer one with DeepSpeed and our release of transformers.
 
-    ../clients/bin/python benchmarks/ppo_step.py --trl ../trl_ppo/bin/python --peer ../clients_peer/bin/python --save cpu
+    ../clients/bin/python benchmarks/ppo_step.py --trl ../ppo/bin/python --peer ../clients_peer/bin/python --save cpu
 """
 
 from __future__ import annotations

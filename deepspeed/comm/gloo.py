@@ -82,9 +82,7 @@ class GlooChannel:
     def receive(self, tensor: Tensor, peer: int, tag: int, operation: str) -> Work:
         return self._start(self.backend.recv, tensor, peer, tag, operation)
 
-    def _start(
-        self, start: Callable[..., Work], tensor: Tensor, peer: int, tag: int, operation: str
-    ) -> Work:
+    def _start(self, start: Callable[..., Work], tensor: Tensor, peer: int, tag: int, operation: str) -> Work:
         try:
             return start([_bytes(tensor)], peer, tag)
         except RuntimeError as error:  # the connection is made at the first message, or has been lost since

@@ -248,7 +248,9 @@ class HierarchicalAllToAll:
             for peer in far
             if output_counts[peer]
         ]
-        works += [(peer, gloo.send(sent[peer], peer, tag, "all_to_all")) for peer in far if input_counts[peer]]
+        works += [
+            (peer, gloo.send(sent[peer], peer, tag, "all_to_all")) for peer in far if input_counts[peer]
+        ]
 
         def run() -> None:
             counts = [output_counts[rank] for rank in here], [input_counts[rank] for rank in here]

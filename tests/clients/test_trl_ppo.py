@@ -72,7 +72,7 @@ def curve(folder: Path, stage: int) -> list[list[float]]:
 
 
 def save(run: Any, stage: int, folder: Path) -> None:
-    """The policy. At stage 3 the trainer hands Accelerate the policy in place of the engine, which Accelerate refuses."""
+    """The policy. At stage 3 the trainer hands it to Accelerate in place of the engine, which Accelerate refuses."""
     if stage < 3:
         run.save_model(str(folder))
     else:

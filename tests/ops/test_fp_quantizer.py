@@ -241,7 +241,8 @@ def test_the_size_of_groups_may_be_given_alone() -> None:
 @pytest.mark.parametrize("bits", [6, 8])
 def test_so_many_that_they_go_past_the_cache(bits: int, isa: str) -> None:
     """The same numbers as of parts, each of which is small."""
-    quantizer, group, numel = FP_Quantize(QuantizationConfig(q_bits=bits, group_size=512)), 512, (4 << 20) + 1024
+    group, numel = 512, (4 << 20) + 1024
+    quantizer = FP_Quantize(QuantizationConfig(q_bits=bits, group_size=group))
     x = torch.randn(numel, generator=torch.Generator().manual_seed(bits)).bfloat16()
     packed = quantizer.quantize(x, q_bits=bits)
     found = quantizer.dequantize(packed, q_bits=bits)
