@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import os
 from pathlib import Path
 from typing import Any
@@ -10,15 +11,18 @@ from typing import Any
 import pytest
 import torch
 
+pytest.importorskip("trl", reason="the clients extra is not installed")
+pytest.importorskip("datasets", reason="the clients extra is not installed")
+
 import deepspeed
 from tests.clients.kit import VOCAB, clean_clients, llama, llama_config
 from tests.clients.test_trl import tokenizer
 from tests.pool import distributed
 
-trl: Any = pytest.importorskip("trl", reason="the clients extra is not installed")
-pytest.importorskip("datasets", reason="the clients extra is not installed")
-if not hasattr(trl, "PPOTrainer"):
-    pytest.skip("this release of TRL has no PPO trainer", allow_module_level=True)
+trl: Any = importlib.import_module("trl")  # by name: types are checked with another release
+pytestmark = pytest.mark.skipif(
+    not hasattr(trl, "PPOTrainer"), reason="this release of TRL has no PPO trainer"
+)
 
 SHOWN = ("objective/kl", "objective/scores", "loss/policy_avg", "loss/value_avg")
 

@@ -127,10 +127,10 @@ def test_less_crosses_the_network():
     sent = {}
     original = gloo.GlooChannel.send
 
-    def counting(self, tensor, peer, tag):
+    def counting(self, tensor, peer, tag, operation):
         if peer // 2 != self.rank // 2:
             sent[transport] = sent.get(transport, 0) + tensor.nbytes
-        return original(self, tensor, peer, tag)
+        return original(self, tensor, peer, tag, operation)
 
     gloo.GlooChannel.send = counting
     try:
