@@ -23,9 +23,9 @@ from typing import Any
 
 import torch
 
-from jobs import FOLDER, OURS, Contender, Spread, ratios, round_robin, started
+from jobs import FOLDER, OURS, Contender, round_robin, started
 from report import Report
-from trl_step import parsed, policy, prompts, step_arguments, tokenizer
+from trl_step import compared, parsed, policy, prompts, step_arguments, tokenizer
 
 GOAL = 2.0  # times TRL's step
 PLAIN_GOAL = 5.0  # times the step that answers with the module of DeepSpeed's engine at stage 3
@@ -186,7 +186,7 @@ def contenders(arguments: argparse.Namespace) -> list[Contender]:
 
     def engine(name: str, stage: int, *, hybrid: bool, python: str = OURS) -> Contender:
         options = {**shared, "stage": stage, "hybrid": hybrid}
-        return Contender(name, "ppo_step:EngineRank", options, python=python)
+        return Contender(name, "ppo_step:EngineRank", options, python=python, goal=GOAL if hybrid else None)
 
     found = []
     if arguments.trl:
@@ -195,19 +195,6 @@ def contenders(arguments: argparse.Namespace) -> list[Contender]:
         found.append(engine(PLAIN, 3, hybrid=False, python=arguments.peer))
     found += [engine(f"ours, stage {stage}", stage, hybrid=True) for stage in arguments.stages]
     return [*found, engine("ours, stage 3, module", 3, hybrid=False)]
-
-
-def compared(rows: Sequence[Contender], seconds: dict[str, list[float]]) -> list[list[str]]:
-    """A row for each: time of a step, and how many times as fast as TRL and as DeepSpeed it is."""
-    table = []
-    for each in rows:
-        line = [each.name, f"{Spread.of(seconds[each.name]).median * 1e3:.0f}"]
-        for base, goal in ((TRL, GOAL), (PLAIN, PLAIN_GOAL)):
-            ours = each.name.startswith("ours") and each.options["hybrid"]
-            shown = ratios(seconds[base], seconds[each.name]).show() if base in seconds else ""
-            line += [shown, f">= {goal:g}" if shown and ours else ""]
-        table.append(line)
-    return table
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -221,7 +208,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         f"PPO, four {arguments.size} Llamas, fp32, 2 ranks, {arguments.rows} answers each of {arguments.tokens} tokens "
         f"to prompts of {arguments.prompt}, {arguments.rounds} rounds of {arguments.steps} steps",
         ["", "ms/step", f"x {TRL}, median [min .. max]", "goal", f"x {PLAIN}", "goal"],
-        compared(rows, seconds),
+        compared(rows, seconds, {TRL: GOAL, PLAIN: PLAIN_GOAL}),
     )
     report.save()
 

@@ -31,7 +31,6 @@ struct Row {
     int32_t dtype;
     float *errors;  // or null
     int64_t numel;
-    bool added;     // errors are values with errors already
 };
 
 // What one thread collects. Memory has room for kLook more than `capacity`.
@@ -175,9 +174,10 @@ DS_INLINE void collect_body(const Row &row, int64_t begin, int64_t end, uint32_t
 DS_LANES_KERNEL(collect, (const Row &row, int64_t begin, int64_t end, uint32_t least, Share &share),
                 (row, begin, end, least, share))
 
+// Once what is owed was added where the errors are.
 float value_at(const Row &row, int64_t place) {
     float buffer;
-    if (row.added) return row.errors[place];
+    if (row.errors != nullptr) return row.errors[place];
     return *ds::widen(ds::at(row.values, place, row.dtype), row.dtype, &buffer, 1);
 }
 
@@ -406,7 +406,7 @@ struct Scratch {
     }
 };
 
-void encode_row(Row row, int64_t count, void *packet, const Scratch &scratch) {
+void encode_row(const Row &row, int64_t count, void *packet, const Scratch &scratch) {
     const int32_t threads = scratch.threads;
     const int64_t capacity = scratch.capacity, blocks = ds::block_count(row.numel);
     uint32_t least = guess(row, count, scratch.sample.get());
@@ -434,7 +434,6 @@ void encode_row(Row row, int64_t count, void *packet, const Scratch &scratch) {
     };
     if (!fits || total < count) {
         put_all_back();
-        row.added = row.errors != nullptr;
         return take_from_all(row, count, packet);
     }
     const Limit limit = limit_of(
@@ -461,8 +460,7 @@ int32_t ds_encode_largest(void *packets, int64_t rows, int64_t numel, int64_t co
     const Scratch scratch(numel, count, threads);
     if (!scratch.ready()) return 0;
     for (int64_t r = 0; r < rows; ++r) {
-        const Row row{ds::at(values, r * numel, dtype), dtype, errors == nullptr ? nullptr : errors + r * numel, numel,
-                      false};
+        const Row row{ds::at(values, r * numel, dtype), dtype, errors == nullptr ? nullptr : errors + r * numel, numel};
         encode_row(row, count, static_cast<char *>(packets) + 8 * count * r, scratch);
     }
     return 1;

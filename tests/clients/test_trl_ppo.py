@@ -16,7 +16,7 @@ pytest.importorskip("datasets", reason="the clients extra is not installed")
 
 import deepspeed
 from tests.clients.kit import VOCAB, clean_clients, llama, llama_config
-from tests.clients.test_trl import tokenizer
+from tests.clients.test_trl import options, tokenizer
 from tests.pool import distributed
 
 trl: Any = importlib.import_module("trl")  # by name: types are checked with another release
@@ -44,22 +44,13 @@ def curve(folder: Path, stage: int) -> list[list[float]]:
         words.padding_side = "left"
         run = trl.PPOTrainer(
             args=trl.PPOConfig(
-                output_dir=str(folder),
-                accelerator_config={"use_configured_state": True},
-                per_device_train_batch_size=4,
+                **options(folder, stage, deepspeed=None, per_device_train_batch_size=4, learning_rate=1e-3),
                 num_ppo_epochs=2,
                 num_mini_batches=1,
                 local_rollout_forward_batch_size=4,
                 response_length=8,
                 total_episodes=32,
                 num_sample_generations=2,
-                learning_rate=1e-3,
-                logging_steps=1,
-                save_strategy="no",
-                report_to=[],
-                disable_tqdm=True,
-                bf16=False,
-                gradient_checkpointing=False,
             ),
             processing_class=words,
             model=llama(),
