@@ -16,7 +16,7 @@ from pydantic_core import PydanticUndefined
 from deepspeed.config.hybrid_engine import HybridEngineConfig
 from deepspeed.config.keys import constant_of, field_at, keys_of
 from deepspeed.config.schema import TrainingConfig
-from deepspeed.config.sections import parse_dtype
+from deepspeed.config.sections import parse_dtype, parse_sum_dtype
 
 COMMUNICATION_DATA_TYPE = "communication_data_type"
 COMMUNICATION_DATA_TYPE_DEFAULT = None
@@ -211,7 +211,7 @@ def get_communication_data_type(
     comm_data_type_default: Any = COMMUNICATION_DATA_TYPE_DEFAULT,
 ) -> Any:
     """The dtype under the key `comm_type`: the wire dtype of gradients. None: the training dtype."""
-    return parse_dtype(param_dict.get(comm_type, comm_data_type_default))
+    return parse_sum_dtype(param_dict.get(comm_type, comm_data_type_default))
 
 
 def get_optimizer_gradient_clipping(param_dict: Mapping[str, Any]) -> float | None:

@@ -23,6 +23,7 @@ from deepspeed.config.sections import (
     Int,
     LenientConfigModel,
     Says,
+    SumDtype,
     finite,
     is_auto,
     note,
@@ -170,7 +171,7 @@ class AmpConfig(LenientConfigModel):
 class DataTypesConfig(LenientConfigModel):
     """Dtypes that differ from what the precision section implies."""
 
-    grad_accum_dtype: Dtype = Field(
+    grad_accum_dtype: SumDtype = Field(
         default=None, description="Dtype in which the gradients of micro-batches are accumulated."
     )
     param_dtype: Dtype = Field(default=None, description="Dtype to which the module's parameters are cast.")

@@ -41,6 +41,7 @@ from deepspeed.config.sections import (
     Int,
     LenientConfigModel,
     Says,
+    SumDtype,
     is_auto,
 )
 from deepspeed.config.sparse_attention import SparseAttentionConfig
@@ -154,7 +155,7 @@ class TrainingConfig(LenientConfigModel):
     scheduler: SchedulerConfig | None = Field(
         default=None, description="Learning-rate schedule created by the engine."
     )
-    communication_data_type: Dtype = Field(
+    communication_data_type: SumDtype = Field(
         default=None, description="Dtype in which gradients are sent; null: that of training."
     )
     seq_parallel_communication_data_type: Dtype = Field(

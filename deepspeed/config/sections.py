@@ -119,6 +119,8 @@ _DTYPE_WORDS = {
     "bfloat": "bf16",
     "float32": "fp32",
     "float": "fp32",
+    "float64": "fp64",
+    "double": "fp64",
 }
 
 
@@ -129,6 +131,7 @@ class DtypeEnum(Enum):
     fp32 = torch.float32
     bf16 = torch.bfloat16
     int8 = torch.int8
+    fp64 = torch.float64
 
     @classmethod
     def _missing_(cls, value: Any) -> DtypeEnum | None:
@@ -156,7 +159,15 @@ def parse_dtype(
     raise ValueError(f"must be one of {', '.join(repr(word) for word in words)}")
 
 
+def parse_sum_dtype(value: str | torch.dtype | None) -> torch.dtype | None:
+    """As ``parse_dtype``, of a sum, which may be wider than what is added."""
+    return parse_dtype(value, ("fp16", "bf16", "fp32", "fp64"))
+
+
 Dtype = Annotated[torch.dtype | None, PlainValidator(parse_dtype), Says("'fp16', 'bf16', 'fp32' or null")]
+SumDtype = Annotated[
+    torch.dtype | None, PlainValidator(parse_sum_dtype), Says("'fp16', 'bf16', 'fp32', 'fp64' or null")
+]
 
 
 # ----------------------------------------------------------------------------------------- the base class

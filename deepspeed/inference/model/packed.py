@@ -110,8 +110,11 @@ def _attention_of(config: Any, running: Running) -> Iterator[None]:
 
 
 def _register() -> None:
-    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+    try:
+        from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+    except ImportError as problem:
+        raise LayoutError("a model's attention can be replaced from transformers 4.53 on") from problem
 
     ALL_ATTENTION_FUNCTIONS.register(NAME, _forward)
     ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, _mask)
