@@ -1,9 +1,10 @@
 """Rewards of PPO and GRPO on the toy task of examples/rlhf, by number of ranks and ZeRO stage: one curve.
 
 Every run takes the same rows in batches of the same global size, and samples with noise that belongs to a row, so that
-curves differ by rounding alone. That of fp32 changes a token sooner or later, and from there on what is learned from:
-its curves are compared smoothed too, as means of five batches. That of fp64 is too small to change a token, so that its
-curves show whether all ranks and stages compute the same. Runs that are in the folder already are not repeated.
+curves differ by rounding alone. Three ways to compute: fp32 with --wide_sums in pieces of four rows, which rounds alike
+on any number of ranks; fp64, whose rounding is too small to change a token; and fp32 with all rows of a rank at once,
+whose rounding changes a token sooner or later, and from there on what is learned from. Curves are compared smoothed
+too, as means of five batches. Runs that are in the folder already are not repeated.
 
     ../clients/bin/python benchmarks/rlhf_curves.py --save cpu
 """
@@ -25,12 +26,11 @@ from report import Report, common_arguments
 GOAL = 0.01  # largest difference of a reward, of the range of rewards
 SMOOTH = 5  # batches
 SCRIPT = FOLDER.parent / "examples" / "rlhf" / "train.py"
-BATCHES = {
-    "--per_device_train_batch_size": 16,
-    "--per_device_generation_batch_size": 32,
-    "--per_device_training_batch_size": 16,
-}
-"""Over all ranks."""
+TRAINED, ANSWERED = 16, 32
+"""Rows of an update and of a batch of answers, over all ranks."""
+PIECE = 4  # rows
+WAYS = {"fp32, wide sums": "fp32", "fp64": "fp64", "fp32": "fp32"}
+"""With the dtype of each."""
 
 Curves = dict[str, list[dict[str, float]]]
 
@@ -39,39 +39,68 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = common_arguments("Rewards of RLHF by ranks and stage.")
     parser.add_argument("--ranks", nargs="+", type=int, default=[1, 2, 4])
     parser.add_argument("--stages", nargs="+", type=int, default=[2, 3], choices=range(4))
-    parser.add_argument("--dtypes", nargs="+", default=["fp64", "fp32"], choices=["fp64", "fp32"])
+    parser.add_argument("--ways", nargs="+", default=["fp32, wide sums", "fp64"], choices=list(WAYS))
     parser.add_argument("--kinds", nargs="+", default=["ppo", "grpo"])
     parser.add_argument("--iterations", type=int, default=25)
     parser.add_argument("--folder", type=Path, default=Path("runs/rlhf_curves"), help="of finished runs")
     arguments = parser.parse_args(argv)
     if arguments.quick:
         arguments.ranks, arguments.stages, arguments.kinds, arguments.iterations = [1, 2], [3], ["grpo"], 2
-        arguments.dtypes = ["fp64"]
+        arguments.ways = ["fp32, wide sums"]
     return arguments
 
 
-def curves_of(arguments: argparse.Namespace, dtype: str, ranks: int, stage: int) -> Curves:
+def curves_of(arguments: argparse.Namespace, way: str, ranks: int, stage: int) -> Curves:
+    dtype = way.replace(", ", "_").replace(" ", "_")
     name = f"{dtype}_{ranks}_ranks_stage_{stage}_{arguments.iterations}_{'_'.join(arguments.kinds)}"
     folder = arguments.folder.absolute() / name
     if not (folder / "curves.json").exists():
         folder.mkdir(parents=True, exist_ok=True)
-        run(arguments, folder, dtype, ranks, stage)
-    return json.loads((folder / "curves.json").read_text())
+        run(arguments, folder, way, ranks, stage)
+    found: Curves = json.loads((folder / "curves.json").read_text())
+    pieces = sizes_of(way, ranks)["--generation_batches"]
+    return {
+        kind: [mean(points[at : at + pieces]) for at in range(0, len(points), pieces)]
+        for kind, points in found.items()
+    }
 
 
-def run(arguments: argparse.Namespace, folder: Path, dtype: str, ranks: int, stage: int) -> None:
-    options = [f"{name}={size // ranks}" for name, size in BATCHES.items()]
+def mean(points: list[dict[str, float]]) -> dict[str, float]:
+    return {name: sum(point[name] for point in points) / len(points) for name in ("reward", "kl")}
+
+
+def sizes_of(way: str, ranks: int) -> dict[str, int]:
+    """In batches of a rank that hold all its rows, or a piece of them."""
+    trained, answered = TRAINED // ranks, ANSWERED // ranks
+    if "wide" in way:
+        trained = answered = PIECE
+    return {
+        "--per_device_train_batch_size": trained,
+        "--per_device_training_batch_size": trained,
+        "--gradient_accumulation_steps": TRAINED // ranks // trained,
+        "--per_device_generation_batch_size": answered,
+        "--generation_batches": ANSWERED // ranks // answered,
+    }
+
+
+def run(arguments: argparse.Namespace, folder: Path, way: str, ranks: int, stage: int) -> None:
+    sizes = sizes_of(way, ranks)
+    options = [f"{name}={size}" for name, size in sizes.items()]
+    options += ["--wide_sums"] if "wide" in way else []
+    iterations = arguments.iterations * sizes["--generation_batches"]
     stages = [f"--{which}zero_stage={stage}" for which in ("", "actor_", "critic_")]
     short = ["--sft_steps=10", "--reward_steps=4"] if arguments.quick else []
     command = [
         *(sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", str(ranks), str(SCRIPT)),
-        *(*options, *stages, *short, f"--iterations={arguments.iterations}", f"--output_dir={folder}"),
-        f"--dtype={dtype}",
+        *(*options, *stages, *short, f"--iterations={iterations}", f"--output_dir={folder}"),
+        *(f"--dtype={WAYS[way]}", f"--num_answers={PIECE}"),
         *("--run", *arguments.kinds),
     ]
     log = folder / "log"
     with log.open("w") as output:
-        done = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, env={**os.environ})
+        done = subprocess.run(
+            command, stdout=output, stderr=subprocess.STDOUT, env={**os.environ, "OMP_NUM_THREADS": "1"}
+        )
     if done.returncode:
         raise SystemExit(f"{ranks} ranks at stage {stage} failed:\n{log.read_text()[-4000:]}")
 
@@ -94,23 +123,23 @@ def difference(mine: list[float], other: list[float]) -> float:
 def main(argv: Sequence[str] | None = None) -> None:
     arguments = parse(argv)
     report = Report("rlhf_curves", arguments)
-    for dtype in arguments.dtypes:
-        compare(arguments, report, dtype)
+    for way in arguments.ways:
+        compare(arguments, report, way)
     report.save()
 
 
-def compare(arguments: argparse.Namespace, report: Report, dtype: str) -> None:
+def compare(arguments: argparse.Namespace, report: Report, way: str) -> None:
     runs = [(ranks, stage) for stage in arguments.stages for ranks in arguments.ranks]
     found: dict[tuple[int, int], Curves] = {}
     for number, each in enumerate(runs):
-        progress(f"{dtype}, run {number + 1} of {len(runs)}: {each[0]} ranks, stage {each[1]}")
-        found[each] = curves_of(arguments, dtype, *each)
+        progress(f"{way}, run {number + 1} of {len(runs)}: {each[0]} ranks, stage {each[1]}")
+        found[each] = curves_of(arguments, way, *each)
     first = found[runs[0]]
-    report.data[dtype] = {f"{ranks} ranks, stage {stage}": found[ranks, stage] for ranks, stage in runs}
+    report.data[way] = {f"{ranks} ranks, stage {stage}": found[ranks, stage] for ranks, stage in runs}
     names = ["run", "first", "last", "best", "largest difference", "goal", "of smoothed curves", "last KL"]
     for kind in arguments.kinds:
         report.table(
-            f"{kind.upper()}, {dtype}: score of the toy task (1 is the best), mean of each batch of answers",
+            f"{kind.upper()}, {way}: score of the toy task (1 is the best), mean of each batch of answers",
             names,
             [row(each, found[each][kind], first[kind]) for each in runs],
         )

@@ -34,8 +34,10 @@ def trained(
         "params": {"lr": lr, "betas": [0.9, 0.95], "weight_decay": decay},
     }
     config["gradient_clipping"] = 1.0
+    config["gradient_accumulation_steps"] = options.gradient_accumulation_steps
+    if options.wide_sums:
+        config |= {"communication_data_type": "fp64", "data_types": {"grad_accum_dtype": "fp64"}}
     if role:
-        config["gradient_accumulation_steps"] = options.gradient_accumulation_steps
         config |= _schedule(options, lr, micro_batches // options.gradient_accumulation_steps)
     if options.offload:
         config["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}

@@ -114,7 +114,6 @@ def _online(parser: argparse.ArgumentParser) -> None:
     add("--critic_weight_decay", type=float)
     add("--lr_scheduler_type", choices=SCHEDULES, default="constant", help="of the actor and the critic")
     add("--num_warmup_steps", type=int, default=0)
-    add("--gradient_accumulation_steps", type=int, default=1, help="of the actor and the critic")
     add("--temperature", type=float, default=1.0)
     add("--kl_coef", type=float, default=0.05)
     add(
@@ -145,6 +144,18 @@ def _engines(parser: argparse.ArgumentParser) -> None:
         action=argparse.BooleanOptionalAction,
         default=True,
         help="faster fp32 products on processors where torch's use half of the vectors",
+    )
+    add(
+        "--gradient_accumulation_steps",
+        type=int,
+        default=1,
+        help="batches of a rank in an update, in all steps",
+    )
+    add(
+        "--wide_sums",
+        action="store_true",
+        help="gradients are summed in fp64: the same bits on any number of ranks, where batches of a rank have one "
+        "size and --gradient_accumulation_steps makes up for the ranks",
     )
     add("--gradient_checkpointing", action="store_true")
     add("--actor_gradient_checkpointing", action="store_true", default=None)

@@ -36,7 +36,7 @@ class SeededNoise(LogitsProcessor):
 
     Args:
         rows: numbers of the rows.
-        seed: of this rollout.
+        seed: of the run.
         prompt: tokens of the prompts, with padding.
         temperature: 1 samples from the model's distribution.
     """
@@ -48,7 +48,7 @@ class SeededNoise(LogitsProcessor):
         place, width = input_ids.shape[1] - self.prompt, scores.shape[1]
         draws = [
             torch.rand(
-                width, generator=torch.Generator().manual_seed((self.seed * 9973 + row) * 4099 + place)
+                width, generator=torch.Generator().manual_seed((self.seed * 1_000_003 + row) * 4099 + place)
             )
             for row in self.rows
         ]
@@ -176,9 +176,10 @@ class Online:
         rows = batch_of(self.rows, iteration, prompts, options.seed)
         return [row["prompt"] for row in rows for _ in range(size)]
 
-    def _numbers(self, questions: list[str]) -> list[int]:
-        """Of the rows, among those of all ranks."""
-        first = torch.distributed.get_rank() * len(questions)
+    def _numbers(self, questions: list[str], iteration: int) -> list[int]:
+        """Of the rows, among those of all ranks and all batches of answers."""
+        ranks, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
+        first = (iteration * ranks + rank) * len(questions)
         return list(range(first, first + len(questions)))
 
     @property
@@ -213,7 +214,7 @@ class Online:
     def _request(self, iteration: int) -> tuple[RolloutRequest, SamplingConfig]:
         options, questions = self.options, self._questions(iteration)
         given = self._encoded(questions)
-        seeds = [(options.seed * 31 + iteration) * 9973 + row for row in self._numbers(questions)]
+        seeds = [options.seed * 1_000_003 + row for row in self._numbers(questions, iteration)]
         request = RolloutRequest(given["tokens"], given["mask"], seeds)
         return request, SamplingConfig(
             options.max_answer_seq_len, temperature=options.temperature, log_probs=True
@@ -225,8 +226,7 @@ class Online:
         given = self._encoded(questions)
         width = given["tokens"].shape[1]
         alone = options.inference_tp_size == 1
-        numbers, seed = self._numbers(questions), options.seed * 31 + iteration
-        noise = SeededNoise(numbers, seed, width, options.temperature)
+        noise = SeededNoise(self._numbers(questions, iteration), options.seed, width, options.temperature)
         self.actor.eval()
         with torch.no_grad():
             made = self.actor.module.generate(
@@ -310,12 +310,12 @@ class Online:
         batch = self.experience[self.update // self._parts % batches]
         chosen = slice(self.update % self._parts, used, self._parts)
         part = {name: value[chosen] for name, value in batch.items()}
-        began = time.perf_counter()
+        began, updates = time.perf_counter(), self.actor.global_steps
         self._learn(part)
         point, spent = self.curve[-1], time.perf_counter() - began
         for name, value in (("training_s", spent), ("training_tokens", part["mask"].sum().item())):
             point[name] = point.get(name, 0.0) + value
-        if self.average is not None:
+        if self.average is not None and self.actor.global_steps > updates:
             follow(self.average, self.actor, self.options.ema_beta)
         self.update += 1
         if self.update == options.ppo_epochs * self._parts * batches:

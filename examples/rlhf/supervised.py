@@ -49,19 +49,23 @@ def log_probs(engine: Any, batch: dict[str, Tensor]) -> Tensor:
 def run(
     engine: Any, loss: Callable[[int], Tensor], steps: int, folder: Path, options: Namespace
 ) -> list[float]:
-    """The loss of each step, mean over ranks. A checkpoint in ``folder`` every ``save_interval`` steps; with ``resume``
-    on from the last one, to the same bits: what a step learns from, and its random numbers, follow from its number."""
-    first, losses = 0, list[float]()
+    """The loss of each step, mean over its batches of all ranks. ``loss`` is given the number of a batch. A checkpoint in
+    ``folder`` every ``save_interval`` steps; with ``resume`` on from the last one, to the same bits: what a step learns
+    from, and its random numbers, follow from its number."""
+    first, losses, batches = 0, list[float](), options.gradient_accumulation_steps
     if options.resume and folder.exists():
         _, state = engine.load_checkpoint(str(folder))
         first, losses = state["steps"], state["losses"]
     engine.train()
     for step in range(first, steps):
         same_noise(options.seed, step)
-        value = loss(step)
-        engine.backward(value)
-        engine.step()
-        losses.append(mean_over_ranks(value.detach()))
+        seen = 0.0
+        for batch in range(step * batches, (step + 1) * batches):
+            value = loss(batch)
+            engine.backward(value)
+            engine.step()
+            seen += value.item() / batches
+        losses.append(mean_over_ranks(seen))
         if options.save_interval and (step + 1) % options.save_interval == 0:
             engine.save_checkpoint(str(folder), client_state={"steps": step + 1, "losses": losses})
     return losses

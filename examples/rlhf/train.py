@@ -63,7 +63,7 @@ class Steps:
         self.sft, self.reward = options.output_dir / "sft", options.output_dir / "reward"
         self.dtype = torch.float64 if options.dtype == "fp64" else torch.float32
         if options.num_train_epochs is not None:
-            passes = self._steps_of(options.per_device_train_batch_size)
+            passes = self._steps_of(options.per_device_train_batch_size * options.gradient_accumulation_steps)
             options.sft_steps = options.reward_steps = options.dpo_steps = passes
         if options.model_name_or_path is None:
             self.tokenizer = word_tokenizer(task.WORDS)
@@ -150,7 +150,8 @@ class Steps:
     def direct(self) -> Path:
         """Step 3 without rollouts: DPO."""
         options = self.options
-        engine, reference = self._actor(options.dpo_steps), self._reference()
+        batches = options.dpo_steps * options.gradient_accumulation_steps
+        engine, reference = self._actor(batches), self._reference()
         loss = supervised.direct_preferences(engine, reference, self.tokenizer, self.rows, options)
         self._run("DPO", engine, loss, options.dpo_steps)
         folder = options.output_dir / "dpo"

@@ -1,11 +1,12 @@
 """The example of learning from preferences on 1, 2 and 4 ranks: the same rows, tokens, gradients and weights.
 
-In fp64, so that rounding hides nothing: a mean over the wrong rows, or a draw that depends on the rank, shows in the
-first digits.
+Most are in fp64, so that rounding hides nothing: a mean over the wrong rows, or a draw that depends on the rank, shows
+in the first digits.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -59,11 +60,40 @@ def test_ranks_and_stages_learn_the_same(tmp_path: Path, ranks: int, stage: int)
         torch.testing.assert_close(several[1][name], param, rtol=1e-7, atol=1e-9)
 
 
-def learned(folder: Path, ranks: int, stage: int) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+def in_fp32(folder: Path, stage: int) -> dict[str, list[dict[str, float]]]:
+    """Batches of four rows on any number of ranks, of which 2 make an update and 4 are answered at a time."""
+    ranks = torch.distributed.get_world_size()
+    sizes = {f"--{name}": 4 for name in SIZES} | {
+        "--gradient_accumulation_steps": 2 // ranks,
+        "--generation_batches": 4 // ranks,
+        "--iterations": 8 // ranks,
+    }
+    stages = [f"--{which}zero_stage={stage}" for which in ("", "actor_", "critic_")]
+    flags = [f"{name}={value}" for name, value in sizes.items()]
+    return run(folder, "--wide_sums", *stages, *SCORED, "--run", "ppo", "grpo", *flags)
+
+
+def test_wide_sums_have_the_same_bits_on_any_number_of_ranks(tmp_path: Path) -> None:
+    """In fp32: the weights of all models, and with them every token."""
+    pytest.importorskip("transformers", reason="the clients extra is not installed")
+    one, two = (learned(tmp_path / str(count), count, stage, in_fp32) for count, stage in ((1, 2), (2, 3)))
+    for kind, points in one[0].items():
+        rewards = [point["reward"] for point in points]
+        assert len(set(rewards)) > 4
+        paired = [(first + second) / 2 for first, second in zip(rewards[::2], rewards[1::2], strict=True)]
+        assert [point["reward"] for point in two[0][kind]] == pytest.approx(paired, rel=1e-6)
+    for name, param in one[1].items():
+        assert param.dtype == torch.float32
+        assert torch.equal(two[1][name], param), name
+
+
+def learned(
+    folder: Path, ranks: int, stage: int, curves_of: Callable[..., Any] = curves_on
+) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     """Curves, and the weights of all models."""
     from safetensors.torch import load_file
 
-    curves = pool.run(curves_on, ranks, folder=folder, stage=stage)[0]
+    curves = pool.run(curves_of, ranks, folder=folder, stage=stage)[0]
     weights = {"head": torch.load(folder / "reward" / "head.pt")["weight"]}
     for model in ("sft", "reward", "ppo", "grpo"):
         found = load_file(folder / model / "model.safetensors")
