@@ -1,4 +1,4 @@
-"""The configs of Transformers' models."""
+"""The configs of Transformers' models, and the attention that these find by name."""
 
 from __future__ import annotations
 
@@ -8,3 +8,21 @@ from typing import Any
 def text_config(config: Any) -> Any:
     """The part of a model's config that describes its language model; ``config`` itself where it has no parts."""
     return config.get_text_config() if hasattr(config, "get_text_config") else config
+
+
+def attention_registries(purpose: str) -> tuple[Any, Any]:
+    """Where Transformers has attention functions, and those that make their masks, by name.
+
+    ImportError: the installed release makes masks in each model, so that no attention of ours could get its own.
+    """
+    import transformers
+
+    try:
+        from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+    except ImportError as problem:
+        raise ImportError(
+            f"{purpose} needs transformers>=4.53, of which models find attention and masks by name; "
+            f"{transformers.__version__} is installed"
+        ) from problem
+    return ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS

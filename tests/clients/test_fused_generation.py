@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +15,8 @@ from torch import Tensor
 import deepspeed
 from deepspeed.inference.cache import pages
 from deepspeed.inference.fused_generation import FusedGeneration
+from deepspeed.inference.model.facts import LayoutError
+from deepspeed.inference.model.runner import ModelRunner
 from deepspeed.ops import native
 from deepspeed.ops.host_program import Program
 from tests.clients.kit import clean_clients
@@ -71,6 +74,16 @@ class Shift(transformers.LogitsProcessor):
 def test_the_same_tokens(name: str, runs: list[int]) -> None:
     wanted, found, calls = both(make(name).eval(), runs, max_new_tokens=12, do_sample=False)
     assert torch.equal(found, wanted) and calls >= 11
+
+
+def test_an_old_release_of_transformers(runs: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before 4.53, models made their masks themselves: they generate as they are, and a paged cache is refused."""
+    monkeypatch.setitem(sys.modules, "transformers.masking_utils", None)
+    module = make("llama").eval()
+    wanted, found, calls = both(module, runs, max_new_tokens=12, do_sample=False)
+    assert torch.equal(found, wanted) and calls == 0
+    with pytest.raises(LayoutError, match=r"needs transformers>=4\.53.* is installed"):
+        ModelRunner(module)
 
 
 @pytest.mark.parametrize(

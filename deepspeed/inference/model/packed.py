@@ -20,6 +20,7 @@ from deepspeed.inference.cache.pages import LayerShape, PagedCache, Piece
 from deepspeed.inference.model.attention import AttentionTerms, PackedBatch, paged_attention
 from deepspeed.inference.model.facts import LayoutError, ModelFacts
 from deepspeed.runtime.sequence_parallel.masks import parts_of_mask
+from deepspeed.utils.transformers_models import attention_registries
 
 NAME = "deepspeed_paged"
 """Under which the attention is registered with Transformers."""
@@ -110,14 +111,9 @@ def _attention_of(config: Any, running: Running) -> Iterator[None]:
 
 
 def _register() -> None:
-    try:
-        from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-    except ImportError as problem:
-        raise LayoutError("a model's attention can be replaced from transformers 4.53 on") from problem
-
-    ALL_ATTENTION_FUNCTIONS.register(NAME, _forward)
-    ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, _mask)
+    functions, masks = attention_registries("attention over a paged cache")
+    functions.register(NAME, _forward)
+    masks.register(NAME, _mask)
 
 
 def _mask(*_: Any, mask_function: Callable[..., Any] | None = None, **__: Any) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from deepspeed.ops.sparse_attention.block_attention import Masks, block_attention
 from deepspeed.ops.sparse_attention.sparsity_config import SparsityConfig
 from deepspeed.ops.sparse_attention.tiles import TilePlan
-from deepspeed.utils.transformers_models import text_config
+from deepspeed.utils.transformers_models import attention_registries, text_config
 
 NAME = "deepspeed_sparse"
 """How the names begin under which attentions are registered with Transformers."""
@@ -167,8 +167,8 @@ def use_padding_masks(model: nn.Module) -> None:
 
 
 def _register(name: str, attention: Callable[..., Any], of_text: Any) -> None:
-    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, flash_attention_mask
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+    functions, masks = attention_registries("sparse attention in Transformers' models")
+    from transformers.masking_utils import flash_attention_mask
 
     def padding(*args: Any, mask_function: Any = None, **kwargs: Any) -> Tensor | None:
         kind = getattr(mask_function, "__qualname__", str(mask_function))
@@ -179,8 +179,8 @@ def _register(name: str, attention: Callable[..., Any], of_text: Any) -> None:
             )
         return flash_attention_mask(*args, **kwargs)
 
-    ALL_ATTENTION_FUNCTIONS.register(name, attention)
-    ALL_MASK_ATTENTION_FUNCTIONS.register(name, padding)
+    functions.register(name, attention)
+    masks.register(name, padding)
     of_text._attn_implementation = name
 
 

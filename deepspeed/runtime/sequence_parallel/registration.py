@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from torch import nn
 
 from deepspeed.runtime.sequence_parallel.masks import mask_function_over, no_mask
-from deepspeed.utils.transformers_models import text_config
+from deepspeed.utils.transformers_models import attention_registries, text_config
 
 NAME = "ulysses"
 """Under which the attention is registered with Transformers."""
@@ -96,13 +96,12 @@ class Target:
 
 def attention_function(name: str) -> Callable[..., Any]:
     """The attention that Transformers has under this name. ValueError: there is none."""
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-    if name not in ALL_ATTENTION_FUNCTIONS.valid_keys():
+    functions, _ = attention_registries("sequence parallelism of Transformers' models")
+    if name not in functions.valid_keys():
         raise ValueError(
-            f"core_attn_implementation={name!r} is not among {', '.join(sorted(ALL_ATTENTION_FUNCTIONS.valid_keys()))}"
+            f"core_attn_implementation={name!r} is not among {', '.join(sorted(functions.valid_keys()))}"
         )
-    return ALL_ATTENTION_FUNCTIONS[name]
+    return functions[name]
 
 
 def register(attention: CountedAttention, core: str, target: Target) -> None:
@@ -110,19 +109,16 @@ def register(attention: CountedAttention, core: str, target: Target) -> None:
 
     A model named by its path is to be loaded with ``attn_implementation="ulysses"``.
     """
-    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-    known = core in ALL_MASK_ATTENTION_FUNCTIONS.valid_keys()
-    make = ALL_MASK_ATTENTION_FUNCTIONS[core] if known else no_mask
+    functions, masks = attention_registries("sequence parallelism of Transformers' models")
+    make = masks[core] if core in masks.valid_keys() else no_mask
 
     def ulysses_attention_forward(
         module: Any, query: Any, key: Any, value: Any, attention_mask: Any, *args: Any, **kwargs: Any
     ) -> Any:
         return attention.forward(module, query, key, value, attention_mask, *args, **kwargs)
 
-    ALL_ATTENTION_FUNCTIONS.register(NAME, ulysses_attention_forward)
-    ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, mask_function_over(make))
+    functions.register(NAME, ulysses_attention_forward)
+    masks.register(NAME, mask_function_over(make))
     if target.model is not None:
         target.config._attn_implementation = NAME
         if hasattr(target.model, "register_forward_hook"):  # and not only what carries the config of a model
