@@ -49,9 +49,9 @@ def log_probs(engine: Any, batch: dict[str, Tensor]) -> Tensor:
 def run(
     engine: Any, loss: Callable[[int], Tensor], steps: int, folder: Path, options: Namespace
 ) -> list[float]:
-    """The loss of each step, mean over its batches of all ranks. ``loss`` is given the number of a batch. A checkpoint in
-    ``folder`` every ``save_interval`` steps; with ``resume`` on from the last one, to the same bits: what a step learns
-    from, and its random numbers, follow from its number."""
+    """The loss of each step, mean over its batches of all ranks. ``loss`` is given the number of a batch. A checkpoint
+    in ``folder`` every ``save_interval`` steps; with ``resume`` on from the last one, to the same bits: what a step
+    learns from, and its random numbers, follow from its number."""
     first, losses, batches = 0, list[float](), options.gradient_accumulation_steps
     if options.resume and folder.exists():
         _, state = engine.load_checkpoint(str(folder))
