@@ -89,9 +89,7 @@ class ModelRunner:
                 continue
             if error <= tolerance(expected[0].dtype):
                 return layout, shapes
-            reasons.append(
-                f"{kind.name}: logits differ from the plain model's by {error:.1e} of their norm"
-            )
+            reasons.append(f"{kind.name}: logits differ from the plain model's by {error:.1e} of their norm")
         raise LayoutError(
             f"{self.facts.name} cannot be run over a paged cache ({'; '.join(reasons)}): use its own generate()"
         )
