@@ -16,6 +16,7 @@ import deepspeed
 from deepspeed.inference.cache import pages
 from deepspeed.inference.fused_generation import FusedGeneration
 from deepspeed.inference.model.facts import LayoutError
+from deepspeed.inference.model.packed import PackedLayout
 from deepspeed.inference.model.runner import ModelRunner
 from deepspeed.ops import native
 from deepspeed.ops.host_program import Program
@@ -77,13 +78,13 @@ def test_the_same_tokens(name: str, runs: list[int]) -> None:
 
 
 def test_an_old_release_of_transformers(runs: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before 4.53, models made their masks themselves: they generate as they are, and a paged cache is refused."""
+    """Before 4.53, models made their masks themselves: they generate as they are, and attention cannot be replaced."""
     monkeypatch.setitem(sys.modules, "transformers.masking_utils", None)
     module = make("llama").eval()
     wanted, found, calls = both(module, runs, max_new_tokens=12, do_sample=False)
     assert torch.equal(found, wanted) and calls == 0
     with pytest.raises(LayoutError, match=r"needs transformers>=4\.53.* is installed"):
-        ModelRunner(module)
+        ModelRunner(module, layouts=(PackedLayout,))
 
 
 @pytest.mark.parametrize(

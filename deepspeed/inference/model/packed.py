@@ -56,13 +56,14 @@ class PackedLayout:
         self.facts = facts
         self.terms: dict[int, AttentionTerms] = {}
         """By the number of the layer, once they are learned."""
-        _register()
 
     def learn(self, pieces: Sequence[Piece], block_size: int) -> dict[int, LayerShape]:
         """What the layers keep of a token, from a forward that keeps nothing.
 
         LayoutError: layers compute attention of their own, or of a kind that is not known here.
+        ImportError: Transformers is too old.
         """
+        _register()
         if "position_ids" not in self.facts.arguments:
             raise LayoutError("its forward takes no position_ids")
         running = Running(

@@ -7,7 +7,7 @@ hold two tokens and do not lie in order.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import ClassVar, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -25,9 +25,8 @@ _STEPS = (((0, 0, 4),), ((1, 0, 4), (0, 4, 7)), ((0, 7, 8), (1, 4, 5)))
 class Layout(Protocol):
     """How a model is given the tokens of many sequences."""
 
-    name: ClassVar[str]
-
-    def __init__(self, module: nn.Module, facts: ModelFacts) -> None: ...
+    @property
+    def name(self) -> str: ...
     def learn(self, pieces: Sequence[Piece], block_size: int) -> dict[int, LayerShape]: ...
     def forward(self, pieces: Sequence[Piece], cache: PagedCache, unchanged: bool = False) -> Tensor: ...
     def release(self) -> None: ...

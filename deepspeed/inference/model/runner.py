@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch import Tensor, nn
 
@@ -40,7 +40,7 @@ class ModelRunner:
     """
 
     def __init__(
-        self, module: nn.Module, block_size: int = 16, layouts: Sequence[type[Layout]] | None = None
+        self, module: nn.Module, block_size: int = 16, layouts: Sequence[Callable[..., Layout]] | None = None
     ) -> None:
         self.module = module
         self.facts = ModelFacts.of(module)
@@ -74,22 +74,24 @@ class ModelRunner:
         then. ``unchanged``: nobody has touched the module since the last forward, which spares looking."""
         return self.layout.forward(pieces, self.cache, unchanged)
 
-    def _choose(self, layouts: Sequence[type[Layout]]) -> tuple[Layout, dict[int, LayerShape]]:
+    def _choose(self, layouts: Sequence[Callable[..., Layout]]) -> tuple[Layout, dict[int, LayerShape]]:
         expected = plain_logits(self.module, self.facts)
         reasons = []
         for kind in layouts:
+            layout = kind(self.module, self.facts)
             try:
-                layout = kind(self.module, self.facts)
                 shapes = layout.learn(learning_pieces(self.facts), BLOCK_SIZE)
                 error = error_of(layout, shapes, self.facts, expected)
             except (
                 Exception
             ) as problem:  # whatever a model raises that meets a mask or cache it does not expect
-                reasons.append(f"{kind.name}: {type(problem).__name__}: {problem}")
+                reasons.append(f"{layout.name}: {type(problem).__name__}: {problem}")
                 continue
             if error <= tolerance(expected[0].dtype):
                 return layout, shapes
-            reasons.append(f"{kind.name}: logits differ from the plain model's by {error:.1e} of their norm")
+            reasons.append(
+                f"{layout.name}: logits differ from the plain model's by {error:.1e} of their norm"
+            )
         raise LayoutError(
             f"{self.facts.name} cannot be run over a paged cache ({'; '.join(reasons)}): use its own generate()"
         )
