@@ -7,6 +7,7 @@ import sys
 import weakref
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,11 +16,12 @@ from torch import Tensor
 import deepspeed
 from deepspeed.inference.cache import pages
 from deepspeed.inference.fused_generation import FusedGeneration
+from deepspeed.inference.model import packed
 from deepspeed.inference.model.facts import LayoutError
-from deepspeed.inference.model.packed import PackedLayout
 from deepspeed.inference.model.runner import ModelRunner
 from deepspeed.ops import native
 from deepspeed.ops.host_program import Program
+from deepspeed.utils.transformers_models import attention_registries
 from tests.clients.kit import clean_clients
 from tests.pool import distributed
 
@@ -79,12 +81,17 @@ def test_the_same_tokens(name: str, runs: list[int]) -> None:
 
 def test_an_old_release_of_transformers(runs: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Before 4.53, models made their masks themselves: they generate as they are, and attention cannot be replaced."""
-    monkeypatch.setitem(sys.modules, "transformers.masking_utils", None)
+
+    def before(purpose: str) -> Any:
+        with mock.patch.dict(sys.modules, {"transformers.masking_utils": None}):
+            return attention_registries(purpose)
+
+    monkeypatch.setattr(packed, "attention_registries", before)
     module = make("llama").eval()
     wanted, found, calls = both(module, runs, max_new_tokens=12, do_sample=False)
     assert torch.equal(found, wanted) and calls == 0
     with pytest.raises(LayoutError, match=r"needs transformers>=4\.53.* is installed"):
-        ModelRunner(module, layouts=(PackedLayout,))
+        ModelRunner(module, layouts=(packed.PackedLayout,))
 
 
 @pytest.mark.parametrize(
