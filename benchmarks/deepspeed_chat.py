@@ -112,9 +112,15 @@ class Scripts:
         small_opt(folder / "model", [f"{row['prompt']} {row['chosen']}" for row in texts["train"]])
 
     def run(self, python: str, ranks: int, setting: Setting, output: Path) -> list[list[float]]:
-        """What each step printed."""
+        """What each step printed, up to one that failed, whose log is in ``output``."""
         output.mkdir(parents=True)
-        return [self._step(number, python, ranks, setting, output) for number in range(len(STEPS))]
+        found: list[list[float]] = []
+        for number in range(len(STEPS)):
+            printed = self._step(number, python, ranks, setting, output)
+            if not printed:
+                break
+            found.append(printed)
+        return found
 
     def _step(self, number: int, python: str, ranks: int, setting: Setting, output: Path) -> list[float]:
         command = [
@@ -131,10 +137,10 @@ class Scripts:
             text=True,
         )
         (output / f"{STEPS[number]}.log").write_text(done.stdout)
-        found = [float(value) for value in PRINTED[number].findall(done.stdout)]
-        if done.returncode or not found:
-            raise SystemExit(f"{setting.name}, {STEPS[number]} failed:\n{done.stdout[-6000:]}")
-        return found
+        if done.returncode:
+            print(f"{setting.name}: {STEPS[number]} failed\n{done.stdout[-4000:]}", file=sys.stderr)
+            return []
+        return [float(value) for value in PRINTED[number].findall(done.stdout)]
 
     def _flags(self, number: int, setting: Setting, output: Path) -> list[str]:
         shared = {
@@ -233,16 +239,15 @@ def small_opt(folder: Path, texts: list[str]) -> None:
 
 
 def row(name: str, found: list[list[float]]) -> list[str]:
-    perplexity, accuracy, rewards = found
+    perplexity, accuracy, rewards = [*found, [], [], []][:3]
     tenth = max(1, len(rewards) // 10)
-    return [
-        name,
-        f"{perplexity[0]:.1f}",
-        f"{perplexity[-1]:.4f}",
-        f"{accuracy[-1]:.3f}",
-        f"{sum(rewards[:tenth]) / tenth:.3f}",
-        f"{sum(rewards[-tenth:]) / tenth:.3f}",
+    cells = [
+        *[f"{value:.4g}" for value in perplexity[:: max(1, len(perplexity) - 1)]],
+        *[f"{value:.3f}" for value in accuracy[-1:]],
+        *[f"{sum(part) / tenth:.3f}" for part in (rewards[:tenth], rewards[-tenth:]) if part],
     ]
+    failed = [] if len(found) == len(STEPS) else ["fails"]
+    return [name, *cells, *failed, *["-"] * (5 - len(cells) - len(failed))]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -264,6 +269,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     names = ["run", "perplexity before", "after", "accuracy", "reward at first", "at last"]
     report.table(f"DeepSpeed-Chat's scripts on {arguments.ranks} ranks", names, rows)
     report.save()
+    if any("fails" in cells for cells in rows if cells[0].endswith("ours")):
+        raise SystemExit("not all runs came to their end")
 
 
 if __name__ == "__main__":
