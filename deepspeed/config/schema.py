@@ -47,7 +47,14 @@ from deepspeed.config.sections import (
 from deepspeed.config.sparse_attention import SparseAttentionConfig
 from deepspeed.elasticity.config import ElasticityConfig
 from deepspeed.moe.config import AutoEPConfig
-from deepspeed.monitor.config import CometConfig, CSVConfig, MonitorConfig, TensorBoardConfig, WandbConfig
+from deepspeed.monitor.config import (
+    CometConfig,
+    CSVConfig,
+    MonitorConfig,
+    TensorBoardConfig,
+    TrackioConfig,
+    WandbConfig,
+)
 from deepspeed.nebula.config import DeepSpeedNebulaConfig
 from deepspeed.profiling.config import DeepSpeedFlopsProfilerConfig, TimersConfig, TraceConfig
 from deepspeed.runtime.activation_checkpointing.config import DeepSpeedActivationCheckpointingConfig
@@ -295,6 +302,7 @@ class TrainingConfig(LenientConfigModel):
     wandb: WandbConfig = Field(default=WandbConfig(), description="Curves for Weights & Biases.")
     csv_monitor: CSVConfig = Field(default=CSVConfig(), description="Curves in CSV files.")
     comet: CometConfig = Field(default=CometConfig(), description="Curves for Comet.")
+    trackio: TrackioConfig = Field(default=TrackioConfig(), description="Curves for Trackio.")
     monitor: MonitorConfig = Field(default=MonitorConfig(), description="The live page; see live.md.")
     comm: CommConfig = Field(default=CommConfig(), description="Communication.")
     comms_logger: CommsLoggerConfig | None = Field(default=None, description="Log of communication.")

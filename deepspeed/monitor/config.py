@@ -1,5 +1,5 @@
-"""The sections `tensorboard`, `wandb`, `csv_monitor` and `comet`: where training curves are written; `monitor`: the
-live page."""
+"""The sections `tensorboard`, `wandb`, `csv_monitor`, `comet` and `trackio`: where training curves are written;
+`monitor`: the live page."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from deepspeed.config.sections import DeepSpeedConfigModel, Float, Int, Says
 
-MONITORS = ("tensorboard", "wandb", "csv_monitor", "comet")
+MONITORS = ("tensorboard", "wandb", "csv_monitor", "comet", "trackio")
 
 
 class TensorBoardConfig(DeepSpeedConfigModel):
@@ -67,6 +67,13 @@ class CometConfig(DeepSpeedConfigModel):
     )
 
 
+class TrackioConfig(DeepSpeedConfigModel):
+    """Trackio."""
+
+    enabled: bool = Field(default=False, description="Turn it on.")
+    project: str = Field(default="deepspeed", description="Project of the run.")
+
+
 class LiveConfig(DeepSpeedConfigModel):
     """A page in the browser about this run, and the record behind it; see live.md."""
 
@@ -115,17 +122,18 @@ class MonitorConfig(DeepSpeedConfigModel):
 
 
 class DeepSpeedMonitorConfig(DeepSpeedConfigModel):
-    """The four monitors together."""
+    """The five monitors together."""
 
     tensorboard: TensorBoardConfig = TensorBoardConfig()
     comet: CometConfig = CometConfig()
     wandb: WandbConfig = WandbConfig()
     csv_monitor: CSVConfig = CSVConfig()
+    trackio: TrackioConfig = TrackioConfig()
     enabled: bool = False
 
     @model_validator(mode="after")
     def check_enabled(self) -> DeepSpeedMonitorConfig:
-        """Whether any of the four is on."""
+        """Whether any of the five is on."""
         object.__setattr__(self, "enabled", any(getattr(self, name).enabled for name in MONITORS))
         return self
 

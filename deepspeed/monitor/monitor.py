@@ -9,6 +9,7 @@ from deepspeed.monitor.base import Backend, Event, Monitor
 from deepspeed.monitor.comet import CometMonitor
 from deepspeed.monitor.csv_monitor import csvMonitor
 from deepspeed.monitor.tensorboard import TensorBoardMonitor
+from deepspeed.monitor.trackio import TrackioMonitor
 from deepspeed.monitor.wandb import WandbMonitor
 
 __all__ = ["Event", "Monitor", "MonitorMaster"]
@@ -28,6 +29,7 @@ class MonitorMaster(Monitor):
         self.wandb_monitor = self._make(WandbMonitor)
         self.csv_monitor = self._make(csvMonitor)
         self.comet_monitor = self._make(CometMonitor)
+        self.trackio_monitor = self._make(TrackioMonitor)
         self._listeners: list[Monitor] = []
 
     def _make(self, kind: type[Backend]) -> Any:
@@ -37,7 +39,13 @@ class MonitorMaster(Monitor):
     @property
     def backends(self) -> list[Backend]:
         """The enabled backends."""
-        made = (self.tb_monitor, self.wandb_monitor, self.csv_monitor, self.comet_monitor)
+        made = (
+            self.tb_monitor,
+            self.wandb_monitor,
+            self.csv_monitor,
+            self.comet_monitor,
+            self.trackio_monitor,
+        )
         return [backend for backend in made if backend is not None]
 
     def also_to(self, listener: Monitor) -> None:

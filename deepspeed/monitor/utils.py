@@ -23,6 +23,11 @@ def check_comet_availability() -> None:
         raise ImportError("comet_ml is too old: pip install -U 'comet_ml>=3.43'")
 
 
+def check_trackio_availability() -> None:
+    """ImportError with what to install if Trackio is missing."""
+    _require("trackio", "trackio")
+
+
 def _require(module: str, package: str) -> ModuleType:
     try:
         return importlib.import_module(module)

@@ -24,7 +24,13 @@ from deepspeed.monitor.config import get_monitor_config
 from deepspeed.monitor.csv_monitor import csvMonitor
 from deepspeed.monitor.monitor import Monitor, MonitorMaster
 from deepspeed.monitor.tensorboard import TensorBoardMonitor
-from deepspeed.monitor.utils import check_comet_availability, check_tb_availability, check_wandb_availability
+from deepspeed.monitor.trackio import TrackioMonitor
+from deepspeed.monitor.utils import (
+    check_comet_availability,
+    check_tb_availability,
+    check_trackio_availability,
+    check_wandb_availability,
+)
 from deepspeed.monitor.wandb import WandbMonitor
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.utils import logger
@@ -188,6 +194,37 @@ def comet(monkeypatch: pytest.MonkeyPatch) -> Any:
     return fake
 
 
+@pytest.fixture
+def trackio(monkeypatch: pytest.MonkeyPatch) -> Any:
+    fake = types.ModuleType("trackio")
+    fake.calls = []  # type: ignore[attr-defined]
+    fake.init = lambda **options: fake.calls.append(("init", options))  # type: ignore[attr-defined]
+    fake.log = lambda row, step: fake.calls.append(("log", row, step))  # type: ignore[attr-defined]
+    fake.finish = lambda: fake.calls.append(("finish",))  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "trackio", fake)
+    return fake
+
+
+def test_trackio_gets_one_row_per_step(trackio: Any) -> None:
+    monitor = TrackioMonitor(config(trackio={"project": "p"}).trackio)
+    assert monitor.enabled and monitor.project == "p"
+    monitor.write_events([(LOSS, torch.tensor(2.0), 8), (LR, 0.5, 8)])
+    monitor.log({"mine": 1}, step=9)
+    monitor.close()
+    monitor.write_events([(LOSS, 0.0, 16)])
+    rows = [("log", {LOSS: 2.0, LR: 0.5}, 8), ("log", {"mine": 1}, 9)]
+    assert trackio.calls == [("init", {"project": "p"}), *rows, ("finish",)]
+
+
+def test_trackio_is_one_of_the_monitors_of_a_config(trackio: Any) -> None:
+    master = MonitorMaster(config(trackio={}))
+    assert master.enabled and isinstance(master.trackio_monitor, TrackioMonitor)
+    master.write_events([(LOSS, 1.0, 8)])
+    assert trackio.calls == [("init", {"project": "deepspeed"}), ("log", {LOSS: 1.0}, 8)]
+    off = MonitorMaster(get_monitor_config({"trackio": {"enabled": False, "project": "p"}}))
+    assert not off.enabled and off.trackio_monitor is None
+
+
 def test_wandb_gets_one_row_per_step(wandb: Any) -> None:
     monitor = WandbMonitor(config(wandb={"team": "t", "group": "g", "project": "p"}).wandb)
     assert (monitor.enabled, monitor.team, monitor.group, monitor.project) == (True, "t", "g", "p")
@@ -282,6 +319,7 @@ def test_only_rank_0_opens_anything(
         ("tensorboard", "tensorboard", TensorBoardMonitor, check_tb_availability),
         ("wandb", "wandb", WandbMonitor, check_wandb_availability),
         ("comet", "comet_ml", CometMonitor, check_comet_availability),
+        ("trackio", "trackio", TrackioMonitor, check_trackio_availability),
     ],
 )
 def test_a_missing_package_is_one_warning(
