@@ -117,6 +117,7 @@ _DTYPE_WORDS = {
     "half": "fp16",
     "bfloat16": "bf16",
     "bfloat": "bf16",
+    "bfp16": "bf16",  # the only word for it of early releases
     "float32": "fp32",
     "float": "fp32",
     "float64": "fp64",

@@ -97,6 +97,12 @@ def correction(scale: float, *, active: bool) -> float:
     return scale / (told or 1.0)
 
 
+def at_least_fp32(loss: Tensor) -> Tensor:
+    """A 16-bit loss in fp32, of which a share can be taken: in its own type the share is rounded, and where the loss
+    scale has to be made smaller by the share, its backward in fp16 meets the whole scale first (65536 is Inf)."""
+    return loss.float() if loss.element_size() < 4 else loss
+
+
 class PlainBackward:
     """Calls ``begin`` when autograd reaches an output of the engine, and ``end`` when that graph task finishes.
 

@@ -34,7 +34,7 @@ from deepspeed.runtime.assembly import (
     resolve_optimizer,
     shard_module,
 )
-from deepspeed.runtime.backward import PlainBackward, correction, scaled_loss
+from deepspeed.runtime.backward import PlainBackward, at_least_fp32, correction, scaled_loss
 from deepspeed.runtime.checkpoint_engine.utils import create_checkpoint_engine
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.constants import ROUTE_EVAL, ROUTE_TRAIN  # noqa: F401 - documented here too
@@ -265,8 +265,8 @@ class DeepSpeedEngine(EngineData):
         """Back-propagate ``loss`` (a scalar) and reduce gradients as the plan says.
 
         The loss is divided by the accumulation steps, and weighted if batches vary in size, unless ``scale_wrt_gas`` is
-        False, and multiplied by the loss scale; the returned loss is divided but not multiplied. May be called several
-        times per step.
+        False, and multiplied by the loss scale; the returned loss is divided but not multiplied. One of 16 bits is
+        divided in fp32. May be called several times per step.
         """
         core = self.core or self._require_core("backward")
         plain = self._plain_backward
@@ -280,9 +280,9 @@ class DeepSpeedEngine(EngineData):
             divided = loss
             if scale_wrt_gas:
                 if self.clock.managed and self.clock.steps > 1:
-                    divided = loss / self.clock.steps
+                    divided = at_least_fp32(loss) / self.clock.steps
                 if self.loss_weight is not None:
-                    divided = divided * self.loss_weight()
+                    divided = at_least_fp32(divided) * self.loss_weight()
             scale = core.scaler.scale
             core.reducer.before_backward()
             tells = scale != 1.0 or self._scales_loss

@@ -219,13 +219,13 @@ class OneCycle(_Schedule):
         groups = self.optimizer.param_groups
         if not cycle_first_step_size > 0:
             raise ValueError(f"{CYCLE_FIRST_STEP_SIZE} must be positive, got {cycle_first_step_size!r}")
-        self.first_size = cycle_first_step_size
+        self.first_step_size = cycle_first_step_size
         # The command line uses -1 for "same as the first"; 0 omits the descent, or its stairs.
         second = cycle_second_step_size
-        self.second_size = cycle_first_step_size if second is None or second < 0 else second
-        self.first_stairs = cycle_first_stair_count
+        self.second_step_size = cycle_first_step_size if second is None or second < 0 else second
+        self.first_stair_count = cycle_first_stair_count
         stairs = cycle_second_stair_count
-        self.second_stairs = cycle_first_stair_count if stairs is None or stairs < 0 else stairs
+        self.second_stair_count = cycle_first_stair_count if stairs is None or stairs < 0 else stairs
         self.decay_step_size = decay_step_size
         self.min_lrs = _per_group(cycle_min_lr, groups, CYCLE_MIN_LR)
         self.max_lrs = _per_group(cycle_max_lr, groups, CYCLE_MAX_LR)
@@ -243,21 +243,34 @@ class OneCycle(_Schedule):
         if self.cycle_momentum and last_batch_iteration == -1:
             self._write_momentum(self.min_moms)
 
+    @property
+    def total_size(self) -> int:
+        """Steps of the whole cycle."""
+        return self.first_step_size + self.second_step_size
+
+    @property
+    def step_ratio(self) -> float:
+        """The share of the cycle in which the rate rises."""
+        return self.first_step_size / self.total_size
+
     def _height(self) -> float | None:
         """Position between the minimum (0) and the maximum (1); None after the cycle."""
         done = self.last_batch_iteration + 1
-        if done > self.first_size + self.second_size:
+        if done > self.total_size:
             return None
-        if done <= self.first_size:
-            height, stairs = done / self.first_size, self.first_stairs
+        if done <= self.first_step_size:
+            height, stairs = done / self.first_step_size, self.first_stair_count
         else:
-            height, stairs = 1 - (done - self.first_size) / self.second_size, self.second_stairs
+            height, stairs = (
+                1 - (done - self.first_step_size) / self.second_step_size,
+                self.second_stair_count,
+            )
         return math.floor(height * stairs + 1e-9) / stairs if stairs > 0 else height
 
     def _decays(self) -> float:
         if self.decay_step_size == 0:
             return 0.0
-        return (self.last_batch_iteration + 1 - self.first_size - self.second_size) / self.decay_step_size
+        return (self.last_batch_iteration + 1 - self.total_size) / self.decay_step_size
 
     def get_lr(self) -> list[float]:
         height = self._height()

@@ -229,7 +229,7 @@ def test_helpers() -> None:
     assert json.loads(repr(Thing())) == Thing().repr() == {"a": 1}
 
 
-@pytest.mark.parametrize("word", ["bf16", "bfloat16", "BF16", "torch.bfloat16", torch.bfloat16])
+@pytest.mark.parametrize("word", ["bf16", "bfloat16", "BF16", "bfp16", "torch.bfloat16", torch.bfloat16])
 def test_dtype_words(word: object) -> None:
     assert parse_dtype(word) is torch.bfloat16  # type: ignore[arg-type]
 

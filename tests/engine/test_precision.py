@@ -193,6 +193,23 @@ def test_fp16_at_stage_0_skips_steps_at_the_minimum_scale_before_it_gives_up() -
     engine.destroy()
 
 
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("gas", [2, 3])
+@distributed(world_size=1)
+def test_a_16_bit_loss_is_divided_in_fp32(gas: int, stage: int) -> None:
+    """Its share times the first loss scale, 65536, fits in fp16, in which the scale itself is Inf."""
+    config = {"gradient_accumulation_steps": gas, "zero_optimization": {"stage": stage}}
+    engine = build({"fp16": {"enabled": True}, **config})
+    for _ in range(gas):
+        loss = engine(torch.full((4, WIDTH), 0.25)).square().mean()
+        assert loss.dtype == torch.float16
+        share = engine.backward(loss)
+        assert share.dtype == torch.float32 and share.item() == loss.float().div(gas).item()
+        engine.step()
+    assert engine.skipped_steps == 0 and math.isfinite(engine.get_global_grad_norm())
+    engine.destroy()
+
+
 @distributed(world_size=1)
 def test_plain_backward_under_fp16_needs_the_scale() -> None:
     engine = build({"fp16": {"enabled": True, "initial_scale_power": 8}})

@@ -130,6 +130,15 @@ def test_one_cycle_without_a_way_down(second: int | None, steps_down: int) -> No
     )
 
 
+def test_one_cycle_tells_its_sizes() -> None:
+    schedule = OneCycle(_optimizer(), 1e-3, 1e-2, cycle_first_step_size=4, cycle_first_stair_count=2)
+    assert (schedule.first_step_size, schedule.second_step_size) == (4, 4)
+    assert (schedule.first_stair_count, schedule.second_stair_count) == (2, 2)
+    assert (schedule.total_size, schedule.step_ratio) == (8, 0.5)
+    schedule = OneCycle(_optimizer(), 1e-3, 1e-2, cycle_first_step_size=4, cycle_second_step_size=0)
+    assert (schedule.total_size, schedule.step_ratio) == (4, 1.0)
+
+
 @pytest.mark.parametrize("name", VALID_LR_SCHEDULES)
 def test_the_last_rate_before_the_first_step_is_the_starting_one(name: str) -> None:
     arguments = {"WarmupDecayLR": {"total_num_steps": 9}, "WarmupCosineLR": {"total_num_steps": 9}} | {
