@@ -110,14 +110,13 @@ def save_16bit_model(
 def zero3_consolidated_16bit_state_dict(
     engine: EngineBase, exclude_frozen_parameters: bool = False
 ) -> dict[str, Tensor] | None:
-    """The whole model on rank 0's host, None on the others. Collective. ValueError if the stage is not 3, or
-    if ``stage3_gather_16bit_weights_on_model_save`` is off."""
+    """The whole model on rank 0's host, None on the others. Collective. ValueError if the stage is not 3.
+
+    ``stage3_gather_16bit_weights_on_model_save`` is not asked: it decides what saving a model does, and scripts call
+    this to have the weights in any case.
+    """
     if not ShardedWeights(engine.module):
         raise ValueError("the parameters are not partitioned: use engine.module.state_dict()")
-    if not engine.zero_gather_16bit_weights_on_model_save():
-        raise ValueError(
-            "zero_optimization.stage3_gather_16bit_weights_on_model_save is false: nothing is gathered"
-        )
     return consolidated_16bit_state_dict(engine, exclude_frozen_parameters)
 
 

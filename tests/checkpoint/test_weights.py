@@ -91,12 +91,14 @@ def test_consolidated_16bit_state_dict(tmp_path):
 
 
 @distributed(world_size=2)
-def test_nothing_is_gathered_unless_asked_for(tmp_path):
+def test_a_model_is_not_saved_whole_unless_asked_for_but_its_weights_may_be_had(tmp_path):
     engine = engine_of(3, stage3_gather_16bit_weights_on_model_save=False)
     assert engine.save_16bit_model(tmp_path) is False
     assert not list(tmp_path.iterdir())
-    with pytest.raises(ValueError, match="stage3_gather_16bit_weights_on_model_save is false"):
-        engine._zero3_consolidated_16bit_state_dict()
+    expected = whole_weights(engine)
+    state = engine._zero3_consolidated_16bit_state_dict()
+    if dist.get_rank() == 0:
+        assert_equal(state, expected)
     with pytest.raises(ValueError, match="not partitioned"):
         engine_of(1)._zero3_consolidated_16bit_state_dict()
 

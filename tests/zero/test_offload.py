@@ -538,6 +538,21 @@ def test_state_that_was_forgotten_and_made_again(precision: str, tmp_path: Path)
     assert trained(plain, range(3, 5), load=tmp_path / "later") == expected[3:]
 
 
+def test_tensors_in_a_file_take_no_descriptor_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A small `sub_group_size` makes tens of thousands of them, and a process has 1024 descriptors as a rule."""
+    monkeypatch.setattr(swap_file, "GROW_BYTES", 64 * swap_file.PAGE)
+    swap = SwapFile(tmp_path, Options(), key="key")
+    before = len(os.listdir("/proc/self/fd"))
+    tensors = [swap.new(n, torch.float32) for n in (100, 3000, 100_000) for _ in range(100)]
+    assert (
+        len(os.listdir("/proc/self/fd")) - before < 150
+    )  # those of the large ones, which the file grows for
+    for value, tensor in enumerate(tensors):
+        swap.finish(swap.write(torch.full_like(tensor, float(value)), tensor))
+    assert all(tensor.eq(float(value)).all() for value, tensor in enumerate(tensors))
+    swap.close()
+
+
 def test_addresses_that_are_given_out_again(tmp_path: Path) -> None:
     swap = SwapFile(tmp_path, Options(), key="key")
     for value in range(20):

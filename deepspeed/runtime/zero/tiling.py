@@ -6,6 +6,7 @@ then needs memory for all of it at once; a tiled one needs memory for one tile a
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -49,6 +50,8 @@ class TiledLinear(nn.Module):
 
     Attributes:
         linears: ``ModuleList`` of rows, each a ``ModuleList`` of tiles: ``linears[out_part][in_part]``.
+        in_parts, out_parts: where the parts begin, and the end of the last: tile ``linears[i][j]`` holds the rows
+            ``out_parts[i]`` to ``out_parts[i + 1]`` and the columns ``in_parts[j]`` to ``in_parts[j + 1]``.
     """
 
     def __init__(
@@ -74,6 +77,8 @@ class TiledLinear(nn.Module):
         self.combine_out_splits = combine_out_splits
         self.in_sizes = _sizes("in", in_features, in_splits)
         self.out_sizes = _sizes("out", out_features, out_splits)
+        self.in_parts = [0, *itertools.accumulate(self.in_sizes)]
+        self.out_parts = [0, *itertools.accumulate(self.out_sizes)]
         self.linears = nn.ModuleList(
             nn.ModuleList(
                 linear_cls(size, rows, bias=self.use_bias and i == in_splits - 1, **kwargs)

@@ -76,6 +76,8 @@ class SwapFile:
         self.bytes_read = 0
         self.bytes_written = 0
         self._grown = 0
+        self._mapping: mmap.mmap | None = None  # the newest, of these bytes of the file
+        self._mapped_from = self._mapped_to = 0
         root = folder.parents[1]  # what the user named; "deepspeed" and the kind below it are ours
         self._maps: list[
             tuple[int, int, int]
@@ -119,8 +121,12 @@ class SwapFile:
         offset = self.size
         self._reserve(offset + nbytes)
         self.size += nbytes
-        mapping = mmap.mmap(self._fd, nbytes, flags=mmap.MAP_SHARED, offset=offset)
-        raw = torch.frombuffer(mapping, dtype=torch.uint8)  # keeps the mapping alive
+        if self.size > self._mapped_to:  # one for all that was allocated: each holds a descriptor of its own
+            self._mapping = mmap.mmap(self._fd, self._grown - offset, flags=mmap.MAP_SHARED, offset=offset)
+            self._mapped_from, self._mapped_to = offset, self._grown
+        raw = torch.frombuffer(  # keeps the mapping alive
+            self._mapping, dtype=torch.uint8, count=nbytes, offset=offset - self._mapped_from
+        )
         self._remember(raw.data_ptr(), nbytes, offset)
         return raw.view(dtype)[:numel]
 
