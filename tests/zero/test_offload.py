@@ -544,9 +544,8 @@ def test_tensors_in_a_file_take_no_descriptor_each(tmp_path: Path, monkeypatch: 
     swap = SwapFile(tmp_path, Options(), key="key")
     before = len(os.listdir("/proc/self/fd"))
     tensors = [swap.new(n, torch.float32) for n in (100, 3000, 100_000) for _ in range(100)]
-    assert (
-        len(os.listdir("/proc/self/fd")) - before < 150
-    )  # those of the large ones, which the file grows for
+    of_large_ones = 100  # the file grows for each
+    assert len(os.listdir("/proc/self/fd")) - before < 1.5 * of_large_ones
     for value, tensor in enumerate(tensors):
         swap.finish(swap.write(torch.full_like(tensor, float(value)), tensor))
     assert all(tensor.eq(float(value)).all() for value, tensor in enumerate(tensors))
