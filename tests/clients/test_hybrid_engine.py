@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from typing import Any
 
 import pytest
@@ -124,6 +125,49 @@ def test_all_weights_stay_whole_from_the_first_token_to_the_last() -> None:
         engine.generate(input_ids=prompt(0), generation_config=settings())
         assert whole == [True] * 4
         assert all(param.numel() == 0 for param in params)
+
+
+class LiveBytes(transformers.LogitsProcessor):
+    """Of all tensors, at each token."""
+
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        self.seen.append(self.count())
+        return scores
+
+    @staticmethod
+    def count() -> int:
+        gc.collect()
+        found = {}
+        for each in gc.get_objects():
+            if type(each) in (Tensor, torch.nn.Parameter):
+                storage = each.untyped_storage()
+                found[storage.data_ptr()] = storage.nbytes()
+        return sum(found.values())
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@distributed(world_size=2)
+def test_bytes_of_weights_while_generating(stage: int) -> None:
+    """No second copy: nothing at stages 0 to 2; at stage 3 the gathered weights, until the last token."""
+    with clean_clients(deepspeed_state=False):
+        shape = {"hidden_size": 256, "intermediate_size": 8192, "num_hidden_layers": 2, "vocab_size": 128}
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(num_attention_heads=4, **shape))
+        weights = sum(param.nbytes for param in model.parameters())
+        engine = engine_of(model, stage)
+        train(engine, dist.get_rank())
+        engine.eval()
+        engine.generate(input_ids=prompt(0), generation_config=settings())  # finds out about the module
+        live = LiveBytes()
+        before = live.count()
+        engine.generate(input_ids=prompt(0), generation_config=settings(), logits_processor=[live])
+        expected = weights if stage == 3 else 0
+        for during in live.seen:
+            assert abs(during - before - expected) < 0.2 * weights  # the cache, and what a forward needs
+        assert len(live.seen) == 4 and abs(live.count() - before) < 0.02 * weights
+        engine.destroy()
 
 
 @distributed(world_size=2)
