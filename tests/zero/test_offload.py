@@ -541,6 +541,7 @@ def test_state_that_was_forgotten_and_made_again(precision: str, tmp_path: Path)
 def test_tensors_in_a_file_take_no_descriptor_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A small `sub_group_size` makes tens of thousands of them, and a process has 1024 descriptors as a rule."""
     monkeypatch.setattr(swap_file, "GROW_BYTES", 64 * swap_file.PAGE)
+    outside = len(os.listdir("/proc/self/fd"))
     swap = SwapFile(tmp_path, Options(), key="key")
     before = len(os.listdir("/proc/self/fd"))
     tensors = [swap.new(n, torch.float32) for n in (100, 3000, 100_000) for _ in range(100)]
@@ -550,6 +551,11 @@ def test_tensors_in_a_file_take_no_descriptor_each(tmp_path: Path, monkeypatch: 
         swap.finish(swap.write(torch.full_like(tensor, float(value)), tensor))
     assert all(tensor.eq(float(value)).all() for value, tensor in enumerate(tensors))
     swap.close()
+    del tensors, tensor
+    gc.collect()
+    assert (
+        len(os.listdir("/proc/self/fd")) == outside
+    )  # nor is one kept, and the disk space with it, after them
 
 
 def test_addresses_that_are_given_out_again(tmp_path: Path) -> None:

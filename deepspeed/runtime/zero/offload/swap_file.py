@@ -21,6 +21,7 @@ import shutil
 import tempfile
 import weakref
 from bisect import bisect_left
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -76,8 +77,10 @@ class SwapFile:
         self.bytes_read = 0
         self.bytes_written = 0
         self._grown = 0
-        self._mapping: mmap.mmap | None = None  # the newest, of these bytes of the file
-        self._mapped_from = self._mapped_to = 0
+        self._mapping: Callable[[], mmap.mmap | None] = lambda: (
+            None
+        )  # the newest one, while a tensor is in it
+        self._mapped_from = 0
         root = folder.parents[1]  # what the user named; "deepspeed" and the kind below it are ours
         self._maps: list[
             tuple[int, int, int]
@@ -121,11 +124,13 @@ class SwapFile:
         offset = self.size
         self._reserve(offset + nbytes)
         self.size += nbytes
-        if self.size > self._mapped_to:  # one for all that was allocated: each holds a descriptor of its own
-            self._mapping = mmap.mmap(self._fd, self._grown - offset, flags=mmap.MAP_SHARED, offset=offset)
-            self._mapped_from, self._mapped_to = offset, self._grown
+        mapping = self._mapping()
+        if mapping is None or self.size > self._mapped_from + len(mapping):
+            # One for all that is allocated: each holds a descriptor of its own.
+            mapping = mmap.mmap(self._fd, self._grown - offset, flags=mmap.MAP_SHARED, offset=offset)
+            self._mapping, self._mapped_from = weakref.ref(mapping), offset
         raw = torch.frombuffer(  # keeps the mapping alive
-            self._mapping, dtype=torch.uint8, count=nbytes, offset=offset - self._mapped_from
+            mapping, dtype=torch.uint8, count=nbytes, offset=offset - self._mapped_from
         )
         self._remember(raw.data_ptr(), nbytes, offset)
         return raw.view(dtype)[:numel]
