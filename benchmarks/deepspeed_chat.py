@@ -43,7 +43,7 @@ PRINTED = (
 
 @dataclass(frozen=True)
 class Setting:
-    """Flags of all steps, and more of the third one. ``compared``: with a peer."""
+    """``flags`` of the first two steps, ``ppo`` those of the third one. ``compared``: with a peer."""
 
     name: str
     stage: int
@@ -59,11 +59,13 @@ SETTINGS = [
     Setting("stage 0", 0),
     Setting("stage 2", 2, compared=True),
     Setting("stage 3", 3, compared=True),
-    Setting("stage 2, EMA, fp32 losses", 2, ("--compute_fp32_loss",), ("--enable_ema",)),
+    Setting(
+        "stage 2, EMA, fp32 losses", 2, ("--compute_fp32_loss",), ("--compute_fp32_loss", "--enable_ema")
+    ),
     Setting("stage 2, hybrid engine", 2, ppo=(HYBRID,)),
     Setting("stage 3, hybrid engine, EMA", 3, ppo=(HYBRID, "--enable_ema", "--release_inference_cache")),
     Setting("stage 3, hybrid engine over 2 ranks", 3, ppo=(HYBRID, "--inference_tp_size=2")),
-    Setting("stage 3, offload", 3, ("--offload",), ("--offload_reference_model",)),
+    Setting("stage 3, offload", 3, ("--offload",), ("--offload", "--offload_reference_model")),
     Setting("stage 2, adapters", 2, LORA, PPO_LORA),
     Setting("stage 3, adapters, hybrid engine", 3, LORA, (*PPO_LORA, HYBRID)),
     Setting("stage 3, adapters, int8 base", 3, LORA, (*PPO_LORA, HYBRID, "--enable_mixed_precision_lora")),
@@ -187,13 +189,8 @@ class Scripts:
                 "--critic_zero_stage": setting.stage,
             },
         )[number]
-        more = setting.flags if number < 2 else (*self._of_ppo(setting.flags), *setting.ppo)
-        return [f"{name}={value}" for name, value in {**shared, **own}.items()] + list(more)
-
-    @staticmethod
-    def _of_ppo(flags: tuple[str, ...]) -> list[str]:
-        """Those of the first steps that the third one has under the same name."""
-        return [flag for flag in flags if flag in ("--offload", "--compute_fp32_loss")]
+        more = setting.flags if number < 2 else setting.ppo
+        return [*(f"{name}={value}" for name, value in {**shared, **own}.items()), *more]
 
 
 def environment(python: str, chat: Path) -> dict[str, str]:

@@ -18,7 +18,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from jobs import FOLDER, progress
 from report import Report, common_arguments
@@ -29,8 +29,16 @@ SCRIPT = FOLDER.parent / "examples" / "rlhf" / "train.py"
 TRAINED, ANSWERED = 16, 32
 """Rows of an update and of a batch of answers, over all ranks."""
 PIECE = 4  # rows
-WAYS = {"fp32, wide sums": "fp32", "fp64": "fp64", "fp32": "fp32"}
-"""With the dtype of each."""
+
+
+class Way(NamedTuple):
+    """How a run computes. ``wide``: in pieces, with gradients that are summed in fp64."""
+
+    dtype: str
+    wide: bool = False
+
+
+WAYS = {"fp32, wide sums": Way("fp32", wide=True), "fp64": Way("fp64"), "fp32": Way("fp32")}
 
 Curves = dict[str, list[dict[str, float]]]
 
@@ -51,14 +59,14 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def curves_of(arguments: argparse.Namespace, way: str, ranks: int, stage: int) -> Curves:
-    dtype = way.replace(", ", "_").replace(" ", "_")
-    name = f"{dtype}_{ranks}_ranks_stage_{stage}_{arguments.iterations}_{'_'.join(arguments.kinds)}"
+    label = way.replace(", ", "_").replace(" ", "_")
+    name = f"{label}_{ranks}_ranks_stage_{stage}_{arguments.iterations}_{'_'.join(arguments.kinds)}"
     folder = arguments.folder.absolute() / name
     if not (folder / "curves.json").exists():
         folder.mkdir(parents=True, exist_ok=True)
-        run(arguments, folder, way, ranks, stage)
+        run(arguments, folder, WAYS[way], ranks, stage)
     found: Curves = json.loads((folder / "curves.json").read_text())
-    pieces = sizes_of(way, ranks)["--generation_batches"]
+    pieces = sizes_of(WAYS[way], ranks)["--generation_batches"]
     return {
         kind: [mean(points[at : at + pieces]) for at in range(0, len(points), pieces)]
         for kind, points in found.items()
@@ -69,10 +77,10 @@ def mean(points: list[dict[str, float]]) -> dict[str, float]:
     return {name: sum(point[name] for point in points) / len(points) for name in ("reward", "kl")}
 
 
-def sizes_of(way: str, ranks: int) -> dict[str, int]:
+def sizes_of(way: Way, ranks: int) -> dict[str, int]:
     """In batches of a rank that hold all its rows, or a piece of them."""
     trained, answered = TRAINED // ranks, ANSWERED // ranks
-    if "wide" in way:
+    if way.wide:
         trained = answered = PIECE
     return {
         "--per_device_train_batch_size": trained,
@@ -83,17 +91,17 @@ def sizes_of(way: str, ranks: int) -> dict[str, int]:
     }
 
 
-def run(arguments: argparse.Namespace, folder: Path, way: str, ranks: int, stage: int) -> None:
+def run(arguments: argparse.Namespace, folder: Path, way: Way, ranks: int, stage: int) -> None:
     sizes = sizes_of(way, ranks)
     options = [f"{name}={size}" for name, size in sizes.items()]
-    options += ["--wide_sums"] if "wide" in way else []
+    options += ["--wide_sums"] if way.wide else []
     iterations = arguments.iterations * sizes["--generation_batches"]
     stages = [f"--{which}zero_stage={stage}" for which in ("", "actor_", "critic_")]
     short = ["--sft_steps=10", "--reward_steps=4"] if arguments.quick else []
     command = [
         *(sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", str(ranks), str(SCRIPT)),
         *(*options, *stages, *short, f"--iterations={iterations}", f"--output_dir={folder}"),
-        *(f"--dtype={WAYS[way]}", f"--num_answers={PIECE}"),
+        *(f"--dtype={way.dtype}", f"--num_answers={PIECE}"),
         *("--run", *arguments.kinds),
     ]
     log = folder / "log"

@@ -39,9 +39,14 @@ def run(folder: Path, *flags: str) -> dict[str, list[dict[str, float]]]:
         return part("train").main([*SHORT, *sizes, "--output", str(folder), *flags])
 
 
+def at_stage(stage: int) -> list[str]:
+    return [f"--{which}zero_stage={stage}" for which in ("", "actor_", "critic_")]
+
+
 def curves_on(folder: Path, stage: int) -> dict[str, list[dict[str, float]]]:
-    stages = [f"--{which}zero_stage={stage}" for which in ("", "actor_", "critic_")]
-    return run(folder, "--dtype", "fp64", *stages, *SCORED, "--iterations", "2", "--run", "ppo", "grpo")
+    return run(
+        folder, "--dtype", "fp64", *at_stage(stage), *SCORED, "--iterations", "2", "--run", "ppo", "grpo"
+    )
 
 
 @pytest.mark.parametrize(("ranks", "stage"), [(2, 3), pytest.param(4, 2, marks=pytest.mark.slow)])
@@ -68,9 +73,8 @@ def in_fp32(folder: Path, stage: int) -> dict[str, list[dict[str, float]]]:
         "--generation_batches": 4 // ranks,
         "--iterations": 8 // ranks,
     }
-    stages = [f"--{which}zero_stage={stage}" for which in ("", "actor_", "critic_")]
     flags = [f"{name}={value}" for name, value in sizes.items()]
-    return run(folder, "--wide_sums", *stages, *SCORED, "--run", "ppo", "grpo", *flags)
+    return run(folder, "--wide_sums", *at_stage(stage), *SCORED, "--run", "ppo", "grpo", *flags)
 
 
 def test_wide_sums_have_the_same_bits_on_any_number_of_ranks(tmp_path: Path) -> None:
