@@ -7,6 +7,7 @@ which module was running, and which line of the user's script led there. Reading
 from __future__ import annotations
 
 import contextlib
+import gc
 import linecache
 import os
 import sys
@@ -89,8 +90,26 @@ class Standing:
     """Innermost last."""
 
 
+@contextlib.contextmanager
+def steady() -> Iterator[None]:
+    """Frames of other threads are read in here.
+
+    Before Python 3.12 a garbage collection may begin inside such a read, which allocates, and a finalizer let the other
+    thread go on: the read then follows a frame that is gone, and the process dies of SIGSEGV (CPython issue 106883
+    names a deadlock by the same way). Later versions collect between instructions only.
+    """
+    pauses = sys.version_info < (3, 12) and gc.isenabled()
+    if pauses:
+        gc.disable()
+    try:
+        yield
+    finally:
+        if pauses:
+            gc.enable()
+
+
 def main_frames() -> list[FrameType]:
-    """Of the main thread, innermost first."""
+    """Of the main thread, innermost first; read in `steady`."""
     return frames_of(threading.main_thread().ident)
 
 
@@ -148,7 +167,7 @@ def stack_of(frames: list[FrameType]) -> list[str]:
 
 
 def threads() -> Iterator[tuple[str, list[FrameType]]]:
-    """Every thread that runs Python code, the main one first."""
+    """Every thread that runs Python code, the main one first; read in `steady`."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     main = threading.main_thread().ident
     for ident in sorted(sys._current_frames(), key=lambda ident: (ident != main, ident)):

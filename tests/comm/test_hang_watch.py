@@ -10,6 +10,7 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import textwrap
 import threading
 from collections.abc import Iterator
@@ -24,7 +25,7 @@ from deepspeed.comm import hang_watch, shared_memory
 from deepspeed.comm.collectives import Network, communicator, histories
 from deepspeed.comm.hang_report import call_text, explain
 from deepspeed.comm.history import LENGTH, History
-from deepspeed.comm.standing import Standing
+from deepspeed.comm.standing import Standing, steady
 from deepspeed.launcher import stacks
 from tests import forked
 from tests.engine.test_step_cost import calls_of
@@ -447,6 +448,54 @@ def test_only_the_last_collectives_are_kept() -> None:
     record = history.as_record()
     assert record["count"] == 2 * LENGTH and len(record["calls"]) == LENGTH
     assert record["calls"][-1] == ["all_reduce", 2 * LENGTH - 1, "bfloat16", None, "step"]
+
+
+# ---- reading the frames of a thread that runs
+
+BUSY = """
+import gc, os, sys, threading, time
+from deepspeed.comm.standing import describe, main_frames, place, steady
+class Noisy:
+    def __init__(self):
+        self.me = self
+    def __del__(self):
+        time.sleep(2e-4)  # lets the other thread go on
+def look():
+    end = time.monotonic() + 1.5
+    while time.monotonic() < end:
+        [Noisy() for _ in range(3)]
+        with steady():
+            place(main_frames())
+            describe(main_frames(), [])
+    os._exit(7)
+def deep(depth):
+    if depth:
+        deep(depth - 1)
+        return list(range(20))
+sys.setswitchinterval(1e-5)
+gc.set_threshold(4)
+threading.Thread(target=look, daemon=True).start()
+while True:
+    deep(40)
+"""
+
+
+def test_a_collection_of_garbage_while_frames_are_read() -> None:
+    """Without `steady`, Python 3.11 dies of SIGSEGV in the first tenth of a second."""
+    assert subprocess.run([sys.executable, "-c", BUSY], cwd=ROOT, timeout=60).returncode == 7
+
+
+def test_frames_are_read_without_collections_and_these_go_on_after() -> None:
+    def within() -> bool:
+        with steady():
+            return gc.isenabled()
+
+    assert within() is (sys.version_info >= (3, 12)) and gc.isenabled()
+    gc.disable()
+    try:
+        assert not within() and not gc.isenabled()
+    finally:
+        gc.enable()
 
 
 # ---- what is recorded, and the thread
