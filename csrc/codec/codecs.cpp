@@ -88,8 +88,8 @@ DS_INLINE uint32_t key_of(const Work &work, const Block &block, uint32_t hash) {
 
 template <bool kErrors>
 DS_INLINE void fetch_elements(const Work &work, int64_t index, int64_t n) {
-    ds::fetch<false>(ds::at(static_cast<const void *>(work.values), index, work.dtype), n * ds::item_size(work.dtype));
-    if constexpr (kErrors) ds::fetch<true>(work.errors + index, n * 4);
+    ds::ask_for(ds::at(static_cast<const void *>(work.values), index, work.dtype), n * ds::item_size(work.dtype));
+    if constexpr (kErrors) ds::ask_for(work.errors + index, n * 4);
 }
 
 // Whether the elements of the next block are asked for in two halves,

@@ -185,7 +185,7 @@ DS_LOOK_UP __attribute__((noinline)) int64_t look_up_codes(uint8_t *to, const ui
     for (; done + kLookedUp <= n; done += kLookedUp, to += kLookedUp * F::bits / 8) {
         __m512i codes[2];
         __mmask32 low[2];
-        fetch<false>(x + done + ahead, 128);
+        ask_for(x + done + ahead, 128);
         DS_UNROLL for (int i = 0; i < 2; ++i) {
             const __m512i some = _mm512_loadu_si512(x + done + 32 * i);
             const __m512i signs = _mm512_srli_epi16(some, 16 - F::bits);

@@ -211,7 +211,7 @@ DS_INLINE void encode_piece(const Work &work, int64_t group, int64_t first, cons
     const int64_t begin = group * g.group + first;
     const int64_t whole = g.group - first < kPiece ? g.group - first : kPiece, n = present(g, begin, whole);
     const void *coming = ds::at(static_cast<const void *>(work.values), begin + ahead_of(g), work.dtype);
-    ds::fetch<false>(coming, n * ds::item_size(work.dtype));
+    ds::ask_for(coming, n * ds::item_size(work.dtype));
     const float *x = n > 0 ? values_of(work, begin, buffer, n) : nullptr;
     uint8_t *packed = g.codes + group * g.stride + first * F::bits / 8;
     typename F::Code *codes = unpacked;

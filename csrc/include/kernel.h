@@ -175,20 +175,13 @@ DS_INLINE int32_t largest_bits(int32_t largest, const void *x, int32_t dtype, in
     return bits > largest ? bits : largest;
 }
 
-// Memory that is read, or written, soon travels to the cache.
-template <bool kWrite>
-DS_INLINE void fetch(const void *memory, int64_t bytes) {
+// Lines of memory on their way to the second-level cache, where they drive nothing out of the first: that may be small, and
+// what is worked on meanwhile is in it.
+DS_INLINE void ask_for(const void *memory, int64_t bytes = 64) {
 #if defined(__GNUC__)
-    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(static_cast<const char *>(memory) + i, kWrite);
-#endif
-}
-
-// A line on its way to the second-level cache, where it drives nothing out of the first.
-DS_INLINE void ask_for(const void *line) {
-#if defined(__GNUC__)
-    __builtin_prefetch(line, 0, 2);
+    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(static_cast<const char *>(memory) + i, 0, 2);
 #else
-    (void)line;
+    (void)memory, (void)bytes;
 #endif
 }
 
