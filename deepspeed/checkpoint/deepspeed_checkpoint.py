@@ -77,13 +77,13 @@ class DeepSpeedCheckpoint:
         self.file_list = get_files(dir)
         self.layer_files = get_files_with_prefix(self.file_list, LAYER_FILE_PREFIX)
         self.mp_rank_files = get_files_with_prefix(self.file_list, MODEL_FILE_PREFIX)
-        first = [(path, read_states(path)) for path in self.mp_rank_files[:1]]
-        source = get_model_3d_descriptor_from_metadata(self.file_list, get_zero_files(dir), first)
+        models = [(path, read_states(path)) for path in self.mp_rank_files]
+        source = get_model_3d_descriptor_from_metadata(self.file_list, get_zero_files(dir), models)
         self.zero_checkpoint = ZeROCheckpoint(dir, source)
         self.layer_keys = self._layer_keys()
         self.layer_count = len(self.layer_keys)
         self._take_degrees(source, tp_degree, pp_degree, dp_degree)
-        self.global_state = self._global_state(first[0][1]) if first else {}
+        self.global_state = self._global_state(models[0][1]) if models else {}
         self._make_maps()
 
     def _take_degrees(self, source: model_3d_desc, tp: int | None, pp: int | None, dp: int | None) -> None:

@@ -17,3 +17,7 @@ class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
 
 class CheckpointTagError(CheckpointError, AssertionError):
     """A tag cannot name a folder, or ranks give different ones. An AssertionError, too, as release 0.19 raises it."""
+
+
+class CheckpointDegreesError(CheckpointError, RuntimeError):
+    """Files of one checkpoint record different degrees of parallelism. A RuntimeError, too, as in release 0.19."""

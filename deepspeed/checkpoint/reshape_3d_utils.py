@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ from deepspeed.checkpoint.constants import (
     LAYER_FILE_PREFIX,
     MODEL_FILE_PREFIX,
 )
+from deepspeed.checkpoint.errors import CheckpointDegreesError
 from deepspeed.checkpoint.reshape_meg_2d import meg_2d_parallel_map, reshape_meg_2d_parallel
 from deepspeed.checkpoint.reshape_utils import (
     get_files,
@@ -23,6 +25,7 @@ from deepspeed.checkpoint.reshape_utils import (
 )
 
 PP_DIM, TP_DIM, DP_DIM = "PP", "TP", "DP"
+_LAYER_FILE = re.compile(rf"{LAYER_FILE_PREFIX}(\d+)-model_")
 
 
 class model_3d_desc:
@@ -103,7 +106,7 @@ def get_model_3d_descriptor(dir: str | os.PathLike[str]) -> model_3d_desc:
     """The degrees of the checkpoint in ``dir``, from its files."""
     files = get_files(dir)
     models = get_files_with_prefix(files, MODEL_FILE_PREFIX)
-    metadata = [(path, read_states(path)) for path in models[:1]]
+    metadata = [(path, read_states(path)) for path in models]
     return get_model_3d_descriptor_from_metadata(files, get_zero_files(dir), metadata)
 
 
@@ -115,15 +118,40 @@ def get_model_3d_descriptor_from_metadata(
     """The same from the names of its files and from ``model_state_metadata``, pairs of a model file's path and what it
     holds.
 
-    The degrees that the first model file records come first; else the number of files ``layer_01-model_*`` is the
-    tensor-parallel degree, or, without such files, the number of model files is.
+    The degrees that the model files record come first; else as many tensor-parallel ranks have written as there are
+    files of a layer (``layer_01-model_*``), or, without such files, model files. CheckpointDegreesError: only some of
+    the model files record degrees, or not the same.
     """
     models = len(get_files_with_prefix(file_list, MODEL_FILE_PREFIX))
-    recorded = next((held.get(CHECKPOINT_PARALLEL_DIMS) for _, held in model_state_metadata), None)
+    recorded = _recorded_degrees(model_state_metadata)
     if recorded:
         tp_degree, pp_degree = int(recorded[CHECKPOINT_TP_DEGREE]), int(recorded[CHECKPOINT_PP_DEGREE])
     else:
-        tp_degree = len(get_files_with_prefix(file_list, f"{LAYER_FILE_PREFIX}01")) or models or 1
+        tp_degree = _files_of_a_layer(file_list) or models or 1
         pp_degree = max(1, models // tp_degree)
     dp_degree = max(1, len(zero_file_list) // (pp_degree * tp_degree))
     return model_3d_desc(pp_degree, tp_degree, dp_degree)
+
+
+def _recorded_degrees(model_state_metadata: Sequence[tuple[str, dict[str, Any]]]) -> dict[str, Any] | None:
+    found = {path: held.get(CHECKPOINT_PARALLEL_DIMS) for path, held in model_state_metadata}
+    recorded = {path: degrees for path, degrees in found.items() if degrees}
+    if not recorded:
+        return None
+    if missing := [path for path in found if path not in recorded]:
+        raise CheckpointDegreesError(
+            f"{CHECKPOINT_PARALLEL_DIMS} is missing from model-state files {missing}, but {next(iter(recorded))} holds "
+            "it: they are of different checkpoints"
+        )
+    first = next(iter(recorded.values()))
+    if any(degrees != first for degrees in recorded.values()):
+        raise CheckpointDegreesError(
+            f"{CHECKPOINT_PARALLEL_DIMS} disagrees across model-state files: {recorded}"
+        )
+    return first
+
+
+def _files_of_a_layer(file_list: Sequence[str]) -> int:
+    """Of any one: a layer without weights, which may be the first, has no file."""
+    numbers = [match[1] for path in file_list if (match := _LAYER_FILE.match(os.path.basename(path)))]
+    return numbers.count(numbers[0]) if numbers else 0

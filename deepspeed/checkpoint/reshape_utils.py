@@ -74,11 +74,12 @@ def merge_state(state_a: Any, state_b: Any, key_list: Sequence[Any] = ()) -> Any
     """Two states of the same structure as one: tensors are joined along their first dim, dicts and lists item by item,
     and of anything else, also of single values such as a step, ``state_a``'s is kept.
 
-    ``key_list``: if not empty, of dicts only what is under these keys is joined. ValueError: the structures differ.
+    ``key_list``: the keys that led here from the state as a whole, for messages. ValueError: the structures differ.
     """
     both: tuple[Any, Any] = (state_a, state_b)
     if type(state_a) is not type(state_b) and not all(isinstance(state, Tensor) for state in both):
-        raise ValueError(f"a {type(state_a).__name__} and a {type(state_b).__name__} cannot be joined")
+        what = f"a {type(state_a).__name__} and a {type(state_b).__name__}"
+        raise ValueError(f"{what} cannot be joined{_under(key_list)}")
     if isinstance(state_a, dict):
         return merge_state_dict(state_a, state_b, key_list)
     if isinstance(state_a, (list, tuple)):
@@ -92,12 +93,11 @@ def merge_state_dict(
     dict_a: dict[Any, Any], dict_b: dict[Any, Any], key_list: Sequence[Any]
 ) -> dict[Any, Any]:
     """``merge_state`` of what is under keys that both have; what only one of them has is kept."""
-    merged = {**dict_b, **dict_a}
-    for key in dict_a.keys() & dict_b.keys():
-        if not key_list or key in key_list:
-            merged[key] = merge_state(dict_a[key], dict_b[key], key_list)
-    order = [*dict_a, *(key for key in dict_b if key not in dict_a)]
-    return type(dict_a)((key, merged[key]) for key in order)
+    merged = {**dict_a, **{key: value for key, value in dict_b.items() if key not in dict_a}}
+    for key in dict_a:
+        if key in dict_b:
+            merged[key] = merge_state(dict_a[key], dict_b[key], [*key_list, key])
+    return type(dict_a)(merged)
 
 
 def merge_state_list(list_a: Sequence[Any], list_b: Sequence[Any], key_list: Sequence[Any]) -> list[Any]:
@@ -105,8 +105,13 @@ def merge_state_list(list_a: Sequence[Any], list_b: Sequence[Any], key_list: Seq
     if len(list_a) != len(list_b):
         raise ValueError(
             f"Cannot merge lists of different lengths: lists of {len(list_a)} and of {len(list_b)} items"
+            f"{_under(key_list)}"
         )
     return [merge_state(a, b, key_list) for a, b in zip(list_a, list_b, strict=True)]
+
+
+def _under(key_list: Sequence[Any]) -> str:
+    return f", under {'.'.join(map(str, key_list))}" if key_list else ""
 
 
 def read_states(path: str) -> dict[str, Any]:

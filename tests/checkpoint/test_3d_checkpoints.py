@@ -168,13 +168,45 @@ def test_files_and_states(folder: Path) -> None:
         {"a": torch.ones(2), "b": [torch.zeros(1)], "c": 5}, {"a": torch.ones(3), "b": [torch.ones(1)]}
     )
     assert joined["a"].shape == (5,) and joined["b"][0].tolist() == [0, 1] and joined["c"] == 5
-    with pytest.raises(ValueError, match="lists of 1 and of 2 items"):
-        merge_state([1], [1, 2])
+    with pytest.raises(ValueError, match="lists of 1 and of 2 items, under groups.5"):
+        merge_state({"groups": {5: [1]}}, {"groups": {5: [1, 2]}})
+    with pytest.raises(ValueError, match="a list and a dict cannot be joined, under state.groups"):
+        merge_state({"groups": []}, {"groups": {}}, ["state"])
     zero = ZeROCheckpoint(folder)
     assert zero.get_src_world_size() == 8 and zero.get_file_indices_for_rank(0, 0, 1) == [4]
     assert Path(zero.get_files_for_rank(1, 0, 1)[0]).name == "zero_pp_rank_1_mp_rank_02_optim_states.pt"
     zero.reshape(model_3d_desc(1, 1, 1))
     assert zero.get_file_indices_for_rank(0, 0, 0) == [0, 4, 1, 5, 2, 6, 3, 7]
+
+
+def save_model_files(folder: Path, *degrees: dict[str, int] | None) -> None:
+    for place, recorded in enumerate(degrees):
+        content = {"checkpoint_parallel_dimensions": recorded} if recorded else {}
+        torch.save(content, folder / f"mp_rank_{place:02d}_model_states.pt")
+
+
+def test_recorded_degrees_are_those_of_all_model_files(tmp_path: Path) -> None:
+    stages, split = {"pp_degree": 2, "tp_degree": 1}, {"pp_degree": 1, "tp_degree": 2}
+    save_model_files(tmp_path, stages, stages)
+    assert get_model_3d_descriptor(tmp_path).get_desc() == "PP,TP,DP = (2, 1, 1)"
+    assert DeepSpeedCheckpoint(tmp_path).pp_degree == 2
+    save_model_files(tmp_path, stages, None)
+    for reads in (get_model_3d_descriptor, DeepSpeedCheckpoint):
+        with pytest.raises(RuntimeError, match="is missing from model-state files .*mp_rank_01"):
+            reads(tmp_path)
+    save_model_files(tmp_path, split, stages)
+    with pytest.raises(RuntimeError, match="disagrees across model-state files"):
+        get_model_3d_descriptor(tmp_path)
+
+
+@pytest.mark.parametrize("layer", [0, 2, 12])
+def test_tensor_parallel_ranks_by_the_files_of_any_layer(tmp_path: Path, layer: int) -> None:
+    """Layers without weights have no files; files of experts, which each rank has its own of, are none of a layer."""
+    save_model_files(tmp_path, *[None] * 4)
+    for tp in range(2):
+        torch.save({}, tmp_path / f"layer_{layer:02d}-model_{tp:02d}-model_states.pt")
+        torch.save({}, tmp_path / f"layer_0_expert_{tp}_mp_rank_00_model_states.pt")
+    assert get_model_3d_descriptor(tmp_path).get_desc() == "PP,TP,DP = (2, 2, 1)"
 
 
 @pytest.mark.parametrize("stage", [1, 3])
