@@ -5,14 +5,15 @@ from __future__ import annotations
 import functools
 import itertools
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from deepspeed.ops import direct_updates
+from deepspeed.ops.adam.bias_correction import corrections
 from deepspeed.ops.adam.multi_tensor_adam import MultiTensorAdam
 from deepspeed.ops.multi_tensor import refuse
 
@@ -55,6 +56,66 @@ class DeepSpeedCPUAdam(MultiTensorAdam):
         self.fp32_optimizer_states = fp32_optimizer_states
         self.opt_id = next(DeepSpeedCPUAdam._ids)
 
+    @torch.no_grad()
+    def step_subgroup(self, subgroup_id: int, closure: Callable[[], Any] | None = None) -> Any:
+        """``step`` with the state under ``state[subgroup_id]``, whatever tensor the parameter is: for callers that put
+        one part of a model after the other into ``param_groups``.
+
+        Raises:
+            ValueError: several parameters have a gradient, which one state cannot serve.
+        """
+        loss = _result_of(closure)
+        states = self._numbered
+        for group, param, grad in self._updated_now():
+            states[param] = states[subgroup_id]
+            try:
+                self.multi_tensor_step(group, [param], [grad])
+            finally:
+                del states[param]
+                self.forget_tables()  # which know the state by the parameter
+            torch.autograd.graph.increment_version([param])
+        return loss
+
+    @torch.no_grad()
+    def rollback_subgroup(self, sub_group_id: int, closure: Callable[[], Any] | None = None) -> Any:
+        """Undo the last ``step_subgroup`` of this number, up to rounding. Parameter, gradient and hyperparameters must
+        be those of that update.
+
+        Raises:
+            RuntimeError: there is no update to undo.
+            ValueError: as in ``step_subgroup``.
+        """
+        loss = _result_of(closure)
+        states = self._numbered
+        state = states.get(sub_group_id)
+        if not state:
+            raise RuntimeError(
+                f"Cannot rollback optimizer state for sub_group_id {sub_group_id}: step_subgroup({sub_group_id}) was "
+                "not called before"
+            )
+        if int(state["step"]) == 0:
+            raise RuntimeError(f"Cannot rollback sub_group_id {sub_group_id}: step count is 0")
+        for group, param, grad in self._updated_now():
+            _undo(group, param, grad, state, decoupled=group[self.decoupled_key])
+            state["step"] -= 1
+        return loss
+
+    @property
+    def _numbered(self) -> dict[Any, Any]:
+        """``state``, whose keys torch declares to be tensors."""
+        return cast("dict[Any, Any]", self.state)
+
+    def _updated_now(self) -> list[tuple[dict[str, Any], Tensor, Tensor]]:
+        """Group, parameter and gradient of the one parameter that has a gradient; nothing if there is none."""
+        found = []
+        for group in self.param_groups:
+            found += [(group, param, param.grad) for param in group["params"] if param.grad is not None]
+        if len(found) > 1:
+            raise ValueError(
+                f"a subgroup is one parameter, but {len(found)} have gradients: join them, or use step()"
+            )
+        return found
+
     @functools.cached_property
     def ds_opt_adam(self) -> ModuleType:
         """The op's functions, with an optimizer made under ``opt_id``: for updates of one's own."""
@@ -63,6 +124,31 @@ class DeepSpeedCPUAdam(MultiTensorAdam):
         decay, decoupled = group["weight_decay"], group["adamw_mode"]
         create_adam(self.opt_id, group["lr"], beta1, beta2, group["eps"], decay, decoupled)
         return sys.modules[__name__]
+
+
+def _result_of(closure: Callable[[], Any] | None) -> Any:
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
+
+
+def _undo(
+    group: dict[str, Any], param: Tensor, grad: Tensor, state: dict[str, Any], *, decoupled: bool
+) -> None:
+    """Adam's update solved for what was before it, in fp32."""
+    lr, (beta1, beta2), decay = float(group["lr"]), group["betas"], group["weight_decay"]
+    exp_avg, exp_avg_sq = state["exp_avg"].float(), state["exp_avg_sq"].float()
+    step_size, inverse = corrections(group, int(state["step"]))
+    before = param.float() + step_size * exp_avg / (exp_avg_sq.sqrt() * inverse + group["eps"])
+    grad = grad.float()
+    if decoupled:
+        before /= 1.0 - lr * decay
+    else:
+        grad = grad + decay * before
+    param.copy_(before)
+    state["exp_avg"].copy_((exp_avg - (1.0 - beta1) * grad) / beta1)
+    state["exp_avg_sq"].copy_(((exp_avg_sq - (1.0 - beta2) * grad * grad) / beta2).clamp_(min=0.0))
 
 
 # The documented functions of the op, for callers without an optimizer object.
