@@ -30,7 +30,7 @@ from .hang_report import ABSENT, GONE, STOPPED, explain
 from .history import History
 from .pending import explanation
 from .stack_server import StackServer
-from .standing import Names, Standing, describe, is_communicating, main_frames, place, steady
+from .standing import Names, Standing, describe, is_communicating, main_frames, place
 from .waiting import clone, quietly, store_of_default_group
 
 LOOKS = 6  # per interval
@@ -147,14 +147,11 @@ class Watch:
 
     def _progress(self) -> Any:
         """What changes as communication goes on; None while this rank does something else."""
+        frames = main_frames()
         counts = [(each.name, each.count) for each in self._histories()]
-        with steady():
-            frames = main_frames()
-            waits, where = is_communicating(frames), place(frames)
-            del frames  # they hold what their functions hold
         # the code runs ahead of a device, and waits for it in any place
-        if waits or (counts and _uses_devices()):
-            return counts, _torch_counts(), where, self._positions()
+        if is_communicating(frames) or (counts and _uses_devices()):
+            return counts, _torch_counts(), place(frames), self._positions()
         return None
 
     def _positions(self) -> list[str]:
@@ -162,16 +159,14 @@ class Watch:
         return [each.names.position() for each in list(self.networks) if each.names is not None]
 
     def _standing(self) -> Standing:
-        names = [each.names for each in list(self.networks) if each.names is not None]
-        with steady():
-            seen = describe(main_frames(), names)
+        frames = main_frames()
         return Standing(
             rank=self.rank,
             host=self.host,
             pid=self.pid,
             still_s=time.monotonic() - self._since,
             groups=[each.as_record() for each in self._histories()],
-            **seen,
+            **describe(frames, [each.names for each in list(self.networks) if each.names is not None]),
         )
 
     # ---- through the store

@@ -20,7 +20,7 @@ from dataclasses import asdict
 
 from deepspeed.constants import RANK_SOCKET
 
-from .standing import Standing, stack_of, steady, threads
+from .standing import Standing, stack_of, threads
 
 _CREDENTIALS = struct.Struct("3i")  # process, user, group
 _ANSWER_S = 2.0
@@ -80,6 +80,5 @@ class StackServer:
             connection.sendall(json.dumps(self._record()).encode())
 
     def _record(self) -> dict[str, object]:
-        with steady():
-            stacks = [{"name": name, "stack": stack_of(frames)} for name, frames in threads()]
+        stacks = [{"name": name, "stack": stack_of(frames)} for name, frames in threads()]
         return {**asdict(self._standing()), "threads": stacks}

@@ -90,35 +90,18 @@ class Standing:
     """Innermost last."""
 
 
-@contextlib.contextmanager
-def steady() -> Iterator[None]:
-    """Frames of other threads are read in here.
-
-    Before Python 3.12 a garbage collection may begin inside such a read, which allocates, and a finalizer let the other
-    thread go on: the read then follows a frame that is gone, and the process dies of SIGSEGV (CPython issue 106883
-    names a deadlock by the same way). Later versions collect between instructions only.
-    """
-    pauses = sys.version_info < (3, 12) and gc.isenabled()
-    if pauses:
-        gc.disable()
-    try:
-        yield
-    finally:
-        if pauses:
-            gc.enable()
-
-
 def main_frames() -> list[FrameType]:
-    """Of the main thread, innermost first; read in `steady`."""
+    """Of the main thread, innermost first."""
     return frames_of(threading.main_thread().ident)
 
 
 def frames_of(thread: int | None) -> list[FrameType]:
     found: list[FrameType] = []
-    frame = sys._current_frames().get(thread or 0)
-    while frame is not None:
-        found.append(frame)
-        frame = frame.f_back
+    with _steady():
+        frame = sys._current_frames().get(thread or 0)
+        while frame is not None:
+            found.append(frame)
+            frame = frame.f_back
     return found
 
 
@@ -133,7 +116,7 @@ def is_communicating(frames: list[FrameType]) -> bool:
     if ".wait(" not in line:
         return False
     with contextlib.suppress(Exception):  # a handle of torch's, waited for by a script
-        return any(isinstance(value, dist.Work) for value in _values(innermost))
+        return any(isinstance(value, dist.Work) for value in list(_locals(innermost).values()))
     return False
 
 
@@ -167,10 +150,12 @@ def stack_of(frames: list[FrameType]) -> list[str]:
 
 
 def threads() -> Iterator[tuple[str, list[FrameType]]]:
-    """Every thread that runs Python code, the main one first; read in `steady`."""
+    """Every thread that runs Python code, the main one first."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     main = threading.main_thread().ident
-    for ident in sorted(sys._current_frames(), key=lambda ident: (ident != main, ident)):
+    with _steady():
+        running = list(sys._current_frames())
+    for ident in sorted(running, key=lambda ident: (ident != main, ident)):
         if ident != threading.get_ident():
             yield names.get(ident, f"thread {ident}"), frames_of(ident)
 
@@ -178,8 +163,28 @@ def threads() -> Iterator[tuple[str, list[FrameType]]]:
 # ---- reading frames
 
 
-def _values(frame: FrameType) -> list[Any]:
-    return list(frame.f_locals.values())
+@contextlib.contextmanager
+def _steady() -> Iterator[None]:
+    """Inside, no garbage is collected: for what makes objects of another thread's frames, and for nothing else, as code
+    that asks whether the collector is on would be told that it is off.
+
+    Before Python 3.12 a collection may begin in the middle of that, as it allocates. If a finalizer then lets the other
+    thread go on, the frame is gone when it continues, and the process dies of SIGSEGV, or both threads wait for each
+    other (CPython issue 106883). Later versions collect between instructions only.
+    """
+    pauses = sys.version_info < (3, 12) and gc.isenabled()
+    if pauses:
+        gc.disable()
+    try:
+        yield
+    finally:
+        if pauses:
+            gc.enable()
+
+
+def _locals(frame: FrameType) -> dict[str, Any]:
+    with _steady():
+        return frame.f_locals
 
 
 def _call(frames: list[FrameType]) -> tuple[str, list[int]]:
@@ -205,7 +210,7 @@ def _own_call(frame: FrameType) -> tuple[str, list[int]] | None:
     """A wait inside this package: someone there knows the ranks."""
     if frame.f_code.co_filename.startswith(_TORCH_DISTRIBUTED):
         return None
-    here = frame.f_locals
+    here = _locals(frame)
     owner = here.get("self")
     channel = here.get("channel") or getattr(owner, "_channel", None) or owner
     ranks = getattr(channel, "ranks", None)
@@ -217,7 +222,7 @@ def _own_call(frame: FrameType) -> tuple[str, list[int]] | None:
 
 
 def _torch_call(frame: FrameType) -> tuple[str, list[int]]:
-    here = frame.f_locals
+    here = _locals(frame)
     tensor = next(
         (here[name] for name in ("tensor", "input", "input_tensor") if _is_tensor(here.get(name))), None
     )
@@ -263,7 +268,7 @@ def _users_line(frames: list[FrameType]) -> str:
 def _module_names(frames: list[FrameType], known: list[Names]) -> Iterator[str]:
     for frame in frames:
         if frame.f_code.co_name == "_call_impl":
-            module: Any = frame.f_locals.get("self")
+            module: Any = _locals(frame).get("self")
             for names in known:
                 if name := _quietly(lambda module=module, names=names: names.of_module(module)):
                     yield name
@@ -272,7 +277,7 @@ def _module_names(frames: list[FrameType], known: list[Names]) -> Iterator[str]:
 def _parameter_names(frames: list[FrameType], known: list[Names]) -> list[str]:
     """Of the innermost bucket that a function works on."""
     for frame in frames:
-        here = frame.f_locals
+        here = _locals(frame)
         for holder in (here.get("self"), here.get("bucket"), here.get("grads")):
             if not hasattr(holder, "layout"):
                 continue
