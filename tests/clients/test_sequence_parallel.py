@@ -375,6 +375,39 @@ def registered(model: Any, size: int = 2, **options: Any) -> Any:
     return UlyssesSPAttentionHF.register_with_transformers(model, core, size, 1, **options)
 
 
+@pytest.mark.parametrize("by_config", [False, True])
+@distributed(world_size=2)
+def test_a_model_that_is_named_first_and_loaded_later(by_config: bool, tmp_path: Path) -> None:
+    """As scripts without Accelerate do: the model does not know of sequence parallelism."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from deepspeed.runtime.sequence_parallel.registration import unregister
+
+    with clean_clients():
+        torch.manual_seed(0)
+        llama(**MODEL).save_pretrained(tmp_path / str(dist.get_rank()))
+        path = str(tmp_path / "0")
+        dist.barrier()
+        row = Text()[0]["input_ids"][:44]
+        whole = AutoModelForCausalLM.from_pretrained(path, attn_implementation="sdpa").eval()
+        with torch.no_grad():
+            expected = whole(input_ids=row[None]).logits
+        try:
+            for _ in range(2):  # the second over Transformers' own attention again, not over the first
+                registered(SimpleNamespace(config=AutoConfig.from_pretrained(path)) if by_config else path)
+                model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="sdpa")
+                part = slice(22 * dist.get_rank(), 22 * dist.get_rank() + 22)
+                positions = torch.arange(44)[part]
+                with torch.no_grad():
+                    found = model(input_ids=row[None, part], position_ids=positions[None]).logits
+                torch.testing.assert_close(found, expected[:, part], rtol=1e-5, atol=1e-5)
+        finally:
+            unregister()
+        with torch.no_grad():
+            assert torch.equal(whole(input_ids=row[None]).logits, expected)
+        groups.set_mesh(None)
+
+
 class Silent(torch.nn.Module):
     """Takes any attention and uses none, not even a mask."""
 

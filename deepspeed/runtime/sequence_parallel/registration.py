@@ -95,35 +95,63 @@ class Target:
 
 
 def attention_function(name: str) -> Callable[..., Any]:
-    """The attention that Transformers has under this name. ValueError: there is none."""
+    """The attention that Transformers itself has under this name. ValueError: there is none."""
     functions, _ = attention_registries("sequence parallelism of Transformers' models")
     if name not in functions.valid_keys():
         raise ValueError(
             f"core_attn_implementation={name!r} is not among {', '.join(sorted(functions.valid_keys()))}"
         )
-    return functions[name]
+    return _own(functions[name])
 
 
 def register(attention: CountedAttention, core: str, target: Target) -> None:
     """Register ``attention`` over ``core`` with Transformers under NAME, and let the model use it.
 
-    A model named by its path is to be loaded with ``attn_implementation="ulysses"``.
+    A model that is named only, and loaded later, looks for its attention under ``core`` (unless it is loaded with
+    ``attn_implementation="ulysses"``). So it is found there as well from now on, by every model of the process:
+    `unregister` ends that.
     """
     functions, masks = attention_registries("sequence parallelism of Transformers' models")
-    make = masks[core] if core in masks.valid_keys() else no_mask
+    make = _own(masks[core]) if core in masks.valid_keys() else no_mask
 
     def ulysses_attention_forward(
         module: Any, query: Any, key: Any, value: Any, attention_mask: Any, *args: Any, **kwargs: Any
     ) -> Any:
         return attention.forward(module, query, key, value, attention_mask, *args, **kwargs)
 
+    make_mask = mask_function_over(make)
     functions.register(NAME, ulysses_attention_forward)
-    masks.register(NAME, mask_function_over(make))
-    if target.model is not None:
+    masks.register(NAME, make_mask)
+    model = target.model
+    if model is not None:
         target.config._attn_implementation = NAME
-        if hasattr(target.model, "register_forward_hook"):  # and not only what carries the config of a model
-            attention.belong_to(target.model)
-            _check_first_forward(target, attention)
+    if isinstance(model, nn.Module):
+        attention.belong_to(model)
+        _check_first_forward(target, attention)
+    else:
+        _stand_in(functions, core, ulysses_attention_forward, _own(functions[core]))
+        _stand_in(masks, core, make_mask, make)
+
+
+_STANDS_FOR = "_deepspeed_stands_for"
+"""Attribute of a function that is registered in place of Transformers' own, which is its value."""
+
+
+def _stand_in(registry: Any, name: str, ours: Callable[..., Any], own: Callable[..., Any]) -> None:
+    setattr(ours, _STANDS_FOR, own)
+    registry[name] = ours
+
+
+def _own(function: Callable[..., Any]) -> Callable[..., Any]:
+    return getattr(function, _STANDS_FOR, function)
+
+
+def unregister() -> None:
+    """Give every name but NAME back to Transformers' own attention."""
+    for registry in attention_registries("sequence parallelism of Transformers' models"):
+        for name in set(registry.valid_keys()) - {NAME}:
+            if _own(registry[name]) is not registry[name]:
+                registry[name] = _own(registry[name])
 
 
 def _check_first_forward(target: Target, attention: CountedAttention) -> None:
