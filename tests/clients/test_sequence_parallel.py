@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import deepspeed
 from deepspeed.utils import groups
 from tests.clients.kit import clean_clients, llama, llama_config, lora, whole_weights
 from tests.pool import distributed
@@ -378,7 +379,9 @@ def registered(model: Any, size: int = 2, **options: Any) -> Any:
 @pytest.mark.parametrize("by_config", [False, True])
 @distributed(world_size=2)
 def test_a_model_that_is_named_first_and_loaded_later(by_config: bool, tmp_path: Path) -> None:
-    """As scripts without Accelerate do: the model does not know of sequence parallelism."""
+    """As scripts without Accelerate do: the model does not know of sequence parallelism. The size in the config as well
+    does not shard the shards again."""
+    config = {"train_batch_size": 1, "sequence_parallel_size": 2}
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from deepspeed.runtime.sequence_parallel.registration import unregister
@@ -394,13 +397,16 @@ def test_a_model_that_is_named_first_and_loaded_later(by_config: bool, tmp_path:
             expected = whole(input_ids=row[None]).logits
         try:
             for _ in range(2):  # the second over Transformers' own attention again, not over the first
-                registered(SimpleNamespace(config=AutoConfig.from_pretrained(path)) if by_config else path)
+                named = SimpleNamespace(config=AutoConfig.from_pretrained(path)) if by_config else path
+                mpu = registered(named)
                 model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="sdpa")
+                engine, *_ = deepspeed.initialize(model=model, config=config, mpu=mpu)
                 part = slice(22 * dist.get_rank(), 22 * dist.get_rank() + 22)
                 positions = torch.arange(44)[part]
                 with torch.no_grad():
-                    found = model(input_ids=row[None, part], position_ids=positions[None]).logits
+                    found = engine.train()(input_ids=row[None, part], position_ids=positions[None]).logits
                 torch.testing.assert_close(found, expected[:, part], rtol=1e-5, atol=1e-5)
+                engine.destroy()
         finally:
             unregister()
         with torch.no_grad():

@@ -146,6 +146,12 @@ def _own(function: Callable[..., Any]) -> Callable[..., Any]:
     return getattr(function, _STANDS_FOR, function)
 
 
+def is_sharded(name: str) -> bool:
+    """Whether the attention that a model finds under this name is that of sequence parallelism."""
+    functions, _ = attention_registries("sequence parallelism of Transformers' models")
+    return name == NAME or (name in functions.valid_keys() and _own(functions[name]) is not functions[name])
+
+
 def unregister() -> None:
     """Give every name but NAME back to Transformers' own attention."""
     for registry in attention_registries("sequence parallelism of Transformers' models"):

@@ -21,7 +21,7 @@ from deepspeed.runtime.pipe.staged import Staged
 from deepspeed.runtime.sequence_parallel.attention import shard_attention
 from deepspeed.runtime.sequence_parallel.dataloader import IGNORED, shards_of, with_shifted_labels
 from deepspeed.runtime.sequence_parallel.loss import token_mean, token_sum
-from deepspeed.runtime.sequence_parallel.registration import NAME
+from deepspeed.runtime.sequence_parallel.registration import is_sharded
 from deepspeed.runtime.transforms.inputs import ForwardFacts, InputTransform
 from deepspeed.sequence.fpdt_layer import FPDT_Attention
 from deepspeed.sequence.layer import DistributedAttention
@@ -64,7 +64,8 @@ def _takes_attention(module: nn.Module) -> bool:
     config = getattr(module, "config", None)
     if own or config is None or not hasattr(config, "get_text_config"):
         return False
-    return getattr(config.get_text_config(), "_attn_implementation", None) not in (None, NAME)
+    name = getattr(config.get_text_config(), "_attn_implementation", None)
+    return name is not None and not is_sharded(name)
 
 
 @dataclass(frozen=True, eq=False)
