@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import deepspeed
+from deepspeed.runtime.sequence_parallel.registration import unregister
 from deepspeed.utils import groups
 from tests.clients.kit import clean_clients, llama, llama_config, lora, whole_weights
 from tests.pool import distributed
@@ -384,8 +385,6 @@ def test_a_model_that_is_named_first_and_loaded_later(by_config: bool, tmp_path:
     config = {"train_batch_size": 1, "sequence_parallel_size": 2}
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from deepspeed.runtime.sequence_parallel.registration import unregister
-
     with clean_clients():
         torch.manual_seed(0)
         llama(**MODEL).save_pretrained(tmp_path / str(dist.get_rank()))
@@ -458,6 +457,7 @@ def test_what_does_not_fit_is_refused() -> None:
         with pytest.raises(ValueError, match="seq_length=5 with"):
             registered(llama(), seq_length=5, seq_length_is_variable=False)
         assert registered(SimpleNamespace(config=llama().config)).get_sequence_parallel_world_size() == 2
+        unregister()
         model = llama()
         model.config.layer_types = ["linear_attention", "full_attention"]
         with pytest.raises(ValueError, match="layers of type linear_attention"):
