@@ -94,8 +94,8 @@ DS_INLINE void look(Share &share, const float *x, float *errors, int64_t place, 
     int64_t i = 0;
     for (; least > 0 && i + kLook <= n; i += kLook) {
         if constexpr (kErrors) {
-            ds::ask_for(x + i + kFetch, 4);
-            ds::ask_for(errors + i + kFetch, 4);
+            ds::ask_for(x + i + kFetch);
+            ds::ask_for(errors + i + kFetch);
         }
         for (uint32_t bits = large_ones<kErrors>(x + i, kErrors ? errors + i : nullptr, least); bits != 0; bits &= bits - 1)
             add(i + std::countr_zero(bits));
@@ -127,8 +127,8 @@ __attribute__((target("arch=x86-64-v4"))) inline void look_avx512(Share &share, 
     for (; i + kLook <= n; i += kLook) {
         __m512 some = _mm512_loadu_ps(x + i);
         if constexpr (kErrors) {
-            ds::ask_for(x + i + kFetch, 4);
-            ds::ask_for(errors + i + kFetch, 4);
+            ds::ask_for(x + i + kFetch);
+            ds::ask_for(errors + i + kFetch);
             some = _mm512_add_ps(some, _mm512_loadu_ps(errors + i));
         }
         const __m512i bits = _mm512_castps_si512(some);
@@ -228,8 +228,8 @@ uint32_t guess(const Row &row, int64_t count, uint32_t *keys) {
     if (rank > size) return 0;
     for (int64_t run = 0; run < kRuns; ++run) {
         const int64_t next = run_at(row, run + kAhead), first = run_at(row, run);
-        ds::ask_for(ds::at(row.values, next, row.dtype), 4);
-        if (row.errors != nullptr) ds::ask_for(row.errors + next, 4);
+        ds::ask_for(ds::at(row.values, next, row.dtype));
+        if (row.errors != nullptr) ds::ask_for(row.errors + next);
         float buffer[kRun];
         const float *x = ds::widen(ds::at(row.values, first, row.dtype), row.dtype, buffer, kRun);
         for (int64_t i = 0; i < kRun; ++i)
@@ -320,7 +320,7 @@ DS_LANES_KERNEL(take, (Packet &packet, Share &share), (packet, share))
 // The errors of what is still in a share.
 void put_back(const Share &share, float *errors) {
     for (int64_t i = 0; i < share.kept; ++i) {
-        if (i + kAhead < share.kept) ds::ask_for(errors + share.places[i + kAhead], 4);
+        if (i + kAhead < share.kept) ds::ask_for(errors + share.places[i + kAhead]);
         errors[share.places[i]] = share.values[i];
     }
 }

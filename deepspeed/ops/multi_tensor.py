@@ -158,6 +158,14 @@ class Table:
         return True
 
 
+def result_of(closure: Callable[[], Any] | None) -> Any:
+    """What the closure of a ``step`` returns, with gradients; None without one."""
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
+
+
 def fits_kernel(tensor: Tensor, device: torch.device) -> bool:
     """Whether a kernel on `device` can work on this tensor's memory."""
     return tensor.device == device and tensor.dtype in native.DTYPE_CODES and tensor.is_contiguous()
@@ -290,10 +298,7 @@ class MultiTensorOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update all parameters that have a gradient; returns what `closure` returned."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = result_of(closure)
         context = self._own_context()
         for group in self.param_groups:
             params = []

@@ -382,9 +382,9 @@ def registered(model: Any, size: int = 2, **options: Any) -> Any:
 def test_a_model_that_is_named_first_and_loaded_later(by_config: bool, tmp_path: Path) -> None:
     """As scripts without Accelerate do: the model does not know of sequence parallelism. The size in the config as well
     does not shard the shards again."""
-    config = {"train_batch_size": 1, "sequence_parallel_size": 2}
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    config = {"train_batch_size": 1, "sequence_parallel_size": 2}
     with clean_clients():
         torch.manual_seed(0)
         llama(**MODEL).save_pretrained(tmp_path / str(dist.get_rank()))

@@ -15,7 +15,7 @@ from torch import Tensor
 from deepspeed.ops import direct_updates
 from deepspeed.ops.adam.bias_correction import corrections
 from deepspeed.ops.adam.multi_tensor_adam import MultiTensorAdam
-from deepspeed.ops.multi_tensor import refuse
+from deepspeed.ops.multi_tensor import refuse, result_of
 
 
 class DeepSpeedCPUAdam(MultiTensorAdam):
@@ -64,7 +64,7 @@ class DeepSpeedCPUAdam(MultiTensorAdam):
         Raises:
             ValueError: several parameters have a gradient, which one state cannot serve.
         """
-        loss = _result_of(closure)
+        loss = result_of(closure)
         states = self._numbered
         for group, param, grad in self._updated_now():
             states[param] = states[subgroup_id]
@@ -85,7 +85,7 @@ class DeepSpeedCPUAdam(MultiTensorAdam):
             RuntimeError: there is no update to undo.
             ValueError: as in ``step_subgroup``.
         """
-        loss = _result_of(closure)
+        loss = result_of(closure)
         states = self._numbered
         state = states.get(sub_group_id)
         if not state:
@@ -124,13 +124,6 @@ class DeepSpeedCPUAdam(MultiTensorAdam):
         decay, decoupled = group["weight_decay"], group["adamw_mode"]
         create_adam(self.opt_id, group["lr"], beta1, beta2, group["eps"], decay, decoupled)
         return sys.modules[__name__]
-
-
-def _result_of(closure: Callable[[], Any] | None) -> Any:
-    if closure is None:
-        return None
-    with torch.enable_grad():
-        return closure()
 
 
 def _undo(

@@ -80,12 +80,7 @@ class FusedLamb(MultiTensorOptimizer):
                 f"FusedLamb.step does not support scale={scale!r}: unscale the gradients first"
             )
         self._coefficients = []
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        super().step()
-        return loss
+        return super().step(closure)
 
     def _own_context(self) -> UpdateContext:
         if not any(group["max_grad_norm"] > 0 for group in self.param_groups):

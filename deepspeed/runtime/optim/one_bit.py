@@ -12,7 +12,7 @@ from torch import Tensor
 
 from deepspeed.comm.collectives import Communicator
 from deepspeed.ops import momentum as momentum_kernels
-from deepspeed.ops.multi_tensor import MultiTensorOptimizer
+from deepspeed.ops.multi_tensor import MultiTensorOptimizer, result_of
 from deepspeed.ops.update import ALONE, Fragments, HoldersOf, UpdateContext
 from deepspeed.runtime.optim.sign_exchange import SignExchange
 from deepspeed.utils.logging import log_dist_once
@@ -132,10 +132,7 @@ class OneBitOptimizer(MultiTensorOptimizer):
             raise RuntimeError(
                 f"{type(self).__name__}.step does not support grads=: set .grad of the parameters"
             )
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = result_of(closure)
         chosen = [[p for p in group["params"] if p.grad is not None] for group in self.param_groups]
         parts: list[Any] = [
             SimpleNamespace(masters=params, grads=[p.grad for p in params], lows=[None] * len(params))
