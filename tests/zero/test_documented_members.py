@@ -190,9 +190,10 @@ def test_modules_whose_initialization_is_skipped_are_sharded() -> None:
     assert not hasattr(skip_init(nn.Linear, WIDTH, WIDTH).weight, "ds_tensor")
 
 
+@pytest.mark.parametrize("persistent", [0, 10_000])
 @distributed(world_size=1)
-def test_where_states_are() -> None:
-    engine, _ = build(3)
+def test_where_states_are(persistent: int) -> None:
+    engine, _ = build(3, stage3_param_persistence_threshold=persistent)
     backward(engine)
     engine.step()
     here = {torch.device("cpu")}
