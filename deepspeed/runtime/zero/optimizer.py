@@ -207,7 +207,6 @@ class ZeroOptimizer(HasMovableStates, ZeROOptimizer):
         return {
             number: [owned.gradient() for owned in group]
             for number, group in enumerate(self.executor.store.by_group)
-            if group
         }
 
     def get_fp32_grad_partitions(self) -> dict[int, dict[int, Tensor]]:
