@@ -451,7 +451,9 @@ def _facade(
 ) -> ZeroOptimizer | torch.optim.Optimizer:
     if not plan.wraps_optimizer:
         return optimizer
-    mover = StateMover(executor.store, executor.reducer.buckets)
+    store = executor.store
+    weights = store.param_buckets if sharded is None else sharded.buckets
+    mover = StateMover(weights, executor.reducer.buckets, store)
     if sharded is not None:
         kind = DeepSpeedZeroOptimizer_Stage3
         if speculation is not None:
@@ -462,6 +464,7 @@ def _facade(
             from deepspeed.runtime.zero.mics import MiCS_Optimizer
 
             kind = MiCS_Optimizer
+        sharded.offload.mover = mover  # one owner of what is away
         return kind(optimizer, executor, access, mover, sharded.offload)
     if plan.zero.shard_state:
         if plan.zenflow is not None:

@@ -15,8 +15,8 @@ from deepspeed.checkpoint import names
 from deepspeed.checkpoint.writers import set_mode
 from deepspeed.runtime import engine_checkpoint, engine_loading, engine_weights
 from deepspeed.runtime.engine_base import EngineBase
+from deepspeed.runtime.zero.offload.state_moves import HasMovableStates
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStateTypeEnum
-from deepspeed.runtime.zero.optimizer import ZeroOptimizer
 
 
 class EngineState(EngineBase):
@@ -177,8 +177,7 @@ class EngineState(EngineBase):
             non_blocking: return before the copies are done; synchronize the device before relying on its memory.
 
         Raises:
-            AssertionError: parameters are already offloaded (``offload_param``), or the engine has no optimizer that
-                holds state.
+            AssertionError: parameters are already offloaded (``offload_param``), or the engine holds no state.
         """
         optimizer = self._movable_states()
         optimizer.offload_states(include, device, pin_memory, non_blocking)
@@ -187,10 +186,10 @@ class EngineState(EngineBase):
         """Bring back what ``offload_states`` moved."""
         self._movable_states().reload_states(non_blocking)
 
-    def _movable_states(self) -> ZeroOptimizer:
+    def _movable_states(self) -> HasMovableStates:
         if self.plan.param_offload is not None:
             raise AssertionError("offload_states() cannot be combined with zero_optimization.offload_param")
-        if not isinstance(self.optimizer, ZeroOptimizer):
+        if not isinstance(self.optimizer, HasMovableStates):
             raise AssertionError(
                 f"offload_states() moves state that the engine holds, but its optimizer is {self.optimizer!r:.60}: "
                 "use ZeRO stage 1, 2 or 3"

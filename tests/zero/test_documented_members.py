@@ -190,9 +190,20 @@ def test_modules_whose_initialization_is_skipped_are_sharded() -> None:
     assert not hasattr(skip_init(nn.Linear, WIDTH, WIDTH).weight, "ds_tensor")
 
 
+@distributed(world_size=2)
+def test_a_rank_without_a_part_has_the_groups_of_the_others() -> None:
+    engine, optimizer = build(2, nn.Linear(1, 1))
+    engine.backward(engine(torch.ones(1, 1)).float().sum())
+    groups = optimizer.averaged_gradients
+    assert list(groups) == [0, 1]
+    assert sum(part.numel() for parts in groups.values() for part in parts) == 1  # the weight, or the bias
+    engine.destroy()
+
+
+@pytest.mark.parametrize("persistent", [0, 10_000])
 @distributed(world_size=1)
-def test_where_states_are() -> None:
-    engine, _ = build(3)
+def test_where_states_are(persistent: int) -> None:
+    engine, _ = build(3, stage3_param_persistence_threshold=persistent)
     backward(engine)
     engine.step()
     here = {torch.device("cpu")}

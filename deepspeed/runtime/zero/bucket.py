@@ -8,7 +8,7 @@ between forward and backward. Therefore every publish bumps the versions, and a 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,8 @@ from deepspeed.comm.collectives import Communicator, Pending
 from deepspeed.runtime.zero.layout import BucketLayout, Fragment
 
 _address = Tensor.data_ptr
+_NOWHERE = -1
+"""An address that no parameter has."""
 
 
 class ParamBucket:
@@ -46,7 +48,7 @@ class ParamBucket:
 
     def flatten(self, *, flat: bool = False) -> None:
         """Move the weights into one buffer, parameter by parameter; each old storage is freed immediately."""
-        self._addresses = [param.data_ptr() for param in self.params]
+        self.note_addresses()
         if self.layout.num_shards == 1 and not flat:
             return
         device = self.params[0].device
@@ -55,13 +57,18 @@ class ParamBucket:
         self.shard = self.full[start:stop]
         for slot, param in zip(self.layout.slots, self.params, strict=True):
             self._link(slot.offset, slot.numel, param)
-        self._addresses = [param.data_ptr() for param in self.params]
+        self.note_addresses()
 
     def _link(self, offset: int, numel: int, param: nn.Parameter) -> None:
         assert self.full is not None
         view = self.full[offset : offset + numel].view(param.shape)
         view.copy_(param.data)
         param.data = view
+
+    def note_addresses(self, apart: Container[int] = ()) -> None:
+        """Where the parameters are now is where they belong, but for those at the positions ``apart``."""
+        addresses = map(_address, self.params)
+        self._addresses = [_NOWHERE if i in apart else address for i, address in enumerate(addresses)]
 
     def detached(self) -> list[int]:
         """Positions of parameters whose memory was replaced (``module.to``, a LoRA merge, ``assign=True``)."""
@@ -89,6 +96,11 @@ class ParamBucket:
             start = fragment.param_offset
             return self.param_of(fragment).data.view(-1)[start : start + fragment.numel]
         return self.shard[fragment.shard_offset : fragment.shard_offset + fragment.numel]
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Every tensor object on the memory of the weights: it is free when none of them is left there."""
+        yield from (flat for flat in (self.full, self.shard) if flat is not None)
+        yield from self.params
 
     def param_of(self, fragment: Fragment) -> nn.Parameter:
         for slot, param in zip(self.layout.slots, self.params, strict=True):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,14 +17,13 @@ from torch import Tensor, nn
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.zero.access import JOINED, StateAccess
 from deepspeed.runtime.zero.norms import clip_coefficient
-from deepspeed.runtime.zero.offload.state_moves import StateMover
-from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStateTypeEnum
+from deepspeed.runtime.zero.offload.state_moves import HasMovableStates, StateMover
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from deepspeed.runtime.zero.step import StepExecutor, StepResult
 from deepspeed.utils.z3_leaf_module import z3_leaf_module
 
 
-class ZeroOptimizer(ZeROOptimizer):
+class ZeroOptimizer(HasMovableStates, ZeROOptimizer):
     """Wraps ``optimizer`` (the client's, or the one named in the config)."""
 
     def __init__(
@@ -118,20 +117,6 @@ class ZeroOptimizer(ZeROOptimizer):
 
     # Lending the device's memory ----------------------------------------------------------------------------
 
-    def offload_states(
-        self,
-        include: Container[OffloadStateTypeEnum] | None = None,
-        device: OffloadDeviceEnum = OffloadDeviceEnum.cpu,
-        pin_memory: bool = True,
-        non_blocking: bool = False,
-    ) -> None:
-        """See ``DeepSpeedEngine.offload_states``."""
-        self.mover.offload(include, device, pin_memory, non_blocking)
-
-    def reload_states(self, non_blocking: bool = False) -> None:
-        """Undo ``offload_states``."""
-        self.mover.reload(non_blocking)
-
     # What clients of the system read ------------------------------------------------------------------------
 
     @property
@@ -222,7 +207,6 @@ class ZeroOptimizer(ZeROOptimizer):
         return {
             number: [owned.gradient() for owned in group]
             for number, group in enumerate(self.executor.store.by_group)
-            if group
         }
 
     def get_fp32_grad_partitions(self) -> dict[int, dict[int, Tensor]]:

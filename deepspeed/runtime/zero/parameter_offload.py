@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from deepspeed.runtime.backward import output_tensors, tensors_in
 from deepspeed.runtime.zero.gathering.coordinator import ParamCoordinator, recording
 from deepspeed.runtime.zero.gathering.phases import Phase
+from deepspeed.runtime.zero.offload.state_moves import HasMovableStates, StateMover
 from deepspeed.runtime.zero.units import blocks_of
 from deepspeed.utils.transforms import call_outside_transforms, inside_transform
 from deepspeed.utils.untraced import untraced
@@ -52,13 +53,14 @@ class ZeROOrderedDict(OrderedDict):
         return OrderedDict, (list(self.items()),)
 
 
-class DeepSpeedZeRoOffload:
+class DeepSpeedZeRoOffload(HasMovableStates):
     """Owns the hooks of one sharded model. ``forward_hooks`` and ``backward_hooks`` may be emptied and the model
     registered again (``_register_deepspeed_module``), as TRL does around generation."""
 
     def __init__(self, module: nn.Module, coordinator: ParamCoordinator) -> None:
         self.module = module
         self.param_coordinator = coordinator
+        self.mover = StateMover(coordinator.buckets)
         self.forward_hooks: list[Any] = []
         self.backward_hooks: list[Any] = []
         self._index = {

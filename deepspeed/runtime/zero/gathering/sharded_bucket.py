@@ -10,7 +10,7 @@ inside it could never be trained.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -140,6 +140,15 @@ class ShardedBucket(ParamBucket):
 
     def detached(self) -> list[int]:
         return []  # between uses a parameter has no memory that could have been replaced
+
+    def tensors(self) -> Iterator[Tensor]:
+        if self.shard is not None:
+            yield self.shard
+            yield from (param.ds_tensor for param in self.params)  # type: ignore[attr-defined]
+        if self.full is not None and self.status is Status.GATHERED:
+            yield self.full
+            yield from self.views
+            yield from self.params
 
     def destroy(self) -> None:
         """Give every parameter, whole now, its own memory (``Transitions.dissolve`` comes before it)."""
