@@ -28,6 +28,7 @@ from deepspeed.inference.splitting import (
 )
 from deepspeed.inference.streaming import StreamedWeights, blocks_ahead
 from deepspeed.inference.weight_stores import make_store
+from deepspeed.ops.large_pages import collapse, weights_of
 from deepspeed.runtime.zero.gathering.solo_shard import make_whole
 from deepspeed.utils.logging import log_dist
 
@@ -88,6 +89,8 @@ class InferenceEngine(nn.Module):
             self._generation = FusedGeneration()
         if not config.keep_module_on_host:
             model.to(device)
+        if config.replace_with_kernel_inject:
+            collapse(weights_of(model))
 
     def __getattr__(self, name: str) -> Any:
         try:

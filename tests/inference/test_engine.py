@@ -17,7 +17,7 @@ from deepspeed.config.sections import collect_notes
 from deepspeed.inference.config import DeepSpeedInferenceConfig
 from deepspeed.inference.engine import InferenceEngine
 from deepspeed.inference.kernels import HostLinear, QuantizedLinear, inject_kernels
-from deepspeed.ops import native
+from deepspeed.ops import large_pages, native
 from tests.pool import distributed
 
 
@@ -286,3 +286,15 @@ def test_inputs_are_rounded_to_8_bits_where_activations_are_named() -> None:
     assert not off.module.first.rounds_inputs
     with pytest.raises(DeepSpeedConfigError, match="quant.activation: num_bits=4"):
         deepspeed.init_inference(Wide(), dtype="int8", quant={"activation": {"num_bits": 4}})
+
+
+def test_kernel_injection_puts_weights_on_large_pages(monkeypatch):
+    asked: list[int] = []
+    monkeypatch.setattr(large_pages, "_madvise", lambda: lambda begin, size, advice: asked.append(begin) or 0)
+    deepspeed.init_inference(nn.Linear(2048, 2048), dtype="fp32")
+    assert asked == []  # the module stays as it is
+    module = deepspeed.init_inference(
+        nn.Linear(2048, 2048), dtype="fp32", replace_with_kernel_inject=True
+    ).module
+    first = -(-module.weight.data_ptr() // large_pages.LARGE_PAGE)
+    assert {first, first + 1, first + 2} <= {page // large_pages.LARGE_PAGE for page in asked}

@@ -20,6 +20,7 @@ from deepspeed.inference.model.probing import (
     plain_logits,
     tolerance,
 )
+from deepspeed.ops.large_pages import collapse, weights_of
 
 _ON_HOST = (FusedLayout, PackedLayout, PaddedLayout)
 _ON_DEVICE = (LaunchedLayout, PackedLayout, PaddedLayout)
@@ -47,6 +48,7 @@ class ModelRunner:
         self.block_size = block_size
         on_host = self.facts.device.type == "cpu"
         self.layout, self.shapes = self._choose(layouts or (_ON_HOST if on_host else _ON_DEVICE))
+        collapse(weights_of(module))
         self._cache: PagedCache | None = None
 
     @property

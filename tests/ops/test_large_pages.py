@@ -1,0 +1,105 @@
+"""Memory on large pages: contents and addresses stay, and only memory that mostly is the tensors' is touched."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from deepspeed.ops import large_pages
+from deepspeed.ops.large_pages import LARGE_PAGE, collapse, weights_of
+
+
+def large_bytes(tensor: torch.Tensor) -> int:
+    """Of the mapping that the tensor begins in."""
+    begin = tensor.data_ptr()
+    for entry in re.split(r"(?m)^(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text()):
+        bounds = re.match(r"([0-9a-f]+)-([0-9a-f]+) ", entry)
+        if bounds and int(bounds[1], 16) <= begin < int(bounds[2], 16):
+            found = re.search(r"AnonHugePages:\s*(\d+) kB", entry)
+            return int(found[1]) * 1024 if found else 0
+    raise AssertionError("no mapping has it")
+
+
+@pytest.fixture
+def advised(monkeypatch):
+    """Pages that the system is asked about, without asking it."""
+    asked: list[tuple[int, int]] = []
+
+    def advise(begin: int, size: int, advice: int) -> int:
+        assert advice == 25
+        asked.append((begin, size))
+        return 0
+
+    monkeypatch.setattr(large_pages, "_madvise", lambda: advise)
+    return asked
+
+
+def aligned(size: int) -> torch.Tensor:
+    """Bytes that begin where a large page does."""
+    whole = torch.zeros(size + LARGE_PAGE, dtype=torch.uint8)
+    begin = -whole.data_ptr() % LARGE_PAGE
+    return whole[begin : begin + size]
+
+
+def test_weights_are_what_they_were_and_where_they_were():
+    weights = [torch.randn(1 << 20) for _ in range(4)]
+    before, addresses = [each.clone() for each in weights], [each.data_ptr() for each in weights]
+    found = collapse(weights)
+    assert [each.data_ptr() for each in weights] == addresses
+    for weight, was in zip(weights, before, strict=True):
+        assert torch.equal(weight, was)
+    if found == 0:
+        pytest.skip("this system does not collapse pages")
+    assert found % LARGE_PAGE == 0
+    assert large_bytes(weights[0]) > 0
+    assert collapse(weights) == found  # those that are large already count
+
+
+def test_pages_are_those_that_tensors_mostly_fill(advised):
+    memory = aligned(5 * LARGE_PAGE)
+    half = LARGE_PAGE // 2
+    lone = memory[: half - 1]  # a little less than half of page 0
+    shared = memory[LARGE_PAGE : LARGE_PAGE + half // 2], memory[2 * LARGE_PAGE - half // 2 : 2 * LARGE_PAGE]
+    across = memory[2 * LARGE_PAGE + half : 4 * LARGE_PAGE + 1]  # half of 2, all of 3, a byte of 4
+    again = across.view(across.shape)  # a tied weight counts once
+    collapse([lone, *shared, across, again])
+    numbers = sorted((begin - memory.data_ptr()) // LARGE_PAGE for begin, _ in advised)
+    assert numbers == [1, 2, 3]
+    assert {size for _, size in advised} == {LARGE_PAGE}
+
+
+def test_what_has_no_memory_of_its_own_is_left_alone(advised):
+    wrapper = TwoTensor(torch.zeros(LARGE_PAGE), torch.zeros(LARGE_PAGE))
+    assert is_traceable_wrapper_subclass(wrapper)
+    strided = torch.zeros(2, LARGE_PAGE).T
+    assert collapse([wrapper, strided, torch.zeros(LARGE_PAGE, device="meta"), torch.zeros(0)]) == 0
+    assert advised == []
+
+
+def test_a_mapped_file_stays_readable(tmp_path):
+    path = tmp_path / "weights"
+    path.write_bytes(bytes(range(256)) * (4 * LARGE_PAGE // 256))
+    mapped = torch.from_file(str(path), shared=False, size=4 * LARGE_PAGE, dtype=torch.uint8)
+    collapse([mapped])
+    assert bytes(mapped[-256:].tolist()) == bytes(range(256))
+
+
+def test_without_the_call_nothing_happens(monkeypatch):
+    monkeypatch.setattr(large_pages.sys, "platform", "darwin")
+    large_pages._madvise.cache_clear()
+    try:
+        assert collapse([torch.zeros(LARGE_PAGE)]) == 0
+    finally:
+        monkeypatch.undo()
+        large_pages._madvise.cache_clear()
+
+
+def test_weights_of_a_module_are_its_parameters_and_buffers():
+    norm = nn.BatchNorm1d(2)
+    assert {id(each) for each in weights_of(norm)} == {
+        id(each) for each in (*norm.parameters(), *norm.buffers())
+    }
