@@ -9,14 +9,12 @@ what they are.
 from __future__ import annotations
 
 import ctypes
-import functools
 import itertools
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 
 from torch import Tensor, nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 __all__ = ["LARGE_PAGE", "collapse", "weights_of"]
 
@@ -55,12 +53,10 @@ def _held(tensors: Iterable[Tensor]) -> Counter[int]:
 
 def _is_plain(tensor: Tensor) -> bool:
     """Not one that keeps its numbers in other tensors, or elsewhere."""
-    return (
-        tensor.device.type == "cpu" and not is_traceable_wrapper_subclass(tensor) and tensor.is_contiguous()
-    )
+    wraps = hasattr(tensor, "__tensor_flatten__")
+    return tensor.device.type == "cpu" and not wraps and tensor.is_contiguous()
 
 
-@functools.cache
 def _madvise() -> Callable[[int, int, int], int] | None:
     if not sys.platform.startswith("linux"):
         return None
