@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from deepspeed.accelerator import get_accelerator
+from deepspeed.ops.large_pages import LARGE_PAGE
 
 # MADV_HUGEPAGE, MADV_NOHUGEPAGE, MADV_POPULATE_WRITE of Linux
 _HUGE_PAGES, _NO_HUGE_PAGES, _POPULATE = 14, 15, 23
-_HUGE_PAGE = 2 << 20
 _STEP = 8 << 20  # bytes made resident at a time
 _PATIENCE = 1.0  # seconds per tensor, and per 512 MiB of it, for finding huge pages
 
@@ -76,10 +76,10 @@ class LockedMemory:
 
 def _mapped(nbytes: int) -> Tensor:
     # What follows the last whole huge page stays in small pages: no more memory than requested.
-    huge = nbytes // _HUGE_PAGE * _HUGE_PAGE
-    pages = _anonymous(nbytes + (_HUGE_PAGE if huge else 0))
+    huge = nbytes // LARGE_PAGE * LARGE_PAGE
+    pages = _anonymous(nbytes + (LARGE_PAGE if huge else 0))
     address = torch.frombuffer(pages, dtype=torch.uint8).data_ptr()
-    begin = -address % _HUGE_PAGE if huge else 0
+    begin = -address % LARGE_PAGE if huge else 0
     if sys.platform.startswith("linux"):
         _make_present(pages, begin, begin + huge, begin + nbytes)
     _lock(address + begin, nbytes)

@@ -115,8 +115,6 @@ class ZeroOptimizer(HasMovableStates, ZeROOptimizer):
         self.access.load_scalars(state)
         self.access.publish()
 
-    # Lending the device's memory ----------------------------------------------------------------------------
-
     # What clients of the system read ------------------------------------------------------------------------
 
     @property
