@@ -6,6 +6,7 @@ import os
 import platform
 import re
 import shutil
+import subprocess
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -52,14 +53,18 @@ def format_range_list(cores: Iterable[int]) -> str:
     return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
 
 
-def get_numa_cores() -> list[list[int]]:
-    """Cores of each NUMA node, empty if the system does not report them."""
-    found: list[tuple[int, list[int]]] = []
+def _nodes() -> dict[int, list[int]]:
+    """Cores of each NUMA node by its number; a node may have only memory, then there are none."""
+    found: dict[int, list[int]] = {}
     for path in NODES.glob("node[0-9]*"):
         cores = (path / "cpulist").read_text().strip()
-        if cores:  # a node may have only memory
-            found.append((int(path.name.removeprefix("node")), parse_range_list(cores)))
-    return [cores for _, cores in sorted(found)]
+        found[int(path.name.removeprefix("node"))] = parse_range_list(cores) if cores else []
+    return dict(sorted(found.items()))
+
+
+def get_numa_cores() -> list[list[int]]:
+    """Cores of each NUMA node that has some, empty if the system does not report them."""
+    return [cores for cores in _nodes().values() if cores]
 
 
 def available_cores() -> list[int]:
@@ -113,18 +118,70 @@ def check_for_numactl_pkg() -> bool:
     return False
 
 
+class NumactlError(ValueError, RuntimeError):
+    """``numactl`` is missing, or takes the cores or the node of the command for wrong. Scripts expect the one or the
+    other type.
+    """
+
+
 def get_numactl_cmd(
     bind_core_list: str | None, num_local_procs: int, local_rank: int
 ) -> tuple[int, list[str]]:
     """Cores per rank, and the command prefix that binds the local rank to its share of the cores.
 
-    Memory is bound too if the share is within one of several NUMA nodes.
+    Memory is bound too if the share is within one NUMA node. What the system does not permit, as a container without
+    CAP_SYS_NICE does not, is left out with a warning: memory first, then the cores.
+
+    Raises:
+        NumactlError: ``numactl`` is not installed, or refuses the command for another reason.
+        ValueError: the ranks do not fit on the cores, or ``KMP_AFFINITY`` is set.
     """
-    check_for_numactl_pkg()
+    if "KMP_AFFINITY" in os.environ:
+        raise ValueError(
+            f"KMP_AFFINITY={os.environ['KMP_AFFINITY']!r} binds threads to cores itself, against numactl: "
+            "unset KMP_AFFINITY"
+        )
     cores = cores_of_rank(bind_core_list, num_local_procs, local_rank)
-    command = ["numactl", "-C", format_range_list(cores)]
-    nodes = get_numa_cores()
-    home = [index for index, node in enumerate(nodes) if set(cores) <= set(node)]
-    if len(nodes) > 1 and home:
-        command += ["-m", str(home[0])]
-    return len(cores), command
+    if not check_for_numactl_pkg():
+        raise NumactlError(
+            "the command numactl was not found: install the package of that name (apt, dnf, pacman)"
+        )
+    only_cores = ["-C", format_range_list(cores)]
+    memory = _memory_options(cores)
+    for options in dict.fromkeys((tuple(memory + only_cores), tuple(only_cores))):
+        command = ["numactl", *options]
+        refusal = _refusal(command)
+        if refusal is None:
+            return len(cores), command
+        if not re.search("operation not permitted|permission denied", refusal, re.IGNORECASE):
+            raise NumactlError(f"{' '.join(command)}: {refusal}")
+        logger.warning(
+            f"This system does not permit {' '.join(command)} ({refusal}): ranks are bound less tightly."
+        )
+    return len(cores), []
+
+
+def _memory_options(cores: Iterable[int]) -> list[str]:
+    """Options that bind memory to the node of these cores; none if they are spread over several."""
+    nodes = _nodes()
+    with_cores = [number for number, of_node in nodes.items() if of_node]
+    without = [number for number, of_node in nodes.items() if not of_node]
+    home = [number for number in with_cores if set(cores) <= set(nodes[number])]
+    if not home:
+        return []
+    if len(without) == len(
+        with_cores
+    ):  # each node has its fast memory as a node of its own, which may run full
+        return ["-p", str(without[with_cores.index(home[0])])]
+    return ["-m", ",".join(map(str, home))]  # several: nodes that the kernel pretends have the same cores
+
+
+def _refusal(command: Sequence[str]) -> str | None:
+    """What ``command`` says when it cannot start a program that does nothing; None if it can."""
+    try:
+        tried = subprocess.run(
+            [*command, "true"], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        )
+    except OSError as error:
+        return str(error)
+    return None if tried.returncode == 0 else "; ".join(tried.stderr.strip().splitlines())
