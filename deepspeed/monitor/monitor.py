@@ -11,12 +11,13 @@ from deepspeed.monitor.csv_monitor import csvMonitor
 from deepspeed.monitor.tensorboard import TensorBoardMonitor
 from deepspeed.monitor.trackio import TrackioMonitor
 from deepspeed.monitor.wandb import WandbMonitor
+from deepspeed.utils.logging import is_rank_zero
 
 __all__ = ["Event", "Monitor", "MonitorMaster"]
 
 
 class MonitorMaster(Monitor):
-    """Writes each event to every monitor that the config enables.
+    """Writes each event to every monitor that the config enables, on rank 0.
 
     Args:
         monitor_config: ``DeepSpeedConfig(...).monitor_config``.
@@ -34,11 +35,12 @@ class MonitorMaster(Monitor):
 
     def _make(self, kind: type[Backend]) -> Any:
         section = getattr(self.monitor_config, kind.key)
-        return kind(section) if section.enabled else None
+        # None on the other ranks: scripts ask for a backend before they use its client's own writer, which rank 0 has.
+        return kind(section) if section.enabled and is_rank_zero() else None
 
     @property
     def backends(self) -> list[Backend]:
-        """The enabled backends."""
+        """The enabled backends; none but on rank 0."""
         made = (
             self.tb_monitor,
             self.wandb_monitor,

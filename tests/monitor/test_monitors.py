@@ -304,9 +304,16 @@ def test_only_rank_0_opens_anything(
     wandb: Any, comet: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RANK", "1")
-    master = MonitorMaster(config(wandb={}, comet={}, csv_monitor={"output_path": str(tmp_path / "x")}))
+    monitors = config(wandb={}, comet={}, csv_monitor={"output_path": str(tmp_path / "x")})
+    master = MonitorMaster(monitors)
     master.write_events([(LOSS, 1.0, 8)])
-    assert master.enabled and master.comet_monitor.experiment is None
+    master.close()
+    assert master.enabled and master.backends == []
+    # what scripts ask for before they write something of their own
+    assert master.wandb_monitor is None and master.comet_monitor is None and master.csv_monitor is None
+    alone = CometMonitor(monitors)
+    alone.write_events([(LOSS, 1.0, 8)])
+    assert alone.enabled and alone.experiment is None
     assert wandb.made == [] and comet.calls == [] and list(tmp_path.iterdir()) == []
 
 
