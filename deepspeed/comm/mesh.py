@@ -179,6 +179,8 @@ class ProcessMesh:
         self._network = process_network
         self.data_before_experts = False
         """Whether ranks with the same experts are neighbours; otherwise those that share a layer's experts are."""
+        self.splits_experts = False
+        """Whether the experts of some layer are split over the tensor-parallel ranks themselves."""
 
     def in_network(self, network: Network) -> ProcessMesh:
         """The same ranks and groups, with communicators of `network`."""

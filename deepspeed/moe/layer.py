@@ -121,7 +121,9 @@ class MoE(nn.Module):
         ranks, layer = mesh.sharing_experts(self.ep_size), self.deepspeed_moe
         layer.spread_over(mesh.among(ranks))
         layer.experts.take_place(ranks.index(mesh.global_rank), self.ep_size)  # type: ignore[operator]
-        if not self.enable_expert_tensor_parallelism:
+        if self.enable_expert_tensor_parallelism:
+            mesh.splits_experts = True
+        else:
             layer.divide_tokens(mesh.communicator("tp"))
 
     def forward(

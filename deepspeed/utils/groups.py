@@ -21,6 +21,8 @@ from .newest import Newest
 class Mesh(Protocol):
     """The part of ``deepspeed.comm.mesh.ProcessMesh`` used here."""
 
+    splits_experts: bool
+
     def size(self, *axes: str) -> int: ...
     def rank(self, *axes: str) -> int: ...
     def ranks(self, *axes: str) -> tuple[int, ...]: ...
@@ -42,6 +44,8 @@ class _ExpertGroups:
 
     sharing: ProcessGroup
     same: ProcessGroup
+    tensor: int
+    """Over how many ranks each expert is split."""
     world: ProcessGroup | None
     """The ranks of which they are a part: they are void when those are destroyed."""
 
@@ -309,7 +313,7 @@ def _make_expert_groups(size: int, tensor: int, stages: int, data_before_experts
         # All ranks make all of them.
         made: list[Any] = [torch.distributed.new_group(ranks) for ranks in parts]
         mine.append(next(g for g, ranks in zip(made, parts, strict=True) if _global_rank() in ranks))
-    _registered.experts[name] = _ExpertGroups(mine[0], mine[1], torch.distributed.group.WORLD)
+    _registered.experts[name] = _ExpertGroups(mine[0], mine[1], tensor, torch.distributed.group.WORLD)
 
 
 def _made_by_hand(group_name: str) -> _ExpertGroups | None:
@@ -398,6 +402,16 @@ def _get_expert_parallel_src_rank(group_name: str) -> int:
 def _get_expert_broadcast_src_rank(group_name: str) -> int:
     """The first of the ranks that hold the same experts as this one."""
     return _sharing_experts(group_name, same=True)[0]
+
+
+def _get_expert_model_parallel_world_size() -> int:
+    """Over how many tensor-parallel ranks experts are split themselves: one unless a layer with
+    ``enable_expert_tensor_parallelism`` says so, or, without an engine, the groups made by hand."""
+    mesh = get_mesh()
+    if mesh is not None:
+        return mesh.size("tp") if mesh.splits_experts else 1
+    made = [groups.tensor for name, groups in _registered.experts.items() if _made_by_hand(name)]
+    return max(made, default=1)
 
 
 def _global_rank() -> int:

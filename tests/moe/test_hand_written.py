@@ -143,7 +143,9 @@ class Unit:
 
 @distributed(world_size=4)
 def test_groups_beside_tensor_parallelism() -> None:
+    assert groups._get_expert_model_parallel_world_size() == 1
     groups._create_expert_data_and_model_parallel(2, Unit())
+    assert groups._get_expert_model_parallel_world_size() == 2
     rank = dist.get_rank()
     assert groups._get_expert_parallel_group_ranks("ep_size_2") == [rank % 2, rank % 2 + 2]
     assert groups._get_expert_data_parallel_group_ranks("ep_size_2") == [rank]
