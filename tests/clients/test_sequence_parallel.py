@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import deepspeed
-from deepspeed.runtime.sequence_parallel.registration import unregister
+from deepspeed.runtime.sequence_parallel.registration import attention_function, unregister
 from deepspeed.utils import groups
 from tests.clients.kit import clean_clients, llama, llama_config, lora, whole_weights
 from tests.pool import distributed
@@ -467,6 +467,38 @@ def test_what_does_not_fit_is_refused() -> None:
         with pytest.raises(ValueError, match="made for its shard"):
             model(input_ids=torch.ones(1, 4, dtype=torch.int64), attention_mask=torch.ones(1, 1, 4, 4))
         groups.set_mesh(None)
+
+
+KERNEL = "kernels-community/of-a-test"
+
+
+@distributed(world_size=2)
+def test_kernels_of_the_hub_are_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before a model is loaded with one: Transformers registers it, as it does for models."""
+    from transformers import modeling_flash_attention_utils, modeling_utils
+
+    functions = modeling_utils.ALL_ATTENTION_FUNCTIONS
+
+    def fetch(name: str) -> None:
+        if name != KERNEL:
+            raise ImportError("the package kernels is missing")
+        functions.register(name, functions["sdpa"])
+
+    monkeypatch.setattr(modeling_flash_attention_utils, "lazy_import_flash_attention", fetch)
+    own = attention_function("sdpa")
+    try:
+        assert attention_function(KERNEL) is own
+    finally:
+        functions.__class__._global_mapping.pop(KERNEL, None)
+    for name, said in (
+        ("kernels-community/absent", "could not be loaded: the package"),
+        ("absent", "is not among"),
+    ):
+        with pytest.raises(ValueError, match=f"core_attn_implementation='{name}' {said}"):
+            attention_function(name)
+    monkeypatch.delattr(modeling_flash_attention_utils, "lazy_import_flash_attention")
+    with pytest.raises(ValueError, match=f"'{KERNEL}' is not among"):  # an older release
+        attention_function(KERNEL)
 
 
 @pytest.mark.parametrize("variable", [True, False])

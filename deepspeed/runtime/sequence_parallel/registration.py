@@ -95,13 +95,30 @@ class Target:
 
 
 def attention_function(name: str) -> Callable[..., Any]:
-    """The attention that Transformers itself has under this name. ValueError: there is none."""
+    """The attention that Transformers has under this name, be it a kernel of the Hub (``kernels-community/...``), which
+    is fetched. ValueError: there is none."""
     functions, _ = attention_registries("sequence parallelism of Transformers' models")
+    if name not in functions.valid_keys():
+        _fetch_kernel(name)
     if name not in functions.valid_keys():
         raise ValueError(
             f"core_attn_implementation={name!r} is not among {', '.join(sorted(functions.valid_keys()))}"
         )
     return _own(functions[name])
+
+
+def _fetch_kernel(name: str) -> None:
+    """Transformers registers a kernel of the Hub with the first model that is loaded with it: here it is needed before.
+    ValueError: it cannot be fetched. Releases that cannot be asked for one leave it unregistered."""
+    from transformers import modeling_flash_attention_utils
+
+    load = getattr(modeling_flash_attention_utils, "lazy_import_flash_attention", None)
+    if load is None or "/" not in name:
+        return
+    try:
+        load(name)
+    except (ImportError, ValueError, OSError) as problem:
+        raise ValueError(f"core_attn_implementation={name!r} could not be loaded: {problem}") from problem
 
 
 def register(attention: CountedAttention, core: str, target: Target) -> None:
