@@ -89,6 +89,10 @@ def split_placements(
     known = wanted.placements.get(name) if wanted is not None else None
     if info and any(info.get(key) for key in _RULES):
         return Described(info).placements(name, shapes)
+    if info and wanted is None and shapes[0] and any(key in info for key in _RULES):
+        # Rules that name no parameter say that all are split along their first dim. A model that loads knows better:
+        # there are systems that write such rules because they have nothing to say.
+        return Described(info).placements(name, shapes)
     if known is None or wanted is None:
         if len(set(shapes)) == 1 and (wanted is not None or not shapes[0]):
             # A buffer; parameters are listed above.

@@ -11,7 +11,9 @@ import torch
 import torch.distributed as dist
 
 from deepspeed.checkpoint.errors import CheckpointError
+from deepspeed.checkpoint.placement import Placement
 from deepspeed.checkpoint.shards import regions
+from deepspeed.checkpoint.splits import Wanted, split_placements
 from deepspeed.checkpoint.universal_export import convert
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from tests.checkpoint.make_universal_checkpoints import (
@@ -227,6 +229,24 @@ def test_weights_join_without_a_model_where_the_file_says_how(case: str) -> None
 def test_parts_that_nothing_describes_are_refused_without_a_model() -> None:
     with pytest.raises(CheckpointError, match="2 parts of words.weight and does not say how they belong"):
         get_fp32_state_dict_from_zero_checkpoint(SPLIT / "stage0_fp32")
+
+
+def test_rules_that_name_no_parameter_mean_the_first_dim() -> None:
+    """As a model writes them whose layers are all split by their outputs. A model that loads knows better."""
+    rules: dict[str, Any] = {
+        "universal_checkpoint_version": 0.4,
+        "parameter_with_row_parallelism_patterns": [],
+        "parameter_with_sub_params": [],
+    }
+    shapes = [(3, 4), (2, 4)]
+    parts = split_placements("fc.weight", shapes, rules, None)
+    assert [part and part.global_shape for part in parts] == [(5, 4), (5, 4)]
+    assert [part and part.boxes for part in parts] == [(((0, 3), (0, 4)),), (((3, 5), (0, 4)),)]
+    loads = Wanted(placements={"fc.weight": Placement(global_shape=(3, 8))}, ranks=2)
+    parts = split_placements("fc.weight", [(3, 4), (3, 4)], rules, loads)
+    assert [part and part.global_shape for part in parts] == [(3, 8), (3, 8)]
+    with pytest.raises(CheckpointError, match="does not say how"):
+        split_placements("fc.weight", shapes, {"universal_checkpoint_version": 0.4}, None)
 
 
 def test_a_lost_part_is_named(tmp_path: Path) -> None:
