@@ -97,7 +97,7 @@ def check_optimizer(name: Any, params: Any = None) -> list[str]:
     if key not in BUILT_IN and _torch_class(name) is None:
         return [f"optimizer.type={name!r} is unknown{_nearest(name, available_names())}"]
     settings = _settings(params)
-    problems = _unknown_keys(name, settings)
+    problems = _unknown_keys(name, {**(params or {}), **settings})
     problems += _bad_values(settings) + _contradictions(settings)
     if settings.get("amsgrad") and key in BUILT_IN and not settings.get("torch_adam"):
         problems.append(
