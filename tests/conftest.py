@@ -26,6 +26,22 @@ def _the_same_numbers_in_any_order() -> None:
     torch.manual_seed(0)
 
 
+@pytest.fixture
+def advised(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Begin and size of the memory for which large pages are asked of the system, which is not asked."""
+    from deepspeed.ops import large_pages
+
+    asked: list[tuple[int, int]] = []
+
+    def advise(begin: int, size: int, advice: int) -> int:
+        assert advice == 25
+        asked.append((begin, size))
+        return 0
+
+    monkeypatch.setattr(large_pages, "_madvise", lambda: advise)
+    return asked
+
+
 @pytest.fixture(autouse=True)
 def _no_process_group_is_left_behind() -> Iterator[None]:
     """In the process of pytest: later tests would take it for theirs. (Ranks of the pool are compared with before.)"""

@@ -20,6 +20,7 @@ from deepspeed.checkpoint.reader import read_own
 from deepspeed.checkpoint.sharded_weights import ShardedWeights
 from deepspeed.checkpoint.shards import Piece, ShardIndex, intersect
 from deepspeed.checkpoint.state import MASTER, ParamEntry, TrainingState
+from deepspeed.ops.adam.multi_tensor_adam import as_in
 
 IMPLEMENTATION_OPTIONS = frozenset({"foreach", "fused", "capturable", "differentiable"})
 """Group options that say how an optimizer computes, not what: the running optimizer's values are kept."""
@@ -323,7 +324,7 @@ class Restorer:
             group.update(
                 {
                     key: value.clone() if isinstance(value, Tensor) else value
-                    for key, value in saved.options.items()
+                    for key, value in as_in(group, saved.options).items()
                     if key not in IMPLEMENTATION_OPTIONS and not _added(key, value, group)
                 }
             )

@@ -188,6 +188,8 @@ REQUIRED = {
     "WarmupDecayLR": ("total_num_steps",),
     "WarmupCosineLR": ("total_num_steps",),
 }
+FILLED_IN = frozenset(OPTIMIZER.keys() | {key for table in SCHEDULES.values() for key in table}) - TAKES_AUTO
+"""Arguments that "auto" leaves to a client."""
 WHOLE_NUMBERS = frozenset(
     key
     for table in SCHEDULES.values()

@@ -22,7 +22,7 @@ from deepspeed.comm.config import CommConfig, CommsLoggerConfig, GradientCompres
 from deepspeed.compile.config import CompileConfig
 from deepspeed.compression.config import CompressionConfig, QuantizeTrainingConfig, WeightQuantConfig
 from deepspeed.config.aio import AioConfig
-from deepspeed.config.arguments import TAKES_AUTO
+from deepspeed.config.arguments import FILLED_IN
 from deepspeed.config.checkpoint import CheckpointConfig
 from deepspeed.config.hybrid_engine import HybridEngineConfig
 from deepspeed.config.precision import (
@@ -70,9 +70,10 @@ from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
 
 def _without_auto(value: Any) -> Any:
-    """Arguments left for a client to fill in that it did not: treated as absent."""
+    """Arguments left for a client to fill in that it did not: treated as absent. Those whose names nothing knows are
+    kept, so that they are found to be unknown."""
     if isinstance(value, dict):
-        return {key: item for key, item in value.items() if not is_auto(item) or key in TAKES_AUTO}
+        return {key: item for key, item in value.items() if not (is_auto(item) and key in FILLED_IN)}
     return value
 
 

@@ -197,7 +197,8 @@ def _optimizer(
     trainable = [entry for entry in groups if isinstance(entry, dict) or entry.requires_grad]
     if made is None and config.optimizer_name is not None and trainable:
         set_optimizer_flags(config, request.module)
-        made = build_optimizer(config.optimizer_name, config.optimizer_params, trainable)
+        on_host = plan.state_offload is not None
+        made = build_optimizer(config.optimizer_name, config.optimizer_params, trainable, on_host=on_host)
     if made is None and request.trained is not None and not trainable:
         return ADAM, [], ["no optimizer is known: only weights are counted"]
     if made is None:

@@ -11,15 +11,23 @@ from __future__ import annotations
 import ctypes
 import itertools
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 
 from torch import Tensor, nn
 
-__all__ = ["LARGE_PAGE", "collapse", "weights_of"]
+__all__ = ["LARGE_PAGE", "collapse", "search_deadline", "weights_of"]
 
 LARGE_PAGE = 2 << 20
 _MADV_COLLAPSE = 25
+_PATIENCE = 1.0  # seconds per request, and per 512 MiB of it
+
+
+def search_deadline(nbytes: int) -> float:
+    """Until when, on the monotonic clock, to ask for large pages for so much memory: a system with little free memory
+    may have to move other pages for each."""
+    return time.monotonic() + _PATIENCE * (1 + nbytes / (512 << 20))
 
 
 def collapse(tensors: Iterable[Tensor]) -> int:
@@ -27,13 +35,15 @@ def collapse(tensors: Iterable[Tensor]) -> int:
     per page, once.
 
     Returns the bytes of large pages that hold them now: 0 on other systems, and less than asked for where memory is a
-    mapped file or the system has no large pages left.
+    mapped file or the system has no large pages left, or does not find them in reasonable time.
     """
     advise = _madvise()
     if advise is None:
         return 0
-    pages = (page for page, held in _held(tensors).items() if 2 * held >= LARGE_PAGE)
-    return sum(LARGE_PAGE for page in pages if advise(page * LARGE_PAGE, LARGE_PAGE, _MADV_COLLAPSE) == 0)
+    pages = [page for page, held in _held(tensors).items() if 2 * held >= LARGE_PAGE]
+    deadline = search_deadline(len(pages) * LARGE_PAGE)
+    in_time = itertools.takewhile(lambda _: time.monotonic() < deadline, pages)
+    return sum(LARGE_PAGE for page in in_time if advise(page * LARGE_PAGE, LARGE_PAGE, _MADV_COLLAPSE) == 0)
 
 
 def weights_of(module: nn.Module) -> Iterator[Tensor]:

@@ -100,18 +100,23 @@ def make_mesh(axes: Axes, mpu: Any = None, mesh_device: Any = None) -> ProcessMe
 
 def resolve_optimizer(
     config: DeepSpeedConfig,
+    plan: Plan,
     client: torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer] | None,
     model_parameters: Iterable[Any] | None,
     module: nn.Module,
 ) -> torch.optim.Optimizer | None:
     """The client's optimizer, the one its callable returns, the one the config names, or None."""
     if isinstance(client, torch.optim.Optimizer) or (client is not None and hasattr(client, "param_groups")):
-        return _unwrapped(client)
+        made = _unwrapped(client)
+        _check_made_for_host(plan, made)
+        return made
     groups = _groups(model_parameters, module)
     if not groups and is_idle(module):
         groups = [{PARAMS: []}]
     if callable(client):
-        return client(groups)
+        made = client(groups)
+        _check_made_for_host(plan, made)
+        return made
     if client is not None:
         raise TypeError(
             f"optimizer must be a torch.optim.Optimizer or a callable, not {type(client).__name__}"
@@ -119,7 +124,19 @@ def resolve_optimizer(
     if config.optimizer_name is None or not groups:
         return None
     set_optimizer_flags(config, module)
-    return build_optimizer(config.optimizer_name, config.optimizer_params, groups)
+    on_host = plan.state_offload is not None
+    return build_optimizer(config.optimizer_name, config.optimizer_params, groups, on_host=on_host)
+
+
+def _check_made_for_host(plan: Plan, client: torch.optim.Optimizer) -> None:
+    """What the config names itself, `torch_adam` for one, is what its author wants; a client's may be an oversight."""
+    if plan.state_offload is None or not plan.zero.host_optimizer_only:
+        return
+    if not type(client).__module__.startswith("deepspeed."):
+        raise ZeRORuntimeException(
+            f"offload_optimizer updates on the host, {type(client).__name__} is not made for it, and the config has "
+            "zero_force_ds_cpu_optimizer: true. Use DeepSpeedCPUAdam or an 'optimizer' section, or leave the key out."
+        )
 
 
 def _unwrapped(client: Any) -> torch.optim.Optimizer:
@@ -167,14 +184,6 @@ def check_optimizer(
             "holds none with requires_grad=True; unfreeze some, or use stage 0."
         )
     check_partitioning(optimizer, plan)
-    name = type(optimizer).__name__
-    if plan.state_offload is None or not plan.zero.host_optimizer_only:
-        return
-    if not type(optimizer).__module__.startswith("deepspeed."):
-        raise ZeRORuntimeException(
-            f"offload_optimizer updates on the host, {name} is not made for it, and the config has "
-            "zero_force_ds_cpu_optimizer: true. Use DeepSpeedCPUAdam or an 'optimizer' section, or leave the key out."
-        )
 
 
 def _check_whole(optimizer: torch.optim.Optimizer, trained: TrainedParams, scopes: Scopes) -> None:

@@ -183,7 +183,9 @@ class DeepSpeedEngine(EngineData):
     def _build_training(self, optimizer: Any, model_parameters: list[Any] | None) -> None:
         """Build the optimizer and everything between gradients and updated weights."""
         self.client_optimizer = optimizer
-        self.basic_optimizer = resolve_optimizer(self._config, optimizer, model_parameters, self.module)
+        self.basic_optimizer = resolve_optimizer(
+            self._config, self.plan, optimizer, model_parameters, self.module
+        )
         require_optimizer(self.plan, self.basic_optimizer is not None)
         if optimizer is None and self.basic_optimizer is not None:
             set_state_dtype(self.basic_optimizer, self.plan.precision.state)

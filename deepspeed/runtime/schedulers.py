@@ -28,13 +28,14 @@ def resolve_scheduler(
     if name is None or optimizer is None:
         return None
     kind = _find(name)
+    given = config.scheduler_params or {}
     params = {
         key: int(value) if key in WHOLE_NUMBERS and isinstance(value, float) else value
-        for key, value in (config.scheduler_params or {}).items()
+        for key, value in given.items()
         if value != "auto"
     }
     known = set(inspect.signature(kind).parameters) - {"optimizer"}
-    unknown = sorted(set(params) - known)
+    unknown = sorted(set(given) - known)
     if unknown:
         raise DeepSpeedConfigError(
             f"scheduler.params.{unknown[0]} is not a parameter of {name}; it takes {', '.join(sorted(known))}."

@@ -140,6 +140,15 @@ def test_what_a_schedule_needs(name: str, key: str) -> None:
     assert problems(config) == []
 
 
+def test_auto_is_no_excuse_for_an_unknown_name() -> None:
+    """Nobody fills it in: as an error it is as clear as with any other value."""
+    (found,) = problems(of_optimizer("AdamW", lr="auto", learning_rate="auto"))
+    assert found.key == "optimizer.params.learning_rate" and "unknown" in found.message
+    (found,) = problems(of_schedule("WarmupLR", warmup_max_lr="auto", warmup_max="auto"))
+    assert found.key == "scheduler.params.warmup_max" and "unknown" in found.message
+    assert problems(of_schedule("StepLR", step_size=3, gamma="auto")) == []
+
+
 @pytest.mark.parametrize(
     "config",
     [

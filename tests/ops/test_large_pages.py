@@ -1,7 +1,9 @@
 """Memory on large pages: contents and addresses stay, and only memory that mostly is the tensors' is touched."""
 
+import itertools
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,20 +23,6 @@ def large_bytes(tensor: torch.Tensor) -> int:
             found = re.search(r"AnonHugePages:\s*(\d+) kB", entry)
             return int(found[1]) * 1024 if found else 0
     raise AssertionError("no mapping has it")
-
-
-@pytest.fixture
-def advised(monkeypatch):
-    """Pages that the system is asked about, without asking it."""
-    asked: list[tuple[int, int]] = []
-
-    def advise(begin: int, size: int, advice: int) -> int:
-        assert advice == 25
-        asked.append((begin, size))
-        return 0
-
-    monkeypatch.setattr(large_pages, "_madvise", lambda: advise)
-    return asked
 
 
 def aligned(size: int) -> torch.Tensor:
@@ -69,6 +57,13 @@ def test_pages_are_those_that_tensors_mostly_fill(advised):
     numbers = sorted((begin - memory.data_ptr()) // LARGE_PAGE for begin, _ in advised)
     assert numbers == [1, 2, 3]
     assert {size for _, size in advised} == {LARGE_PAGE}
+
+
+def test_a_system_that_does_not_find_pages_is_not_asked_forever(advised, monkeypatch):
+    clock = itertools.count(step=0.75)
+    monkeypatch.setattr(large_pages, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    assert collapse([aligned(8 * LARGE_PAGE)]) == LARGE_PAGE  # at 0.75 s of 1.03; the next would be at 1.5
+    assert len(advised) == 1
 
 
 def test_what_has_no_memory_of_its_own_is_left_alone(advised):

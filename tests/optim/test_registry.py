@@ -76,6 +76,7 @@ def test_adam_w_mode(name: str, mode: bool | None, decoupled: bool) -> None:
         ("Optimizer", None, ["optimizer.type='Optimizer'", "unknown"]),
         (None, None, ["optimizer.type=None"]),
         ("Adam", [1], ["optimizer.params"]),
+        ("Adam", {"learning_rate": "auto"}, ["optimizer.params.learning_rate", "allowed:", "lr"]),
         ("Adam", {"learning_rate": 1}, ["optimizer.params.learning_rate", "allowed:", "lr"]),
         ("Adam", {"beta": (0.9, 0.99)}, ["optimizer.params.beta ", "did you mean betas"]),
         ("Adam", {"max_grad_norm": 1.0}, ["max_grad_norm", "gradient_clipping"]),

@@ -23,6 +23,17 @@ def _has_triton() -> bool:
     return torch.cuda.is_available() and importlib.util.find_spec("triton") is not None
 
 
+_DECOUPLED_KEYS = ("adam_w_mode", "adamw_mode")
+"""One option under the names that FusedAdam and DeepSpeedCPUAdam give it."""
+
+
+def as_in(group: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
+    """Saved ``options`` as the optimizer of ``group`` spells them, which may be another Adam than the one that was
+    saved: with and without offload they differ."""
+    own = next((key for key in _DECOUPLED_KEYS if key in group), None)
+    return {own if own and key in _DECOUPLED_KEYS else key: value for key, value in options.items()}
+
+
 class MultiTensorAdam(MultiTensorOptimizer):
     """Groups hold lr, betas, eps, weight_decay, bias_correction, and under `decoupled_key` whether weight
     decay is applied to the parameter (AdamW) or added to the gradient (Adam with L2)."""

@@ -13,12 +13,11 @@ import torch
 from torch import Tensor
 
 from deepspeed.accelerator import get_accelerator
-from deepspeed.ops.large_pages import LARGE_PAGE
+from deepspeed.ops.large_pages import LARGE_PAGE, search_deadline
 
 # MADV_HUGEPAGE, MADV_NOHUGEPAGE, MADV_POPULATE_WRITE of Linux
 _HUGE_PAGES, _NO_HUGE_PAGES, _POPULATE = 14, 15, 23
 _STEP = 8 << 20  # bytes made resident at a time
-_PATIENCE = 1.0  # seconds per tensor, and per 512 MiB of it, for finding huge pages
 
 
 # Addresses of the live mappings, whichever handle made them: memory belongs to the process.
@@ -91,7 +90,7 @@ def _mapped(nbytes: int) -> Tensor:
 def _make_present(pages: mmap.mmap, begin: int, huge_end: int, end: int) -> None:
     """Makes [begin, end) resident, up to `huge_end` in huge pages as long as the system, which may have to move other
     memory for them, finds them in reasonable time."""
-    deadline = time.monotonic() + _PATIENCE * (1 + (end - begin) / (512 << 20))
+    deadline = search_deadline(end - begin)
     at = begin
     while at < huge_end and time.monotonic() < deadline:
         step = min(_STEP, huge_end - at)

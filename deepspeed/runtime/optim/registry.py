@@ -19,7 +19,7 @@ from deepspeed.ops.adagrad import Adagrad
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from deepspeed.ops.adam.compact_adam import CompactAdam
 from deepspeed.ops.lamb import FusedLamb
-from deepspeed.ops.lion import FusedLion
+from deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
 from deepspeed.ops.sgd import SGD
 from deepspeed.runtime.fp16.onebit import OnebitAdam, OnebitLamb, ZeroOneAdam
 from deepspeed.runtime.optim.elementwise import is_elementwise
@@ -39,18 +39,20 @@ class BuiltIn:
     """Keys that choose the implementation and are no arguments of the class."""
     torch_name: str | None = None
     """Class of torch.optim that takes over where a key is given that only it knows."""
+    host_cls: OptimizerClass | None = None
+    """What scripts expect in its place where the update is offloaded to host memory; the arithmetic is the same."""
 
 
 _COMPACT_KEYS = ("state_bits", "stochastic_rounding")
 _ADAM_KEYS = ("torch_adam", "adam_w_mode", "fp32_optimizer_states", *_COMPACT_KEYS)
 
 BUILT_IN: dict[str, BuiltIn] = {
-    "adam": BuiltIn(FusedAdam, _ADAM_KEYS),
-    "adamw": BuiltIn(FusedAdam, _ADAM_KEYS),
+    "adam": BuiltIn(FusedAdam, _ADAM_KEYS, host_cls=DeepSpeedCPUAdam),
+    "adamw": BuiltIn(FusedAdam, _ADAM_KEYS, host_cls=DeepSpeedCPUAdam),
     "fusedadam": BuiltIn(FusedAdam, _ADAM_KEYS),
     "lamb": BuiltIn(FusedLamb),
     "fusedlamb": BuiltIn(FusedLamb),
-    "lion": BuiltIn(FusedLion),
+    "lion": BuiltIn(FusedLion, host_cls=DeepSpeedCPULion),
     "adagrad": BuiltIn(Adagrad, torch_name="Adagrad"),
     "sgd": BuiltIn(SGD, torch_name="SGD"),
     "muon": BuiltIn(build_muon),
@@ -64,8 +66,11 @@ BUILT_IN: dict[str, BuiltIn] = {
 }
 
 
-def build_optimizer(name: str, params: dict[str, Any] | None, param_groups: Any) -> torch.optim.Optimizer:
+def build_optimizer(
+    name: str, params: dict[str, Any] | None, param_groups: Any, *, on_host: bool = False
+) -> torch.optim.Optimizer:
     """The optimizer that `{"type": name, "params": params}` asks for, on `param_groups` (as for torch.optim).
+    `on_host`: its update is offloaded to host memory.
 
     Raises:
         DeepSpeedConfigError: unknown or unavailable name, unknown parameter, or a value out of range; all
@@ -75,7 +80,7 @@ def build_optimizer(name: str, params: dict[str, Any] | None, param_groups: Any)
     if problems:
         raise DeepSpeedConfigError("; ".join(problems))
     settings = _settings(params)
-    cls = _resolve(name, settings)
+    cls = _resolve(name, settings, on_host)
     try:
         return cls(param_groups, **settings)
     except (TypeError, ValueError) as error:
@@ -92,7 +97,7 @@ def check_optimizer(name: Any, params: Any = None) -> list[str]:
     if key not in BUILT_IN and _torch_class(name) is None:
         return [f"optimizer.type={name!r} is unknown{_nearest(name, available_names())}"]
     settings = _settings(params)
-    problems = _unknown_keys(name, settings)
+    problems = _unknown_keys(name, {**(params or {}), **settings})
     problems += _bad_values(settings) + _contradictions(settings)
     if settings.get("amsgrad") and key in BUILT_IN and not settings.get("torch_adam"):
         problems.append(
@@ -115,7 +120,7 @@ def _settings(params: dict[str, Any] | None) -> dict[str, Any]:
     return settings
 
 
-def _resolve(name: str, settings: dict[str, Any]) -> OptimizerClass:
+def _resolve(name: str, settings: dict[str, Any], on_host: bool) -> OptimizerClass:
     """The class for a valid section; removes keys from `settings` that the class does not take."""
     built_in = BUILT_IN.get(name.lower())
     if built_in is None:
@@ -123,11 +128,14 @@ def _resolve(name: str, settings: dict[str, Any]) -> OptimizerClass:
     if built_in.torch_name is not None and not settings.keys() <= _arguments(built_in.cls).keys():
         return getattr(torch.optim, built_in.torch_name)
     if built_in.cls is FusedAdam:
-        return _adam(name.lower(), settings)
+        return _adam(name.lower(), settings, on_host)
+    if on_host and built_in.host_cls is not None:
+        settings.pop("set_grad_none", None)
+        return built_in.host_cls
     return built_in.cls
 
 
-def _adam(key: str, settings: dict[str, Any]) -> OptimizerClass:
+def _adam(key: str, settings: dict[str, Any], on_host: bool) -> OptimizerClass:
     decoupled = bool(settings.pop("adam_w_mode", True)) or key == "adamw"
     fp32_states = settings.pop("fp32_optimizer_states", True)
     compact = {key: settings.pop(key) for key in _COMPACT_KEYS if key in settings}
@@ -138,8 +146,8 @@ def _adam(key: str, settings: dict[str, Any]) -> OptimizerClass:
         settings.pop("set_grad_none", None)
         settings.update({"state_bits": 32, **compact}, adam_w_mode=decoupled)
         return CompactAdam
-    if not fp32_states:
-        settings.update(adamw_mode=decoupled, fp32_optimizer_states=False)
+    if not fp32_states or (on_host and BUILT_IN[key].host_cls is not None):
+        settings.update(adamw_mode=decoupled, fp32_optimizer_states=fp32_states)
         settings.pop("set_grad_none", None)
         return DeepSpeedCPUAdam
     settings["adam_w_mode"] = decoupled

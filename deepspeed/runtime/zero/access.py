@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from deepspeed.checkpoint.placement import placement_of
 from deepspeed.checkpoint.shards import Cut, ShardIndex
+from deepspeed.ops.adam.multi_tensor_adam import as_in
 from deepspeed.runtime.loss_scaler import LossScaler
 from deepspeed.runtime.zero.bucket import WeightPublisher
 from deepspeed.runtime.zero.grad_bucket import GradBucket
@@ -276,7 +277,8 @@ class StateAccess:
         if len(groups) != len(own):
             raise ValueError(f"{len(groups)} parameter groups were saved, but the optimizer has {len(own)}")
         for group, saved in zip(own, groups, strict=True):
-            group.update({k: v for k, v in saved.items() if k not in self.store.traits.script_keys})
+            options = as_in(group, saved)
+            group.update({k: v for k, v in options.items() if k not in self.store.traits.script_keys})
 
     def scalars(self) -> dict[str, Any]:
         return {"loss_scaler": self.scaler.state_dict(), "dynamic": self.scaler.dynamic}
