@@ -23,34 +23,65 @@ using ds::kLanes;
 
 constexpr int64_t kRows = 16;     // of a tile
 constexpr int64_t kTogether = 4;  // rows for which a key or value is loaded once
-constexpr int64_t kChains = 4;    // sums that are computed beside each other: an addition waits for the one before it
 constexpr int64_t kBlocks = 4;    // of which scores are computed together
-constexpr int64_t kLine = 64;
 
 // The kLanes lanes of a vector, N to a register: parts of a vector, of which so many are computed beside each other that
-// the sums of kChains vectors are in registers.
+// the sums of some vectors are in registers.
 template <int N>
 struct Parts {
     using Floats = typename ds::Vector<N>::Floats;
     static constexpr int64_t all = kLanes / N, together = all < 2 ? all : 2, lanes = together * N;
 
+    // Vectors of keys, and of numbers of values, whose sums for R rows are computed beside each other: an addition waits for
+    // the one before it.
+    template <int64_t R>
+    static constexpr int64_t keys = 4 / R;
+    template <int64_t R>
+    static constexpr int64_t numbers = N == 16 && R > 2 ? 2 : 4 / R;
+
     static DS_INLINE_MEMBER void load(Floats &to, const float *from) { std::memcpy(&to, from, sizeof to); }
     static DS_INLINE_MEMBER void store(float *to, const Floats &from) { std::memcpy(to, &from, sizeof from); }
 };
 
+// Keys and values as the cache has them, which are widened where they are multiplied: in memory of their own they would
+// drive out of the first-level cache what is there, and be read before they were asked for.
+template <int N, int32_t dtype>
+struct Stored {
+    using Number = std::conditional_t<dtype == DS_FLOAT32, float, uint16_t>;
+    using Floats = typename ds::Vector<N>::Floats;
+
+    static DS_INLINE_MEMBER void load(Floats &to, const Number *from) {
+        if constexpr (dtype == DS_FLOAT32) {
+            std::memcpy(&to, from, sizeof to);
+        } else if constexpr (dtype == DS_BFLOAT16) {
+            typename ds::Vector<N>::Words words;
+            ds::Vector<N>::widen(words, from);
+            words <<= 16;
+            std::memcpy(&to, &words, sizeof to);
+        } else {
+            alignas(Floats) float wide[N];
+            DS_IVDEP for (int i = 0; i < N; ++i) wide[i] = ds::widen_float16(from[i]);
+            std::memcpy(&to, wide, sizeof to);
+        }
+    }
+};
+
+template <int32_t dtype>
+using NumberOf = typename Stored<1, dtype>::Number;
+
 // to[c][r][0..lanes) = query[r] times the keys of some tokens, of C of those beside each other; `keys` [size][stride]. With
-// `asks` one line at `ask` is asked of the memory with each number of a key.
-template <int N, bool asks, int64_t R, int64_t C>
-DS_INLINE void score_parts(const float *query, int64_t size, const float *const (&keys)[C], int64_t first, int64_t stride,
-                           const char *const (&ask)[C], float *const (&to)[C], int64_t to_row) {
+// `asks` the `pitch` bytes at `ask` and those that follow are asked of the memory, so many with each number of a key.
+template <int N, int32_t dtype, bool asks, int64_t R, int64_t C>
+DS_INLINE void score_parts(const float *query, int64_t size, const NumberOf<dtype> *const (&keys)[C], int64_t first,
+                           int64_t stride, const char *const (&ask)[C], int64_t pitch, float *const (&to)[C], int64_t to_row) {
     using P = Parts<N>;
     typename P::Floats sums[R][C][P::together] = {};
     for (int64_t d = 0; d < size; ++d)
         DS_UNROLL for (int64_t c = 0; c < C; ++c) {
-            if constexpr (asks) ds::ask_for(ask[c] + d * kLine);
+            if constexpr (asks) ds::ask_for(ask[c] + d * pitch);
             DS_UNROLL for (int64_t p = 0; p < P::together; ++p) {
                 typename P::Floats key;
-                P::load(key, keys[c] + first + d * stride + p * N);
+                Stored<N, dtype>::load(key, keys[c] + first + d * stride + p * N);
                 DS_UNROLL for (int64_t r = 0; r < R; ++r) sums[r][c][p] += query[r * size + d] * key;
             }
         }
@@ -60,18 +91,18 @@ DS_INLINE void score_parts(const float *query, int64_t size, const float *const 
 }
 
 // The same of 16 tokens.
-template <int N, int64_t R, int64_t C>
-DS_INLINE void score_lanes(const float *query, int64_t size, const float *const (&keys)[C], int64_t stride,
-                           const char *const (&ask)[C], float *const (&to)[C], int64_t to_row) {
-    score_parts<N, true, R, C>(query, size, keys, 0, stride, ask, to, to_row);
+template <int N, int32_t dtype, int64_t R, int64_t C>
+DS_INLINE void score_lanes(const float *query, int64_t size, const NumberOf<dtype> *const (&keys)[C], int64_t stride,
+                           const char *const (&ask)[C], int64_t pitch, float *const (&to)[C], int64_t to_row) {
+    score_parts<N, dtype, true, R, C>(query, size, keys, 0, stride, ask, pitch, to, to_row);
     for (int64_t first = Parts<N>::lanes; first < kLanes; first += Parts<N>::lanes)
-        score_parts<N, false, R, C>(query, size, keys, first, stride, ask, to, to_row);
+        score_parts<N, dtype, false, R, C>(query, size, keys, first, stride, ask, pitch, to, to_row);
 }
 
 // sums[r] += weights[r][j] * values[j], for n tokens j and some numbers of each of D vectors.
-template <int N, bool asks, int64_t R, int64_t D>
-DS_INLINE void add_parts(const float *weights, int64_t weights_stride, const float *values, int64_t n, int64_t size,
-                         const char *ask, float *sums) {
+template <int N, int32_t dtype, bool asks, int64_t R, int64_t D>
+DS_INLINE void add_parts(const float *weights, int64_t weights_stride, const NumberOf<dtype> *values, int64_t n, int64_t size,
+                         const char *ask, int64_t pitch, float *sums) {
     using P = Parts<N>;
     typename P::Floats total[R][D][P::together];
     DS_UNROLL for (int64_t r = 0; r < R; ++r)
@@ -79,10 +110,10 @@ DS_INLINE void add_parts(const float *weights, int64_t weights_stride, const flo
             DS_UNROLL for (int64_t p = 0; p < P::together; ++p) P::load(total[r][v][p], sums + r * size + v * kLanes + p * N);
     for (int64_t j = 0; j < n; ++j)
         DS_UNROLL for (int64_t v = 0; v < D; ++v) {
-            if constexpr (asks) ds::ask_for(ask + (j * D + v) * kLine);
+            if constexpr (asks) ds::ask_for(ask + (j * D + v) * pitch);
             DS_UNROLL for (int64_t p = 0; p < P::together; ++p) {
                 typename P::Floats value;
-                P::load(value, values + j * size + v * kLanes + p * N);
+                Stored<N, dtype>::load(value, values + j * size + v * kLanes + p * N);
                 DS_UNROLL for (int64_t r = 0; r < R; ++r) total[r][v][p] += weights[r * weights_stride + j] * value;
             }
         }
@@ -92,27 +123,32 @@ DS_INLINE void add_parts(const float *weights, int64_t weights_stride, const flo
 }
 
 // The same of D vectors of numbers.
-template <int N, int64_t R, int64_t D>
-DS_INLINE void add_vectors(const float *weights, int64_t weights_stride, const float *values, int64_t n, int64_t size,
-                           const char *ask, float *sums) {
-    add_parts<N, true, R, D>(weights, weights_stride, values, n, size, ask, sums);
+template <int N, int32_t dtype, int64_t R, int64_t D>
+DS_INLINE void add_vectors(const float *weights, int64_t weights_stride, const NumberOf<dtype> *values, int64_t n, int64_t size,
+                           const char *ask, int64_t pitch, float *sums) {
+    add_parts<N, dtype, true, R, D>(weights, weights_stride, values, n, size, ask, pitch, sums);
     for (int64_t first = Parts<N>::lanes; first < kLanes; first += Parts<N>::lanes)
-        add_parts<N, false, R, D>(weights, weights_stride, values + first, n, size, ask, sums + first);
+        add_parts<N, dtype, false, R, D>(weights, weights_stride, values + first, n, size, ask, pitch, sums + first);
 }
 
-// The same of all numbers. As many lines as the values have are asked of the memory, from `ask` on.
-template <int N, int64_t R>
-DS_INLINE void add_values(const float *weights, int64_t weights_stride, const float *values, int64_t n, int64_t size,
-                          const char *ask, float *sums) {
-    constexpr int64_t D = kChains / R;
+// The same of all numbers. As many bytes as the values have are asked of the memory, from `ask` on.
+template <int N, int32_t dtype, int64_t R>
+DS_INLINE void add_values(const float *weights, int64_t weights_stride, const NumberOf<dtype> *values, int64_t n, int64_t size,
+                          const char *ask, int64_t pitch, float *sums) {
+    constexpr int64_t D = Parts<N>::template numbers<R>;
     int64_t d = 0;
     for (; d + D * kLanes <= size; d += D * kLanes)
-        add_vectors<N, R, D>(weights, weights_stride, values + d, n, size, ask + d / kLanes * n * kLine, sums + d);
+        add_vectors<N, dtype, R, D>(weights, weights_stride, values + d, n, size, ask + d / kLanes * n * pitch, pitch,
+                                    sums + d);
     for (; d + kLanes <= size; d += kLanes)
-        add_vectors<N, R, 1>(weights, weights_stride, values + d, n, size, ask + d / kLanes * n * kLine, sums + d);
+        add_vectors<N, dtype, R, 1>(weights, weights_stride, values + d, n, size, ask + d / kLanes * n * pitch, pitch,
+                                    sums + d);
     for (; d < size; ++d)
-        for (int64_t r = 0; r < R; ++r)
-            for (int64_t j = 0; j < n; ++j) sums[r * size + d] += weights[r * weights_stride + j] * values[j * size + d];
+        for (int64_t j = 0; j < n; ++j) {
+            float value;
+            Stored<1, dtype>::load(value, values + j * size + d);
+            for (int64_t r = 0; r < R; ++r) sums[r * size + d] += weights[r * weights_stride + j] * value;
+        }
 }
 
 struct Row {
@@ -121,7 +157,7 @@ struct Row {
 };
 
 struct Scratch {
-    std::vector<float> query, key, padded, value, scores, sums;
+    std::vector<float> query, padded, scores, sums;
 };
 
 struct Item {
@@ -148,115 +184,172 @@ void write_new(const ds_paged_layer &layer, const ds_paged_piece &piece) {
     }
 }
 
-// Blocks beside each other in a sequence, of one head: their keys and values as fp32, the values as they are stored, and what
-// is read after them: the keys of the blocks that come next.
+// Blocks beside each other in a sequence, of one head: their keys and values, and what is read after them: the keys of the
+// blocks that come next.
 struct Group {
     int64_t count, position;
-    const float *keys[kBlocks], *values[kBlocks];
-    const char *stored_values[kBlocks], *next[kBlocks];
+    int64_t pitch;  // bytes of kLanes stored numbers
+    const char *keys[kBlocks], *values[kBlocks], *next[kBlocks];
 };
 
+// Vectors of scores of a block, and scores of a row with the keys of a group.
+DS_INLINE int64_t vectors_of(const ds_paged_layer &layer) { return (layer.block_size + kLanes - 1) / kLanes; }
+DS_INLINE int64_t scores_of_row(const ds_paged_layer &layer) { return kBlocks * vectors_of(layer) * kLanes; }
+
 // R rows' scores with 16 keys at a time, which begin at key 16 * `vector` of a group's blocks.
-template <int N, int64_t R, int64_t C>
+template <int N, int32_t dtype, int64_t R, int64_t C>
 DS_INLINE void score_vectors(const ds_paged_layer &layer, const Group &group, int64_t vector, const float *query,
                              Scratch &scratch) {
-    const int64_t size = layer.block_size, in_block = (size + kLanes - 1) / kLanes, width = in_block * kLanes;
-    const float *keys[C];
+    const int64_t size = layer.block_size, in_block = vectors_of(layer);
+    using Number = NumberOf<dtype>;
+    const Number *keys[C];
     const char *ask[C];
     float *to[C];
     int64_t stride = size;
     for (int64_t c = 0; c < C; ++c) {
         const int64_t block = (vector + c) / in_block, j = (vector + c) % in_block * kLanes;
-        keys[c] = group.keys[block] + j;
-        ask[c] = group.stored_values[block] + j / kLanes * layer.key_size * kLine;
-        to[c] = scratch.scores.data() + block * kTogether * width + j;
+        keys[c] = reinterpret_cast<const Number *>(group.keys[block]) + j;
+        ask[c] = group.values[block] + j / kLanes * layer.key_size * group.pitch;
+        to[c] = scratch.scores.data() + (vector + c) * kLanes;
         if (j + kLanes <= size) continue;  // else a block that is no multiple of the lanes: C is 1
+        Number *padded = reinterpret_cast<Number *>(scratch.padded.data());
         for (int64_t d = 0; d < layer.key_size; ++d)
-            for (int64_t k = 0; k < kLanes; ++k)
-                scratch.padded[size_t(d * kLanes + k)] = j + k < size ? keys[c][d * size + k] : 0.0f;
-        keys[c] = scratch.padded.data(), stride = kLanes;
+            for (int64_t k = 0; k < kLanes; ++k) padded[d * kLanes + k] = j + k < size ? keys[c][d * size + k] : Number(0);
+        keys[c] = padded, stride = kLanes;
     }
-    score_lanes<N, R, C>(query, layer.key_size, keys, stride, ask, to, width);
+    score_lanes<N, dtype, R, C>(query, layer.key_size, keys, stride, ask, group.pitch, to, scores_of_row(layer));
 }
 
-// Scores of n tokens from `position` on -> their weights beside what was before, by which `sums` are scaled.
-DS_INLINE void weigh(const ds_paged_layer &layer, Row &own, int64_t position, int64_t n, float *score, float *sums) {
-    for (int64_t j = 0; j < n; ++j) score[j] *= layer.scale;
-    if (layer.softcap > 0)
-        for (int64_t j = 0; j < n; ++j) score[j] = layer.softcap * std::tanh(score[j] / layer.softcap);
-    const int64_t begin = std::clamp<int64_t>(own.first - position, 0, n);
-    const int64_t end = std::clamp<int64_t>(own.last + 1 - position, begin, n);
-    float largest = own.largest;
-    for (int64_t j = begin; j < end; ++j) largest = score[j] > largest ? score[j] : largest;
-    if (largest > own.largest) {
-        const float scale = own.total > 0 ? exponential(own.largest - largest) : 0.0f;
+// Scores as the softmax has them, those with tokens that the row does not see at -infinity. Returns the largest.
+template <int N>
+DS_INLINE float finish_scores(const ds_paged_layer &layer, const Group &group, const Row &own, float *scores) {
+    const int64_t in_block = vectors_of(layer), size = layer.block_size;
+    ds::LanesOf<N> largest = {};
+    for (int64_t vector = 0; vector < group.count * in_block; ++vector) {
+        float *score = scores + vector * kLanes;
+        const int64_t in = vector % in_block * kLanes, position = group.position + vector / in_block * size + in;
+        const int64_t begin = std::clamp<int64_t>(own.first - position, 0, kLanes);
+        const int64_t end = std::clamp<int64_t>(own.last + 1 - position, begin, kLanes), room = size - in;
+        ds::LanesOf<N> lanes;
+        lanes.load(score);
+        lanes.multiply(layer.scale);
+        lanes.store(score);
+        if (layer.softcap > 0)
+            for (int64_t j = 0; j < kLanes; ++j) score[j] = layer.softcap * std::tanh(score[j] / layer.softcap);
+        if (begin > 0 || end < kLanes || room < kLanes)
+            for (int64_t j = 0; j < kLanes; ++j)
+                if (j < begin || j >= end || j >= room) score[j] = -INFINITY;
+        lanes.load(score);
+        if (vector == 0)
+            largest = lanes;
+        else
+            largest.take_larger(lanes);
+    }
+    float left[kLanes];
+    largest.store(left);
+    for (int64_t half = kLanes / 2; half > 0; half /= 2)
+        for (int64_t j = 0; j < half; ++j) left[j] = left[j] < left[j + half] ? left[j + half] : left[j];
+    return left[0];
+}
+
+// A row's products with the keys of a group -> their weights beside what was before, by which `sums` are scaled.
+template <int N>
+DS_INLINE void weigh(const ds_paged_layer &layer, const Group &group, Row &own, float *scores, float *sums) {
+    const int64_t count = group.count * vectors_of(layer) * kLanes;
+    const float seen = finish_scores<N>(layer, group, own, scores);
+    if (seen > own.largest) {
+        const float scale = own.total > 0 ? exponential(own.largest - seen) : 0.0f;
         DS_IVDEP for (int64_t d = 0; d < layer.value_size; ++d) sums[d] *= scale;
         own.total *= scale;
-        own.largest = largest;
+        own.largest = seen;
     }
-    for (int64_t j = 0; j < begin; ++j) score[j] = 0.0f;
-    DS_IVDEP for (int64_t j = begin; j < end; ++j) score[j] = exponential(score[j] - largest);
-    for (int64_t j = end; j < n; ++j) score[j] = 0.0f;
-    for (int64_t j = begin; j < end; ++j) own.total += score[j];
+    const float largest = own.largest > -INFINITY ? own.largest : 0.0f;  // of a row that has not seen anything
+    ds::LanesOf<N> total = {};
+    for (int64_t j = 0; j < count; j += kLanes) {
+        float *score = scores + j;
+        DS_IVDEP for (int64_t i = 0; i < kLanes; ++i) score[i] = exponential(score[i] - largest);
+        ds::LanesOf<N> lanes;
+        lanes.load(score);
+        total.add(lanes);
+    }
+    float left[kLanes];
+    total.store(left);
+    for (int64_t half = kLanes / 2; half > 0; half /= 2)
+        for (int64_t j = 0; j < half; ++j) left[j] += left[j + half];
+    own.total += left[0];
 }
 
 // R rows of the tile from `first` on: their scores with the keys of a group, then the values, block by block. `last`: the
 // last position of the tile.
-template <int N, int64_t R>
+template <int N, int32_t dtype, int64_t R>
 DS_INLINE void rows_of_group(const ds_paged_layer &layer, const Group &group, Row *row, int64_t first, int64_t last,
                              Scratch &scratch) {
-    constexpr int64_t C = kChains / R;
-    const int64_t size = layer.block_size, in_block = (size + kLanes - 1) / kLanes, width = in_block * kLanes;
+    constexpr int64_t C = Parts<N>::template keys<R>;
+    const int64_t size = layer.block_size, in_block = vectors_of(layer), width = scores_of_row(layer);
     const int64_t vectors = group.count * in_block;
     const float *query = scratch.query.data() + first * layer.key_size;
     int64_t vector = 0;
     for (; vector + C <= vectors && size % kLanes == 0; vector += C)
-        score_vectors<N, R, C>(layer, group, vector, query, scratch);
-    for (; vector < vectors; ++vector) score_vectors<N, R, 1>(layer, group, vector, query, scratch);
-    float *sums = scratch.sums.data() + first * layer.value_size;
+        score_vectors<N, dtype, R, C>(layer, group, vector, query, scratch);
+    for (; vector < vectors; ++vector) score_vectors<N, dtype, R, 1>(layer, group, vector, query, scratch);
+    float *sums = scratch.sums.data() + first * layer.value_size, *scores = scratch.scores.data();
+    for (int64_t r = 0; r < R; ++r)
+        weigh<N>(layer, group, row[first + r], scores + r * width, sums + r * layer.value_size);
     for (int64_t block = 0; block < group.count; ++block) {
-        const int64_t position = group.position + block * size, n = std::min(last - position + 1, size);
-        float *scores = scratch.scores.data() + block * kTogether * width;
-        for (int64_t r = 0; r < R; ++r)
-            weigh(layer, row[first + r], position, n, scores + r * width, sums + r * layer.value_size);
-        add_values<N, R>(scores, width, group.values[block], n, layer.value_size, group.next[block], sums);
+        const int64_t n = std::min(last - (group.position + block * size) + 1, size);
+        const auto *values = reinterpret_cast<const NumberOf<dtype> *>(group.values[block]);
+        add_values<N, dtype, R>(scores + block * in_block * kLanes, width, values, n, layer.value_size, group.next[block],
+                                group.pitch, sums);
     }
 }
 
-// The group of a head's blocks from `block` on, up to that of position `last`.
+// The group of a head's blocks from `block` on, up to that of position `last`. Groups end at multiples of kBlocks, so that
+// a row's sums are cut where they are cut without the other rows of its tile, which may see what came earlier.
 DS_INLINE void read_group(const ds_paged_layer &layer, const ds_paged_piece &piece, int64_t head, int64_t block,
-                          int64_t last, Group &group, Scratch &scratch) {
+                          int64_t last, Group &group) {
     const int64_t size = layer.block_size, blocks = last / size + 1;
     const auto stored = [&](const void *pages, int64_t of, int64_t place, int64_t numbers) {
         const int64_t slot = (piece.blocks[place] * layer.kv_heads + of) * size;
         return ds::at(static_cast<const char *>(pages), slot * numbers, layer.dtype);
     };
-    group.count = std::min(blocks - block, kBlocks);
+    group.count = std::min(blocks - block, kBlocks - block % kBlocks);
     group.position = block * size;
+    group.pitch = kLanes * ds::item_size(layer.dtype);
     for (int64_t b = 0; b < group.count; ++b) {
-        const int64_t place = block + b, n = std::min(last - place * size + 1, size);
-        const char *keys = stored(layer.keys, head, place, layer.key_size);
-        group.stored_values[b] = stored(layer.values, head, place, layer.value_size);
-        group.keys[b] = ds::widen(keys, layer.dtype, scratch.key.data() + b * size * layer.key_size, size * layer.key_size);
-        group.values[b] = ds::widen(group.stored_values[b], layer.dtype,
-                                    scratch.value.data() + b * size * layer.value_size, n * layer.value_size);
-        const bool more = place + kBlocks < blocks, other = !more && head + 1 < layer.kv_heads;
-        group.next[b] = more    ? stored(layer.keys, head, place + kBlocks, layer.key_size)
+        const int64_t place = block + b;
+        group.keys[b] = stored(layer.keys, head, place, layer.key_size);
+        group.values[b] = stored(layer.values, head, place, layer.value_size);
+        const bool more = place + group.count < blocks, other = !more && head + 1 < layer.kv_heads;
+        group.next[b] = more    ? stored(layer.keys, head, place + group.count, layer.key_size)
                         : other ? stored(layer.keys, head + 1, b, layer.key_size)
-                                : keys;
+                                : group.keys[b];
+    }
+}
+
+template <int N, int32_t dtype>
+DS_INLINE void walk(const ds_paged_layer &layer, const Item &item, Row *row, Scratch &scratch) {
+    const int64_t size = layer.block_size, rows = item.rows, last = row[rows - 1].last;
+    Group group;
+    for (int64_t block = row[0].first / size; block * size <= last; block += group.count) {
+        read_group(layer, *item.piece, item.head, block, last, group);
+        int64_t r = 0;
+        for (; r + kTogether <= rows; r += kTogether) rows_of_group<N, dtype, kTogether>(layer, group, row, r, last, scratch);
+        switch (rows - r) {
+            case 3: rows_of_group<N, dtype, 3>(layer, group, row, r, last, scratch); break;
+            case 2: rows_of_group<N, dtype, 2>(layer, group, row, r, last, scratch); break;
+            case 1: rows_of_group<N, dtype, 1>(layer, group, row, r, last, scratch); break;
+            default: break;
+        }
     }
 }
 
 template <int N>
 DS_INLINE void attend_body(const ds_paged_layer &layer, const Item &item, Scratch &scratch) {
     const ds_paged_piece &piece = *item.piece;
-    const int64_t group = layer.heads / layer.kv_heads, size = layer.block_size, rows = item.rows;
-    const int64_t width = (size + kLanes - 1) / kLanes * kLanes;
+    const int64_t group = layer.heads / layer.kv_heads, rows = item.rows;
     scratch.query.resize(size_t(rows * layer.key_size));
-    scratch.key.resize(size_t(kBlocks * size * layer.key_size));
     scratch.padded.resize(size_t(kLanes * layer.key_size));
-    scratch.value.resize(size_t(kBlocks * size * layer.value_size));
-    scratch.scores.resize(size_t(kBlocks * kTogether * width));
+    scratch.scores.resize(size_t(kTogether * scores_of_row(layer)));
     scratch.sums.assign(size_t(rows * layer.value_size), 0.0f);
     Row row[kRows] = {};
     for (int64_t r = 0; r < rows; ++r) {
@@ -275,18 +368,10 @@ DS_INLINE void attend_body(const ds_paged_layer &layer, const Item &item, Scratc
             row[r].total = 1.0f;
         }
     }
-    const int64_t last = row[rows - 1].last;
-    for (int64_t block = row[0].first / size; block * size <= last; block += kBlocks) {
-        Group group;
-        read_group(layer, piece, item.head, block, last, group, scratch);
-        int64_t r = 0;
-        for (; r + kTogether <= rows; r += kTogether) rows_of_group<N, kTogether>(layer, group, row, r, last, scratch);
-        switch (rows - r) {
-            case 3: rows_of_group<N, 3>(layer, group, row, r, last, scratch); break;
-            case 2: rows_of_group<N, 2>(layer, group, row, r, last, scratch); break;
-            case 1: rows_of_group<N, 1>(layer, group, row, r, last, scratch); break;
-            default: break;
-        }
+    switch (layer.dtype) {
+        case DS_FLOAT32: walk<N, DS_FLOAT32>(layer, item, row, scratch); break;
+        case DS_BFLOAT16: walk<N, DS_BFLOAT16>(layer, item, row, scratch); break;
+        default: walk<N, DS_FLOAT16>(layer, item, row, scratch); break;
     }
     for (int64_t r = 0; r < rows; ++r) {
         float *sums = scratch.sums.data() + r * layer.value_size;

@@ -94,7 +94,9 @@ def test_the_kernel_computes_what_torch_does(case: str) -> None:
         assert torch.equal(pages, other)
 
 
-@pytest.mark.parametrize("case", ["grouped", "sinks", "sizes", "bf16", "blocks of 16"])
+@pytest.mark.parametrize(
+    "case", ["grouped", "sinks", "sizes", "bf16", "fp16", "blocks of 16", "blocks of 20"]
+)
 def test_all_instruction_sets_give_the_same_bits(case: str) -> None:
     lib: Any = native.library()
     best = lib.ds_isa()
@@ -106,6 +108,27 @@ def test_all_instruction_sets_give_the_same_bits(case: str) -> None:
     finally:
         lib.ds_set_isa(best)
     assert all(torch.equal(each, found[-1]) for each in found)
+
+
+@pytest.mark.parametrize("window", [None, 9])
+def test_a_token_has_the_same_bits_in_every_piece(window: int | None) -> None:
+    """Long enough for several groups of blocks, which a window begins to see in their middle."""
+    numbers = torch.Generator().manual_seed(2)
+    made = PagedCache({0: LayerShape(2, 16, 16, torch.float32, torch.device("cpu"))}, 16, 4)
+    for pages in made.pages(0):
+        pages.copy_(torch.randn(pages.shape, generator=numbers))
+    query, key, value = (torch.randn(heads, 8, 16, generator=numbers) for heads in (4, 2, 2))
+    found = []
+    for count in (1, 4, 8):
+        outputs = []
+        for first in range(0, 8, count):
+            part = slice(first, first + count)
+            batch = PackedBatch([Piece([0] * count, 37 + first, tuple(range(12)))], made, torch.device("cpu"))
+            assert batch.by_kernel == [True]
+            given = (query[:, part], key[:, part], value[:, part])
+            outputs.append(paged_attention(*given, batch, 0, AttentionTerms(0.3, window)))
+        found.append(torch.cat(outputs))
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
 
 
 def test_scores_of_any_size() -> None:
