@@ -107,16 +107,12 @@ def resolve_optimizer(
 ) -> torch.optim.Optimizer | None:
     """The client's optimizer, the one its callable returns, the one the config names, or None."""
     if isinstance(client, torch.optim.Optimizer) or (client is not None and hasattr(client, "param_groups")):
-        made = _unwrapped(client)
-        _check_made_for_host(plan, made)
-        return made
+        return _unwrapped(client)
     groups = _groups(model_parameters, module)
     if not groups and is_idle(module):
         groups = [{PARAMS: []}]
     if callable(client):
-        made = client(groups)
-        _check_made_for_host(plan, made)
-        return made
+        return client(groups)
     if client is not None:
         raise TypeError(
             f"optimizer must be a torch.optim.Optimizer or a callable, not {type(client).__name__}"
@@ -128,8 +124,8 @@ def resolve_optimizer(
     return build_optimizer(config.optimizer_name, config.optimizer_params, groups, on_host=on_host)
 
 
-def _check_made_for_host(plan: Plan, client: torch.optim.Optimizer) -> None:
-    """What the config names itself, `torch_adam` for one, is what its author wants; a client's may be an oversight."""
+def check_made_for_host(client: Any, plan: Plan) -> None:
+    """Only a client's may be an oversight: what the config names itself, such as `torch_adam`, its author wants."""
     if plan.state_offload is None or not plan.zero.host_optimizer_only:
         return
     if not type(client).__module__.startswith("deepspeed."):

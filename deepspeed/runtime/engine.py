@@ -27,6 +27,7 @@ from deepspeed.runtime.assembly import (
     TrainingCore,
     broadcast_weights,
     build_core,
+    check_made_for_host,
     check_ranks_agree,
     left_out,
     make_mesh,
@@ -187,7 +188,9 @@ class DeepSpeedEngine(EngineData):
             self._config, self.plan, optimizer, model_parameters, self.module
         )
         require_optimizer(self.plan, self.basic_optimizer is not None)
-        if optimizer is None and self.basic_optimizer is not None:
+        if optimizer is not None:
+            check_made_for_host(self.basic_optimizer, self.plan)
+        elif self.basic_optimizer is not None:
             set_state_dtype(self.basic_optimizer, self.plan.precision.state)
         self.sharded: ShardedModel | None = None
         if self.plan.zero.shard_params:
