@@ -52,7 +52,7 @@ struct Stored {
 
     static DS_INLINE_MEMBER void load(Floats &to, const Number *from) {
         if constexpr (dtype == DS_FLOAT32) {
-            std::memcpy(&to, from, sizeof to);
+            Parts<N>::load(to, from);
         } else if constexpr (dtype == DS_BFLOAT16) {
             typename ds::Vector<N>::Words words;
             ds::Vector<N>::widen(words, from);
@@ -61,7 +61,7 @@ struct Stored {
         } else {
             alignas(Floats) float wide[N];
             DS_IVDEP for (int i = 0; i < N; ++i) wide[i] = ds::widen_float16(from[i]);
-            std::memcpy(&to, wide, sizeof to);
+            Parts<N>::load(to, wide);
         }
     }
 };
@@ -245,11 +245,7 @@ DS_INLINE float finish_scores(const ds_paged_layer &layer, const Group &group, c
         else
             largest.take_larger(lanes);
     }
-    float left[kLanes];
-    largest.store(left);
-    for (int64_t half = kLanes / 2; half > 0; half /= 2)
-        for (int64_t j = 0; j < half; ++j) left[j] = left[j] < left[j + half] ? left[j + half] : left[j];
-    return left[0];
+    return largest.largest();
 }
 
 // A row's products with the keys of a group -> their weights beside what was before, by which `sums` are scaled.
@@ -272,11 +268,7 @@ DS_INLINE void weigh(const ds_paged_layer &layer, const Group &group, Row &own, 
         lanes.load(score);
         total.add(lanes);
     }
-    float left[kLanes];
-    total.store(left);
-    for (int64_t half = kLanes / 2; half > 0; half /= 2)
-        for (int64_t j = 0; j < half; ++j) left[j] += left[j + half];
-    own.total += left[0];
+    own.total += total.sum();
 }
 
 // R rows of the tile from `first` on: their scores with the keys of a group, then the values, block by block. `last`: the

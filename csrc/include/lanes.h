@@ -109,6 +109,13 @@ struct Vector<1> {
     static void take_root(Floats &x) { x = std::sqrt(x); }
 };
 
+// The sum of 16 numbers, in the order in which lanes are added up everywhere. The numbers are lost.
+DS_INLINE float sum_up(float (&numbers)[kLanes]) {
+    for (int64_t half = kLanes / 2; half > 0; half /= 2)
+        for (int64_t i = 0; i < half; ++i) numbers[i] += numbers[i + half];
+    return numbers[0];
+}
+
 #if defined(__GNUC__)
 // 16 floats in registers of N lanes. A kernel that is made for each set takes these: `Lanes` would be in memory where
 // registers are smaller.
@@ -137,6 +144,18 @@ struct LanesOf {
     }
     DS_INLINE_MEMBER void take_larger(const LanesOf &b) {
         DS_UNROLL for (int64_t p = 0; p < parts; ++p) of[p] = b.of[p] > of[p] ? b.of[p] : of[p];
+    }
+    DS_INLINE_MEMBER float sum() const {
+        float numbers[kLanes];
+        store(numbers);
+        return sum_up(numbers);
+    }
+    DS_INLINE_MEMBER float largest() const {
+        float numbers[kLanes];
+        store(numbers);
+        for (int64_t half = kLanes / 2; half > 0; half /= 2)
+            for (int64_t i = 0; i < half; ++i) numbers[i] = numbers[i] < numbers[i + half] ? numbers[i + half] : numbers[i];
+        return numbers[0];
     }
 };
 #endif
@@ -174,9 +193,7 @@ DS_INLINE void load_integers(Lanes &to, const int32_t *words, int32_t index) {
 DS_INLINE float sum(const Lanes &lanes) {
     float parts[kLanes];
     store(parts, lanes);
-    for (int64_t half = kLanes / 2; half > 0; half /= 2)
-        for (int64_t i = 0; i < half; ++i) parts[i] += parts[i + half];
-    return parts[0];
+    return sum_up(parts);
 }
 
 #if defined(__GNUC__) && defined(__has_builtin)

@@ -169,9 +169,8 @@ def _memory_options(cores: Iterable[int]) -> list[str]:
     home = [number for number in with_cores if set(cores) <= set(nodes[number])]
     if not home:
         return []
-    if len(without) == len(
-        with_cores
-    ):  # each node has its fast memory as a node of its own, which may run full
+    if len(without) == len(with_cores):
+        # Each node has its fast memory as a node of its own, which may run full.
         return ["-p", str(without[with_cores.index(home[0])])]
     return ["-m", ",".join(map(str, home))]  # several: nodes that the kernel pretends have the same cores
 

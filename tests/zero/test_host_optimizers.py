@@ -89,10 +89,10 @@ def test_checkpoints_of_the_other_class(tmp_path, name, offloaded_first):
     third = made(name, not offloaded_first)
     third.optimizer.load_state_dict(first.optimizer.state_dict())
     expected = train(first, 2, 4)
-    for name, value in train(second, 2, 4).items():
-        assert torch.equal(value, expected[name])
-    for name, value in train(third, 2, 3).items():
-        assert value.isfinite().all(), name
+    for weight, value in train(second, 2, 4).items():
+        assert torch.equal(value, expected[weight])
+    for weight, value in train(third, 2, 3).items():
+        assert value.isfinite().all(), weight
 
 
 @distributed(world_size=1)

@@ -53,8 +53,12 @@ class DeepSpeedCPUAdam(MultiTensorAdam):
         }
         super().__init__(model_params, defaults)
         self.adam_w_mode = adamw_mode
-        self.fp32_optimizer_states = fp32_optimizer_states
         self.opt_id = next(DeepSpeedCPUAdam._ids)
+
+    @property
+    def fp32_optimizer_states(self) -> bool:
+        """Whether the moments are fp32, whatever dtype the parameters have."""
+        return self.defaults["fp32_optimizer_states"]
 
     @torch.no_grad()
     def step_subgroup(self, subgroup_id: int, closure: Callable[[], Any] | None = None) -> Any:

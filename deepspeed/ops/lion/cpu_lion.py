@@ -29,7 +29,11 @@ class DeepSpeedCPULion(MultiTensorLion):
             "fp32_optimizer_states": fp32_optimizer_states,
         }
         super().__init__(model_params, defaults)
-        self.fp32_optimizer_states = fp32_optimizer_states
+
+    @property
+    def fp32_optimizer_states(self) -> bool:
+        """Whether the momentum is fp32, whatever dtype the parameters have."""
+        return self.defaults["fp32_optimizer_states"]
 
 
 # The documented functions of the op, for callers without an optimizer object.

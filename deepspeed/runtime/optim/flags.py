@@ -94,7 +94,5 @@ def set_state_dtype(optimizer: torch.optim.Optimizer, dtype: torch.dtype | None)
     if dtype in (None, torch.float32):
         return
     optimizer.defaults["fp32_optimizer_states"] = False
-    if hasattr(optimizer, "fp32_optimizer_states"):
-        vars(optimizer)["fp32_optimizer_states"] = False
     for group in optimizer.param_groups:
         group["fp32_optimizer_states"] = False

@@ -127,15 +127,16 @@ def _resolve(name: str, settings: dict[str, Any], on_host: bool) -> OptimizerCla
         return _torch_class(name)  # type: ignore[return-value]  # checked before
     if built_in.torch_name is not None and not settings.keys() <= _arguments(built_in.cls).keys():
         return getattr(torch.optim, built_in.torch_name)
+    host_cls = built_in.host_cls if on_host else None
     if built_in.cls is FusedAdam:
-        return _adam(name.lower(), settings, on_host)
-    if on_host and built_in.host_cls is not None:
+        return _adam(name.lower(), settings, on_host=host_cls is not None)
+    if host_cls is not None:
         settings.pop("set_grad_none", None)
-        return built_in.host_cls
+        return host_cls
     return built_in.cls
 
 
-def _adam(key: str, settings: dict[str, Any], on_host: bool) -> OptimizerClass:
+def _adam(key: str, settings: dict[str, Any], *, on_host: bool) -> OptimizerClass:
     decoupled = bool(settings.pop("adam_w_mode", True)) or key == "adamw"
     fp32_states = settings.pop("fp32_optimizer_states", True)
     compact = {key: settings.pop(key) for key in _COMPACT_KEYS if key in settings}
@@ -146,7 +147,7 @@ def _adam(key: str, settings: dict[str, Any], on_host: bool) -> OptimizerClass:
         settings.pop("set_grad_none", None)
         settings.update({"state_bits": 32, **compact}, adam_w_mode=decoupled)
         return CompactAdam
-    if not fp32_states or (on_host and BUILT_IN[key].host_cls is not None):
+    if on_host or not fp32_states:
         settings.update(adamw_mode=decoupled, fp32_optimizer_states=fp32_states)
         settings.pop("set_grad_none", None)
         return DeepSpeedCPUAdam
