@@ -8,8 +8,8 @@ sums over memory reads per second in the same round. Of weights that are not muc
 stay there from step to step: then the share is above what memory alone gives, for everybody. "of limit": the same
 share where the stream takes longest, but where the products would, at the speed of PyTorch's own product of large
 matrices in that precision (integers: in bf16, which takes as many instructions), of their time.
-serving: 64 requests with mixed lengths, one after another and in static batches of 16 with Transformers, and with
-continuous batching here.
+serving: 64 requests with mixed lengths, one after another, in static batches of 16 and by continuous batching with
+Transformers, and with continuous batching here.
 first-token: time to the first token under load, with long prompts arriving (first_token.py).
 
 Rounds are written to `--rounds-file` as they end, and the tables are made of all that it holds, so that a long run may
@@ -283,6 +283,7 @@ _PLAIN, _OURS = "transformers, fp32", "ours, fp32"
 _SERVED = {
     "Transformers, one by one": (_PLAIN, 1, ">= 5.0"),
     "Transformers, static batches of 16": (_PLAIN, 16, ">= 1.5"),
+    "Transformers, continuous batches": (_PLAIN, 0, ""),
     "ours, continuous": (_OURS, 16, ""),
 }
 
