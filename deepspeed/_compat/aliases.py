@@ -301,6 +301,17 @@ NAMES: dict[str, dict[str, str]] = {
         "TiedLayerSpec": "deepspeed.runtime.pipe.module",
         "cut_causal_lm": "deepspeed.runtime.pipe.causal_lm",
     },
+    "deepspeed.runtime.pipe.engine": {
+        **dict.fromkeys(
+            """
+            BATCH_INPUT_TIMER EVAL_BATCH_TIMER PIPE_RECV_GRAD_TIMER PIPE_RECV_INPUT_TIMER PIPE_SEND_GRAD_TIMER
+            PIPE_SEND_OUTPUT_TIMER TRAIN_BATCH_TIMER
+            """.split(),
+            "deepspeed.runtime.pipe.engine_instructions",
+        ),
+        "DeepSpeedEngine": "deepspeed.runtime.engine",
+        "is_even": "deepspeed.runtime.pipe.schedule:_is_even",
+    },
     "deepspeed.runtime.zero": {
         "DeepSpeedTensorOverride": "deepspeed.runtime.zero.partition_parameters",
         "DeepSpeedZeRoOffload": "deepspeed.runtime.zero.parameter_offload",
