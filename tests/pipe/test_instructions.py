@@ -78,6 +78,7 @@ def build(
         "optimizer": {"type": "Adam", "params": {"lr": 0.02}},
         **more,
     }
+    config = {key: value for key, value in config.items() if value is not None}
     return kind(args=None, model=module, mpu=module.mpu(), config=config)
 
 
@@ -188,6 +189,20 @@ def test_our_own_schedules_by_instructions_give_the_same_bits() -> None:
     timed = engine.timers.get_timers()
     assert BATCH_INPUT_TIMER in timed
     assert (PIPE_SEND_OUTPUT_TIMER in timed) == (PIPE_RECV_GRAD_TIMER in timed) == engine.is_first_stage()
+    engine.destroy()
+
+
+@distributed(world_size=2)
+def test_an_optimizer_that_comes_after_the_engine() -> None:
+    """What trainers do whose optimizer needs the engine."""
+    adam = {"optimizer": {"type": "Adam", "params": {"lr": 0.02, "torch_adam": True, "adam_w_mode": False}}}
+    expected = build(**adam)
+    losses = trained(expected)
+    expected.destroy()
+    engine = build(optimizer=None)
+    parameters = [param for param in engine.module.parameters() if param.requires_grad]
+    engine._configure_optimizer(lambda params: torch.optim.Adam(params, lr=0.02), parameters)
+    assert trained(engine) == pytest.approx(losses, abs=1e-6)
     engine.destroy()
 
 

@@ -74,9 +74,18 @@ class PipelineEngine(ByInstructions):
         self._choice = OrderChoice(
             self._schedule(str(section["schedule"])), self.layout, int(section["max_held"])
         )
+        self._most_held = 0
+        self._prepare_training()
+
+    def _configure_optimizer(self, client_optimizer: Any, model_parameters: Any = None) -> None:
+        super()._configure_optimizer(client_optimizer, model_parameters)
+        self._prepare_training()
+
+    def _prepare_training(self) -> None:
+        """What a batch needs of the optimizer, if there is one."""
+        module = self.stage_module
         self._weights = WeightQueue(self.core.reducer.add if self.core is not None else _nowhere)
         self._split: list[nn.Module] = []
-        self._most_held = 0
         if self.core is not None:
             self._order(self.clock.steps)  # what does not fit is told at once
             if self._choice.may_split:
