@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 import deepspeed
 from deepspeed.pipe import PipelineModule
@@ -41,7 +41,7 @@ from deepspeed.runtime.pipe.schedule import (
     _is_odd,
 )
 from deepspeed.runtime.pipe.topology import ProcessTopology
-from tests.pipe.test_engine import COUNT, MICRO, batches, layers, loss_of, set_weights
+from tests.pipe.test_engine import COUNT, MICRO, Plain, batches, layers, loss_of, set_weights
 from tests.pool import distributed
 
 STEPS = 3
@@ -247,6 +247,56 @@ def test_patched_steps_and_instructions_are_followed() -> None:
         assert trained(engine) == losses
         assert called == [engine.stage_id] * STEPS
         engine.destroy()
+
+
+class Nothing(torch.optim.Optimizer):
+    """An optimizer whose parameters were updated when their gradients came."""
+
+    def __init__(self, params: list[nn.Parameter]) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        pass
+
+
+@distributed(world_size=1)
+def test_updates_as_soon_as_a_gradient_is_there() -> None:
+    """Gradient release: hooks update and drop each gradient, and ``ReduceGrads`` does nothing."""
+
+    def release(param: Tensor) -> None:
+        assert param.grad is not None
+        param.data.add_(param.grad, alpha=-0.1)
+        param.grad = None
+
+    def make(params: list[nn.Parameter]) -> Nothing:
+        for param in params:
+            param.register_post_accumulate_grad_hook(release)
+        return Nothing(params)
+
+    specs, plain = layers(), Plain(layers(), lr=0.0)
+    data, losses = batches(0), []
+    for _ in range(STEPS * COUNT):
+        inputs, labels = next(data)
+        loss = loss_of(plain.forward(inputs), labels)
+        gradients = torch.autograd.grad(loss / COUNT, list(plain.params.values()))
+        for param, gradient in zip(plain.params.values(), gradients, strict=True):
+            param.data.add_(gradient, alpha=-0.1)
+        losses.append(loss.item())
+    module = PipelineModule(specs, num_stages=1, loss_fn=loss_of)
+    set_weights(module)
+    with replaced(PipelineEngine._INSTRUCTION_MAP, ReduceGrads, lambda self: None):
+        engine = deepspeed.initialize(
+            model=module,
+            model_parameters=list(module.parameters()),
+            optimizer=make,
+            config={"train_micro_batch_size_per_gpu": MICRO, "gradient_accumulation_steps": COUNT},
+        )[0]
+        found = trained(engine)
+    means = [sum(losses[step * COUNT : (step + 1) * COUNT]) / COUNT for step in range(STEPS)]
+    assert found == pytest.approx(means, abs=1e-5)
+    for name, param in module.named_parameters():
+        torch.testing.assert_close(param, plain.params[name], rtol=0, atol=1e-6)
+    engine.destroy()
 
 
 class InputsOnly(BufferOpInstruction):
