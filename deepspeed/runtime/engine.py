@@ -213,6 +213,7 @@ class DeepSpeedEngine(EngineData):
             self.optimizer = self.core.optimizer
             if isinstance(self.optimizer, ZeroOptimizer):
                 self.optimizer.differentiate = weakref.WeakMethod(self.backward)
+                self.optimizer.allgather_bucket_size = int(self._config.zero_config.allgather_bucket_size)
         self.param_names = {param: name for name, param in self.module.named_parameters()}
 
     def _configure_optimizer(self, client_optimizer: Any, model_parameters: Any = None) -> None:

@@ -101,8 +101,9 @@ def test_persistent_parameters(optimizer: bool) -> None:
 @pytest.mark.parametrize("stage", [1, 2])
 @distributed(world_size=2)
 def test_flat_weights_and_their_ranks(stage: int) -> None:
-    engine = engine_of(stage)
+    engine = engine_of(stage, allgather_bucket_size=1000)
     optimizer = engine.optimizer
+    assert optimizer.allgather_bucket_size == 1000
     flat, groups = optimizer.bit16_groups_flat, optimizer.real_dp_process_group
     parts = optimizer.parallel_partitioned_bit16_groups
     assert len(flat) == len(groups) == len(parts) > 0

@@ -85,8 +85,8 @@ class ByInstructions(StageEngine):
         instructions out; says once what."""
         found = [kind.__name__ for kind, do in OURS.items() if self._INSTRUCTION_MAP.get(kind) is not do]
         names = ("_exec_schedule", *(do.__name__ for do in OURS.values()))
-        own = vars(ByInstructions)
-        found += [each for each in names if getattr(getattr(self, each), "__func__", None) is not own[each]]
+        kind, here, own = type(self), vars(self), vars(ByInstructions)
+        found += [each for each in names if each in here or getattr(kind, each) is not own[each]]
         if schedule.replaced(name) and self.layout.chunks == 1:
             found.append(f"schedule.{name}")
         if found and not self._said_replaced:

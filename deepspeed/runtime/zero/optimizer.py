@@ -39,6 +39,8 @@ class ZeroOptimizer(HasMovableStates, ZeROOptimizer):
         self.access = access
         self.mover = mover
         self.last: StepResult | None = None
+        self.allgather_bucket_size = 0
+        """The config's key, in elements, which the engine sets."""
         self.external_loss_scale: float | None = None
         """What ``override_loss_scale`` was given."""
         self.differentiate: Callable[[], Callable[..., Any] | None] = lambda: None
