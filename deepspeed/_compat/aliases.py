@@ -22,6 +22,7 @@ MODULES = {
     "deepspeed.runtime.zero.stage3": "deepspeed.runtime.zero.optimizer",
     "deepspeed.runtime.zero.stage_1_and_2": "deepspeed.runtime.zero.optimizer",
     "deepspeed.runtime.zero.tensor_fragment": "deepspeed.utils.tensor_fragment",
+    "deepspeed.utils.tp_shard": "deepspeed.module_inject.tp_shard",
     "deepspeed.zero": "deepspeed.runtime.zero",
 }
 
@@ -144,6 +145,7 @@ NAMES: dict[str, dict[str, str]] = {
         "reshape_meg_2d_parallel": "deepspeed.checkpoint.reshape_meg_2d",
     },
     "deepspeed.compression": {
+        "compression_scheduler": "deepspeed.compression.scheduler",
         "init_compression": "deepspeed.compression.compress",
         "redundancy_clean": "deepspeed.compression.compress",
     },
@@ -284,14 +286,23 @@ NAMES: dict[str, dict[str, str]] = {
         "get_model_profile": "deepspeed.profiling.flops_profiler.profiler",
     },
     "deepspeed.runtime.activation_checkpointing.checkpointing": {
+        "_set_cuda_rng_state": "deepspeed.runtime.activation_checkpointing.rng:set_device_state",
         "_MODEL_PARALLEL_RNG_TRACKER_NAME": "deepspeed.runtime.activation_checkpointing.rng:MODEL_PARALLEL_RNG",
         "detach_variable": "deepspeed.runtime.helpers.tensor_structures",
         "extract_tensors": "deepspeed.runtime.helpers.tensor_structures",
         "merge_tensors": "deepspeed.runtime.helpers.tensor_structures",
     },
+    "deepspeed.runtime": {
+        "ZeROOptimizer": "deepspeed.runtime.base_optimizer",
+    },
     "deepspeed.runtime.engine": {
+        "MoE": "deepspeed.moe.layer",
         "autocast_if_enabled": "deepspeed.runtime.torch_autocast",
         "split_half_float_double_sparse": "deepspeed.runtime.helpers.tensor_structures",
+    },
+    "deepspeed.runtime.utils": {
+        "bwc_tensor_model_parallel_rank": "deepspeed.utils.bwc",
+        "inf": "torch",
     },
     "deepspeed.runtime.pipe": {
         "DualPipeVModule": "deepspeed.runtime.pipe.dualpipev",
@@ -300,6 +311,17 @@ NAMES: dict[str, dict[str, str]] = {
         "ProcessTopology": "deepspeed.runtime.pipe.topology",
         "TiedLayerSpec": "deepspeed.runtime.pipe.module",
         "cut_causal_lm": "deepspeed.runtime.pipe.causal_lm",
+    },
+    "deepspeed.runtime.pipe.engine": {
+        **dict.fromkeys(
+            """
+            BATCH_INPUT_TIMER EVAL_BATCH_TIMER PIPE_RECV_GRAD_TIMER PIPE_RECV_INPUT_TIMER PIPE_SEND_GRAD_TIMER
+            PIPE_SEND_OUTPUT_TIMER TRAIN_BATCH_TIMER
+            """.split(),
+            "deepspeed.runtime.pipe.engine_instructions",
+        ),
+        "DeepSpeedEngine": "deepspeed.runtime.engine",
+        "is_even": "deepspeed.runtime.pipe.schedule:_is_even",
     },
     "deepspeed.runtime.zero": {
         "DeepSpeedTensorOverride": "deepspeed.runtime.zero.partition_parameters",
@@ -385,6 +407,7 @@ NAMES: dict[str, dict[str, str]] = {
     },
     "deepspeed.utils": {
         "RepeatingLoader": "deepspeed.runtime.dataloader",
+        "fragment_address": "deepspeed.checkpoint.safe_types:FragmentAddress",
         "is_initialized": "deepspeed.comm.comm",
         "lazy_init_hp_params_optimizer_state": "deepspeed.utils.mixed_precision_linkage",
         "link_hp_params": "deepspeed.utils.mixed_precision_linkage",
@@ -410,7 +433,12 @@ get_sparse_gradients_enabled get_sparse_variable_config get_steps_per_print get_
 get_torch_autocast_enabled get_train_batch_size get_train_micro_batch_size_per_gpu
 get_wall_clock_breakdown get_zero_allow_untested_optimizer get_zero_force_ds_cpu_optimizer
 """.split()
-NAMES["deepspeed.runtime.config"] = dict.fromkeys(_CONFIG_GETTERS, "deepspeed.config.getters")
+NAMES["deepspeed.runtime.config"] = {
+    **dict.fromkeys(_CONFIG_GETTERS, "deepspeed.config.getters"),
+    **dict.fromkeys(
+        ("ADAM_W_MODE", "ADAM_W_MODE_DEFAULT", "TORCH_ADAM_PARAM"), "deepspeed.runtime.constants"
+    ),
+}
 NAMES["deepspeed.module_inject.containers.llama"]["_get_rope_theta"] = (
     "deepspeed.module_inject.rope:rope_theta_of_attention"
 )

@@ -25,6 +25,17 @@ ROW_PRUNING = "row_pruning"
 HEAD_PRUNING = "head_pruning"
 CHANNEL_PRUNING = "channel_pruning"
 
+# Of the section "weight_quantization".
+WEIGHT_QUANTIZE_ENABLED = TECHNIQUE_ENABLED
+WEIGHT_QUANTIZE_KERNEL = "quantizer_kernel"
+WEIGHT_QUANTIZE_GROUPS = "quantize_groups"
+WEIGHT_QUANTIZE_VERBOSE = "quantize_verbose"
+WEIGHT_QUANTIZE_TYPE = "quantization_type"
+WEIGHT_QUANTIZE_ROUNDING = "rounding"
+WEIGHT_QUANTIZE_IN_FORWARD_ENABLED = "quantize_weight_in_forward"
+WEIGHT_QUANTIZE_FP16_MIXED_QUANTIZE = "fp16_mixed_quantize"
+WEIGHT_QUANTIZE_CHANGE_RATIO = "quantize_change_ratio"
+
 TECHNIQUES = (
     WEIGHT_QUANTIZATION,
     ACTIVATION_QUANTIZATION,

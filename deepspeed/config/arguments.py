@@ -162,7 +162,7 @@ SCHEDULES: dict[str, dict[str, Allowed]] = {
         "cycle_max_lr": RATES,
         "decay_lr_rate": SIZE,
         "cycle_first_step_size": STEPS,
-        "cycle_second_step_size": WHOLE.or_null(),
+        "cycle_second_step_size": NO_STEPS.or_null(),
         "cycle_first_stair_count": WHOLE,
         "cycle_second_stair_count": WHOLE.or_null(),
         "decay_step_size": NO_STEPS,

@@ -50,6 +50,7 @@ _PREFIXES = {
     "TORCH_AUTOCAST": "torch_autocast",
     "CHECKPOINT": "checkpoint",
     "ACT_CHKPT": "activation_checkpointing",
+    "PLD": "progressive_layer_drop",
 }
 """Of constants -> section."""
 

@@ -18,6 +18,13 @@ __all__ = ["DSPolicy", "TransformerPolicy"]
 Operands = tuple[Tensor | None, ...]
 
 
+def transpose(data: Tensor) -> Tensor:
+    """Swap the last two dimensions of a contiguous tensor within its own memory. ``data`` has no meaning afterwards."""
+    swapped = data.transpose(-1, -2)
+    result = data.view(-1).view(swapped.shape)
+    return result.copy_(swapped.clone())
+
+
 class DSPolicy(ABC):
     """Base of all policies. ``_orig_layer_class``: the class of the layers that it is for, or several."""
 

@@ -33,6 +33,10 @@ MUADAM_OPTIMIZER = "muadam"
 MUADAMW_OPTIMIZER = "muadamw"
 MUSGD_OPTIMIZER = "musgd"
 
+TORCH_ADAM_PARAM = "torch_adam"
+ADAM_W_MODE = "adam_w_mode"
+ADAM_W_MODE_DEFAULT = True
+
 # Names that the documentation lists; the config object holds these in lower case.
 DEEPSPEED_OPTIMIZERS = (
     ADAGRAD_OPTIMIZER,

@@ -40,6 +40,7 @@ from deepspeed.runtime.checkpoint_engine.utils import create_checkpoint_engine
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.constants import ROUTE_EVAL, ROUTE_TRAIN  # noqa: F401 - documented here too
 from deepspeed.runtime.engine_data import EngineData
+from deepspeed.runtime.engine_patches import tell_patches
 from deepspeed.runtime.events import Events
 from deepspeed.runtime.module_checks import check_module, lay_out_contiguously, require_module
 from deepspeed.runtime.module_method import ModuleMethod
@@ -132,6 +133,7 @@ class DeepSpeedEngine(EngineData):
         self.checkpoint_engine = create_checkpoint_engine(self._config, None, 0, False, False)
         self.background_writer = engine_checkpoint.create_background_writer(self)
         attach_observers(self)
+        tell_patches(self)
         log_start(self)
 
     def _find_place(self, args: Any, mesh_device: Any) -> None:
@@ -179,7 +181,11 @@ class DeepSpeedEngine(EngineData):
         ).find(model.parameters())
         find_placements(model.parameters(), self.mesh, self.scopes)
         check_ranks_agree(model, self.scopes.everyone)
-        broadcast_weights(model, self.scopes)
+        self._broadcast_model()
+
+    def _broadcast_model(self) -> None:
+        """Make the weights the same on every rank; trainers replace it whose weights are already."""
+        broadcast_weights(self.module, self.scopes)
 
     def _build_training(self, optimizer: Any, model_parameters: list[Any] | None) -> None:
         """Build the optimizer and everything between gradients and updated weights."""
@@ -207,7 +213,22 @@ class DeepSpeedEngine(EngineData):
             self.optimizer = self.core.optimizer
             if isinstance(self.optimizer, ZeroOptimizer):
                 self.optimizer.differentiate = weakref.WeakMethod(self.backward)
+                self.optimizer.allgather_bucket_size = int(self._config.zero_config.allgather_bucket_size)
         self.param_names = {param: name for name, param in self.module.named_parameters()}
+
+    def _configure_optimizer(self, client_optimizer: Any, model_parameters: Any = None) -> None:
+        """Give an optimizer to an engine that was made without one, as trainers do whose optimizer needs the engine.
+        Collective over all ranks. RuntimeError: the engine has one, or was made at stage 3."""
+        if self.core is not None or self.sharded is not None:
+            raise RuntimeError(
+                "_configure_optimizer() gives an optimizer to an engine that deepspeed.initialize() made without one, "
+                "at stages 0 to 2: pass this one to deepspeed.initialize(optimizer=...)"
+            )
+        self._build_training(client_optimizer, None if model_parameters is None else list(model_parameters))
+        self.lr_scheduler = resolve_scheduler(
+            self._config, self.client_lr_scheduler, self.basic_optimizer, client_optimizer
+        )
+        self._scales_loss = self.core is not None and self.core.scaler.plan.active
 
     # The training step --------------------------------------------------------------------------------------
 

@@ -219,10 +219,14 @@ class OneCycle(_Schedule):
         groups = self.optimizer.param_groups
         if not cycle_first_step_size > 0:
             raise ValueError(f"{CYCLE_FIRST_STEP_SIZE} must be positive, got {cycle_first_step_size!r}")
-        self.first_step_size = cycle_first_step_size
-        # The command line uses -1 for "same as the first"; 0 omits the descent, or its stairs.
-        second = cycle_second_step_size
-        self.second_step_size = cycle_first_step_size if second is None or second < 0 else second
+        second = cycle_first_step_size if cycle_second_step_size is None else cycle_second_step_size
+        if not second >= 0:
+            raise ValueError(
+                f"{CYCLE_SECOND_STEP_SIZE} must not be negative, got {cycle_second_step_size!r}: leave it out for as "
+                "many steps down as up; 0 omits the descent"
+            )
+        self.first_step_size, self.second_step_size = cycle_first_step_size, second
+        # The command line uses -1 for "same as the first"; 0 omits the stairs.
         self.first_stair_count = cycle_first_stair_count
         stairs = cycle_second_stair_count
         self.second_stair_count = cycle_first_stair_count if stairs is None or stairs < 0 else stairs

@@ -104,6 +104,7 @@ BAD_SCHEDULES: list[tuple[str, str, Any, str]] = [
     ("OneCycle", "cycle_min_lr", None, "null is not allowed"),
     ("OneCycle", "cycle_max_lr", -1.0, "a number from 0"),
     ("OneCycle", "cycle_first_step_size", 0, "a whole number >= 1"),
+    ("OneCycle", "cycle_second_step_size", -1, "a whole number >= 0"),
     ("OneCycle", "decay_step_size", -3, "a whole number >= 0"),
     ("OneCycle", "cycle_momentum", "false", "write false without quotes"),
     ("OneCycle", "cycle_max_mom", 1.0, "but not including, 1"),
@@ -162,7 +163,7 @@ def test_auto_is_no_excuse_for_an_unknown_name() -> None:
         of_schedule("WarmupLR", warmup_max_lr=None, warmup_num_steps=0, warmup_min_lr=[0.0, 0.1]),
         of_schedule("WarmupLR", warmup_num_steps=1e3),
         of_schedule(
-            "OneCycle", cycle_second_step_size=-1, cycle_first_stair_count=-1, cycle_min_mom=[0.8, 0.85]
+            "OneCycle", cycle_second_step_size=0, cycle_first_stair_count=-1, cycle_min_mom=[0.8, 0.85]
         ),
         of_schedule("StepLR", step_size=3, gamma=0.1),
     ],

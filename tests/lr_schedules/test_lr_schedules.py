@@ -120,7 +120,7 @@ def test_one_cycle_takes_a_list_of_momenta() -> None:
         OneCycle(optimizer, 1e-3, 1e-2, cycle_max_mom=[0.9] * 3)
 
 
-@pytest.mark.parametrize(("second", "steps_down"), [(None, 4), (-1, 4), (2, 2), (0, 0)])
+@pytest.mark.parametrize(("second", "steps_down"), [(None, 4), (2, 2), (0, 0)])
 def test_one_cycle_without_a_way_down(second: int | None, steps_down: int) -> None:
     schedule = OneCycle(_optimizer(), 1e-3, 1e-2, cycle_first_step_size=4, cycle_second_step_size=second)
     rates = _rates(schedule, 12)
@@ -247,6 +247,8 @@ def test_other_arguments_are_checked() -> None:
             LRRangeTest(_optimizer(), lr_range_test_step_size=size)
     with pytest.raises(ValueError, match="cycle_first_step_size"):
         OneCycle(_optimizer(), 1e-3, 1e-2, cycle_first_step_size=0)
+    with pytest.raises(ValueError, match="cycle_second_step_size must not be negative, got -1: leave it out"):
+        OneCycle(_optimizer(), 1e-3, 1e-2, cycle_first_step_size=4, cycle_second_step_size=-1)
     with pytest.raises(ValueError, match="warmup_min_lr has 3 values.*2 parameter groups"):
         WarmupLR(_optimizer((0.1, 0.2)), warmup_min_lr=[0, 1, 2])
 
@@ -294,6 +296,7 @@ def test_stairs_of_the_command_line_are_those_of_both_halves() -> None:
     config, _ = lr_schedules.get_config_from_args(_parse("--lr_schedule", "OneCycle", *flags))
     assert config is not None
     params = config["params"]
+    assert "cycle_second_step_size" not in params  # its flag is -1, which is as many steps as the first
     rates = _rates(OneCycle(_optimizer(), **params), 16)
     assert rates == _rates(OneCycle(_optimizer(), **{**params, "cycle_second_stair_count": 2}), 16)
     assert rates != _rates(OneCycle(_optimizer(), **{**params, "cycle_second_stair_count": 0}), 16)

@@ -7,8 +7,9 @@ import torch
 from torch import nn
 
 from deepspeed.runtime.pipe.errors import PipelineError
+from deepspeed.runtime.pipe.measured import measure
 from deepspeed.runtime.pipe.messages import describe, pack, rebuild, specs, total_bytes, unpack
-from deepspeed.runtime.pipe.module import LayerSpec, TiedLayerSpec, measure
+from deepspeed.runtime.pipe.module import LayerSpec, TiedLayerSpec
 from deepspeed.runtime.pipe.partition import partition, stage_of
 from deepspeed.runtime.pipe.specs import trained_numel
 

@@ -22,6 +22,11 @@ MODEL_PARALLEL_RNG = "model-parallel-rng"
 TENSOR_PARALLEL_SEED_OFFSET = 2718  # keeps tensor-parallel seeds distinct from data-parallel ones
 
 
+def set_device_state(new_state: torch.Tensor, device: int = -1) -> None:
+    """Set the state of an accelerator's random generator, by default the current one's. ``new_state`` is copied."""
+    get_accelerator().set_rng_state(new_state.clone(), device if device >= 0 else None)
+
+
 class CudaRNGStatesTracker:
     """Named states of the accelerator's random generator (the CPU's where that is the accelerator)."""
 

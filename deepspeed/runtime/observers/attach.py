@@ -22,7 +22,7 @@ from deepspeed.runtime.observers.wall_clock import WallClock
 from deepspeed.runtime.python_gc import python_gc_manager
 from deepspeed.utils.logging import is_rank_zero, print_json_dist
 from deepspeed.utils.memory import see_memory_usage
-from deepspeed.utils.timer import NoopTimer, SynchronizedWallClockTimer, ThroughputTimer
+from deepspeed.utils.timer import SynchronizedWallClockTimer, ThroughputTimer
 
 if TYPE_CHECKING:
     from deepspeed.runtime.engine_base import EngineBase
@@ -61,7 +61,7 @@ def attach_observers(engine: EngineBase) -> None:
 def _attach_clocks(engine: EngineBase) -> WallClock | None:
     """What measures time: timers, throughput, the profiler. Returns the clock of the breakdown, if there is one."""
     config = engine._config
-    engine.timers = SynchronizedWallClockTimer() if config.wall_clock_breakdown else NoopTimer()
+    engine.timers = SynchronizedWallClockTimer()  # loops time their own parts with it, too
     engine.tput_timer = ThroughputTimer(
         config.timers_config,
         batch_size=engine.train_batch_size(),

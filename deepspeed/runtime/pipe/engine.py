@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -14,41 +14,31 @@ from torch import Tensor, nn
 from deepspeed.config.problems import DeepSpeedConfigError
 from deepspeed.runtime.activation_checkpointing import checkpointing
 from deepspeed.runtime.dataloader import DeepSpeedDataLoader, EpochSampler, RepeatingLoader
-from deepspeed.runtime.pipe import orders
+from deepspeed.runtime.pipe import orders, p2p
 from deepspeed.runtime.pipe.channel import Inlet, Outlet
 from deepspeed.runtime.pipe.choice import Layout, OrderChoice
 from deepspeed.runtime.pipe.connections import Connections
-from deepspeed.runtime.pipe.engine_facts import PipelineFacts
+from deepspeed.runtime.pipe.engine_instructions import ByInstructions
 from deepspeed.runtime.pipe.errors import PipelineError
 from deepspeed.runtime.pipe.module import PipelineModule
 from deepspeed.runtime.pipe.orders import Action, Kind, Order, stage_on_chain
 from deepspeed.runtime.pipe.split_backward import WeightQueue, join_layers, split_layers
-from deepspeed.runtime.pipe.stage_run import Links, StageRun, backward_from
-from deepspeed.runtime.pipe.values import mean_of, to_device
+from deepspeed.runtime.pipe.stage_run import StageRun
+from deepspeed.runtime.pipe.values import mean_of
 from deepspeed.runtime.pipe.whole_model import WholeModel
-from deepspeed.runtime.precision import autocast_context
 from deepspeed.runtime.zero.scopes import SHARED_BY
 from deepspeed.utils.logging import log_dist
 
 __all__ = ["PipelineEngine"]
 
 
-def is_even(number: int) -> bool:
-    return number % 2 == 0
-
-
-class PipelineEngine(PipelineFacts):
+class PipelineEngine(ByInstructions):
     """Trains a ``PipelineModule`` with ``train_batch`` and evaluates it with ``eval_batch``.
 
     A batch of ``gradient_accumulation_steps`` micro-batches goes through the stages one forward and one backward at a
     time. Each micro-batch is a pair (inputs, labels), read by the first and by the last stage. Gradients are summed
     over replicas once, at the end of the batch.
     """
-
-    change_batch: Callable[[Any], Any] | None = None
-    """What is done to every pair (inputs, labels) that is read, after ``batch_fn``."""
-    _action: Action | None = None
-    """At which this stage is, within a batch."""
 
     def __init__(self, has_bool_tensors: bool = False, *super_args: Any, **super_kwargs: Any) -> None:
         _find_idle(super_kwargs.get("model"))
@@ -66,8 +56,6 @@ class PipelineEngine(PipelineFacts):
         self.has_attention_mask = False
         self._reports: dict[str, float] = {}
         self._additional: dict[str, Tensor] = {}
-        self._compute_loss = True
-        self._outputs: Any = None
         self._run: StageRun | None = None
         section = self._config.pipeline
         self._configure_module(module, section)
@@ -81,13 +69,23 @@ class PipelineEngine(PipelineFacts):
             self.device,
             may_share_memory=self._network.may_share_memory(),
         )
+        if self.is_pipe_parallel:
+            p2p.init_process_groups(self.grid)
         self._choice = OrderChoice(
             self._schedule(str(section["schedule"])), self.layout, int(section["max_held"])
         )
+        self._most_held = 0
+        self._prepare_training()
+
+    def _configure_optimizer(self, client_optimizer: Any, model_parameters: Any = None) -> None:
+        super()._configure_optimizer(client_optimizer, model_parameters)
+        self._prepare_training()
+
+    def _prepare_training(self) -> None:
+        """What a batch needs of the optimizer, if there is one."""
+        module = self.stage_module
         self._weights = WeightQueue(self.core.reducer.add if self.core is not None else _nowhere)
         self._split: list[nn.Module] = []
-        self._most_held = 0
-        self._summed_in: Action | None = None
         if self.core is not None:
             self._order(self.clock.steps)  # what does not fit is told at once
             if self._choice.may_split:
@@ -128,17 +126,6 @@ class PipelineEngine(PipelineFacts):
         """What each channel to or from a neighbour carries, and the channel."""
         return self._connections.named()
 
-    @property
-    def _links(self) -> list[Links]:
-        return self._connections.links
-
-    @property
-    def stage_module(self) -> PipelineModule:
-        """The wrapped module."""
-        module = self.module
-        assert isinstance(module, PipelineModule)
-        return module
-
     # A batch --------------------------------------------------------------------------------------------------
 
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
@@ -151,15 +138,14 @@ class PipelineEngine(PipelineFacts):
         if not torch.is_grad_enabled():
             raise RuntimeError("train_batch() needs gradients, which are disabled here: use eval_batch()")
         core = self._require_core("train_batch")
-        if self.clock.position:
-            raise PipelineError(
-                f"{self.clock.position} micro-batches of an unfinished batch were accumulated: call zero_grad() first"
-            )
+        self._check_batch_begins()
         if data_iter is not None:
             self.set_dataiterator(data_iter)
         self._compute_loss = True
         self._additional = {}
         self.train()
+        if self._replaced("TrainSchedule"):
+            return self._train_by_instructions()
         count = self.clock.steps
         order = self._order(count)
         core.reducer.sync_enabled = False  # replicas, and stages with common weights, meet when all is there
@@ -212,10 +198,6 @@ class PipelineEngine(PipelineFacts):
             return None
         return None if any(hasattr(param, SHARED_BY) for param in core.reducer.params) else last
 
-    def _count_micro_batch(self) -> None:
-        if not self.clock.at_boundary:  # the last one counts with the update
-            super().step()
-
     def eval_batch(
         self,
         data_iter: Iterator[Any],
@@ -243,17 +225,24 @@ class PipelineEngine(PipelineFacts):
         self.eval()
         try:
             with torch.no_grad():
-                run = StageRun(self, self._links, self.stage_id, training=False)
-                layout = self.layout
-                order = orders.forward_only(layout.stages, count, layout.chunks, zigzag=layout.zigzag)
-                results = run.run(order.actions[self.stage_id])
+                if self._replaced("InferenceSchedule"):
+                    results = self._evaluate_by_instructions(count, return_logits)
+                else:
+                    results = self._evaluate(count)
         finally:
             self._action = None
             self.train(mode)
             self.data_iterator, self._compute_loss = iterator, True
-        outputs, self._outputs = self._outputs, None
+        outputs, self.outputs = self.outputs, None
         result = self._reduced(results, count, compute_loss, reduce_output, bcast_loss)
         return (result, outputs) if return_logits else result
+
+    def _evaluate(self, count: int) -> list[Any]:
+        """On the last stage: the result of each of ``count`` micro-batches."""
+        layout = self.layout
+        order = orders.forward_only(layout.stages, count, layout.chunks, zigzag=layout.zigzag)
+        run = StageRun(self, self._links, self.stage_id, training=False)
+        return run.run(order.actions[self.stage_id])
 
     def _reduced(
         self, results: list[Any], count: int, compute_loss: bool, reduce_output: str | None, bcast_loss: bool
@@ -276,147 +265,14 @@ class PipelineEngine(PipelineFacts):
     def pipe_buffers(self) -> dict[str, list[Any]]:
         """What this stage holds of the batch that is being trained, at ``chunk * micro_batches + micro_batch``: inputs,
         outputs, labels; None where it holds nothing, as after a batch. Gradients and losses ("grads", "losses") are
-        used as they come."""
+        used as they come. With a schedule of instructions: its buffers, into which the instructions write."""
+        if self._run is None and self._pipe_buffers:
+            return self._pipe_buffers
         count = self.micro_batches
         run = self._run or StageRun(self, self._links, self.stage_id, training=True)
         held = run.buffers(count)
-        return held | {name: [None] * (count * len(self._links)) for name in ("grads", "losses")}
-
-    # The work of this stage -----------------------------------------------------------------------------------
-
-    def begin(self, action: Action) -> None:
-        self._action = action
-
-    def position_in_batch(self) -> str:
-        action = self._action
-        if action is None:
-            return ""
-        chunk = f" of chunk {action.chunk}" if self.layout.chunks > 1 else ""
-        return f"stage {self.stage_id}, micro-batch {action.micro_batch}, {action.kind.name.lower()}{chunk}"
-
-    def load(self) -> tuple[Any, Any]:
-        """Inputs and labels of the next micro-batch, on the device."""
-        if self.data_iterator is None:
-            raise PipelineError(
-                "there is no data: give train_batch(data_iter=...), set_dataloader() or training_data= of initialize"
-            )
-        batch = next(self.data_iterator)
-        if self.batch_fn is not None:
-            batch = self.batch_fn(batch)
-        if not isinstance(batch, (tuple, list)) or len(batch) != 2:
-            raise PipelineError(
-                f"a micro-batch of a pipeline is a pair (inputs, labels), not {type(batch).__name__}: "
-                "set_batch_fn() can make one"
-            )
-        if self.change_batch is not None:
-            batch = self.change_batch(batch)
-        inputs, labels = (to_device(part, self.device) for part in batch)
-        return inputs, labels
-
-    def forward_stage(self, action: Action, inputs: Any, labels: Any) -> Any:
-        """Outputs of a chunk; of the last one the loss."""
-        if self.layout.chunks == 1:
-            outputs = super().forward(inputs)
-        else:
-            outputs = super().forward(inputs, chunk=action.chunk)
-        if self._links[action.chunk].outputs is not None:
-            return outputs
-        self._outputs = outputs if not torch.is_grad_enabled() else None
-        loss_fn = self.stage_module.loss_fn
-        if loss_fn is None or not self._compute_loss:
-            return outputs
-        precision = self.plan.precision
-        if precision.autocast is None:
-            loss = loss_fn(outputs, labels)
-        else:
-            with autocast_context(precision, self.device.type):
-                loss = loss_fn(outputs, labels)
-        for name, part in (self.stage_module.get_additional_losses() or {}).items():
-            value = part.detach().float() if isinstance(part, Tensor) else torch.tensor(float(part))
-            self._additional[name] = self._additional.get(name, torch.zeros(())) + value.cpu()
-        return loss
-
-    def weights_stage(self, action: Action) -> None:
-        """The gradients of weights that a split backward has left."""
-        with torch.no_grad():
-            self._weights.compute((action.micro_batch, action.chunk))
-
-    def synchronize(self) -> None:
-        self.accelerator.synchronize()
-
-    def backward_stage(self, action: Action, outputs: Any, gradients: Sequence[Tensor | None]) -> None:
-        """One micro-batch; its gradients stay on this rank until the end of the batch."""
-        self._weights.part = (action.micro_batch, action.chunk)
-        if action == self._summed_in:
-            self._require_core("train_batch").reducer.sync_enabled = True
-        if self._links[action.chunk].outputs is None:
-            super().backward(outputs)
-            return
-        core, plain = self._require_core("train_batch"), self._plain_backward
-        self.events.emit("before_backward", loss=None)
-        plain.paused = True
-        try:
-            core.reducer.before_backward()
-            backward_from(outputs, gradients)
-            self._end_backward()
-        except BaseException as error:
-            self._abandon_batch(error)
-            raise
-        finally:
-            plain.paused = False
-        self.events.emit("after_backward", loss=None, share=None)
-
-    # Losses ---------------------------------------------------------------------------------------------------
-
-    def _mean_loss(self, losses: list[Any]) -> Tensor:
-        if not self.has_loss:
-            return torch.zeros((), device=self.device)
-        if not all(isinstance(loss, Tensor) and loss.numel() == 1 for loss in losses):
-            raise PipelineError("the last stage returned no scalar loss: give PipelineModule a loss_fn")
-        return torch.stack([loss.float().view(()) for loss in losses]).mean()
-
-    def _agree_on_losses(self, losses: list[Any], count: int) -> Tensor:
-        """The mean over micro-batches and replicas, and those of its parts, on every rank."""
-        parts = {name: value / count for name, value in sorted(self._additional.items())}
-        values = [self._mean_loss(losses), torch.tensor(float(len(parts)), device=self.device)]
-        values = self._from_last_stage(self._mean_over_replicas(torch.stack(values)))
-        if int(values[1]):
-            names = self._names_from_last_stage(list(parts))
-            own = (
-                [parts[name].to(self.device) for name in names]
-                if parts
-                else [values[0].new_zeros(())] * len(names)
-            )
-            means = self._from_last_stage(self._mean_over_replicas(torch.stack(own))).tolist()
-            self._reports = dict(zip(names, means, strict=True))
-        return values[0]
-
-    def _mean_over_replicas(self, values: Tensor) -> Tensor:
-        replicas = self.scopes.everyone
-        if replicas.size > 1:
-            replicas.all_reduce(values.view(-1)).wait()
-            values = values / replicas.size
-        return values
-
-    def _from_last_stage(self, values: Tensor) -> Tensor:
-        if self.num_stages > 1:
-            values = values.contiguous()
-            self.scopes.across["pp"].broadcast(values.view(-1), src=self.loss_stage).wait()
-        return values
-
-    def _names_from_last_stage(self, names: list[str]) -> list[str]:
-        if self.num_stages > 1:
-            message = [names]
-            dist.broadcast_object_list(
-                message, self.grid.pp_group[self.loss_stage], group=self.grid.get_pipe_parallel_group()
-            )
-            names = message[0]
-        return names
-
-    def get_additional_losses(self) -> dict[str, float] | None:
-        """What ``PipelineModule.get_additional_losses`` reported in the last batch: means over micro-batches and
-        replicas, by name."""
-        return dict(self._reports) or None
+        others = ("output_tensors", "grads", "losses")
+        return held | {name: [None] * (count * len(self._links)) for name in others}
 
     # Data -----------------------------------------------------------------------------------------------------
 
@@ -441,11 +297,6 @@ class PipelineEngine(PipelineFacts):
     def set_batch_fn(self, fn: Callable[[Any], Any]) -> None:
         """Pass every batch through ``fn``, which returns (inputs, labels)."""
         self.batch_fn = fn
-
-    @property
-    def has_loss(self) -> bool:
-        """Whether the last layer is on this stage: that of the loss and of the outputs."""
-        return self.stage_id == self.loss_stage
 
     def set_has_attention_mask(self, value: bool) -> None:
         """Kept for old scripts: masks are sent as any other tensor."""

@@ -71,6 +71,10 @@ class PipelineFacts(DeepSpeedEngine):
         """What ``train_batch`` returned last; None before the first batch."""
         return self.agreed_loss
 
+    @agg_train_loss.setter
+    def agg_train_loss(self, loss: Tensor | None) -> None:
+        self.agreed_loss = loss
+
     def get_pipeline_parallel_rank(self) -> int:
         return self.stage_id
 

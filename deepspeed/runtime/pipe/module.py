@@ -22,12 +22,11 @@ from deepspeed.config.problems import DeepSpeedConfigError
 from deepspeed.runtime.activation_checkpointing import checkpointing
 from deepspeed.runtime.constants import PIPE_REPLICATED
 from deepspeed.runtime.pipe.errors import PipelineError
-from deepspeed.runtime.pipe.measured import agreed, measure
 from deepspeed.runtime.pipe.on_paper import WholeModel, on_paper
 from deepspeed.runtime.pipe.orders import place_on_chain, stage_on_chain
-from deepspeed.runtime.pipe.partition import partition, stage_of
+from deepspeed.runtime.pipe.partition import check_bounds, stage_of
+from deepspeed.runtime.pipe.partitioned import Partitioned
 from deepspeed.runtime.pipe.specs import Layer, LayerSpec, TiedLayerSpec, type_name
-from deepspeed.runtime.pipe.staged import Staged
 from deepspeed.runtime.pipe.topology import (
     PipeDataParallelTopology,
     PipelineParallelGrid,
@@ -42,7 +41,7 @@ from deepspeed.utils.logging import logger
 __all__ = ["LayerSpec", "PipelineError", "PipelineModule", "TiedLayerSpec"]
 
 
-class PipelineModule(Staged, nn.Module):
+class PipelineModule(Partitioned, nn.Module):
     """The layers of one stage of a pipeline; the engine made for it moves activations between stages.
 
     Args:
@@ -114,7 +113,10 @@ class PipelineModule(Staged, nn.Module):
         self._layer_specs: list[Layer] = list(layers)
         self._num_layers = len(self._layer_specs)
         self._example = on_paper(profile_input)
-        self.parts = self._partition(partition_method, profile_input)
+        self._profile_input = profile_input
+        self._partition_layers(method=partition_method)
+        del self._profile_input  # a batch
+        check_bounds(self.parts, self._num_layers, self.num_stages * chunks)
         runs = [self._layers_of(chunk) for chunk in range(chunks)]
         self._numbers = [number for run in runs for number in run]
         """Numbers of this stage's layers in the whole model."""
@@ -130,13 +132,6 @@ class PipelineModule(Staged, nn.Module):
         self.find_layers()
 
     # Building -------------------------------------------------------------------------------------------------
-
-    def _partition(self, method: str, profile_input: Any) -> list[int]:
-        """Bounds of the runs of layers, ``chunks`` for each stage."""
-        durations = None
-        if method.strip().lower() == "profile" and profile_input is not None:
-            durations = agreed(measure(self._layer_specs, profile_input))
-        return partition(self._layer_specs, self.num_stages * self.chunks, method, durations)
 
     def piece(self, chunk: int) -> int:
         """The number of a chunk of this stage on the way of a micro-batch through the model."""

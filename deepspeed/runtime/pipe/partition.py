@@ -6,19 +6,24 @@ import re
 from collections.abc import Sequence
 
 from deepspeed.runtime.helpers.partitions import partition_balanced, partition_uniform
+from deepspeed.runtime.pipe.errors import PipelineError
 from deepspeed.runtime.pipe.specs import Layer, trained_numel, type_name
 
 METHODS = "'uniform', 'parameters', 'type:<regex>' or 'profile'"
 
 
 def partition(
-    layers: Sequence[Layer], stages: int, method: str, durations: Sequence[float] | None = None
+    layers: Sequence[Layer],
+    stages: int,
+    method: str,
+    durations: Sequence[float] | None = None,
+    counts: Sequence[int] | None = None,
 ) -> list[int]:
     """Bounds ``[0, ..., len(layers)]`` of the runs of layers of each stage.
 
-    "uniform": equally many layers; "parameters": equally many trained elements; "type:regex": equally many layers whose
-    class has a name in which ``regex`` occurs (any case); "profile": equal ``durations``. ValueError: another method, a
-    regex that matches no layer, or fewer layers than stages.
+    "uniform": equally many layers; "parameters": equally many trained elements, or those that ``counts`` has;
+    "type:regex": equally many layers whose class has a name in which ``regex`` occurs (any case); "profile": equal
+    ``durations``. ValueError: another method, a regex that matches no layer, or fewer layers than stages.
     """
     if len(layers) < stages:
         raise ValueError(f"{len(layers)} layers cannot be spread over {stages} stages: each needs one")
@@ -27,14 +32,10 @@ def partition(
     if kind == "uniform":
         return partition_uniform(len(layers), stages)
     if kind == "parameters":
-        return partition_balanced([trained_numel(layer) for layer in layers], stages)
+        return partition_balanced(counts or [trained_numel(layer) for layer in layers], stages)
     if kind == "type":
-        pattern = re.compile(argument, re.IGNORECASE)
-        weights = [int(pattern.search(type_name(layer)) is not None) for layer in layers]
-        if not any(weights):
-            known = ", ".join(sorted({type_name(layer) for layer in layers}))
-            raise ValueError(f"partition_method={method!r} matches no layer; their types are {known}")
-        return partition_balanced(weights, stages)
+        chosen = set(layers_of_type(layers, argument))
+        return partition_balanced([int(number in chosen) for number in range(len(layers))], stages)
     if kind == "profile":
         if durations is None:
             raise ValueError(
@@ -43,6 +44,26 @@ def partition(
             )
         return partition_balanced(durations, stages)
     raise ValueError(f"partition_method={method!r}: must be {METHODS}")
+
+
+def layers_of_type(layers: Sequence[Layer], pattern: str) -> list[int]:
+    """The numbers of the layers in whose class's name the regex occurs, in any case. ValueError: there is none."""
+    regex = re.compile(pattern, re.IGNORECASE)
+    found = [number for number, layer in enumerate(layers) if regex.search(type_name(layer))]
+    if not found:
+        known = ", ".join(sorted({type_name(layer) for layer in layers}))
+        raise ValueError(f"partition_method='type:{pattern}' matches no layer; their types are {known}")
+    return found
+
+
+def check_bounds(parts: Sequence[int], layers: int, runs: int) -> None:
+    """PipelineError: ``parts`` are not the bounds of ``runs`` runs of ``layers`` layers."""
+    ordered = all(isinstance(bound, int) for bound in parts) and list(parts) == sorted(parts)
+    if not ordered or len(parts) != runs + 1 or parts[0] != 0 or parts[-1] != layers:
+        raise PipelineError(
+            f"parts={list(parts)}: _partition_layers() must set {runs + 1} ascending numbers from 0 to {layers}, the "
+            "bounds of the layers of each stage"
+        )
 
 
 def stage_of(bounds: Sequence[int], layer: int) -> int:

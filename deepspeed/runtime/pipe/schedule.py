@@ -33,6 +33,14 @@ __all__ = [
 ]
 
 
+def _is_even(number: int) -> bool:
+    return number % 2 == 0
+
+
+def _is_odd(number: int) -> bool:
+    return number % 2 != 0
+
+
 class PipeInstruction:
     """One thing that a stage does. ``kwargs`` become attributes; equal if type and attributes are."""
 
@@ -160,8 +168,8 @@ class PipeSchedule(ABC):
     def _valid_stage(self, stage_id: int) -> bool:
         return 0 <= stage_id < self.stages
 
-    def _buffer(self, micro_batch: int) -> int:
-        return micro_batch % self.num_pipe_buffers()
+    def _buffer_idx(self, micro_batch_id: int) -> int:
+        return micro_batch_id % self.num_pipe_buffers()
 
     def _before_forward(self, buffer: int) -> list[PipeInstruction]:
         """What brings inputs (and labels) into a buffer."""
@@ -180,13 +188,15 @@ class InferenceSchedule(PipeSchedule):
         for step in range(self.micro_batches + self.stages - 1):
             now = step - self.stage_id
             arrives = self._valid_micro_batch(now)
-            instructions: list[PipeInstruction] = self._before_forward(self._buffer(now)) if arrives else []
+            instructions: list[PipeInstruction] = (
+                self._before_forward(self._buffer_idx(now)) if arrives else []
+            )
             if self._valid_micro_batch(now - 1) and not self.is_last_stage:
-                send = SendActivation(self._buffer(now - 1))
+                send = SendActivation(self._buffer_idx(now - 1))
                 # neighbours differ in who sends first, so that sends which wait do not wait for each other
-                instructions.insert(0 if self.stage_id % 2 == 0 else len(instructions), send)
+                instructions.insert(0 if _is_even(self.stage_id) else len(instructions), send)
             if arrives:
-                instructions.append(ForwardPass(self._buffer(now)))
+                instructions.append(ForwardPass(self._buffer_idx(now)))
             yield instructions
 
     def num_pipe_buffers(self) -> int:
@@ -204,42 +214,38 @@ class TrainSchedule(PipeSchedule):
 
     def steps(self) -> Iterator[list[PipeInstruction]]:
         last = 2 * (self.micro_batches + self.stages - 1) - 1
+        before = -1
         for step in range(last + 1):
+            now, is_forward = self._step_to_micro_batch(step)
+            sends, computes = self._valid_micro_batch(before), self._valid_micro_batch(now)
             instructions: list[PipeInstruction] = []
-            forward, backward = self._forward_in(step), self._backward_in(step)
-            if (step - self.stage_id) % 2 == 0:  # the previous stage exchanges with this one
-                if forward is not None:
-                    instructions += self._before_forward(self._buffer(forward))
-                done = self._backward_in(step - 1)
-                if done is not None and not self.is_first_stage:
-                    instructions.append(SendGrad(self._buffer(done)))
-                if forward is not None:
-                    instructions.append(ForwardPass(self._buffer(forward)))
+            if is_forward:  # the previous stage exchanges with this one
+                if computes:
+                    instructions += self._before_forward(self._buffer_idx(now))
+                if sends and not self.is_first_stage:
+                    instructions.append(SendGrad(self._buffer_idx(before)))
             else:
-                done = self._forward_in(step - 1)
-                if done is not None and not self.is_last_stage:
-                    instructions.append(SendActivation(self._buffer(done)))
-                if backward is not None:
-                    if not self.is_last_stage:
-                        instructions.append(RecvGrad(self._buffer(backward)))
-                    instructions.append(BackwardPass(self._buffer(backward)))
+                if sends and not self.is_last_stage:
+                    instructions.append(SendActivation(self._buffer_idx(before)))
+                if computes and not self.is_last_stage:
+                    instructions.append(RecvGrad(self._buffer_idx(now)))
+            if computes:
+                kind = ForwardPass if is_forward else BackwardPass
+                instructions.append(kind(self._buffer_idx(now)))
             if step == last:
                 instructions += [ReduceTiedGrads(), ReduceGrads(), OptimizerStep()]
             yield instructions
+            before = now
 
     def num_pipe_buffers(self) -> int:
         """The micro-batches between forward and backward, and at least two, so that one can be sent meanwhile."""
         return max(2, min(self.stages - self.stage_id, self.micro_batches))
 
-    def _forward_in(self, step: int) -> int | None:
-        return self._micro_batch(step - self.stage_id)
-
-    def _backward_in(self, step: int) -> int | None:
-        return self._micro_batch(step - (2 * self.stages - 1 - self.stage_id))
-
-    def _micro_batch(self, steps_since_first: int) -> int | None:
-        number, odd = divmod(steps_since_first, 2)
-        return number if not odd and 0 <= number < self.micro_batches else None
+    def _step_to_micro_batch(self, step_id: int) -> tuple[int, bool]:
+        """The micro-batch of a step, and whether the step is its forward; no valid one: the stage is idle."""
+        is_forward = _is_even(step_id - self.stage_id)
+        first = self.stage_id if is_forward else 2 * self.stages - 1 - self.stage_id
+        return (step_id - first) // 2, is_forward
 
 
 class DataParallelSchedule(PipeSchedule):
@@ -309,6 +315,15 @@ class DualPipeVSchedule(PipeSchedule):
             instruction = kinds[self.stage_id == receiver](buffer, phase=made.phase)
             found.append(((made.is_backward, made.phase, sender), instruction))
         return [instruction for _, instruction in sorted(found, key=lambda pair: pair[0])]
+
+
+_OURS = {kind.__name__: (kind, kind.steps) for kind in (TrainSchedule, InferenceSchedule)}
+
+
+def replaced(name: str) -> bool:
+    """Whether a trainer has put a class, or ``steps``, of its own in the place of the schedule ``name``."""
+    kind, steps = _OURS[name]
+    return globals()[name] is not kind or kind.steps is not steps
 
 
 def check_dual_pipe(stages: int, micro_batches: int) -> None:

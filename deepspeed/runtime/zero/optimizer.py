@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.zero.access import JOINED, StateAccess
+from deepspeed.runtime.zero.bucket import ParamBucket
 from deepspeed.runtime.zero.norms import clip_coefficient
 from deepspeed.runtime.zero.offload.state_moves import HasMovableStates, StateMover
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
@@ -38,6 +39,10 @@ class ZeroOptimizer(HasMovableStates, ZeROOptimizer):
         self.access = access
         self.mover = mover
         self.last: StepResult | None = None
+        self.allgather_bucket_size = 0
+        """The config's key, in elements, which the engine sets."""
+        self.external_loss_scale: float | None = None
+        """What ``override_loss_scale`` was given."""
         self.differentiate: Callable[[], Callable[..., Any] | None] = lambda: None
         """Gives the ``backward`` of the engine, which sets this."""
 
@@ -177,7 +182,7 @@ class ZeroOptimizer(HasMovableStates, ZeROOptimizer):
         """Use this scale from now on (some pipelines set it from outside)."""
         if not math.isfinite(loss_scale) or loss_scale <= 0:
             raise ValueError(f"loss_scale must be finite and greater than 0, not {loss_scale!r}")
-        self.executor.scaler.scale = float(loss_scale)
+        self.executor.scaler.scale = self.external_loss_scale = float(loss_scale)
 
     @property
     def overflow(self) -> bool:
@@ -224,6 +229,10 @@ class ZeroOptimizer(HasMovableStates, ZeROOptimizer):
         """Set the master weights from the model's own, which were loaded or edited."""
         with torch.no_grad():
             self.executor.store.refresh_masters()
+
+    def update_lp_params(self) -> None:
+        """Set the model's own weights from the master weights, which were loaded or edited. Collective."""
+        self.access.publish()
 
     @property
     def clip_grad(self) -> float:
@@ -283,11 +292,27 @@ class ZeroOptimizer(HasMovableStates, ZeROOptimizer):
         self.executor.close()
 
 
+def _flat(bucket: ParamBucket) -> list[Tensor]:
+    return [bucket.full] if bucket.full is not None else [param.data.view(-1) for param in bucket.params]
+
+
 class DeepSpeedZeroOptimizer(ZeroOptimizer):
     """Stages 1 and 2 (documented as ``deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer``)."""
 
     nccl_start_alignment_factor = 2
     """Parts of ranks begin at a multiple of this many elements; in fact at one of ``layout.ALIGNMENT``."""
+
+    @property
+    def bit16_groups_flat(self) -> list[Tensor]:
+        """The model's weights, in place: one flat tensor per bucket that is divided, or per undivided parameter."""
+        return [flat for bucket in self.executor.store.param_buckets for flat in _flat(bucket)]
+
+    @property
+    def real_dp_process_group(self) -> list[Any]:
+        """The ranks of each tensor of ``bit16_groups_flat``."""
+        return [
+            bucket.communicator.group for bucket in self.executor.store.param_buckets for _ in _flat(bucket)
+        ]
 
     @property
     def parallel_partitioned_bit16_groups(self) -> list[list[Tensor]]:
@@ -335,6 +360,11 @@ class DeepSpeedZeroOptimizer_Stage3(ZeroOptimizer):
         """This rank's parts of the gradients in one flat tensor (a copy); empty when ``averaged_gradients`` is."""
         parts = [part.reshape(-1) for group in self.averaged_gradients.values() for part in group]
         return torch.cat(parts) if parts else torch.empty(0)
+
+    @property
+    def persistent_parameters(self) -> list[nn.Parameter]:
+        """The parameters that stay gathered (``stage3_param_persistence_threshold``)."""
+        return self.parameter_offload.persistent_parameters
 
     @property
     def leaf_parameters(self) -> dict[nn.Module, list[nn.Parameter]]:

@@ -78,6 +78,11 @@ class DeepSpeedZeRoOffload(HasMovableStates):
     def get_param_coordinator(self) -> ParamCoordinator:
         return self.param_coordinator
 
+    @property
+    def persistent_parameters(self) -> list[nn.Parameter]:
+        """The parameters that stay gathered (``stage3_param_persistence_threshold``)."""
+        return [p for bucket in self.param_coordinator.buckets if bucket.persistent for p in bucket.params]
+
     # Hooks --------------------------------------------------------------------------------------------------
 
     def _register_deepspeed_module(self, module: nn.Module, count: Sequence[int] = (0,)) -> None:
