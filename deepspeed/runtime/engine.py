@@ -27,12 +27,8 @@ from deepspeed.runtime.assembly import (
     TrainingCore,
     broadcast_weights,
     build_core,
-    check_made_for_host,
     check_ranks_agree,
-    left_out,
     make_mesh,
-    require_optimizer,
-    resolve_optimizer,
     shard_module,
 )
 from deepspeed.runtime.backward import PlainBackward, at_least_fp32, correction, scaled_loss
@@ -40,6 +36,12 @@ from deepspeed.runtime.checkpoint_engine.utils import create_checkpoint_engine
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.constants import ROUTE_EVAL, ROUTE_TRAIN  # noqa: F401 - documented here too
 from deepspeed.runtime.engine_data import EngineData
+from deepspeed.runtime.engine_optimizer import (
+    check_made_for_host,
+    left_out,
+    require_optimizer,
+    resolve_optimizer,
+)
 from deepspeed.runtime.events import Events
 from deepspeed.runtime.module_checks import check_module, lay_out_contiguously, require_module
 from deepspeed.runtime.module_method import ModuleMethod
