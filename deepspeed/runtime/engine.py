@@ -38,10 +38,13 @@ from deepspeed.runtime.constants import ROUTE_EVAL, ROUTE_TRAIN  # noqa: F401 - 
 from deepspeed.runtime.engine_data import EngineData
 from deepspeed.runtime.engine_optimizer import (
     check_made_for_host,
+    check_membership,
     left_out,
     require_optimizer,
+    require_trainable,
     resolve_optimizer,
 )
+from deepspeed.runtime.engine_steps import StepNotes
 from deepspeed.runtime.events import Events
 from deepspeed.runtime.module_checks import check_module, lay_out_contiguously, require_module
 from deepspeed.runtime.module_method import ModuleMethod
@@ -189,7 +192,9 @@ class DeepSpeedEngine(EngineData):
         self.basic_optimizer = resolve_optimizer(
             self._config, self.plan, optimizer, model_parameters, self.module
         )
-        require_optimizer(self.plan, self.basic_optimizer is not None)
+        require_trainable(self.plan, self.basic_optimizer)
+        if self.basic_optimizer is not None:
+            check_membership(self.basic_optimizer, self.module)
         if optimizer is not None:
             check_made_for_host(self.basic_optimizer, self.plan)
         elif self.basic_optimizer is not None:
@@ -207,8 +212,10 @@ class DeepSpeedEngine(EngineData):
                 self.module, self.basic_optimizer, self.plan, self.scopes, self.clock, self.sharded, spare
             )
             self.optimizer = self.core.optimizer
+            self._step_notes = StepNotes(self.basic_optimizer, self.clock)
             if isinstance(self.optimizer, ZeroOptimizer):
                 self.optimizer.differentiate = weakref.WeakMethod(self.backward)
+                self.optimizer.beside_engine = self._step_notes.beside_engine
         self.param_names = {param: name for name, param in self.module.named_parameters()}
 
     # The training step --------------------------------------------------------------------------------------
@@ -394,6 +401,8 @@ class DeepSpeedEngine(EngineData):
     def _take_model_step(self, core: TrainingCore, lr_kwargs: dict[str, Any]) -> None:
         self.events.emit("at_boundary")
         result = core.executor.step()
+        if result.norm == 0.0 and core.reducer.used and not any(core.reducer.used):
+            self._step_notes.no_gradient()
         core.reducer.clear()
         if self.optimizer is not self.basic_optimizer:
             self.optimizer.last = result
@@ -532,6 +541,7 @@ class DeepSpeedEngine(EngineData):
         At stage 3 the parameters become whole on every rank: collective. Returns when all checkpoints are on
         disk; CheckpointError: one of them could not be stored.
         """
+        self._destroyed = True
         self.events.emit("on_destroy")
         self._module_zero_grad.remove()
         self._network.leave()
@@ -540,6 +550,7 @@ class DeepSpeedEngine(EngineData):
         core, self.core = self.core, None
         sharded, self.sharded = self.sharded, None
         if core is not None:
+            self._step_notes.remove()
             core.executor.close()
             if core.client_state is not None:
                 core.client_state.release(core.store.optimizer)

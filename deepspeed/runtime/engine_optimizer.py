@@ -14,7 +14,7 @@ from deepspeed.ops.update import traits_of
 from deepspeed.runtime.optim.elementwise import check_partitioning
 from deepspeed.runtime.optim.flags import set_optimizer_flags
 from deepspeed.runtime.optim.registry import build_optimizer
-from deepspeed.runtime.pipe.staged import is_idle
+from deepspeed.runtime.pipe.staged import Staged, is_idle
 from deepspeed.runtime.zero.cutting import TrainedParams
 from deepspeed.runtime.zero.params import ZeRORuntimeException
 from deepspeed.runtime.zero.scopes import Scopes
@@ -28,15 +28,20 @@ def resolve_optimizer(
     config: DeepSpeedConfig,
     plan: Plan,
     client: torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer] | None,
-    model_parameters: Iterable[Any] | None,
+    model_parameters: list[Any] | None,
     module: nn.Module,
 ) -> torch.optim.Optimizer | None:
-    """The client's optimizer, the one its callable returns, the one the config names, or None."""
+    """The client's optimizer, the one its callable returns, the one the config names, or None.
+
+    ``model_parameters``: a list, or None for those of ``module``. ValueError: it is empty, and ``module`` could train.
+    """
     if isinstance(client, torch.optim.Optimizer) or (client is not None and hasattr(client, "param_groups")):
         return _unwrapped(client)
     groups = _groups(model_parameters, module)
     if not groups and is_idle(module):
         groups = [{PARAMS: []}]
+    if client is not None or config.optimizer_name is not None:
+        _check_given(model_parameters, module)
     if callable(client):
         return client(groups)
     if client is not None:
@@ -85,11 +90,54 @@ def left_out(
     return [param for param in given if not param.requires_grad]
 
 
+def _check_given(model_parameters: list[Any] | None, module: nn.Module) -> None:
+    if model_parameters == [] and any(param.requires_grad for param in module.parameters()):
+        raise ValueError(
+            "model_parameters is empty, although the model has trainable parameters. A generator such as "
+            "model.parameters() can be read once only: pass a new one or a list, or leave the argument out for all of "
+            "the model's."
+        )
+
+
+def check_membership(optimizer: torch.optim.Optimizer, module: nn.Module) -> None:
+    """Require that ``optimizer`` trains ``module``: gradients never reach parameters of another model.
+
+    A pipeline's optimizer may also hold layers that belong to other stages. ValueError: it holds parameters that the
+    module does not, or no trainable one of a module that has some.
+    """
+    own = {id(param) for param in module.parameters()}
+    held = [param for group in optimizer.param_groups for param in group[PARAMS]]
+    foreign = sum(id(param) not in own for param in held)
+    if foreign and (not isinstance(module, Staged) or foreign == len(held)):
+        raise ValueError(
+            f"{foreign} of the {len(held)} parameters in the optimizer are not in the model, so it would never train "
+            "them. They belong to another model, such as a copy of this one, or this model was changed after the "
+            "optimizer was made: make it of model.parameters() of the model that deepspeed.initialize gets, and put "
+            "the parameters of a loss into that model."
+        )
+    trainable = sum(param.requires_grad for param in module.parameters())
+    if trainable and not any(param.requires_grad for param in held) and not is_idle(module):
+        raise ValueError(
+            f"the {len(held)} parameters in the optimizer are all frozen (requires_grad=False), and the {trainable} "
+            "trainable parameters of the model are not in it: make it of those that are to be trained."
+        )
+
+
 def require_optimizer(plan: Plan, given: bool) -> None:
+    """DeepSpeedConfigError: stages 1 and 2 have no optimizer whose state they could partition."""
     if plan.zero.shard_state and not plan.zero.shard_params and not given:
         raise DeepSpeedConfigError(
             f"zero_optimization.stage={plan.zero.stage} requires an optimizer: pass optimizer= or model_parameters= to "
             "deepspeed.initialize with an 'optimizer' section in the config, or use stage 0."
+        )
+
+
+def require_trainable(plan: Plan, optimizer: torch.optim.Optimizer | None) -> None:
+    """DeepSpeedConfigError: no optimizer could be made for stages 1 and 2, as every parameter is frozen."""
+    if plan.zero.shard_state and not plan.zero.shard_params and optimizer is None:
+        raise DeepSpeedConfigError(
+            f"zero_optimization.stage={plan.zero.stage} partitions the state of an optimizer, and all parameters of "
+            "the model are frozen (requires_grad=False), so there is none: unfreeze some, or use stage 0."
         )
 
 
