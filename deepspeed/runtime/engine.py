@@ -286,7 +286,12 @@ class DeepSpeedEngine(EngineData):
         plain = self._plain_backward
         if plain.open:
             self._recover()
-        _check_loss(loss)
+        _check_graph(loss)
+        if loss.numel() != 1:
+            raise ValueError(
+                f"the loss must be a scalar, not of shape {tuple(loss.shape)}: reduce it with mean() or sum(), or call "
+                "engine.scale(output).backward(gradient) if you have the gradient of an output"
+            )
         self._network.phase = "backward"
         plain.paused = True  # also while an observer differentiates the loss
         try:
@@ -366,10 +371,11 @@ class DeepSpeedEngine(EngineData):
         self.clock.rewind()
 
     def scale(self, loss: Tensor) -> Tensor:
-        """``loss`` times the current loss scale, for ``engine.scale(loss).backward()``."""
+        """``loss`` times the current loss scale, for ``engine.scale(loss).backward()``. It may have any shape if
+        ``backward`` gets the gradient of the same shape: ``engine.scale(output).backward(gradient)``."""
         core = self._require_core("scale")
         self._recover()
-        _check_loss(loss)
+        _check_graph(loss)
         self._scaled_loss = True
         return scaled_loss(loss, core.scaler.scale)
 
@@ -578,13 +584,9 @@ class DeepSpeedEngine(EngineData):
         return torch.device(self.accelerator.device_name(self.local_rank))
 
 
-def _check_loss(loss: Any) -> None:
+def _check_graph(loss: Any) -> None:
     if not isinstance(loss, Tensor):
         raise TypeError(f"the loss must be a tensor, not {type(loss).__name__}")
-    if loss.numel() != 1:
-        raise ValueError(
-            f"the loss must be a scalar, not of shape {tuple(loss.shape)}: reduce it with mean() or sum()"
-        )
     if not loss.requires_grad:
         raise RuntimeError(
             "the loss does not require grad: it was computed under no_grad, or no trainable parameter took part in it"
