@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable
 from typing import Any
 
 from deepspeed.monitor.base import Event, FolderBackend, Point
 from deepspeed.monitor.utils import check_tb_availability
+from deepspeed.utils.finalizers import call_when_dropped
 
 
 class TensorBoardMonitor(FolderBackend):
@@ -26,6 +28,7 @@ class TensorBoardMonitor(FolderBackend):
         from torch.utils.tensorboard import SummaryWriter
 
         self.summary_writer = SummaryWriter(log_dir=self.make_folder(base))
+        call_when_dropped(self, _end, self.summary_writer)  # it has a thread, which would outlive this
         return self.summary_writer
 
     def write_events(self, event_list: Iterable[Event], flush: bool = True) -> None:
@@ -52,3 +55,8 @@ class TensorBoardMonitor(FolderBackend):
     def _close(self) -> None:
         if self.summary_writer is not None:
             self.summary_writer.close()
+
+
+def _end(writer: Any) -> None:
+    with contextlib.suppress(Exception):  # nobody is left whom a full disk would concern
+        writer.close()

@@ -15,15 +15,11 @@ from deepspeed.comm.collectives import Communicator
 from deepspeed.comm.mesh import ProcessMesh
 from deepspeed.config.axes import Axes
 from deepspeed.config.plan import Plan
-from deepspeed.config.problems import DeepSpeedConfigError
 from deepspeed.ops.adam.multi_tensor_adam import MultiTensorAdam
 from deepspeed.ops.update import traits_of
 from deepspeed.runtime.accumulation import AccumulationClock
+from deepspeed.runtime.engine_optimizer import check_optimizer
 from deepspeed.runtime.loss_scaler import LossScaler
-from deepspeed.runtime.optim.elementwise import check_partitioning
-from deepspeed.runtime.optim.flags import set_optimizer_flags
-from deepspeed.runtime.optim.registry import build_optimizer
-from deepspeed.runtime.pipe.staged import is_idle
 from deepspeed.runtime.zero.access import StateAccess
 from deepspeed.runtime.zero.bucket import ParamBucket, WeightPublisher
 from deepspeed.runtime.zero.buffer_pool import BufferPool
@@ -55,7 +51,7 @@ from deepspeed.runtime.zero.optimizer import (
     ZeroOptimizer,
 )
 from deepspeed.runtime.zero.own_state import OwnState
-from deepspeed.runtime.zero.params import CHECKS_WRITES, ZeRORuntimeException, full_numel, is_zero_param
+from deepspeed.runtime.zero.params import CHECKS_WRITES, full_numel, is_zero_param
 from deepspeed.runtime.zero.reducer import GradReducer
 from deepspeed.runtime.zero.scopes import DENSE, Scopes, scope_name
 from deepspeed.runtime.zero.sparse_grads import sparse_parameters, stepped_by_rows
@@ -96,101 +92,6 @@ def make_mesh(axes: Axes, mpu: Any = None, mesh_device: Any = None) -> ProcessMe
         return ProcessMesh.from_device_mesh(mesh_device)
     assert axes.layout is not None
     return ProcessMesh.from_layout(axes.layout)
-
-
-def resolve_optimizer(
-    config: DeepSpeedConfig,
-    plan: Plan,
-    client: torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer] | None,
-    model_parameters: Iterable[Any] | None,
-    module: nn.Module,
-) -> torch.optim.Optimizer | None:
-    """The client's optimizer, the one its callable returns, the one the config names, or None."""
-    if isinstance(client, torch.optim.Optimizer) or (client is not None and hasattr(client, "param_groups")):
-        return _unwrapped(client)
-    groups = _groups(model_parameters, module)
-    if not groups and is_idle(module):
-        groups = [{PARAMS: []}]
-    if callable(client):
-        return client(groups)
-    if client is not None:
-        raise TypeError(
-            f"optimizer must be a torch.optim.Optimizer or a callable, not {type(client).__name__}"
-        )
-    if config.optimizer_name is None or not groups:
-        return None
-    set_optimizer_flags(config, module)
-    on_host = plan.state_offload is not None
-    return build_optimizer(config.optimizer_name, config.optimizer_params, groups, on_host=on_host)
-
-
-def check_made_for_host(client: Any, plan: Plan) -> None:
-    """Only a client's may be an oversight: what the config names itself, such as `torch_adam`, its author wants."""
-    if plan.state_offload is None or not plan.zero.host_optimizer_only:
-        return
-    if not type(client).__module__.startswith("deepspeed."):
-        raise ZeRORuntimeException(
-            f"offload_optimizer updates on the host, {type(client).__name__} is not made for it, and the config has "
-            "zero_force_ds_cpu_optimizer: true. Use DeepSpeedCPUAdam or an 'optimizer' section, or leave the key out."
-        )
-
-
-def _unwrapped(client: Any) -> torch.optim.Optimizer:
-    """The optimizer inside one that is only a wrapper, without the state of torch's class (Accelerate's, which it puts
-    around the optimizer of a model that is split already)."""
-    inner = vars(client).get("optimizer")
-    wraps = isinstance(inner, torch.optim.Optimizer) and "_optimizer_state_dict_pre_hooks" not in vars(client)
-    return inner if wraps else client
-
-
-def _groups(model_parameters: Iterable[Any] | None, module: nn.Module) -> list[Any]:
-    """Parameters or group dicts as a list; bare frozen parameters are left out, as nothing updates them."""
-    given = list(model_parameters) if model_parameters is not None else list(module.parameters())
-    return [entry for entry in given if isinstance(entry, dict) or entry.requires_grad]
-
-
-def left_out(
-    model_parameters: Iterable[Any] | None, module: nn.Module, optimizer: torch.optim.Optimizer
-) -> list[nn.Parameter]:
-    """Frozen parameters that would be in a configured optimizer's only group if they were trainable."""
-    given = list(model_parameters) if model_parameters is not None else list(module.parameters())
-    if len(optimizer.param_groups) > 1 or any(isinstance(entry, dict) for entry in given):
-        return []
-    return [param for param in given if not param.requires_grad]
-
-
-def require_optimizer(plan: Plan, given: bool) -> None:
-    if plan.zero.shard_state and not plan.zero.shard_params and not given:
-        raise DeepSpeedConfigError(
-            f"zero_optimization.stage={plan.zero.stage} requires an optimizer: pass optimizer= or model_parameters= to "
-            "deepspeed.initialize with an 'optimizer' section in the config, or use stage 0."
-        )
-
-
-def check_optimizer(
-    plan: Plan, optimizer: torch.optim.Optimizer, trained: TrainedParams, scopes: Scopes, module: nn.Module
-) -> None:
-    if traits_of(optimizer).whole_matrices:
-        _check_whole(optimizer, trained, scopes)
-    if not plan.zero.shard_state:
-        return
-    if not trained.params and not is_idle(module):
-        raise DeepSpeedConfigError(
-            f"zero_optimization.stage={plan.zero.stage} shards the state of trainable parameters, but the optimizer "
-            "holds none with requires_grad=True; unfreeze some, or use stage 0."
-        )
-    check_partitioning(optimizer, plan)
-
-
-def _check_whole(optimizer: torch.optim.Optimizer, trained: TrainedParams, scopes: Scopes) -> None:
-    names = dict(zip(map(id, trained.params), trained.names, strict=True))
-    matrices = [p for group in optimizer.param_groups if group.get("use_muon") for p in group[PARAMS]]
-    split = [names[id(p)] for p in matrices if id(p) in names and scopes.split_axes(p)]
-    if split:
-        raise DeepSpeedConfigError(
-            f"{type(optimizer).__name__} needs whole matrices, but {len(split)} of them are split over tensor-parallel "
-            f"ranks, such as {split[0]}; set use_muon = False on these parameters, or use another optimizer"
-        )
 
 
 def build_core(

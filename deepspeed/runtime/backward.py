@@ -85,8 +85,9 @@ def correction(scale: float, *, active: bool) -> float:
     told = _NewestScale.scale if _NewestScale.task == torch._C._current_graph_task_id() else None
     if told is None and active:
         raise RuntimeError(
-            "Loss scaling is required under fp16, which loss.backward() does not know: call engine.backward(loss), or "
-            "engine.scale(loss).backward()."
+            "Loss scaling is required under fp16, which loss.backward() does not know: call engine.backward(loss), "
+            "engine.scale(loss).backward(), or, with the gradient of an output, "
+            "engine.scale(output).backward(gradient)."
         )
     if told is not None and math.isnan(told):
         raise RuntimeError(

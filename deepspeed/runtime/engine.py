@@ -27,12 +27,8 @@ from deepspeed.runtime.assembly import (
     TrainingCore,
     broadcast_weights,
     build_core,
-    check_made_for_host,
     check_ranks_agree,
-    left_out,
     make_mesh,
-    require_optimizer,
-    resolve_optimizer,
     shard_module,
 )
 from deepspeed.runtime.backward import PlainBackward, at_least_fp32, correction, scaled_loss
@@ -40,7 +36,16 @@ from deepspeed.runtime.checkpoint_engine.utils import create_checkpoint_engine
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.constants import ROUTE_EVAL, ROUTE_TRAIN  # noqa: F401 - documented here too
 from deepspeed.runtime.engine_data import EngineData
+from deepspeed.runtime.engine_optimizer import (
+    check_made_for_host,
+    check_membership,
+    left_out,
+    require_optimizer,
+    require_trainable,
+    resolve_optimizer,
+)
 from deepspeed.runtime.engine_patches import tell_patches
+from deepspeed.runtime.engine_steps import StepNotes
 from deepspeed.runtime.events import Events
 from deepspeed.runtime.module_checks import check_module, lay_out_contiguously, require_module
 from deepspeed.runtime.module_method import ModuleMethod
@@ -193,7 +198,9 @@ class DeepSpeedEngine(EngineData):
         self.basic_optimizer = resolve_optimizer(
             self._config, self.plan, optimizer, model_parameters, self.module
         )
-        require_optimizer(self.plan, self.basic_optimizer is not None)
+        require_trainable(self.plan, self.basic_optimizer)
+        if self.basic_optimizer is not None:
+            check_membership(self.basic_optimizer, self.module)
         if optimizer is not None:
             check_made_for_host(self.basic_optimizer, self.plan)
         elif self.basic_optimizer is not None:
@@ -211,9 +218,11 @@ class DeepSpeedEngine(EngineData):
                 self.module, self.basic_optimizer, self.plan, self.scopes, self.clock, self.sharded, spare
             )
             self.optimizer = self.core.optimizer
+            self._step_notes = StepNotes(self.basic_optimizer, self.clock)
             if isinstance(self.optimizer, ZeroOptimizer):
                 self.optimizer.differentiate = weakref.WeakMethod(self.backward)
                 self.optimizer.allgather_bucket_size = int(self._config.zero_config.allgather_bucket_size)
+                self.optimizer.beside_engine = self._step_notes.beside_engine
         self.param_names = {param: name for name, param in self.module.named_parameters()}
 
     def _configure_optimizer(self, client_optimizer: Any, model_parameters: Any = None) -> None:
@@ -298,7 +307,12 @@ class DeepSpeedEngine(EngineData):
         plain = self._plain_backward
         if plain.open:
             self._recover()
-        _check_loss(loss)
+        _check_graph(loss)
+        if loss.numel() != 1:
+            raise ValueError(
+                f"the loss must be a scalar, not of shape {tuple(loss.shape)}: reduce it with mean() or sum(), or call "
+                "engine.scale(output).backward(gradient) if you have the gradient of an output"
+            )
         self._network.phase = "backward"
         plain.paused = True  # also while an observer differentiates the loss
         try:
@@ -378,10 +392,11 @@ class DeepSpeedEngine(EngineData):
         self.clock.rewind()
 
     def scale(self, loss: Tensor) -> Tensor:
-        """``loss`` times the current loss scale, for ``engine.scale(loss).backward()``."""
+        """``loss`` times the current loss scale, for ``engine.scale(loss).backward()``. It may have any shape if
+        ``backward`` gets the gradient of the same shape: ``engine.scale(output).backward(gradient)``."""
         core = self._require_core("scale")
         self._recover()
-        _check_loss(loss)
+        _check_graph(loss)
         self._scaled_loss = True
         return scaled_loss(loss, core.scaler.scale)
 
@@ -413,6 +428,8 @@ class DeepSpeedEngine(EngineData):
     def _take_model_step(self, core: TrainingCore, lr_kwargs: dict[str, Any]) -> None:
         self.events.emit("at_boundary")
         result = core.executor.step()
+        if result.norm == 0.0 and core.reducer.used and not any(core.reducer.used):
+            self._step_notes.no_gradient()
         core.reducer.clear()
         if self.optimizer is not self.basic_optimizer:
             self.optimizer.last = result
@@ -551,6 +568,7 @@ class DeepSpeedEngine(EngineData):
         At stage 3 the parameters become whole on every rank: collective. Returns when all checkpoints are on
         disk; CheckpointError: one of them could not be stored.
         """
+        self._destroyed = True
         self.events.emit("on_destroy")
         self._module_zero_grad.remove()
         self._network.leave()
@@ -559,6 +577,7 @@ class DeepSpeedEngine(EngineData):
         core, self.core = self.core, None
         sharded, self.sharded = self.sharded, None
         if core is not None:
+            self._step_notes.remove()
             core.executor.close()
             if core.client_state is not None:
                 core.client_state.release(core.store.optimizer)
@@ -586,13 +605,9 @@ class DeepSpeedEngine(EngineData):
         return torch.device(self.accelerator.device_name(self.local_rank))
 
 
-def _check_loss(loss: Any) -> None:
+def _check_graph(loss: Any) -> None:
     if not isinstance(loss, Tensor):
         raise TypeError(f"the loss must be a tensor, not {type(loss).__name__}")
-    if loss.numel() != 1:
-        raise ValueError(
-            f"the loss must be a scalar, not of shape {tuple(loss.shape)}: reduce it with mean() or sum()"
-        )
     if not loss.requires_grad:
         raise RuntimeError(
             "the loss does not require grad: it was computed under no_grad, or no trainable parameter took part in it"

@@ -71,7 +71,8 @@ class EngineBase(EngineAccessors, nn.Module):
     lr_scheduler: Any
     training_dataloader: Any
     core: TrainingCore | None
-    """None without an optimizer: such an engine only runs forward."""
+    """None without an optimizer, and after ``destroy``: such an engine only runs forward."""
+    _destroyed = False
     sharded: ShardedModel | None
     """Stage 3."""
     checkpoint_engine: CheckpointEngine
@@ -126,13 +127,23 @@ class EngineBase(EngineAccessors, nn.Module):
             return getattr(module, name)
 
     def _require_core(self, what: str) -> TrainingCore:
-        if self.core is None:
-            raise NoOptimizerError(
-                f"engine.{what}() needs an optimizer and trainable parameters: pass optimizer=, or model_parameters= "
-                "with an 'optimizer' section in the config, to deepspeed.initialize. Without them the engine only "
-                "runs forward."
+        if self.core is not None:
+            return self.core
+        if self._destroyed:
+            raise RuntimeError(
+                f"engine.{what}() after engine.destroy(): this engine trains no more. Make another one of its module "
+                "with deepspeed.initialize, or call destroy() later."
             )
-        return self.core
+        if self._config.optimizer_name is not None:
+            raise NoOptimizerError(
+                f"engine.{what}() needs trainable parameters: all of the model were frozen (requires_grad=False) when "
+                "deepspeed.initialize was called, so the engine only runs forward. Unfreeze some before that call."
+            )
+        raise NoOptimizerError(
+            f"engine.{what}() needs an optimizer and trainable parameters: pass optimizer=, or model_parameters= "
+            "with an 'optimizer' section in the config, to deepspeed.initialize. Without them the engine only "
+            "runs forward."
+        )
 
     @property
     def micro_steps(self) -> int:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sized
 from typing import Any
 
+from torch.utils.data import DataLoader
+
 from deepspeed.runtime.constants import ROUTE_TRAIN
 from deepspeed.runtime.data_pipeline.asked_for import has_curriculum, varies_batches
 from deepspeed.runtime.dataloader import DeepSpeedDataLoader
@@ -32,7 +34,12 @@ class EngineData(EngineCompile):
         collate_fn: Callable[..., Any] | None = None,
         num_local_io_workers: int | None = None,
     ) -> DeepSpeedDataLoader:
-        """A loader that gives each data-parallel rank its part of ``dataset``."""
+        """A loader that gives each data-parallel rank its part of ``dataset``. TypeError: it is a loader itself."""
+        if isinstance(dataset, (DataLoader, DeepSpeedDataLoader)):
+            raise TypeError(
+                f"the loader of an engine is made of a data set, and this is a {type(dataset).__name__}: pass its "
+                "data set (loader.dataset) and collate_fn=, or leave training_data= out and iterate over your loader."
+            )
         micro = batch_size or self.train_micro_batch_size_per_gpu()
         collate_fn, drop_last = collate_fn or self.collate_fn, bool(self.dataloader_drop_last())
         if route == ROUTE_TRAIN and data_sampler is None:

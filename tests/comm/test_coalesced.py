@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import types
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from deepspeed.runtime.comm import coalesced_collectives
 from deepspeed.runtime.comm.coalesced_collectives import (
     all_to_all_loco_quant_reduce,
     all_to_all_quant_reduce,
@@ -65,3 +70,41 @@ def test_the_error_of_quantization_is_made_good_later() -> None:
     for _ in range(40):
         total += all_to_all_loco_quant_reduce([param], {}, {"err_beta": 0.0, "reset_T": 1000})[0]
     assert (total / 40 - expected).abs().max() < 0.1 * (once - expected).abs().max()
+
+
+class PretendedRanks:
+    """Rank 1 of many that all have the same tensors."""
+
+    rank = 1
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def reduce_scatter(self, own: torch.Tensor, packed: torch.Tensor, scale: float) -> Any:
+        own.copy_(packed.view(self.size, -1)[self.rank] * self.size * scale)
+        return types.SimpleNamespace(wait=lambda: None)
+
+
+class Copies(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten.copy_.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("ranks", [2, 1024])
+def test_packing_takes_two_copies_of_a_tensor_however_many_ranks(
+    ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretended = PretendedRanks(ranks)
+    monkeypatch.setattr(coalesced_collectives, "communicator", lambda group: pretended)
+    tensors = [torch.randn(numel) for numel in (1, 7, 1023, 1024, 1025, 5000)]
+    with Copies() as copies:
+        outputs = reduce_scatter_coalesced(tensors, object())
+    assert copies.count <= 2 * len(tensors) + 1  # one is the collective's
+    for output, tensor in zip(outputs, tensors, strict=True):
+        chunk = -(-tensor.numel() // ranks)
+        assert torch.allclose(output, tensor[chunk : 2 * chunk])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from typing import Any
 
@@ -220,6 +221,28 @@ def test_plain_backward_under_fp16_needs_the_scale() -> None:
     engine.scale(loss).backward()
     engine.step()
     assert engine.was_step_applied()
+    engine.destroy()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@distributed(world_size=1)
+def test_the_gradient_of_an_output_is_scaled_under_fp16(stage: int) -> None:
+    """Every remedy that the error for a plain backward names is one."""
+    engine = build({"fp16": {"enabled": True, "loss_scale": 64}, "zero_optimization": {"stage": stage}})
+    inputs = torch.linspace(-1, 1, 4 * WIDTH).view(4, WIDTH)
+    plain = copy.deepcopy(build({"fp16": {"enabled": True, "loss_scale": 64}}).module).float()
+    output = plain(inputs)
+    gradient = torch.linspace(0.1, 0.9, output.numel()).view(output.shape)
+    output.backward(gradient)
+    expected = math.sqrt(sum(p.grad.square().sum().item() for p in plain.parameters()))
+    with pytest.raises(RuntimeError, match=r"engine\.scale\(output\)\.backward\(gradient\)"):
+        engine(inputs).backward(gradient.half())
+    with pytest.raises(ValueError, match=r"engine\.scale\(output\)\.backward\(gradient\)"):
+        engine.backward(engine(inputs))
+    engine.scale(engine(inputs)).backward(gradient.half())
+    engine.step()
+    assert engine.was_step_applied()
+    assert engine.get_global_grad_norm() == pytest.approx(expected, rel=2e-3)
     engine.destroy()
 
 

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import csv
 import errno
+import gc
 import os
 import sys
+import threading
 import types
 from collections.abc import Iterator
 from pathlib import Path
@@ -432,3 +434,17 @@ def test_an_event_that_is_none_is_left_out(tmp_path: Path, wrong: Any, warnings_
         monitor.write_events([wrong, (LOSS, 1.0, samples)])
     assert len(rows(tmp_path / "j" / "Train_Samples_train_loss.csv")) == 3
     assert len(warnings_of) == 1 and "(name, number, samples)" in warnings_of[0]
+
+
+def test_the_writer_of_a_dropped_monitor_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has a thread of its own."""
+    closed = threading.Event()
+    module = types.ModuleType("torch.utils.tensorboard")
+    module.SummaryWriter = lambda log_dir: types.SimpleNamespace(close=closed.set)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
+    monkeypatch.setitem(sys.modules, "tensorboard", types.ModuleType("tensorboard"))
+    monitor = TensorBoardMonitor(config(tensorboard={"output_path": str(tmp_path)}).tensorboard)
+    monitor.get_summary_writer()
+    del monitor
+    gc.collect()
+    assert closed.wait(10.0)

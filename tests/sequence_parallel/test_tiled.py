@@ -255,3 +255,16 @@ def test_mistakes_are_named(change: dict[str, Any], message: str) -> None:
     }
     with pytest.raises(ValueError, match=message):
         sequence_tiled_compute(**(arguments | change))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_16_bit_loss_is_rounded_once(dtype: torch.dtype) -> None:
+    """The share of each tile and the sum are exact: what a tile's own result lacks cannot be regained."""
+    y = torch.zeros(1, 64, dtype=torch.long)
+    for seed in range(30):
+        torch.manual_seed(seed)
+        x, tiles = torch.rand(1, 64, 8, dtype=dtype) * 5, 7 + seed
+        found = TiledFusedLogitsLoss.apply(lambda _, x, y: x.mean(), None, x, y, None, tiles)
+        parts = x.tensor_split(tiles, dim=1)
+        exact = sum(part.mean().double() * part.shape[1] / 64 for part in parts)
+        assert found.dtype == dtype and found == exact.to(dtype)

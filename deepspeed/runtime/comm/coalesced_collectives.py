@@ -44,10 +44,14 @@ def _averages(tensors: Sequence[Tensor], ranks: Communicator) -> list[Tensor]:
     packed = tensors[0].new_zeros(ranks.size, sum(chunks))
     start = 0
     for tensor, chunk in zip(tensors, chunks, strict=True):
-        flat = tensor.reshape(-1)
-        for rank in range(ranks.size):
-            part = flat[rank * chunk : (rank + 1) * chunk]
-            packed[rank, start : start + part.numel()] = part
+        flat, columns = tensor.reshape(-1), slice(start, start + chunk)
+        full = (
+            flat.numel() // chunk if chunk else 0
+        )  # ranks whose part is a whole chunk; the next one gets the rest
+        packed[:full, columns] = flat[: full * chunk].view(full, chunk)
+        rest = flat[full * chunk :]
+        if rest.numel():
+            packed[full, start : start + rest.numel()] = rest
         start += chunk
     own = packed.new_empty(sum(chunks))
     ranks.reduce_scatter(own, packed.view(-1), scale=1.0 / ranks.size).wait()

@@ -6,6 +6,7 @@ They subscribe to the engine's events; the engine does not know them by name.
 from __future__ import annotations
 
 import math
+import weakref
 from typing import TYPE_CHECKING, Any
 
 from deepspeed.config.hidden import without_secrets
@@ -38,8 +39,8 @@ def attach_observers(engine: EngineBase) -> None:
         engine.events.on("after_step", lambda **_: see_memory_usage("after step", force=True))
     _attach_records(engine, clock)
     if config.disable_python_gc:
-        held = python_gc_manager.acquire()
-        engine.events.on("on_destroy", lambda **_: python_gc_manager.release(held))
+        release = weakref.finalize(engine, python_gc_manager.release, python_gc_manager.acquire())
+        engine.events.on("on_destroy", lambda **_: release())
     if config.dump_state:
         print_json_dist(without_secrets(config._param_dict), ranks=[0])
     _attach_between_ranks(engine)

@@ -45,6 +45,8 @@ class ZeroOptimizer(HasMovableStates, ZeROOptimizer):
         """What ``override_loss_scale`` was given."""
         self.differentiate: Callable[[], Callable[..., Any] | None] = lambda: None
         """Gives the ``backward`` of the engine, which sets this."""
+        self.beside_engine: Callable[[], None] = lambda: None
+        """Told of a ``step`` that a script calls here; set by the engine, which steps without it."""
 
     # What optimizers have -----------------------------------------------------------------------------------
 
@@ -79,6 +81,7 @@ class ZeroOptimizer(HasMovableStates, ZeROOptimizer):
         """Unscale, clip, update and publish; an overflow skips the step. ``closure`` is not supported."""
         if closure is not None:
             raise ValueError("closure is not supported: call engine.backward() and engine.step()")
+        self.beside_engine()
         self.last = self.executor.step()
         self.executor.reducer.clear()
 

@@ -140,8 +140,10 @@ class _Run:
         call, self.sizes = self.call, list[int]()
         if call.weights is not None:
             weights = [call.weights[i] for i in call.order]
-            terms = [result * weight for result, weight in zip(results, weights, strict=True)]
-            return torch.stack(terms).sum(0)
+            losses = torch.stack(list(results))
+            # One of 16 bits is rounded once, after the sum. What the tiles' own results lack cannot be regained.
+            wide = losses.float() if losses.element_size() < 4 else losses
+            return (wide * wide.new_tensor(weights)).sum(0).to(losses.dtype)
         first, dim = next(results), call.join_dim
         if first.shape[dim] != call.lengths[0]:  # not one result per position
             parts = [first, *results]

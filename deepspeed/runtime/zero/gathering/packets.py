@@ -109,6 +109,7 @@ class PacketServers(ShardServers):
             near[piece.scope.name] = piece.near
         self.refresh()
         self.nearby = {name: ShardServer(near[name], served[name], timeout_s) for name in sorted(served)}
+        self._retire_when_dropped(self.nearby)
 
     def fetch(self, index: int, full: Tensor, phase: Phase) -> None:
         piece = self.pieces.get(index)

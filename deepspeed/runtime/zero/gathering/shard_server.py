@@ -9,7 +9,8 @@ version it wants, and a rank that has not finished that update yet answers once 
 the interpreter exits, every rank tells the others and keeps serving until they have finished too, are gone, or have
 sent no request for ``LINGER_S``. A rank that ends with an uncaught exception does not linger: its launcher waits.
 (Nor does one that calls ``sys.exit(3)`` under the `deepspeed` command, which tells the interpreter so.) A rank that
-destroys its engine keeps serving in the same way, in the background. Many ranks leave through the store (``roll``).
+destroys its engine, or drops it, keeps serving in the same way, in the background. Many ranks leave through the store
+(``roll``).
 """
 
 from __future__ import annotations
@@ -71,6 +72,7 @@ class ShardServer:
         self.served = 0
         self.meeting = Meeting(communicator.size)  # only rank 0's is used
         self._changed = threading.Condition()
+        self._telling = threading.Lock()
         self._closed = self._leaving = False
         self._peers: dict[int, socket.socket] = {}
         self._accepted: list[socket.socket] = []
@@ -202,14 +204,18 @@ class ShardServer:
                 connection.sendall(_bytes_of(shard))
 
     def leave(self) -> None:
-        """Tell the other ranks that this one will send no more requests (Note: the end of a process)."""
-        with self._changed:
-            self._leaving = True
-            self._changed.notify_all()
-        if self._roll is not None:
-            self._roll.sign()
-        else:
-            self._tell_all()
+        """Tell the other ranks that this one will send no more requests (Note: the end of a process). Returns when they
+        have been told, by this call or another."""
+        with self._telling:
+            if self._leaving:
+                return
+            with self._changed:
+                self._leaving = True
+                self._changed.notify_all()
+            if self._roll is not None:
+                self._roll.sign()
+            else:
+                self._tell_all()
 
     def _tell_all(self) -> None:
         for rank in range(self.communicator.size):
@@ -272,8 +278,7 @@ def _leave() -> None:
     if getattr(sys, "last_value", None) is not None:
         return
     for server in list(_open):
-        if not server.is_leaving:
-            server.leave()
+        server.leave()
     for server in list(_open):
         server.linger(LINGER_S)
     for server in list(_open):

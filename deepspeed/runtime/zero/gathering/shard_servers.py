@@ -11,6 +11,7 @@ from deepspeed.runtime.zero.gathering.phases import Phase
 from deepspeed.runtime.zero.gathering.shard_server import ShardServer
 from deepspeed.runtime.zero.gathering.sharded_bucket import ShardedBucket
 from deepspeed.runtime.zero.scopes import DENSE, ScopeTable
+from deepspeed.utils.finalizers import call_when_dropped
 
 
 class ShardServers:
@@ -31,6 +32,12 @@ class ShardServers:
             for name in sorted(shards)
             if scopes[name].shard.size > 1
         }
+        self._retire_when_dropped(self.servers)
+
+    def _retire_when_dropped(self, servers: dict[str, ShardServer]) -> None:
+        """Threads keep a server alive: without this it would outlive an engine that nobody destroys."""
+        for server in servers.values():
+            call_when_dropped(self, server.retire)
 
     def fetch(self, index: int, full: Tensor, phase: Phase) -> None:
         """Fill ``full`` with the slices of bucket ``index``, for a use in this phase."""

@@ -28,7 +28,14 @@ from deepspeed.ops.multi_tensor import MultiTensorOptimizer
 from deepspeed.ops.update import UpdateContext
 from deepspeed.runtime.loss_scaler import LossScaler
 from deepspeed.runtime.zero.grad_bucket import GradBucket
-from deepspeed.runtime.zero.offload.twins import Twin, Twins, host_worker, options_of_groups, runs_ahead
+from deepspeed.runtime.zero.offload.twins import (
+    Twin,
+    Twins,
+    class_name,
+    host_worker,
+    options_of_groups,
+    runs_ahead,
+)
 from deepspeed.runtime.zero.state_store import OwnedFragment, StateStore
 from deepspeed.runtime.zero.step import StepExecutor
 from deepspeed.utils.logging import log_dist
@@ -231,8 +238,9 @@ def make_speculation(
     if runs_ahead(optimizer):
         return Speculation(cast(MultiTensorOptimizer, optimizer), at_boundary, cores)
     log_dist(
-        f"super_offload has no effect with {type(optimizer).__name__}: only elementwise optimizers of this package "
-        "(Adam, AdamW, Adagrad, Lion, SGD) can be updated ahead of the step",
+        f"super_offload has no effect with {class_name(optimizer)}: only elementwise optimizers of this package, as "
+        "the config's 'optimizer' section makes them (Adam, AdamW, Adagrad, Lion, SGD), can be updated ahead of the "
+        "step",
         ranks=[0],
     )
     return None

@@ -145,6 +145,12 @@ def runs_ahead(optimizer: torch.optim.Optimizer) -> bool:
     return bool(traits.elementwise) and traits.fused and not traits.needs_context
 
 
+def class_name(optimizer: torch.optim.Optimizer) -> str:
+    """The name of its class, by which one of torch differs from ours of the same name."""
+    kind = type(optimizer)
+    return f"torch.optim.{kind.__name__}" if kind.__module__.startswith("torch.optim.") else kind.__name__
+
+
 def _use_threads(threads: int) -> None:
     torch.get_num_threads()  # the first question of a thread sets it to what the process has
     torch.set_num_threads(threads)

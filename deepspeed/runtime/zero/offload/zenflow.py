@@ -37,6 +37,7 @@ from deepspeed.runtime.zero.offload.host_copies import host_empty
 from deepspeed.runtime.zero.offload.twins import (
     Twin,
     Twins,
+    class_name,
     host_worker,
     live_tensors,
     options_of_groups,
@@ -484,9 +485,10 @@ class ZenFlowStepExecutor(StepExecutor):
         assert self.plan.zenflow is not None
         if not runs_ahead(self.store.optimizer) or self.store.traits.grain > 1:
             raise DeepSpeedConfigError(
-                f"zero_optimization.zenflow cannot be combined with {type(self.store.optimizer).__name__}: it "
-                "updates columns, which elementwise optimizers of this package can (Adam, AdamW, Adagrad, Lion, SGD; "
-                "without state_bits and stochastic_rounding)"
+                f"zero_optimization.zenflow cannot be combined with {class_name(self.store.optimizer)}: it updates "
+                "columns, which elementwise optimizers of this package can. Leave optimizer= out and let the config's "
+                "'optimizer' section name one (Adam, AdamW, Adagrad, Lion, SGD; without state_bits and "
+                "stochastic_rounding)"
             )
         optimizer = cast(MultiTensorOptimizer, self.store.optimizer)
         self.zenflow = ZenFlow(self.plan.zenflow, optimizer, self.store, self.scopes)
