@@ -70,8 +70,8 @@ class Conversion:
             from transformers import PreTrainedModel, conversion_mapping  # noqa: F401
         except ImportError:
             return None
-        on_paper: Any = getattr(module, "whole_on_paper", None)  # of a stage of a pipeline
-        whole = module if on_paper is None else on_paper()
+        is_stage = hasattr(module, "whole_on_paper") and hasattr(module, "config")  # of a Transformers model
+        whole = module.whole_on_paper() if is_stage else module  # type: ignore[operator]
         return cls(whole) if isinstance(whole, PreTrainedModel) else None
 
     def name_of(self, stored: str) -> tuple[str, str | None]:
@@ -107,12 +107,20 @@ def stored_as_in_model(
 
 
 def as_in_model(module: nn.Module, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Names and values as ``module`` has them, of ``tensors`` as files have them. Of mapped tensors one group at a time
-    is read."""
-    stored = dict(tensors)
-    renamed, groups = stored_as_in_model(module, stored)
-    for name, found in renamed.items():
-        yield found, stored.pop(name)
+    """Names and values as ``module`` has them, of ``tensors`` as files have them: first, one by one, what keeps its
+    value, then what is converted, one group at a time."""
+    conversion = Conversion.of(module)
+    if conversion is None:
+        yield from tensors
+        return
+    stored: dict[str, Tensor] = {}
+    for name, value in tensors:
+        found, pattern = conversion.name_of(name)
+        if pattern is None:
+            yield found, value
+        else:
+            stored[name] = value
+    groups = conversion.groups(stored)[1]
     stored.clear()
     while groups:  # what a group holds is freed with it
         yield from groups.pop(0).tensors().items()
