@@ -3,7 +3,9 @@
     python -m deepspeed.checkpoint.hf_to_universal --hf_checkpoint_dir gpt2/ --save_dir checkpoints/gpt2
 
 ``load_checkpoint`` takes the folder of Transformers itself as well; this is for tools that read the universal layout
-(``universal_format``). Of a floating-point tensor it has the fp32 value.
+(``universal_format``), which find weights by the names of the model: where Transformers is installed and the folder has
+the model's ``config.json``, names and tensors are those that ``from_pretrained`` would give it. Of a floating-point
+tensor it has the fp32 value.
 """
 
 from __future__ import annotations
@@ -11,12 +13,15 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+
+from torch import Tensor
 
 from deepspeed.checkpoint.archive import naming
 from deepspeed.checkpoint.constants import CAT_DIM, PARAM
 from deepspeed.checkpoint.errors import CheckpointNotFoundError
+from deepspeed.checkpoint.hub_weights import as_in_model, model_described_in
 from deepspeed.checkpoint.plain_weights import find_plain, tensors_of
 from deepspeed.checkpoint.state import MASTER
 from deepspeed.checkpoint.universal_export import putting_in_place, write_value
@@ -39,7 +44,7 @@ def convert(
     source, target = _weights_in(Path(hf_checkpoint_dir), safe_serialization), Path(os.path.abspath(save_dir))
     staged = StagedFolder(target.parent, target.name, alone=False)
     with putting_in_place(staged):
-        _write(source, staged.staging / FOLDER)
+        _write(source, Path(hf_checkpoint_dir), staged.staging / FOLDER)
     return staged.final
 
 
@@ -53,14 +58,21 @@ def _weights_in(folder: Path, safe_serialization: bool) -> Path:
     return found
 
 
-def _write(source: Path, folder: Path) -> None:
+def _write(source: Path, described: Path, folder: Path) -> None:
     folder.mkdir()
-    for name, value in tensors_of(source):
+    for name, value in _named_as_in_model(source, described):
         made = folder / name
         with naming(made):
             made.mkdir()
         whole = value.float() if value.is_floating_point() else value
         write_value(made, MASTER, {PARAM: whole, CAT_DIM: 0})
+
+
+def _named_as_in_model(source: Path, described: Path) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of ``source`` as the model has them that the config in the folder ``described`` describes; as they
+    are, if there is none or Transformers does not know the model."""
+    module = model_described_in(described)
+    return tensors_of(source) if module is None else as_in_model(module, tensors_of(source))
 
 
 def main(args: Sequence[str] | None = None) -> None:

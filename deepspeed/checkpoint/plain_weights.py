@@ -5,17 +5,21 @@ weights, as ``hf_to_universal`` writes it."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator
+from functools import lru_cache, partial
 from pathlib import Path
 
+import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
+from torch import Tensor, nn
 
 from deepspeed.checkpoint.archive import Archive, open_archive
 from deepspeed.checkpoint.catalog import Catalog, Source
 from deepspeed.checkpoint.constants import PARAM
 from deepspeed.checkpoint.errors import CheckpointError, CheckpointNotFoundError
 from deepspeed.checkpoint.export import BIN_NAME, SAFETENSORS_NAME
+from deepspeed.checkpoint.files import shared_names
+from deepspeed.checkpoint.hub_weights import ConvertedGroup, stored_as_in_model
 from deepspeed.checkpoint.shards import ShardIndex
 from deepspeed.checkpoint.state import MASTER
 from deepspeed.checkpoint.universal_format import FOLDER, SUFFIX, has_only_parameters
@@ -39,23 +43,65 @@ def find_universal_weights(folder: Path) -> Path | None:
     return folder / FOLDER if has_only_parameters(folder) else None
 
 
-def open_plain(path: Path, tied: Mapping[str, str]) -> Catalog:
-    """The catalog of ``path``, as ``find_plain`` returns it: whole tensors, mapped and not read yet.
+def open_plain(path: Path, module: nn.Module) -> Catalog:
+    """The catalog of ``path``, as ``find_plain`` returns it: whole tensors, mapped and not read yet, named as in
+    ``module``. Weights that it has under several names may be under any of them in the file.
 
-    ``tied``: other name -> first name of weights that the model has under several names; the file may have any of them.
     CheckpointError: a file that the index names is missing, or cannot be read.
     """
     catalog = Catalog(folder=path.parent, written_by="", zero_stage=0)
-    for name, value, archive in _stored(path):
-        shape = tuple(value.shape)
-        catalog.module_dtypes[name] = value.dtype
-        catalog.add_module(Source(ShardIndex(name, shape, (), 0, value.numel()), value.reshape(-1), archive))
+    stored = {name: (value, archive) for name, value, archive in _stored(path)}
+    renamed, groups = stored_as_in_model(module, {name: value for name, (value, _) in stored.items()})
+
+    @lru_cache(maxsize=1)  # of the results of a conversion, one is asked for after the other
+    def converted(group: ConvertedGroup) -> dict[str, Tensor]:
+        for name, _, value in group.stored:
+            stored[name][1].verify(value)
+        return group.tensors()
+
+    for name, found in renamed.items():
+        value, archive = stored[name]
+        _add(catalog, value, Source(_whole(found, value), value.reshape(-1), archive))
+    for group in groups:
+        archive = Archive(stored[group.stored[0][0]][1].path, {}, 0)
+        for name, value in group.tensors(torch.device("meta")).items():
+            index = _whole(name, value)
+            _add(catalog, value, ConvertedSource(index, archive, partial(converted, group)))
     saved = catalog.module.keys()
-    for alias, name in tied.items():
+    for alias, name in shared_names(module).items():
         present, absent = (name, alias) if name in saved else (alias, name)
         if present in saved and absent not in saved:
             catalog.aliases[absent] = present
     return catalog
+
+
+class ConvertedSource(Source):
+    """A tensor made of several of a file, when it is read.
+
+    Args:
+        index: of the whole tensor.
+        archive: of the file, for messages.
+        read: gives the tensors that are made together, by name.
+    """
+
+    __slots__ = ("_read",)
+
+    def __init__(self, index: ShardIndex, archive: Archive, read: Callable[[], dict[str, Tensor]]) -> None:
+        for name, value in (("index", index), ("archive", archive), ("_read", read)):
+            object.__setattr__(self, name, value)
+
+    @property
+    def data(self) -> Tensor:  # type: ignore[override]
+        return self._read()[self.index.name].reshape(-1)
+
+
+def _whole(name: str, value: Tensor) -> ShardIndex:
+    return ShardIndex(name, tuple(value.shape), (), 0, value.numel())
+
+
+def _add(catalog: Catalog, value: Tensor, source: Source) -> None:
+    catalog.module_dtypes[source.index.name] = value.dtype
+    catalog.add_module(source)
 
 
 def tensors_of(path: Path) -> Iterator[tuple[str, Tensor]]:

@@ -75,7 +75,9 @@ class Generator:
             raise ValueError(f"max_length={length}: the model was made for {made_for} tokens")
         blocks = num_blocks or self._affordable(length, max_sequences, cache_bytes, group)
         self.runner.allocate(blocks)
-        manager = BlockManager(BlockPool(blocks), block_size, sharing=prefix_sharing)
+        manager = BlockManager(
+            BlockPool(blocks), block_size, sharing=prefix_sharing, span=self.runner.rotations.span
+        )
         self.scheduler = Scheduler(
             manager,
             token_budget=token_budget,
@@ -96,8 +98,8 @@ class Generator:
         return self.scheduler.has_work
 
     def submit(self, prompt: Sequence[int], params: SamplingParams | None = None) -> Request:
-        """Add a request; its ``tokens`` grow with each ``step``. ValueError: it is empty or too long, or has a token
-        that the model does not know."""
+        """Add a request; its ``tokens`` grow with each ``step``. ValueError: it is empty or too long, has a token that
+        the model does not know, or would grow beyond a length where its rotations change (`model/rotations.py`)."""
         request = self._known(Request(self._next_id, prompt, params or SamplingParams()))
         self.scheduler.add(request)
         self._next_id += 1
@@ -135,6 +137,7 @@ class Generator:
                 chunk.request.tokens[chunk.start : chunk.start + chunk.count],
                 chunk.start,
                 chunk.request.table.blocks,
+                chunk.request.table.span,
             )
             for chunk in chunks
         ]
@@ -182,6 +185,7 @@ class Generator:
                 raise ValueError(
                     f"request {request.id}: token {token} of the prompt is not one of the model's, 0 to {size - 1}"
                 )
+        self.runner.rotations.check_growth(len(request.prompt), request.limit - 1)
         return request
 
     def _affordable(

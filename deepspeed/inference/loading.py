@@ -9,6 +9,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from deepspeed.checkpoint.files import shared_names
+from deepspeed.checkpoint.hub_weights import as_in_model, compute_buffers
 from deepspeed.checkpoint.plain_weights import find_plain, tensors_of
 from deepspeed.config.problems import DeepSpeedConfigError
 from deepspeed.inference.parts import DESCRIPTION, whole_tensors
@@ -106,14 +108,18 @@ def load_weights(
     module: nn.Module, tensors: Iterable[tuple[str, Tensor]], source: str, *, cast: bool = True
 ) -> None:
     """Give ``module`` those of ``tensors`` (name, value) that it has, in its own dtypes, or (``cast=False``) in those
-    of the file, which may stay mapped then. Names may lack, or have, that of the model without its head.
+    of the file, which may stay mapped then. Names may lack, or have, that of the model without its head; those of a
+    Transformers model may be those of its files (`checkpoint/hub_weights.py`). Buffers that no file holds, such as the
+    frequencies of rotary positions, are computed as Transformers does.
 
-    DeepSpeedConfigError: a parameter or buffer has no values then, or a shape differs; ``source`` is named.
+    DeepSpeedConfigError: a parameter or buffer has no values then, a shape differs, or the files hold quantized weights
+    of another library; ``source`` is named.
     """
+    _check_not_quantized(module, source)
     known = dict(_state(module))
     prefix = getattr(module, "base_model_prefix", "")
     found: dict[str, Tensor] = {}
-    for given, value in tensors:
+    for given, value in as_in_model(module, tensors):
         names = (given, f"{prefix}.{given}", given.removeprefix(f"{prefix}."))
         name = next((each for each in names if each in known), None)
         if name is None:
@@ -123,14 +129,32 @@ def load_weights(
                 f"{source}: {name} is {list(value.shape)}, the model's is {list(known[name].shape)}"
             )
         found[name] = value.to(known[name].dtype) if cast else value
+    for alias, name in shared_names(module).items():  # the file may have any of the names
+        present, absent = (name, alias) if name in found else (alias, name)
+        if present in found:
+            found.setdefault(absent, found[present])
     module.load_state_dict(found, strict=False, assign=True)
     tie: Any = getattr(module, "tie_weights", None)
     if tie is not None:
         tie()
+    if any(each.is_meta for each in module.buffers()):
+        compute_buffers(module)
     empty = [name for name, each in _state(module) if each.is_meta]
     if empty:
         more = f" and {len(empty) - 1} more" if len(empty) > 1 else ""
         raise DeepSpeedConfigError(f"{source}: there are no values for {empty[0]}{more}")
+
+
+def _check_not_quantized(module: nn.Module, source: str) -> None:
+    config: Any = getattr(module, "config", None)
+    told = getattr(config, "quantization_config", None)
+    if told is None:
+        return
+    method = told.get("quant_method") if isinstance(told, dict) else getattr(told, "quant_method", None)
+    raise DeepSpeedConfigError(
+        f"{source}: quantization_config of the model says that its files hold weights of {method or told}, which are "
+        "read by Transformers only: load it with from_pretrained and give the model"
+    )
 
 
 def tensors_in(files: Iterable[Path]) -> Iterator[tuple[str, Tensor]]:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from deepspeed.checkpoint.hub_weights import as_in_model
 from deepspeed.checkpoint.plain_weights import tensors_of
 from deepspeed.module_inject.inject import revert_layers
 from deepspeed.module_inject.replace_policy import generic_policies, replace_policies
@@ -61,7 +62,7 @@ def replace_module(
         ValueError: it has no such layer, and there is no ``checkpoint`` to load either.
     """
     policies = {orig_class: _replace_policy} if orig_class is not None else _known_classes()
-    weights = None if checkpoint is None else dict(tensors_of(Path(checkpoint)))
+    weights = None if checkpoint is None else dict(as_in_model(model, tensors_of(Path(checkpoint))))
     count = _replace_below(model, policies, replace_fn, weights, "", 0)
     if not count and weights is None:
         wanted = orig_class.__name__ if orig_class is not None else "a class that has a policy"

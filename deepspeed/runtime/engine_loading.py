@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from deepspeed.checkpoint import names, rng
 from deepspeed.checkpoint.catalog import Catalog
 from deepspeed.checkpoint.errors import CheckpointError
-from deepspeed.checkpoint.files import Place, shared_names
+from deepspeed.checkpoint.files import Place
 from deepspeed.checkpoint.load import Report, Restorer
 from deepspeed.checkpoint.needs import needed_shards
 from deepspeed.checkpoint.plain_weights import find_plain, find_universal_weights, open_plain
@@ -116,7 +116,7 @@ def _open(
     engine: EngineBase, what: _What, ranks: Ranks, load_dir: Path, tag: str | None, plain: Path | None
 ) -> Catalog:
     if plain is not None:
-        return open_plain(plain, shared_names(engine.module))
+        return open_plain(plain, engine.module)
     assert tag is not None
     return open_checkpoint(
         find_folder(load_dir, tag),

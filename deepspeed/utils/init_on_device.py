@@ -31,7 +31,8 @@ class _Factories(TorchFunctionMode):
             kwargs["device"] = self._device
         asked = kwargs.get("dtype")
         if asked is not None:
-            kwargs["dtype"] = self._dtype if asked.is_floating_point else asked
+            floats = asked.is_floating_point if isinstance(asked, torch.dtype) else asked is float
+            kwargs["dtype"] = self._dtype if floats else asked
             return func(*args, **kwargs)
         made = func(*args, **kwargs)  # torch.full takes its dtype from the value
         return made.to(self._dtype) if made.is_floating_point() else made

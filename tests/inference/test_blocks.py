@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 
 from deepspeed.inference.cache.blocks import BlockManager, BlockPool, BlockTable, OutOfBlocksError
 
 
-def manager(num_blocks: int = 8, block_size: int = 4, **more: bool) -> BlockManager:
+def manager(num_blocks: int = 8, block_size: int = 4, **more: Any) -> BlockManager:
     return BlockManager(BlockPool(num_blocks), block_size, **more)
 
 
@@ -129,3 +130,17 @@ def test_counts_hold_through_any_order_of_events() -> None:
         uses = [sum(table.blocks.count(block) for table, _ in held) for block in range(12)]
         assert uses == [blocks.pool.uses(block) for block in range(12)]
         assert blocks.pool.num_free == uses.count(0)
+
+
+def test_sequences_of_different_spans_share_nothing() -> None:
+    """As their keys of the same tokens differ; and one that is computed anew is found under its new span."""
+    blocks = manager(8, 2, span=lambda length: int(length > 5))
+    short, long = filled(blocks, [1, 2, 3, 4, 5]), filled(blocks, [1, 2, 3, 4, 5, 6])
+    assert set(short.blocks).isdisjoint(long.blocks)
+    assert blocks.found_in_use([1, 2, 3, 4, 9]) == 2 and blocks.found_in_use([1, 2, 3, 4, 9, 9]) == 2
+    blocks.release(long)
+    assert blocks.found_in_use([1, 2, 3, 4, 9, 9]) == 0
+    blocks.restart(short, 7)
+    assert short.blocks == [] and blocks.reserve(short, 7)
+    blocks.publish(short, [1, 2, 3, 4, 5, 6, 7], 7)
+    assert blocks.adopt(BlockTable(), [1, 2, 3, 4, 5, 6, 8]) == 6

@@ -9,7 +9,7 @@ until it is needed for something else, least recently used first.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 ROOT = 0
@@ -100,25 +100,35 @@ class BlockPool:
 @dataclass(slots=True)
 class BlockTable:
     """The blocks of one sequence, in its order. ``published`` of them, full ones, can be found; ``key`` is the last
-    one's."""
+    one's. ``span``: of the sequence when it began (`BlockManager.adopt`)."""
 
     blocks: list[int] = field(default_factory=list)
     published: int = 0
     key: int = ROOT
+    span: int = 0
 
 
 class BlockManager:
     """The tables of sequences over one pool, ``block_size`` tokens to a block.
 
     ``sharing=False``: sequences share nothing (a cache that does not keep all tokens of all layers cannot).
+    ``span``: the span of a sequence of so many tokens (`model/rotations.py`); only those of one span share blocks.
     """
 
-    def __init__(self, pool: BlockPool, block_size: int, *, sharing: bool = True) -> None:
+    def __init__(
+        self,
+        pool: BlockPool,
+        block_size: int,
+        *,
+        sharing: bool = True,
+        span: Callable[[int], int] = lambda _: 0,
+    ) -> None:
         if block_size < 1:
             raise ValueError(f"block_size={block_size}: a block holds at least one token")
         self.pool = pool
         self.block_size = block_size
         self.sharing = sharing
+        self.span = span
 
     @property
     def capacity(self) -> int:
@@ -140,6 +150,8 @@ class BlockManager:
     def adopt(self, table: BlockTable, tokens: Sequence[int]) -> int:
         """Give an empty table the blocks of other sequences that hold a beginning of ``tokens``, though never all of
         it: the last token has to be computed. Returns how many tokens they hold."""
+        table.span = self.span(len(tokens))
+        table.key = _root(table.span)
         for key, block in self._found(tokens):
             self.pool.share(block)
             table.blocks.append(block)
@@ -152,13 +164,19 @@ class BlockManager:
         return sum(self.pool.uses(block) > 0 for _, block in self._found(tokens))
 
     def _found(self, tokens: Sequence[int]) -> Iterator[tuple[int, int]]:
-        key, size = ROOT, self.block_size
+        key, size = _root(self.span(len(tokens))), self.block_size
         for index in range((len(tokens) - 1) // size if self.sharing else 0):
             found = self.pool.find(key, tuple(tokens[index * size : (index + 1) * size]))
             if found is None:
                 return
             yield found
             key = found[0]
+
+    def restart(self, table: BlockTable, length: int) -> None:
+        """The sequence is computed anew as one of ``length`` tokens; it shares no beginning."""
+        self.release(table)
+        table.span = self.span(length)
+        table.key = _root(table.span)
 
     def reserve(self, table: BlockTable, length: int) -> bool:
         """Blocks for ``length`` tokens in all. False, and nothing happens, if there are not enough."""
@@ -184,4 +202,9 @@ class BlockManager:
         for block in reversed(table.blocks):
             self.pool.release(block)
         table.blocks.clear()
-        table.published, table.key = 0, ROOT
+        table.published, table.key = 0, _root(table.span)
+
+
+def _root(span: int) -> int:
+    """The key of an empty beginning of sequences of ``span``; blocks have positive keys."""
+    return ROOT - span

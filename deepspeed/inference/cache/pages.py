@@ -117,11 +117,13 @@ def block_bytes(shapes: Mapping[int, LayerShape], block_size: int) -> int:
 @dataclass(frozen=True, slots=True)
 class Piece:
     """Tokens of one sequence for one forward: ``tokens`` from position ``start``; the keys and values of those before
-    are in the cache. ``blocks``: of the sequence, with room for ``tokens``."""
+    are in the cache. ``blocks``: of the sequence, with room for ``tokens``. ``span``: of the whole sequence
+    (`model/rotations.py`)."""
 
     tokens: Sequence[int]
     start: int
     blocks: Sequence[int]
+    span: int = 0
 
     @property
     def count(self) -> int:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
+from functools import partial
 
+import torch
 from torch import Tensor, nn
 
 from deepspeed.inference.cache.pages import LayerShape, PagedCache, Piece, block_bytes
@@ -17,9 +20,11 @@ from deepspeed.inference.model.probing import (
     Layout,
     error_of,
     learning_pieces,
+    narrow_windows,
     plain_logits,
     tolerance,
 )
+from deepspeed.inference.model.rotations import Rotations
 from deepspeed.ops.large_pages import collapse, weights_of
 
 _ON_HOST = (FusedLayout, PackedLayout, PaddedLayout)
@@ -45,6 +50,7 @@ class ModelRunner:
     ) -> None:
         self.module = module
         self.facts = ModelFacts.of(module)
+        self.rotations = Rotations(module, self.facts.config)
         self.block_size = block_size
         on_host = self.facts.device.type == "cpu"
         self.layout, self.shapes = self._choose(layouts or (_ON_HOST if on_host else _ON_DEVICE))
@@ -74,22 +80,42 @@ class ModelRunner:
     def forward(self, pieces: Sequence[Piece], unchanged: bool = False) -> Tensor:
         """Logits [pieces, vocabulary] after the last token of each; keys and values of all tokens are in the cache
         then. ``unchanged``: nobody has touched the module since the last forward, which spares looking."""
-        return self.layout.forward(pieces, self.cache, unchanged)
+        return self._forward(self.layout, pieces, self.cache, unchanged)
+
+    def _forward(
+        self, layout: Layout, pieces: Sequence[Piece], cache: PagedCache, unchanged: bool = False
+    ) -> Tensor:
+        """One forward of the layout for each span."""
+        if not self.rotations.lengths:
+            return layout.forward(pieces, cache, unchanged)
+        by_span: dict[int, list[int]] = defaultdict(list)
+        for index, piece in enumerate(pieces):
+            by_span[piece.span].append(index)
+        rows: dict[int, Tensor] = {}
+        for span, indices in by_span.items():
+            with self.rotations.of_span(span):
+                found = layout.forward([pieces[index] for index in indices], cache, unchanged)
+            rows.update(zip(indices, found, strict=True))
+        return torch.stack([rows[index] for index in range(len(pieces))])
 
     def _choose(self, layouts: Sequence[Callable[..., Layout]]) -> tuple[Layout, dict[int, LayerShape]]:
-        expected = plain_logits(self.module, self.facts)
+        expected = self._plain_logits()
+        with narrow_windows(self.module) as has_windows:
+            in_windows = self._plain_logits() if has_windows else []
         reasons = []
         for kind in layouts:
             layout = kind(self.module, self.facts)
             try:
-                shapes = layout.learn(learning_pieces(self.facts), BLOCK_SIZE)
-                error = error_of(layout, shapes, self.facts, expected)
+                shapes, error = self._tried(layout, expected)
+                if has_windows:
+                    with narrow_windows(self.module):
+                        error = max(error, self._tried(kind(self.module, self.facts), in_windows)[1])
             except (
                 Exception
             ) as problem:  # whatever a model raises that meets a mask or cache it does not expect
                 reasons.append(f"{layout.name}: {type(problem).__name__}: {problem}")
                 continue
-            if error <= tolerance(expected[0].dtype):
+            if error <= tolerance(expected[0][0].dtype):
                 return layout, shapes
             reasons.append(
                 f"{layout.name}: logits differ from the plain model's by {error:.1e} of their norm"
@@ -97,3 +123,17 @@ class ModelRunner:
         raise LayoutError(
             f"{self.facts.name} cannot be run over a paged cache ({'; '.join(reasons)}): use its own generate()"
         )
+
+    def _plain_logits(self) -> list[list[Tensor]]:
+        """Of the trial's sequences, for each span."""
+        spans = range(len(self.rotations.lengths) + 1)
+        return [plain_logits(self.module, self.facts, self.rotations, span) for span in spans]
+
+    def _tried(
+        self, layout: Layout, expected: Sequence[Sequence[Tensor]]
+    ) -> tuple[dict[int, LayerShape], float]:
+        """What ``layout`` learns, and its largest error."""
+        shapes = layout.learn(learning_pieces(self.facts), BLOCK_SIZE)
+        forward = partial(self._forward, layout)
+        errors = [error_of(forward, shapes, self.facts, each, span) for span, each in enumerate(expected)]
+        return shapes, max(errors)

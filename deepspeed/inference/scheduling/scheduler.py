@@ -122,6 +122,7 @@ class Scheduler:
     def schedule(self) -> list[Chunk]:
         """The chunks of the next forward, at most ``token_budget`` tokens; empty only without work. Their blocks are
         reserved. ``complete`` has to follow before the next call."""
+        self._restart_grown()
         chunks = list(self._generating())
         budget = self.token_budget - len(chunks)
         self._credit = min(self._credit + budget * self.short_share, float(self.token_budget))
@@ -153,6 +154,12 @@ class Scheduler:
         return finished
 
     # -------------------------------------------------------------------------------------- parts of schedule
+
+    def _restart_grown(self) -> None:
+        """Requests whose tokens are rotated otherwise, now that there are more of them, are computed anew."""
+        for request in self.running:
+            if self.blocks.span(len(request.tokens)) != request.table.span:
+                self._restart(request)
 
     def _generating(self) -> Iterator[Chunk]:
         """One token each. Those that are preempted for it come later in the order, and are not scheduled yet."""
@@ -253,11 +260,14 @@ class Scheduler:
         return self.blocks.blocks_for(len(request.tokens)) - self.blocks.found_in_use(request.tokens)
 
     def _preempt(self, request: Request) -> None:
+        self._restart(request)
+        request.preemptions += 1
+        self.counts.preemptions += 1
+
+    def _restart(self, request: Request) -> None:
         self._leave(request)
         request.computed = 0
         request.state = State.WAITING
-        request.preemptions += 1
-        self.counts.preemptions += 1
         insort(self._waiting, (request.id, request), key=_order)
 
     def _finish(self, request: Request, reason: str) -> None:

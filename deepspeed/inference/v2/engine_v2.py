@@ -33,9 +33,11 @@ MARK = "ds_engine.json"
 
 @dataclass(slots=True)
 class Tracked:
-    """A sequence of a client: all its tokens are in the cache, or (``stored``) their blocks are in host memory."""
+    """A sequence of a client: the first ``computed`` of its tokens, mostly all, are in the cache, or (``stored``) their
+    blocks are in host memory."""
 
     tokens: list[int] = field(default_factory=list)
+    computed: int = 0
     table: BlockTable = field(default_factory=BlockTable)
     stored: StoredBlocks | None = None
 
@@ -66,7 +68,7 @@ class InferenceEngineV2:
         self._max_context = min(manager.max_context, self.runner.facts.max_length or manager.max_context)
         num_blocks = self._num_blocks(manager)
         self.runner.allocate(num_blocks)
-        self._blocks = BlockManager(BlockPool(num_blocks), BLOCK_SIZE)
+        self._blocks = BlockManager(BlockPool(num_blocks), BLOCK_SIZE, span=self.runner.rotations.span)
         self._sequences: dict[int, Tracked] = {}  # the one that was put longest ago first
         self.blocks_moved = 0  # to the host and back, with state_manager.offload
 
@@ -99,6 +101,8 @@ class InferenceEngineV2:
 
         Raises:
             SchedulingError: a limit stands in the way; nothing has happened then.
+            ValueError: a uid is there twice or without tokens, or a sequence would grow beyond a length where its
+                rotations change and the model's ``generate`` is wrong.
         """
         uids = [int(uid) for uid in batch_uids]
         tokens = [[int(token) for token in each.flatten().tolist()] for each in batch_tokens]
@@ -110,12 +114,17 @@ class InferenceEngineV2:
             result = self.can_schedule(uids, [len(each) for each in tokens])
             if result is not SchedulingResult.Success:
                 raise SchedulingError(result)
+        for uid, new in zip(uids, tokens, strict=True):
+            if uid in self._sequences:
+                known = len(self._sequences[uid].tokens)
+                self.runner.rotations.check_growth(known, known + len(new))
         pieces = self._reserve(uids, tokens)
         logits = self.runner.forward(pieces)
-        for uid, piece in zip(uids, pieces, strict=True):
+        for uid, new in zip(uids, tokens, strict=True):
             sequence = self._sequences.pop(uid)
             self._sequences[uid] = sequence  # the last of those that may become idle
-            sequence.tokens += piece.tokens
+            sequence.tokens += new
+            sequence.computed = len(sequence.tokens)
             self._blocks.publish(sequence.table, sequence.tokens, len(sequence.tokens))
         return logits
 
@@ -148,8 +157,7 @@ class InferenceEngineV2:
             known = len(sequence.tokens) if sequence is not None else 0
             if known + length > self._max_context:
                 return SchedulingResult.SequenceTokenLimitExceeded
-            has = 0 if sequence is None or sequence.stored is not None else self._blocks.blocks_for(known)
-            blocks += self._blocks.blocks_for(known + length) - has
+            blocks += self._blocks.blocks_for(known + length) - self._kept(sequence, known + length)
         if sum(lengths) > manager.max_ragged_batch_size:
             return SchedulingResult.BatchTokenLimitExceeded
         if blocks > self._blocks.pool.num_free + self._idle_blocks(uids):
@@ -196,15 +204,42 @@ class InferenceEngineV2:
             if sequence is None:
                 sequence = self._sequences[uid] = Tracked()
                 begun.append(uid)
-                found = self._blocks.adopt(sequence.table, new)
-                sequence.tokens, new = new[:found], new[found:]
-            length = len(sequence.tokens)
-            if not self._bring_back(sequence, uids) or not self._room_for(sequence, length + len(new), uids):
+                sequence.computed = self._blocks.adopt(sequence.table, new)
+            known = len(sequence.tokens)
+            if (
+                not self._bring_back(sequence, uids)
+                or not self._restart_grown(sequence, known + len(new), uids)
+                or not self._room_for(sequence, known + len(new), uids)
+            ):
                 for each in begun:
                     self.flush(each)
                 raise SchedulingError(SchedulingResult.KVCacheLimitExceeded)
-            pieces.append(Piece(new, length, sequence.table.blocks))
+            table, start = sequence.table, sequence.computed
+            fresh = new if start == known else (sequence.tokens + new)[start:]
+            pieces.append(Piece(fresh, start, table.blocks, table.span))
         return pieces
+
+    def _kept(self, sequence: Tracked | None, length: int) -> int:
+        """Blocks of a sequence that it does not have to take when it grows to ``length``."""
+        if sequence is None or sequence.stored is not None:
+            return 0
+        blocks, pool = sequence.table.blocks, self._blocks.pool
+        if self._blocks.span(length) == sequence.table.span:
+            return len(blocks)
+        return sum(pool.uses(block) == 1 for block in blocks)
+
+    def _restart_grown(self, sequence: Tracked, length: int, uids: Sequence[int]) -> bool:
+        """Let a sequence begin anew whose tokens are rotated otherwise at ``length``. The tokens that are computed
+        again do not count against ``max_ragged_batch_size``. False: there is no room."""
+        table = sequence.table
+        if self._blocks.span(length) == table.span:
+            return True
+        free = self._blocks.pool.num_free + self._kept(sequence, length) + self._idle_blocks(uids)
+        if self._blocks.blocks_for(length) > free:
+            return False
+        self._blocks.restart(table, length)
+        sequence.computed = 0
+        return True
 
     def _room_for(self, sequence: Tracked, length: int, uids: Sequence[int]) -> bool:
         """Reserve blocks, with ``state_manager.offload`` those of sequences that are not among ``uids``: the ones that

@@ -1,0 +1,131 @@
+"""Rotations of queries and keys that depend on the length of the whole sequence (longrope).
+
+Up to the original length all tokens of a sequence are rotated by one set of frequencies, beyond it by another, which
+the rotary module chooses by the largest position that it is given. So sequences on both sides of that length cannot
+share a forward, a chunk of a long prompt has to be rotated as the whole prompt will be, and one that grows beyond the
+length is computed anew, as Transformers' ``generate`` does. A *span* is the number of such lengths that a sequence is
+longer than: sequences of one span are rotated alike.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from deepspeed.inference.model.facts import LayoutError
+
+_SWITCHING = frozenset({"longrope", "su"})
+"""Types with two sets of frequencies. Those of type "dynamic" change beyond the length that a model was made for only,
+which no sequence reaches here."""
+
+
+class Rotations:
+    """The rotary modules of ``module`` that switch, and where.
+
+    Attributes:
+        lengths: ascending; all tokens of a sequence are rotated otherwise if it is longer.
+        restarts: ``generate`` computes a sequence anew when it grows beyond one of them.
+
+    Raises:
+        LayoutError: the config names rotations whose modules are not known to switch by position.
+    """
+
+    def __init__(self, module: nn.Module, config: Any) -> None:
+        self._modules: list[nn.Module] = []
+        lengths: set[int] = set()
+        for each in module.modules():
+            kinds = getattr(each, "rope_type", None)
+            found = _original_lengths(kinds, getattr(each, "config", config))
+            if found:
+                self._modules.append(each)
+                lengths |= found
+        self.lengths = tuple(sorted(lengths))
+        if not lengths and (told := set(_kinds(_parameters(config))) & _SWITCHING):
+            raise LayoutError(
+                f"{type(module).__name__} has rotations of type {told.pop()} in modules of its own code, of which it "
+                "is not known when they depend on the length of a sequence"
+            )
+        prepare: Any = getattr(type(module), "prepare_inputs_for_generation", None)
+        names = () if prepare is None else inspect.unwrap(prepare).__code__.co_names
+        self.restarts = "original_max_position_embeddings" in names
+
+    def span(self, length: int) -> int:
+        """Of a sequence of ``length`` tokens."""
+        return bisect_left(self.lengths, length)
+
+    def check_growth(self, length: int, longest: int) -> None:
+        """ValueError: a sequence of ``length`` tokens may not grow to ``longest``, as ``generate`` would go on with
+        keys that were rotated for a short sequence."""
+        if not self.restarts and self.span(length) != self.span(longest):
+            raise ValueError(
+                f"a sequence of {length} tokens would grow to {longest}, beyond the {self.lengths[self.span(length)]} "
+                "from which on its rotations (longrope) differ, and generate() of this model does not compute it anew: "
+                "ask for fewer tokens, or give a longer prompt"
+            )
+
+    @contextlib.contextmanager
+    def of_span(self, span: int) -> Iterator[None]:
+        """Rotate all that is computed inside as sequences of ``span`` are, whatever their positions."""
+        if not span:
+            yield
+            return
+        shown = self.lengths[span - 1]  # the first position of such a sequence beyond the length
+
+        def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if "position_ids" in kwargs:
+                return args, {**kwargs, "position_ids": _with_last(kwargs["position_ids"], shown)}
+            return (args[0], _with_last(args[1], shown), *args[2:]), kwargs
+
+        def after(_: nn.Module, __: Any, made: tuple[Tensor, Tensor]) -> Any:
+            return tuple(each[..., :-1, :] for each in made)
+
+        handles: list[Any] = []
+        try:
+            for each in self._modules:
+                handles.append(each.register_forward_pre_hook(before, with_kwargs=True))
+                handles.append(each.register_forward_hook(after))
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+def _with_last(positions: Tensor, last: int) -> Tensor:
+    return torch.cat([positions, positions.new_full((*positions.shape[:-1], 1), last)], dim=-1)
+
+
+def _parameters(config: Any) -> Any:
+    return getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)
+
+
+def _kinds(parameters: Any) -> Iterator[str]:
+    """The types of rotations in a config: of one set of parameters, or of one for each type of layer."""
+    if not isinstance(parameters, Mapping):
+        return
+    kind = parameters.get("rope_type", parameters.get("type"))
+    if isinstance(kind, str):
+        yield kind
+        return
+    for each in parameters.values():
+        yield from _kinds(each)
+
+
+def _original_lengths(kinds: Any, config: Any) -> set[int]:
+    """Where a rotary module of these types (one, or by the type of layer) switches."""
+    parameters = _parameters(config)
+    if isinstance(kinds, Mapping):
+        return {
+            int(parameters[layer]["original_max_position_embeddings"])
+            for layer, kind in kinds.items()
+            if kind in _SWITCHING
+        }
+    if not isinstance(kinds, str) or kinds not in _SWITCHING:
+        return set()
+    told = parameters.get("original_max_position_embeddings")
+    return {int(told or config.original_max_position_embeddings)}
