@@ -93,9 +93,18 @@ $(TRITON)/.installed-%: | $(VENV)/.torch
 		$(PIP) --no-deps --target $(TRITON) triton==$*; }
 	@touch $@
 
-SOURCES := pyproject.toml CMakeLists.txt $(wildcard csrc/*/*.cpp csrc/*/*.h)
+# Beside the sources, where every environment that has the package installed as an editable one finds it. Compiled here and
+# not by pip, so that it is compiled once, and after a change only what changed. Without a compiler there is none.
+LIBRARY := deepspeed/lib/libdeepspeed_host.$(if $(filter Darwin,$(shell uname -s)),dylib,so)
+SOURCES := CMakeLists.txt $(wildcard csrc/*/*.cpp csrc/*/*.h)
 
-$(VENV)/.installed-%: $(VENV)/.torch $(SOURCES)
-	@echo "building this package and installing it in $(VENV), with what [$*] needs"
-	@$(PIP) --no-build-isolation -e ".[$*]"
+$(LIBRARY): $(SOURCES) | $(VENV)/.torch
+	@echo "compiling the native library: the first time 3 to 6 minutes of one core, shared between all there are"
+	@$(BIN)/cmake -S . -B build/host -G Ninja -DCMAKE_BUILD_TYPE=Release -DCMAKE_MAKE_PROGRAM="$(abspath $(BIN)/ninja)" >/dev/null
+	@$(BIN)/cmake --build build/host
+	@touch -c $@
+
+$(VENV)/.installed-%: $(VENV)/.torch pyproject.toml | $(LIBRARY)
+	@echo "installing this package in $(VENV), with what [$*] needs"
+	@$(PIP) --no-build-isolation -C wheel.cmake=false -e ".[$*]"
 	@touch $@

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests import forked
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 SCRIPTS = {
@@ -87,13 +90,15 @@ def test_quick_form_with_a_client_prints_its_table(script: str) -> None:
     "script", [*SCRIPTS, *WITH_CLIENTS, "pipeline_links.py", "slow_links.py", "gpu/train_step.py"]
 )
 def test_help(script: str) -> None:
-    assert "--quick" in run(script, "--help")
+    done = forked.run([str(BENCHMARKS / script), "--help"], env=os.environ)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "--quick" in done.stdout
 
 
 def in_benchmarks(code: str) -> str:
     """What ``code`` prints when run beside the scripts (they import each other by file name)."""
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, cwd=BENCHMARKS, capture_output=True, text=True, timeout=240, check=True)
+    done = forked.run(["-c", code], cwd=BENCHMARKS, env=os.environ)
+    assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 
 
