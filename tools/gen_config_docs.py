@@ -52,7 +52,7 @@ file, or urlsafe-base64 JSON text:
 
 All errors are reported at once, before any process group is created or memory is allocated: the key, its line in the
 file, its value, what is allowed, and for a misspelt key the correct one. A key that occurs twice in an object is an
-error. Check a config without a model:
+error, and so are more than 100 levels of nesting; long lists in messages are cut. Check a config without a model:
 
     ds_check config.json --gpus 8          # exit code 1 if there are errors
     ds_check config.json --fix             # also corrects what is unambiguous; keeps config.json.bak
@@ -63,6 +63,9 @@ unless the description mentions bytes. Sizes of `zero_optimization` may be compu
 documents of Transformers: what is behind the point is dropped.
 
 **"auto".** Trainer and Accelerate fill in these values. A key whose value is still "auto" is treated as absent.
+`initialize` says so if it is an argument of the optimizer, such as the learning rate.
+
+**Optimizer.** The section `optimizer` is not used, whatever it says, if an optimizer is passed to `initialize`.
 
 **Batch sizes.** `train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x ranks`,
 where only data-parallel ranks count. Any two of the three determine the third; if only one batch size is given,
@@ -71,8 +74,8 @@ the number of accumulation steps is 1. The number of ranks comes from the model-
 
 **Unknown keys.** At top level and in sections marked *lenient*, a key that differs from a known one by one
 letter (or by two, from six letters on) is an error, unless the known one is present too; any other unknown key is
-one warning. In the other sections every unknown key is an error. Keys with a dot, and comments (`_...`,
-`#...`, `//...`), are ignored.
+one warning, with the key that may be meant. In the other sections every unknown key is an error. Keys with a dot, and
+comments (`_...`, `#...`, `//...`), are ignored.
 
 **Deprecated keys** are accepted with a note, and their values are carried over if there is a new key.
 """

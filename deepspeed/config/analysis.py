@@ -15,14 +15,23 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from deepspeed.config import batch
-from deepspeed.config.arguments import TAKES_AUTO
+from deepspeed.config.arguments import OPTIMIZER, TAKES_AUTO
 from deepspeed.config.availability import missing_features
 from deepspeed.config.axes import Axes
 from deepspeed.config.batch import Batch
 from deepspeed.config.keys import Key, documented_name, field_at, homes, keys_of
 from deepspeed.config.meaning import plain_meaning
 from deepspeed.config.precision import DeepSpeedFP16Config
-from deepspeed.config.problems import DeepSpeedConfigError, Problem, Remedy, misspelt, nearest, shown
+from deepspeed.config.problems import (
+    MOST_LISTED,
+    DeepSpeedConfigError,
+    Problem,
+    Remedy,
+    cut,
+    misspelt,
+    nearest,
+    shown,
+)
 from deepspeed.config.reader import ConfigSource, Path, copy_containers
 from deepspeed.config.refusals import refusals, value_at
 from deepspeed.config.rules import check_rules
@@ -32,6 +41,7 @@ from deepspeed.elasticity.config import ElasticityConfig, ElasticityConfigError,
 from deepspeed.elasticity.elasticity import ELASTICITY, elastic_batch
 from deepspeed.runtime.zero.config import ZERO_OPTIMIZATION, read_zero_config_deprecated
 
+OPTIMIZER_SECTION = "optimizer"
 BATCH_KEYS = (batch.TRAIN, batch.MICRO, batch.GAS)
 
 # Keys that clients write next to ours and that are not read here. Dotted keys (TRL) and comments are recognised
@@ -50,6 +60,7 @@ IDLE_KEYS = {
     "micro_batch_size_per_gpu": "train_micro_batch_size_per_gpu",
     "max_grad_norm": "gradient_clipping",
     "lr_scheduler": "scheduler",
+    "learning_rate": "optimizer.params.lr",
 }
 # Sections that 0.19 does not have, under names that others use for sections of their own.
 OURS_ALONE = frozenset({"audit", "comm", "fp8", "gradient_compression", "monitor", "trace"})
@@ -85,16 +96,22 @@ class Analysis:
         self.errors.append(Problem(key, message, self.source.place(path), remedy, path, raised_as))
 
 
-def analyse(source: ConfigSource, axes: Axes | None, *, auto_is_open: bool = False) -> Analysis:
+def analyse(
+    source: ConfigSource, axes: Axes | None, *, auto_is_open: bool = False, client_optimizer: bool = False
+) -> Analysis:
     """Validate a config for ranks with these axes (None: they are not known, and the batch triangle is skipped).
 
     With `auto_is_open`, batch keys that are "auto" are left for someone else to fill in, so their absence is
-    not an error.
+    not an error. With `client_optimizer`, the section `optimizer` is left unused, whatever it says, as in release 0.19.
     """
     result = Analysis(source)
     with collect_notes() as notes:
-        data = _known_part(source.data, TrainingConfig, (), result)
-        _old_forms(data, source.data)
+        written = source.data
+        if client_optimizer and OPTIMIZER_SECTION in written:
+            written = {key: value for key, value in written.items() if key != OPTIMIZER_SECTION}
+            note(f"config section '{OPTIMIZER_SECTION}' is not used: an optimizer was passed to initialize")
+        data = _known_part(written, TrainingConfig, (), result)
+        _old_forms(data, written)
         result.auto_keys = [".".join(map(str, path)) for path in _auto_paths(data)]
         result.config = _validate(data, result)
         if result.config is not None:
@@ -122,6 +139,7 @@ def _known_part(
     """A copy of a section without its unknown keys; each of those is an error or a note."""
     table = keys_of(model)
     known: dict[str, Any] = {}
+    unknown = 0
     for key, value in data.items():
         if not path and key in OLD_TOP_LEVEL:
             _old_section(key, value, data, known, result)
@@ -132,7 +150,16 @@ def _known_part(
         elif model.model_config.get("extra") == "allow":
             known[key] = copy_containers(value)
         else:
-            _unknown_key(key, value, data, model, path, result)
+            unknown += 1
+            if unknown <= MOST_LISTED:
+                _unknown_key(key, value, data, model, path, result)
+    if unknown > MOST_LISTED:
+        where = ".".join(map(str, path)) or "config"
+        text = f"has {unknown - MOST_LISTED} more unknown keys, which are not listed"
+        if issubclass(model, LenientConfigModel):
+            note(f"{where} {text}")
+        else:
+            result.error(path, text)
     return known
 
 
@@ -170,7 +197,7 @@ def _unknown_key(
         note(f"config key '{key}' is unknown and ignored; it looks like a misspelt key with its default")
         return
     if not path and key in IDLE_KEYS:
-        note(f"config key '{key}' is unknown and ignored; '{IDLE_KEYS[key]}' may be meant")
+        note(f"config key '{key}' is unknown and ignored; did you mean '{IDLE_KEYS[key]}'?")
         return
     suggestion = misspelt(key, _spellings_left(model, siblings)) if lenient else nearest(key, keys_of(model))
     if lenient and suggestion is not None and _is_another_section(value, keys_of(model)[suggestion]):
@@ -184,11 +211,16 @@ def _unknown_key(
     elsewhere = [home for home in homes(TrainingConfig).get(key, []) if home != key or path]
     if len(elsewhere) > 1 and "_" not in key:
         elsewhere = []  # "enabled" or "device" is no key of one section, so where else it stands says nothing
+    if not elsewhere and path in ((), (OPTIMIZER_SECTION,)) and key in OPTIMIZER:
+        elsewhere = [f"optimizer.params.{key}"]
     hint = f"; it belongs to {' or '.join(repr(home) for home in elsewhere[:3])}" if elsewhere else ""
+    close = nearest(key, keys_of(model)) if lenient and not hint else None
+    if close is not None and not _is_another_section(value, keys_of(model)[close]):
+        hint = f"; did you mean '{'.'.join(map(str, (*path, close)))}'?"
     if lenient:
         where = result.source.place(here)
         place = f" ({where})" if where else ""
-        note(f"config key '{'.'.join(map(str, here))}'{place} is unknown and ignored{hint}")
+        note(f"config key '{cut('.'.join(map(str, here)))}'{place} is unknown and ignored{hint}")
     else:
         known = ", ".join(sorted({documented_name(k.name, k.field) for k in keys_of(model).values()}))
         result.error(here, f"unknown key (value: {shown(value)}){hint}. Known here: {known}")
@@ -276,7 +308,8 @@ def _validate(data: dict[str, Any], result: Analysis) -> TrainingConfig | None:
             before = len(refused)
             for path, message, missing in refusals(TrainingConfig, error, data, result.source.data):
                 dotted = ".".join(map(str, path))
-                if not {dotted, f"{dotted}.{missing}"} & (refused | result.doubtful):
+                known = refused, result.doubtful
+                if not any(key in found for key in (dotted, f"{dotted}.{missing}") for found in known):
                     meant = (
                         None
                         if missing

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, NamedTuple
 
 FROM_DICT, FROM_BASE64, FROM_INFERENCE = "config", "base64 config", "config of init_inference"
 WITHOUT_FILE = (FROM_DICT, FROM_BASE64, FROM_INFERENCE)
 """What a config is called that has no file."""
+
+
+MOST_LISTED = 50
+"""Entries of one list in a message; what follows is counted."""
+LONGEST_NAME = 200
+"""Characters; a longer key is no misspelling of any."""
+LONGEST_MESSAGE = 4000
 
 
 @dataclass(frozen=True)
@@ -58,7 +66,7 @@ class Problem:
 
     def __str__(self) -> str:
         place = f" ({self.place})" if self.place else ""
-        return f"{self.key}{place}: {self.message}"
+        return f"{cut(self.key)}{place}: {cut(self.message, LONGEST_MESSAGE)}"
 
 
 class DeepSpeedConfigError(ValueError, AssertionError):
@@ -73,7 +81,7 @@ class DeepSpeedConfigError(ValueError, AssertionError):
         """One error for all of them, of the class that is documented for the first that has one."""
         listed = list(problems)
         count = "1 error" if len(listed) == 1 else f"{len(listed)} errors"
-        text = "\n".join(f"  {problem}" for problem in listed)
+        text = "\n".join(first_lines(listed, "  "))
         raised = next((problem.raised_as for problem in listed if problem.raised_as is not None), cls)
         return raised(f"{count} in {named(source)}:\n{text}", problems=listed)
 
@@ -84,13 +92,39 @@ def named(source: str) -> str:
 
 
 def shown(value: Any) -> str:
-    """A value as it would appear in JSON, shortened."""
-    text = (
-        {None: "null", True: "true", False: "false"}[value]
-        if value is None or isinstance(value, bool)
-        else repr(value)
-    )
+    """A value as it would appear in JSON, shortened; only the beginning of a long one is looked at."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    text = repr(_beginning(value))
     return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _beginning(value: Any) -> Any:
+    """What suffices for the first 80 characters of the value as text."""
+    if isinstance(value, str):
+        return value[:100]
+    if isinstance(value, dict):
+        return {_beginning(key): _beginning(item) for key, item in islice(value.items(), 40)}
+    return [_beginning(item) for item in value[:40]] if type(value) is list else value
+
+
+def cut(text: str, longest: int = LONGEST_NAME) -> str:
+    """At most ``longest`` characters of a text, with dots if there are more."""
+    return text if len(text) <= longest else text[:longest] + "..."
+
+
+def first_lines(problems: Sequence[Problem], indent: str) -> list[str]:
+    """A line for each of the first ``MOST_LISTED`` problems, and one that counts the others."""
+    more = len(problems) - MOST_LISTED
+    return [f"{indent}{problem}" for problem in problems[:MOST_LISTED]] + [f"{indent}and {more} more"] * (
+        more > 0
+    )
+
+
+def cut_list(items: Sequence[object]) -> str:
+    """The items with commas, the first ``MOST_LISTED`` of them."""
+    more = f", and {len(items) - MOST_LISTED} more" if len(items) > MOST_LISTED else ""
+    return ", ".join(map(str, items[:MOST_LISTED])) + more
 
 
 # ------------------------------------------------------------------------------------------------- spelling
@@ -124,6 +158,8 @@ def _plain(key: str) -> str:
 def misspelt(key: str, known: Iterable[str]) -> str | None:
     """The known key that `key` is a misspelling of: distance 1, or 2 when both have six letters or more."""
     best: tuple[int, str] | None = None
+    if len(key) > LONGEST_NAME:
+        return None
     for candidate in known:
         limit = 2 if min(len(key), len(candidate)) >= 6 else 1
         found = distance(_plain(key), _plain(candidate), limit)
@@ -134,6 +170,8 @@ def misspelt(key: str, known: Iterable[str]) -> str | None:
 
 def nearest(key: str, known: Iterable[str]) -> str | None:
     """The known key or value that was probably meant, even if it is farther away than a misspelling."""
+    if len(key) > LONGEST_NAME:
+        return None
     candidates = list(known)
     close = misspelt(key, candidates)
     if close is None:

@@ -10,11 +10,11 @@ import copy
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from deepspeed.config.problems import FROM_BASE64, FROM_DICT, WITHOUT_FILE, Place, named
+from deepspeed.config.problems import FROM_BASE64, FROM_DICT, WITHOUT_FILE, Place, cut_list, named
 from deepspeed.config.sections import dict_raise_error_on_duplicate_keys
 
 Path = tuple[str | int, ...]
@@ -24,6 +24,10 @@ class UnreadableConfig(ValueError):
     """The config is not a file, dict or base64 text, or its text cannot be parsed."""
 
 
+MAX_DEPTH = 100
+"""Objects and lists within each other; the deepest documented key is within 8."""
+
+
 @dataclass
 class ConfigSource:
     """A config as written. `text` is kept so that messages about a key can say where it is."""
@@ -31,6 +35,8 @@ class ConfigSource:
     data: dict[str, Any]
     name: str = FROM_DICT
     text: str | None = None
+    not_json: str = ""
+    """Where and why a text that HJSON's reader took is not JSON."""
     _places: dict[Path, list[tuple[int, int]]] | None = field(default=None, repr=False)
 
     def place(self, path: Path) -> Place | None:
@@ -52,9 +58,18 @@ class ConfigSource:
         return place.line if place else None
 
 
+class DuplicateKeys(UnreadableConfig):
+    """An object of the config holds a key twice. ``source`` has the last value of each."""
+
+    def __init__(self, message: str, source: ConfigSource) -> None:
+        super().__init__(message)
+        self.source = source
+
+
 def read_config(config: str | os.PathLike[str] | Mapping[str, Any]) -> ConfigSource:
     """The config as a new dict, and where it came from. Raises UnreadableConfig."""
     if isinstance(config, Mapping):
+        check_depth(config, FROM_DICT)
         return ConfigSource(copy_containers(config))
     if not isinstance(config, (str, os.PathLike)):
         raise UnreadableConfig(
@@ -67,14 +82,14 @@ def read_config(config: str | os.PathLike[str] | Mapping[str, Any]) -> ConfigSou
         )
     if os.path.exists(name):
         text = text_of(name)
-        return ConfigSource(parse_text(text, name), name, text)
+        return parse_text(text, name)
     decoded = _decode_base64(name)
     if decoded is None:
         raise UnreadableConfig(
             f"{name[:200]!r} is not an existing file, and not urlsafe-base64 JSON text either; "
             "a config is a dict, a path to a JSON or HJSON file, or such text"
         )
-    return ConfigSource(parse_text(decoded, FROM_BASE64), FROM_BASE64, decoded)
+    return parse_text(decoded, FROM_BASE64)
 
 
 def text_of(name: str, formats: str = "JSON or HJSON") -> str:
@@ -105,44 +120,80 @@ def _decode_base64(text: str) -> str | None:
     return decoded if decoded.lstrip().startswith("{") else None
 
 
-def parse_text(text: str, name: str) -> dict[str, Any]:
-    """Parse JSON, else HJSON; refuses an object that holds a key twice, naming the key and the lines."""
+def check_depth(value: Any, name: str) -> None:
+    """UnreadableConfig: objects and lists are nested deeper than ``MAX_DEPTH``, or contain themselves."""
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        level = [
+            item
+            for each in level
+            for item in (each.values() if isinstance(each, Mapping) else each)
+            if isinstance(item, (Mapping, list, tuple))
+        ]
+        if not level:
+            return
+    raise _too_deep(name)
+
+
+def _too_deep(name: str) -> UnreadableConfig:
+    return UnreadableConfig(
+        f"{named(name)} nests objects or lists more than {MAX_DEPTH} deep, which no section needs: remove the extra "
+        "brackets"
+    )
+
+
+def parse_text(text: str, name: str) -> ConfigSource:
+    """Parse JSON, else HJSON. Raises UnreadableConfig; DuplicateKeys, which names the keys and their lines."""
+    twice: list[str] = []
+
+    def pairs_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        try:
+            return dict_raise_error_on_duplicate_keys(pairs)
+        except ValueError as error:
+            twice.append(str(error))
+            return dict(pairs)
+
+    not_json = ""
     try:
-        data = json.loads(text, object_pairs_hook=dict_raise_error_on_duplicate_keys)
-    except json.JSONDecodeError as error:
-        data = _parse_hjson(text, name, error)
-    except ValueError as error:
-        raise _duplicates(text, name, error) from None
+        try:
+            data = json.loads(text, object_pairs_hook=pairs_of)
+        except json.JSONDecodeError as error:
+            twice.clear()
+            not_json = f"line {error.lineno}, column {error.colno}: {error.msg}"
+            data = _parse_hjson(text, name, not_json, pairs_of)
+    except RecursionError:
+        raise _too_deep(name) from None
     if not isinstance(data, dict):
         raise UnreadableConfig(f"{name} holds {type(data).__name__} at top level, expected an object {{...}}")
-    return data
+    check_depth(data, name)
+    source = ConfigSource(data, name, text, not_json)
+    if twice:
+        raise DuplicateKeys(_duplicates(text, name, twice[0]), source)
+    return source
 
 
-def _parse_hjson(text: str, name: str, json_error: json.JSONDecodeError) -> Any:
-    place = f"line {json_error.lineno}, column {json_error.colno}: {json_error.msg}"
+def _parse_hjson(text: str, name: str, not_json: str, pairs_of: Callable[[list[Any]], dict[str, Any]]) -> Any:
     try:
         import hjson
     except ImportError:
         raise UnreadableConfig(
-            f"{name} is not valid JSON ({place}); if it is meant to be HJSON, install the package 'hjson'"
+            f"{name} is not valid JSON ({not_json}); if it is meant to be HJSON, install the package 'hjson'"
         ) from None
     try:
-        return hjson.loads(text, object_pairs_hook=dict_raise_error_on_duplicate_keys)
+        return hjson.loads(text, object_pairs_hook=pairs_of)
     except hjson.HjsonDecodeError:
-        raise UnreadableConfig(f"{name} is neither valid JSON ({place}) nor valid HJSON") from None
-    except ValueError as error:
-        raise _duplicates(text, name, error) from None
+        raise UnreadableConfig(f"{name} is neither valid JSON ({not_json}) nor valid HJSON") from None
 
 
-def _duplicates(text: str, name: str, error: ValueError) -> UnreadableConfig:
+def _duplicates(text: str, name: str, otherwise: str) -> str:
     twice = {path: places for path, places in key_places(text).items() if len(places) > 1}
     if not twice:
-        return UnreadableConfig(f"{error} in {name}")
-    listed = ", ".join(
-        f"'{'.'.join(str(part) for part in path)}' (lines {', '.join(str(line) for line, _ in places)})"
+        return f"{otherwise} in {name}"
+    listed = [
+        f"'{'.'.join(str(part) for part in path)}' (lines {cut_list([line for line, _ in places])})"
         for path, places in twice.items()
-    )
-    return UnreadableConfig(f"Duplicate keys in {named(name)}: {listed}")
+    ]
+    return f"Duplicate keys in {named(name)}: {cut_list(listed)}"
 
 
 # Comments, strings, structure and bare words: enough to follow keys through JSON and HJSON alike. No package on PyPI
@@ -180,16 +231,19 @@ def key_places(text: str) -> dict[Path, list[tuple[int, int]]]:
     places: dict[Path, list[tuple[int, int]]] = {}
     stack: list[_Level] = []
     previous: tuple[str, int, int] | None = None
-    position, line = 0, 1
+    position, line, line_start = 0, 1, 0
     for token in _TOKEN.finditer(text):
-        line += text.count("\n", position, token.start())
+        breaks = text.count("\n", position, token.start())
+        if breaks:  # only then, as a search in one long line would take quadratic time
+            line += breaks
+            line_start = text.rindex("\n", position, token.start()) + 1
         position = token.start()
         kind, value = token.lastgroup, token.group()
         if kind in ("string", "word"):
             previous = (
                 value[1:-1] if kind == "string" else value,
                 line,
-                position - text.rfind("\n", 0, position),
+                position - line_start + 1,
             )
         elif value == ":" and previous and stack and not stack[-1].is_list:
             stack[-1].key = previous[0]

@@ -16,8 +16,8 @@ import torch
 
 from deepspeed.config.analysis import Analysis, analyse
 from deepspeed.config.axes import axes_of, least_ranks
-from deepspeed.config.problems import DeepSpeedConfigError, Problem, Remedy, nearest, shown
-from deepspeed.config.reader import ConfigSource, UnreadableConfig
+from deepspeed.config.problems import FROM_DICT, DeepSpeedConfigError, Problem, Remedy, nearest, shown
+from deepspeed.config.reader import ConfigSource, DuplicateKeys, UnreadableConfig
 from deepspeed.config_tools.clients import ClientConfig, read_any, read_client
 from deepspeed.config_tools.report import ConfigReport
 from deepspeed.runtime import lr_schedules
@@ -36,17 +36,24 @@ def check_config(
     1. "auto" values are not errors. Nothing is raised: see `errors` and `raise_for_errors()` of the result.
     """
     ranks, origin = 1, "not known"
+    twice: list[Problem] = []
     try:
         ranks, origin = _ranks(world_size)
         source = read_any(config)
+    except DuplicateKeys as error:
+        source, twice = error.source, [Problem("config", str(error))]
     except (UnreadableConfig, DeepSpeedConfigError) as error:
-        return ConfigReport(str(config)[:200], ranks, origin, errors=[Problem("config", str(error))])
+        name = FROM_DICT if isinstance(config, Mapping) else str(config)[:200]
+        return ConfigReport(name, ranks, origin, errors=[Problem("config", str(error))])
     client = read_client(source, ranks)
     if client is None:
-        return _checked(source, ranks, origin)
-    if client.ranks is not None and world_size is None:
-        ranks, origin = client.ranks, f"from {client.client}'s file"
-    return _checked_for(client, source, ranks, origin)
+        report = _checked(source, ranks, origin)
+    else:
+        if client.ranks is not None and world_size is None:
+            ranks, origin = client.ranks, f"from {client.client}'s file"
+        report = _checked_for(client, source, ranks, origin)
+    report.errors[:0] = twice
+    return report
 
 
 def check_source(source: ConfigSource, world_size: int | None = None) -> ConfigReport:
@@ -73,6 +80,8 @@ def _checked(source: ConfigSource, ranks: int, origin: str) -> ConfigReport:
         ranks = max(ranks, least_ranks(source.data))
     analysis = analyse(source, axes_of(source.data, ranks, origin), auto_is_open=True)
     errors = analysis.errors + list(_argument_problems(analysis, source))
+    if source.not_json:
+        analysis.warnings.insert(0, _only_hjson(source))
     return ConfigReport(
         source.name,
         ranks,
@@ -82,6 +91,13 @@ def _checked(source: ConfigSource, ranks: int, origin: str) -> ConfigReport:
         analysis.auto_keys,
         analysis.batch,
         analysis.config,
+    )
+
+
+def _only_hjson(source: ConfigSource) -> str:
+    return (
+        f"{source.name} is not JSON ({source.not_json}): only DeepSpeed's reader, which takes HJSON, accepts it; "
+        "Transformers and Accelerate refuse the file"
     )
 
 

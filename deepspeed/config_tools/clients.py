@@ -127,7 +127,7 @@ def _read_referred(name: Any, source: ConfigSource, key: str, result: ClientConf
         result.errors.append(Problem(key, str(error), source.place((key,))))
         return False
     where = f"{inner.name} ({key} of {source.name})" if isinstance(name, str) else f"{source.name}, key {key}"
-    result.source = ConfigSource(inner.data, where, inner.text)
+    result.source = ConfigSource(inner.data, where, inner.text, inner.not_json)
     return True
 
 

@@ -10,7 +10,7 @@ import torch
 
 from deepspeed.config.analysis import BATCH_KEYS
 from deepspeed.config.batch import Batch
-from deepspeed.config.problems import DeepSpeedConfigError, Problem, shown
+from deepspeed.config.problems import DeepSpeedConfigError, Problem, cut, cut_list, first_lines, shown
 from deepspeed.config.schema import TrainingConfig
 
 STAGES = (
@@ -87,7 +87,7 @@ def report_lines(report: ConfigReport, style: Style) -> Iterator[str]:
         yield from (f"  {warning}" for warning in report.warnings)
     if report.errors:
         yield style.bad(_count(len(report.errors), "error"))
-        yield from (f"  {problem}" for problem in report.errors)
+        yield from first_lines(report.errors, "  ")
     else:
         yield style.good("no errors")
 
@@ -111,7 +111,7 @@ def summary(report: ConfigReport) -> Iterator[tuple[str, str]]:
     if report.auto_keys:
         yield (
             '"auto"',
-            f"{', '.join(report.auto_keys)} (Trainer or Accelerate fills them in, else the defaults hold)",
+            f"{cut_list(report.auto_keys)} (Trainer or Accelerate fills them in, else the defaults hold)",
         )
 
 
@@ -138,8 +138,8 @@ def precision(config: TrainingConfig) -> str:
 def _named(section: Any) -> str:
     if section is None or section.type is None:
         return "passed to initialize, or none"
-    arguments = ", ".join(f"{key}={value}" for key, value in (section.params or {}).items())
-    return f"{section.type}({arguments})"
+    arguments = [f"{cut(str(key))}={cut(str(value))}" for key, value in (section.params or {}).items()]
+    return f"{cut(section.type)}({cut_list(arguments)})"
 
 
 def _count(number: int, noun: str) -> str:

@@ -32,8 +32,7 @@ class ElasticityConfig(LenientConfigModel):
     max_train_batch_size: Int = Field(
         default=2000,
         ge=1,
-        description="Largest global batch (only the least common multiple of the micro-batch sizes may exceed it); "
-        "must be written when enabled.",
+        description="Largest global batch; must be written when enabled.",
     )
     micro_batch_sizes: list[Annotated[Int, Field(ge=1)]] = Field(
         default=[2, 4, 6],

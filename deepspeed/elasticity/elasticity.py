@@ -93,17 +93,20 @@ def get_best_candidates(
 
 
 def _widest_batch(
-    section: ElasticityConfig, limit: int, min_gpus: int, max_gpus: int
+    section: ElasticityConfig, limit: int, min_gpus: int, max_gpus: int, per: str = ""
 ) -> tuple[int, list[int]]:
-    """Version 0.1: the batch up to ``limit`` with most numbers of ranks. Bounds of 0 are open."""
+    """Version 0.1: the batch up to ``limit`` with most numbers of ranks. Bounds of 0 are open. ``per``: what the limit
+    is a share of, for the message, if bounds are numbers of nodes."""
     micro = section.micro_batch_sizes
     min_gpus, max_gpus = min_gpus or 1, max_gpus or limit // min(micro)
-    candidates = get_candidate_batch_sizes([*micro, math.lcm(*micro)], limit)
+    bases = [base for base in (*micro, math.lcm(*micro)) if base <= limit]
+    candidates = get_candidate_batch_sizes(bases, limit)
     best = get_best_candidates(candidates, micro, min_gpus, max_gpus, section.prefer_larger_batch)
     if not best[1]:
         raise ElasticityConfigError(
-            f"no batch of up to {limit} samples, in micro-batches of {micro}, can be trained by {min_gpus} to "
-            f"{max_gpus} ranks: raise elasticity.max_train_batch_size, or change min_gpus or max_gpus"
+            f"no batch of up to {limit} samples{per}, in micro-batches of {micro}, can be trained by {min_gpus} to "
+            f"{max_gpus} {'nodes' if per else 'ranks'}: raise elasticity.max_train_batch_size, or change min_gpus or "
+            "max_gpus"
         )
     return best
 
@@ -118,6 +121,7 @@ def _in_whole_nodes(section: ElasticityConfig, data_parallel: float | None) -> t
         section.max_train_batch_size // copies,
         section.min_gpus // devices,
         section.max_gpus // devices,
+        f" for each of the {copies} copies of the model in a node",
     )
     train, ranks = train * copies, [count * copies for count in nodes]
     if data_parallel is None or data_parallel in ranks:
@@ -234,7 +238,8 @@ def compute_elastic_config(
         ValueError: ``ds_config`` is not a dict.
         ElasticityError: the config has no enabled `elasticity` section, or the release is too old.
         ElasticityConfigError: the section is wrong, or the number of ranks is needed and not known.
-        ElasticityIncompatibleWorldSize: the section does not allow ``world_size``.
+        ElasticityIncompatibleWorldSize: the section does not allow ``world_size``, or it is not a multiple of
+            ``model_parallel_size``.
     """
     if not isinstance(ds_config, Mapping):
         raise ValueError(f"ds_config is a dict that holds the config, not {type(ds_config).__name__}")
@@ -250,6 +255,11 @@ def compute_elastic_config(
     wants_micro = world_size > 0 or return_microbatch
     if world_size <= 0 and (section.version == 0.2 or return_microbatch):
         world_size = _world_size_of_environment()
+    if world_size > 0 and world_size % section.model_parallel_size:
+        raise ElasticityIncompatibleWorldSize(
+            f"{world_size} ranks are not a multiple of {ELASTICITY}.model_parallel_size "
+            f"({section.model_parallel_size}), the ranks that share one copy of the model"
+        )
     data_parallel = world_size // section.model_parallel_size if world_size > 0 else None
     batch = elastic_batch(section, data_parallel)
     if wants_micro:

@@ -77,8 +77,8 @@ class DeepSpeedConfig:
     `config` is a dict, the path of a JSON or HJSON file, or urlsafe-base64 JSON text. The number of data-
     parallel ranks comes from `mpu`, else `mesh_device`, else from the ranks of `torch.distributed` or of the
     launcher's environment (else 1) and the sizes of the other axes (`config/axes.py`), of which `split_over` is the
-    number of ranks that a model is split over already. Raises
-    DeepSpeedConfigError listing everything that is wrong. No process group is created and nothing is
+    number of ranks that a model is split over already. With `client_optimizer`, the `optimizer` section is not
+    used. Raises DeepSpeedConfigError listing everything that is wrong. No process group is created and nothing is
     allocated.
     """
 
@@ -90,6 +90,7 @@ class DeepSpeedConfig:
         *,
         mesh_param: Any = None,
         split_over: int | None = None,
+        client_optimizer: bool = False,
     ) -> None:
         source = load_source(config)
         self.global_rank = global_rank()
@@ -102,7 +103,7 @@ class DeepSpeedConfig:
             split_over=split_over,
         )
         self.world_size = self.axes.data_parallel
-        analysis = analyse(source, self.axes)
+        analysis = analyse(source, self.axes, client_optimizer=client_optimizer)
         if analysis.errors or analysis.config is None or analysis.batch is None:
             raise DeepSpeedConfigError.of(analysis.errors, source.name)
         if self.global_rank == 0:
@@ -115,7 +116,7 @@ class DeepSpeedConfig:
         self.batch: Batch = analysis.batch
         self._read_batch(self._schema, self.batch)
         self._read_gradients(self._schema)
-        self._read_optimizer(self._schema)
+        self._read_optimizer(self._schema, source.data.get("optimizer") if client_optimizer else None)
         self._read_precision(self._schema)
         self._read_zero(self._schema)
         self._read_parallelism(self._schema)
@@ -151,11 +152,14 @@ class DeepSpeedConfig:
         self.disable_allgather = c.disable_allgather
         self.comm_config = c.comm
 
-    def _read_optimizer(self, c: TrainingConfig) -> None:
+    def _read_optimizer(self, c: TrainingConfig, unused: Any) -> None:
+        """``unused``: the section as written, where an optimizer was passed; scripts still read its name."""
         optimizer, scheduler = c.optimizer, c.scheduler
-        name = optimizer.type if optimizer else None
-        self.optimizer_name = name.lower() if name and name.lower() in DEEPSPEED_OPTIMIZERS else name
-        self.optimizer_params = optimizer.params if optimizer else None
+        name, self.optimizer_params = (optimizer.type, optimizer.params) if optimizer else (None, None)
+        if isinstance(unused, Mapping):
+            name, self.optimizer_params = unused.get("type"), unused.get("params")
+        is_ours = isinstance(name, str) and name.lower() in DEEPSPEED_OPTIMIZERS
+        self.optimizer_name: str | None = name.lower() if name and is_ours else name
         self.optimizer_legacy_fusion = optimizer.legacy_fusion if optimizer else False
         self.scheduler_name = scheduler.type if scheduler else None
         self.scheduler_params = scheduler.params if scheduler else None

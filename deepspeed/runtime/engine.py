@@ -98,7 +98,9 @@ class DeepSpeedEngine(EngineData):
     ) -> None:
         super().__init__()
         self.config = config
-        self._config = config_class if config_class is not None else DeepSpeedConfig(config, mpu, mesh_device)
+        self._config = config_class or DeepSpeedConfig(
+            config, mpu, mesh_device, client_optimizer=optimizer is not None
+        )
         apply_log_level(self._config.log_level)
         self.plan: Plan = make_plan(self._config)
         dist.init_distributed(dist_init_required=dist_init_required)

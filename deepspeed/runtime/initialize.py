@@ -9,9 +9,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from deepspeed import comm as dist
+from deepspeed.config.arguments import FILLED_IN
 from deepspeed.config.axes import sequence_parallel_size, tensor_parallel_size
 from deepspeed.config.reader import read_config
-from deepspeed.config.sections import note
+from deepspeed.config.sections import is_auto, note
 from deepspeed.constants import TORCH_DISTRIBUTED_DEFAULT_PORT
 from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
 from deepspeed.runtime.engine import DeepSpeedEngine
@@ -68,7 +69,9 @@ def initialize(
     given = with_recorded_size(given, model, mpu)
     if isinstance(model, Staged):
         mpu = _arranged(model, given, mpu)
-    parsed = DeepSpeedConfig(given, mpu, mesh_param=mesh_param, split_over=split_over)
+    parsed = DeepSpeedConfig(
+        given, mpu, mesh_param=mesh_param, split_over=split_over, client_optimizer=optimizer is not None
+    )
     # The script has the flag, and it was not given.
     if getattr(args, "deepspeed_sparse_attention", None) is False:
         parsed.applies_sparse_attention = False
@@ -107,9 +110,18 @@ def _arranged(model: Staged, given: Any, mpu: Any) -> Any:
 
 
 def _check_optimizer(config: DeepSpeedConfig) -> None:
-    """DeepSpeedConfigError: the config's optimizer is unknown, or does not take its parameters."""
+    """Say which of the optimizer's arguments no client has filled in. DeepSpeedConfigError: the config's optimizer is
+    unknown, or does not take its parameters."""
     if config.optimizer_name is None:
         return
+    written = config._param_dict["optimizer"].get("params") or {}
+    left = [
+        f"optimizer.params.{key}" for key, value in written.items() if is_auto(value) and key in FILLED_IN
+    ]
+    if left:
+        note(
+            f"{', '.join(left)}: 'auto', and no client filled it in; the default of {config.optimizer_name} is used"
+        )
     problems = check_optimizer(config.optimizer_name, config.optimizer_params)
     if problems:
         raise DeepSpeedConfigError("; ".join(problems))

@@ -235,13 +235,33 @@ READ_WITH_A_WORD = {
         {"data_type": {"enabled": True, "loss_scale_window": 100}},
         "config key 'data_type' is unknown and ignored",
     ),
+    "the learning rate at top level": (
+        {"lr": 1e-3},
+        "config key 'lr' is unknown and ignored; it belongs to 'optimizer.params.lr'",
+    ),
+    "the learning rate under another name": (
+        {"learning_rate": 1e-3},
+        "config key 'learning_rate' is unknown and ignored; did you mean 'optimizer.params.lr'?",
+    ),
+    "accumulation without its end": (
+        {"gradient_accumulation": 4},
+        "config key 'gradient_accumulation' is unknown and ignored; did you mean 'gradient_accumulation_steps'?",
+    ),
+    "another spelling beside a valid section": (
+        {"zero_optimization": {"stage": 1}, "zero_optimisation": {"stage": 3}},
+        "config key 'zero_optimisation' is unknown and ignored; did you mean 'zero_optimization'?",
+    ),
+    "an argument outside of params": (
+        {"optimizer": {"type": "SGD", "params": {"lr": 0.1}, "momentum": 0.9}},
+        "config key 'optimizer.momentum' is unknown and ignored; it belongs to 'optimizer.params.momentum'",
+    ),
     "clipping under the name of others": (
         {"max_grad_norm": 1.0},
-        "config key 'max_grad_norm' is unknown and ignored; 'gradient_clipping' may be meant",
+        "config key 'max_grad_norm' is unknown and ignored; did you mean 'gradient_clipping'?",
     ),
     "a schedule under the name of others": (
         {"lr_scheduler": {"type": "WarmupLR", "params": {}}},
-        "config key 'lr_scheduler' is unknown and ignored; 'scheduler' may be meant",
+        "config key 'lr_scheduler' is unknown and ignored; did you mean 'scheduler'?",
     ),
     "a section of another tool under a name of ours": (
         {"gradient_compression": {"enabled": False}},
@@ -259,7 +279,7 @@ READ_WITH_A_WORD = {
     ),
     "half of a name": (
         {"micro_batch_size_per_gpu": 1},
-        "config key 'micro_batch_size_per_gpu' is unknown and ignored; 'train_micro_batch_size_per_gpu' may be meant",
+        "config key 'micro_batch_size_per_gpu' is unknown and ignored; did you mean 'train_micro_batch_size_per_gpu'?",
     ),
 }
 

@@ -434,7 +434,7 @@ def test_settings_without_effect_are_warnings() -> None:
 
 def test_a_misspelt_key_that_published_configs_carry_is_ignored_with_its_default() -> None:
     found = look_at(mutated({"train_micro_batch_size_per_gp": 1}))  # as a released client writes it
-    assert not found.errors and "'train_micro_batch_size_per_gpu' may be meant" in found.warnings[0]
+    assert not found.errors and "did you mean 'train_micro_batch_size_per_gpu'?" in found.warnings[0]
     found = look_at(mutated({"grandient_accumulation_steps": 1}))
     assert not found.errors and "grandient_accumulation_steps" in found.warnings[0]
     found = look_at(mutated({"grandient_accumulation_steps": 4}))

@@ -2,11 +2,14 @@ from __future__ import annotations
 
 import base64
 import json
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from deepspeed.config.reader import UnreadableConfig, key_places, parse_text, read_config
+from deepspeed.config_tools.check import check_config
 
 CONFIG = {"train_batch_size": 8, "zero_optimization": {"stage": 2}, "steps_per_print": 10}
 
@@ -112,6 +115,85 @@ def test_hjson_without_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
     import sys
 
     monkeypatch.setitem(sys.modules, "hjson", None)
-    assert parse_text('{"a": 1}', "file") == {"a": 1}
+    assert parse_text('{"a": 1}', "file").data == {"a": 1}
     with pytest.raises(UnreadableConfig, match=r"line 1.*install the package 'hjson'"):
         parse_text("{a: 1}", "file")
+
+
+def nested(depth: int) -> dict[str, Any]:
+    config: dict[str, Any] = {}
+    for _ in range(depth):
+        config = {"a": config}
+    return config
+
+
+@pytest.mark.parametrize("form", ["json", "list", "hjson", "dict"])
+def test_a_config_that_nests_too_deep_is_refused_in_a_sentence(form: str, tmp_path: Path) -> None:
+    depth = 50_000
+    texts = {
+        "json": '{"a": ' * depth + "1" + "}" * depth,
+        "list": '{"a": ' + "[" * depth + "]" * depth + "}",
+        "hjson": "{a: " * depth + "1" + "}" * depth,
+    }
+    given: Any = nested(depth) if form == "dict" else tmp_path / "ds.json"
+    if form != "dict":
+        given.write_text(texts[form])
+    with pytest.raises(UnreadableConfig, match="more than 100 deep"):
+        read_config(given)
+    assert "more than 100 deep" in check_config(given, 1).errors[0].message
+
+
+def test_a_dict_that_contains_itself_is_refused() -> None:
+    config: dict[str, Any] = {"train_batch_size": 1}
+    config["again"] = config
+    with pytest.raises(UnreadableConfig, match="more than 100 deep"):
+        read_config(config)
+
+
+MANY = 20_000
+LONG = "x" * 1_000_000
+
+
+@pytest.mark.parametrize(
+    "section",
+    [
+        {f"zork{i}": i for i in range(MANY)},
+        {"zero_optimization": {f"zork{i}": i for i in range(MANY)}},
+        {"optimizer": {"type": "Adam", "params": {f"zork{i}": i for i in range(MANY)}}},
+        {"zero_optimization": {"stage": ["auto"] * MANY}},
+        {"elasticity": {"enabled": True, "max_train_batch_size": 4, "micro_batch_sizes": ["a"] * MANY}},
+        {"zero_optimization": {"stage": LONG}},
+        {LONG: LONG},
+        {"optimizer": {"type": LONG, "params": {LONG: LONG}}},
+        {"scheduler": {"type": "WarmupLR", "params": {LONG: LONG, "warmup_type": LONG}}},
+    ],
+    ids=["top", "strict", "arguments", "auto", "list", "value", "key", "optimizer", "scheduler"],
+)
+def test_a_huge_config_takes_linear_time_and_a_short_message(section: Any, tmp_path: Path) -> None:
+    file = tmp_path / "ds.json"
+    file.write_text(json.dumps({"train_batch_size": 1, **section}))
+    start = time.process_time()
+    report = check_config(file, 1)
+    assert time.process_time() - start < 10  # quadratic, it was minutes
+    assert report.errors or report.warnings
+    assert len(str(report)) < 150_000
+
+
+def test_duplicate_keys_do_not_hide_other_errors(tmp_path: Path) -> None:
+    file = tmp_path / "ds.json"
+    file.write_text('{"train_batch_size": 4,\n "train_batch_size": 8,\n "zero_optimization": {"stag": 2}}')
+    report = check_config(file, 1)
+    assert [problem.key for problem in report.errors] == ["config", "zero_optimization.stag"]
+    assert "'train_batch_size' (lines 1, 2)" in report.errors[0].message
+    assert report.batch is not None and report.batch.train == 8  # the last, as json reads it
+
+
+def test_what_only_the_reader_of_hjson_takes_is_said(tmp_path: Path) -> None:
+    file = tmp_path / "ds.json"
+    file.write_text('{"train_batch_size": 4\n "steps_per_print": 5}')
+    report = check_config(file, 1)
+    assert report.ok and report.batch is not None and report.batch.train == 4
+    (warning,) = report.warnings
+    assert "is not JSON (line 2, column 2" in warning and "Transformers" in warning
+    file.write_text('{"train_batch_size": 4}')
+    assert not check_config(file, 1).warnings

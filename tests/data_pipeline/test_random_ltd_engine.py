@@ -277,6 +277,36 @@ def test_a_learning_rate_by_layer_tokens(tmp_path: Path) -> None:
 
 
 @distributed(world_size=1)
+def test_a_module_converted_after_initialize_drops_the_same_tokens() -> None:
+    expected, _ = trained(0)
+    late = engine_of(config(), convert=False)
+    assert convert_to_random_ltd(late.module, Block) is late.module
+    assert train(late, 0, 5) == expected
+    later = engine_of(config(), convert=False)
+    train(later, 0, 1)
+    convert_to_random_ltd(later.module, Block)
+    lengths = seen_lengths(later)
+    train(later, 1, 2)
+    assert [seen[0] for seen in lengths] == [16, 4, 4, 16]
+
+
+@distributed(world_size=1)
+@pytest.mark.parametrize("before", [True, False])
+def test_converted_layers_that_no_engine_has_drop_tokens_of_say_so(before: bool) -> None:
+    settings = config()
+    del settings["data_efficiency"]
+    model = convert_to_random_ltd(Stack(), Block) if before else Stack()
+    engine = engine_of(settings, model, convert=False)
+    convert_to_random_ltd(engine.module, Block)
+    lengths = seen_lengths(engine)
+    with mock.patch("deepspeed.runtime.data_pipeline.data_routing.basic_layer.warning_once") as told:
+        train(engine, 0, 2)
+    assert lengths == [[16] * 4] * 4
+    assert {call.args[0] for call in told.call_args_list} == {told.call_args.args[0]}
+    assert "class Block drop no token" in told.call_args.args[0]
+
+
+@distributed(world_size=1)
 def test_an_engine_without_converted_layers_says_so() -> None:
     with mock.patch("deepspeed.runtime.observers.random_ltd.logger") as log:
         train(engine_of(config(), convert=False), 0, 2)

@@ -69,15 +69,15 @@ def test_the_largest_micro_batch_that_fits(ranks: int, micro: int) -> None:
 
 
 def test_a_micro_batch_that_does_not_divide_the_share_is_passed_over() -> None:
-    config = changed(max_train_batch_size=32, micro_batch_sizes=[1, 2, 3, 7], min_gpus=1)
-    assert compute_elastic_config(config, deepspeed.__version__, world_size=7)[2] == 3
+    config = changed(max_train_batch_size=42, micro_batch_sizes=[6, 7], min_gpus=1)
+    assert compute_elastic_config(config, deepspeed.__version__, world_size=7)[2] == 6
 
 
 def brute_force(limit: int, micro: list[int], low: int, high: int, larger: bool) -> tuple[int, list[int]]:
     """Every candidate of the definition and every number of ranks, tried one by one."""
     best: tuple[int, int, list[int]] | None = None
-    for base in [*micro, math.lcm(*micro)]:
-        factor = max((f for f in HIGHLY_COMPOSITE if f * base <= limit), default=1)
+    for base in (base for base in [*micro, math.lcm(*micro)] if base <= limit):
+        factor = max(f for f in HIGHLY_COMPOSITE if f * base <= limit)
         size = base * factor
         ranks = [n for n in range(low, high + 1) if any(size % m == 0 and size // m % n == 0 for m in micro)]
         key = (len(ranks), size if larger else -size)
@@ -94,6 +94,18 @@ def test_against_brute_force(limit: int, micro: list[int], larger: bool) -> None
     values = {"max_train_batch_size": limit, "micro_batch_sizes": micro, "prefer_larger_batch": larger}
     config = changed(**values, min_gpus=1, max_gpus=300)
     assert compute_elastic_config(config, "1.0.0") == brute_force(limit, micro, 1, 300, larger)
+
+
+@pytest.mark.parametrize("larger", [True, False])
+@pytest.mark.parametrize("version", [0.1, 0.2])
+@pytest.mark.parametrize(("limit", "micro"), [(50, [7, 11, 13]), (20, [3, 16]), (9, [4, 6]), (13, [13])])
+def test_no_batch_is_above_its_maximum(limit: int, micro: list[int], version: float, larger: bool) -> None:
+    values = {"max_train_batch_size": limit, "micro_batch_sizes": micro, "version": version}
+    config = changed(**values, min_gpus=1, prefer_larger_batch=larger)
+    batch, ranks, size = compute_elastic_config(config, "1.0.0", world_size=1)
+    assert batch <= limit
+    assert size in micro and batch % size == 0
+    assert all(any(batch % (count * each) == 0 for each in micro) for count in ranks)
 
 
 def test_numbers_that_are_highly_composite() -> None:
@@ -147,6 +159,20 @@ def test_version_2_counts_in_nodes_and_copies_of_the_model(monkeypatch: pytest.M
     assert all(32 <= 4 * count <= 1500 for count in ranks)
     assert 64 // 4 in ranks
     assert compute_elastic_config(config, "1.0.0", world_size=64)[:2] == (batch, ranks)
+
+
+def test_a_node_that_is_too_large_for_the_maximum_is_no_batch_above_it() -> None:
+    values = {"max_train_batch_size": 50, "micro_batch_sizes": [13], "version": 0.2, "num_gpus_per_node": 8}
+    with pytest.raises(ElasticityConfigError, match="no batch of up to 6 samples for each of the 8 copies"):
+        compute_elastic_config(changed(**values, min_gpus=1), "1.0.0", world_size=8)
+
+
+def test_version_2_refuses_ranks_that_are_no_whole_copies_of_the_model() -> None:
+    values = {"max_train_batch_size": 2000, "micro_batch_sizes": [2, 3], "version": 0.2}
+    config = changed(**values, min_gpus=1, model_parallel_size=2, num_gpus_per_node=2)
+    assert compute_elastic_config(config, "1.0.0", world_size=6)[2] == 2
+    with pytest.raises(ElasticityIncompatibleWorldSize, match="7 ranks are not a multiple of .*size \\(2\\)"):
+        compute_elastic_config(config, "1.0.0", world_size=7)
 
 
 def test_version_2_needs_a_number_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -69,7 +69,7 @@ def test_flops_of_a_step(tmp_path: Path, stage: int, plain: bool) -> None:
         "model parallel size: 1",
         "batch size per GPU: 2",
         "params per gpu: 200",
-        "bwd flops per GPU, counted: 1.2 k",
+        "bwd flops per GPU, counted: 1.2 K",
     } <= lines
     for label in (
         "bwd latency:",

@@ -40,7 +40,7 @@ def test_what_a_forward_leaves_and_what_it_needs(device: str) -> None:
     assert [held_bytes(each) for each in model] == [wide, wide, narrow]
     assert profiler.get_total_held_memory() == 2 * wide + narrow == peak_bytes(model)
     assert weight_bytes(model) == (2 * W * N + W + N) * F32
-    assert profiler.get_total_held_memory(as_string=True) == f"{round((2 * wide + narrow) / 1e3, 2)} kB"
+    assert profiler.get_total_held_memory(as_string=True) == f"{round((2 * wide + narrow) / 1e3, 2)} KB"
     profiler.end_profile()
     with torch.no_grad():
         profiler = profiled(model, x)
@@ -101,8 +101,8 @@ def test_a_backward_changes_nothing_and_memory_is_printed(capsys: pytest.Capture
     profiler.print_model_profile()
     profiler.end_profile()
     out = " ".join(capsys.readouterr().out.split())
-    assert "Memory Profile per GPU" in out and "activations per GPU, held after fwd: 1.34 kB" in out
-    assert "module class weights held after fwd peak in fwd (model) Sequential 5.34 kB 1.34 kB 1.34 kB" in out
+    assert "Memory Profile per GPU" in out and "activations per GPU, held after fwd: 1.34 KB" in out
+    assert "module class weights held after fwd peak in fwd (model) Sequential 5.34 KB 1.34 KB 1.34 KB" in out
     get_model_profile(model, (B, W), detailed=False)
     assert "Memory Profile" not in capsys.readouterr().out
 
@@ -142,7 +142,7 @@ def test_stages_of_a_pipeline_add_up(tmp_path: Path) -> None:
     assert [row[1] for row in found.by_rank] == [2 * macs, 2 * macs] and found.copies == 1
     assert [row[0] for row in found.by_rank] == [W * N + N + N * N + N, N * N + N + N * W + W]
     text = " ".join(file.read_text().split())
-    assert f"whole model for one batch of a data-parallel rank, counted: {4 * macs / 1e3:g} k" in text
+    assert f"whole model for one batch of a data-parallel rank, counted: {4 * macs / 1e3:g} K" in text
     assert "rank 0: params" in text and "rank 1: params" in text
 
 

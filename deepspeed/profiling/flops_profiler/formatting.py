@@ -4,18 +4,20 @@ from __future__ import annotations
 
 DEFAULT_PRECISION = 2
 
-_LARGE = (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3))
+_LARGE = (("T", 1e12), ("G", 1e9), ("M", 1e6), ("K", 1e3))
 _SMALL = (("m", 1e-3), ("u", 1e-6))
-_PREFIXES = {"": 1.0, "K": 1e3, "B": 1e9, "n": 1e-9, **dict(_LARGE), **dict(_SMALL)}
+_PREFIXES = {"": 1.0, "k": 1e3, "B": 1e9, "n": 1e-9, **dict(_LARGE), **dict(_SMALL)}
 
 
 def number_to_string(num: float, units: str | None = None, precision: int = DEFAULT_PRECISION) -> str:
-    """``1234`` as ``"1.23 k"``; ``units`` fixes the prefix: T, G (or B), M, k, m, u, or none (``""``)."""
+    """``1234`` as ``"1.23 K"`` and ``7e9`` as ``"7 G"``; ``units`` fixes the prefix: T, G, M, K, m, u, or none
+    (``""``)."""
     prefix = _prefix_for(num) if units is None else units
     if prefix not in _PREFIXES:
         raise ValueError(f"units={units!r}: the prefixes are {', '.join(map(repr, _PREFIXES))}")
     scaled = num if _PREFIXES[prefix] == 1.0 else num / _PREFIXES[prefix]
-    return f"{round(scaled, precision)} {prefix}"
+    rounded = round(scaled, precision)
+    return f"{int(rounded) if float(rounded).is_integer() else rounded} {prefix}"
 
 
 def _prefix_for(num: float) -> str:

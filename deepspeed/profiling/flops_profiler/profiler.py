@@ -267,7 +267,7 @@ def get_model_profile(
         module_depth: How many levels of the tree the aggregated profile shows; -1: all but the innermost.
         top_modules: How many classes of modules it shows per level.
         warm_up: How many times the model runs before it is measured.
-        as_string: Return ``("9.28 M", "4.6 MMACs", "79.24 k")`` instead of numbers.
+        as_string: Return ``("9.28 M", "4.6 MMACs", "79.24 K")`` instead of numbers.
         output_file: File for the profile; None prints to standard output.
         ignore_modules: Types of modules without a row of their own.
         mode: "forward" calls the model, "generate" its ``generate``.

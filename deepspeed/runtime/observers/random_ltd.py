@@ -42,8 +42,8 @@ class RandomLTD:
         engine.random_ltd = self
         self.step = engine.global_steps
         self._learning_rate()
-        self.initialized = False
-        if any(isinstance(each, RandomLayerTokenDrop) for each in engine.module.modules()):
+        self.initialized = self.told = False
+        if _is_converted(engine.module):
             self.initialize()
         engine.events.on("before_forward", self.follow)
         engine.events.on("after_step", self.write)
@@ -67,6 +67,8 @@ class RandomLTD:
                     "the model's layers, and number them from 0"
                 )
             layers[number].init_config(self.section, self.scheduler, count)
+        for layer in layers.values():
+            layer.claimed = True
         self.initialized = True
         schedule = self.section["random_ltd_schedule"]
         log_dist(
@@ -81,8 +83,10 @@ class RandomLTD:
         step = self.engine.global_steps
         curriculum = getattr(self.engine, "curriculum_scheduler_legacy", None)  # which cuts sequences
         self.scheduler.update_seq(step, curriculum and curriculum.update_difficulty(step + 1))
-        if not self.initialized:
-            self.initialized = True
+        if not self.initialized and _is_converted(self.engine.module):  # the module, after initialize
+            self.initialize()
+        if not (self.initialized or self.told):
+            self.told = True
             logger.warning(
                 f"{SECTION}.enabled is true, but no layer drops tokens: call convert_to_random_ltd(engine, LayerClass)"
             )
@@ -153,6 +157,10 @@ def _check_numbers(section: dict[str, Any]) -> None:
             f"{SECTION}.random_ltd_layer_id has {wrong[0]}: layers are numbered from 0 to {total - 1} "
             "(total_layer_num - 1), each once"
         )
+
+
+def _is_converted(module: torch.nn.Module) -> bool:
+    return any(isinstance(each, RandomLayerTokenDrop) for each in module.modules())
 
 
 def _numbered(module: torch.nn.Module, total: int) -> dict[int, RandomLayerTokenDrop]:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from deepspeed.config.arguments import TAKES_AUTO, remedy, wrong_optimizer_arguments
-from deepspeed.config.problems import DeepSpeedConfigError, nearest
+from deepspeed.config.problems import MOST_LISTED, DeepSpeedConfigError, cut, nearest, shown
 from deepspeed.ops.adagrad import Adagrad
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from deepspeed.ops.adam.compact_adam import CompactAdam
@@ -95,7 +95,7 @@ def check_optimizer(name: Any, params: Any = None) -> list[str]:
         return [f"optimizer.params={params!r} must be a mapping of names to values"]
     key = name.lower()
     if key not in BUILT_IN and _torch_class(name) is None:
-        return [f"optimizer.type={name!r} is unknown{_nearest(name, available_names())}"]
+        return [f"optimizer.type={shown(name)} is unknown{_nearest(name, available_names())}"]
     settings = _settings(params)
     problems = _unknown_keys(name, {**(params or {}), **settings})
     problems += _bad_values(settings) + _contradictions(settings)
@@ -182,13 +182,15 @@ def _unknown_keys(name: str, settings: dict[str, Any]) -> list[str]:
             allowed |= _arguments(getattr(torch.optim, torch_name)).keys()
     problems = []
     for key in settings:
+        if len(problems) == MOST_LISTED:
+            return [*problems, "optimizer.params has more unknown keys, which are not listed"]
         if key == "max_grad_norm":
             problems.append(
                 "optimizer.params.max_grad_norm is not a parameter: set gradient_clipping at top level"
             )
         elif key not in allowed:
             problems.append(
-                f"optimizer.params.{key} is unknown for optimizer.type={name!r}{_nearest(key, allowed)}; "
+                f"optimizer.params.{cut(key)} is unknown for optimizer.type={name!r}{_nearest(key, allowed)}; "
                 f"allowed: {', '.join(sorted(allowed - {'max_grad_norm'}))}"
             )
     return problems

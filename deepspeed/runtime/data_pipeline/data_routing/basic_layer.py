@@ -12,6 +12,7 @@ from deepspeed.config.problems import DeepSpeedConfigError
 from deepspeed.ops.random_ltd.dropping_utils import GatherTokens, ScatterTokens
 from deepspeed.runtime.data_pipeline.data_routing.arguments import Batch, Kept, has_common_tokens
 from deepspeed.runtime.data_pipeline.data_routing.scheduler import RandomLTDScheduler
+from deepspeed.utils.logging import warning_once
 
 LAYER = "random_ltd_layer"
 _HIDDEN = "hidden_states"
@@ -32,6 +33,8 @@ class RandomLayerTokenDrop(nn.Module):
         """None: the layer drops nothing."""
         self.random_ltd_layer_id = 0
         """Its number among the layers that drop."""
+        self.claimed = False
+        """Whether an engine with the section ``random_ltd`` has decided if the layer drops tokens."""
         self.batch_first = True
         self.reserved_length = self.curr_seq = self.curr_micro_batch = -1
         self._names = _positional(layer)
@@ -80,6 +83,8 @@ class RandomLayerTokenDrop(nn.Module):
         """What the layer returns; the first of a tuple are the activations."""
         scheduler = self.random_ltd_scheduler
         if scheduler is None or not self.training:
+            if self.training and not self.claimed:
+                self._say_that_nothing_is_dropped()
             return self.random_ltd_layer(*args, **kwargs)
         name = self._names[0] if self._names else _HIDDEN
         hidden = args[0] if args else kwargs[name]
@@ -98,6 +103,14 @@ class RandomLayerTokenDrop(nn.Module):
         else:
             results = self.random_ltd_layer(**{name: part}, **others)
         return self._joined(hidden, results, kept.indices)
+
+    def _say_that_nothing_is_dropped(self) -> None:
+        self.claimed = True
+        warning_once(
+            f"random-LTD: converted layers of class {type(self.random_ltd_layer).__name__} drop no token, because no "
+            "engine knows of them: set data_efficiency.data_routing.random_ltd.enabled in the config, and call "
+            "convert_to_random_ltd(engine, LayerClass)"
+        )
 
     def _kept(self, hidden: Tensor, named: Mapping[str, Any]) -> Kept:
         """Which tokens, in this forward."""

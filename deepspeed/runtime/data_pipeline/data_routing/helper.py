@@ -13,8 +13,9 @@ from deepspeed.runtime.data_pipeline.data_routing.basic_layer import LAYER, Rand
 def convert_to_random_ltd(model: Any, convert_type: type[nn.Module] | tuple[type[nn.Module], ...]) -> Any:
     """Wrap the layers of class ``convert_type`` in a model or in that of an engine, in place; returns ``model``.
 
-    Those that ``random_ltd_layer_id`` names then drop tokens in training: at once in an engine, and when
-    ``deepspeed.initialize`` takes it for any other model.
+    Those that ``random_ltd_layer_id`` names then drop tokens in training: at once in an engine, from its next forward
+    in the module of one, and when ``deepspeed.initialize`` takes it for any other model. Converted layers of which no
+    engine with that section knows say once that they drop nothing.
 
     ValueError: no layer is of that class; the config of the engine does not fit them.
     """
