@@ -341,7 +341,7 @@ class DeepSpeedEngine(EngineData):
         any sums and gathers that the others may wait for, unless ``error`` shows that they cannot."""
         self.events.emit("on_error", error=error)
         if isinstance(error, CommunicationError) or (
-            self.seq_dp_world_size > 1 and error is not None and not isinstance(error, Exception)
+            self.scopes.share_weights and error is not None and not isinstance(error, Exception)
         ):
             return  # the other ranks are gone, or this one was asked to terminate
         self._plain_backward.forget()

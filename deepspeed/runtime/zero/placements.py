@@ -44,6 +44,8 @@ def find_placements(params: Iterable[Tensor], mesh: ProcessMesh, scopes: Scopes)
         setattr(param, _FOUND, True)
     if mesh.size("tp") > 1:
         _read_marks(unknown, mesh)
+    if scopes.across:
+        _count_once(unknown, mesh)
     for param in unknown:
         scope = scopes.of(param)
         if scope.kinds > 1 and not is_numbered_expert(param):
@@ -105,8 +107,13 @@ def _read_marks(params: Sequence[Tensor], mesh: ProcessMesh) -> None:
     extents = _extents(marked, mesh)
     for param, sizes in zip(marked, extents, strict=True):
         place(param, _split(param, sizes, mesh.rank("tp")))
+
+
+def _count_once(params: Sequence[Tensor], mesh: ProcessMesh) -> None:
+    """Of copies on several ranks those of the first of ``tp`` count; of a weight that stages tie without a scope of its
+    own, those of the stage that does not mark it ``ds_pipe_replicated``."""
     first = mesh.rank("tp") == 0
-    for param in params:  # a tied weight without a scope of its own is counted by another stage
+    for param in params:
         tied = bool(getattr(param, "ds_pipe_replicated", False)) and not hasattr(param, SHARED_BY)
         if tied or not (first or _is_split(param)):
             place(param, replace(placement_of(param), counts=False))

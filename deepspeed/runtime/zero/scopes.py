@@ -152,6 +152,12 @@ class Scopes:
         self._mesh = mesh
         self._known = {DENSE: self._sharded(Scope.whole(self.everyone))}
 
+    @property
+    def share_weights(self) -> bool:
+        """Whether another rank holds some of the weights of this one, so that the sums of their gradients wait for it:
+        also a rank of another stage (ties) or with other parts of the rest of the model (tokens divided)."""
+        return any(scope.everyone.size > 1 for scope in self._known.values())
+
     @cached_property
     def dense(self) -> Scope:
         return self._known[DENSE]

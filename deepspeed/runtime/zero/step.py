@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -20,7 +20,7 @@ from deepspeed.runtime.zero.bucket import WeightPublisher
 from deepspeed.runtime.zero.norms import clip_coefficient, first_non_finite, norm_from_squares
 from deepspeed.runtime.zero.placements import counted
 from deepspeed.runtime.zero.reducer import GradReducer
-from deepspeed.runtime.zero.scopes import Scopes
+from deepspeed.runtime.zero.scopes import Scope, Scopes
 from deepspeed.runtime.zero.state_store import GroupTensors, StateStore
 from deepspeed.runtime.zero.surroundings import LentStep, Surroundings, local_squares, params_by_scope
 from deepspeed.utils.exceptions import UnusedParametersError
@@ -89,7 +89,7 @@ class StepExecutor:
         self.scopes = scopes
         self.communicator = scopes.everyone
         self.names = list(names)
-        self.members = params_by_scope(store, scopes)
+        self.members = params_by_scope(store.params, scopes)
         self.sharded = plan.zero.shard_state
         self.bad_steps = 0
         self.late = late
@@ -165,7 +165,7 @@ class StepExecutor:
     def _admitted(self, names: Sequence[str]) -> None:
         """The store now also has the parameters with these names, at its end."""
         self.names += names
-        self.members = params_by_scope(self.store, self.scopes)
+        self.members = params_by_scope(self.store.params, self.scopes)
         self.surroundings.follow()
         self._lists = []
 
@@ -173,18 +173,18 @@ class StepExecutor:
         self._gradient_lists()
         alone = self.reducer.cadence is Cadence.NEVER
         squares = local_squares(self.store, self.members, sharded=self.sharded) if alone else self._squares()
-        used, late = self.reducer.used, self.reducer.has_late()
-        waiting = self.reducer.waiting
-        woken = [param.grad is not None for param in waiting] if waiting else []
+        late, waiting = self.reducer.has_late(), self.reducer.waiting
+        flags = [*self.reducer.used, *(param.grad is not None for param in waiting)]
         wishes = [bool(self._asks())] if self._asks else []
         own = any(wishes)
+        mine = flags
         if self.communicator.size > 1:
-            values = self._sum([squares, late, *used, *woken, *wishes], self.communicator)
-            flags = [count > 0 for count in values[2 : 2 + len(used) + len(woken)]]
-            mine, used, woken = used, flags[: len(used)], flags[len(used) :]
+            values = self._sum([squares, late, *flags, *wishes], self.communicator)
+            flags = [count > 0 for count in values[2 : 2 + len(flags)]]
             squares, late = values[0], values[1] > 0
             own = bool(wishes) and values[-1] == self.communicator.size
-            self._ask_holders(mine, used)
+        self._ask_holders(mine, flags)
+        used, woken = flags[: len(self.store.params)], flags[len(self.store.params) :]
         changes = late or any(woken)
         for others in self.scopes.across.values():
             squares, again, refused = self._sum([squares, changes, not own], others)
@@ -196,18 +196,25 @@ class StepExecutor:
         communicator.all_reduce(packed).wait()
         return packed.tolist()
 
-    def _ask_holders(self, mine: Sequence[bool], used: list[bool]) -> None:
-        """Correct ``used`` where other ranks hold other weights under the same number (experts): only those that hold
-        the same ones count."""
+    def _ask_holders(self, mine: Sequence[bool], flags: list[bool]) -> None:
+        """Correct ``flags``, of the parameters of the store and then of those that wait, where the ranks of ``dense``
+        are not those that hold the same weights: of experts some of them, of weights that stages share others too.
+        ``mine``: this rank's."""
+        members = self._holders_asked()
         # By name, so that all stages have the same order.
-        for scope, indices in sorted(self.members.items(), key=lambda entry: entry[0].name):
-            if scope is self.scopes.dense:
-                continue
+        for scope in sorted(members, key=lambda scope: scope.name):
+            indices = members[scope]
             counts = [float(mine[i]) for i in indices]
             if scope.everyone.size > 1:
                 counts = self._sum(counts, scope.everyone)
             for i, count in zip(indices, counts, strict=True):
-                used[i] = count > 0
+                flags[i] = count > 0
+
+    def _holders_asked(self) -> Mapping[Scope, Sequence[int]]:
+        members = self.members
+        if self.reducer.waiting:
+            members = params_by_scope([*self.store.params, *self.reducer.waiting], self.scopes)
+        return {scope: indices for scope, indices in members.items() if scope is not self.scopes.dense}
 
     def _gradient_lists(self) -> list[GroupTensors]:
         """One entry per group, rebuilt only when buffers have moved: kernels cache their pointers by list."""

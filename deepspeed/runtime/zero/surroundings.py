@@ -60,7 +60,10 @@ class SegmentSums:
         self.members: dict[Communicator, list[int]] = {}
         self.shard = scopes.dense.shard if sharded else None
         if sharded:
-            self.members = {scope.shard: params for scope, params in params_by_scope(store, scopes).items()}
+            for scope, params in params_by_scope(
+                store.params, scopes
+            ).items():  # several may share one ``shard``
+                self.members.setdefault(scope.shard, []).extend(params)
         for index, param in enumerate(store.params):
             for axis in scopes.split_axes(param):
                 self.members.setdefault(scopes.across[axis], []).append(index)
@@ -110,7 +113,7 @@ class Holders:
 
     def __init__(self, store: StateStore, scopes: Scopes, *, sharded: bool) -> None:
         self.sharded = sharded
-        self.order = list(params_by_scope(store, scopes))
+        self.order = list(params_by_scope(store.params, scopes))
         self.scope_of = {id(o.master): scopes.of(store.params[o.param_index]) for o in store.fragments}
 
     def __call__(self, masters: Sequence[Tensor]) -> list[tuple[Communicator, list[int]]]:
@@ -169,10 +172,10 @@ class LentStep:
             torch._foreach_copy_([low for low, _ in written], [master for _, master in written])
 
 
-def params_by_scope(store: StateStore, scopes: Scopes) -> dict[Scope, list[int]]:
-    """Numbers of the parameters of each scope."""
+def params_by_scope(params: Sequence[nn.Parameter], scopes: Scopes) -> dict[Scope, list[int]]:
+    """Positions in ``params`` by scope."""
     found: dict[Scope, list[int]] = {}
-    for index, param in enumerate(store.params):
+    for index, param in enumerate(params):
         found.setdefault(scopes.of(param), []).append(index)
     return found
 
