@@ -20,7 +20,7 @@ from deepspeed.ops.adam.multi_tensor_adam import MultiTensorAdam
 from deepspeed.ops.update import traits_of
 from deepspeed.runtime.accumulation import AccumulationClock
 from deepspeed.runtime.loss_scaler import LossScaler
-from deepspeed.runtime.optim.elementwise import check_partitioning
+from deepspeed.runtime.optim.elementwise import check_partitioning, is_elementwise
 from deepspeed.runtime.optim.flags import set_optimizer_flags
 from deepspeed.runtime.optim.registry import build_optimizer
 from deepspeed.runtime.pipe.staged import is_idle
@@ -56,6 +56,7 @@ from deepspeed.runtime.zero.optimizer import (
 )
 from deepspeed.runtime.zero.own_state import OwnState
 from deepspeed.runtime.zero.params import CHECKS_WRITES, ZeRORuntimeException, full_numel, is_zero_param
+from deepspeed.runtime.zero.placements import in_parts
 from deepspeed.runtime.zero.reducer import GradReducer
 from deepspeed.runtime.zero.scopes import DENSE, Scopes, scope_name
 from deepspeed.runtime.zero.sparse_grads import sparse_parameters, stepped_by_rows
@@ -168,10 +169,9 @@ def require_optimizer(plan: Plan, given: bool) -> None:
 
 
 def check_optimizer(
-    plan: Plan, optimizer: torch.optim.Optimizer, trained: TrainedParams, scopes: Scopes, module: nn.Module
+    plan: Plan, optimizer: torch.optim.Optimizer, trained: TrainedParams, module: nn.Module
 ) -> None:
-    if traits_of(optimizer).whole_matrices:
-        _check_whole(optimizer, trained, scopes)
+    _check_parts(optimizer, plan, trained)
     if not plan.zero.shard_state:
         return
     if not trained.params and not is_idle(module):
@@ -182,15 +182,29 @@ def check_optimizer(
     check_partitioning(optimizer, plan)
 
 
-def _check_whole(optimizer: torch.optim.Optimizer, trained: TrainedParams, scopes: Scopes) -> None:
-    names = dict(zip(map(id, trained.params), trained.names, strict=True))
-    matrices = [p for group in optimizer.param_groups if group.get("use_muon") for p in group[PARAMS]]
-    split = [names[id(p)] for p in matrices if id(p) in names and scopes.split_axes(p)]
-    if split:
-        raise DeepSpeedConfigError(
-            f"{type(optimizer).__name__} needs whole matrices, but {len(split)} of them are split over tensor-parallel "
-            f"ranks, such as {split[0]}; set use_muon = False on these parameters, or use another optimizer"
-        )
+def _check_parts(optimizer: torch.optim.Optimizer, plan: Plan, trained: TrainedParams) -> None:
+    """One rule for every split of tensors (tensor and expert parallelism, DTensors), at every stage: an optimizer sees
+    parts if it treats elements independently or asks for the sums that it needs, and Muon if no matrix is cut.
+    DeepSpeedConfigError names a tensor; the slices of ZeRO are ``check_partitioning``'s."""
+    traits, named = traits_of(optimizer), dict(zip(map(id, trained.params), trained.names, strict=True))
+    if traits.whole_matrices:
+        held = [p for group in optimizer.param_groups if group.get("use_muon") for p in group[PARAMS]]
+        cut = [named[id(p)] for p in held if id(p) in named and in_parts(p, matrices=True)]
+        if cut:
+            raise DeepSpeedConfigError(
+                f"{type(optimizer).__name__} needs whole matrices, but {len(cut)} of them are split over "
+                f"tensor-parallel ranks, such as {cut[0]}; set use_muon = False on these parameters, or use another "
+                "optimizer"
+            )
+        return
+    cut = [name for param, name in zip(trained.params, trained.names, strict=True) if in_parts(param)]
+    if not cut or traits.segment_sums or plan.zero.allow_untested_optimizer or is_elementwise(optimizer):
+        return
+    raise DeepSpeedConfigError(
+        f"{type(optimizer).__name__} does not update elements independently, but {len(cut)} tensors are split over "
+        f"tensor- or expert-parallel ranks, such as {cut[0]}; use another optimizer, or set "
+        "zero_allow_untested_optimizer: true to try."
+    )
 
 
 def build_core(
@@ -205,7 +219,7 @@ def build_core(
     """Wire the gradient path and the step. ``sharded``: the module's parameters, if stage 3 has partitioned them.
     ``spare``: frozen parameters that join the optimizer's group when they are unfrozen."""
     trained = trained_params(module, optimizer.param_groups)
-    check_optimizer(plan, optimizer, trained, scopes, module)
+    check_optimizer(plan, optimizer, trained, module)
     if sharded is None:
         weights = _whole_buckets(module, plan, scopes, trained, traits_of(optimizer).grain)
     else:

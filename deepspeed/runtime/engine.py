@@ -20,6 +20,7 @@ from deepspeed.config.plan import Plan, make_plan
 from deepspeed.memory_plan.fits import check_fits
 from deepspeed.memory_plan.stages import note_stages
 from deepspeed.moe.placing import place_experts, watched_layers, write_experts
+from deepspeed.moe.stacked import mark_stacks
 from deepspeed.runtime import engine_checkpoint
 from deepspeed.runtime.accumulation import AccumulationClock
 from deepspeed.runtime.activation_checkpointing import checkpointing
@@ -172,6 +173,7 @@ class DeepSpeedEngine(EngineData):
         lay_out_contiguously(model)
         self.module = model
         self.num_experts = place_experts(model, self.mesh)
+        mark_stacks(model)
         self.has_moe_layers = bool(self.num_experts) or any(True for _ in watched_layers(model))
         checkpointing.keep_layers(self._checkpointing, model)
         self.scopes = Scopes(
