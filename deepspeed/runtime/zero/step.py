@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -90,6 +90,7 @@ class StepExecutor:
         self.communicator = scopes.everyone
         self.names = list(names)
         self.members = params_by_scope(store.params, scopes)
+        self._asked = self._by_holders(store.params)
         self.sharded = plan.zero.shard_state
         self.bad_steps = 0
         self.late = late
@@ -166,6 +167,7 @@ class StepExecutor:
         """The store now also has the parameters with these names, at its end."""
         self.names += names
         self.members = params_by_scope(self.store.params, self.scopes)
+        self._asked = self._by_holders(self.store.params)
         self.surroundings.follow()
         self._lists = []
 
@@ -174,16 +176,18 @@ class StepExecutor:
         alone = self.reducer.cadence is Cadence.NEVER
         squares = local_squares(self.store, self.members, sharded=self.sharded) if alone else self._squares()
         late, waiting = self.reducer.has_late(), self.reducer.waiting
-        flags = [*self.reducer.used, *(param.grad is not None for param in waiting)]
+        woken = [param.grad is not None for param in waiting] if waiting else []
+        mine = flags = [*self.reducer.used, *woken]
         wishes = [bool(self._asks())] if self._asks else []
         own = any(wishes)
-        mine = flags
         if self.communicator.size > 1:
             values = self._sum([squares, late, *flags, *wishes], self.communicator)
             flags = [count > 0 for count in values[2 : 2 + len(flags)]]
             squares, late = values[0], values[1] > 0
             own = bool(wishes) and values[-1] == self.communicator.size
-        self._ask_holders(mine, flags)
+        asked = self._by_holders([*self.store.params, *waiting]) if waiting else self._asked
+        if asked:
+            self._ask_holders(asked, mine, flags)
         used, woken = flags[: len(self.store.params)], flags[len(self.store.params) :]
         changes = late or any(woken)
         for others in self.scopes.across.values():
@@ -196,25 +200,24 @@ class StepExecutor:
         communicator.all_reduce(packed).wait()
         return packed.tolist()
 
-    def _ask_holders(self, mine: Sequence[bool], flags: list[bool]) -> None:
+    def _ask_holders(
+        self, asked: Sequence[tuple[Scope, Sequence[int]]], mine: Sequence[bool], flags: list[bool]
+    ) -> None:
         """Correct ``flags``, of the parameters of the store and then of those that wait, where the ranks of ``dense``
         are not those that hold the same weights: of experts some of them, of weights that stages share others too.
         ``mine``: this rank's."""
-        members = self._holders_asked()
-        # By name, so that all stages have the same order.
-        for scope in sorted(members, key=lambda scope: scope.name):
-            indices = members[scope]
+        for scope, indices in asked:
             counts = [float(mine[i]) for i in indices]
             if scope.everyone.size > 1:
                 counts = self._sum(counts, scope.everyone)
             for i, count in zip(indices, counts, strict=True):
                 flags[i] = count > 0
 
-    def _holders_asked(self) -> Mapping[Scope, Sequence[int]]:
-        members = self.members
-        if self.reducer.waiting:
-            members = params_by_scope([*self.store.params, *self.reducer.waiting], self.scopes)
-        return {scope: indices for scope, indices in members.items() if scope is not self.scopes.dense}
+    def _by_holders(self, params: Sequence[nn.Parameter]) -> list[tuple[Scope, list[int]]]:
+        """Positions in ``params`` of those that are not dense, by scope: by name, so that all stages have one order."""
+        found = params_by_scope(params, self.scopes)
+        found.pop(self.scopes.dense, None)
+        return sorted(found.items(), key=lambda entry: entry[0].name)
 
     def _gradient_lists(self) -> list[GroupTensors]:
         """One entry per group, rebuilt only when buffers have moved: kernels cache their pointers by list."""
