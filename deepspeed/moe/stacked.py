@@ -26,6 +26,7 @@ from deepspeed.moe.config import AutoEPConfig
 from deepspeed.moe.dispatch import Order, Trip, combine, parts_of, permute, through
 from deepspeed.moe.grouped import grouped_linear
 from deepspeed.runtime.zero.params import full_shape
+from deepspeed.runtime.zero.placements import STACKED
 from deepspeed.utils.untraced import untraced
 
 KEY = "expert_parallel.autoep_size"
@@ -59,6 +60,14 @@ def stacked_experts(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     for path, each in module.named_modules():
         if all(hasattr(each, flag) for flag in _FLAGS) and "down_proj" in each._parameters:
             yield path, each
+
+
+def mark_stacks(model: nn.Module) -> None:
+    """Mark the parameters of a model that are stacks of the experts' weights."""
+    for _, module in stacked_experts(model):
+        for param in module.parameters(recurse=False):
+            if full_shape(param)[0] == int(module.num_experts):  # type: ignore[arg-type]
+                setattr(param, STACKED, True)
 
 
 def is_spread(module: nn.Module) -> bool:

@@ -27,7 +27,8 @@ kind of weights, in one order on all of them."""
 
 class WholeMatrixUpdate(Protocol):
     """Given fragments of the matrices of ``group`` and values for them, replace the values by those of
-    ``function`` (matrix -> matrix of the same shape) applied to the whole matrices. Collective."""
+    ``function`` applied to the whole matrices: [rows, columns] -> the same shape, or for a stack of them
+    [n, rows, columns]. Collective."""
 
     def __call__(
         self,

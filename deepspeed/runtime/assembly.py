@@ -106,7 +106,7 @@ def build_core(
     """Wire the gradient path and the step. ``sharded``: the module's parameters, if stage 3 has partitioned them.
     ``spare``: frozen parameters that join the optimizer's group when they are unfrozen."""
     trained = trained_params(module, optimizer.param_groups)
-    check_optimizer(plan, optimizer, trained, scopes, module)
+    check_optimizer(plan, optimizer, trained, module)
     if sharded is None:
         weights = _whole_buckets(module, plan, scopes, trained, traits_of(optimizer).grain)
     else:

@@ -20,6 +20,7 @@ from deepspeed.config.plan import Plan, make_plan
 from deepspeed.memory_plan.fits import check_fits
 from deepspeed.memory_plan.stages import note_stages
 from deepspeed.moe.placing import place_experts, watched_layers, write_experts
+from deepspeed.moe.stacked import mark_stacks
 from deepspeed.runtime import engine_checkpoint
 from deepspeed.runtime.accumulation import AccumulationClock
 from deepspeed.runtime.activation_checkpointing import checkpointing
@@ -181,6 +182,7 @@ class DeepSpeedEngine(EngineData):
         lay_out_contiguously(model)
         self.module = model
         self.num_experts = place_experts(model, self.mesh)
+        mark_stacks(model)
         self.has_moe_layers = bool(self.num_experts) or any(True for _ in watched_layers(model))
         checkpointing.keep_layers(self._checkpointing, model)
         self.scopes = Scopes(
@@ -378,7 +380,7 @@ class DeepSpeedEngine(EngineData):
         any sums and gathers that the others may wait for, unless ``error`` shows that they cannot."""
         self.events.emit("on_error", error=error)
         if isinstance(error, CommunicationError) or (
-            self.seq_dp_world_size > 1 and error is not None and not isinstance(error, Exception)
+            self.scopes.share_weights and error is not None and not isinstance(error, Exception)
         ):
             return  # the other ranks are gone, or this one was asked to terminate
         self._plain_backward.forget()

@@ -11,13 +11,13 @@ from torch import nn
 from deepspeed.config.plan import Plan
 from deepspeed.config.problems import DeepSpeedConfigError
 from deepspeed.ops.update import traits_of
-from deepspeed.runtime.optim.elementwise import check_partitioning
+from deepspeed.runtime.optim.elementwise import check_partitioning, is_elementwise
 from deepspeed.runtime.optim.flags import set_optimizer_flags
 from deepspeed.runtime.optim.registry import build_optimizer
 from deepspeed.runtime.pipe.staged import Staged, is_idle
 from deepspeed.runtime.zero.cutting import TrainedParams
 from deepspeed.runtime.zero.params import ZeRORuntimeException
-from deepspeed.runtime.zero.scopes import Scopes
+from deepspeed.runtime.zero.placements import in_parts
 from deepspeed.runtime.zero.state_store import PARAMS
 
 if TYPE_CHECKING:
@@ -142,10 +142,9 @@ def require_trainable(plan: Plan, optimizer: torch.optim.Optimizer | None) -> No
 
 
 def check_optimizer(
-    plan: Plan, optimizer: torch.optim.Optimizer, trained: TrainedParams, scopes: Scopes, module: nn.Module
+    plan: Plan, optimizer: torch.optim.Optimizer, trained: TrainedParams, module: nn.Module
 ) -> None:
-    if traits_of(optimizer).whole_matrices:
-        _check_whole(optimizer, trained, scopes)
+    _check_parts(optimizer, plan, trained)
     if not plan.zero.shard_state:
         return
     if not trained.params and not is_idle(module):
@@ -156,12 +155,26 @@ def check_optimizer(
     check_partitioning(optimizer, plan)
 
 
-def _check_whole(optimizer: torch.optim.Optimizer, trained: TrainedParams, scopes: Scopes) -> None:
-    names = dict(zip(map(id, trained.params), trained.names, strict=True))
-    matrices = [p for group in optimizer.param_groups if group.get("use_muon") for p in group[PARAMS]]
-    split = [names[id(p)] for p in matrices if id(p) in names and scopes.split_axes(p)]
-    if split:
-        raise DeepSpeedConfigError(
-            f"{type(optimizer).__name__} needs whole matrices, but {len(split)} of them are split over tensor-parallel "
-            f"ranks, such as {split[0]}; set use_muon = False on these parameters, or use another optimizer"
-        )
+def _check_parts(optimizer: torch.optim.Optimizer, plan: Plan, trained: TrainedParams) -> None:
+    """One rule for every split of tensors (tensor and expert parallelism, DTensors), at every stage: an optimizer sees
+    parts if it treats elements independently or asks for the sums that it needs, and Muon if no matrix is cut.
+    DeepSpeedConfigError names a tensor; the slices of ZeRO are ``check_partitioning``'s."""
+    traits, named = traits_of(optimizer), dict(zip(map(id, trained.params), trained.names, strict=True))
+    if traits.whole_matrices:
+        held = [p for group in optimizer.param_groups if group.get("use_muon") for p in group[PARAMS]]
+        cut = [named[id(p)] for p in held if id(p) in named and in_parts(p, matrices=True)]
+        if cut:
+            raise DeepSpeedConfigError(
+                f"{type(optimizer).__name__} needs whole matrices, but {len(cut)} of them are split over "
+                f"tensor-parallel ranks, such as {cut[0]}; set use_muon = False on these parameters, or use another "
+                "optimizer"
+            )
+        return
+    cut = [name for param, name in zip(trained.params, trained.names, strict=True) if in_parts(param)]
+    if not cut or traits.segment_sums or plan.zero.allow_untested_optimizer or is_elementwise(optimizer):
+        return
+    raise DeepSpeedConfigError(
+        f"{type(optimizer).__name__} does not update elements independently, but {len(cut)} tensors are split over "
+        f"tensor- or expert-parallel ranks, such as {cut[0]}; use another optimizer, or set "
+        "zero_allow_untested_optimizer: true to try."
+    )

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from deepspeed.config.problems import DeepSpeedConfigError
+from deepspeed.runtime.zero.placements import STACKED
 
 _NOT_MATRICES = ("embed", "lm_head")
 
@@ -35,7 +36,8 @@ def set_optimizer_flags(config_class: Any, model: torch.nn.Module) -> None:
     for name, param in model.named_parameters():
         shape = getattr(param, "ds_shape", param.shape)  # under zero.Init the parameter itself is empty
         flags = vars(param)
-        flags["use_muon"] = len(shape) >= 2 and not any(part in name.lower() for part in _NOT_MATRICES)
+        matrix = len(shape) - bool(flags.get(STACKED))  # a stack of vectors is none
+        flags["use_muon"] = matrix >= 2 and not any(part in name.lower() for part in _NOT_MATRICES)
         flags["muon_num_heads"] = _heads(name, shape, model) if per_head and flags["use_muon"] else None
         found = found or flags["muon_num_heads"] is not None
     if per_head and not found:

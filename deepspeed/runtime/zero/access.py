@@ -346,8 +346,18 @@ class StateAccess:
         self._publish_one(param)
 
     def full_state(self, param: nn.Parameter, key: str) -> Tensor | None:
-        """A per-element optimizer state such as ``exp_avg``. Collective."""
-        return self._assemble(param, [(o, self.store.first_values(o)[key]) for o in self._fragments(param)])
+        """A per-element optimizer state such as ``exp_avg``. KeyError, on every rank: there is none. Collective."""
+        parts = [(o, self.store.first_values(o).get(key)) for o in self._fragments(param)]
+        found = [(o, v) for o, v in parts if isinstance(v, Tensor) and v.numel() == o.master.numel()]
+        lacking = torch.tensor([float(len(found) < len(parts))], device=param.device)
+        if self._cut(param):  # only those with a part of it know
+            self.scopes.of(param).shard.all_reduce_max(lacking).wait()
+        if lacking.item():
+            raise KeyError(
+                f"{type(self.store.optimizer).__name__} keeps no state {key!r} for each element of "
+                f"{self.name_of(param)}"
+            )
+        return self._assemble(param, found)
 
     def set_full_state(self, param: nn.Parameter, key: str, value: Tensor) -> None:
         with self._writable_state(param, key) as parts:

@@ -27,6 +27,8 @@ from deepspeed.comm.mesh import ProcessMesh
 from deepspeed.runtime.zero.params import full_shape
 from deepspeed.runtime.zero.scopes import SHARED_BY, Scopes
 
+STACKED = "ds_stacked_experts"
+"""Attribute of a parameter that is a stack of the experts' weights."""
 _FOUND = "_ds_placement_was_found"
 """Marks a parameter whose placement, if any, was found here and not written by who split it."""
 
@@ -44,6 +46,8 @@ def find_placements(params: Iterable[Tensor], mesh: ProcessMesh, scopes: Scopes)
         setattr(param, _FOUND, True)
     if mesh.size("tp") > 1:
         _read_marks(unknown, mesh)
+    if scopes.across:
+        _count_once(unknown, mesh)
     for param in unknown:
         scope = scopes.of(param)
         if scope.kinds > 1 and not is_numbered_expert(param):
@@ -52,6 +56,27 @@ def find_placements(params: Iterable[Tensor], mesh: ProcessMesh, scopes: Scopes)
         known = placement_of(param)
         if is_numbered_expert(param) and NUMBERED_EXPERTS not in known.split:
             place(param, replace(known, split=(*known.split, NUMBERED_EXPERTS)))
+
+
+def is_stack(param: Tensor) -> bool:
+    """Whether the first dim of a parameter numbers experts, each of which has a matrix of its own."""
+    stacked = bool(getattr(param, STACKED, False)) or not getattr(param, "allreduce", True)
+    return stacked and len(full_shape(param)) > 2
+
+
+def in_parts(param: Tensor, *, matrices: bool = False) -> bool:
+    """Whether the rank holds a part of a tensor, whatever splits it, or with ``matrices`` parts of matrices: a run of
+    stacked ones is whole. The slices of ZeRO do not count."""
+    placement, own = placement_of(param), tuple(full_shape(param))
+    whole = placement.global_shape
+    if EXPERTS in placement.split and len(whole) > len(
+        own
+    ):  # other ranks have other tensors of the same name
+        whole = whole[1:]
+    if len(whole) != len(own):  # split, but nobody says how
+        return True
+    first = int(matrices and is_stack(param))
+    return own[first:] != whole[first:]
 
 
 def whole_tensor(
@@ -105,8 +130,13 @@ def _read_marks(params: Sequence[Tensor], mesh: ProcessMesh) -> None:
     extents = _extents(marked, mesh)
     for param, sizes in zip(marked, extents, strict=True):
         place(param, _split(param, sizes, mesh.rank("tp")))
+
+
+def _count_once(params: Sequence[Tensor], mesh: ProcessMesh) -> None:
+    """Of copies on several ranks those of the first of ``tp`` count; of a weight that stages tie without a scope of its
+    own, those of the stage that does not mark it ``ds_pipe_replicated``."""
     first = mesh.rank("tp") == 0
-    for param in params:  # a tied weight without a scope of its own is counted by another stage
+    for param in params:
         tied = bool(getattr(param, "ds_pipe_replicated", False)) and not hasattr(param, SHARED_BY)
         if tied or not (first or _is_split(param)):
             place(param, replace(placement_of(param), counts=False))

@@ -20,7 +20,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from deepspeed.checkpoint.placement import placement_of
+from deepspeed.checkpoint.placement import EXPERTS, placement_of
 from deepspeed.comm.collectives import Communicator
 from deepspeed.comm.groups import new_group
 from deepspeed.comm.mesh import ProcessMesh, split_ranks
@@ -152,6 +152,12 @@ class Scopes:
         self._mesh = mesh
         self._known = {DENSE: self._sharded(Scope.whole(self.everyone))}
 
+    @property
+    def share_weights(self) -> bool:
+        """Whether another rank holds some of the weights of this one, so that the sums of their gradients wait for it:
+        also a rank of another stage (ties) or with other parts of the rest of the model (tokens divided)."""
+        return any(scope.everyone.size > 1 for scope in self._known.values())
+
     @cached_property
     def dense(self) -> Scope:
         return self._known[DENSE]
@@ -175,6 +181,14 @@ class Scopes:
     def split_axes(self, param: torch.Tensor) -> tuple[str, ...]:
         """Axes of ``across`` over which the tensor that ``param`` is a part of is spread."""
         return tuple(axis for axis in placement_of(param).split if axis in self.across)
+
+    def parts_of(self, param: torch.Tensor) -> list[Communicator]:
+        """The ranks with the other parts of the tensor that ``param`` is a part of, by what splits it. Collective."""
+        found = [self.across[axis] for axis in self.split_axes(param)]
+        scope = self.of(param)
+        if EXPERTS in placement_of(param).split and scope.kinds > 1:
+            found.append(self._mesh.among(self._mesh.sharing_experts(scope.kinds)))
+        return found
 
     def shards(self) -> dict[str, int]:
         """In how many slices one copy is cut, by the name of the scope."""

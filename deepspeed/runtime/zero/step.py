@@ -20,7 +20,7 @@ from deepspeed.runtime.zero.bucket import WeightPublisher
 from deepspeed.runtime.zero.norms import clip_coefficient, first_non_finite, norm_from_squares
 from deepspeed.runtime.zero.placements import counted
 from deepspeed.runtime.zero.reducer import GradReducer
-from deepspeed.runtime.zero.scopes import Scopes
+from deepspeed.runtime.zero.scopes import Scope, Scopes
 from deepspeed.runtime.zero.state_store import GroupTensors, StateStore
 from deepspeed.runtime.zero.surroundings import LentStep, Surroundings, local_squares, params_by_scope
 from deepspeed.utils.exceptions import UnusedParametersError
@@ -89,7 +89,8 @@ class StepExecutor:
         self.scopes = scopes
         self.communicator = scopes.everyone
         self.names = list(names)
-        self.members = params_by_scope(store, scopes)
+        self.members = params_by_scope(store.params, scopes)
+        self._asked = self._by_holders(store.params)
         self.sharded = plan.zero.shard_state
         self.bad_steps = 0
         self.late = late
@@ -165,7 +166,8 @@ class StepExecutor:
     def _admitted(self, names: Sequence[str]) -> None:
         """The store now also has the parameters with these names, at its end."""
         self.names += names
-        self.members = params_by_scope(self.store, self.scopes)
+        self.members = params_by_scope(self.store.params, self.scopes)
+        self._asked = self._by_holders(self.store.params)
         self.surroundings.follow()
         self._lists = []
 
@@ -173,18 +175,20 @@ class StepExecutor:
         self._gradient_lists()
         alone = self.reducer.cadence is Cadence.NEVER
         squares = local_squares(self.store, self.members, sharded=self.sharded) if alone else self._squares()
-        used, late = self.reducer.used, self.reducer.has_late()
-        waiting = self.reducer.waiting
+        late, waiting = self.reducer.has_late(), self.reducer.waiting
         woken = [param.grad is not None for param in waiting] if waiting else []
+        mine = flags = [*self.reducer.used, *woken]
         wishes = [bool(self._asks())] if self._asks else []
         own = any(wishes)
         if self.communicator.size > 1:
-            values = self._sum([squares, late, *used, *woken, *wishes], self.communicator)
-            flags = [count > 0 for count in values[2 : 2 + len(used) + len(woken)]]
-            mine, used, woken = used, flags[: len(used)], flags[len(used) :]
+            values = self._sum([squares, late, *flags, *wishes], self.communicator)
+            flags = [count > 0 for count in values[2 : 2 + len(flags)]]
             squares, late = values[0], values[1] > 0
             own = bool(wishes) and values[-1] == self.communicator.size
-            self._ask_holders(mine, used)
+        asked = self._by_holders([*self.store.params, *waiting]) if waiting else self._asked
+        if asked:
+            self._ask_holders(asked, mine, flags)
+        used, woken = flags[: len(self.store.params)], flags[len(self.store.params) :]
         changes = late or any(woken)
         for others in self.scopes.across.values():
             squares, again, refused = self._sum([squares, changes, not own], others)
@@ -196,18 +200,24 @@ class StepExecutor:
         communicator.all_reduce(packed).wait()
         return packed.tolist()
 
-    def _ask_holders(self, mine: Sequence[bool], used: list[bool]) -> None:
-        """Correct ``used`` where other ranks hold other weights under the same number (experts): only those that hold
-        the same ones count."""
-        # By name, so that all stages have the same order.
-        for scope, indices in sorted(self.members.items(), key=lambda entry: entry[0].name):
-            if scope is self.scopes.dense:
-                continue
+    def _ask_holders(
+        self, asked: Sequence[tuple[Scope, Sequence[int]]], mine: Sequence[bool], flags: list[bool]
+    ) -> None:
+        """Correct ``flags``, of the parameters of the store and then of those that wait, where the ranks of ``dense``
+        are not those that hold the same weights: of experts some of them, of weights that stages share others too.
+        ``mine``: this rank's."""
+        for scope, indices in asked:
             counts = [float(mine[i]) for i in indices]
             if scope.everyone.size > 1:
                 counts = self._sum(counts, scope.everyone)
             for i, count in zip(indices, counts, strict=True):
-                used[i] = count > 0
+                flags[i] = count > 0
+
+    def _by_holders(self, params: Sequence[nn.Parameter]) -> list[tuple[Scope, list[int]]]:
+        """Positions in ``params`` of those that are not dense, by scope: by name, so that all stages have one order."""
+        found = params_by_scope(params, self.scopes)
+        found.pop(self.scopes.dense, None)
+        return sorted(found.items(), key=lambda entry: entry[0].name)
 
     def _gradient_lists(self) -> list[GroupTensors]:
         """One entry per group, rebuilt only when buffers have moved: kernels cache their pointers by list."""

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from deepspeed.comm.collectives import Communicator, Pending
 from deepspeed.ops.update import UpdateContext
 from deepspeed.runtime.zero.norms import sum_of_squares
-from deepspeed.runtime.zero.placements import counted
+from deepspeed.runtime.zero.placements import counted, in_parts, is_stack
 from deepspeed.runtime.zero.scopes import Scope, Scopes
 from deepspeed.runtime.zero.state_store import GroupTensors, StateStore
-from deepspeed.runtime.zero.whole_matrices import WholeMatrices
+from deepspeed.runtime.zero.whole_matrices import OwnMatrices, WholeMatrices
 
 
 class Surroundings:
@@ -28,11 +28,14 @@ class Surroundings:
     def follow(self) -> None:
         """The store may hold more parameters than before."""
         traits, sharded = self.store.traits, self.sharded
-        in_parts = sharded or any(map(self.scopes.split_axes, self.store.params))
+        parted = sharded or any(map(in_parts, self.store.params))
         self._sums = None
-        if traits.segment_sums and in_parts:
+        if traits.segment_sums and parted:
             self._sums = SegmentSums(self.store, self.scopes, sharded=sharded)
-        self._matrices = WholeMatrices(self.store, self.scopes) if traits.whole_matrices and sharded else None
+        self._matrices = None
+        if traits.whole_matrices and (sharded or any(map(is_stack, self.store.params))):
+            make = WholeMatrices if sharded else OwnMatrices
+            self._matrices = make(self.store, self.scopes)
 
         self._holders = (
             Holders(self.store, self.scopes, sharded=sharded) if traits.own_communication else None
@@ -60,10 +63,13 @@ class SegmentSums:
         self.members: dict[Communicator, list[int]] = {}
         self.shard = scopes.dense.shard if sharded else None
         if sharded:
-            self.members = {scope.shard: params for scope, params in params_by_scope(store, scopes).items()}
+            for scope, params in params_by_scope(
+                store.params, scopes
+            ).items():  # several may share one ``shard``
+                self.members.setdefault(scope.shard, []).extend(params)
         for index, param in enumerate(store.params):
-            for axis in scopes.split_axes(param):
-                self.members.setdefault(scopes.across[axis], []).append(index)
+            for others in scopes.parts_of(param) if in_parts(param) else ():
+                self.members.setdefault(others, []).append(index)
 
     def __call__(self, masters: list[Tensor], sums: Tensor) -> Tensor:
         """``sums`` [n, k] fp64 over fragments -> the same over the parameters that they are parts of. Collective."""
@@ -110,7 +116,7 @@ class Holders:
 
     def __init__(self, store: StateStore, scopes: Scopes, *, sharded: bool) -> None:
         self.sharded = sharded
-        self.order = list(params_by_scope(store, scopes))
+        self.order = list(params_by_scope(store.params, scopes))
         self.scope_of = {id(o.master): scopes.of(store.params[o.param_index]) for o in store.fragments}
 
     def __call__(self, masters: Sequence[Tensor]) -> list[tuple[Communicator, list[int]]]:
@@ -169,10 +175,10 @@ class LentStep:
             torch._foreach_copy_([low for low, _ in written], [master for _, master in written])
 
 
-def params_by_scope(store: StateStore, scopes: Scopes) -> dict[Scope, list[int]]:
-    """Numbers of the parameters of each scope."""
+def params_by_scope(params: Sequence[nn.Parameter], scopes: Scopes) -> dict[Scope, list[int]]:
+    """Positions in ``params`` by scope."""
     found: dict[Scope, list[int]] = {}
-    for index, param in enumerate(store.params):
+    for index, param in enumerate(params):
         found.setdefault(scopes.of(param), []).append(index)
     return found
 

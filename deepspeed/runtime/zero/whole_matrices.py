@@ -18,6 +18,7 @@ from torch import Tensor
 from deepspeed.comm.collectives import Communicator
 from deepspeed.runtime.zero.layout import NOBODY
 from deepspeed.runtime.zero.params import full_shape
+from deepspeed.runtime.zero.placements import is_stack
 from deepspeed.runtime.zero.scopes import Scopes
 from deepspeed.runtime.zero.state_store import StateStore
 
@@ -131,6 +132,33 @@ class WholeMatrices:
                 place.copy_(result[part.start : part.stop])
 
 
+class OwnMatrices:
+    """The same where every rank holds its tensors whole."""
+
+    def __init__(self, store: StateStore, scopes: Scopes) -> None:
+        self.store = store
+
+    def __call__(
+        self,
+        group: dict[str, Any],
+        params: Sequence[Tensor],
+        values: Sequence[Tensor],
+        function: Callable[[Tensor], Tensor],
+    ) -> None:
+        number = {id(owned.master): owned.param_index for owned in self.store.fragments}
+        for param, value in zip(params, values, strict=True):
+            shape = matrix_shape(self.store.params[number[id(param)]])
+            value.copy_(function(value.view(shape)).view(value.shape))
+
+
+def matrix_shape(param: Tensor) -> tuple[int, ...]:
+    """How an update sees a parameter: [rows, all others], or a stack [experts, rows, all others]. Vectors as they
+    are."""
+    shape = tuple(full_shape(param))
+    kept = 2 if is_stack(param) else 1
+    return shape if len(shape) <= kept else (*shape[:kept], math.prod(shape[kept:]))
+
+
 def matrices_of(store: StateStore) -> Iterator[Matrix]:
     """Every parameter of the store's buckets with at least one element, and who holds it."""
     for bucket in store.param_buckets:
@@ -139,7 +167,7 @@ def matrices_of(store: StateStore) -> Iterator[Matrix]:
             parts = [Part(*part) for part in layout.parts(slot)]
             if parts and slot.param != NOBODY:
                 owner = max(parts, key=lambda part: (part.numel, -part.rank)).rank
-                yield Matrix(slot.param, tuple(full_shape(param)), tuple(parts), owner)
+                yield Matrix(slot.param, matrix_shape(param), tuple(parts), owner)
 
 
 def batches(matrices: Sequence[Matrix], numel: int) -> Iterator[list[Matrix]]:

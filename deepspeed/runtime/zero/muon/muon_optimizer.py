@@ -105,8 +105,13 @@ def _orthogonalize(
         each = matrix.view(heads, -1, matrix.shape[-1])
         return orthogonalize(each, ns_method=method, is_expert_group=True).view(matrix.shape)
 
+    def of_stack(matrices: Tensor) -> Tensor:  # three dims are a stack, by the protocol
+        if matrices.ndim < 3:
+            return function(matrices)
+        return orthogonalize(matrices, ns_method=method, is_expert_group=True)
+
     if context.whole_matrices is not None:
-        context.whole_matrices(group, params, updates, function)
+        context.whole_matrices(group, params, updates, of_stack)
     else:
         updates[:] = map(function, updates)
 

@@ -65,7 +65,7 @@ class ColumnChoice:
             squares = owned.gradient().to(device).double().square_()
             sums[owned.param_index].index_add_(0, self.column_of_each(owned, device), squares)
         for scope, indices in sorted(
-            params_by_scope(self.store, self.scopes).items(), key=lambda e: e[0].name
+            params_by_scope(self.store.params, self.scopes).items(), key=lambda e: e[0].name
         ):
             self._add_up([sums[i] for i in indices], scope.shard)
         chosen: dict[int, Tensor] = {}

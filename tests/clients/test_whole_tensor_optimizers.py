@@ -1,0 +1,83 @@
+"""Optimizers that read whole tensors, where experts or layers are split over ranks, against ranks that hold all."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import deepspeed
+from deepspeed import comm as dist
+from deepspeed.config.problems import DeepSpeedConfigError
+from deepspeed.runtime.zero.placements import whole_tensor
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+from tests.clients.test_expert_parallel import loss_of, make
+from tests.pool import distributed
+
+transformers = pytest.importorskip("transformers", reason="the clients extra is not installed")
+SECTIONS: dict[str, Any] = {
+    "Muon": {"type": "Muon", "params": {"lr": 0.02}},
+    "Lamb": {"type": "Lamb", "params": {"lr": 0.01, "weight_decay": 0.1}},
+}
+
+
+def config(stage: int, size: int | None) -> dict[str, Any]:
+    experts = {} if size is None else {"expert_parallel": {"enabled": True, "autoep_size": size}}
+    zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
+    return {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero, **experts}
+
+
+def trained(name: str, optimizer: str, stage: int, size: int | None) -> dict[str, Tensor]:
+    """Whole weights after three steps."""
+    model = make(name)
+    section = {"optimizer": SECTIONS[optimizer]}
+    engine = deepspeed.initialize(
+        model=model, model_parameters=model.parameters(), config={**config(stage, size), **section}
+    )[0]
+    for _ in range(3):
+        engine.backward(loss_of(engine, dist.get_rank()))
+        engine.step()
+    weights = {
+        name: whole_tensor(safe_get_full_fp32_param(p), engine.scopes, of=p).clone()
+        for name, p in engine.module.named_parameters()
+    }
+    engine.destroy()
+    return weights
+
+
+@pytest.mark.parametrize("optimizer", ["Muon", "Lamb"])
+@pytest.mark.parametrize(("name", "stages"), [("mixtral", (0, 1, 3)), ("gpt_oss", (2,))])
+@distributed(world_size=2)
+def test_experts_on_two_ranks(name: str, stages: tuple[int, ...], optimizer: str) -> None:
+    expected = trained(name, optimizer, 0, None)
+    for stage in stages:
+        for key, value in trained(name, optimizer, stage, 2).items():
+            torch.testing.assert_close(value, expected[key], rtol=1e-3, atol=1e-4, msg=f"{stage} {key}")
+
+
+@distributed(world_size=2)
+def test_what_cannot_be_right_is_refused_at_stage_0() -> None:
+    def adafactor(params: Any) -> Any:
+        return transformers.Adafactor(params, scale_parameter=True, relative_step=False, lr=0.01)
+
+    model = make("mixtral")
+    with pytest.raises(DeepSpeedConfigError, match=r"Adafactor .* such as model\.layers\.0\.mlp\.experts"):
+        deepspeed.initialize(
+            model=model, model_parameters=model.parameters(), optimizer=adafactor, config=config(0, 2)
+        )
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+@distributed(world_size=2)
+def test_a_state_that_the_optimizer_lacks_is_an_error_on_every_rank(stage: int) -> None:
+    model = torch.nn.Linear(3, 1, bias=False)
+    section = {"optimizer": {"type": "Adam", "params": {"lr": 0.1}}}
+    engine = deepspeed.initialize(
+        model=model, model_parameters=model.parameters(), config={**config(stage, None), **section}
+    )[0]
+    with pytest.raises(KeyError, match="keeps no state 'momentum' for each element of weight"):
+        safe_get_full_optimizer_state(model.weight, "momentum")
+    assert safe_get_full_optimizer_state(model.weight, "exp_avg").shape == (1, 3)
+    engine.destroy()
