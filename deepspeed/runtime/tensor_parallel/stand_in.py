@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from deepspeed.runtime.tensor_parallel.planning.plan import Example
+from deepspeed.utils.module_utils import without_hooks
 
 _PERIOD = 1_048_573
 """Prime: random numbers are repeated, but no two rows or heads of a weight get the same ones."""
@@ -28,7 +29,9 @@ def stand_in(example: Example, device: torch.device) -> nn.Module:
     for name, buffer in module.named_buffers(remove_duplicate=False):
         known = example.buffers.get(name)
         memo[id(buffer)] = _unknown(buffer, device) if known is None else known.detach().to(device, copy=True)
-    return copy.deepcopy(module, memo).eval()
+    made = copy.deepcopy(module, memo).eval()
+    without_hooks(made)  # the user's: they are not for it
+    return made
 
 
 def example_values(example: Example, device: torch.device) -> dict[str, Tensor]:
