@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+_FULL = "_is_full_backward_hook"
 _HOOKS = (
     "_forward_hooks",
     "_forward_hooks_with_kwargs",
@@ -15,7 +16,7 @@ _HOOKS = (
     "_forward_pre_hooks_with_kwargs",
     "_backward_hooks",
     "_backward_pre_hooks",
-    "_is_full_backward_hook",
+    _FULL,
 )
 
 
@@ -25,13 +26,11 @@ def keep_hooks(old: nn.Module, new: nn.Module) -> None:
     for name in _HOOKS:
         found: Any = getattr(old, name)
         own: Any = getattr(new, name)
-        if isinstance(found, dict) and own is not found:
-            if own:
-                for key in [key for key in own if key not in found]:
-                    found[key] = own[key]
-                    found.move_to_end(key, last=False)
-            vars(new)[name] = found
-        elif found is not None:
+        if name != _FULL and own is not found:
+            mine, theirs = dict(own), dict(found)
+            found.clear()
+            found.update({**mine, **theirs})
+        if found is not None:
             vars(new)[name] = found
 
 

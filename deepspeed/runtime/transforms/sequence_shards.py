@@ -174,10 +174,11 @@ def _routers_of_all(group: Any) -> Callable[..., Any]:
     losses that balance experts are of whole sequences. Backward sums what the ranks computed of them."""
 
     def hook(module: nn.Module, _: Any, output: Any) -> Any:
-        logits = None if isinstance(output, (tuple, Tensor)) else output.get("router_logits")
+        found: Any = output
+        logits = found.get("router_logits") if isinstance(output, Mapping) else None
         if module.training and logits is not None:
             comm = communicator_of(group)
-            output["router_logits"] = tuple(whole_patches(each[None], comm)[0] for each in logits)
+            found["router_logits"] = tuple(whole_patches(each[None], comm)[0] for each in logits)
         return output
 
     return hook
