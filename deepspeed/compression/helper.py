@@ -24,6 +24,7 @@ from deepspeed.compression.techniques import SNIP, Compressible
 from deepspeed.compression.utils import seed_of
 from deepspeed.runtime.zero.gathering.gathered import GatheredParameters
 from deepspeed.utils.logging import logger
+from deepspeed.utils.module_utils import keep_hooks
 
 __all__ = [
     "compression_preparation",
@@ -94,6 +95,7 @@ def _linear_from(conv: Any) -> nn.Linear:
     linear.weight = nn.Parameter(conv.weight.detach().t().contiguous(), conv.weight.requires_grad)
     if isinstance(conv.bias, torch.Tensor):
         linear.bias = nn.Parameter(conv.bias.detach(), conv.bias.requires_grad)
+    keep_hooks(conv, linear)
     return linear.train(conv.training)
 
 

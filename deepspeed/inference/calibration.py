@@ -24,6 +24,7 @@ from torch.nn import functional
 from deepspeed.inference.kernels import QuantizedLinear
 from deepspeed.ops.small_product import RUNS, QuantizedMatrix
 from deepspeed.runtime.zero.units import blocks_of
+from deepspeed.utils.module_utils import keep_hooks
 
 Method = Literal["gptq", "awq", "nearest"]
 METHODS: tuple[Method, ...] = ("gptq", "awq", "nearest")
@@ -124,6 +125,7 @@ def quantize_calibrated(
             before += layer.weight.nbytes
             after += made.words.nbytes + made.scales.nbytes
             parent._modules[name] = made.train(layer.training)
+            keep_hooks(layer, made)
     return CalibrationReport(method, bits, errors, before, after)
 
 

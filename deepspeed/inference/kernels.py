@@ -17,6 +17,7 @@ from deepspeed.ops.small_product import (
     rounded_product,
     takes_bfloat16,
 )
+from deepspeed.utils.module_utils import keep_hooks
 
 __all__ = ["HostLinear", "QuantizedLinear", "inject_kernels", "quantize_linears"]
 
@@ -129,7 +130,9 @@ def quantize_linears(module: nn.Module, bits: int, groups: int, dtype: torch.dty
                 f"quant.weight.q_groups={groups} does not divide the {columns} columns of a layer; use 1"
             )
         made = QuantizedMatrix.of(matrix, bits, columns // groups)
-        parent._modules[name] = QuantizedLinear(made, layer.bias, dtype).train(layer.training)
+        replaced = QuantizedLinear(made, layer.bias, dtype).train(layer.training)
+        keep_hooks(layer, replaced)
+        parent._modules[name] = replaced
         count, before = count + 1, before + weight.nbytes
         after += made.words.nbytes + made.scales.nbytes
     return f"{count} linear layers have weights of {bits} bits: {before / 1e6:.1f} MB became {after / 1e6:.1f} MB"

@@ -21,6 +21,7 @@ from deepspeed.runtime.tensor_parallel.config import TPTrainingConfig
 from deepspeed.runtime.tensor_parallel.planning.plan import PlanError
 from deepspeed.runtime.tensor_parallel.planning.planner import plan_module
 from deepspeed.runtime.tensor_parallel.planning.rules import rules_of
+from deepspeed.runtime.tensor_parallel.trial import try_split
 from deepspeed.utils.logging import log_dist
 
 
@@ -71,12 +72,13 @@ def split_over(
                 raise
             rules = rules_of(module, TPTrainingConfig(injection_policy_tuple=summed))
             plan = plan_module(module, group.size, rules=rules, grain=grain)
+        tried = try_split(plan, group)
         apply_plan(module, plan, group, became)
     except PlanError as error:
         raise DeepSpeedConfigError(
             f"tensor_parallel.tp_size={group.size}: {type(module).__name__} cannot be split: {error}"
         ) from error
-    log_dist(f"inference: {plan.describe()}", ranks=[0])
+    log_dist(f"inference: {plan.describe()}; {tried}", ranks=[0])
 
 
 class _OnlyExperts:

@@ -7,6 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
+from deepspeed.utils.module_utils import keep_hooks
+
 __all__ = ["quantize_module", "quantize_transformer_layer"]
 
 _MEGATRON = ("attention.query_key_value", "attention.dense", "mlp.dense_h_to_4h", "mlp.dense_4h_to_h")
@@ -53,7 +55,9 @@ def quantize_module(
     """Put ``quantize_fn(layer)`` in the place of each layer of exactly this class; the model."""
     for name, child in model.named_children():
         if type(child) is orig_class:
-            setattr(model, name, quantize_fn(child))
+            made = quantize_fn(child)
+            keep_hooks(child, made)
+            setattr(model, name, made)
         else:
             quantize_module(child, orig_class, quantize_fn)
     return model

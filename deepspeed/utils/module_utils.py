@@ -7,6 +7,39 @@ from typing import Any
 
 from torch import nn
 
+_FULL = "_is_full_backward_hook"
+_HOOKS = (
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+    _FULL,
+)
+
+
+def keep_hooks(old: nn.Module, new: nn.Module) -> None:
+    """Give ``new``, which takes the place of ``old``, the hooks of its calls, behind its own: the same dicts, so that
+    handles remove hooks from it."""
+    for name in _HOOKS:
+        found: Any = getattr(old, name)
+        own: Any = getattr(new, name)
+        if name != _FULL and own is not found:
+            mine, theirs = dict(own), dict(found)
+            found.clear()
+            found.update({**mine, **theirs})
+        if found is not None:
+            vars(new)[name] = found
+
+
+def without_hooks(module: nn.Module) -> None:
+    """Take the hooks of calls from all modules of ``module``."""
+    for each in module.modules():
+        for name in _HOOKS[:-1]:
+            getattr(each, name).clear()
+
 
 def recursive_getattr(model: nn.Module, module_name: str) -> Any:
     return reduce(getattr, module_name.split("."), model)

@@ -21,6 +21,7 @@ from deepspeed.runtime.tensor_parallel.applying import apply_plan
 from deepspeed.runtime.tensor_parallel.logits import LogitsInParts
 from deepspeed.runtime.tensor_parallel.planning.plan import ParameterPlan, TensorParallelPlan
 from deepspeed.runtime.tensor_parallel.planning.planner import plan_module
+from deepspeed.runtime.tensor_parallel.trial import try_split
 from tests.tensor_parallel.threads import ThreadGroup, run_ranks
 
 TOKENS = 96
@@ -99,6 +100,11 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "gpt_neox": Architecture("GPTNeoXConfig", _SHAPE, "qkv interleaved by heads"),
     "gpt_bigcode": Architecture("GPTBigCodeConfig", _GPT, "one key head, fused"),
+    "codegen": Architecture(
+        "CodeGenConfig",
+        {**_GPT, "n_embd": 64, "n_head": 8, "rotary_dim": 4},
+        "fused qkv in four blocks of heads",
+    ),
     "opt": Architecture(
         "OPTConfig",
         {
@@ -260,13 +266,15 @@ class Whole:
 @dataclass(frozen=True, slots=True)
 class Comparison:
     """Errors of a split model, relative: the loss's, and the largest of a gradient with the parameter's name.
-    ``in_parts``: no rank had whole logits for the model's own loss."""
+    ``in_parts``: no rank had whole logits for the model's own loss. ``tried``: what the trial before
+    the split said."""
 
     loss: float
     gradient: float
     worst: str
     in_parts: bool
     plan: TensorParallelPlan
+    tried: str
 
 
 def compare(name: str, ranks: int, **more: Any) -> Comparison:
@@ -276,9 +284,11 @@ def compare(name: str, ranks: int, **more: Any) -> Comparison:
     whole = Whole(model, inputs)
     plan = plan_module(model, ranks)
     copies = [copy.deepcopy(model) for _ in range(ranks)]
+    tried: list[str] = []
 
     def work(group: ThreadGroup) -> tuple[float, float, str, bool]:
         own = copies[group.rank]
+        tried.append(try_split(plan, group))
         apply_plan(own, plan, group, lambda *_: None)
         outputs = own(**inputs)
         in_parts = never_whole(outputs)
@@ -295,7 +305,7 @@ def compare(name: str, ranks: int, **more: Any) -> Comparison:
 
     every = run_ranks(ranks, work)
     worst = max(every, key=lambda each: each[1])
-    return Comparison(max(each[0] for each in every), worst[1], worst[2], worst[3], plan)
+    return Comparison(max(each[0] for each in every), worst[1], worst[2], worst[3], plan, tried[0])
 
 
 def table(sizes: Sequence[int], names: Iterable[str] = ARCHITECTURES) -> str:

@@ -215,3 +215,27 @@ def test_adalora_reads_whole_gradients(tmp_path: Path, stage: int) -> None:
         assert scores and all(torch.isfinite(score).all() for score in scores.values())
         assert any(score.abs().sum() > 0 for score in scores.values())
         del keep
+
+
+@distributed(world_size=2)
+def test_adapters_of_a_split_model_with_reentrant_checkpointing() -> None:
+    """The hook by which PEFT lets the embedding's output require gradients stays on the split embedding."""
+    from peft import LoraConfig, get_peft_model
+
+    import deepspeed
+
+    with clean_clients():
+        model = get_peft_model(llama(), LoraConfig(target_modules=["q_proj", "down_proj"], r=2))
+        model.enable_input_require_grads()
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
+        config = {"train_micro_batch_size_per_gpu": 1, "tensor_parallel": {"autotp_size": 2}}
+        config |= {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+        engine, *_ = deepspeed.initialize(model=model, config=config)
+        tokens = torch.arange(10)[None]
+        loss = engine(input_ids=tokens, labels=tokens).loss
+        assert loss.requires_grad
+        engine.backward(loss)
+        weights = [param for name, param in engine.module.named_parameters() if "lora_B" in name]
+        found = [deepspeed.utils.safe_get_full_grad(param) for param in weights]
+        assert found and all(grad is not None and grad.any() for grad in found)
+        engine.destroy()

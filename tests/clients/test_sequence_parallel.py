@@ -13,6 +13,7 @@ from torch import Tensor
 
 import deepspeed
 from deepspeed.runtime.sequence_parallel.registration import attention_function, unregister
+from deepspeed.runtime.transforms.errors import TransformError
 from deepspeed.utils import groups
 from tests.clients.kit import clean_clients, llama, llama_config, lora, whole_weights
 from tests.pool import distributed
@@ -285,6 +286,52 @@ def test_loss_and_every_gradient_are_those_of_one_rank(
         for name, param in engine.module.named_parameters():
             found, expected = deepspeed.utils.safe_get_full_grad(param), wanted[name].grad
             assert (found - expected).abs().max() <= 1e-5 * expected.abs().max(), name
+        engine.destroy()
+
+
+@pytest.mark.parametrize("architecture", ["mixtral", "gpt2"])
+@pytest.mark.parametrize("counted", [False, True])
+@distributed(world_size=2)
+def test_losses_that_are_no_mean_over_tokens_and_those_of_no_kind(architecture: str, counted: bool) -> None:
+    """Experts are balanced over whole sequences; GPT-2, whose name says no kind of loss, has the causal one."""
+    import transformers
+
+    def make() -> Any:
+        torch.manual_seed(3)
+        if architecture == "gpt2":
+            sizes: Any = {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 64}
+            made = transformers.GPT2Config(vocab_size=64, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0, **sizes)
+            return transformers.GPT2LMHeadModel(made).train()
+        sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+        more: Any = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
+        made = transformers.MixtralConfig(
+            vocab_size=64, num_key_value_heads=2, num_local_experts=4, **sizes, **more
+        )
+        return transformers.MixtralForCausalLM(made).train()
+
+    tokens = torch.randint(64, (2, 13), generator=torch.Generator().manual_seed(1))
+    batch = {"input_ids": tokens, "labels": tokens.clone()}
+    batch["labels"][:, :8] = -100
+    if counted:
+        batch |= {"num_items_in_batch": 17, "attention_mask": torch.ones_like(tokens)}
+    with clean_clients():
+        plain = make()
+        whole = plain(**batch).loss
+        whole.backward()
+        config = {"sequence_parallel_size": 2, "train_micro_batch_size_per_gpu": 2}
+        config |= {"optimizer": {"type": "SGD", "params": {"lr": RATE}}, "zero_optimization": {"stage": 1}}
+        engine, *_ = deepspeed.initialize(model=make(), config=config)
+        loss = engine(**batch).loss
+        assert loss.item() == pytest.approx(whole.item(), rel=1e-6)
+        engine.backward(loss)
+        wanted = dict(plain.named_parameters())
+        for name, param in engine.module.named_parameters():
+            found, expected = deepspeed.utils.safe_get_full_grad(param), wanted[name].grad
+            assert (found - expected).abs().max() <= 1e-5 * expected.abs().max(), name
+        if architecture == "mixtral":
+            batch["attention_mask"] = torch.ones_like(tokens).index_fill(1, torch.tensor([12]), 0)
+            with pytest.raises(TransformError, match="output_router_logits"):
+                engine(**batch)
         engine.destroy()
 
 

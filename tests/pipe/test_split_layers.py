@@ -102,6 +102,24 @@ def test_the_bits_of_autograd(name: str, dtype: torch.dtype | str) -> None:
     assert params[0].grad is not None
 
 
+@pytest.mark.parametrize("name", ["linear", "Conv1D", "convolution"])
+def test_what_follows_may_write_into_the_output(name: str) -> None:
+    make, inputs_of = LAYERS[name]
+    layer, inputs = make(), inputs_of()
+    functional.relu(layer(inputs)).sum().backward()
+    params = list(layer.parameters())
+    expected, of_inputs = [param.grad for param in params], inputs.grad
+    inputs.grad = None
+    found: dict[int, Tensor] = {}
+    queue = WeightQueue(lambda number, value: found.__setitem__(number, value.clone()))
+    split_layers(nn.Sequential(layer), {id(p): n for n, p in enumerate(params)}, queue)
+    queue.active, queue.part = True, (0, 0)
+    functional.relu_(layer(inputs)).sum().backward()
+    queue.compute((0, 0))
+    assert torch.equal(inputs.grad, of_inputs)  # type: ignore[arg-type]
+    assert all(torch.equal(found[number], value) for number, value in enumerate(expected))  # type: ignore[arg-type]
+
+
 def test_what_is_not_split() -> None:
     class Own(nn.Linear):
         pass

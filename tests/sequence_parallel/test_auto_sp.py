@@ -186,6 +186,42 @@ def test_places_between_two_tokens() -> None:
     fused(Qwen2VLFusionAdapter(projection, dist.group.WORLD, start, end), images, text, ids, expected)
 
 
+@distributed(world_size=2)
+def test_tokens_of_an_image_take_the_place_of_what_lies_between_its_two() -> None:
+    projection, images, text = case(2, 3)
+    start, end = 91, 92
+    ids = torch.arange(18).view(2, 9)
+    ids[0, 1], ids[0, 2], ids[1, 5], ids[1, 6] = start, end, start, end  # nothing between them
+    visual = projection(images)
+    rows = [
+        torch.cat([text[0, :2], visual[0], text[0, 2:]]),
+        torch.cat([text[1, :6], visual[1], text[1, 6:]]),
+    ]
+    adapter = Qwen2VLFusionAdapter(projection, dist.group.WORLD, start, end)
+    fused(adapter, images, text, ids, torch.stack(rows))
+    ids[0, 2], ids[0, 3], ids[1, 6], ids[1, 7] = 0, end, 0, end  # one token that stands for all
+    rows = [
+        torch.cat([text[0, :2], visual[0], text[0, 3:]]),
+        torch.cat([text[1, :6], visual[1], text[1, 7:]]),
+    ]
+    fused(adapter, images, text, ids, torch.stack(rows))
+    ids[1, 7] = 0
+    own = images.detach().split(shard_lengths(3, 2), 1)[dist.get_rank()]
+    with pytest.raises(ValueError, match="2 tokens begin an image and 1 end one"):
+        adapter(own, text, ids)
+
+
+@distributed(world_size=2)
+def test_text_without_places_passes_through() -> None:
+    projection, images, text = case(2, 3)
+    ids = torch.arange(18).view(2, 9)
+    own = images.detach().split(shard_lengths(3, 2), 1)[dist.get_rank()]
+    shard = text.split(shard_lengths(9, 2), 1)[dist.get_rank()]
+    plain = [kind(projection, dist.group.WORLD, 77) for kind in (LlavaFusionAdapter, InternVLFusionAdapter)]
+    for adapter in (*plain, Qwen2VLFusionAdapter(projection, dist.group.WORLD, 91, 92)):
+        assert torch.equal(adapter(own, text, ids), shard)
+
+
 def test_inputs_are_marked() -> None:
     ids = torch.zeros(2, 5, dtype=torch.int64)
     found: Any = prepare_autosp_inputs(ids, ids + 1, ids + 2, seq_dim=1)

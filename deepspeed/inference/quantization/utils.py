@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from deepspeed.utils.module_utils import keep_hooks
+
 ALIGN = 64
 """Bytes: where parts of a joined parameter start."""
 
@@ -135,8 +137,9 @@ def tensor_round(tensor: Tensor) -> Tensor:
 
 
 def recursive_setattr(model: nn.Module, module_name: str, module: nn.Module) -> None:
-    """Put ``module`` at the dotted path ``module_name`` of ``model``."""
+    """Put ``module`` at the dotted path ``module_name`` of ``model``, with the hooks of what was there."""
     parent, _, name = module_name.rpartition(".")
+    keep_hooks(model.get_submodule(module_name), module)
     setattr(model.get_submodule(parent), name, module)
 
 

@@ -104,7 +104,9 @@ class _InTwoParts(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(inputs, weight)
         ctx.layer = layer
-        return layer.form.forward(inputs, weight, bias)
+        output = layer.form.forward(inputs, weight, bias)
+        # A product of 3-D inputs is a view of that of their rows, which the next layer could not change in place.
+        return torch.ops.aten._unsafe_view(output, output.shape)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:

@@ -31,6 +31,7 @@ from deepspeed.runtime.tensor_parallel.planning.plan import (
 )
 from deepspeed.runtime.zero.gathering.gathered import GatheredParameters
 from deepspeed.runtime.zero.params import full_shape, is_zero_param
+from deepspeed.utils.module_utils import keep_hooks
 
 Became = Callable[[nn.Parameter, nn.Parameter], None]
 
@@ -183,6 +184,7 @@ def _known_linear(layer: nn.Module) -> nn.Module:
         return layer
     plain = nn.Linear(layer.in_features, layer.out_features, bias=layer.bias is not None, device="meta")
     plain.weight, plain.bias = layer.weight, layer.bias
+    keep_hooks(layer, plain)
     return plain
 
 

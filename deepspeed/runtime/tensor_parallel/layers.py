@@ -22,6 +22,7 @@ from deepspeed.checkpoint.placement import place
 from deepspeed.comm.collectives import Communicator
 from deepspeed.runtime.zero import params as zero_params
 from deepspeed.runtime.zero.gathering.gathered import GatheredParameters
+from deepspeed.utils.module_utils import keep_hooks
 from deepspeed.utils.untraced import untraced
 
 from .cuts import Cut, replicated
@@ -135,14 +136,15 @@ class TensorParallelLayer(nn.Module):
             vars(weight).update({name: OfLayer(self, name) for name in ("gather_params", "_tp_partition")})
 
     def _adopt(self, module: nn.Module) -> None:
-        """Take over what the module is besides its parameters, also its class and buffers. (Not a ``forward`` that
-        someone has put on the object, which would compute with the old parameters.)"""
+        """Take over what the module is besides its parameters, also its class, buffers and hooks. (Not a ``forward``
+        that someone has put on the object, which would compute with the old parameters.)"""
         if not isinstance(self, type(module)):
             self.__class__ = _joined_class(type(self), type(module))
         nn.Module.__init__(self)
         kept = {key: value for key, value in vars(module).items() if not key.startswith("_")}
         kept.pop("forward", None)
         vars(self).update(kept)
+        keep_hooks(module, self)
         for name, buffer in module.named_buffers(recurse=False):
             self.register_buffer(name, buffer, persistent=name not in module._non_persistent_buffers_set)
 

@@ -43,7 +43,10 @@ class _ColumnProduct(torch.autograd.Function):
         whole = inputs if sequence is None else sequence.gather(inputs)
         ctx.save_for_backward(whole, weight)
         ctx.group, ctx.sequence = group, sequence
-        return torch.nn.functional.linear(whole, weight, bias)
+        output = torch.nn.functional.linear(whole, weight, bias)
+        return torch.ops.aten._unsafe_view(
+            output, output.shape
+        )  # no view, so that an activation may write into it
 
     @staticmethod
     @once_differentiable

@@ -13,6 +13,7 @@ from deepspeed.runtime.tensor_parallel.config import TPTrainingConfig
 from deepspeed.runtime.tensor_parallel.planning.plan import PlanError
 from deepspeed.runtime.tensor_parallel.planning.planner import plan_module
 from deepspeed.runtime.tensor_parallel.planning.rules import rules_of
+from deepspeed.runtime.tensor_parallel.trial import try_split
 
 
 class Context(Protocol):
@@ -56,11 +57,12 @@ class TensorParallelism:
             raise PlanError(f"{error}{_hint(whole)}") from error
         if self.config.vocab_parallel_lm_head and not any(each.heads for each in plan.vocabulary):
             raise PlanError(_NO_HEAD)
+        tried = try_split(plan, mesh.communicator("tp"))
         if whole is not module:
             plan = plan.within(module)
         apply_plan(module, plan, mesh.communicator("tp"), context.became)
         idle = f"; no parameter for {', '.join(map(repr, rules.idle))}" if rules.idle else ""
-        context.say(plan.describe() + idle)
+        context.say(f"{plan.describe()}; {tried}{idle}")
 
 
 def _hint(module: nn.Module) -> str:

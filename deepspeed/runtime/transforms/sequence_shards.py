@@ -23,6 +23,8 @@ from deepspeed.runtime.sequence_parallel.dataloader import IGNORED, shards_of, w
 from deepspeed.runtime.sequence_parallel.loss import token_mean, token_sum
 from deepspeed.runtime.sequence_parallel.registration import is_sharded
 from deepspeed.runtime.transforms.inputs import ForwardFacts, InputTransform
+from deepspeed.sequence.autosp_vit import whole_patches
+from deepspeed.sequence.exchange import communicator_of
 from deepspeed.sequence.fpdt_layer import FPDT_Attention
 from deepspeed.sequence.layer import DistributedAttention
 
@@ -56,6 +58,9 @@ class ShardedSequences:
         core = shard_attention(module, group, disable_in_eval=True)
         context.transform_inputs(ShardOfInputs(module, context.mesh))
         module.register_forward_hook(_loss_of_all(group), with_kwargs=True)
+        base: Any = getattr(module, "base_model", module)
+        if base is not module:
+            base.register_forward_hook(_routers_of_all(group))
         context.say(f"each sequence on {context.mesh.size('sp')} ranks, attention by {core}")
 
 
@@ -96,6 +101,8 @@ class ShardOfInputs:
         if batch.get("labels") is not None:
             batch = self._with_labels(batch)
         shard = shard_of(batch, tokens, self.mesh)
+        if _balances(self.module, batch) and shard.get("attention_mask") is not None:
+            shard["attention_mask"] = _no_padding(batch["attention_mask"])
         if "shift_labels" in shard:
             shard["labels"] = shard["shift_labels"]  # without labels the model computes no loss
         return (), shard
@@ -108,7 +115,7 @@ class ShardOfInputs:
 
     def _with_labels(self, batch: dict[str, Any]) -> dict[str, Any]:
         kind = getattr(self.module, "loss_type", None)
-        if kind in _SHIFTED:
+        if kind in _SHIFTED or kind is None and _falls_back(self.module):
             return with_shifted_labels(batch)
         if kind in _ALIGNED:
             return batch
@@ -116,6 +123,14 @@ class ShardOfInputs:
             f"{type(self.module).__name__} has a loss of kind {kind}, which is not a mean over tokens: with "
             f"sequence_parallel_size, labels are for models of kind {', '.join((*_SHIFTED, *_ALIGNED))}"
         )
+
+
+def _falls_back(module: nn.Module) -> bool:
+    """Whether the forward takes its loss from ``loss_function``, which Transformers has be the causal one for a class
+    whose name says no kind (GPT-2)."""
+    forward: Any = inspect.unwrap(type(module).forward)
+    code = getattr(forward, "__code__", None)
+    return code is not None and "loss_function" in code.co_names
 
 
 def shard_of(batch: dict[str, Any], tokens: Tensor, mesh: ProcessMesh) -> dict[str, Any]:
@@ -138,6 +153,37 @@ def shard_of_pair(
     return shard, shard.pop("shift_labels", None)
 
 
+def _balances(module: Any, batch: Mapping[str, Any]) -> bool:
+    """Whether this forward has a loss that balances experts."""
+    asked = batch.get("output_router_logits")
+    config = module.config.get_text_config()
+    return bool(getattr(config, "output_router_logits", False) if asked is None else asked)
+
+
+def _no_padding(mask: Tensor) -> None:
+    """None, in the place of a mask [batch, tokens] of ones. ValueError: there is padding."""
+    if not bool((mask == 1).all()):
+        raise ValueError(
+            "with sequence_parallel_size, a loss that balances experts (output_router_logits) counts all tokens: leave "
+            "padding to labels of -100 and pass no attention_mask, or set output_router_logits to False"
+        )
+
+
+def _routers_of_all(group: Any) -> Callable[..., Any]:
+    """A forward hook of the model without its head: router logits [tokens, experts] become those of all shards, so that
+    losses that balance experts are of whole sequences. Backward sums what the ranks computed of them."""
+
+    def hook(module: nn.Module, _: Any, output: Any) -> Any:
+        found: Any = output
+        logits = found.get("router_logits") if isinstance(output, Mapping) else None
+        if module.training and logits is not None:
+            comm = communicator_of(group)
+            found["router_logits"] = tuple(whole_patches(each[None], comm)[0] for each in logits)
+        return output
+
+    return hook
+
+
 def _loss_of_all(group: Any) -> Callable[..., Any]:
     """A forward hook: the loss in the output becomes that of all shards (a function: copies of a module share it)."""
 
@@ -151,7 +197,22 @@ def _loss_of_all(group: Any) -> Callable[..., Any]:
             return output
         if isinstance(output, tuple):
             return (of_all(output[0], kwargs), *output[1:])
-        output["loss"] = of_all(output["loss"], kwargs)
+        balance = _balance(module, output)  # the same on all ranks
+        output["loss"] = of_all(output["loss"] - balance, kwargs) + balance
         return output
 
     return hook
+
+
+def _balance(module: Any, output: Any) -> Tensor | float:
+    """The part of the loss that is no mean over tokens. ValueError: it was computed from this rank's shard."""
+    extra = next((name for name in ("aux_loss", "z_loss") if output.get(name) is not None), None)
+    if extra is None:
+        return 0.0
+    weight = getattr(module, "router_aux_loss_coef", None)
+    if extra != "aux_loss" or output.get("router_logits") is None or weight is None:
+        raise ValueError(
+            f"{type(module).__name__} adds its {extra} to the loss, which is known for shards of sequences only: set "
+            "output_router_logits to False, or leave sequence_parallel_size out"
+        )
+    return weight * output["aux_loss"]

@@ -8,6 +8,7 @@ heads that the code of a forward contains, one that was changed but should not b
 from __future__ import annotations
 
 import copy
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,7 @@ from torch.fx import Node
 from deepspeed.runtime.tensor_parallel.planning.arguments import change_argument
 from deepspeed.runtime.tensor_parallel.planning.attributes import change_attribute
 from deepspeed.runtime.tensor_parallel.planning.labels import NONE, Labels, varies
+from deepspeed.runtime.tensor_parallel.planning.ordering import Parts
 from deepspeed.runtime.tensor_parallel.planning.plan import TensorParallelPlan
 from deepspeed.runtime.tensor_parallel.planning.solving import Solution
 from deepspeed.runtime.tensor_parallel.planning.trace import Trace, TraceError, trace
@@ -33,22 +35,21 @@ class Misfit:
     text: str
 
 
-def find_misfit(run: Trace, solution: Solution, plan: TensorParallelPlan) -> Misfit | None:
-    """The first one, on ranks whose parts have different shapes. None: all is well."""
-    if not plan.parameters:
-        return None
-    seen: set[tuple[int, ...]] = set()
-    for rank in range(plan.ranks):
-        extents = tuple(each.cut.extents[rank] for each in plan.parameters.values())
-        if extents not in seen:
-            seen.add(extents)
-            found = _of_rank(run, solution, plan, rank)
-            if found is not None:
-                return found
-    return None
+def parts_of(run: Trace, solution: Solution, plan: TensorParallelPlan) -> Parts | Misfit:
+    """The graphs of the ranks' parts, one for ranks whose parts have the same shapes; or what does not fit."""
+    alike: dict[tuple[int, ...], list[int]] = defaultdict(list)
+    for rank in range(plan.ranks if plan.parameters else 0):
+        alike[tuple(each.cut.extents[rank] for each in plan.parameters.values())].append(rank)
+    found: dict[int, tuple[Trace, list[int]]] = {}
+    for first, *others in alike.values():
+        part = _of_rank(run, solution, plan, first)
+        if isinstance(part, Misfit):
+            return part
+        found[first] = part, [first, *others]
+    return found
 
 
-def _of_rank(run: Trace, solution: Solution, plan: TensorParallelPlan, rank: int) -> Misfit | None:
+def _of_rank(run: Trace, solution: Solution, plan: TensorParallelPlan, rank: int) -> Trace | Misfit:
     own = _part_on_paper(run.twin, plan, rank)
     owners = sorted({name.rsplit(".", 2)[0] if name.count(".") > 1 else "" for name in plan.parameters})
     place = _Place(own, [path for path in owners if path])
@@ -67,7 +68,7 @@ def _of_rank(run: Trace, solution: Solution, plan: TensorParallelPlan, rank: int
                 return Misfit(
                     _owner(whole, owners), f"{whole.name} would have the shape {actual}, not {expected}"
                 )
-    return None
+    return part
 
 
 class _Place:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from torch import nn
+from torch import Tensor, nn
 
 from deepspeed.runtime.tensor_parallel.cuts import Cut
 
@@ -64,6 +64,16 @@ class VocabularyPlan:
 
 
 @dataclass(frozen=True, slots=True)
+class Example:
+    """What a plan was made from. ``module``: on paper, with one block for all that are alike; ``inputs``: of its
+    forward, on paper; ``buffers``: those of the user's module that have values, by name."""
+
+    module: nn.Module
+    inputs: Mapping[str, Tensor]
+    buffers: Mapping[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
 class TensorParallelPlan:
     """The same on all ranks; computed without communication.
 
@@ -71,6 +81,7 @@ class TensorParallelPlan:
     that layers with the same input share; None: its gradient is summed elsewhere. ``outputs_summed``: paths of layers
     that stay whole, and whose result each rank uses for its own part: the gradient of the result is summed. ``summed``:
     parameters that stay whole, and of which each rank has a part of the gradient. ``whole``: why layers stay whole.
+    ``example``: with which the plan can be tried; None if the model could not be followed.
     """
 
     ranks: int
@@ -83,6 +94,7 @@ class TensorParallelPlan:
     arguments: tuple[ArgumentChange, ...] = ()
     vocabulary: tuple[VocabularyPlan, ...] = ()
     whole: Mapping[str, str] = field(default_factory=dict)
+    example: Example | None = field(default=None, compare=False, repr=False)
 
     def within(self, module: nn.Module) -> TensorParallelPlan:
         """What of the plan concerns ``module``, which has some of the parameters and modules, by the same names."""

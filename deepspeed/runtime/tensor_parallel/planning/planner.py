@@ -9,10 +9,12 @@ from dataclasses import replace
 from torch import Tensor, nn
 
 from deepspeed.runtime.tensor_parallel.planning.attributes import changes
-from deepspeed.runtime.tensor_parallel.planning.checking import Misfit, find_misfit
+from deepspeed.runtime.tensor_parallel.planning.checking import Misfit, parts_of
 from deepspeed.runtime.tensor_parallel.planning.gradients import find_sums
+from deepspeed.runtime.tensor_parallel.planning.ordering import in_own_order
 from deepspeed.runtime.tensor_parallel.planning.plan import (
     ArgumentChange,
+    Example,
     ParameterPlan,
     PlanError,
     TensorParallelPlan,
@@ -62,7 +64,9 @@ def plan_module(
         if others is None:
             raise PlanError(f"{why}; tensor_parallel.partition_config can say what to split") from error
         return plan_by_rules(module, ranks, others, why)
-    return confirmed(expanded(_plan_by_graph(followed, ranks, kept, grain), repeated), rules, module)
+    plan = confirmed(expanded(_plan_by_graph(followed, ranks, kept, grain), repeated), rules, module)
+    buffers = {name: each for name, each in module.named_buffers(remove_duplicate=False) if not each.is_meta}
+    return replace(plan, example=Example(followed.twin, followed.inputs, buffers))
 
 
 def _follow(
@@ -88,11 +92,12 @@ def _plan_by_graph(followed: Trace, ranks: int, kept: Mapping[str, str], grain: 
     for _ in range(_ATTEMPTS):
         solution = solve(followed, ranks, whole=reasons, grain=grain)
         plan = plan_of(followed, solution, ranks, fixed)
-        misfit = find_misfit(followed, solution, plan)
-        if misfit is None:
+        parts = parts_of(followed, solution, plan)
+        if not isinstance(parts, Misfit):
+            plan = in_own_order(plan, solution, parts)
             vocabulary = find_vocabulary(followed, ranks, kept)
             return replace(plan, vocabulary=vocabulary, whole=_without(plan.whole, vocabulary))
-        _give_up_part(misfit, plan, fixed, reasons)
+        _give_up_part(parts, plan, fixed, reasons)
     raise PlanError(f"no plan was found in {_ATTEMPTS} attempts")
 
 
