@@ -5,7 +5,8 @@ weights, as ``hf_to_universal`` writes it."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+import os
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
@@ -16,6 +17,7 @@ from deepspeed.checkpoint.catalog import Catalog, Source
 from deepspeed.checkpoint.constants import PARAM
 from deepspeed.checkpoint.errors import CheckpointError, CheckpointNotFoundError
 from deepspeed.checkpoint.export import BIN_NAME, SAFETENSORS_NAME
+from deepspeed.checkpoint.renaming import renaming
 from deepspeed.checkpoint.shards import ShardIndex
 from deepspeed.checkpoint.state import MASTER
 from deepspeed.checkpoint.universal_format import FOLDER, SUFFIX, has_only_parameters
@@ -39,14 +41,17 @@ def find_universal_weights(folder: Path) -> Path | None:
     return folder / FOLDER if has_only_parameters(folder) else None
 
 
-def open_plain(path: Path, tied: Mapping[str, str]) -> Catalog:
+def open_plain(path: Path, tied: Mapping[str, str], own_names: Collection[str]) -> Catalog:
     """The catalog of ``path``, as ``find_plain`` returns it: whole tensors, mapped and not read yet.
 
-    ``tied``: other name -> first name of weights that the model has under several names; the file may have any of them.
+    ``own_names``: of the module that loads, which may be wrapped otherwise than the one that was saved. ``tied``: other
+    name -> first name of weights that the model has under several names; the file may have any of them.
     CheckpointError: a file that the index names is missing, or cannot be read.
     """
     catalog = Catalog(folder=path.parent, written_by="", zero_stage=0)
-    for name, value, archive in _stored(path):
+    stored = list(_stored(path))
+    rename = renaming([name for name, _, _ in stored], own_names, "") or str
+    for name, value, archive in ((rename(name), value, archive) for name, value, archive in stored):
         shape = tuple(value.shape)
         catalog.module_dtypes[name] = value.dtype
         catalog.add_module(Source(ShardIndex(name, shape, (), 0, value.numel()), value.reshape(-1), archive))
@@ -81,15 +86,18 @@ def _files(path: Path) -> list[Path]:
     if not path.name.endswith(INDEX_SUFFIX):
         return [path]
     try:
-        parts = json.loads(path.read_text())["weight_map"].values()
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        parts = [Path(name) for name in dict.fromkeys(json.loads(path.read_text())["weight_map"].values())]
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(
             f"{path} is not an index of weights: {type(error).__name__}: {error}"
         ) from error
-    files = [path.parent / name for name in dict.fromkeys(parts)]
-    missing = [file.name for file in files if not file.is_file()]
+    for part in parts:
+        if part.is_absolute() or ".." in part.parts:
+            raise CheckpointError(f"{path} names {str(part)[:100]!r}, which is not in its folder: not loaded")
+    files = [path.parent / part for part in parts]
+    missing = [file.name for file in files if not os.path.isfile(file)]
     if missing:
-        raise CheckpointNotFoundError(f"{path} names {missing[0]}, which does not exist")
+        raise CheckpointNotFoundError(f"{path} names {missing[0][:100]!r}, which does not exist")
     return files
 
 

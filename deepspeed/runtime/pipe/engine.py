@@ -150,6 +150,7 @@ class PipelineEngine(PipelineFacts):
         """
         if not torch.is_grad_enabled():
             raise RuntimeError("train_batch() needs gradients, which are disabled here: use eval_batch()")
+        self.half_loaded.refuse()
         core = self._require_core("train_batch")
         if self.clock.position:
             raise PipelineError(
@@ -236,6 +237,7 @@ class PipelineEngine(PipelineFacts):
         """
         if reduce_output not in ("avg", None):
             raise ValueError(f"reduce_output={reduce_output!r}: must be 'avg' or None")
+        self.half_loaded.refuse()
         count = num_micro_batches or self.clock.steps
         mode, iterator = self.module.training, self.data_iterator
         self.set_dataiterator(data_iter)
