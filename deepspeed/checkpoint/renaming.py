@@ -46,8 +46,9 @@ def wrapper_of(module: nn.Module) -> str:
     each of them, mostly nothing."""
     found = ""
     while True:
-        if hasattr(module, "_orig_mod"):
-            module = module._orig_mod
+        compiled = getattr(module, "_orig_mod", None)
+        if isinstance(compiled, nn.Module):
+            module = compiled
         elif isinstance(module, (DataParallel, DistributedDataParallel)):
             found, module = found + _PREFIX, module.module
         else:
