@@ -168,6 +168,8 @@ def open_archive(path: Path) -> Archive:
         with allowed_types():
             content = torch.load(path, map_location="cpu", mmap=True, weights_only=not trusts_files())
         return Archive(path, content, nbytes)
+    except CheckpointError:
+        raise
     except FileNotFoundError as error:
         raise CheckpointNotFoundError(f"{path} does not exist") from error
     except pickle.UnpicklingError as error:
@@ -184,6 +186,7 @@ _DAMAGE = (
     LookupError,
     AttributeError,
     TypeError,
+    MemoryError,
     zipfile.BadZipFile,
 )
 """Exceptions that reading a damaged file may raise."""
@@ -192,6 +195,12 @@ _DAMAGE = (
 def _verify_structure(path: Path) -> int:
     """Returns the size of the structure in bytes."""
     with zipfile.ZipFile(path) as archive:
+        for info in archive.infolist():
+            if info.compress_type != zipfile.ZIP_STORED or info.file_size != info.compress_size:
+                raise CheckpointError(
+                    f"{path} is not loaded: its member {info.filename:.100} is compressed, which no checkpoint's is "
+                    f"({info.compress_size} bytes would become {info.file_size} in memory)"
+                )
         return sum(
             len(archive.read(info)) for info in archive.infolist() if info.filename.endswith("/data.pkl")
         )
@@ -582,6 +591,6 @@ def _space_left(path: Path, error: Exception) -> str:
     try:
         stat = os.statvfs(path.parent)
     except (OSError, AttributeError):
-        return f" ({path.parent} is gone)" if not path.parent.exists() else ""
+        return f" ({path.parent} is gone)" if not os.path.exists(path.parent) else ""
     free = stat.f_bavail * stat.f_frsize
     return f" ({free / 2**20:.0f} MiB free in {path.parent})"

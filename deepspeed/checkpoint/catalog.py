@@ -3,7 +3,7 @@ requested."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -84,7 +84,8 @@ class Catalog:
     element, such as ``"step"``. ``extra``: entries of the module's state dict that are not tensors. ``aliases``: other
     name -> name it was saved under. ``model_states``: the documented keys of the model file. ``index``: what only our
     files record (for upstream's, what can be inferred). ``files``: those not open yet; until they are, ``fragments``
-    and ``module`` may have names and kinds without sources.
+    and ``module`` may have names and kinds without sources. ``renamed``: the content of a single rank's file under the
+    names of this catalog.
     """
 
     folder: Path
@@ -102,6 +103,7 @@ class Catalog:
     client_state: dict[str, Any] = field(default_factory=dict)
     index: dict[str, Any] = field(default_factory=dict)
     files: Files = field(default_factory=lambda: AllOpen())
+    renamed: Callable[[Mapping[str, Any]], dict[str, Any]] = dict
     has_optimizer: bool = False
 
     @property

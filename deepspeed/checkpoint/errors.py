@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
 
 class CheckpointError(ValueError):
     """A checkpoint cannot be written, read, or fitted to the model; the message says which file and why."""
@@ -21,3 +25,18 @@ class CheckpointTagError(CheckpointError, AssertionError):
 
 class CheckpointDegreesError(CheckpointError, RuntimeError):
     """Files of one checkpoint record different degrees of parallelism. A RuntimeError, too, as in release 0.19."""
+
+
+@contextmanager
+def laid_out(folder: Path, written_by: object) -> Iterator[None]:
+    """A CheckpointError that names the ``folder`` for whatever using its files raises because they hold something else
+    than their release writes."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError, MemoryError) as error:
+        raise CheckpointError(
+            f"{folder}, written by release {written_by}, is not laid out as its files say "
+            f"({type(error).__name__}: {str(error):.200}); load_module_only=True may still load the weights"
+        ) from error

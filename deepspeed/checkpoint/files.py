@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,6 +27,7 @@ from deepspeed.checkpoint.own_format import (
 )
 from deepspeed.checkpoint.placement import EXPERTS, NUMBERED_EXPERTS, placement_of
 from deepspeed.checkpoint.ranks import Ranks
+from deepspeed.checkpoint.renaming import WRAPPER, wrapper_of
 from deepspeed.checkpoint.sharded_weights import ShardedWeights
 from deepspeed.checkpoint.shards import Cut, ShardIndex
 from deepspeed.checkpoint.state import ParamEntry, TrainingState
@@ -124,6 +126,7 @@ class Files:
         self._describe(training.module, training.state, exclude_frozen)
         self.values = self._values(training)
         # What ranks find out when they meet:
+        self.save: dict[str, Any] = {}
         self.pending = False
         self.rank_states: list[dict[str, Any]] = []
         self.directories: dict[str, Any] = dict.fromkeys(DIRECTORIES)
@@ -136,6 +139,7 @@ class Files:
     # At the call --------------------------------------------------------------------------------------------
 
     def _describe(self, module: nn.Module, state: TrainingState | None, exclude_frozen: bool) -> None:
+        self.wrapper = wrapper_of(module)
         self.parts = ShardedWeights(module)
         parameters = dict(module.named_parameters(remove_duplicate=False))
         self.placements = {name: placement_of(param) for name, param in parameters.items()}
@@ -285,7 +289,9 @@ class Files:
 
         What grows with the number of ranks is what rank 0 receives where ranks have no files of their own (stage 0):
         their random states."""
-        self.pending = ranks.any(self.values["pending"] is not None)
+        pending, number = ranks.largest([self.values["pending"] is not None, new_id()])
+        self.pending = bool(pending)
+        self.save = {"id": f"{number:016x}", "global_steps": self.moment[0]}
         buffers = list(self.values["buffers"])
         if self.place.stages > 1:
             self._meet_stages(ranks, dict(zip(buffers, report.buffer_hashes, strict=True)))
@@ -353,16 +359,25 @@ class Files:
         elif place.writes_model:
             contents[names.model_file(place.mp_rank)] = self._model_states
         if self.pending:
-            contents[names.pending_file(rank)] = lambda: {"pending_gradients": values["pending"]}
+            contents[names.pending_file(rank)] = lambda: self._of_rank(
+                {"pending_gradients": values["pending"]}
+            )
         if self.has_own_state:
-            contents[names.own_state_file(rank)] = lambda: dict(values["own_state"])
+            contents[names.own_state_file(rank)] = lambda: self._of_rank(values["own_state"])
         if self.buffers_differ:
             own = {name: values["buffers"][name] for name in self.differing}
-            contents[names.buffers_file(rank)] = lambda: {"buffers": own}
+            contents[names.buffers_file(rank)] = lambda: self._of_rank({"buffers": own})
         return contents
 
+    def _of_rank(self, content: Mapping[str, Any]) -> dict[str, Any]:
+        return {**content, names.INDEX: self._begun_index()}
+
+    def _begun_index(self) -> dict[str, Any]:
+        """What the index of every file begins with."""
+        return {"format": names.FORMAT, names.SAVE: self.save}
+
     def _optim_states(self) -> dict[str, Any]:
-        index: dict[str, Any] = {"format": names.FORMAT, "rank_state": dict(self.values["rank_state"])}
+        index = {**self._begun_index(), "rank_state": dict(self.values["rank_state"])}
         content = {names.OPTIMIZER_STATE: self.values["section"], **self._versions(), names.INDEX: index}
         own = self.values["own_weights"]
         if own:
@@ -404,7 +419,8 @@ class Files:
         optimizer = None if self.shapes is None else "model file"
         parts = [(i.name, i.global_shape, i.boxes, i.start, i.stop) for i in self.rest]
         return {
-            "format": names.FORMAT,
+            **self._begun_index(),
+            WRAPPER: self.wrapper,
             "zero_stage": self.zero_stage,
             "optimizer": "optimizer files" if self.optimizer_files else optimizer,
             "dp_mp_sizes": (self.place.dp_size, self.place.mp_size),
@@ -435,6 +451,11 @@ class Files:
         if self.parts:
             return {"rank_state": dict(self.values["rank_state"])}
         return {"rank_states": self.rank_states}
+
+
+def new_id() -> int:
+    """A random number of 62 bits; the largest of all ranks' is the id of a save."""
+    return secrets.randbits(62)
 
 
 def module_state(module: nn.Module, *, exclude: list[str] | None = None) -> dict[str, Any]:

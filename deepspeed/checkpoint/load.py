@@ -130,6 +130,14 @@ class Restorer:
             return {}
         return {name: value for name, value in self.catalog.extra.items() if isinstance(value, dict)}
 
+    def in_common(self) -> int:
+        """How many of the module's parameters the checkpoint has."""
+        return sum(self.catalog.find([name]) is not None for name in self.own_parameters)
+
+    @property
+    def own_parameters(self) -> list[str]:
+        return [name for name, _ in self.module.named_parameters(remove_duplicate=False)]
+
     def check_names(self) -> None:
         """Report names that the model and the checkpoint do not share: an error if strict. What a model of nested dicts
         knows by names of its own is left to it."""
@@ -188,7 +196,7 @@ class Restorer:
             )
             return
         own = dict(self.module.named_buffers())
-        for name, saved in read_own(self.catalog.folder / buffers_file(rank))["buffers"].items():
+        for name, saved in read_own(self.catalog, buffers_file(rank))["buffers"].items():
             if name in own and own[name].shape != saved.shape:
                 raise CheckpointError(
                     f"the buffer {name} has shape {tuple(own[name].shape)}, not {tuple(saved.shape)}"

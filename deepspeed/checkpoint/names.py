@@ -23,6 +23,9 @@ DS_CONFIG = "ds_config"
 DS_VERSION = "ds_version"
 INDEX = "checkpoint_index"
 """Key of what the documented files do not record: format, order of tensors, random states, positions."""
+SAVE = "save"
+"""Key of the index of every file: which save wrote it, ``{"id": text, "global_steps": number}``. All files of a save
+have the same random id."""
 CHECKSUMS = "checkpoint_checksums"
 """Key of the hashes of every tensor in the same file."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +14,15 @@ from deepspeed.checkpoint.catalog import Catalog, Source
 from deepspeed.checkpoint.directory import TABLES, Directory
 from deepspeed.checkpoint.directory import read as read_directory
 from deepspeed.checkpoint.errors import CheckpointError, CheckpointNotFoundError
-from deepspeed.checkpoint.names import CHECKSUMS, DS_VERSION, FORMAT, INDEX, OPTIMIZER_STATE, RESERVED_KEYS
+from deepspeed.checkpoint.names import (
+    CHECKSUMS,
+    DS_VERSION,
+    FORMAT,
+    INDEX,
+    OPTIMIZER_STATE,
+    RESERVED_KEYS,
+    SAVE,
+)
 from deepspeed.checkpoint.own_format import (
     DIRECTORIES,
     OPTIMIZER_DIRECTORY,
@@ -22,6 +30,7 @@ from deepspeed.checkpoint.own_format import (
     unpack_groups,
     unpack_section,
 )
+from deepspeed.checkpoint.renaming import WRAPPER, Rename, renamed, renaming
 from deepspeed.checkpoint.shards import ShardIndex, covers, span
 from deepspeed.checkpoint.state import MASTER
 
@@ -33,8 +42,12 @@ class OwnReader:
     files of other ranks are on other nodes.
     """
 
-    def __init__(self, head: Archive, *, optimizer: bool, partial: bool) -> None:
+    def __init__(
+        self, head: Archive, *, optimizer: bool, partial: bool, own_names: Iterable[str] | None = None
+    ) -> None:
         self.head = head
+        self.rename = _renaming(head.content, own_names)
+        head.content = self._renamed(head.content)
         self.folder = head.path.parent
         self.partial = partial
         self.index = head.content[INDEX]
@@ -92,6 +105,7 @@ class OwnReader:
             client_state={key: value for key, value in first.items() if key not in RESERVED_KEYS},
             index=self.index,
             files=self,
+            renamed=self._renamed,
         )
         catalog.has_optimizer = self.index["optimizer"] is not None
         return catalog
@@ -206,12 +220,17 @@ class OwnReader:
         if self.reads_optimizer:
             self.present(self.optim_files)
 
+    def _renamed(self, content: Mapping[str, Any]) -> dict[str, Any]:
+        return dict(content) if self.rename is None else renamed(content, self.rename)
+
     def _archive(self, name: str) -> Archive:
         """Open and verified, except for what is verified as it is read."""
         if name not in self._open:
             archive = open_archive(self.folder / name)
             if not isinstance(archive.content, dict):
                 raise CheckpointError(f"{archive.path} does not hold the states of a checkpoint")
+            check_save(self.index, archive)
+            archive.content = self._renamed(archive.content)
             archive.verify_rest(_large_tensors(archive.content))
             self._open[name] = archive
         return self._open[name]
@@ -269,6 +288,28 @@ class OwnReader:
             return states[min(number, len(states) - 1)] if states else None
         files = self.optim_files or self.part_files
         return self._archive(files[min(number, len(files) - 1)]).content[INDEX].get("rank_state")
+
+
+def check_save(first: Mapping[str, Any], archive: Archive) -> None:
+    """CheckpointError if ``archive`` is not of the save whose first file has the index ``first``."""
+    expected, found = first.get(SAVE), (archive.content.get(INDEX) or {}).get(SAVE)
+    if found != expected:
+        raise CheckpointError(
+            f"{archive.path} is of {_save_in_words(found)}, but the first model file of that folder is of "
+            f"{_save_in_words(expected)}: the folder holds files of two saves (a copy that was not finished, or a file "
+            "that was left from before). Copy all files of one save again"
+        )
+
+
+def _save_in_words(save: Mapping[str, Any] | None) -> str:
+    return f"the save {save['id']} (global_steps {save['global_steps']})" if save else "a save without an id"
+
+
+def _renaming(first: Mapping[str, Any], own_names: Iterable[str] | None) -> Rename | None:
+    """From the names in the files to those that are wanted, judged by the names in the first file."""
+    index = first[INDEX]
+    saved = {*(first.get("module") or ()), *(index.get("trained") or ()), *index["aliases"]}
+    return renaming(saved, own_names, index.get(WRAPPER, ""))
 
 
 def _add_module(catalog: Catalog, archive: Archive) -> None:

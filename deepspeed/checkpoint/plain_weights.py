@@ -5,7 +5,8 @@ weights, as ``hf_to_universal`` writes it."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+import os
+from collections.abc import Callable, Collection, Iterator
 from functools import lru_cache, partial
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from deepspeed.checkpoint.errors import CheckpointError, CheckpointNotFoundError
 from deepspeed.checkpoint.export import BIN_NAME, SAFETENSORS_NAME
 from deepspeed.checkpoint.files import shared_names
 from deepspeed.checkpoint.hub_weights import ConvertedGroup, stored_as_in_model
+from deepspeed.checkpoint.renaming import renaming
 from deepspeed.checkpoint.shards import ShardIndex
 from deepspeed.checkpoint.state import MASTER
 from deepspeed.checkpoint.universal_format import FOLDER, SUFFIX, has_only_parameters
@@ -43,15 +45,18 @@ def find_universal_weights(folder: Path) -> Path | None:
     return folder / FOLDER if has_only_parameters(folder) else None
 
 
-def open_plain(path: Path, module: nn.Module) -> Catalog:
+def open_plain(path: Path, module: nn.Module, own_names: Collection[str]) -> Catalog:
     """The catalog of ``path``, as ``find_plain`` returns it: whole tensors, mapped and not read yet, named as in
     ``module``. Weights that it has under several names may be under any of them in the file.
 
+    ``own_names``: of ``module``, which may be wrapped otherwise than the one that was saved.
     CheckpointError: a file that the index names is missing, or cannot be read.
     """
     catalog = Catalog(folder=path.parent, written_by="", zero_stage=0)
     stored = {name: (value, archive) for name, value, archive in _stored(path)}
     renamed, groups = stored_as_in_model(module, {name: value for name, (value, _) in stored.items()})
+
+    rename = renaming(list(renamed.values()), own_names, "") or str
 
     @lru_cache(maxsize=1)  # of the results of a conversion, one is asked for after the other
     def converted(group: ConvertedGroup) -> dict[str, Tensor]:
@@ -61,7 +66,7 @@ def open_plain(path: Path, module: nn.Module) -> Catalog:
 
     for name, found in renamed.items():
         value, archive = stored[name]
-        _add(catalog, value, Source(_whole(found, value), value.reshape(-1), archive))
+        _add(catalog, value, Source(_whole(rename(found), value), value.reshape(-1), archive))
     for group in groups:
         archive = Archive(stored[group.stored[0][0]][1].path, {}, 0)
         for name, value in group.tensors(torch.device("meta")).items():
@@ -127,15 +132,18 @@ def _files(path: Path) -> list[Path]:
     if not path.name.endswith(INDEX_SUFFIX):
         return [path]
     try:
-        parts = json.loads(path.read_text())["weight_map"].values()
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        parts = [Path(name) for name in dict.fromkeys(json.loads(path.read_text())["weight_map"].values())]
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(
             f"{path} is not an index of weights: {type(error).__name__}: {error}"
         ) from error
-    files = [path.parent / name for name in dict.fromkeys(parts)]
-    missing = [file.name for file in files if not file.is_file()]
+    for part in parts:
+        if part.is_absolute() or ".." in part.parts:
+            raise CheckpointError(f"{path} names {str(part)[:100]!r}, which is not in its folder: not loaded")
+    files = [path.parent / part for part in parts]
+    missing = [file.name for file in files if not os.path.isfile(file)]
     if missing:
-        raise CheckpointNotFoundError(f"{path} names {missing[0]}, which does not exist")
+        raise CheckpointNotFoundError(f"{path} names {missing[0][:100]!r}, which does not exist")
     return files
 
 

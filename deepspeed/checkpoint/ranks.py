@@ -72,7 +72,11 @@ class Ranks:
 
     def any_each(self, values: Sequence[bool | int]) -> list[bool]:
         """``any`` for each of ``values``; every rank passes the same number of them."""
-        return [bool(value) for value in self._reduce([int(value) for value in values], dist.ReduceOp.MAX)]
+        return [bool(value) for value in self.largest(values)]
+
+    def largest(self, values: Sequence[int]) -> list[int]:
+        """Of each of ``values`` [below 2**63] the largest of all ranks; every rank passes the same number of them."""
+        return self._reduce([int(value) for value in values], dist.ReduceOp.MAX)
 
     def longest(self, value: list[str]) -> list[str] | None:
         """The longest of the ranks' lists, of the first rank that has it; None if it is too long to be sent in one

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from deepspeed.checkpoint import names, upstream_format
 from deepspeed.checkpoint.archive import Archive, open_archive
 from deepspeed.checkpoint.catalog import Catalog
-from deepspeed.checkpoint.errors import CheckpointError, CheckpointNotFoundError
+from deepspeed.checkpoint.errors import CheckpointError, CheckpointNotFoundError, laid_out
 from deepspeed.checkpoint.names import DS_VERSION, INDEX, model_ranks, optim_ranks
-from deepspeed.checkpoint.own_reader import OwnReader
+from deepspeed.checkpoint.own_reader import OwnReader, check_save
+from deepspeed.checkpoint.renaming import renamed, renaming
 from deepspeed.checkpoint.splits import Wanted
 
 
@@ -24,6 +25,7 @@ def open_checkpoint(
     order: upstream_format.Order | None = None,
     wanted: Wanted | None = None,
     fetch: bool = True,
+    own_names: Collection[str] | None = None,
 ) -> Catalog:
     """Read the structure of every file in ``folder``, but no tensors.
 
@@ -31,25 +33,20 @@ def open_checkpoint(
     elsewhere (node-local storage). ``order``: names by optimizer group, which checkpoints of release 0.19 at
     stage 0 do not hold; ``wanted``: the parts of the model that loads, where those of tensor-parallel ranks do not
     say how they belong together. ``fetch=False`` opens only the first file, if it says what the others hold; the caller
-    continues with ``Catalog.files``. CheckpointError names the file that is missing, damaged or foreign.
+    continues with ``Catalog.files``. ``own_names``: of the module that loads, which may be wrapped otherwise than the
+    one that was saved; without, names are those of the module within its wrappers. CheckpointError names the file that
+    is missing, damaged or foreign.
     """
     head = _head(folder)
     first = _content(head)
-    try:
+    with laid_out(folder, first.get(DS_VERSION)):
         if INDEX in first:
-            catalog = OwnReader(head, optimizer=optimizer, partial=partial).catalog
-            if fetch:
-                catalog.files.fetch(None)
-            return catalog
-        catalog = _open_upstream(folder, first, optimizer, order, wanted)
+            catalog = OwnReader(head, optimizer=optimizer, partial=partial, own_names=own_names).catalog
+        else:
+            catalog = _open_upstream(folder, first, optimizer, order, wanted, own_names)
         if fetch:
             catalog.files.fetch(None)
         return catalog
-    except (LookupError, TypeError, AttributeError) as error:
-        raise CheckpointError(
-            f"{folder}, written by release {first.get(DS_VERSION)}, is not laid out as its files say "
-            f"({type(error).__name__}: {error}); load_module_only=True may still load the weights"
-        ) from error
 
 
 def _head(folder: Path) -> Archive:
@@ -66,6 +63,7 @@ def _open_upstream(
     optimizer: bool,
     order: upstream_format.Order | None,
     wanted: Wanted | None,
+    own_names: Collection[str] | None,
 ) -> Catalog:
     models, optims = _files(folder)
     if "module" not in first or DS_VERSION not in first:
@@ -74,28 +72,41 @@ def _open_upstream(
     weights_are_there = first["module"] is not None and not models[0].name.startswith("zero_")
     if not optimizer and weights_are_there:
         optims, order = [], None
-    return upstream_format.open_upstream(folder, models, optims, first, _read_dict, order, wanted)
+    rename = renaming(first["module"] or (), own_names, "")
+    if rename is None:
+        return upstream_format.open_upstream(folder, models, optims, first, _read_dict, order, wanted)
+    return upstream_format.open_upstream(
+        folder,
+        models,
+        optims,
+        renamed(first, rename),
+        lambda path: renamed(_read_dict(path), rename),
+        order,
+        wanted,
+    )
 
 
-def read_own(path: Path) -> dict[str, Any]:
+def read_own(catalog: Catalog, name: str) -> dict[str, Any]:
     """A small file that belongs to one rank: all of it is verified."""
-    archive = open_archive(path)
+    archive = open_archive(catalog.folder / name)
+    _content(archive)
+    check_save(catalog.index, archive)
     archive.verify_rest([])
-    return _content(archive)
+    return {key: value for key, value in catalog.renamed(archive.content).items() if key != INDEX}
 
 
 def read_pending(catalog: Catalog, rank: int) -> dict[str, Any] | None:
     """The gradients that ``rank`` had accumulated, if the checkpoint was saved between two updates."""
     if not catalog.index.get("pending"):
         return None
-    return read_own(catalog.folder / names.pending_file(rank))
+    return read_own(catalog, names.pending_file(rank))
 
 
 class OwnStates(Sequence[Mapping[str, Any]]):
     """What each rank's optimizer did not share with the others, by the rank that saved it; read when asked for."""
 
     def __init__(self, catalog: Catalog) -> None:
-        self.folder = catalog.folder
+        self.catalog = catalog
         self.saved = int(catalog.index["world_size"]) if catalog.index.get("own_state") else 0
 
     def __len__(self) -> int:
@@ -104,7 +115,7 @@ class OwnStates(Sequence[Mapping[str, Any]]):
     def __getitem__(self, rank: Any) -> Any:
         if not 0 <= rank < self.saved:
             raise IndexError(rank)
-        return materialize(read_own(self.folder / names.own_state_file(rank)))
+        return materialize(read_own(self.catalog, names.own_state_file(rank)))
 
 
 def _files(folder: Path) -> tuple[list[Path], list[Path]]:

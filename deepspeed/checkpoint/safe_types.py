@@ -41,10 +41,29 @@ def zero_stage(value: int) -> int:
     return value
 
 
+def _range(*ends: int) -> range:
+    """Stands for ``range``: one that a list may be made of."""
+    made = range(*ends)
+    if len(made) > LONGEST_RANGE:
+        raise ValueError(f"{made}, of more than {LONGEST_RANGE} numbers")
+    return made
+
+
+LONGEST_RANGE = 1 << 24
+"""A file of a few bytes could have the reader make a list of a range, and so take any memory."""
+
+
 def _numpy_types() -> list[Any]:
     core: Any = getattr(np, "_core", None) or np.core  # renamed in numpy 2
     scalar_dtypes = {type(np.dtype(code)) for code in np.typecodes["All"] if code not in "OV"}
-    reconstruct, scalar = core.multiarray._reconstruct, core.multiarray.scalar
+    scalar = core.multiarray.scalar
+
+    def reconstruct(kind: type, shape: tuple[int, ...], code: Any) -> Any:
+        """Stands for numpy's: an array is empty until its bytes are read, whatever the file says."""
+        if shape != (0,):
+            raise ValueError(f"an array of shape {shape!r:.50} without content")
+        return core.multiarray._reconstruct(kind, shape, code)
+
     # Files written under numpy 1 and 2 name these by different paths.
     paths = ("numpy.core.multiarray", "numpy._core.multiarray")
     return [
@@ -89,7 +108,7 @@ _SAFE: list[Any] = [
     frozenset,
     complex,
     slice,
-    range,
+    (_range, "builtins.range"),
     bytearray,
     (LossScaler, "deepspeed.runtime.fp16.loss_scaler.LossScaler"),
     (DynamicLossScaler, "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler"),

@@ -13,6 +13,8 @@ _OUR_OWN = re.compile(r"\..+\.(tmp|old)")
 """Hidden folders of a save in progress."""
 
 _LONGEST_LATEST = 4096
+_LONGEST_NAME = 255
+_SHOWN = 80
 
 
 def check_tag(tag: str, *, source: str = "the checkpoint tag") -> str:
@@ -23,10 +25,15 @@ def check_tag(tag: str, *, source: str = "the checkpoint tag") -> str:
     problem = _problem(tag)
     if problem is not None:
         raise CheckpointTagError(
-            f"{source} {tag!r} {problem}: a tag is the name of a folder inside save_dir, such as 'global_step100' or "
-            "'epoch1/step5'"
+            f"{source} {shown(tag)} {problem}: a tag is the name of a folder inside save_dir, such as "
+            "'global_step100' or 'epoch1/step5'"
         )
     return tag
+
+
+def shown(tag: str) -> str:
+    """``tag`` in a message: its beginning, as a file that should hold one may hold anything."""
+    return repr(tag) if len(tag) <= _SHOWN else f"{tag[:_SHOWN]!r}..."
 
 
 def _problem(tag: str) -> str | None:
@@ -41,6 +48,8 @@ def _problem(tag: str) -> str | None:
             return f"has {name!r} for one of its folders"
         if name != name.strip():
             return "begins or ends with a space"
+        if len(os.fsencode(name)) > _LONGEST_NAME:
+            return f"has a name of {len(os.fsencode(name))} bytes, where files have at most {_LONGEST_NAME}"
         if _OUR_OWN.fullmatch(name):
             return "looks like the folder of an unfinished save"
     if tag in (LATEST, LATEST_UNIVERSAL, *SCRIPTS):

@@ -189,7 +189,8 @@ class _Conversion:
             with naming(target):
                 shutil.copyfile(path, target)
             return
-        content = {k: v for k, v in read_archive(path).items() if k not in (names.INDEX, names.CHECKSUMS)}
+        held = self.catalog.renamed(read_archive(path))
+        content = {k: v for k, v in held.items() if k not in (names.INDEX, names.CHECKSUMS)}
         ranks = int(content["mp_world_size"])
         content |= {
             "optimizer": None,

@@ -26,7 +26,7 @@ from deepspeed.checkpoint.archive import naming
 from deepspeed.checkpoint.errors import CheckpointError, CheckpointNotFoundError
 from deepspeed.checkpoint.flush import flush, flush_later, flush_names
 from deepspeed.checkpoint.names import LATEST, is_ours
-from deepspeed.checkpoint.tags import check_tag, read_latest
+from deepspeed.checkpoint.tags import check_tag, read_latest, shown
 from deepspeed.utils.logging import logger
 
 _AT_FDCWD = -100
@@ -96,10 +96,10 @@ class StagedFolder:
 def find_folder(load_dir: Path, tag: str) -> Path:
     """The folder of a committed checkpoint. CheckpointNotFoundError lists the tags that do exist."""
     final = load_dir / check_tag(tag)
-    if final.is_dir():
+    if os.path.isdir(final):  # False for a path that is too long
         return final
     displaced = _hidden(_behind_links(final), "old")
-    if displaced.is_dir():
+    if os.path.isdir(displaced):
         logger.warning(f"{final} is missing: a save was interrupted; the previous checkpoint is loaded")
         return displaced
     if not load_dir.is_dir():
@@ -107,7 +107,8 @@ def find_folder(load_dir: Path, tag: str) -> Path:
     present = sorted(entry.name for entry in load_dir.iterdir() if entry.is_dir() and entry.name[0] != ".")
     named = f", which {load_dir / LATEST} names," if _is_latest(load_dir, tag) else ""
     raise CheckpointNotFoundError(
-        f"there is no checkpoint {tag!r}{named} in {load_dir}; it holds: {', '.join(present[-10:]) or 'no folders'}"
+        f"there is no checkpoint {shown(tag)}{named} in {load_dir}; it holds: "
+        f"{', '.join(present[-10:]) or 'no folders'}"
     )
 
 
@@ -157,7 +158,7 @@ def _hidden(path: Path, suffix: str) -> Path:
 
 def _behind_links(folder: Path) -> Path:
     """Where the folder itself is: its replacement must be stored next to it, and the link to it stays."""
-    if not folder.is_symlink():
+    if not os.path.islink(folder):
         return folder
     try:
         return folder.resolve()

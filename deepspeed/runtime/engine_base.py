@@ -17,6 +17,7 @@ from deepspeed.config.problems import DeepSpeedConfigError
 from deepspeed.runtime.accumulation import AccumulationClock
 from deepspeed.runtime.engine_accessors import EngineAccessors
 from deepspeed.runtime.events import Events
+from deepspeed.runtime.half_loaded import HalfLoaded
 from deepspeed.runtime.progressive_layer_drop import LayerDropInputs, ProgressiveLayerDrop
 from deepspeed.runtime.sparse_tensor import SparseTensor, gather_rows
 from deepspeed.runtime.utils import clip_grad_norm_
@@ -109,6 +110,7 @@ class EngineBase(EngineAccessors, nn.Module):
         self.compile_work: CompileWork | None = None
         self.parts = {}
         self._guards_states = False
+        self.half_loaded = HalfLoaded(self.events)
         self.global_steps = 0
         self.global_samples = 0
         self.skipped_steps = 0

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from deepspeed.checkpoint import names, rng
 from deepspeed.checkpoint.catalog import Catalog
-from deepspeed.checkpoint.errors import CheckpointError
+from deepspeed.checkpoint.errors import CheckpointError, laid_out
 from deepspeed.checkpoint.files import Place
 from deepspeed.checkpoint.load import Report, Restorer
 from deepspeed.checkpoint.needs import needed_shards
@@ -20,6 +23,7 @@ from deepspeed.checkpoint.reader import OwnStates, materialize, open_checkpoint,
 from deepspeed.checkpoint.splits import Wanted
 from deepspeed.checkpoint.tags import read_latest
 from deepspeed.checkpoint.writers import find_folder
+from deepspeed.comm import CommunicationError
 from deepspeed.comm.waiting import all_ranks_come
 from deepspeed.config.plan import Cadence
 from deepspeed.runtime.engine_checkpoint import PARTS, RANDOM_LTD, optimizer_order, ranks_of
@@ -49,7 +53,8 @@ def load_checkpoint(
     Without a ``tag``, ``load_dir`` may also be a model's plain weights (``.safetensors`` or ``.bin``, a file or a
     folder as ``save_pretrained`` writes it): then these are loaded and nothing else, whatever the other options say;
     as of a universal checkpoint that ``hf_to_universal`` made.
-    ``load_module_only`` reads no optimizer file and changes nothing but the weights. Random states, data
+    ``load_module_only`` changes nothing but the weights; it takes the fp32 masters of 16-bit weights from the optimizer
+    files, if these can be read, and opens none otherwise. Random states, data
     position and accumulated gradients are restored when everything is loaded. CheckpointError (a ValueError)
     says which file is missing, damaged or foreign, and what does not match.
     """
@@ -64,28 +69,85 @@ def load_checkpoint(
     what = _what_to_load(
         engine, load_optimizer_states, load_lr_scheduler_states, load_module_only, custom_load_fn
     )
-    with ranks.together("reading the checkpoint"):
-        catalog = _open(engine, what, ranks, Path(load_dir), tag, plain)
-        if ranks.keeps_folder:
-            catalog.files.check_complete()
+    call = _Call(ranks, Path(load_dir), tag, plain, load_module_strict, custom_load_fn)
+    catalog = _open(engine, what, call)
+    notes: list[str] = []
+    if load_module_only and _rounds(engine, catalog, call):
+        try:
+            precise = replace(what, masters=True)
+            return _load(engine, _open(engine, precise, call), precise, call)
+        except CommunicationError:
+            raise
+        except Exception as error:  # on every rank, as all of it is in ``Ranks.together``
+            notes = [f"the weights are in {_dtypes(catalog)}: the fp32 ones could not be read ({error})"]
+    return _load(engine, catalog, what, call, notes)
+
+
+def _load(
+    engine: EngineBase, catalog: Catalog, what: _What, call: _Call, notes: Sequence[str] = ()
+) -> tuple[str, dict[str, Any]]:
+    """Collective. Everything that can be found out without writing comes first; if something fails after that, the
+    engine does not train until a load succeeds."""
+    ranks = call.ranks
     if what.optimizer and engine.core is not None:  # it may have been saved after a parameter was unfrozen
-        engine.core.late_params.admit_saved(catalog.trained_names())
-    with ranks.together("reading the checkpoint"):
+        with _laid_out(catalog):
+            trained = catalog.trained_names()
+        engine.core.late_params.admit_saved(trained)
+    with ranks.together("reading the checkpoint"), _laid_out(catalog):
         what = replace(what, masters=what.masters and bool(catalog.fragments))
         restorer = Restorer(
             catalog,
             engine.module,
             engine.state_access,
-            strict=load_module_strict,
+            strict=call.strict,
             is_stage=engine.mesh.size("pp") > 1,
         )
-        _fetch(engine, restorer, what, ranks, everything=custom_load_fn is not None)
-    _restore(engine, restorer, what, ranks, custom_load_fn)
-    report = restorer.finish()
-    with ranks.together("resuming from the checkpoint"):
-        _resume(engine, catalog, ranks, what, report)
+        _fetch(engine, restorer, what, ranks, everything=call.custom is not None)
+        restorer.check_names()
+    if not (call.strict or call.custom or restorer.rewrites_names or restorer.nested):
+        _refuse_strangers(restorer, ranks)
+    with engine.half_loaded.until_loaded(catalog.folder, optimizer=what.optimizer):
+        _restore(engine, restorer, what, ranks, call.custom)
+        report = restorer.finish()
+        report.notes += notes
+        with ranks.together("resuming from the checkpoint"):
+            _resume(engine, catalog, ranks, what, report)
     log_dist(report.line(catalog), ranks=[0])
     return str(catalog.folder), materialize(catalog.client_state)
+
+
+def _refuse_strangers(restorer: Restorer, ranks: Ranks) -> None:
+    """What a model and a checkpoint have in common is something. Collective."""
+    own, found = restorer.own_parameters, restorer.in_common()
+    loaded, expected = ranks.any_each([found, len(own)])
+    if loaded or not expected:
+        return
+    catalog = restorer.catalog
+    saved = sorted({*catalog.module, *catalog.fragments})
+    raise CheckpointError(
+        f"nothing of {catalog.folder} is loaded: 0 of the {len(own)} parameters of the model are in it. The model has "
+        f"{', '.join(own[:3])}...; the checkpoint has {', '.join(saved[:3])}... Load it into the model that was saved, "
+        "or pass custom_load_fn= to say which tensor belongs where"
+    )
+
+
+def _rounds(engine: EngineBase, catalog: Catalog, call: _Call) -> bool:
+    """Whether weights alone would be less precise than the masters that the checkpoint also has, the same on all
+    ranks."""
+    wanted = (
+        call.plain is None
+        and call.custom is None
+        and engine.state_access is not None
+        and bool(engine._config.zero_config.load_from_fp32_weights)
+    )
+    with _laid_out(catalog):
+        trained = catalog.trained_names() or set(catalog.module_dtypes)
+    dtypes = {dtype for name, dtype in catalog.module_dtypes.items() if name in trained}
+    return call.ranks.any(wanted and any(dtype in (torch.float16, torch.bfloat16) for dtype in dtypes))
+
+
+def _dtypes(catalog: Catalog) -> str:
+    return ", ".join(sorted({str(dtype).removeprefix("torch.") for dtype in catalog.module_dtypes.values()}))
 
 
 def _locate(
@@ -112,20 +174,51 @@ def _found_by_all(ranks: Ranks, find: Callable[[], Path | None]) -> Path | None:
     return found if not ranks.any(found is None) else None
 
 
-def _open(
-    engine: EngineBase, what: _What, ranks: Ranks, load_dir: Path, tag: str | None, plain: Path | None
-) -> Catalog:
-    if plain is not None:
-        return open_plain(plain, engine.module)
-    assert tag is not None
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """What ``load_checkpoint`` was called for: a ``tag`` in ``load_dir``, or ``plain`` weights."""
+
+    ranks: Ranks
+    load_dir: Path
+    tag: str | None
+    plain: Path | None
+    strict: bool
+    custom: Callable[..., Any] | None
+
+
+def _open(engine: EngineBase, what: _What, call: _Call) -> Catalog:
+    """Collective. CheckpointError: files are missing or damaged, or ranks find different saves."""
+    with call.ranks.together("reading the checkpoint"):
+        catalog = _catalog(engine, what, call)
+        if call.ranks.keeps_folder:
+            with _laid_out(catalog):
+                catalog.files.check_complete()
+    save = catalog.index.get(names.SAVE)
+    if not call.ranks.agree(save):
+        raise CheckpointError(
+            f"ranks find different saves in {catalog.folder}: {call.ranks.gather(save)[:8]}. Copy one save to all nodes"
+        )
+    return catalog
+
+
+def _catalog(engine: EngineBase, what: _What, call: _Call) -> Catalog:
+    own_names = engine.module.state_dict(keep_vars=True).keys() | engine.param_names.values()
+    if call.plain is not None:
+        return open_plain(call.plain, engine.module, own_names)
+    assert call.tag is not None
     return open_checkpoint(
-        find_folder(load_dir, tag),
+        find_folder(call.load_dir, call.tag),
         optimizer=what.optimizer or what.masters,
-        partial=ranks.node_local,
+        partial=call.ranks.node_local,
         order=optimizer_order(engine) if what.optimizer else None,
         wanted=Wanted.by(engine.module, engine.mesh.rank("tp"), engine.mesh.size("tp")),
         fetch=False,
+        own_names=own_names,
     )
+
+
+def _laid_out(catalog: Catalog) -> AbstractContextManager[None]:
+    return laid_out(catalog.folder, catalog.written_by)
 
 
 def _fetch(
@@ -146,17 +239,17 @@ def _restore(
 ) -> None:
     """Weights, buffers and the optimizer's state. Collective."""
     with gathered(engine, modified=custom is not None), ranks.together("loading the checkpoint"):
-        restorer.check_names()
         if custom is not None:
             restorer.custom(custom)
         elif what.masters:
             restorer.weights_from_masters()
         else:
             restorer.weights_from_module()
-        if custom is None:
-            restorer.buffers_of_rank(ranks.rank, ranks.size)
-        if what.optimizer:
-            restorer.optimizer_states()
+        with _laid_out(restorer.catalog):
+            if custom is None:
+                restorer.buffers_of_rank(ranks.rank, ranks.size)
+            if what.optimizer:
+                restorer.optimizer_states()
     if what.masters:
         engine.state_access.publish()
     if restorer.parts:
@@ -225,6 +318,13 @@ def _resume(engine: EngineBase, catalog: Catalog, ranks: Ranks, what: _What, rep
             report.notes.append("no learning-rate schedule was saved")
         else:
             engine.lr_scheduler.load_state_dict(materialize(saved["lr_scheduler"]))
+    with _laid_out(catalog):
+        _resume_own(engine, catalog, ranks, what, report)
+
+
+def _resume_own(engine: EngineBase, catalog: Catalog, ranks: Ranks, what: _What, report: Report) -> None:
+    """What is not the client's."""
+    saved = catalog.model_states
     if what.counters:
         engine.global_steps = int(saved["global_steps"])
         engine.global_samples = int(

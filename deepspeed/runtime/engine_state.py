@@ -33,6 +33,7 @@ class EngineState(EngineBase):
         exclude_frozen_parameters: bool = False,
     ) -> bool:
         """Write everything needed to resume to ``save_dir/tag``. Collective; see ``docs/checkpoints.md``."""
+        self.half_loaded.refuse()
         done = engine_checkpoint.save_checkpoint(
             self, save_dir, tag, client_state, save_latest, exclude_frozen_parameters
         )
@@ -105,6 +106,7 @@ class EngineState(EngineBase):
         self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
     ) -> bool:
         """Write the model's weights in their own dtype, from rank 0."""
+        self.half_loaded.refuse()
         return engine_weights.save_16bit_model(self, save_dir, save_filename, exclude_frozen_parameters)
 
     def save_fp16_model(self, save_dir: str, save_filename: str = "pytorch_model.bin") -> bool:

@@ -16,6 +16,7 @@ from deepspeed.checkpoint.numbered import names_on_all
 from deepspeed.checkpoint.originals import Exported, Expression, Weight
 from deepspeed.checkpoint.placement import placement_of
 from deepspeed.checkpoint.ranks import Ranks
+from deepspeed.checkpoint.renaming import exported_name, wrapper_of
 from deepspeed.checkpoint.sharded_weights import ShardedWeights
 from deepspeed.runtime.zero.gathering.gathered import GatheredParameters
 from deepspeed.runtime.zero.placements import whole_tensor
@@ -82,7 +83,8 @@ def save_16bit_model(
 ) -> bool:
     """Write the model's weights in their own dtype to ``save_dir/save_filename``, from rank 0. Collective.
 
-    Where transforms changed the module, the names and shapes are those of the module before them. A name ending in
+    Where transforms changed the module, the names and shapes are those of the module before them; names have nothing of
+    what ``torch.compile`` and ``DataParallel`` put into them. A name ending in
     ``.safetensors`` selects that format. Tied weights are written once. Partitioned parameters are gathered one by one
     as they are written; if ``stage3_gather_16bit_weights_on_model_save`` is off, nothing is written and False is
     returned.
@@ -169,8 +171,14 @@ class _WholeWeights:
             exported = Exported({name: Weight(name) for name in self.weights}, aliases)
         else:
             exported = originals.exported(self.weights, aliases)
-        self.left: dict[str, Expression] = dict(exported.tensors)
-        self.aliases = exported.aliases
+        wrapper = wrapper_of(engine.module)
+        self.left: dict[str, Expression] = {
+            exported_name(name, wrapper): made for name, made in exported.tensors.items()
+        }
+        self.aliases = {
+            exported_name(alias, wrapper): exported_name(name, wrapper)
+            for alias, name in exported.aliases.items()
+        }
         self._current: Generator[Tensor, None, None] | None = None
 
     def tensors(self) -> dict[str, LazyTensor]:

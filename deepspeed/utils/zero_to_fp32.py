@@ -25,6 +25,7 @@ from deepspeed.checkpoint.archive import LazyTensor
 from deepspeed.checkpoint.consolidate import consolidate, materialize, resolve_folder
 from deepspeed.checkpoint.errors import CheckpointNotFoundError
 from deepspeed.checkpoint.export import save_weights
+from deepspeed.checkpoint.renaming import renaming
 
 OUTPUT_DTYPE_NAMES = {
     "float32": torch.float32,
@@ -151,9 +152,12 @@ def convert_zero_checkpoint_to_fp32_state_dict(
 def load_state_dict_from_zero_checkpoint(
     model: nn.Module, checkpoint_dir: str | os.PathLike[str], tag: str | None = None
 ) -> nn.Module:
-    """Move ``model`` to the CPU and load the fp32 weights into it, leniently; returns it."""
+    """Move ``model`` to the CPU and load the fp32 weights into it, leniently; returns it. It may be wrapped otherwise
+    than the one that was saved (``torch.compile``)."""
     model = model.cpu()
-    model.load_state_dict(get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag), strict=False)
+    saved = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag)
+    rename = renaming(saved, model.state_dict(), "") or str
+    model.load_state_dict({rename(name): value for name, value in saved.items()}, strict=False)
     return model
 
 

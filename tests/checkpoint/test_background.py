@@ -317,6 +317,10 @@ def test_engines_by_name(tmp_path, make):
             engine.commit(info)
     if engine.is_decoupled():  # the memory of the copies is used again
         assert [each.allocations for each in engine._snapshots] == [1]
+        engine.save({"w": weight}, str(tmp_path / "missing" / "a.pt"))
+        with pytest.raises(CheckpointError, match="missing"):  # not lost if nobody commits
+            engine.cleanup()
+        assert not engine._snapshots
     engine.cleanup()
     size = CheckpointSize()
     size.set_pre_size(2**30)

@@ -149,7 +149,8 @@ def saved_by(folder: Path, stage: int, world: int, writers: list[int]) -> dict[i
         training, place = training_of(stage, rank, world)
         alone = mock.patch.object(Ranks, "gather", side_effect=AssertionError("grows with the ranks"))
         neither = mock.patch.object(Ranks, "gather_at_writers", side_effect=AssertionError("grows, too"))
-        with fake_rank(rank, world), alone, neither, kinds_of_all():
+        same_id = mock.patch("deepspeed.checkpoint.files.new_id", lambda: 5)  # which ranks agree on
+        with fake_rank(rank, world), alone, neither, same_id, kinds_of_all():
             writes_into = mock.patch(
                 "deepspeed.checkpoint.save.StagedFolder", lambda *_: mock.Mock(staging=final, final=final)
             )

@@ -63,23 +63,27 @@ class DecoupledCheckpointEngine(FastCheckpointEngine):
 
     def commit(self, info: CheckpointCommitInfo) -> bool:
         """Returns when all files are on disk. Raises what writing them raised, such as CheckpointError."""
-        writing, self._writing = self._writing, []
-        for each in writing:
-            each.join()
-        for each in writing:
-            if each.error is not None:
-                raise each.error
+        self._wait()
         return True
 
     def is_decoupled(self) -> bool:
         return True
 
     def cleanup(self) -> None:
-        """Waits for what is being written, and gives the memory back."""
-        for each in self._writing:
+        """Waits for what is being written, gives the memory back, and raises what writing raised, as ``commit``
+        does."""
+        try:
+            self._wait()
+        finally:
+            self._snapshots = []
+
+    def _wait(self) -> None:
+        writing, self._writing = self._writing, []
+        for each in writing:
             each.join()
-        self._writing = []
-        self._snapshots = []
+        for each in writing:
+            if each.error is not None:
+                raise each.error
 
 
 class _Writing(threading.Thread):

@@ -137,6 +137,7 @@ class PipelineEngine(ByInstructions):
         """
         if not torch.is_grad_enabled():
             raise RuntimeError("train_batch() needs gradients, which are disabled here: use eval_batch()")
+        self.half_loaded.refuse()
         core = self._require_core("train_batch")
         self._check_batch_begins()
         if data_iter is not None:
@@ -218,6 +219,7 @@ class PipelineEngine(ByInstructions):
         """
         if reduce_output not in ("avg", None):
             raise ValueError(f"reduce_output={reduce_output!r}: must be 'avg' or None")
+        self.half_loaded.refuse()
         count = num_micro_batches or self.clock.steps
         mode, iterator = self.module.training, self.data_iterator
         self.set_dataiterator(data_iter)

@@ -1,0 +1,135 @@
+"""Folders with files of two saves are refused, and an engine that a failed load has half filled does not train."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+import torch
+from torch import nn
+
+from deepspeed.checkpoint.errors import CheckpointError
+from deepspeed.checkpoint.names import CHECKSUMS, INDEX, SAVE
+from deepspeed.checkpoint.safe_types import allowed_types
+from tests.checkpoint.models import Zoo, assert_equal, config, full_state, make_engine, train
+from tests.pool import distributed
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@distributed(world_size=2)
+def test_a_file_of_another_save_is_refused(tmp_path, stage):
+    engine = make_engine(config(stage))
+    for tag in ("old", "new"):
+        train(engine, 0, 1)
+        engine.save_checkpoint(tmp_path, tag=tag)
+    saved = full_state(engine)
+    names = sorted(path.name for path in (tmp_path / "new").iterdir())
+    for name in names:
+        if engine.global_rank == 0:
+            shutil.copytree(tmp_path / "new", tmp_path / "mixed", dirs_exist_ok=True)
+            shutil.copy(tmp_path / "old" / name, tmp_path / "mixed" / name)
+        torch.distributed.barrier()
+        with pytest.raises(
+            CheckpointError, match=r"of the save \w{16} \(global_steps .*of the save \w{16} \(global_st"
+        ):
+            engine.load_checkpoint(tmp_path, tag="mixed")
+        torch.distributed.barrier()
+    engine.load_checkpoint(tmp_path, tag="new")
+    assert_equal(full_state(engine), saved)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+@distributed(world_size=1)
+def test_files_without_ids_load(tmp_path, stage):
+    engine = make_engine(config(stage))
+    train(engine, 0, 2)
+    engine.save_checkpoint(tmp_path, tag="t")
+    saved = full_state(engine)
+    for path in (tmp_path / "t").glob("*.pt"):
+        with allowed_types():
+            content = torch.load(path)
+        del content[INDEX][SAVE], content[CHECKSUMS]
+        torch.save(content, path)
+    train(engine, 2, 3)
+    engine.load_checkpoint(tmp_path, tag="t")
+    assert_equal(full_state(engine), saved)
+
+
+@distributed(world_size=2)
+def test_a_half_loaded_engine_refuses(tmp_path):
+    engine = make_engine(config(2))
+    train(engine, 0, 2)
+    engine.save_checkpoint(tmp_path, tag="good")
+    engine.save_checkpoint(tmp_path, tag="bad")
+    saved = full_state(engine)
+    if engine.global_rank == 0:
+        path = tmp_path / "bad/zero_pp_rank_1_mp_rank_00_optim_states.pt"
+        data = bytearray(path.read_bytes())
+        moments = torch.load(path, mmap=True)["optimizer_state_dict"]["tensors"][-1]["data"]
+        at = bytes(data).index(moments.numpy().tobytes())
+        data[at] ^= 1
+        path.write_bytes(data)
+    torch.distributed.barrier()
+    with pytest.raises(CheckpointError, match=r"nothing of|do.* not hold|missing|no checkpoint"):
+        engine.load_checkpoint(tmp_path, tag="nowhere")
+    train(engine, 2, 3)  # nothing was written
+    with pytest.raises(CheckpointError, match="damaged"):
+        engine.load_checkpoint(tmp_path, tag="bad")
+    for refused in (
+        lambda: engine(torch.zeros(4, 5, dtype=torch.int64)),
+        lambda: engine.step(),
+        lambda: engine.save_checkpoint(tmp_path, tag="half"),
+        lambda: engine.save_16bit_model(tmp_path),
+    ):
+        with pytest.raises(
+            CheckpointError, match=r"half loaded: loading .*bad .*damaged.* its optimizer states"
+        ):
+            refused()
+    engine.load_checkpoint(tmp_path, tag="good", load_optimizer_states=False)
+    with pytest.raises(
+        CheckpointError, match="half loaded"
+    ):  # the moments are still those of the failed load
+        engine.step()
+    engine.load_checkpoint(tmp_path, tag="good")
+    assert_equal(full_state(engine), saved)
+    train(engine, 2, 3)
+
+
+@distributed(world_size=1)
+def test_nothing_in_common(tmp_path):
+    engine = make_engine(config(1))
+    engine.save_checkpoint(tmp_path, tag="t")
+
+    class Other(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Zoo()
+
+    other = make_engine(config(1), model=Other())
+    before = full_state(other)
+    with pytest.raises(CheckpointError, match=r"0 of the \d+ parameters of the model"):
+        other.load_checkpoint(tmp_path, tag="t", load_module_strict=False)
+    assert_equal(full_state(other), before)
+    assert other.global_steps == 0
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+@distributed(world_size=2)
+def test_weights_alone_are_as_precise_as_the_file(tmp_path, stage):
+    engine = make_engine(config(stage, "bf16"))
+    train(engine, 0, 2)
+    engine.save_checkpoint(tmp_path, tag="t")
+    expected = {k: v for k, v in full_state(engine).items() if k.endswith("fp32")}
+    fresh = make_engine(config(stage, "bf16"), seed=9)
+    fresh.load_checkpoint(tmp_path, tag="t", load_module_only=True)
+    assert_equal({k: v for k, v in full_state(fresh).items() if k.endswith("fp32")}, expected)
+    assert fresh.global_steps == 0
+    if stage != 1:
+        return
+    torch.distributed.barrier()
+    if engine.global_rank == 0:
+        next((tmp_path / "t").glob("*_1_*optim_states.pt")).unlink()
+    torch.distributed.barrier()
+    fresh.load_checkpoint(tmp_path, tag="t", load_module_only=True)  # the weights of the model file
+    found = full_state(fresh)
+    assert_equal({k: found[k] for k in expected}, {k: v.bfloat16().float() for k, v in expected.items()})
