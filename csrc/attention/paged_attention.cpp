@@ -250,7 +250,7 @@ DS_INLINE float finish_scores(const ds_paged_layer &layer, const Group &group, c
 
 // A row's products with the keys of a group -> their weights beside what was before, by which `sums` are scaled.
 template <int N>
-DS_INLINE void weigh(const ds_paged_layer &layer, const Group &group, Row &own, float *scores, float *sums) {
+DS_INLINE void weigh_body(const ds_paged_layer &layer, const Group &group, Row &own, float *scores, float *sums) {
     const int64_t count = group.count * vectors_of(layer) * kLanes;
     const float seen = finish_scores<N>(layer, group, own, scores);
     if (seen > own.largest) {
@@ -271,11 +271,14 @@ DS_INLINE void weigh(const ds_paged_layer &layer, const Group &group, Row &own, 
     own.total += total.sum();
 }
 
+DS_LANES_APART(weigh, (), (), (const ds_paged_layer &layer, const Group &group, Row &own, float *scores, float *sums),
+               (layer, group, own, scores, sums))
+
 // R rows of the tile from `first` on: their scores with the keys of a group, then the values, block by block. `last`: the
 // last position of the tile.
 template <int N, int32_t dtype, int64_t R>
-DS_INLINE void rows_of_group(const ds_paged_layer &layer, const Group &group, Row *row, int64_t first, int64_t last,
-                             Scratch &scratch) {
+DS_INLINE void rows_of_group_body(const ds_paged_layer &layer, const Group &group, Row *row, int64_t first, int64_t last,
+                                  Scratch &scratch) {
     constexpr int64_t C = Parts<N>::template keys<R>;
     const int64_t size = layer.block_size, in_block = vectors_of(layer), width = scores_of_row(layer);
     const int64_t vectors = group.count * in_block;
@@ -294,6 +297,10 @@ DS_INLINE void rows_of_group(const ds_paged_layer &layer, const Group &group, Ro
                                 group.pitch, sums);
     }
 }
+
+DS_LANES_APART(rows_of_group, (int32_t dtype, int64_t R), (dtype, R),
+               (const ds_paged_layer &layer, const Group &group, Row *row, int64_t first, int64_t last, Scratch &scratch),
+               (layer, group, row, first, last, scratch))
 
 // The group of a head's blocks from `block` on, up to that of position `last`. Groups end at multiples of kBlocks, so that
 // a row's sums are cut where they are cut without the other rows of its tile, which may see what came earlier.

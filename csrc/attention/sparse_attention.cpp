@@ -35,6 +35,10 @@ constexpr int64_t kChunk = 256;    // keys that are computed together
 constexpr int64_t kMost = 256;     // largest size of a head
 constexpr float kNone = -std::numeric_limits<float>::infinity();
 
+// Rows of a small product: as many as registers hold. How many makes no difference to a sum.
+template <int N>
+constexpr int64_t kTogether = N == 16 ? 16 : 4;
+
 using Call = ds_sparse_attention;
 
 // ---- small products -------------------------------------------------------------------------------------------------
@@ -230,8 +234,11 @@ DS_INLINE void scale_rows(float *rows, int64_t size, const float *factors) {
     }
 }
 
-template <int N, int64_t R>
-DS_INLINE void forward_sized(const Call &call, Item item, int64_t size) {
+// `known`: the size of a head, where the compiler knows it: addresses of rows are then constants. Else 0.
+template <int N, int64_t known>
+DS_INLINE void forward_sized_body(const Call &call, Item item) {
+    constexpr int64_t R = kTogether<N>;
+    const int64_t size = known > 0 ? known : call.size;
     alignas(64) float buffer[kRows * kMost], panel[kRows * kMost], scores[kRows * kChunk], sums[kRows * kMost];
     const int64_t base = item.head * call.tokens;
     const bool narrow = call.dtype != DS_FLOAT32;
@@ -298,8 +305,10 @@ DS_INLINE void inner_products(const float *some, const float *others, int64_t si
     parts[0].store(out);
 }
 
-template <int N, int64_t R>
-DS_INLINE void backward_sized(const Call &call, Item item, const Sums &to, int64_t size) {
+template <int N, int64_t known>
+DS_INLINE void backward_sized_body(const Call &call, Item item, const Sums &to) {
+    constexpr int64_t R = kTogether<N>;
+    const int64_t size = known > 0 ? known : call.size;
     alignas(64) float query_buffer[kRows * kMost], grad_buffer[kRows * kMost], buffer[kRows * kMost];
     alignas(64) float panel[kRows * kMost], grad_panel[kRows * kMost], sums[kRows * kMost];
     alignas(64) float weights[kRows * kChunk], slopes[kRows * kChunk], means[kRows], anchor[kRows];
@@ -356,22 +365,24 @@ DS_INLINE void backward_sized(const Call &call, Item item, const Sums &to, int64
     ds::narrow(ds::at(call.grad_query, at, call.dtype), call.dtype, sums, kRows * size);
 }
 
-// A size that the compiler knows: addresses of rows are then constants.
-template <int N, int64_t R>
-DS_INLINE void forward_item(const Call &call, Item item) {
+DS_LANES_APART(forward_sized, (int64_t known), (known), (const Call &call, Item item), (call, item))
+DS_LANES_APART(backward_sized, (int64_t known), (known), (const Call &call, Item item, const Sums &to), (call, item, to))
+
+template <int N>
+DS_INLINE void forward_item_body(const Call &call, Item item) {
     switch (call.size) {
-        case 64: return forward_sized<N, R>(call, item, 64);
-        case 128: return forward_sized<N, R>(call, item, 128);
-        default: return forward_sized<N, R>(call, item, call.size);
+        case 64: return forward_sized<N, 64>(call, item);
+        case 128: return forward_sized<N, 128>(call, item);
+        default: return forward_sized<N, 0>(call, item);
     }
 }
 
-template <int N, int64_t R>
+template <int N>
 DS_INLINE void backward_item(const Call &call, Item item, const Sums &to) {
     switch (call.size) {
-        case 64: return backward_sized<N, R>(call, item, to, 64);
-        case 128: return backward_sized<N, R>(call, item, to, 128);
-        default: return backward_sized<N, R>(call, item, to, call.size);
+        case 64: return backward_sized<N, 64>(call, item, to);
+        case 128: return backward_sized<N, 128>(call, item, to);
+        default: return backward_sized<N, 0>(call, item, to);
     }
 }
 
@@ -396,10 +407,10 @@ DS_INLINE Sums sums_of(const Call &call, int64_t head, int64_t part, int64_t thr
     return {call.key_sums + thread * numel, call.value_sums + thread * numel, begun};
 }
 
-template <int N, int64_t R>
-DS_INLINE void backward_head(const Call &call, int64_t head, int64_t part, const Sums &to) {
+template <int N>
+DS_INLINE void backward_head_body(const Call &call, int64_t head, int64_t part, const Sums &to) {
     const int64_t first = edge_of(call, head, part), last = edge_of(call, head, part + 1), block = kRows * call.size;
-    for (int64_t row = first; row < last; row += kRows) backward_item<N, R>(call, item_at(call, head, row), to);
+    for (int64_t row = first; row < last; row += kRows) backward_item<N>(call, item_at(call, head, row), to);
     for (int64_t b = 0; b < call.tokens / kRows; ++b)
         if (!to.begun[b]) {  // nothing sees these
             std::fill(to.keys + b * block, to.keys + (b + 1) * block, 0.0f);
@@ -413,28 +424,8 @@ DS_INLINE void backward_head(const Call &call, int64_t head, int64_t part, const
 
 // ---- instruction sets -----------------------------------------------------------------------------------------------
 
-// Rows of a small product: as many as registers hold. How many makes no difference to a sum.
-#if defined(__x86_64__)
-#define DS_BY_REGISTERS(name, parameters, arguments)                                                          \
-    __attribute__((target("arch=x86-64-v4,prefer-vector-width=512"))) static void name##_avx512 parameters { \
-        name<16, 16> arguments;                                                                                  \
-    }                                                                                                       \
-    __attribute__((target("arch=x86-64-v3"))) static void name##_avx2 parameters { name<8, 4> arguments; }  \
-    static void name##_plain parameters { name<ds::kPlainLanes, 4> arguments; }                             \
-    static void name##_any parameters {                                                                     \
-        switch (ds_isa()) {                                                                                 \
-            case 2: return name##_avx512 arguments;                                                         \
-            case 1: return name##_avx2 arguments;                                                           \
-            default: return name##_plain arguments;                                                         \
-        }                                                                                                   \
-    }
-#else
-#define DS_BY_REGISTERS(name, parameters, arguments) \
-    static void name##_any parameters { name<ds::kPlainLanes, 4> arguments; }
-#endif
-
-DS_BY_REGISTERS(forward_item, (const Call &call, Item item), (call, item))
-DS_BY_REGISTERS(backward_head, (const Call &call, int64_t head, int64_t part, const Sums &to), (call, head, part, to))
+DS_LANES_KERNEL(forward_item, (const Call &call, Item item), (call, item))
+DS_LANES_KERNEL(backward_head, (const Call &call, int64_t head, int64_t part, const Sums &to), (call, head, part, to))
 
 void prepare(const Call &call, void *result) {
     const int64_t numel = call.batch * call.heads * call.tokens * call.size;
@@ -482,7 +473,7 @@ int32_t ds_sparse_attention_forward(const ds_sparse_attention *call, int32_t thr
     const int64_t per_head = call->tokens / kRows, count = call->batch * call->heads * per_head;
 #pragma omp parallel for num_threads(threads) schedule(dynamic, 4)
     for (int64_t i = 0; i < count; ++i)
-        forward_item_any(*call, item_at(*call, i / per_head, i % per_head * kRows));
+        forward_item(*call, item_at(*call, i / per_head, i % per_head * kRows));
     return 1;
 }
 
@@ -495,7 +486,7 @@ int32_t ds_sparse_attention_backward(const ds_sparse_attention *call, int32_t th
     for (int64_t i = 0; i < count; ++i) {
         const int64_t head = i / call->parts, part = i % call->parts;
         std::vector<uint8_t> begun(size_t(call->tokens / kRows));
-        backward_head_any(*call, head, part, sums_of(*call, head, part, this_thread(), begun.data()));
+        backward_head(*call, head, part, sums_of(*call, head, part, this_thread(), begun.data()));
     }
     if (call->parts == 1) return 1;
     const int64_t numel = call->batch * call->heads * call->tokens * call->size;

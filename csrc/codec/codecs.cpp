@@ -170,8 +170,8 @@ DS_INLINE void encode_step(const Work &work, const Block &block, int64_t first, 
     if constexpr (kErrors) std::memcpy(work.errors + index, owed, size_t(n) * sizeof(float));
 }
 
-template <class Form, int N, bool kErrors>
-DS_INLINE void encode_as(const Work &work, int64_t begin, int64_t end) {
+template <int N, class Form, bool kErrors>
+DS_INLINE void encode_as_body(const Work &work, int64_t begin, int64_t end) {
     const int64_t size = work.packets->block, several = size < kAhead ? kAhead / size : 1;
     if (begin == end) return;
     Reader<Form, N, kErrors> reader(work, begin, end);
@@ -188,10 +188,13 @@ DS_INLINE void encode_as(const Work &work, int64_t begin, int64_t end) {
     }
 }
 
+DS_LANES_APART(encode_as, (class Form, bool kErrors), (Form, kErrors), (const Work &work, int64_t begin, int64_t end),
+               (work, begin, end))
+
 template <class Form, int N>
 DS_INLINE void encode_with(const Work &work, int64_t begin, int64_t end) {
-    if (work.errors == nullptr) return encode_as<Form, N, false>(work, begin, end);
-    encode_as<Form, N, true>(work, begin, end);
+    if (work.errors == nullptr) return encode_as<N, Form, false>(work, begin, end);
+    encode_as<N, Form, true>(work, begin, end);
 }
 
 template <int N>

@@ -43,12 +43,15 @@
 
 // DS_KERNEL(name, (parameters), (arguments)) makes `name`, which runs `name_body` as compiled for the set in use.
 // DS_LANES_KERNEL: `name_body` is a template, of the number of fp32 lanes that a register of the set has.
+// DS_LANES_APART(name, (template parameters), (template arguments), (parameters), (arguments)) makes a function `name`, a
+// template of that number of lanes and of more, of `name_body`. It is compiled apart for each set and not into the kernel
+// that calls it: compilers take more than twice as long for a function of twice the size.
 #if defined(__GNUC__) && defined(__x86_64__)
+#define DS_AVX512 __attribute__((target("arch=x86-64-v4,prefer-vector-width=512")))
+#define DS_AVX2 __attribute__((target("arch=x86-64-v3")))
 #define DS_KERNEL_OF(name, parameters, arguments, widest, wide, plain)                                                 \
-    __attribute__((target("arch=x86-64-v4,prefer-vector-width=512"))) static void name##_avx512 parameters {           \
-        widest arguments;                                                                                              \
-    }                                                                                                                  \
-    __attribute__((target("arch=x86-64-v3"))) static void name##_avx2 parameters { wide arguments; }                   \
+    DS_AVX512 static void name##_avx512 parameters { widest arguments; }                                               \
+    DS_AVX2 static void name##_avx2 parameters { wide arguments; }                                                     \
     static void name##_plain parameters { plain arguments; }                                                           \
     static void name parameters {                                                                                      \
         switch (ds_isa()) {                                                                                            \
@@ -58,6 +61,8 @@
         }                                                                                                              \
     }
 #else
+#define DS_AVX512
+#define DS_AVX2
 #define DS_KERNEL_OF(name, parameters, arguments, widest, wide, plain) \
     static void name parameters { plain arguments; }
 #endif
@@ -65,6 +70,23 @@
     DS_KERNEL_OF(name, parameters, arguments, name##_body, name##_body, name##_body)
 #define DS_LANES_KERNEL(name, parameters, arguments) \
     DS_KERNEL_OF(name, parameters, arguments, name##_body<16>, name##_body<8>, name##_body<ds::kPlainLanes>)
+#define DS_LIST(...) __VA_OPT__(, ) __VA_ARGS__
+#define DS_LANES_APART(name, types, values, parameters, arguments)                                               \
+    template <int N DS_LIST types>                                                                               \
+    DS_APART DS_AVX512 static void name##_avx512 parameters { name##_body<N DS_LIST values> arguments; }         \
+    template <int N DS_LIST types>                                                                               \
+    DS_APART DS_AVX2 static void name##_avx2 parameters { name##_body<N DS_LIST values> arguments; }             \
+    template <int N DS_LIST types>                                                                               \
+    DS_APART static void name##_plain parameters { name##_body<N DS_LIST values> arguments; }                    \
+    template <int N DS_LIST types>                                                                               \
+    DS_INLINE void name parameters {                                                                             \
+        if constexpr (N == 16)                                                                                   \
+            name##_avx512<N DS_LIST values> arguments;                                                           \
+        else if constexpr (N == 8)                                                                               \
+            name##_avx2<N DS_LIST values> arguments;                                                             \
+        else                                                                                                     \
+            name##_plain<N DS_LIST values> arguments;                                                            \
+    }
 
 namespace ds {
 

@@ -16,100 +16,25 @@
 // what they are at the end needs no more, so that the bits are those of the other way.
 #include <algorithm>
 #include <cmath>
-#include <type_traits>
 #include <vector>
 
-#include "lanes.h"
 #include "operations.h"
-
-#if defined(__x86_64__) && defined(__GNUC__)
-#include <immintrin.h>
-#endif
+#include "products.h"
 
 namespace {
 
+using namespace ds::products;
 using ds::kLanes;
-using ds::Lanes;
 
-constexpr int64_t kExactColumns = 16384;
 constexpr float kLargestInput = 16383.0f;
 constexpr int64_t kOutputsOfWork = 64;
-constexpr int64_t kLine = 64;
 constexpr int64_t kTile = 4;               // outputs that are computed together
 constexpr int64_t kFewOutputs = 16;        // of work, of few rows: a multiple of the tiles and of cache lines
 constexpr int64_t kBytesOfWork = 16 << 10; // likewise, at least
 constexpr int64_t kBytesAhead = 12 << 10;  // between the weights in use and those asked of the memory
 constexpr int64_t kFirstBytes = 64 << 10;  // likewise, before the product begins
 
-// One matrix with the inputs.
-struct Work {
-    const char *matrix;
-    const float *scales;
-    const void *bias;
-    const char *inputs; // rows of input_bytes
-    const float *input_scales;
-    char *output; // of the matrix's first output
-    int64_t row_bytes, input_bytes, rows, columns, group, groups, output_stride;
-    int64_t ahead;    // bytes between the weights in use and those asked of the memory: whole tiles
-    int64_t raise_at; // of the inputs' bytes: where the raise of the weights is, see [Note: sums of bytes]
-    int32_t bias_dtype, output_dtype;
-};
-
-DS_INLINE float number_at(const void *base, int32_t dtype, int64_t index) {
-    if (dtype == DS_FLOAT32) return static_cast<const float *>(base)[index];
-    const uint16_t bits = static_cast<const uint16_t *>(base)[index];
-    return dtype == DS_BFLOAT16 ? ds::widen_bfloat16(bits) : ds::widen_float16(bits);
-}
-
-#if defined(__x86_64__) && defined(__GNUC__)
-namespace plain {
-#define DS_DOT 1
-#include "tiles.h"
-#undef DS_DOT
-}  // namespace plain
-#if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("arch=x86-64-v3"))), apply_to = function)
-#else
-#pragma GCC push_options
-#pragma GCC target("arch=x86-64-v3")
-#endif
-namespace avx2 {
-#define DS_DOT 2
-#include "tiles.h"
-#undef DS_DOT
-}  // namespace avx2
-#if defined(__clang__)
-#pragma clang attribute pop
-#pragma clang attribute push(__attribute__((target("arch=x86-64-v4"))), apply_to = function)
-#else
-#pragma GCC pop_options
-#pragma GCC push_options
-#pragma GCC target("arch=x86-64-v4,prefer-vector-width=512")
-#endif
-namespace avx512 {
-#define DS_DOT 3
-#include "tiles.h"
-#undef DS_DOT
-}  // namespace avx512
-#if defined(__clang__)
-#pragma clang attribute pop
-#pragma clang attribute push(__attribute__((target("arch=x86-64-v4,avx512vnni,avx512bf16"))), apply_to = function)
-#else
-#pragma GCC pop_options
-#pragma GCC push_options
-#pragma GCC target("arch=x86-64-v4,avx512vnni,avx512bf16,prefer-vector-width=512")
-#endif
-namespace avx512_dot {
-#define DS_DOT 4
-#include "tiles.h"
-#undef DS_DOT
-}  // namespace avx512_dot
-#if defined(__clang__)
-#pragma clang attribute pop
-#else
-#pragma GCC pop_options
-#endif
-
+#if defined(DS_PRODUCT_SETS)
 bool has_dots() {
     static const bool dots = __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bf16");
     return dots && ds_isa() == 2;
@@ -123,10 +48,8 @@ void compute(const Work &work, int32_t kind, int64_t begin, int64_t end) {
     }
 }
 #else
-#define DS_DOT 0
-#include "tiles.h"
-#undef DS_DOT
 bool has_dots() { return false; }
+void compute(const Work &work, int32_t kind, int64_t begin, int64_t end) { plain::compute(work, kind, begin, end); }
 #endif
 
 bool of_integers(const ds_product &product) {

@@ -370,7 +370,7 @@ static void outputs_of(const Work &work, int64_t begin, int64_t end) {
     for (; output < end; ++output) rows_of<1, kind>(work, output);
 }
 
-static void compute(const Work &work, int32_t kind, int64_t begin, int64_t end) {
+void compute(const Work &work, int32_t kind, int64_t begin, int64_t end) {
     switch (kind) {
         case DS_WEIGHTS_FLOAT32: return outputs_of<DS_WEIGHTS_FLOAT32>(work, begin, end);
         case DS_WEIGHTS_BFLOAT16: return outputs_of<DS_WEIGHTS_BFLOAT16>(work, begin, end);
