@@ -9,6 +9,7 @@ result gets no row.
 
 from __future__ import annotations
 
+import argparse
 import re
 import sys
 from collections.abc import Iterator
@@ -155,10 +156,17 @@ def numbers_of(folder: Path) -> str:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--check", action="store_true", help="write nothing; exit code 1 if they are not up to date"
+    )
+    arguments = parser.parse_args()
     before = README.read_text(encoding="utf-8")
     begin, end = before.index(BEGIN), before.index(END) + len(END)
     after = before[:begin] + numbers_of(FOLDER / "results") + before[end:]
-    if "--check" in sys.argv[1:]:
+    if arguments.check:
         sys.exit(
             0 if after == before else "README.md: not the numbers of benchmarks/results; run this script"
         )

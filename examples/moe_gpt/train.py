@@ -1,11 +1,11 @@
-"""A GPT with mixtures of experts on real text: the source of Python's standard library, byte by byte.
+r"""A GPT with mixtures of experts on real text: the source of Python's standard library, byte by byte.
 
     deepspeed --num_gpus 2 train.py --num-experts 4 --moe-expert-parallel-size 2
 
 A pyramid with residual experts (PR-MoE), and a smaller student that learns from it and then without it (MoS):
 
     deepspeed --num_gpus 2 train.py --num-experts 4 8 --mlp-type residual --save out/teacher
-    deepspeed --num_gpus 2 train.py --num-layers 3 --num-experts 4 8 --mlp-type residual --mos \
+    deepspeed --num_gpus 2 train.py --num-layers 3 --num-experts 8 --mlp-type residual --mos \
         --load-teacher out/teacher --num-layers-teacher 4 --num-experts-teacher 4 8 --mos-stop 200
 
 Every second layer has experts. `--num-experts 1` is the dense model with as many FLOPs per token as `--topk 1`.
@@ -67,6 +67,16 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     arguments = parser.parse_args(argv)
     if arguments.mos and arguments.load_teacher is None:
         parser.error("--mos needs --load-teacher")
+    arguments.num_layers_teacher = arguments.num_layers_teacher or arguments.num_layers
+    arguments.num_experts_teacher = arguments.num_experts_teacher or arguments.num_experts
+    for whose in ("", "-teacher") if arguments.mos else ("",):
+        flags = f"--num-layers{whose}", f"--num-experts{whose}"
+        layers, experts = (getattr(arguments, flag[2:].replace("-", "_")) for flag in flags)
+        if len(experts) not in (1, layers // 2):
+            parser.error(
+                f"{flags[1]} {' '.join(map(str, experts))}: give one number, or {layers // 2}: one for each layer "
+                f"with experts, which is every second of {flags[0]} {layers}"
+            )
     return arguments
 
 
@@ -113,8 +123,6 @@ class GPT(nn.Module):
         super().__init__()
         mixed = layers // 2
         counts = list(experts) * mixed if len(experts) == 1 else list(experts)
-        if len(counts) != mixed:
-            raise SystemExit(f"{len(counts)} numbers of experts for {mixed} layers with experts")
         self.embed, self.place = nn.Embedding(VOCABULARY, hidden), nn.Embedding(args.seq_length, hidden)
         self.blocks = nn.ModuleList(
             Block(hidden, counts[number // 2] if number % 2 else 0, args) for number in range(layers)
@@ -149,10 +157,9 @@ def batches(tokens: Tensor, args: argparse.Namespace, seed: int) -> Iterator[Ten
 
 def teacher_of(args: argparse.Namespace) -> GPT:
     """On every rank whole, as no engine holds it; from a checkpoint of any number of ranks."""
-    layers = args.num_layers_teacher or args.num_layers
     hidden = args.hidden_size_teacher or args.hidden_size
     alone = argparse.Namespace(**{**vars(args), "moe_expert_parallel_size": 1})
-    model = GPT(layers, hidden, args.num_experts_teacher or args.num_experts, alone)
+    model = GPT(args.num_layers_teacher, hidden, args.num_experts_teacher, alone)
     model.load_state_dict(get_fp32_state_dict_from_zero_checkpoint(args.load_teacher))
     return model.eval().requires_grad_(False)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,38 @@ def example(name: str = "train") -> Any:
     finally:
         sys.path[:] = before
     return module
+
+
+@distributed(world_size=2)
+def test_printed_teacher_and_student(tmp_path: Path) -> None:
+    """Both commands of the docstring, in a short form."""
+    train = example()
+    printed = re.findall(
+        r"train\.py (.*)", train.__doc__.replace("\\\n", " ").replace("out/", f"{tmp_path}/")
+    )
+    (teacher,) = [command.split() for command in printed if "--save" in command]
+    (student,) = [command.split() for command in printed if "--mos" in command]
+    first = train.main([*teacher, *SMALL])
+    losses = train.main([*student, *SMALL, "--mos-stop", "6"])
+    assert first[1] < first[0] < 5.6 and losses[1] < losses[0] < 5.6
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        ("--num-layers 3 --num-experts 4 8", "--num-experts 4 8: give one number, or 1:"),
+        (
+            "--num-experts 4 --mos --load-teacher x --num-layers-teacher 6 --num-experts-teacher 4 8",
+            "--num-experts-teacher 4 8: give one number, or 3: one for each .* every second of --num-layers-teacher 6",
+        ),
+    ],
+)
+def test_numbers_of_experts_fit_the_layers(
+    flags: str, named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        example().parse_arguments(flags.split())
+    assert re.search(named, capsys.readouterr().err)
 
 
 @distributed(world_size=2)
