@@ -209,6 +209,7 @@ def saved(engine: Any, folder: Path, rank: int) -> dict[str, Any]:
     with ExitStack() as stack:
         if rank:
             stack.enter_context(into(final))
+        stack.enter_context(mock.patch("deepspeed.checkpoint.files.new_id", lambda: 5))  # ranks agree on one
         sent = stack.enter_context(messages())
         begin = time.perf_counter()
         engine.save_checkpoint(str(folder), tag="t")

@@ -293,7 +293,7 @@ class OwnReader:
 def check_save(first: Mapping[str, Any], archive: Archive) -> None:
     """CheckpointError if ``archive`` is not of the save whose first file has the index ``first``."""
     expected, found = first.get(SAVE), (archive.content.get(INDEX) or {}).get(SAVE)
-    if found != expected:
+    if (found or {}).get("id") != (expected or {}).get("id"):
         raise CheckpointError(
             f"{archive.path} is of {_save_in_words(found)}, but the first model file of that folder is of "
             f"{_save_in_words(expected)}: the folder holds files of two saves (a copy that was not finished, or a file "

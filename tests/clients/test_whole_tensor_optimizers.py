@@ -13,10 +13,12 @@ from deepspeed import comm as dist
 from deepspeed.config.problems import DeepSpeedConfigError
 from deepspeed.runtime.zero.placements import whole_tensor
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
-from tests.clients.test_expert_parallel import loss_of, make
 from tests.pool import distributed
 
 transformers = pytest.importorskip("transformers", reason="the clients extra is not installed")
+
+from tests.clients.test_expert_parallel import loss_of, make  # noqa: E402 - needs the extra
+
 SECTIONS: dict[str, Any] = {
     "Muon": {"type": "Muon", "params": {"lr": 0.02}},
     "Lamb": {"type": "Lamb", "params": {"lr": 0.01, "weight_decay": 0.1}},

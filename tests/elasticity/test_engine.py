@@ -19,7 +19,7 @@ from tests.pool import distributed
 
 SECTION: dict[str, Any] = {
     "enabled": True,
-    "max_train_batch_size": 4,
+    "max_train_batch_size": 12,
     "micro_batch_sizes": [1, 2, 3, 4],
     "min_gpus": 1,
     "max_gpus": 4,
@@ -40,7 +40,7 @@ def started(config: dict[str, Any]) -> Any:
 @distributed(world_size=2)
 def test_batch_sizes_of_two_ranks() -> None:
     engine = started(CONFIG)
-    assert engine.train_batch_size() == 12  # the micro-batch sizes' common multiple is always a candidate
+    assert engine.train_batch_size() == 12
     assert engine.train_micro_batch_size_per_gpu() == 3
     assert engine.gradient_accumulation_steps() == 2
     assert engine.elasticity_enabled()
@@ -93,8 +93,13 @@ def test_a_number_of_ranks_that_the_section_does_not_allow(monkeypatch: pytest.M
     for name, value in {"RANK": "0", "WORLD_SIZE": "3", "LOCAL_RANK": "0"}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ElasticityIncompatibleWorldSize, match="3 data-parallel ranks cannot share"):
-        DeepSpeedConfig(CONFIG | {"elasticity": SECTION | {"micro_batch_sizes": [2]}})
-    config = DeepSpeedConfig(CONFIG | {"elasticity": SECTION | {"micro_batch_sizes": [1], "version": 0.2}})
+        DeepSpeedConfig(
+            CONFIG | {"elasticity": SECTION | {"max_train_batch_size": 4, "micro_batch_sizes": [2]}}
+        )
+    config = DeepSpeedConfig(
+        CONFIG
+        | {"elasticity": SECTION | {"max_train_batch_size": 4, "micro_batch_sizes": [1], "version": 0.2}}
+    )
     assert config.train_batch_size == 3
 
 
@@ -112,4 +117,4 @@ def test_ranks_that_share_a_batch_are_counted(monkeypatch: pytest.MonkeyPatch) -
         DeepSpeedConfig(CONFIG | split)
     section = SECTION | {"version": 0.2, "model_parallel_size": 2, "num_gpus_per_node": 4}
     config = DeepSpeedConfig(CONFIG | split | {"elasticity": section})
-    assert (config.world_size, config.train_batch_size) == (2, 24)
+    assert (config.world_size, config.train_batch_size) == (2, 12)

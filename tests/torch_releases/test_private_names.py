@@ -70,6 +70,7 @@ NAMES: dict[str, str | None] = {
     "torch.distributed.distributed_c10d._world.pg_map": None,
     "torch.distributed.tensor.placement_types._StridedShard": None,  # told apart; its split_factor is read
     "torch.nn.Module._load_from_state_dict": "self state_dict prefix local_metadata strict",
+    "torch.ops.aten._unsafe_view": None,  # an operator: (tensor, shape) -> what is no view for autograd
     "torch.utils._python_dispatch.TorchDispatchMode": None,
     "torch.utils._python_dispatch._disable_current_modes": "",
     "torch.utils._python_dispatch._get_current_dispatch_mode_stack": "",

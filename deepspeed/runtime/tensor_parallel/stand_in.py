@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from deepspeed.runtime.tensor_parallel.planning.plan import Example
 from deepspeed.utils.module_utils import without_hooks
@@ -34,14 +35,19 @@ def stand_in(example: Example, device: torch.device) -> nn.Module:
     return made
 
 
-def example_values(example: Example, device: torch.device) -> dict[str, Tensor]:
-    """The example's inputs with values: random tokens of the vocabulary, random numbers elsewhere."""
+def example_values(example: Example, device: torch.device) -> dict[str, Any]:
+    """Return the example's inputs, nests of tensors too, with values: random tokens of the vocabulary, random numbers
+    elsewhere."""
     table = getattr(example.module, "get_input_embeddings", lambda: None)()
     tables = [table] if isinstance(table, nn.Embedding) else []
     tables = tables or [each for each in example.module.modules() if isinstance(each, nn.Embedding)]
     tokens = min((each.num_embeddings for each in tables), default=2)
     source = torch.Generator().manual_seed(0)
-    return {name: _value(each, tokens, source).to(device) for name, each in example.inputs.items()}
+
+    def filled(paper: Any) -> Any:
+        return _value(paper, tokens, source).to(device) if isinstance(paper, Tensor) else paper
+
+    return tree_map(filled, dict(example.inputs))
 
 
 def _value(paper: Tensor, tokens: int, source: torch.Generator) -> Tensor:
