@@ -1,4 +1,6 @@
-"""Write `docs/config.md` from the schema; with `--check`, only compare."""
+"""Write `docs/config.md`, and the table of defaults in `docs/migrating.md`, from the schema; with `--check`, only
+compare.
+"""
 
 from __future__ import annotations
 
@@ -24,6 +26,7 @@ from deepspeed.config.keys import (  # noqa: E402
     is_deprecated,
     keys_of,
     type_of,
+    walk,
 )
 from deepspeed.config.schema import TrainingConfig  # noqa: E402
 from deepspeed.config.sections import LenientConfigModel, extra_facts  # noqa: E402
@@ -32,6 +35,10 @@ from deepspeed.inference.v2.config_v2 import RaggedInferenceEngineConfig  # noqa
 
 SHORT = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 TARGET = ROOT / "docs" / "config.md"
+MIGRATING = ROOT / "docs" / "migrating.md"
+DEFAULTS = ROOT / "tools" / "documented_defaults.json"
+"""Keys whose default in the documents is not that of release 0.19: both values, whose is ours, and why."""
+BEGIN, END = "<!-- defaults: begin -->", "<!-- defaults: end -->"
 
 INTRODUCTION = """\
 # Config
@@ -89,15 +96,16 @@ def main(argv: list[str] | None = None) -> int:
         help="compare with the file and write nothing; exit code 1 if it is old",
     )
     args = parser.parse_args(argv)
-    text = render()
-    if args.check:
-        current = TARGET.read_text(encoding="utf-8") if TARGET.exists() else ""
-        if current != text:
-            print(f"{TARGET.relative_to(ROOT)} is not up to date: run python tools/gen_config_docs.py")
-            return 1
-        return 0
-    TARGET.write_text(text, encoding="utf-8")
-    return 0
+    pages = {TARGET: render(), MIGRATING: with_defaults(MIGRATING.read_text(encoding="utf-8"))}
+    old = [
+        page for page, text in pages.items() if not page.exists() or page.read_text(encoding="utf-8") != text
+    ]
+    for page in old:
+        if args.check:
+            print(f"{page.relative_to(ROOT)} is not up to date: run python tools/gen_config_docs.py")
+        else:
+            page.write_text(pages[page], encoding="utf-8")
+    return int(args.check and bool(old))
 
 
 def render() -> str:
@@ -115,6 +123,27 @@ def render() -> str:
         ]
         lines += [*table(model), "", *sections(model, (), "###")]
     return "\n".join(lines).rstrip() + "\n"
+
+
+def with_defaults(page: str) -> str:
+    """The page with a current table between its two markers."""
+    before, rest = page.split(BEGIN)
+    return "\n".join((before + BEGIN, "", *defaults(), "", END + rest.split(END)[1]))
+
+
+def defaults() -> Iterator[str]:
+    """One row per key of ``DEFAULTS``; the column of this package holds what the schema says."""
+    ours = {".".join(path): default_of(key) for path, key in walk(TrainingConfig)}
+    yield "| key | documents | release 0.19 | here | why |"
+    yield "|---|---|---|---|---|"
+    for row in json.loads(DEFAULTS.read_text(encoding="utf-8")):
+        cells = (f"`{row['key']}`", *map(in_cell, (row["document"], row["release"])), ours[row["key"]])
+        yield f"| {' | '.join(cells)} | {row['why']} |"
+
+
+def in_cell(value: Any) -> str:
+    """A default of ``DEFAULTS`` as `default_of` writes one of the schema."""
+    return "needed" if value == "<required>" else f"`{json.dumps(value)}`"
 
 
 def not_implemented() -> Iterator[str]:

@@ -78,7 +78,7 @@ class Autotuner(Results):
         self.rm = ResourceManager(
             args, hosts, self.num_gpus, self.results_dir, self.exps_dir, section.arg_mappings
         )
-        self.rm.overwrite = bool(given.get("overwrite", False))
+        self.rm.overwrite = section.overwrite
         self.choices = self._space = choices_of(self.user_config, section.tuning_space, fast=section.fast)
         self.memory = MemoryNeeds(asked=self._on_paper(), limit=section.memory_per_rank)
         self._peaks: dict[Point, int] = {}
@@ -372,7 +372,7 @@ class Autotuner(Results):
 
     def tune(self) -> None:
         """Find the best config; what was found so far is kept if it is interrupted. AutotuningError: nothing ran."""
-        by_model = self.given.get("tuner_type", "model_based") == "model_based"
+        by_model = self.autotuning_config.tuner_type == "model_based"
         runs = 2 + self._most_runs() if by_model else None
         with tqdm(total=runs, desc="autotuning", unit="run", disable=None) as self.rm.pbar:
             try:

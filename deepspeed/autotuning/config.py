@@ -53,7 +53,10 @@ class DeepSpeedAutotuningConfig(LenientConfigModel):
     exps_dir: Annotated[str, _or("autotuning_exps")] = Field(
         default="autotuning_exps", description="Folder of the configurations tried; null: the default."
     )
-    overwrite: bool = Field(default=True, description="Replace earlier results.")
+    overwrite: bool = Field(
+        default=False,
+        description="Replace earlier results; false: reuse them, and go on after an interruption.",
+    )
     metric: Annotated[Literal["latency", "throughput", "flops"], BeforeValidator(_lower)] = Field(
         default="throughput", description="What is optimized."
     )
@@ -62,7 +65,7 @@ class DeepSpeedAutotuningConfig(LenientConfigModel):
         default=5, ge=0, description="Last step that is timed; not before the first."
     )
     tuner_type: Literal["gridsearch", "random", "model_based"] = Field(
-        default="gridsearch", description="How the space is searched."
+        default="model_based", description="How the space is searched."
     )
     tuner_early_stopping: Int = Field(
         default=5, ge=0, description="Stop after this many trials without improvement."

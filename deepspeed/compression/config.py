@@ -101,7 +101,7 @@ class ActivationQuantizationShared(LenientConfigModel):
     range_calibration: Literal["dynamic", "static"] = Field(
         default="dynamic", description="Range per batch, or a running one."
     )
-    schedule_offset: Int = Field(default=1000, ge=0, description="First step that quantizes.")
+    schedule_offset: Int = Field(default=0, ge=0, description="First step that quantizes.")
 
 
 class ActivationQuantizationTraining(LenientConfigModel):
@@ -125,7 +125,7 @@ class PruningGroup(_Group):
 
 class _PruningShared(LenientConfigModel):
     enabled: bool = Field(default=False, description="Turn it on.")
-    schedule_offset: Int = Field(default=1000, ge=0, description="First step that prunes.")
+    schedule_offset: Int = Field(default=0, ge=0, description="First step that prunes.")
 
 
 class SparsePruningShared(_PruningShared):

@@ -96,6 +96,24 @@ def test_nothing_changes_before_the_schedule_begins() -> None:
     assert not torch.equal(model(tokens), plain(tokens))
 
 
+@pytest.mark.parametrize(
+    "technique", [WEIGHTS, ACTIVATIONS, SPARSE, ROWS, HEADS_HALF], ids=lambda each: next(iter(each))
+)
+def test_without_an_offset_a_technique_acts_from_the_first_step(technique: Any) -> None:
+    def output(**offset: int) -> torch.Tensor:
+        torch.manual_seed(0)
+        model = Bert()
+        ((name, section),) = technique.items()
+        shared = {k: v for k, v in section["shared_parameters"].items() if k != "schedule_offset"} | offset
+        asked = config({name: {**section, "shared_parameters": shared}})
+        init_compression(model, asked)
+        scheduled(model, asked)
+        return model(batch(0)[0])
+
+    assert torch.equal(output(), output(schedule_offset=0))
+    assert not torch.equal(output(), output(schedule_offset=1))
+
+
 def test_several_techniques_on_one_layer() -> None:
     linear = LinearLayer_Compress(8, 6)
     linear.enable_weight_quantization(4, 4, 1, True, "symmetric", 2)
