@@ -1,0 +1,194 @@
+"""The import hook behind `aliases.py` and `later.py`.
+
+It handles the module paths in their tables:
+
+- a row of `MODULES`: the import returns our module object itself;
+- a module of ours for which the tables have further names: loaded as usual, it asks them for names it lacks;
+- a path that is only in the tables: an empty module that asks them for everything.
+
+A package of ours also imports a submodule of it when that is asked for as an attribute: clients write
+`deepspeed.elasticity.config.ElasticityError` after only `import deepspeed`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import CodeType, ModuleType
+from typing import Any
+
+from deepspeed.compat import later
+from deepspeed.compat.aliases import MODULES, NAMES, SUBMODULES
+from deepspeed.compat.later_table import LATER
+
+
+def install() -> None:
+    """Put the finder first in `sys.meta_path`, once."""
+    if not any(isinstance(finder, DocumentedPaths) for finder in sys.meta_path):
+        sys.meta_path.insert(0, DocumentedPaths())
+
+
+def our_path(documented: str) -> str | None:
+    """Return where a documented module path leads if it, or a package above it, is a row of `MODULES`."""
+    head, tail = documented, ""
+    while "." in head:
+        if head in MODULES:
+            return MODULES[head] + tail
+        head, _, last = head.rpartition(".")
+        tail = f".{last}{tail}"
+    return None
+
+
+_TABLED: dict[str, list[str]] = {}
+for _path in dict.fromkeys([*NAMES, *SUBMODULES, *LATER]):
+    _TABLED.setdefault(our_path(_path) or _path, []).append(_path)
+# Parents of documented paths, of which some exist only so: `deepspeed.runtime` for `deepspeed.runtime.engine`.
+_PACKAGES = {
+    path.rsplit(".", depth)[0]
+    for path in (*NAMES, *SUBMODULES, *LATER, *MODULES, *_TABLED)
+    for depth in range(1, path.count("."))
+}
+_DOCUMENTED: dict[str, list[str]] = {}
+for _path, _ours in MODULES.items():
+    _DOCUMENTED.setdefault(_ours, []).append(_path)
+
+
+def documented_paths(module: str) -> list[str]:
+    """Return the paths under which the tables know `module`, its own name among them."""
+    return list(dict.fromkeys([module, *_TABLED.get(module, ()), *_DOCUMENTED.get(module, ())]))
+
+
+def lookup(module: str, name: str) -> Any:
+    """Return a documented name that `module` does not define itself. AttributeError if no table has it."""
+    for path in documented_paths(module):
+        if target := NAMES.get(path, {}).get(name):
+            ours, _, renamed = target.partition(":")
+            return getattr(importlib.import_module(ours), renamed or name)
+        if name in SUBMODULES.get(path, ()) or f"{path}.{name}" in LATER:
+            return importlib.import_module(f"{path}.{name}")
+        if path in LATER and name in later.names(path):
+            return later.make(path, name)
+    raise AttributeError(f"module {module!r} has no attribute {name!r}")
+
+
+class DocumentedPaths(MetaPathFinder):
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if not fullname.startswith("deepspeed."):
+            return None
+        if ours := our_path(fullname):
+            return self._same_module(fullname, ours)
+        real = self._real_spec(fullname, path, target)
+        is_package = real is not None and bool(real.origin and real.submodule_search_locations)
+        if fullname not in _TABLED and fullname not in _PACKAGES and not is_package:
+            return real
+        if real is None or real.origin is None:  # nothing, or a folder without __init__.py
+            tabled = ModuleSpec(fullname, _OnlyTabled(), is_package=True)
+            if real is not None:
+                tabled.submodule_search_locations = real.submodule_search_locations
+            return tabled
+        if (fullname in _TABLED or is_package) and real.loader is not None:
+            real.loader = _WithTabledNames(real.loader)
+        return real
+
+    def _same_module(self, fullname: str, ours: str) -> ModuleSpec | None:
+        try:
+            real = importlib.util.find_spec(ours)
+        except ModuleNotFoundError:  # a package above it is none of ours
+            return None
+        if real is None:
+            return None
+        return ModuleSpec(fullname, _SameModule(ours), is_package=real.submodule_search_locations is not None)
+
+    def _real_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None
+    ) -> ModuleSpec | None:
+        for finder in sys.meta_path:
+            if finder is self or (find_spec := getattr(finder, "find_spec", None)) is None:
+                continue
+            if spec := find_spec(fullname, path, target):
+                return spec
+        return None
+
+
+class _SameModule(Loader):
+    """Loads a documented path as our module, which keeps its own name and spec."""
+
+    def __init__(self, ours: str) -> None:
+        self.ours = ours
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        module = importlib.import_module(self.ours)
+        self.own_spec = module.__spec__
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__spec__ = self.own_spec  # the import system has just set the documented path's
+
+    def get_code(self, fullname: str) -> CodeType | None:
+        """Return the code of our module, for `python -m` with the documented path."""
+        spec = importlib.util.find_spec(self.ours)
+        return spec.loader.get_code(self.ours) if spec and spec.loader else None  # type: ignore[attr-defined]
+
+
+class _OnlyTabled(Loader):
+    def create_module(self, spec: ModuleSpec) -> None:
+        return None
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__doc__ = "Documented module whose names are elsewhere or come later."
+        _ask_tables(module)
+
+
+class _WithTabledNames(Loader):
+    """Wraps the loader of one of our modules; everything else about that loader stays accessible."""
+
+    def __init__(self, real: Any) -> None:
+        self.real = real
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.real, name)
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return self.real.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        self.real.exec_module(module)
+        _ask_tables(module)
+
+
+def submodule(package: ModuleType, name: str) -> ModuleType | None:
+    """Import and return the submodule of that name, also by a documented path of the package; None if there is none."""
+    if name.startswith("_") or not hasattr(package, "__path__"):
+        return None
+    for path in (f"{parent}.{name}" for parent in documented_paths(package.__name__)):
+        if importlib.util.find_spec(path) is not None:
+            return importlib.import_module(path)
+    return None
+
+
+def _ask_tables(module: ModuleType) -> None:
+    own = vars(module).get("__getattr__")
+
+    def missing(name: str) -> Any:
+        refusal: AttributeError | None = None
+        if own is not None:
+            try:
+                return own(name)
+            except AttributeError as error:
+                refusal = error
+        try:
+            value = lookup(module.__name__, name)
+        except AttributeError as error:
+            value = submodule(module, name)
+            if value is None:
+                raise (refusal or error) from None  # the module knows better what it has instead
+        setattr(module, name, value)
+        return value
+
+    vars(module)["__getattr__"] = missing
