@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from deepspeed.config.findings import Finding, Rule
+from deepspeed.config.rules_of_data import curricula_fit, dropped_tokens, one_choice_of_samples
 from deepspeed.config.rules_of_optimizers import (
     arguments_make_sense,
     one_bit_needs_copies,
@@ -21,6 +22,7 @@ from deepspeed.config.rules_of_precision import (
     low_precision_masters,
     no_norm_wanted,
     one_precision,
+    quantizes_16_bits,
     summed_gradients,
     unmanaged_accumulation,
 )
@@ -35,6 +37,7 @@ from deepspeed.config.rules_of_zero import (
 )
 from deepspeed.config.schema import TrainingConfig
 from deepspeed.elasticity.config import ElasticityConfigError
+from deepspeed.moe.config import ATTRIBUTES
 
 
 def check_rules(config: TrainingConfig) -> list[Finding]:
@@ -89,6 +92,46 @@ def expert_and_tensor_parallel(config: TrainingConfig) -> Iterator[Finding]:
         )
 
 
+def sparse_and_parallel(config: TrainingConfig) -> Iterator[Finding]:
+    """Warnings, as a model that reads the section itself may have its own way of sharing attention."""
+    section, key = config.sparse_attention, "sparse_attention"
+    if section is None:
+        return
+    if (config.sequence_parallel_size or 1) > 1:
+        yield Finding(
+            (key, "sequence_parallel_size"),
+            f"with sequence_parallel_size {config.sequence_parallel_size} is refused for models of Transformers: use "
+            "one of them",
+            is_error=False,
+        )
+    if section.different_layout_per_head and config.tensor_parallel.autotp_size > 1:
+        yield Finding(
+            (f"{key}.different_layout_per_head", "tensor_parallel.autotp_size"),
+            "true is refused for models of Transformers whose heads are shared by ranks: set it to false",
+            is_error=False,
+        )
+
+
+def names_of_experts(config: TrainingConfig) -> Iterator[Finding]:
+    section = config.expert_parallel
+    for name in ATTRIBUTES if section.enabled else ():
+        if getattr(section, name) == "":
+            yield Finding(
+                (f"expert_parallel.{name}",), "is empty: give the attribute's name, or leave it out"
+            )
+
+
+def shared_generation(config: TrainingConfig) -> Iterator[Finding]:
+    """A warning, as models that only score do not generate."""
+    size, layers = config.hybrid_engine.inference_tp_size, config.tensor_parallel.autotp_size
+    if config.hybrid_engine.enabled and layers > 1 and size not in (1, layers):
+        yield Finding(
+            ("hybrid_engine.inference_tp_size", "tensor_parallel.autotp_size"),
+            f"{size} is refused in training, where {layers} ranks share each layer: leave it out, or use {layers}",
+            is_error=False,
+        )
+
+
 def even_vocabulary(config: TrainingConfig) -> Iterator[Finding]:
     if config.vocabulary_size and config.vocabulary_size % 8:
         yield Finding(
@@ -103,6 +146,7 @@ RULES: tuple[Rule, ...] = (
     autocast_beside_16_bit,
     low_precision_masters,
     unmanaged_accumulation,
+    quantizes_16_bits,
     compiled_passes,
     summed_gradients,
     offload_makes_sense,
@@ -120,5 +164,11 @@ RULES: tuple[Rule, ...] = (
     elastic_batch,
     saves_by_itself,
     expert_and_tensor_parallel,
+    names_of_experts,
+    sparse_and_parallel,
+    shared_generation,
+    curricula_fit,
+    one_choice_of_samples,
+    dropped_tokens,
     even_vocabulary,
 )

@@ -127,3 +127,23 @@ def no_norm_wanted(config: TrainingConfig) -> Iterator[Finding]:
         yield Finding(
             (key, "gradient_clipping"), f"clipping needs the norm: {key}=false requires gradient_clipping=0"
         )
+
+
+def quantizes_16_bits(config: TrainingConfig) -> Iterator[Finding]:
+    """Quantization after an update is of 16-bit weights, beside which the fp32 ones stay exact. A warning, as an engine
+    whose model was not prepared, such as a teacher's, leaves the section unused."""
+    if (
+        config.fp16.enabled
+        or config.bf16.enabled
+        or config.data_types.param_dtype not in (None, torch.float32)
+    ):
+        return
+    weights = config.compression_training.weight_quantization.shared_parameters
+    if weights.enabled and not weights.quantize_weight_in_forward:
+        key = "compression_training.weight_quantization.shared_parameters.quantize_weight_in_forward"
+        yield Finding(
+            (key, BF16, FP16),
+            "false is refused for a model of init_compression in fp32, which has no 16-bit weights: set it to true, or "
+            "enable fp16 or bf16",
+            is_error=False,
+        )

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 from enum import Enum
 from typing import Annotated, Any
 
 import torch
-from pydantic import BeforeValidator, Field, PlainValidator, field_validator
+from pydantic import BeforeValidator, Field, PlainValidator
 
 from deepspeed.config.sections import DeepSpeedConfigModel, Int, Says, deprecated
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
-from deepspeed.utils.extras import install_hint
 
 
 class DtypeEnum(Enum):
@@ -155,7 +153,9 @@ class DeepSpeedInferenceConfig(DeepSpeedConfigModel):
         default=DeepSpeedTPConfig(), alias="tp", description="Tensor parallelism."
     )
     enable_cuda_graph: bool = Field(default=False, description="Capture forward as a CUDA graph.")
-    use_triton: bool = Field(default=False, description="Use Triton kernels; needs the package `triton`.")
+    use_triton: bool = Field(
+        default=False, description="No effect: kernels are chosen by the device and by what is installed."
+    )
     triton_autotune: bool = Field(default=False, description="Tune them at the start.")
     zero: DeepSpeedZeroConfig = Field(
         default=DeepSpeedZeroConfig(), description="ZeRO, for weights outside the device."
@@ -220,12 +220,3 @@ class DeepSpeedInferenceConfig(DeepSpeedConfigModel):
     quantization_setting: Any = deprecated(
         None, "Groups of quantized weights.", message="no effect: each row of a weight has scales of its own"
     )
-
-    @field_validator("use_triton")
-    @classmethod
-    def has_triton(cls, value: bool) -> bool:
-        if value and importlib.util.find_spec("triton") is None:
-            raise ValueError(
-                f"the package 'triton' is not installed: {install_hint('triton', extra='triton')}"
-            )
-        return value

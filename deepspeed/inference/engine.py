@@ -277,7 +277,7 @@ def _cast(module: nn.Module, dtype: torch.dtype) -> None:
 
 _WITHOUT_EFFECT = {
     "enable_cuda_graph": "forwards are not captured as CUDA graphs",
-    "use_triton": "kernels are chosen by the device",
+    "use_triton": "kernels are chosen by the device and by what is installed",
     "triton_autotune": "kernels are chosen by the device",
     "transposed_mode": "weights keep the model's layout",
     "triangular_masking": "the model's own masks decide what is seen",

@@ -111,6 +111,10 @@ def parse_autoep_config(param_dict: Mapping[str, Any]) -> AutoEPConfig:
     return AutoEPConfig(**param_dict)
 
 
+ATTRIBUTES = ("expert_w1", "expert_w2", "expert_w3", "router_pattern", "expert_pattern")
+"""Keys that name an attribute of a model."""
+
+
 def validate_autoep_config(
     config: AutoEPConfig,
     world_size: int,
@@ -146,6 +150,6 @@ def validate_autoep_config(
             f"expert_parallel.enabled cannot be combined with tensor_parallel.autotp_size={tp_size}; experts already "
             "are in parts"
         )
-    for name in ("expert_w1", "expert_w2", "expert_w3", "router_pattern", "expert_pattern"):
+    for name in ATTRIBUTES:
         if getattr(config, name) == "":
             raise ValueError(f"expert_parallel.{name} is empty: give the attribute's name, or leave it out")

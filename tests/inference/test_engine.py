@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -139,6 +141,16 @@ def test_the_modules_of_a_pipeline_are_prepared_where_they_are() -> None:
     assert made(torch.ones(1, 4).bfloat16()).shape == (1, 4)
     with pytest.raises(DeepSpeedConfigError, match="checkpoint is for one model, and Pipeline has unet, vae"):
         deepspeed.init_inference(Pipeline(), checkpoint="somewhere")  # type: ignore[arg-type]
+
+
+@distributed(world_size=1)
+def test_use_triton_is_accepted_with_a_note_whatever_is_installed() -> None:
+    """Kernels are chosen by what is installed, so that the key needs no package."""
+    with mock.patch.dict(sys.modules, {"triton": None}), collect_notes() as notes:
+        config = DeepSpeedInferenceConfig(dtype=torch.float32, use_triton=True)
+        engine: Any = deepspeed.init_inference(Small(), config)
+    assert isinstance(engine, InferenceEngine) and config.use_triton
+    assert any("'use_triton' has no effect" in note for note in notes)
 
 
 def test_weights_come_from_files_for_a_module_without_them(tmp_path: Path) -> None:

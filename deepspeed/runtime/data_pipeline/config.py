@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from pydantic import Field
@@ -25,6 +26,30 @@ class CurriculumScheduleConfig(LenientConfigModel):
     max_step: list[Int] | None = Field(
         default=None, description="Last step of each difficulty but the last one (fixed_discrete)."
     )
+
+
+NEEDED = {
+    "fixed_linear": ("total_curriculum_step", "difficulty_step"),
+    "fixed_root": ("total_curriculum_step", "difficulty_step", "root_degree"),
+    "fixed_discrete": ("difficulty", "max_step"),
+    "custom": (),
+}
+"""schedule_type -> keys of schedule_config that it needs."""
+
+
+def wrong_curriculum(kind: str, details: Mapping[str, Any]) -> str:
+    """What is wrong with the ``schedule_config`` of a curriculum of this ``schedule_type``; empty: nothing."""
+    missing = [key for key in NEEDED[kind] if details.get(key) is None]
+    if missing:
+        return f"a curriculum with schedule_type={kind!r} needs schedule_config.{missing[0]}"
+    if kind == "fixed_discrete":
+        levels, steps = len(details["difficulty"]), len(details["max_step"])
+        if levels != steps + 1:
+            return (
+                "a curriculum with schedule_type='fixed_discrete' needs one max_step for each difficulty but the last: "
+                f"schedule_config.difficulty has {levels} entries, max_step {steps}"
+            )
+    return ""
 
 
 class CurriculumMetricConfig(LenientConfigModel):
@@ -108,6 +133,36 @@ class RandomLTDScheduleConfig(LenientConfigModel):
     schedule_config: RandomLTDScheduleDetails | None = Field(
         default=None, description="Speed of the schedule."
     )
+
+
+def wrong_lengths(schedule: Mapping[str, Any]) -> str:
+    """What is wrong with a ``random_ltd_schedule``; empty: nothing."""
+    details = schedule.get("schedule_config") or {}
+    missing = [key for key in ("min_value", "max_value", "schedule_type") if schedule.get(key) is None]
+    missing += [
+        f"schedule_config.{key}" for key in ("require_steps", "seq_per_step") if details.get(key) is None
+    ]
+    if missing:
+        return f"random_ltd.random_ltd_schedule.{missing[0]} is missing"
+    if schedule["min_value"] > schedule["max_value"]:
+        return (
+            f"random_ltd.random_ltd_schedule.min_value={schedule['min_value']} is above "
+            f"max_value={schedule['max_value']}: the kept length grows"
+        )
+    return ""
+
+
+WARMUPS = ("linear", "log")
+
+
+def wrong_warmup(kind: str, warmup: int, total: int) -> str:
+    """What is wrong with the warm-up of a ``layer_token_lr_schedule``, both in layer tokens; empty: nothing."""
+    section = "random_ltd.layer_token_lr_schedule"
+    if kind not in WARMUPS:
+        return f"{section}.warmup_type={kind!r}: must be {' or '.join(WARMUPS)}"
+    if warmup >= total:
+        return f"{section}.warmup_layer_tokens={warmup} must be less than total_layer_tokens={total}"
+    return ""
 
 
 class LayerTokenLRScheduleConfig(LenientConfigModel):

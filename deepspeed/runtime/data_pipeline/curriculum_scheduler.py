@@ -7,14 +7,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from deepspeed.config.problems import DeepSpeedConfigError
+from deepspeed.runtime.data_pipeline.config import NEEDED, wrong_curriculum
 
 FIXED_LINEAR, FIXED_ROOT, FIXED_DISCRETE, CUSTOM = "fixed_linear", "fixed_root", "fixed_discrete", "custom"
-_NEEDED = {
-    FIXED_LINEAR: ("total_curriculum_step", "difficulty_step"),
-    FIXED_ROOT: ("total_curriculum_step", "difficulty_step", "root_degree"),
-    FIXED_DISCRETE: ("difficulty", "max_step"),
-    CUSTOM: (),
-}
 
 
 class CurriculumScheduler:
@@ -41,9 +36,9 @@ class CurriculumScheduler:
             if config.get(key) is None:
                 raise DeepSpeedConfigError(f"a curriculum needs {key!r}")
         kind = config["schedule_type"]
-        if kind not in _NEEDED:
+        if kind not in NEEDED:
             raise DeepSpeedConfigError(
-                f"schedule_type={kind!r} of a curriculum is unknown: use one of {', '.join(_NEEDED)}"
+                f"schedule_type={kind!r} of a curriculum is unknown: use one of {', '.join(NEEDED)}"
             )
         self.state: dict[str, Any] = {
             "min_difficulty": config["min_difficulty"],
@@ -55,7 +50,8 @@ class CurriculumScheduler:
         if kind != CUSTOM:
             details = {k: v for k, v in (config.get("schedule_config") or {}).items() if v is not None}
             self.state["schedule_config"] = details
-            _check(kind, details)
+            if wrong := wrong_curriculum(kind, details):
+                raise DeepSpeedConfigError(wrong)
 
     def get_current_difficulty(self) -> int:
         return self.state["current_difficulty"]
@@ -111,18 +107,3 @@ class CurriculumScheduler:
         if self.state["current_difficulty"] < self.state["max_difficulty"]:
             self.state["current_difficulty"] = self.get_difficulty(global_steps)
         return self.state["current_difficulty"]
-
-
-def _check(kind: str, details: dict[str, Any]) -> None:
-    missing = [key for key in _NEEDED[kind] if details.get(key) is None]
-    if missing:
-        raise DeepSpeedConfigError(
-            f"a curriculum with schedule_type={kind!r} needs schedule_config.{missing[0]}"
-        )
-    if kind == FIXED_DISCRETE:
-        levels, steps = details["difficulty"], details["max_step"]
-        if len(levels) != len(steps) + 1 or not levels:
-            raise DeepSpeedConfigError(
-                "a curriculum with schedule_type='fixed_discrete' needs one max_step for each difficulty but the last: "
-                f"schedule_config.difficulty has {len(levels)} entries, max_step {len(steps)}"
-            )

@@ -32,7 +32,6 @@ class RandomLTD:
 
     def __init__(self, engine: EngineBase, section: dict[str, Any], seed: int) -> None:
         _check_axes(engine)
-        _check_numbers(section)
         section["global_batch_size"] = engine._config.train_batch_size
         section["micro_batch_size"] = engine._config.train_micro_batch_size_per_gpu
         self.engine = engine
@@ -118,8 +117,6 @@ class RandomLTD:
             )
         if self.engine.basic_optimizer is None:
             raise DeepSpeedConfigError(f"{key}.enabled=true needs an optimizer")
-        if asked["total_layer_tokens"] is None:
-            raise DeepSpeedConfigError(f"{key}.total_layer_tokens is missing")
         self.engine.lr_scheduler = LayerTokenLR(
             self.engine.basic_optimizer,
             self.scheduler,
@@ -142,21 +139,6 @@ def _check_axes(engine: EngineBase) -> None:
             raise DeepSpeedConfigError(f"{SECTION}.enabled=true cannot be combined with {key}: {why}")
     if hasattr(engine, "train_batch"):
         raise DeepSpeedConfigError(f"{SECTION}.enabled=true cannot be combined with a PipelineModule")
-
-
-def _check_numbers(section: dict[str, Any]) -> None:
-    numbers, total = section["random_ltd_layer_id"], section["total_layer_num"]
-    if len(numbers) != section["random_ltd_layer_num"]:
-        raise DeepSpeedConfigError(
-            f"{SECTION}.random_ltd_layer_id has {len(numbers)} entries, random_ltd_layer_num is "
-            f"{section['random_ltd_layer_num']}: they must agree"
-        )
-    wrong = [number for number in numbers if not 0 <= number < total or numbers.count(number) > 1]
-    if wrong:
-        raise DeepSpeedConfigError(
-            f"{SECTION}.random_ltd_layer_id has {wrong[0]}: layers are numbered from 0 to {total - 1} "
-            "(total_layer_num - 1), each once"
-        )
 
 
 def _is_converted(module: torch.nn.Module) -> bool:

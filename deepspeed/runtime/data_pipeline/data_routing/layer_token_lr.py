@@ -8,9 +8,8 @@ from typing import Any
 import torch
 
 from deepspeed.config.problems import DeepSpeedConfigError
+from deepspeed.runtime.data_pipeline.config import wrong_warmup
 from deepspeed.runtime.data_pipeline.data_routing.scheduler import CONSUMED_LAYER_TOKENS, RandomLTDScheduler
-
-_WARMUPS = ("linear", "log")
 
 
 class LayerTokenLR:
@@ -31,14 +30,8 @@ class LayerTokenLR:
         warmup_layer_tokens: int = 0,
         warmup_type: str = "linear",
     ) -> None:
-        section = "random_ltd.layer_token_lr_schedule"
-        if warmup_type not in _WARMUPS:
-            raise DeepSpeedConfigError(f"{section}.warmup_type={warmup_type!r}: must be linear or log")
-        if warmup_layer_tokens >= total_layer_tokens:
-            raise DeepSpeedConfigError(
-                f"{section}.warmup_layer_tokens={warmup_layer_tokens} must be less than "
-                f"total_layer_tokens={total_layer_tokens}"
-            )
+        if wrong := wrong_warmup(warmup_type, warmup_layer_tokens, total_layer_tokens):
+            raise DeepSpeedConfigError(wrong)
         self.optimizer = optimizer
         self.scheduler = scheduler
         self.total, self.warmup, self.warmup_type = total_layer_tokens, warmup_layer_tokens, warmup_type

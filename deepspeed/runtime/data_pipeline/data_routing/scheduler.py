@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from deepspeed.config.problems import DeepSpeedConfigError
+from deepspeed.runtime.data_pipeline.config import wrong_lengths
 from deepspeed.runtime.data_pipeline.data_routing.sampling import TokenSampler
 
 MIN_VALUE, MAX_VALUE, CURRENT_VALUE = "min_value", "max_value", "current_value"
@@ -57,8 +58,8 @@ class RandomLTDScheduler(BaseScheduler):
         self.random_ltd_layer_num: int = config["random_ltd_layer_num"]
         self.global_batch_size: int = config["global_batch_size"]
         self.config_schedule: Mapping[str, Any] | None = config["random_ltd_schedule"]
-        if self.config_schedule is not None:
-            _check(self.config_schedule)
+        if self.config_schedule is not None and (wrong := wrong_lengths(self.config_schedule)):
+            raise DeepSpeedConfigError(wrong)
         self.sampler = TokenSampler(self.random_ltd_layer_num)
         self.reset_to_init()
 
@@ -116,18 +117,3 @@ class RandomLTDScheduler(BaseScheduler):
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         self.state.update({key: state_dict[key] for key in _SAVED})
-
-
-def _check(schedule: Mapping[str, Any]) -> None:
-    details = schedule.get(SCHEDULE_CONFIG) or {}
-    missing = [key for key in (MIN_VALUE, MAX_VALUE, SCHEDULE_TYPE) if schedule.get(key) is None]
-    missing += [
-        f"{SCHEDULE_CONFIG}.{key}" for key in ("require_steps", "seq_per_step") if details.get(key) is None
-    ]
-    if missing:
-        raise DeepSpeedConfigError(f"random_ltd.random_ltd_schedule.{missing[0]} is missing")
-    if schedule[MIN_VALUE] > schedule[MAX_VALUE]:
-        raise DeepSpeedConfigError(
-            f"random_ltd.random_ltd_schedule.min_value={schedule[MIN_VALUE]} is above "
-            f"max_value={schedule[MAX_VALUE]}: the kept length grows"
-        )
