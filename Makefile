@@ -33,7 +33,7 @@ clients: $(VENV)/.created
 	@$(CLIENTS)/bin/python -c "import mup, importlib.metadata as m; m.version('deepspeed-mii')" 2>/dev/null \
 		|| $(CLIENTS)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps $(ALONE)
 	HF_HUB_OFFLINE=1 $(CLIENTS)/bin/python -m pytest $(WORKERS) -m "not slow" \
-		tests/clients tests/examples/test_clients.py tests/config/test_client_files.py tests/memory_plan/test_command.py \
+		tests/clients tests/examples/test_clients.py tests/config/test_client_files.py tests/planning/memory/test_command.py \
 		tests/zero/test_init_peak.py
 
 # Triton lies in a folder of its own, so that `make test` stays what it is, unless torch has brought it along. What it

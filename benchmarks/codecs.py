@@ -1,4 +1,5 @@
-"""Codecs of slow links (deepspeed/comm/codecs.py) in one thread: native, in PyTorch operations, and a stream of memory.
+"""Codecs of slow links (deepspeed/ops/formats/codecs.py) in one thread: native, in PyTorch operations, and a stream
+of memory.
 
 ``encode`` with feedback of errors reads values and errors and writes errors and packets (12 bytes per element and the
 packet); its stream is ``errors += values`` (12 bytes), which reads and writes the same arrays, but not the packet.
@@ -33,7 +34,7 @@ def contenders(codec: Any, numel: int) -> dict[str, tuple[Callable[[], object], 
     """By name: what to run, and the bytes that it moves."""
     import torch
 
-    from deepspeed.comm.codecs import Codec
+    from deepspeed.ops.formats.codecs import Codec
 
     values, errors, out = torch.randn(numel), torch.randn(numel), torch.empty(numel)
     packet = codec.encode(values)
@@ -89,8 +90,8 @@ def rows(name: str, runs: dict[str, Any], found: dict[str, list[float]]) -> list
 def main(argv: Sequence[str] | None = None) -> None:
     import torch
 
-    from deepspeed.comm.codecs import codec_named
     from deepspeed.ops import native
+    from deepspeed.ops.formats.codecs import codec_named
 
     arguments = parse(argv)
     torch.set_num_threads(1)

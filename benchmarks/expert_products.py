@@ -56,7 +56,7 @@ class Case:
         return torch.cat([F.gelu(run @ up.t()) @ down.t() for run, up, down in parts])
 
     def one_call(self) -> Tensor:
-        from deepspeed.moe.grouped import grouped_linear
+        from deepspeed.parallel.expert.grouped import grouped_linear
 
         made = grouped_linear(self.inputs, self.up.transpose(1, 2), self.runs)
         return grouped_linear(F.gelu(made), self.down.transpose(1, 2), self.runs)

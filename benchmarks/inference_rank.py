@@ -127,7 +127,7 @@ class Inference:
             return time.perf_counter() - begin
 
     def _by_ours(self, wanted: Sequence[tuple[list[int], int]]) -> float:
-        from deepspeed.inference.generator import Generator
+        from deepspeed.inference.generation.generator import Generator
         from deepspeed.inference.scheduling.requests import SamplingParams
 
         if self.generator is None:
@@ -145,7 +145,7 @@ class Inference:
         """Seconds from the arrival of each request to its first token, in an open loop: requests come when they come,
         whether or not others are done. ``arrivals``: their prompts; ``gaps``: seconds from one to the next; ``share``:
         of short prompts."""
-        from deepspeed.inference.generator import Generator
+        from deepspeed.inference.generation.generator import Generator
         from deepspeed.inference.scheduling.requests import Request, SamplingParams
 
         if self.runner is None:

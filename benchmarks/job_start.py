@@ -2,7 +2,7 @@
 
     python benchmarks/job_start.py [--hosts 4] [--runs 3] [--peer ../peer/bin/python] [--save ssh]
 
-The machines are network namespaces with a real sshd (`tests/launcher/real_machines.py`). "By hand" means that a
+The machines are network namespaces with a real sshd (`tests/tools/launcher/real_machines.py`). "By hand" means that a
 `torchrun` with all options is started on every machine at the same moment, without ssh: nothing could be sooner.
 "Over ssh" is one connection per machine that starts `torchrun`, as a shell script would do it. The peer uses pdsh.
 """
@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from jobs import progress, ratios
 from report import Report, common_arguments
-from tests.launcher.real_machines import Machines, why_not
+from tests.tools.launcher.real_machines import Machines, why_not
 
 Started = list[subprocess.Popen[str]]
 Way = Callable[[Machines, Path], Started]

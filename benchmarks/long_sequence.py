@@ -173,11 +173,11 @@ class Counter:
     """Counts one way of training at any length, on meta."""
 
     def __init__(self, hidden: int, way: Way) -> None:
-        from deepspeed.runtime.activation_checkpointing.kept_inputs import KeptInputs
-        from deepspeed.runtime.activation_checkpointing.model_layers import keep_inputs_of_layers
-        from deepspeed.runtime.sequence_parallel.tiled.config import TiledComputeConfig
-        from deepspeed.runtime.sequence_parallel.tiled.model_transform import TiledModel
-        from deepspeed.sequence.exchange import communicator_of
+        from deepspeed.config.sections.tiled import TiledComputeConfig
+        from deepspeed.parallel.sequence.exchange import communicator_of
+        from deepspeed.parallel.sequence.tiled.model_transform import TiledModel
+        from deepspeed.transforms.recompute.kept_inputs import KeptInputs
+        from deepspeed.transforms.recompute.model_layers import keep_inputs_of_layers
 
         with torch.device("meta"):
             self.model = Llama(hidden, way)

@@ -89,7 +89,7 @@ class Dispatch:
     """Tokens [S, h] that choose 2 of ``experts``, with 1.25 times the even share as capacity in the one-hot form."""
 
     def __init__(self, tokens: int, hidden: int, experts: int) -> None:
-        from deepspeed.moe.routes import Routes
+        from deepspeed.parallel.expert.routes import Routes
 
         torch.manual_seed(0)
         self.tokens = torch.randn(tokens, hidden, requires_grad=True)
@@ -106,7 +106,7 @@ class Dispatch:
 
     def sorted(self) -> None:
         """Without what experts do: their outputs are their inputs."""
-        from deepspeed.moe.dispatch import Order, combine, permute
+        from deepspeed.parallel.expert.dispatch import Order, combine, permute
 
         order = Order.of(self.routes)
         combine(permute(self.tokens, order), self.routes.weights, order).sum().backward()

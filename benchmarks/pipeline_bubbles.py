@@ -16,15 +16,15 @@ from statistics import median
 import torch
 
 import gpt
-from deepspeed.runtime.pipe.orders import (
+from deepspeed.parallel.pipeline.schedules.orders import (
     Durations,
     Order,
     interleaved,
     one_forward_one_backward,
     simulate,
 )
-from deepspeed.runtime.pipe.split_backward import WeightQueue, split_layers
-from deepspeed.runtime.pipe.zero_bubble import zero_bubble, zero_bubble_v
+from deepspeed.parallel.pipeline.schedules.zero_bubble import zero_bubble, zero_bubble_v
+from deepspeed.parallel.pipeline.split_backward import WeightQueue, split_layers
 from report import Report, common_arguments
 
 GOAL = 0.03

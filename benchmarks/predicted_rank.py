@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 import deepspeed
-from deepspeed.step_plan.calibration_rank import Trained
+from deepspeed.tools.calibration_rank import Trained
 
 
 def at_stage(config: dict[str, Any], stage: int) -> dict[str, Any]:
@@ -18,7 +18,7 @@ def at_stage(config: dict[str, Any], stage: int) -> dict[str, Any]:
 
 
 class PredictedRank:
-    """``model``: a shape (``deepspeed/step_plan/shapes.py``)."""
+    """``model``: a shape (``deepspeed/planning/step_time/shapes.py``)."""
 
     def __init__(self, model: str, micro: int, sequence: int, config: dict[str, Any]) -> None:
         self.model = model
@@ -47,7 +47,7 @@ class PredictedRank:
 
     def memory(self, stage: int, sequence: int) -> int:
         """Most bytes that torch's allocator has handed out in a step, from the making of the model on."""
-        from tests.memory_plan.counting import Allocations
+        from tests.planning.memory.counting import Allocations
 
         config = at_stage(self.config, stage)
         with Allocations() as allocations:

@@ -20,15 +20,15 @@ from typing import Any
 
 import torch
 
-from deepspeed.memory_plan.activations import shape_of
-from deepspeed.memory_plan.ledger import STEADY, Place
-from deepspeed.memory_plan.request import Request, answer
-from deepspeed.step_plan.calibrate import Asked, calibrate
-from deepspeed.step_plan.calibrated import predicted
-from deepspeed.step_plan.calibration import Calibration, load
-from deepspeed.step_plan.hardware import Network
-from deepspeed.step_plan.shapes import build_shape
-from deepspeed.step_plan.work import flops_by_call
+from deepspeed.planning.activations import shape_of
+from deepspeed.planning.ledger import STEADY, Place
+from deepspeed.planning.request import Request, answer
+from deepspeed.planning.step_time.calibrated import predicted
+from deepspeed.planning.step_time.calibration import Calibration, load
+from deepspeed.planning.step_time.hardware import Network
+from deepspeed.planning.step_time.shapes import build_shape
+from deepspeed.planning.step_time.work import flops_by_call
+from deepspeed.tools.calibrate import Asked, calibrate
 from jobs import Job, progress
 from links import Links, links_or_exit
 from predicted_rank import at_stage

@@ -1,7 +1,7 @@
 """Adapters on a frozen base in 8 bits, against one in fp32: bytes and loss.
 
 The small model of examples/pretrain_gpt is trained on its text by plain PyTorch and frozen; then adapters
-(deepspeed/linear) of its matrices are trained on more of it, once on the weights as they are and once on
+(deepspeed/transforms/lora) of its matrices are trained on more of it, once on the weights as they are and once on
 weights of 8 bits in groups of 512. Shown are the bytes of the base per number, the mean training loss of the last tenth
 of the steps and the loss on held-out text, from several seeds.
 

@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from deepspeed.inference.calibration import METHODS, input_moments, linears_of, quantize_calibrated
 from deepspeed.inference.kernels import quantize_linears
-from deepspeed.runtime.zero.units import blocks_of
+from deepspeed.inference.quantized.calibration import METHODS, input_moments, linears_of, quantize_calibrated
+from deepspeed.zero.gather_units import blocks_of
 from jobs import progress
 from report import Report, common_arguments
 

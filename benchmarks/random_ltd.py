@@ -27,8 +27,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "examples/pretrain_gpt"))
 from model import Block, GPTConfig, rotation_table
 
 from deepspeed.accelerator import get_accelerator
+from deepspeed.data.data_routing.sampling import Place, TokenSampler
 from deepspeed.runtime.data_pipeline.data_routing.basic_layer import RandomLayerTokenDrop
-from deepspeed.runtime.data_pipeline.data_routing.sampling import Place, TokenSampler
 from deepspeed.runtime.data_pipeline.data_routing.scheduler import RandomLTDScheduler
 
 

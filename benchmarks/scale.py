@@ -44,16 +44,16 @@ def one_of(world: int, rank: int) -> Iterator[None]:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     import deepspeed.comm
-    from deepspeed.runtime.zero.gathering import sharded_model
-    from deepspeed.runtime.zero.gathering.shard_server import ShardServer
+    from deepspeed.zero.gathering import sharded_model
+    from deepspeed.zero.gathering.shard_server import ShardServer
 
     torch.distributed.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
     with (
         mock.patch.object(sharded_model, "prefers_collectives", lambda device_type: True),
         mock.patch.object(ShardServer, "retire", ShardServer.close),  # nobody else is there to wait for
         mock.patch.object(ShardServer, "fetch", fetch_nothing),
-        mock.patch("deepspeed.comm.waiting.store_of_default_group", lambda: None),
-        mock.patch("deepspeed.comm.hang_watch.store_of_default_group", lambda: None),
+        mock.patch("deepspeed.comm.hangs.stragglers.store_of_default_group", lambda: None),
+        mock.patch("deepspeed.comm.hangs.watch.store_of_default_group", lambda: None),
     ):
         try:
             yield
@@ -209,7 +209,9 @@ def saved(engine: Any, folder: Path, rank: int) -> dict[str, Any]:
     with ExitStack() as stack:
         if rank:
             stack.enter_context(into(final))
-        stack.enter_context(mock.patch("deepspeed.checkpoint.files.new_id", lambda: 5))  # ranks agree on one
+        stack.enter_context(
+            mock.patch("deepspeed.checkpoint.contents.new_id", lambda: 5)
+        )  # ranks agree on one
         sent = stack.enter_context(messages())
         begin = time.perf_counter()
         engine.save_checkpoint(str(folder), tag="t")

@@ -244,8 +244,10 @@ class Trainer:
 
     def settle(self) -> None:
         """Return when nothing that was saved is still on its way to the disk."""
-        if importlib.util.find_spec("deepspeed.checkpoint.flush") is not None:  # the peer has no such thread
-            importlib.import_module("deepspeed.checkpoint.flush").wait_for_flushes()
+        if (
+            importlib.util.find_spec("deepspeed.checkpoint.files.flush") is not None
+        ):  # the peer has no such thread
+            importlib.import_module("deepspeed.checkpoint.files.flush").wait_for_flushes()
         os.sync()
 
     def load(self, folder: str, tag: str) -> float:

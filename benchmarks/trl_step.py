@@ -126,7 +126,7 @@ class TRLRank:
         ours = self.system != "ddp"
         more: dict[str, Any] = {}
         if self.system == "serving":
-            from deepspeed.runtime.rollout.for_trl import rollouts_for_trl
+            from deepspeed.engine.rollout.for_trl import rollouts_for_trl
 
             more["rollout_func"] = rollouts_for_trl()
         arguments = trl.GRPOConfig(

@@ -12,7 +12,7 @@ import importlib.util
 import os
 from typing import Any
 
-from deepspeed._compat import finder as _finder
+from deepspeed.compat import finder as _finder
 from deepspeed.version import __version__, git_branch, git_hash, version
 
 __all__ = ["__version__", "git_branch", "git_hash", "version"]  # the lazy names are added below
@@ -57,8 +57,8 @@ _NAMES = {
     "DeepSpeedSchedulerCallable": "deepspeed.runtime.engine",
     "DeepSpeedTransformerConfig": "deepspeed.ops.transformer.transformer",
     "DeepSpeedTransformerLayer": "deepspeed.ops.transformer.transformer",
-    "DualPipeVEngine": "deepspeed.runtime.pipe.dualpipev",
-    "DualPipeVModule": "deepspeed.runtime.pipe.dualpipev",
+    "DualPipeVEngine": "deepspeed.engine.pipeline.dualpipev",
+    "DualPipeVModule": "deepspeed.engine.pipeline.dualpipev",
     "InferenceEngine": "deepspeed.inference.engine",
     "LAMB_OPTIMIZER": "deepspeed.runtime.config",
     "MUON_OPTIMIZER": "deepspeed.runtime.config",
@@ -66,21 +66,21 @@ _NAMES = {
     "PipelineEngine": "deepspeed.runtime.pipe.engine",
     "PipelineModule": "deepspeed.runtime.pipe.module",
     "TORCH_DISTRIBUTED_DEFAULT_PORT": "deepspeed.constants",
-    "add_config_arguments": "deepspeed.runtime.arguments",
+    "add_config_arguments": "deepspeed.engine.arguments",
     "add_tuning_arguments": "deepspeed.runtime.lr_schedules",
-    "check_config": "deepspeed.config_tools.check",
+    "check_config": "deepspeed.tools.config.check",
     "default_inference_config": "deepspeed.inference.entry",
     "get_accelerator": "deepspeed.accelerator",
     "init_distributed": "deepspeed.comm",
     "init_inference": "deepspeed.inference.entry",
-    "initialize": "deepspeed.runtime.initialize",
+    "initialize": "deepspeed.engine.initialize",
     "is_compile_supported": "deepspeed.runtime.compiler",
     "log_dist": "deepspeed.utils",
     "logger": "deepspeed.utils",
-    "replace_transformer_layer": "deepspeed.inference.replacing",
+    "replace_transformer_layer": "deepspeed.compat.module_inject.replacing",
     "revert_transformer_layer": "deepspeed.module_inject.replace_module",
     "set_autotp_mode": "deepspeed.module_inject.layers",
-    "set_optimizer_flags": "deepspeed.runtime.optim.flags",
+    "set_optimizer_flags": "deepspeed.zero.optimizer_flags",
     "tp_model_init": "deepspeed.runtime.tensor_parallel.init_utils",
 }
 

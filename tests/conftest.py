@@ -29,7 +29,7 @@ def _the_same_numbers_in_any_order() -> None:
 @pytest.fixture
 def advised(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """Begin and size of the memory for which large pages are asked of the system, which is not asked."""
-    from deepspeed.ops import large_pages
+    from deepspeed.ops import huge_pages as large_pages
 
     asked: list[tuple[int, int]] = []
 

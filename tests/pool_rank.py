@@ -116,7 +116,7 @@ def _warm_up() -> None:
     """Import what every test needs and put all of it out of the garbage collector's sight."""
     torch.set_num_threads(1)
     with contextlib.suppress(Exception):  # if it cannot be imported, let the tests say so
-        importlib.import_module("deepspeed.runtime.initialize")
+        importlib.import_module("deepspeed.engine.initialize")
     _rewrite_assertions()
     gc.collect()
     gc.freeze()
@@ -319,13 +319,13 @@ def _tear_down(job: Job) -> None:
         if type(fixture).__name__ == "MonkeyPatch":
             fixture.undo()  # this rank's copy; pytest undoes its own
     gc.collect()  # engines and groups that only a cycle keeps alive go before their process group does
-    if groups := sys.modules.get("deepspeed.utils.groups"):
+    if groups := sys.modules.get("deepspeed.comm.documented_groups"):
         groups.set_mesh(None)  # by design it speaks of the engine built last
     if log := sys.modules.get("deepspeed.comm.logging"):
         log.set_newest_log(log.PROCESS_LOG)  # so does this
     if collectives := sys.modules.get("deepspeed.comm.collectives"):
         collectives.use_shared_memory(True)
-    if flush := sys.modules.get("deepspeed.checkpoint.flush"):
+    if flush := sys.modules.get("deepspeed.checkpoint.files.flush"):
         flush.wait_for_flushes()  # else threads go on
     if dist.is_initialized():
         sys.modules.get("deepspeed.comm", dist).destroy_process_group()

@@ -10,10 +10,10 @@ import sys
 
 import pytest
 
-from deepspeed._compat import later
-from deepspeed._compat.aliases import MODULES, NAMES, SUBMODULES
-from deepspeed._compat.finder import lookup, our_path
-from deepspeed._compat.later_table import INSTEAD, LATER
+from deepspeed.compat import later
+from deepspeed.compat.aliases import MODULES, NAMES, SUBMODULES
+from deepspeed.compat.finder import lookup, our_path
+from deepspeed.compat.later_table import INSTEAD, LATER
 
 LATER_NAMES = [(module, name) for module in LATER for name in later.names(module)]
 
@@ -27,8 +27,9 @@ def test_a_module_row_is_the_same_module_object(documented: str, ours: str) -> N
 
 
 def test_submodules_follow_their_package() -> None:
-    assert our_path("deepspeed.zero.config") == "deepspeed.runtime.zero.config"
-    assert our_path("deepspeed.runtime.zero.config") is None
+    assert our_path("deepspeed.zero.config") == "deepspeed.config.sections.zero"
+    assert our_path("deepspeed.runtime.zero.layout") == "deepspeed.zero.layout"
+    assert our_path("deepspeed.zero.layout") is None
     assert our_path("deepspeed") is None
     via_alias = importlib.import_module("deepspeed.zero.config")
     assert via_alias is importlib.import_module("deepspeed.runtime.zero.config")

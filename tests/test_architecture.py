@@ -8,7 +8,6 @@ TYPE_CHECKING:`, as a reader follows them all. `pytest -s` prints the largest fi
 from __future__ import annotations
 
 import ast
-import fnmatch
 import functools
 import importlib
 import re
@@ -21,77 +20,38 @@ import pytest
 import torch
 
 import deepspeed
-from deepspeed._compat import later
-from deepspeed._compat.finder import our_path
-from deepspeed._compat.later_table import LATER
+from deepspeed.compat import later
+from deepspeed.compat.finder import our_path
+from deepspeed.compat.later_table import LATER
 from tests.pool import distributed
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# Lowest first; the first pattern that fits names the layer, so exceptions stand before their folder. A
-# module may import from its own layer and from those below.
-LAYERS = (
-    "accelerator",
-    "utils",
-    "comm, ops, io",
-    "schemas and plan",
-    "mechanisms",
-    "assemblies",
+# The rooms, lowest first: folders directly under `deepspeed/`. A module may import from its own room and from those
+# below it; what each is for stands in its `__init__.py` and in docs/architecture.md.
+ROOMS = (
+    "base",
+    "ops",
+    "config",
+    "comm",
+    "optim",
+    "data",
+    "observe",
+    "checkpoint",
+    "zero",
+    "transforms",
+    "parallel",
+    "compression",
+    "planning",
+    "inference",
+    "engine",
     "tools",
-    "interface",
+    "compat",
 )
-LAYER_OF = {
-    "deepspeed": "interface",
-    "deepspeed.version": "accelerator",
-    "deepspeed.git_version_info": "tools",
-    "deepspeed.constants": "accelerator",
-    "deepspeed.tool_arguments": "accelerator",
-    "deepspeed.utils.exceptions": "accelerator",
-    "deepspeed.utils.logging": "accelerator",
-    "deepspeed.utils.environment": "accelerator",
-    "deepspeed.utils.pin_memory_tracker": "accelerator",
-    "deepspeed.accelerator*": "accelerator",
-    "deepspeed._compat*": "tools",
-    "deepspeed.launcher*": "tools",
-    "deepspeed.env_report": "tools",
-    "deepspeed.config_tools*": "tools",
-    "deepspeed.memory_plan.command": "tools",
-    "deepspeed.step_plan.command": "tools",
-    "deepspeed.step_plan.calibrate": "tools",
-    "deepspeed.step_plan.calibration_rank": "tools",
-    "deepspeed.utils.zero_to_fp32": "tools",
-    "deepspeed.utils.zero_to_torch": "tools",
-    # schemas stand beside the mechanism that they configure
-    "deepspeed.ops.sparse_attention*": "comm, ops, io",
-    "deepspeed*.config": "schemas and plan",
-    "deepspeed.elasticity.elasticity": "schemas and plan",
-    "deepspeed*_config": "schemas and plan",
-    "deepspeed.runtime.constants": "schemas and plan",
-    "deepspeed.config*": "schemas and plan",
-    "deepspeed.runtime.compiler": "utils",
-    "deepspeed.runtime.engine*": "assemblies",
-    "deepspeed.runtime.hybrid_engine": "assemblies",
-    "deepspeed.runtime.rollout*": "assemblies",
-    "deepspeed.runtime.assembly": "assemblies",
-    "deepspeed.runtime.initialize": "assemblies",
-    "deepspeed.runtime.pipe.engine*": "assemblies",
-    "deepspeed.runtime.pipe.dualpipev": "assemblies",
-    "deepspeed.runtime.zenflow.engine": "assemblies",
-    "deepspeed.runtime.observers*": "assemblies",
-    "deepspeed.inference.quantization*": "mechanisms",
-    "deepspeed.inference*": "assemblies",
-    "deepspeed.autotuning*": "tools",
-    "deepspeed.audit.command": "tools",
-    "deepspeed.profiling.timeline.command": "tools",
-    "deepspeed.monitor.live.command": "tools",
-    "deepspeed.monitor.live.top": "tools",
-    "deepspeed.utils*": "utils",
-    "deepspeed.comm*": "comm, ops, io",
-    "deepspeed.ops*": "comm, ops, io",
-    "deepspeed.io*": "comm, ops, io",
-    "deepspeed.nvme*": "comm, ops, io",
-    "deepspeed.*": "mechanisms",
-}
+MOST_LINES = 0.20
+"""Share of all lines that one room may have."""
+MOST_FILES = 25
+"""Modules in one folder."""
 
 
 # ---------------------------------------------------------------------------------------------- the graph
@@ -163,44 +123,50 @@ def _runtime_nodes(node: ast.AST) -> Iterator[ast.AST]:
         yield from _runtime_nodes(child)
 
 
-def layer(module: str) -> int:
-    return LAYERS.index(
-        next(name for pattern, name in LAYER_OF.items() if fnmatch.fnmatchcase(module, pattern))
-    )
-
-
-READ_ONLY = {
-    "deepspeed.comm.init": {"deepspeed.comm.config", "deepspeed.runtime.config"},
-}
-"""Upward imports for type checkers: the config is an argument there, of which one section is read."""
+def room(module: str) -> int | None:
+    """Return the position of a module's room in `ROOMS`; None for `deepspeed` itself and `deepspeed.version`."""
+    name = module.partition(".")[2].partition(".")[0]
+    return None if name in ("", "version") else ROOMS.index(name)
 
 
 def test_imports_point_downward() -> None:
     upward = [
-        f"{module} ({LAYERS[layer(module)]}) imports {target} ({LAYERS[layer(target)]})"
+        f"{module} imports {target}"
         for module, targets in graph().items()
-        for target in sorted(targets - (READ_ONLY.get(module, set()) - loads()[module]))
-        if target != "deepspeed" and layer(target) > layer(module)
+        for target in sorted(targets)
+        if (here := room(module)) is not None and (there := room(target)) is not None and there > here
     ]
     assert not upward, "\n".join(upward)
 
 
-def test_config_takes_from_mechanisms_only_their_sections() -> None:
-    """What sections are made of is in `deepspeed/config`, not beside one of the mechanisms."""
-    others = [
-        f"{module} imports {target}"
-        for module, targets in graph().items()
-        if module.startswith("deepspeed.config.")
-        for target in targets
-        if target.startswith("deepspeed.runtime.") and not re.search(r"[._](config|constants)$", target)
-    ]
-    assert not others, "\n".join(others)
+def test_every_folder_is_a_room() -> None:
+    folders = {path.name for path in (ROOT / "deepspeed").iterdir() if any(path.glob("*.py"))}
+    assert folders == set(ROOMS)
+
+
+def test_no_room_holds_most_of_the_code() -> None:
+    lines = dict.fromkeys(ROOMS, 0)
+    for module, path in sources().items():
+        if (position := room(module)) is not None:
+            lines[ROOMS[position]] += len(path.read_text(encoding="utf-8").splitlines())
+    total = sum(lines.values())
+    print("".join(f"\n{count:6} lines  {name}" for name, count in lines.items()))
+    assert {name: count for name, count in lines.items() if count > MOST_LINES * total} == {}
+
+
+def test_no_folder_holds_too_many_modules() -> None:
+    folders: dict[Path, int] = {}
+    for path in sources().values():
+        folders[path.parent] = folders.get(path.parent, 0) + (path.name != "__init__.py")
+    assert {str(folder.relative_to(ROOT)): n for folder, n in folders.items() if n > MOST_FILES} == {}
 
 
 def test_only_tools_use_the_public_interface() -> None:
     """`deepspeed/__init__.py` is the table for outsiders; inside, a name comes from where it is defined."""
     users = [module for module in sources() if "deepspeed" in graph()[module]]
-    assert [module for module in users if LAYERS[layer(module)] != "tools"] == []
+    assert [
+        module for module in users if not module.startswith(("deepspeed.tools.", "deepspeed.compat."))
+    ] == []
 
 
 def test_the_launcher_does_without_the_packages_of_its_ranks() -> None:
@@ -208,9 +174,9 @@ def test_the_launcher_does_without_the_packages_of_its_ranks() -> None:
     of_the_ranks = {
         f"{module} imports {target}"
         for module, targets in loads().items()
-        if module.startswith("deepspeed.launcher")
+        if module.startswith("deepspeed.tools.launcher")
         for target in targets
-        if target.startswith(("deepspeed.comm", "deepspeed.runtime"))
+        if (position := room(target)) is not None and ROOMS.index("config") < position < ROOMS.index("tools")
     }
     assert not of_the_ranks, "\n".join(sorted(of_the_ranks))
 
@@ -235,12 +201,12 @@ def test_arrows_of_every_kind_are_seen() -> None:
 if TYPE_CHECKING:
     from deepspeed.comm import mesh
 def later():
-    from ..utils import logging as ours
+    from ..base import logging as ours
     import deepspeed.ops.native
 """
     tree = ast.parse(text)
-    module = "deepspeed.runtime.engine"
-    run = {"deepspeed.utils.logging", "deepspeed.ops.native"}
+    module = "deepspeed.engine.engine"
+    run = {"deepspeed.base.logging", "deepspeed.ops.native"}
     assert _imported(module, ast.walk(tree)) == run | {"deepspeed.comm.mesh"}
     assert _imported(module, _runtime_nodes(tree)) == run
 
@@ -306,7 +272,7 @@ def test_files_named_in_documents_exist() -> None:
 
 
 def listed(file: str) -> list[str]:
-    lines = (ROOT / "tests" / "data" / file).read_text().splitlines()
+    lines = (ROOT / "tests" / "files" / file).read_text().splitlines()
     return [line for line in lines if line and not line.startswith("#")]
 
 

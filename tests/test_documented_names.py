@@ -19,11 +19,11 @@ import pytest
 import torch
 
 import deepspeed
-from deepspeed._compat.later import FeatureNotAvailableError, _Later
-from deepspeed._compat.later_table import INSTEAD
+from deepspeed.compat.later import FeatureNotAvailableError, _Later
+from deepspeed.compat.later_table import INSTEAD
 from tests.test_architecture import is_refused, resolve
 
-DATA = Path(__file__).parent / "data"
+DATA = Path(__file__).parent / "files"
 
 # Real things whose constructors take other parameters than documented.
 _ENGINE_MAKES = "made by the engine only"

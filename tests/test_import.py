@@ -95,9 +95,7 @@ print(json.dumps({
     assert found["torch"] is False
     assert found["threads"] == 1
     assert found["env"] == ["PYTORCH_NVML_BASED_CUDA_CHECK"]
-    assert all(name.split(".")[1:2] in ([], ["_compat"], ["version"]) for name in found["ours"]), found[
-        "ours"
-    ]
+    assert all(name.split(".")[1:2] in ([], ["compat"], ["version"]) for name in found["ours"]), found["ours"]
     assert list(tmp_path.iterdir()) == []
 
 

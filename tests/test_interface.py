@@ -12,7 +12,7 @@ import pytest
 
 LINES = [
     line
-    for line in (Path(__file__).parent / "data" / "interface.txt").read_text(encoding="utf-8").splitlines()
+    for line in (Path(__file__).parent / "files" / "interface.txt").read_text(encoding="utf-8").splitlines()
     if line and not line.startswith("#")
 ]
 # Ours differ where the documented default is of no use or could be written to by accident.

@@ -62,7 +62,7 @@ def _skips_on(ranks: list[int]) -> None:
 
 
 def _future_warning() -> None:
-    warnings.warn_explicit("old", FutureWarning, "somewhere.py", 1, module="deepspeed.utils")
+    warnings.warn_explicit("old", FutureWarning, "somewhere.py", 1, module="deepspeed.base")
 
 
 def _prints() -> None:

@@ -193,28 +193,27 @@ def resharding() -> Drawing:
 
 
 def house() -> Drawing:
-    """The subpackages, by layer: imports point downward."""
-    d = Drawing(960, 560, "The subpackages: imports point downward")
+    """The rooms, lowest at the bottom: imports point downward."""
+    d = Drawing(960, 560, "The rooms of the package: imports point downward")
     floors = (
-        ("tools", "plain", ("launcher", "config_tools,\nds plan", "env_report", "_compat")),
-        ("assemblies", "file", ("runtime: engine,\nassembly, initialize", "runtime/observers")),
-        ("mechanisms", "weights", ("runtime/zero:\nthe core", "zero/gathering:\nstage 3", "zero/offload",
-                                   "checkpoint", "memory_plan")),
-        ("config and plan", "gradients",
-         ("config: schema, rules, plan", "sections next to the\nmechanism they configure")),
-        ("foundations", "state", ("comm", "ops, io, nvme", "csrc: native kernels")),
-        ("ground", "plain", ("utils", "accelerator")),
-    )  # fmt: skip
+        ("names of 0.19", "plain", ("compat",)),
+        ("commands", "plain", ("tools",)),
+        ("what a user builds", "file", ("inference", "engine")),
+        ("the model", "weights", ("transforms", "parallel", "compression", "planning")),
+        ("the core", "state", ("checkpoint", "zero")),
+        ("around the core", "gradients", ("optim", "data", "observe")),
+        ("foundations", "plain", ("base", "ops", "config", "comm")),
+    )
     for floor, (name, kind, rooms) in enumerate(floors):
-        y = 24 + 84 * floor
-        d.text(20, y + 32, name, size=14, bold=True, anchor="start")
+        y = 24 + 72 * floor
+        d.text(20, y + 26, name, size=14, bold=True, anchor="start")
         width = (760 - 12 * (len(rooms) - 1)) / len(rooms)
         for number, room in enumerate(rooms):
-            d.box(180 + number * (width + 12), y, width, 64, room, kind, size=13)
+            d.box(180 + number * (width + 12), y, width, 52, room, kind, size=13)
         if floor + 1 < len(floors):
-            d.arrow((560, y + 64), (560, y + 84))
-    d.text(480, 540, "A module imports only from its own layer and those below; there are no import cycles.",
-           size=13, colour=SOFT)  # fmt: skip
+            d.arrow((560, y + 52), (560, y + 72))
+    said = "A module imports only from its own room and those below: on lower floors, or further left on its floor."
+    d.text(480, 540, said, size=13, colour=SOFT)
     return d
 
 
@@ -230,9 +229,9 @@ class Pictured:
 
 def pipeline_orders() -> Pictured:
     """1F1B, and both with split backwards, for four stages and eight micro-batches."""
-    from deepspeed.runtime.pipe import orders
-    from deepspeed.runtime.pipe.picture import picture
-    from deepspeed.runtime.pipe.zero_bubble import zero_bubble, zero_bubble_v
+    from deepspeed.parallel.pipeline.schedules import orders
+    from deepspeed.parallel.pipeline.schedules.diagram import picture
+    from deepspeed.parallel.pipeline.schedules.zero_bubble import zero_bubble, zero_bubble_v
 
     whole = orders.simulate(orders.one_forward_one_backward(4, 8))
     split = orders.simulate(zero_bubble(4, 8))

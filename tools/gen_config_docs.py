@@ -29,7 +29,7 @@ from deepspeed.config.keys import (  # noqa: E402
     walk,
 )
 from deepspeed.config.schema import TrainingConfig  # noqa: E402
-from deepspeed.config.sections import LenientConfigModel, extra_facts  # noqa: E402
+from deepspeed.config.section import LenientConfigModel, extra_facts  # noqa: E402
 from deepspeed.inference.config import DeepSpeedInferenceConfig  # noqa: E402
 from deepspeed.inference.v2.config_v2 import RaggedInferenceEngineConfig  # noqa: E402
 

@@ -37,10 +37,12 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def pairs(width: int, tokens: int) -> Iterator[Pair]:
-    from deepspeed.comm.codecs import BlockCodec, SignCodec
-    from deepspeed.ops.fp_quantizer.formats import FORMATS
-    from deepspeed.ops.gpu import gates, grouped_products, integer_products, norms, packets, small_floats
-    from deepspeed.ops.host_program import Activation
+    from deepspeed.ops.formats.codecs import BlockCodec, SignCodec
+    from deepspeed.ops.formats.small_floats import FORMATS
+    from deepspeed.ops.gpu import codecs as packets
+    from deepspeed.ops.gpu import gates, integer_products, norms, small_floats
+    from deepspeed.ops.gpu import grouped_gemm as grouped_products
+    from deepspeed.ops.host_graph import Activation
     from deepspeed.ops.small_product import QuantizedMatrix
 
     x = torch.randn(tokens, width, device="cuda", dtype=torch.bfloat16)

@@ -5,7 +5,7 @@
 //
 // [Note: codes] A number of a block, as a share x of the block's largest magnitude, is coded as the position of x + c on
 // the scale of floating-point numbers with few bits of mantissa (c = 1/256): relative steps for large numbers, equal
-// steps near zero, as in mu-law telephony. `deepspeed/ops/state_codes.py` is the reference and says more. Of the second
+// steps near zero, as in mu-law telephony. `deepspeed/ops/formats/blockwise.py` is the reference and says more. Of the second
 // moment the square root is kept, which is what the update needs. A new value is rounded up or down at random, in
 // proportion: an average that moves by less than a step per update would otherwise never move.
 //

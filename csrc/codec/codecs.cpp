@@ -1,6 +1,6 @@
 // Packets of a few bits per element: signs, integers of 8 or 4 bits, and 8-bit floats, each block of elements with a scale.
 //
-// A packet holds the scales (fp32) of all its blocks, then the codes; deepspeed/comm/codecs.py says what they mean, and
+// A packet holds the scales (fp32) of all its blocks, then the codes; deepspeed/ops/formats/codecs.py says what they mean, and
 // codes.h what stands for an element.
 //
 // Blocks come from memory once: the pass that finds the scales of a few leaves them in the first-level cache for the pass

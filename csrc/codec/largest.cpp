@@ -1,4 +1,4 @@
-// Packets of the elements with the largest magnitudes, and their places (deepspeed/comm/codecs.py).
+// Packets of the elements with the largest magnitudes, and their places (deepspeed/ops/formats/codecs.py).
 //
 // Magnitudes are compared as integers, the bits of a float without its sign: a NaN is the largest, and every order of
 // comparisons finds the same. A sample tells about where the limit is. One pass over memory, which adds errors as well,

@@ -1,5 +1,5 @@
 /* Collectives of CPU tensors among processes of one host, through shared memory: the C interface that
- * deepspeed/comm/shared_memory.py calls.
+ * deepspeed/comm/transports/shared_memory.py calls.
  *
  * A channel connects the ranks of one process group. Every rank issues the same operations in the same order; each
  * moves its data in rounds through small slots (see channel.h), so memory is bounded whatever the size of a tensor.

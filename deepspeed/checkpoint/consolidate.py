@@ -11,15 +11,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from deepspeed.checkpoint.archive import LazyTensor
 from deepspeed.checkpoint.catalog import Source
 from deepspeed.checkpoint.errors import CheckpointNotFoundError
+from deepspeed.checkpoint.files.archive import LazyTensor
+from deepspeed.checkpoint.files.tags import read_latest
+from deepspeed.checkpoint.files.writers import find_folder
 from deepspeed.checkpoint.load import Reader
 from deepspeed.checkpoint.originals import ORIGINALS, Expression, Originals, Weight
 from deepspeed.checkpoint.reader import open_checkpoint
 from deepspeed.checkpoint.shards import ShardIndex
-from deepspeed.checkpoint.tags import read_latest
-from deepspeed.checkpoint.writers import find_folder
 
 
 @dataclass(frozen=True, slots=True)

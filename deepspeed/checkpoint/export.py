@@ -14,9 +14,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from deepspeed.checkpoint.archive import LazyTensor, Sink, naming, write_archive
-from deepspeed.checkpoint.flush import flush
-from deepspeed.checkpoint.writers import aside, replace_file
+from deepspeed.checkpoint.files.archive import LazyTensor, Sink, naming, write_archive
+from deepspeed.checkpoint.files.flush import flush
+from deepspeed.checkpoint.files.writers import aside, replace_file
 
 Weights = Mapping[str, Tensor | LazyTensor]
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from deepspeed.checkpoint.catalog import Catalog, Group, Source
+from deepspeed.checkpoint.contents import module_state
 from deepspeed.checkpoint.errors import CheckpointError
-from deepspeed.checkpoint.files import module_state
 from deepspeed.checkpoint.names import buffers_file
 from deepspeed.checkpoint.numbered import names_elsewhere, names_of_siblings
 from deepspeed.checkpoint.placement import placement_of

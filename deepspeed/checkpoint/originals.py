@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepspeed.utils.logging import logger
+from deepspeed.base.logging import logger
 
 Shape = tuple[int, ...]
 ORIGINALS = "originals"

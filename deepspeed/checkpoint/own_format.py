@@ -22,9 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepspeed.checkpoint.archive import Archive, LazyTensor
 from deepspeed.checkpoint.catalog import Catalog, Group, Source
 from deepspeed.checkpoint.errors import CheckpointError
+from deepspeed.checkpoint.files.archive import Archive, LazyTensor
 from deepspeed.checkpoint.shards import ShardIndex
 from deepspeed.checkpoint.state import MASTER, ParamEntry
 

@@ -9,11 +9,11 @@ from typing import Any
 from torch import Tensor
 
 from deepspeed.checkpoint import names
-from deepspeed.checkpoint.archive import Archive, open_archive
 from deepspeed.checkpoint.catalog import Catalog, Source
 from deepspeed.checkpoint.directory import TABLES, Directory
 from deepspeed.checkpoint.directory import read as read_directory
 from deepspeed.checkpoint.errors import CheckpointError, CheckpointNotFoundError
+from deepspeed.checkpoint.files.archive import Archive, open_archive
 from deepspeed.checkpoint.names import (
     CHECKSUMS,
     DS_VERSION,

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from deepspeed import comm as dist
-from deepspeed.accelerator import get_accelerator
-from deepspeed.checkpoint.archive import packed, unpacked
+from deepspeed.base.accelerator import get_accelerator
 from deepspeed.checkpoint.errors import FailedElsewhere
+from deepspeed.checkpoint.files.archive import packed, unpacked
 from deepspeed.comm.store_exchange import StoreExchange
 
 MESSAGE_BYTES = 4096

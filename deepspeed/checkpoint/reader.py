@@ -7,14 +7,15 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from deepspeed.checkpoint import names, upstream_format
-from deepspeed.checkpoint.archive import Archive, open_archive
+from deepspeed.checkpoint import names
 from deepspeed.checkpoint.catalog import Catalog
 from deepspeed.checkpoint.errors import CheckpointError, CheckpointNotFoundError, laid_out
+from deepspeed.checkpoint.files.archive import Archive, open_archive
+from deepspeed.checkpoint.foreign import upstream_format
+from deepspeed.checkpoint.foreign.splits import Wanted
 from deepspeed.checkpoint.names import DS_VERSION, INDEX, model_ranks, optim_ranks
 from deepspeed.checkpoint.own_reader import OwnReader, check_save
 from deepspeed.checkpoint.renaming import renamed, renaming
-from deepspeed.checkpoint.splits import Wanted
 
 
 def open_checkpoint(

@@ -9,17 +9,17 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from deepspeed.base.logging import logger
 from deepspeed.checkpoint import names
-from deepspeed.checkpoint.archive import naming, write_archive
-from deepspeed.checkpoint.background import BackgroundWriter, remove_older
+from deepspeed.checkpoint.contents import Files, Place, Report, Training
 from deepspeed.checkpoint.errors import CheckpointError, CheckpointTagError
-from deepspeed.checkpoint.files import Files, Place, Report, Training
-from deepspeed.checkpoint.flush import flush, flush_later, wait_for_flushes
+from deepspeed.checkpoint.files.archive import naming, write_archive
+from deepspeed.checkpoint.files.background import BackgroundWriter, remove_older
+from deepspeed.checkpoint.files.flush import flush, flush_later, wait_for_flushes
+from deepspeed.checkpoint.files.tags import check_tag
+from deepspeed.checkpoint.files.writers import StagedFolder, replace_file, write_latest
 from deepspeed.checkpoint.ranks import Ranks
-from deepspeed.checkpoint.tags import check_tag
-from deepspeed.checkpoint.writers import StagedFolder, replace_file, write_latest
 from deepspeed.comm import CommunicationError
-from deepspeed.utils.logging import logger
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -256,7 +256,7 @@ def check_signatures(signatures: list[tuple[int, int] | None]) -> None:
 def _put_scripts(save_dir: Path) -> None:
     """Executable ``zero_to_fp32.py`` and ``zero_to_torch.py`` next to the checkpoints, for a shell."""
     for name in names.SCRIPTS:
-        content = resources.files("deepspeed.utils").joinpath(name).read_bytes()
+        content = resources.files("deepspeed.tools").joinpath(name).read_bytes()
         path = save_dir / name
         if not path.is_file() or path.read_bytes() != content:
             replace_file(path, content, mode=0o744)

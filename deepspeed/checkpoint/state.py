@@ -1,6 +1,6 @@
 """What saving and loading need from the training state, whatever the ZeRO stage.
 
-``deepspeed.runtime.zero.access.StateAccess`` implements ``TrainingState``; it is all the checkpoint code sees
+``deepspeed.zero.states.access.StateAccess`` implements ``TrainingState``; it is all the checkpoint code sees
 of the core.
 """
 

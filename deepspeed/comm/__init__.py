@@ -1,7 +1,8 @@
 """Communication: `from deepspeed import comm as dist` reads like torch.distributed.
 
 Public functions are in `functions.py` (made from `TorchBackend` in `torch.py`) and `init.py`. The training
-core uses `collectives.py` (Communicator) and `mesh.py` (ProcessMesh) instead.
+core uses `collectives.py` (Communicator) and `mesh.py` (ProcessMesh) instead; `transports/` moves the bytes and
+`hangs/` explains ranks that wait. Uses `base`, `ops`, `config`.
 """
 
 from __future__ import annotations
@@ -11,10 +12,9 @@ from typing import Any
 
 from torch.distributed import ProcessGroup
 
-from deepspeed.constants import TORCH_DISTRIBUTED_DEFAULT_PORT, default_pg_timeout
-
-from .backend import Backend
-from .functions import (
+from deepspeed.base.constants import TORCH_DISTRIBUTED_DEFAULT_PORT, default_pg_timeout
+from deepspeed.comm.backend import Backend
+from deepspeed.comm.functions import (
     P2POp,
     all_gather,
     all_gather_coalesced,
@@ -65,7 +65,7 @@ from .functions import (
     send,
     set_backend,
 )
-from .init import (
+from deepspeed.comm.init import (
     in_aml,
     in_aws_sm,
     in_dlts,
@@ -74,10 +74,10 @@ from .init import (
     patch_aml_env_for_torch_nccl_backend,
     patch_aws_sm_env_for_torch_nccl_backend,
 )
-from .logging import comms_logger, configure, timed_op
-from .pending import CommunicationError
-from .reduce_op import ReduceOp
-from .torch import TorchBackend
+from deepspeed.comm.logging import comms_logger, configure, timed_op
+from deepspeed.comm.pending import CommunicationError
+from deepspeed.comm.reduce_op import ReduceOp
+from deepspeed.comm.torch import TorchBackend
 
 __all__ = [
     "Backend",
@@ -153,5 +153,5 @@ def __getattr__(name: str) -> Any:
     if name == "cdb":  # the backend object, None until the process group exists
         return set_backend()
     if name == "timer":
-        return importlib.import_module("deepspeed.utils.timer")
+        return importlib.import_module("deepspeed.observe.timer")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

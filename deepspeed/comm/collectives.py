@@ -18,17 +18,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from deepspeed.accelerator import get_accelerator
-from deepspeed.utils.comms_logging import CommsLogger
-
-from . import hang_watch
-from .history import UNEVEN, History
-from .links import Sent
-from .logging import PROCESS_LOG, measured, recording
-from .pending import DONE, CommunicationError, OrderedPending, Pending
-from .reduction import sum_in_order
-from .standing import Names
-from .transport import AllGather, AllReduce, ReduceScatter, Transport, Wires, is_gloo
+from deepspeed.base.accelerator import get_accelerator
+from deepspeed.comm.hangs import watch as hang_watch
+from deepspeed.comm.hangs.history import UNEVEN, History
+from deepspeed.comm.hangs.thread_states import Names
+from deepspeed.comm.links import Sent
+from deepspeed.comm.logging import PROCESS_LOG, measured, recording
+from deepspeed.comm.pending import DONE, CommunicationError, OrderedPending, Pending
+from deepspeed.comm.record import CommsLogger
+from deepspeed.comm.reduction import sum_in_order
+from deepspeed.comm.transports.choice import AllGather, AllReduce, ReduceScatter, Transport, Wires, is_gloo
 
 __all__ = [
     "AllGather",

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from deepspeed.comm.codecs import Codec
 from deepspeed.comm.collectives import Communicator
+from deepspeed.ops.formats.codecs import Codec
 
 ALIGNMENT = 8
 """Elements: bytes of signs begin where parts do."""

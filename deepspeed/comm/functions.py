@@ -10,11 +10,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from .client_state import tell_accelerate
-from .init import require_initialized
-from .logging import newest_log, paused_log, timed_op
-from .reduce_op import ReduceOp
-from .torch import TorchBackend
+from deepspeed.comm.client_state import tell_accelerate
+from deepspeed.comm.init import require_initialized
+from deepspeed.comm.logging import newest_log, paused_log, timed_op
+from deepspeed.comm.reduce_op import ReduceOp
+from deepspeed.comm.torch import TorchBackend
 
 backend = TorchBackend(None, None, None)  # holds no state: the process groups are torch.distributed's
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from deepspeed.constants import default_pg_timeout
+from deepspeed.base.constants import default_pg_timeout
 
 
 def default_timeout() -> timedelta:

@@ -13,25 +13,23 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from deepspeed.accelerator import get_accelerator
-from deepspeed.constants import TORCH_DISTRIBUTED_DEFAULT_PORT, default_pg_timeout
-from deepspeed.utils import environment
-from deepspeed.utils.comms_logging import CommsLogger
-from deepspeed.utils.environment import Identity
-from deepspeed.utils.logging import logger
-
-from . import hang_watch
-from .client_state import tell_accelerate
-from .collectives import Network, histories, process_network, use_shared_memory
-from .logging import PROCESS_LOG, configure, set_newest_log
-from .pending import CommunicationError
-from .timed import TimedCommunicator
-from .waiting import start_of_all
+from deepspeed.base import environment
+from deepspeed.base.accelerator import get_accelerator
+from deepspeed.base.constants import TORCH_DISTRIBUTED_DEFAULT_PORT, default_pg_timeout
+from deepspeed.base.environment import Identity
+from deepspeed.base.logging import logger
+from deepspeed.comm.client_state import tell_accelerate
+from deepspeed.comm.collectives import Network, histories, process_network, use_shared_memory
+from deepspeed.comm.hangs import watch as hang_watch
+from deepspeed.comm.hangs.stragglers import start_of_all
+from deepspeed.comm.logging import PROCESS_LOG, configure, set_newest_log
+from deepspeed.comm.pending import CommunicationError
+from deepspeed.comm.record import CommsLogger
+from deepspeed.comm.timed import TimedCommunicator
 
 if TYPE_CHECKING:
-    from deepspeed.runtime.config import DeepSpeedConfig
-
-    from .config import CommConfig
+    from deepspeed.config.deepspeed_config import DeepSpeedConfig
+    from deepspeed.config.sections.comm import CommConfig
 
 _PATIENCE_S = 5.0  # after this long, torch's pauses between two attempts are short in comparison
 

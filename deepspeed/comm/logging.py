@@ -13,10 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from deepspeed.accelerator import get_accelerator
-from deepspeed.utils.comms_logging import CommsLogger, get_caller_func
-
-from .pending import CommunicationError, Pending, is_peer_failure
+from deepspeed.base.accelerator import get_accelerator
+from deepspeed.comm.pending import CommunicationError, Pending, is_peer_failure
+from deepspeed.comm.record import CommsLogger, get_caller_func
 
 PROCESS_LOG = CommsLogger()
 """Of the documented functions, and of engines whose config has no log of its own."""

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 
-from deepspeed.constants import RANK_ENDED
+from deepspeed.base.constants import RANK_ENDED
 
 _PEER_FAILURE = re.compile(
     r"timed? ?out|Connection (closed|reset|refused)|Broken pipe|peer|abort", re.IGNORECASE

@@ -11,11 +11,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-from deepspeed.constants import default_pg_timeout
-from deepspeed.utils.logging import logger
-
-from .pending import CommunicationError
-from .waiting import WAIT_S, clone, common_key, named, quietly, store_of_default_group
+from deepspeed.base.constants import default_pg_timeout
+from deepspeed.base.logging import logger
+from deepspeed.comm.hangs.stragglers import WAIT_S, clone, common_key, named, quietly, store_of_default_group
+from deepspeed.comm.pending import CommunicationError
 
 SHORTEST_S, LONGEST_S = 0.0005, 0.25  # between two looks, which take a tenth of the time waited so far
 _ANSWER, _GAVE_UP = b"+", b"!"

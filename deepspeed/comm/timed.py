@@ -13,8 +13,8 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-from .collectives import Communicator
-from .pending import Pending
+from deepspeed.comm.collectives import Communicator
+from deepspeed.comm.pending import Pending
 
 
 class Waits:

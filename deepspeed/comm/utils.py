@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from deepspeed.utils.environment import this_process
+from deepspeed.base.environment import this_process
 
 
 def get_local_rank_from_launcher() -> int:

@@ -8,12 +8,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from deepspeed.comm import documented_groups as groups
 from deepspeed.comm.collectives import Communicator
 from deepspeed.compression.split import CompressedColumns, CompressedRows, CompressedVocabulary
 from deepspeed.compression.techniques import TOPK, Compressible, QuantAct, _shape, tokens
-from deepspeed.runtime.tensor_parallel.cuts import Cut
-from deepspeed.runtime.tensor_parallel.mappings import copy_to, gather_from, reduce_from, split_to
-from deepspeed.utils import groups
+from deepspeed.parallel.tensor.cuts import Cut
+from deepspeed.parallel.tensor.mappings import copy_to, gather_from, reduce_from, split_to
 
 __all__ = [
     "BNLayer_Compress",

@@ -10,9 +10,9 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from deepspeed.compression import constants as keys
+from deepspeed.base.logging import logger
+from deepspeed.base.staged import Staged
 from deepspeed.compression.basic_layer import Conv2dLayer_Compress, Embedding_Compress, LinearLayer_Compress
-from deepspeed.compression.config import get_compression_config
 from deepspeed.compression.helper import (
     compression_preparation,
     fix_compression,
@@ -23,12 +23,12 @@ from deepspeed.compression.helper import (
 from deepspeed.compression.packed import pack_weights
 from deepspeed.compression.stages import Parted, methods_here, refuse_parted
 from deepspeed.compression.techniques import Compressible
-from deepspeed.runtime.config import load_source
-from deepspeed.runtime.pipe.staged import Staged
-from deepspeed.runtime.tensor_parallel.layers import TensorParallelLayer
-from deepspeed.runtime.zero.gathering.gathered import GatheredParameters
-from deepspeed.utils.logging import logger
-from deepspeed.utils.tensor_fragment import is_kept_by_engine
+from deepspeed.config import compression_constants as keys
+from deepspeed.config.deepspeed_config import load_source
+from deepspeed.config.sections.compression import get_compression_config
+from deepspeed.parallel.tensor.layers import TensorParallelLayer
+from deepspeed.zero.gathering.gathered import GatheredParameters
+from deepspeed.zero.tensor_fragment import is_kept_by_engine
 
 M = TypeVar("M", bound=nn.Module)
 Config = str | os.PathLike[str] | Mapping[str, Any]

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from deepspeed.base.logging import logger
 from deepspeed.compression.packed import PackedWeight
 from deepspeed.compression.techniques import Compressible
-from deepspeed.utils.logging import logger
 
 __all__ = ["plain_state_dict", "save_pretrained"]
 

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from deepspeed.compression import constants as keys
+from deepspeed.base.logging import logger
+from deepspeed.base.module_utils import keep_hooks
 from deepspeed.compression.basic_layer import (
     BNLayer_Compress,
     ColumnParallelLinear_Compress,
@@ -22,9 +23,8 @@ from deepspeed.compression.basic_layer import (
 from deepspeed.compression.snip import SnipMomentum
 from deepspeed.compression.techniques import SNIP, Compressible
 from deepspeed.compression.utils import seed_of
-from deepspeed.runtime.zero.gathering.gathered import GatheredParameters
-from deepspeed.utils.logging import logger
-from deepspeed.utils.module_utils import keep_hooks
+from deepspeed.config import compression_constants as keys
+from deepspeed.zero.gathering.gathered import GatheredParameters
 
 __all__ = [
     "compression_preparation",

@@ -7,10 +7,10 @@ from typing import Any
 
 from torch import nn
 
-from deepspeed.compression import constants as keys
+from deepspeed.base.logging import log_dist
 from deepspeed.compression.techniques import Compressible
 from deepspeed.compression.utils import seed_of
-from deepspeed.utils.logging import log_dist
+from deepspeed.config import compression_constants as keys
 
 
 def bits_at(step: int, start: int, target: int, period: int) -> int:

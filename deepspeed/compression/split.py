@@ -14,13 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from deepspeed.compression.techniques import Compressible, tokens
-from deepspeed.runtime.tensor_parallel.cuts import Cut
-from deepspeed.runtime.tensor_parallel.embedding import VocabParallelEmbedding
-from deepspeed.runtime.tensor_parallel.layers import LinearAllreduce, LinearLayer
-from deepspeed.runtime.tensor_parallel.mappings import gather_from, shared_weight, whole_of_part
+from deepspeed.parallel.tensor.cuts import Cut
+from deepspeed.parallel.tensor.embedding import VocabParallelEmbedding
+from deepspeed.parallel.tensor.layers import LinearAllreduce, LinearLayer
+from deepspeed.parallel.tensor.mappings import gather_from, shared_weight, whole_of_part
 
 if TYPE_CHECKING:
-    from deepspeed.runtime.tensor_parallel.layers import TensorParallelLayer
+    from deepspeed.parallel.tensor.layers import TensorParallelLayer
 
     class _Split(TensorParallelLayer, Compressible):
         """What an object of these classes has as bases: a split layer, and the compressed layer that it was."""

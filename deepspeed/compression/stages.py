@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from deepspeed.base.staged import Staged
 from deepspeed.comm.collectives import Communicator
 from deepspeed.compression.utils import top_mask
-from deepspeed.runtime.pipe.staged import Staged
 
 Methods = list[list[Any]]
 Parted = list[tuple[str, str, list[str]]]

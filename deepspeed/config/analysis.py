@@ -19,9 +19,9 @@ from deepspeed.config.arguments import OPTIMIZER, TAKES_AUTO
 from deepspeed.config.availability import missing_features
 from deepspeed.config.axes import Axes
 from deepspeed.config.batch import Batch
+from deepspeed.config.elastic_batch import ELASTICITY, elastic_batch
 from deepspeed.config.keys import Key, documented_name, field_at, homes, keys_of
 from deepspeed.config.meaning import plain_meaning
-from deepspeed.config.precision import DeepSpeedFP16Config
 from deepspeed.config.problems import (
     MOST_LISTED,
     DeepSpeedConfigError,
@@ -36,10 +36,10 @@ from deepspeed.config.reader import ConfigSource, Path, copy_containers
 from deepspeed.config.refusals import refusals, value_at
 from deepspeed.config.rules import check_rules
 from deepspeed.config.schema import TrainingConfig
-from deepspeed.config.sections import LenientConfigModel, collect_notes, extra_facts, is_auto, note
-from deepspeed.elasticity.config import ElasticityConfig, ElasticityConfigError, ElasticityError
-from deepspeed.elasticity.elasticity import ELASTICITY, elastic_batch
-from deepspeed.runtime.zero.config import ZERO_OPTIMIZATION, read_zero_config_deprecated
+from deepspeed.config.section import LenientConfigModel, collect_notes, extra_facts, is_auto, note
+from deepspeed.config.sections.elasticity import ElasticityConfig, ElasticityConfigError, ElasticityError
+from deepspeed.config.sections.precision import DeepSpeedFP16Config
+from deepspeed.config.sections.zero import ZERO_OPTIMIZATION, read_zero_config_deprecated
 
 OPTIMIZER_SECTION = "optimizer"
 BATCH_KEYS = (batch.TRAIN, batch.MICRO, batch.GAS)

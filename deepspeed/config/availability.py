@@ -11,8 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from deepspeed.config.schema import TrainingConfig
-from deepspeed.moe.config import AutoEPConfig
-from deepspeed.runtime.tensor_parallel.config import TPPartitionConfig
+from deepspeed.config.sections.expert import AutoEPConfig
+from deepspeed.config.sections.tensor import TPPartitionConfig
 
 Predicate = Callable[[TrainingConfig], object]
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from deepspeed.comm.mesh import MeshLayout
+from deepspeed.config.mesh_layout import MeshLayout
 from deepspeed.config.problems import Problem, shown
 
 SEQUENCE, DATA, TENSOR = "sequence_parallel_size", "data_parallel_size", "tensor_parallel.autotp_size"

@@ -13,10 +13,10 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
-from deepspeed.config.hybrid_engine import HybridEngineConfig
 from deepspeed.config.keys import constant_of, field_at, keys_of
 from deepspeed.config.schema import TrainingConfig
-from deepspeed.config.sections import parse_dtype, parse_sum_dtype
+from deepspeed.config.section import parse_dtype, parse_sum_dtype
+from deepspeed.config.sections.hybrid_engine import HybridEngineConfig
 
 COMMUNICATION_DATA_TYPE = "communication_data_type"
 COMMUNICATION_DATA_TYPE_DEFAULT = None

@@ -15,7 +15,7 @@ import torch
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from deepspeed.config.sections import Says, extra_facts
+from deepspeed.config.section import Says, extra_facts
 
 
 @dataclass(frozen=True, slots=True)

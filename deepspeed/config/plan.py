@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from deepspeed.comm.codecs import Codec, codec_named
-from deepspeed.config.aio import storage_options
 from deepspeed.config.axes import Axes
+from deepspeed.config.sections.aio import storage_options
 from deepspeed.ops.aio.engine import Options
+from deepspeed.ops.formats.codecs import Codec, codec_named
 
 if TYPE_CHECKING:
-    from deepspeed.runtime.config import DeepSpeedConfig
+    from deepspeed.config.deepspeed_config import DeepSpeedConfig
 
 
 class Cadence(enum.Enum):
@@ -177,7 +177,7 @@ class GradientPlan:
     mean: bool
     sparse: bool
     formats: tuple[Callable[[Any], Any], ...] = ()
-    """Wire formats around the dense sum, the innermost first (``zero/gradient_sums.py``)."""
+    """Wire formats around the dense sum, the innermost first (``zero/gradients/sums.py``)."""
 
     def factors(self, ranks: int) -> tuple[float, float]:
         """``(pre, post)``: with the defaults (1, 1/ranks)."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from deepspeed.config.problems import FROM_BASE64, FROM_DICT, WITHOUT_FILE, Place, cut_list, named
-from deepspeed.config.sections import dict_raise_error_on_duplicate_keys
+from deepspeed.config.section import dict_raise_error_on_duplicate_keys
 
 Path = tuple[str | int, ...]
 

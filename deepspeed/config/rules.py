@@ -36,8 +36,8 @@ from deepspeed.config.rules_of_zero import (
     zenflow_makes_sense,
 )
 from deepspeed.config.schema import TrainingConfig
-from deepspeed.elasticity.config import ElasticityConfigError
-from deepspeed.moe.config import ATTRIBUTES
+from deepspeed.config.sections.elasticity import ElasticityConfigError
+from deepspeed.config.sections.expert import ATTRIBUTES
 
 
 def check_rules(config: TrainingConfig) -> list[Finding]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from deepspeed.config.findings import Finding
 from deepspeed.config.schema import TrainingConfig
-from deepspeed.runtime.data_pipeline.config import (
+from deepspeed.config.sections.data import (
     CurriculumLegacyConfig,
     CurriculumMetricConfig,
     RandomLTDConfig,

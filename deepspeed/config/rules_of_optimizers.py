@@ -15,10 +15,10 @@ from deepspeed.config.arguments import (
     wrong_optimizer_arguments,
     wrong_schedule_arguments,
 )
+from deepspeed.config.constants import BUILT_IN_OPTIMIZERS, VALID_LR_SCHEDULES
 from deepspeed.config.findings import STAGE, Finding
 from deepspeed.config.problems import nearest, shown
 from deepspeed.config.schema import TrainingConfig
-from deepspeed.runtime.constants import BUILT_IN_OPTIMIZERS, VALID_LR_SCHEDULES
 
 ONE_BIT = ("onebitadam", "onebitlamb", "zerooneadam", "diloco")
 """Their state may lie in slices of copies."""

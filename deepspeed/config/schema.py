@@ -16,25 +16,8 @@ from pydantic import (
     model_validator,
 )
 
-from deepspeed.audit.config import AuditConfig
-from deepspeed.autotuning.config import DeepSpeedAutotuningConfig
-from deepspeed.comm.config import CommConfig, CommsLoggerConfig, GradientCompressionConfig
-from deepspeed.compile.config import CompileConfig
-from deepspeed.compression.config import CompressionConfig, QuantizeTrainingConfig, WeightQuantConfig
-from deepspeed.config.aio import AioConfig
 from deepspeed.config.arguments import FILLED_IN
-from deepspeed.config.checkpoint import CheckpointConfig
-from deepspeed.config.hybrid_engine import HybridEngineConfig
-from deepspeed.config.precision import (
-    AmpConfig,
-    DataTypesConfig,
-    DeepSpeedBF16Config,
-    DeepSpeedFP16Config,
-    Float8Config,
-    NativeProductsConfig,
-    TorchAutocastConfig,
-)
-from deepspeed.config.sections import (
+from deepspeed.config.section import (
     Dtype,
     Float,
     FloatOrInfinity,
@@ -44,10 +27,23 @@ from deepspeed.config.sections import (
     SumDtype,
     is_auto,
 )
-from deepspeed.config.sparse_attention import SparseAttentionConfig
-from deepspeed.elasticity.config import ElasticityConfig
-from deepspeed.moe.config import AutoEPConfig
-from deepspeed.monitor.config import (
+from deepspeed.config.sections.activation_checkpointing import DeepSpeedActivationCheckpointingConfig
+from deepspeed.config.sections.aio import AioConfig
+from deepspeed.config.sections.audit import AuditConfig
+from deepspeed.config.sections.autotuning import DeepSpeedAutotuningConfig
+from deepspeed.config.sections.checkpoint import CheckpointConfig
+from deepspeed.config.sections.comm import CommConfig, CommsLoggerConfig, GradientCompressionConfig
+from deepspeed.config.sections.compile import CompileConfig
+from deepspeed.config.sections.compression import CompressionConfig, QuantizeTrainingConfig, WeightQuantConfig
+from deepspeed.config.sections.data import (
+    CurriculumLegacyConfig,
+    DataEfficiencyConfig,
+    ProgressiveLayerDropConfig,
+)
+from deepspeed.config.sections.elasticity import ElasticityConfig
+from deepspeed.config.sections.expert import AutoEPConfig
+from deepspeed.config.sections.hybrid_engine import HybridEngineConfig
+from deepspeed.config.sections.monitor import (
     CometConfig,
     CSVConfig,
     MonitorConfig,
@@ -55,18 +51,22 @@ from deepspeed.monitor.config import (
     TrackioConfig,
     WandbConfig,
 )
-from deepspeed.nebula.config import DeepSpeedNebulaConfig
-from deepspeed.profiling.config import DeepSpeedFlopsProfilerConfig, TimersConfig, TraceConfig
-from deepspeed.runtime.activation_checkpointing.config import DeepSpeedActivationCheckpointingConfig
-from deepspeed.runtime.data_pipeline.config import (
-    CurriculumLegacyConfig,
-    DataEfficiencyConfig,
-    ProgressiveLayerDropConfig,
+from deepspeed.config.sections.nebula import DeepSpeedNebulaConfig
+from deepspeed.config.sections.pipeline import PipelineConfig
+from deepspeed.config.sections.precision import (
+    AmpConfig,
+    DataTypesConfig,
+    DeepSpeedBF16Config,
+    DeepSpeedFP16Config,
+    Float8Config,
+    NativeProductsConfig,
+    TorchAutocastConfig,
 )
-from deepspeed.runtime.pipe.config import PipelineConfig
-from deepspeed.runtime.sequence_parallel.tiled.config import TiledComputeConfig
-from deepspeed.runtime.tensor_parallel.config import TPTrainingConfig
-from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+from deepspeed.config.sections.profiling import DeepSpeedFlopsProfilerConfig, TimersConfig, TraceConfig
+from deepspeed.config.sections.sparse_attention import SparseAttentionConfig
+from deepspeed.config.sections.tensor import TPTrainingConfig
+from deepspeed.config.sections.tiled import TiledComputeConfig
+from deepspeed.config.sections.zero import DeepSpeedZeroConfig
 
 
 def _without_auto(value: Any) -> Any:

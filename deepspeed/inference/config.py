@@ -8,8 +8,8 @@ from typing import Annotated, Any
 import torch
 from pydantic import BeforeValidator, Field, PlainValidator
 
-from deepspeed.config.sections import DeepSpeedConfigModel, Int, Says, deprecated
-from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+from deepspeed.config.section import DeepSpeedConfigModel, Int, Says, deprecated
+from deepspeed.config.sections.zero import DeepSpeedZeroConfig
 
 
 class DtypeEnum(Enum):

@@ -9,28 +9,28 @@ from typing import Any
 import torch
 from torch import nn
 
-from deepspeed.accelerator import get_accelerator
+from deepspeed.base.accelerator import get_accelerator
+from deepspeed.base.logging import log_dist
 from deepspeed.comm.collectives import Communicator
 from deepspeed.config.problems import DeepSpeedConfigError
-from deepspeed.config.sections import note
+from deepspeed.config.section import note
 from deepspeed.inference.config import DeepSpeedInferenceConfig
-from deepspeed.inference.fused_generation import FusedGeneration
+from deepspeed.inference.generation.fused import FusedGeneration
 from deepspeed.inference.kernels import QuantizedLinear, inject_kernels
 from deepspeed.inference.loading import checkpoint_tensors, load_weights
-from deepspeed.inference.parts import save_parts
-from deepspeed.inference.quantizing import quantize_as_configured, settings_of_integers
-from deepspeed.inference.splitting import (
+from deepspeed.inference.quantized.selection import quantize_as_configured, settings_of_integers
+from deepspeed.inference.split.layers import (
     check_length,
     same_random_numbers,
     split_over,
     spread_experts,
     tensor_parallel_group,
 )
+from deepspeed.inference.split.rank_files import save_parts
 from deepspeed.inference.streaming import StreamedWeights, blocks_ahead
 from deepspeed.inference.weight_stores import make_store
-from deepspeed.ops.large_pages import collapse, weights_of
-from deepspeed.runtime.zero.gathering.solo_shard import make_whole
-from deepspeed.utils.logging import log_dist
+from deepspeed.ops.huge_pages import collapse, weights_of
+from deepspeed.zero.gathering.standalone_shard import make_whole
 
 __all__ = ["InferenceEngine"]
 

@@ -17,18 +17,18 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from deepspeed.accelerator import get_accelerator
+from deepspeed.base.accelerator import get_accelerator
 from deepspeed.inference.cache.pages import LayerShape, PagedCache, Piece
+from deepspeed.inference.generation.sampling import Sampler, processed
 from deepspeed.inference.model.attention import AttentionTerms, PackedBatch, paged_attention
-from deepspeed.inference.sampling import Sampler, processed
 from deepspeed.inference.scheduling.requests import Request, SamplingParams
-from deepspeed.moe.grouped import grouped_linear
+from deepspeed.observe.op_speed import seconds_of
 from deepspeed.ops import gpu, native
-from deepspeed.ops.host_program import Activation, Matrix, Program, Step, Weights, bind, largest_of
+from deepspeed.ops.host_graph import Activation, Matrix, Program, Step, Weights, bind, largest_of
 from deepspeed.ops.op_builder.builder import ISA_TITLES, PYTORCH
-from deepspeed.ops.op_builder.speed import seconds_of
 from deepspeed.ops.paged_attention import PagedPieces
 from deepspeed.ops.small_product import QuantizedMatrix, quantized_product
+from deepspeed.parallel.expert.grouped import grouped_linear
 
 COLUMNS, OUTPUTS = 2048, 8192  # of a matrix of weights: 64 MiB in fp32
 ROWS = 16  # sequences that decode together

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from deepspeed.base.module_utils import keep_hooks
 from deepspeed.ops.small_product import (
     Products,
     QuantizedMatrix,
@@ -17,7 +18,6 @@ from deepspeed.ops.small_product import (
     rounded_product,
     takes_bfloat16,
 )
-from deepspeed.utils.module_utils import keep_hooks
 
 __all__ = ["HostLinear", "QuantizedLinear", "inject_kernels", "quantize_linears"]
 

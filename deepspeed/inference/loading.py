@@ -9,12 +9,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from deepspeed.checkpoint.files import shared_names
-from deepspeed.checkpoint.hub_weights import as_in_model, compute_buffers
-from deepspeed.checkpoint.plain_weights import find_plain, tensors_of
+from deepspeed.checkpoint.contents import shared_names
+from deepspeed.checkpoint.foreign.hub_weights import as_in_model, compute_buffers
+from deepspeed.checkpoint.foreign.megatron import MegatronSDLoader
+from deepspeed.checkpoint.foreign.plain_weights import find_plain, tensors_of
 from deepspeed.config.problems import DeepSpeedConfigError
-from deepspeed.inference.parts import DESCRIPTION, whole_tensors
-from deepspeed.runtime.state_dict_factory import MegatronSDLoader
+from deepspeed.inference.split.rank_files import DESCRIPTION, whole_tensors
 
 Checkpoint = str | dict[str, Any] | Sequence[str]
 
@@ -109,8 +109,8 @@ def load_weights(
 ) -> None:
     """Give ``module`` those of ``tensors`` (name, value) that it has, in its own dtypes, or (``cast=False``) in those
     of the file, which may stay mapped then. Names may lack, or have, that of the model without its head; those of a
-    Transformers model may be those of its files (`checkpoint/hub_weights.py`). Buffers that no file holds, such as the
-    frequencies of rotary positions, are computed as Transformers does.
+    Transformers model may be those of its files (`checkpoint/foreign/hub_weights.py`). Buffers that no file holds,
+    such as the frequencies of rotary positions, are computed as Transformers does.
 
     DeepSpeedConfigError: a parameter or buffer has no values then, a shape differs, or the files hold quantized weights
     of another library; ``source`` is named.

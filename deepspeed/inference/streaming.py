@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from deepspeed.base.untraced import untraced
+from deepspeed.config.sections.zero import DeepSpeedZeroConfig
 from deepspeed.inference.weight_stores import WeightStore
-from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
-from deepspeed.runtime.zero.units import blocks_of
-from deepspeed.utils.untraced import untraced
+from deepspeed.zero.gather_units import blocks_of
 
 ALIGN = 4096
 """Bytes: regions and, in part of it, the tensors in them start at multiples, for reads that bypass the page cache."""

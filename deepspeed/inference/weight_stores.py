@@ -11,14 +11,14 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from deepspeed.accelerator import get_accelerator
+from deepspeed.base.accelerator import get_accelerator
 from deepspeed.config.problems import DeepSpeedConfigError
-from deepspeed.config.sections import note
+from deepspeed.config.section import note
+from deepspeed.config.sections.offload import OffloadDeviceEnum
+from deepspeed.config.sections.zero import DeepSpeedZeroConfig
 from deepspeed.ops.aio.engine import Options
-from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
-from deepspeed.runtime.zero.offload.host_copies import host_empty, off_host
-from deepspeed.runtime.zero.offload.swap_file import SwapFile
-from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
+from deepspeed.zero.offload.host_copies import host_empty, off_host
+from deepspeed.zero.offload.swap_file import SwapFile
 
 
 class WeightStore(Protocol):

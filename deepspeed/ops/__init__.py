@@ -1,4 +1,9 @@
-"""Operations with their own kernels; submodules are imported on first use."""
+"""Arithmetic: host and GPU kernels and the optimizers built on them, number formats, attention, asynchronous files.
+
+`native.py` loads the host library that `csrc/` builds; `gpu/` has the Triton kernels, each beside a plain reference;
+`formats/` has every few-bit number format. Uses `base`; submodules are imported on first use. Start reading:
+`native.py`, `multi_tensor.py`.
+"""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from deepspeed.utils.logging import log_dist
+from deepspeed.base.logging import log_dist
 
 ABI = 4
 """Version of `deepspeed_host.h` that the table below describes."""

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from deepspeed.ops.host_program import PagedLayer, PagedPiece
+from deepspeed.ops.host_graph import PagedLayer, PagedPiece
 from deepspeed.ops.native import DTYPE_CODES, library
 
 __all__ = ["PagedPieces", "paged_attention", "takes"]

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from deepspeed.ops import gpu
-from deepspeed.ops.host_program import Matrix, Program, Step, Weights
+from deepspeed.ops.host_graph import Matrix, Program, Step, Weights
 from deepspeed.ops.native import DTYPE_CODES, library
 
 __all__ = [

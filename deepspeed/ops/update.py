@@ -9,18 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from deepspeed.comm.collectives import Communicator
+Ranks = Any
+"""A `comm.collectives.Communicator`; `ops` lies below `comm`."""
 
 SegmentSum = Callable[[list[Tensor], Tensor], Tensor]
 """Given fragments and their sums [n, k] fp64, the sums of the whole tensors that they are parts of. Collective."""
 
 
-HoldersOf = Callable[[Sequence[Tensor]], Sequence[tuple["Communicator", list[int]]]]
+HoldersOf = Callable[[Sequence[Tensor]], Sequence[tuple[Ranks, list[int]]]]
 """Given masters, those ranks that hold the same ones as this rank, with the positions of these masters: one entry per
 kind of weights, in one order on all of them."""
 
@@ -101,7 +101,7 @@ class UpdateContext:
     holders: HoldersOf | None = None
     """Set if the gradients are this rank's own: their mean over the holders is the gradient. The update then exchanges
     what keeps the masters equal on all holders. ``gradient_norm`` is the root mean square of the holders' norms."""
-    parts: Communicator | None = None
+    parts: Ranks | None = None
     """The ranks that share one copy, if masters are slices of it; only for updates with ``own_communication``."""
 
 

@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTr
 from transformers.utils import logging as transformers_logging
 
 import deepspeed
-from deepspeed.inference.generator import Generator
+from deepspeed.inference.generation.generator import Generator
 from deepspeed.inference.scheduling.requests import SamplingParams
 
 

@@ -39,8 +39,8 @@ with socket.create_connection(("{links.Links.address(1)}", 4000)) as stream:
 MEET = """
 import os, torch, deepspeed.comm as dist
 dist.init_distributed("gloo")
-from deepspeed.comm.gloo import GlooChannel
-from deepspeed.comm.hosts import meet
+from deepspeed.comm.transports.gloo import GlooChannel
+from deepspeed.comm.transports.hosts import meet
 found = meet(GlooChannel(torch.distributed.group.WORLD, (0, 1, 2, 3)), True)
 value = torch.ones(1)
 dist.all_reduce(value)

@@ -46,8 +46,8 @@ def in_that_release(folder: str, stage: int, precision: str, out: str, settings:
     from torch.nn.functional import cross_entropy
 
     import deepspeed
-    from deepspeed.accelerator import get_accelerator
-    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+    from deepspeed.base.accelerator import get_accelerator
+    from deepspeed.zero.tensor_fragment import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
     get_accelerator().is_fp16_supported = lambda: True  # type: ignore[method-assign] - it works, only slowly
     torch.manual_seed(5)
@@ -144,7 +144,7 @@ def from_whole_tensors(engine: Any, net: Any) -> dict[str, Any]:
 def check(python: str, case: str) -> str:
     import torch
 
-    from deepspeed.checkpoint.upstream_export import export_checkpoint
+    from deepspeed.checkpoint.foreign.upstream_export import export_checkpoint
     from tests.checkpoint.make_upstream_checkpoints import launch
     from tests.checkpoint.models import save_as_fixtures_were
     from tests.pool import run
@@ -191,7 +191,7 @@ def _their_fp32(python: str, out: Path, scratch: str, state: dict[str, Any]) -> 
     import torch
 
     code = (
-        "import sys, torch; from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint as get;"
+        "import sys, torch; from deepspeed.tools.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint as get;"
         "torch.save(get(sys.argv[1]), sys.argv[2])"
     )
     file = str(Path(scratch, "fp32.pt"))

@@ -24,7 +24,7 @@ CASES = ["1-fp32-2-2", "2-bf16-2-3", "2-bf16-1-1", "1-fp16-3-0", "3-bf16-2-3", "
 def check(python: str, case: str) -> str:
     import torch
 
-    from deepspeed.checkpoint.universal_export import convert
+    from deepspeed.checkpoint.foreign.universal_export import convert
     from tests.checkpoint import check_exports
     from tests.checkpoint.make_upstream_checkpoints import launch
     from tests.checkpoint.models import save_as_fixtures_were

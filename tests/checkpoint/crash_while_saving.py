@@ -29,9 +29,9 @@ from torch import nn
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from deepspeed.checkpoint import archive, writers  # noqa: E402
 from deepspeed.checkpoint.consolidate import consolidate  # noqa: E402
-from deepspeed.checkpoint.files import Place, Training  # noqa: E402
+from deepspeed.checkpoint.contents import Place, Training  # noqa: E402
+from deepspeed.checkpoint.files import archive, writers  # noqa: E402
 from deepspeed.checkpoint.ranks import Ranks  # noqa: E402
 from deepspeed.checkpoint.reader import open_checkpoint  # noqa: E402
 from deepspeed.checkpoint.save import save  # noqa: E402

@@ -1,4 +1,4 @@
-"""Makes the fixtures in tests/data/upstream_pipeline with DeepSpeed 0.19.8.
+"""Makes the fixtures in tests/files/upstream_pipeline with DeepSpeed 0.19.8.
 
 Not part of the suite. Needs a Python in which that release is installed:
 
@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-PIPELINES = Path(__file__).resolve().parents[1] / "data" / "upstream_pipeline"
+PIPELINES = Path(__file__).resolve().parents[1] / "files" / "upstream_pipeline"
 CASES = {
     "stage0_fp32": (0, "fp32", 1),
     "stage0_bf16": (0, "bf16", 1),
@@ -33,7 +33,7 @@ def layers() -> list[Any]:
     import torch
     from torch import nn
 
-    from deepspeed.pipe import LayerSpec, TiedLayerSpec
+    from deepspeed.parallel.pipeline import LayerSpec, TiedLayerSpec
 
     def words(embedding: Any, tokens: Any) -> Any:
         return embedding(tokens)
@@ -54,7 +54,7 @@ def layers() -> list[Any]:
 def make_pipeline(stages: int, **options: Any) -> Any:
     import torch
 
-    from deepspeed.pipe import PipelineModule
+    from deepspeed.parallel.pipeline import PipelineModule
 
     torch.manual_seed(5)
 

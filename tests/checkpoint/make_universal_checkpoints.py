@@ -1,4 +1,4 @@
-"""Makes the fixtures in tests/data/upstream_universal and tests/data/upstream_tp with DeepSpeed 0.19.8.
+"""Makes the fixtures in tests/files/upstream_universal and tests/files/upstream_tp with DeepSpeed 0.19.8.
 
 Not part of the suite. Needs a Python in which that release is installed:
 
@@ -19,7 +19,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-DATA = Path(__file__).resolve().parents[1] / "data"
+DATA = Path(__file__).resolve().parents[1] / "files"
 UNIVERSAL, SPLIT = DATA / "upstream_universal", DATA / "upstream_tp"
 CONVERTED = ("stage1_fp32", "stage2_bf16", "stage3_fp32", "stage3_bf16")
 """Fixtures in ``upstream_checkpoints``."""
@@ -206,7 +206,7 @@ def on_a_rank(folder: str, stage: int, precision: str) -> None:
 
 def convert(python: str, folder: Path, out: Path, *options: str) -> None:
     """That release's own conversion."""
-    command = [python, "-m", "deepspeed.checkpoint.ds_to_universal", *options]
+    command = [python, "-m", "deepspeed.tools.ds_to_universal", *options]
     command += ["--input_folder", str(folder), "--output_folder", str(out)]
     command += ["--num_extract_workers", "1", "--num_merge_workers", "1"]
     env = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}

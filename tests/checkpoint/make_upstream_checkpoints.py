@@ -1,4 +1,4 @@
-"""Makes the fixtures in tests/data/upstream_checkpoints with DeepSpeed 0.19.8.
+"""Makes the fixtures in tests/files/upstream_checkpoints with DeepSpeed 0.19.8.
 
 Not part of the suite. Needs a Python in which that release is installed:
 
@@ -32,7 +32,7 @@ EXTRAS: dict[str, tuple[int, str, dict[str, Any]]] = {
     # the bf16 optimizer of its own, with other keys
     "stage1_fp32_accumulation": (1, "bf16", {"data_types": {"grad_accum_dtype": "fp32"}}),
 }
-FIXTURES = Path(__file__).resolve().parents[1] / "data/upstream_checkpoints"
+FIXTURES = Path(__file__).resolve().parents[1] / "files/upstream_checkpoints"
 
 
 def model() -> Any:
@@ -88,7 +88,7 @@ def on_a_rank(folder: str, stage: int, precision: str, settings: dict[str, Any])
     from torch.nn.functional import cross_entropy
 
     import deepspeed
-    from deepspeed.accelerator import get_accelerator
+    from deepspeed.base.accelerator import get_accelerator
 
     accelerator = get_accelerator()
     accelerator.is_fp16_supported = lambda: True  # type: ignore[method-assign] - it works, only slowly
@@ -155,7 +155,7 @@ def universal(python: str, folder: Path) -> dict[str, Any]:
         command = [
             python,
             "-m",
-            "deepspeed.checkpoint.ds_to_universal",
+            "deepspeed.tools.ds_to_universal",
             "--no_strict",
             "--inject_missing_state",
         ]

@@ -18,10 +18,14 @@ from deepspeed.checkpoint import (
     ZeROCheckpoint,
     enable_universal_checkpoint,
 )
-from deepspeed.checkpoint.reshape_3d_utils import get_model_3d_descriptor, model_3d_desc
-from deepspeed.checkpoint.reshape_meg_2d import get_mpu_ranks, meg_2d_parallel_map, reshape_meg_2d_parallel
-from deepspeed.checkpoint.reshape_utils import merge_state, partition_data, sort_zero_files
-from deepspeed.checkpoint.splits import Described
+from deepspeed.checkpoint.foreign.splits import Described
+from deepspeed.compat.checkpoint.reshape_3d_utils import get_model_3d_descriptor, model_3d_desc
+from deepspeed.compat.checkpoint.reshape_meg_2d import (
+    get_mpu_ranks,
+    meg_2d_parallel_map,
+    reshape_meg_2d_parallel,
+)
+from deepspeed.compat.checkpoint.reshape_utils import merge_state, partition_data, sort_zero_files
 from tests.checkpoint.make_universal_checkpoints import UNIVERSAL
 from tests.checkpoint.make_upstream_checkpoints import config, groups, model
 from tests.checkpoint.models import full_state

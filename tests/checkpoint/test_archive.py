@@ -19,15 +19,15 @@ import pytest
 import torch
 from torch import nn
 
-from deepspeed.checkpoint.archive import (
+from deepspeed.checkpoint.errors import CheckpointError, CheckpointNotFoundError
+from deepspeed.checkpoint.files.archive import (
     LazyTensor,
     _tensor_records,
     open_archive,
     read_archive,
     write_archive,
 )
-from deepspeed.checkpoint.errors import CheckpointError, CheckpointNotFoundError
-from deepspeed.checkpoint.hashing import BLOCK
+from deepspeed.checkpoint.files.hashing import BLOCK
 from deepspeed.checkpoint.names import CHECKSUMS
 
 

@@ -16,20 +16,17 @@ import torch
 
 from deepspeed import comm as dist
 from deepspeed.checkpoint import save as saving
-from deepspeed.checkpoint.archive import LazyTensor
-from deepspeed.checkpoint.background import remove_older
 from deepspeed.checkpoint.errors import CheckpointError, CheckpointTagError
-from deepspeed.checkpoint.round_trip import difference
-from deepspeed.checkpoint.snapshot import Snapshot
-from deepspeed.checkpoint.tags import read_latest
-from deepspeed.runtime.checkpoint_engine import CheckpointCommitInfo, TorchCheckpointEngine
-from deepspeed.runtime.checkpoint_engine.datastates_checkpoint_engine import DataStatesCheckpointEngine
-from deepspeed.runtime.checkpoint_engine.decoupled_checkpoint_engine import (
-    CheckpointSize,
-    DecoupledCheckpointEngine,
-)
-from deepspeed.runtime.checkpoint_engine.fast_checkpoint_engine import FastCheckpointEngine
-from deepspeed.runtime.checkpoint_engine.utils import create_checkpoint_engine
+from deepspeed.checkpoint.files.archive import LazyTensor
+from deepspeed.checkpoint.files.background import remove_older
+from deepspeed.checkpoint.files.round_trip import difference
+from deepspeed.checkpoint.files.snapshot import Snapshot
+from deepspeed.checkpoint.files.tags import read_latest
+from deepspeed.checkpoint.storage import CheckpointCommitInfo, TorchCheckpointEngine
+from deepspeed.checkpoint.storage.datastates_checkpoint_engine import DataStatesCheckpointEngine
+from deepspeed.checkpoint.storage.decoupled_checkpoint_engine import CheckpointSize, DecoupledCheckpointEngine
+from deepspeed.checkpoint.storage.fast_checkpoint_engine import FastCheckpointEngine
+from deepspeed.checkpoint.storage.utils import create_checkpoint_engine
 from tests.checkpoint.models import (
     assert_equal,
     assert_restored,

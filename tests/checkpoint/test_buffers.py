@@ -11,7 +11,7 @@ from torch import nn
 
 import deepspeed
 from deepspeed.checkpoint import names
-from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+from deepspeed.tools.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from tests.checkpoint.models import config
 from tests.pool import distributed, run
 

@@ -17,13 +17,13 @@ import pytest
 import torch
 
 import deepspeed
-from deepspeed.checkpoint.archive import read_archive
 from deepspeed.checkpoint.errors import CheckpointError
+from deepspeed.checkpoint.files.archive import read_archive
+from deepspeed.checkpoint.files.safe_types import allowed_types
 from deepspeed.checkpoint.names import CHECKSUMS, DS_CONFIG
-from deepspeed.checkpoint.safe_types import allowed_types
 from deepspeed.config.problems import DeepSpeedConfigError
-from deepspeed.launcher.runner import fetch_hostfile
-from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+from deepspeed.tools.launcher.runner import fetch_hostfile
+from deepspeed.tools.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from tests.pool import distributed
 
 

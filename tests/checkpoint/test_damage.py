@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from deepspeed.checkpoint.archive import read_archive
 from deepspeed.checkpoint.consolidate import consolidate
 from deepspeed.checkpoint.errors import CheckpointError
+from deepspeed.checkpoint.files.archive import read_archive
 from deepspeed.checkpoint.reader import open_checkpoint
-from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+from deepspeed.tools.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from tests.checkpoint.make_upstream_checkpoints import FIXTURES
 from tests.checkpoint.models import config, make_engine, train
 from tests.pool import run

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from deepspeed.checkpoint import writers
 from deepspeed.checkpoint.errors import CheckpointError
-from deepspeed.checkpoint.flush import flush_later, wait_for_flushes
-from deepspeed.checkpoint.writers import StagedFolder, write_latest
+from deepspeed.checkpoint.files import writers
+from deepspeed.checkpoint.files.flush import flush_later, wait_for_flushes
+from deepspeed.checkpoint.files.writers import StagedFolder, write_latest
 from tests import forked
 
 ROOT = Path(__file__).resolve().parents[2]

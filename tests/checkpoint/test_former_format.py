@@ -1,7 +1,7 @@
 """Checkpoints of former formats still load: 1, which had other checksums and all ranks' random states in every model
 file, and 2, whose directory was gathered from all ranks instead of being computed.
 
-Two ranks wrote those in ``tests/data/format*_checkpoints``: ``models.Zoo`` after some micro-batches, two of which make
+Two ranks wrote those in ``tests/files/format*_checkpoints``: ``models.Zoo`` after some micro-batches, two of which make
 a step; ``expected.pt`` is what all ranks held then, and ``random0.pt`` what rank 0 drew next.
 """
 
@@ -17,7 +17,7 @@ from deepspeed.checkpoint.consolidate import consolidate
 from tests.checkpoint.models import assert_restored, config, full_state, make_engine
 from tests.pool import distributed
 
-DATA = Path(__file__).resolve().parents[1] / "data"
+DATA = Path(__file__).resolve().parents[1] / "files"
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from deepspeed.checkpoint.errors import CheckpointError
-from deepspeed.utils.zero_to_fp32 import convert_zero_checkpoint_to_fp32_state_dict
+from deepspeed.tools.zero_to_fp32 import convert_zero_checkpoint_to_fp32_state_dict
 from tests.checkpoint.models import assert_restored, config, full_state, make_engine
 from tests.pool import run
 

@@ -14,14 +14,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from deepspeed.checkpoint.consolidate import consolidate
+from deepspeed.checkpoint.contents import Place, Training
 from deepspeed.checkpoint.errors import CheckpointError
-from deepspeed.checkpoint.files import Place, Training
+from deepspeed.checkpoint.foreign.upstream_export import export_checkpoint
 from deepspeed.checkpoint.load import Restorer
 from deepspeed.checkpoint.ranks import Ranks
 from deepspeed.checkpoint.reader import open_checkpoint
 from deepspeed.checkpoint.save import save
 from deepspeed.checkpoint.shards import ShardIndex
-from deepspeed.checkpoint.upstream_export import export_checkpoint
 from tests.allocations import counted
 from tests.checkpoint.held_state import Entry, HeldState
 from tests.pool import distributed

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 import deepspeed
-from deepspeed.checkpoint import archive
+from deepspeed.base.logging import logger
 from deepspeed.checkpoint.errors import CheckpointError, CheckpointNotFoundError, CheckpointTagError
+from deepspeed.checkpoint.files import archive
 from deepspeed.checkpoint.names import SCRIPTS
-from deepspeed.utils import logger
 from tests.checkpoint.models import (
     Zoo,
     assert_equal,

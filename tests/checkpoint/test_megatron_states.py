@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from deepspeed.runtime.state_dict_factory import MegatronSDLoader, SDLoaderFactory
+from deepspeed.checkpoint.foreign.megatron import MegatronSDLoader, SDLoaderFactory
 from tests.pool import distributed
 
 HEADS, ROWS, WIDTH = 4, 3, 12
@@ -148,8 +148,8 @@ def test_clients_find_the_files_of_an_engine_by_its_names(tmp_path):
 @distributed(world_size=1)
 def test_class_of_wrapped_clients_optimizers():
     import deepspeed
-    from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
-    from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+    from deepspeed.compat.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+    from deepspeed.zero.optimizer import BF16_Optimizer
 
     for dtype, kind in (
         (None, FP16_UnfusedOptimizer),
@@ -176,8 +176,8 @@ def test_class_of_wrapped_clients_optimizers():
 @distributed(world_size=2)
 def test_masters_of_replicas_are_shown_by_group():
     import deepspeed
-    from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
-    from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
+    from deepspeed.compat.fp16.fused_optimizer import FP16_Optimizer
+    from deepspeed.zero.optimizer import BF16_Optimizer
 
     for section in ("fp16", "bf16"):
         model = torch.nn.Linear(3, 2)

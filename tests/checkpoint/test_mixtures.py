@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from deepspeed.checkpoint.errors import CheckpointError
+from deepspeed.checkpoint.files.safe_types import allowed_types
 from deepspeed.checkpoint.names import CHECKSUMS, INDEX, SAVE
-from deepspeed.checkpoint.safe_types import allowed_types
 from tests.checkpoint.models import Zoo, assert_equal, config, full_state, make_engine, train
 from tests.pool import distributed
 

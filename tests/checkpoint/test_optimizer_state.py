@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import deepspeed
-from deepspeed.utils import safe_get_full_optimizer_state
+from deepspeed.zero.tensor_fragment import safe_get_full_optimizer_state
 from tests.checkpoint.models import assert_equal
 from tests.pool import distributed, run
 

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import nn
 
 import deepspeed
-from deepspeed.checkpoint.upstream_export import export_checkpoint
-from deepspeed.utils.zero_to_fp32 import convert_zero_checkpoint_to_fp32_state_dict
+from deepspeed.checkpoint.foreign.upstream_export import export_checkpoint
+from deepspeed.tools.zero_to_fp32 import convert_zero_checkpoint_to_fp32_state_dict
 from tests.allocations import counted
 from tests.checkpoint.models import config, groups
 from tests.pool import distributed

@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
-from deepspeed.checkpoint import hf_to_universal
 from deepspeed.checkpoint.errors import CheckpointError
 from deepspeed.checkpoint.export import save_weights
-from deepspeed.checkpoint.plain_weights import tensors_of
+from deepspeed.checkpoint.foreign.plain_weights import tensors_of
+from deepspeed.tools import hf_to_universal
 from tests.pool import distributed
 from tests.zero.test_placements import WIDTH, Block, alone, assert_weights, config, start, train
 

@@ -10,11 +10,12 @@ import pytest
 import torch.distributed as dist
 
 from deepspeed.checkpoint import names
+from deepspeed.checkpoint.contents import Place
 from deepspeed.checkpoint.errors import CheckpointError, CheckpointNotFoundError
-from deepspeed.checkpoint.files import Place
 from deepspeed.checkpoint.ranks import Ranks
 from deepspeed.checkpoint.save import check_signatures
-from deepspeed.comm.mesh import MeshLayout, ProcessMesh
+from deepspeed.comm.mesh import ProcessMesh
+from deepspeed.config.mesh_layout import MeshLayout
 from tests.checkpoint.models import assert_restored, config, full_state, make_engine, train
 from tests.pool import distributed
 

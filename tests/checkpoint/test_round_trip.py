@@ -22,8 +22,8 @@ import pytest
 import torch
 from torch import nn
 
-from deepspeed.checkpoint.archive import packed, read_archive, unpacked, write_archive
 from deepspeed.checkpoint.errors import CheckpointError
+from deepspeed.checkpoint.files.archive import packed, read_archive, unpacked, write_archive
 from deepspeed.checkpoint.reader import materialize
 from tests.checkpoint.models import config, make_engine
 from tests.pool import distributed

@@ -17,9 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from deepspeed.checkpoint import archive as archives
-from deepspeed.checkpoint import names, rng
-from deepspeed.checkpoint.files import Place, Training
+from deepspeed.base import rng
+from deepspeed.checkpoint import names
+from deepspeed.checkpoint.contents import Place, Training
+from deepspeed.checkpoint.files import archive as archives
 from deepspeed.checkpoint.load import Restorer
 from deepspeed.checkpoint.needs import needed_shards
 from deepspeed.checkpoint.ranks import Ranks
@@ -149,7 +150,7 @@ def saved_by(folder: Path, stage: int, world: int, writers: list[int]) -> dict[i
         training, place = training_of(stage, rank, world)
         alone = mock.patch.object(Ranks, "gather", side_effect=AssertionError("grows with the ranks"))
         neither = mock.patch.object(Ranks, "gather_at_writers", side_effect=AssertionError("grows, too"))
-        same_id = mock.patch("deepspeed.checkpoint.files.new_id", lambda: 5)  # which ranks agree on
+        same_id = mock.patch("deepspeed.checkpoint.contents.new_id", lambda: 5)  # which ranks agree on
         with fake_rank(rank, world), alone, neither, same_id, kinds_of_all():
             writes_into = mock.patch(
                 "deepspeed.checkpoint.save.StagedFolder", lambda *_: mock.Mock(staging=final, final=final)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from deepspeed.checkpoint.errors import CheckpointError
-from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+from deepspeed.tools.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from tests.checkpoint.make_universal_checkpoints import CONVERTED, UNIVERSAL
 from tests.checkpoint.make_upstream_checkpoints import config, groups, model
 from tests.checkpoint.models import full_state

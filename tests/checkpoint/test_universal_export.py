@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from deepspeed.checkpoint import ds_to_universal, universal_export
-from deepspeed.checkpoint.archive import read_archive
 from deepspeed.checkpoint.errors import CheckpointError
+from deepspeed.checkpoint.files.archive import read_archive
+from deepspeed.checkpoint.foreign import universal_export
+from deepspeed.tools import ds_to_universal
 from tests.checkpoint.make_universal_checkpoints import (
     CONVERTED,
     INFO,
@@ -147,7 +148,7 @@ def test_ours_of_tensor_parallel_ranks(stage: int, tmp_path: Path) -> None:
 def test_the_command(tmp_path: Path) -> None:
     """Two processes share the work; Megatron's scripts and others call ``main`` with arguments of their own."""
     source, out = FIXTURES / "stage2_bf16/global_step3", tmp_path / "a/universal"
-    command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--input_folder", str(source)]
+    command = [sys.executable, "-m", "deepspeed.tools.ds_to_universal", "--input_folder", str(source)]
     done = subprocess.run(
         [*command, "--output_folder", str(out)], capture_output=True, text=True, timeout=100
     )

@@ -12,7 +12,7 @@ import torch
 
 from deepspeed.checkpoint.consolidate import consolidate
 from deepspeed.checkpoint.errors import CheckpointError
-from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+from deepspeed.tools.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from tests.checkpoint.make_upstream_checkpoints import CASES, FIXTURES, groups, model
 from tests.checkpoint.make_upstream_checkpoints import config as upstream_config
 from tests.checkpoint.models import full_state

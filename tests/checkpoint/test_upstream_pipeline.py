@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch.nn import functional
 
-from deepspeed.checkpoint.archive import read_archive
 from deepspeed.checkpoint.errors import CheckpointError
-from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+from deepspeed.checkpoint.files.archive import read_archive
+from deepspeed.tools.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from tests.checkpoint.make_pipeline_checkpoints import (
     CASES,
     PIPELINES,

@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 
 from deepspeed.checkpoint.errors import CheckpointError
+from deepspeed.checkpoint.foreign.splits import Wanted, split_placements
+from deepspeed.checkpoint.foreign.universal_export import convert
 from deepspeed.checkpoint.placement import Placement
 from deepspeed.checkpoint.shards import regions
-from deepspeed.checkpoint.splits import Wanted, split_placements
-from deepspeed.checkpoint.universal_export import convert
-from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+from deepspeed.tools.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from tests.checkpoint.make_universal_checkpoints import (
     SPLIT,
     SPLIT_CASES,
@@ -74,7 +74,7 @@ def stage0(content: dict[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def partitions(files: list[Path], shapes: dict[str, Any]) -> dict[str, torch.Tensor]:
-    from deepspeed.checkpoint.archive import read_archive
+    from deepspeed.checkpoint.files.archive import read_archive
 
     sections = [read_archive(file)["optimizer_state_dict"] for file in files]
     inner = [section["base_optimizer_state"]["state"][0] for section in sections]
@@ -95,7 +95,7 @@ def partitions(files: list[Path], shapes: dict[str, Any]) -> dict[str, torch.Ten
 
 def even_parts(files: list[Path], shapes: dict[str, Any]) -> dict[str, torch.Tensor]:
     """Stage 3: each rank has an even part of every parameter, padded, end to end."""
-    from deepspeed.checkpoint.archive import read_archive
+    from deepspeed.checkpoint.files.archive import read_archive
 
     sections = [read_archive(file)["optimizer_state_dict"] for file in files]
     inner = [section["optimizer_state_dict"]["state"][0] for section in sections]

@@ -18,9 +18,9 @@ from safetensors.torch import load_file, load_model
 import deepspeed
 from deepspeed.checkpoint.errors import CheckpointError, CheckpointNotFoundError
 from deepspeed.checkpoint.export import parse_size
-from deepspeed.checkpoint.upstream_export import export_checkpoint
-from deepspeed.checkpoint.utils import clone_tensors_for_torch_save
-from deepspeed.utils.zero_to_fp32 import (
+from deepspeed.checkpoint.foreign.upstream_export import export_checkpoint
+from deepspeed.compat.checkpoint.utils import clone_tensors_for_torch_save
+from deepspeed.tools.zero_to_fp32 import (
     convert_zero_checkpoint_to_fp32_state_dict,
     convert_zero_checkpoint_to_state_dict,
     get_checkpoint_files,

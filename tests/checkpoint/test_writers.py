@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from deepspeed.checkpoint import writers
 from deepspeed.checkpoint.errors import CheckpointError, CheckpointNotFoundError, CheckpointTagError
-from deepspeed.checkpoint.flush import wait_for_flushes
-from deepspeed.checkpoint.tags import read_latest
-from deepspeed.checkpoint.writers import StagedFolder, find_folder, replace_file, write_latest
+from deepspeed.checkpoint.files import writers
+from deepspeed.checkpoint.files.flush import wait_for_flushes
+from deepspeed.checkpoint.files.tags import read_latest
+from deepspeed.checkpoint.files.writers import StagedFolder, find_folder, replace_file, write_latest
 from tests import forked
 
 CRASHES = Path(__file__).with_name("crash_while_saving.py")

@@ -17,12 +17,12 @@ import transformers
 from torch import Tensor, nn
 
 from deepspeed.checkpoint.placement import placement_of
-from deepspeed.runtime.tensor_parallel.applying import apply_plan
-from deepspeed.runtime.tensor_parallel.logits import LogitsInParts
-from deepspeed.runtime.tensor_parallel.planning.plan import ParameterPlan, TensorParallelPlan
-from deepspeed.runtime.tensor_parallel.planning.planner import plan_module
-from deepspeed.runtime.tensor_parallel.trial import try_split
-from tests.tensor_parallel.threads import ThreadGroup, run_ranks
+from deepspeed.parallel.tensor.applying import apply_plan
+from deepspeed.parallel.tensor.logits import LogitsInParts
+from deepspeed.parallel.tensor.planning.plan import ParameterPlan, TensorParallelPlan
+from deepspeed.parallel.tensor.planning.planner import plan_module
+from deepspeed.parallel.tensor.trial import try_split
+from tests.parallel.tensor.threads import ThreadGroup, run_ranks
 
 TOKENS = 96
 CAUSAL, MASKED, TWO = "AutoModelForCausalLM", "AutoModelForMaskedLM", "AutoModelForSeq2SeqLM"

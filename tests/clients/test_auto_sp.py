@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from deepspeed.runtime.sequence_parallel.loss import token_mean
+from deepspeed.parallel.sequence.assignment import shard_lengths
+from deepspeed.parallel.sequence.hf.loss import token_mean
 from deepspeed.sequence import auto_wrap_model_for_sp, detect_model_sp_info
-from deepspeed.sequence.assignment import shard_lengths
 from deepspeed.sequence.autosp_fusion import LlavaFusionAdapter
 from tests.clients.kit import clean_clients
 from tests.pool import distributed

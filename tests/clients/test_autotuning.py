@@ -10,7 +10,7 @@ import pytest
 for needed in ("transformers", "accelerate"):
     pytest.importorskip(needed, reason="the clients extra is not installed")
 
-from tests.launcher.programs import deepspeed  # noqa: E402
+from tests.tools.launcher.programs import deepspeed  # noqa: E402
 
 SCRIPT = """\
 import os, torch

@@ -14,8 +14,8 @@ from deepspeed.compression.basic_layer import Embedding_Compress, LinearLayer_Co
 from deepspeed.compression.config import get_compression_config
 from deepspeed.compression.scheduler import compression_scheduler
 from deepspeed.compression.techniques import Compressible
-from deepspeed.runtime.tensor_parallel.embedding import VocabParallelEmbedding
-from deepspeed.runtime.tensor_parallel.layers import LinearAllreduce, LinearLayer
+from deepspeed.parallel.tensor.embedding import VocabParallelEmbedding
+from deepspeed.parallel.tensor.layers import LinearAllreduce, LinearLayer
 from tests.compression.models import HEADS_HALF, ROWS, SNIP, config, technique
 from tests.pool import distributed
 

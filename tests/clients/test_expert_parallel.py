@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import deepspeed
 from deepspeed import comm as dist
 from deepspeed.checkpoint.placement import placement_of
-from deepspeed.memory_plan.command import main as plan
+from deepspeed.tools.plan import main as plan
 from deepspeed.utils import safe_get_full_grad
 from tests.clients.kit import clean_clients
 from tests.pool import distributed

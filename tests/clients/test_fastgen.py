@@ -15,7 +15,7 @@ from deepspeed.inference import (
     build_engine_from_ds_checkpoint,
     build_hf_engine,
 )
-from deepspeed.inference.quantizing import FrozenLinear
+from deepspeed.inference.quantized.selection import FrozenLinear
 from deepspeed.inference.v2 import engine_factory
 from deepspeed.inference.v2.checkpoint import CheckpointEngineBase
 from deepspeed.inference.v2.checkpoint.in_memory_engine import InMemoryModelEngine

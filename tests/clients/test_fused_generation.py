@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 import deepspeed
+from deepspeed.base.transformers_models import attention_registries
 from deepspeed.inference.cache import pages
-from deepspeed.inference.fused_generation import FusedGeneration
+from deepspeed.inference.generation.fused import FusedGeneration
 from deepspeed.inference.model import packed
 from deepspeed.inference.model.facts import LayoutError
 from deepspeed.inference.model.runner import ModelRunner
 from deepspeed.ops import native
-from deepspeed.ops.host_program import Program
-from deepspeed.utils.transformers_models import attention_registries
+from deepspeed.ops.host_graph import Program
 from tests.clients.kit import clean_clients
 from tests.pool import distributed
 
@@ -216,7 +216,7 @@ def test_caches_grow_and_are_given_back(runs: list[int], monkeypatch: pytest.Mon
         plain(self, shapes, blocks, size)
 
     module = make("llama").eval()
-    monkeypatch.setattr("deepspeed.inference.fused_generation._FIRST_TOKENS", 16)
+    monkeypatch.setattr("deepspeed.inference.generation.fused._FIRST_TOKENS", 16)
     monkeypatch.setattr(pages.PagedCache, "__init__", init)
     generation = FusedGeneration()
     given = {"attention_mask": MASK, "pad_token_id": 0, "max_new_tokens": 60, "do_sample": False}

@@ -10,15 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from deepspeed.inference.cache.pages import Piece
-from deepspeed.inference.fused_generation import FusedGeneration
-from deepspeed.inference.generator import Generator
+from deepspeed.inference.generation.fused import FusedGeneration
+from deepspeed.inference.generation.generator import Generator
 from deepspeed.inference.kernels import quantize_linears
 from deepspeed.inference.model import fused
 from deepspeed.inference.model.runner import ModelRunner
 from deepspeed.inference.scheduling.requests import SamplingParams
 from deepspeed.ops import native
-from deepspeed.ops.host_program import Program
-from deepspeed.ops.large_pages import LARGE_PAGE
+from deepspeed.ops.host_graph import Program
+from deepspeed.ops.huge_pages import LARGE_PAGE
 
 transformers = pytest.importorskip("transformers", reason="the clients extra is not installed")
 

@@ -20,7 +20,7 @@ from deepspeed.config.problems import DeepSpeedConfigError
 from deepspeed.inference.v2.config_v2 import RaggedInferenceEngineConfig
 from deepspeed.inference.v2.engine_factory import HuggingFaceCheckpointEngine, build_hf_engine
 from deepspeed.inference.v2.policy import InferenceV2Policy
-from deepspeed.runtime.pipe.causal_lm import cut_causal_lm
+from deepspeed.parallel.pipeline.causal_lm import cut_causal_lm
 from tests.pool import distributed
 
 transformers = pytest.importorskip("transformers", reason="the clients extra is not installed")

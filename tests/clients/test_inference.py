@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from deepspeed.inference.generator import Generator
+from deepspeed.inference.generation.generator import Generator
 from deepspeed.inference.model.facts import LayoutError
 from deepspeed.inference.model.runner import ModelRunner
 from deepspeed.inference.scheduling.requests import SamplingParams

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import deepspeed
-from deepspeed.inference.generator import Generator
+from deepspeed.inference.generation.generator import Generator
 from deepspeed.inference.scheduling.requests import SamplingParams
 from tests.clients.kit import clean_clients
 from tests.pool import distributed
@@ -211,7 +211,7 @@ def test_two_ranks_share_the_layers_of_others(name: str) -> None:
 
 @distributed(world_size=2)
 def test_two_ranks_serve_by_continuous_batching() -> None:
-    from deepspeed.inference.generator import Generator
+    from deepspeed.inference.generation.generator import Generator
     from deepspeed.inference.scheduling.requests import SamplingParams
     from tests.clients.test_inference import NEW, expected, prompts
 

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from deepspeed.launcher import ports
-from tests.launcher.programs import COMMAND, environment
+from tests.tools.launcher.programs import COMMAND, environment
 
 for client in ("transformers", "accelerate"):
     pytest.importorskip(client, reason="the clients extra is not installed")

@@ -27,7 +27,7 @@ pytest.importorskip("transformers", reason="the clients extra is not installed")
 )
 @interpreted
 def test_it_is_chosen_and_gives_the_tokens_of_the_model(name: str, dtype: torch.dtype) -> None:
-    from deepspeed.inference.generator import Generator
+    from deepspeed.inference.generation.generator import Generator
     from deepspeed.inference.model import runner as runners
     from deepspeed.inference.scheduling.requests import SamplingParams
     from tests.clients.architectures import make

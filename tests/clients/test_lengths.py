@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from deepspeed.inference.generator import Generator
+from deepspeed.inference.generation.generator import Generator
 from deepspeed.inference.model import packed, padded
 from deepspeed.inference.model.facts import LayoutError
 from deepspeed.inference.model.runner import ModelRunner

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from deepspeed.config.problems import DeepSpeedConfigError
-from deepspeed.memory_plan.activations import shape_of
-from deepspeed.memory_plan.ledger import Kind, Phase
-from deepspeed.memory_plan.request import Answer, Request, answer
-from deepspeed.runtime.activation_checkpointing.budget import budget_blocks, report
+from deepspeed.planning.activations import shape_of
+from deepspeed.planning.ledger import Kind, Phase
+from deepspeed.planning.request import Answer, Request, answer
+from deepspeed.transforms.recompute.budget import budget_blocks, report
 
 pytest.importorskip("transformers", reason="the clients extra is not installed")
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM

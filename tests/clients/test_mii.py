@@ -23,8 +23,8 @@ if importlib.util.find_spec("mii") is None:
     pytest.skip("deepspeed-mii is not installed", allow_module_level=True)
 
 from tests.clients.test_serving import save_model  # noqa: E402
-from tests.launcher.programs import COMMAND, environment  # noqa: E402
 from tests.pool import free_port  # noqa: E402
+from tests.tools.launcher.programs import COMMAND, environment  # noqa: E402
 
 PROMPTS = ["hello world", "a"]
 NEW_TOKENS = 6

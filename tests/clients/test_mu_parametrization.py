@@ -11,7 +11,7 @@ from torch import nn
 
 import deepspeed
 from deepspeed.config.problems import DeepSpeedConfigError
-from deepspeed.runtime.optim.registry import build_optimizer
+from deepspeed.zero.optimizer_registry import build_optimizer
 from tests.pool import distributed
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from deepspeed.runtime.data_pipeline.packing import PackingCollator
+from deepspeed.data.packing import PackingCollator
 
 transformers = pytest.importorskip("transformers")
 

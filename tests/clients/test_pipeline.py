@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 import deepspeed
 from deepspeed.checkpoint.placement import local_part
+from deepspeed.parallel.pipeline.errors import PipelineError
 from deepspeed.pipe import cut_causal_lm
 from deepspeed.runtime.pipe.engine import PipelineEngine
-from deepspeed.runtime.pipe.errors import PipelineError
-from deepspeed.runtime.transforms.errors import TransformError
+from deepspeed.transforms.errors import TransformError
 from deepspeed.utils import safe_get_full_fp32_param
 from tests.clients.kit import clean_clients
 from tests.pool import distributed

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 import deepspeed
-from deepspeed.runtime.sequence_parallel.registration import attention_function, unregister
-from deepspeed.runtime.transforms.errors import TransformError
+from deepspeed.parallel.sequence.hf.registration import attention_function, unregister
+from deepspeed.transforms.errors import TransformError
 from deepspeed.utils import groups
 from tests.clients.kit import clean_clients, llama, llama_config, lora, whole_weights
 from tests.pool import distributed

@@ -20,8 +20,8 @@ transformers = pytest.importorskip("transformers", reason="the clients extra is 
 pytest.importorskip("fastapi", reason="the extra serve is not installed")
 uvicorn = pytest.importorskip("uvicorn", reason="the extra serve is not installed")
 
-from deepspeed.inference.serving import command  # noqa: E402
 from deepspeed.inference.serving.app import ServerSettings, make_app  # noqa: E402
+from deepspeed.tools import serve as command  # noqa: E402
 from tests.clients.architectures import make  # noqa: E402
 from tests.inference.test_service import wait_for  # noqa: E402
 
@@ -89,7 +89,7 @@ def test_answers_that_were_begun_are_finished_after_sigterm(tmp_path: Path) -> N
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     arguments = [str(tmp_path), "--dtype", "fp32", "--max-length", "2000", "--port", str(port)]
-    server = subprocess.Popen([sys.executable, "-m", "deepspeed.inference.serving.command", *arguments])
+    server = subprocess.Popen([sys.executable, "-m", "deepspeed.tools.serve", *arguments])
 
     def connect() -> http.client.HTTPConnection:
         return http.client.HTTPConnection("127.0.0.1", port, timeout=60)

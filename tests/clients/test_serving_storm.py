@@ -183,7 +183,7 @@ def test_a_thousand_requests(tmp_path: Path) -> None:
         port = free.getsockname()[1]
     arguments = ["--dtype", "fp32", "--max-length", "128", "--max-sequences", "8", "--port", str(port)]
     server = subprocess.Popen(
-        [sys.executable, "-m", "deepspeed.inference.serving.command", str(tmp_path), *arguments],
+        [sys.executable, "-m", "deepspeed.tools.serve", str(tmp_path), *arguments],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )

@@ -19,7 +19,7 @@ from deepspeed.ops.sparse_attention import (
     FixedSparsityConfig,
     SparseAttentionUtils,
 )
-from deepspeed.runtime.transforms.errors import TransformError
+from deepspeed.transforms.errors import TransformError
 from tests.pool import distributed
 
 transformers = pytest.importorskip("transformers")

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import deepspeed
-from deepspeed.runtime.sequence_parallel.tiled.lazy_logits import LazyLogits
-from deepspeed.runtime.transforms import TransformError
+from deepspeed.parallel.sequence.tiled.lazy_logits import LazyLogits
+from deepspeed.transforms import TransformError
 from tests.clients.kit import VOCAB, llama, lora
 from tests.pool import distributed
 

@@ -203,7 +203,7 @@ def test_trains_at_every_stage_as_under_ddp(tmp_path: Path, case: str) -> None:
 @distributed(world_size=2)
 def test_rollouts_by_the_serving_engine(tmp_path: Path, adapter: bool) -> None:
     """Through TRL's ``rollout_func``: the same answers, and the same learning from them, at every stage."""
-    from deepspeed.runtime.rollout.for_trl import rollouts_for_trl
+    from deepspeed.engine.rollout.for_trl import rollouts_for_trl
 
     def at(stage: int) -> Log:
         changes: dict[str, Any] = {"peft_config": adapters()} if adapter else {}

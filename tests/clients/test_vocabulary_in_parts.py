@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from deepspeed.module_inject import LinearLayer
-from deepspeed.runtime.tensor_parallel.cross_entropy import VocabParallelCausalLMLoss
-from deepspeed.runtime.tensor_parallel.embedding import VocabParallelEmbedding
+from deepspeed.parallel.tensor.cross_entropy import VocabParallelCausalLMLoss
+from deepspeed.parallel.tensor.embedding import VocabParallelEmbedding
+from tests.parallel.tensor.blocks import tensor_parallel
+from tests.parallel.tensor.test_layers import own_part
 from tests.pool import distributed
-from tests.tensor_parallel.blocks import tensor_parallel
-from tests.tensor_parallel.test_layers import own_part
 
 transformers = pytest.importorskip("transformers")
 

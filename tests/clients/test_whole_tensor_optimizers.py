@@ -11,8 +11,8 @@ from torch import Tensor
 import deepspeed
 from deepspeed import comm as dist
 from deepspeed.config.problems import DeepSpeedConfigError
-from deepspeed.runtime.zero.placements import whole_tensor
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+from deepspeed.zero.placements import whole_tensor
 from tests.pool import distributed
 
 transformers = pytest.importorskip("transformers", reason="the clients extra is not installed")

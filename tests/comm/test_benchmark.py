@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from deepspeed.comm import shared_memory
-from deepspeed.comm.benchmark import Row, measure, table
-from deepspeed.launcher import ds_bench
+from deepspeed.comm.transports import shared_memory
+from deepspeed.tools import bench as ds_bench
+from deepspeed.tools.bench_ranks import Row, measure, table
 from tests.pool import ROOT, distributed
 
 OURS = ["shared_memory", "gloo"] if shared_memory.is_available() else ["gloo"]
@@ -111,7 +111,7 @@ def test_the_command_starts_the_ranks(tmp_path: Path) -> None:
         name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
     }
     done = subprocess.run(
-        [sys.executable, "-m", "deepspeed.launcher.ds", *call],
+        [sys.executable, "-m", "deepspeed.tools.ds", *call],
         env={**env, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         cwd=tmp_path,
         capture_output=True,

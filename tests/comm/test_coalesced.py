@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from deepspeed.runtime.comm import coalesced_collectives
-from deepspeed.runtime.comm.coalesced_collectives import (
+from deepspeed.compat.runtime_comm import coalesced_collectives
+from deepspeed.compat.runtime_comm.coalesced_collectives import (
     all_to_all_loco_quant_reduce,
     all_to_all_quant_reduce,
     reduce_scatter_coalesced,

@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from deepspeed.comm import gloo
 from deepspeed.comm.collectives import communicator
 from deepspeed.comm.groups import new_group
+from deepspeed.comm.transports import gloo
 from tests.comm.transports import TRANSPORTS, rank_order_sum, same_bits, using, values
 from tests.pool import distributed
 

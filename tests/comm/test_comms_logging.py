@@ -9,7 +9,7 @@ import torch
 
 from deepspeed import comm as dist
 from deepspeed.comm.collectives import communicator
-from deepspeed.utils.comms_logging import CommsLogger, calc_bw_log, convert_size
+from deepspeed.comm.record import CommsLogger, calc_bw_log, convert_size
 from tests.pool import distributed
 
 

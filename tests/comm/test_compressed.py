@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from deepspeed.comm import compressed
-from deepspeed.comm.codecs import codec_named
 from deepspeed.comm.collectives import Communicator
 from deepspeed.comm.compressed import EndToEnd
+from deepspeed.ops.formats.codecs import codec_named
 from tests.comm.transports import same_bits, two_hosts, using, values
 from tests.pool import distributed
 

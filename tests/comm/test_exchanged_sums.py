@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from deepspeed.comm import exchanged_sums, hosts, process_group
+from deepspeed.comm.transports import exchanged_sums, hosts, process_group
 from tests.comm.test_hierarchical import two_level_sum
 from tests.comm.transports import rank_order_sum, same_bits, two_hosts, values
 from tests.pool import distributed

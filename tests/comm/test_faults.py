@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from deepspeed.comm import shared_memory
 from deepspeed.comm.pending import CommunicationError, OrderedPending, Pending
+from deepspeed.comm.transports import shared_memory
 from tests import forked
 from tests.comm.transports import TRANSPORTS, names_that_stay, shared_names
 from tests.pool import ROOT

@@ -10,8 +10,9 @@ import torch.distributed as torch_dist
 
 import deepspeed
 from deepspeed import comm as dist
-from deepspeed.comm import CommunicationError, ReduceOp, pg_utils
+from deepspeed.comm import CommunicationError, ReduceOp
 from deepspeed.comm.init import NotInitializedError
+from deepspeed.compat import pg_utils
 from tests.comm.transports import TRANSPORTS, using, values
 from tests.pool import distributed
 

@@ -21,13 +21,14 @@ import pytest
 import torch
 
 import deepspeed
-from deepspeed.comm import hang_watch, shared_memory
-from deepspeed.comm import standing as standing_of
 from deepspeed.comm.collectives import Network, communicator, histories
-from deepspeed.comm.hang_report import call_text, explain
-from deepspeed.comm.history import LENGTH, History
-from deepspeed.comm.standing import Standing
-from deepspeed.launcher import stacks
+from deepspeed.comm.hangs import thread_states as standing_of
+from deepspeed.comm.hangs import watch as hang_watch
+from deepspeed.comm.hangs.history import LENGTH, History
+from deepspeed.comm.hangs.report import call_text, explain
+from deepspeed.comm.hangs.thread_states import Standing
+from deepspeed.comm.transports import shared_memory
+from deepspeed.tools import stacks
 from tests import forked
 from tests.engine.test_step_cost import calls_of
 from tests.pool import ROOT, distributed, free_port
@@ -241,7 +242,7 @@ SCENARIOS: dict[str, tuple[str, str, str]] = {
     "stage of a pipeline": (
         "shared_memory",
         """
-        from deepspeed.pipe import LayerSpec, PipelineModule
+        from deepspeed.parallel.pipeline import LayerSpec, PipelineModule
         class Block(torch.nn.Linear):
             calls = 0
             def forward(self, x):
@@ -455,7 +456,7 @@ def test_only_the_last_collectives_are_kept() -> None:
 
 BUSY = """
 import gc, os, sys, threading, time
-from deepspeed.comm.standing import describe, main_frames, place, threads
+from deepspeed.comm.hangs.thread_states import describe, main_frames, place, threads
 class Noisy:
     def __init__(self):
         self.me = self

@@ -11,13 +11,12 @@ import time
 import pytest
 import torch
 
-from deepspeed import constants
+from deepspeed.base import constants, environment
+from deepspeed.base.environment import Identity, discover, first_host
 from deepspeed.comm import init
-from deepspeed.utils import environment
-from deepspeed.utils.environment import Identity, discover, first_host
 from tests import forked
-from tests.launcher.programs import deepspeed
 from tests.pool import ROOT, free_port
+from tests.tools.launcher.programs import deepspeed
 
 OMPI = {
     "OMPI_COMM_WORLD_RANK": "5",

@@ -7,7 +7,8 @@ import torch
 import torch.distributed as torch_dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from deepspeed.comm.mesh import AXES, BASE_AXES, MeshLayout, ProcessMesh, split_ranks
+from deepspeed.comm.mesh import ProcessMesh
+from deepspeed.config.mesh_layout import AXES, BASE_AXES, MeshLayout, split_ranks
 from tests.pool import distributed
 
 LAYOUTS = [

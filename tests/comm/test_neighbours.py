@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from deepspeed.comm import neighbours
-from deepspeed.comm.neighbours import Edge, NeighbourReceiver, NeighbourSender, connect
 from deepspeed.comm.pending import CommunicationError
+from deepspeed.comm.transports import host_messages as neighbours
+from deepspeed.comm.transports.host_messages import Edge, NeighbourReceiver, NeighbourSender, connect
 from tests.comm.transports import run_two_ranks
 from tests.pool import distributed
 
@@ -146,7 +146,7 @@ def test_what_does_not_come_in_time_is_named() -> None:
 KILLED = """
 import os, signal, sys, time
 import torch, torch.distributed as dist
-from deepspeed.comm.neighbours import Edge, connect
+from deepspeed.comm.transports.host_messages import Edge, connect
 rank = int(os.environ["RANK"])
 dist.init_process_group("gloo", init_method=os.environ["TEST_STORE"], rank=rank, world_size=2)
 ends = connect(dist.group.WORLD, [Edge(0, 0, 1), Edge(1, 1, 0)], may_share_memory=True)

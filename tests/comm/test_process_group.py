@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from deepspeed.comm import process_group
+from deepspeed.comm.transports import process_group
 from tests.comm.transports import rank_order_sum, values
 from tests.pool import distributed
 

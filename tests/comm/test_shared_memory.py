@@ -15,12 +15,12 @@ import pytest
 import torch
 import torch.distributed as torch_dist
 
-from deepspeed.comm import shared_memory
+from deepspeed.base.logging import logger
 from deepspeed.comm.collectives import communicator, forget_communicators, use_shared_memory
-from deepspeed.comm.config import CommConfig
 from deepspeed.comm.groups import new_group
 from deepspeed.comm.init import init_distributed
-from deepspeed.utils.logging import logger
+from deepspeed.comm.transports import shared_memory
+from deepspeed.config.sections.comm import CommConfig
 from tests.comm.transports import (
     names_that_stay,
     rank_order_sum,

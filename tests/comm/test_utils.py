@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import deepspeed.comm as dist
+from deepspeed.base.annotations import get_annotations, get_annotations_from_namespace
 from deepspeed.comm import utils
-from deepspeed.compat import get_annotations, get_annotations_from_namespace
-from deepspeed.utils.groups import _ensure_divisibility, _get_expert_parallel_ranks
+from deepspeed.comm.documented_groups import _ensure_divisibility, _get_expert_parallel_ranks
 
 
 def test_the_size_of_a_message_is_that_of_its_tensors():

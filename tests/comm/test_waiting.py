@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import deepspeed
-from deepspeed.comm import waiting
+from deepspeed.comm.hangs import stragglers as waiting
 from tests.comm.test_init import finish, free_port, start
 from tests.pool import distributed
 

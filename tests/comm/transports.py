@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from deepspeed.comm import hosts, shared_memory
 from deepspeed.comm.collectives import Communicator, communicator, forget_communicators, use_shared_memory
+from deepspeed.comm.transports import hosts, shared_memory
 from tests import forked
 from tests.pool import ROOT
 

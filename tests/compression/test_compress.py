@@ -24,11 +24,11 @@ from deepspeed.compression.compress import (
     redundancy_clean,
     student_initialization,
 )
-from deepspeed.compression.config import get_compression_config
 from deepspeed.compression.helper import module_replacement, register_on_step_begin, rewrite_optimizer_step
 from deepspeed.compression.scheduler import compression_scheduler
 from deepspeed.compression.techniques import Compressible
 from deepspeed.compression.utils import AsymQuantizer, SymQuantizer
+from deepspeed.config.sections.compression import get_compression_config
 from tests.compression.models import (
     ACTIVATIONS,
     HEADS_HALF,

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import deepspeed
-from deepspeed.runtime.eigenvalue import Eigenvalue
+from deepspeed.compression.eigenvalue import Eigenvalue
 from tests.pool import distributed
 
 WIDTH, BLOCKS = 3, 2

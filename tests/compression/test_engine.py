@@ -11,10 +11,10 @@ import torch.distributed as dist
 
 import deepspeed
 from deepspeed.compression import init_compression, redundancy_clean
-from deepspeed.compression.config import get_compression_config
 from deepspeed.compression.scheduler import compression_scheduler
 from deepspeed.compression.techniques import Compressible
-from deepspeed.utils import safe_get_full_fp32_param
+from deepspeed.config.sections.compression import get_compression_config
+from deepspeed.zero.tensor_fragment import safe_get_full_fp32_param
 from tests.compression.models import (
     ACTIVATIONS,
     HEADS_HALF,

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import nn
 
 import deepspeed
+from deepspeed.compression.moq import Quantizer
 from deepspeed.compression.utils import AsymQuantizer, SymQuantizer
-from deepspeed.runtime.quantize import Quantizer
-from deepspeed.utils import safe_get_full_fp32_param
+from deepspeed.zero.tensor_fragment import safe_get_full_fp32_param
 from tests.compression.models import Bert, batch
 from tests.pool import distributed
 

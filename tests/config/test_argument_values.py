@@ -9,13 +9,13 @@ import pytest
 import torch
 
 import deepspeed
+from deepspeed.base.logging import logger
 from deepspeed.config.arguments import OPTIMIZER, SCHEDULES, WHOLE_NUMBERS
+from deepspeed.config.deepspeed_config import DeepSpeedConfig, DeepSpeedConfigError
 from deepspeed.config.problems import Problem
-from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
-from deepspeed.runtime.lr_schedules import VALID_LR_SCHEDULES
-from deepspeed.runtime.optim.registry import BUILT_IN, check_optimizer
-from deepspeed.runtime.schedulers import resolve_scheduler
-from deepspeed.utils.logging import logger
+from deepspeed.optim.lr_schedules import VALID_LR_SCHEDULES
+from deepspeed.optim.schedulers import resolve_scheduler
+from deepspeed.zero.optimizer_registry import BUILT_IN, check_optimizer
 
 NAN, INF = math.nan, math.inf
 
@@ -203,7 +203,7 @@ def test_numbers_at_top_level(key: str, value: float) -> None:
 def test_the_tables_name_arguments_that_exist() -> None:
     import inspect
 
-    from deepspeed.runtime import lr_schedules
+    from deepspeed.optim import lr_schedules
 
     for name in VALID_LR_SCHEDULES:
         assert set(SCHEDULES[name]) == set(inspect.signature(getattr(lr_schedules, name)).parameters) - {

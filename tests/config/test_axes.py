@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from deepspeed.comm.mesh import MeshLayout
 from deepspeed.config.analysis import analyse
 from deepspeed.config.axes import axes_of
+from deepspeed.config.mesh_layout import MeshLayout
 from deepspeed.config.reader import ConfigSource
-from deepspeed.config_tools.check import check_config
+from deepspeed.tools.config.check import check_config
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from deepspeed.config.precision import DeepSpeedFP16Config
-from deepspeed.config_tools.check import check_config
-from deepspeed.runtime.pipe.config import PipelineConfig
+from deepspeed.config.sections.pipeline import PipelineConfig
+from deepspeed.config.sections.precision import DeepSpeedFP16Config
+from deepspeed.tools.config.check import check_config
 
 OFF = {"device": "none", "nvme_path": None}
 

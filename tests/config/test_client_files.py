@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from deepspeed.config_tools.check import check_config
-from deepspeed.config_tools.command import main
-from deepspeed.config_tools.report import ConfigReport
+from deepspeed.tools.config.check import check_config
+from deepspeed.tools.config.command import main
+from deepspeed.tools.config.report import ConfigReport
 
 pytest.importorskip("yaml")
 
@@ -94,7 +94,7 @@ def test_fields_of_the_plugin(tmp_path: Path) -> None:
 
 def test_the_fields_come_to_what_accelerates_plugin_makes(tmp_path: Path) -> None:
     accelerate = pytest.importorskip("accelerate", reason="the clients extra is not installed")
-    from deepspeed.config_tools.clients import read_any, read_client
+    from deepspeed.tools.config.clients import read_any, read_client
 
     path = tmp_path / "client.yaml"
     path.write_text(ACCELERATE)
@@ -175,7 +175,7 @@ def test_agrees_with_the_trainers_own_plumbing(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers", reason="the clients extra is not installed")
     from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 
-    from deepspeed.config_tools.clients import read_any, read_client
+    from deepspeed.tools.config.clients import read_any, read_client
 
     path = tmp_path / "client.json"
     path.write_text(json.dumps(ARGUMENTS | {"deepspeed": CONFIG}))

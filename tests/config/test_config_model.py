@@ -8,7 +8,7 @@ import pytest
 import torch
 from pydantic import Field, ValidationError, field_validator
 
-from deepspeed.config.sections import (
+from deepspeed.config.section import (
     DeepSpeedConfigModel,
     DeepSpeedConfigObject,
     ScientificNotationEncoder,
@@ -21,11 +21,11 @@ from deepspeed.config.sections import (
     parse_dtype,
     pp_int,
 )
+from deepspeed.config.sections.offload import OffloadDeviceEnum
+from deepspeed.config.sections.zero import DeepSpeedZeroConfig, ZeroStageEnum, get_zero_config
 from deepspeed.inference.config import DeepSpeedInferenceConfig, DtypeEnum
 from deepspeed.inference.v2.config_v2 import RaggedInferenceEngineConfig
 from deepspeed.inference.v2.ragged.manager_configs import DSStateManagerConfig, KVCacheConfig
-from deepspeed.runtime.zero.config import DeepSpeedZeroConfig, ZeroStageEnum, get_zero_config
-from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 
 
 class Child(DeepSpeedConfigModel):
@@ -111,7 +111,7 @@ def test_old_and_new_spelling_together() -> None:
 def test_notes_are_logged_outside_of_the_collector(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from deepspeed.utils.logging import logger
+    from deepspeed.base.logging import logger
 
     said: list[str] = []
     monkeypatch.setattr(logger, "warning", said.append)
@@ -235,7 +235,7 @@ def test_dtype_words(word: object) -> None:
 
 
 def test_the_two_dtype_enums() -> None:
-    from deepspeed.runtime.config import DtypeEnum as ByDtype
+    from deepspeed.config.deepspeed_config import DtypeEnum as ByDtype
 
     assert ByDtype("torch.half") is ByDtype(torch.float16) is ByDtype.fp16
     assert ByDtype.bf16.value is DtypeEnum.bf16.value[0] is torch.bfloat16
@@ -244,7 +244,7 @@ def test_the_two_dtype_enums() -> None:
 
 
 def test_threads_of_aio_under_either_name() -> None:
-    from deepspeed.config.aio import get_aio_config
+    from deepspeed.config.sections.aio import get_aio_config
 
     with collect_notes() as notes:
         assert get_aio_config({"aio": {"thread_count": 4}})["intra_op_parallelism"] == 4

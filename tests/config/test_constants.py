@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import pytest
 
-from deepspeed.autotuning import constants as autotuning
-from deepspeed.autotuning.config import DeepSpeedAutotuningConfig
 from deepspeed.checkpoint import constants as states
 from deepspeed.comm import constants as comm
-from deepspeed.comm.config import CommsLoggerConfig
+from deepspeed.compat import io_constants as files
+from deepspeed.compat import profiling_constants as profiling
+from deepspeed.compat.autotuning import constants as autotuning
 from deepspeed.config.schema import TrainingConfig
-from deepspeed.io import constants as files
-from deepspeed.nvme import ds_aio_constants as engines
-from deepspeed.nvme.engines import ENGINES
-from deepspeed.profiling import constants as profiling
-from deepspeed.runtime.activation_checkpointing import config as checkpointing
-from deepspeed.runtime.data_pipeline import config
-from deepspeed.runtime.data_pipeline import constants as data
+from deepspeed.config.sections import activation_checkpointing as checkpointing
+from deepspeed.config.sections import data as config
+from deepspeed.config.sections.autotuning import DeepSpeedAutotuningConfig
+from deepspeed.config.sections.comm import CommsLoggerConfig
+from deepspeed.data import constants as data
+from deepspeed.tools.nvme import ds_aio_constants as engines
+from deepspeed.tools.nvme.engines import ENGINES
 
 
 def test_keys_and_defaults() -> None:

@@ -11,17 +11,17 @@ from typing import Any
 import pytest
 import torch
 
-import deepspeed.runtime.config as config_module
-from deepspeed.config_tools.check import check_config
-from deepspeed.runtime.config import (
+import deepspeed.config.deepspeed_config as config_module
+from deepspeed.base.environment import this_process
+from deepspeed.base.logging import logger, this_rank
+from deepspeed.config.deepspeed_config import (
     DeepSpeedConfig,
     DeepSpeedConfigError,
     DeepSpeedConfigWriter,
     global_rank,
     world_size,
 )
-from deepspeed.utils.environment import this_process
-from deepspeed.utils.logging import logger, this_rank
+from deepspeed.tools.config.check import check_config
 from tests.pool import distributed
 
 LAUNCHER = (
@@ -516,7 +516,7 @@ def test_names_that_clients_import() -> None:
 def test_importing_and_making_a_config_stays_light() -> None:
     """No compiler, tokenizer or monitor comes along, no process group, no device memory."""
     code = (
-        "import sys, torch; from deepspeed.runtime.config import DeepSpeedConfig;"
+        "import sys, torch; from deepspeed.config.deepspeed_config import DeepSpeedConfig;"
         "DeepSpeedConfig({'train_batch_size': 8});"
         "heavy = {'triton', 'tokenizers', 'transformers', 'tensorboard', 'wandb', 'hjson', "
         "'torch._dynamo', 'rich'};"

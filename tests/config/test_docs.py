@@ -11,7 +11,7 @@ from deepspeed.config.keys import walk
 from deepspeed.config.schema import TrainingConfig
 
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "gen_config_docs.py"
-FACTS = Path(__file__).resolve().parents[1] / "data" / "config_schema.json"
+FACTS = Path(__file__).resolve().parents[1] / "files" / "config_schema.json"
 
 
 @pytest.fixture(scope="module")

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 import deepspeed
-from deepspeed.config_tools.command import main
-from deepspeed.config_tools.edit import Edit, apply_edits, spans
-from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
+from deepspeed.config.deepspeed_config import DeepSpeedConfig, DeepSpeedConfigError
+from deepspeed.tools.config.command import main
+from deepspeed.tools.config.edit import Edit, apply_edits, spans
 
 
 @pytest.fixture(autouse=True)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from unittest import mock
 
+from deepspeed.base.logging import logger
+from deepspeed.config.deepspeed_config import DeepSpeedConfig
 from deepspeed.config.hidden import HIDDEN, without_secrets
-from deepspeed.runtime.config import DeepSpeedConfig
-from deepspeed.runtime.observers import attach
-from deepspeed.utils.logging import logger
+from deepspeed.engine.observers import attach
 from tests.checkpoint.models import config, make_engine
 from tests.pool import distributed
 

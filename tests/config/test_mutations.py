@@ -13,12 +13,12 @@ import pytest
 
 from deepspeed.config.analysis import Analysis, analyse
 from deepspeed.config.axes import axes_of
+from deepspeed.config.deepspeed_config import DeepSpeedConfig, DeepSpeedConfigError
 from deepspeed.config.keys import documented_name, keys_of
 from deepspeed.config.problems import distance
 from deepspeed.config.reader import read_config
 from deepspeed.config.schema import TrainingConfig
-from deepspeed.config.sections import LenientConfigModel
-from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
+from deepspeed.config.section import LenientConfigModel
 
 GOOD: dict[str, Any] = {
     "train_batch_size": 32,

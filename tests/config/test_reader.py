@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from deepspeed.config.reader import UnreadableConfig, key_places, parse_text, read_config
-from deepspeed.config_tools.check import check_config
+from deepspeed.tools.config.check import check_config
 
 CONFIG = {"train_batch_size": 8, "zero_optimization": {"stage": 2}, "steps_per_print": 10}
 
@@ -83,7 +83,7 @@ def test_duplicate_keys_are_named_with_their_lines(text: str) -> None:
 
 
 def test_duplicate_keys_in_hjson_file_through_the_config(tmp_path: Path) -> None:
-    from deepspeed.runtime.config import DeepSpeedConfig
+    from deepspeed.config.deepspeed_config import DeepSpeedConfig
 
     file = tmp_path / "c.hjson"
     file.write_text("{\ntrain_batch_size: 8\ntrain_batch_size: 16\n}")

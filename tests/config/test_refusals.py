@@ -123,20 +123,20 @@ Row = str | tuple[str, dict[str, Any]]
 """What else a refusal depends on: model, optimizer, data, ranks, the machine (with its files, packages and
 environment) or a call of the client; otherwise the key that `ds_check` names, and a config with that fault."""
 ROWS: dict[str, tuple[Row, ...]] = {
-    "audit/compare.py:compare": ("call",),
-    "compile/backend.py:make_backend": ("call",),
-    "compile/init_z1_and_2.py:init_z1_and_2": ("call",),
-    "compile/init_z3.py:init_z3": ("call",),
-    "compile/schedule.py:_period": ("call",),
+    "observe/audit/compare.py:compare": ("call",),
+    "transforms/compile/backend.py:make_backend": ("call",),
+    "transforms/compile/init_z1_and_2.py:init_z1_and_2": ("call",),
+    "transforms/compile/init_z3.py:init_z3": ("call",),
+    "transforms/compile/schedule.py:_period": ("call",),
     "compression/compress.py:_refuse_split": ("model",),
-    "elasticity/elasticity.py:_section_of": (
+    "config/elastic_batch.py:_section_of": (
         ("elasticity.version", {"elasticity": {"enabled": True, "version": "x"}}),
         (
             "elasticity.micro_batch_sizes",
             {"elasticity": {"enabled": True, "max_train_batch_size": 4, "micro_batch_sizes": [7]}},
         ),
     ),
-    "elasticity/elasticity.py:_widest_batch": (
+    "config/elastic_batch.py:_widest_batch": (
         (
             "elasticity",
             {
@@ -149,9 +149,9 @@ ROWS: dict[str, tuple[Row, ...]] = {
             },
         ),
     ),
-    "elasticity/elasticity.py:_world_size_of_environment": ("machine",),
-    "elasticity/elasticity.py:ensure_immutable_elastic_config": ("machine", "machine"),
-    "moe/config.py:validate_autoep_config": (
+    "config/elastic_batch.py:_world_size_of_environment": ("machine",),
+    "config/elastic_batch.py:ensure_immutable_elastic_config": ("machine", "machine"),
+    "config/sections/expert.py:validate_autoep_config": (
         "ranks",
         (
             "expert_parallel.enabled",
@@ -159,39 +159,37 @@ ROWS: dict[str, tuple[Row, ...]] = {
         ),
         ("expert_parallel.expert_w1", {"expert_parallel": {"enabled": True, "expert_w1": ""}}),
     ),
-    "moe/stacked.py:ExpertParallelism.apply": ("model",),
-    "moe/stacked.py:_layers_to_spread": ("model", "model"),
-    "monitor/live/server.py:PageServer._listen": ("machine",),
-    "runtime/activation_checkpointing/budget.py:Budget.decide": ("model",),
-    "runtime/activation_checkpointing/budget.py:MemoryBudget.apply": ("model",),
-    "runtime/activation_checkpointing/budget.py:budget_blocks": ("model",),
-    "runtime/activation_checkpointing/budget.py:refuse_own_checkpoints": ("model",),
-    "runtime/activation_checkpointing/checkpointing.py:_section_of": ("call",),
-    "runtime/activation_checkpointing/checkpointing.py:configure": (
+    "parallel/expert/stacked.py:ExpertParallelism.apply": ("model",),
+    "parallel/expert/stacked.py:_layers_to_spread": ("model", "model"),
+    "observe/live/server.py:PageServer._listen": ("machine",),
+    "transforms/recompute/budget.py:Budget.decide": ("model",),
+    "transforms/recompute/budget.py:MemoryBudget.apply": ("model",),
+    "transforms/recompute/budget.py:budget_blocks": ("model",),
+    "transforms/recompute/budget.py:refuse_own_checkpoints": ("model",),
+    "transforms/recompute/checkpointing.py:_section_of": ("call",),
+    "transforms/recompute/checkpointing.py:configure": (
         ("activation_checkpointing.contiguous_memory_optimization", CONTIGUOUS),
         (
             "activation_checkpointing.contiguous_memory_optimization",
             changed(CONTIGUOUS, "activation_checkpointing.partition_activations", True),
         ),
     ),
-    "runtime/config.py:DeepSpeedConfig._configure_train_batch_size": (
+    "config/deepspeed_config.py:DeepSpeedConfig._configure_train_batch_size": (
         ("train_batch_size", {"train_batch_size": 7, "gradient_accumulation_steps": 2}),
     ),
-    "runtime/config.py:_identity": ("ranks",),
-    "runtime/config.py:load_source": ("machine",),
-    "runtime/data_pipeline/asked_for.py:varies_batches": (
-        ("data_efficiency.data_sampling.dynamic_batching", TWICE_SAMPLED),
-    ),
-    "runtime/data_pipeline/curriculum_scheduler.py:CurriculumScheduler.__init__": (
+    "config/deepspeed_config.py:_identity": ("ranks",),
+    "config/deepspeed_config.py:load_source": ("machine",),
+    "data/requests.py:varies_batches": (("data_efficiency.data_sampling.dynamic_batching", TWICE_SAMPLED),),
+    "data/curriculum_scheduler.py:CurriculumScheduler.__init__": (
         ("curriculum_learning", curriculum(min_difficulty=None)),
         ("curriculum_learning.schedule_type", curriculum(schedule_type="unknown")),
         ("curriculum_learning", curriculum(schedule_config={})),
     ),
-    "runtime/data_pipeline/data_routing/basic_layer.py:RandomLayerTokenDrop.init_config": ("model",),
-    "runtime/data_pipeline/data_routing/basic_layer.py:_check_choice": (
+    "data/data_routing/basic_layer.py:RandomLayerTokenDrop.init_config": ("model",),
+    "data/data_routing/basic_layer.py:_check_choice": (
         ("data_efficiency.data_routing.random_ltd.model_type", random_ltd("model_type", "unknown")),
     ),
-    "runtime/data_pipeline/data_routing/layer_token_lr.py:LayerTokenLR.__init__": (
+    "data/data_routing/layer_token_lr.py:LayerTokenLR.__init__": (
         (
             "data_efficiency.data_routing.random_ltd.layer_token_lr_schedule",
             random_ltd(
@@ -200,36 +198,36 @@ ROWS: dict[str, tuple[Row, ...]] = {
             ),
         ),
     ),
-    "runtime/data_pipeline/data_routing/scheduler.py:RandomLTDScheduler.__init__": (
+    "data/data_routing/scheduler.py:RandomLTDScheduler.__init__": (
         (
             "data_efficiency.data_routing.random_ltd.random_ltd_schedule",
             random_ltd("random_ltd_schedule.min_value", 32),
         ),
     ),
-    "runtime/data_pipeline/data_sampling/batch_following.py:BatchFollower.__call__": ("call",),
-    "runtime/data_pipeline/data_sampling/clusters.py:MetricIndex.__init__": ("data",),
-    "runtime/data_pipeline/data_sampling/clusters.py:_opened": ("data",),
-    "runtime/data_pipeline/data_sampling/data_sampler.py:DeepSpeedDataSampler.__init__": ("data",),
-    "runtime/data_pipeline/data_sampling/data_sampler.py:DeepSpeedDataSampler._index": ("data",),
-    "runtime/data_pipeline/data_sampling/data_sampler.py:DeepSpeedDataSampler._refuse_empty": ("data",),
-    "runtime/data_pipeline/data_sampling/sequence_lengths.py:_checked": ("data",),
-    "runtime/data_pipeline/data_sampling/sequence_lengths.py:length_of": ("data",),
-    "runtime/data_pipeline/data_sampling/variable_batch_size_and_lr.py:_check_section": (
+    "data/data_sampling/batch_following.py:BatchFollower.__call__": ("call",),
+    "data/data_sampling/clusters.py:MetricIndex.__init__": ("data",),
+    "data/data_sampling/clusters.py:_opened": ("data",),
+    "data/data_sampling/data_sampler.py:DeepSpeedDataSampler.__init__": ("data",),
+    "data/data_sampling/data_sampler.py:DeepSpeedDataSampler._index": ("data",),
+    "data/data_sampling/data_sampler.py:DeepSpeedDataSampler._refuse_empty": ("data",),
+    "data/data_sampling/sequence_lengths.py:_checked": ("data",),
+    "data/data_sampling/sequence_lengths.py:length_of": ("data",),
+    "data/data_sampling/variable_batch_size_and_lr.py:_check_section": (
         ("data_efficiency.data_sampling.dynamic_batching", SAMPLING),
         "data",
     ),
-    "runtime/data_pipeline/data_sampling/variable_batch_size_and_lr.py:_packs": ("data",),
-    "runtime/engine.py:DeepSpeedEngine.set_train_batch_size": ("call",),
-    "runtime/engine_base.py:EngineBase.communication_data_type": ("call",),
-    "runtime/engine_base.py:EngineBase.random_ltd_initialize": ("call",),
-    "runtime/engine_optimizer.py:_check_whole": ("model",),
-    "runtime/engine_optimizer.py:check_optimizer": ("optimizer",),
-    "runtime/engine_optimizer.py:require_optimizer": ("call",),
-    "runtime/engine_optimizer.py:require_trainable": ("model",),
-    "runtime/float8_linears.py:Float8Linears.apply": ("machine", "model"),
-    "runtime/hybrid_engine.py:DeepSpeedHybridEngine.__init__": ("model",),
-    "runtime/hybrid_engine.py:DeepSpeedHybridEngine._generate_together": ("call",),
-    "runtime/hybrid_engine.py:DeepSpeedHybridEngine._ranks_that_share_layers": (
+    "data/data_sampling/variable_batch_size_and_lr.py:_packs": ("data",),
+    "engine/engine.py:DeepSpeedEngine.set_train_batch_size": ("call",),
+    "engine/base.py:EngineBase.communication_data_type": ("call",),
+    "engine/base.py:EngineBase.random_ltd_initialize": ("call",),
+    "engine/optimizer.py:_check_whole": ("model",),
+    "engine/optimizer.py:check_optimizer": ("optimizer",),
+    "engine/optimizer.py:require_optimizer": ("call",),
+    "engine/optimizer.py:require_trainable": ("model",),
+    "transforms/float8_linears.py:Float8Linears.apply": ("machine", "model"),
+    "engine/hybrid_engine.py:DeepSpeedHybridEngine.__init__": ("model",),
+    "engine/hybrid_engine.py:DeepSpeedHybridEngine._generate_together": ("call",),
+    "engine/hybrid_engine.py:DeepSpeedHybridEngine._ranks_that_share_layers": (
         (
             "hybrid_engine.inference_tp_size",
             {
@@ -239,62 +237,65 @@ ROWS: dict[str, tuple[Row, ...]] = {
         ),
         "ranks",
     ),
-    "runtime/hybrid_engine.py:_prompts": ("call",),
-    "runtime/initialize.py:_check_optimizer": (("optimizer.params.no_argument", NO_ARGUMENT),),
-    "runtime/initialize.py:_kind": ("model",),
-    "runtime/observers/compression.py:CompressionSchedule._find_written": (
+    "engine/hybrid_engine.py:_prompts": ("call",),
+    "engine/initialize.py:_check_optimizer": (("optimizer.params.no_argument", NO_ARGUMENT),),
+    "engine/initialize.py:_kind": ("model",),
+    "engine/observers/compression.py:CompressionSchedule._find_written": (
         ("compression_training.weight_quantization.shared_parameters.quantize_weight_in_forward", IN_FP32),
     ),
-    "runtime/observers/compression.py:attach_compression": ("model",),
-    "runtime/observers/last_save.py:_deadline": ("machine",),
-    "runtime/observers/quantization.py:QuantizedUpdates.__init__": (
+    "engine/observers/compression.py:attach_compression": ("model",),
+    "engine/observers/last_save.py:_deadline": ("machine",),
+    "engine/observers/quantization.py:QuantizedUpdates.__init__": (
         "optimizer",
         "model",
     ),
-    "runtime/observers/random_ltd.py:RandomLTD._learning_rate": (
+    "engine/observers/random_ltd.py:RandomLTD._learning_rate": (
         (
             "data_efficiency.data_routing.random_ltd",
             {**TOKEN_RATES, "scheduler": {"type": "WarmupLR"}},
         ),
         "optimizer",
     ),
-    "runtime/observers/random_ltd.py:RandomLTD.initialize": ("model",),
-    "runtime/observers/random_ltd.py:_check_axes": (
+    "engine/observers/random_ltd.py:RandomLTD.initialize": ("model",),
+    "engine/observers/random_ltd.py:_check_axes": (
         ("data_efficiency.data_routing.random_ltd.enabled", {**random_ltd(), "sequence_parallel_size": 2}),
         "model",
     ),
-    "runtime/optim/elementwise.py:_check_groups": (
+    "optim/elementwise.py:_check_groups": (
         ("optimizer.type", {**ONE_BIT, "zero_optimization": {"stage": 3}}),
         ("optimizer.type", {**ONE_BIT, "zero_optimization": {"stage": 1}}),
     ),
-    "runtime/optim/elementwise.py:check_partitioning": ("optimizer", "optimizer"),
-    "runtime/optim/flags.py:set_optimizer_flags": ("model",),
-    "runtime/optim/mu_parametrization.py:_by_width": ("machine", "model"),
-    "runtime/optim/registry.py:build_optimizer": (("optimizer.params.no_argument", NO_ARGUMENT), "optimizer"),
-    "runtime/pipe/causal_lm.py:CutModel.shard_sequences": ("model",),
-    "runtime/pipe/choice.py:OrderChoice.__post_init__": ("model",),
-    "runtime/pipe/choice.py:OrderChoice._make": ("model",),
-    "runtime/pipe/engine.py:PipelineEngine._checked_module": ("model",),
-    "runtime/pipe/module.py:PipelineModule.share_layers": ("model", "model"),
-    "runtime/pipe/schedule.py:check_dual_pipe": ("model",),
-    "runtime/pipe/topology.py:PipelineParallelGrid.share_sequences": ("ranks",),
-    "runtime/progressive_layer_drop.py:LayerDrop.apply": ("model",),
-    "runtime/rollout/serving_rollout.py:_check_ranks": ("call",),
-    "runtime/schedulers.py:_find": (("scheduler.type", {"scheduler": {"type": "Unknown"}}),),
-    "runtime/schedulers.py:resolve_scheduler": (
+    "optim/elementwise.py:check_partitioning": ("optimizer", "optimizer"),
+    "zero/optimizer_flags.py:set_optimizer_flags": ("model",),
+    "optim/mu_parametrization.py:_by_width": ("machine", "model"),
+    "zero/optimizer_registry.py:build_optimizer": (
+        ("optimizer.params.no_argument", NO_ARGUMENT),
+        "optimizer",
+    ),
+    "parallel/pipeline/causal_lm.py:CutModel.shard_sequences": ("model",),
+    "parallel/pipeline/schedules/choice.py:OrderChoice.__post_init__": ("model",),
+    "parallel/pipeline/schedules/choice.py:OrderChoice._make": ("model",),
+    "engine/pipeline/engine.py:PipelineEngine._checked_module": ("model",),
+    "parallel/pipeline/module.py:PipelineModule.share_layers": ("model", "model"),
+    "parallel/pipeline/schedules/instructions.py:check_dual_pipe": ("model",),
+    "comm/topology.py:PipelineParallelGrid.share_sequences": ("ranks",),
+    "transforms/progressive_layer_drop.py:LayerDrop.apply": ("model",),
+    "engine/rollout/serving_rollout.py:_check_ranks": ("call",),
+    "optim/schedulers.py:_find": (("scheduler.type", {"scheduler": {"type": "Unknown"}}),),
+    "optim/schedulers.py:resolve_scheduler": (
         ("scheduler.params.no_argument", {"scheduler": {"type": "WarmupLR", "params": {"no_argument": 1}}}),
     ),
-    "runtime/sequence_parallel/attention.py:UlyssesSPAttentionHF._check": ("data",),
-    "runtime/sequence_parallel/attention.py:UlyssesSPAttentionHF.register_with_transformers": ("call",),
-    "runtime/sequence_parallel/attention.py:_in_a_ring": ("model",),
-    "runtime/sequence_parallel/parallel_state_sp.py:initialize_sequence_parallel": (
+    "parallel/sequence/hf/attention.py:UlyssesSPAttentionHF._check": ("data",),
+    "parallel/sequence/hf/attention.py:UlyssesSPAttentionHF.register_with_transformers": ("call",),
+    "parallel/sequence/hf/attention.py:_in_a_ring": ("model",),
+    "parallel/sequence/hf/parallel_state_sp.py:initialize_sequence_parallel": (
         ("sequence_parallel_size", {"sequence_parallel_size": 3}),
     ),
-    "runtime/sequence_parallel/tiled/attention_chunks.py:ChunkedForward.__call__": ("data", "model"),
-    "runtime/sequence_parallel/tiled/model_transform.py:TiledModel._tile_layers": ("model",),
-    "runtime/sequence_parallel/tiled/model_transform.py:TiledModel._tile_loss": ("model",),
-    "runtime/sequence_parallel/tiled/model_transform.py:_chunk_attention": ("model",),
-    "runtime/sparse_attention.py:SparseAttention.apply": (
+    "parallel/sequence/tiled/attention_chunks.py:ChunkedForward.__call__": ("data", "model"),
+    "parallel/sequence/tiled/model_transform.py:TiledModel._tile_layers": ("model",),
+    "parallel/sequence/tiled/model_transform.py:TiledModel._tile_loss": ("model",),
+    "parallel/sequence/tiled/model_transform.py:_chunk_attention": ("model",),
+    "transforms/sparse_attention.py:SparseAttention.apply": (
         ("sparse_attention", {"sparse_attention": {"mode": "fixed"}, "sequence_parallel_size": 2}),
         (
             "sparse_attention.different_layout_per_head",
@@ -304,18 +305,18 @@ ROWS: dict[str, tuple[Row, ...]] = {
             },
         ),
     ),
-    "runtime/tensor_parallel/init_utils.py:_check_dtype": ("call",),
-    "runtime/tensor_parallel/init_utils.py:with_recorded_size": ("call", "call"),
-    "runtime/transforms/distributed_tensors.py:_check_axis": ("model",),
-    "runtime/transforms/sequence_shards.py:ShardOfInputs._with_labels": ("model",),
-    "runtime/zero/gathering/init_context.py:_swap_file": ("call",),
-    "runtime/zero/gathering/init_context.py:read_config": ("call",),
-    "runtime/zero/mics.py:MiCS_Init.__init__": ("call",),
-    "runtime/zero/offload/zenflow.py:ZenFlowStepExecutor.__init__": ("optimizer",),
-    "runtime/zero/scopes.py:Scope.mics": ("ranks",),
-    "runtime/zero/scopes.py:Scopes.__init__": ("ranks",),
-    "sequence/assignment.py:shard_lengths": ("data",),
-    "sequence/layer.py:DistributedAttention._check": ("model",),
+    "parallel/tensor/init_utils.py:_check_dtype": ("call",),
+    "parallel/tensor/init_utils.py:with_recorded_size": ("call", "call"),
+    "transforms/distributed_tensors.py:_check_axis": ("model",),
+    "parallel/sequence/transform.py:ShardOfInputs._with_labels": ("model",),
+    "zero/gathering/init_context.py:_swap_file": ("call",),
+    "zero/gathering/init_context.py:read_config": ("call",),
+    "zero/mics.py:MiCS_Init.__init__": ("call",),
+    "zero/offload/zenflow.py:ZenFlowStepExecutor.__init__": ("optimizer",),
+    "zero/replica_groups.py:Scope.mics": ("ranks",),
+    "zero/replica_groups.py:Scopes.__init__": ("ranks",),
+    "parallel/sequence/assignment.py:shard_lengths": ("data",),
+    "parallel/sequence/layer.py:DistributedAttention._check": ("model",),
 }
 KNOWN = [
     pytest.param(*row, id=f"{place.rpartition('/')[2]}-{number}")

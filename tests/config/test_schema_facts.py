@@ -1,6 +1,6 @@
 """The section models against the documented schema: every key, its default, type and choices.
 
-`tests/data/config_schema.json` holds the facts of the reference; `<...>` in it stands for a free name or
+`tests/files/config_schema.json` holds the facts of the reference; `<...>` in it stands for a free name or
 text.
 """
 
@@ -17,14 +17,14 @@ import pytest
 import torch
 from pydantic import BaseModel, ValidationError
 
+from deepspeed.config.constants import BUILT_IN_OPTIMIZERS, VALID_LR_SCHEDULES
 from deepspeed.config.keys import Key, is_deprecated, keys_of, type_of
 from deepspeed.config.schema import TrainingConfig
-from deepspeed.config.sections import extra_facts, parse_dtype
+from deepspeed.config.section import extra_facts, parse_dtype
 from deepspeed.inference.config import DeepSpeedInferenceConfig
 from deepspeed.inference.v2.config_v2 import RaggedInferenceEngineConfig
-from deepspeed.runtime.constants import BUILT_IN_OPTIMIZERS, VALID_LR_SCHEDULES
 
-FACTS = json.loads((Path(__file__).parent.parent / "data" / "config_schema.json").read_text())
+FACTS = json.loads((Path(__file__).parent.parent / "files" / "config_schema.json").read_text())
 ROOTS = {
     "ds_config": TrainingConfig,
     "init_inference_config": DeepSpeedInferenceConfig,

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import deepspeed
-from deepspeed.runtime.accumulation import AccumulationClock
+from deepspeed.zero.accumulation import AccumulationClock
 from tests.pool import distributed
 
 

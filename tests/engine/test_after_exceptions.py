@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import deepspeed
-from deepspeed.runtime.zero.gathering import sharded_model
+from deepspeed.zero.gathering import sharded_model
 from tests.pool import distributed, run
 from tests.zero.models import Block, assert_same, config_for
 

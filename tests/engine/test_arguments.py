@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import nn
 
 import deepspeed
-from deepspeed.runtime.config import DeepSpeedConfigError
-from deepspeed.runtime.lr_schedules import WarmupLR
+from deepspeed.config.deepspeed_config import DeepSpeedConfigError
+from deepspeed.optim.lr_schedules import WarmupLR
 from tests.engine.test_engine import WIDTH, data, make_config, make_model, same, weights
 from tests.pool import distributed
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import deepspeed
-from deepspeed.utils.logging import logger
+from deepspeed.base.logging import logger
 from tests.pool import distributed
 
 WIDTH, LENGTH = 8, 10

@@ -11,18 +11,24 @@ import torch
 from torch import nn
 
 import deepspeed
-from deepspeed.compile.backend import SETTINGS, CompileWork, make_backend, opt_passes, register_compile_pass
-from deepspeed.compile.config import CompileConfig
-from deepspeed.compile.passes import offload_adam_states, prefetch, selective_gather, zero3_compile
-from deepspeed.compile.passes.contract import (
+from deepspeed.config.sections.compile import CompileConfig
+from deepspeed.transforms.compile.backend import (
+    SETTINGS,
+    CompileWork,
+    make_backend,
+    opt_passes,
+    register_compile_pass,
+)
+from deepspeed.transforms.compile.passes import offload_adam_states, prefetch, selective_gather, zero3_compile
+from deepspeed.transforms.compile.passes.contract import (
     PassContract,
     PassContractError,
     get_pass_contract,
     register_pass_contract,
     validate_schedule,
 )
-from deepspeed.compile.schedule import WARMUP, default_schedule, read_schedule
-from deepspeed.runtime.zero.gathering import sharded_model
+from deepspeed.transforms.compile.schedule import WARMUP, default_schedule, read_schedule
+from deepspeed.zero.gathering import sharded_model
 from tests.pool import distributed
 
 WIDTH, WORDS = 16, 24

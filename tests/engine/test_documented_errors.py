@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import nn
 
 import deepspeed
-from deepspeed.runtime.config import DeepSpeedConfig
-from deepspeed.utils import safe_get_full_grad
+from deepspeed.config.deepspeed_config import DeepSpeedConfig
 from deepspeed.zero import TiledLinear
+from deepspeed.zero.tensor_fragment import safe_get_full_grad
 from tests.pool import distributed
 
 OPTIMIZER = {"optimizer": {"type": "AdamW", "params": {"lr": 0.1}}}

@@ -13,10 +13,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import deepspeed
-from deepspeed.runtime.zero.bucket import ParamBucket
-from deepspeed.runtime.zero.grad_bucket import GradBucket
-from deepspeed.runtime.zero.reducer import GradReducer
-from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad, safe_get_full_optimizer_state
+from deepspeed.zero.bucket import ParamBucket
+from deepspeed.zero.gradients.bucket import GradBucket
+from deepspeed.zero.gradients.reducer import GradReducer
+from deepspeed.zero.tensor_fragment import (
+    safe_get_full_fp32_param,
+    safe_get_full_grad,
+    safe_get_full_optimizer_state,
+)
 from tests.pool import distributed
 
 WIDTH = 8

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import deepspeed
 from deepspeed.config.problems import DeepSpeedConfigError
 from deepspeed.ops.float8 import float8_linear
-from deepspeed.runtime.transforms import TransformError
+from deepspeed.transforms import TransformError
 from tests.pool import distributed
 
 WIDTH, WORDS = 32, 48

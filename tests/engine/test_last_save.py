@@ -12,9 +12,9 @@ import pytest
 import torch
 
 import deepspeed
-from deepspeed.config.checkpoint import CheckpointConfig
-from deepspeed.constants import JOB_STARTED
-from deepspeed.runtime.config import DeepSpeedConfigError
+from deepspeed.base.constants import JOB_STARTED
+from deepspeed.config.deepspeed_config import DeepSpeedConfigError
+from deepspeed.config.sections.checkpoint import CheckpointConfig
 from tests.pool import distributed
 
 
@@ -108,4 +108,4 @@ def test_wrong_time_limits(written: Any) -> None:
 @pytest.mark.parametrize("key, value", [("resume", True), ("save_at_sigterm", True), ("save_before", 5)])
 def test_a_folder_is_needed(key: str, value: Any) -> None:
     with pytest.raises(DeepSpeedConfigError, match=f"checkpoint.{key}.*checkpoint.folder"):
-        deepspeed.runtime.config.DeepSpeedConfig({"train_batch_size": 1, "checkpoint": {key: value}})
+        deepspeed.config.deepspeed_config.DeepSpeedConfig({"train_batch_size": 1, "checkpoint": {key: value}})

@@ -19,10 +19,13 @@ import torch
 import torch.distributed as dist
 
 import deepspeed
-from deepspeed.runtime.events import Events
-from deepspeed.runtime.observers import live_line
-from deepspeed.runtime.observers.curves import LossMeter
-from deepspeed.runtime.observers.live_line import (
+from deepspeed.base import terminal
+from deepspeed.base.events import Events
+from deepspeed.base.logging import LEVEL_VARIABLE, level_of_environment, logger, report
+from deepspeed.base.terminal import StatusLine, another_display_is_active
+from deepspeed.engine.observers.progress import live_line
+from deepspeed.engine.observers.progress.curves import LossMeter
+from deepspeed.engine.observers.progress.live_line import (
     Display,
     Form,
     LiveLine,
@@ -30,10 +33,7 @@ from deepspeed.runtime.observers.live_line import (
     made_by_client,
     total_steps,
 )
-from deepspeed.runtime.observers.start_report import held_bytes
-from deepspeed.utils import logger, terminal
-from deepspeed.utils.logging import LEVEL_VARIABLE, level_of_environment, report
-from deepspeed.utils.terminal import StatusLine, another_display_is_active
+from deepspeed.engine.observers.progress.start_report import held_bytes
 from tests.pool import distributed
 from tests.zero.models import batch, config_for, make_zoo
 
@@ -180,7 +180,7 @@ def test_level_of_the_environment_at_import() -> None:
     for text, level in (("debug", 10), ("ERROR", 40), ("loud", None), ("", None)):
         with environment(**{LEVEL_VARIABLE: text}):
             assert level_of_environment() == level
-    code = "from deepspeed.utils import logger; print(logger.level)"
+    code = "from deepspeed.base import logger; print(logger.level)"
     variables = {**os.environ, LEVEL_VARIABLE: "debug"}
     done = subprocess.run(
         [sys.executable, "-c", code], env=variables, cwd=ROOT, capture_output=True, check=True
@@ -416,7 +416,7 @@ def test_a_log_that_cannot_be_written_goes_to_standard_error(
     monkeypatch.setattr(sys, "stdout", {None: None, "closed": closed, "broken": Broken()}[gone])
     monkeypatch.delenv("RANK", raising=False)
     report("a line")
-    deepspeed.utils.logging.print_dist("another")
+    deepspeed.base.logging.print_dist("another")
     assert error.getvalue().count("a line") == 1 and "Traceback" not in error.getvalue()
     monkeypatch.setattr(sys, "stderr", None)
     report("lost")

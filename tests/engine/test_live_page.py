@@ -19,16 +19,16 @@ import torch.distributed as dist
 from torch.nn import functional
 
 import deepspeed
-from deepspeed.monitor.live import jobs, recorder
-from deepspeed.monitor.live.command import Follower
-from deepspeed.monitor.live.ranks import RankStates
-from deepspeed.monitor.live.record import FIRST, LAST, LOSS, LR, NAME, NORM, TOKENS
-from deepspeed.runtime.events import Events
-from deepspeed.runtime.observers import step_parts
-from deepspeed.runtime.observers.live_line import VARIABLE
-from deepspeed.runtime.observers.live_page import Pulse
-from deepspeed.runtime.pipe.module import PipelineModule
-from deepspeed.utils import logger
+from deepspeed.base.events import Events
+from deepspeed.base.logging import logger
+from deepspeed.engine.observers.progress import step_parts
+from deepspeed.engine.observers.progress.live_line import VARIABLE
+from deepspeed.engine.observers.progress.live_page import Pulse
+from deepspeed.observe.live import jobs, recorder
+from deepspeed.observe.live.ranks import RankStates
+from deepspeed.observe.live.record import FIRST, LAST, LOSS, LR, NAME, NORM, TOKENS
+from deepspeed.parallel.pipeline.module import PipelineModule
+from deepspeed.tools.live import Follower
 from tests.engine.test_step_cost import calls_of, engine_step, operations_of
 from tests.pool import distributed
 from tests.zero.models import batch, config_for, make_zoo
@@ -229,7 +229,7 @@ def test_a_rank_that_comes_later_to_the_reduction(monkeypatch: pytest.MonkeyPatc
     engine, step = engine_step(1)
     seconds = iter([0.0, 0.3, 0.5, 0.8, 1.0])
     clock = types.SimpleNamespace(perf_counter=lambda: next(seconds))
-    monkeypatch.setattr("deepspeed.runtime.observers.live_page.time", clock)
+    monkeypatch.setattr("deepspeed.engine.observers.progress.live_page.time", clock)
     pulse = Pulse(engine)
     pulse.reach_reduction()
     assert pulse.end_step(1) == 0.5

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import nn
 
 import deepspeed
-from deepspeed.runtime.engine_accessors import _ACCESSORS
-from deepspeed.runtime.sparse_tensor import SparseTensor
+from deepspeed.comm.sparse_tensor import SparseTensor
+from deepspeed.engine.accessors import _ACCESSORS
 from tests.engine.test_engine import data, make_config, make_model, same, start, weights
 from tests.pool import distributed
 

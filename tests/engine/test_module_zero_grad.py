@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import softplus
 
 import deepspeed
-from deepspeed.utils import safe_get_full_grad
+from deepspeed.zero.tensor_fragment import safe_get_full_grad
 from tests.pool import distributed
 
 LR = 0.1

@@ -11,22 +11,22 @@ import torch
 from torch import nn
 
 import deepspeed
-from deepspeed.module_inject.policy import transpose
-from deepspeed.moe.layer import MoE
-from deepspeed.runtime.activation_checkpointing import checkpointing
-from deepspeed.runtime.constants import PLD_GAMMA, PLD_GAMMA_DEFAULT, PLD_THETA
-from deepspeed.runtime.engine import DeepSpeedEngine
-from deepspeed.runtime.engine_patches import ENGINE
-from deepspeed.utils import safe_set_full_fp32_param
-from deepspeed.utils.logging import logger
+from deepspeed.base.logging import logger
+from deepspeed.compat.module_inject.policy import transpose
+from deepspeed.config.constants import PLD_GAMMA, PLD_GAMMA_DEFAULT, PLD_THETA
+from deepspeed.engine.engine import DeepSpeedEngine
+from deepspeed.engine.patches import ENGINE
+from deepspeed.parallel.expert.layer import MoE
+from deepspeed.transforms.recompute import checkpointing
+from deepspeed.zero.tensor_fragment import safe_set_full_fp32_param
 from tests.pool import distributed
 
 VALUES = {
-    "deepspeed.runtime.config.ADAM_W_MODE": "adam_w_mode",
-    "deepspeed.runtime.config.ADAM_W_MODE_DEFAULT": True,
-    "deepspeed.runtime.config.TORCH_ADAM_PARAM": "torch_adam",
-    "deepspeed.runtime.utils.inf": float("inf"),
-    "deepspeed.compression.constants.WEIGHT_QUANTIZE_ENABLED": "enabled",
+    "deepspeed.config.deepspeed_config.ADAM_W_MODE": "adam_w_mode",
+    "deepspeed.config.deepspeed_config.ADAM_W_MODE_DEFAULT": True,
+    "deepspeed.config.deepspeed_config.TORCH_ADAM_PARAM": "torch_adam",
+    "deepspeed.compat.runtime_utils.inf": float("inf"),
+    "deepspeed.config.compression_constants.WEIGHT_QUANTIZE_ENABLED": "enabled",
 }
 
 
@@ -35,16 +35,16 @@ def test_constants_and_helpers() -> None:
         module, _, name = path.rpartition(".")
         assert getattr(importlib.import_module(module), name) == value
     assert (PLD_THETA, PLD_GAMMA, PLD_GAMMA_DEFAULT) == ("theta", "gamma", 0.001)
-    from deepspeed.runtime.engine import MoE as layer
-    from deepspeed.utils.tp_shard import get_shard_size_list
+    from deepspeed.compat.module_inject.tp_shard import get_shard_size_list
+    from deepspeed.engine.engine import MoE as layer
 
     assert layer is MoE
     assert get_shard_size_list(8, 2) == [4, 4]
 
 
 def test_keys_of_weight_quantization_are_those_of_the_config() -> None:
-    from deepspeed.compression import constants
-    from deepspeed.compression.config import WeightQuantizationShared
+    from deepspeed.config import compression_constants as constants
+    from deepspeed.config.sections.compression import WeightQuantizationShared
 
     names = [name for name in vars(constants) if name.startswith("WEIGHT_QUANTIZE_")]
     assert len(names) == 9
@@ -162,7 +162,7 @@ def test_replaced_names_without_effect_are_told(monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setattr(DeepSpeedEngine, "_save_moe_checkpoint", lambda *_: None, raising=False)
         monkeypatch.setattr(DeepSpeedEngine, "clip_fp32_gradients", lambda self: None)
         monkeypatch.setattr(DeepSpeedEngine, "_broadcast_model", lambda self: called.append(self.module))
-        monkeypatch.setattr("deepspeed.runtime.engine.MoE", nn.Linear, raising=False)
+        monkeypatch.setattr("deepspeed.engine.engine.MoE", nn.Linear, raising=False)
         engine_of(0).destroy()
         engine_of(0).destroy()
     finally:
@@ -172,6 +172,6 @@ def test_replaced_names_without_effect_are_told(monkeypatch: pytest.MonkeyPatch)
     assert sorted(begins) == [
         "DeepSpeedEngine._save_moe_checkpoint",
         "DeepSpeedEngine.clip_fp32_gradients",
-        "deepspeed.runtime.engine.MoE",
+        "deepspeed.engine.engine.MoE",
     ]
     assert any("allreduce=False" in line for line in told.lines)

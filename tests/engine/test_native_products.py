@@ -12,7 +12,7 @@ import deepspeed
 from deepspeed.ops import native
 from deepspeed.ops.transformer import products
 from deepspeed.ops.transformer.products import NativeLinear
-from deepspeed.runtime.transforms import ModuleTransform, TransformError, request
+from deepspeed.transforms import ModuleTransform, TransformError, request
 from tests.pool import distributed
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="built without native kernels")
@@ -35,7 +35,7 @@ def batch(step: int) -> Tensor:
 def start(monkeypatch: pytest.MonkeyPatch, stage: int, model: nn.Module, **sections: Any) -> Any:
     """An engine on a processor where native products are faster, at any size."""
     monkeypatch.setattr(products, "is_faster", lambda: True)
-    monkeypatch.setattr("deepspeed.runtime.native_linears.is_faster", lambda: True)
+    monkeypatch.setattr("deepspeed.transforms.native_linears.is_faster", lambda: True)
     monkeypatch.setattr(products, "_WORTHWHILE", 0)
     config = {
         "train_micro_batch_size_per_gpu": 8,
@@ -116,7 +116,7 @@ def test_names_stay_and_other_dtypes_are_torchs(tmp_path: Any) -> None:
 @distributed(world_size=1)
 def test_where_torchs_are_as_fast_nothing_changes() -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("deepspeed.runtime.native_linears.is_faster", lambda: False)
+        patch.setattr("deepspeed.transforms.native_linears.is_faster", lambda: False)
         config = {
             "train_batch_size": 8,
             "optimizer": {"type": "Adam"},

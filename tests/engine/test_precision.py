@@ -12,8 +12,8 @@ from torch import nn
 
 import deepspeed
 from deepspeed.config.plan import LossScalePlan
-from deepspeed.runtime.loss_scaler import LossScaleError, LossScaler
-from deepspeed.runtime.observers.start_report import precision_rows
+from deepspeed.engine.observers.progress.start_report import precision_rows
+from deepspeed.optim.loss_scaler import LossScaleError, LossScaler
 from tests.pool import distributed
 
 WIDTH = 16

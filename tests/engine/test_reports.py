@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 import deepspeed
-from deepspeed.utils import logger
+from deepspeed.base.logging import logger
 from tests.pool import distributed
 from tests.zero.models import batch, config_for, make_zoo
 

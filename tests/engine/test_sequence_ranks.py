@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import nn
 
 import deepspeed
-from deepspeed.memory_plan.request import answer
-from deepspeed.runtime.observers.out_of_memory import request_of
+from deepspeed.engine.observers.out_of_memory import request_of
+from deepspeed.planning.request import answer
 from tests.pool import distributed
 
 
@@ -107,7 +107,7 @@ def test_every_number_counts_data_parallel_ranks(unit: str) -> None:
     dist.all_gather(everyone, seen)
     assert torch.equal(everyone[0], everyone[1]) and torch.equal(everyone[2], everyone[3])
     assert set(everyone[0].tolist()).isdisjoint(everyone[2].tolist()) and len(seen) == 8
-    assert deepspeed.utils.groups._get_broadcast_src_rank() == 0
+    assert deepspeed.comm.documented_groups._get_broadcast_src_rank() == 0
     engine.destroy()
 
 

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor, nn
 
 import deepspeed
+from deepspeed.comm import documented_groups as groups
 from deepspeed.comm.collectives import communicator
 from deepspeed.comm.groups import timeout_of
 from deepspeed.comm.mesh import ProcessMesh
-from deepspeed.runtime.activation_checkpointing import checkpointing
-from deepspeed.runtime.activation_checkpointing.rng import MODEL_PARALLEL_RNG
-from deepspeed.runtime.engine import DeepSpeedEngine
-from deepspeed.utils import groups
+from deepspeed.engine.engine import DeepSpeedEngine
+from deepspeed.transforms.recompute import checkpointing
+from deepspeed.transforms.recompute.rng import MODEL_PARALLEL_RNG
 from tests.pool import distributed
 
 WIDTH = 16
@@ -60,19 +60,19 @@ class Checkpointed(nn.Module):
         self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
 
     def _region(self, x: Tensor, layer: nn.Module) -> Tensor:
-        with deepspeed.checkpointing.get_cuda_rng_tracker().fork():
+        with deepspeed.transforms.recompute.checkpointing.get_cuda_rng_tracker().fork():
             return nn.functional.dropout(torch.tanh(layer(x)), 0.3)
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
-            x = deepspeed.checkpointing.checkpoint(self._region, x, layer)
+            x = deepspeed.transforms.recompute.checkpointing.checkpoint(self._region, x, layer)
         return x.float().square().mean()
 
 
 def build(name: str) -> Any:
     torch.manual_seed(0)
     model = Checkpointed()
-    deepspeed.checkpointing.model_parallel_cuda_manual_seed(7)
+    deepspeed.transforms.recompute.checkpointing.model_parallel_cuda_manual_seed(7)
     config = {
         "train_micro_batch_size_per_gpu": 4,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
@@ -198,7 +198,7 @@ def test_documented_functions_follow_the_newest() -> None:
 def _documented_functions() -> None:
     dist = deepspeed.comm
     imported = dist.comms_logger
-    deepspeed.checkpointing.configure(None, partition_activations=True)
+    deepspeed.transforms.recompute.checkpointing.configure(None, partition_activations=True)
     one = build("logged")
     assert one._checkpointing.section.number_checkpoints is None  # what configure said, not the config
     wire = communicator()
@@ -268,7 +268,7 @@ def test_a_second_engine_of_one_model_gets_all_gradients(stage: int) -> None:
             with pytest.raises(RuntimeError, match=r"another engine of parameter 0\.weight"):
                 first.backward(first(torch.ones(2, WIDTH)).sum())
             first.destroy()
-            assert deepspeed.utils.safe_get_full_fp32_param(model[0].weight) is not None
+            assert deepspeed.base.safe_get_full_fp32_param(model[0].weight) is not None
             _trained(second, 9)
         second.destroy()
     for alone, after in zip(*weights, strict=True):

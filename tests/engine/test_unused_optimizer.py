@@ -24,8 +24,8 @@ SECTIONS = {
 def warned(**arguments: Any) -> tuple[Any, list[str]]:
     """An engine and the warnings that the config's reader gives."""
     with (
-        mock.patch("deepspeed.runtime.config.logger") as log,
-        mock.patch("deepspeed.config.sections.logger", log),
+        mock.patch("deepspeed.config.deepspeed_config.logger") as log,
+        mock.patch("deepspeed.config.section.logger", log),
     ):
         engine, *_ = deepspeed.initialize(**arguments)
     return engine, [str(call.args[0]) for call in log.warning.call_args_list]

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
-from tests.launcher.programs import REPOSITORY
+from tests.tools.launcher.programs import REPOSITORY
 
 # Libraries that examples import before they parse, and that not every environment has.
 OPTIONAL = {

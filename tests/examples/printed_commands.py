@@ -24,9 +24,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
 
-from deepspeed.launcher import ds, runner
+from deepspeed.tools import ds
+from deepspeed.tools.launcher import runner
 from tests.examples.parsing import Wrong, after_parsing, refuse
-from tests.launcher.programs import REPOSITORY
+from tests.tools.launcher.programs import REPOSITORY
 
 PROGRAM = r"(?:\S*/bin/)?(?:python3?|deepspeed|dsr?|ds_\w+|torchrun|make|pip|pytest|accelerate)"
 COMMAND = re.compile(rf"(?:\$ )?(?:[A-Z_]+=\S+ +)*({PROGRAM}(?: +\S.*)?)$")
@@ -49,7 +50,7 @@ PATH = re.compile(r"\S*/\S*|\S+\.(py|json|jsonl|yaml|toml|txt|png|md)")
 NUMBERS = {"PID": "1", "N": "1"}  # words in capitals where a parser wants a number
 SLOW = {"--choices", "--calibrate", "--calibration"}  # options of `ds plan`
 # Programs that read their own words: all that may be printed after them, beside words in capitals.
-WITHOUT_PARSER = {"tests.launcher.real_machines": ["install"]}
+WITHOUT_PARSER = {"tests.tools.launcher.real_machines": ["install"]}
 
 
 @dataclass(frozen=True)
@@ -221,7 +222,7 @@ class Checker:
         self.paths(words)
         if not _has_parser(path) and name != "venv":
             return self.without_parser(name, words)
-        if name == "deepspeed.launcher.launcher_helper":
+        if name == "deepspeed.tools.launcher.launcher_helper":
             words = [*words[:3], "left to the script"]
         self.parse(lambda: runpy.run_module(name, run_name="__main__", alter_sys=True), words)
 

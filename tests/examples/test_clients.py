@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launcher.programs import COMMAND, REPOSITORY, environment
+from tests.tools.launcher.programs import COMMAND, REPOSITORY, environment
 
 for client in ("transformers", "accelerate", "peft", "trl", "lightning"):
     pytest.importorskip(client, reason="the clients extra is not installed")

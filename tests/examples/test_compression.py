@@ -11,8 +11,8 @@ import torch
 
 from deepspeed.compression.compress import init_compression, redundancy_clean
 from deepspeed.compression.packed import PackedWeight
-from tests.launcher.programs import REPOSITORY
 from tests.pool import distributed
+from tests.tools.launcher.programs import REPOSITORY
 
 FOLDER = REPOSITORY / "examples" / "compression"
 SHORT = ["--hidden", "32", "--layers", "2", "--steps", "60", "--batch", "64", "--lr", "1e-2"]

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.launcher.programs import REPOSITORY
 from tests.pool import distributed
+from tests.tools.launcher.programs import REPOSITORY
 
 pytest.importorskip("tokenizers")
 pytest.importorskip("matplotlib")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launcher.programs import REPOSITORY, deepspeed
+from tests.tools.launcher.programs import REPOSITORY, deepspeed
 
 SCRIPT = REPOSITORY / "examples/elastic/train.py"
 

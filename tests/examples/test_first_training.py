@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from tests import forked
-from tests.launcher.programs import REPOSITORY, environment
+from tests.tools.launcher.programs import REPOSITORY, environment
 
 PAGE = REPOSITORY / "docs" / "first_training.md"
 BLOCK = re.compile(r'^```(\w+)(?: title="([\w.]+)")?\n(.*?)^```$', flags=re.S | re.M)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.launcher.programs import REPOSITORY
+from tests.tools.launcher.programs import REPOSITORY
 
 FOLDER = REPOSITORY / "examples/flops_profiler"
 

@@ -13,8 +13,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from deepspeed import comm as dist
-from tests.launcher.programs import REPOSITORY
 from tests.pool import distributed
+from tests.tools.launcher.programs import REPOSITORY
 
 SMALL = "--hidden-size 32 --seq-length 32 --train-iters 12 --eval-interval 6 --micro-batch-size 4 --lr 1e-2".split()
 

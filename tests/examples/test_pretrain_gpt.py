@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from tests import pool
-from tests.launcher.programs import REPOSITORY, environment
+from tests.tools.launcher.programs import REPOSITORY, environment
 
 pytest.importorskip("tokenizers")
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tests import forked
-from tests.launcher.programs import environment
+from tests.tools.launcher.programs import environment
 
 CONFIG = {
     "train_micro_batch_size_per_gpu": 4,

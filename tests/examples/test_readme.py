@@ -8,8 +8,8 @@ import re
 import pytest
 import torch
 
-from tests.launcher.programs import REPOSITORY
 from tests.pool import distributed
+from tests.tools.launcher.programs import REPOSITORY
 
 DOCUMENTS = [*REPOSITORY.glob("*.md"), *REPOSITORY.glob("docs/*.md"), *REPOSITORY.glob("examples/*/*.md")]
 DOCUMENTS.append(REPOSITORY / "benchmarks" / "README.md")

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.launcher.programs import COMMAND, REPOSITORY, environment
 from tests.pool import distributed
+from tests.tools.launcher.programs import COMMAND, REPOSITORY, environment
 
 FOLDER = REPOSITORY / "examples" / "rlhf"
 

@@ -253,7 +253,7 @@ def test_learning_from_the_forwards_that_scored(tmp_path: Path, kind: str) -> No
     pytest.importorskip("transformers", reason="the clients extra is not installed")
     from safetensors.torch import load_file
 
-    from deepspeed.runtime.engine import DeepSpeedEngine
+    from deepspeed.engine.engine import DeepSpeedEngine
 
     found, forwards = [], list[int]()
     flags = ["--run", kind, *SCORED, "--ppo_epochs", "1", "--per_device_training_batch_size", "8"]

@@ -10,7 +10,7 @@ from functools import reduce
 
 import pytest
 
-from tests.launcher.programs import REPOSITORY
+from tests.tools.launcher.programs import REPOSITORY
 
 DOCS = REPOSITORY / "docs"
 SITE = (REPOSITORY / "mkdocs.yml").read_text(encoding="utf-8")

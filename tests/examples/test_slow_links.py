@@ -10,7 +10,7 @@ from types import ModuleType
 import numpy as np
 import pytest
 
-from tests.launcher.programs import REPOSITORY
+from tests.tools.launcher.programs import REPOSITORY
 
 pytest.importorskip("tokenizers")
 pytest.importorskip("matplotlib")

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from deepspeed.runtime import hybrid_engine_graph as graphs
-from deepspeed.runtime.rollout.continuous_batching import (
+from deepspeed.engine import hybrid_engine_graph as graphs
+from deepspeed.engine.rollout.continuous_batching import (
     ContinuousBatchRequest,
     ContinuousBatchScheduler,
     ContinuousBatchUpdate,

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from deepspeed.inference.calibration import METHODS, _gptq, _largest, quantize_calibrated
 from deepspeed.inference.kernels import QuantizedLinear
+from deepspeed.inference.quantized.calibration import METHODS, _gptq, _largest, quantize_calibrated
 
 
 def by_definition(weight: Tensor, second: Tensor, scale: Tensor, most: int) -> Tensor:

@@ -15,11 +15,12 @@ from torch import Tensor, nn
 
 import deepspeed
 from deepspeed.config.problems import DeepSpeedConfigError
-from deepspeed.config.sections import collect_notes
+from deepspeed.config.section import collect_notes
 from deepspeed.inference.config import DeepSpeedInferenceConfig
 from deepspeed.inference.engine import InferenceEngine
 from deepspeed.inference.kernels import HostLinear, QuantizedLinear, inject_kernels
-from deepspeed.ops import large_pages, native
+from deepspeed.ops import huge_pages as large_pages
+from deepspeed.ops import native
 from tests.pool import distributed
 
 

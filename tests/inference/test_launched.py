@@ -14,7 +14,7 @@ from deepspeed.inference.cache.pages import LayerShape, PagedCache, Piece
 from deepspeed.inference.kernels import QuantizedLinear
 from deepspeed.inference.model.attention import AttentionTerms
 from deepspeed.inference.model.decoder import Decoder, Layer, Norm, Watch
-from deepspeed.ops.host_program import Activation
+from deepspeed.ops.host_graph import Activation
 from deepspeed.ops.small_product import QuantizedMatrix
 from tests.ops.gpu.triton_kit import interpreted
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from deepspeed.runtime.rollout import (
+from deepspeed.engine.rollout import (
     ResponseTokenBatch,
     RolloutBatch,
     RolloutConfig,

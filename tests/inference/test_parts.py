@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 import deepspeed
 from deepspeed.config.problems import DeepSpeedConfigError
-from deepspeed.inference.parts import DESCRIPTION, save_parts, whole_tensors
-from deepspeed.inference.quantizing import quantize_parts
-from deepspeed.runtime.tensor_parallel.layers import LinearAllreduce, LinearLayer
+from deepspeed.inference.quantized.selection import quantize_parts
+from deepspeed.inference.split.rank_files import DESCRIPTION, save_parts, whole_tensors
+from deepspeed.parallel.tensor.layers import LinearAllreduce, LinearLayer
 from tests.pool import distributed
 
 INPUTS = torch.linspace(-1, 1, 32).view(2, 16)

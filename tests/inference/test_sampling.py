@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from deepspeed.inference.sampling import Sampler, log_probabilities, processed
+from deepspeed.inference.generation.sampling import Sampler, log_probabilities, processed
 from deepspeed.inference.scheduling.requests import Request, SamplingParams
 
 

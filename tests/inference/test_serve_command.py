@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from deepspeed.inference.serving import command
-from deepspeed.launcher import ds
+from deepspeed.tools import ds
+from deepspeed.tools import serve as command
 
 
 def test_beyond_this_host_a_token_is_needed(

@@ -14,7 +14,7 @@ from deepspeed.inference.serving.commands import Among, Commands
 from deepspeed.inference.serving.service import BusyError, ClosedError, Service, Update
 from deepspeed.inference.serving.text import TextStream
 from tests.inference.standin import REPLY, Bytes, Parrot
-from tests.tensor_parallel.threads import ThreadGroup, run_ranks
+from tests.parallel.tensor.threads import ThreadGroup, run_ranks
 
 EXPECTED = list(REPLY.encode())
 

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 import deepspeed
 from deepspeed.config.problems import DeepSpeedConfigError
-from deepspeed.inference.quantization.layers import QuantizedEmbedding, QuantizedLinear
-from deepspeed.inference.quantization.quantization import _init_group_wise_weight_quantization
-from deepspeed.inference.quantization.utils import (
+from deepspeed.transforms.weight_quantization.layers import QuantizedEmbedding, QuantizedLinear
+from deepspeed.transforms.weight_quantization.quantization import _init_group_wise_weight_quantization
+from deepspeed.transforms.weight_quantization.utils import (
     DeQuantizer,
     Quantizer,
     concat_to_compat_param,

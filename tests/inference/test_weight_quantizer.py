@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from deepspeed.runtime.weight_quantizer import WeightQuantization
+from deepspeed.compat.weight_quantizer import WeightQuantization
 
 NAMES = {
     "attention.query_key_value.weight": (24, 8),

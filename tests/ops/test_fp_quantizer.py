@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from deepspeed.linear import QuantizationConfig
 from deepspeed.ops import native
+from deepspeed.ops.formats.small_floats import FORMATS, pack, unpack
 from deepspeed.ops.fp_quantizer import FP_Quantize, matmul_fp8
-from deepspeed.ops.fp_quantizer.formats import FORMATS, pack, unpack
+from deepspeed.transforms.lora import QuantizationConfig
 
 LARGEST = {4: 6.0, 6: 28.0, 8: 448.0, 12: 2.0**64 * 1.9375}
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from deepspeed.ops import native
-from deepspeed.ops.host_program import Activation, Matrix, Program, Step, Weights, bind, largest_of
+from deepspeed.ops.host_graph import Activation, Matrix, Program, Step, Weights, bind, largest_of
 from deepspeed.ops.paged_attention import PagedPieces
 from deepspeed.ops.small_product import QuantizedMatrix
 

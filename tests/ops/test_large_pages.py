@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
-from deepspeed.ops import large_pages
-from deepspeed.ops.large_pages import LARGE_PAGE, collapse, weights_of
+from deepspeed.ops import huge_pages as large_pages
+from deepspeed.ops.huge_pages import LARGE_PAGE, collapse, weights_of
 
 
 def large_bytes(tensor: torch.Tensor) -> int:

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from deepspeed.observe.flops import get_model_profile
 from deepspeed.ops import native
 from deepspeed.ops.transformer import products
 from deepspeed.ops.transformer.products import linear, product
 from deepspeed.ops.transformer.saving import GeluLinear
-from deepspeed.profiling.flops_profiler import get_model_profile
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="built without native kernels")
 

@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 import torch
 
+from deepspeed.base.logging import logger
 from deepspeed.ops import native
 from deepspeed.ops.adam import FusedAdam
-from deepspeed.utils.logging import logger
 from tests.allocations import counted
 from tests.ops.cases import DTYPES, same_bits
 

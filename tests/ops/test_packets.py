@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from deepspeed.comm.codecs import BlockCodec, Codec, FloatCodec, SignCodec, TopCodec
-from deepspeed.ops import packets as native
+from deepspeed.ops.formats import host_codecs as native
+from deepspeed.ops.formats.codecs import BlockCodec, Codec, FloatCodec, SignCodec, TopCodec
 from tests.ops.cases import DTYPES, same_bits
 
 CODECS = [SignCodec(), SignCodec(24), BlockCodec(8), BlockCodec(4), BlockCodec(4, 6), BlockCodec(8, 2050)]

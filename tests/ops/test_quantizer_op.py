@@ -8,7 +8,7 @@ from torch import Tensor
 
 from deepspeed.ops import native
 from deepspeed.ops.op_builder import QuantizerBuilder
-from deepspeed.runtime.zero.partition_parameters import CUDAQuantizer
+from deepspeed.zero.gathering.init_context import CUDAQuantizer
 
 OP = QuantizerBuilder().load()
 BITS = pytest.mark.parametrize("bits", [8, 4])

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from deepspeed.comm.codecs import BlockCodec, FloatCodec
-from deepspeed.linear import QuantizationConfig
 from deepspeed.ops import native
+from deepspeed.ops.formats.codecs import BlockCodec, FloatCodec
 from deepspeed.ops.fp_quantizer import FP_Quantize
+from deepspeed.transforms.lora import QuantizationConfig
 
 BLOCKS, BLOCK = 2000, 256
 

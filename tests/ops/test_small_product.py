@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional
 
 from deepspeed.ops import native
-from deepspeed.ops.host_program import Matrix, Weights
+from deepspeed.ops.host_graph import Matrix, Weights
 from deepspeed.ops.small_product import (
     Products,
     QuantizedMatrix,

@@ -12,9 +12,9 @@ from deepspeed.ops.lamb import FusedLamb
 from deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
 from deepspeed.ops.multi_tensor import MultiTensorOptimizer
 from deepspeed.ops.sgd import SGD
-from deepspeed.runtime.optim import elementwise
-from deepspeed.runtime.optim.elementwise import is_elementwise
-from deepspeed.runtime.optim.flags import set_optimizer_flags
+from deepspeed.optim import elementwise
+from deepspeed.optim.elementwise import is_elementwise
+from deepspeed.zero.optimizer_flags import set_optimizer_flags
 
 ELEMENTWISE = "ASGD Adadelta Adagrad Adam AdamW Adamax NAdam RAdam RMSprop Rprop SGD".split()
 WHOLE = ["Adafactor", "LBFGS", "SparseAdam"] + (["Muon"] if hasattr(torch.optim, "Muon") else [])

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 import deepspeed
-from deepspeed.runtime.optim.local_steps import DiLoCo
+from deepspeed.optim.local_steps import DiLoCo
 from tests.pool import distributed
 
 ADAM = {"lr": 0.01, "betas": (0.9, 0.99), "eps": 1e-6, "weight_decay": 0.1}

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import deepspeed
 from deepspeed import comm as dist
-from deepspeed.utils import safe_get_full_optimizer_state
+from deepspeed.zero.tensor_fragment import safe_get_full_optimizer_state
 from tests.pool import distributed
 
 ROWS, USED, WIDTH = 12, 5, 16

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 import deepspeed
 from deepspeed.config.plan import Cadence
 from deepspeed.config.problems import DeepSpeedConfigError
-from deepspeed.runtime.fp16.onebit.adam import OnebitAdam
-from deepspeed.runtime.fp16.onebit.lamb import OnebitLamb
-from deepspeed.runtime.fp16.onebit.zoadam import ZeroOneAdam, is_variance_update, local_interval
-from deepspeed.utils import safe_get_full_optimizer_state
+from deepspeed.optim.onebit.adam import OnebitAdam
+from deepspeed.optim.onebit.lamb import OnebitLamb
+from deepspeed.optim.onebit.zoadam import ZeroOneAdam, is_variance_update, local_interval
+from deepspeed.zero.tensor_fragment import safe_get_full_optimizer_state
 from tests.pool import distributed, run
 
 LR, BETAS, EPS, DECAY = 0.01, (0.9, 0.99), 1e-6, 0.1
@@ -584,9 +584,7 @@ def test_alone() -> None:
 def test_a_variance_of_few_gradients_is_warned_of(kind: type, monkeypatch: pytest.MonkeyPatch) -> None:
     """0.95 remembers 20 gradients, 0.99 a hundred."""
     told: list[str] = []
-    monkeypatch.setattr(
-        "deepspeed.runtime.optim.one_bit.log_dist_once", lambda text, **options: told.append(text)
-    )
+    monkeypatch.setattr("deepspeed.optim.one_bit.log_dist_once", lambda text, **options: told.append(text))
     kind([nn.Parameter(torch.zeros(4))], betas=(0.9, 0.99))
     assert not told
     kind([nn.Parameter(torch.zeros(4))], betas=(0.9, 0.95))

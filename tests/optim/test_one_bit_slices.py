@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import deepspeed
-from deepspeed.comm.codecs import Codec
-from deepspeed.utils import safe_get_full_optimizer_state
+from deepspeed.ops.formats.codecs import Codec
+from deepspeed.zero.tensor_fragment import safe_get_full_optimizer_state
 from tests.pool import distributed, run
 
 KEYS: dict[str, dict[str, Any]] = {

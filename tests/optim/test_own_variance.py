@@ -10,14 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from deepspeed.runtime.fp16.onebit.adam import OnebitAdam
-from deepspeed.runtime.optim.own_variance import (
-    OWN_VARIANCE,
-    RootCodec,
-    agree,
-    random_sums,
-    share_of_mean,
-)
+from deepspeed.optim.onebit.adam import OnebitAdam
+from deepspeed.optim.own_variance import OWN_VARIANCE, RootCodec, agree, random_sums, share_of_mean
 from tests.comm.transports import using
 from tests.optim.test_one_bit import BETAS, Ranks, assert_weights, config_of, start, train
 from tests.pool import distributed

@@ -10,7 +10,7 @@ from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from deepspeed.ops.lamb import FusedLamb
 from deepspeed.ops.lion import FusedLion
 from deepspeed.ops.sgd import SGD
-from deepspeed.runtime.optim.registry import build_optimizer, check_optimizer
+from deepspeed.zero.optimizer_registry import build_optimizer, check_optimizer
 
 
 def _params() -> list[torch.nn.Parameter]:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 import deepspeed
-from deepspeed.accelerator import get_accelerator
+from deepspeed.base.accelerator import get_accelerator
 
 MARK = "numbers of "
 WIDTH, BATCH, STEPS = 16, 4, 3
@@ -121,7 +121,7 @@ def trained(config: dict[str, Any]) -> list[float]:
 
 
 def mixture() -> list[float]:
-    from deepspeed.moe.layer import MoE
+    from deepspeed.parallel.expert.layer import MoE
 
     class Mixture(nn.Module):
         def __init__(self) -> None:
@@ -138,7 +138,7 @@ def mixture() -> list[float]:
 
 
 def pipeline() -> list[float]:
-    from deepspeed.runtime.pipe.module import LayerSpec, PipelineModule
+    from deepspeed.parallel.pipeline.module import LayerSpec, PipelineModule
 
     torch.manual_seed(0)
     layers = [LayerSpec(nn.Linear, WIDTH, 32), nn.ReLU(), LayerSpec(nn.Linear, 32, WIDTH)]
@@ -161,7 +161,7 @@ def tensor_parallel() -> list[float]:
 
 def states() -> list[float]:
     """Reading and writing, gathering, moving to the host and back."""
-    from deepspeed import utils
+    from deepspeed import base as utils
 
     config = {**zero(3, **ALL_GATHERED), **optimizer("AdamW")}
     with deepspeed.zero.Init(config_dict_or_path={"train_micro_batch_size_per_gpu": 1, **config}):
@@ -179,7 +179,7 @@ def states() -> list[float]:
 
 
 def checkpointed() -> list[float]:
-    from deepspeed import checkpointing
+    from deepspeed.transforms.recompute import checkpointing
 
     found = []
     for settings in ({}, {"partition_activations": True}, {"checkpoint_in_cpu": True}):
@@ -217,7 +217,7 @@ def kernels() -> list[float]:
 
 def quantized() -> list[float]:
     """A quantized base with LoRA on it; errors of the formats themselves."""
-    from deepspeed.linear import LoRAConfig, OptimizedLinear, QuantizationConfig
+    from deepspeed.transforms.lora import LoRAConfig, OptimizedLinear, QuantizationConfig
 
     device, found = get_accelerator().current_device_name(), []
     for bits in (8, 6):
@@ -246,7 +246,7 @@ SPECIAL_BY_RANKS = ["mixture of experts", "pipeline", "tensor parallelism", "sta
 
 
 def main(names: list[str]) -> None:
-    deepspeed.utils.logger.setLevel("ERROR")
+    deepspeed.base.logger.setLevel("ERROR")
     deepspeed.init_distributed()
     for name in names:
         numbers = SPECIAL[name]() if name in SPECIAL else trained(TRAINED[name])

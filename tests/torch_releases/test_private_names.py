@@ -27,12 +27,12 @@ PACKAGE = Path(__file__).parents[2] / "deepspeed"
 NAMES: dict[str, str | None] = {
     "torch.Tensor._make_wrapper_subclass": None,  # its first argument is the class
     "torch._C.DisableTorchFunctionSubclass": None,
-    "torch._C._are_functorch_transforms_active": None,  # utils/transforms.py, called below
-    "torch._C._autograd._get_sequence_nr": None,  # numbers of autograd's nodes: profiling/flops_profiler/counting.py
+    "torch._C._are_functorch_transforms_active": None,  # base/transforms.py, called below
+    "torch._C._autograd._get_sequence_nr": None,  # numbers of autograd's nodes: observe/flops/counting.py
     "torch._C._current_autograd_node": None,
     "torch._C._current_graph_task_id": None,  # which backward runs: called below
     "torch._C._functorch.peek_interpreter_stack": None,
-    "torch._C._will_engine_execute_node": None,  # runtime/helpers/backward_counts.py does without
+    "torch._C._will_engine_execute_node": None,  # compat/helpers/backward_counts.py does without
     "torch._dynamo.backends.common.aot_autograd": "",
     "torch._dynamo.config.ignore_logger_methods": None,
     "torch._dynamo.list_backends": "exclude_tags",
@@ -47,7 +47,7 @@ NAMES: dict[str, str | None] = {
     "torch._foreach_sqrt": None,
     "torch._foreach_sub_": None,
     "torch._functorch.config.enable_autograd_cache": None,
-    "torch._functorch.config.patch": None,  # a context manager: compile/backend.py
+    "torch._functorch.config.patch": None,  # a context manager: transforms/compile/backend.py
     "torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack": "",
     "torch._inductor.compile_fx.compile_fx": "model_ example_inputs_ inner_compile config_patches",
     "torch._inductor.compile_fx.compile_fx_inner": "gm example_inputs",
@@ -55,7 +55,7 @@ NAMES: dict[str, str | None] = {
     "torch._int_mm": None,
     "torch._scaled_mm": None,  # products of 8-bit floats: ops/float8.py
     "torch._subclasses.fake_tensor.FakeTensor": None,  # told apart: a tensor without memory
-    "torch._subclasses.fake_tensor.FakeTensorMode": None,  # a context manager: memory_plan/counted.py
+    "torch._subclasses.fake_tensor.FakeTensorMode": None,  # a context manager: planning/counted.py
     "torch._subclasses.fake_tensor.unset_fake_temporarily": "",
     "torch._utils._flatten_dense_tensors": "tensors",
     "torch._utils._rebuild_parameter": "data requires_grad backward_hooks",
@@ -82,7 +82,7 @@ NAMES: dict[str, str | None] = {
     "torch.utils._pytree.tree_map_only": None,  # many overloads; called with (type, function, tree)
     "torch.utils._pytree.tree_unflatten": None,  # its arguments changed places in 2.2, and keep the old order
 }
-# Used if they are there; utils/untraced.py has another way.
+# Used if they are there; base/untraced.py has another way.
 OPTIONAL = ("torch._C._dynamo.eval_frame",)
 # Methods of torch's classes that a class of ours overrides: (ours, the method) -> (the base, the method's arguments).
 OVERRIDDEN: dict[tuple[str, str], tuple[type, str]] = {
@@ -132,7 +132,8 @@ def test_overridden_methods_are_those_listed() -> None:
 
 
 def test_the_agent_closes_its_processes_as_we_expect() -> None:
-    """launcher/agent.py puts a function in the place of `close` of what `_start_workers` leaves in `_pcontext`."""
+    """tools/launcher/agent.py puts a function in the place of `close` of what `_start_workers` leaves in
+    `_pcontext`."""
     close = inspect.signature(PContext.close)
     assert list(close.parameters) == ["self", "death_sig", "timeout"]
     assert close.parameters["timeout"].default == 30
@@ -175,8 +176,8 @@ def test_the_backward_that_runs_and_its_end() -> None:
 
 
 def test_inside_a_transform() -> None:
-    from deepspeed.utils.torch import is_functorch_transforming
-    from deepspeed.utils.transforms import inside_transform
+    from deepspeed.base.torch import is_functorch_transforming
+    from deepspeed.base.transforms import inside_transform
 
     said: list[bool] = []
     torch.func.grad(lambda x: said.extend((inside_transform(), is_functorch_transforming())) or x.sum())(
@@ -204,9 +205,9 @@ def test_what_schedulers_check_and_hooks_are_told() -> None:
 
 
 def test_a_group_tells_its_timeout_and_its_store() -> None:
-    """comm/groups.py, comm/gloo.py and comm/waiting.py."""
+    """comm/groups.py, comm/transports/gloo.py and comm/hangs/stragglers.py."""
     from deepspeed.comm.groups import timeout_of
-    from deepspeed.comm.transport import is_gloo
+    from deepspeed.comm.transports.choice import is_gloo
 
     if dist.is_initialized():
         pytest.skip("another group is in the way")

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from deepspeed.checkpoint.consolidate import consolidate
-from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+from deepspeed.tools.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from tests.pool import distributed
 from tests.transforms.users import SGD, Adapters, Fusion, make_model, start, tokens, train
 

@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from deepspeed.compat.module_inject.module_quantize import quantize_module
 from deepspeed.compression.helper import convert_conv1d_to_linear, module_replacement
 from deepspeed.inference.kernels import quantize_linears
-from deepspeed.inference.quantization.utils import recursive_setattr
-from deepspeed.module_inject.module_quantize import quantize_module
-from deepspeed.runtime.tensor_parallel.applying import apply_plan
-from deepspeed.runtime.tensor_parallel.planning.planner import plan_module
-from deepspeed.runtime.tensor_parallel.trial import try_split
-from tests.tensor_parallel.threads import run_ranks
+from deepspeed.parallel.tensor.applying import apply_plan
+from deepspeed.parallel.tensor.planning.planner import plan_module
+from deepspeed.parallel.tensor.trial import try_split
+from deepspeed.transforms.weight_quantization.utils import recursive_setattr
+from tests.parallel.tensor.threads import run_ranks
 
 WIDTH = 64
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from deepspeed.runtime.transforms import ForwardFacts, TransformError
+from deepspeed.transforms import ForwardFacts, TransformError
 from tests.pool import distributed
 from tests.transforms.users import (
     SGD,

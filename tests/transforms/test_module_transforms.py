@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import deepspeed
-from deepspeed.runtime.transforms import (
+from deepspeed.transforms import (
     LowRank,
     Part,
     TransformContext,
@@ -21,7 +21,7 @@ from deepspeed.runtime.transforms import (
     request,
     transforms_of,
 )
-from deepspeed.runtime.transforms.ordering import MODULE_ORDER, in_order
+from deepspeed.transforms.ordering import MODULE_ORDER, in_order
 from tests.pool import distributed
 from tests.transforms.users import Adapters, Fusion, Model, make_model, settings, start, tokens, train
 
@@ -81,9 +81,9 @@ def test_reports() -> None:
     lines: list[str] = []
     grown = Named("grown", change=lambda module, _: module.register_buffer("more", torch.zeros(3)))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("deepspeed.runtime.observers.start_report.reporter", lambda _: lines.append)
+        patch.setattr("deepspeed.engine.observers.progress.start_report.reporter", lambda _: lines.append)
         made_by_config = (lambda config: Fusion(), lambda config: None)
-        patch.setattr("deepspeed.runtime.transforms.selection.FROM_CONFIG", made_by_config)
+        patch.setattr("deepspeed.parallel.selection.FROM_CONFIG", made_by_config)
         engine = start(2, Adapters("both", after=("fusion",)), grown, Named("idle"))
     told = [line.removeprefix("transform ") for line in lines if line.startswith("transform ")]
     assert told == [

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import deepspeed
-from deepspeed.runtime.progressive_layer_drop import ProgressiveLayerDrop
+from deepspeed.transforms.progressive_layer_drop import ProgressiveLayerDrop
 from tests.pool import distributed
 
 WIDTH, LAYERS, STEPS = 8, 4, 6

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 import deepspeed
 from deepspeed.comm.mesh import ProcessMesh
-from deepspeed.runtime.transforms import ForwardFacts, LowRank, Part, TransformContext, Weight, request
-from deepspeed.runtime.zero.params import full_shape
+from deepspeed.transforms import ForwardFacts, LowRank, Part, TransformContext, Weight, request
+from deepspeed.zero.params import full_shape
 
 WIDTH, VOCAB = 8, 13
 

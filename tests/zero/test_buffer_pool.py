@@ -8,8 +8,8 @@ import weakref
 import torch
 from torch import Tensor
 
-from deepspeed.runtime.zero.buffer_pool import BufferPool
-from deepspeed.runtime.zero.offload.state_moves import by_storage, move_storage
+from deepspeed.zero.buffer_pool import BufferPool
+from deepspeed.zero.offload.state_moves import by_storage, move_storage
 
 HERE = torch.device("cpu")
 NUMEL = 96

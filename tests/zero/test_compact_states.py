@@ -12,7 +12,7 @@ from torch import Tensor
 
 import deepspeed
 from deepspeed.config.problems import DeepSpeedConfigError
-from deepspeed.utils import (
+from deepspeed.zero.tensor_fragment import (
     safe_get_full_fp32_param,
     safe_get_full_optimizer_state,
     safe_set_full_optimizer_state,
@@ -192,8 +192,8 @@ def test_what_does_not_fit_together_is_refused() -> None:
         ({"bf16": {"enabled": False}}, "bf16_master_weights_and_grads"),
     ):
         with pytest.raises(DeepSpeedConfigError, match=text):
-            deepspeed.runtime.config.DeepSpeedConfig({**config_for(1, True), **change})
+            deepspeed.config.deepspeed_config.DeepSpeedConfig({**config_for(1, True), **change})
     config = config_for(1, True)
     config["bf16"]["bf16_optimizer_states"] = True
     with pytest.raises(DeepSpeedConfigError, match="state_bits"):
-        deepspeed.runtime.config.DeepSpeedConfig(config)
+        deepspeed.config.deepspeed_config.DeepSpeedConfig(config)

@@ -21,9 +21,9 @@ from torch.distributed.tensor.placement_types import _StridedShard
 import deepspeed
 from deepspeed.checkpoint.placement import placement_of
 from deepspeed.config.problems import DeepSpeedConfigError
-from deepspeed.runtime.zero.dtensors import placement_of_dtensor
-from deepspeed.utils import safe_get_full_fp32_param
-from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+from deepspeed.tools.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+from deepspeed.zero.dtensors import placement_of_dtensor
+from deepspeed.zero.tensor_fragment import safe_get_full_fp32_param
 from tests.pool import distributed
 
 TP, WIDTH, HIDDEN, STEPS = 2, 6, 9, 3

@@ -11,15 +11,15 @@ from torch.nn.utils import skip_init
 
 import deepspeed
 from deepspeed import comm as dist
-from deepspeed.runtime.zero.linear import LinearModuleForZeroStage3
-from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
-from deepspeed.runtime.zero.offload_states import get_state_devices
-from deepspeed.runtime.zero.partition_parameters import (
+from deepspeed.compat.offload_states import get_state_devices
+from deepspeed.compat.zero_linear import LinearModuleForZeroStage3
+from deepspeed.config.sections.offload import OffloadStateTypeEnum
+from deepspeed.zero.gathering.init_context import (
     MultipleAllGatherHandles,
     ZeroParamStatus,
     partitioned_param_data_shape,
 )
-from deepspeed.utils import safe_get_full_grad, safe_get_local_optimizer_state
+from deepspeed.zero.tensor_fragment import safe_get_full_grad, safe_get_local_optimizer_state
 from tests.pool import distributed
 
 WIDTH = 6
@@ -277,7 +277,7 @@ def test_parts_of_the_weights_are_aligned() -> None:
 
 @distributed(world_size=2)
 def test_class_of_optimizers_with_mics() -> None:
-    from deepspeed.runtime.zero.mics import MiCS_Optimizer
+    from deepspeed.zero.mics import MiCS_Optimizer
 
     engine, optimizer = build(3, mics_shard_size=1)
     assert isinstance(optimizer, MiCS_Optimizer)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from deepspeed.runtime.zero.memory import (
+from deepspeed.compat.zero_memory import (
     estimate_zero2_model_states_mem_needs_all_live,
     estimate_zero3_model_states_mem_needs_all_live,
 )
-from tests.memory_plan.models import Gpt
+from tests.planning.memory.models import Gpt
 
 RANKS, GB = 4, 2**30
 

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import deepspeed
-from deepspeed.comm.codecs import CODECS, codec_named
 from deepspeed.config.problems import DeepSpeedConfigError
+from deepspeed.ops.formats.codecs import CODECS, codec_named
 from tests.pool import distributed
 
 LR = 0.05

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import deepspeed
-from deepspeed.runtime import engine as engine_module
-from deepspeed.runtime.zero.gradient_sums import GradientSum, InFlight
+from deepspeed.engine import engine as engine_module
+from deepspeed.zero.gradients.sums import GradientSum, InFlight
 from tests.pool import distributed
 from tests.zero.models import assert_same, config_for
 

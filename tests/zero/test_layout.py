@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from deepspeed.runtime.zero.layout import ALIGNMENT, CutPolicy, ParamSpec, cut
+from deepspeed.zero.layout import ALIGNMENT, CutPolicy, ParamSpec, cut
 
 
 def specs(numels: list[int], units: list[int] | None = None, **options: object) -> list[ParamSpec]:

@@ -17,8 +17,9 @@ from torch.nn import functional
 
 import deepspeed
 from deepspeed.checkpoint.placement import local_part, placement_of
-from deepspeed.runtime.activation_checkpointing import checkpointing as activation_checkpointing
-from deepspeed.utils import (
+from deepspeed.tools.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+from deepspeed.transforms.recompute import checkpointing as activation_checkpointing
+from deepspeed.zero.tensor_fragment import (
     safe_get_full_fp32_param,
     safe_get_full_grad,
     safe_get_full_optimizer_state,
@@ -29,7 +30,6 @@ from deepspeed.utils import (
     safe_set_full_optimizer_state,
     safe_set_local_fp32_param,
 )
-from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from tests.pool import distributed
 
 VOCABULARY, WIDTH, HIDDEN, LENGTH, STEPS = 13, 6, 9, 5, 4
@@ -268,8 +268,8 @@ def model_parallel_states(unit: Unit) -> Iterator[None]:
         activation_checkpointing._State(),
     )
     try:
-        deepspeed.checkpointing.configure(unit)
-        deepspeed.checkpointing.model_parallel_cuda_manual_seed(3)
+        deepspeed.transforms.recompute.checkpointing.configure(unit)
+        deepspeed.transforms.recompute.checkpointing.model_parallel_cuda_manual_seed(3)
         yield
     finally:
         activation_checkpointing.get_cuda_rng_tracker().reset()

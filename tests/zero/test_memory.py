@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import deepspeed
-from deepspeed.runtime.zero.memory import (
+from deepspeed.compat.zero_memory import (
     estimate_zero2_model_states_mem_needs,
     estimate_zero2_model_states_mem_needs_all_cold,
     estimate_zero2_model_states_mem_needs_all_live,
@@ -94,7 +94,9 @@ def test_partitioned_models_count_whole() -> None:
 
 
 def test_documented_paths() -> None:
-    from deepspeed.runtime.zero import memory, stage3, stage_1_and_2
+    from deepspeed.compat import zero_memory as memory
+    from deepspeed.zero import optimizer as stage3
+    from deepspeed.zero import optimizer as stage_1_and_2
 
     for name in ("mem_needs", "mem_needs_all_live", "mem_needs_all_cold"):
         for module, stage in ((stage3, 3), (stage_1_and_2, 2)):

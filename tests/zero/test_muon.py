@@ -15,19 +15,13 @@ from torch import Tensor, nn
 import deepspeed
 from deepspeed.config.problems import DeepSpeedConfigError
 from deepspeed.ops.adam import FusedAdam
-from deepspeed.runtime.optim.flags import set_optimizer_flags
-from deepspeed.runtime.optim.registry import build_optimizer
-from deepspeed.runtime.zero.layout import BucketLayout, Slot
-from deepspeed.runtime.zero.muon import original_muon
-from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
-from deepspeed.runtime.zero.muon.original_muon import (
-    COEFFICIENTS,
-    Muon,
-    SingleDeviceMuon,
-    muon_update,
-    orthogonalize,
-)
-from deepspeed.runtime.zero.whole_matrices import Matrix, Part, batches, matrices_of
+from deepspeed.zero.layout import BucketLayout, Slot
+from deepspeed.zero.muon import original_muon
+from deepspeed.zero.muon.muon_optimizer import MuonWithAuxAdam
+from deepspeed.zero.muon.original_muon import COEFFICIENTS, Muon, SingleDeviceMuon, muon_update, orthogonalize
+from deepspeed.zero.optimizer_flags import set_optimizer_flags
+from deepspeed.zero.optimizer_registry import build_optimizer
+from deepspeed.zero.whole_matrices import Matrix, Part, batches, matrices_of
 from tests.pool import distributed
 from tests.zero.models import Block
 
@@ -379,7 +373,7 @@ def test_momentum_stays_in_slices_and_the_wire_is_counted() -> None:
     before = wire.collectives["all_to_all"]
     run(engine, 1, 2)
     assert wire.collectives["all_to_all"] - before == 2  # there and back
-    momentum = deepspeed.utils.safe_get_full_optimizer_state(
+    momentum = deepspeed.base.safe_get_full_optimizer_state(
         engine.module.blocks[0].up.weight, "momentum_buffer"
     )
     assert momentum.shape == (24, 12)

@@ -19,15 +19,15 @@ import pytest
 import torch
 
 import deepspeed
+from deepspeed.compat.offload_states import get_state_devices
 from deepspeed.config.problems import DeepSpeedConfigError
+from deepspeed.config.sections.offload import OffloadStateTypeEnum
 from deepspeed.ops.aio.engine import Failure, Options
-from deepspeed.runtime.zero import wiring
-from deepspeed.runtime.zero.gathering import param_storage, sharded_model
-from deepspeed.runtime.zero.offload import state_moves, swap_file, tiers
-from deepspeed.runtime.zero.offload.swap_file import SwapFile
-from deepspeed.runtime.zero.offload.tiers import OffloadedTier, ResidentTier, device_share
-from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
-from deepspeed.runtime.zero.offload_states import get_state_devices
+from deepspeed.zero import wiring
+from deepspeed.zero.gathering import param_storage, sharded_model
+from deepspeed.zero.offload import state_moves, swap_file, tiers
+from deepspeed.zero.offload.swap_file import SwapFile
+from deepspeed.zero.offload.tiers import OffloadedTier, ResidentTier, device_share
 from tests import forked
 from tests.pool import distributed
 from tests.zero.models import assert_same, batch, config_for, engine_losses, make_zoo
@@ -201,7 +201,7 @@ def test_cpu_state_of_a_cpu_run_does_not_move(tmp_path: Path) -> None:
 
 
 def test_share_of_the_device() -> None:
-    from deepspeed.runtime.zero.layout import CutPolicy, ParamSpec, cut
+    from deepspeed.zero.layout import CutPolicy, ParamSpec, cut
 
     specs = [
         ParamSpec(index=i, name=str(i), numel=1600, dtype=torch.float32, unit=i, wire_dtype=torch.float32)
@@ -275,17 +275,17 @@ def test_state_can_be_read_and_written_where_it_rests(tmp_path: Path) -> None:
         engine.backward(engine(batch(step, 0, engine.global_rank)))
         engine.step()
     weight = engine.module.twice.weight
-    moment = deepspeed.utils.safe_get_full_optimizer_state(weight, "exp_avg")
+    moment = deepspeed.base.safe_get_full_optimizer_state(weight, "exp_avg")
     assert moment.abs().max() > 0
-    deepspeed.utils.safe_set_full_optimizer_state(weight, torch.ones(12, 12), "exp_avg")
-    assert torch.equal(deepspeed.utils.safe_get_full_optimizer_state(weight, "exp_avg"), torch.ones(12, 12))
-    deepspeed.utils.safe_set_full_optimizer_state(weight, torch.ones(12, 12), "exp_avg_sq")
-    deepspeed.utils.safe_set_full_fp32_param(weight, torch.full((12, 12), 0.5))
+    deepspeed.base.safe_set_full_optimizer_state(weight, torch.ones(12, 12), "exp_avg")
+    assert torch.equal(deepspeed.base.safe_get_full_optimizer_state(weight, "exp_avg"), torch.ones(12, 12))
+    deepspeed.base.safe_set_full_optimizer_state(weight, torch.ones(12, 12), "exp_avg_sq")
+    deepspeed.base.safe_set_full_fp32_param(weight, torch.full((12, 12), 0.5))
     engine.backward(engine(batch(2, 0, engine.global_rank)))
     engine.step()
-    after = deepspeed.utils.safe_get_full_optimizer_state(weight, "exp_avg")
+    after = deepspeed.base.safe_get_full_optimizer_state(weight, "exp_avg")
     assert 0.8 < after.mean() < 1.0  # 0.9 * 1 + 0.1 * a clipped gradient
-    master = deepspeed.utils.safe_get_full_fp32_param(weight)
+    master = deepspeed.base.safe_get_full_fp32_param(weight)
     assert 0.4 < master.mean() < 0.5
     engine.destroy()
 

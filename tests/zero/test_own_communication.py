@@ -15,8 +15,8 @@ from torch import Tensor
 import deepspeed
 from deepspeed.config.plan import Cadence
 from deepspeed.config.problems import DeepSpeedConfigError
-from deepspeed.memory_plan.request import Request, answer
 from deepspeed.ops.update import ALONE, UpdateContext, UpdateTraits
+from deepspeed.planning.request import Request, answer
 from tests.pool import distributed
 from tests.zero.simulated_ranks import (
     BETA,

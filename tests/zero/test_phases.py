@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import deepspeed
-from deepspeed.runtime.zero.gathering.phases import Phase
+from deepspeed.zero.gathering.phases import Phase
 from tests.pool import distributed
 from tests.zero.test_scheduled_gathers import Stack, counted, inputs, start
 

@@ -14,12 +14,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import deepspeed
-from deepspeed.checkpoint import archive, names
+from deepspeed.checkpoint import names
+from deepspeed.checkpoint.files import archive
 from deepspeed.checkpoint.placement import Placement, interval, place, placement_of
 from deepspeed.config.problems import DeepSpeedConfigError
-from deepspeed.runtime.zero.dtensors import placement_of_dtensor
-from deepspeed.utils import safe_get_full_fp32_param
-from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+from deepspeed.tools.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+from deepspeed.zero.dtensors import placement_of_dtensor
+from deepspeed.zero.tensor_fragment import safe_get_full_fp32_param
 from tests.pool import distributed
 
 TP, WIDTH, HIDDEN, STEPS = 2, 6, 10, 4

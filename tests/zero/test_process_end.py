@@ -12,17 +12,17 @@ import pytest
 import torch
 
 import deepspeed
-from deepspeed.comm import hang_watch
-from deepspeed.launcher import ports
+from deepspeed.comm.hangs import watch as hang_watch
+from deepspeed.tools.launcher import ports
 from tests import forked
-from tests.launcher.programs import environment
 from tests.pool import distributed
+from tests.tools.launcher.programs import environment
 
 SCRIPT = """\
 import sys, time
 import torch
 import deepspeed
-from deepspeed.runtime.zero.gathering import roll
+from deepspeed.zero.gathering import roll
 
 if sys.argv[2] == "through the store":
     roll.DIRECT_RANKS = 1

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import deepspeed
-from deepspeed.utils import safe_get_full_fp32_param
+from deepspeed.zero.tensor_fragment import safe_get_full_fp32_param
 from tests import pool
 
 ROWS, MICRO, STEPS = 16, 4, 12

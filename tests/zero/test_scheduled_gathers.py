@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import deepspeed
-from deepspeed.runtime.zero.gathering import sharded_model
-from deepspeed.runtime.zero.gathering.launch_order import Entry, Kind, decode, encode, with_foresight
-from deepspeed.runtime.zero.gathering.meeting import Meeting, Visit
-from deepspeed.runtime.zero.gathering.scheduled_gather import LEAST_PATIENCE_S, GatherCounts
+from deepspeed.zero.gathering import sharded_model
+from deepspeed.zero.gathering.launch_order import Entry, Kind, decode, encode, with_foresight
+from deepspeed.zero.gathering.rendezvous import Meeting, Visit
+from deepspeed.zero.gathering.scheduled_gather import LEAST_PATIENCE_S, GatherCounts
 from tests.pool import distributed
 from tests.zero.models import Block, assert_same, config_for, make_zoo
 

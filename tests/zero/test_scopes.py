@@ -11,8 +11,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import deepspeed
-from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state, safe_set_full_fp32_param
-from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+from deepspeed.tools.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+from deepspeed.zero.tensor_fragment import (
+    safe_get_full_fp32_param,
+    safe_get_full_optimizer_state,
+    safe_set_full_fp32_param,
+)
 from tests.pool import distributed
 
 WIDTH, EXPERTS, STEPS = 12, 2, 4

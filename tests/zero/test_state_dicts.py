@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import deepspeed
 from deepspeed.ops.adam import FusedAdam
-from deepspeed.utils import (
+from deepspeed.zero.tensor_fragment import (
     safe_get_full_fp32_param,
     safe_get_full_optimizer_state,
     safe_get_local_fp32_param,

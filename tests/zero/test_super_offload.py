@@ -11,9 +11,9 @@ import torch
 
 import deepspeed
 from deepspeed.config.problems import DeepSpeedConfigError
-from deepspeed.runtime.zero.offload.speculation import Speculation
-from deepspeed.runtime.zero.offload.twins import host_worker
-from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad, safe_set_full_grad
+from deepspeed.zero.offload.shadow_copies import host_worker
+from deepspeed.zero.offload.speculation import Speculation
+from deepspeed.zero.tensor_fragment import safe_get_full_fp32_param, safe_get_full_grad, safe_set_full_grad
 from tests.pool import distributed
 from tests.zero.models import assert_same, batch, config_for, engine_losses, make_zoo, uses_sometimes
 from tests.zero.test_offload import assert_equal_runs, pretend_device

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from deepspeed.compat.superoffload.superoffload_utils import EventTypes, ResultKeys, SuperOffloadCPUOptimizer
 from deepspeed.ops.adam import DeepSpeedCPUAdam
-from deepspeed.runtime.superoffload.superoffload_utils import EventTypes, ResultKeys, SuperOffloadCPUOptimizer
 
 
 def test_steps_and_rollbacks() -> None:

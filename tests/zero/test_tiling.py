@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import deepspeed
-from deepspeed.runtime.zero.tiling import split_tensor_along_last_dim
+from deepspeed.transforms.tiled_linear import split_tensor_along_last_dim
 from deepspeed.zero import TiledLinear, TiledLinearReturnBias
 from tests.pool import distributed
 from tests.zero.models import config_for

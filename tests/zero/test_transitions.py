@@ -12,9 +12,9 @@ import pytest
 import torch
 
 import deepspeed
-from deepspeed.runtime.zero.gathering.phases import Phase
-from deepspeed.runtime.zero.gathering.sharded_bucket import Status
-from deepspeed.runtime.zero.gathering.transitions import LiveBudget, TransitionError, Transitions
+from deepspeed.zero.gathering.phases import Phase
+from deepspeed.zero.gathering.sharded_bucket import Status
+from deepspeed.zero.gathering.transitions import LiveBudget, TransitionError, Transitions
 
 NUMEL = 10
 
@@ -271,7 +271,7 @@ def test_new_weights_wait_for_forwards_on_other_threads() -> None:
 
 def test_nobody_else_changes_a_state_or_asks_the_grad_mode() -> None:
     """The other files of ZeRO tell the owner; the grad mode says only what is recorded, under one name."""
-    zero = Path(deepspeed.__file__).parent / "runtime" / "zero"
+    zero = Path(deepspeed.__file__).parent / "zero"
     asks_the_grad_mode = []
     for path in sorted(zero.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):

@@ -10,15 +10,15 @@ import torch
 
 import deepspeed
 from deepspeed.config.problems import DeepSpeedConfigError
-from deepspeed.runtime.zenflow.engine import is_zenflow_update_boundary
-from deepspeed.runtime.zenflow.zenflow_stage_1_and_2 import (
+from deepspeed.config.sections.zenflow import ZenFlowConfig
+from deepspeed.engine.zenflow import is_zenflow_update_boundary
+from deepspeed.zero.offload.columns import columns_of
+from deepspeed.zero.offload.zenflow_optimizer import (
     ZenFlowZeroOptimizer,
     ZenFlowZeroOptimizerParallel,
     ZenFlowZeroOptimizerSequential,
 )
-from deepspeed.runtime.zero.offload.columns import columns_of
-from deepspeed.runtime.zero.zenflow_config import ZenFlowConfig
-from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
+from deepspeed.zero.tensor_fragment import safe_get_full_fp32_param, safe_set_full_fp32_param
 from tests.pool import distributed
 from tests.zero.models import assert_same, batch, config_for, engine_losses, make_zoo, uses_sometimes
 from tests.zero.test_offload import assert_equal_runs, pretend_device

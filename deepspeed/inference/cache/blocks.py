@@ -112,7 +112,8 @@ class BlockManager:
     """The tables of sequences over one pool, ``block_size`` tokens to a block.
 
     ``sharing=False``: sequences share nothing (a cache that does not keep all tokens of all layers cannot).
-    ``span``: the span of a sequence of so many tokens (`model/rotations.py`); only those of one span share blocks.
+    ``span``: the span of a sequence of so many tokens (`inference/model/rotations.py`); only those of one span share
+    blocks.
     """
 
     def __init__(

@@ -118,7 +118,7 @@ def block_bytes(shapes: Mapping[int, LayerShape], block_size: int) -> int:
 class Piece:
     """Tokens of one sequence for one forward: ``tokens`` from position ``start``; the keys and values of those before
     are in the cache. ``blocks``: of the sequence, with room for ``tokens``. ``span``: of the whole sequence
-    (`model/rotations.py`)."""
+    (`inference/model/rotations.py`)."""
 
     tokens: Sequence[int]
     start: int

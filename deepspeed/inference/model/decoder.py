@@ -23,7 +23,7 @@ from deepspeed.inference.kernels import HostLinear, QuantizedLinear
 from deepspeed.inference.model.attention import AttentionTerms
 from deepspeed.inference.model.facts import LayoutError
 from deepspeed.inference.model.listeners import harmless_forward
-from deepspeed.ops.host_program import Activation, Matrix, Weights
+from deepspeed.ops.host_graph import Activation, Matrix, Weights
 from deepspeed.ops.transformer.products import NativeLinear
 
 _LINEAR = (nn.Linear, NativeLinear, HostLinear, QuantizedLinear)

@@ -19,7 +19,7 @@ from deepspeed.inference.cache.pages import LayerShape, PagedCache, Piece
 from deepspeed.inference.model.decoder import Decoder, Layer, decoder_of, matrix_of
 from deepspeed.inference.model.facts import LayoutError, ModelFacts
 from deepspeed.inference.model.packed import PackedLayout
-from deepspeed.ops.host_program import Program, Step, bind
+from deepspeed.ops.host_graph import Program, Step, bind
 from deepspeed.ops.native import library
 from deepspeed.ops.paged_attention import PagedPieces
 from deepspeed.ops.small_product import program_rows

@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from deepspeed.base.transformers_models import attention_registries
 from deepspeed.inference.cache.pages import LayerShape, PagedCache, Piece
 from deepspeed.inference.model.attention import AttentionTerms, PackedBatch, paged_attention
 from deepspeed.inference.model.facts import LayoutError, ModelFacts
-from deepspeed.runtime.sequence_parallel.masks import parts_of_mask
-from deepspeed.utils.transformers_models import attention_registries
+from deepspeed.parallel.sequence.hf.masks import parts_of_mask
 
 NAME = "deepspeed_paged"
 """Under which the attention is registered with Transformers."""

@@ -15,7 +15,8 @@ from deepspeed.inference.model.fused import FusedLayout
 from deepspeed.inference.model.launched import LaunchedLayout
 from deepspeed.inference.model.packed import PackedLayout
 from deepspeed.inference.model.padded import PaddedLayout
-from deepspeed.inference.model.probing import (
+from deepspeed.inference.model.rotations import Rotations
+from deepspeed.inference.model.trial import (
     BLOCK_SIZE,
     Layout,
     error_of,
@@ -24,8 +25,7 @@ from deepspeed.inference.model.probing import (
     plain_logits,
     tolerance,
 )
-from deepspeed.inference.model.rotations import Rotations
-from deepspeed.ops.large_pages import collapse, weights_of
+from deepspeed.ops.huge_pages import collapse, weights_of
 
 _ON_HOST = (FusedLayout, PackedLayout, PaddedLayout)
 _ON_DEVICE = (LaunchedLayout, PackedLayout, PaddedLayout)

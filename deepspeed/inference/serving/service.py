@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from deepspeed.base.logging import logger
 from deepspeed.inference.scheduling.requests import Request, SamplingParams, State
 from deepspeed.inference.serving.commands import Alone, Announcer, Commands
 from deepspeed.inference.serving.metrics import Metrics
-from deepspeed.utils.logging import logger
 
 _PULSE_S = 10.0
 """How often ranks hear of an idle server, far below the timeout of a collective."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from deepspeed.accelerator import get_accelerator
+from deepspeed.base.accelerator import get_accelerator
 
 
 class Allocator:

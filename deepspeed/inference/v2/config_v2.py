@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
-from deepspeed.config.sections import DeepSpeedConfigModel, Int
+from deepspeed.config.section import DeepSpeedConfigModel, Int
 from deepspeed.inference.config import DeepSpeedTPConfig as InitInferenceTPConfig
 from deepspeed.inference.v2.ragged.manager_configs import DSStateManagerConfig
 

@@ -12,19 +12,19 @@ import torch
 from torch import Tensor, nn
 
 from deepspeed import comm as dist
-from deepspeed.accelerator import get_accelerator
+from deepspeed.base.accelerator import get_accelerator
+from deepspeed.base.logging import log_dist
 from deepspeed.config.problems import DeepSpeedConfigError
 from deepspeed.inference.cache.blocks import BlockManager, BlockPool, BlockTable
 from deepspeed.inference.cache.pages import Piece
 from deepspeed.inference.cache.stored import StoredBlocks
 from deepspeed.inference.model.runner import ModelRunner
-from deepspeed.inference.quantizing import give_six_bits
-from deepspeed.inference.splitting import split_over, tensor_parallel_group
+from deepspeed.inference.quantized.selection import give_six_bits
+from deepspeed.inference.split.layers import split_over, tensor_parallel_group
 from deepspeed.inference.v2.config_v2 import RaggedInferenceEngineConfig
 from deepspeed.inference.v2.policy import InferenceV2Policy
 from deepspeed.inference.v2.ragged.manager_configs import AllocationMode, DSStateManagerConfig
 from deepspeed.inference.v2.scheduling_utils import SchedulingError, SchedulingResult
-from deepspeed.utils.logging import log_dist
 
 BLOCK_SIZE = 64
 MARK = "ds_engine.json"

@@ -6,7 +6,7 @@ from enum import Enum, IntEnum
 
 import torch
 
-from deepspeed.config.sections import DtypeEnum
+from deepspeed.config.section import DtypeEnum
 
 __all__ = ["ActivationType", "DtypeEnum", "NormTypeEnum", "ceil_div", "elem_size", "is_gated"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from deepspeed.utils.logging import logger
+from deepspeed.base.logging import logger
 
 
 def inference_logger(level: int = logging.INFO) -> logging.Logger:

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from deepspeed.accelerator import get_accelerator
+from deepspeed.base.accelerator import get_accelerator
 from deepspeed.inference.loading import load_weights
 from deepspeed.inference.v2.checkpoint.base_engine import CheckpointEngineBase
-from deepspeed.utils.init_on_device import OnDevice
+from deepspeed.transforms.on_device import OnDevice
 
 
 class InferenceV2Policy:

@@ -5,8 +5,8 @@ Training (2020). With both, a parameter takes 2 bytes (its weight, which is its 
 its gradient: 6 instead of 16.
 
 A moment is stored as codes ``exp_avg`` (uint8) with scales ``exp_avg_scale`` (fp32, one per 256 elements), and
-``exp_avg_sq`` holds codes of the root of the second moment (``ops/state_codes.py``). New moments are rounded to codes
-up or down in proportion, so that averages that move by less than one code per step still move; so are weights in
+``exp_avg_sq`` holds codes of the root of the second moment (``ops/formats/blockwise.py``). New moments are rounded to
+codes up or down in proportion, so that averages that move by less than one code per step still move; so are weights in
 bfloat16 with ``stochastic_rounding``. Which way is a function of the step and the element.
 """
 
@@ -20,8 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepspeed.ops import native, state_codes
+from deepspeed.ops import native
 from deepspeed.ops.adam.multi_tensor_adam import MultiTensorAdam
+from deepspeed.ops.formats import blockwise as state_codes
 from deepspeed.ops.multi_tensor import Launch, Table, fits_kernel, refuse
 from deepspeed.ops.update import ALONE, UpdateContext, UpdateTraits
 

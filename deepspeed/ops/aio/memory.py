@@ -12,8 +12,8 @@ import weakref
 import torch
 from torch import Tensor
 
-from deepspeed.accelerator import get_accelerator
-from deepspeed.ops.large_pages import LARGE_PAGE, search_deadline
+from deepspeed.base.accelerator import get_accelerator
+from deepspeed.ops.huge_pages import LARGE_PAGE, search_deadline
 
 # MADV_HUGEPAGE, MADV_NOHUGEPAGE, MADV_POPULATE_WRITE of Linux
 _HUGE_PAGES, _NO_HUGE_PAGES, _POPULATE = 14, 15, 23

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from deepspeed.ops import gpu, native
-from deepspeed.ops.fp_quantizer import host
-from deepspeed.ops.fp_quantizer.formats import FORMATS, Format, pack, unpack
+from deepspeed.ops.formats import small_floats_host as host
+from deepspeed.ops.formats.small_floats import FORMATS, Format, pack, unpack
 
 _SCALE_BYTES = 4
 
@@ -50,7 +50,8 @@ class FP_Quantize(Quantizer):
     The quantizer remembers shape and dtype of what it quantized last, which `dequantize` gives back.
 
     Args:
-        quantization_config: has ``group_size`` (`deepspeed.linear.QuantizationConfig`), or is that number itself; None:
+        quantization_config: has ``group_size`` (`deepspeed.transforms.lora.QuantizationConfig`), or is that number
+        itself; None:
             512.
         group_size: instead of the config's.
     """

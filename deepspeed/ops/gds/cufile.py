@@ -15,7 +15,7 @@ import os
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-from deepspeed.accelerator import get_accelerator
+from deepspeed.base.accelerator import get_accelerator
 from deepspeed.ops.aio.engine import Failure, Options
 
 NAME = "libcufile.so.0"

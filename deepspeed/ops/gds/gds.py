@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepspeed.accelerator import get_accelerator
+from deepspeed.base.accelerator import get_accelerator
 from deepspeed.ops.aio.engine import Engine
 from deepspeed.ops.aio.handle import Pending, aio_handle
 from deepspeed.ops.gds import cufile

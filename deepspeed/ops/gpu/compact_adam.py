@@ -1,7 +1,7 @@
 """The step of CompactAdam on a GPU: moments in one byte, weights rounded at random, many tensors in one launch.
 
 A program has some blocks of 256 elements of one tensor: it decodes their moments, updates, and encodes them again, with
-the operations of the reference (`deepspeed/ops/state_codes.py`) in their order, each rounded on its own.
+the operations of the reference (`deepspeed/ops/formats/blockwise.py`) in their order, each rounded on its own.
 """
 
 # A kernel is Triton, not Python: the types of its arguments mean nothing to a type checker.
@@ -16,8 +16,9 @@ import torch
 import triton
 import triton.language as tl
 
-from deepspeed.ops import native, state_codes
+from deepspeed.ops import native
 from deepspeed.ops.adam.bias_correction import corrections
+from deepspeed.ops.formats import blockwise as state_codes
 from deepspeed.ops.multi_tensor import Launch
 from deepspeed.ops.segment_blocks import Round, rounds
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from deepspeed.ops.gpu.types import FLOATS
-from deepspeed.ops.host_program import Activation
+from deepspeed.ops.host_graph import Activation
 
 _BLOCK = 1024
 _SILU, _GELU, _GELU_TANH = (

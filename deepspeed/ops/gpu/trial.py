@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from deepspeed.utils.logging import logger
+from deepspeed.base.logging import logger
 
 _SIZE = 32
 

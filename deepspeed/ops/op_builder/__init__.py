@@ -31,7 +31,7 @@ class FPQuantizerBuilder(ALL_OPS["fp_quantizer"]):
     @staticmethod
     def get_quant_range(q_bits: int) -> float:
         """The largest number that ``q_bits`` bits hold. ValueError: there is no such format."""
-        from deepspeed.ops.fp_quantizer.formats import FORMATS
+        from deepspeed.ops.formats.small_floats import FORMATS
 
         if q_bits not in FORMATS:
             raise ValueError(f"q_bits={q_bits}: there are {', '.join(map(str, FORMATS))}")

@@ -11,11 +11,11 @@ from typing import Any, ClassVar
 
 import torch
 
-from deepspeed.accelerator import get_accelerator
+from deepspeed.base.accelerator import get_accelerator
+from deepspeed.base.extras import install_hint
+from deepspeed.base.logging import logger
 from deepspeed.ops import gpu, native
 from deepspeed.ops.op_builder.table import Op
-from deepspeed.utils.extras import install_hint
-from deepspeed.utils.logging import logger
 
 PYTORCH = "pytorch"
 

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from deepspeed.base.transformers_models import attention_registries, text_config
 from deepspeed.ops.sparse_attention.block_attention import Masks, block_attention
 from deepspeed.ops.sparse_attention.sparsity_config import SparsityConfig
 from deepspeed.ops.sparse_attention.tiles import TilePlan
-from deepspeed.utils.transformers_models import attention_registries, text_config
 
 NAME = "deepspeed_sparse"
 """How the names begin under which attentions are registered with Transformers."""

@@ -21,7 +21,7 @@ def group_gemm_triton(mat_a: Tensor, mat_b: Tensor, offs: Tensor, trans_b: bool 
         )
     matrices = mat_b.transpose(1, 2) if trans_b else mat_b
     if gpu.usable(mat_a, mat_b, offs):
-        from deepspeed.ops.gpu import grouped_products  # imports Triton
+        from deepspeed.ops.gpu import grouped_gemm as grouped_products  # imports Triton
 
         if grouped_products.takes(mat_a, mat_b):
             ends = offs.to(torch.int32).contiguous()

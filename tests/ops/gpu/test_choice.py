@@ -37,7 +37,7 @@ def integer_weights(device: str) -> list[Tensor]:
 
 
 def experts(device: str) -> list[Tensor]:
-    from deepspeed.moe.grouped import grouped_linear
+    from deepspeed.parallel.expert.grouped import grouped_linear
 
     given = _given((20, 16), (3, 16, 24), (3, 24), device=device, grad=True)
     out = grouped_linear(given[0], given[1], [5, 0, 15], given[2])
@@ -61,7 +61,7 @@ def gate(device: str) -> list[Tensor]:
 
 
 def packets(device: str) -> list[Tensor]:
-    from deepspeed.comm.codecs import BlockCodec, SignCodec
+    from deepspeed.ops.formats.codecs import BlockCodec, SignCodec
 
     results = []
     for codec in (BlockCodec(8), BlockCodec(4), SignCodec()):

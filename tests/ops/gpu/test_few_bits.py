@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from deepspeed.ops.adam.compact_adam import CompactAdam
+from deepspeed.ops.formats.small_floats import FORMATS, unpack
 from deepspeed.ops.fp_quantizer import FP_Quantize
-from deepspeed.ops.fp_quantizer.formats import FORMATS, unpack
 from tests.ops.gpu.triton_kit import built, compiling, interpreted
 
 

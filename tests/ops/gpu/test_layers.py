@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from deepspeed.ops.host_program import Activation
+from deepspeed.ops.host_graph import Activation
 from tests.ops.gpu.test_products import TOLERANCES, assert_near
 from tests.ops.gpu.triton_kit import built, compiling, interpreted
 

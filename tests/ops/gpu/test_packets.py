@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from deepspeed.comm.codecs import BlockCodec, Codec, SignCodec
+from deepspeed.ops.formats.codecs import BlockCodec, Codec, SignCodec
 from tests.ops.gpu.triton_kit import built, compiling, interpreted
 
 CODECS = [
@@ -21,7 +21,7 @@ CODECS = [
 
 
 def packets_of(codec: Codec, values: torch.Tensor, errors: torch.Tensor | None = None) -> torch.Tensor:
-    from deepspeed.ops.gpu import packets
+    from deepspeed.ops.gpu import codecs as packets
 
     made = torch.full((*values.shape[:-1], codec.nbytes(values.shape[-1])), 77, dtype=torch.uint8)
     packets.encode(made, values, codec.codes, codec.block, errors, codec.seed)
@@ -32,7 +32,7 @@ def packets_of(codec: Codec, values: torch.Tensor, errors: torch.Tensor | None =
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @interpreted
 def test_the_same_packets(codec: Codec, dtype: torch.dtype) -> None:
-    from deepspeed.ops.gpu import packets
+    from deepspeed.ops.gpu import codecs as packets
 
     for shape in ((3, 515), (256,), (2, 1)):
         # In fp16, some are infinite.
@@ -48,7 +48,7 @@ def test_the_same_packets(codec: Codec, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("codec", CODECS[:2] + CODECS[4:5] + CODECS[6:7], ids=str)
 @interpreted
 def test_errors_are_fed_back_and_rows_are_summed(codec: Codec) -> None:
-    from deepspeed.ops.gpu import packets
+    from deepspeed.ops.gpu import codecs as packets
 
     values, errors = torch.randn(3, 300), torch.randn(3, 300) / 9
     wanted = values + errors
@@ -66,7 +66,7 @@ def test_errors_are_fed_back_and_rows_are_summed(codec: Codec) -> None:
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
 @interpreted
 def test_what_is_not_finite_stays_visible(wrong: float) -> None:
-    from deepspeed.ops.gpu import packets
+    from deepspeed.ops.gpu import codecs as packets
 
     values = torch.ones(512)
     values[3] = wrong
@@ -78,7 +78,7 @@ def test_what_is_not_finite_stays_visible(wrong: float) -> None:
 
 @compiling
 def test_packets_compile() -> None:
-    from deepspeed.ops.gpu import packets
+    from deepspeed.ops.gpu import codecs as packets
 
     def all_of_them() -> None:
         for codec in (BlockCodec(8), BlockCodec(4), BlockCodec(8, seed=1), SignCodec()):

@@ -103,7 +103,7 @@ def grouped(rows: Tensor, matrices: Tensor, counts: list[int], bias: Tensor | No
 @pytest.mark.parametrize("counts", [[0, 70, 1, 0, 33], [0, 3, 1], [291, 0], [1]], ids=str)
 @interpreted
 def test_groups_of_rows_with_gradients(dtype: torch.dtype, transposed: bool, counts: list[int]) -> None:
-    from deepspeed.ops.gpu.grouped_products import GroupedProduct
+    from deepspeed.ops.gpu.grouped_gemm import GroupedProduct
 
     runs, used = len(counts), sum(counts)
     ends = torch.tensor(counts).cumsum(0).int()
@@ -131,7 +131,7 @@ def test_groups_of_rows_with_gradients(dtype: torch.dtype, transposed: bool, cou
 
 @interpreted
 def test_no_rows_at_all() -> None:
-    from deepspeed.ops.gpu.grouped_products import GroupedProduct
+    from deepspeed.ops.gpu.grouped_gemm import GroupedProduct
 
     rows, matrices = torch.randn(0, 4, requires_grad=True), torch.randn(3, 4, 5, requires_grad=True)
     found = GroupedProduct.apply(rows, matrices, torch.zeros(3, dtype=torch.int32), None)
@@ -142,7 +142,7 @@ def test_no_rows_at_all() -> None:
 
 @compiling
 def test_groups_of_rows_compile() -> None:
-    from deepspeed.ops.gpu.grouped_products import GroupedProduct
+    from deepspeed.ops.gpu.grouped_gemm import GroupedProduct
 
     def train(dtype: torch.dtype, count: int) -> None:
         rows = torch.empty(count, 64, dtype=dtype, requires_grad=True)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from deepspeed.inference.sampling import Sampler, processed
+from deepspeed.inference.generation.sampling import Sampler, processed
 from deepspeed.inference.scheduling.requests import Request, SamplingParams
 from tests.ops.gpu.triton_kit import built, compiling, interpreted
 

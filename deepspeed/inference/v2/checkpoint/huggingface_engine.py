@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from deepspeed.checkpoint.plain_weights import find_plain, tensors_of
+from deepspeed.checkpoint.foreign.plain_weights import find_plain, tensors_of
 from deepspeed.inference.v2.checkpoint.base_engine import CheckpointEngineBase
 
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from deepspeed.accelerator import get_accelerator
-from deepspeed.config.sections import DeepSpeedConfigModel
+from deepspeed.base.accelerator import get_accelerator
+from deepspeed.config.section import DeepSpeedConfigModel
 from deepspeed.inference.v2.inference_parameter import InferenceParameter
 from deepspeed.inference.v2.model_implementations.layer_container_base import LayerContainer
 

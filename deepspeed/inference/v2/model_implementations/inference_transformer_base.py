@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
+from deepspeed.inference.model.rope import rope_theta
 from deepspeed.inference.v2.inference_utils import ActivationType, NormTypeEnum, is_gated
 from deepspeed.inference.v2.model_implementations.sharding import get_local_heads
-from deepspeed.module_inject.rope import rope_theta
-from deepspeed.runtime.tensor_parallel.ranks import communicator_of
+from deepspeed.parallel.tensor.ranks import communicator_of
 
 __all__ = ["DSTransformerModelBase"]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from deepspeed.config.sections import DeepSpeedConfigModel, Int
+from deepspeed.config.section import DeepSpeedConfigModel, Int
 
 __all__ = ["DSModuleBase", "DSModuleConfig"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import Any, ClassVar, TypeVar
 
-from deepspeed.config.sections import DeepSpeedConfigModel
+from deepspeed.config.section import DeepSpeedConfigModel
 from deepspeed.inference.v2.modules.ds_module import DSModuleBase
 
 __all__ = ["ConfigBundle", "DSModuleRegistryBase"]

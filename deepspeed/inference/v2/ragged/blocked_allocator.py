@@ -1,4 +1,5 @@
-"""Numbers of blocks, handed out and taken back (the documented class; the engine's own is ``cache/blocks.py``)."""
+"""Numbers of blocks, handed out and taken back (the documented class; the engine's own is
+``inference/cache/blocks.py``)."""
 
 from __future__ import annotations
 

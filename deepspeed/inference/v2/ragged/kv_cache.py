@@ -1,4 +1,5 @@
-"""Keys and values in blocks, as tensors of the documented layout (the engine's own pages are ``cache/pages.py``)."""
+"""Keys and values in blocks, as tensors of the documented layout (the engine's own pages are
+``inference/cache/pages.py``)."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepspeed.accelerator import get_accelerator
+from deepspeed.base.accelerator import get_accelerator
 from deepspeed.comm.collectives import communicator
 from deepspeed.inference.v2.inference_utils import DtypeEnum
 from deepspeed.inference.v2.ragged.blocked_allocator import BlockedAllocator

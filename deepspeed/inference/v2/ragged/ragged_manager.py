@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepspeed.accelerator import get_accelerator
+from deepspeed.base.accelerator import get_accelerator
+from deepspeed.base.logging import logger
 from deepspeed.inference.v2.ragged.blocked_allocator import BlockedAllocator
 from deepspeed.inference.v2.ragged.kv_cache import BlockedKVCache
 from deepspeed.inference.v2.ragged.manager_configs import DSStateManagerConfig, KVCacheConfig
 from deepspeed.inference.v2.ragged.sequence_descriptor import DSSequenceDescriptor
 from deepspeed.inference.v2.scheduling_utils import SchedulingError, SchedulingResult
-from deepspeed.utils.logging import logger
 
 
 class DSStateManager:

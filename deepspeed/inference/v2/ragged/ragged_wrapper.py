@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from deepspeed.accelerator import get_accelerator
+from deepspeed.base.accelerator import get_accelerator
 from deepspeed.inference.v2.inference_utils import ceil_div
 from deepspeed.inference.v2.ragged.manager_configs import DSStateManagerConfig
 from deepspeed.inference.v2.ragged.sequence_descriptor import BaseSequenceDescriptor

@@ -1,6 +1,6 @@
 """Norms, activations and products that write where they are told, computed by PyTorch on any device.
 
-The engine uses none of them: it has kernels for whole forwards (``deepspeed/ops/host_program.py``, ``ops/gpu``).
+The engine uses none of them: it has kernels for whole forwards (``deepspeed/ops/host_graph.py``, ``ops/gpu``).
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import Enum
 from typing import Any
 
-from deepspeed.config.sections import DeepSpeedConfigModel, Float, Int
+from deepspeed.config.section import DeepSpeedConfigModel, Float, Int
 from deepspeed.inference.v2.inference_utils import ActivationType, DtypeEnum, NormTypeEnum
 from deepspeed.inference.v2.modules.ds_module import DSModuleConfig
 

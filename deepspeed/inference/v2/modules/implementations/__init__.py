@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from deepspeed.accelerator import get_accelerator
+from deepspeed.base.accelerator import get_accelerator
 from deepspeed.inference.v2.inference_parameter import InferenceParameter
 from deepspeed.inference.v2.inference_utils import ActivationType, NormTypeEnum, is_gated
 from deepspeed.inference.v2.modules.configs import DSLinearConfig, DSMoEConfig, DSNormConfig

@@ -1,0 +1,10 @@
+"""The device everything runs on, behind one object: ``get_accelerator()``."""
+
+from deepspeed.base.accelerator.abstract_accelerator import DeepSpeedAccelerator
+from deepspeed.base.accelerator.select import (
+    get_accelerator,
+    is_current_accelerator_supported,
+    set_accelerator,
+)
+
+__all__ = ["DeepSpeedAccelerator", "get_accelerator", "is_current_accelerator_supported", "set_accelerator"]

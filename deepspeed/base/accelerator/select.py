@@ -1,0 +1,66 @@
+"""Which accelerator this process uses: the one in ``DS_ACCELERATOR``, else the one torch finds, else the CPU."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+import torch
+
+from deepspeed.base.accelerator.abstract_accelerator import DeepSpeedAccelerator
+from deepspeed.base.accelerator.cpu_accelerator import CPU_Accelerator
+from deepspeed.base.accelerator.cuda_accelerator import CUDA_Accelerator
+from deepspeed.base.accelerator.torch_device import MPS_Accelerator, TorchDevice_Accelerator
+
+ENVIRONMENT_VARIABLE = "DS_ACCELERATOR"
+SUPPORTED_ACCELERATORS = ("cuda", "cpu", "xpu", "npu", "mps", "hpu", "mlu", "sdaa", "supa")
+SUPPORTED_ACCELERATOR_LIST = SUPPORTED_ACCELERATORS
+OWN_CLASS: dict[str, Callable[[], DeepSpeedAccelerator]] = {
+    "cpu": CPU_Accelerator,
+    "cuda": CUDA_Accelerator,
+    "mps": MPS_Accelerator,
+}
+
+
+ds_accelerator: DeepSpeedAccelerator | None = None
+"""The one accelerator of this process; None: not chosen yet."""
+
+
+def get_accelerator() -> DeepSpeedAccelerator:
+    """The accelerator of this process, chosen on the first call."""
+    global ds_accelerator
+    if ds_accelerator is None:
+        name = os.environ.get(ENVIRONMENT_VARIABLE, "").strip().lower()
+        ds_accelerator = _make(name) if name else _make(_found_by_torch())
+    return ds_accelerator
+
+
+def set_accelerator(accel_obj: DeepSpeedAccelerator) -> DeepSpeedAccelerator:
+    """Replaces the accelerator of this process."""
+    global ds_accelerator
+    ds_accelerator = accel_obj
+    return accel_obj
+
+
+def is_current_accelerator_supported() -> bool:
+    """Whether the chosen accelerator is one that we support."""
+    return get_accelerator().device_name() in SUPPORTED_ACCELERATORS
+
+
+def _make(name: str) -> DeepSpeedAccelerator:
+    if name in OWN_CLASS:
+        return OWN_CLASS[name]()
+    if name not in SUPPORTED_ACCELERATORS and name != _found_by_torch():
+        allowed = ", ".join(SUPPORTED_ACCELERATORS)
+        raise ValueError(f"{ENVIRONMENT_VARIABLE}={name} is not a known accelerator; use one of {allowed}.")
+    return TorchDevice_Accelerator(name)
+
+
+def _found_by_torch() -> str:
+    # Ask the driver's management library instead of the driver: counting devices then creates no context, and
+    # processes forked later can still use the GPU.
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    if not torch.accelerator.is_available():
+        return "cpu"
+    device = torch.accelerator.current_accelerator()
+    return "cpu" if device is None else device.type

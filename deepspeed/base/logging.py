@@ -1,0 +1,238 @@
+"""The package's logger, and messages that only some ranks log."""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import os
+import sys
+from collections.abc import Iterable
+from typing import Any, TextIO
+
+import torch.distributed
+
+from deepspeed.base.environment import this_process
+
+log_levels = {
+    "debug": logging.DEBUG,
+    "info": logging.INFO,
+    "warning": logging.WARNING,
+    "error": logging.ERROR,
+    "critical": logging.CRITICAL,
+}
+
+LINE_FORMAT = "[%(asctime)s] [%(levelname)s] [%(filename)s:%(lineno)d:%(funcName)s] %(message)s"
+ALL_RANKS = -1
+
+LEVEL_VARIABLE = "DEEPSPEED_LOG_LEVEL"
+"""Environment variable with the name of a level; it takes precedence over the config key ``log_level``."""
+
+QUIET_WHEN_COMPILING = "DISABLE_LOGS_WHILE_COMPILING"
+STILL_LOUD_WHEN_COMPILING = "LOGGER_METHODS_TO_EXCLUDE_FROM_DISABLE"
+LOGGER_METHODS = ("debug", "info", "warning", "error", "exception", "critical", "log")
+
+
+def write_safely(text: str, stream: TextIO | None) -> bool:
+    """Write and flush; False if that fails, as it does for a closed pipe or a full disk."""
+    try:
+        assert stream is not None
+        stream.write(text)
+        stream.flush()
+    except (OSError, ValueError, AttributeError, AssertionError):
+        return False
+    return True
+
+
+class _StdoutHandler(logging.StreamHandler):
+    """Writes to the current ``sys.stdout``, not to what it was at import (it is often redirected
+    later).
+    """
+
+    def __init__(self) -> None:
+        logging.Handler.__init__(self)
+
+    @property
+    def stream(self) -> TextIO:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return sys.stdout
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """A standard output that is closed, full or gone must not stop training: standard error is used instead."""
+        if not isinstance(sys.exc_info()[1], (OSError, ValueError, AttributeError)):
+            return super().handleError(record)
+        write_safely(self.format(record) + "\n", sys.stderr)
+
+
+class LoggerFactory:
+    @staticmethod
+    def create_logger(name: str | None = None, level: int = logging.WARNING) -> logging.Logger:
+        """A logger of that name with one handler on standard output, separate from the root logger.
+
+        With ``DISABLE_LOGS_WHILE_COMPILING=1``, ``torch.compile`` leaves calls of its methods out of the
+        compiled code, where they would break the graph, except those that
+        ``LOGGER_METHODS_TO_EXCLUDE_FROM_DISABLE`` lists (separated by commas).
+        """
+        if not name:
+            raise ValueError("A logger needs a name.")
+        created = logging.getLogger(name)
+        created.setLevel(level)
+        created.propagate = False
+        if not created.handlers:
+            handler = _StdoutHandler()
+            handler.setFormatter(logging.Formatter(LINE_FORMAT))
+            created.addHandler(handler)
+        if os.environ.get(QUIET_WHEN_COMPILING, "0") == "1":
+            _be_quiet_while_compiling(created)
+        return created
+
+
+def _be_quiet_while_compiling(created: logging.Logger) -> None:
+    import torch._dynamo.config as dynamo  # slow, and only needed on request
+
+    loud = {method.strip() for method in os.environ.get(STILL_LOUD_WHEN_COMPILING, "").split(",")}
+    quiet = {getattr(created, method) for method in LOGGER_METHODS if method not in loud}
+    dynamo.ignore_logger_methods = dynamo.ignore_logger_methods | quiet
+
+
+def level_of_environment() -> int | None:
+    """The level named by the environment variable; None if it names none."""
+    return log_levels.get(os.environ.get(LEVEL_VARIABLE, "").strip().lower())
+
+
+logger = LoggerFactory.create_logger(name="DeepSpeed", level=level_of_environment() or logging.WARNING)
+
+
+def apply_log_level(name: str | None) -> None:
+    """Set the level that a config requests (None: leave it), unless the environment sets it."""
+    if name is not None and level_of_environment() is None:
+        logger.setLevel(get_log_level_from_string(name))
+
+
+def wants_reports(name: str | None) -> bool:
+    """Whether to show INFO reports that nobody requested: not if the environment, a config (its ``log_level`` is
+    ``name``) or the script has raised the level."""
+    asked = level_of_environment()
+    if asked is None and name is not None:
+        asked = get_log_level_from_string(name)
+    if asked is None:
+        return logger.level <= logging.WARNING  # the level of the package
+    return asked <= logging.INFO
+
+
+def report(message: Any) -> None:
+    """An INFO line on rank 0 that is shown whatever the level, because it is wanted (see ``wants_reports``)."""
+    if not is_rank_zero():
+        return
+    file, line, function, _ = logger.findCaller(stacklevel=2)
+    text = f"[Rank 0] {message}"
+    logger.handle(logger.makeRecord(logger.name, logging.INFO, file, line, text, (), None, function))
+
+
+def this_rank() -> int:
+    """Rank in the default process group; before there is one, the rank from the launcher, else 0."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_rank()
+    try:
+        return this_process(os.environ).rank
+    except ValueError:  # left to code that needs the whole identity to complain about
+        rank = os.environ.get("RANK", "")
+        return int(rank) if rank.isdigit() else 0
+
+
+def is_rank_zero() -> bool:
+    return this_rank() == 0
+
+
+def _speaks_here(ranks: Iterable[int] | None) -> bool:
+    wanted = (ALL_RANKS,) if ranks is None else tuple(ranks)
+    return ALL_RANKS in wanted or this_rank() in wanted
+
+
+def get_dist_msg(message: Any, ranks: Iterable[int] | None = None) -> str | None:
+    """The message with this rank's number, None if this rank is not among ``ranks`` (None or [-1]: all)."""
+    return f"[Rank {this_rank()}] {message}" if _speaks_here(ranks) else None
+
+
+def log_dist(message: Any, ranks: Iterable[int] | None = None, level: int = logging.INFO) -> None:
+    """Logs on the listed ranks; None or [-1] means all."""
+    if logger.isEnabledFor(level) and (text := get_dist_msg(message, ranks)) is not None:
+        logger.log(level, text, stacklevel=2)
+
+
+def print_dist(message: Any, ranks: Iterable[int] | None = None) -> None:
+    """Prints on the listed ranks, whatever the log level: for reports that the user asked for."""
+    if (text := get_dist_msg(message, ranks)) is not None:
+        write_safely(text + "\n", sys.stdout)
+
+
+@functools.cache
+def _once(key: tuple[int, str]) -> list[bool]:
+    return [True]
+
+
+def _is_first_time(level: int, text: str) -> bool:
+    flag = _once((level, text))
+    first, flag[0] = flag[0], False
+    return first
+
+
+def log_dist_once(message: Any, ranks: Iterable[int] | None = None, level: int = logging.INFO) -> None:
+    """``log_dist``, but only the first time this text occurs."""
+    if logger.isEnabledFor(level) and _is_first_time(level, str(message)):
+        text = get_dist_msg(message, ranks)
+        if text is not None:
+            logger.log(level, text, stacklevel=2)
+
+
+def warning_once(message: Any, *args: Any) -> None:
+    """``logger.warning``, but only the first time this text occurs."""
+    text = str(message) % args if args else str(message)
+    if logger.isEnabledFor(logging.WARNING) and _is_first_time(logging.WARNING, text):
+        logger.warning("%s", text, stacklevel=2)
+
+
+def print_json_dist(
+    message: dict[str, Any], ranks: Iterable[int] | None = None, path: str | None = None
+) -> None:
+    """Writes ``message`` and this rank's number as JSON to ``path`` (None: standard output) on the listed
+    ranks.
+    """
+    if not _speaks_here(ranks):
+        return
+    text = json.dumps({**message, "rank": this_rank()})
+    if path is None:
+        write_safely(text + "\n", sys.stdout)
+        return
+    with open(path, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def print_configuration(args: Any, name: str) -> None:
+    """Logs the attributes of ``args``, one per line, in alphabetical order."""
+    logger.info("%s:", name, stacklevel=2)
+    for key in sorted(vars(args)):
+        logger.info("  %s %s %s", key, "." * (29 - len(key)), getattr(args, key), stacklevel=2)
+
+
+def get_log_level_from_string(log_level_str: str) -> int:
+    """The number of a level name in any case; ValueError for an unknown name."""
+    level = log_levels.get(log_level_str.lower())
+    if level is None:
+        names = ", ".join(log_levels)
+        raise ValueError(f"{log_level_str!r} is not one of the valid logging levels: {names}.")
+    return level
+
+
+def set_log_level_from_string(log_level_str: str, custom_logger: logging.Logger | None = None) -> None:
+    (custom_logger or logger).setLevel(get_log_level_from_string(log_level_str))
+
+
+def get_current_level() -> int:
+    return logger.getEffectiveLevel()
+
+
+def should_log_le(max_log_level_str: str) -> bool:
+    """Whether the logger is set to this level or a more verbose one."""
+    return get_current_level() <= get_log_level_from_string(max_log_level_str)

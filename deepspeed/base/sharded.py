@@ -1,0 +1,21 @@
+"""Read the shape of a parameter that may be sharded: while it is, its own shape is empty."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def is_zero_param(parameter: Any) -> bool:
+    """Whether the tensor is a partitioned parameter."""
+    return torch.is_tensor(parameter) and hasattr(parameter, "ds_id")
+
+
+def full_shape(param: Tensor) -> torch.Size:
+    return param.ds_shape if is_zero_param(param) else param.shape  # type: ignore[attr-defined]
+
+
+def full_numel(param: Tensor) -> int:
+    return param.ds_numel if is_zero_param(param) else param.numel()  # type: ignore[attr-defined]

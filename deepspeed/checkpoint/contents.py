@@ -1,0 +1,497 @@
+"""What is in each file of a checkpoint: from a rank's live memory, or from a copy of it."""
+
+from __future__ import annotations
+
+import secrets
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from deepspeed.checkpoint import directory, names
+from deepspeed.checkpoint.errors import CheckpointError
+from deepspeed.checkpoint.files.archive import hash_tensor
+from deepspeed.checkpoint.numbered import names_elsewhere
+from deepspeed.checkpoint.own_format import (
+    DIRECTORIES,
+    OPTIMIZER_DIRECTORY,
+    PARTS_DIRECTORY,
+    flat_kinds,
+    pack_groups,
+    pack_section,
+)
+from deepspeed.checkpoint.placement import EXPERTS, NUMBERED_EXPERTS, placement_of
+from deepspeed.checkpoint.ranks import Ranks
+from deepspeed.checkpoint.renaming import WRAPPER, wrapper_of
+from deepspeed.checkpoint.sharded_weights import ShardedWeights
+from deepspeed.checkpoint.shards import Cut, ShardIndex
+from deepspeed.checkpoint.state import ParamEntry, TrainingState
+from deepspeed.comm.mesh import ProcessMesh
+from deepspeed.version import __version__
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """This rank's place: the numbers in its files' names, and what it writes.
+
+    ``writes_replicas``: of shards that several ranks hold, each writes its own (where they share no folder).
+    """
+
+    dp_rank: int
+    dp_size: int
+    mp_rank: int
+    mp_size: int
+    writes_model: bool
+    writes_replicas: bool = False
+    stage: int = 0
+    stages: int = 1
+    """Of a pipeline: they have other parameters."""
+
+    @classmethod
+    def on(cls, mesh: ProcessMesh, ranks: Ranks) -> Place:
+        """The place of this rank, which is its position on the mesh."""
+        dp_rank, tp_size = mesh.rank("dp", "sp"), mesh.size("tp")
+        mp_size = mesh.size("pp") * tp_size
+        return cls(
+            dp_rank=dp_rank,
+            dp_size=mesh.size("dp", "sp"),
+            mp_rank=mesh.rank("pp") * tp_size + mesh.rank("tp"),
+            mp_size=mp_size,
+            writes_model=dp_rank == 0 or (ranks.keeps_folder and mp_size == 1),
+            writes_replicas=ranks.node_local,
+            stage=mesh.rank("pp"),
+            stages=mesh.size("pp"),
+        )
+
+    @property
+    def number(self) -> int:
+        """Number of this rank's files among those of all ranks, as ``names.dp_mp_ranks`` counts."""
+        return self.mp_rank * self.dp_size + self.dp_rank
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Training:
+    """One rank's training as ``save`` sees it.
+
+    ``header``: values of the documented top-level keys. ``positions``: what the index adds (micro-steps,
+    precision...). ``rank_state``: what differs from rank to rank (random states, position in the data).
+    """
+
+    module: nn.Module
+    state: TrainingState | None
+    zero_stage: int
+    bf16: bool
+    ds_config: Mapping[str, Any]
+    header: Mapping[str, Any]
+    client_state: Mapping[str, Any] = field(default_factory=dict)
+    positions: Mapping[str, Any] = field(default_factory=dict)
+    rank_state: Mapping[str, Any] = field(default_factory=dict)
+    own_state: Mapping[str, Any] | None = None
+    """What this rank's optimizer does not share with others, in a file of its own; None on all ranks or on none."""
+    write_layers: Callable[[Path], None] | None = None
+    """Writes the documented files of single layers into a folder (pipelines). It gathers weights, which no rank leaves
+    early, whatever fails."""
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What a rank tells the others of its files: what they hold, by key of the directory, and hashes of its
+    buffers."""
+
+    held: dict[str, directory.Contents]
+    buffer_hashes: list[int]
+
+
+class Files:
+    """The content of one rank's files, and what ranks have to know of each other to write them.
+
+    ``values`` is all that training changes; the rest (names, shapes, places) is as it was when this object was made.
+    So with a copy of the ``values`` everything after that may happen later, in another thread.
+    """
+
+    def __init__(
+        self, training: Training, place: Place, *, exclude_frozen: bool = False, node_local: bool = False
+    ) -> None:
+        self.place = place
+        self.node_local = node_local
+        self.zero_stage, self.bf16 = training.zero_stage, training.bf16
+        self.has_own_state = training.own_state is not None
+        self.held_shards: list[tuple[ShardIndex, list[str]]] = []
+        self.cuts: Mapping[str, Cut] = {}
+        self._describe(training.module, training.state, exclude_frozen)
+        self.values = self._values(training)
+        # What ranks find out when they meet:
+        self.save: dict[str, Any] = {}
+        self.pending = False
+        self.rank_states: list[dict[str, Any]] = []
+        self.directories: dict[str, Any] = dict.fromkeys(DIRECTORIES)
+        self.covered: dict[str, list[str]] = {}
+        self.differing: list[str] = []
+        self.frozen_elsewhere: list[str] = []
+        self.of_all_stages: dict[str, Any] = {}
+        self.buffers_differ = False
+
+    # At the call --------------------------------------------------------------------------------------------
+
+    def _describe(self, module: nn.Module, state: TrainingState | None, exclude_frozen: bool) -> None:
+        self.wrapper = wrapper_of(module)
+        self.parts = ShardedWeights(module)
+        parameters = dict(module.named_parameters(remove_duplicate=False))
+        self.placements = {name: placement_of(param) for name, param in parameters.items()}
+        self.kinds = {
+            name
+            for name, placement in self.placements.items()
+            if EXPERTS in placement.split or NUMBERED_EXPERTS in placement.split
+        }
+        if self.kinds and state is None and not self.parts:
+            raise CheckpointError(
+                f"{len(self.kinds)} parameters differ from rank to rank (experts): they are saved with the optimizer's "
+                "state, but this engine has no optimizer"
+            )
+        self.model_file = bool(self.parts) or self.place.writes_model
+        self.optimizer_files = state is not None and (self.zero_stage > 0 or bool(self.kinds))
+        self.numbered = names_elsewhere(module)
+        self.trained = [name for name, p in parameters.items() if p.requires_grad]
+        self.frozen = [name for name, p in parameters.items() if not p.requires_grad]
+        self.excluded = sorted(self.frozen) if exclude_frozen else []
+        self.cut = [name for name, param in parameters.items() if hasattr(param, "ds_home")]
+        self.aliases = _shared(parameters.items())
+        self.entries = list(state.trainable()) if state is not None else []
+        self.shapes = {e.name: tuple(e.shape) for e in self.entries} if state is not None else None
+        self.param_shapes = None
+        if state is not None and self.optimizer_files and self.model_file:
+            self.param_shapes = _param_shapes(self.entries, len(state.param_groups))
+
+    def _values(self, training: Training) -> dict[str, Any]:
+        """Live; nothing is copied."""
+        module, state = training.module, training.state
+        weights = module_state(module, exclude=self.excluded)
+        for name in self.cut:
+            if name in weights:
+                weights[name] = weights[name].new_empty(0)  # even if it is gathered right now
+        self.weight_names = frozenset(weights)
+        buffers = {name: weights[name] for name, _ in module.named_buffers() if name in weights}
+        self.buffer_names = list(buffers)
+        rest = self._untrained(weights) if self.model_file else []
+        self.rest = [index for index, _ in rest]
+        return {
+            "weights": weights if self.model_file else {},
+            "own_weights": self._own_weights(weights),
+            "buffers": {name: buffer for name, buffer in buffers.items() if _has_numbers(buffer)},
+            "section": self._section(state, weights) if state is not None else None,
+            "rest": [part for _, part in rest],
+            "pending": state.pending_gradients() if state is not None else None,
+            "own_state": training.own_state,
+            "rank_state": training.rank_state,
+            "header": training.header,
+            "client_state": training.client_state,
+            "positions": training.positions,
+            "ds_config": training.ds_config,
+        }
+
+    def _section(self, state: TrainingState, weights: Mapping[str, Tensor]) -> dict[str, Any] | None:
+        """This rank's part of the training state, where it writes one."""
+        if not (self.optimizer_files or self.model_file):
+            return None
+        shards = list(state.shards() if self.place.writes_replicas else state.distinct_shards())
+        self.cuts = state.cuts() if self.optimizer_files else {}
+        self.held_shards = [(index, flat_kinds(index, tensors)) for index, tensors in shards]
+        return {
+            "zero_stage": self.zero_stage,
+            "partition_count": self.place.dp_size,
+            names.DS_VERSION: __version__,
+            **pack_groups(state.param_groups, self.entries),
+            "scalars": state.scalars(),
+            **pack_section(shards, self._in_model_file(weights)),
+        }
+
+    def _in_model_file(self, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """The weights that the model file of this rank's model-parallel position holds, whoever writes it."""
+        if self.place.dp_rank == 0:
+            return weights
+        return {name: value for name, value in weights.items() if name not in self.kinds}
+
+    def _own_weights(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Frozen weights that no model file holds: those of a kind (experts) of which this rank is the first holder."""
+        if self.model_file:
+            return {}
+        first = {
+            name
+            for name in self.kinds
+            if NUMBERED_EXPERTS in self.placements[name].split
+            or self.place.dp_rank < self.placements[name].global_shape[0]
+        }
+        return {name: weights[name] for name in self.frozen if name in first & weights.keys()}
+
+    def _untrained(self, weights: Mapping[str, Tensor]) -> list[tuple[ShardIndex, Tensor]]:
+        """Weights that the training state does not hold: in full, or this rank's parts where they are
+        sharded."""
+        if self.parts:
+            shapes = self._part_shapes()
+            fragments = self.parts.fragments(replicas=self.place.writes_replicas)
+            return [(index, part) for index, part in fragments if index.name in shapes]
+        return [
+            (self.placements[name].index(name), weights[name])
+            for name in self.frozen
+            if name in weights and name not in self.aliases
+        ]
+
+    def _part_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of the sharded weights that the training state does not hold; the same on all ranks."""
+        trained = self.shapes or {}
+        left = {name for name in self.parts.shapes if name not in self.excluded}
+        return {n: s for n, s in self.parts.shapes.items() if n in left and (n not in trained or not prod(s))}
+
+    @property
+    def signature(self) -> tuple[int, int] | None:
+        """Number of trained parameters and of their elements."""
+        return None if self.shapes is None else (len(self.shapes), sum(map(prod, self.shapes.values())))
+
+    @property
+    def moment(self) -> tuple[Any, Any]:
+        """At which step the values were taken."""
+        return self.values["header"].get("global_steps"), self.values["positions"].get("micro_steps")
+
+    # Among ranks --------------------------------------------------------------------------------------------
+
+    def report(self) -> Report:
+        """What this rank tells the others."""
+        hashes = [hash_tensor(buffer) for buffer in self.values["buffers"].values()]
+        return Report({} if self.node_local else self._held(), hashes)
+
+    def _held(self) -> dict[str, directory.Contents]:
+        """What this rank's files hold of each parameter, by key of the directory."""
+        found: dict[str, directory.Contents] = {}
+        if self.optimizer_files and self.shapes is not None:
+            found[OPTIMIZER_DIRECTORY] = self._contents(self.shapes, self.cuts, self.held_shards)
+        if self.parts:
+            parts = [(index, ()) for index in self.rest]
+            found[PARTS_DIRECTORY] = self._contents(self._part_shapes(), self.parts.cuts(), parts)
+        return found
+
+    def _contents(
+        self,
+        shapes: Mapping[str, tuple[int, ...]],
+        cuts: Mapping[str, Cut],
+        shards: Iterable[tuple[ShardIndex, Iterable[str]]],
+    ) -> directory.Contents:
+        held = directory.held(shards, list(shapes))
+        known = [cuts.get(name) for name in shapes]
+        return directory.Contents(list(shapes), list(shapes.values()), known, held, self.place.number)
+
+    def meet(self, ranks: Ranks, report: Report) -> None:
+        """Agree on what must be in the first file, and find out which buffers differ from rank to rank. Collective.
+
+        What grows with the number of ranks is what rank 0 receives where ranks have no files of their own (stage 0):
+        their random states."""
+        pending, number = ranks.largest([self.values["pending"] is not None, new_id()])
+        self.pending = bool(pending)
+        self.save = {"id": f"{number:016x}", "global_steps": self.moment[0]}
+        buffers = list(self.values["buffers"])
+        if self.place.stages > 1:
+            self._meet_stages(ranks, dict(zip(buffers, report.buffer_hashes, strict=True)))
+        elif ranks.agree(buffers):
+            alike = ranks.agree_each(report.buffer_hashes)
+            self.differing = [name for name, same in zip(buffers, alike, strict=True) if not same]
+        else:
+            self.differing = buffers
+        self.buffers_differ = ranks.any(bool(self.differing))
+        if not self.optimizer_files and not self.parts:
+            states = ranks.gather_at_writers((self.place.number, dict(self.values["rank_state"])))
+            self.rank_states = [state for _, state in sorted(states or (), key=lambda each: each[0])]
+        elif self.numbered:
+            self._names_of_all(ranks, report.held)
+        elif not self.node_local:
+            for key, contents in report.held.items():
+                self.directories[key] = directory.make(contents, ranks)
+                self.covered[key] = self._on_all_stages(contents.names, ranks)
+
+    def _on_all_stages(self, names: Sequence[str], ranks: Ranks) -> list[str]:
+        """``names`` and those of the other stages. Collective if there are some."""
+        if self.place.stages == 1:
+            return list(names)
+        reports = ranks.gather(list(names) if self.place.dp_rank == 0 else [])
+        return list(dict.fromkeys(name for report in reports for name in report))
+
+    def _names_of_all(self, ranks: Ranks, held: Mapping[str, directory.Contents]) -> None:
+        """Where ranks hold parts of shared lists, the first file has the names of them all, and no directory: a loader
+        searches the files. Collective."""
+        own = {key: list(contents.names) for key, contents in held.items()}
+        reports = ranks.gather_at_writers(
+            (self.place.number, own, self.trained, list(self.values["own_weights"]))
+        )
+        if reports is None:
+            return
+        ordered = [report[1:] for report in sorted(reports, key=lambda report: report[0])]
+        for key in own:
+            self.covered[key] = list(dict.fromkeys(name for names, _, _ in ordered for name in names[key]))
+        self.trained = list(dict.fromkeys(name for _, names, _ in ordered for name in names))
+        self.frozen_elsewhere = list(dict.fromkeys(name for _, _, names in ordered for name in names))
+
+    def _meet_stages(self, ranks: Ranks, own: dict[str, int]) -> None:
+        """Which buffers differ among the ranks of one stage, and the names that the first file lists for all stages."""
+        facts = {"trained": self.trained, "aliases": self.aliases, "excluded": self.excluded, "cut": self.cut}
+        reports = ranks.gather((self.place.stage, own, facts if self.place.dp_rank == 0 else None))
+        alike = [other for stage, other, _ in reports if stage == self.place.stage]
+        self.differing = [name for name in own if any(other.get(name) != own[name] for other in alike)]
+        every = [found for _, _, found in sorted(reports, key=lambda report: report[0]) if found is not None]
+        for key in ("trained", "excluded"):
+            self.of_all_stages[key] = list(dict.fromkeys(name for found in every for name in found[key]))
+        self.of_all_stages["aliases"] = {a: n for found in every for a, n in found["aliases"].items()}
+        self.of_all_stages["stages"] = self.place.stages
+
+    # In files -----------------------------------------------------------------------------------------------
+
+    def contents(self, rank: int) -> dict[str, Callable[[], dict[str, Any]]]:
+        """Name -> content of this rank's files."""
+        place, values = self.place, self.values
+        contents: dict[str, Callable[[], dict[str, Any]]] = {}
+        if self.optimizer_files:
+            name = names.optim_file(place.dp_rank, place.mp_rank, bf16=self.bf16)
+            contents[name] = self._optim_states
+        if self.parts:
+            contents[names.zero_model_file(place.dp_rank, place.mp_rank)] = self._model_states
+        elif place.writes_model:
+            contents[names.model_file(place.mp_rank)] = self._model_states
+        if self.pending:
+            contents[names.pending_file(rank)] = lambda: self._of_rank(
+                {"pending_gradients": values["pending"]}
+            )
+        if self.has_own_state:
+            contents[names.own_state_file(rank)] = lambda: self._of_rank(values["own_state"])
+        if self.buffers_differ:
+            own = {name: values["buffers"][name] for name in self.differing}
+            contents[names.buffers_file(rank)] = lambda: self._of_rank({"buffers": own})
+        return contents
+
+    def _of_rank(self, content: Mapping[str, Any]) -> dict[str, Any]:
+        return {**content, names.INDEX: self._begun_index()}
+
+    def _begun_index(self) -> dict[str, Any]:
+        """What the index of every file begins with."""
+        return {"format": names.FORMAT, names.SAVE: self.save}
+
+    def _optim_states(self) -> dict[str, Any]:
+        index = {**self._begun_index(), "rank_state": dict(self.values["rank_state"])}
+        content = {names.OPTIMIZER_STATE: self.values["section"], **self._versions(), names.INDEX: index}
+        own = self.values["own_weights"]
+        if own:
+            content["module"] = own
+            index["module_boxes"] = self._boxes(own)
+        return content
+
+    def _boxes(self, held: Iterable[str]) -> dict[str, Any]:
+        """Where tensors of the state dict lie in larger ones."""
+        placements = {name: self.placements[name] for name in held if name in self.placements}
+        return {name: (p.global_shape, p.boxes) for name, p in placements.items() if p.boxes}
+
+    def _versions(self) -> dict[str, Any]:
+        return {names.DS_CONFIG: dict(self.values["ds_config"]), names.DS_VERSION: __version__}
+
+    def _model_states(self) -> dict[str, Any]:
+        values, rest = self.values, list(zip(self.rest, self.values["rest"], strict=True))
+        return {
+            "module": values["weights"],
+            "buffer_names": self.buffer_names,
+            "optimizer": None if self.optimizer_files else values["section"],
+            "param_shapes": self.param_shapes,
+            "frozen_param_shapes": OrderedDict((i.name, torch.Size(i.global_shape)) for i in self.rest),
+            "shared_params": self.aliases,
+            "frozen_param_fragments": OrderedDict((i.name, part) for i, part in rest),
+            "lr_scheduler": None,
+            "data_sampler": None,
+            "random_ltd": None,
+            "sparse_tensor_module_names": [],
+            **values["header"],
+            "dp_world_size": self.place.dp_size,
+            "mp_world_size": self.place.mp_size,
+            **self._versions(),
+            **values["client_state"],
+            names.INDEX: self._index(),
+        }
+
+    def _index(self) -> dict[str, Any]:
+        optimizer = None if self.shapes is None else "model file"
+        parts = [(i.name, i.global_shape, i.boxes, i.start, i.stop) for i in self.rest]
+        return {
+            **self._begun_index(),
+            WRAPPER: self.wrapper,
+            "zero_stage": self.zero_stage,
+            "optimizer": "optimizer files" if self.optimizer_files else optimizer,
+            "dp_mp_sizes": (self.place.dp_size, self.place.mp_size),
+            "bf16": self.bf16,
+            "aliases": self.aliases,
+            "excluded": self.excluded,
+            "trained": self.trained,
+            "cut": self.cut,
+            "weights_in_optimizer_files": bool(self.kinds) and not self.parts,
+            "module_boxes": self._boxes(self.values["weights"]) if not self.parts else {},
+            "parts": parts if self.parts else None,
+            "part_files": "model files" if self.parts else None,
+            "pending": self.pending,
+            "own_state": self.has_own_state,
+            "buffers_differ": self.buffers_differ,
+            **self.of_all_stages,
+            **self.values["positions"],
+            **self.directories,
+            "frozen_elsewhere": self.frozen_elsewhere,
+            "covered": {key: found for key, found in self.covered.items() if self.directories[key] is None},
+            **self._rank_states(),
+        }
+
+    def _rank_states(self) -> dict[str, Any]:
+        """Each rank's state goes into its own file, if it writes one anyway."""
+        if self.optimizer_files:
+            return {}
+        if self.parts:
+            return {"rank_state": dict(self.values["rank_state"])}
+        return {"rank_states": self.rank_states}
+
+
+def new_id() -> int:
+    """A random number of 62 bits; the largest of all ranks' is the id of a save."""
+    return secrets.randbits(62)
+
+
+def module_state(module: nn.Module, *, exclude: list[str] | None = None) -> dict[str, Any]:
+    """The module's state dict, its tensors detached and in place, without the names in ``exclude``. Parameters are as
+    this rank holds them, whatever else the module shows in its state dict."""
+    state = module.state_dict(keep_vars=True)
+    for name, value in state.items():
+        if isinstance(value, Tensor):
+            state[name] = value.detach()
+    for name in exclude or ():
+        state.pop(name, None)
+    return state
+
+
+def shared_names(module: nn.Module) -> dict[str, str]:
+    """Other name -> first name of every parameter that the module registers several times (tied weights)."""
+    return _shared(module.named_parameters(remove_duplicate=False))
+
+
+def _shared(parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[str, str]:
+    first: dict[int, str] = {}
+    aliases: dict[str, str] = {}
+    for name, param in parameters:
+        if first.setdefault(id(param), name) != name:
+            aliases[name] = first[id(param)]
+    return aliases
+
+
+def _param_shapes(entries: Iterable[ParamEntry], groups: int) -> list[OrderedDict[str, torch.Size]]:
+    """Shapes by optimizer group, as documented."""
+    shapes: list[OrderedDict[str, torch.Size]] = [OrderedDict() for _ in range(groups)]
+    for entry in entries:
+        if entry.group_index >= 0:
+            shapes[entry.group_index][entry.name] = torch.Size(entry.shape)
+    return shapes
+
+
+def _has_numbers(buffer: Any) -> bool:
+    return isinstance(buffer, Tensor) and buffer.layout == torch.strided and buffer.device.type != "meta"

@@ -1,0 +1,596 @@
+"""Files that ``torch.load`` can read, written directly from live tensors and read page by page.
+
+``torch.save`` of a view writes the whole storage behind it, and cloning first doubles the memory. Here the
+structure of the file is written first, with space reserved for the tensors (``torch.serialization.skip_data``),
+and then each tensor's bytes are written there straight from its memory: nothing is copied, and the peak is one
+chunk. Reading maps the file, so that only the pages accessed are read.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import io
+import mmap
+import os
+import pickle
+import re
+import zipfile
+import zlib
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, _weights_only_unpickler
+from torch._utils import _rebuild_parameter
+from torch.serialization import get_unsafe_globals_in_checkpoint, skip_data
+
+from deepspeed.checkpoint.errors import CheckpointError, CheckpointNotFoundError
+from deepspeed.checkpoint.files.hashing import BLOCK, BlockHasher, count_blocks, hash_blocks
+from deepspeed.checkpoint.files.round_trip import culprit, difference, readable
+from deepspeed.checkpoint.files.safe_types import allowed_types, reduced, trusts_files
+from deepspeed.checkpoint.names import CHECKSUMS
+
+CHUNK_BYTES = 1 << 20
+"""Bytes hashed and written at a time."""
+
+_LOCAL_HEADER_BYTES = 30
+
+
+@dataclass(frozen=True, slots=True)
+class LazyTensor:
+    """Stands for a tensor whose values are produced, part by part, when it is written.
+
+    The parts have its dtype and together as many elements, in row-major order.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    parts: Callable[[], Iterable[Tensor]]
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+
+def byte_chunks(tensor: Tensor) -> Iterator[np.ndarray]:
+    """The bytes of ``tensor`` in row-major order, in chunks on the host; each is valid until the next."""
+    if not tensor.numel():
+        return
+    flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
+    for part in flat.split(max(1, CHUNK_BYTES // tensor.dtype.itemsize)):
+        host = part.cpu().contiguous()
+        yield _memory_at(host.data_ptr(), host.numel() * host.element_size())
+
+
+def hash_tensor(tensor: Tensor) -> int:
+    """Hash of a tensor's bytes, shape and dtype: equal on ranks that hold the same tensor."""
+    crc = zlib.crc32(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
+    for chunk in byte_chunks(tensor):
+        crc = zlib.crc32(memoryview(chunk), crc)  # type: ignore[arg-type]  # numpy arrays are buffers
+    return crc
+
+
+_TABLE = LazyTensor((0,), torch.int32, lambda: ())
+"""Stands for the hashes of all tensors before it; how many there are is known once the rest is pickled."""
+
+
+def write_archive(
+    path: Path, content: Any, *, checksums: bool = False, class_names: Mapping[type, str] | None = None
+) -> int:
+    """Write ``content`` so that ``torch.load(path, weights_only=True)`` gives it back.
+
+    Tensors, however deep inside, are written as CPU tensors of their own size; those that share memory
+    completely (tied weights) are written once and are shared again when loaded. ``LazyTensor`` is written as
+    the tensor that its parts form. ``checksums`` adds the hashes of all of them to ``content``, a dict, under
+    the key ``CHECKSUMS``, for ``open_archive``. ``class_names``: full names under which a reader knows the
+    classes of objects in ``content``, where they differ from ours. Returns the file's size in bytes.
+    CheckpointError: a class that cannot be loaded safely (an incomplete file is left at ``path`` then).
+    OSError: the file system refused.
+    """
+    plan = _Plan(class_names or {})
+    _write_structure(path, {**content, CHECKSUMS: _TABLE} if checksums else content, plan)
+    _refuse_what_does_not_load(path, content, compare=not class_names)
+    with open(path, "r+b", buffering=0) as file, BlockHasher() as hasher:
+        sink = Sink(file, hasher if checksums else None)
+        for (offset, nbytes), tensor in zip(_records(path, plan.tensors), plan.tensors, strict=True):
+            _write_tensor(sink, offset, nbytes, plan.table(hasher) if tensor is _TABLE else tensor)
+        return os.fstat(file.fileno()).st_size
+
+
+def _refuse_what_does_not_load(path: Path, content: Any, *, compare: bool) -> None:
+    """Raise CheckpointError, naming the keys, if the structure at ``path`` needs a class that ``weights_only=True``
+    does not load, or does not load back as ``content``. Where all classes are trusted, their own pickling counts."""
+    if trusts_files():
+        return
+    if unsafe := _unsafe_classes(path):
+        raise CheckpointError(
+            f"the state to save holds {', '.join(sorted(unsafe)[:5])}{_under(content, lambda v: _needs(v, unsafe))}. "
+            "Checkpoints are loaded with weights_only=True, which makes no objects of unknown classes: save plain data "
+            "instead, or allow the class with torch.serialization.add_safe_globals([...]) before saving and before "
+            "loading, or, if every file that is loaded can be trusted, all classes with the environment variable "
+            "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1."
+        )
+    if not compare or _is_state_dict(content):
+        return
+    try:
+        loaded = read_archive(path)
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"the state to save could not be loaded again{_under(content, _does_not_load)}: "
+            f"{str(error).rpartition('damaged: ')[2]}"
+        ) from error
+    found = difference(content, loaded, lambda value: isinstance(value, LazyTensor))
+    if found is not None:
+        where, problem = found
+        raise CheckpointError(f"the state to save would not be loaded as it is: {readable(where)} {problem}")
+
+
+def _is_state_dict(content: Any) -> bool:
+    """Whether it is weights only, which could lose nothing but their names."""
+    return isinstance(content, dict) and all(
+        isinstance(name, str) and isinstance(value, (Tensor, LazyTensor)) for name, value in content.items()
+    )
+
+
+def _unsafe_classes(path: Path) -> list[str]:
+    """Names of classes that are not allowed; none if reading fails before they matter."""
+    with suppress(pickle.UnpicklingError), allowed_types():
+        return get_unsafe_globals_in_checkpoint(path)
+    return []
+
+
+def _under(content: Any, fails: Callable[[Any], bool]) -> str:
+    where = culprit(content, fails)
+    return f" under {where}" if where else ""
+
+
+def read_archive(path: Path) -> Any:
+    """The content of a file; its tensors are mapped and cost nothing until they are read.
+
+    CheckpointError names the file when it is missing, truncated, not an archive, or holds unknown classes. Its
+    structure is verified here, by the archive's own checksum; ``open_archive`` also verifies tensors.
+    """
+    return open_archive(path).content
+
+
+def open_archive(path: Path) -> Archive:
+    """The file as an ``Archive``, which can also verify its tensors."""
+    try:
+        nbytes = _verify_structure(path)
+        with allowed_types():
+            content = torch.load(path, map_location="cpu", mmap=True, weights_only=not trusts_files())
+        return Archive(path, content, nbytes)
+    except CheckpointError:
+        raise
+    except FileNotFoundError as error:
+        raise CheckpointNotFoundError(f"{path} does not exist") from error
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(_unreadable(path, error)) from error
+    except _DAMAGE as error:
+        raise CheckpointError(_damaged(path, error)) from error
+
+
+_DAMAGE = (
+    RuntimeError,
+    OSError,
+    EOFError,
+    ValueError,
+    LookupError,
+    AttributeError,
+    TypeError,
+    MemoryError,
+    zipfile.BadZipFile,
+)
+"""Exceptions that reading a damaged file may raise."""
+
+
+def _verify_structure(path: Path) -> int:
+    """Returns the size of the structure in bytes."""
+    with zipfile.ZipFile(path) as archive:
+        for info in archive.infolist():
+            if info.compress_type != zipfile.ZIP_STORED or info.file_size != info.compress_size:
+                raise CheckpointError(
+                    f"{path} is not loaded: its member {info.filename:.100} is compressed, which no checkpoint's is "
+                    f"({info.compress_size} bytes would become {info.file_size} in memory)"
+                )
+        return sum(
+            len(archive.read(info)) for info in archive.infolist() if info.filename.endswith("/data.pkl")
+        )
+
+
+class Archive:
+    """An open file: ``content``, whose tensors are mapped, and the hashes that verify them as they are read.
+
+    ``bytes_read`` counts the structure and the blocks that were verified. A file without hashes (from another
+    writer, or in format 1) is accepted as it is.
+    """
+
+    def __init__(self, path: Path, content: Any, structure_bytes: int) -> None:
+        self.path = path
+        self.content = content
+        self.bytes_read = structure_bytes
+        table = content.pop(CHECKSUMS, None) if isinstance(content, dict) else None
+        self._hashes = table.numpy().view(np.uint32) if isinstance(table, Tensor) and table.numel() else None
+        self._table = table
+        self._records: list[tuple[int, int, int]] = []
+        self._origin = 0
+        self._verified = np.zeros(0 if self._hashes is None else self._hashes.size, dtype=bool)
+
+    def verify(self, tensor: Tensor) -> int:
+        """Verify the blocks that ``tensor``, a view of this file, touches. Returns how many bytes were read that no
+        earlier call had read. CheckpointError: they are not as they were written."""
+        if self._hashes is None or not tensor.numel():
+            return tensor.numel() * tensor.element_size()
+        self._locate()
+        begin = tensor.data_ptr() - self._origin
+        steps = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        number = bisect_right(self._records, begin, key=lambda record: record[0]) - 1
+        offset, nbytes, _ = self._records[number]
+        assert offset <= begin < offset + nbytes, "a tensor of another file"
+        first = (begin - offset) // BLOCK
+        last = (begin + (steps + 1) * tensor.element_size() - offset - 1) // BLOCK
+        return self._verify_blocks(number, first, last + 1)
+
+    def verify_rest(self, later: Iterable[Tensor]) -> None:
+        """Verify every tensor except those that ``verify`` will be called for ``later``."""
+        if self._hashes is None:
+            return
+        self._locate()
+        starts = [record[0] for record in self._records]
+        left = {bisect_right(starts, t.data_ptr() - self._origin) - 1 for t in later if t.numel()}
+        for number, (_, nbytes, _) in enumerate(self._records):
+            if number not in left:
+                self._verify_blocks(number, 0, count_blocks(nbytes))
+
+    def _verify_blocks(self, number: int, first: int, stop: int) -> int:
+        assert self._hashes is not None
+        offset, nbytes, first_hash = self._records[number]
+        read = 0
+        for start in range(first, stop, CHUNK_BYTES // BLOCK):
+            end = min(start + CHUNK_BYTES // BLOCK, stop)
+            known = self._verified[first_hash + start : first_hash + end]
+            if known.all():
+                continue
+            low, high = start * BLOCK, min(end * BLOCK, nbytes)
+            data = _memory_at(self._origin + offset + low, high - low)
+            if not np.array_equal(hash_blocks(data), self._hashes[first_hash + start : first_hash + end]):
+                raise CheckpointError(
+                    f"{self.path} is damaged: its bytes {offset + low} to {offset + high} are not as they were written"
+                )
+            read += min(BLOCK * int((~known).sum()), high - low)
+            known[:] = True
+        self.bytes_read += read
+        return read
+
+    def _locate(self) -> None:
+        """Find the offsets of the records in the file, and in memory: the table of hashes is the last of them."""
+        if self._records:
+            return
+        assert self._table is not None
+        try:
+            found = _tensor_records(self.path)
+        except _DAMAGE as error:
+            raise CheckpointError(_damaged(self.path, error)) from error
+        *rest, (table_offset, _) = (found[number] for number in sorted(found))
+        self._origin = self._table.data_ptr() - table_offset
+        hashes = 0
+        for offset, nbytes in rest:
+            if nbytes:
+                self._records.append((offset, nbytes, hashes))
+            hashes += count_blocks(nbytes)
+        if hashes != self._verified.size:
+            raise CheckpointError(
+                f"{self.path} is damaged: it has {self._verified.size} checksums for {hashes} blocks"
+            )
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Turn an operating system's error while writing ``path`` into a helpful message."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(
+            f"cannot write {path}: {error.strerror or error}{_space_left(path, error)}"
+        ) from error
+
+
+def _write_structure(path: Path, content: Any, plan: _Plan) -> None:
+    """Write the file with space for its tensors. OSError instead of the RuntimeError of torch's writer, which does not
+    say why."""
+    try:
+        with allowed_types(), skip_data():
+            torch.save(content, path, pickle_module=plan)  # pyright: ignore[reportArgumentType]
+    except (pickle.PicklingError, AttributeError, TypeError, RecursionError) as error:
+        raise CheckpointError(
+            f"the state to save{_under(content, _does_not_save)} cannot be pickled ({error}): save plain data instead"
+        ) from error
+    except RuntimeError:
+        with open(path, "ab", buffering=0) as file:  # fails again if the system is the cause
+            file.write(bytes(1 << 16))
+            file.truncate(sum(prod(tensor.shape) * tensor.dtype.itemsize for tensor in plan.tensors))
+        raise
+
+
+class _Plan:
+    """Passed to ``torch.save`` as its pickle module: replaces tensors with empty stand-ins and records
+    them."""
+
+    def __init__(self, class_names: Mapping[type, str]) -> None:
+        self.tensors: list[Tensor | LazyTensor] = []
+        self._regions: dict[torch.dtype, mmap.mmap] = {}
+        self._stand_ins: dict[Any, Tensor] = {}
+        self._made: set[int] = set()
+        plan = self
+
+        class Pickler(_renaming(class_names)):
+            def reducer_override(self, obj: Any) -> Any:
+                if isinstance(obj, LazyTensor):
+                    return plan.stand_in(obj).__reduce_ex__(2)
+                if type(obj) is torch.nn.Parameter and plan.is_plain(obj):
+                    return _rebuild_parameter, (obj.data, obj.requires_grad, OrderedDict())
+                if plan.is_plain(obj):
+                    return _with_grad(plan.stand_in(obj).__reduce_ex__(2), obj.requires_grad)
+                return reduced(obj)
+
+        self.Pickler = Pickler
+        self.__name__ = pickle.__name__
+
+    def is_plain(self, value: Any) -> bool:
+        """Whether it is a strided tensor with its own memory; others reduce themselves to such tensors."""
+        return (
+            isinstance(value, Tensor)
+            and type(value) in (Tensor, torch.nn.Parameter, torch.nn.Buffer)
+            and value.layout == torch.strided
+            and not value.is_quantized
+            and value.device.type != "meta"
+            and id(value) not in self._made
+        )
+
+    def stand_in(self, value: Tensor | LazyTensor) -> Tensor:
+        """An untouched tensor with a storage of exactly the right size: address space, not memory."""
+        key = _memory(value)
+        if key not in self._stand_ins:
+            shape = (self._blocks(),) if value is _TABLE else tuple(value.shape)
+            self._stand_ins[key] = self._untouched(shape, value.dtype)
+            self._made.add(id(self._stand_ins[key]))
+            self.tensors.append(value)
+        return self._stand_ins[key]
+
+    def table(self, hasher: BlockHasher) -> LazyTensor:
+        """The hashes of all tensors, which have been written by now."""
+        hashes = hasher.result().view(np.int32)
+        return LazyTensor(hashes.shape, torch.int32, lambda: [torch.from_numpy(hashes)])
+
+    def _blocks(self) -> int:
+        return sum(count_blocks(prod(tensor.shape) * tensor.dtype.itemsize) for tensor in self.tensors)
+
+    def _untouched(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        count = prod(shape)
+        if not count:
+            return torch.empty(shape, dtype=dtype)
+        region = self._region(dtype, count * dtype.itemsize)
+        return torch.frombuffer(region, dtype=dtype, count=count).view(shape)
+
+    def _region(self, dtype: torch.dtype, nbytes: int) -> mmap.mmap:
+        """Anonymous memory that is never touched; one per dtype, since torch refuses one address in two
+        dtypes."""
+        region = self._regions.get(dtype)
+        if region is None or len(region) < nbytes:
+            region = self._regions[dtype] = mmap.mmap(-1, nbytes)
+        return region
+
+
+def _renaming(class_names: Mapping[type, str]) -> Any:
+    """A pickler that writes these classes under other names, which need not exist here; the fast one if there are
+    none."""
+    if not class_names:
+        return pickle.Pickler
+
+    in_python: Any = pickle._Pickler  # pyright: ignore[reportAttributeAccessIssue] - the one that can be extended
+
+    class Renaming(in_python):
+        def save_global(self, obj: Any, name: str | None = None) -> None:
+            if isinstance(obj, type) and obj in class_names:
+                module, _, own = class_names[obj].rpartition(".")
+                self.write(pickle.GLOBAL + f"{module}\n{own}\n".encode())
+                self.memoize(obj)
+            else:
+                super().save_global(obj, name)
+
+    return Renaming
+
+
+def _with_grad(reduced: Any, requires_grad: bool) -> Any:
+    """How to rebuild a tensor, as torch pickles it, with this flag."""
+    function, (storage, offset, size, stride, _, *rest) = reduced
+    return function, (storage, offset, size, stride, requires_grad, *rest)
+
+
+def _memory(value: Tensor | LazyTensor) -> Any:
+    """Equal for tensors that are the same memory with the same shape and interpretation."""
+    if isinstance(value, LazyTensor) or not value.numel():
+        return id(value)
+    reading = (value.dtype, value.is_conj(), value.is_neg())
+    return (value.device, value.data_ptr(), *reading, tuple(value.shape), value.stride())
+
+
+def _memory_at(address: int, nbytes: int) -> np.ndarray:
+    """The bytes themselves, without ``Tensor.numpy``, after which torch refuses to resize a storage, as releasing
+    gathered weights does."""
+    memory: Any = (ctypes.c_ubyte * nbytes).from_address(address)
+    return np.frombuffer(memory, dtype=np.uint8)
+
+
+def _records(path: Path, tensors: list[Tensor | LazyTensor]) -> list[tuple[int, int]]:
+    """Offset and size of each tensor's bytes in the file, in torch's numbering order."""
+    found = _tensor_records(path)
+    sizes = [prod(tensor.shape) * tensor.dtype.itemsize for tensor in tensors if tensor is not _TABLE]
+    if [found[number][1] for number in sorted(found)][: len(sizes)] != sizes or len(found) != len(tensors):
+        raise CheckpointError(f"{path}: the state holds bare storages; save tensors instead")
+    return [found[number] for number in sorted(found)]
+
+
+def _tensor_records(path: Path) -> dict[int, tuple[int, int]]:
+    """Number -> offset and size of the bytes of each storage in the file."""
+    found: dict[int, tuple[int, int]] = {}
+    with zipfile.ZipFile(path) as archive, open(path, "rb") as file:
+        for info in archive.infolist():
+            folder, _, number = info.filename.rpartition("/")
+            if folder.endswith("/data") and number.isdigit():
+                file.seek(info.header_offset)
+                header = file.read(_LOCAL_HEADER_BYTES)
+                name_bytes, extra_bytes = (
+                    int.from_bytes(header[26:28], "little"),
+                    int.from_bytes(header[28:], "little"),
+                )
+                found[int(number)] = (
+                    info.header_offset + _LOCAL_HEADER_BYTES + name_bytes + extra_bytes,
+                    info.file_size,
+                )
+    return found
+
+
+def _write_tensor(sink: Sink, offset: int, nbytes: int, value: Tensor | LazyTensor) -> None:
+    sink.file.seek(offset)
+    sink.write_tensor(value)
+    assert sink.file.tell() == offset + nbytes, (
+        f"the parts of a tensor have {sink.file.tell() - offset} bytes, not {nbytes}"
+    )
+
+
+class Sink:
+    """An unbuffered file, open for writing, that takes whole tensors, and hashes them if it is given a ``hasher``."""
+
+    def __init__(self, file: Any, hasher: BlockHasher | None = None) -> None:
+        self.file = file
+        self.hasher = hasher
+
+    def write_tensor(self, value: Tensor | LazyTensor) -> None:
+        """Each part is freed before the next one is made."""
+        parts = iter(value.parts() if isinstance(value, LazyTensor) else (value,))
+        while (part := next(parts, None)) is not None:
+            for chunk in byte_chunks(part):
+                self._write_chunk(chunk)
+            del part
+        if self.hasher is not None:
+            self.hasher.end_of_tensor()
+
+    def _write_chunk(self, chunk: np.ndarray) -> None:
+        """Hashing runs in parallel with the system's copying."""
+        if self.hasher is not None:
+            self.hasher.add(chunk)
+        self.write(chunk)
+        if self.hasher is not None:
+            self.hasher.wait()
+
+    def write(self, chunk: np.ndarray) -> None:
+        left = memoryview(chunk)  # type: ignore[arg-type]  # numpy arrays are buffers
+        while left:
+            left = left[self.file.write(left) :]
+
+
+def _needs(value: Any, classes: list[str]) -> bool:
+    """Whether pickling ``value`` alone names one of ``classes``."""
+    names: set[str] = set()
+
+    def note(obj: Any) -> None:
+        cls = obj if isinstance(obj, type) else type(obj)
+        names.add(f"{cls.__module__}.{cls.__name__}")
+        if callable(obj):
+            names.add(f"{getattr(obj, '__module__', '')}.{getattr(obj, '__name__', '')}")
+
+    _pickled(value, note)
+    return not names.isdisjoint(classes)
+
+
+def _does_not_save(value: Any) -> bool:
+    try:
+        _pickled(value)
+    except (pickle.PicklingError, AttributeError, TypeError, RecursionError):
+        return True
+    return False
+
+
+def _does_not_load(value: Any) -> bool:
+    try:
+        with allowed_types():
+            _weights_only_unpickler.load(io.BytesIO(_pickled(value)))
+    except (pickle.UnpicklingError, *_DAMAGE):
+        return True
+    return False
+
+
+def _pickled(value: Any, note: Callable[[Any], None] = lambda obj: None) -> bytes:
+    """``value`` pickled without its tensors; ``note`` sees every object that is not of a basic type."""
+
+    class Spy(pickle.Pickler):
+        def reducer_override(self, obj: Any) -> Any:
+            if isinstance(obj, (Tensor, LazyTensor)):
+                return int, ()
+            note(obj)
+            return reduced(obj)
+
+    with io.BytesIO() as sink:
+        Spy(sink, protocol=2).dump(value)
+        return sink.getvalue()
+
+
+def packed(value: Any) -> bytes:
+    """A small value for another rank: whatever a checkpoint may hold. ``unpacked`` makes no objects of unknown
+    classes."""
+    own: list[Tensor] = []
+
+    class Pickler(pickle.Pickler):
+        def reducer_override(self, obj: Any) -> Any:
+            if type(obj) is Tensor:  # a view would bring all of its memory along
+                own.append(obj.detach().clone())
+                return own[-1].__reduce_ex__(2)
+            return reduced(obj)
+
+    with io.BytesIO() as sink:
+        torch.save(value, sink, pickle_module=SimpleNamespace(Pickler=Pickler, __name__=pickle.__name__))
+        return sink.getvalue()
+
+
+def unpacked(content: bytes) -> Any:
+    with allowed_types():
+        return torch.load(io.BytesIO(content), map_location="cpu", weights_only=not trusts_files())
+
+
+def _unreadable(path: Path, error: Exception) -> str:
+    text = str(error)
+    found = re.search(r"GLOBAL (\S+)", text) or re.search(r"add_safe_globals\(\[(\S+?)\]\)", text)
+    if found:
+        return (
+            f"{path} holds an object of the class {found[1]}, which is not loaded by default. If you trust the file, "
+            "allow the class with torch.serialization.add_safe_globals([...]) before loading, or all classes with the "
+            "environment variable TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1."
+        )
+    detail = text.partition("WeightsUnpickler error:")[2].strip()
+    return _damaged(path, pickle.UnpicklingError(detail) if detail else error)
+
+
+def _damaged(path: Path, error: Exception) -> str:
+    size = path.stat().st_size if path.exists() else 0
+    if isinstance(error, zipfile.BadZipFile) and "CRC" not in str(error):
+        return f"{path} ({size} bytes) is truncated or not a checkpoint file"
+    detail = (str(error) or type(error).__name__).splitlines()[0][:200]
+    return f"{path} ({size} bytes) is damaged: {detail}"
+
+
+def _space_left(path: Path, error: Exception) -> str:
+    try:
+        stat = os.statvfs(path.parent)
+    except (OSError, AttributeError):
+        return f" ({path.parent} is gone)" if not os.path.exists(path.parent) else ""
+    free = stat.f_bavail * stat.f_frsize
+    return f" ({free / 2**20:.0f} MiB free in {path.parent})"

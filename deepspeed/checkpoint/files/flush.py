@@ -1,0 +1,91 @@
+"""Flushing written files to disk in the background, while training continues.
+
+A write first goes to the system's memory: every process sees the data, and it survives the end of all processes, by
+any signal, but not a power failure. `fsync` waits until the data is on disk, which takes longer than writing it.
+So a save that replaces nothing hands its files to a thread and returns. Files are flushed in the order in which they
+were handed over; the interpreter waits for them before it exits.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+
+from deepspeed.base.logging import logger
+from deepspeed.checkpoint.errors import CheckpointError
+
+_pending: list[_Flush] = []
+
+
+def flush(path: Path) -> None:
+    """Return when this file, or this folder with everything below it, is on disk. OSError: it could not be flushed."""
+    if path.is_dir() and not path.is_symlink():
+        for entry in path.iterdir():
+            flush(entry)
+        flush_names(path)
+    elif path.is_file():
+        with open(path, "rb") as file:
+            os.fsync(file.fileno())
+
+
+def flush_names(folder: Path) -> None:
+    """Make renames and new names in ``folder`` durable; only POSIX systems can open one."""
+    if os.name != "posix":
+        return
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def flush_later(paths: Iterable[Path]) -> None:
+    """Flush these files and their names in the background, in this order. Those removed meanwhile are skipped.
+
+    An error is logged when it occurs, and raised by the next ``wait_for_flushes``.
+    """
+    _pending.append(_Flush(list(paths), after=_pending[-1] if _pending else None))
+    _pending[-1].start()
+
+
+def wait_for_flushes() -> None:
+    """Return when everything handed in is on disk. CheckpointError: some of it could not be stored."""
+    while waiting := list(_pending):  # another thread may wait for them, too
+        done = waiting[0]
+        done.join()
+        with suppress(ValueError):
+            _pending.remove(done)
+        if done.error is not None:
+            raise done.error
+
+
+class _Flush(threading.Thread):
+    def __init__(self, paths: list[Path], after: _Flush | None) -> None:
+        super().__init__(name="checkpoint-flush", daemon=False)
+        self.paths = paths
+        self.after = after
+        self.error: CheckpointError | None = None
+
+    def run(self) -> None:
+        if self.after is not None:
+            self.after.join()
+            self.after = None
+        for path in self.paths:
+            try:
+                with suppress(FileNotFoundError):  # a client that rotates its checkpoints
+                    flush(path)
+                    flush_names(path.parent)
+            except OSError as error:
+                self.error = CheckpointError(
+                    f"{path} was written, but the disk did not store all of it ({error.strerror or error}): after a "
+                    "power cut it may be damaged. Free space or change the disk, and save again"
+                )
+                logger.error(self.error)
+                return
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_pending.clear)  # the child has none of these threads

@@ -1,0 +1,233 @@
+"""A copy of what a checkpoint's files hold, in host memory, so that training goes on while they are written."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import mmap
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepspeed.base.accelerator import get_accelerator
+from deepspeed.checkpoint.files.archive import LazyTensor
+from deepspeed.ops.native import copy_bytes
+
+_ALIGNMENT = 64
+ROOM_BYTES = 1 << 20
+"""Of memory that is prepared, for what a client adds; pages that nobody touches are not fetched."""
+_UNCHANGING = frozenset(
+    (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.Size, torch.device, type)
+)
+_TENSORS = frozenset((Tensor, torch.nn.Parameter, torch.nn.Buffer, LazyTensor))
+
+
+class Snapshot:
+    """Copies nested containers of tensors. The memory is kept for the next copy: fetching it from the system takes
+    longer than copying.
+
+    ``allocations`` counts how often memory was fetched, ``copied`` the bytes of the last copy.
+    """
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._preparing: threading.Thread | None = None
+        self.allocations = 0
+        self.copied = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Of the memory that is kept."""
+        return self._memory.numel()
+
+    def prepare(self, contents: Mapping[str, Any]) -> None:
+        """Fetch the memory for a copy of ``contents`` and a little more, in a thread, so that ``take`` only copies."""
+        needed = _size(contents)
+        if needed <= self.nbytes or _on_a_device(contents):
+            return
+        self.release()
+        self._memory = _host_memory(needed + ROOM_BYTES, for_device=False)
+        self.allocations += 1
+        self._preparing = threading.Thread(
+            target=_fetch, args=(self._memory[:needed],), name="checkpoint-memory", daemon=True
+        )
+        self._preparing.start()
+
+    def take(self, contents: Mapping[str, Any]) -> dict[str, Any]:
+        """``contents`` with each tensor copied; it is valid until the next call. Tensors that share memory completely
+        share their copy."""
+        self._prepared()
+        try:
+            return self._take(contents)
+        except _TooSmall:
+            needed = _size(contents)
+            self.release()
+            self._memory = _host_memory(needed, for_device=_on_a_device(contents))
+            self.allocations += 1
+            return self._take(contents)
+
+    def _prepared(self) -> None:
+        if self._preparing is not None:
+            self._preparing.join()
+            self._preparing = None
+
+    def _take(self, contents: Mapping[str, Any]) -> dict[str, Any]:
+        copier = _Copier(self._memory)
+        with torch.no_grad():
+            taken = {name: copier.copied(content) for name, content in contents.items()}
+        copier.finish()
+        self.copied = copier.nbytes
+        return taken
+
+    def release(self) -> None:
+        """Give the memory back; what was taken is no longer valid."""
+        self._prepared()
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+
+class _TooSmall(Exception):
+    """More memory is needed."""
+
+
+class _Copier:
+    """One walk through the containers, in which everything that can change is copied; contiguous tensors of the host
+    by ``finish``, all in one call."""
+
+    def __init__(self, memory: Tensor) -> None:
+        self._memory = memory
+        self._end = 0
+        self._copies: dict[Any, Tensor] = {}
+        self.nbytes = 0
+        self._runs: list[tuple[int, int, int]] = []
+        self._sources: list[Tensor] = []  # of the runs: they stay until these are copied
+        self._from_devices = False
+
+    def copied(self, value: Any) -> Any:
+        kind = type(value)
+        if kind in _UNCHANGING:
+            return value
+        if kind in _TENSORS and _is_plain(value):
+            return self._once(value)
+        if kind is list or kind is tuple:
+            if _UNCHANGING.issuperset(map(type, value)):
+                return kind(value)
+            return kind([self.copied(item) for item in value])
+        if isinstance(value, dict):
+            made = copy.copy(value)
+            for key, item in value.items():
+                made[key] = self.copied(item)
+            return made
+        return copy.deepcopy(value)
+
+    def _once(self, tensor: Tensor | LazyTensor) -> Tensor:
+        key = _key(tensor)
+        found = self._copies.get(key)
+        if found is None:
+            found = self._copies[key] = self._copy(tensor)
+        return found
+
+    def _copy(self, tensor: Tensor | LazyTensor) -> Tensor:
+        offset, nbytes = self._end, tensor.nbytes
+        if offset + nbytes > self._memory.numel():
+            raise _TooSmall
+        self._end += _aligned(nbytes)
+        self.nbytes += nbytes
+        place = self._memory[offset : offset + nbytes].view(tensor.dtype)
+        if isinstance(tensor, LazyTensor):
+            start = 0
+            for part in tensor.parts():
+                self._fill(place[start : start + part.numel()], part.reshape(-1))
+                start += part.numel()
+            return place.view(tensor.shape)
+        copied = place.view(tensor.shape)
+        self._fill(copied, tensor)
+        if type(tensor) is not Tensor:
+            return type(tensor)(copied, tensor.requires_grad)
+        return copied.requires_grad_(tensor.requires_grad)
+
+    def _fill(self, place: Tensor, tensor: Tensor) -> None:
+        if tensor.is_cpu and tensor.is_contiguous():
+            self._runs.append((place.data_ptr(), tensor.data_ptr(), tensor.nbytes))
+            self._sources.append(tensor)
+        else:
+            self._from_devices |= not tensor.is_cpu
+            place.copy_(tensor, non_blocking=True)
+
+    def finish(self) -> None:
+        copy_bytes(self._runs)
+        if self._from_devices:
+            get_accelerator().synchronize()
+
+
+def _size(contents: Any) -> int:
+    """Bytes that a copy takes."""
+    found = {_key(tensor): tensor.nbytes for tensor in _tensors(contents)}
+    return sum(map(_aligned, found.values()))
+
+
+def _on_a_device(contents: Any) -> bool:
+    parts = (
+        part
+        for tensor in _tensors(contents)
+        for part in (itertools.islice(tensor.parts(), 1) if isinstance(tensor, LazyTensor) else (tensor,))
+    )
+    return any(not part.is_cpu for part in parts)
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def _host_memory(nbytes: int, *, for_device: bool) -> Tensor:
+    """Memory that a device can copy to, or that forked workers do not share: after a fork, each page of shared memory
+    would be fetched again when it is written."""
+    if for_device:
+        with suppress(RuntimeError):  # the system gives no more of it
+            return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+    if not hasattr(mmap, "MADV_DONTFORK"):
+        return torch.empty(nbytes, dtype=torch.uint8)
+    region = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    region.madvise(mmap.MADV_DONTFORK)
+    return torch.frombuffer(region, dtype=torch.uint8)
+
+
+def _fetch(memory: Tensor) -> None:
+    """Write to each page, to each something else: a virtual machine's host may take equal ones back."""
+    pages = memory.numel() // mmap.PAGESIZE
+    first_words = memory[: pages * mmap.PAGESIZE].view(torch.int64)[:: mmap.PAGESIZE // 8]
+    torch.arange(1, pages + 1, out=first_words)
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, LazyTensor) or (
+        value.layout == torch.strided
+        and not value.is_quantized
+        and not value.is_conj()
+        and not value.is_neg()
+        and value.device.type != "meta"
+    )
+
+
+def _key(value: Tensor | LazyTensor) -> Any:
+    if isinstance(value, LazyTensor):
+        return id(value)
+    return (
+        type(value), value.device, value.data_ptr() or id(value), value.dtype, value.shape, value.stride(),
+        value.requires_grad,
+    )  # fmt: skip
+
+
+def _tensors(value: Any) -> Iterator[Tensor | LazyTensor]:
+    if type(value) in _TENSORS:
+        if _is_plain(value):
+            yield value
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _tensors(item)
+    elif type(value) in (list, tuple) and not _UNCHANGING.issuperset(map(type, value)):
+        for item in value:
+            yield from _tensors(item)

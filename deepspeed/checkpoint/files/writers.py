@@ -1,0 +1,208 @@
+"""Publishing a checkpoint so that a crash at any instant leaves one that loads.
+
+1. The files are written into a hidden folder next to the final one, on the same file system.
+2. When every rank has finished, the folder is exchanged with the final one in a single operation of the file system, or
+   renamed to it when there is none yet.
+3. ``latest`` is written under a temporary name and renamed over the old one, last of all.
+
+Where the system cannot exchange two folders, the old one is renamed to a hidden name first; ``find_folder`` knows it.
+
+[Note: a power cut] A checkpoint that replaces an older one is flushed to disk before the older one is removed. One that
+replaces nothing is flushed in the background (``flush``): a power failure in that moment can damage it, which its
+checksums reveal when it is loaded, while all older checkpoints are intact.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import shutil
+import sys
+import uuid
+from pathlib import Path
+
+from deepspeed.base.logging import logger
+from deepspeed.checkpoint.errors import CheckpointError, CheckpointNotFoundError
+from deepspeed.checkpoint.files.archive import naming
+from deepspeed.checkpoint.files.flush import flush, flush_later, flush_names
+from deepspeed.checkpoint.files.tags import check_tag, read_latest, shown
+from deepspeed.checkpoint.names import LATEST, is_ours
+
+_AT_FDCWD = -100
+_RENAME_EXCHANGE = 2
+
+
+class StagedFolder:
+    """A checkpoint folder being written: ``prepare``, write files into ``staging``, then ``commit`` or
+    ``discard``.
+
+    These methods are called by one rank per folder; all ranks write into ``staging``.
+    """
+
+    def __init__(self, save_dir: Path, tag: str, *, alone: bool = True) -> None:
+        """``alone=False``: several processes may write the same folder at once; the last one wins."""
+        self.save_dir = save_dir
+        self.tag = check_tag(tag)
+        self.final = _behind_links(save_dir / tag)
+        self.staging = _hidden(self.final, "tmp") if alone else aside(self.final)
+        self.displaced = _hidden(self.final, "old")
+
+    def prepare(self) -> None:
+        """Remove what a crash left behind and create the staging folder."""
+        with naming(self.staging):
+            self.final.parent.mkdir(parents=True, exist_ok=True)
+            if self.final.exists() and not self.final.is_dir():
+                raise CheckpointError(f"{self.final} is a file: a checkpoint needs a folder of this name")
+            if self.displaced.exists():
+                if self.final.exists():
+                    shutil.rmtree(self.displaced)
+                else:
+                    os.rename(self.displaced, self.final)
+            _remove(self.staging)
+            self.staging.mkdir()
+
+    def commit(self) -> None:
+        """Make the staged files the checkpoint; the one that was there before is removed."""
+        with naming(self.final):
+            if not self.final.is_dir() and self._take_the_name():
+                flush_later([self.final])
+                return
+            _keep_foreign(self.final, self.staging)
+            flush(self.staging)
+            replaced = self.staging
+            if not _exchange(self.staging, self.final):
+                os.rename(self.final, self.displaced)
+                os.rename(self.staging, self.final)
+                replaced = self.displaced
+            flush_names(self.final.parent)
+            shutil.rmtree(replaced, ignore_errors=True)
+
+    def _take_the_name(self) -> bool:
+        """False if another process was quicker."""
+        try:
+            os.rename(self.staging, self.final)
+        except OSError as error:
+            if error.errno in (errno.ENOTEMPTY, errno.EEXIST) and self.final.is_dir():
+                return False
+            raise
+        return True
+
+    def discard(self) -> None:
+        """Give up; the previous checkpoint was not touched."""
+        shutil.rmtree(self.staging, ignore_errors=True)
+
+
+def find_folder(load_dir: Path, tag: str) -> Path:
+    """The folder of a committed checkpoint. CheckpointNotFoundError lists the tags that do exist."""
+    final = load_dir / check_tag(tag)
+    if os.path.isdir(final):  # False for a path that is too long
+        return final
+    displaced = _hidden(_behind_links(final), "old")
+    if os.path.isdir(displaced):
+        logger.warning(f"{final} is missing: a save was interrupted; the previous checkpoint is loaded")
+        return displaced
+    if not load_dir.is_dir():
+        raise CheckpointNotFoundError(f"the checkpoint folder {load_dir} does not exist")
+    present = sorted(entry.name for entry in load_dir.iterdir() if entry.is_dir() and entry.name[0] != ".")
+    named = f", which {load_dir / LATEST} names," if _is_latest(load_dir, tag) else ""
+    raise CheckpointNotFoundError(
+        f"there is no checkpoint {shown(tag)}{named} in {load_dir}; it holds: "
+        f"{', '.join(present[-10:]) or 'no folders'}"
+    )
+
+
+def _is_latest(load_dir: Path, tag: str) -> bool:
+    try:
+        return read_latest(load_dir) == tag
+    except CheckpointError:
+        return False
+
+
+def write_latest(save_dir: Path, tag: str, *, alone: bool = True) -> None:
+    replace_file(save_dir / LATEST, tag.encode(), alone=alone)
+
+
+def replace_file(path: Path, content: bytes, *, mode: int = 0o644, alone: bool = True) -> None:
+    """Write a small file so that at any instant either the old or the new content is there; ``alone=False``: even if
+    several processes write it at once."""
+    written = _hidden(path, "tmp") if alone else aside(path)
+    try:
+        with naming(path):
+            with open(written, "wb") as file:
+                file.write(content)
+            set_mode(written, mode)
+            os.replace(written, path)
+            flush_later([path])
+    finally:
+        written.unlink(missing_ok=True)
+
+
+def set_mode(path: Path, mode: int) -> None:
+    """Some network shares have no permissions to set: a file is complete without."""
+    try:
+        os.chmod(path, mode)
+    except OSError as error:
+        logger.info(f"{path} keeps its permissions, which could not be set to {mode:o}: {error}")
+
+
+def aside(path: Path) -> Path:
+    """A hidden name next to ``path`` that no other process or thread uses, to write under before it is renamed."""
+    return _hidden(path, f"{os.getpid()}-{uuid.uuid4().hex[:12]}.tmp")
+
+
+def _hidden(path: Path, suffix: str) -> Path:
+    """A sibling that patterns such as ``global_step*`` do not match."""
+    return path.parent / f".{path.name}.{suffix}"
+
+
+def _behind_links(folder: Path) -> Path:
+    """Where the folder itself is: its replacement must be stored next to it, and the link to it stays."""
+    if not os.path.islink(folder):
+        return folder
+    try:
+        return folder.resolve()
+    except (OSError, RuntimeError) as error:  # links in a circle
+        raise CheckpointError(f"{folder} is a symbolic link with no target: {error}") from error
+
+
+def _remove(path: Path) -> None:
+    """A folder with all it holds, or a file or link."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _keep_foreign(old: Path, new: Path) -> None:
+    """Carry over what the client put into the folder: tokenizers, notes, files of other tools."""
+    for entry in old.iterdir():
+        target = new / entry.name
+        if is_ours(entry.name) or target.exists():
+            continue
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.copytree(entry, target, symlinks=True, copy_function=_link)
+        else:
+            _link(str(entry), str(target))
+
+
+def _link(source: str, target: str) -> None:
+    try:
+        os.link(source, target, follow_symlinks=False)
+    except (OSError, NotImplementedError):  # file systems without hard links
+        shutil.copy2(source, target, follow_symlinks=False)
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Swap two folders in one step; False where the system cannot. renameat2(2), Linux 3.15."""
+    if sys.platform != "linux":
+        return False
+    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if rename is None:
+        return False
+    if rename(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0:
+        return True
+    code = ctypes.get_errno()
+    if code in (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP):
+        return False
+    raise OSError(code, os.strerror(code), str(other))

@@ -1,0 +1,314 @@
+"""State dicts of Megatron models that were saved by one number of tensor-parallel ranks, for any other number.
+
+A file holds what one rank had. For fewer ranks files are merged, for more each is split: along the dim along which
+Megatron cut a weight, and inside a fused query-key-value weight each of the three parts for itself.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepspeed.base.logging import logger
+from deepspeed.checkpoint.storage.torch_checkpoint_engine import TorchCheckpointEngine
+
+AUTO_MODULE_KEY = "auto"
+"""The model's weights are under "module" or "model", whichever there is."""
+WHOLE_DESCRIPTIONS = ("bloom", "ds_model")
+"""Types of checkpoints that are a list of files, for the loader of the model."""
+
+State = dict[str, Any]
+
+
+class SDLoaderFactory:
+    """Loaders by the type of a checkpoint."""
+
+    @staticmethod
+    def get_sd_loader_json(
+        json_file: str | os.PathLike[str] | Mapping[str, Any], checkpoint_engine: Any
+    ) -> Any:
+        """The loader for a description: ``{"type", "version", "checkpoints": [files]}``, or a file with that. Types
+        that need no merging ("bloom", "ds_model"): the description."""
+        if isinstance(json_file, Mapping):
+            data = json_file
+        else:
+            with open(json_file, encoding="utf-8") as file:
+                data = json.load(file)
+        if str(data["type"]).lower() in WHOLE_DESCRIPTIONS:
+            return data
+        return SDLoaderFactory.get_sd_loader(
+            data["checkpoints"], checkpoint_engine, data["type"], data.get("version")
+        )
+
+    @staticmethod
+    def get_sd_loader(
+        ckpt_list: Sequence[str],
+        checkpoint_engine: Any,
+        sd_type: str = "Megatron",
+        version: float | None = None,
+    ) -> SDLoaderBase:
+        if sd_type != "Megatron":
+            raise ValueError(f"sd_type={sd_type!r}: there is a loader for 'Megatron'")
+        return MegatronSDLoader(ckpt_list, version, checkpoint_engine)
+
+
+class SDLoaderBase(ABC):
+    """``ckpt_list``: the files in the order of their ranks. ``checkpoint_engine``: reads one; None: torch's format."""
+
+    def __init__(self, ckpt_list: Sequence[str], version: float | None, checkpoint_engine: Any) -> None:
+        self.ckpt_list = list(ckpt_list)
+        self.version = version
+        self.checkpoint_engine = TorchCheckpointEngine() if checkpoint_engine is None else checkpoint_engine
+        self.module_key: str | None = None
+        self.check_ckpt_list()
+
+    def load(
+        self,
+        mp_world_size: int,
+        mp_rank: int,
+        module_key: str | None = AUTO_MODULE_KEY,
+        is_pipe_parallel: bool = False,
+        quantize: bool = False,
+        quantize_bits: int = 8,
+        quantize_groups: int = 64,
+        mlp_extra_grouping: bool = True,
+    ) -> tuple[str, State, tuple[None, int]]:
+        """``(file, state dict, (None, number of files merged))`` for rank ``mp_rank`` of ``mp_world_size``.
+
+        ``module_key``: where the weights are in a file; None: a file holds nothing else. A pipeline's model files
+        (``is_pipe_parallel``) hold no weights, so the first serves every rank of another number of ranks. The numbers
+        of ranks have to be multiples of each other, else ValueError.
+        """
+        self.module_key = module_key
+        files = len(self.ckpt_list)
+        if is_pipe_parallel and module_key is not None and mp_world_size != files:
+            mp_world_size, mp_rank = files, 0
+        if not 0 <= mp_rank < mp_world_size:
+            raise ValueError(f"mp_rank={mp_rank}: expected 0 to {mp_world_size - 1}")
+        if quantize:
+            raise ValueError(
+                "quantize=True: weights are loaded as they are; quantize the model after loading"
+            )
+        path = self.ckpt_list[mp_rank * files // mp_world_size]
+        if files == mp_world_size:
+            if not os.path.exists(path):
+                raise FileNotFoundError(f"{path}, the file of rank {mp_rank}, is missing")
+            return path, self._read(path), (None, 1)
+        options = (quantize, quantize_bits, quantize_groups, mlp_extra_grouping)
+        if files > mp_world_size:
+            state, _ = self.merge_state_dict(mp_world_size, mp_rank, *options)
+            return path, state, (None, files // mp_world_size)
+        state, _ = self.split_state_dict(mp_world_size, mp_rank, *options)
+        return path, state, (None, 1)
+
+    def _read(self, path: str) -> State:
+        state: Any = self.checkpoint_engine.load(path, map_location="cpu")
+        saved = state.get("mp_world_size") if hasattr(state, "get") else None
+        if saved is not None and saved != len(self.ckpt_list):
+            raise ValueError(
+                f"{path} is of a checkpoint that {saved} model-parallel ranks saved, but {len(self.ckpt_list)} files "
+                "were given: ckpt_list needs one of each"
+            )
+        return state
+
+    def get_merge_state_dicts(self, mp_world_size: int, mp_rank: int) -> list[State]:
+        """The files that rank ``mp_rank`` of fewer ranks merges."""
+        files = len(self.ckpt_list)
+        if files % mp_world_size:
+            raise ValueError(f"{files} files cannot be merged for {mp_world_size} ranks: no multiple")
+        each = files // mp_world_size
+        return [self._read(path) for path in self.ckpt_list[mp_rank * each : (mp_rank + 1) * each]]
+
+    def get_split_state_dict(self, mp_world_size: int, mp_rank: int) -> tuple[State, int, int]:
+        """(the file that rank ``mp_rank`` of more ranks has a part of, number of parts, number of its part)."""
+        files = len(self.ckpt_list)
+        if mp_world_size % files:
+            raise ValueError(f"{files} files cannot be split for {mp_world_size} ranks: no multiple")
+        parts = mp_world_size // files
+        return self._read(self.ckpt_list[mp_rank // parts]), parts, mp_rank % parts
+
+    def get_module(self, sd: State) -> State:
+        """The weights in the content of a file."""
+        key = self._key(sd)
+        return sd if key is None else sd[key]
+
+    def set_module(self, sd: State, module: State) -> State:
+        """``sd`` with other weights."""
+        key = self._key(sd)
+        if key is None:
+            return module
+        sd[key] = module
+        return sd
+
+    def _key(self, sd: State) -> str | None:
+        if self.module_key != AUTO_MODULE_KEY:
+            return self.module_key
+        found = [key for key in ("module", "model") if key in sd]
+        if len(found) != 1:
+            raise ValueError(
+                f"one of the keys 'module' and 'model' was expected among {list(sd)}: give module_key"
+            )
+        return found[0]
+
+    def check_ckpt_list(self) -> None:
+        """ValueError: there are no files; FileNotFoundError: the first is missing."""
+        if not self.ckpt_list:
+            raise ValueError("ckpt_list is empty: there is no checkpoint to load")
+        if not os.path.exists(self.ckpt_list[0]):
+            raise FileNotFoundError(f"{self.ckpt_list[0]}, the first file of the checkpoint, is missing")
+
+    @abstractmethod
+    def merge_state_dict(
+        self,
+        mp_world_size: int,
+        mp_rank: int,
+        quantize: bool = False,
+        quantize_bits: int = 8,
+        groups: int = 64,
+        mlp_extra_grouping: bool = True,
+    ) -> tuple[State, None]:
+        """(what rank ``mp_rank`` of fewer ranks loads, None: scales of no quantization)."""
+
+    @abstractmethod
+    def split_state_dict(
+        self,
+        mp_world_size: int,
+        mp_rank: int,
+        quantize: bool = False,
+        quantize_bits: int = 8,
+        groups: int = 64,
+        mlp_extra_grouping: bool = True,
+    ) -> tuple[State, None]:
+        """(what rank ``mp_rank`` of more ranks loads, None)."""
+
+    @abstractmethod
+    def sanity_check(self, ckpt_file_name: str) -> None:
+        """ValueError: the file does not hold a model of this type."""
+
+
+class MegatronSDLoader(SDLoaderBase):
+    """GPT-2 and BERT of Megatron-LM.
+
+    A fused weight has its rows in an order that depends on the version of the checkpoint, by (part, head, row of the
+    head): version 0 part first, [3 x heads x rows]; 1 [heads x rows x 3]; 2 [heads x 3 x rows]. In the latter two a
+    rank's heads are one run of rows.
+    """
+
+    ROWS = (
+        "mlp.dense_h_to_4h.weight",
+        "mlp.dense_h_to_4h.bias",
+        "word_embeddings.weight",
+        "final_linear.weight",
+    )
+    """Cut along dim 0."""
+    COLUMNS = ("attention.dense.weight", "mlp.dense_4h_to_h.weight")
+    """Cut along dim 1."""
+    FUSED = "attention.query_key_value"
+
+    def merge_query_key_value(self, param_list: Sequence[Tensor], ckpt_ver: float) -> Tensor:
+        """The fused weight or bias of all heads from those of consecutive ranks."""
+        if _part_first(ckpt_ver):
+            parts = [param.chunk(3, dim=0) for param in param_list]
+            return torch.cat([piece for part in zip(*parts, strict=True) for piece in part], dim=0)
+        return torch.cat(list(param_list), dim=0)
+
+    def split_query_key_value(self, param: Tensor, num_to_split: int, offset: int, ckpt_ver: float) -> Tensor:
+        """Part number ``offset`` of ``num_to_split`` of a fused weight or bias."""
+        if _part_first(ckpt_ver):
+            return torch.cat([_part(each, num_to_split, offset, 0) for each in param.chunk(3, dim=0)], dim=0)
+        return _part(param, num_to_split, offset, 0)
+
+    def merge_state_dict(
+        self,
+        mp_world_size: int,
+        mp_rank: int,
+        quantize: bool = False,
+        quantize_bits: int = 8,
+        groups: int = 64,
+        mlp_extra_grouping: bool = True,
+    ) -> tuple[State, None]:
+        self.sanity_check(self.ckpt_list[0])
+        states = self.get_merge_state_dicts(mp_world_size, mp_rank)
+        version = self.get_checkpoint_version(states[0])
+        modules = [self.get_module(state) for state in states]
+        merged = {}
+        for name, value in modules[0].items():
+            values = [module[name] for module in modules]
+            if self.FUSED in name:
+                value = self.merge_query_key_value(values, version)
+            elif (dim := self._dim(name)) is not None:
+                value = torch.cat(values, dim=dim)
+            merged[name] = value
+        return self.set_module(states[0], merged), None
+
+    def split_state_dict(
+        self,
+        mp_world_size: int,
+        mp_rank: int,
+        quantize: bool = False,
+        quantize_bits: int = 8,
+        groups: int = 64,
+        mlp_extra_grouping: bool = True,
+    ) -> tuple[State, None]:
+        state, parts, number = self.get_split_state_dict(mp_world_size, mp_rank)
+        version = self.get_checkpoint_version(state)
+        split = {}
+        for name, value in self.get_module(state).items():
+            if self.FUSED in name:
+                value = self.split_query_key_value(value, parts, number, version)
+            elif (dim := self._dim(name)) is not None:
+                value = _part(value, parts, number, dim)
+            split[name] = value
+        return self.set_module(state, split), None
+
+    def _dim(self, name: str) -> int | None:
+        if any(key in name for key in self.COLUMNS):
+            return 1
+        return 0 if any(key in name for key in self.ROWS) else None
+
+    def sanity_check(self, ckpt_file_name: str) -> None:
+        weights = self.get_module(self._read(ckpt_file_name))
+        for key in (
+            "attention.dense.weight",
+            "mlp.dense_4h_to_h.weight",
+            self.FUSED,
+            "mlp.dense_h_to_4h.weight",
+        ):
+            if not any(key in name for name in weights):
+                raise ValueError(
+                    f"{ckpt_file_name} holds no {key}: it is not a Megatron model that can be merged"
+                )
+
+    def get_checkpoint_version(self, state_dict: State) -> float:
+        """What was given, else what the file says, else 0."""
+        if self.version is not None:
+            return self.version
+        if "checkpoint_version" not in state_dict:
+            logger.warning(
+                "The checkpoint has no checkpoint_version: its fused weights are taken for version 0."
+            )
+        return state_dict.get("checkpoint_version", 0)
+
+
+def _part_first(version: float) -> bool:
+    if version not in (0, 1.0, 2.0):
+        raise ValueError(
+            f"checkpoint version {version}: the order of fused weights is known for 0, 1.0 and 2.0"
+        )
+    return version == 0
+
+
+def _part(value: Tensor, parts: int, number: int, dim: int) -> Tensor:
+    """A copy, that a part may be saved without the rest."""
+    if value.shape[dim] % parts:
+        raise ValueError(
+            f"a weight [{tuple(value.shape)}] cannot be split into {parts} parts along dim {dim}"
+        )
+    size = value.shape[dim] // parts
+    return value.narrow(dim, number * size, size).clone()

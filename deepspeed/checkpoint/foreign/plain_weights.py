@@ -1,0 +1,160 @@
+"""Weights that are no checkpoint of ours: ``.safetensors`` or ``.bin`` files as Transformers' ``save_pretrained`` and
+``save_16bit_model`` write them, in one file or in shards with an index; or a universal checkpoint of nothing but
+weights, as ``hf_to_universal`` writes it."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Collection, Iterator
+from functools import lru_cache, partial
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from deepspeed.checkpoint.catalog import Catalog, Source
+from deepspeed.checkpoint.constants import PARAM
+from deepspeed.checkpoint.contents import shared_names
+from deepspeed.checkpoint.errors import CheckpointError, CheckpointNotFoundError
+from deepspeed.checkpoint.export import BIN_NAME, SAFETENSORS_NAME
+from deepspeed.checkpoint.files.archive import Archive, open_archive
+from deepspeed.checkpoint.foreign.hub_weights import ConvertedGroup, stored_as_in_model
+from deepspeed.checkpoint.foreign.universal_format import FOLDER, SUFFIX, has_only_parameters
+from deepspeed.checkpoint.renaming import renaming
+from deepspeed.checkpoint.shards import ShardIndex
+from deepspeed.checkpoint.state import MASTER
+
+INDEX_SUFFIX = ".index.json"
+
+
+def find_plain(path: Path) -> Path | None:
+    """The file with plain weights that ``path`` is, or what the folder ``path`` has of them: such a file, an index of
+    several, or the folder of a universal checkpoint's weights."""
+    if path.is_file():
+        return path if path.suffix in (".safetensors", ".bin") or path.name.endswith(INDEX_SUFFIX) else None
+    known = (SAFETENSORS_NAME, BIN_NAME)
+    candidates = [name + suffix for name in known for suffix in ("", INDEX_SUFFIX)]
+    found = next((path / name for name in candidates if (path / name).is_file()), None)
+    return found if found is not None else find_universal_weights(path)
+
+
+def find_universal_weights(folder: Path) -> Path | None:
+    """Where the universal checkpoint in ``folder`` has its parameters, if it holds nothing else."""
+    return folder / FOLDER if has_only_parameters(folder) else None
+
+
+def open_plain(path: Path, module: nn.Module, own_names: Collection[str]) -> Catalog:
+    """The catalog of ``path``, as ``find_plain`` returns it: whole tensors, mapped and not read yet, named as in
+    ``module``. Weights that it has under several names may be under any of them in the file.
+
+    ``own_names``: of ``module``, which may be wrapped otherwise than the one that was saved.
+    CheckpointError: a file that the index names is missing, or cannot be read.
+    """
+    catalog = Catalog(folder=path.parent, written_by="", zero_stage=0)
+    stored = {name: (value, archive) for name, value, archive in _stored(path)}
+    renamed, groups = stored_as_in_model(module, {name: value for name, (value, _) in stored.items()})
+
+    rename = renaming(list(renamed.values()), own_names, "") or str
+
+    @lru_cache(maxsize=1)  # of the results of a conversion, one is asked for after the other
+    def converted(group: ConvertedGroup) -> dict[str, Tensor]:
+        for name, _, value in group.stored:
+            stored[name][1].verify(value)
+        return group.tensors()
+
+    for name, found in renamed.items():
+        value, archive = stored[name]
+        _add(catalog, value, Source(_whole(rename(found), value), value.reshape(-1), archive))
+    for group in groups:
+        archive = Archive(stored[group.stored[0][0]][1].path, {}, 0)
+        for name, value in group.tensors(torch.device("meta")).items():
+            index = _whole(name, value)
+            _add(catalog, value, ConvertedSource(index, archive, partial(converted, group)))
+    saved = catalog.module.keys()
+    for alias, name in shared_names(module).items():
+        present, absent = (name, alias) if name in saved else (alias, name)
+        if present in saved and absent not in saved:
+            catalog.aliases[absent] = present
+    return catalog
+
+
+class ConvertedSource(Source):
+    """A tensor made of several of a file, when it is read.
+
+    Args:
+        index: of the whole tensor.
+        archive: of the file, for messages.
+        read: gives the tensors that are made together, by name.
+    """
+
+    __slots__ = ("_read",)
+
+    def __init__(self, index: ShardIndex, archive: Archive, read: Callable[[], dict[str, Tensor]]) -> None:
+        for name, value in (("index", index), ("archive", archive), ("_read", read)):
+            object.__setattr__(self, name, value)
+
+    @property
+    def data(self) -> Tensor:  # type: ignore[override]
+        return self._read()[self.index.name].reshape(-1)
+
+
+def _whole(name: str, value: Tensor) -> ShardIndex:
+    return ShardIndex(name, tuple(value.shape), (), 0, value.numel())
+
+
+def _add(catalog: Catalog, value: Tensor, source: Source) -> None:
+    catalog.module_dtypes[source.index.name] = value.dtype
+    catalog.add_module(source)
+
+
+def tensors_of(path: Path) -> Iterator[tuple[str, Tensor]]:
+    """Name and value of all tensors of ``path``, as ``find_plain`` returns it, file by file."""
+    for name, value, _ in _stored(path):
+        yield name, value
+
+
+def _stored(path: Path) -> Iterator[tuple[str, Tensor, Archive]]:
+    if path.is_dir():
+        for folder in sorted(entry for entry in path.iterdir() if entry.is_dir()):
+            archive = open_archive(folder / (MASTER + SUFFIX))
+            yield folder.name, archive.content[PARAM], archive
+        return
+    for file in _files(path):
+        archive = _open(file)
+        for name, value in archive.content.items():
+            if isinstance(value, Tensor):
+                yield name, value, archive
+
+
+def _files(path: Path) -> list[Path]:
+    if not path.name.endswith(INDEX_SUFFIX):
+        return [path]
+    try:
+        parts = [Path(name) for name in dict.fromkeys(json.loads(path.read_text())["weight_map"].values())]
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(
+            f"{path} is not an index of weights: {type(error).__name__}: {error}"
+        ) from error
+    for part in parts:
+        if part.is_absolute() or ".." in part.parts:
+            raise CheckpointError(f"{path} names {str(part)[:100]!r}, which is not in its folder: not loaded")
+    files = [path.parent / part for part in parts]
+    missing = [file.name for file in files if not os.path.isfile(file)]
+    if missing:
+        raise CheckpointNotFoundError(f"{path} names {missing[0][:100]!r}, which does not exist")
+    return files
+
+
+def _open(file: Path) -> Archive:
+    if file.suffix != ".safetensors":
+        archive = open_archive(file)
+        if not isinstance(archive.content, dict):
+            raise CheckpointError(f"{file} holds a {type(archive.content).__name__}, not a model's weights")
+        return archive
+    try:
+        with safe_open(file, framework="pt") as opened:
+            return Archive(file, {name: opened.get_tensor(name) for name in opened.keys()}, 0)  # noqa: SIM118
+    except SafetensorError as error:
+        raise CheckpointError(f"{file} cannot be read: {error}") from error

@@ -1,0 +1,280 @@
+"""Universal checkpoints, in the layout of release 0.19.8, from any checkpoint that can be read here.
+
+Our checkpoints load anywhere as they are; this is for that release's ``load_universal`` and for tools that read its
+layout (``universal_format`` describes it). Works on files alone, one tensor in memory at a time and process.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+from math import prod
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from deepspeed.checkpoint import names
+from deepspeed.checkpoint.catalog import Catalog, Source
+from deepspeed.checkpoint.constants import CAT_DIM, PARAM, PARAM_N_SUB_PARAMS
+from deepspeed.checkpoint.errors import CheckpointError
+from deepspeed.checkpoint.files.archive import LazyTensor, naming, read_archive, write_archive
+from deepspeed.checkpoint.files.flush import wait_for_flushes
+from deepspeed.checkpoint.files.writers import StagedFolder, replace_file
+from deepspeed.checkpoint.foreign.universal_format import COMMON, FOLDER, STEP, SUFFIX, is_universal
+from deepspeed.checkpoint.foreign.upstream_export import CLASS_NAMES, LAYOUT, UpstreamFiles
+from deepspeed.checkpoint.load import Reader
+from deepspeed.checkpoint.reader import open_checkpoint
+from deepspeed.checkpoint.shards import ShardIndex
+from deepspeed.checkpoint.state import MASTER
+
+PER_PROCESS = 64
+"""Parameters that a process converts at a time; fewer are not worth another process."""
+
+
+def convert(
+    input_folder: str | os.PathLike[str],
+    output_folder: str | os.PathLike[str],
+    *,
+    processes: int = 1,
+    verify: bool = True,
+    inject_missing_state: bool = False,
+    zero_stage: int | None = None,
+) -> Path:
+    """Write the checkpoint in ``input_folder`` (the folder of a tag) to ``output_folder``, and that folder's name to
+    ``latest_universal`` beside it; returns the folder.
+
+    ``zero_stage``: at which release 0.19.8 will load it: its stages 1 and 2 and its stage 3 want different files; by
+    default that of the checkpoint. ``processes`` share the parameters. ``verify``: open everything again before it is
+    put in place. ``inject_missing_state``: also write weights that no optimizer holds, and zeros for the optimizer
+    state of parameters that never had a gradient.
+
+    The folder appears when it is complete; after an error or Ctrl-C it is as before. CheckpointError: the source is
+    damaged, holds no optimizer state, or state that has no place in that layout.
+    """
+    source, target = Path(input_folder), Path(os.path.abspath(output_folder))
+    conversion = _Conversion(source, zero_stage, inject_missing_state)
+    staged = StagedFolder(target.parent, target.name, alone=False)
+    if staged.final.resolve() == source.resolve():
+        raise ValueError(f"{source} would be overwritten by its own conversion: choose another output folder")
+    with putting_in_place(staged):
+        conversion.write_rest(staged.staging)
+        _write_parameters(conversion, staged.staging, processes)
+        if verify:
+            _verify(staged.staging, conversion)
+    return staged.final
+
+
+@contextmanager
+def putting_in_place(staged: StagedFolder) -> Iterator[None]:
+    """What is written into the staging folder meanwhile takes its place at the end, and its name is in
+    ``latest_universal`` beside it; after an error or Ctrl-C all is as before."""
+    staged.prepare()
+    try:
+        yield
+    except BaseException:
+        staged.discard()
+        raise
+    staged.commit()
+    replace_file(staged.save_dir / names.LATEST_UNIVERSAL, staged.tag.encode(), alone=False)
+    wait_for_flushes()
+
+
+def write_value(folder: Path, kind: str, content: Any) -> None:
+    """The file of that kind in the folder of a parameter."""
+    path = folder / f"{kind}{SUFFIX}"
+    with naming(path):
+        write_archive(path, content)
+
+
+class _Conversion:
+    """What a universal checkpoint of the one in ``source`` holds."""
+
+    def __init__(self, source: Path, zero_stage: int | None, inject: bool) -> None:
+        if is_universal(source):
+            raise CheckpointError(f"{source} is a universal checkpoint already")
+        self.source = source
+        self.catalog: Catalog = open_checkpoint(source)
+        self.reader = Reader(self.catalog)
+        self.inject = inject
+        self.options = (source, zero_stage, inject)
+        self.own = names.INDEX in self.catalog.model_states
+        stage = max(self.catalog.zero_stage if zero_stage is None else zero_stage, 1)
+        if stage not in (1, 2, 3):
+            raise ValueError(f"zero_stage={stage}: 1, 2 or 3")
+        self.stage = stage
+        self.flat = stage == 3 and not self._split  # what that release's stage 3 reads
+        self.files = UpstreamFiles(self.catalog, stage, int(self.catalog.model_states["dp_world_size"]))
+        self.trained = self.files.trained
+        self.kinds = self.files.kinds(self.trained)
+        injected = self.catalog.module_dtypes if inject and not self.flat else ()
+        self.weights_only = [name for name in injected if name not in self.trained]
+
+    @property
+    def parameters(self) -> list[str]:
+        return [*self.trained, *self.weights_only]
+
+    # A parameter --------------------------------------------------------------------------------------------
+
+    def write_parameter(self, folder: Path, name: str) -> None:
+        """``folder/NAME/*.pt``."""
+        made = folder / name
+        with naming(made):
+            made.mkdir(parents=True)
+        original = self.catalog.aliases.get(name, name)
+        masters = self.catalog.masters(original)
+        layout = _layout(masters)
+        self._put(made, MASTER, self._tensor(name, masters, torch.float32), layout)
+        if name not in self.trained:
+            return
+        states = self.catalog.fragments.get(name, {})
+        values = self.files.values([name])
+        missing = self.inject and not values and not any(kind != MASTER for kind in states)
+        for kind, dtype in self.kinds.items():
+            if states.get(kind) or missing:
+                self._put(made, kind, self._tensor(name, states.get(kind, []), dtype), layout)
+        if missing and self.kinds:
+            values = {STEP: torch.zeros(())}
+        for kind, value in values.items():
+            write_value(made, kind, value)
+
+    def _tensor(self, name: str, sources: Sequence[Source], dtype: torch.dtype) -> LazyTensor:
+        shape = self.files.shapes[name] if name in self.files.shapes else sources[0].index.global_shape
+
+        def parts() -> Iterator[Tensor]:
+            whole = torch.zeros(prod(shape), dtype=dtype)
+            if sources:
+                target = ShardIndex(sources[0].index.name, shape, (), 0, whole.numel())
+                self.reader.fill(target, whole, list(sources), name)
+            yield whole
+
+        return LazyTensor((prod(shape),) if self.flat else shape, dtype, parts)
+
+    def _put(self, folder: Path, kind: str, tensor: LazyTensor, layout: Mapping[str, int]) -> None:
+        content = tensor if self.flat else {PARAM: tensor, **layout}
+        write_value(folder, kind, content)
+
+    # Everything else ----------------------------------------------------------------------------------------
+
+    def write_rest(self, folder: Path) -> None:
+        """Model files, and what the parameters share."""
+        (folder / FOLDER).mkdir()
+        with naming(folder / FOLDER / COMMON):
+            write_archive(folder / FOLDER / COMMON, self._common(), class_names=CLASS_NAMES)
+        for path in sorted(self.source.glob(f"*{names.MODEL_SUFFIX}")):
+            if names.model_ranks(path.name) is not None and (not self.own or self._is_part(path)):
+                self._copy_model_file(path, folder / path.name)
+        if self.own and not self._split:
+            self.files.write_model_files(folder)
+
+    @property
+    def _split(self) -> bool:
+        """Whether tensor-parallel ranks saved parts of weights, in a model file each."""
+        ranks = int(self.catalog.model_states.get("mp_world_size") or 1)
+        return ranks > 1 and (self.catalog.zero_stage < 3 or not self.own)
+
+    def _is_part(self, path: Path) -> bool:
+        return self._split and not path.name.startswith("zero_")
+
+    def _copy_model_file(self, path: Path, target: Path) -> None:
+        """What release 0.19 wrote, as it is; of our own, what that release knows."""
+        if not self.own:
+            with naming(target):
+                shutil.copyfile(path, target)
+            return
+        held = self.catalog.renamed(read_archive(path))
+        content = {k: v for k, v in held.items() if k not in (names.INDEX, names.CHECKSUMS)}
+        ranks = int(content["mp_world_size"])
+        content |= {
+            "optimizer": None,
+            "checkpoint_parallel_dimensions": {"pp_degree": 1, "tp_degree": ranks},
+            names.DS_VERSION: LAYOUT,
+        }
+        with naming(target):
+            write_archive(target, content, class_names=CLASS_NAMES)
+
+    def _common(self) -> dict[str, Any]:
+        count = len(self.files.groups)
+        numbers = [[number] for number in range(count)]
+        groups = self.files.param_groups(numbers)
+        values = {number: self.files.values(group) for number, group in enumerate(self.files.groups)}
+        common: dict[str, Any] = {
+            "zero_stage": self.stage,
+            **self.files.scaler_entries(),
+            "clip_grad": self.files.settings.clipping,
+            "group_paddings": [0] * count,
+            "partition_count": self.files.ranks if self.flat else [self.files.ranks] * count,
+            names.DS_VERSION: LAYOUT,
+            "param_groups": groups,
+        }
+        if self.flat:
+            common[names.OPTIMIZER_STATE] = {"state": values, "param_groups": groups}
+        return common
+
+
+def _layout(sources: Sequence[Source]) -> dict[str, int]:
+    """How that release divides a whole tensor for its tensor-parallel ranks, from the parts that were saved: along
+    which dim, and of how many matrices of equal size side by side each is divided."""
+    parts = [source.index for source in sources if source.index.boxes]
+    if not parts:
+        return {CAT_DIM: 0}
+    shape, boxes = parts[0].global_shape, parts[0].boxes
+    dims = [dim for dim, size in enumerate(shape) if any(box[dim] != (0, size) for box in boxes)]
+    if len(dims) != 1:
+        return {CAT_DIM: 0}
+    starts = [box[dims[0]][0] for box in boxes]
+    apart = shape[dims[0]] // len(boxes)
+    if len(boxes) > 1 and starts == [starts[0] + number * apart for number in range(len(boxes))]:
+        return {CAT_DIM: dims[0], PARAM_N_SUB_PARAMS: len(boxes)}
+    return {CAT_DIM: dims[0]}
+
+
+def _write_parameters(conversion: _Conversion, folder: Path, processes: int) -> None:
+    """All parameters, each by one of the ``processes``."""
+    parameters, into = conversion.parameters, folder / FOLDER
+    count = min(processes, -(-len(parameters) // PER_PROCESS))
+    with _progress(len(parameters)) as bar:
+        if count <= 1:
+            for name in parameters:
+                conversion.write_parameter(into, name)
+                bar.update()
+            return
+        pool = ProcessPoolExecutor(count, mp_context=get_context("spawn"))
+        shares = [parameters[start : start + PER_PROCESS] for start in range(0, len(parameters), PER_PROCESS)]
+        try:
+            for written in pool.map(partial(_write_share, conversion.options, into), shares):
+                bar.update(written)
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def _write_share(options: tuple[Path, int | None, bool], folder: Path, share: Sequence[str]) -> int:
+    """In a process of its own; returns how many parameters it wrote."""
+    conversion = _Conversion(*options)
+    for name in share:
+        conversion.write_parameter(folder, name)
+    return len(share)
+
+
+@contextmanager
+def _progress(count: int) -> Iterator[tqdm]:
+    """A bar where somebody watches."""
+    with tqdm(total=count, desc="parameters", unit="", disable=None) as bar:
+        yield bar
+
+
+def _verify(folder: Path, conversion: _Conversion) -> None:
+    """CheckpointError if what was written does not open again, with every parameter in it."""
+    catalog = open_checkpoint(folder)
+    catalog.files.check_complete()
+    for name in conversion.trained:
+        found = sum(source.index.numel for source in catalog.masters(name))
+        if found != prod(conversion.files.shapes[name]):
+            raise CheckpointError(f"{folder} holds {found} elements of {name} after the conversion")

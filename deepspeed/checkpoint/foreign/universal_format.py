@@ -1,0 +1,223 @@
+"""Universal checkpoints, as ``ds_to_universal`` of release 0.19 writes them and ours does: whole tensors by name.
+
+    zero/NAME/{fp32,exp_avg,exp_avg_sq}.pt   ``{"param": tensor}``, or, from stage 3, the flat tensor itself
+    zero/NAME/step.pt                        a value; from stage 3 it is in the next file instead
+    zero/optimizer_state.pt                  what the first rank's optimizer file holds besides: groups, loss scale
+    *_model_states.pt                        as in the checkpoint that was converted
+
+A parameter's files are opened when they are needed. A folder also has weights without optimizer state: frozen ones,
+buffers and tied weights under their other names, which the model files hold as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepspeed.checkpoint.catalog import Catalog, Group, Source
+from deepspeed.checkpoint.constants import PARAM, VOCAB_TENSOR
+from deepspeed.checkpoint.errors import CheckpointError, CheckpointNotFoundError
+from deepspeed.checkpoint.files.archive import Archive, open_archive
+from deepspeed.checkpoint.foreign.splits import Wanted
+from deepspeed.checkpoint.names import MODEL_SUFFIX, OPTIMIZER_STATE
+from deepspeed.checkpoint.shards import ShardIndex
+from deepspeed.checkpoint.state import MASTER
+
+FOLDER = "zero"
+"""Where the parameters' folders are."""
+COMMON = "optimizer_state.pt"
+STEP = "step"
+SUFFIX = ".pt"
+
+
+def is_universal(folder: Path) -> bool:
+    return (folder / FOLDER).is_dir()
+
+
+def has_only_parameters(folder: Path) -> bool:
+    """Whether ``folder`` has a universal checkpoint that was made of weights. One that has something of an optimizer
+    was not: without model files it is incomplete."""
+    rest = (folder / FOLDER / COMMON, *folder.glob(f"*{MODEL_SUFFIX}"))
+    return is_universal(folder) and not any(path.exists() for path in rest)
+
+
+class UniversalFiles:
+    """Adds a parameter's tensors to ``catalog`` when they are fetched. ``shapes``: of trained parameters, from the
+    model files, where tensor-parallel ranks saved those of their parts."""
+
+    def __init__(
+        self, catalog: Catalog, folder: Path, shapes: Mapping[str, tuple[int, ...]], wanted: Wanted | None
+    ) -> None:
+        self.catalog = catalog
+        self.folder = folder
+        self.shapes = shapes
+        self.wanted = wanted
+        self.kinds = _kinds(folder)
+        self.left = set(self.kinds)
+
+    def fetch(self, shards: Sequence[ShardIndex] | None, prefer: int = 0) -> None:
+        """Open the files of the parameters that ``shards`` name; of all for None."""
+        names = set(self.kinds) if shards is None else {shard.name for shard in shards}
+        for name in sorted(names & self.left):
+            self.left.discard(name)
+            whole = self.wanted.placements.get(name) if self.wanted is not None else None
+            held = _read_parameter(self.folder / name, self.kinds[name])
+            shape = whole.global_shape if whole is not None else None
+            _add_parameter(self.catalog, name, held, self.shapes.get(name), shape)
+
+    def check_complete(self) -> None:
+        """Every trained parameter has a folder with its master weights."""
+        lacking = [name for name in self.shapes if MASTER not in self.kinds.get(name, ())]
+        if lacking:
+            raise CheckpointNotFoundError(
+                f"{self.folder / lacking[0] / (MASTER + SUFFIX)} is missing ({len(lacking)} of {len(self.shapes)} "
+                "parameters are): the conversion was not finished, repeat it"
+            )
+
+    def rank_state(self, number: int) -> dict[str, Any] | None:
+        return None
+
+
+def add_universal(
+    catalog: Catalog,
+    groups: Sequence[Mapping[str, tuple[int, ...]]],
+    common: Mapping[str, Any],
+    wanted: Wanted | None,
+) -> None:
+    """Let ``catalog``, which has the content of the model files, find master weights and optimizer state in the
+    folder of parameters. ``groups``: shapes of trained parameters by optimizer group; ``common``: see
+    ``read_common``."""
+    folder = catalog.folder / FOLDER
+    shapes = {name: tuple(shape) for group in groups for name, shape in group.items()}
+    files = UniversalFiles(catalog, folder, shapes, wanted)
+    catalog.files = files
+    for name, kinds in files.kinds.items():
+        if name in shapes:
+            catalog.fragments[name] = {kind: [] for kind in kinds if kind != STEP}
+    _add_groups(catalog, common, [list(group) for group in groups])
+    catalog.has_optimizer = bool(catalog.fragments)
+    catalog.index = {
+        "trained": sorted(shapes),
+        "optimizer_order": [list(group.names) for group in catalog.groups],
+    }
+
+
+def open_parameter(folder: Path, name: str, whole: tuple[int, ...]) -> Catalog:
+    """The catalog of one parameter of shape ``whole``, whose files are in ``folder``."""
+    if not (folder / (MASTER + SUFFIX)).is_file():
+        raise CheckpointNotFoundError(f"{folder} holds no {MASTER}{SUFFIX}: it is not a parameter's folder")
+    catalog = Catalog(folder=folder, written_by="", zero_stage=0)
+    held = _read_parameter(folder, _kinds_of(folder))
+    _add_parameter(catalog, name, held, None, whole)
+    return catalog
+
+
+def _kinds(folder: Path) -> dict[str, list[str]]:
+    return {entry.name: _kinds_of(entry) for entry in sorted(folder.iterdir()) if entry.is_dir()}
+
+
+def _kinds_of(folder: Path) -> list[str]:
+    return sorted(entry.stem for entry in folder.iterdir() if entry.suffix == SUFFIX)
+
+
+def _read_parameter(folder: Path, kinds: Iterable[str]) -> dict[str, Archive]:
+    return {kind: open_archive(folder / f"{kind}{SUFFIX}") for kind in kinds}
+
+
+def _add_parameter(
+    catalog: Catalog,
+    name: str,
+    held: Mapping[str, Archive],
+    recorded: tuple[int, ...] | None,
+    wanted: tuple[int, ...] | None,
+) -> None:
+    """``recorded``: the shape in the model files; ``wanted``: in the model that loads, for vocabularies, which each
+    number of ranks pads to another size."""
+    for kind, archive in held.items():
+        content = archive.content
+        value = content[PARAM] if isinstance(content, dict) else content
+        if not isinstance(value, Tensor) or not (value.dim() or kind == MASTER):
+            catalog.fragments.get(name, {}).pop(kind, None)
+            catalog.values.setdefault(name, {})[kind] = value
+            continue
+        shape = _shape(archive, value, recorded, wanted)
+        catalog.fragments.setdefault(name, {}).setdefault(kind, [])
+        rows = value.shape[0] if value.dim() else 0
+        padded = isinstance(content, dict) and content.get(VOCAB_TENSOR) and wanted is not None
+        if padded and wanted is not None and wanted[1:] == shape[1:] and wanted[0] > rows:
+            _add_padded(catalog, name, kind, value, wanted, archive)
+        else:
+            index = ShardIndex(name, shape, (), 0, value.numel())
+            catalog.add_fragment(kind, Source(index, value.detach().reshape(-1), archive))
+
+
+def _shape(
+    archive: Archive, value: Tensor, recorded: tuple[int, ...] | None, wanted: tuple[int, ...] | None
+) -> tuple[int, ...]:
+    """What is saved as a flat tensor has the shape that the model files record, or that the model has."""
+    if isinstance(archive.content, dict):
+        return tuple(value.shape)
+    for shape in (recorded, wanted):
+        if shape is not None and prod(shape) == value.numel():
+            return shape
+    if recorded is not None or (wanted is not None and prod(wanted) != value.numel()):
+        raise CheckpointError(
+            f"{archive.path} holds {value.numel()} elements, not those of a tensor of shape {recorded or wanted}"
+        )
+    return tuple(value.shape)
+
+
+def _add_padded(
+    catalog: Catalog, name: str, kind: str, value: Tensor, whole: tuple[int, ...], archive: Archive
+) -> None:
+    """A vocabulary without its padding, and zeros for the padding of the model that loads."""
+    rest = tuple((0, size) for size in whole[1:])
+    rows = value.shape[0]
+    parts = (
+        (((0, rows), *rest), value.detach().reshape(-1), archive),
+        (
+            ((rows, whole[0]), *rest),
+            torch.zeros((whole[0] - rows) * prod(whole[1:]), dtype=value.dtype),
+            Archive(archive.path, {}, 0),
+        ),
+    )
+    for box, data, source in parts:
+        catalog.add_fragment(kind, Source(ShardIndex(name, whole, (box,), 0, data.numel()), data, source))
+
+
+# What parameters share --------------------------------------------------------------------------------------
+
+
+def read_common(folder: Path) -> dict[str, Any]:
+    """What the optimizer's files held besides the tensors of parameters; empty if nothing was kept."""
+    path = folder / FOLDER / COMMON
+    if not path.is_file():
+        return {}
+    content = open_archive(path).content
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} holds a {type(content).__name__}, not an optimizer's state")
+    return content
+
+
+def _add_groups(catalog: Catalog, common: Mapping[str, Any], names: Sequence[Sequence[str]]) -> None:
+    """Hyperparameters by group, and the step where it is not with the parameters."""
+    inner = common.get(OPTIMIZER_STATE) or {}
+    saved = common.get("param_groups") or inner.get("param_groups") or []
+    if len(saved) != len(names):
+        return  # only weights are known by name
+    catalog.groups = [
+        Group({key: value for key, value in group.items() if key != "params"}, tuple(members))
+        for group, members in zip(saved, names, strict=True)
+    ]
+    states = inner.get("state") or {}
+    for group, members in zip(saved, names, strict=True):
+        values = next((states[number] for number in group.get("params", ()) if number in states), {})
+        for kind, value in values.items():
+            if not isinstance(value, Tensor) or not value.dim():
+                for name in members:
+                    catalog.values.setdefault(name, {})[kind] = value

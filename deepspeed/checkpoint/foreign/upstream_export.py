@@ -1,0 +1,488 @@
+"""Checkpoints in the layout of release 0.19.8 of the documented system, from any checkpoint that can be read here.
+
+    python -m deepspeed.checkpoint.foreign.upstream_export CHECKPOINTS OUTPUT --zero_stage 2 --world_size 8
+
+That layout fits one ZeRO stage and one number of ranks, so both are chosen here; ``upstream_format`` describes it.
+Works only on files: no engine, no process group, and one tensor in memory at a time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepspeed.checkpoint import names
+from deepspeed.checkpoint.catalog import Catalog, Source
+from deepspeed.checkpoint.consolidate import resolve_folder
+from deepspeed.checkpoint.errors import CheckpointError
+from deepspeed.checkpoint.files.archive import LazyTensor, naming, write_archive
+from deepspeed.checkpoint.files.flush import wait_for_flushes
+from deepspeed.checkpoint.files.safe_types import DynamicLossScaler, FragmentAddress, LossScaler
+from deepspeed.checkpoint.files.writers import StagedFolder, write_latest
+from deepspeed.checkpoint.foreign.upstream_format import round_robin
+from deepspeed.checkpoint.foreign.upstream_settings import UpstreamSettings, with_attributes
+from deepspeed.checkpoint.load import TORCH_OPTIONS, Reader
+from deepspeed.checkpoint.reader import materialize, open_checkpoint
+from deepspeed.checkpoint.shards import ShardIndex
+from deepspeed.checkpoint.state import MASTER
+
+LAYOUT = "0.19.8"
+"""Written as ``ds_version``, which tells a reader how to read the files."""
+
+CLASS_NAMES = {
+    LossScaler: "deepspeed.compat.fp16.loss_scaler.LossScaler",
+    DynamicLossScaler: "deepspeed.compat.fp16.loss_scaler.DynamicLossScaler",
+    FragmentAddress: "deepspeed.zero.tensor_fragment.fragment_address",
+}
+"""That release's names for the classes of the plain objects in its files."""
+
+
+def export_checkpoint(
+    checkpoint_dir: str | os.PathLike[str],
+    output_dir: str | os.PathLike[str],
+    *,
+    tag: str | None = None,
+    zero_stage: int | None = None,
+    world_size: int | None = None,
+) -> Path:
+    """Write ``checkpoint_dir/tag`` to ``output_dir/tag`` so that release 0.19.8 resumes from it; returns that folder.
+
+    ``tag`` defaults to what ``latest`` names, ``zero_stage`` (0 to 3) and ``world_size`` (data-parallel ranks) to
+    those of the checkpoint. The engine that loads it must have that stage, that many ranks, the same precision and the
+    same optimizer groups. What the layout has no place for is dropped: random states, the position in the data, and
+    gradients of an unfinished accumulation. CheckpointError: the source is damaged, or its state cannot be expressed
+    in that layout.
+    """
+    folder = resolve_folder(Path(checkpoint_dir), tag)
+    catalog = open_checkpoint(folder)
+    tag = folder.name if tag is None else tag
+    stage = catalog.zero_stage if zero_stage is None else zero_stage
+    ranks = int(catalog.model_states["dp_world_size"]) if world_size is None else world_size
+    if stage not in range(4) or ranks < 1:
+        raise ValueError(f"zero_stage={stage}, world_size={ranks}: a stage from 0 to 3 and at least one rank")
+    staged = StagedFolder(Path(output_dir), tag.lstrip("."), alone=False)
+    if staged.final.resolve() == folder.resolve():
+        raise ValueError(f"{folder} would be overwritten by its own export: choose another output_dir")
+    files = UpstreamFiles(catalog, stage, ranks)
+    staged.prepare()
+    try:
+        files.write(staged.staging)
+    except Exception:
+        staged.discard()
+        raise
+    staged.commit()
+    write_latest(Path(output_dir), staged.tag, alone=False)
+    wait_for_flushes()
+    return staged.final
+
+
+class UpstreamFiles:
+    """The files of one exported checkpoint: their content refers to the source's fragments until they are written."""
+
+    def __init__(self, catalog: Catalog, stage: int, ranks: int) -> None:
+        self.catalog = catalog
+        self.stage = stage
+        self.ranks = ranks
+        self.reader = Reader(catalog)
+        self.settings = UpstreamSettings(catalog, stage)
+        self.groups = _ordered_groups(catalog)
+        self.trained = [name for group in self.groups for name in group]
+        self.shapes = {name: catalog.masters(name)[0].index.global_shape for name in self.trained}
+        held = {*catalog.buffer_names, *self.trained, *catalog.aliases}
+        self.frozen = [name for name in catalog.module_dtypes if name not in held]
+        self._check()
+
+    def _check(self) -> None:
+        if self.catalog.has_optimizer and self.trained:
+            return
+        if self.catalog.zero_stage == 0 and self.catalog.model_states.get("optimizer") is not None:
+            raise CheckpointError(
+                f"{self.catalog.folder} holds optimizer state by number, not by name: load it into an engine, save it, "
+                "and export that"
+            )
+        if self.stage:
+            raise CheckpointError(
+                f"{self.catalog.folder} holds no optimizer state: export it with zero_stage=0, which needs none"
+            )
+
+    def write(self, folder: Path) -> None:
+        for rank in range(self.ranks if self.stage else 0):
+            name = names.optim_file(rank, 0, bf16=self.settings.bf16)
+            state = self._partition(rank) if self.stage < 3 else self._even_parts(rank)
+            self._put(folder / name, {names.OPTIMIZER_STATE: state, **self._versions()})
+        self.write_model_files(folder)
+
+    def write_model_files(self, folder: Path) -> None:
+        if self.stage < 3:
+            self._put(folder / names.model_file(0), self._model_states(self._weights(), self._whole_frozen()))
+        for rank in range(self.ranks if self.stage == 3 else 0):
+            content = self._model_states(self._no_weights(), self._frozen_parts(rank), first=rank == 0)
+            self._put(folder / names.zero_model_file(rank, 0), content)
+
+    def _put(self, path: Path, content: dict[str, Any]) -> None:
+        with naming(path):
+            write_archive(path, content, class_names=CLASS_NAMES)
+
+    def _versions(self) -> dict[str, Any]:
+        return {names.DS_CONFIG: self.settings.raw, names.DS_VERSION: LAYOUT}
+
+    # Model files --------------------------------------------------------------------------------------------
+
+    def _model_states(
+        self,
+        module: OrderedDict[str, Any],
+        frozen: OrderedDict[str, LazyTensor] | None,
+        *,
+        first: bool = True,
+    ) -> dict[str, Any]:
+        saved, sharded = self.catalog.model_states, self.stage > 0
+        shapes = [
+            OrderedDict((n, torch.Size(self.shapes[n])) for n in self._laid_out(group))
+            for group in self.groups
+        ]
+        aliases = {alias: name for alias, name in self.catalog.aliases.items() if name in module}
+        return {
+            "module": module,
+            "buffer_names": [name for name in self.catalog.buffer_names if name in module],
+            "optimizer": None if sharded or not self.trained else self._whole_state(),
+            "param_shapes": shapes if sharded else None,
+            "frozen_param_shapes": frozen and OrderedDict((n, self._frozen_shape(n)) for n in frozen),
+            "shared_params": (aliases if first else {}) if sharded else None,
+            "frozen_param_fragments": frozen,
+            "lr_scheduler": materialize(saved.get("lr_scheduler")),
+            "data_sampler": None,
+            "random_ltd": None,
+            "skipped_steps": saved.get("skipped_steps", 0),
+            "global_steps": saved["global_steps"],
+            "global_samples": saved.get("global_samples", 0),
+            "dp_world_size": self.ranks,
+            "mp_world_size": 1,
+            "checkpoint_parallel_dimensions": {"pp_degree": 1, "tp_degree": 1},
+            **self._versions(),
+            **self.catalog.client_state,
+        }
+
+    def _weights(self) -> OrderedDict[str, Any]:
+        """The whole module in its own dtypes; tied tensors appear once."""
+        made: OrderedDict[str, Any] = OrderedDict()
+        for name, dtype in self.catalog.module_dtypes.items():
+            original = self.catalog.aliases.get(name, name)
+            made[name] = made[original] if original in made else self._tensor(original, dtype)
+        return OrderedDict(**made, **self.catalog.extra)
+
+    def _no_weights(self) -> OrderedDict[str, Any]:
+        """Buffers, and an empty tensor for each parameter: what stage 3 saves."""
+        made: OrderedDict[str, Any] = OrderedDict(
+            (
+                name,
+                self._tensor(name, dtype)
+                if name in self.catalog.buffer_names
+                else torch.empty(0, dtype=dtype),
+            )
+            for name, dtype in self.catalog.module_dtypes.items()
+        )
+        return OrderedDict(**made, **self.catalog.extra)
+
+    def _tensor(self, name: str, dtype: torch.dtype) -> LazyTensor:
+        sources = self.catalog.module.get(name) or self.catalog.masters(name)
+        shape = sources[0].index.global_shape
+        return LazyTensor(shape, dtype, lambda: [self._read(name, sources, 0, prod(shape), dtype)])
+
+    def _whole_frozen(self) -> OrderedDict[str, LazyTensor] | None:
+        if self.stage < 2:
+            return None
+        return OrderedDict(
+            (name, self._tensor(name, self.catalog.module_dtypes[name])) for name in self.frozen
+        )
+
+    def _frozen_parts(self, rank: int) -> OrderedDict[str, LazyTensor]:
+        parts: OrderedDict[str, LazyTensor] = OrderedDict()
+        for name in self.frozen:
+            sources = self.catalog.module[name]
+            parts[name] = _joined([self._even_part(name, sources, rank)], sources[0].data.dtype)
+        return parts
+
+    def _frozen_shape(self, name: str) -> torch.Size:
+        return torch.Size(self.catalog.module[name][0].index.global_shape)
+
+    # Optimizer state: common to all stages --------------------------------------------------------------------
+
+    def kinds(self, group: Sequence[str]) -> dict[str, torch.dtype]:
+        """Kinds of per-element state that any of the parameters has, with their dtypes."""
+        found: dict[str, torch.dtype] = {}
+        for name in group:
+            for kind, sources in self.catalog.fragments.get(name, {}).items():
+                if kind != MASTER and sources:
+                    found.setdefault(kind, sources[0].data.dtype)
+        return found
+
+    def values(self, group: Sequence[str]) -> dict[str, Any]:
+        """State that is not per element; parameters laid end to end share one value of each, the latest step."""
+        found: dict[str, Any] = {}
+        for name in group:
+            for kind, value in self.catalog.values.get(name, {}).items():
+                if isinstance(value, Tensor) and value.numel() != 1:
+                    raise CheckpointError(
+                        f"{kind} of {name} is neither one value nor one per element: the layout of {LAYOUT} has no "
+                        "place for it"
+                    )
+                value = value.clone().view(()) if isinstance(value, Tensor) else value
+                found[kind] = value if kind not in found else max(found[kind], value)
+        return found
+
+    def param_groups(self, numbers: Sequence[Sequence[int]]) -> list[dict[str, Any]]:
+        made: list[dict[str, Any]] = []
+        for options, members in zip(self.catalog.groups, numbers, strict=True):
+            own = materialize(options.options)
+            missing = {key: value for key, value in TORCH_OPTIONS.items() if key not in own}
+            made.append({**own, **missing, "params": list(members)})
+        return made
+
+    def scaler_entries(self) -> dict[str, Any]:
+        scaler = self.settings.loss_scaler(self.catalog)
+        return {"loss_scaler": scaler, "dynamic_loss_scale": vars(scaler)["dynamic"], "overflow": False}
+
+    def _read(self, name: str, sources: list[Source], start: int, stop: int, dtype: torch.dtype) -> Tensor:
+        """[stop - start] elements of a tensor; zeros where it has no such state yet."""
+        values = (
+            torch.zeros(stop - start, dtype=dtype) if not sources else torch.empty(stop - start, dtype=dtype)
+        )
+        if sources:
+            target = ShardIndex(name, sources[0].index.global_shape, (), start, stop)
+            self.reader.fill(target, values, sources, name)
+        return values
+
+    # Stages 1 and 2: a group's tensors end to end, split evenly ---------------------------------------------------
+
+    def _laid_out(self, group: Sequence[str]) -> list[str]:
+        """The order of a group's parameters in its flat tensor."""
+        if self.settings.round_robin:
+            return round_robin(group, self.ranks)
+        return list(group)
+
+    def _partition(self, rank: int) -> dict[str, Any]:
+        """One rank's part of every group. Moments include the padding at the end, masters do not; but that release's
+        bf16 optimizer, which it uses where gradients accumulate in fp32, includes it in both and records less (not
+        even the stage, which is why its own zero_to_fp32 refuses the files: here it is recorded).
+        """
+        state: dict[int, dict[str, Any]] = {}
+        masters: list[LazyTensor] = []
+        paddings: list[int] = []
+        slices: list[OrderedDict[str, FragmentAddress]] = []
+        for number, group in enumerate(self.groups):
+            order = self._laid_out(group)
+            total = sum(prod(self.shapes[name]) for name in group)
+            per_rank = _rounded(total, 2 * self.ranks) // self.ranks
+            start = rank * per_rank
+            stop = min(start + per_rank, total)
+            paddings.append(per_rank - max(0, stop - start))
+            masters.append(
+                self._flat(MASTER, order, start, stop, paddings[-1] if self.settings.bf16_optimizer else 0)
+            )
+            state[number] = self.values(group) | {
+                kind: self._flat(kind, order, start, stop, paddings[-1]) for kind in self.kinds(group)
+            }
+            slices.append(
+                OrderedDict(
+                    (name, with_attributes(FragmentAddress(), numel=high - low, start=position - start + low))
+                    for name, position, low, high in self._within(group, start, stop)
+                )
+            )
+        numbers = [[number] for number in range(len(self.groups))]
+        stepped = {number: entries for number, entries in state.items() if entries}
+        general = not self.settings.bf16_optimizer
+        return {
+            **(self.scaler_entries() if general else {}),
+            "clip_grad": self.settings.clipping,
+            "base_optimizer_state": {"state": stepped, "param_groups": self.param_groups(numbers)},
+            "single_partition_of_fp32_groups": masters,
+            "zero_stage": self.stage,
+            "group_paddings": paddings,
+            **({"param_alignment_paddings": [[0] * len(group) for group in self.groups]} if general else {}),
+            "partition_count": [self.ranks] * len(self.groups),
+            names.DS_VERSION: LAYOUT,
+            "param_slice_mappings": slices,
+        }
+
+    def _within(self, order: Sequence[str], start: int, stop: int) -> Iterator[tuple[str, int, int, int]]:
+        """``(name, position, low, high)``: [low, high) of each parameter that is within [start, stop) of the group."""
+        position = 0
+        for name in order:
+            numel = prod(self.shapes[name])
+            low, high = max(start - position, 0), min(stop - position, numel)
+            if low < high:
+                yield name, position, low, high
+            position += numel
+
+    def _flat(self, kind: str, order: Sequence[str], start: int, stop: int, padding: int) -> LazyTensor:
+        pieces = list(self._within(order, start, stop))
+        dtype = self._dtype(kind, order)
+
+        def parts() -> Iterator[Tensor]:
+            for name, _, low, high in pieces:
+                yield self._read(name, self._sources(kind, name), low, high, dtype)
+            yield torch.zeros(padding, dtype=dtype)
+
+        return LazyTensor((max(0, stop - start) + padding,), dtype, parts)
+
+    def _sources(self, kind: str, name: str) -> list[Source]:
+        return (
+            self.catalog.masters(name)
+            if kind == MASTER
+            else self.catalog.fragments.get(name, {}).get(kind, [])
+        )
+
+    def _dtype(self, kind: str, group: Sequence[str]) -> torch.dtype:
+        return next((s[0].data.dtype for name in group if (s := self._sources(kind, name))), torch.float32)
+
+    # Stage 3: each tensor split evenly, a rank's parts end to end -----------------------------------------------
+
+    def _even_parts(self, rank: int) -> dict[str, Any]:
+        state: dict[int, dict[str, Any]] = {}
+        masters: list[LazyTensor] = []
+        numbers: list[list[int]] = []
+        for group in self.groups:
+            numbers.append([])
+            for members in self._sub_groups(group):
+                number = len(masters)
+                numbers[-1].append(number)
+                masters.append(self._joined_parts(MASTER, members, rank))
+                state[number] = self.values(members) | {
+                    kind: self._joined_parts(kind, members, rank) for kind in self.kinds(members)
+                }
+        stepped = {number: entries for number, entries in state.items() if entries}
+        return {
+            "zero_stage": self.stage,
+            **self.scaler_entries(),
+            "partition_count": self.ranks,
+            names.OPTIMIZER_STATE: {"state": stepped, "param_groups": self.param_groups(numbers)},
+            "fp32_flat_groups": masters,
+        }
+
+    def _sub_groups(self, group: Sequence[str]) -> Iterator[list[str]]:
+        """Consecutive parameters; a sub-group is closed as soon as a rank's parts reach the size."""
+        members: list[str] = []
+        numel = 0
+        for name in group:
+            members.append(name)
+            numel += _rounded(prod(self.shapes[name]), self.ranks) // self.ranks
+            if numel >= self.settings.sub_group_numel:
+                yield members
+                members, numel = [], 0
+        if members:
+            yield members
+
+    def _joined_parts(self, kind: str, members: Sequence[str], rank: int) -> LazyTensor:
+        dtype = self._dtype(kind, members)
+        return _joined(
+            [self._even_part(name, self._sources(kind, name), rank, dtype) for name in members], dtype
+        )
+
+    def _even_part(
+        self, name: str, sources: list[Source], rank: int, dtype: torch.dtype | None = None
+    ) -> LazyTensor:
+        """One rank's part of one tensor, with padding."""
+        shape = sources[0].index.global_shape if sources else self.shapes[name]
+        kept = dtype or sources[0].data.dtype
+        numel = _rounded(prod(shape), self.ranks) // self.ranks
+        start, stop = (min(edge * numel, prod(shape)) for edge in (rank, rank + 1))
+
+        def parts() -> Iterator[Tensor]:
+            yield self._read(name, sources, start, stop, kept)
+            yield torch.zeros(numel - (stop - start), dtype=kept)
+
+        return LazyTensor((numel,), kept, parts)
+
+    # Stage 0: whole tensors by number ---------------------------------------------------------------------------
+
+    def _whole_state(self) -> dict[str, Any]:
+        """A torch optimizer's state dict; next to it the masters, where the weights are 16-bit."""
+        sixteen = self.settings.bf16 or self.settings.fp16
+        groups = [[n for n in group if prod(self.shapes[n]) or not sixteen] for group in self.groups]
+        numbers: list[list[int]] = []
+        state: dict[int, dict[str, Any]] = {}
+        for group in groups:
+            first = sum(map(len, numbers))
+            numbers.append(list(range(first, first + len(group))))
+            for number, name in zip(numbers[-1], group, strict=True):
+                own = self.values([name]) | {kind: self._whole(kind, name) for kind in self.kinds([name])}
+                if own:
+                    state[number] = own
+        inner = {"state": state, "param_groups": self.param_groups(numbers)}
+        if not sixteen:
+            return inner
+        scaler = vars(self.settings.loss_scaler(self.catalog))
+        kept = ("cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window")
+        return {
+            "dynamic_loss_scale": scaler["dynamic"],
+            "cur_iter": int(self.catalog.model_states["global_steps"]),
+            **{key: scaler[key] for key in kept if key in scaler},
+            names.OPTIMIZER_STATE: inner,
+            "fp32_groups": [[self._whole(MASTER, name) for name in group] for group in groups],
+        }
+
+    def _whole(self, kind: str, name: str) -> LazyTensor:
+        shape, sources, dtype = self.shapes[name], self._sources(kind, name), self._dtype(kind, [name])
+        return LazyTensor(shape, dtype, lambda: [self._read(name, sources, 0, prod(shape), dtype)])
+
+
+def _ordered_groups(catalog: Catalog) -> list[list[str]]:
+    """Names of trained parameters by optimizer group, in the order of the optimizer that saved them."""
+    order: Sequence[Sequence[str]] = catalog.index.get("optimizer_order") or [[] for _ in catalog.groups]
+    made: list[list[str]] = []
+    for group, wanted in zip(catalog.groups, order, strict=True):
+        first = [name for name in dict.fromkeys(wanted) if name in group.names]
+        made.append([*first, *(name for name in group.names if name not in first)])
+    return made
+
+
+def _joined(tensors: Sequence[LazyTensor], dtype: torch.dtype) -> LazyTensor:
+    """1-D tensors end to end."""
+    numel = sum(prod(tensor.shape) for tensor in tensors)
+    return LazyTensor((numel,), dtype, lambda: (part for tensor in tensors for part in tensor.parts()))
+
+
+def _rounded(numel: int, multiple: int) -> int:
+    return -(-numel // multiple) * multiple
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=f"Write a checkpoint in the layout of release {LAYOUT}.")
+    parser.add_argument("checkpoint_dir", help="folder of checkpoints")
+    parser.add_argument("output_dir", help="folder for the exported checkpoint")
+    parser.add_argument(
+        "-t", "--tag", default=None, help="checkpoint to export (default: the one that 'latest' names)"
+    )
+    parser.add_argument(
+        "--zero_stage", type=int, default=None, help="0 to 3 (default: the checkpoint's stage)"
+    )
+    parser.add_argument(
+        "--world_size",
+        type=int,
+        default=None,
+        help="number of data-parallel ranks (default: the checkpoint's)",
+    )
+    args = parser.parse_args()
+    try:
+        folder = export_checkpoint(
+            args.checkpoint_dir,
+            args.output_dir,
+            tag=args.tag,
+            zero_stage=args.zero_stage,
+            world_size=args.world_size,
+        )
+    except ValueError as error:
+        parser.exit(1, f"upstream_export: {error}\n")
+    print(f"exported to {folder}")
+
+
+if __name__ == "__main__":
+    main()

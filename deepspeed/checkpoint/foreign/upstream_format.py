@@ -1,0 +1,489 @@
+"""Checkpoints as release 0.19 of the documented system writes them: their flat partitions as named fragments.
+
+Stages 1 and 2: every optimizer group is one flat tensor, partitioned evenly across ranks; ``param_shapes``
+gives the order. Stage 3: every parameter is padded and partitioned evenly, and a rank's parts are laid end to end.
+Stage 0: whole tensors by number, in the order of the optimizer that saved them.
+Of tensor-parallel ranks each has files like these of its own, with its parts for whole tensors (``splits``).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from deepspeed.checkpoint.catalog import Catalog, Group, Source
+from deepspeed.checkpoint.errors import CheckpointError, CheckpointNotFoundError
+from deepspeed.checkpoint.files.archive import Archive
+from deepspeed.checkpoint.foreign.splits import Shape, Wanted
+from deepspeed.checkpoint.foreign.universal_format import add_universal, is_universal, read_common
+from deepspeed.checkpoint.foreign.upstream_experts import KEYS, SavedExperts
+from deepspeed.checkpoint.foreign.upstream_parts import (
+    Part,
+    Read,
+    check_all_parts,
+    parallel_sizes,
+    placed_parts,
+    split_parts,
+)
+from deepspeed.checkpoint.foreign.upstream_pipeline import (
+    layer_files,
+    layer_weights,
+    stage_contents,
+    stage_shapes,
+)
+from deepspeed.checkpoint.names import (
+    DS_CONFIG,
+    DS_VERSION,
+    OPTIMIZER_STATE,
+    RESERVED_KEYS,
+    model_ranks,
+    optim_ranks,
+)
+from deepspeed.checkpoint.shards import ShardIndex
+from deepspeed.checkpoint.state import MASTER
+
+Order = Sequence[Sequence[str]]
+"""Names of parameters by optimizer group, in the order in which the optimizer holds them."""
+
+
+def open_upstream(
+    folder: Path,
+    models: list[Path],
+    optims: list[Path],
+    first: dict[str, Any],
+    read: Read,
+    order: Order | None,
+    wanted: Wanted | None = None,
+) -> Catalog:
+    """``optims`` is empty if only weights are wanted; ``order`` is needed for the optimizer state of stage 0,
+    ``wanted`` for the parts of tensor-parallel ranks that do not say how they belong together."""
+    catalog = Catalog(
+        folder=folder,
+        written_by=str(first[DS_VERSION]),
+        zero_stage=0,
+        aliases=dict(first.get("shared_params") or {}),
+        model_states={key: value for key, value in first.items() if key in RESERVED_KEYS and key != "module"},
+        client_state={k: value for k, value in first.items() if k not in RESERVED_KEYS and k not in KEYS},
+    )
+    if is_universal(folder):
+        _add_universal(catalog, models, first, read, wanted)
+        return catalog
+    if models[0].name.startswith("zero_"):
+        catalog.zero_stage = 3
+        for shards in _stage3_shards(catalog, models, first, read, wanted):
+            _add_stage3_weights(catalog, shards)
+            own = [path for path in optims if (optim_ranks(path.name) or (0, 0))[1] == shards.rank]
+            _add_stage3(catalog, shards, _complete(folder, own, len(shards.contents)), read)
+    elif parallel_sizes(first)[0] > 1:
+        if optims or order is not None:
+            _add_pipeline(catalog, optims, first, read, wanted)
+        else:
+            _add_layers(catalog, layer_files(folder, read), {})
+    else:
+        _add_unsharded(catalog, models, optims, first, read, order, wanted)
+    if catalog.fragments:
+        catalog.index = {"trained": sorted(catalog.fragments), "optimizer_order": _optimizer_order(catalog)}
+        catalog.has_optimizer = True
+    return catalog
+
+
+def _add_unsharded(
+    catalog: Catalog,
+    models: list[Path],
+    optims: list[Path],
+    first: dict[str, Any],
+    read: Read,
+    order: Order | None,
+    wanted: Wanted | None,
+) -> None:
+    """Stages 0 to 2 without a pipeline, experts included."""
+    parts = split_parts(catalog, models, first, read, wanted)
+    experts = SavedExperts.find(catalog.folder, first, first.get(DS_CONFIG) or {}, read)
+    for part in parts:
+        _add_module(catalog, part)
+    for path, weights in experts.files.items():
+        _add_module(catalog, Part(path, {"module": weights}, {}))
+    for part in parts:
+        if optims:
+            rank = (model_ranks(part.path.name) or (0, 0))[1]
+            own = [path for path in optims if (optim_ranks(path.name) or (0, 0))[1] == rank]
+            _add_partitions(catalog, part, own, read, experts)
+        elif experts.files and order is not None:
+            for share, path in enumerate(experts.optimizers):
+                held = Part(path, {"module": part.content["module"], **read(path)}, {}, share == 0)
+                _add_whole(catalog, held, experts.order(order, share))
+        elif part.content.get("optimizer") is not None:
+            _add_whole(catalog, part, order)
+    shapes = parts[0].content.get("param_shapes") if optims else None
+    _check_covered(catalog, {name: shape for group in shapes or () for name, shape in group.items()})
+
+
+def _add_pipeline(
+    catalog: Catalog, optims: list[Path], first: dict[str, Any], read: Read, wanted: Wanted | None
+) -> None:
+    """All stages; of a tied weight the first stage's copy."""
+    layers = layer_files(catalog.folder, read)
+    known = {
+        name: placement.global_shape for name, placement in (wanted.placements if wanted else {}).items()
+    }
+    for number, content in layers.values():
+        known |= {f"{number}.{key}": tuple(v.shape) for key, v in content.items() if isinstance(v, Tensor)}
+    trained: dict[str, Shape] = {}
+    groups: list[list[str]] = []
+    for stage, (path, content) in enumerate(stage_contents(catalog.folder, first, read).items()):
+        own = [optim for optim in optims if (optim_ranks(optim.name) or (0, 0))[1] == stage]
+        shapes = stage_shapes(path, content, [read(optim)[OPTIMIZER_STATE] for optim in own], known)
+        lost = [name for group in shapes for name in group if name not in known]
+        if lost and wanted is None and content.get("param_shapes") is None:
+            raise CheckpointError(
+                f"no file in {catalog.folder} holds the shape of {lost[0]}: load it into an engine, and save it again"
+            )
+        part = Part(path, {**content, "param_shapes": shapes}, dict.fromkeys(trained))
+        _add_partitions(catalog, part, own, read, SavedExperts())
+        groups = groups or [[] for _ in shapes]
+        for names, group in zip(groups, shapes, strict=True):
+            names += [name for name in group if name not in trained]
+        trained |= {name: shape for group in shapes for name, shape in group.items()}
+    catalog.groups = [
+        Group(group.options, tuple(names)) for group, names in zip(catalog.groups, groups, strict=True)
+    ]
+    _add_layers(catalog, layers, trained)
+    _check_covered(catalog, trained)
+
+
+def _add_layers(
+    catalog: Catalog, layers: Mapping[Path, tuple[str, dict[str, Any]]], trained: Mapping[str, Shape]
+) -> None:
+    for path, (number, content) in layers.items():
+        _add_module(catalog, Part(path, {"module": layer_weights(number, content, trained)}, {}))
+    for name in trained:
+        catalog.module.setdefault(name, [])  # of tied weights only masters may exist
+
+
+def _add_module(catalog: Catalog, part: Part, whole: Callable[[str], bool] = lambda name: True) -> None:
+    """Tensors of the module's state dict that are ``whole`` in this file."""
+    for name, value in part.content["module"].items():
+        if not isinstance(value, Tensor):
+            catalog.extra.setdefault(name, value)
+            continue
+        catalog.module_dtypes.setdefault(name, value.dtype)
+        index = part.index(name, tuple(value.shape)) if whole(name) else None
+        if index is not None:
+            catalog.add_module(Source(index, value.detach().reshape(-1), _unhashed(part.path)))
+
+
+# Universal checkpoints: whole tensors by name -----------------------------------------------------------------
+
+
+def _add_universal(
+    catalog: Catalog, models: list[Path], first: dict[str, Any], read: Read, wanted: Wanted | None
+) -> None:
+    """Trained parameters from their folders; frozen ones and buffers from the model files."""
+    groups: Sequence[Mapping[str, Any]] = first.get("param_shapes") or []
+    trained = {name for group in groups for name in group}
+    if models[0].name.startswith("zero_"):
+        catalog.zero_stage = 3
+        for shards in _stage3_shards(catalog, models, first, read, wanted):
+            _add_stage3_weights(catalog, shards)
+    else:
+        for part in split_parts(catalog, models, first, read, wanted, trained):
+            _add_module(catalog, part, lambda name: name not in trained)
+    for name in trained:
+        catalog.module.setdefault(name, [])
+    common = read_common(catalog.folder)
+    catalog.scalars = _scalars(common.get("loss_scaler"))
+    add_universal(catalog, groups, common, wanted)
+
+
+# Stages 1 and 2 --------------------------------------------------------------------------------------------
+
+
+def _add_partitions(
+    catalog: Catalog, part: Part, optims: list[Path], read: Read, experts: SavedExperts
+) -> None:
+    states = {path: read(path)[OPTIMIZER_STATE] for path in optims}
+    count = max(_as_list(next(iter(states.values()))["partition_count"]))
+    files = _complete(catalog.folder, optims, count)
+    catalog.zero_stage = int(states[files[0]].get("zero_stage", 1))  # its bf16 optimizer does not record it
+    shapes: list[Mapping[str, Any]] = part.content["param_shapes"]
+    names: list[list[str]] = []
+    for number, first in enumerate(shapes):
+        names.append([])
+        for group, members in experts.shares(first, files):
+            names[-1] += group
+            start = 0
+            for path in members:
+                start += _add_group_part(catalog, part, number, group, start, states[path], path)
+    if catalog.groups:
+        return  # those of another tensor-parallel rank, which are equal
+    _add_groups(catalog, states[files[0]]["base_optimizer_state"]["param_groups"], names)
+    catalog.scalars = _scalars(states[files[0]].get("loss_scaler"))
+
+
+def _add_group_part(
+    catalog: Catalog,
+    part: Part,
+    number: int,
+    shapes: Mapping[str, Any],
+    start: int,
+    state: Mapping[str, Any],
+    path: Path,
+) -> int:
+    """One rank's part of one group, which begins at ``start`` in the group's flat tensor; returns its length.
+
+    The order in the flat tensor is that of ``shapes``; each parameter may be followed by padding. (The file
+    also has ``param_slice_mappings``, whose names are wrong with ``round_robin_gradients``.)
+    """
+    base = state["base_optimizer_state"]
+    if not isinstance(base, dict):
+        raise CheckpointError(
+            f"{path} holds an elastic optimizer state (elastic_checkpoint), which cannot be read"
+        )
+    masters = state["single_partition_of_fp32_groups"][number]
+    flat = {MASTER: masters, **base["state"].get(number, {})}
+    paddings = (state.get("param_alignment_paddings") or {number: [0] * len(shapes)})[number]
+    position = 0
+    for (name, shape), padding in zip(shapes.items(), paddings, strict=True):
+        numel = prod(shape)
+        low, high = max(position, start), min(position + numel, start + masters.numel())
+        if low < high:
+            index = part.index(name, tuple(shape), low - position, high - position)
+            if index is not None:
+                _add_slices(catalog, index, flat, low - start, path)
+        position += numel + padding
+    return masters.numel() + int(state["group_paddings"][number])
+
+
+def _check_covered(catalog: Catalog, shapes: Mapping[str, Any]) -> None:
+    """That all of each tensor was found; ``shapes``: of trained parameters on the first rank."""
+    for name in {**catalog.fragments, **shapes}:
+        sources = catalog.fragments.get(name, {}).get(MASTER, [])
+        held = sum(source.index.numel for source in sources)
+        numel = prod(sources[0].index.global_shape if sources else shapes.get(name, ()))
+        # of matrices that are fused in an unknown way, one rank's part is all that it needs
+        alone = len({source.index.boxes for source in sources}) == 1 and bool(sources[0].index.boxes)
+        if held != numel and not alone:
+            raise CheckpointError(f"{catalog.folder} is incomplete: {name} has {held} of {numel} elements")
+
+
+def _add_slices(catalog: Catalog, index: ShardIndex, flat: Mapping[str, Any], start: int, path: Path) -> None:
+    """What the flat tensors of one partition hold of one parameter, beginning at ``start``."""
+    for kind, value in flat.items():
+        if isinstance(value, Tensor) and value.dim() == 1:
+            catalog.add_fragment(kind, Source(index, value[start : start + index.numel], _unhashed(path)))
+        elif value is not None:
+            catalog.values.setdefault(index.name, {})[kind] = value
+
+
+def round_robin(names: Sequence[Any], ranks: int) -> list[Any]:
+    """``round_robin_gradients``' order of a group at stage 2: every ``ranks``-th parameter from the first, then every
+    ``ranks``-th from the second, and so on."""
+    return [name for first in range(ranks) for name in names[first::ranks]]
+
+
+def _optimizer_order(catalog: Catalog) -> list[list[str]]:
+    """Names by group in the order of the client's optimizer, where the files have another order."""
+    config = (catalog.model_states.get(DS_CONFIG) or {}).get("zero_optimization") or {}
+    if catalog.zero_stage != 2 or not config.get("round_robin_gradients"):
+        return [list(group.names) for group in catalog.groups]
+    ranks = int(catalog.model_states["dp_world_size"])
+    places = [round_robin(range(len(group.names)), ranks) for group in catalog.groups]
+    return [
+        [name for _, name in sorted(zip(order, group.names, strict=True))]
+        for order, group in zip(places, catalog.groups, strict=True)
+    ]
+
+
+# Stage 3 ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Shards:
+    """Model files of one tensor-parallel rank, in the order of its data-parallel ranks."""
+
+    rank: int
+    part: Part
+    contents: Mapping[Path, Mapping[str, Any]]
+
+    def even(self, name: str, shape: Shape, number: int) -> ShardIndex | None:
+        """The elements of a parameter that data-parallel rank ``number`` holds; None: another rank's copy is read."""
+        size = prod(shape)
+        length = -(-size // len(self.contents))
+        return self.part.index(name, shape, min(number * length, size), min((number + 1) * length, size))
+
+
+def _stage3_shards(
+    catalog: Catalog, models: list[Path], first: dict[str, Any], read: Read, wanted: Wanted | None
+) -> list[_Shards]:
+    _, ranks = parallel_sizes(first)
+    by_rank: dict[int, dict[Path, dict[str, Any]]] = {}
+    for path in models:
+        rank = (model_ranks(path.name) or (0, 0))[1]
+        by_rank.setdefault(rank, {})[path] = first if path == models[0] else read(path)
+    check_all_parts(catalog, by_rank, ranks)
+    heads = dict(next(iter(by_rank[rank].items())) for rank in range(ranks))
+    if ranks == 1:
+        parts = [Part(path, content, {}) for path, content in heads.items()]
+    else:
+        parts = placed_parts(heads, [_stage3_shapes(content) for content in heads.values()], first, wanted)
+    return [_Shards(rank, part, by_rank[rank]) for rank, part in enumerate(parts)]
+
+
+def _stage3_shapes(content: Mapping[str, Any]) -> dict[str, Shape]:
+    """Of the parameters that one tensor-parallel rank's data-parallel ranks partition."""
+    groups = [*content["param_shapes"], content.get("frozen_param_shapes") or {}]
+    return {name: tuple(shape) for group in groups for name, shape in group.items()}
+
+
+def _add_stage3_weights(catalog: Catalog, shards: _Shards) -> None:
+    """Buffers, and the parts of frozen weights."""
+    for number, (path, content) in enumerate(shards.contents.items()):
+        if number == 0:
+            _add_module(catalog, shards.part, set(content["buffer_names"]).__contains__)
+        shapes = content.get("frozen_param_shapes") or {}
+        for name, part in (content.get("frozen_param_fragments") or {}).items():
+            index = shards.even(name, tuple(shapes[name]), number)
+            if index is not None:
+                catalog.add_module(Source(index, part.reshape(-1)[: index.numel], _unhashed(path)))
+
+
+def _add_stage3(catalog: Catalog, shards: _Shards, optims: list[Path], read: Read) -> None:
+    groups = [list(group.items()) for group in shards.part.content["param_shapes"]]
+    for number, path in enumerate(optims):
+        state = read(path)[OPTIMIZER_STATE]
+        inner = state[OPTIMIZER_STATE]
+        params = (item for group in groups for item in group)
+        for place, masters in enumerate(state["fp32_flat_groups"]):
+            flat = {MASTER: masters, **inner["state"].get(place, {})}
+            _walk_stage3(catalog, shards, params, flat, masters.numel(), number, path)
+        if not catalog.groups:
+            _add_groups(catalog, inner["param_groups"], [[name for name, _ in group] for group in groups])
+            catalog.scalars = _scalars(state.get("loss_scaler"))
+
+
+def _walk_stage3(
+    catalog: Catalog,
+    shards: _Shards,
+    params: Iterator[tuple[str, Any]],
+    flat: Mapping[str, Any],
+    numel: int,
+    number: int,
+    path: Path,
+) -> None:
+    """Take parameters from ``params`` until their parts, those of data-parallel rank ``number``, fill a sub-group of
+    ``numel`` elements."""
+    position = 0
+    while position < numel:
+        name, shape = next(params)
+        index = shards.even(name, tuple(shape), number)
+        if index is not None:
+            _add_slices(catalog, index, flat, position, path)
+        position += -(-prod(shape) // len(shards.contents))
+
+
+# Stage 0 ---------------------------------------------------------------------------------------------------
+
+
+def _add_whole(catalog: Catalog, part: Part, order: Order | None) -> None:
+    """A torch optimizer's state dict by number, with fp32 masters next to it where the weights are 16-bit."""
+    optimizer, path, module = part.content["optimizer"], part.path, part.content["module"]
+    inner = optimizer.get(OPTIMIZER_STATE, optimizer)
+    numbers: list[list[int]] = [list(group["params"]) for group in inner["param_groups"]]
+    masters: Sequence[Any] = optimizer.get("fp32_groups") or optimizer.get("fp32_groups_flat") or []
+    if order is None:
+        return  # only weights are wanted, and the model file has those
+    if "fp32_groups_flat" in optimizer:
+        raise CheckpointError(
+            f"{path} holds flat fp32 groups of a fused fp16 optimizer at stage 0: save it at stage 1"
+        )
+    names = [_named(group, numbers, catalog, path) for group, numbers in zip(order, numbers, strict=False)]
+    if len(names) != len(numbers):
+        raise CheckpointError(
+            f"{path} has {len(numbers)} parameter groups, but the optimizer has {len(order)}"
+        )
+    for number, group in enumerate(names):
+        for position, name in enumerate(group):
+            held = module.get(catalog.aliases.get(name, name))
+            if held is not None:
+                shape = tuple(held.shape)
+                index = part.index(name, shape)
+            else:  # an expert, whose weights are in a file of their own
+                saved = catalog.module[name][0]
+                held, shape, index = saved.data, saved.index.global_shape, saved.index
+            if index is None:
+                continue
+            state = dict(inner["state"].get(numbers[number][position], {}))
+            state[MASTER] = masters[number][position] if masters else held
+            for kind, value in state.items():
+                if isinstance(value, Tensor) and (value.dim() or not shape) and value.numel() == index.numel:
+                    catalog.add_fragment(kind, Source(index, value.detach().reshape(-1), _unhashed(path)))
+                elif value is not None:
+                    catalog.values.setdefault(name, {})[kind] = value
+    if not catalog.groups:
+        _add_groups(catalog, inner["param_groups"], names)
+        catalog.scalars = _scalars(optimizer)
+
+
+def _named(group: Sequence[str], numbers: list[int], catalog: Catalog, path: Path) -> list[str]:
+    """Names for the numbers of one group: the same order, without the empty tensors that 16-bit optimizers
+    drop."""
+    names = [name for name in group if catalog.find([name])]
+    if len(names) != len(numbers):
+        names = [name for name in names if catalog.module[name][0].index.numel]
+    if len(names) != len(numbers):
+        raise CheckpointError(
+            f"{path} has a parameter group of {len(numbers)}, but the optimizer's has {len(group)}"
+        )
+    return names
+
+
+# Shared by all stages --------------------------------------------------------------------------------------
+
+
+@functools.lru_cache(1024)
+def _unhashed(path: Path) -> Archive:
+    """That release writes no hashes."""
+    return Archive(path, {}, 0)
+
+
+def _add_groups(catalog: Catalog, saved: Sequence[Mapping[str, Any]], names: Sequence[Sequence[str]]) -> None:
+    catalog.groups = [
+        Group({key: value for key, value in group.items() if key != "params"}, tuple(members))
+        for group, members in zip(saved, names, strict=True)
+    ]
+
+
+def _scalars(scaler: Any) -> dict[str, Any]:
+    """The loss scale from the pickled scaler's attributes, or from the keys that stage 0 has instead."""
+    saved = vars(scaler) if hasattr(scaler, "__dict__") else dict(scaler or {})
+    if "cur_scale" not in saved:
+        return {}
+    good_steps = int(saved.get("cur_iter", 0)) - int(saved.get("last_overflow_iter", -1)) - 1
+    state: dict[str, Any] = {"scale": float(saved["cur_scale"]), "good_steps": max(good_steps, 0)}
+    if "cur_hysteresis" in saved:
+        state["tolerance_left"] = int(saved["cur_hysteresis"])
+    return {
+        "loss_scaler": state,
+        "dynamic": bool(saved.get("dynamic", saved.get("dynamic_loss_scale", False))),
+    }
+
+
+def _complete(folder: Path, optims: list[Path], count: int) -> list[Path]:
+    """The files of ranks 0 to ``count - 1``, in that order; those of a larger earlier run are left out."""
+    by_rank = {(optim_ranks(path.name) or (0, 0))[0]: path for path in optims}
+    missing = [rank for rank in range(count) if rank not in by_rank]
+    if missing and optims:
+        raise CheckpointNotFoundError(
+            f"{folder} lacks the optimizer file of rank {missing[0]} ({len(missing)} of {count} are missing)"
+        )
+    return [by_rank[rank] for rank in range(count)] if optims else []
+
+
+def _as_list(value: Any) -> list[int]:
+    return [int(item) for item in value] if isinstance(value, (list, tuple)) else [int(value)]

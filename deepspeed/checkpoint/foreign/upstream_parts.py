@@ -1,0 +1,110 @@
+"""Model files of tensor-parallel ranks in checkpoints of release 0.19: where their parts lie in whole weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from deepspeed.checkpoint.catalog import Catalog
+from deepspeed.checkpoint.constants import UNIVERSAL_CHECKPOINT_INFO
+from deepspeed.checkpoint.errors import CheckpointNotFoundError
+from deepspeed.checkpoint.foreign.splits import Shape, Wanted, split_placements
+from deepspeed.checkpoint.names import model_ranks
+from deepspeed.checkpoint.placement import Placement
+from deepspeed.checkpoint.shards import ShardIndex
+
+Read = Callable[[Path], dict[str, Any]]
+"""Of a file, all that it holds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The files of one tensor-parallel rank: its model file, and where its tensors lie in whole ones. ``first``: of
+    copies that every rank has, those of this rank are read."""
+
+    path: Path
+    content: Mapping[str, Any]
+    placements: Mapping[str, Placement | None]
+    first: bool = True
+
+    def index(self, name: str, shape: Shape, start: int = 0, stop: int | None = None) -> ShardIndex | None:
+        """Elements ``[start, stop)`` of what this rank saved under ``name``; None: another rank's copy is read."""
+        stop = prod(shape) if stop is None else stop
+        if name not in self.placements:
+            return ShardIndex(name, shape, (), start, stop) if self.first else None
+        placement = self.placements[name]
+        if placement is None or not (placement.boxes or self.first):
+            return None
+        return placement.index(name, start, stop)
+
+
+def split_parts(
+    catalog: Catalog,
+    models: list[Path],
+    first: dict[str, Any],
+    read: Read,
+    wanted: Wanted | None,
+    elsewhere: Collection[str] = (),
+) -> list[Part]:
+    """What each tensor-parallel rank saved, without names ``elsewhere``; of one rank alone, all."""
+    _, ranks = parallel_sizes(first)
+    if ranks == 1:
+        return [Part(models[0], first, {})]
+    by_rank = {
+        (model_ranks(path.name) or (0, 0))[1]: path for path in models if not path.name.startswith("zero_")
+    }
+    check_all_parts(catalog, by_rank, ranks)
+    contents = {
+        by_rank[rank]: first if by_rank[rank] == models[0] else read(by_rank[rank]) for rank in range(ranks)
+    }
+    left_out = {*(first.get("buffer_names") or ()), *elsewhere}
+    shapes = [
+        {
+            name: tuple(value.shape)
+            for name, value in content["module"].items()
+            if isinstance(value, Tensor) and name not in left_out
+        }
+        for content in contents.values()
+    ]
+    return placed_parts(contents, shapes, first, wanted)
+
+
+def parallel_sizes(first: Mapping[str, Any]) -> tuple[int, int]:
+    """How many pipeline stages, and how many tensor-parallel ranks each, a model file was one of."""
+    parallel = first.get("checkpoint_parallel_dimensions") or {}
+    stages = int(parallel.get("pp_degree") or 1)
+    return stages, int(parallel.get("tp_degree") or int(first.get("mp_world_size") or 1) // stages)
+
+
+def check_all_parts(catalog: Catalog, by_rank: Container[int], ranks: int) -> None:
+    missing = [rank for rank in range(ranks) if rank not in by_rank]
+    if missing:
+        raise CheckpointNotFoundError(
+            f"{catalog.folder} lacks the model file of tensor-parallel rank {missing[0]} ({len(missing)} of {ranks} "
+            "are missing)"
+        )
+
+
+def placed_parts(
+    contents: Mapping[Path, Mapping[str, Any]],
+    shapes: Sequence[Mapping[str, Shape]],
+    first: Mapping[str, Any],
+    wanted: Wanted | None,
+) -> list[Part]:
+    """``contents``: a file of each tensor-parallel rank; ``shapes``: of its parts of the weights, by name."""
+    info = first.get(UNIVERSAL_CHECKPOINT_INFO)
+    placed = {
+        name: split_placements(name, [of_rank[name] for of_rank in shapes], info, wanted)
+        for name in shapes[0]
+    }
+    same = wanted is not None and wanted.ranks == len(contents)
+    preferred = wanted.rank if wanted is not None and same else 0
+    return [
+        Part(path, content, {name: of[rank] for name, of in placed.items()}, rank == preferred)
+        for rank, (path, content) in enumerate(contents.items())
+    ]

@@ -1,0 +1,249 @@
+"""The state of a run in memory that outlives its ranks: after each step, a checkpoint in a folder of shared memory.
+
+The folder belongs to the launcher of each machine, so it is there when a rank ends, however it ends, and is gone
+when the launcher is. Each rank writes its own files, as in a checkpoint on disk: everything that loading can do
+(other numbers of ranks, other stages, positions in the data) it can do here. A rank that is killed while it writes
+leaves the former state.
+
+Where a job has several machines, the first rank of each sends the machine's files to the next machine, in a circle,
+before the state gets its name: the loss of one machine, or of several that are no neighbours, costs nothing. All
+machines list all files of a state; at a start `Replicas.newest` finds the newest of which everything is left, and
+brings every machine what it lacks.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import shutil
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed
+
+from deepspeed.checkpoint.contents import Place, Training
+from deepspeed.checkpoint.errors import CheckpointError
+from deepspeed.checkpoint.names import LATEST, default_tag
+from deepspeed.checkpoint.ranks import Ranks
+from deepspeed.checkpoint.save import save
+from deepspeed.comm import get_local_rank
+from deepspeed.comm.mesh import ProcessMesh
+
+MANIFEST = "manifest.json"
+"""All files of a state, on whichever machines: name -> bytes."""
+OF_ONE_MACHINE, OF_SEVERAL = 1, 2
+"""States that are kept. Machines name a state one after the other: one that ends between them may leave the newest
+incomplete, and then the one before it is complete."""
+
+Files = Mapping[str, int]
+
+
+class MachineRanks(Ranks):
+    """All ranks, of which the first on each machine keeps a folder there; together the folders are one checkpoint."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.keeps_folder = get_local_rank() == 0
+        own = int(os.environ.get("GROUP_RANK", os.environ.get("CROSS_RANK", 0)))
+        reports = self.gather((own, self.keeps_folder))
+        self.machine = own
+        self.first_ranks = {machine: rank for rank, (machine, first) in enumerate(reports) if first}
+        """Machine -> its first rank."""
+
+    def gather_at_writers(self, value: Any) -> list[Any] | None:
+        everything = self.gather(value)
+        return everything if self.keeps_folder else None
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """One file that the first rank of a machine lacks."""
+
+    name: str
+    size: int
+    source: int
+    target: int
+
+
+class Replicas:
+    """The states of one engine, in a folder of memory on each machine."""
+
+    def __init__(self, memory: Path) -> None:
+        self.ranks = MachineRanks()
+        self.folder, self._mark = _own_folder(memory)
+        self._several = len(self.ranks.first_ranks) > 1
+        self._channel: Any = None
+
+    def close(self) -> None:
+        """Another engine of this process may have the folder."""
+        self._mark.unlink(missing_ok=True)
+
+    def keep(self, training: Training, mesh: ProcessMesh, step: int) -> None:
+        """Make ``training`` the newest state. Collective."""
+        # Files of single layers repeat what the others hold; in their place the machines meet.
+        training = replace(training, write_layers=self._exchange if self._several else None)
+        try:
+            save(
+                training,
+                self.folder,
+                default_tag(step),
+                Place.on(mesh, self.ranks),
+                self.ranks,
+                keep_last=OF_SEVERAL if self._several else OF_ONE_MACHINE,
+            )
+        except CheckpointError as error:
+            room = shutil.disk_usage(self.folder)
+            raise CheckpointError(
+                f"elasticity.replicate_state: the state does not go into {self.folder} ({room.free >> 20} of "
+                f"{room.total >> 20} MiB are free there; it needs twice the size of a checkpoint): make it larger, "
+                f"name another folder in DEEPSPEED_ELASTIC_MEMORY, or turn the key off. {error}"
+            ) from error
+
+    def newest(self) -> str | None:
+        """The tag of the newest state that is left, which is whole on every machine afterwards. Collective."""
+        kept = self._kept() if self.ranks.keeps_folder else {}
+        reports = self.ranks.gather((self.ranks.machine, kept))
+        by_machine = {machine: states for machine, states in reports if states}
+        found = newest_whole(by_machine)
+        if found is None:
+            return None
+        tag, files = found
+        have = {
+            rank: by_machine.get(machine, {}).get(tag, State()).files
+            for machine, rank in self.ranks.first_ranks.items()
+        }
+        with self.ranks.together("preparing the state in memory"):
+            if self.ranks.keeps_folder:
+                (self.folder / tag).mkdir(parents=True, exist_ok=True)
+        self._move(self.folder / tag, missing(files, have))
+        with self.ranks.together("completing the state in memory"):
+            if self.ranks.keeps_folder:
+                _write_manifest(self.folder / tag, files)
+                (self.folder / LATEST).write_text(tag)
+        return tag
+
+    def _kept(self) -> dict[str, State]:
+        """What this machine has, by tag."""
+        found = {}
+        for folder in self.folder.iterdir():
+            if not folder.is_dir() or folder.name.startswith("."):
+                continue
+            files = _sizes(folder)
+            try:
+                listed = json.loads((folder / MANIFEST).read_text())
+            except FileNotFoundError:  # there was one machine
+                listed = files
+            found[folder.name] = State(files, listed, _step_of(folder.name))
+        return found
+
+    # Between machines ---------------------------------------------------------------------------------------
+
+    def _exchange(self, staging: Path) -> None:
+        """Give the next machine this machine's files. Every rank calls it."""
+        own = _sizes(staging) if self.ranks.keeps_folder else {}
+        reports = self.ranks.gather(own)
+        files = {name: size for report in reports for name, size in report.items()}
+        circle = [self.ranks.first_ranks[machine] for machine in sorted(self.ranks.first_ranks)]
+        moves = [
+            Transfer(name, size, rank, following)
+            for rank, following in zip(circle, [*circle[1:], circle[0]], strict=True)
+            for name, size in reports[rank].items()
+            if name not in reports[following]  # such as the model's weights, if every machine writes them
+        ]
+        self._move(staging, moves)
+        if self.ranks.keeps_folder:
+            _write_manifest(staging, files)
+
+    def _move(self, folder: Path, transfers: Iterable[Transfer]) -> None:
+        """Copy files between the folders of first ranks, without a copy in between. Every rank calls it."""
+        transfers = list(transfers)
+        if not transfers:
+            return
+        if self._channel is None:
+            self._channel = torch.distributed.new_group(backend="gloo")
+        running = []
+        for number, move in enumerate(transfers):
+            if move.size == 0:
+                if self.ranks.rank == move.target:
+                    (folder / move.name).touch()
+            elif self.ranks.rank == move.source:
+                content = _mapped(folder / move.name, move.size)
+                running.append(torch.distributed.isend(content, move.target, group=self._channel, tag=number))
+            elif self.ranks.rank == move.target:
+                content = _mapped(folder / move.name, move.size)
+                running.append(torch.distributed.irecv(content, move.source, group=self._channel, tag=number))
+        for work in running:
+            if work is not None:
+                work.wait()
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """One state, as far as one machine has it. ``listed``: its files on all machines."""
+
+    files: Files = field(default_factory=dict)
+    listed: Files = field(default_factory=dict)
+    step: int = -1
+
+
+def newest_whole(by_machine: Mapping[int, Mapping[str, State]]) -> tuple[str, Files] | None:
+    """The tag of the newest state of which each listed file is left on some machine, and these files."""
+    tags = {tag: state.step for states in by_machine.values() for tag, state in states.items()}
+    for tag in sorted(tags, key=lambda tag: tags[tag], reverse=True):
+        states = [held[tag] for held in by_machine.values() if tag in held]
+        left = {name for state in states for name in state.files}
+        for listed in (state.listed for state in states):
+            if listed and listed.keys() <= left:
+                return tag, listed
+    return None
+
+
+def missing(files: Files, have: Mapping[int, Files]) -> list[Transfer]:
+    """What each rank of ``have`` (rank -> what it has) lacks of ``files``, and from which rank it comes."""
+    found = []
+    for name, size in sorted(files.items()):
+        sources = [rank for rank in sorted(have) if have[rank].get(name) == size]
+        lacking = [rank for rank in sorted(have) if have[rank].get(name) != size]
+        found += [
+            Transfer(name, size, sources[number % len(sources)], rank) for number, rank in enumerate(lacking)
+        ]
+    return found
+
+
+def _own_folder(memory: Path) -> tuple[Path, Path]:
+    """This engine's folder. A process may have several engines, which are made in the same order on every rank and
+    after every start; a mark of a process that has ended is of the start before."""
+    for number in itertools.count():
+        mark = memory / f"engine{number}.of_local_rank_{get_local_rank()}"
+        if not mark.exists() or mark.read_text() != str(os.getpid()):
+            mark.write_text(str(os.getpid()))
+            folder = memory / f"engine{number}"
+            folder.mkdir(exist_ok=True)
+            return folder, mark
+    raise AssertionError("itertools.count ended")
+
+
+def _sizes(folder: Path) -> dict[str, int]:
+    return {
+        entry.name: entry.stat().st_size
+        for entry in folder.iterdir()
+        if entry.is_file() and entry.name != MANIFEST
+    }
+
+
+def _write_manifest(folder: Path, files: Files) -> None:
+    (folder / MANIFEST).write_text(json.dumps(dict(files)))
+
+
+def _mapped(path: Path, size: int) -> torch.Tensor:
+    """The bytes of a file, in place; a file that does not exist is made."""
+    return torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)
+
+
+def _step_of(tag: str) -> int:
+    digits = tag.removeprefix("global_step")
+    return int(digits) if digits.isdigit() else -1

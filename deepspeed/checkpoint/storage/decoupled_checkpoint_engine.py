@@ -1,0 +1,103 @@
+"""Files that are written while the program continues."""
+
+from __future__ import annotations
+
+import enum
+import threading
+from pathlib import Path
+from typing import Any
+
+from deepspeed.checkpoint.files.archive import naming, write_archive
+from deepspeed.checkpoint.files.flush import flush
+from deepspeed.checkpoint.files.snapshot import Snapshot
+from deepspeed.checkpoint.storage.checkpoint_engine import CheckpointCommitInfo
+from deepspeed.checkpoint.storage.fast_checkpoint_engine import FastCheckpointEngine
+
+
+class DecoupledEvent(enum.Enum):
+    """What a writer is asked for."""
+
+    SAVE_EVENT = 1
+    COMMIT_EVENT = 2
+    EXIT_EVENT = 3
+
+
+class CheckpointSize:
+    """Bytes in use before and after a save; the difference is the checkpoint's."""
+
+    def __init__(self) -> None:
+        self._pre: int | None = None
+        self._post: int | None = None
+
+    def gb_size(self) -> float | None:
+        """In units of 2**30 bytes; None until both are set."""
+        if self._pre is None or self._post is None:
+            return None
+        return (self._post - self._pre) / 2**30
+
+    def set_pre_size(self, size: int) -> None:
+        if self._pre is None:
+            self._pre = size
+
+    def set_post_size(self, size: int) -> None:
+        self._post = size
+
+
+class DecoupledCheckpointEngine(FastCheckpointEngine):
+    """``save`` copies the state to host memory and returns; a thread writes the copy. ``commit`` waits for it.
+
+    The memory of the copies is kept for the next ones, until ``cleanup``."""
+
+    def __init__(self, config_params: Any, dp_writer_config: Any, optimize_dp_state: bool) -> None:
+        super().__init__(config_params, dp_writer_config, optimize_dp_state)
+        self._writing: list[_Writing] = []
+        self._snapshots: list[Snapshot] = []  # one for each file of a checkpoint, in the order of the files
+
+    def save(self, state_dict: Any, path: str) -> None:
+        number = len(self._writing)
+        if number == len(self._snapshots):
+            self._snapshots.append(Snapshot())
+        copied = self._snapshots[number].take({path: state_dict})[path]
+        self._writing.append(_Writing(copied, Path(path)))
+        self._writing[-1].start()
+
+    def commit(self, info: CheckpointCommitInfo) -> bool:
+        """Returns when all files are on disk. Raises what writing them raised, such as CheckpointError."""
+        self._wait()
+        return True
+
+    def is_decoupled(self) -> bool:
+        return True
+
+    def cleanup(self) -> None:
+        """Waits for what is being written, gives the memory back, and raises what writing raised, as ``commit``
+        does."""
+        try:
+            self._wait()
+        finally:
+            self._snapshots = []
+
+    def _wait(self) -> None:
+        writing, self._writing = self._writing, []
+        for each in writing:
+            each.join()
+        for each in writing:
+            if each.error is not None:
+                raise each.error
+
+
+class _Writing(threading.Thread):
+    def __init__(self, content: Any, path: Path) -> None:
+        super().__init__(name="checkpoint-file", daemon=False)
+        self._content = content
+        self._path = path
+        self.error: Exception | None = None
+
+    def run(self) -> None:
+        try:
+            with naming(self._path):
+                write_archive(self._path, self._content)
+                flush(self._path)
+        except Exception as error:  # raised by commit
+            self.error = error
+        self._content = None

@@ -1,0 +1,30 @@
+"""Choosing the engine that a config asks for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from deepspeed.checkpoint.storage.checkpoint_engine import CheckpointEngine
+from deepspeed.checkpoint.storage.datastates_checkpoint_engine import DataStatesCheckpointEngine
+from deepspeed.checkpoint.storage.decoupled_checkpoint_engine import DecoupledCheckpointEngine
+from deepspeed.checkpoint.storage.fast_checkpoint_engine import FastCheckpointEngine
+from deepspeed.checkpoint.storage.torch_checkpoint_engine import TorchCheckpointEngine
+
+
+def create_checkpoint_engine(
+    config_params: Any, groups: Any, zero_stage: int, has_moe_layers: bool, optimize_dp_state: bool
+) -> CheckpointEngine:
+    """For single files, by ``checkpoint.writer`` and ``datastates_ckpt`` of ``config_params``, a DeepSpeedConfig.
+
+    ``groups``, ``zero_stage`` and ``has_moe_layers`` say who holds the same data; they change nothing here, as each
+    rank writes what it holds.
+    """
+    if config_params is None:
+        return TorchCheckpointEngine()
+    if config_params.datastates_config is not False:
+        return DataStatesCheckpointEngine(config_params, config_params.global_rank)
+    writer = config_params.checkpoint_config.writer
+    if writer is None:
+        return TorchCheckpointEngine(config_params)
+    made = DecoupledCheckpointEngine if writer.decoupled else FastCheckpointEngine
+    return made(config_params, None, optimize_dp_state)

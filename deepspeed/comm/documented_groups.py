@@ -1,0 +1,509 @@
+"""The documented view of "which process group": thin getters over the mesh of the newest engine.
+
+Code in this package is passed its mesh and does not look here. Without a mesh all ranks are data parallel.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch.distributed
+from torch.distributed import ProcessGroup
+
+from deepspeed.base.accelerator import get_accelerator
+from deepspeed.base.exceptions import DeprecatedException
+from deepspeed.base.newest import Newest
+from deepspeed.comm.bwc import bwc_pipeline_parallel_world_size, bwc_tensor_model_parallel_world_size
+
+
+class Mesh(Protocol):
+    """The part of ``deepspeed.comm.mesh.ProcessMesh`` used here."""
+
+    splits_experts: bool
+
+    def size(self, *axes: str) -> int: ...
+    def rank(self, *axes: str) -> int: ...
+    def ranks(self, *axes: str) -> tuple[int, ...]: ...
+    def group(self, *axes: str) -> ProcessGroup: ...
+    def sharing_experts(self, size: int, *, same: bool = False) -> tuple[int, ...]: ...
+    def among(self, ranks: tuple[int, ...]) -> Communicator: ...
+
+
+class Communicator(Protocol):
+    """The part of ``deepspeed.comm.collectives.Communicator`` used here."""
+
+    @property
+    def group(self) -> ProcessGroup | None: ...
+
+
+@dataclass(frozen=True)
+class _ExpertGroups:
+    """This rank's groups: of those that share one set of experts, and of those that hold the same ones."""
+
+    sharing: ProcessGroup
+    same: ProcessGroup
+    tensor: int
+    """Over how many ranks each expert is split."""
+    world: ProcessGroup | None
+    """The ranks of which they are a part: they are void when those are destroyed."""
+
+
+@dataclass
+class _Registered:
+    engines: Newest[Mesh] = field(default_factory=Newest)
+    by_hand: Mesh | None = None
+    # Set manually by code that reads tensor-parallel checkpoints without running in parallel.
+    tensor_parallel: dict[str, int] = field(default_factory=dict)
+    # Made by ``_create_expert_and_data_parallel`` before there is an engine, by name.
+    experts: dict[str, _ExpertGroups] = field(default_factory=dict)
+    # Other groups of which this rank is one, made by the functions at the end: by name, with the ranks they are of.
+    made: dict[str, tuple[ProcessGroup, ProcessGroup | None]] = field(default_factory=dict)
+
+
+_registered = _Registered()
+
+mpu: Any = None
+"""For scripts that ask whether there is one. The getters answer from the mesh, which is made of the caller's unit."""
+
+
+def follow(mesh: Mesh) -> None:
+    """Makes the getters report ``mesh``, that of a new engine, until the engine goes or a newer one comes."""
+    _registered.engines.add(mesh)
+    _registered.by_hand = None
+    _registered.tensor_parallel.clear()
+
+
+def leave(mesh: Mesh) -> None:
+    """Its engine is destroyed: the getters report the one before it."""
+    _registered.engines.remove(mesh)
+
+
+def set_mesh(mesh: Mesh | None) -> None:
+    """Makes the getters report ``mesh`` until the next engine is built; None: they forget every mesh."""
+    _registered.by_hand = mesh
+    if mesh is None:
+        _registered.engines.clear()
+        _registered.experts.clear()
+        _registered.made.clear()
+    _registered.tensor_parallel.clear()
+
+
+def get_mesh() -> Mesh | None:
+    return _registered.by_hand or _registered.engines.get()
+
+
+def initialize(ep_size: int = 1, mpu: Any = None) -> None:
+    raise DeprecatedException(
+        "groups.initialize() is deprecated: pass ep_size to deepspeed.parallel.expert.layer.MoE(...) instead."
+    )
+
+
+def _initialized() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+def _size(*axes: str) -> int:
+    mesh = get_mesh()
+    if mesh is not None:
+        return mesh.size(*axes)
+    return torch.distributed.get_world_size() if "dp" in axes and _initialized() else 1
+
+
+def _rank(*axes: str) -> int:
+    mesh = get_mesh()
+    if mesh is not None:
+        return mesh.rank(*axes)
+    return torch.distributed.get_rank() if "dp" in axes and _initialized() else 0
+
+
+def _group(*axes: str) -> ProcessGroup | None:
+    """None if there is no such parallelism, or no process group at all."""
+    if not _initialized():
+        return None
+    mesh = get_mesh()
+    if mesh is not None:
+        return mesh.group(*axes)
+    return torch.distributed.group.WORLD if "dp" in axes else None
+
+
+def _ranks(*axes: str) -> list[int]:
+    mesh = get_mesh()
+    if mesh is not None:
+        return list(mesh.ranks(*axes))
+    return list(range(_size(*axes))) if "dp" in axes else [_rank("dp")]
+
+
+# --- Data parallel --------------------------------------------------------------------------------
+
+
+def get_data_parallel_group() -> ProcessGroup | None:
+    return _group("dp")
+
+
+def get_data_parallel_world_size() -> int:
+    return _size("dp")
+
+
+def get_data_parallel_rank() -> int:
+    return _rank("dp")
+
+
+_get_data_parallel_group = get_data_parallel_group
+_get_data_parallel_world_size = get_data_parallel_world_size
+_get_data_parallel_rank = get_data_parallel_rank
+
+
+def _get_data_parallel_group_ranks() -> list[int]:
+    return _ranks("dp")
+
+
+def _get_broadcast_src_rank() -> int:
+    """Global rank of the first rank that holds the same weights."""
+    return _ranks("dp", "sp")[0]
+
+
+# --- Tensor parallel, also called model parallel --------------------------------------------------
+
+
+def get_tensor_model_parallel_group() -> ProcessGroup | None:
+    return _group("tp")
+
+
+def get_tensor_model_parallel_world_size() -> int:
+    return _registered.tensor_parallel.get("size") or _size("tp")
+
+
+def get_tensor_model_parallel_rank() -> int:
+    return _registered.tensor_parallel.get("rank", _rank("tp"))
+
+
+def get_tensor_model_parallel_src_rank() -> int:
+    """Global rank of the first member of this rank's tensor-parallel group."""
+    return _ranks("tp")[0]
+
+
+def set_tensor_model_parallel_world_size(world_size: int) -> None:
+    _registered.tensor_parallel["size"] = world_size
+
+
+def set_tensor_model_parallel_rank(rank: int) -> None:
+    _registered.tensor_parallel["rank"] = rank
+
+
+get_model_parallel_group = get_tensor_model_parallel_group
+get_model_parallel_world_size = get_tensor_model_parallel_world_size
+get_model_parallel_rank = get_tensor_model_parallel_rank
+_get_model_parallel_world_size = get_tensor_model_parallel_world_size
+
+
+# --- Sequence parallel ----------------------------------------------------------------------------
+
+
+def _get_sequence_parallel_group() -> ProcessGroup | None:
+    """None if sequences are not sharded."""
+    return _group("sp") if _size("sp") > 1 else None
+
+
+def _get_sequence_parallel_world_size() -> int:
+    return _size("sp")
+
+
+def _get_sequence_parallel_rank() -> int:
+    return _rank("sp")
+
+
+def _get_sequence_data_parallel_group() -> ProcessGroup | None:
+    """All ranks that hold the same dense weights."""
+    return _group("dp", "sp")
+
+
+def _get_sequence_data_parallel_world_size() -> int:
+    return _size("dp", "sp")
+
+
+def _get_sequence_data_parallel_rank() -> int:
+    return _rank("dp", "sp")
+
+
+# --- Expert parallel. A group's name ("ep_size_4") says over how many ranks the experts of a layer are spread. -------
+
+
+class _NotDivisible(AssertionError, ValueError):
+    """Scripts expect the one or the other."""
+
+
+def _ensure_divisibility(numerator: int, denominator: int) -> None:
+    """An error if ``denominator`` does not divide ``numerator``."""
+    if denominator == 0:
+        raise _NotDivisible(f"{numerator} cannot be divided: the denominator must be non-zero")
+    if numerator % denominator:
+        raise _NotDivisible(f"{numerator} is not divisible by {denominator}")
+
+
+def _get_expert_parallel_ranks(
+    world_size: int,
+    tensor_parallel_size_: int,
+    expert_parallel_size_: int,
+    pipeline_parallel_size_: int = 1,
+    use_data_before_expert_parallel_: bool = False,
+) -> tuple[list[list[int]], list[list[int]]]:
+    """(the ranks that share one set of experts, the ranks that hold the same experts), each a list of groups.
+
+    Ranks are numbered stage by stage, in a stage by data, and next to each other are those of one tensor. With
+    ``use_data_before_expert_parallel_`` the ranks with the same experts are neighbours.
+    """
+    _ensure_divisibility(world_size, tensor_parallel_size_ * pipeline_parallel_size_)
+    of_stage = world_size // pipeline_parallel_size_
+    data_parallel = of_stage // tensor_parallel_size_
+    _ensure_divisibility(data_parallel, expert_parallel_size_)
+    replicas = data_parallel // expert_parallel_size_
+    sharing: list[list[int]] = []
+    same: list[list[int]] = []
+    for stage in range(pipeline_parallel_size_):
+        for tensor in range(tensor_parallel_size_):
+            ranks = range(stage * of_stage + tensor, (stage + 1) * of_stage, tensor_parallel_size_)
+            blocks = [
+                list(ranks[i : i + expert_parallel_size_])
+                for i in range(0, len(ranks), expert_parallel_size_)
+            ]
+            strides = [list(ranks[i::expert_parallel_size_]) for i in range(expert_parallel_size_)]
+            if use_data_before_expert_parallel_:
+                blocks = [list(ranks[i::replicas]) for i in range(replicas)]
+                strides = [list(ranks[i : i + replicas]) for i in range(0, len(ranks), replicas)]
+            sharing += blocks
+            same += strides
+    return sharing, same
+
+
+def _create_expert_and_data_parallel(
+    expert_parallel_size_: int, use_data_before_expert_parallel_: bool = False
+) -> None:
+    """Creates the groups named ``ep_size_<expert_parallel_size_>``; every rank calls it. ``MoE`` does not need it. With
+    an engine, its order of ranks is followed."""
+    _make_expert_groups(expert_parallel_size_, 1, 1, use_data_before_expert_parallel_)
+
+
+def _create_expert_data_and_model_parallel(
+    expert_parallel_size_: int, mpu: Any, use_data_before_expert_parallel_: bool = False
+) -> None:
+    """The same among the ranks that hold the same parts of dense layers, where ``mpu`` divides these or the stages."""
+    tensor, stages = bwc_tensor_model_parallel_world_size(mpu), bwc_pipeline_parallel_world_size(mpu)
+    _make_expert_groups(expert_parallel_size_, tensor, stages, use_data_before_expert_parallel_)
+
+
+def _make_expert_groups(size: int, tensor: int, stages: int, data_before_experts: bool) -> None:
+    if not _initialized():
+        raise RuntimeError("groups of experts need a process group: call deepspeed.init_distributed() first")
+    name, mesh = f"ep_size_{size}", get_mesh()
+    if mesh is not None:
+        for same in (False, True):
+            mesh.among(mesh.sharing_experts(size, same=same))
+        return
+    if _made_by_hand(name) is not None:
+        return
+    everyone = torch.distributed.get_world_size()
+    replicas = everyone // (tensor * stages)
+    if size < 1 or replicas % size:
+        raise ValueError(f"expert_parallel_size_={size} does not divide the {replicas} ranks")
+    sharing, same_experts = _get_expert_parallel_ranks(everyone, tensor, size, stages, data_before_experts)
+    mine: list[ProcessGroup] = []
+    for parts in (sharing, same_experts):
+        # All ranks make all of them.
+        made: list[Any] = [torch.distributed.new_group(ranks) for ranks in parts]
+        mine.append(next(g for g, ranks in zip(made, parts, strict=True) if _global_rank() in ranks))
+    _registered.experts[name] = _ExpertGroups(mine[0], mine[1], tensor, torch.distributed.group.WORLD)
+
+
+def _made_by_hand(group_name: str) -> _ExpertGroups | None:
+    found = _registered.experts.get(group_name)
+    return found if found is not None and found.world is torch.distributed.group.WORLD else None
+
+
+def _expert_parallel_size(group_name: str) -> int:
+    digits = group_name.rpartition("_")[2]
+    if not digits.isdigit():
+        raise ValueError(f"no group of experts is called {group_name!r}: expected a name such as 'ep_size_4'")
+    return int(digits)
+
+
+def _sharing_experts(group_name: str, *, same: bool) -> list[int]:
+    size, mesh = _expert_parallel_size(group_name), get_mesh()
+    if mesh is not None:
+        return list(mesh.sharing_experts(size, same=same))
+    made = _made_by_hand(group_name)
+    if made is not None:
+        return torch.distributed.get_process_group_ranks(made.same if same else made.sharing)
+    everyone = _ranks("dp")
+    place = everyone.index(_rank("dp"))
+    return everyone[place % size :: size] if same else everyone[place - place % size :][:size]
+
+
+def _expert_group(group_name: str, *, same: bool) -> ProcessGroup | None:
+    mesh = get_mesh()
+    if not _initialized():
+        return None
+    if mesh is None:
+        made = _made_by_hand(group_name)
+        return None if made is None else made.same if same else made.sharing
+    return mesh.among(mesh.sharing_experts(_expert_parallel_size(group_name), same=same)).group
+
+
+def _get_expert_parallel_group(group_name: str) -> ProcessGroup | None:
+    """None for one rank, or without an engine and ``_create_expert_and_data_parallel``."""
+    return _expert_group(group_name, same=False)
+
+
+def _get_expert_parallel_group_dict() -> dict[str, ProcessGroup]:
+    """By name, what ``_create_expert_and_data_parallel`` has made without an engine."""
+    return {name: made.sharing for name, made in _registered.experts.items() if _made_by_hand(name)}
+
+
+def _get_expert_data_parallel_group_dict() -> dict[str, ProcessGroup]:
+    """The same for the ranks that hold the same experts."""
+    return {name: made.same for name, made in _registered.experts.items() if _made_by_hand(name)}
+
+
+def _get_expert_parallel_world_size(group_name: str) -> int:
+    return len(_sharing_experts(group_name, same=False))
+
+
+def _get_expert_parallel_rank(group_name: str) -> int:
+    return _sharing_experts(group_name, same=False).index(_global_rank())
+
+
+def _get_expert_data_parallel_group(group_name: str) -> ProcessGroup | None:
+    """None for one rank, or without an engine and ``_create_expert_and_data_parallel``."""
+    return _expert_group(group_name, same=True)
+
+
+def _get_expert_data_parallel_world_size(group_name: str) -> int:
+    return len(_sharing_experts(group_name, same=True))
+
+
+def _get_expert_data_parallel_rank(group_name: str) -> int:
+    return _sharing_experts(group_name, same=True).index(_global_rank())
+
+
+def _get_expert_parallel_group_ranks(group_name: str) -> list[int]:
+    return _sharing_experts(group_name, same=False)
+
+
+def _get_expert_data_parallel_group_ranks(group_name: str) -> list[int]:
+    return _sharing_experts(group_name, same=True)
+
+
+def _get_expert_parallel_src_rank(group_name: str) -> int:
+    """The first of the ranks that share one set of experts with this one."""
+    return _sharing_experts(group_name, same=False)[0]
+
+
+def _get_expert_broadcast_src_rank(group_name: str) -> int:
+    """The first of the ranks that hold the same experts as this one."""
+    return _sharing_experts(group_name, same=True)[0]
+
+
+def _get_expert_model_parallel_world_size() -> int:
+    """Over how many tensor-parallel ranks experts are split themselves: one unless a layer with
+    ``enable_expert_tensor_parallelism`` says so, or, without an engine, the groups made by hand."""
+    mesh = get_mesh()
+    if mesh is not None:
+        return mesh.size("tp") if mesh.splits_experts else 1
+    made = [groups.tensor for name, groups in _registered.experts.items() if _made_by_hand(name)]
+    return max(made, default=1)
+
+
+def _global_rank() -> int:
+    return torch.distributed.get_rank() if _initialized() else 0
+
+
+def _get_max_expert_size() -> int | None:
+    """Over how many ranks experts are spread most widely, of the groups made by hand; None: there are none."""
+    return max(map(_expert_parallel_size, _get_expert_parallel_group_dict()), default=None)
+
+
+def _get_max_expert_size_name() -> str:
+    return f"ep_size_{_get_max_expert_size()}"
+
+
+def _get_max_expert_parallel_group() -> ProcessGroup | None:
+    return _get_expert_parallel_group(_get_max_expert_size_name())
+
+
+# --- Groups for scripts, apart from those of engines. Every rank calls what makes them; they are made once. -----------
+
+
+def _made(name: str) -> ProcessGroup | None:
+    group, world = _registered.made.get(name, (None, None))
+    return group if world is torch.distributed.group.WORLD else None
+
+
+def _make(name: str, *parts: range) -> ProcessGroup:
+    """This rank's one of groups that hold every rank once."""
+    if not _initialized():
+        raise RuntimeError(f"the group {name} needs a process group: call deepspeed.init_distributed() first")
+    found = _made(name)
+    if found is None:
+        everyone: list[Any] = [torch.distributed.new_group(list(ranks)) for ranks in parts]
+        found = next(g for g, ranks in zip(everyone, parts, strict=True) if _global_rank() in ranks)
+        _registered.made[name] = (found, torch.distributed.group.WORLD)
+    return found
+
+
+def _clone_world_group() -> ProcessGroup:
+    """All ranks, in a group of its own."""
+    return _make("world", range(torch.distributed.get_world_size() if _initialized() else 1))
+
+
+def _create_zero_param_parallel_group(group_size: int) -> None:
+    """Runs of ``group_size`` neighbours, or all ranks if there are fewer, for ``zero_hpz_partition_size``; an engine
+    makes its own. ValueError: they do not divide the ranks, or such groups were made before."""
+    everyone = torch.distributed.get_world_size() if _initialized() else 1
+    size = min(group_size, everyone)
+    if size < 1 or everyone % size:
+        raise ValueError(f"group_size={group_size} does not divide the {everyone} ranks")
+    if _made("parameters") is not None:
+        raise ValueError("ZeRO parameter intra parallel group is already initialized: use that one")
+    _make("parameters", *(range(first, first + size) for first in range(0, everyone, size)))
+
+
+def _zero_param_parallel_is_initialized() -> bool:
+    return _made("parameters") is not None
+
+
+def _get_zero_param_intra_parallel_group() -> ProcessGroup | None:
+    """What ``_create_zero_param_parallel_group`` made; None: nothing, and all ranks in the functions below."""
+    return _made("parameters")
+
+
+def _get_zero_param_intra_parallel_group_world_size() -> int:
+    return torch.distributed.get_world_size(_made("parameters"))
+
+
+def _get_zero_param_intra_parallel_rank_in_mygroup() -> int:
+    return torch.distributed.get_rank(_made("parameters"))
+
+
+def _get_zero_param_intra_parallel_group_ranks() -> list[int]:
+    group = _made("parameters") or torch.distributed.group.WORLD
+    assert group is not None
+    return torch.distributed.get_process_group_ranks(group)
+
+
+def _get_local_all_to_all_group() -> dict[str, ProcessGroup]:
+    """The groups of ``all_to_all_quant_reduce``: "local_i", the ranks of the i-th host, and with several hosts
+    "global_j", the j-th rank of each. A host has as many ranks as the accelerator counts devices.
+
+    Of each kind a rank finds the one that it is in. ValueError: the hosts have unequal numbers of ranks.
+    """
+    everyone = torch.distributed.get_world_size() if _initialized() else 1
+    each = min(get_accelerator().device_count(), everyone)
+    if everyone % each:
+        raise ValueError(f"{everyone} ranks are not {each} on each host: give every host as many")
+    hosts = [range(first, first + each) for first in range(0, everyone, each)]
+    host, place = divmod(_global_rank(), each)
+    found = {f"local_{host}": _make(f"hosts of {each}", *hosts)}
+    if len(hosts) > 1:
+        places = [range(first, everyone, each) for first in range(each)]
+        found[f"global_{place}"] = _make(f"across hosts of {each}", *places)
+    return found

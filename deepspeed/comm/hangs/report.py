@@ -1,0 +1,254 @@
+"""Who waits for whom: compares what the ranks say about themselves, and puts it into words. Pure.
+
+The n-th collective of a group has to be the same on every rank of it. So the first one in which two ranks differ is
+where they parted, and a rank that has issued fewer than the others is the one they wait for, unless it waits itself.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from deepspeed.comm.hangs.history import UNEVEN
+from deepspeed.comm.hangs.thread_states import LOADING, RESTORING, SAVING, STARTING, Standing
+
+STACK_LINES = 24
+SHOWN = 8
+"""Ranks, parameters or stacks of one kind that are written out; of the others only the number."""
+
+STOPPED, GONE, ABSENT = "is stopped", "has ended", "has no engine"
+
+_BRANCH = (
+    "code that only some ranks run (`if rank == 0`), a condition on the rank's own data, another number of batches or "
+    "of backward passes, layers or parameters that only some ranks use"
+)
+_CAUSES = {
+    LOADING: "a loader that has fewer batches on this rank or waits for a worker or for slow storage; give every rank "
+    "equally many batches (DistributedSampler, drop_last), and look at the workers' own output",
+    SAVING: "save_checkpoint called on some ranks only (it is collective), or storage that is slow or full",
+    RESTORING: "load_checkpoint called on some ranks only (it is collective), or storage that is slow",
+    STARTING: "ranks that build different models, or wait for a file or a download",
+    ABSENT: "a rank that does something else before deepspeed.initialize, or has ended its training earlier",
+    STOPPED: "Ctrl-Z, a debugger or a scheduler; `kill -CONT PID` lets it go on",
+    GONE: "its own output says why; without the launcher nobody ends the others",
+}
+
+
+def explain(standings: Mapping[int, Standing], silent: Mapping[int, str], waited_s: float) -> str:
+    """The report; empty if nobody waits for anybody. `silent`: what is known of the ranks that did not answer."""
+    waiting = {rank: each for rank, each in standings.items() if each.call}
+    parted = _parted(standings)
+    late = _late(standings)
+    missing = {rank: text for rank, text in late.items() if rank not in waiting}
+    missing.update((rank, text) for rank, text in _absent(standings, waiting).items() if rank not in missing)
+    if not (waiting or silent) and not parted and not missing:
+        return ""
+    crossed = bool(waiting.keys() & late.keys()) and not (parted or missing or silent)
+    lines = [
+        f"no progress in communication for {waited_s:.0f} s: {_headline(parted, missing, silent, waiting, crossed)}"
+    ]
+    lines += [f"  {text}" for text in parted]
+    lines += [f"  missing: {_missing_rank(standings[rank], missing[rank])}" for rank in _few(missing)]
+    lines += [f"  missing: rank {rank} {silent[rank]}" for rank in _few(silent)]
+    lines += _waiting_lines(waiting, late)
+    to_show = [*missing, *silent] or list(waiting)
+    for rank in _few([rank for rank in to_show if rank in standings]):
+        lines += _stack(standings[rank])
+    lines.append(
+        f"  usual causes: {'; '.join(_causes(parted, missing, silent, standings, waiting, crossed))}"
+    )
+    return "\n".join(lines)
+
+
+def _headline(
+    parted: Sequence[str],
+    missing: Mapping[int, str],
+    silent: Mapping[int, str],
+    waiting: Mapping[int, Standing],
+    crossed: bool,
+) -> str:
+    """``crossed``: ranks wait for calls that others will issue after the one in which these wait."""
+    if silent:
+        return f"{_ranks(sorted(silent))} {'does' if len(silent) == 1 else 'do'} not answer"
+    if parted:
+        return "the ranks are in different collectives"
+    if missing:
+        return f"{_ranks(sorted(waiting)) or 'nobody'} waiting for {_ranks(sorted(missing))}"
+    if crossed or len({(each.call, *each.members) for each in waiting.values()}) > 1:
+        return f"{_ranks(sorted(waiting))} wait for each other in different calls"
+    return f"{_ranks(sorted(waiting))} wait, and no rank is missing"
+
+
+# ---- comparing
+
+
+def _histories(
+    standings: Mapping[int, Standing],
+) -> dict[tuple[str, tuple[int, ...]], dict[int, dict[str, Any]]]:
+    """Of each group, what its members issued."""
+    found: dict[tuple[str, tuple[int, ...]], dict[int, dict[str, Any]]] = {}
+    for rank, each in standings.items():
+        for group in each.groups:
+            found.setdefault((group["name"], tuple(group["ranks"])), {})[rank] = group
+    return found
+
+
+def _numbered(group: Mapping[str, Any]) -> dict[int, list[Any]]:
+    """Calls by their number in the group, from 1."""
+    first = group["count"] - len(group["calls"]) + 1
+    return dict(enumerate(group["calls"], first))
+
+
+def _parted(standings: Mapping[int, Standing]) -> list[str]:
+    """A line per group whose members issued different collectives, with the first difference."""
+    lines = []
+    for (_, ranks), members in _histories(standings).items():
+        calls = {rank: _numbered(group) for rank, group in members.items()}
+        shared = set.intersection(*map(set, calls.values())) if len(calls) > 1 else set()
+        for number in sorted(shared):
+            kinds: dict[tuple[Any, ...], list[int]] = {}
+            for rank in sorted(calls):
+                kinds.setdefault(tuple(calls[rank][number][:4]), []).append(rank)
+            if len(kinds) > 1:
+                lines.append(_difference(number, ranks, kinds, calls))
+                break
+    return lines
+
+
+def _difference(
+    number: int,
+    ranks: Sequence[int],
+    kinds: Mapping[tuple[Any, ...], list[int]],
+    calls: Mapping[int, Mapping[int, list[Any]]],
+) -> str:
+    (first, these), (second, those), *_ = kinds.items()
+    names = ("another operation", "another size", "another dtype", "another root")
+    what = next(name for name, a, b in zip(names, first, second, strict=True) if a != b)
+    one, other = calls[these[0]], calls[those[0]]
+    if tuple(one.get(number + 1, ())[:4]) == second and tuple(other.get(number + 1, ())[:4]) == first:
+        what = "another order"
+    texts = [
+        f"{_ranks(who)} issued {call_text(kind)}{_phase(calls[who[0]][number])}"
+        for kind, who in kinds.items()
+    ]
+    return f"{what} in collective #{number} of ranks {_members(ranks)}: {', '.join(texts)}"
+
+
+def _phase(call: Sequence[Any]) -> str:
+    return f" in {call[4]}" if call[4] else ""
+
+
+def _late(standings: Mapping[int, Standing]) -> dict[int, str]:
+    """Ranks that have issued fewer collectives of a group than another member, and what the others wait in."""
+    late: dict[int, str] = {}
+    histories = _histories(standings)
+    alike = Counter(ranks for _, ranks in histories)
+    for (name, ranks), members in histories.items():
+        ahead = max(members.values(), key=lambda group: group["count"])
+        for rank in ranks:
+            own = members.get(rank)
+            count = own["count"] if own else 0
+            if count >= ahead["count"] or rank not in standings:
+                continue
+            expected = _numbered(ahead).get(count + 1)
+            text = f"{call_text(expected)} " if expected else ""
+            last = own["calls"][-1] if own and own["calls"] else None
+            after = f", its last was {call_text(last)}" if last else ""
+            group = f"group {name}, " if alike[ranks] > 1 else ""
+            late.setdefault(
+                rank, f"has not issued {text}(#{count + 1} of {group}ranks {_members(ranks)}{after})"
+            )
+    return late
+
+
+def _absent(standings: Mapping[int, Standing], waiting: Mapping[int, Standing]) -> dict[int, str]:
+    """Ranks that are in no communication although another waits among them: for calls that have no history."""
+    absent: dict[int, str] = {}
+    for each in waiting.values():
+        for rank in each.members:
+            if rank in standings and rank not in waiting:
+                absent.setdefault(rank, f"is not in {each.call}")
+    return absent
+
+
+# ---- words
+
+
+def call_text(call: Sequence[Any]) -> str:
+    """`all_reduce of 12 float32`"""
+    operation, numel, dtype, root = call[:4]
+    size = f" of {numel} {dtype}" if numel not in (0, UNEVEN) else f" of {dtype}" if dtype else ""
+    return f"{operation}{size}" + (f" with root {root}" if root is not None else "")
+
+
+def _who(each: Standing) -> str:
+    return f"rank {each.rank} ({each.host}, process {each.pid})"
+
+
+def _missing_rank(each: Standing, lacks: str) -> str:
+    where = f", at {each.at}" if each.at else ""
+    module = f", in module {each.module}" if each.module else ""
+    position = f"; {each.position}" if each.position else ""
+    return f"{_who(each)} {lacks}; it is {each.doing}{module}{where}{position}"
+
+
+def _waiting_lines(waiting: Mapping[int, Standing], late: Mapping[int, str]) -> list[str]:
+    alike: dict[tuple[str, ...], list[int]] = {}
+    for rank in sorted(waiting):
+        each = waiting[rank]
+        parameters = ", ".join(each.parameters[:SHOWN]) + (", ..." if len(each.parameters) > SHOWN else "")
+        facts = (
+            f"in {each.call}" + (f" among ranks {_members(each.members)}" if each.members else ""),
+            each.position,
+            "" if "other code" in each.doing else each.doing,
+            f"module {each.module}" if each.module else "",
+            f"parameters {parameters}" if parameters else "",
+            f"at {each.at}" if each.at else "",
+            late.get(rank, ""),
+        )
+        alike.setdefault(tuple(filter(None, facts)), []).append(rank)
+    return [f"  waiting: {_ranks(ranks)} {'; '.join(facts)}" for facts, ranks in alike.items()]
+
+
+def _stack(each: Standing) -> list[str]:
+    shown = each.stack[-STACK_LINES:]
+    return [f"  stack of {_who(each)}, innermost last:", *(f"  {line}" for line in shown)]
+
+
+def _causes(
+    parted: Sequence[str],
+    missing: Mapping[int, str],
+    silent: Mapping[int, str],
+    standings: Mapping[int, Standing],
+    waiting: Mapping[int, Standing],
+    crossed: bool,
+) -> list[str]:
+    doing = [standings[rank].doing for rank in missing] + [each.doing for each in waiting.values()]
+    found = [
+        text for key, text in _CAUSES.items() if key in doing or any(key in fact for fact in silent.values())
+    ]
+    if crossed:
+        found.append(
+            "process groups that ranks use in another order; each rank has to use them in the same one"
+        )
+    if parted or (not found and (missing or len({each.call for each in waiting.values()}) > 1)):
+        found.append(_BRANCH)
+    return found or ["a network that is slow or blocked between the hosts, or a device that still computes"]
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) != 1 else ''} {_members(ranks)}" if ranks else ""
+
+
+def _members(ranks: Sequence[int]) -> str:
+    """`0, 1` or `0-7`"""
+    ranks = sorted(ranks)
+    if len(ranks) > 2 and ranks == list(range(ranks[0], ranks[-1] + 1)):
+        return f"{ranks[0]}-{ranks[-1]}"
+    few = ", ".join(map(str, ranks[:SHOWN]))
+    return few + (f" and {len(ranks) - SHOWN} more" if len(ranks) > SHOWN else "")
+
+
+def _few(ranks: Any) -> list[int]:
+    return sorted(ranks)[:SHOWN]

@@ -1,0 +1,183 @@
+"""Names the ranks that have not reached a common point after ten seconds, long before a timeout.
+
+An arriving rank records this in the process group's store; a rank that has waited for a while looks there.
+So nothing is sent if all ranks arrive, and the message names the missing ranks instead of a broken connection.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from deepspeed.base.logging import logger
+from deepspeed.comm.pending import CommunicationError, is_peer_failure
+
+POST_S = 1.0  # of waiting at the start, before a rank tells the others that it has arrived
+JOIN_S = 2.0
+WAIT_S = 10.0  # of waiting before the missing ranks are named
+
+_visits: tuple[Any, Counter[str]] = (
+    None,
+    Counter(),
+)  # the default group, and how often each point has been reached
+
+
+@contextlib.contextmanager
+def all_ranks_come(call: str, detail: str = "") -> Iterator[None]:
+    """Around a call that every rank has to make: after ``WAIT_S`` the first rank waiting in it names those that have
+    not made it. Losing a rank meanwhile raises a CommunicationError from this call."""
+    store = store_of_default_group()
+    if store is None:
+        yield
+        return
+    rank, size = dist.get_rank(), dist.get_world_size()
+    visit = _count(call)
+    key = f"deepspeed/{call}/{visit}"
+    store.set(f"{key}/{rank}", "here")
+    if visit > 2:  # all ranks have left that one: the store must not grow with every call of every rank
+        quietly(lambda: store.delete_key(f"deepspeed/{call}/{visit - 2}/{rank}"))
+
+    def look() -> None:
+        missing = _missing(clone(store), key, size)
+        if missing and rank == _first_but(missing, size):
+            logger.warning(
+                f"rank {rank} has waited {WAIT_S:g} s in {call}({detail}) for {named(missing)}, which did not "
+                "call it. It is collective: call it on every rank, not only on rank 0 (each writes or reads its part)."
+            )
+
+    try:
+        with _after_a_while(look):
+            yield
+    except RuntimeError as error:
+        if not isinstance(error, CommunicationError) and not is_peer_failure(error):
+            raise
+        missing: list[int] = []
+        with contextlib.suppress(Exception):  # the store may be gone with the rank that held it
+            missing = _missing(clone(store), key, size)
+        if not missing:
+            raise
+        raise CommunicationError(
+            f"{call}({detail}) is collective, and {named(missing)} did not call it: {error}"
+        ) from error
+
+
+@contextlib.contextmanager
+def start_of_all(rank: int, world_size: int, address: str | None, port: str | None) -> Iterator[None]:
+    """Around creating the default group through a store at ``address``: says which ranks have not been started."""
+    if world_size <= 1 or not address or not port or not port.isdecimal():
+        yield
+        return
+    key = f"deepspeed/start/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    said_by = rank == 1 or os.environ.get("LOCAL_RANK") == "0"
+
+    def client() -> dist.Store:
+        short = timedelta(seconds=WAIT_S)
+        return dist.TCPStore(address, int(port), is_master=False, timeout=short, wait_for_workers=False)
+
+    def post() -> None:
+        store = client()
+        store.set(f"{key}/{rank}", "here")
+        store.check([f"{key}/{rank}"])  # wait for an answer: until then the connection must not be closed
+
+    seen: list[int] = []
+
+    def look() -> None:
+        where = f"at MASTER_ADDR={address}, MASTER_PORT={port}"
+        try:
+            missing = [other for other in _missing(client(), key, world_size) if other != rank]
+        except RuntimeError:  # no one listens
+            if said_by and rank != 0 and seen != [0]:
+                logger.warning(
+                    f"rank {rank} has waited {WAIT_S:g} s for rank 0, which is not listening {where}."
+                )
+            seen[:] = [0]
+            return
+        if missing and missing != seen and rank == _first_but(missing, world_size):
+            logger.warning(
+                f"rank {rank} has waited {WAIT_S:g} s for {named(missing)} of {world_size}: not started yet, or not "
+                f"able to reach rank 0 {where}."
+            )
+        seen[:] = missing
+
+    with _after_a_while(post, wait_s=POST_S), _after_a_while(look, again=True):
+        yield
+    if rank != 0:  # rank 0 may still wait for others, over the existing connection
+        quietly(lambda: store_of_default_group()._underlying_non_prefix_store.set(f"{key}/{rank}", "here"))
+
+
+def store_of_default_group() -> Any:
+    """The store of the default group; None if there is no other rank to wait for, or no store."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return None
+    with contextlib.suppress(Exception):  # a group created without one
+        return dist.distributed_c10d._get_default_store()
+    return None
+
+
+def common_key(name: str) -> str:
+    """A key of the store: the n-th that a rank makes of a name is the n-th of the others. For one in which each rank
+    makes equally many."""
+    return f"deepspeed/{name}/{_count(name)}"
+
+
+def _count(call: str) -> int:
+    """How often this rank has reached ``call`` in this group: its n-th visit matches the others' n-th."""
+    global _visits
+    if _visits[0] is not dist.group.WORLD:
+        _visits = (dist.group.WORLD, Counter())
+    _visits[1][call] += 1
+    return _visits[1][call]
+
+
+def clone(store: Any) -> Any:
+    """A separate connection: the first one may be waiting for something on behalf of a collective."""
+    return store.clone() if hasattr(store, "clone") else store
+
+
+def _missing(store: Any, key: str, size: int) -> list[int]:
+    return [rank for rank in range(size) if not store.check([f"{key}/{rank}"])]
+
+
+def named(ranks: Sequence[int]) -> str:
+    few = ", ".join(map(str, ranks[:8]))
+    more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
+    return f"rank{'s' if len(ranks) > 1 else ''} {few}{more}"
+
+
+def _first_but(missing: Sequence[int], size: int) -> int:
+    return min(set(range(size)) - set(missing), default=-1)
+
+
+def quietly(action: Callable[[], None]) -> None:
+    """Run a best-effort action, which may fail."""
+    with contextlib.suppress(Exception):
+        action()
+
+
+@contextlib.contextmanager
+def _after_a_while(
+    action: Callable[[], None], *, wait_s: float | None = None, again: bool = False
+) -> Iterator[None]:
+    """Run ``action`` in a thread if the block lasts longer than ``wait_s`` (default ``WAIT_S``), once or repeatedly."""
+    over = threading.Event()
+
+    def run() -> None:
+        while not over.wait(WAIT_S if wait_s is None else wait_s):
+            quietly(action)
+            if not again:
+                return
+
+    thread = threading.Thread(target=run, name="waiting", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join(JOIN_S)  # the interpreter must not exit while a thread is inside the store

@@ -1,0 +1,349 @@
+"""Explains hangs: one thread per process, as long as an engine wants it.
+
+Every few seconds it looks whether this rank has made progress in communication. When a rank has waited for
+`comm.hang_report_seconds`, it raises an alarm in the process group's store; the threads of all ranks see that, write
+down where their rank stands (standing.py), and rank 0 compares and prints (hang_report.py). Nothing is sent in between
+but one question per look. The main thread is only looked at: it may be stuck in native code.
+
+The thread also answers `ds stacks` (stack_server.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any, Protocol
+
+import torch.distributed as dist
+
+from deepspeed.base.logging import logger
+from deepspeed.comm.groups import default_timeout
+from deepspeed.comm.hangs.history import History
+from deepspeed.comm.hangs.report import ABSENT, GONE, STOPPED, explain
+from deepspeed.comm.hangs.stack_server import StackServer
+from deepspeed.comm.hangs.stragglers import clone, quietly, store_of_default_group
+from deepspeed.comm.hangs.thread_states import Names, Standing, describe, is_communicating, main_frames, place
+from deepspeed.comm.pending import explanation
+
+LOOKS = 6  # per interval
+LONGEST_PAUSE_S = 5.0
+FIRST_S = 0.5  # a job that is over before that is not watched
+EARLY_S = 10.0  # for so long it looks as often as that for where rank 0 runs, whose store may stop answering
+AGAIN = 4  # the next report about the same hang, when it has lasted this many times as long
+JOIN_S = 2.0
+FAILURES = 3  # in a row, after which the watch ends
+KEY = "deepspeed/hang"
+
+
+class Watched(Protocol):
+    """A network as its watch sees it."""
+
+    names: Names | None
+    hang_report_seconds: float
+
+
+class Watch:
+    """The thread and what it knows. All that it asks of others goes through the store, over a connection of its own."""
+
+    def __init__(self, histories: Callable[[], list[History]]) -> None:
+        self.pid = os.getpid()
+        self.group = dist.group.WORLD
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self.host = socket.gethostname()
+        self.networks: weakref.WeakSet[Watched] = weakref.WeakSet()
+        self._histories = histories
+        self._limit_s = default_timeout().total_seconds() / 2  # a report comes before the timeout
+        self._of_group = store_of_default_group()  # what serves the others stays as long as this object
+        self._store: Any = None
+        self._asked: threading.Thread | None = None
+        self._round = 0
+        self._open: tuple[int, float] | None = None  # a round whose report is awaited, and since when
+        self._last: Any = None
+        self._since = self._began = time.monotonic()
+        self._reported_s = 0.0
+        self._addresses: dict[int, tuple[str, int]] = {}
+        self._end = threading.Event()
+        self._server = StackServer(self._standing)
+        self._thread = threading.Thread(target=self._run, name="deepspeed hang watch", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """From a forked child, only forget it."""
+        if self.pid != os.getpid():
+            return
+        self._end.set()
+        self._server.wake()
+        if self._thread is not threading.current_thread():
+            self._thread.join(JOIN_S)  # the interpreter must not end while a thread is inside the store
+        explanation.text = ""
+
+    @property
+    def is_usable(self) -> bool:
+        alive = self.pid == os.getpid() and self._thread.is_alive() and not self._end.is_set()
+        return alive and self.group is dist.group.WORLD
+
+    @property
+    def seconds(self) -> float:
+        wanted = min((each.hang_report_seconds for each in list(self.networks)), default=0.0)
+        return min(wanted, self._limit_s)
+
+    @property
+    def pause_s(self) -> float:
+        pause_s = min(LONGEST_PAUSE_S, max(0.05, self.seconds / LOOKS))
+        if self._open is not None:
+            return min(pause_s, 0.25)
+        if not self._addresses and time.monotonic() - self._began < EARLY_S:
+            return min(pause_s, FIRST_S)
+        return pause_s
+
+    # ---- the thread
+
+    def _run(self) -> None:
+        failures = 0
+        with self._server:
+            self._server.serve(min(FIRST_S, self.pause_s / 2))
+            while not self._end.is_set():
+                if self._end.is_set() or not self.networks or self.group is not dist.group.WORLD:
+                    break
+                try:
+                    self._look()
+                    failures = 0
+                except Exception as error:  # the store went with its process, or the group was destroyed
+                    logger.debug(f"the watch for hangs: {error!r}")
+                    failures += 1
+                    if failures == FAILURES:
+                        break
+                self._server.serve(self.pause_s)
+            self._end.set()
+            if self._store is not None:
+                with contextlib.suppress(Exception):  # the store may be gone
+                    self._ask(lambda: self._store.set(f"{KEY}/who/{self.rank}", ""))
+
+    def _look(self) -> None:
+        waited_s = self._waited_s()
+        if waited_s < self.pause_s:
+            self._reported_s, explanation.text = 0.0, ""
+        answered = self._ask(self._exchange, waited_s)
+        if not answered and waited_s > self.seconds and self._reported_s == 0.0:
+            self._report_alone(waited_s)
+
+    def _waited_s(self) -> float:
+        """How long this rank has stood in communication without progress."""
+        state = self._progress()
+        now = time.monotonic()
+        if state is None or state != self._last:  # elsewhere, or further
+            self._last, self._since = state, now
+        return now - self._since
+
+    def _progress(self) -> Any:
+        """What changes as communication goes on; None while this rank does something else."""
+        frames = main_frames()
+        counts = [(each.name, each.count) for each in self._histories()]
+        # the code runs ahead of a device, and waits for it in any place
+        if is_communicating(frames) or (counts and _uses_devices()):
+            return counts, _torch_counts(), place(frames), self._positions()
+        return None
+
+    def _positions(self) -> list[str]:
+        """Messages between stages are in no history, but the part of the batch that a stage is at changes."""
+        return [each.names.position() for each in list(self.networks) if each.names is not None]
+
+    def _standing(self) -> Standing:
+        frames = main_frames()
+        return Standing(
+            rank=self.rank,
+            host=self.host,
+            pid=self.pid,
+            still_s=time.monotonic() - self._since,
+            groups=[each.as_record() for each in self._histories()],
+            **describe(frames, [each.names for each in list(self.networks) if each.names is not None]),
+        )
+
+    # ---- through the store
+
+    def _ask(self, question: Callable[..., None], *arguments: Any) -> bool:
+        """Run it beside this thread: a store whose process is stopped does not answer. False: it has not."""
+        if self._asked is not None and self._asked.is_alive():
+            return False
+        failed: list[Exception] = []
+
+        def run() -> None:
+            try:
+                question(*arguments)
+            except Exception as error:
+                failed.append(error)
+
+        self._asked = threading.Thread(target=run, name="deepspeed hang watch, store", daemon=True)
+        self._asked.start()
+        self._asked.join(max(1.0, 2 * self.pause_s))
+        if failed:
+            raise failed[0]
+        return not self._asked.is_alive()
+
+    def _exchange(self, waited_s: float) -> None:
+        if self._store is None:
+            self._store = clone(self._of_group)
+            self._store.set(f"{KEY}/who/{self.rank}", json.dumps([self.host, self.pid]))
+            self._round = int(self._store.add(f"{KEY}/round", 0))
+            if self._round and not self._store.check([f"{KEY}/{self._round}/text"]):
+                self._round -= 1  # one that is going on
+        if not self._addresses:
+            self._addresses.update(self._read_addresses([0]))
+        round_ = int(self._store.add(f"{KEY}/round", 0))
+        due_s = max(self.seconds, AGAIN * self._reported_s)
+        if round_ == self._round and self._open is None and waited_s >= due_s:
+            self._store.compare_set(f"{KEY}/round", str(round_), str(round_ + 1))
+            round_ = int(self._store.add(f"{KEY}/round", 0))
+        if round_ > self._round:
+            self._round, self._open = round_, (round_, time.monotonic())
+            standing = json.dumps(asdict(self._standing()))
+            self._store.set(f"{KEY}/{round_}/{self.rank}", standing)
+            self._reported_s = max(waited_s, self.seconds / AGAIN)
+        if self._open is not None:
+            self._follow(*self._open)
+
+    def _follow(self, round_: int, since: float) -> None:
+        """Report, or wait for the report. Rank 0 does it; if it does not answer, the first one that does."""
+        lasted_s = time.monotonic() - since
+        patience_s = 2 * min(LONGEST_PAUSE_S, self.seconds / LOOKS) + 1.0
+        if self._store.check([f"{KEY}/{round_}/text"]):
+            explanation.text = self._store.get(f"{KEY}/{round_}/text").decode()
+            self._open = None
+            quietly(lambda: self._store.delete_key(f"{KEY}/{round_}/{self.rank}"))
+            return
+        keys = [f"{KEY}/{round_}/{rank}" for rank in range(self.size)]
+        complete = self._store.check(keys)
+        if not complete and lasted_s < patience_s:
+            return
+        present = [rank for rank in range(self.size) if complete or self._store.check([keys[rank]])]
+        mine = self.rank == 0 or (self.rank == present[0] and lasted_s > patience_s)
+        if not mine or int(self._store.add(f"{KEY}/{round_}/said", 1)) > 1:
+            return
+        standings = {rank: Standing(**json.loads(self._store.get(keys[rank]))) for rank in present}
+        self._addresses.update(self._read_addresses(set(range(self.size)) - set(present)))
+        silent = {rank: self._silence(rank) for rank in range(self.size) if rank not in present}
+        text = self._text(standings, silent)
+        self._store.set(f"{KEY}/{round_}/text", text)
+        explanation.text = text
+
+    def _read_addresses(self, ranks: Any) -> dict[int, tuple[str, int]]:
+        known = {}
+        for rank in ranks:
+            if self._store.check([f"{KEY}/who/{rank}"]) and (said := self._store.get(f"{KEY}/who/{rank}")):
+                host, pid = json.loads(said)
+                known[rank] = (host, pid)
+        return known
+
+    # ---- the report
+
+    def _report_alone(self, waited_s: float) -> None:
+        """The store does not answer. It is in the process of rank 0, or of a launcher."""
+        self._reported_s = waited_s
+        in_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        if self.rank != 1 and not in_launcher:
+            return
+        unknown = "does not answer, and had not said yet where it runs"
+        silent = {} if in_launcher else {0: self._silence(0) if 0 in self._addresses else unknown}
+        explanation.text = self._text({self.rank: self._standing()}, silent, "its store does not answer; ")
+
+    def _text(self, standings: dict[int, Standing], silent: dict[int, str], note: str = "") -> str:
+        waited_s = max((each.still_s for each in standings.values() if each.call), default=self.seconds)
+        text = explain(standings, silent, waited_s)
+        if text and (silent or waited_s >= self.seconds / 2):  # else it went on meanwhile
+            logger.warning(note + text)
+            return text
+        return ""
+
+    def _silence(self, rank: int) -> str:
+        """What is known of a rank that does not answer."""
+        if rank not in self._addresses:
+            return (
+                f"{ABSENT} yet, or none any more: it is before deepspeed.initialize, or after engine.destroy"
+            )
+        host, pid = self._addresses[rank]
+        where = f"({host}, process {pid})"
+        state = _state_of(pid) if host == self.host else ""
+        if state in ("T", "t"):
+            return f"{where} {STOPPED} (SIGSTOP or a debugger): kill -CONT {pid} lets it go on"
+        if state in ("gone", "Z", "X"):
+            return f"{where} {GONE}"
+        if state == "D":
+            return f"{where} waits for storage or a driver inside the kernel"
+        if state:
+            return f"{where} runs, but its Python does not: native code holds the interpreter's lock"
+        return f"{where} does not answer: stopped, ended, or not reachable"
+
+
+def _state_of(pid: int) -> str:
+    """The letter that the kernel shows for a process of this host; `gone`, or nothing where there is no /proc."""
+    if not os.path.isdir("/proc/self"):
+        return ""
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+        return file.read().rpartition(")")[2].split()[0]
+    return "gone"
+
+
+def _torch_counts() -> list[int]:
+    """How many collectives torch has begun in each group."""
+    counts = []
+    groups: list[Any] = list(dist.distributed_c10d._world.pg_map)
+    for group in groups:
+        with contextlib.suppress(Exception):  # a backend that does not count
+            counts.append(group._get_sequence_number_for_group())
+    return counts
+
+
+def _uses_devices() -> bool:
+    with contextlib.suppress(Exception):
+        return "nccl" in dist.get_backend()
+    return False
+
+
+# ---- one per process
+
+_watch: Watch | None = None
+_lock = threading.Lock()
+
+
+def begin(network: Watched, histories: Callable[[], list[History]]) -> None:
+    """Watch for this network too. Collective in nothing: each rank decides for itself."""
+    global _watch
+    if network.hang_report_seconds <= 0 or store_of_default_group() is None:
+        return
+    with _lock:
+        if _watch is None or not _watch.is_usable:
+            if _watch is not None:
+                _watch.stop()
+            _watch = Watch(histories)
+            _watch.networks.add(network)
+            _watch.start()
+        else:
+            _watch.networks.add(network)
+
+
+def leave(network: Watched) -> None:
+    """The thread ends with the last network."""
+    with _lock:
+        if _watch is not None:
+            _watch.networks.discard(network)
+            left = bool(_watch.networks)
+    if _watch is not None and not left:
+        end()
+
+
+def end() -> None:
+    """Before the process groups go."""
+    global _watch
+    with _lock:
+        ending, _watch = _watch, None
+    if ending is not None:
+        ending.stop()

@@ -1,0 +1,238 @@
+"""The op ``quantizer``: tensors as integers of 8 or 4 bits in groups, and what ZeRO++ does with them between nodes.
+
+Codes lie in int8 tensors; two of 4 bits share a byte, the first in its lower half. A group's parameters are fp32, and a
+code stands for ``code * params[0]`` (symmetric) or ``code * params[0] + params[1]`` (asymmetric). Symmetric groups are
+those of the codec that ``zero_quantized_gradients`` sends (``deepspeed/ops/formats/codecs.py``), on its kernels.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from deepspeed.ops.formats.codecs import BlockCodec
+
+__all__ = [
+    "Asymmetric",
+    "CUDAQuantizer",
+    "QuantizationType",
+    "Symmetric",
+    "dequantize",
+    "dequantize_fp32",
+    "dequantize_int4_to_half_experimental",
+    "dequantize_int8_to_half_experimental",
+    "quantize",
+    "quantized_reduction",
+    "swizzle_quant",
+]
+
+_SCALE_BYTES = 4
+
+
+class QuantizationType(enum.IntEnum):
+    """Whether a group's numbers are spaced evenly around 0, or from its least to its greatest value."""
+
+    Symmetric = 0
+    Asymmetric = 1
+
+
+Symmetric, Asymmetric = QuantizationType.Symmetric, QuantizationType.Asymmetric
+
+
+def quantize(input_vals: Tensor, groups: int, num_bits: int, quant_type: QuantizationType) -> list[Tensor]:
+    """Codes and parameters of a tensor of any floating-point dtype, cut into ``groups`` equal runs of elements.
+
+    Returns:
+        int8 codes in the shape of the input (with 4 bits the last dimension is half as long), and parameters fp32
+        [groups, 1], or [groups, 2] if ``quant_type`` is ``Asymmetric``. No element is off by more than half a step.
+
+    Raises:
+        ValueError: other bits, or no such number of equal groups (with 4 bits, of an even number of elements).
+    """
+    codes, params = _encoded(input_vals.detach(), groups, num_bits, QuantizationType(quant_type))
+    return [codes.view(_shape_of_codes(input_vals, num_bits)), params]
+
+
+def dequantize(
+    quantized_data: Tensor, params: Tensor, groups: int, num_bits: int, quant_type: QuantizationType
+) -> Tensor:
+    """fp16 values of ``quantize``'s results."""
+    return _decoded(quantized_data, params, groups, num_bits, QuantizationType(quant_type), torch.float16)
+
+
+def dequantize_fp32(
+    quantized_data: Tensor, params: Tensor, groups: int, num_bits: int, quant_type: QuantizationType
+) -> Tensor:
+    """fp32 values of ``quantize``'s results."""
+    return _decoded(quantized_data, params, groups, num_bits, QuantizationType(quant_type), torch.float32)
+
+
+def swizzle_quant(
+    input_vals: Tensor,
+    groups: int,
+    num_bits: int,
+    quant_type: QuantizationType,
+    pipeline_size: int,
+    nodes: int,
+    devices_per_node: int,
+) -> list[Tensor]:
+    """``quantize`` for an exchange in two steps, within each node and then between nodes (G. Wang et al. 2023, ZeRO++,
+    section 3.3): groups come out in the order in which they are sent.
+
+    The input consists of ``nodes * devices_per_node`` parts, one for each rank in their order. The result has them by
+    the device within its node first, so that one contiguous run goes to each neighbour, and by the node second. With
+    ``pipeline_size`` above 1 the first share of every part comes before the second of any.
+
+    Returns:
+        1-D codes, and parameters in the order of their groups.
+
+    Raises:
+        ValueError: groups that cannot be dealt out evenly, or what ``quantize`` refuses.
+    """
+    parts = nodes * devices_per_node * pipeline_size
+    if parts < 1 or groups % parts:
+        raise ValueError(
+            f"groups={groups}: not a multiple of pipeline_size * nodes * devices_per_node = {parts}"
+        )
+    codes, params = _encoded(input_vals.detach(), groups, num_bits, QuantizationType(quant_type))
+    numbers = torch.arange(groups, device=codes.device)
+    order = numbers.view(nodes, devices_per_node, pipeline_size, -1).permute(2, 1, 0, 3).reshape(-1)
+    return [codes[order].flatten(), params[order]]
+
+
+def quantized_reduction(
+    input_vals: Tensor,
+    input_scales: Tensor,
+    in_groups: int,
+    out_groups: int,
+    num_bits: int,
+    quant_type: QuantizationType,
+    devices_per_node: int,
+) -> list[Tensor]:
+    """The sum of ``devices_per_node`` quantized tensors that lie one after another, quantized again.
+
+    ``in_groups``: of all of them together; ``out_groups``: of the sum, which is taken in fp32. Returns codes, the last
+    dimension ``devices_per_node`` times shorter, and parameters. ValueError: sizes that do not divide.
+    """
+    if input_vals.shape[-1] % devices_per_node:
+        raise ValueError(f"devices_per_node={devices_per_node} does not divide {input_vals.shape[-1]} codes")
+    values = dequantize_fp32(input_vals.flatten(), input_scales, in_groups, num_bits, quant_type)
+    total = values.view(devices_per_node, -1).sum(0)
+    codes, params = _encoded(total, out_groups, num_bits, QuantizationType(quant_type))
+    return [codes.view(*input_vals.shape[:-1], input_vals.shape[-1] // devices_per_node), params]
+
+
+def dequantize_int8_to_half_experimental(
+    data_in: Tensor, scale_buffer: Tensor, min_val_buffer: Tensor, num_group: int, group_size: int
+) -> Tensor:
+    """fp16 [num_group, group_size] = uint8 codes * scale + least value of their group."""
+    return _from_least(data_in.view(torch.uint8).view(num_group, group_size), scale_buffer, min_val_buffer)
+
+
+def dequantize_int4_to_half_experimental(
+    data_in: Tensor, scale_buffer: Tensor, min_val_buffer: Tensor, num_group: int, group_size: int
+) -> Tensor:
+    """The same for codes of 4 bits, two to a byte, the first in its *upper* half."""
+    data = data_in.view(torch.uint8).reshape(-1)
+    codes = torch.stack([data >> 4, data & 15], dim=-1).view(num_group, group_size)
+    return _from_least(codes, scale_buffer, min_val_buffer)
+
+
+class CUDAQuantizer:
+    """Weights in 8 bits, symmetric, on any device, in groups that it chooses: as few as ``target_group_size`` allows,
+    or a single one where no such number divides the weights. (The name is the documented one.)
+    """
+
+    target_group_size: ClassVar[int] = 8000
+    """Elements of a group, at most."""
+    _SMALLEST: ClassVar[int] = 16
+
+    def quantize(self, param: Tensor, groups: int | None = None) -> list[Tensor]:
+        """Codes and scales. ValueError: not that many equal groups."""
+        return quantize(param, groups or self._groups(param.numel()), 8, Symmetric)
+
+    def dequantize(self, quantized_param: Tensor, scale: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """Their values, in fp16 unless ``dtype`` says otherwise."""
+        return _decoded(quantized_param, scale, scale.numel(), 8, Symmetric, dtype or torch.float16)
+
+    def _groups(self, numel: int) -> int:
+        least = max(1, math.ceil(numel / self.target_group_size))
+        return next((n for n in range(least, numel // self._SMALLEST + 1) if numel % n == 0), 1)
+
+
+def _encoded(values: Tensor, groups: int, bits: int, kind: QuantizationType) -> tuple[Tensor, Tensor]:
+    """int8 codes [groups, bytes] and parameters."""
+    rows = _rows(values, groups, bits)
+    if kind is Symmetric and rows.shape[1] % 2 == 0:
+        packets = _codec(rows.shape[1], bits).encode(rows)
+        codes = packets[:, _SCALE_BYTES : _SCALE_BYTES + rows.shape[1] * bits // 8]
+        return codes.contiguous().view(torch.int8), packets[:, :_SCALE_BYTES].contiguous().view(torch.float32)
+    wide = rows.float()
+    if kind is Symmetric:  # the codec takes even numbers only
+        scale = wide.abs().amax(1, keepdim=True) / 127
+        return (wide / torch.where(scale > 0, scale, 1.0)).round().clamp(-127, 127).to(torch.int8), scale
+    low, high = wide.amin(1, keepdim=True), wide.amax(1, keepdim=True)
+    scale = (high - low) / (2**bits - 1)
+    scale = torch.where(scale == 0, torch.ones_like(scale), scale)  # one value only, which any step keeps
+    half = 2 ** (bits - 1)
+    codes = (((wide - low) / scale).round() - half).clamp(-half, half - 1).to(torch.int8)
+    if bits == 4:
+        codes = codes[:, 0::2].bitwise_and(15) | (codes[:, 1::2] << 4)
+    return codes, torch.cat([scale, low + half * scale], dim=1)
+
+
+def _decoded(
+    data: Tensor, params: Tensor, groups: int, bits: int, kind: QuantizationType, dtype: torch.dtype
+) -> Tensor:
+    """Values in the shape of the codes, the last dimension as long as ``quantize`` was given it."""
+    columns = 2 if kind is Asymmetric else 1
+    if bits not in (4, 8) or groups < 1 or data.numel() % groups or params.numel() != groups * columns:
+        raise ValueError(
+            f"groups={groups}, num_bits={bits}: expected 4 or 8 bits, codes that {groups} divides (there are "
+            f"{data.numel()} bytes) and {groups * columns} parameters (there are {params.numel()})"
+        )
+    codes, params = data.reshape(groups, -1).view(torch.uint8), params.reshape(groups, columns).float()
+    numel = codes.shape[1] * 8 // bits
+    if numel % 2:
+        values = codes.view(torch.int8).float() * params[:, :1]
+    else:
+        codec = _codec(numel, bits)
+        packets = codes.new_zeros(groups, codec.nbytes(numel))
+        packets[:, :_SCALE_BYTES] = params[:, :1].contiguous().view(torch.uint8)
+        packets[:, _SCALE_BYTES : _SCALE_BYTES + codes.shape[1]] = codes
+        values = codec.decode(packets, numel)
+    if kind is Asymmetric:
+        values = values + params[:, 1:]
+    return values.to(dtype).view(*data.shape[:-1], data.shape[-1] * 8 // bits)
+
+
+def _rows(values: Tensor, groups: int, bits: int) -> Tensor:
+    """[groups, elements of a group]."""
+    if bits not in (4, 8):
+        raise ValueError(f"num_bits={bits}: codes have 4 or 8 bits")
+    if groups < 1 or not values.numel() or values.numel() % (groups * 8 // bits):
+        even = " of an even number of elements, as two codes share a byte" if bits == 4 else ""
+        raise ValueError(f"groups={groups}: {values.numel()} elements are not so many equal groups{even}")
+    return values.reshape(groups, -1)
+
+
+def _codec(numel: int, bits: int) -> BlockCodec:
+    """With one block: a packet is its scale and its codes."""
+    return BlockCodec(bits, numel)
+
+
+def _shape_of_codes(values: Tensor, bits: int) -> list[int]:
+    if bits == 4 and values.shape[-1] % 2:
+        raise ValueError(
+            f"num_bits=4: two codes share a byte, and the last dimension, {values.shape[-1]}, is odd"
+        )
+    return [*values.shape[:-1], values.shape[-1] * bits // 8]
+
+
+def _from_least(codes: Tensor, scales: Tensor, least: Tensor) -> Tensor:
+    wide = codes.float() * scales.float().view(-1, 1) + least.float().view(-1, 1)
+    return wide.to(torch.float16)

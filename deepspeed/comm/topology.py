@@ -1,0 +1,288 @@
+"""Topologies: which rank is where on named axes, and the grid of process groups that follows from one.
+
+These are the documented objects for three-dimensional parallelism. A ``PipelineParallelGrid`` is a model-parallel unit
+like any other: ``deepspeed.initialize(mpu=grid)`` makes the mesh from its groups (``deepspeed/comm/mesh.py``).
+"""
+
+from __future__ import annotations
+
+from collections import namedtuple
+from collections.abc import Sequence
+from itertools import product
+from math import prod
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from deepspeed.base.arithmetic import prime_factors as _prime_factors
+from deepspeed.comm.groups import new_group
+from deepspeed.config.problems import DeepSpeedConfigError
+
+__all__ = [
+    "PipeDataParallelTopology",
+    "PipeModelDataParallelTopology",
+    "PipelineParallelGrid",
+    "ProcessTopology",
+]
+
+PIPE, DATA, MODEL = "pipe", "data", "model"
+
+
+class ProcessTopology:
+    """Ranks on a Cartesian grid: ``axes``, outermost first, of sizes ``dims``; ranks count along the last axis first.
+
+    ``mapping``: coordinate, a named tuple of the axes, -> rank.
+    """
+
+    def __init__(self, axes: Sequence[str], dims: Sequence[int]) -> None:
+        if len(axes) != len(dims):
+            raise ValueError(f"{len(axes)} axes, but {len(dims)} sizes: {list(axes)}, {list(dims)}")
+        self.axes = list(axes)
+        self.dims = list(dims)
+        self.ProcessCoord: Any = namedtuple("ProcessCoord", self.axes)  # type: ignore[misc]
+        places = product(*(range(size) for size in self.dims))
+        self.mapping: dict[Any, int] = {self.ProcessCoord(*at): rank for rank, at in enumerate(places)}
+
+        self._places = list(self.mapping)
+
+    def sizes(self) -> dict[str, int]:
+        """Ranks along each axis."""
+        return dict(zip(self.axes, self.dims, strict=True))
+
+    def get_rank(self, **coord_kwargs: int) -> int:
+        """The rank at a coordinate along every axis. ValueError: an axis is missing or unknown, or it has no such
+        place."""
+        if sorted(coord_kwargs) != sorted(self.axes):
+            raise ValueError(
+                f"get_rank() takes a coordinate along each of {self.axes}, not along {list(coord_kwargs)}; "
+                "filter_match() takes some of them"
+            )
+        coord = self.ProcessCoord(**coord_kwargs)
+        if coord not in self.mapping:
+            raise ValueError(f"{coord} is outside the topology of {self.sizes()}")
+        return self.mapping[coord]
+
+    def get_axis_names(self) -> list[str]:
+        return self.axes
+
+    def get_rank_repr(
+        self, rank: int, omit_axes: Sequence[str] = (DATA, PIPE), inner_sep: str = "_", outer_sep: str = "-"
+    ) -> str:
+        """Where a rank is, for names of files: "model_00" by default, with every axis such as "pipe_01-model_00"."""
+        coord = self.get_coord(rank)
+        shown = [axis for axis in self.axes if axis not in omit_axes]
+        return outer_sep.join(f"{axis}{inner_sep}{getattr(coord, axis):02d}" for axis in shown)
+
+    def get_dim(self, axis: str) -> int:
+        """The number of ranks along an axis; 0 for one that the topology does not have."""
+        return self.dims[self.axes.index(axis)] if axis in self.axes else 0
+
+    def get_coord(self, rank: int) -> Any:
+        """Where a rank is, as a named tuple. ValueError: there is no such rank."""
+        if not 0 <= rank < len(self._places):
+            raise ValueError(f"rank {rank} is outside the topology of {self.world_size()} ranks")
+        return self._places[rank]
+
+    def get_axis_comm_lists(self, axis: str) -> list[list[int]]:
+        """The groups along an axis: in each, ranks that differ in nothing else. Empty if there is no such axis."""
+        if axis not in self.axes:
+            return []
+        others = [name for name in self.axes if name != axis]
+        places = product(*(range(self.get_dim(name)) for name in others))
+        return [self.filter_match(**dict(zip(others, at, strict=True))) for at in places]
+
+    def filter_match(self, **filter_kwargs: int) -> list[int]:
+        """The ranks at the given coordinates, ascending."""
+        wanted = filter_kwargs.items()
+        return [
+            rank
+            for at, rank in self.mapping.items()
+            if all(getattr(at, axis) == place for axis, place in wanted)
+        ]
+
+    def get_axis_list(self, axis: str, idx: int) -> list[int]:
+        """The ranks at place ``idx`` of one axis, ascending."""
+        return self.filter_match(**{axis: idx})
+
+    def world_size(self) -> int:
+        return prod(self.dims)
+
+    def __str__(self) -> str:
+        return str(self.mapping)
+
+
+class PipeDataParallelTopology(ProcessTopology):
+    """Stages of a pipeline whose replicas are neighbours: gradients, the larger messages, take the shorter way."""
+
+    def __init__(self, num_pp: int, num_dp: int) -> None:
+        super().__init__(axes=[PIPE, DATA], dims=[num_pp, num_dp])
+
+
+class PipeModelDataParallelTopology(ProcessTopology):
+    """Stages, replicas, and layers split over neighbours."""
+
+    def __init__(self, num_pp: int, num_mp: int, num_dp: int) -> None:
+        super().__init__(axes=[PIPE, DATA, MODEL], dims=[num_pp, num_dp, num_mp])
+
+
+class PipelineParallelGrid:
+    """The process groups of a topology, as a model-parallel unit. Collective over all ranks.
+
+    ``topology``: by default as many stages as replicas, or more. ``process_group``: the ranks of the grid, by default
+    all. *Model parallel* stands for pipelines and split layers together: the ranks that hold one replica of the model;
+    *slice* (or *tensor model*) *parallel* for split layers alone. ValueError: the topology has another number of ranks.
+    """
+
+    def __init__(
+        self, topology: ProcessTopology | None = None, process_group: ProcessGroup | None = None
+    ) -> None:
+        self.global_rank = dist.get_rank(process_group)
+        self.world_size = dist.get_world_size(process_group)
+        self._topo = topology if topology is not None else _square(self.world_size)
+        if self._topo.world_size() != self.world_size:
+            raise ValueError(
+                f"the topology has {self._topo.world_size()} ranks, {self._topo.sizes()}, but the job has "
+                f"{self.world_size}"
+            )
+        self._ranks = dist.get_process_group_ranks(process_group or dist.group.WORLD)
+        self.coord = self._topo.get_coord(self.global_rank)
+        self.data_parallel_size = max(self._topo.get_dim(DATA), 1)
+        self.pipe_parallel_size = max(self._topo.get_dim(PIPE), 1)
+        self.model_parallel_size = max(self._topo.get_dim(MODEL), 1)
+        self.slice_parallel_size = self.model_parallel_size
+        self.stage_id = self.get_stage_id()
+        self.replica_id = getattr(self.coord, DATA, 0)
+        """This rank's place among those that hold the same weights."""
+        self.is_first_stage = self.stage_id == 0
+        self.is_last_stage = self.stage_id == self.pipe_parallel_size - 1
+        self.dp_group = self._along(DATA)
+        self.pp_group = self._along(PIPE)
+        self.slice_group = self._along(MODEL)
+        replica = {DATA: self.replica_id} if DATA in self._topo.axes else {}
+        self.ds_model_group = self._topo.filter_match(**replica)
+        self.dp_proc_group = self._new(self.dp_group)
+        self.pp_proc_group = self._new(self.pp_group)
+        self.slice_proc_group = self._new(self.slice_group)
+        self.ds_model_proc_group = self._new(self.ds_model_group)
+        self.ds_model_world_size = len(self.ds_model_group)
+        self.ds_model_rank = self.ds_model_group.index(self.global_rank)
+        self._take_sequences(1)
+
+    def share_sequences(self, ranks: int) -> None:
+        """Let runs of ``ranks`` neighbours among the replicas of a stage share sequences: what is *data parallel* are
+        then those with other sequences, ``dp_group`` still all replicas. Collective over all ranks.
+        DeepSpeedConfigError: they do not divide the replicas."""
+        if len(self.dp_group) % ranks:
+            raise DeepSpeedConfigError(
+                f"sequence_parallel_size={ranks} does not divide the {len(self.dp_group)} replicas of a pipeline stage"
+            )
+        self._take_sequences(ranks)
+
+    def _take_sequences(self, ranks: int) -> None:
+        replicas, place = self.dp_group, self.replica_id
+        self.sequence_parallel_size = ranks
+        self.data_parallel_size = len(replicas) // ranks
+        self.data_parallel_id = self.replica_id // ranks
+        self._sequence_group: ProcessGroup | None = None
+        self._data_ranks, self._data_group = replicas, self.dp_proc_group
+        if ranks > 1:
+            first = place - place % ranks
+            self._sequence_group = self._new(replicas[first : first + ranks])
+            self._data_ranks = replicas[place % ranks :: ranks]
+            self._data_group = self._new(self._data_ranks)
+
+    def _along(self, axis: str) -> list[int]:
+        """The ranks that differ from this one along ``axis`` alone; itself if the topology does not have it."""
+        elsewhere = {name: at for name, at in self.coord._asdict().items() if name != axis}
+        return self._topo.filter_match(**elsewhere)
+
+    def _new(self, places: list[int]) -> ProcessGroup:
+        return new_group(tuple(self._ranks[place] for place in places))
+
+    def topology(self) -> ProcessTopology:
+        return self._topo
+
+    def get_stage_id(self) -> int:
+        return getattr(self.coord, PIPE, 0)
+
+    def get_data_parallel_id(self) -> int:
+        return self.data_parallel_id
+
+    def stage_to_global(self, stage_id: int, **kwargs: int) -> int:
+        """The rank of another stage, at this rank's place along the other axes unless ``kwargs`` name others."""
+        return self._topo.get_rank(**{**self.coord._asdict(), PIPE: stage_id, **kwargs})
+
+    def get_global_rank(self) -> int:
+        return self.global_rank
+
+    def get_pipe_parallel_rank(self) -> int:
+        return self.stage_id
+
+    def get_pipe_parallel_world_size(self) -> int:
+        return self.pipe_parallel_size
+
+    def get_pipe_parallel_group(self) -> ProcessGroup:
+        return self.pp_proc_group
+
+    def _is_grid_valid(self) -> bool:
+        """Whether the topology has a place for every rank, and no more."""
+        return self._topo.world_size() == self.world_size
+
+    get_pipeline_model_parallel_rank = get_pipe_parallel_rank
+    get_pipeline_model_parallel_world_size = get_pipe_parallel_world_size
+    get_pipeline_model_parallel_group = get_pipe_parallel_group
+
+    def get_data_parallel_rank(self) -> int:
+        return self.data_parallel_id
+
+    def get_data_parallel_world_size(self) -> int:
+        return self.data_parallel_size
+
+    def get_data_parallel_group(self) -> ProcessGroup:
+        return self._data_group
+
+    def get_data_parallel_group_ranks(self) -> list[int]:
+        return self._data_ranks
+
+    def get_sequence_parallel_rank(self) -> int:
+        return self.replica_id % self.sequence_parallel_size
+
+    def get_sequence_parallel_world_size(self) -> int:
+        return self.sequence_parallel_size
+
+    def get_sequence_parallel_group(self) -> ProcessGroup | None:
+        """None: no sequence is shared."""
+        return self._sequence_group
+
+    def get_sequence_data_parallel_group(self) -> ProcessGroup:
+        """All ranks that hold the same weights."""
+        return self.dp_proc_group
+
+    def get_model_parallel_rank(self) -> int:
+        return self.ds_model_rank
+
+    def get_model_parallel_world_size(self) -> int:
+        return self.ds_model_world_size
+
+    def get_model_parallel_group(self) -> ProcessGroup:
+        return self.ds_model_proc_group
+
+    def get_slice_parallel_rank(self) -> int:
+        return getattr(self.coord, MODEL, 0)
+
+    def get_slice_parallel_world_size(self) -> int:
+        return self.slice_parallel_size
+
+    def get_slice_parallel_group(self) -> ProcessGroup:
+        return self.slice_proc_group
+
+    get_tensor_model_parallel_rank = get_slice_parallel_rank
+    get_tensor_model_parallel_world_size = get_slice_parallel_world_size
+    get_tensor_model_parallel_group = get_slice_parallel_group
+
+
+def _square(ranks: int) -> ProcessTopology:
+    """As square as the prime factors allow, handed out in turn."""
+    factors = _prime_factors(ranks) if ranks > 1 else []
+    return PipeDataParallelTopology(num_pp=prod(factors[::2]), num_dp=prod(factors[1::2]))

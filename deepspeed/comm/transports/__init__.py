@@ -1,0 +1,1 @@
+"""Transports: how the bytes of a collective travel, chosen per group."""

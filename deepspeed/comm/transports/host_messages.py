@@ -1,0 +1,401 @@
+"""Messages from one rank to another of the same host: one way, in order, through shared memory.
+
+A message is a *note*, which travels through a pipe, and bytes, which the sender copies into a block of shared memory
+and the receiver uses where they are. A block is free again when the last tensor made of it is gone, which a second
+pipe tells the sender: a sender never waits for room, and there are as many blocks as the receiver holds at a time.
+
+Neither blocks nor pipes have names: the other process opens them through /proc/<pid>/fd, and nothing remains after a
+kill. Who waits sleeps in a poll of the pipe and of the other process, takes no core, and wakes as soon as either has
+something to say.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+import os
+import select
+import struct
+import sys
+import weakref
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from deepspeed.base.logging import warning_once
+from deepspeed.comm.groups import timeout_of
+from deepspeed.comm.pending import CommunicationError
+from deepspeed.comm.transports.hosts import host_identity
+
+_HEAD = struct.Struct("=qqqqq")  # bytes of the note and of the data, block, its file in the sender, its size
+_NONE = -1
+_FREED = struct.Struct("=q")
+_SENDING, _RECEIVING = "sending to a neighbour", "receiving from a neighbour"
+_GONE = "its process is gone"
+_GOING_MS = 100  # a process that ends closes its pipes a little before it is gone
+_LONGEST_MS = 2**31 - 1  # that a poll can wait
+BLOCK_BYTES = 1 << 16  # sizes of blocks are multiples: messages of changing size find a block that fits
+
+
+@dataclass(frozen=True, slots=True)
+class Edge:
+    """A way from one global rank to another. ``key``: the same on both sides, and different for every edge."""
+
+    key: Hashable
+    source: int
+    target: int
+
+
+class _Peer:
+    """The process at the other end. CommunicationError: it is gone, has closed its end, or does not come in time."""
+
+    def __init__(self, rank: int, ranks: tuple[int, ...], pid: int, timeout: timedelta) -> None:
+        self.rank, self.ranks, self.pid = rank, ranks, pid
+        self.timeout_ms = min(timeout.total_seconds() * 1e3, _LONGEST_MS)
+        self.process = os.pidfd_open(pid)
+
+    def await_ready(self, descriptor: int, events: int, operation: str) -> None:
+        """Until ``descriptor`` is ready for ``events``, or its other end is closed."""
+        poll = select.poll()
+        poll.register(descriptor, events)
+        poll.register(self.process, select.POLLIN)
+        found = dict(poll.poll(self.timeout_ms))
+        if descriptor not in found:
+            raise self.error(operation, _GONE if found else "it did not come within the timeout")
+
+    def left(self, operation: str) -> CommunicationError:
+        """What is to be raised where its end is closed."""
+        return self.error(operation, _GONE if self.gone() else "it has closed its end of the connection")
+
+    def gone(self) -> bool:
+        """Whether its process has ended, or ends within a moment."""
+        poll = select.poll()
+        poll.register(self.process, select.POLLIN)
+        return bool(poll.poll(_GOING_MS))
+
+    def error(self, operation: str, reason: str) -> CommunicationError:
+        return CommunicationError.of(operation, self.ranks, RuntimeError(reason), silent=self.rank)
+
+    def map(self, file: int, size: int) -> mmap.mmap:
+        """The memory behind one of its descriptors."""
+        try:
+            descriptor = os.open(f"/proc/{self.pid}/fd/{file}", os.O_RDWR | os.O_CLOEXEC)
+        except OSError as error:
+            if self.gone():
+                raise self.error(_RECEIVING, _GONE) from error
+            raise self.error(_RECEIVING, f"its shared memory cannot be opened: {error}") from error
+        try:
+            return mmap.mmap(descriptor, size)
+        finally:
+            os.close(descriptor)
+
+
+class _End:
+    """One end of an edge: what is closed together, once, and only in the process that opened it."""
+
+    def __init__(self, peer: _Peer, notes: int, freed: int) -> None:
+        self.peer, self.notes, self.freed = peer, notes, freed
+        self.owner = os.getpid()
+        self.open = True
+        for descriptor in (notes, freed):
+            os.set_blocking(descriptor, False)
+
+    @property
+    def usable(self) -> bool:
+        """Not after ``close``, and not in a forked child."""
+        return self.open and os.getpid() == self.owner
+
+    def check(self, operation: str) -> None:
+        if not self.usable:
+            raise self.peer.error(operation, "this end of the connection is closed")
+
+    def close(self) -> None:
+        if self.open:
+            self.open = False
+            _close(self.notes, self.freed, self.peer.process)
+
+    def __del__(self) -> None:
+        self.close()
+
+
+@dataclass(slots=True)
+class _Block:
+    """Shared memory of the sender. ``told``: a message has named ``file`` to the receiver."""
+
+    file: int
+    nbytes: int
+    memory: Tensor
+    told: bool = False
+
+    @classmethod
+    def of(cls, nbytes: int) -> _Block:
+        nbytes = -(-nbytes // BLOCK_BYTES) * BLOCK_BYTES
+        file = os.memfd_create("deepspeed", os.MFD_CLOEXEC)
+        os.fchmod(file, 0o600)
+        os.ftruncate(file, nbytes)
+        return cls(file, nbytes, torch.frombuffer(mmap.mmap(file, nbytes), dtype=torch.uint8))
+
+    def __del__(self) -> None:
+        _close(self.file)
+
+
+class NeighbourSender:
+    """Sends to ``peer.rank``; the data may change as soon as ``send`` returns."""
+
+    def __init__(self, end: _End) -> None:
+        self._end = end
+        self.peer, self.ranks = end.peer.rank, end.peer.ranks
+        self._blocks: list[_Block] = []
+        self._free: list[int] = []
+        self._unopened: set[int] = set()
+
+    def send(self, note: bytes, nbytes: int, fill: Callable[[Tensor], None]) -> None:
+        """``fill(memory)`` puts the data into uint8 [nbytes]."""
+        self._end.check(_SENDING)
+        self._take_back()
+        number, file, size = _NONE, _NONE, 0
+        if nbytes:
+            number = self._block_for(nbytes)
+            block = self._blocks[number]
+            fill(block.memory[:nbytes])
+            if not block.told:
+                file, size, block.told = block.file, block.nbytes, True
+                self._unopened.add(number)
+        self._write(_HEAD.pack(len(note), nbytes, number, file, size) + note)
+
+    def _block_for(self, nbytes: int) -> int:
+        """The smallest free block that is large enough; else a new one, instead of the largest free one."""
+        fitting = [number for number in self._free if self._blocks[number].nbytes >= nbytes]
+        if fitting:
+            number = min(fitting, key=lambda number: self._blocks[number].nbytes)
+            self._free.remove(number)
+            return number
+        if not self._free:
+            self._blocks.append(_Block.of(nbytes))
+            return len(self._blocks) - 1
+        number = max(self._free, key=lambda number: self._blocks[number].nbytes)
+        self._free.remove(number)
+        self._blocks[number] = _Block.of(nbytes)
+        return number
+
+    def _take_back(self) -> bool:
+        """Hear what the receiver says of blocks: that it has opened them, or needs them no more. False: it has gone."""
+        try:
+            while data := os.read(self._end.freed, 512 * _FREED.size):
+                for (number,) in _FREED.iter_unpack(data):
+                    if number >= 0:
+                        self._free.append(number)
+                    else:
+                        self._unopened.discard(~number)
+        except BlockingIOError:
+            return True
+        return False
+
+    def _write(self, data: bytes) -> None:
+        end, left = self._end, memoryview(data)
+        while left:
+            try:
+                left = left[os.write(end.notes, left) :]
+            except BlockingIOError:
+                end.peer.await_ready(end.notes, select.POLLOUT, _SENDING)
+            except BrokenPipeError:
+                raise end.peer.left(_SENDING) from None
+
+    def flush(self) -> None:
+        """Wait until all that was sent can be received even if this process ends."""
+        peer = self._end.peer
+        while self._unopened and self._end.usable:
+            there = self._take_back()
+            if self._unopened and not there:
+                raise peer.left(_SENDING)
+            if self._unopened:
+                peer.await_ready(self._end.freed, select.POLLIN, _SENDING)
+
+    def close(self) -> None:
+        self._end.close()
+        self._blocks, self._free = [], []
+
+
+class NeighbourReceiver:
+    """Receives what the ``NeighbourSender`` at ``peer.rank`` sends."""
+
+    def __init__(self, end: _End) -> None:
+        self._end = end
+        self.peer, self.ranks = end.peer.rank, end.peer.ranks
+        self._blocks: dict[int, mmap.mmap] = {}
+
+    def receive(self) -> tuple[bytes, Tensor]:
+        """The next note, and its data, uint8 [bytes], in shared memory that is this rank's until the tensor is gone."""
+        note_bytes, nbytes, number, file, size = _HEAD.unpack(self._read(_HEAD.size))
+        note = self._read(note_bytes)
+        if number == _NONE:
+            return note, torch.empty(0, dtype=torch.uint8)
+        if file != _NONE:
+            self._blocks[number] = self._end.peer.map(file, size)
+            _tell(self._end, ~number)
+        memory = (ctypes.c_uint8 * nbytes).from_buffer(self._blocks[number])
+        weakref.finalize(memory, _tell, self._end, number).atexit = False
+        return note, torch.frombuffer(memory, dtype=torch.uint8)
+
+    def _read(self, count: int) -> bytes:
+        end = self._end
+        end.check(_RECEIVING)
+        parts: list[bytes] = []
+        while count:
+            try:
+                part = os.read(end.notes, count)
+            except BlockingIOError:
+                end.peer.await_ready(end.notes, select.POLLIN, _RECEIVING)
+                continue
+            if not part:
+                raise end.peer.left(_RECEIVING)
+            parts.append(part)
+            count -= len(part)
+        return b"".join(parts)
+
+    def close(self) -> None:
+        """Tensors that were received stay valid."""
+        self._end.close()
+        self._blocks = {}
+
+
+def _tell(end: _End, number: int) -> None:
+    """The sender, if it is there: that a block is free, or (``~number``) that it has been opened."""
+    if end.usable:
+        with contextlib.suppress(OSError):
+            os.write(end.freed, _FREED.pack(number))
+
+
+@dataclass(frozen=True, slots=True)
+class _Record:
+    """What a rank tells the others: where it is, and by key, which descriptors a sender opens: the end of the pipe of
+    notes where it writes, and of freed blocks where it reads."""
+
+    host: bytes
+    pid: int
+    offered: dict[Hashable, tuple[int, int]]
+
+
+def connect(
+    group: ProcessGroup, edges: Sequence[Edge], *, may_share_memory: bool
+) -> Mapping[Hashable, NeighbourSender | NeighbourReceiver]:
+    """This rank's ends of those ``edges`` whose two ranks share a host and may share memory, by key. Collective over
+    the group: all its ranks give the same edges."""
+    ranks, own = tuple(dist.get_process_group_ranks(group)), dist.get_rank()
+    willing = may_share_memory and _is_possible()
+    pipes = _pipes([edge.key for edge in edges if edge.target == own]) if willing else {}
+    offered = {key: (notes[1], freed[0]) for key, (notes, freed) in pipes.items()}
+    record = _Record(host_identity() if willing else b"", os.getpid(), offered)
+    opened: dict[Hashable, tuple[int, int]] = {}
+    try:
+        known = dict(zip(ranks, _exchanged(record, group), strict=True))
+        barred: set[Hashable] = set()
+        for edge in edges:
+            other = known[edge.target if edge.source == own else edge.source]
+            if not willing or own not in (edge.source, edge.target) or other.host != record.host:
+                continue
+            if edge.source == own and (found := _open(other, edge.key)):
+                opened[edge.key] = found
+            elif edge.source == own or not _may_look_into(other.pid):
+                barred.add(edge.key)
+        answers = _exchanged((set(opened), barred), group)
+        done = {key for keys, _ in answers for key in keys} - {key for _, keys in answers for key in keys}
+        if barred:
+            _say_why_not()
+        made: dict[Hashable, NeighbourSender | NeighbourReceiver] = {}
+        for edge in edges:
+            if edge.key not in done:
+                continue
+            if edge.source == own:
+                peer = _Peer(edge.target, ranks, known[edge.target].pid, timeout_of(group))
+                made[edge.key] = NeighbourSender(_End(peer, *opened.pop(edge.key)))
+            elif edge.target == own:
+                peer = _Peer(edge.source, ranks, known[edge.source].pid, timeout_of(group))
+                (reads, writes), (reads_freed, writes_freed) = pipes.pop(edge.key)
+                os.close(writes)  # so that the end of the sender is the end of the pipe
+                os.close(reads_freed)
+                made[edge.key] = NeighbourReceiver(_End(peer, reads, writes_freed))
+        return made
+    finally:  # what did not come to be used
+        for notes, freed in pipes.values():
+            _close(*notes, *freed)
+        for descriptors in opened.values():
+            _close(*descriptors)
+
+
+def _is_possible() -> bool:
+    """Whether this system has what it takes."""
+    if not sys.platform.startswith("linux"):
+        return False
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+        os.close(os.memfd_create("deepspeed", os.MFD_CLOEXEC))
+    except (OSError, AttributeError):  # an old kernel, or a Python that was built for one
+        return False
+    return True
+
+
+def _pipes(keys: Sequence[Hashable]) -> dict[Hashable, tuple[tuple[int, int], tuple[int, int]]]:
+    """A pipe for notes and one for freed blocks, by key; fewer where there are no descriptors left."""
+    made: dict[Hashable, tuple[tuple[int, int], tuple[int, int]]] = {}
+    for key in keys:
+        try:
+            notes = os.pipe()
+        except OSError:
+            break
+        try:
+            made[key] = (notes, os.pipe())
+        except OSError:
+            _close(*notes)
+            break
+    return made
+
+
+def _may_look_into(pid: int) -> bool:
+    """Whether descriptors of another process can be opened."""
+    try:
+        return bool(os.listdir(f"/proc/{pid}/fd"))
+    except OSError:
+        return False
+
+
+def _say_why_not() -> None:
+    warning_once(
+        "Neighbouring ranks of one host cannot open each other's descriptors (another user, or hidden processes); they "
+        "send through the process group, which is slower."
+    )
+
+
+def _open(record: _Record, key: Hashable) -> tuple[int, int] | None:
+    """The sender's ends of the pipes of another process; None: it may not open them."""
+    if key not in record.offered:
+        return None
+    notes, freed = (f"/proc/{record.pid}/fd/{descriptor}" for descriptor in record.offered[key])
+    try:
+        writes = os.open(notes, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        return writes, os.open(freed, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        os.close(writes)
+        return None
+
+
+def _exchanged(value: Any, group: ProcessGroup) -> list[Any]:
+    found: list[Any] = [None] * group.size()
+    dist.all_gather_object(found, value, group=group)
+    return found
+
+
+def _close(*descriptors: int) -> None:
+    for descriptor in descriptors:
+        with contextlib.suppress(OSError):
+            os.close(descriptor)

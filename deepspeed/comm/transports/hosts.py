@@ -1,0 +1,148 @@
+"""Which ranks of a group share a host, and the shared memory between them."""
+
+from __future__ import annotations
+
+import functools
+import os
+import secrets
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from deepspeed.base.logging import warning_once
+from deepspeed.comm.groups import timeout_of
+from deepspeed.comm.transports import shared_memory
+from deepspeed.comm.transports.gloo import GlooAllGather, GlooChannel
+from deepspeed.comm.transports.shared_memory import SharedMemoryChannel
+
+
+@dataclass(frozen=True, slots=True)
+class Hosts:
+    """`blocks`: the ranks (within the group) of each host, hosts ordered by their first rank. `channel`: connects the
+    ranks of this host, if the group communicates through shared memory."""
+
+    blocks: tuple[tuple[int, ...], ...]
+    channel: SharedMemoryChannel | None
+
+
+def meet(gloo: GlooChannel, may_share_memory: bool) -> Hosts:
+    """Find out which rank is where, and connect the ranks of each host if the whole group can and may share memory.
+    A collective call: all ranks get the same blocks, and either all get a channel or none does."""
+    willing = may_share_memory and shared_memory.is_available()
+    records = _gather(gloo, _Record.of_this_process(willing))
+    blocks = blocks_of([one.host for one in records])
+    if not all(one.ready for one in records) or not are_regular(blocks):
+        return Hosts(blocks, None)
+    block = next(block for block in blocks if gloo.rank in block)
+    channel, attached = _connect(gloo, block, records[block[0]].pid)
+    if channel is None or not all(one.ready for one in attached):
+        if channel is not None:
+            channel.close()
+        if gloo.rank == 0:
+            _say_why_not(attached)
+        return Hosts(blocks, None)
+    cores = functools.reduce(lambda union, rank: union | records[rank].cores, block, 0).bit_count()
+    channel.start(timeout_of(gloo.group), cores=cores)
+    return Hosts(blocks, channel)
+
+
+def blocks_of(hosts: Sequence[bytes]) -> tuple[tuple[int, ...], ...]:
+    """Ranks grouped by equal host, in order of first appearance."""
+    found: dict[bytes, list[int]] = {}
+    for rank, host in enumerate(hosts):
+        found.setdefault(host, []).append(rank)
+    return tuple(tuple(block) for block in found.values())
+
+
+def are_regular(blocks: tuple[tuple[int, ...], ...]) -> bool:
+    """One host, or several with equally many consecutive ranks, more than one each."""
+    length = len(blocks[0])
+    regular = all(
+        block == tuple(range(length * index, length * (index + 1))) for index, block in enumerate(blocks)
+    )
+    return regular and length > 1
+
+
+def _connect(
+    gloo: GlooChannel, block: tuple[int, ...], pid: int
+) -> tuple[SharedMemoryChannel | None, list[_Record]]:
+    """The first rank of a host (process `pid`) creates the segment, all ranks of the block map it. Returns this rank's
+    channel, and which ranks have one."""
+    rank = block.index(gloo.rank)
+    descriptor, token = shared_memory.create_segment(len(block)) if rank == 0 else (0, 0)
+    try:
+        offer = _gather(gloo, _Record.of_this_process(descriptor >= 0, descriptor, token))[block[0]]
+        ranks = tuple(gloo.ranks[one] for one in block)
+        channel = (
+            shared_memory.attach(pid, offer.descriptor, offer.token, rank, ranks) if offer.ready else None
+        )
+        return channel, _gather(gloo, _Record.of_this_process(channel is not None, offer.descriptor))
+    finally:
+        if rank == 0 and descriptor >= 0:
+            os.close(descriptor)  # by now every rank has opened it, or failed to
+
+
+def _say_why_not(attached: list[_Record]) -> None:
+    errors = [one.descriptor for one in attached if one.descriptor < 0]
+    reason = (
+        f"making a segment failed: {os.strerror(-errors[0])}" if errors else "a rank could not map another's"
+    )
+    warning_once(
+        f"Ranks of one host cannot share memory ({reason}); they use gloo, which is several times slower."
+    )
+
+
+class _Record:
+    """What a rank tells the others before they share memory."""
+
+    _LAYOUT = struct.Struct("=?qqq64s128s")
+
+    def __init__(self, ready: bool, pid: int, descriptor: int, token: int, host: bytes, cores: int) -> None:
+        self.ready, self.pid, self.descriptor, self.token = ready, pid, descriptor, token
+        self.host = host.ljust(64, b"\0")[:64]
+        self.cores = cores  # one bit per core that this process may use
+
+    @classmethod
+    def of_this_process(cls, ready: bool, descriptor: int = -1, token: int = 0) -> _Record:
+        cores = sum(1 << core for core in _usable_cores() if core < 1024)
+        return cls(ready, os.getpid(), descriptor, token, host_identity(), cores)
+
+    def pack(self) -> Tensor:
+        cores = self.cores.to_bytes(128, "little")
+        data = self._LAYOUT.pack(self.ready, self.pid, self.descriptor, self.token, self.host, cores)
+        return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+    @classmethod
+    def unpack(cls, data: Tensor) -> _Record:
+        ready, pid, descriptor, token, host, cores = cls._LAYOUT.unpack(data.numpy().tobytes())
+        return cls(ready, pid, descriptor, token, host, int.from_bytes(cores, "little"))
+
+
+def _gather(gloo: GlooChannel, own: _Record) -> list[_Record]:
+    packed = own.pack()
+    everyone = torch.empty(gloo.size * packed.numel(), dtype=torch.uint8)
+    GlooAllGather(gloo)(everyone, packed).wait()
+    return [_Record.unpack(one) for one in everyone.view(gloo.size, -1)]
+
+
+@functools.cache
+def _random_identity() -> bytes:
+    return secrets.token_hex(16).encode()
+
+
+def host_identity() -> bytes:
+    """Equal for two processes exactly if they run under one kernel and see each other's process ids."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        namespace = os.stat("/proc/self/ns/pid").st_ino
+    except OSError:
+        return _random_identity()  # unlike any other
+    return f"{boot} {namespace}".encode()
+
+
+def _usable_cores() -> set[int]:
+    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))

@@ -1,0 +1,123 @@
+"""Collectives by the process group's own operations: NCCL and every backend that is not gloo."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup, ReduceOp, Work
+
+from deepspeed.comm.pending import CommunicationError, Pending
+from deepspeed.comm.reduction import accumulation_dtype
+from deepspeed.comm.transports.exchanged_sums import ExchangedSum, all_gather_single
+
+# torch 2.13 renamed the flat forms and warns about the old names.
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class _GroupOperation:
+    def __init__(self, group: ProcessGroup, ranks: tuple[int, ...]) -> None:
+        self.group = group
+        self.ranks = ranks
+        self.size = len(ranks)
+
+    def _wait(self, work: Work | None, operation: str) -> None:
+        try:
+            if work is not None:
+                work.wait()
+        except RuntimeError as error:
+            raise CommunicationError.of(operation, self.ranks, error) from error
+
+
+class GroupAllGather(_GroupOperation):
+    def __call__(self, output: Tensor, input: Tensor) -> Pending:
+        work = all_gather_single(output, input, group=self.group, async_op=True)
+        return Pending(lambda: self._wait(work, "all_gather"))
+
+
+class GroupReduceScatter(_GroupOperation):
+    """16-bit inputs cross the wire as they are and are summed here in fp32 (`ExchangedSum`)."""
+
+    def __init__(
+        self, group: ProcessGroup, ranks: tuple[int, ...], exchanged: ExchangedSum | None = None
+    ) -> None:
+        super().__init__(group, ranks)
+        self.exchanged = exchanged or ExchangedSum(group, ranks)
+
+    def __call__(self, output: Tensor, input: Tensor, *, scale: float = 1.0) -> Pending:
+        wide = accumulation_dtype(input.dtype)
+        if wide != input.dtype:
+            return self.exchanged.reduce_scatter(output, input, scale)
+        total = output if output.dtype == wide else torch.empty_like(output, dtype=wide)
+        work = reduce_scatter_single(total, input, group=self.group, async_op=True)
+
+        def finish() -> None:
+            self._wait(work, "reduce_scatter")
+            if scale != 1.0:
+                total.mul_(scale)
+            if total is not output:
+                output.copy_(total)
+
+        return Pending(finish)
+
+
+class GroupAllReduce(_GroupOperation):
+    def __init__(
+        self, group: ProcessGroup, ranks: tuple[int, ...], exchanged: ExchangedSum | None = None
+    ) -> None:
+        super().__init__(group, ranks)
+        self.exchanged = exchanged or ExchangedSum(group, ranks)
+
+    def __call__(self, tensor: Tensor, *, scale: float = 1.0) -> Pending:
+        if accumulation_dtype(tensor.dtype) != tensor.dtype:
+            return self.exchanged.all_reduce(tensor, scale, all_gather_single)
+        work = dist.all_reduce(tensor, group=self.group, async_op=True)
+
+        def finish() -> None:
+            self._wait(work, "all_reduce")
+            if scale != 1.0:
+                tensor.mul_(scale)
+
+        return Pending(finish)
+
+
+class GroupReduce(_GroupOperation):
+    def __call__(self, tensor: Tensor, dst: int, *, scale: float = 1.0) -> Pending:
+        work = dist.reduce(tensor, group=self.group, group_dst=dst, async_op=True)
+
+        def finish() -> None:
+            self._wait(work, "reduce")
+            if scale != 1.0 and self.group.rank() == dst:
+                tensor.mul_(scale)
+
+        return Pending(finish)
+
+
+class GroupAllToAll(_GroupOperation):
+    def __call__(
+        self, output: Tensor, input: Tensor, output_counts: Sequence[int], input_counts: Sequence[int]
+    ) -> Pending:
+        work = dist.all_to_all_single(
+            output, input, list(output_counts), list(input_counts), group=self.group, async_op=True
+        )
+        return Pending(lambda: self._wait(work, "all_to_all"))
+
+
+class GroupBarrier(_GroupOperation):
+    def __call__(self) -> Pending:
+        work = dist.barrier(group=self.group, async_op=True)
+        return Pending(lambda: self._wait(work, "barrier"))
+
+
+class GroupAllReduceMax(_GroupOperation):
+    def __call__(self, tensor: Tensor) -> Pending:
+        work = dist.all_reduce(tensor, ReduceOp.MAX, group=self.group, async_op=True)
+        return Pending(lambda: self._wait(work, "all_reduce_max"))
+
+
+class GroupBroadcast(_GroupOperation):
+    def __call__(self, tensor: Tensor, src: int) -> Pending:
+        work = dist.broadcast(tensor, group=self.group, group_src=src, async_op=True)
+        return Pending(lambda: self._wait(work, "broadcast"))

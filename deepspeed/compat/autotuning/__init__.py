@@ -1,0 +1,1 @@
+"""Documented names of the autotuner."""

@@ -1,0 +1,1 @@
+"""Documented helpers for checkpoints of Megatron-DeepSpeed."""

@@ -1,0 +1,271 @@
+"""The files of a 3D-parallel checkpoint as Megatron-DeepSpeed lays them out, seen with fewer ranks than wrote them.
+
+    layer_LL-model_TT-model_states.pt             one pipeline layer, one tensor-parallel rank
+    mp_rank_MM_model_states.pt                    what else a place (stage, tensor-parallel rank) saved
+    zero_pp_rank_D_mp_rank_MM_optim_states.pt     its optimizer state
+
+The first layer is the embedding, the one at ``final_layer_norm_idx`` the final norm, those between are transformer
+blocks.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from functools import reduce
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepspeed.checkpoint.constants import LAYER_FILE_PREFIX, MODEL_FILE_PREFIX, UNIVERSAL_CHECKPOINT_INFO
+from deepspeed.compat.checkpoint.reshape_3d_utils import get_model_3d_descriptor_from_metadata, model_3d_desc
+from deepspeed.compat.checkpoint.reshape_meg_2d import meg_2d_parallel_map, reshape_meg_2d_parallel
+from deepspeed.compat.checkpoint.reshape_utils import (
+    basic_folder_validation,
+    get_files,
+    get_files_with_prefix,
+    get_zero_files,
+    merge_state,
+    partition_data,
+    read_states,
+    validate_files,
+)
+from deepspeed.compat.checkpoint.zero_checkpoint import ZeROCheckpoint
+
+EMBEDDING_LAYER_INDEX = 0
+FINAL_LAYER_NORM_INDEX = -1
+ARGS_KEY = "args"
+CHECKPOINT_INFO_KEY = "checkpoint_info"
+ITERATION_KEY = "iteration"
+
+SEQUENTIAL_LAYERS = (
+    "input_layernorm.weight",
+    "input_layernorm.bias",
+    "self_attention.dense.bias",
+    "post_attention_layernorm.weight",
+    "post_attention_layernorm.bias",
+    "mlp.dense_4h_to_h.bias",
+    "position_embeddings.weight",
+)
+"""Parameters of Megatron's layers of which every tensor-parallel rank has a copy."""
+LAYER_CONCAT_DIM = {"self_attention.dense.weight": 1, "mlp.dense_4h_to_h.weight": 1}
+"""Those that are split along another dim than the first."""
+
+_LAYER = re.compile(r"(layer_(\d+))-model_(\d+).*")
+
+
+class DeepSpeedCheckpoint:
+    """The checkpoint in ``dir`` (a tag's folder), as ``tp_degree * pp_degree * dp_degree`` ranks would find it.
+
+    Degrees default to those it was saved with. ValueError: one of them does not divide the saved degree, or the
+    transformer blocks cannot be divided evenly among the stages. FileNotFoundError: ``dir`` does not exist.
+    """
+
+    def __init__(
+        self,
+        dir: str | os.PathLike[str],
+        tp_degree: int | None = None,
+        pp_degree: int | None = None,
+        dp_degree: int | None = None,
+        final_layer_norm_idx: int = FINAL_LAYER_NORM_INDEX,
+    ) -> None:
+        basic_folder_validation(dir)
+        self.dir = dir
+        self.final_layer_norm_idx = final_layer_norm_idx
+        self.file_list = get_files(dir)
+        self.layer_files = get_files_with_prefix(self.file_list, LAYER_FILE_PREFIX)
+        self.mp_rank_files = get_files_with_prefix(self.file_list, MODEL_FILE_PREFIX)
+        models = [(path, read_states(path)) for path in self.mp_rank_files]
+        source = get_model_3d_descriptor_from_metadata(self.file_list, get_zero_files(dir), models)
+        self.zero_checkpoint = ZeROCheckpoint(dir, source)
+        self.layer_keys = self._layer_keys()
+        self.layer_count = len(self.layer_keys)
+        self._take_degrees(source, tp_degree, pp_degree, dp_degree)
+        self.global_state = self._global_state(models[0][1]) if models else {}
+        self._make_maps()
+
+    def _take_degrees(self, source: model_3d_desc, tp: int | None, pp: int | None, dp: int | None) -> None:
+        self.original_tp_degree, self.tp_degree = source.tp_degree, tp or source.tp_degree
+        self.original_pp_degree, self.pp_degree = source.pp_degree, pp or source.pp_degree
+        self.original_dp_degree, self.dp_degree = source.dp_degree, dp or source.dp_degree
+        self.original_world_size = source.world_size()
+        self.world_size = self.tp_degree * self.pp_degree * self.dp_degree
+        self.zero_checkpoint.reshape(model_3d_desc(self.pp_degree, self.tp_degree, self.dp_degree))
+
+    def _layer_keys(self) -> list[str]:
+        found = {m[1]: int(m[2]) for path in self.layer_files if (m := _LAYER.match(os.path.basename(path)))}
+        return sorted(found, key=lambda key: found[key])
+
+    @staticmethod
+    def _global_state(first: Mapping[str, Any]) -> dict[str, Any]:
+        return {
+            ITERATION_KEY: first.get(ITERATION_KEY, 0),
+            ARGS_KEY: first.get(ARGS_KEY),
+            CHECKPOINT_INFO_KEY: first.get(CHECKPOINT_INFO_KEY),
+            UNIVERSAL_CHECKPOINT_INFO: first.get(UNIVERSAL_CHECKPOINT_INFO),
+        }
+
+    def _make_maps(self) -> None:
+        grid = (self.original_pp_degree, self.original_tp_degree)
+        self.old_2d_map = meg_2d_parallel_map(*grid)
+        self.old_2d_map.simple_init()
+        self.new_2d_map = reshape_meg_2d_parallel(*grid, self.pp_degree, self.tp_degree)
+        blocks = self.layer_keys[1 : self.layer_count + self.final_layer_norm_idx]
+        stages = partition_data(blocks, self.pp_degree) if blocks else [[] for _ in range(self.pp_degree)]
+        self.pp_to_transformer_map = dict(enumerate(stages))
+        self.transformer_file_map = {
+            (tp, pp): [self._files_of_layer(key, tp) for key in keys]
+            for pp, keys in self.pp_to_transformer_map.items()
+            for tp in range(self.tp_degree)
+        }
+        self.tp_to_embedding_map = self._files_by_rank(EMBEDDING_LAYER_INDEX)
+        self.tp_to_final_norm_map = self._files_by_rank(self.final_layer_norm_idx)
+
+    def _files_by_rank(self, layer: int) -> dict[int, list[str]]:
+        if not self.layer_keys:
+            return {}
+        return {tp: self._files_of_layer(self.layer_keys[layer], tp) for tp in range(self.tp_degree)}
+
+    def _files_of_layer(self, key: str, tp_index: int) -> list[str]:
+        """Of the ranks that are joined to rank ``tp_index``."""
+        files = get_files_with_prefix(self.layer_files, f"{key}-model_")
+        return partition_data(files, self.tp_degree)[tp_index]
+
+    # What changes -------------------------------------------------------------------------------------------
+
+    def is_change_tp_degree(self) -> bool:
+        return self.tp_degree != self.original_tp_degree
+
+    def is_change_pp_degree(self) -> bool:
+        return self.pp_degree != self.original_pp_degree
+
+    def is_change_dp_degree(self) -> bool:
+        return self.dp_degree != self.original_dp_degree
+
+    # Weights ------------------------------------------------------------------------------------------------
+
+    def get_embedding_layer_id(self) -> str:
+        """Such as ``layer_01``."""
+        return self.layer_keys[EMBEDDING_LAYER_INDEX]
+
+    def get_final_norm_layer_id(self) -> str:
+        return self.layer_keys[self.final_layer_norm_idx]
+
+    def get_embedding_files(self, tp_index: int) -> list[str]:
+        self._check("tp_index", tp_index, self.tp_degree)
+        return self.tp_to_embedding_map[tp_index]
+
+    def get_embedding_state(self, tp_index: int) -> dict[str, Any]:
+        """The rank's embedding layer: its rows of the vocabulary."""
+        return _joined(self.get_embedding_files(tp_index))
+
+    def get_final_norm_files(self, tp_index: int) -> list[str]:
+        self._check("tp_index", tp_index, self.tp_degree)
+        return self.tp_to_final_norm_map[tp_index]
+
+    def get_final_norm_state(self, tp_index: int) -> dict[str, Any]:
+        """The final norm, of which every rank has a copy."""
+        return read_states(self.get_final_norm_files(tp_index)[0])
+
+    def get_pp_transformer_map(self, pp_index: int) -> list[str]:
+        """The transformer blocks of a stage, such as ``["layer_03", "layer_04"]``."""
+        self._check("pp_index", pp_index, self.pp_degree)
+        return self.pp_to_transformer_map[pp_index]
+
+    def get_transformer_state(self, tp_index: int, pp_index: int) -> list[dict[str, Any]]:
+        """The rank's part of each transformer block of a stage."""
+        self._check("tp_index", tp_index, self.tp_degree)
+        self._check("pp_index", pp_index, self.pp_degree)
+        return [_joined(files) for files in self.transformer_file_map[(tp_index, pp_index)]]
+
+    # Everything else ----------------------------------------------------------------------------------------
+
+    def get_2d_parallel_files(self, tp_index: int, pp_index: int) -> list[str]:
+        """The model files of the places that are joined to this one."""
+        self._check("tp_index", tp_index, self.tp_degree)
+        self._check("pp_index", pp_index, self.pp_degree)
+        numbers = self.new_2d_map.get_data(pp_index=pp_index, tp_index=tp_index)
+        return [self.mp_rank_files[number] for number in numbers]
+
+    def get_2d_parallel_state(self, tp_index: int, pp_index: int) -> dict[str, Any]:
+        """What these files hold, joined by ``merge_state``."""
+        return reduce(
+            merge_state, (read_states(path) for path in self.get_2d_parallel_files(tp_index, pp_index))
+        )
+
+    def get_zero_files(self, pp_index: int, tp_index: int, dp_index: int) -> list[str]:
+        return self.zero_checkpoint.get_files_for_rank(pp_index, tp_index, dp_index)
+
+    def get_zero_checkpoint_state(
+        self, pp_index: int, tp_index: int, dp_index: int, strip_tensor_paddings: bool = True
+    ) -> dict[str, Any]:
+        """The optimizer state of a rank; see ``ZeROCheckpoint.get_state_for_rank``."""
+        return self.zero_checkpoint.get_state_for_rank(
+            pp_index, tp_index, dp_index, strip_tensor_paddings=strip_tensor_paddings
+        )
+
+    def get_iteration(self) -> int:
+        return self.global_state[ITERATION_KEY]
+
+    def get_args(self) -> Any:
+        """The arguments of the training script, if it saved them under ``args``."""
+        return self.global_state[ARGS_KEY]
+
+    def get_checkpoint_info(self, info_key: str = CHECKPOINT_INFO_KEY) -> Any:
+        """What the client saved under ``checkpoint_info`` (or ``universal_checkpoint_info``), None if nothing."""
+        return self.global_state.get(info_key)
+
+    def validate_files(self) -> None:
+        """FileNotFoundError names a file that has gone."""
+        validate_files(self.file_list)
+
+    # Printing -----------------------------------------------------------------------------------------------
+
+    def show_2d_mapping(self) -> None:
+        print("reshaped 2d map ---- begin")
+        for pp in range(self.pp_degree):
+            for tp in range(self.tp_degree):
+                print(f"[{pp}, {tp}] = {self.get_2d_parallel_files(tp_index=tp, pp_index=pp)}")
+        print("reshaped 2d map ---- end")
+
+    def show_tp_embedding_map(self) -> None:
+        _show("tp_to_embedding_layers", self.tp_to_embedding_map)
+
+    def show_tp_final_norm_map(self) -> None:
+        _show("tp_to_final_norm_layers", self.tp_to_final_norm_map)
+
+    def show_pp_transformer_map(self) -> None:
+        _show("pp_to_transformer_layers", self.pp_to_transformer_map)
+
+    def show_transformer_file_map(self) -> None:
+        _show("rank_to_transformer_files", self.transformer_file_map)
+
+    @staticmethod
+    def _check(what: str, index: int, degree: int) -> None:
+        if not 0 <= index < degree:
+            raise IndexError(f"{what}={index} is not below the degree, {degree}")
+
+
+def _joined(files: Sequence[str]) -> dict[str, Any]:
+    """One layer from the files of its tensor-parallel ranks."""
+    states = [read_states(path) for path in files]
+    return {key: _join(key, [state[key] for state in states]) for key in states[0]}
+
+
+def _join(key: str, values: Sequence[Any]) -> Any:
+    if not isinstance(values[0], Tensor) or len(values) == 1 or _ends_with(key, SEQUENTIAL_LAYERS):
+        return values[0]
+    dim = next((d for name, d in LAYER_CONCAT_DIM.items() if _ends_with(key, [name])), 0)
+    return torch.cat(list(values), dim)
+
+
+def _ends_with(key: str, names: Iterable[str]) -> bool:
+    return any(key == name or key.endswith(f".{name}") for name in names)
+
+
+def _show(name: str, mapping: Mapping[Any, Any]) -> None:
+    print(f"Dump mapping: {name}")
+    for key, value in mapping.items():
+        print(f"{key} = {value}")

@@ -1,0 +1,157 @@
+"""Pipeline, tensor and data parallelism of a checkpoint, and which of its ranks make up those of a smaller one."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from deepspeed.checkpoint.constants import (
+    CHECKPOINT_PARALLEL_DIMS,
+    CHECKPOINT_PP_DEGREE,
+    CHECKPOINT_TP_DEGREE,
+    LAYER_FILE_PREFIX,
+    MODEL_FILE_PREFIX,
+)
+from deepspeed.checkpoint.errors import CheckpointDegreesError
+from deepspeed.compat.checkpoint.reshape_meg_2d import meg_2d_parallel_map, reshape_meg_2d_parallel
+from deepspeed.compat.checkpoint.reshape_utils import (
+    get_files,
+    get_files_with_prefix,
+    get_zero_files,
+    partition_data,
+    read_states,
+)
+
+PP_DIM, TP_DIM, DP_DIM = "PP", "TP", "DP"
+_LAYER_FILE = re.compile(rf"{LAYER_FILE_PREFIX}(\d+)-model_")
+
+
+class model_3d_desc:
+    """Degrees of parallelism. Optimizer files are numbered data-parallel rank by data-parallel rank."""
+
+    def __init__(self, pp_degree: int = 1, tp_degree: int = 1, dp_degree: int = 1) -> None:
+        self.pp_degree = pp_degree
+        self.tp_degree = tp_degree
+        self.dp_degree = dp_degree
+
+    def reshape(self, target_3d_desc: model_3d_desc, verbose: bool = False) -> list[meg_2d_parallel_map]:
+        """For each data-parallel rank of the target, the files of each place on its grid. ValueError: a degree grows or
+        does not divide the old one."""
+        possible, problems = self.can_reshape(target_3d_desc)
+        if not possible:
+            raise ValueError("; ".join(problems))
+        grid = reshape_meg_2d_parallel(
+            self.pp_degree, self.tp_degree, target_3d_desc.pp_degree, target_3d_desc.tp_degree, verbose
+        )
+        joined = flatten_dp_dimension(grid, self.pp_degree * self.tp_degree, self.dp_degree)
+        return unflatten_dp_dimension(joined, target_3d_desc.dp_degree)
+
+    def get_desc(self) -> str:
+        return f"{PP_DIM},{TP_DIM},{DP_DIM} = ({self.pp_degree}, {self.tp_degree}, {self.dp_degree})"
+
+    def world_size(self) -> int:
+        return self.pp_degree * self.tp_degree * self.dp_degree
+
+    def is_valid(self, pp_index: int, tp_index: int, dp_index: int) -> tuple[bool, list[str]]:
+        """Whether there is such a rank; if not, why."""
+        problems = [
+            f"{what} indexing error: index {index} >= degree {degree}"
+            for (what, degree), index in zip(self._degrees(), (pp_index, tp_index, dp_index), strict=True)
+            if index >= degree
+        ]
+        return not problems, problems
+
+    def can_reshape(self, target_3d_desc: model_3d_desc) -> tuple[bool, list[str]]:
+        """Whether every degree of the target divides this one's; if not, why."""
+        problems: list[str] = []
+        for (what, own), (_, wanted) in zip(self._degrees(), target_3d_desc._degrees(), strict=True):
+            if wanted > own:
+                problems.append(f"Expansion reshape not supported - {what}: {own} ---> {wanted}")
+            elif own % wanted:
+                problems.append(f"{what}: {wanted} does not divide {own}")
+        return not problems, problems
+
+    def _degrees(self) -> list[tuple[str, int]]:
+        return [(PP_DIM, self.pp_degree), (TP_DIM, self.tp_degree), (DP_DIM, self.dp_degree)]
+
+
+def flatten_dp_dimension(
+    meg_2d_map: meg_2d_parallel_map, src_2d_size: int, dp_degree: int
+) -> meg_2d_parallel_map:
+    """Each number of a grid of ``src_2d_size`` places becomes those of all data-parallel ranks."""
+    made = meg_2d_parallel_map(meg_2d_map.pp_degree, meg_2d_map.tp_degree)
+    for pp in range(made.pp_degree):
+        for tp in range(made.tp_degree):
+            numbers = meg_2d_map.get_data(pp, tp)
+            made.add_data(pp, tp, [n + dp * src_2d_size for n in numbers for dp in range(dp_degree)])
+    return made
+
+
+def unflatten_dp_dimension(meg_2d_map: meg_2d_parallel_map, dp_degree: int) -> list[meg_2d_parallel_map]:
+    """One grid for each data-parallel rank: each gets an equal run of what every place holds, as partitions lie
+    end to end."""
+    made: list[meg_2d_parallel_map] = []
+    for dp in range(dp_degree):
+        grid = meg_2d_parallel_map(meg_2d_map.pp_degree, meg_2d_map.tp_degree)
+        for pp in range(grid.pp_degree):
+            for tp in range(grid.tp_degree):
+                grid.add_data(pp, tp, partition_data(meg_2d_map.get_data(pp, tp), dp_degree)[dp])
+        made.append(grid)
+    return made
+
+
+def get_model_3d_descriptor(dir: str | os.PathLike[str]) -> model_3d_desc:
+    """The degrees of the checkpoint in ``dir``, from its files."""
+    files = get_files(dir)
+    models = get_files_with_prefix(files, MODEL_FILE_PREFIX)
+    metadata = [(path, read_states(path)) for path in models]
+    return get_model_3d_descriptor_from_metadata(files, get_zero_files(dir), metadata)
+
+
+def get_model_3d_descriptor_from_metadata(
+    file_list: Sequence[str],
+    zero_file_list: Sequence[str],
+    model_state_metadata: Sequence[tuple[str, dict[str, Any]]],
+) -> model_3d_desc:
+    """The same from the names of its files and from ``model_state_metadata``, pairs of a model file's path and what it
+    holds.
+
+    The degrees that the model files record come first; else as many tensor-parallel ranks have written as there are
+    files of a layer (``layer_01-model_*``), or, without such files, model files. CheckpointDegreesError: only some of
+    the model files record degrees, or not the same.
+    """
+    models = len(get_files_with_prefix(file_list, MODEL_FILE_PREFIX))
+    recorded = _recorded_degrees(model_state_metadata)
+    if recorded:
+        tp_degree, pp_degree = int(recorded[CHECKPOINT_TP_DEGREE]), int(recorded[CHECKPOINT_PP_DEGREE])
+    else:
+        tp_degree = _files_of_a_layer(file_list) or models or 1
+        pp_degree = max(1, models // tp_degree)
+    dp_degree = max(1, len(zero_file_list) // (pp_degree * tp_degree))
+    return model_3d_desc(pp_degree, tp_degree, dp_degree)
+
+
+def _recorded_degrees(model_state_metadata: Sequence[tuple[str, dict[str, Any]]]) -> dict[str, Any] | None:
+    found = {path: held.get(CHECKPOINT_PARALLEL_DIMS) for path, held in model_state_metadata}
+    recorded = {path: degrees for path, degrees in found.items() if degrees}
+    if not recorded:
+        return None
+    if missing := [path for path in found if path not in recorded]:
+        raise CheckpointDegreesError(
+            f"{CHECKPOINT_PARALLEL_DIMS} is missing from model-state files {missing}, but {next(iter(recorded))} holds "
+            "it: they are of different checkpoints"
+        )
+    first = next(iter(recorded.values()))
+    if any(degrees != first for degrees in recorded.values()):
+        raise CheckpointDegreesError(
+            f"{CHECKPOINT_PARALLEL_DIMS} disagrees across model-state files: {recorded}"
+        )
+    return first
+
+
+def _files_of_a_layer(file_list: Sequence[str]) -> int:
+    """Of any one: a layer without weights, which may be the first, has no file."""
+    numbers = [match[1] for path in file_list if (match := _LAYER_FILE.match(os.path.basename(path)))]
+    return numbers.count(numbers[0]) if numbers else 0

@@ -1,0 +1,119 @@
+"""Files of a 3D-parallel checkpoint by their names, and joining what several of them hold."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepspeed.checkpoint.constants import BF16_ZERO_FILE_PREFIX, FP16_ZERO_FILE_PREFIX, ZERO_FILE_PREFIX
+from deepspeed.checkpoint.files.archive import read_archive
+
+_NUMBER = re.compile(r"(\d+)")
+
+
+def basic_folder_validation(dir: str | os.PathLike[str]) -> None:
+    """FileNotFoundError or NotADirectoryError if ``dir`` is not a folder."""
+    if not os.path.exists(dir):
+        raise FileNotFoundError(f"{dir} does not exist")
+    if not os.path.isdir(dir):
+        raise NotADirectoryError(f"{dir} is not a folder")
+
+
+def get_files(dir: str | os.PathLike[str]) -> list[str]:
+    """Paths of all files in ``dir`` and the folders below it, sorted."""
+    return sorted(os.path.join(folder, name) for folder, _, files in os.walk(dir) for name in files)
+
+
+def get_files_with_prefix(all_files: Sequence[str], prefix: str) -> list[str]:
+    """Those whose names, without their folders, begin with ``prefix``; sorted."""
+    return sorted(path for path in all_files if os.path.basename(path).startswith(prefix))
+
+
+def validate_files(file_list: Sequence[str]) -> None:
+    """FileNotFoundError names the first of the files that is missing."""
+    for path in file_list:
+        if not os.path.isfile(path):
+            raise FileNotFoundError(f"{path} does not exist")
+
+
+def sort_zero_files(files: Sequence[str], prefix: str) -> list[str]:
+    """Optimizer files by data-parallel rank, then by model-parallel rank: the numbers after ``prefix`` in their
+    names."""
+
+    def ranks(path: str) -> list[int]:
+        return [int(number) for number in _NUMBER.findall(os.path.basename(path)[len(prefix) :])]
+
+    return sorted(files, key=ranks)
+
+
+def get_zero_files(dir: str | os.PathLike[str]) -> list[str]:
+    """The optimizer files of a checkpoint folder, in the order of ``sort_zero_files``; none at stage 0."""
+    found = get_files(dir)
+    for prefix in (ZERO_FILE_PREFIX, FP16_ZERO_FILE_PREFIX, BF16_ZERO_FILE_PREFIX):
+        files = get_files_with_prefix(found, prefix)
+        if files:
+            return sort_zero_files(files, prefix)
+    return []
+
+
+def partition_data(data_list: Sequence[Any], num_partitions: int) -> list[list[Any]]:
+    """Consecutive runs of equal length. ValueError if they cannot be equal."""
+    length, left = divmod(len(data_list), num_partitions)
+    if left or not length:
+        raise ValueError(f"{len(data_list)} items cannot be divided into {num_partitions} equal runs")
+    return [list(data_list[start : start + length]) for start in range(0, len(data_list), length)]
+
+
+def merge_state(state_a: Any, state_b: Any, key_list: Sequence[Any] = ()) -> Any:
+    """Two states of the same structure as one: tensors are joined along their first dim, dicts and lists item by item,
+    and of anything else, also of single values such as a step, ``state_a``'s is kept.
+
+    ``key_list``: the keys that led here from the state as a whole, for messages. ValueError: the structures differ.
+    """
+    both: tuple[Any, Any] = (state_a, state_b)
+    if type(state_a) is not type(state_b) and not all(isinstance(state, Tensor) for state in both):
+        what = f"a {type(state_a).__name__} and a {type(state_b).__name__}"
+        raise ValueError(f"{what} cannot be joined{_under(key_list)}")
+    if isinstance(state_a, dict):
+        return merge_state_dict(state_a, state_b, key_list)
+    if isinstance(state_a, (list, tuple)):
+        return type(state_a)(merge_state_list(state_a, state_b, key_list))
+    if isinstance(state_a, Tensor) and state_a.dim():
+        return torch.cat([state_a, state_b])
+    return state_a
+
+
+def merge_state_dict(
+    dict_a: dict[Any, Any], dict_b: dict[Any, Any], key_list: Sequence[Any]
+) -> dict[Any, Any]:
+    """``merge_state`` of what is under keys that both have; what only one of them has is kept."""
+    merged = {**dict_a, **{key: value for key, value in dict_b.items() if key not in dict_a}}
+    for key in dict_a:
+        if key in dict_b:
+            merged[key] = merge_state(dict_a[key], dict_b[key], [*key_list, key])
+    return type(dict_a)(merged)
+
+
+def merge_state_list(list_a: Sequence[Any], list_b: Sequence[Any], key_list: Sequence[Any]) -> list[Any]:
+    """``merge_state`` item by item. ValueError: the lists have different lengths."""
+    if len(list_a) != len(list_b):
+        raise ValueError(
+            f"Cannot merge lists of different lengths: lists of {len(list_a)} and of {len(list_b)} items"
+            f"{_under(key_list)}"
+        )
+    return [merge_state(a, b, key_list) for a, b in zip(list_a, list_b, strict=True)]
+
+
+def _under(key_list: Sequence[Any]) -> str:
+    return f", under {'.'.join(map(str, key_list))}" if key_list else ""
+
+
+def read_states(path: str) -> dict[str, Any]:
+    """What a checkpoint file holds. CheckpointError: it is damaged or holds anything but plain data and tensors."""
+    return read_archive(Path(path))

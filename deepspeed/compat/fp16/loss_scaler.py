@@ -1,0 +1,220 @@
+"""Documented loss scalers, for code that scales its losses itself. An engine makes its own from the ``fp16`` section;
+the rules of both are in ``optim/loss_scaler.py``."""
+
+from __future__ import annotations
+
+import abc
+import enum
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepspeed.compat.helpers.gradient_checks import has_non_finite
+from deepspeed.config.plan import LossScalePlan
+from deepspeed.optim import loss_scaler as core
+
+INITIAL_LOSS_SCALE = "init_scale"
+SCALE_WINDOW = "scale_window"
+DELAYED_SHIFT = "delayed_shift"
+CONSECUTIVE_HYSTERESIS = "consecutive_hysteresis"
+MIN_LOSS_SCALE = "min_scale"
+
+
+class LossScaleProfile(str, enum.Enum):
+    """Which defaults a scale has without ``dynamic_loss_args``."""
+
+    FUSED = "fused"
+    UNFUSED = "unfused"
+
+
+@dataclass(frozen=True)
+class LossScaleProfileDefaults:
+    initial_dynamic_scale: float
+    default_scale_window: int
+    default_min_loss_scale: float
+    scale_factor: float
+
+
+LOSS_SCALE_PROFILE_DEFAULTS = {
+    LossScaleProfile.FUSED: LossScaleProfileDefaults(2.0**32, 1000, 1.0, 2.0),
+    LossScaleProfile.UNFUSED: LossScaleProfileDefaults(2.0**16, 1000, 0.25, 2.0),
+}
+
+
+class LossScalerBase(abc.ABC):  # noqa: B024 - others are registered as subclasses
+    """A scale that never changes by itself. Every scaler of this package is an instance."""
+
+    dynamic = False
+
+    def __init__(self, cur_scale: float) -> None:
+        self.cur_scale = cur_scale
+
+    @property
+    def loss_scale(self) -> float:
+        return self.cur_scale
+
+    def scale_gradient(self, module: Any, grad_in: tuple[Tensor, ...], grad_out: Any) -> tuple[Tensor, ...]:
+        return tuple(grad * self.loss_scale for grad in grad_in)
+
+    def update_scale(self, overflow: bool) -> None:  # noqa: B027 - nothing to do is a rule, too
+        pass
+
+    def scale_loss(self, loss: Tensor) -> Tensor:
+        return loss * self.loss_scale
+
+    def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
+        self.scale_loss(loss).backward(retain_graph=retain_graph)
+
+
+LossScalerBase.register(core.LossScaler)
+
+
+class LossScaler(LossScalerBase):
+    """A fixed scale: nothing counts as an overflow."""
+
+    def __init__(self, scale: float = 1) -> None:
+        super().__init__(scale)
+
+    def has_overflow(self, params: Iterable[Tensor]) -> bool:
+        return False
+
+
+class DynamicLossScaler(core.LossScaler):
+    """A scale that falls after overflows and grows again.
+
+    ``delayed_shift`` is the number of overflows before it falls (``hysteresis`` in a config). ``dtype`` is not used.
+    ``raise_error_at_min_scale=False``: it stays at ``min_scale`` instead of raising LossScaleError.
+    """
+
+    def __init__(
+        self,
+        init_scale: float,
+        scale_window: int,
+        min_scale: float,
+        delayed_shift: int,
+        consecutive_hysteresis: bool,
+        raise_error_at_min_scale: bool = True,
+        dtype: torch.dtype = torch.half,
+    ) -> None:
+        self.raise_error_at_min_scale = raise_error_at_min_scale
+        self.dtype = dtype
+        super().__init__(
+            LossScalePlan(
+                static=None,
+                initial=float(init_scale),
+                window=int(scale_window),
+                hysteresis=int(delayed_shift),
+                consecutive_hysteresis=bool(consecutive_hysteresis),
+                minimum=float(min_scale),
+                stops_at_minimum=raise_error_at_min_scale,
+            )
+        )
+
+    def has_overflow_serial(self, params: Iterable[Tensor]) -> bool:
+        """Whether a gradient of this rank is not finite."""
+        return any(param.grad is not None and has_non_finite(param.grad) for param in params)
+
+    has_overflow = has_overflow_serial
+
+
+LossScalerBase.register(DynamicLossScaler)
+
+
+class LossScaleConfig(core.LossScaler):
+    """The scale that mixed precision with ``low_precision_dtype`` needs: 1 unless that is fp16.
+
+    ``dynamic_loss_args``: as a config's ``fp16`` section gives them (``DeepSpeedFP16Config.dynamic_loss_scale_args``);
+    None: the defaults of ``profile``, with ``initial_dynamic_scale`` if that is given. ValueError: for a value that
+    cannot be used.
+    """
+
+    def __init__(
+        self,
+        low_precision_dtype: torch.dtype,
+        dynamic_loss_scale: bool,
+        static_loss_scale: float,
+        dynamic_loss_args: Mapping[str, Any] | None,
+        *,
+        profile: LossScaleProfile = LossScaleProfile.FUSED,
+        initial_dynamic_scale: float | None = None,
+    ) -> None:
+        self.use_grad_scaling = low_precision_dtype is torch.float16
+        if not self.use_grad_scaling:
+            plan = LossScalePlan()
+        elif not dynamic_loss_scale:
+            plan = LossScalePlan(static=_finite(static_loss_scale, "fp16.loss_scale"))
+        else:
+            defaults = LOSS_SCALE_PROFILE_DEFAULTS[LossScaleProfile(profile)]
+            if dynamic_loss_args is None:
+                start = (
+                    defaults.initial_dynamic_scale if initial_dynamic_scale is None else initial_dynamic_scale
+                )
+                dynamic_loss_args = {
+                    INITIAL_LOSS_SCALE: start,
+                    SCALE_WINDOW: defaults.default_scale_window,
+                    DELAYED_SHIFT: 1,
+                    MIN_LOSS_SCALE: defaults.default_min_loss_scale,
+                }
+            plan = _dynamic_plan(dynamic_loss_args)
+        super().__init__(plan)
+
+
+def _dynamic_plan(args: Mapping[str, Any]) -> LossScalePlan:
+    known = {INITIAL_LOSS_SCALE, SCALE_WINDOW, DELAYED_SHIFT, CONSECUTIVE_HYSTERESIS, MIN_LOSS_SCALE}
+    missing = {INITIAL_LOSS_SCALE, SCALE_WINDOW, MIN_LOSS_SCALE} - args.keys()
+    if missing or args.keys() - known:
+        raise ValueError(f"dynamic_loss_args has the keys {sorted(args)}; it takes {sorted(known)}")
+    return LossScalePlan(
+        static=None,
+        initial=_finite(args[INITIAL_LOSS_SCALE], f"dynamic_loss_args[{INITIAL_LOSS_SCALE!r}]"),
+        window=_count(args[SCALE_WINDOW], f"dynamic_loss_args[{SCALE_WINDOW!r}]"),
+        hysteresis=_count(args.get(DELAYED_SHIFT, 1), f"dynamic_loss_args[{DELAYED_SHIFT!r}]"),
+        consecutive_hysteresis=bool(args.get(CONSECUTIVE_HYSTERESIS, False)),
+        minimum=_finite(args[MIN_LOSS_SCALE], f"dynamic_loss_args[{MIN_LOSS_SCALE!r}]"),
+        stops_at_minimum=False,
+    )
+
+
+def _finite(value: Any, name: str) -> float:
+    number = float(value)
+    if not math.isfinite(number):
+        raise ValueError(f"{name} must be finite, not {value!r}")
+    if number <= 0:
+        raise ValueError(f"{name} must be greater than 0, not {value!r}")
+    return number
+
+
+def _count(value: Any, name: str) -> int:
+    if isinstance(value, bool) or int(value) != value or value < 1:
+        raise ValueError(f"{name} must be a positive integer, not {value!r}")
+    return int(value)
+
+
+def to_python_float(t: Any) -> float:
+    """The one element of a tensor or list."""
+    return t.item() if hasattr(t, "item") else t[0]
+
+
+def CreateLossScaler(
+    dtype: torch.dtype,
+    static_loss_scale: float,
+    dynamic_scaling: bool,
+    dynamic_loss_args: Mapping[str, Any] | None,
+) -> LossScaler | DynamicLossScaler:
+    """The scaler for gradients in ``dtype``: a scale of 1 unless that is fp16."""
+    if dtype is not torch.half:
+        return LossScaler(1.0)
+    if not dynamic_scaling:
+        return LossScaler(_finite(static_loss_scale, "fp16.loss_scale"))
+    if dynamic_loss_args is None:
+        raise ValueError(
+            "dynamic_loss_args is None: dynamic scaling needs init_scale, scale_window and min_scale"
+        )
+    plan = _dynamic_plan(dynamic_loss_args)
+    return DynamicLossScaler(
+        plan.initial, plan.window, plan.minimum, plan.hysteresis, plan.consecutive_hysteresis, dtype=dtype
+    )

@@ -1,0 +1,59 @@
+"""What this installation was built from and for: version, commit, torch, accelerator, native ops.
+
+Nothing here is compiled for a particular torch release, so `torch_info` describes the installed torch.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.cuda.nccl
+import torch.distributed
+
+from deepspeed.base.accelerator import get_accelerator
+from deepspeed.ops.op_builder import ALL_OPS
+from deepspeed.version import __version__, git_branch, git_hash, version
+
+__all__ = [
+    "__version__",
+    "accelerator_name",
+    "compatible_ops",
+    "git_branch",
+    "git_hash",
+    "installed_ops",
+    "torch_info",
+    "version",
+]
+
+
+def _two_parts(text: str | None) -> str:
+    """`2.6.1+cpu` as `2.6`; "0.0" for what is not installed."""
+    return ".".join(text.split("+")[0].split(".")[:2]) if text else "0.0"
+
+
+def _nccl_version() -> str:
+    if not torch.distributed.is_nccl_available():
+        return "0.0"
+    found: Any = torch.cuda.nccl.version()  # (2, 27, 5)
+    return ".".join(str(part) for part in found[:2])
+
+
+torch_info: dict[str, Any] = {
+    "version": _two_parts(torch.__version__),
+    "cuda_version": _two_parts(torch.version.cuda),
+    "nccl_version": _nccl_version(),
+    "hip_version": _two_parts(torch.version.hip),
+    "bf16_support": get_accelerator().is_bf16_supported(),
+}
+"""Versions as major.minor ("0.0": not there), and whether the accelerator in use computes in bf16."""
+
+accelerator_name: str = get_accelerator().device_name()
+
+compatible_ops: dict[str, bool] = {name: builder().is_compatible() for name, builder in ALL_OPS.items()}
+"""Op name -> whether it can run here."""
+
+installed_ops: dict[str, bool] = {
+    name: builder.OP.module is not None and compatible_ops[name] for name, builder in ALL_OPS.items()
+}
+"""Op name -> whether this release has it and it can run here."""

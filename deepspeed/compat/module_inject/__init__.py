@@ -1,0 +1,22 @@
+"""Documented classes of tensor parallelism; the mechanism is in ``deepspeed/parallel/tensor``."""
+
+from __future__ import annotations
+
+from deepspeed.compat.module_inject.layers import LinearAllreduce, LinearLayer
+from deepspeed.parallel.tensor.planning.autotp_config import (
+    AutoTPConfig,
+    AutoTPPresets,
+    PartitionType,
+    TPLayerSpec,
+    merge_autotp_configs,
+)
+
+__all__ = [
+    "AutoTPConfig",
+    "AutoTPPresets",
+    "LinearAllreduce",
+    "LinearLayer",
+    "PartitionType",
+    "TPLayerSpec",
+    "merge_autotp_configs",
+]

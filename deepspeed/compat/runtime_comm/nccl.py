@@ -1,0 +1,9 @@
+"""The compressed all-reduce by its name for NCCL."""
+
+from __future__ import annotations
+
+from deepspeed.compat.runtime_comm.compressed import CompressedBackend
+
+
+class NcclBackend(CompressedBackend):
+    """``CompressedBackend``; the process group decides what moves the bytes."""

@@ -1,0 +1,96 @@
+"""Names that configs and clients share.
+
+In addition to the names below, each top-level key of the config has two constants, its spelling and its documented
+default: `GRADIENT_CLIPPING` is "gradient_clipping", `GRADIENT_CLIPPING_DEFAULT` is 1.0. So have the keys of some
+sections: `FP16_HYSTERESIS` is "hysteresis".
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from deepspeed.config.sections.checkpoint import ValidationMode
+
+__all__ = ["ValidationMode"]
+
+ROUTE_TRAIN = "train"
+ROUTE_EVAL = "eval"
+ROUTE_PREDICT = "predict"
+ROUTE_ENCODE = "encode"
+
+PIPE_REPLICATED = "ds_pipe_replicated"
+
+ADAM_OPTIMIZER = "adam"
+ADAMW_OPTIMIZER = "adamw"
+ADAGRAD_OPTIMIZER = "adagrad"
+LAMB_OPTIMIZER = "lamb"
+LION_OPTIMIZER = "lion"
+MUON_OPTIMIZER = "muon"
+ONEBIT_ADAM_OPTIMIZER = "onebitadam"
+ONEBIT_LAMB_OPTIMIZER = "onebitlamb"
+ZERO_ONE_ADAM_OPTIMIZER = "zerooneadam"
+MUADAM_OPTIMIZER = "muadam"
+MUADAMW_OPTIMIZER = "muadamw"
+MUSGD_OPTIMIZER = "musgd"
+
+TORCH_ADAM_PARAM = "torch_adam"
+ADAM_W_MODE = "adam_w_mode"
+ADAM_W_MODE_DEFAULT = True
+
+# Names that the documentation lists; the config object holds these in lower case.
+DEEPSPEED_OPTIMIZERS = (
+    ADAGRAD_OPTIMIZER,
+    ADAM_OPTIMIZER,
+    ADAMW_OPTIMIZER,
+    LAMB_OPTIMIZER,
+    ONEBIT_ADAM_OPTIMIZER,
+    ONEBIT_LAMB_OPTIMIZER,
+    ZERO_ONE_ADAM_OPTIMIZER,
+    MUADAM_OPTIMIZER,
+    MUADAMW_OPTIMIZER,
+    MUSGD_OPTIMIZER,
+    LION_OPTIMIZER,
+    MUON_OPTIMIZER,
+)
+ONE_BIT_OPTIMIZERS = (ONEBIT_ADAM_OPTIMIZER, ONEBIT_LAMB_OPTIMIZER, ZERO_ONE_ADAM_OPTIMIZER)
+# Every name that `optimizer.type` accepts, in upper or lower case.
+BUILT_IN_OPTIMIZERS = (*DEEPSPEED_OPTIMIZERS, "fusedadam", "fusedlamb", "sgd", "diloco")
+
+# Keys of sections, where the constant is called otherwise.
+TYPE = "type"
+OPTIMIZER_PARAMS = SCHEDULER_PARAMS = "params"
+OPTIMIZER_TYPE_DEFAULT = SCHEDULER_TYPE_DEFAULT = None
+LEGACY_FUSION = "legacy_fusion"
+LEGACY_FUSION_DEFAULT = False
+MAX_GRAD_NORM = "max_grad_norm"
+GRADIENT_ALLREDUCE_OP_MEAN, GRADIENT_ALLREDUCE_OP_SUM = "mean", "sum"
+GRADIENT_ALLREDUCE_OP_SUPPORTED = (GRADIENT_ALLREDUCE_OP_MEAN, GRADIENT_ALLREDUCE_OP_SUM)
+BFLOAT16, BFLOAT16_OLD = "bf16", "bfloat16"  # spellings of the section
+BFLOAT16_MASTER_WEIGHTS_AND_GRADS = "bf16_master_weights_and_grads"
+BFLOAT16_OPTIMIZER_STATES = "bf16_optimizer_states"
+BFLOAT16_MASTER_WEIGHTS_AND_GRADS_DEFAULT = BFLOAT16_OPTIMIZER_STATES_DEFAULT = False
+LOAD_UNIVERSAL_CHECKPOINT = "load_universal"
+LOAD_UNIVERSAL_CHECKPOINT_DEFAULT = False
+USE_NODE_LOCAL_STORAGE_CHECKPOINT = "use_node_local_storage"
+USE_NODE_LOCAL_STORAGE_CHECKPOINT_DEFAULT = False
+CHECKPOINT_PARALLEL_WRITE_PIPELINE_STAGE = "pipeline_stage"
+CHECKPOINT_PARALLEL_WRITE_PIPELINE_STAGE_DEFAULT = False
+CHECKPOINT_TAG_VALIDATION_MODES = (ValidationMode.WARN, ValidationMode.IGNORE, ValidationMode.FAIL)
+GRAD_ACCUM_DTYPE = "grad_accum_dtype"
+GRAD_ACCUM_DTYPE_DEFAULT = None
+
+# Entries of what an `mpu` or a group of parameters says of ranks.
+DATA_PARALLEL_GROUP = "data_parallel_group"
+GLOBAL_RANK = "global_rank"
+
+WARMUP_LR_SCHEDULES = ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
+VALID_LR_SCHEDULES = ("LRRangeTest", "OneCycle", *WARMUP_LR_SCHEDULES)
+
+
+def __getattr__(name: str) -> Any:
+    """The constants of config keys, from the schema, which is imported here because it imports this module."""
+    if name.isupper() and not name.startswith("_"):
+        from deepspeed.config.getters import constant_of_key
+
+        return constant_of_key(name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,397 @@
+"""`DeepSpeedConfig`: a validated config with the attributes that the engine and clients read."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed
+
+from deepspeed.base.environment import ALONE, Identity, this_process
+from deepspeed.base.logging import logger
+from deepspeed.config import constants
+from deepspeed.config.analysis import analyse
+from deepspeed.config.axes import axes_of
+from deepspeed.config.batch import Batch, BatchError, resolve
+from deepspeed.config.constants import (
+    ADAGRAD_OPTIMIZER,
+    ADAM_OPTIMIZER,
+    ADAMW_OPTIMIZER,
+    DEEPSPEED_OPTIMIZERS,
+    LAMB_OPTIMIZER,
+    LION_OPTIMIZER,
+    MUADAM_OPTIMIZER,
+    MUADAMW_OPTIMIZER,
+    MUON_OPTIMIZER,
+    MUSGD_OPTIMIZER,
+    ONEBIT_ADAM_OPTIMIZER,
+    ONEBIT_LAMB_OPTIMIZER,
+    ZERO_ONE_ADAM_OPTIMIZER,
+    ValidationMode,
+)
+from deepspeed.config.elastic_batch import ELASTICITY, ensure_immutable_elastic_config
+from deepspeed.config.hidden import without_secrets
+from deepspeed.config.problems import DeepSpeedConfigError, Problem
+from deepspeed.config.reader import ConfigSource, UnreadableConfig, read_config
+from deepspeed.config.schema import TrainingConfig
+from deepspeed.config.section import DtypeEnum, ScientificNotationEncoder
+from deepspeed.config.sections.comm import DeepSpeedCommsConfig
+from deepspeed.config.sections.hybrid_engine import HybridEngineConfig
+from deepspeed.config.sections.monitor import MONITORS, DeepSpeedMonitorConfig
+from deepspeed.config.sections.zero import DeepSpeedZeroConfig, ZeroStageEnum
+
+__all__ = [
+    "ADAGRAD_OPTIMIZER",
+    "ADAMW_OPTIMIZER",
+    "ADAM_OPTIMIZER",
+    "DEEPSPEED_OPTIMIZERS",
+    "LAMB_OPTIMIZER",
+    "LION_OPTIMIZER",
+    "MUADAMW_OPTIMIZER",
+    "MUADAM_OPTIMIZER",
+    "MUON_OPTIMIZER",
+    "MUSGD_OPTIMIZER",
+    "ONEBIT_ADAM_OPTIMIZER",
+    "ONEBIT_LAMB_OPTIMIZER",
+    "ZERO_ONE_ADAM_OPTIMIZER",
+    "DeepSpeedConfig",
+    "DeepSpeedConfigError",
+    "DeepSpeedConfigWriter",
+    "DeepSpeedZeroConfig",
+    "DtypeEnum",
+    "HybridEngineConfig",
+    "Problem",
+    "ZeroStageEnum",
+]
+
+
+NO_LAUNCHER = "no launcher and no process group found"
+
+
+class DeepSpeedConfig:
+    """A config, read, validated and resolved for the ranks of this job. Values do not change afterwards.
+
+    `config` is a dict, the path of a JSON or HJSON file, or urlsafe-base64 JSON text. The number of data-
+    parallel ranks comes from `mpu`, else `mesh_device`, else from the ranks of `torch.distributed` or of the
+    launcher's environment (else 1) and the sizes of the other axes (`config/axes.py`), of which `split_over` is the
+    number of ranks that a model is split over already. With `client_optimizer`, the `optimizer` section is not
+    used. Raises DeepSpeedConfigError listing everything that is wrong. No process group is created and nothing is
+    allocated.
+    """
+
+    def __init__(
+        self,
+        config: str | os.PathLike[str] | Mapping[str, Any],
+        mpu: Any = None,
+        mesh_device: Any = None,
+        *,
+        mesh_param: Any = None,
+        split_over: int | None = None,
+        client_optimizer: bool = False,
+    ) -> None:
+        source = load_source(config)
+        self.global_rank = global_rank()
+        self.axes = axes_of(
+            source.data,
+            *world_size(),
+            mpu=mpu,
+            mesh_device=mesh_device,
+            mesh_param=mesh_param,
+            split_over=split_over,
+        )
+        self.world_size = self.axes.data_parallel
+        analysis = analyse(source, self.axes, client_optimizer=client_optimizer)
+        if analysis.errors or analysis.config is None or analysis.batch is None:
+            raise DeepSpeedConfigError.of(analysis.errors, source.name)
+        if self.global_rank == 0:
+            for warning in analysis.warnings:
+                logger.warning(warning)
+        self._param_dict: dict[str, Any] = source.data
+        self._schema: TrainingConfig = analysis.config
+        if self._schema.elasticity is not None and self._schema.elasticity.enabled:
+            ensure_immutable_elastic_config(source.data[ELASTICITY])
+        self.batch: Batch = analysis.batch
+        self._read_batch(self._schema, self.batch)
+        self._read_gradients(self._schema)
+        self._read_optimizer(self._schema, source.data.get("optimizer") if client_optimizer else None)
+        self._read_precision(self._schema)
+        self._read_zero(self._schema)
+        self._read_parallelism(self._schema)
+        self._read_execution(self._schema)
+        self._read_data(self._schema)
+        self._read_checkpoints(self._schema)
+        self._read_logging(self._schema)
+        self._read_compression(self._schema)
+
+    def _read_batch(self, c: TrainingConfig, batch: Batch) -> None:
+        self.train_batch_size = batch.train
+        self.train_micro_batch_size_per_gpu = batch.micro
+        self.gradient_accumulation_steps = batch.accumulation
+        self.managed_gradient_accumulation = c.managed_gradient_accumulation
+
+    def _configure_train_batch_size(self) -> None:
+        """Derive the batch sizes again, after they were assigned: None for what is to be derived."""
+        sizes = self.train_batch_size, self.train_micro_batch_size_per_gpu, self.gradient_accumulation_steps
+        try:
+            self.batch = resolve(*sizes, self.world_size)
+        except BatchError as error:
+            raise DeepSpeedConfigError(str(error), problems=[Problem(error.key, str(error))]) from None
+        self._read_batch(self._schema, self.batch)
+
+    def _read_gradients(self, c: TrainingConfig) -> None:
+        self.gradient_clipping = c.gradient_clipping
+        self.prescale_gradients = c.prescale_gradients
+        self.gradient_predivide_factor = c.gradient_predivide_factor
+        self.gradient_allreduce_op = c.gradient_allreduce_op
+        self.communication_data_type = c.communication_data_type
+        self.seq_parallel_communication_data_type = c.seq_parallel_communication_data_type
+        self.sparse_gradients_enabled = c.sparse_gradients
+        self.disable_allgather = c.disable_allgather
+        self.comm_config = c.comm
+
+    def _read_optimizer(self, c: TrainingConfig, unused: Any) -> None:
+        """``unused``: the section as written, where an optimizer was passed; scripts still read its name."""
+        optimizer, scheduler = c.optimizer, c.scheduler
+        name, self.optimizer_params = (optimizer.type, optimizer.params) if optimizer else (None, None)
+        if isinstance(unused, Mapping):
+            name, self.optimizer_params = unused.get("type"), unused.get("params")
+        is_ours = isinstance(name, str) and name.lower() in DEEPSPEED_OPTIMIZERS
+        self.optimizer_name: str | None = name.lower() if name and is_ours else name
+        self.optimizer_legacy_fusion = optimizer.legacy_fusion if optimizer else False
+        self.scheduler_name = scheduler.type if scheduler else None
+        self.scheduler_params = scheduler.params if scheduler else None
+
+    def _read_precision(self, c: TrainingConfig) -> None:
+        self.float16_config = c.fp16
+        self.bfloat16_config = c.bf16
+        self.amp = c.amp
+        self.torch_autocast = c.torch_autocast
+        self.data_types_config = c.data_types
+
+    def _read_zero(self, c: TrainingConfig) -> None:
+        self.zero_config = c.zero_optimization
+        self.zero_optimization_stage = int(c.zero_optimization.stage)
+        self.zero_enabled = self.zero_optimization_stage > 0
+        self.zero_allow_untested_optimizer = c.zero_allow_untested_optimizer
+        self.zero_force_ds_cpu_optimizer = c.zero_force_ds_cpu_optimizer
+        self.aio_config = c.aio.model_dump(exclude={"thread_count"})
+
+    @property
+    def given_keys(self) -> set[str]:
+        """Top-level keys that the config has, as against those with defaults."""
+        return self._schema.model_fields_set
+
+    def _read_parallelism(self, c: TrainingConfig) -> None:
+        self.tensor_parallel_config = c.tensor_parallel
+        self.expert_parallel_config = c.expert_parallel
+        self.sequence_parallel_size = c.sequence_parallel_size or 1
+        self.use_data_before_expert_parallel_ = c.use_data_before_expert_parallelism
+        self.pipeline = c.pipeline.model_dump(exclude_unset=True) | {
+            key: value for key, value in c.pipeline.model_dump().items() if key != "use_reentrant"
+        }
+        self.elasticity_config = c.elasticity
+        self.elasticity_enabled = c.elasticity is not None and c.elasticity.enabled
+
+    def _read_execution(self, c: TrainingConfig) -> None:
+        """How forward and backward are carried out."""
+        self.activation_checkpointing_config = c.activation_checkpointing
+        self.tiled_compute_config = c.tiled_compute
+        self.fp8_config = c.fp8
+        self.native_products_config = c.native_products
+        self.compile_config = c.compile
+        self.graph_harvesting = c.graph_harvesting
+        self.hybrid_engine = c.hybrid_engine
+        self.sparse_attention = c.sparse_attention.model_dump() if c.sparse_attention else None
+        self.applies_sparse_attention = c.sparse_attention is not None
+        self.pld_config = c.progressive_layer_drop
+        self.autotuning_config = c.autotuning
+
+    def _read_data(self, c: TrainingConfig) -> None:
+        self.dataloader_drop_last = c.dataloader_drop_last
+        self.vocabulary_size = c.vocabulary_size
+        self.data_efficiency_config = c.data_efficiency.model_dump()
+        self.data_efficiency_enabled = c.data_efficiency.enabled
+        self.curriculum_config_legacy = c.curriculum_learning
+
+    def _read_checkpoints(self, c: TrainingConfig) -> None:
+        self.checkpoint_config = c.checkpoint
+        self.checkpoint_tag_validation_enabled = c.checkpoint.tag_validation != ValidationMode.IGNORE
+        self.checkpoint_tag_validation_fail = c.checkpoint.tag_validation == ValidationMode.FAIL
+        self.checkpoint_parallel_write_pipeline = c.checkpoint.parallel_write.pipeline_stage
+        self.load_universal_checkpoint = c.checkpoint.load_universal
+        self.use_node_local_storage = c.checkpoint.use_node_local_storage
+        self.nebula_config = c.nebula
+        self.datastates_config = c.datastates_ckpt
+
+    def _read_logging(self, c: TrainingConfig) -> None:
+        """What a run logs about itself, and what it measures."""
+        self.steps_per_print = c.steps_per_print
+        self.wall_clock_breakdown = c.wall_clock_breakdown
+        self.memory_breakdown = c.memory_breakdown
+        self.dump_state = c.dump_state
+        self.disable_python_gc = c.disable_python_gc
+        self.log_level = c.log_level
+        self.monitor_config = DeepSpeedMonitorConfig(**{name: getattr(c, name) for name in MONITORS})
+        self.live_config = c.monitor.live
+        self.flops_profiler_config = c.flops_profiler
+        self.timers_config = c.timers.throughput
+        self.gradient_compression = c.gradient_compression
+        self.audit_config = c.audit
+        self.trace_config = c.trace
+        self.comms_config = DeepSpeedCommsConfig({"comms_logger": c.comms_logger})
+
+    def _read_compression(self, c: TrainingConfig) -> None:
+        """Pruning and quantization of the model."""
+        self.compression_config = c.compression_training
+        self.weight_quantization_config = c.weight_quantization
+        self.eigenvalue_config = c.quantize_training.eigenvalue if c.quantize_training else None
+
+    # Older attribute names, each a shorthand for a field of a section.
+
+    @property
+    def fp16_enabled(self) -> bool:
+        return self.float16_config.enabled
+
+    @property
+    def bfloat16_enabled(self) -> bool:
+        return self.bfloat16_config.enabled
+
+    @property
+    def amp_enabled(self) -> bool:
+        return self.amp.enabled
+
+    @property
+    def amp_params(self) -> dict[str, Any]:
+        return self.amp.params
+
+    @property
+    def torch_autocast_enabled(self) -> bool:
+        return self.torch_autocast.enabled
+
+    @property
+    def torch_autocast_dtype(self) -> torch.dtype | None:
+        return self.torch_autocast.dtype
+
+    @property
+    def torch_autocast_lower_precision_safe_modules(self) -> list[str] | None:
+        return self.torch_autocast.lower_precision_safe_modules
+
+    @property
+    def grad_accum_dtype(self) -> torch.dtype | None:
+        return self.data_types_config.grad_accum_dtype
+
+    @property
+    def param_dtype(self) -> torch.dtype | None:
+        return self.data_types_config.param_dtype
+
+    @property
+    def buffer_dtype(self) -> torch.dtype | None:
+        return self.data_types_config.buffer_dtype
+
+    @property
+    def eigenvalue_enabled(self) -> bool:
+        return self.eigenvalue_config is not None and bool(self.eigenvalue_config.enabled)
+
+    @property
+    def eigenvalue_verbose(self) -> bool:
+        return self.eigenvalue_config is not None and bool(self.eigenvalue_config.verbose)
+
+    @property
+    def pld_enabled(self) -> bool:
+        return self.pld_config is not None and self.pld_config.enabled
+
+    @property
+    def pld_params(self) -> dict[str, Any] | None:
+        return self.pld_config.model_dump(exclude={"enabled"}) if self.pld_config else None
+
+    @property
+    def curriculum_enabled_legacy(self) -> bool:
+        return self.curriculum_config_legacy is not None and self.curriculum_config_legacy.enabled
+
+    @property
+    def curriculum_params_legacy(self) -> dict[str, Any] | None:
+        return (
+            self.curriculum_config_legacy.model_dump(exclude={"enabled"})
+            if self.curriculum_config_legacy
+            else None
+        )
+
+    def print_user_config(self) -> None:
+        """Log the config as the user wrote it."""
+        text = json.dumps(
+            without_secrets(self._param_dict),
+            sort_keys=True,
+            indent=4,
+            cls=ScientificNotationEncoder,
+            separators=(",", ":"),
+        )
+        logger.info(f"  json = {text}")
+
+    def print(self, name: str) -> None:
+        """Log every attribute, then the config as written, under the heading `name`."""
+        logger.info(f"{name}:")
+        for attribute in sorted(vars(self)):
+            if not attribute.startswith("_"):
+                logger.info(f"  {attribute} {'.' * (29 - len(attribute))} {getattr(self, attribute)}")
+        self.print_user_config()
+
+
+class DeepSpeedConfigWriter:
+    """Reads a JSON config, takes changes, and writes it again."""
+
+    def __init__(self, data: dict[str, Any] | None = None) -> None:
+        self.data: dict[str, Any] = data if data is not None else {}
+
+    def add_config(self, key: str, value: Any) -> None:
+        self.data[key] = value
+
+    def load_config(self, filename: str) -> None:
+        self.data = load_source(filename).data
+
+    def write_config(self, filename: str) -> None:
+        with open(filename, "w", encoding="utf-8") as file:
+            json.dump(self.data, file, indent=4)
+
+
+def load_source(config: str | os.PathLike[str] | Mapping[str, Any]) -> ConfigSource:
+    """The config as written; DeepSpeedConfigError when it cannot be read."""
+    try:
+        return read_config(config)
+    except UnreadableConfig as error:
+        raise DeepSpeedConfigError(str(error), problems=[Problem("config", str(error))]) from None
+
+
+def global_rank() -> int:
+    """This process's rank: from torch.distributed, else the launcher's environment, else 0."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_rank()
+    return _identity().rank
+
+
+def world_size() -> tuple[int, str]:
+    """(ranks of the job, where the number comes from); works before torch.distributed is initialised too."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_world_size(), "from torch.distributed"
+    identity = _identity()
+    if identity.source == ALONE:
+        return 1, NO_LAUNCHER
+    return identity.world_size, "from the launcher's environment"
+
+
+def _identity() -> Identity:
+    """What `init_distributed` will find, read in the same way."""
+    try:
+        return this_process(os.environ)
+    except ValueError as error:
+        text = f"the ranks of the job are unknown: {error}"
+        raise DeepSpeedConfigError(text, problems=[Problem("world size", str(error))]) from None
+
+
+def __getattr__(name: str) -> Any:
+    """The constants of config keys, `GRADIENT_CLIPPING_DEFAULT` and the like: see `config/constants.py`."""
+    if name.isupper():
+        return getattr(constants, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

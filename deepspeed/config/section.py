@@ -1,0 +1,382 @@
+"""Building blocks of every config section: the pydantic base class, the value types, and small dict
+helpers.
+
+A *section model* says which keys a user may write, with their documented defaults and bounds. It decides
+nothing: `config/plan.py` reads the finished models. Each field's `description` is its text in
+`docs/config.md`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from enum import Enum
+from functools import cache
+from typing import Annotated, Any
+
+import torch
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    field_serializer,
+)
+from pydantic.fields import FieldInfo
+
+from deepspeed.base.logging import logger
+from deepspeed.config.problems import DeepSpeedConfigError
+
+AUTO = "auto"
+
+_notes: ContextVar[list[str] | None] = ContextVar("deepspeed_config_notes", default=None)
+
+
+@contextmanager
+def collect_notes() -> Iterator[list[str]]:
+    """Inside the block, remarks on accepted but deprecated or ineffective settings go to the list instead of
+    the log.
+    """
+    notes: list[str] = []
+    token = _notes.set(notes)
+    try:
+        yield notes
+    finally:
+        _notes.reset(token)
+
+
+def note(message: str) -> None:
+    """Remark on a setting that is accepted: collected inside `collect_notes`, else logged as a warning."""
+    notes = _notes.get()
+    if notes is None:
+        logger.warning(message)
+    elif message not in notes:
+        notes.append(message)
+
+
+# -------------------------------------------------------------------------------------------- value types
+
+
+class Says:
+    """Annotation for a field whose type alone does not tell the user what is allowed."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+
+def _not_bool(value: Any) -> Any:
+    """Python counts True as 1; in a config it is a mistake where a number is expected."""
+    if isinstance(value, bool):
+        raise ValueError("a boolean stands where a number is expected")
+    return value
+
+
+def finite(value: float) -> float:
+    if not math.isfinite(value):
+        raise ValueError("must be finite")
+    return value
+
+
+def _int_or_auto(value: Any) -> int | str:
+    if value == AUTO:
+        return value
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and float(value).is_integer():
+        return int(value)
+    raise ValueError("must be a whole number or 'auto'")
+
+
+def _whole_part(value: Any) -> Any:
+    return math.floor(value) if isinstance(value, float) and math.isfinite(value) else value
+
+
+def _float_or_auto(value: Any) -> float | str:
+    if value == AUTO:
+        return value
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value):
+        return float(value)
+    raise ValueError("must be a number or 'auto'")
+
+
+# Integral floats such as 5e8 are accepted for both (JSON has no other short way to write a large round number).
+Int = Annotated[int, BeforeValidator(_not_bool)]
+# A size that scripts compute, as 0.9 x hidden x hidden: what is behind the point is dropped.
+Elements = Annotated[int, BeforeValidator(_not_bool), BeforeValidator(_whole_part)]
+Float = Annotated[float, BeforeValidator(_not_bool), AfterValidator(finite)]
+FloatOrInfinity = Annotated[float, BeforeValidator(_not_bool)]
+IntOrAuto = Annotated[Any, PlainValidator(_int_or_auto), Says("a whole number or 'auto'")]
+FloatOrAuto = Annotated[Any, PlainValidator(_float_or_auto), Says("a number or 'auto'")]
+
+_DTYPE_WORDS = {
+    "float16": "fp16",
+    "half": "fp16",
+    "bfloat16": "bf16",
+    "bfloat": "bf16",
+    "bfp16": "bf16",  # the only word for it of early releases
+    "float32": "fp32",
+    "float": "fp32",
+    "float64": "fp64",
+    "double": "fp64",
+}
+
+
+class DtypeEnum(Enum):
+    """Dtypes by their short names; the value is the torch dtype. `DtypeEnum("torch.half")` finds fp16, and so on."""
+
+    fp16 = torch.float16
+    fp32 = torch.float32
+    bf16 = torch.bfloat16
+    int8 = torch.int8
+    fp64 = torch.float64
+
+    @classmethod
+    def _missing_(cls, value: Any) -> DtypeEnum | None:
+        word = str(value).lower().removeprefix("torch.")
+        return cls.__members__.get(_DTYPE_WORDS.get(word, word))
+
+
+def parse_dtype(
+    value: str | torch.dtype | None, allowed: Iterable[str] = ("fp16", "bf16", "fp32")
+) -> torch.dtype | None:
+    """The torch dtype that a config word means ("bf16", "bfloat16", "torch.bfloat16", torch.bfloat16, None).
+
+    Raises ValueError for anything that is not one of the `allowed` types (given by their short names).
+    """
+    if value is None:
+        return None
+    words = list(allowed)
+    if isinstance(value, (str, torch.dtype)):
+        try:
+            found = DtypeEnum(value)
+        except ValueError:
+            found = None
+        if found is not None and found.name in words:
+            return found.value
+    raise ValueError(f"must be one of {', '.join(repr(word) for word in words)}")
+
+
+def parse_sum_dtype(value: str | torch.dtype | None) -> torch.dtype | None:
+    """As ``parse_dtype``, of a sum, which may be wider than what is added."""
+    return parse_dtype(value, ("fp16", "bf16", "fp32", "fp64"))
+
+
+Dtype = Annotated[torch.dtype | None, PlainValidator(parse_dtype), Says("'fp16', 'bf16', 'fp32' or null")]
+SumDtype = Annotated[
+    torch.dtype | None, PlainValidator(parse_sum_dtype), Says("'fp16', 'bf16', 'fp32', 'fp64' or null")
+]
+
+
+# ----------------------------------------------------------------------------------------- the base class
+
+
+def required(description: str) -> Any:
+    """A field that is required once its section says `enabled: true`."""
+    return Field(default=None, description=description, json_schema_extra={"required_when_enabled": True})
+
+
+def deprecated(
+    default: Any,
+    description: str,
+    *,
+    new_param: str | None = None,
+    new_param_fn: Callable[[Any], Any] | None = None,
+    message: str = "",
+    alias: str | None = None,
+) -> Any:
+    """An old spelling: accepted with one note and, if `new_param` is given, carried over to that field."""
+    extra: dict[str, Any] = {"deprecated": True, "deprecated_msg": message}
+    if new_param is not None:
+        extra |= {"new_param": new_param, "set_new_param": True, "new_param_fn": new_param_fn or _same}
+    return Field(default, description=description, json_schema_extra=extra, alias=alias)
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+def keeps_value(facts: Mapping[str, Any]) -> bool:
+    """Whether a deprecated key maps to its successor with the value unchanged."""
+    return facts.get("new_param_fn", _same) is _same
+
+
+def extra_facts(field: FieldInfo) -> dict[str, Any]:
+    """The `json_schema_extra` of a field as a dict (empty when there is none)."""
+    return field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
+
+
+def _says_nothing(value: Any, default: Any) -> bool:
+    """Whether an old key was given its default, or, if that is empty, another empty value."""
+    return value is None or value == default or not (value or default)
+
+
+@cache
+def _special_fields(model: type[BaseModel]) -> tuple[frozenset[str], frozenset[str], frozenset[str]]:
+    """(deprecated fields, fields that `enabled: true` requires, fields with a choice "auto") of a model class."""
+    facts = {name: extra_facts(field) for name, field in model.model_fields.items()}
+    return (
+        frozenset(name for name, fact in facts.items() if fact.get("deprecated")),
+        frozenset(name for name, fact in facts.items() if fact.get("required_when_enabled")),
+        frozenset(name for name, fact in facts.items() if fact.get("takes_auto")),
+    )
+
+
+class DeepSpeedConfigModel(BaseModel):
+    """Base of every section: unknown keys are refused, a value "auto" counts as absent, assignments are
+    validated.
+
+    Fields may carry in `json_schema_extra`: `deprecated: True`, `new_param` (dotted path of the field that
+    replaces it, relative to the model), `set_new_param` (copy the value there, default True),
+    `new_param_fn` (converts the value) and `deprecated_msg` (added to the note); `takes_auto: True`: "auto" is a
+    choice of its own. `strict=True` keeps all "auto" values, so that they are validated like any other.
+    """
+
+    model_config = ConfigDict(
+        validate_default=True,
+        validate_assignment=True,
+        use_enum_values=True,
+        populate_by_name=True,
+        extra="forbid",
+        arbitrary_types_allowed=True,
+        protected_namespaces=(),
+    )
+
+    def __init__(self, /, strict: bool = False, **data: Any) -> None:
+        old_spellings, required_fields, takes_auto = _special_fields(type(self))
+        if not strict:
+            kept = {"replace_method", *takes_auto}
+            data = {key: value for key, value in data.items() if key in kept or not is_auto(value)}
+        super().__init__(**data)
+        for name in sorted(old_spellings & self.model_fields_set):
+            self._carry_over(name)
+        if required_fields and getattr(self, "enabled", False):
+            absent = required_fields - self.model_fields_set
+            missing = [name for name in type(self).model_fields if name in absent and self._needs(name)]
+            if missing:
+                raise ValueError(f"enabled, but without {', '.join(missing)}")
+
+    def _needs(self, name: str) -> bool:
+        """Whether a `required` field is needed with the values of the others: yes, unless a section knows better."""
+        return True
+
+    def _carry_over(self, name: str) -> None:
+        facts = extra_facts(type(self).model_fields[name])
+        target = facts.get("new_param") or ""
+        text = f"config key '{name}' is deprecated"
+        text += f", use '{target}'" if target else ""
+        text += f" ({facts['deprecated_msg']})" if facts.get("deprecated_msg") else ""
+        note(text)
+        default = type(self).model_fields[name].get_default()
+        if not target or not facts.get("set_new_param", True) or _says_nothing(getattr(self, name), default):
+            return  # nothing to carry over, or the old switch stays where it is
+        owner: Any = self
+        *parents, leaf = target.split(".")
+        for parent in parents:
+            owner = getattr(owner, parent)
+        if leaf in owner.model_fields_set:
+            raise DeepSpeedConfigError(
+                f"both '{target}' and its deprecated spelling '{name}' are given: keep '{target}'"
+            )
+        setattr(owner, leaf, facts.get("new_param_fn", _same)(getattr(self, name)))
+
+    @field_serializer("dtype", check_fields=False)
+    def serialize_torch_dtype(self, dtype: torch.dtype) -> str:
+        return str(dtype)
+
+
+class LenientConfigModel(DeepSpeedConfigModel):
+    """A section whose unknown keys never stopped a run: misspellings are errors, other unknown keys get one
+    note.
+    """
+
+    model_config = ConfigDict(extra="ignore")
+
+
+def is_auto(value: Any) -> bool:
+    return isinstance(value, str) and value == AUTO
+
+
+def get_config_default(config: type[BaseModel], field_name: str) -> Any:
+    """Default of a field of a section model; raises when the field is unknown or required."""
+    if field_name not in config.model_fields:
+        raise ValueError(f"'{field_name}' is not a field of {config.__name__}")
+    field = config.model_fields[field_name]
+    if field.is_required():
+        raise ValueError(f"'{field_name}' is a required field of {config.__name__} and has no default")
+    return field.get_default()
+
+
+# ------------------------------------------------------------------------------------------- dict helpers
+
+
+def get_scalar_param(param_dict: Mapping[str, Any], param_name: str, param_default_value: Any) -> Any:
+    return param_dict.get(param_name, param_default_value)
+
+
+def get_list_param(param_dict: Mapping[str, Any], param_name: str, param_default_value: Any) -> Any:
+    return param_dict.get(param_name, param_default_value)
+
+
+def get_dict_param(param_dict: Mapping[str, Any], param_name: str, param_default_value: Any) -> Any:
+    return param_dict.get(param_name, param_default_value)
+
+
+def dict_raise_error_on_duplicate_keys(ordered_pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """`object_pairs_hook` of a JSON or HJSON reader that refuses an object with the same key twice
+    (ValueError).
+    """
+    pairs = list(ordered_pairs)
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        twice = [key for key, count in Counter(key for key, _ in pairs).items() if count > 1]
+        raise ValueError(f"Duplicate keys in DeepSpeed config: {twice}")
+    return result
+
+
+class pp_int(int):
+    """An int that prints with thousands separators, or as `custom_print_str`."""
+
+    custom_print_str: str | None
+
+    def __new__(cls, val: float, custom_print_str: str | None = None) -> pp_int:
+        number = super().__new__(cls, val)
+        number.custom_print_str = custom_print_str
+        return number
+
+    def __repr__(self) -> str:
+        return self.custom_print_str or f"{int(self):,}"
+
+
+class ScientificNotationEncoder(json.JSONEncoder):
+    """Writes large numbers (>= 1000) as 1.000000e+03 and everything unknown as text."""
+
+    def iterencode(self, o: Any, _one_shot: bool = False, level: int = 0) -> Iterator[str]:
+        pad = "    " * (level + 1)
+        if isinstance(o, bool):
+            yield "true" if o else "false"
+        elif isinstance(o, (int, float)):
+            yield f"{o:e}" if o > 1e3 else str(o)
+        elif isinstance(o, Mapping):
+            items = [
+                f"\n{pad}{json.dumps(str(k))}: {''.join(self.iterencode(v, level=level + 1))}"
+                for k, v in o.items()
+            ]
+            yield "{" + ", ".join(items) + "\n" + "    " * level + "}"
+        elif isinstance(o, (list, tuple)):
+            yield "[" + ", ".join("".join(self.iterencode(v, level=level)) for v in o) + "]"
+        else:
+            yield json.dumps(o, default=str)
+
+
+class DeepSpeedConfigObject:
+    """Plain object whose attributes print as JSON."""
+
+    def repr(self) -> dict[str, Any]:
+        return self.__dict__
+
+    def __repr__(self) -> str:
+        return json.dumps(self.__dict__, sort_keys=True, indent=4, default=str)

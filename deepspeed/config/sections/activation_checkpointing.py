@@ -1,0 +1,49 @@
+"""The `activation_checkpointing` section, read by `deepspeed.transforms.recompute.checkpointing.configure`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import Field
+
+from deepspeed.config.keys import constant_of
+from deepspeed.config.section import Float, Int, LenientConfigModel
+
+ACT_CHKPT = "activation_checkpointing"
+
+
+class DeepSpeedActivationCheckpointingConfig(LenientConfigModel):
+    """How the inputs of checkpointed regions are kept until backward recomputes the regions."""
+
+    partition_activations: bool = Field(
+        default=False, description="Partition the saved inputs across the model-parallel ranks."
+    )
+    cpu_checkpointing: bool = Field(
+        default=False,
+        description="Keep the inputs in host memory; also of layers that a model checkpoints itself.",
+    )
+    contiguous_memory_optimization: bool = Field(
+        default=False,
+        description="One buffer for all inputs; needs `number_checkpoints` and `partition_activations`.",
+    )
+    number_checkpoints: Int | None = Field(
+        default=None, ge=1, description="Checkpointed regions per forward."
+    )
+    synchronize_checkpoint_boundary: bool = Field(
+        default=False, description="Synchronize the device at the boundaries of each region."
+    )
+    profile: bool = Field(default=False, description="Time forward and backward of each region.")
+    memory_budget: Float | None = Field(
+        default=None,
+        gt=0,
+        description="What the repeated blocks of the model may keep for backward, on the model as it is: at most 1: a "
+        "share of keeping everything; more: bytes. The rest is recomputed, with the fewest FLOPs. Own key.",
+    )
+
+
+def __getattr__(name: str) -> Any:
+    """The constants of the section's keys: `ACT_CHKPT_PROFILE` is the spelling of one, `ACT_CHKPT_PROFILE_DEFAULT` its
+    default, `ACT_CHKPT_DEFAULT` all defaults."""
+    if name == "ACT_CHKPT_DEFAULT":
+        return DeepSpeedActivationCheckpointingConfig().model_dump()
+    return constant_of(name, {"ACT_CHKPT": DeepSpeedActivationCheckpointingConfig})

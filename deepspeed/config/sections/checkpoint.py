@@ -1,0 +1,130 @@
+"""The `checkpoint` section."""
+
+from __future__ import annotations
+
+import math
+import re
+from enum import Enum
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, Field, PlainValidator
+
+from deepspeed.config.section import Int, LenientConfigModel, Says
+
+OF_SLURM = "slurm"
+
+
+def _upper(value: Any) -> Any:
+    return value.upper() if isinstance(value, str) else value
+
+
+def _time_limit(value: Any) -> float | str | None:
+    """Seconds; `OF_SLURM` and None stay."""
+    if value is None or (isinstance(value, str) and value.lower() == OF_SLURM):
+        return value and OF_SLURM
+    if isinstance(value, str):
+        found = re.fullmatch(r"(?:(\d+)-)?(\d+):(\d\d):(\d\d)", value)
+        if found is None:
+            raise ValueError("expected seconds, 'HH:MM:SS', 'D-HH:MM:SS' or 'slurm'")
+        days, hours, minutes, seconds = (int(number or 0) for number in found.groups())
+        value = ((days * 24 + hours) * 60 + minutes) * 60 + seconds
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ValueError("expected seconds, 'HH:MM:SS', 'D-HH:MM:SS' or 'slurm'")
+    if not (value > 0 and math.isfinite(value)):
+        raise ValueError("must be above 0 and finite")
+    return float(value)
+
+
+TimeLimit = Annotated[
+    Any, PlainValidator(_time_limit), Says("seconds, 'HH:MM:SS', 'D-HH:MM:SS', 'slurm' or null")
+]
+
+
+class ValidationMode(str, Enum):
+    """What happens when ranks save under different tags."""
+
+    IGNORE = "IGNORE"
+    WARN = "WARN"
+    FAIL = "FAIL"
+
+
+class CheckpointWriterType(str, Enum):
+    MOCK = "MOCK"
+    PYTHON = "PYTHON"
+    FAST = "FAST"
+
+
+class CheckpointDataParallel(str, Enum):
+    REPLICA = "REPLICA"
+    SOCKET = "SOCKET"
+    MACHINE = "MACHINE"
+
+
+class ParallelWriteConfig(LenientConfigModel):
+    """Sharing the writing of a checkpoint."""
+
+    pipeline_stage: bool = Field(
+        default=False, description="No effect: each rank writes the part that it holds."
+    )
+
+
+class CheckpointWriterConfig(LenientConfigModel):
+    """The fast writer."""
+
+    type: Annotated[CheckpointWriterType, BeforeValidator(_upper)] = Field(
+        default=CheckpointWriterType.FAST,
+        description="FAST and PYTHON: the tensors' memory goes to the files as it is; MOCK: nothing is written.",
+    )
+    decoupled: bool = Field(
+        default=False, description="Copy the state and write it while training continues."
+    )
+    io_buffer_size: Int = Field(
+        default=64 * 1024 * 1024, ge=1, description="No effect: files are written without a buffer."
+    )
+    io_buffer_double: bool = Field(default=True, description="No effect, likewise.")
+    show_statistics: bool = Field(default=False, description="Log how long training waits for each save.")
+    data_parallel: Annotated[CheckpointDataParallel | None, BeforeValidator(_upper)] = Field(
+        default=None, description="No effect: each rank writes the part that it holds."
+    )
+    io_multiplier: Int = Field(default=1, ge=1, description="No effect.")
+
+
+class CheckpointConfig(LenientConfigModel):
+    """Saving and loading."""
+
+    tag_validation: Annotated[ValidationMode, BeforeValidator(_upper)] = Field(
+        default=ValidationMode.WARN,
+        description="When ranks give different tags: say nothing, warn, or raise. Case-insensitive.",
+    )
+    load_universal: bool = Field(default=False, description="The checkpoint to load is a universal one.")
+    use_node_local_storage: bool = Field(
+        default=False, description="Every node has a folder of its own, not a shared one."
+    )
+    parallel_write: ParallelWriteConfig = Field(default=ParallelWriteConfig(), description="Who writes what.")
+    checkpoint_serialization: bool = Field(
+        default=True, description="No effect: archives of `torch.save` are in the zip format."
+    )
+    writer: CheckpointWriterConfig | None = Field(default=None, description="The fast checkpoint writer.")
+    keep_last: Int | None = Field(
+        default=None,
+        ge=1,
+        description="Checkpoints that stay in a folder; older ones are removed after a save.",
+    )
+    folder: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Folder of this run's checkpoints, for `resume` and for saves that the engine makes by itself.",
+    )
+    resume: bool = Field(
+        default=False,
+        description="`deepspeed.initialize` loads the newest checkpoint in `folder`; without one the run begins.",
+    )
+    save_at_sigterm: bool = Field(
+        default=False,
+        description="SIGTERM to any rank: all save to `folder` after the step and end with exit code 143.",
+    )
+    save_before: TimeLimit = Field(
+        default=None,
+        description="Time limit of the job: all ranks save to `folder` before it and end with exit code 124. Counted "
+        "from the start of the command; `slurm` is the limit of the allocation.",
+    )

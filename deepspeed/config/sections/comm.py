@@ -1,0 +1,62 @@
+"""The sections `comm` and `comms_logger`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from pydantic import Field
+
+from deepspeed.config.section import DeepSpeedConfigModel, Float
+
+
+class CommConfig(DeepSpeedConfigModel):
+    """How ranks communicate."""
+
+    shared_memory: bool = Field(
+        default=True,
+        description="CPU tensors move through shared memory among ranks of one host (else through gloo).",
+    )
+    hang_report_seconds: Float = Field(
+        default=30.0,
+        ge=0,
+        description="After so long without progress in communication, a report says who waits for whom; 0: never.",
+    )
+
+
+class GradientCompressionConfig(DeepSpeedConfigModel):
+    """Gradients travel in a few bits per element, at every stage."""
+
+    codec: Literal["int8", "int4", "fp8", "signs", "top_k"] = Field(
+        description="How gradients are encoded: integers or 8-bit floats with a scale per block, signs, or only the "
+        "largest elements.",
+    )
+    share: Float = Field(
+        default=0.01, gt=0, le=1, description='Share of the elements that travel; only for "top_k".'
+    )
+    rounding: Literal["nearest", "stochastic"] = Field(
+        default="nearest",
+        description='Rounding of "int8" and "int4"; stochastic: at random, right in the mean.',
+    )
+    error_feedback: bool = Field(default=True, description="Add the encoding error to the next gradients.")
+
+
+class CommsLoggerConfig(DeepSpeedConfigModel):
+    """Count, size and time of collective calls."""
+
+    enabled: bool = Field(default=False, description="Turn it on.")
+    prof_all: bool = Field(default=True, description="Record every operation.")
+    prof_ops: list[str] = Field(default=[], description="Operations to record when `prof_all` is false.")
+    verbose: bool = Field(default=False, description="Log a line per call.")
+    debug: bool = Field(default=False, description="Add the name of the calling function to each record.")
+
+
+class DeepSpeedCommsConfig:
+    """The argument of `deepspeed.comm.configure`: the `comms_logger` section of a config dict."""
+
+    def __init__(self, ds_config: Mapping[str, Any]) -> None:
+        section = ds_config.get("comms_logger")
+        self.comms_logger_enabled = section is not None
+        self.comms_logger = (
+            CommsLoggerConfig(**section) if isinstance(section, Mapping) else section or CommsLoggerConfig()
+        )

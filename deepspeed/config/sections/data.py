@@ -1,0 +1,330 @@
+"""The sections `data_efficiency`, `curriculum_learning` and `progressive_layer_drop`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from pydantic import Field
+
+from deepspeed.config.section import Float, Int, LenientConfigModel, required
+
+
+class CurriculumScheduleConfig(LenientConfigModel):
+    """How difficulty grows; which keys are needed depends on `schedule_type`."""
+
+    total_curriculum_step: Int | None = Field(
+        default=None, ge=1, description="Steps until the end (fixed_linear, fixed_root)."
+    )
+    difficulty_step: Int | None = Field(
+        default=None, ge=1, description="Difficulties are multiples of this (fixed_linear, fixed_root)."
+    )
+    root_degree: Int | None = Field(default=None, ge=1, description="Degree of the root (fixed_root).")
+    difficulty: list[Int] | None = Field(
+        default=None, description="The difficulties in order (fixed_discrete)."
+    )
+    max_step: list[Int] | None = Field(
+        default=None, description="Last step of each difficulty but the last one (fixed_discrete)."
+    )
+
+
+NEEDED = {
+    "fixed_linear": ("total_curriculum_step", "difficulty_step"),
+    "fixed_root": ("total_curriculum_step", "difficulty_step", "root_degree"),
+    "fixed_discrete": ("difficulty", "max_step"),
+    "custom": (),
+}
+"""schedule_type -> keys of schedule_config that it needs."""
+
+
+def wrong_curriculum(kind: str, details: Mapping[str, Any]) -> str:
+    """What is wrong with the ``schedule_config`` of a curriculum of this ``schedule_type``; empty: nothing."""
+    missing = [key for key in NEEDED[kind] if details.get(key) is None]
+    if missing:
+        return f"a curriculum with schedule_type={kind!r} needs schedule_config.{missing[0]}"
+    if kind == "fixed_discrete":
+        levels, steps = len(details["difficulty"]), len(details["max_step"])
+        if levels != steps + 1:
+            return (
+                "a curriculum with schedule_type='fixed_discrete' needs one max_step for each difficulty but the last: "
+                f"schedule_config.difficulty has {levels} entries, max_step {steps}"
+            )
+    return ""
+
+
+class CurriculumMetricConfig(LenientConfigModel):
+    """One measure of difficulty."""
+
+    index_to_sample_path: str = Field(description="File: difficulty index to samples.")
+    index_to_metric_path: str = Field(description="File: difficulty index to value.")
+    difficulty_type: Literal["value", "percentile"] = Field(
+        description="Difficulties are values or percentiles."
+    )
+    clustering_type: Literal["schedule_based", "single_cluster"] = Field(
+        description="How samples are grouped."
+    )
+    min_difficulty: Int = Field(description="Difficulty at the start.")
+    max_difficulty: Int = Field(description="Difficulty at the end.")
+    schedule_type: Literal["fixed_linear", "fixed_root", "fixed_discrete", "custom"] = Field(
+        description="How it grows."
+    )
+    schedule_config: CurriculumScheduleConfig | None = Field(
+        default=None, description="Details of `schedule_type`."
+    )
+
+
+class DataSamplingCurriculumConfig(LenientConfigModel):
+    """Curriculum over any metric: easy samples first."""
+
+    enabled: bool = Field(default=False, description="Turn it on.")
+    data_cluster_path: str | None = required("Folder of the sample clusters.")
+    curriculum_metrics: dict[str, CurriculumMetricConfig] | None = required("Measures of difficulty by name.")
+
+
+class DynamicBatchingConfig(LenientConfigModel):
+    """Batches of about equal length in tokens, with the learning rate to match."""
+
+    enabled: bool = Field(default=False, description="Turn it on.")
+    metrics_path: str | None = Field(default=None, description="Folder of the measured sequence lengths.")
+    lr_scaling_method: Literal["linear", "sqrt", "none"] = Field(
+        default="linear", description="How the learning rate follows the batch size."
+    )
+    min_batch_size: Int = Field(default=1, ge=1, description="Smallest batch.")
+    max_batch_size: Int | None = Field(default=None, ge=1, description="Largest batch.")
+    sequence_picking_order: Literal["random", "seqlen", "dataloader"] = Field(
+        default="dataloader", description="Order of the samples."
+    )
+    max_tokens: Int | None = required("Maximum number of tokens in a batch.")
+    loss_weighting: Literal["samples", "tokens", "predictions", "none"] = Field(
+        default="samples",
+        description="What has equal weight in a batch: samples, tokens, all tokens but the first, or micro-batches.",
+    )
+    verbose: bool = Field(default=False, description="Log every batch.")
+
+
+class DataSamplingConfig(LenientConfigModel):
+    """Which samples, in which order."""
+
+    enabled: bool = Field(default=False, description="Turn it on.")
+    num_epochs: Int = Field(default=1000, ge=1, description="Maximum number of passes over the data.")
+    num_workers: Int = Field(default=0, ge=0, description="Loader processes.")
+    pin_memory: bool = Field(default=False, description="Page-locked batches.")
+    curriculum_learning: DataSamplingCurriculumConfig = Field(
+        default=DataSamplingCurriculumConfig(), description="Curriculum over any metric: easy samples first."
+    )
+    dynamic_batching: DynamicBatchingConfig = Field(
+        default=DynamicBatchingConfig(), description="Batches sized by tokens."
+    )
+
+
+class RandomLTDScheduleDetails(LenientConfigModel):
+    """How fast the kept length grows."""
+
+    require_steps: Int | None = Field(default=None, ge=1, description="Steps from min_value to max_value.")
+    seq_per_step: Int | None = Field(default=None, ge=1, description="The kept length is a multiple of this.")
+
+
+class RandomLTDScheduleConfig(LenientConfigModel):
+    """How many tokens the middle layers keep."""
+
+    min_value: Int | None = Field(default=None, ge=1, description="Tokens at the start.")
+    max_value: Int | None = Field(default=None, ge=1, description="Tokens at the end.")
+    schedule_type: Literal["fixed_linear"] | None = Field(default=None, description="How it grows.")
+    schedule_config: RandomLTDScheduleDetails | None = Field(
+        default=None, description="Speed of the schedule."
+    )
+
+
+def wrong_lengths(schedule: Mapping[str, Any]) -> str:
+    """What is wrong with a ``random_ltd_schedule``; empty: nothing."""
+    details = schedule.get("schedule_config") or {}
+    missing = [key for key in ("min_value", "max_value", "schedule_type") if schedule.get(key) is None]
+    missing += [
+        f"schedule_config.{key}" for key in ("require_steps", "seq_per_step") if details.get(key) is None
+    ]
+    if missing:
+        return f"random_ltd.random_ltd_schedule.{missing[0]} is missing"
+    if schedule["min_value"] > schedule["max_value"]:
+        return (
+            f"random_ltd.random_ltd_schedule.min_value={schedule['min_value']} is above "
+            f"max_value={schedule['max_value']}: the kept length grows"
+        )
+    return ""
+
+
+WARMUPS = ("linear", "log")
+
+
+def wrong_warmup(kind: str, warmup: int, total: int) -> str:
+    """What is wrong with the warm-up of a ``layer_token_lr_schedule``, both in layer tokens; empty: nothing."""
+    section = "random_ltd.layer_token_lr_schedule"
+    if kind not in WARMUPS:
+        return f"{section}.warmup_type={kind!r}: must be {' or '.join(WARMUPS)}"
+    if warmup >= total:
+        return f"{section}.warmup_layer_tokens={warmup} must be less than total_layer_tokens={total}"
+    return ""
+
+
+class LayerTokenLRScheduleConfig(LenientConfigModel):
+    """A learning rate that follows the tokens processed by all layers."""
+
+    enabled: bool = Field(default=False, description="Turn it on.")
+    total_layer_tokens: Int | None = Field(
+        default=None, ge=1, description="Tokens times layers until the end."
+    )
+    warmup_type: str | None = Field(default=None, description="Shape of the warm-up.")
+    warmup_layer_tokens: Int | None = Field(
+        default=None, ge=0, description="Tokens times layers of the warm-up."
+    )
+
+
+class RandomLTDConfig(LenientConfigModel):
+    """Random layer token dropping."""
+
+    enabled: bool = Field(default=False, description="Turn it on.")
+    total_layer_num: Int | None = required("Layers of the model.")
+    random_ltd_layer_num: Int | None = required("Layers that drop tokens.")
+    random_ltd_layer_id: list[Int] | None = required("Numbers of the layers that drop tokens.")
+    model_mask_name: str | None = required("Argument with the attention mask; null: none.")
+    model_type: Literal["encoder", "decoder"] | None = required("Kind of the model.")
+    hidden_state_order: Literal["batch_seq_dim", "seq_batch_dim"] | None = required(
+        "Order of the dimensions."
+    )
+    random_ltd_schedule: RandomLTDScheduleConfig | None = required("Schedule of the number of tokens kept.")
+    layer_token_lr_schedule: LayerTokenLRScheduleConfig = Field(
+        default=LayerTokenLRScheduleConfig(), description="Learning rate by processed tokens."
+    )
+    micro_batch_size: Int | None = Field(default=None, ge=1, description="Filled in by the engine.")
+    global_batch_size: Int | None = Field(default=None, ge=1, description="Filled in by the engine.")
+
+
+class DataRoutingConfig(LenientConfigModel):
+    """Which tokens go through which layers."""
+
+    enabled: bool = Field(default=False, description="Turn it on.")
+    random_ltd: RandomLTDConfig = Field(default=RandomLTDConfig(), description="Random layer token dropping.")
+
+
+class DataEfficiencyConfig(LenientConfigModel):
+    """Data efficiency library."""
+
+    enabled: bool = Field(default=False, description="Turn it on.")
+    seed: Int = Field(default=1234, description="Seed of the random choices.")
+    data_sampling: DataSamplingConfig = Field(
+        default=DataSamplingConfig(), description="Selection of samples."
+    )
+    data_routing: DataRoutingConfig = Field(
+        default=DataRoutingConfig(), description="Selection of the tokens that layers process."
+    )
+
+
+class CurriculumLegacyConfig(LenientConfigModel):
+    """Sequences that grow (the older curriculum)."""
+
+    enabled: bool = Field(default=False, description="Turn it on.")
+    curriculum_type: Literal["seqlen"] | None = required("What the curriculum varies.")
+    min_difficulty: Int | None = required("Difficulty at the start.")
+    max_difficulty: Int | None = required("Difficulty at the end.")
+    schedule_type: Literal["fixed_linear", "fixed_root", "fixed_discrete", "custom"] | None = required(
+        "How it grows."
+    )
+    schedule_config: CurriculumScheduleConfig | None = required(
+        "Details of `schedule_type`; `custom` needs none."
+    )
+
+    def _needs(self, name: str) -> bool:
+        return not (name == "schedule_config" and self.schedule_type == "custom")
+
+
+class ProgressiveLayerDropConfig(LenientConfigModel):
+    """Dropping layers at random, more of them as training proceeds (Zhang and He 2020)."""
+
+    enabled: bool = Field(default=False, description="Turn it on.")
+    theta: Float = Field(default=1.0, ge=0.0, le=1.0, description="Final probability of keeping a layer.")
+    gamma: Float = Field(default=0.001, ge=0.0, description="How quickly `theta` is reached.")
+
+
+# The documented getters: each takes the dict of the section above its own, and fills in defaults.
+
+
+def get_data_efficiency_config(param_dict: dict[str, Any]) -> dict[str, Any]:
+    """The section ``data_efficiency`` of a whole config, with defaults."""
+    return DataEfficiencyConfig(**param_dict.get("data_efficiency", {})).model_dump()
+
+
+def get_data_efficiency_enabled(param_dict: dict[str, Any]) -> bool:
+    return get_data_efficiency_config(param_dict)["enabled"]
+
+
+def get_data_efficiency_seed(param_dict: dict[str, Any]) -> int:
+    return get_data_efficiency_config(param_dict)["seed"]
+
+
+def get_data_sampling(param_dict: dict[str, Any]) -> dict[str, Any]:
+    return DataSamplingConfig(**param_dict.get("data_sampling", {})).model_dump()
+
+
+def get_data_sampling_enabled(param_dict: dict[str, Any]) -> bool:
+    return get_data_sampling(param_dict)["enabled"]
+
+
+def get_data_sampling_num_epochs(param_dict: dict[str, Any]) -> int:
+    return get_data_sampling(param_dict)["num_epochs"]
+
+
+def get_data_sampling_num_workers(param_dict: dict[str, Any]) -> int:
+    return get_data_sampling(param_dict)["num_workers"]
+
+
+def get_data_sampling_pin_memory(param_dict: dict[str, Any]) -> bool:
+    return get_data_sampling(param_dict)["pin_memory"]
+
+
+def get_curriculum_learning(param_dict: dict[str, Any]) -> dict[str, Any]:
+    return DataSamplingCurriculumConfig(**param_dict.get("curriculum_learning", {})).model_dump()
+
+
+def get_curriculum_learning_enabled(param_dict: dict[str, Any]) -> bool:
+    return get_curriculum_learning(param_dict)["enabled"]
+
+
+def get_curriculum_learning_params(param_dict: dict[str, Any]) -> dict[str, Any]:
+    return _without_switch(param_dict.get("curriculum_learning", {}))
+
+
+def get_dynamic_batching(param_dict: dict[str, Any]) -> dict[str, Any]:
+    return DynamicBatchingConfig(**param_dict.get("dynamic_batching", {})).model_dump()
+
+
+def get_curriculum_enabled_legacy(param_dict: dict[str, Any]) -> bool:
+    return bool(param_dict.get("curriculum_learning", {}).get("enabled", False))
+
+
+def get_curriculum_params_legacy(param_dict: dict[str, Any]) -> dict[str, Any] | bool:
+    """The older section ``curriculum_learning`` of a whole config without ``enabled``; False: there is none."""
+    section = param_dict.get("curriculum_learning")
+    return _without_switch(section) if section is not None else False
+
+
+def get_data_routing(param_dict: dict[str, Any]) -> dict[str, Any]:
+    return DataRoutingConfig(**param_dict.get("data_routing", {})).model_dump()
+
+
+def get_data_routing_enabled(param_dict: dict[str, Any]) -> bool:
+    return get_data_routing(param_dict)["enabled"]
+
+
+def get_random_ltd(param_dict: dict[str, Any]) -> dict[str, Any]:
+    return RandomLTDConfig(**param_dict.get("random_ltd", {})).model_dump()
+
+
+def get_random_ltd_enabled(param_dict: dict[str, Any]) -> bool:
+    return get_random_ltd(param_dict)["enabled"]
+
+
+def get_random_ltd_params(param_dict: dict[str, Any]) -> dict[str, Any]:
+    return _without_switch(param_dict.get("random_ltd", {}))
+
+
+def _without_switch(section: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in section.items() if key != "enabled"}

@@ -1,0 +1,91 @@
+"""The `elasticity` section: one batch size for many numbers of ranks, and what is raised about it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated
+
+from pydantic import Field
+
+from deepspeed.config.problems import DeepSpeedConfigError
+from deepspeed.config.section import Float, Int, LenientConfigModel, deprecated
+
+VERSIONS = (0.1, 0.2)
+
+
+class ElasticityError(Exception):
+    """Elastic training is asked for, but cannot be."""
+
+
+class ElasticityConfigError(ElasticityError, DeepSpeedConfigError):
+    """The section is wrong, or contradicts another part of the config."""
+
+
+class ElasticityIncompatibleWorldSize(ElasticityError, DeepSpeedConfigError):
+    """The section does not allow this number of ranks."""
+
+
+class ElasticityConfig(LenientConfigModel):
+    """Bounds between which batch size and number of ranks are chosen."""
+
+    enabled: bool = Field(default=False, description="Turn it on.")
+    max_train_batch_size: Int = Field(
+        default=2000,
+        ge=1,
+        description="Largest global batch; must be written when enabled.",
+    )
+    micro_batch_sizes: list[Annotated[Int, Field(ge=1)]] = Field(
+        default=[2, 4, 6],
+        min_length=1,
+        description="Micro-batch sizes to choose from; must be written when enabled.",
+    )
+    min_gpus: Int = Field(default=1, ge=1, description="Fewest ranks.")
+    max_gpus: Int = Field(default=10000, ge=1, description="Most ranks.")
+    min_time: Int = Field(
+        default=0, ge=0, description="Minimum number of minutes between two changes (version 0.1)."
+    )
+    prefer_larger_batch: bool = Field(default=True, description="Of several choices take the largest batch.")
+    prefer_large_batch: bool = deprecated(
+        True, "Other spelling of `prefer_larger_batch`.", new_param="prefer_larger_batch"
+    )
+    ignore_non_elastic_batch_info: bool = Field(
+        default=False, description="Ignore batch keys given next to this section instead of refusing them."
+    )
+    version: Float = Field(default=0.2, description="Version of the algorithm, 0.1 or 0.2.")
+    num_gpus_per_node: Int = Field(default=1, ge=1, description="Devices per node (version 0.2).")
+    model_parallel_size: Int = Field(
+        default=1, ge=1, description="Ranks that share one copy of the model (version 0.2)."
+    )
+    replicate_state: bool = Field(
+        default=False,
+        description="After each step every rank's state is kept in memory that outlives it, and in that of another "
+        "machine, for `deepspeed --elastic_training`.",
+    )
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """(key of the section, what is wrong with it) for an enabled section."""
+        for name in ("max_train_batch_size", "micro_batch_sizes"):
+            if name not in self.model_fields_set:
+                yield name, "is missing: elasticity needs it"
+        if self.max_gpus < self.min_gpus:
+            yield "max_gpus", f"{self.max_gpus} is below min_gpus ({self.min_gpus})"
+        too_large = [size for size in self.micro_batch_sizes if size > self.max_train_batch_size]
+        if too_large:
+            yield (
+                "micro_batch_sizes",
+                f"{too_large[0]} is above max_train_batch_size ({self.max_train_batch_size})",
+            )
+        if self.version not in VERSIONS:
+            known = " and ".join(map(str, VERSIONS))
+            yield "version", f"{self.version} is not known: there are {known}"
+        elif self.version == 0.1 and self.model_parallel_size > 1:
+            yield (
+                "model_parallel_size",
+                f"{self.model_parallel_size} needs version 0.2: version 0.1 counts whole models",
+            )
+        elif self.num_gpus_per_node % self.model_parallel_size:
+            yield (
+                "num_gpus_per_node",
+                f"{self.num_gpus_per_node} is not a multiple of model_parallel_size "
+                f"({self.model_parallel_size}): a copy of the model stays within a node",
+            )

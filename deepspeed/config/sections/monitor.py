@@ -1,0 +1,142 @@
+"""The sections `tensorboard`, `wandb`, `csv_monitor`, `comet` and `trackio`: where training curves are written;
+`monitor`: the live page."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from deepspeed.config.section import DeepSpeedConfigModel, Float, Int, Says
+
+MONITORS = ("tensorboard", "wandb", "csv_monitor", "comet", "trackio")
+
+
+class TensorBoardConfig(DeepSpeedConfigModel):
+    """Event files for TensorBoard."""
+
+    enabled: bool = Field(default=False, description="Turn it on.")
+    output_path: str | None = Field(
+        default="",
+        description="Folder of the event files; empty: `~/tensorboard`, null: `tensorboard` where the script starts.",
+    )
+    job_name: str = Field(default="DeepSpeedJobName", description="Folder of this run inside `output_path`.")
+
+
+class WandbConfig(DeepSpeedConfigModel):
+    """Weights & Biases."""
+
+    enabled: bool = Field(default=False, description="Turn it on.")
+    group: str | None = Field(default=None, description="Group that the run belongs to.")
+    team: str | None = Field(default=None, description="Team (entity) that owns the run.")
+    project: str = Field(default="deepspeed", description="Project of the run.")
+
+
+class CSVConfig(DeepSpeedConfigModel):
+    """One CSV file per curve."""
+
+    enabled: bool = Field(default=False, description="Turn it on.")
+    output_path: str | None = Field(
+        default="",
+        description="Folder of the files; empty: `~/csv_monitor`, null: `csv_monitor` where the script starts.",
+    )
+    job_name: str = Field(default="DeepSpeedJobName", description="Folder of this run inside `output_path`.")
+
+
+class CometConfig(DeepSpeedConfigModel):
+    """Comet."""
+
+    enabled: bool = Field(default=False, description="Turn it on.")
+    samples_log_interval: Int = Field(default=100, ge=1, description="Samples between two points of a curve.")
+    project: str | None = Field(default=None, description="Project of the experiment.")
+    workspace: str | None = Field(default=None, description="Workspace of the project.")
+    api_key: str | None = Field(
+        default=None, repr=False, description="API key of the account; better kept in the environment."
+    )
+    experiment_name: str | None = Field(default=None, description="Name shown for the experiment.")
+    experiment_key: str | None = Field(
+        default=None,
+        description="Identifier of an experiment to continue or to create: 32 to 50 letters and digits.",
+    )
+    online: bool | None = Field(
+        default=None, description="Send at once (true) or keep files (false); null: Comet decides."
+    )
+    mode: Literal["get", "create", "get_or_create"] | None = Field(
+        default=None, description="Continue an experiment, make a new one, or whichever is possible."
+    )
+
+
+class TrackioConfig(DeepSpeedConfigModel):
+    """Trackio."""
+
+    enabled: bool = Field(default=False, description="Turn it on.")
+    project: str = Field(default="deepspeed", description="Project of the run.")
+
+
+class LiveConfig(DeepSpeedConfigModel):
+    """A page in the browser about this run, and the record behind it; see live.md."""
+
+    enabled: bool = Field(default=False, description="Turn it on.")
+    folder: str = Field(
+        default="live",
+        min_length=1,
+        description="Folder of the record; a run that goes on there continues it. Each job needs its own.",
+    )
+    serve: bool = Field(
+        default=True, description="Serve the page; false only records, for `ds live FOLDER` and `ds top`."
+    )
+    host: str = Field(
+        default="127.0.0.1",
+        min_length=1,
+        description="Address that the page listens at. Any but this machine's own (127.0.0.1, localhost, ::1) asks "
+        "every visitor for a token.",
+    )
+    port: Int = Field(
+        default=8470,
+        ge=0,
+        le=65535,
+        description="Port of the page, or the next free one after it; 0: any free one.",
+    )
+    peak_tflops: Float | None = Field(
+        default=None,
+        gt=0,
+        description="What one device can do, in TFLOP/s, for the share of it that is used (MFU); null: known for "
+        "common GPUs.",
+    )
+
+
+def _live_switch(value: Any) -> Any:
+    """`true` and `false` are short for `{"enabled": ...}`; an object that does not say is on."""
+    if isinstance(value, bool):
+        return {"enabled": value}
+    return {"enabled": True, **value} if isinstance(value, dict) else value
+
+
+class MonitorConfig(DeepSpeedConfigModel):
+    """Watching a run."""
+
+    live: Annotated[LiveConfig, BeforeValidator(_live_switch), Says("true, false or an object")] = Field(
+        default=LiveConfig(), description="The live page and its record; `true` takes the defaults."
+    )
+
+
+class DeepSpeedMonitorConfig(DeepSpeedConfigModel):
+    """The five monitors together."""
+
+    tensorboard: TensorBoardConfig = TensorBoardConfig()
+    comet: CometConfig = CometConfig()
+    wandb: WandbConfig = WandbConfig()
+    csv_monitor: CSVConfig = CSVConfig()
+    trackio: TrackioConfig = TrackioConfig()
+    enabled: bool = False
+
+    @model_validator(mode="after")
+    def check_enabled(self) -> DeepSpeedMonitorConfig:
+        """Whether any of the five is on."""
+        object.__setattr__(self, "enabled", any(getattr(self, name).enabled for name in MONITORS))
+        return self
+
+
+def get_monitor_config(param_dict: Mapping[str, Any]) -> DeepSpeedMonitorConfig:
+    return DeepSpeedMonitorConfig(**{name: param_dict[name] for name in MONITORS if name in param_dict})

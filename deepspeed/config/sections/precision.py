@@ -1,0 +1,196 @@
+"""The sections that choose number formats: `fp16`, `bf16`, `torch_autocast`, `amp`, `data_types`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+import torch
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    ValidationInfo,
+    field_validator,
+)
+
+from deepspeed.config.section import (
+    DeepSpeedConfigModel,
+    Dtype,
+    Float,
+    Int,
+    LenientConfigModel,
+    Says,
+    SumDtype,
+    finite,
+    is_auto,
+    note,
+    parse_dtype,
+)
+
+# DeepSpeed-Chat and old scripts use the long name.
+BFLOAT16_SPELLINGS = ("bf16", "bfloat16")
+
+
+def _finite_number(value: Any) -> Any:
+    """Said before the bounds are, which NaN and minus infinity miss as well."""
+    return finite(value) if isinstance(value, float) else value
+
+
+class DeepSpeedFP16Config(DeepSpeedConfigModel):
+    """16-bit floats with loss scaling (Micikevicius et al. 2018)."""
+
+    enabled: bool = Field(default=False, description="Train in fp16.")
+    auto_cast: bool = Field(default=False, description="Cast floating-point inputs of forward to fp16.")
+    loss_scale: Annotated[Float, BeforeValidator(_finite_number), AfterValidator(finite)] = Field(
+        default=0.0, ge=0, description="0: dynamic scaling; else this fixed scale."
+    )
+    initial_scale_power: Int = Field(default=16, description="The dynamic scale starts at 2 to this power.")
+    loss_scale_window: Int = Field(
+        default=1000, description="Clean steps before the dynamic scale doubles; above 0 when dynamic."
+    )
+    hysteresis: Int = Field(default=2, description="Overflows tolerated before the scale is halved.")
+    consecutive_hysteresis: bool = Field(
+        default=False, description="Every clean step restores the tolerated overflows."
+    )
+    min_loss_scale: Int = Field(
+        default=1, description="The dynamic scale never falls below; above 0 when dynamic."
+    )
+    fp16_master_weights_and_grads: bool = Field(
+        default=False, description="Master weights and gradients in fp16 too (ZeRO with optimizer offload)."
+    )
+
+    @field_validator("initial_scale_power", mode="before")
+    @classmethod
+    def true_is_one(cls, value: Any) -> Any:
+        """fastNLP's driver writes `true` into every config that it makes."""
+        if value is True:
+            note(
+                "config key 'fp16.initial_scale_power': true is read as 1, as in release 0.19, so the loss scale "
+                "starts at 2; the default is 16"
+            )
+            return 1
+        return value
+
+    @field_validator("loss_scale_window", "min_loss_scale")
+    @classmethod
+    def positive_when_dynamic(cls, value: int, info: ValidationInfo) -> int:
+        if value <= 0 and info.data.get("enabled") and info.data.get("loss_scale") == 0:
+            raise ValueError("must be above 0 when the loss scale is dynamic (loss_scale 0)")
+        return value
+
+    def initial_dynamic_scale(self) -> float:
+        return 2.0**self.initial_scale_power
+
+    def dynamic_loss_scale_args(self) -> dict[str, Any]:
+        """Arguments of the dynamic scaler, under its own names for them."""
+        return {
+            "init_scale": self.initial_dynamic_scale(),
+            "scale_window": self.loss_scale_window,
+            "delayed_shift": self.hysteresis,
+            "consecutive_hysteresis": self.consecutive_hysteresis,
+            "min_scale": self.min_loss_scale,
+        }
+
+
+class DeepSpeedBF16Config(DeepSpeedConfigModel):
+    """bfloat16, with fp32 master weights unless said otherwise; needs no loss scale."""
+
+    enabled: bool = Field(default=False, description="Train in bf16.")
+    immediate_grad_update: bool = Field(
+        default=False, description="No effect: each gradient is added to the sum as soon as it is ready."
+    )
+    check_grad_overflow: bool = Field(default=True, description="Skip steps whose gradients are not finite.")
+    bf16_master_weights_and_grads: bool = Field(
+        default=False, description="Master weights and gradients in bf16 too (ZeRO 1 to 3)."
+    )
+    bf16_optimizer_states: bool = Field(
+        default=False,
+        description="Optimizer moments in bf16 too; needs `bf16_master_weights_and_grads` and ZeRO 1 to 3.",
+    )
+
+
+class Float8Config(DeepSpeedConfigModel):
+    """Products of linear layers with 8-bit floating-point numbers, in forward and backward (own key; see float8.md).
+    Weights, gradients and states are those of `bf16`, `fp16` or fp32."""
+
+    enabled: bool = Field(default=False, description="Use them.")
+    exclude: list[str] = Field(
+        default=["lm_head", "head", "embed_out", "score", "classifier"],
+        description="Layers to leave unchanged: those with one of these among the parts of their name.",
+    )
+    emulate: bool = Field(
+        default=False,
+        description="On devices without such products: the same numbers, from the dtype of the layer's input. Not "
+        "faster; to try out what a model becomes. Without it they are an error.",
+    )
+
+
+class NativeProductsConfig(DeepSpeedConfigModel):
+    """Products of linear layers in fp32 on the host by the native library, in forward and backward, on processors where
+    torch's use half of the vectors (own key; see transformer_kernels.md). Elsewhere it changes nothing."""
+
+    enabled: bool = Field(default=False, description="Use them.")
+
+
+def _autocast_dtype(value: Any) -> torch.dtype | None:
+    return parse_dtype(value, ("bf16", "fp16", "fp32"))
+
+
+class TorchAutocastConfig(LenientConfigModel):
+    """`torch.autocast` around forward, run by the engine."""
+
+    enabled: bool = Field(default=False, description="Turn it on.")
+    dtype: Annotated[
+        torch.dtype | None,
+        PlainValidator(_autocast_dtype),
+        Says("'bfloat16', 'float16', 'float32', their short names or 'torch.<name>', or null"),
+    ] = Field(default=None, description="Dtype of the products; null: bfloat16.")
+    lower_precision_safe_modules: list[str] | None = Field(
+        default=None,
+        description="Full class names of modules whose gradients may be sent in that dtype; "
+        "null: `torch.nn.Linear`, `Conv1d`, `Conv2d`, `Conv3d`.",
+    )
+
+
+class AmpConfig(LenientConfigModel):
+    """The legacy `amp` section; here it turns on torch's own mixed precision."""
+
+    model_config = ConfigDict(extra="allow")
+
+    enabled: bool = Field(default=False, description="Turn it on.")
+
+    @property
+    def params(self) -> dict[str, Any]:
+        """Every other key of the section, such as `opt_level`."""
+        return dict(self.model_extra or {})
+
+
+class DataTypesConfig(LenientConfigModel):
+    """Dtypes that differ from what the precision section implies."""
+
+    grad_accum_dtype: SumDtype = Field(
+        default=None, description="Dtype in which the gradients of micro-batches are accumulated."
+    )
+    param_dtype: Dtype = Field(default=None, description="Dtype to which the module's parameters are cast.")
+    buffer_dtype: Dtype = Field(
+        default=None, description="Dtype to which floating-point buffers are cast; null: unchanged."
+    )
+
+
+def bf16_section(param_dict: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The `bf16` section, or the one under the old spelling `bfloat16` if `bf16` is missing."""
+    for spelling in BFLOAT16_SPELLINGS:
+        if spelling in param_dict and not is_auto(param_dict[spelling]):
+            return param_dict[spelling]
+    return {}
+
+
+def get_bfloat16_config(param_dict: Mapping[str, Any]) -> DeepSpeedBF16Config:
+    return DeepSpeedBF16Config(**bf16_section(param_dict))
+
+
+def get_float16_config(param_dict: Mapping[str, Any]) -> DeepSpeedFP16Config:
+    return DeepSpeedFP16Config(**param_dict.get("fp16", {}))

@@ -1,0 +1,116 @@
+"""The `tensor_parallel` section (AutoTP)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import Enum
+from typing import Annotated, Any, Literal
+
+import torch
+from pydantic import Field, PlainValidator
+
+from deepspeed.config.section import DeepSpeedConfigModel, Int, LenientConfigModel, Says, parse_dtype
+
+PresetModel = Literal["llama", "bloom", "chatglm", "mixtral", "deepseek_v2", "qwen2", "phi3"]
+
+
+class AUTOTP_MODE(Enum):
+    """What layers in parts are for."""
+
+    TRAINING = "TRAINING"
+    INFERENCE = "INFERENCE"
+
+
+def _dtype(value: Any) -> torch.dtype:
+    dtype = parse_dtype(value, ("fp16", "bf16", "fp32", "int8"))
+    if dtype is None:
+        raise ValueError("must be a dtype")
+    return dtype
+
+
+class TPLayerSpec(LenientConfigModel):
+    """One rule: which parameters, and how they are partitioned."""
+
+    patterns: list[str] = Field(default=[], description="Regular expressions on the parameter's name.")
+    partition_type: Literal["row", "column", "skip"] = Field(
+        default="column", description="Partition by rows, by columns, or not at all."
+    )
+    shape: list[Any] | None = Field(default=None, description="Shape of the parts of a fused weight.")
+    partition_dim: Int | None = Field(default=None, description="Dimension of `shape` that is partitioned.")
+    model_types: list[str] | None = Field(
+        default=None, description="Only for these values of the model's `config.model_type`."
+    )
+    gather_output: bool = Field(default=False, description="Whole outputs on every rank (column).")
+    grad_allreduce: bool = Field(default=False, description="Sum the gradient of a whole parameter (skip).")
+
+
+class TPPartitionConfig(LenientConfigModel):
+    """Your own rules for what is partitioned, and how."""
+
+    use_default_specs: bool = Field(default=True, description="Use the rules of the preset too.")
+    strict_mode: bool = Field(default=False, description="A parameter without a rule is an error.")
+    lm_head_patterns: list[str] = Field(
+        default=["lm_head", "embed_out"], description="Names of output heads."
+    )
+    embedding_partition_dim: Int = Field(
+        default=1, description="Dimension along which embeddings are partitioned."
+    )
+    layer_specs: list[TPLayerSpec] = Field(default=[], description="The rules; the first match applies.")
+
+
+class TPConfig(DeepSpeedConfigModel):
+    """Tensor-parallel groups at run time."""
+
+    tp_size: Int = Field(default=1, ge=1, description="No effect in training: use `autotp_size`.")
+    tp_grain_size: Int = Field(
+        default=1, ge=1, description="Shard boundaries fall on multiples of this many columns."
+    )
+    mpu: Any = Field(default=None, description="No effect in training: pass it to `initialize`.")
+    tp_group: Any = Field(default=None, description="No effect in training, likewise.")
+
+
+class TPTrainingConfig(DeepSpeedConfigModel):
+    """Layers partitioned across ranks without changes to the model."""
+
+    dtype: Annotated[torch.dtype, PlainValidator(_dtype), Says("a dtype such as 'bf16'")] = Field(
+        default=torch.float16, description="Dtype that `tp_model_init` was called with."
+    )
+    autotp_size: Int = Field(default=0, ge=0, description="Ranks that share each layer; 0: off.")
+    preset_model: PresetModel | None = Field(default=None, description="Built-in rules of a model family.")
+    tp_overlap_comm: bool = Field(
+        default=False, description="Overlap the all-reduce of one layer with the work of the next."
+    )
+    partition_config: TPPartitionConfig | None = Field(default=None, description="Your own rules.")
+    vocab_parallel_lm_head: bool = Field(
+        default=False,
+        description="Refuse a model whose output head cannot be split by words. (Heads that can be are, always: their "
+        "loss takes logits in parts.)",
+    )
+    tensor_parallel: TPConfig = Field(default=TPConfig(), alias="tp", description="Groups at run time.")
+    injection_policy_tuple: tuple[Any, ...] | None = Field(
+        default=None, description="Layers whose output is summed over the ranks."
+    )
+    keep_module_on_host: bool = Field(
+        default=False, description="No effect: weights are split where they are."
+    )
+    replace_with_kernel_inject: bool = Field(
+        default=False,
+        alias="kernel_inject",
+        description="No effect in training; an argument of `init_inference`.",
+    )
+
+
+def get_tensor_parallel_config(ds_config: Mapping[str, Any]) -> TPTrainingConfig:
+    return TPTrainingConfig(**ds_config.get("tensor_parallel", {}))
+
+
+def _get_hf_tp_plan(model: Any) -> dict[str, str] | None:
+    """The plan that a model carries: ``config.base_model_tp_plan``, and what its own ``_tp_plan`` names besides; None:
+    it carries none. An entry of ``_tp_plan`` that only puts a prefix before one of the config's is that one."""
+    base = getattr(getattr(model, "config", None), "base_model_tp_plan", None)
+    own = getattr(model, "_tp_plan", None)
+    found: dict[str, str] = dict(base) if isinstance(base, Mapping) else {}
+    for name, style in (own if isinstance(own, Mapping) else {}).items():
+        if not any(f".{name}".endswith(f".{known}") for known in found):
+            found[name] = style
+    return found or None

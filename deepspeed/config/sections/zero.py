@@ -1,0 +1,253 @@
+"""The `zero_optimization` section (Rajbhandari et al. 2020 for the stages, 2021 for offload)."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from enum import Enum
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from deepspeed.config.section import DeepSpeedConfigModel, Elements, Float, Int, deprecated, note, pp_int
+from deepspeed.config.sections.leaf_module import DeepSpeedZeroLeafModuleConfig
+from deepspeed.config.sections.offload import (
+    DeepSpeedZeroOffloadOptimizerConfig,
+    DeepSpeedZeroOffloadParamConfig,
+    OffloadDeviceEnum,
+)
+from deepspeed.config.sections.zenflow import ZenFlowConfig
+
+ZERO_OPTIMIZATION = "zero_optimization"
+
+
+class ZeroStageEnum(int, Enum):
+    """What is partitioned across the data-parallel ranks: each stage adds to the previous one."""
+
+    disabled = 0
+    optimizer_states = 1
+    gradients = 2
+    weights = 3
+    max_stage = 3  # noqa: PIE796 - documented second name
+
+
+class ZeroPPLoCoConfig(DeepSpeedConfigModel):
+    """Error feedback of quantized gradients (LoCo)."""
+
+    err_beta: Float = Field(default=0.8, ge=0.0, le=1.0, description="Weight of the kept quantization error.")
+    reset_T: Int = Field(default=1024, ge=1, description="Steps after which the kept error is dropped.")
+
+
+def _offload_param(on: bool) -> DeepSpeedZeroOffloadParamConfig | None:
+    return DeepSpeedZeroOffloadParamConfig(device=OffloadDeviceEnum.cpu) if on else None
+
+
+def _offload_optimizer(on: bool) -> DeepSpeedZeroOffloadOptimizerConfig | None:
+    return DeepSpeedZeroOffloadOptimizerConfig(device=OffloadDeviceEnum.cpu) if on else None
+
+
+class DeepSpeedZeroConfig(DeepSpeedConfigModel):
+    """Partitioning of optimizer state, gradients and parameters across ranks. Sizes count elements, not bytes."""
+
+    stage: ZeroStageEnum = Field(
+        default=ZeroStageEnum.disabled,
+        description="0: nothing is partitioned; 1: optimizer state; 2: gradients too; 3: parameters too.",
+    )
+    contiguous_gradients: bool = Field(
+        default=True, description="No effect: gradients are collected in buffers in any case."
+    )
+    reduce_scatter: bool = Field(
+        default=True, description="Reduce gradients with reduce-scatter; false: all-reduce."
+    )
+    reduce_bucket_size: Elements = Field(
+        default=pp_int(5e8), gt=0, description="Largest number of elements reduced in one call."
+    )
+    use_multi_rank_bucket_allreduce: bool = Field(
+        default=True, description="No effect: a bucket is one call for all ranks."
+    )
+    allgather_partitions: bool = Field(
+        default=True, description="No effect: updated parameters are always gathered."
+    )
+    allgather_bucket_size: Elements = Field(
+        default=pp_int(5e8), ge=0, description="Largest number of elements gathered in one call."
+    )
+    overlap_comm: bool | None = Field(
+        default=None,
+        description="Reduce gradients while backward runs; null becomes true at stage 3 and false below.",
+    )
+    compute_grad_norm: bool = Field(
+        default=True,
+        description="false: the norm is not needed (stages 1, 2; no clipping). No effect: computing it costs little.",
+    )
+    load_from_fp32_weights: bool = Field(
+        default=True, description="Restore master weights from the fp32 values of a checkpoint."
+    )
+    elastic_checkpoint: bool = deprecated(
+        False,
+        "No effect: every checkpoint loads at any number of ranks.",
+        message="every checkpoint is elastic",
+    )
+    offload_param: DeepSpeedZeroOffloadParamConfig | None = Field(
+        default=None, description="Keep parameters outside device memory (stage 3)."
+    )
+    offload_optimizer: DeepSpeedZeroOffloadOptimizerConfig | None = Field(
+        default=None,
+        description="Keep the optimizer state, and update it, outside device memory (stages 1 to 3).",
+    )
+    zenflow: ZenFlowConfig | None = Field(
+        default=None, description="ZenFlow: asynchronous offloaded updates."
+    )
+    sub_group_size: Elements = Field(default=pp_int(1e9), ge=0, description="Elements updated at a time.")
+    prefetch_bucket_size: Elements = Field(
+        default=pp_int(5e7),
+        ge=0,
+        alias="stage3_prefetch_bucket_size",
+        description="Elements gathered ahead of their use.",
+    )
+    param_persistence_threshold: Elements = Field(
+        default=pp_int(1e5),
+        ge=0,
+        alias="stage3_param_persistence_threshold",
+        description="Parameters with fewer elements stay gathered between uses.",
+    )
+    model_persistence_threshold: Elements = Field(
+        default=pp_int(sys.maxsize, "sys.maxsize"),
+        ge=0,
+        alias="stage3_model_persistence_threshold",
+        description="Limit on the elements of all parameters that stay gathered.",
+    )
+    max_live_parameters: Elements = Field(
+        default=pp_int(1e9),
+        ge=0,
+        alias="stage3_max_live_parameters",
+        description="Maximum number of elements gathered at one time.",
+    )
+    max_reuse_distance: Elements = Field(
+        default=pp_int(1e9),
+        ge=0,
+        alias="stage3_max_reuse_distance",
+        description="A parameter that is used again within this many elements is not released in between.",
+    )
+    gather_16bit_weights_on_model_save: bool = Field(
+        default=False,
+        alias="stage3_gather_16bit_weights_on_model_save",
+        description="Let `save_16bit_model` gather whole weights at stage 3.",
+    )
+    stage3_gather_fp16_weights_on_model_save: bool = deprecated(
+        False,
+        "Old name of `stage3_gather_16bit_weights_on_model_save`.",
+        new_param="gather_16bit_weights_on_model_save",
+    )
+    module_granularity_threshold: Int = Field(
+        default=pp_int(0),
+        ge=0,
+        alias="stage3_module_granularity_threshold",
+        description="Modules with fewer parameters per descendant are gathered as a whole; 0: off.",
+    )
+    use_all_reduce_for_fetch_params: bool = Field(
+        default=False,
+        alias="stage3_use_all_reduce_for_fetch_params",
+        description="No effect: parameters are gathered.",
+    )
+    allgather_sequential: bool = Field(
+        default=False,
+        alias="stage3_allgather_sequential",
+        description="No effect; `stage3_prefetch_bucket_size: 0` gathers without looking ahead.",
+    )
+    cpu_offload: bool | None = deprecated(
+        None,
+        "Old switch of `offload_optimizer`.",
+        new_param="offload_optimizer",
+        new_param_fn=_offload_optimizer,
+    )
+    cpu_offload_param: bool | None = deprecated(
+        None, "Old switch of `offload_param`.", new_param="offload_param", new_param_fn=_offload_param
+    )
+    cpu_offload_use_pin_memory: bool | None = deprecated(
+        None, "No effect.", message="no effect; set 'pin_memory' in 'offload_param' or 'offload_optimizer'"
+    )
+    ignore_unused_parameters: bool = Field(
+        default=True, description="Parameters without a gradient are not an error."
+    )
+    legacy_stage1: bool = Field(default=False, description="True is refused: the old stage 1 is gone.")
+    round_robin_gradients: bool = Field(
+        default=False, description="Distribute gradients to the ranks round-robin, to balance offload copies."
+    )
+    zero_hpz_partition_size: Int = Field(
+        default=1,
+        ge=0,
+        description="Ranks that hold a second copy of the shards nearby (ZeRO++ hpZ); 1: off.",
+    )
+    zero_quantized_weights: bool = Field(default=False, description="Gather weights in 8 bits (ZeRO++ qwZ).")
+    zero_quantized_weights_bits: Literal[4, 8] = Field(
+        default=8, description="Bits of quantized weights; 4 is coarser."
+    )
+    zero_quantized_nontrainable_weights: bool = Field(
+        default=False, description="Keep frozen weights in 8 bits."
+    )
+    zero_quantized_gradients: bool = Field(
+        default=False, description="Exchange gradients in 4 bits (ZeRO++ qgZ)."
+    )
+    zero_quantized_rounding: Literal["nearest", "stochastic"] = Field(
+        default="nearest",
+        description="Rounding of quantized weights and gradients; stochastic: at random, unbiased.",
+    )
+    zeropp_loco_param: ZeroPPLoCoConfig | None = Field(
+        default=None, description="Error feedback for quantized gradients."
+    )
+    mics_shard_size: Int = Field(
+        default=-1, description="Ranks that share one copy of the states (MiCS); -1: off."
+    )
+    mics_hierarchical_params_gather: bool = Field(default=False, description="No effect.")
+    memory_efficient_linear: bool = Field(
+        default=True, description="No effect: at stage 3 no layer keeps its weight for backward."
+    )
+    pipeline_loading_checkpoint: bool = Field(
+        default=False, description="No effect: a rank reads only what it holds, so that all can load at once."
+    )
+    override_module_apply: bool = Field(
+        default=True,
+        description="No effect: `Module.apply` gathers parameters under `zero.Init` in any case.",
+    )
+    log_trace_cache_warnings: bool = Field(
+        default=False, description="No effect: modules may run in another order than recorded."
+    )
+    enable_sanity_checks: bool = Field(default=False, description="Extra checks at run time.")
+    save_muon_momentum_buffer_in_memory: bool = Field(
+        default=False, description="No effect: momentum is where the other states are."
+    )
+    leaf_module: DeepSpeedZeroLeafModuleConfig = Field(
+        default=DeepSpeedZeroLeafModuleConfig(), description="Modules that stage 3 gathers as a whole."
+    )
+    parameter_alignment: bool = Field(
+        default=False, description="No effect: parameters begin at aligned addresses in any case."
+    )
+    grad_hooks: bool = deprecated(True, "No effect.", message="no effect")
+
+    @model_validator(mode="after")
+    def resolve_overlap(self) -> DeepSpeedZeroConfig:
+        """null becomes the stage's default, but still does not count as given (`model_fields_set`)."""
+        if self.overlap_comm is None:
+            object.__setattr__(self, "overlap_comm", self.stage == ZeroStageEnum.weights)
+        return self
+
+
+def read_zero_config_deprecated(param_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """The section behind the old form `"zero_optimization": true`: stage 1, with the top-level
+    `allgather_size`.
+    """
+    section: dict[str, Any] = {"stage": 1 if param_dict[ZERO_OPTIMIZATION] else 0}
+    if section["stage"]:
+        section["allgather_bucket_size"] = param_dict.get("allgather_size", 500_000_000)
+    note(
+        f"config key '{ZERO_OPTIMIZATION}': a boolean is deprecated, write {{\"stage\": 0, 1, 2 or 3}}; "
+        f"read as stage {section['stage']}"
+    )
+    return section
+
+
+def get_zero_config(param_dict: Mapping[str, Any]) -> DeepSpeedZeroConfig:
+    section = param_dict.get(ZERO_OPTIMIZATION, {})
+    if isinstance(section, bool):
+        section = read_zero_config_deprecated(param_dict)
+    return DeepSpeedZeroConfig(**section)

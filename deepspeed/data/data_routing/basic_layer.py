@@ -1,0 +1,195 @@
+"""A layer that works on some tokens of a sequence; the others pass it by (Yao et al.: Random-LTD, 2022)."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from deepspeed.base.logging import warning_once
+from deepspeed.config.problems import DeepSpeedConfigError
+from deepspeed.data.data_routing.arguments import Batch, Kept, has_common_tokens
+from deepspeed.data.data_routing.scheduler import RandomLTDScheduler
+from deepspeed.ops.random_ltd.dropping_utils import GatherTokens, ScatterTokens
+
+LAYER = "random_ltd_layer"
+_HIDDEN = "hidden_states"
+
+
+class RandomLayerTokenDrop(nn.Module):
+    """Stands where ``layer`` stood. In training the layer gets the tokens that are kept, with their masks and
+    positions, and its results take their places among the others; in evaluation it gets all.
+
+    The names of modules, parameters and of the state dict are those without this wrapper, and so are attributes. State
+    dicts with its name in theirs load as well.
+    """
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.random_ltd_layer = layer
+        self.random_ltd_scheduler: RandomLTDScheduler | None = None
+        """None: the layer drops nothing."""
+        self.random_ltd_layer_id = 0
+        """Its number among the layers that drop."""
+        self.claimed = False
+        """Whether an engine with the section ``random_ltd`` has decided if the layer drops tokens."""
+        self.batch_first = True
+        self.reserved_length = self.curr_seq = self.curr_micro_batch = -1
+        self._names = _positional(layer)
+        self._cache_number = next(
+            (each.layer_idx for each in layer.modules() if isinstance(getattr(each, "layer_idx", None), int)),
+            0,
+        )
+        self.train(layer.training)
+        self.register_load_state_dict_post_hook(_shorten_missing)
+
+    def init_config(
+        self, config: Mapping[str, Any], scheduler: RandomLTDScheduler, random_ltd_layer_id: int
+    ) -> None:
+        """Drop tokens from now on.
+
+        Args:
+            config: the section ``random_ltd``.
+            scheduler: says how many tokens are kept, and is shared by all layers.
+            random_ltd_layer_id: the number among those that drop, from 0.
+
+        DeepSpeedConfigError: the layer does not take ``model_mask_name``; an unknown order or kind.
+        """
+        _check_choice(config, "hidden_state_order", ("batch_seq_dim", "seq_batch_dim"))
+        _check_choice(config, "model_type", ("encoder", "decoder"))
+        mask = config["model_mask_name"]
+        parameters = inspect.signature(self.random_ltd_layer.forward).parameters
+        anything = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
+        if mask is not None and mask not in parameters and not anything:
+            raise DeepSpeedConfigError(
+                f"random_ltd.model_mask_name={mask!r} is no argument of {type(self.random_ltd_layer).__name__}, which "
+                f"takes {', '.join(parameters)}: use the one of its attention mask, or null if it has none"
+            )
+        self.batch_first = config["hidden_state_order"] == "batch_seq_dim"
+        self.random_ltd_scheduler = scheduler
+        self.random_ltd_layer_id = random_ltd_layer_id
+
+    def get_bsh(self, hidden_stats: Tensor) -> None:
+        """Note the sizes of activations [batch, tokens, hidden]."""
+        self.curr_micro_batch, self.curr_seq = hidden_stats.shape[:2]
+
+    def get_sbh(self, hidden_stats: Tensor) -> None:
+        """Note the sizes of activations [tokens, batch, hidden]."""
+        self.curr_seq, self.curr_micro_batch = hidden_stats.shape[:2]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the layer returns; the first of a tuple are the activations."""
+        scheduler = self.random_ltd_scheduler
+        if scheduler is None or not self.training:
+            if self.training and not self.claimed:
+                self._say_that_nothing_is_dropped()
+            return self.random_ltd_layer(*args, **kwargs)
+        name = self._names[0] if self._names else _HIDDEN
+        hidden = args[0] if args else kwargs[name]
+        (self.get_bsh if self.batch_first else self.get_sbh)(hidden)
+        self.reserved_length = scheduler.get_current_seq()
+        if self.reserved_length >= self.curr_seq:
+            return self.random_ltd_layer(*args, **kwargs)
+        named = dict(zip(self._names, args, strict=False)) | kwargs
+        named.pop(name, None)
+        kept = self._kept(hidden, named)
+        hidden, part = GatherTokens.apply(hidden, kept.indices, self.batch_first)  # type: ignore[misc]
+        others = {key: kept.of(key, value) for key, value in kwargs.items() if key != name}
+        if args:
+            rest = [kept.of(key, value) for key, value in zip(self._names[1:], args[1:], strict=False)]
+            results = self.random_ltd_layer(part, *rest, *args[len(rest) + 1 :], **others)
+        else:
+            results = self.random_ltd_layer(**{name: part}, **others)
+        return self._joined(hidden, results, kept.indices)
+
+    def _say_that_nothing_is_dropped(self) -> None:
+        self.claimed = True
+        warning_once(
+            f"random-LTD: converted layers of class {type(self.random_ltd_layer).__name__} drop no token, because no "
+            "engine knows of them: set data_efficiency.data_routing.random_ltd.enabled in the config, and call "
+            "convert_to_random_ltd(engine, LayerClass)"
+        )
+
+    def _kept(self, hidden: Tensor, named: Mapping[str, Any]) -> Kept:
+        """Which tokens, in this forward."""
+        assert self.random_ltd_scheduler is not None
+        self._check_cache(named)
+        batch = Batch(self.curr_micro_batch, self.curr_seq, self.batch_first)
+        shared = has_common_tokens(batch, named)
+        indices = self.random_ltd_scheduler.sampler.draw(
+            self.random_ltd_layer_id,
+            self.reserved_length,
+            batch.length,
+            batch.sequences,
+            hidden.device,
+        )
+        return Kept(batch, indices[:1].expand_as(indices) if shared else indices, shared)
+
+    def _check_cache(self, named: Mapping[str, Any]) -> None:
+        cache = named.get("past_key_values")
+        length = getattr(cache, "get_seq_length", None)
+        if length is not None and int(length(self._cache_number)) > 0:
+            raise ValueError(
+                "random-LTD: past_key_values holds earlier tokens (as with prefix tuning), whose columns of the mask "
+                "dropped tokens would move: train without them, or set random_ltd.enabled to false"
+            )
+
+    def _joined(self, hidden: Tensor, results: Any, indices: Tensor) -> Any:
+        first = results[0] if isinstance(results, (tuple, list)) else results
+        if not isinstance(first, Tensor):
+            raise ValueError(
+                f"random-LTD: {type(self.random_ltd_layer).__name__} returns {type(results).__name__}; it must return "
+                "its activations, or a tuple that begins with them"
+            )
+        whole = ScatterTokens.apply(hidden, first, indices, self.batch_first)
+        return type(results)((whole, *results[1:])) if isinstance(results, (tuple, list)) else whole
+
+    # Names as without the wrapper ---------------------------------------------------------------------------
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            layer = self.__dict__.get("_modules", {}).get(LAYER)
+            if layer is None or name.startswith("__"):
+                raise
+            return getattr(layer, name)
+
+    def named_modules(  # type: ignore[override]
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        memo = set() if memo is None else memo
+        if self in memo:
+            return
+        if remove_duplicate:
+            memo.add(self)
+        yield prefix, self
+        yield from self.random_ltd_layer.named_modules(memo, prefix, remove_duplicate)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return self.random_ltd_layer.state_dict(*args, **kwargs)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """The names of what comes next are those of the layer below."""
+        below = f"{prefix}{LAYER}."
+        for key in [key for key in state_dict if key.startswith(prefix) and not key.startswith(below)]:
+            state_dict[below + key.removeprefix(prefix)] = state_dict.pop(key)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+def _shorten_missing(module: nn.Module, keys: Any) -> None:
+    for names in (keys.missing_keys, keys.unexpected_keys):
+        names[:] = [name.replace(f".{LAYER}.", ".").removeprefix(f"{LAYER}.") for name in names]
+
+
+def _positional(layer: nn.Module) -> list[str]:
+    named = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    parameters = inspect.signature(layer.forward).parameters.values()
+    return [each.name for each in parameters if each.kind in named]
+
+
+def _check_choice(config: Mapping[str, Any], key: str, choices: tuple[str, ...]) -> None:
+    if config[key] not in choices:
+        raise DeepSpeedConfigError(f"random_ltd.{key}={config[key]!r}: must be {' or '.join(choices)}")

@@ -1,0 +1,175 @@
+"""Samples by difficulty: which of them a curriculum accepts, without loading the index files."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from deepspeed.config.problems import DeepSpeedConfigError
+from deepspeed.data.data_sampling.indexed_dataset import MMapIndexedDataset
+
+_CHUNK = 1 << 20
+_WAIT_S = 600.0
+
+Difficulties = Mapping[str, int]
+
+
+class MetricIndex:
+    """The samples of a data set in the order of one metric.
+
+    Raises:
+        DeepSpeedConfigError: a file of the config is missing.
+    """
+
+    def __init__(self, name: str, config: Mapping[str, Any]) -> None:
+        self.name = name
+        self.by_percentile = config["difficulty_type"] == "percentile"
+        self.path = str(config["index_to_sample_path"])
+        self._samples = _opened(name, "index_to_sample_path", self.path)
+        self._values = None
+        if not self.by_percentile:
+            values = _opened(name, "index_to_metric_path", str(config["index_to_metric_path"]))
+            if len(values) != len(self._samples):
+                raise DeepSpeedConfigError(
+                    f"curriculum metric {name!r}: {config['index_to_metric_path']} has {len(values)} entries, but "
+                    f"{self.path} has {len(self._samples)}. With difficulty_type='value', index_to_sample_path is the "
+                    "file without '_percentile_merged'"
+                )
+            self._values = values.flat
+        self.order = self._samples.flat
+        """The numbers of all samples, the easiest first (a memory map)."""
+        self._ends = np.cumsum(self._samples.sizes, dtype=np.int64) if self._values is not None else None
+
+    def accepted(self, difficulty: int) -> int:
+        """How many samples, the first of the order, are no more difficult than this value or percentile."""
+        if self._values is None:
+            return len(self.order) * min(max(int(difficulty), 0), 100) // 100
+        assert self._ends is not None
+        entries = int(np.searchsorted(self._values, difficulty, side="right"))
+        return int(self._ends[entries - 1]) if entries else 0
+
+
+def _opened(name: str, key: str, path: str) -> MMapIndexedDataset:
+    if not MMapIndexedDataset.exists(path):
+        raise DeepSpeedConfigError(
+            f"curriculum metric {name!r}: {key}={path!r} names no index file ({path}.idx and {path}.bin); "
+            "DataAnalyzer writes them"
+        )
+    return MMapIndexedDataset(path, skip_warmup=True)
+
+
+class Everything:
+    """All samples."""
+
+    path = ""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def numbers(self, places: np.ndarray) -> np.ndarray:
+        return places
+
+
+class Part:
+    """Consecutive entries of a file of numbers."""
+
+    def __init__(self, order: np.ndarray, path: str, start: int, end: int) -> None:
+        self._order = order.view(np.ndarray)  # entries of a memmap are slow to take
+        self.path, self._start, self._end = path, start, end
+
+    def __len__(self) -> int:
+        return self._end - self._start
+
+    def numbers(self, places: np.ndarray) -> np.ndarray:
+        return self._order[places + self._start].astype(np.int64)
+
+
+Samples = Everything | Part
+
+
+def newly_accepted(
+    metrics: Sequence[MetricIndex],
+    before: Difficulties,
+    now: Difficulties,
+    count: int,
+    folder: str,
+    writer: bool,
+) -> Samples:
+    """The samples of ``count`` that all metrics accept at ``now`` and did not at ``before`` (empty: nothing yet).
+
+    With one metric this is a part of its index file. With several it is a file in ``folder``, which one rank writes
+    and the others wait for; its name says what it is made of. RuntimeError: it does not appear.
+    """
+    if not metrics:
+        return Everything(count if not before else 0)
+    reached = {each.name: each.accepted(now[each.name]) for each in metrics}
+    left = {each.name: each.accepted(before[each.name]) if before else 0 for each in metrics}
+    if len(metrics) == 1:
+        (metric,) = metrics
+        start, end = left[metric.name], reached[metric.name]
+        return Part(metric.order, metric.path, start, max(start, end))
+    described = repr([(each.name, len(each.order), left[each.name], reached[each.name]) for each in metrics])
+    origin = repr([_origin(each.path) for each in metrics])
+    tag = hashlib.blake2b((described + origin).encode(), digest_size=8).hexdigest()
+    path = Path(folder) / f"cluster_{tag}.samples"
+    if not path.exists():
+        if writer:
+            _write_common(path, metrics, left, reached, count)
+        else:
+            _wait_for(path)
+    order = np.memmap(path, np.int64, mode="r") if path.stat().st_size else np.empty(0, np.int64)
+    return Part(order, str(path), 0, len(order))
+
+
+def _origin(path: str) -> tuple[str, int]:
+    """What tells an index file from another one of the same size."""
+    with open(f"{path}.bin", "rb") as stream:
+        begin = stream.read(1 << 16)
+    return hashlib.blake2b(begin, digest_size=8).hexdigest(), os.path.getsize(f"{path}.bin")
+
+
+def _write_common(
+    path: Path, metrics: Sequence[MetricIndex], left: Difficulties, reached: Difficulties, count: int
+) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    votes = path.with_suffix(".votes")
+    try:
+        now = np.memmap(votes, np.uint8, mode="w+", shape=(2, max(count, 1)))
+        for metric in metrics:
+            for row, limits in enumerate((reached, left)):
+                for numbers in _chunks(metric.order, limits[metric.name]):
+                    now[row, numbers] += 1
+        unfinished = path.with_suffix(".part")
+        with open(unfinished, "wb") as stream:
+            for start in range(0, count, _CHUNK):
+                accepted = now[:, start : start + _CHUNK] == len(metrics)
+                (np.flatnonzero(accepted[0] & ~accepted[1]).astype(np.int64) + start).tofile(stream)
+        del now
+        os.replace(unfinished, path)
+    finally:
+        votes.unlink(missing_ok=True)
+
+
+def _chunks(order: np.ndarray, end: int) -> Iterable[np.ndarray]:
+    for start in range(0, end, _CHUNK):
+        yield np.asarray(order[start : min(start + _CHUNK, end)]).astype(np.int64)
+
+
+def _wait_for(path: Path) -> None:
+    until = time.monotonic() + _WAIT_S
+    while not path.exists():
+        if time.monotonic() > until:
+            raise RuntimeError(
+                f"rank 0 has not written {path} for {_WAIT_S:.0f} s: data_cluster_path has to be a folder that all "
+                "ranks share"
+            )
+        time.sleep(0.05)

@@ -1,0 +1,111 @@
+"""Index files: which samples have which value of a metric."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from deepspeed.data.data_sampling.indexed_dataset import MMapIndexedDataset
+from deepspeed.data.data_sampling.utils import close_mmap_dataset_builder, create_mmap_dataset_builder
+
+PERCENTILES = 100
+_AT_ONCE = 4 << 20
+"""Samples that are sorted at a time."""
+
+Chunks = Callable[[], Iterator[tuple[int, np.ndarray]]]
+"""Values of all samples in chunks, each with the number of its first sample; can be read again."""
+
+
+Counts = tuple[np.ndarray, np.ndarray]
+"""Ascending values, and the number of samples of each."""
+
+
+def joined(counts: Sequence[Counts]) -> Counts:
+    """The sum of several counts."""
+    if not counts:
+        return np.empty(0, np.int64), np.empty(0, np.int64)
+    values, inverse = np.unique(np.concatenate([each[0] for each in counts]), return_inverse=True)
+    numbers = np.zeros(len(values), np.int64)
+    np.add.at(numbers, inverse, np.concatenate([each[1] for each in counts]))
+    return values, numbers
+
+
+def write_groups(
+    samples_file: str,
+    values_file: str,
+    values: np.ndarray,
+    counts: np.ndarray | None,
+    chunks: Chunks,
+    sample_dtype: Any,
+    value_dtype: Any,
+    numbers: np.ndarray | None = None,
+) -> None:
+    """Write the samples of each of the ascending ``values`` to ``samples_file``, and the values to ``values_file``.
+
+    ``counts``: how many samples have each value, so that not all are sorted at once; None: they are.
+    ``numbers``: what the samples are called; None: by their place.
+    """
+    samples = create_mmap_dataset_builder(samples_file, sample_dtype)
+    keys = create_mmap_dataset_builder(values_file, value_dtype)
+    for first, last in _at_once(values, counts):
+        places, found = _select(chunks(), int(values[first]), int(values[last - 1]))
+        order = np.argsort(found, kind="stable")
+        present, sizes = np.unique(found, return_counts=True)
+        chosen = places[order]
+        samples.add_flat(numbers[chosen] if numbers is not None else chosen, sizes)
+        keys.add_flat(present, np.ones(len(present), np.int32))
+    close_mmap_dataset_builder(samples, samples_file)
+    close_mmap_dataset_builder(keys, values_file)
+
+
+def _at_once(values: np.ndarray, counts: np.ndarray | None) -> Iterator[tuple[int, int]]:
+    """Runs of ``values``, [first, last), of so few samples that they can be sorted."""
+    if counts is None:
+        counts = np.zeros(len(values), np.int64)
+    ends = np.cumsum(counts)
+    first = 0
+    while first < len(values):
+        before = int(ends[first - 1]) if first else 0
+        last = max(first + 1, int(np.searchsorted(ends, before + _AT_ONCE, side="right")))
+        yield first, last
+        first = last
+
+
+def _select(
+    chunks: Iterator[tuple[int, np.ndarray]], lowest: int, highest: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Places and values of the samples from ``lowest`` to ``highest``."""
+    places, found = [np.empty(0, np.int64)], []
+    for start, values in chunks:
+        here = np.flatnonzero((values >= lowest) & (values <= highest))
+        places.append(here + start)
+        found.append(values[here])
+    return np.concatenate(places), np.concatenate(found) if found else np.empty(0, np.int64)
+
+
+def merged(fname: str, dtype: Any, parts: int) -> None:
+    """Join the files ``fname``_thread0 and so on into ``fname``, and remove them."""
+    builder = create_mmap_dataset_builder(fname, dtype)
+    for part in range(parts):
+        builder.merge_file_(f"{fname}_thread{part}")
+    close_mmap_dataset_builder(builder, fname)
+    for part in range(parts):
+        for suffix in ("bin", "idx"):
+            Path(f"{fname}_thread{part}.{suffix}").unlink()
+
+
+def merge_entries(source: str, target: str, dtype: Any) -> None:
+    """Join each n // 100 consecutive entries of ``source``, which has n, so that about 100 are left."""
+    entries = MMapIndexedDataset(source, skip_warmup=True)
+    ends = np.cumsum(entries.sizes, dtype=np.int64)
+    together = max(1, len(ends) // PERCENTILES)
+    builder = create_mmap_dataset_builder(target, dtype)
+    start = 0
+    for entry in range(0, len(ends), together):
+        end = int(ends[min(entry + together, len(ends)) - 1])
+        builder.add_flat(entries.flat[start:end], [end - start])
+        start = end
+    close_mmap_dataset_builder(builder, target)

@@ -1,0 +1,345 @@
+"""Arrays of varying length in a pair of files, `NAME.bin` and `NAME.idx`, read without loading them.
+
+`MMapIndexedDataset` reads the format that Megatron-LM and the curriculum's index files have: the data end to end, and
+an index with a header, the length of each entry (int32), its position in bytes (int64), and where documents begin
+(int64).
+`IndexedDataset` and its relatives read the older format of fairseq.
+"""
+
+from __future__ import annotations
+
+import struct
+from array import array
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+from deepspeed.base.logging import logger
+from deepspeed.data.data_sampling.index_format import (
+    CODES,
+    MEGATRON_CODES,
+    code,
+    create_doc_idx,
+    data_file_path,
+    exscan_from_cumsum_,
+    get_pointers_with_total,
+    index_file_path,
+    read_longs,
+    write_longs,
+)
+from deepspeed.data.data_sampling.record_dataset import (
+    IndexedCachedDataset,
+    IndexedDataset,
+    IndexedDatasetBuilder,
+)
+
+__all__ = [
+    "Index",
+    "IndexedCachedDataset",
+    "IndexedDataset",
+    "IndexedDatasetBuilder",
+    "MMapIndexedDataset",
+    "MMapIndexedDatasetBuilder",
+    "code",
+    "create_doc_idx",
+    "data_file_path",
+    "dataset_exists",
+    "exscan_from_cumsum_",
+    "get_available_dataset_impl",
+    "get_pointers_with_total",
+    "index_file_path",
+    "infer_dataset_impl",
+    "make_builder",
+    "make_dataset",
+    "read_longs",
+    "write_longs",
+]
+
+_MAGIC = b"MMIDIDX\x00\x00"
+_HEADER = struct.Struct("<QBQQ")  # version, dtype, entries, documents
+_CHUNK = 1 << 20
+
+
+class _Writer:
+    """Writes an index when it is used in a ``with`` statement."""
+
+    def __init__(self, path: str | Path, dtype: Any) -> None:
+        self.path, self.dtype = path, np.dtype(dtype)
+
+    def __enter__(self) -> _Writer:
+        self._file = open(self.path, "wb")
+        return self
+
+    def write(self, sizes: Any, doc_idx: Any) -> None:
+        """``sizes``: elements of each entry; ``doc_idx``: the first entry of each document, and the end."""
+        sizes, doc_idx = np.asarray(sizes, dtype=np.int32), np.asarray(doc_idx, dtype=np.int64)
+        self._file.write(_MAGIC + _HEADER.pack(1, code(self.dtype), len(sizes), len(doc_idx)))
+        self._file.write(sizes.tobytes())
+        start = 0
+        for first in range(0, len(sizes), _CHUNK):  # not all positions at once: there may be a billion
+            ends = np.cumsum(sizes[first : first + _CHUNK], dtype=np.int64) * self.dtype.itemsize + start
+            starts = np.concatenate(([start], ends[:-1]))
+            self._file.write(starts.astype(np.int64).tobytes())
+            start = int(ends[-1])
+        self._file.write(doc_idx.tobytes())
+
+    def __exit__(self, *_: Any) -> None:
+        self._file.close()
+
+
+class Index:
+    """The contents of an index file, mapped into memory.
+
+    Raises:
+        ValueError: it is not an index of this format.
+    """
+
+    _HDR_MAGIC = _MAGIC
+
+    @classmethod
+    def writer(cls, path: str | Path, dtype: Any) -> _Writer:
+        """To be used as ``with Index.writer(path, dtype) as index: index.write(sizes, doc_idx)``."""
+        return _Writer(path, dtype)
+
+    def __init__(self, path: str | Path, skip_warmup: bool = False) -> None:
+        with open(path, "rb") as stream:
+            if stream.read(len(_MAGIC)) != _MAGIC:
+                raise ValueError(f"{path} is no index of a memory-mapped data set")
+            version, self._code, self._len, self._doc_count = _HEADER.unpack(stream.read(_HEADER.size))
+            if version != 1:
+                raise ValueError(f"{path} has version {version} of the format; version 1 is known")
+            start = stream.tell()
+        self.dtype = CODES[self._code]
+        buffer = np.memmap(path, mode="r")
+        if not skip_warmup:
+            buffer[::4096].max(initial=0)  # touches every page
+        self._buffer = buffer
+        self._sizes = np.frombuffer(buffer, np.int32, self._len, start)
+        start += self._sizes.nbytes
+        self._pointers = np.frombuffer(buffer, np.int64, self._len, start)
+        self._doc_idx = np.frombuffer(buffer, np.int64, self._doc_count, start + self._pointers.nbytes)
+
+    def take_size(self, nbytes: int) -> None:
+        """Read a code as Megatron-LM means it, if a data file of ``nbytes`` cannot be meant otherwise."""
+        if self._code not in MEGATRON_CODES:
+            return
+        ours, theirs = CODES[self._code], MEGATRON_CODES[self._code]
+        elements = int(self._sizes.sum(dtype=np.int64))
+        if elements * np.dtype(theirs).itemsize == nbytes != elements * np.dtype(ours).itemsize:
+            self.dtype = theirs
+
+    @property
+    def sizes(self) -> np.ndarray:
+        return self._sizes
+
+    @property
+    def doc_idx(self) -> np.ndarray:
+        return self._doc_idx
+
+    def __len__(self) -> int:
+        return self._len
+
+    def __getitem__(self, i: int) -> tuple[int, int]:
+        """Position in bytes and number of elements."""
+        return int(self._pointers[i]), int(self._sizes[i])
+
+
+class MMapIndexedDataset(Dataset[Any]):
+    """Entries of ``path``.bin as numpy arrays; a slice gives a list of them.
+
+    Pickled as its path, so that worker processes map the files themselves.
+
+    Raises:
+        FileNotFoundError: one of the two files is missing.
+        ValueError: the index has another format.
+    """
+
+    Index = Index
+
+    def __init__(self, path: str | Path, skip_warmup: bool = False) -> None:
+        super().__init__()
+        self._open(str(path), skip_warmup)
+
+    def _open(self, path: str, skip_warmup: bool) -> None:
+        self._path = path
+        self._index = Index(index_file_path(path), skip_warmup)
+        data = Path(data_file_path(path))
+        size = data.stat().st_size
+        self._index.take_size(size)
+        self._bin = np.memmap(data, mode="r") if size else np.empty(0, np.uint8)
+        self._docs: np.ndarray | None = None
+
+    def __getstate__(self) -> str:
+        return self._path
+
+    def __setstate__(self, state: str) -> None:
+        self._open(state, skip_warmup=True)
+
+    def __len__(self) -> int:
+        return len(self._index)
+
+    def __getitem__(self, idx: int | slice) -> Any:
+        """IndexError: out of range. ValueError: a slice with a step."""
+        if isinstance(idx, slice):
+            first, stop, step = idx.indices(len(self))
+            if step != 1:
+                raise ValueError("slices of an indexed data set are contiguous: leave out the step")
+            return [self.get(i) for i in range(first, stop)]
+        return self.get(idx)
+
+    def get(self, idx: int, offset: int = 0, length: int | None = None) -> np.ndarray:
+        """``length`` elements of entry ``idx`` from ``offset`` on; None: to its end. A view of the file."""
+        if not -len(self) <= idx < len(self):
+            raise IndexError(f"entry {idx} of {len(self)}")
+        start, size = self._index[int(idx)]
+        dtype = np.dtype(self._index.dtype)
+        count = size - offset if length is None else length
+        if count <= 0:
+            return np.empty(0, dtype)
+        return np.frombuffer(self._bin, dtype, count, start + offset * dtype.itemsize)
+
+    @property
+    def flat(self) -> np.ndarray:
+        """All elements end to end, mapped."""
+        return self._bin.view(self._index.dtype)
+
+    @property
+    def sizes(self) -> np.ndarray:
+        """Elements of each entry, int32."""
+        return self._index.sizes
+
+    def size(self, index: int) -> int:
+        return int(self._index.sizes[index])
+
+    @property
+    def doc_idx(self) -> np.ndarray:
+        """The first entry of each document, and the number of entries."""
+        return self._index.doc_idx if self._docs is None else self._docs
+
+    def get_doc_idx(self) -> np.ndarray:
+        return self.doc_idx
+
+    def set_doc_idx(self, doc_idx_: Any) -> None:
+        self._docs = np.asarray(doc_idx_)
+
+    @property
+    def supports_prefetch(self) -> bool:
+        return False
+
+    @staticmethod
+    def exists(path: str | Path) -> bool:
+        return Path(index_file_path(path)).exists() and Path(data_file_path(path)).exists()
+
+    @property
+    def dtype(self) -> Any:
+        return self._index.dtype
+
+
+class MMapIndexedDatasetBuilder:
+    """Writes the pair of files: ``out_file`` is the name of the data file.
+
+    Args:
+        dtype: an integer dtype of at most 64 bits; what is added is converted to it.
+
+    Raises:
+        ValueError: files do not hold this dtype.
+    """
+
+    def __init__(self, out_file: str | Path, dtype: Any = np.int64) -> None:
+        code(dtype)
+        self._data_file = open(out_file, "wb")  # noqa: SIM115 - until finalize()
+        self._dtype = dtype
+        self._sizes = array("i")
+        self._doc_idx = array("q", [0])
+
+    def add_item(self, tensor: torch.Tensor | np.ndarray) -> None:
+        """One entry [n]."""
+        values = tensor.numpy() if isinstance(tensor, torch.Tensor) else tensor
+        self.add_item_numpy(np.asarray(values))
+
+    def add_item_numpy(self, np_array: np.ndarray) -> None:
+        self._data_file.write(np.ascontiguousarray(np_array, dtype=self._dtype).tobytes())
+        self._sizes.append(np_array.size)
+
+    def add_items(self, arr_list: Any) -> None:
+        """Several entries."""
+        if arr_list:
+            self.add_flat(np.concatenate([np.ravel(each) for each in arr_list]), [len(e) for e in arr_list])
+
+    def add_flat(self, values: np.ndarray, sizes: Any) -> None:
+        """Several entries that lie end to end in ``values``; ``sizes``: elements of each."""
+        self._data_file.write(np.ascontiguousarray(values, dtype=self._dtype).tobytes())
+        self._sizes.frombytes(np.asarray(sizes, dtype=np.int32).tobytes())
+
+    def end_document(self) -> None:
+        self._doc_idx.append(len(self._sizes))
+
+    def merge_file_(self, another_file: str | Path) -> None:
+        """Add the entries and documents of the files ``another_file``.bin and .idx. ValueError: their dtype differs."""
+        other = MMapIndexedDataset(another_file, skip_warmup=True)
+        if np.dtype(other.dtype) != np.dtype(self._dtype):
+            raise ValueError(
+                f"{another_file} holds {np.dtype(other.dtype).name}, and this file {np.dtype(self._dtype).name}"
+            )
+        first, data = len(self._sizes), other.flat
+        for start in range(0, len(data), _CHUNK):
+            self._data_file.write(data[start : start + _CHUNK].tobytes())
+        self._sizes.frombytes(other.sizes.tobytes())
+        self._doc_idx.extend((first + other.doc_idx[1:]).tolist())
+
+    def finalize(self, index_file: str | Path) -> None:
+        """Close the data file and write the index."""
+        self._data_file.close()
+        with Index.writer(index_file, self._dtype) as index:
+            index.write(np.frombuffer(self._sizes, np.int32), np.frombuffer(self._doc_idx, np.int64))
+
+
+# Which format a file has ------------------------------------------------------------------------------------
+
+
+def get_available_dataset_impl() -> list[str]:
+    return ["lazy", "cached", "mmap"]
+
+
+def infer_dataset_impl(path: str | Path) -> str | None:
+    """'mmap' or 'cached', by the first bytes of the index; None: there is none, or it has another format."""
+    if not IndexedDataset.exists(path):
+        logger.warning(
+            f"there is no data set {path}: {index_file_path(path)} or {data_file_path(path)} is missing"
+        )
+        return None
+    with open(index_file_path(path), "rb") as stream:
+        magic = stream.read(8)
+    return {IndexedDataset._HDR_MAGIC[:8]: "cached", _MAGIC[:8]: "mmap"}.get(magic)
+
+
+def make_builder(out_file: str | Path, impl: str, vocab_size: int | None = None) -> Any:
+    """A builder of format ``impl``; 'mmap' holds tokens of ``vocab_size`` in 16 bits if they fit, else in 32."""
+    if impl == "mmap":
+        fits = vocab_size is not None and vocab_size < 65500
+        return MMapIndexedDatasetBuilder(out_file, dtype=np.uint16 if fits else np.int32)
+    return IndexedDatasetBuilder(out_file)
+
+
+def make_dataset(path: str | Path, impl: str, skip_warmup: bool = False) -> Any:
+    """The data set of format ``impl`` ('lazy', 'cached', 'mmap', or 'infer'); None, with a warning: there is none."""
+    if not IndexedDataset.exists(path):
+        logger.warning(
+            f"there is no data set {path}: {index_file_path(path)} or {data_file_path(path)} is missing"
+        )
+        return None
+    if impl == "infer":
+        impl = infer_dataset_impl(path) or ""
+    if impl == "mmap":
+        return MMapIndexedDataset(path, skip_warmup)
+    if impl in ("lazy", "cached"):
+        return (IndexedDataset if impl == "lazy" else IndexedCachedDataset)(path)
+    logger.warning(f"the format {impl!r} of {path} is not one of {', '.join(get_available_dataset_impl())}")
+    return None
+
+
+def dataset_exists(path: str | Path, impl: str) -> bool:
+    return (MMapIndexedDataset if impl == "mmap" else IndexedDataset).exists(path)

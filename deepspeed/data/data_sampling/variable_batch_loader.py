@@ -1,0 +1,152 @@
+"""The loader of batches by tokens, and what their sizes mean for the loss."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from torch.utils.data import Dataset
+
+from deepspeed.data.data_sampling.token_batches import WEIGHTINGS, TokenBatches
+from deepspeed.data.loader import DeepSpeedDataLoader, EpochSampler
+
+PadSample = Callable[[Any, int], Any]
+
+
+class Packs(Dataset[list[Any]]):
+    """Entry p: the samples of pack p, padded to the length of the longest one in its batch if ``pad`` is given."""
+
+    def __init__(
+        self,
+        dataset: Any,
+        packs: Sequence[tuple[int, list[int]]],
+        longest: Sequence[int],
+        pad: PadSample | None,
+    ) -> None:
+        self.dataset, self.packs, self.longest, self.pad = dataset, packs, longest, pad
+
+    def __len__(self) -> int:
+        return len(self.packs)
+
+    def __getitem__(self, index: int) -> list[Any]:
+        batch, numbers = self.packs[index]
+        whole = getattr(self.dataset, "__getitems__", None)
+        samples = whole(numbers) if whole is not None else [self.dataset[number] for number in numbers]
+        if self.pad is None:
+            return list(samples)
+        return [self.pad(sample, self.longest[batch]) for sample in samples]
+
+
+class JoinedPacks:
+    """Collates the samples of several packs as one micro-batch. A class, since worker processes may pickle it."""
+
+    def __init__(self, collate: Callable[[list[Any]], Any] | None) -> None:
+        self.collate = collate
+
+    def __call__(self, packs: list[list[Any]]) -> Any:
+        samples = [sample for pack in packs for sample in pack]
+        return self.collate(samples) if self.collate is not None else samples
+
+
+class VariableBatchLoader(DeepSpeedDataLoader):
+    """Micro-batches of ``packs_per_step`` packs each, those of this rank.
+
+    The order of packs is that of an epoch without shuffling, and the position is the number of packs that all ranks
+    have taken: everything else is as with fixed batches, so a run resumes at any micro-batch, and on another number of
+    ranks with the same packs per batch.
+
+    Args:
+        dataset, packs, pad, longest: as in `Packs`.
+        packs_per_step: of one rank and micro-batch.
+        world_size, rank: data-parallel ranks.
+        units: how much each pack counts in the loss of its batch; None: all micro-batches of a batch count the same.
+        per_batch: packs of a batch.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        packs: Sequence[tuple[int, list[int]]],
+        *,
+        packs_per_step: int = 1,
+        world_size: int = 1,
+        rank: int = 0,
+        longest: Sequence[int] = (),
+        pad: PadSample | None = None,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        num_workers: int = 0,
+        pin_memory: bool = False,
+        tput_timer: Any = None,
+        units: np.ndarray | None = None,
+        per_batch: int | None = None,
+    ) -> None:
+        super().__init__(
+            dataset=Packs(dataset, packs, longest, pad),
+            batch_size=packs_per_step,
+            pin_memory=pin_memory,
+            local_rank=0,
+            tput_timer=tput_timer,
+            collate_fn=JoinedPacks(collate_fn),
+            num_local_io_workers=num_workers,
+            data_sampler=EpochSampler(len(packs), world_size, rank, shuffle=False),
+            data_parallel_world_size=world_size,
+            data_parallel_rank=rank,
+        )
+        self.per_batch = per_batch if per_batch is not None else packs_per_step * world_size
+        self.units = units
+        self.batch_sizes: list[int] = packs.batch_sizes if isinstance(packs, TokenBatches) else []
+        self.loss_weight = 1.0
+        """Of the micro-batch that was given out last."""
+        self.to_train: deque[float] | None = None
+        """Weights of the micro-batches that were given out and not trained yet, if somebody trains them in order."""
+
+    @property
+    def micro_batches(self) -> int:
+        """Of one batch, on all ranks."""
+        return self.per_batch // self.batch_size
+
+    def keep_weights(self) -> None:
+        """From now on somebody trains what is given out."""
+        self.to_train = deque()
+
+    def __iter__(self) -> VariableBatchLoader:
+        if not self._finished and not self._resuming:  # a pass that is given up
+            self._forget()
+        super().__iter__()
+        return self
+
+    def __next__(self) -> Any:
+        first = self.position.samples
+        batch = super().__next__()
+        self.loss_weight = self._weight(first)
+        if self.to_train is not None:
+            self.to_train.append(self.loss_weight)
+        return batch
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self._forget()
+
+    def _forget(self) -> None:
+        if self.to_train is not None:
+            self.to_train.clear()
+
+    def _weight(self, first: int) -> float:
+        """By what the mean loss of this rank's next micro-batch, whose packs begin at ``first``, is multiplied, so that
+        the mean over all micro-batches of the batch is that over all units."""
+        if self.units is None or not len(self.units):
+            return 1.0
+        start = first - first % self.per_batch
+        ranks, rank = self.position.world_size, self.position.rank
+        own = self.units[first + rank : first + ranks * self.batch_size : ranks].sum()
+        total = self.units[start : start + self.per_batch].sum()
+        return float(own * self.micro_batches / total) if total else 1.0
+
+
+def units_of(packs: TokenBatches, weighting: str) -> np.ndarray | None:
+    """What `VariableBatchLoader` takes as ``units``. ValueError: the weighting is unknown."""
+    if weighting not in WEIGHTINGS:
+        raise ValueError(f"loss_weighting={weighting!r} is not one of {', '.join(WEIGHTINGS)}")
+    return None if weighting == "none" else packs.units(weighting)

@@ -1,0 +1,464 @@
+"""The composition root of training: builds every part of an engine in order, as straight-line code."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from deepspeed.base.sharded import full_numel, is_zero_param
+from deepspeed.checkpoint.placement import placement_of
+from deepspeed.comm.collectives import Communicator
+from deepspeed.comm.mesh import ProcessMesh
+from deepspeed.config.axes import Axes
+from deepspeed.config.plan import Plan
+from deepspeed.engine.optimizer import check_optimizer
+from deepspeed.ops.adam.multi_tensor_adam import MultiTensorAdam
+from deepspeed.ops.update import traits_of
+from deepspeed.optim.loss_scaler import LossScaler
+from deepspeed.zero.accumulation import AccumulationClock
+from deepspeed.zero.bucket import ParamBucket, WeightPublisher
+from deepspeed.zero.buffer_pool import BufferPool
+from deepspeed.zero.gathering.gather_rules import mark_leaves
+from deepspeed.zero.gathering.param_storage import ParamStorage
+from deepspeed.zero.gathering.sharded_bucket import ShardedBucket
+from deepspeed.zero.gathering.sharded_model import ShardedModel
+from deepspeed.zero.gradients.bucket import GradBucket
+from deepspeed.zero.gradients.reducer import GradReducer
+from deepspeed.zero.gradients.sparse import sparse_parameters, stepped_by_rows
+from deepspeed.zero.layout import NOBODY
+from deepspeed.zero.offload.host_copies import HostCopies
+from deepspeed.zero.offload.state_moves import StateMover
+from deepspeed.zero.offload.tiers import ResidentTier, make_tier
+from deepspeed.zero.optimizer import (
+    BF16_Optimizer,
+    DeepSpeedZeroOptimizer,
+    DeepSpeedZeroOptimizer_Stage3,
+    FusedOptimizer,
+    UnfusedOptimizer,
+    ZeroOptimizer,
+)
+from deepspeed.zero.params import CHECKS_WRITES
+from deepspeed.zero.partitioning import (
+    TrainedParams,
+    cut_sharded,
+    cut_whole,
+    param_specs,
+    trained_params,
+    with_frozen,
+)
+from deepspeed.zero.pending_params import LateParams
+from deepspeed.zero.replica_groups import DENSE, Scopes, scope_name
+from deepspeed.zero.states.access import StateAccess
+from deepspeed.zero.states.client_state import ClientState, has_hooks
+from deepspeed.zero.states.rank_state import OwnState
+from deepspeed.zero.states.store import PARAMS, StateStore
+from deepspeed.zero.step import StepExecutor
+from deepspeed.zero.wiring import BROADCAST_NUMEL, live_budget, make_grad_buckets, make_reducer
+
+if TYPE_CHECKING:
+    from deepspeed.config.deepspeed_config import DeepSpeedConfig
+    from deepspeed.zero.offload.speculation import Speculation
+    from deepspeed.zero.offload.zenflow import ZenFlowState
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingCore:
+    """Everything between ``backward`` and updated weights, and the optimizer object that clients see."""
+
+    trained: TrainedParams
+    param_buckets: list[ParamBucket]
+    reducer: GradReducer
+    store: StateStore
+    scaler: LossScaler
+    executor: StepExecutor
+    access: StateAccess
+    own_state: OwnState | ZenFlowState
+    client_state: ClientState | None
+    late_params: LateParams
+    optimizer: ZeroOptimizer | torch.optim.Optimizer
+
+
+def make_mesh(axes: Axes, mpu: Any = None, mesh_device: Any = None) -> ProcessMesh:
+    """The mesh of this job: from the caller's groups if there are any, else as planned."""
+    if mpu is not None:
+        return ProcessMesh.from_mpu(mpu)
+    if isinstance(mesh_device, ProcessMesh):
+        return mesh_device
+    if mesh_device is not None:
+        return ProcessMesh.from_device_mesh(mesh_device)
+    assert axes.layout is not None
+    return ProcessMesh.from_layout(axes.layout)
+
+
+def build_core(
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    plan: Plan,
+    scopes: Scopes,
+    clock: AccumulationClock,
+    sharded: ShardedModel | None = None,
+    spare: Sequence[nn.Parameter] = (),
+) -> TrainingCore:
+    """Wire the gradient path and the step. ``sharded``: the module's parameters, if stage 3 has partitioned them.
+    ``spare``: frozen parameters that join the optimizer's group when they are unfrozen."""
+    trained = trained_params(module, optimizer.param_groups)
+    check_optimizer(plan, optimizer, trained, module)
+    if sharded is None:
+        weights = _whole_buckets(module, plan, scopes, trained, traits_of(optimizer).grain)
+    else:
+        weights = list[ParamBucket](sharded.trained_buckets)
+    device = next((p.device for p in (*trained.params, *module.parameters())), torch.device("cpu"))
+    tier = make_tier(
+        plan.state_offload,
+        device,
+        [bucket.layout for bucket in weights],
+        weights_swap=sharded.storage.swap if sharded is not None else None,
+        elementwise=not traits_of(optimizer).joins_ranks,
+        grain=traits_of(optimizer).grain,
+    )
+    # With ZenFlow gradients add up on the device, and go to the host once per round.
+    host = HostCopies(device) if plan.state_offload is not None and plan.zenflow is None else None
+    speculation = _speculation(plan, optimizer, clock)
+    make_grads = partial(
+        make_grad_buckets,
+        plan=plan,
+        scopes=scopes,
+        pool=BufferPool(),
+        tier=tier if plan.zenflow is None else ResidentTier(),
+        by_rows=sparse_parameters(module) if plan.gradients.sparse else set(),
+        host=host,
+        make=_kind_of_buckets(speculation),
+    )
+    grads = make_grads(weights)
+    coordinator = sharded.coordinator if sharded is not None else None
+    reducer = make_reducer(
+        trained.params, grads, plan, scopes.everyone, coordinator, at_boundary=lambda: clock.at_boundary
+    )
+    store = StateStore(
+        optimizer, trained.params, weights, grads, master_dtype=plan.precision.master, tier=tier
+    )
+    core = _wire_step(
+        module, plan, scopes, trained, reducer, store, make_grads, sharded, host, spare, speculation
+    )
+    reducer.install_hooks()
+    return core
+
+
+def _wire_step(
+    module: nn.Module,
+    plan: Plan,
+    scopes: Scopes,
+    trained: TrainedParams,
+    reducer: GradReducer,
+    store: StateStore,
+    make_grads: Callable[[Sequence[ParamBucket]], list[GradBucket]],
+    sharded: ShardedModel | None,
+    host: HostCopies | None,
+    spare: Sequence[nn.Parameter],
+    speculation: Speculation | None,
+) -> TrainingCore:
+    """From summed gradients to published weights, and everything that reads and writes the state in between."""
+    optimizer = store.optimizer
+    before_step = [host.synchronize] if host is not None else []
+    after_publish = []
+    if sharded is not None:
+        before_step.append(sharded.before_step)
+        after_publish.append(sharded.after_step)
+    scaler = LossScaler(plan.precision.loss_scale)
+    publisher = WeightPublisher(store.param_buckets, after_publish)
+    access = StateAccess(store, reducer, scaler, publisher, scopes, trained.names, trained.shared)
+    make_late = partial(_late_buckets, module, plan, scopes, reducer, store, make_grads, sharded is not None)
+    late_params = LateParams(module, plan, reducer, store, publisher, access, make_late, spare)
+    make_executor = _kind_of_executor(plan, speculation)
+    by_rows = stepped_by_rows(module, optimizer)
+    executor = make_executor(
+        plan, reducer, store, scaler, publisher, scopes, trained.names, late_params, before_step, by_rows
+    )
+    observed = plan.wraps_optimizer and has_hooks(optimizer)
+    return TrainingCore(
+        trained=trained,
+        param_buckets=store.param_buckets,
+        reducer=reducer,
+        store=store,
+        scaler=scaler,
+        executor=executor,
+        access=access,
+        own_state=_own_state(plan, executor, access),
+        client_state=ClientState(optimizer, access) if observed else None,
+        late_params=late_params,
+        optimizer=_facade(plan, optimizer, executor, access, sharded, speculation),
+    )
+
+
+# What only SuperOffload and ZenFlow need is imported where the plan has them.
+
+
+def _speculation(
+    plan: Plan, optimizer: torch.optim.Optimizer, clock: AccumulationClock
+) -> Speculation | None:
+    offload = plan.state_offload
+    if offload is None or not offload.speculate:
+        return None
+    from deepspeed.zero.offload.speculation import make_speculation
+
+    return make_speculation(optimizer, lambda: clock.at_boundary, offload.cores)
+
+
+def _kind_of_buckets(speculation: Speculation | None) -> Callable[..., GradBucket]:
+    if speculation is None:
+        return GradBucket
+    from deepspeed.zero.offload.speculation import SpeculativeBucket
+
+    return partial(SpeculativeBucket, speculation=speculation)
+
+
+def _kind_of_executor(plan: Plan, speculation: Speculation | None) -> Callable[..., StepExecutor]:
+    if speculation is not None:
+        from deepspeed.zero.offload.speculation import SpeculativeStepExecutor
+
+        return partial(SpeculativeStepExecutor, speculation=speculation)
+    if plan.zenflow is not None:
+        from deepspeed.zero.offload.zenflow import ZenFlowStepExecutor
+
+        return ZenFlowStepExecutor
+    return StepExecutor
+
+
+def _own_state(plan: Plan, executor: StepExecutor, access: StateAccess) -> OwnState | ZenFlowState:
+    if plan.zenflow is None:
+        return OwnState(access)
+    from deepspeed.zero.offload.zenflow import ZenFlowState, ZenFlowStepExecutor
+
+    assert isinstance(executor, ZenFlowStepExecutor)
+    return ZenFlowState(executor.zenflow)
+
+
+def _whole_buckets(
+    module: nn.Module,
+    plan: Plan,
+    scopes: Scopes,
+    params: TrainedParams,
+    grain: int,
+    store: StateStore | None = None,
+) -> list[ParamBucket]:
+    """Stages 0 to 2: buckets for ``params``, numbered after the parameters and buckets of ``store``."""
+    layouts = cut_whole(param_specs(module, params, plan), plan, scopes.shards(), grain)
+    known = store.params if store is not None else []
+    index = len(store.param_buckets) if store is not None else 0
+    buckets = [
+        ParamBucket(
+            layout.renumbered(lambda _, slot: len(known) + slot.param, index + i) if known else layout,
+            [*known, *params.params],
+            scopes[layout.scope].shard,
+        )
+        for i, layout in enumerate(layouts)
+    ]
+    for bucket in buckets:
+        bucket.flatten(flat=plan.state_offload is not None)
+    return buckets
+
+
+def shard_module(
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    plan: Plan,
+    config: DeepSpeedConfig,
+    scopes: Scopes,
+) -> ShardedModel:
+    """Stage 3: shard every parameter of ``module`` and install the hooks that gather them around their use."""
+    held = [p for group in (optimizer.param_groups if optimizer is not None else []) for p in group[PARAMS]]
+    trained = (
+        trained_params(module, optimizer.param_groups) if optimizer is not None else TrainedParams.none()
+    )
+    everything = with_frozen(module, trained)
+    zero = config.zero_config
+    mark_leaves(module, zero)
+    specs = param_specs(module, everything, plan)
+    storage = ParamStorage(plan.param_offload)
+    buckets = [
+        ShardedBucket(
+            layout,
+            everything.params,
+            scopes[layout.scope].shard,
+            everyone=scopes[layout.scope].written_by,
+            persistent=persistent,
+            keep=storage.keep_persistent if persistent else storage.keep,
+        )
+        for layout, persistent in cut_sharded(specs, zero, scopes.shards(), traits_of(optimizer).grain)
+    ]
+    known = {id(p) for p in held if p.requires_grad}
+    sharded = ShardedModel(
+        module,
+        buckets,
+        scopes,
+        trained={bucket.layout.index for bucket in buckets if any(id(p) in known for p in bucket.params)},
+        budget=live_budget(zero),
+        prefetch_numel=int(zero.prefetch_bucket_size),
+        storage=storage,
+        packing=plan.packing,
+    )
+    if zero.enable_sanity_checks:
+        for param in everything.params:
+            setattr(param, CHECKS_WRITES, True)
+    return sharded
+
+
+def _late_buckets(
+    module: nn.Module,
+    plan: Plan,
+    scopes: Scopes,
+    reducer: GradReducer,
+    store: StateStore,
+    make_grads: Callable[[Sequence[ParamBucket]], list[GradBucket]],
+    sharded: bool,
+    added: TrainedParams,
+) -> tuple[Sequence[ParamBucket], Sequence[GradBucket]]:
+    """Buckets for parameters that start training later, numbered after those that the store has."""
+    if sharded:
+        weights = _renumber_homes(store, reducer, added)
+    else:
+        weights = _whole_buckets(module, plan, scopes, added, store.traits.grain, store)
+    known = {id(grads.layout): grads for grads in reducer.buckets}
+    new = iter(make_grads([bucket for bucket in weights if id(bucket.layout) not in known]))
+    return weights, [known.get(id(bucket.layout)) or next(new) for bucket in weights]
+
+
+def _renumber_homes(store: StateStore, reducer: GradReducer, added: TrainedParams) -> list[ParamBucket]:
+    """Stage 3: the buckets exist, but number the parameters differently or not at all."""
+    number = {id(param): index for index, param in enumerate(added.params, len(store.params))}
+    homes: dict[int, ParamBucket] = {id(p.ds_home): p.ds_home for p in added.params}  # type: ignore[attr-defined]
+    for home in homes.values():
+        trained = home in store.param_buckets
+        old, params = home.layout, home.params
+        home.renumber(
+            old.renumbered(
+                lambda i, slot, params=params, trained=trained: number.get(
+                    id(params[i]), slot.param if trained else NOBODY
+                )
+            )
+        )
+        for grads in reducer.buckets:
+            if grads.layout is old:
+                grads.layout = home.layout
+    return sorted(homes.values(), key=lambda home: home.layout.index)
+
+
+def _facade(
+    plan: Plan,
+    optimizer: torch.optim.Optimizer,
+    executor: StepExecutor,
+    access: StateAccess,
+    sharded: ShardedModel | None,
+    speculation: Speculation | None,
+) -> ZeroOptimizer | torch.optim.Optimizer:
+    if not plan.wraps_optimizer:
+        return optimizer
+    store = executor.store
+    weights = store.param_buckets if sharded is None else sharded.buckets
+    mover = StateMover(weights, executor.reducer.buckets, store)
+    if sharded is not None:
+        kind = DeepSpeedZeroOptimizer_Stage3
+        if speculation is not None:
+            from deepspeed.zero.offload.superoffload_optimizer import SuperOffloadOptimizer_Stage3
+
+            kind = SuperOffloadOptimizer_Stage3
+        elif sharded.scopes.mics_shard_size > 0:
+            from deepspeed.zero.mics import MiCS_Optimizer
+
+            kind = MiCS_Optimizer
+        sharded.offload.mover = mover  # one owner of what is away
+        return kind(optimizer, executor, access, mover, sharded.offload)
+    if plan.zero.shard_state:
+        if plan.zenflow is not None:
+            from deepspeed.zero.offload.zenflow_optimizer import (
+                ZenFlowZeroOptimizerParallel,
+                ZenFlowZeroOptimizerSequential,
+            )
+
+            parallel = plan.zenflow.overlap
+            variant = ZenFlowZeroOptimizerParallel if parallel else ZenFlowZeroOptimizerSequential
+            return variant(optimizer, executor, access, mover)
+        return DeepSpeedZeroOptimizer(optimizer, executor, access, mover)
+    return _stage_0_kind(plan, optimizer)(optimizer, executor, access, mover)
+
+
+def _stage_0_kind(plan: Plan, optimizer: torch.optim.Optimizer) -> type[ZeroOptimizer]:
+    """The documented class; they differ in nothing but their names, which clients ask for."""
+    precision = plan.precision
+    adam = isinstance(optimizer, MultiTensorAdam)
+    if precision.param is torch.bfloat16 and (
+        precision.accumulate is torch.float32 or (adam and precision.accumulate is None)
+    ):
+        return BF16_Optimizer
+    return FusedOptimizer if adam else UnfusedOptimizer
+
+
+def broadcast_weights(module: nn.Module, scopes: Scopes) -> None:
+    """Every rank starts from the weights of the first rank that holds the same ones, and from the buffers of the first
+    rank: one flat broadcast per scope and dtype, and one per axis over which placements say that weights are equal."""
+    by_scope: dict[str, list[torch.Tensor]] = {DENSE: list(module.buffers())}
+    for param in module.parameters():
+        if not is_zero_param(param):  # those sharded by zero.Init came from the first rank already
+            by_scope.setdefault(scope_name(param), []).append(param.data)
+    for name, tensors in sorted(by_scope.items()):
+        if scopes[name].everyone.size > 1:
+            _broadcast(tensors, scopes[name].everyone)
+    for axis, others in scopes.across.items():
+        equal = [p.data for p in module.parameters() if axis in placement_of(p).replicated]
+        _broadcast([data for data in equal if data.numel()], others)
+
+
+def _broadcast(tensors: Iterable[torch.Tensor], communicator: Communicator) -> None:
+    by_kind: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+    for tensor in tensors:
+        if tensor.numel():
+            by_kind.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+    with torch.no_grad():
+        for group in by_kind.values():
+            for batch in _batches(group, BROADCAST_NUMEL):
+                flat = torch.cat([t.reshape(-1) for t in batch])
+                communicator.broadcast(flat.view(torch.uint8), src=0).wait()
+                if communicator.rank:
+                    for tensor, value in zip(batch, flat.split([t.numel() for t in batch]), strict=True):
+                        tensor.copy_(value.view(tensor.shape))
+
+
+def _batches(tensors: Sequence[torch.Tensor], numel: int) -> Iterable[list[torch.Tensor]]:
+    batch: list[torch.Tensor] = []
+    size = 0
+    for tensor in tensors:
+        if batch and size + tensor.numel() > numel:
+            yield batch
+            batch, size = [], 0
+        batch.append(tensor)
+        size += tensor.numel()
+    if batch:
+        yield batch
+
+
+def check_ranks_agree(module: nn.Module, communicator: Communicator) -> None:
+    """Require that all ranks built the same model with the same frozen parameters; says which rank differs and how."""
+    if communicator.size == 1:
+        return
+    params = list(module.parameters())
+    counts = [len(params), sum(map(full_numel, params)), sum(p.requires_grad for p in params)]
+    device = params[0].device if params else torch.device("cpu")
+    extremes = torch.tensor([*counts, *(-count for count in counts)], dtype=torch.int64, device=device)
+    communicator.all_reduce_max(extremes).wait()
+    highest, lowest = extremes.view(2, -1).tolist()
+    if highest == [-value for value in lowest]:
+        return
+    every = torch.empty(len(counts) * communicator.size, dtype=torch.int64, device=device)
+    communicator.all_gather(every, torch.tensor(counts, dtype=torch.int64, device=device)).wait()
+    rows = every.view(-1, len(counts)).tolist()
+    listing = "; ".join(
+        f"rank {r}: {n} parameters, {e} elements, {t} trainable" for r, (n, e, t) in enumerate(rows)
+    )
+    raise RuntimeError(
+        f"ranks disagree on the model ({listing}); build the same model with the same frozen parameters on every rank."
+    )

@@ -1,0 +1,230 @@
+"""The engine's checkpoints: where they lie and what they hold, from its attributes to ``deepspeed.checkpoint``.
+
+The way back is in ``engine_loading.py``.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from contextlib import nullcontext, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from deepspeed.base import rng
+from deepspeed.base.logging import log_dist
+from deepspeed.base.stateful import state_of
+from deepspeed.checkpoint import names
+from deepspeed.checkpoint.constants import UNIVERSAL_CHECKPOINT_INFO
+from deepspeed.checkpoint.contents import Files, Place, Training
+from deepspeed.checkpoint.errors import CheckpointError
+from deepspeed.checkpoint.files.background import BackgroundWriter, without_collections
+from deepspeed.checkpoint.files.flush import wait_for_flushes as wait_for_flushes
+from deepspeed.checkpoint.originals import ORIGINALS
+from deepspeed.checkpoint.ranks import Ranks
+from deepspeed.checkpoint.save import check_client_state, save
+from deepspeed.checkpoint.storage import CheckpointCommitInfo
+from deepspeed.comm.hangs.stragglers import all_ranks_come
+from deepspeed.config.hidden import without_secrets
+from deepspeed.config.plan import Cadence
+from deepspeed.config.sections.checkpoint import CheckpointWriterType
+from deepspeed.data.loader import DeepSpeedDataLoader
+
+if TYPE_CHECKING:
+    from deepspeed.engine.base import EngineBase
+
+
+RANDOM_LTD = "random_ltd"
+PARTS = "engine_parts"
+"""Key of the index: what observers keep."""
+
+
+def create_background_writer(engine: EngineBase) -> BackgroundWriter | None:
+    """What writes checkpoints while training continues, if the config asks for that. After the first step, when there
+    is a state, it fetches the memory for a copy."""
+    writer = engine._config.checkpoint_config.writer
+    decoupled = writer is not None and writer.decoupled
+    if not decoupled and engine._config.datastates_config is False:
+        return None
+    made = BackgroundWriter()
+
+    def after_step(**_: Any) -> None:
+        if engine.global_steps == 0:
+            return
+        engine.events.off("after_step", after_step)
+        ranks = ranks_of(engine)
+        training = training_of(engine, {}, exclude_frozen=False)
+        with suppress(CheckpointError):  # a save will say so
+            made.prepare(Files(training, Place.on(engine.mesh, ranks), node_local=ranks.node_local).values)
+
+    engine.events.on("after_step", after_step)
+    return made
+
+
+def model_path(
+    engine: EngineBase, folder: str | os.PathLike[str], tag: str, mp_rank: str | None = None
+) -> str:
+    """The file of the checkpoint ``tag`` with this rank's model states; ``mp_rank``: instead of its own number."""
+    place = Place.on(engine.mesh, ranks_of(engine))
+    partitioned = engine.zero_optimization_partition_weights()
+    name = (
+        names.zero_model_file(place.dp_rank, place.mp_rank)
+        if partitioned
+        else names.model_file(place.mp_rank)
+    )
+    if mp_rank is not None:
+        name = name.replace(f"mp_rank_{place.mp_rank:02d}", f"mp_rank_{mp_rank}")
+    return os.path.join(folder, str(tag), name)
+
+
+def optimizer_path(engine: EngineBase, folder: str | os.PathLike[str], tag: str) -> str:
+    """The file of the checkpoint ``tag`` with this rank's part of the optimizer's state (stage 0: the model's file)."""
+    if not engine.zero_optimization():
+        return model_path(engine, folder, tag)
+    place = Place.on(engine.mesh, ranks_of(engine))
+    name = names.optim_file(place.dp_rank, place.mp_rank, bf16=bool(engine.bfloat16_enabled()))
+    return os.path.join(folder, str(tag), name)
+
+
+def writes_model_file(engine: EngineBase) -> bool:
+    """Whether this rank writes a file with model states: every rank with parts of the weights, else one for all of
+    them (with node-local storage, one of every machine)."""
+    return bool(
+        engine.zero_optimization_partition_weights() or Place.on(engine.mesh, ranks_of(engine)).writes_model
+    )
+
+
+def save_checkpoint(
+    engine: EngineBase,
+    save_dir: str | os.PathLike[str],
+    tag: str | None = None,
+    client_state: Mapping[str, Any] | None = None,
+    save_latest: bool = True,
+    exclude_frozen_parameters: bool = False,
+) -> bool:
+    """Write everything needed to resume to ``save_dir/tag``. Collective; True when it is in place (with a background
+    writer: when it is copied).
+
+    ``tag`` defaults to ``global_step{N}``. ``client_state`` is returned by ``load_checkpoint``.
+    ValueError: no ``save_dir``; KeyError: ``client_state`` uses a name reserved by the checkpoint;
+    CheckpointError: a rank could not write, in which case whatever was saved before is untouched.
+    """
+    if not save_dir:
+        raise ValueError("save_checkpoint needs a folder: save_dir is empty")
+    client_state = client_state or {}
+    check_client_state(client_state)
+    tag = names.default_tag(engine.global_steps) if tag is None else str(tag)
+    info = CheckpointCommitInfo(tag=tag, save_dir=str(save_dir), save_latest=save_latest)
+    ranks = ranks_of(engine)
+    settings = engine._config.checkpoint_config
+    if settings.writer is not None and settings.writer.type == CheckpointWriterType.MOCK:
+        log_dist(f"checkpoint.writer.type is MOCK: {save_dir}/{tag} is not written", ranks=[0])
+        return True
+    engine.checkpoint_engine.create(info)
+    began = time.perf_counter()
+    if engine.background_writer is None:
+        _save(engine, client_state, Path(save_dir), tag, ranks, save_latest, exclude_frozen_parameters)
+    else:
+        engine.background_writer.wait()
+        with without_collections():
+            _save(engine, client_state, Path(save_dir), tag, ranks, save_latest, exclude_frozen_parameters)
+    if settings.writer is not None and settings.writer.show_statistics:
+        log_dist(f"save_checkpoint {tag}: training waited {time.perf_counter() - began:.3f} s", ranks=[0])
+    return engine.checkpoint_engine.commit(info)
+
+
+def _save(
+    engine: EngineBase,
+    client_state: Mapping[str, Any],
+    save_dir: Path,
+    tag: str,
+    ranks: Ranks,
+    save_latest: bool,
+    exclude_frozen: bool,
+) -> None:
+    training = training_of(engine, client_state, exclude_frozen=exclude_frozen)
+    collective = engine.background_writer is None or training.write_layers is not None
+    with all_ranks_come("save_checkpoint", f"tag={tag!r}") if collective else nullcontext():
+        save(
+            training,
+            save_dir,
+            tag,
+            Place.on(engine.mesh, ranks),
+            ranks,
+            save_latest=save_latest,
+            exclude_frozen=exclude_frozen,
+            on_tag_mismatch=_tag_validation(engine),
+            background=engine.background_writer,
+            keep_last=engine._config.checkpoint_config.keep_last,
+        )
+
+
+def training_of(engine: EngineBase, client_state: Mapping[str, Any], *, exclude_frozen: bool) -> Training:
+    """What a checkpoint of the engine holds."""
+    originals = engine.module_transforms.originals
+    return Training(
+        module=engine.module,
+        state=engine.state_access,
+        zero_stage=engine.zero_optimization_stage(),
+        bf16=bool(engine.bfloat16_enabled()),
+        ds_config=without_secrets(engine._config._param_dict),
+        header={
+            "lr_scheduler": state_of(engine.lr_scheduler),
+            "skipped_steps": engine.skipped_steps,
+            "global_steps": engine.global_steps,
+            "global_samples": engine.global_samples,
+            "data_sampler": _curriculum(engine),
+            RANDOM_LTD: state_of(getattr(engine, "random_ltd_scheduler", None)),
+            "sparse_tensor_module_names": sorted(engine.sparse_tensor_module_names),
+            **_described(engine.module),
+        },
+        client_state=client_state,
+        positions={
+            "micro_steps": engine.micro_steps,
+            "accumulation_steps": engine.gradient_accumulation_steps(),
+            "accumulated": engine.clock.position,
+            "world_size": engine.world_size,
+            "fp16": bool(engine.fp16_enabled()),
+            "dynamic_loss_scale": bool(engine.dynamic_loss_scale()),
+            "optimizer_order": optimizer_order(engine),
+            "sums_gradients": engine.core is None or engine.core.reducer.cadence is not Cadence.NEVER,
+            **({ORIGINALS: originals.packed()} if originals is not None else {}),
+            **(
+                {PARTS: {name: state_of(part) for name, part in engine.parts.items()}} if engine.parts else {}
+            ),
+        },
+        own_state=engine.core.own_state.saved() if engine.core is not None else None,
+        rank_state={"random": rng.capture(), "data": state_of(engine.training_dataloader)},
+        write_layers=engine.layer_writer(exclude_frozen),
+    )
+
+
+def _curriculum(engine: EngineBase) -> dict[str, Any] | None:
+    """The position in a curriculum, under its documented key; what is loaded is the loader's own position."""
+    loader = engine.training_dataloader
+    return loader.sampler_position() if isinstance(loader, DeepSpeedDataLoader) else None
+
+
+def _described(module: Any) -> dict[str, Any]:
+    """What the model says of how its parameters are split, as a dict or as a method that returns it."""
+    found = getattr(module, UNIVERSAL_CHECKPOINT_INFO, None)
+    found = found() if callable(found) else found
+    return {UNIVERSAL_CHECKPOINT_INFO: dict(found)} if isinstance(found, Mapping) else {}
+
+
+def ranks_of(engine: EngineBase) -> Ranks:
+    return Ranks(node_local=bool(engine.use_node_local_storage()))
+
+
+def _tag_validation(engine: EngineBase) -> str:
+    if not engine.checkpoint_tag_validation_enabled():
+        return "IGNORE"
+    return "FAIL" if engine.checkpoint_tag_validation_fail() else "WARN"
+
+
+def optimizer_order(engine: EngineBase) -> list[list[str]]:
+    """Names of the optimizer's parameters by group, in the client's order."""
+    known = {id(param): name for param, name in engine.param_names.items()}
+    groups = engine.basic_optimizer.param_groups if engine.basic_optimizer is not None else []
+    return [[known.get(id(p), "") for p in group["params"]] for group in groups]

@@ -1,0 +1,101 @@
+"""The engine's half that compiles its module (docs/compile.md)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from deepspeed.base.logging import logger
+from deepspeed.engine.state import EngineState
+
+if TYPE_CHECKING:
+    from deepspeed.config.sections.compile import CompileConfig
+    from deepspeed.transforms.compile.passes.contract import PassContract
+
+
+class EngineCompile(EngineState):
+    """``compile`` and what is asked about it."""
+
+    def compile(
+        self,
+        backend: Any = None,
+        compile_kwargs: dict[str, Any] = {},  # noqa: B006 - the documented default, never written to
+        schedule: Any = None,
+        compiled_autograd_enabled: bool = False,
+    ) -> None:
+        """``torch.compile`` the wrapped module in place; at stage 3 block by block.
+
+        Args:
+            backend: default: the accelerator's.
+            compile_kwargs: more arguments of ``torch.compile``.
+            schedule: with ``compile.deepcompile``, which passes hold from which step on:
+                ``[(step, [pass, ...]), ...]``, each pass a name or a function; default: by the ZeRO stage.
+
+        Raises:
+            ValueError: the schedule is not one, or names a pass that is unknown or does not fit the stage.
+        """
+        if self._is_compiled:
+            return
+        if compiled_autograd_enabled:
+            raise NotImplementedError(
+                "engine.compile(compiled_autograd_enabled=True) is not available: remove it. Each backward is "
+                "compiled with its forward; gradients are reduced by hooks, which stay outside of graphs."
+            )
+        options = dict(compile_kwargs)
+        given = options.pop("backend", None)
+        if given is not None and backend is not None:
+            logger.warning("engine.compile(): backend= is used, not the backend in compile_kwargs")
+        options["backend"] = backend or given or self.accelerator.get_compile_backend()
+        if self.is_deepcompile_enabled():
+            config = self._config.compile_config
+            options["backend"] = self.follow_passes(options["backend"], config, options, schedule)
+            for of_inductor in ("mode", "options"):  # the backend has taken them
+                options.pop(of_inductor, None)
+        elif schedule is not None:
+            logger.warning("engine.compile(schedule=) has no effect without compile.deepcompile: true")
+        if self.sharded is not None:
+            self.sharded.offload.compile_units(**options)
+        else:
+            self.module.compile(**options)
+        self._is_compiled = True
+
+    def follow_passes(
+        self, backend: str, config: CompileConfig, compile_kwargs: Mapping[str, Any], schedule: Any = None
+    ) -> Any:
+        """Follow a schedule of passes from now on; returns a backend for ``torch.compile`` that runs them."""
+        from deepspeed.engine.observers.compile_passes import PassSchedule
+        from deepspeed.transforms.compile.backend import CompileWork, make_backend
+        from deepspeed.transforms.compile.schedule import default_schedule, read_schedule
+
+        stage = self._config.zero_optimization_stage
+        periods = read_schedule(default_schedule(config, stage) if schedule is None else schedule, stage)
+        work = CompileWork(debug_log=config.debug_log)
+        made = make_backend(backend, config, compile_kwargs, work)
+        PassSchedule(self, periods, work)
+        self.compile_work = work
+        return made
+
+    @property
+    def is_compiled(self) -> bool:
+        return self._is_compiled
+
+    def register_compile_pass(
+        self, pass_name: str, pass_fn: Callable[..., Any], contract: PassContract | None = None
+    ) -> None:
+        """Make a pass known to the schedules of ``compile``
+        (``deepspeed.transforms.compile.backend.register_compile_pass``)."""
+        from deepspeed.transforms.compile.backend import register_compile_pass
+
+        register_compile_pass(pass_name, pass_fn, contract)
+
+    def get_compile_time(self) -> list[tuple[str, int, int, float]]:
+        """``("fwd" or "bwd", index, graph_id, seconds)`` of each graph compiled with ``compile.deepcompile``."""
+        return list(self.compile_work.times) if self.compile_work is not None else []
+
+    def is_deepcompile_enabled(self) -> bool:
+        """Whether the config asks for it."""
+        return self._config.compile_config.deepcompile
+
+    def is_deepcompile_active(self) -> bool:
+        """Whether the module has been compiled with it."""
+        return self.compile_work is not None

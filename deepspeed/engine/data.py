@@ -1,0 +1,113 @@
+"""The engine's half that makes loaders of its data, and changes what its forward gets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sized
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from deepspeed.config.constants import ROUTE_TRAIN
+from deepspeed.data.loader import DeepSpeedDataLoader
+from deepspeed.data.requests import has_curriculum, varies_batches
+from deepspeed.engine.compiling import EngineCompile
+from deepspeed.transforms import InputChain, InputTransform
+
+
+class EngineData(EngineCompile):
+    """``deepspeed_io`` with its samplers, and transforms of inputs."""
+
+    collate_fn: Callable[..., Any] | None
+    _input_chain: InputChain | None
+
+    def _own_loader(self, dataset: Any) -> DeepSpeedDataLoader:
+        """The loader of ``training_data``."""
+        return self.deepspeed_io(dataset)
+
+    def deepspeed_io(
+        self,
+        dataset: Any,
+        batch_size: int | None = None,
+        route: str = ROUTE_TRAIN,
+        pin_memory: bool = True,
+        data_sampler: Any = None,
+        collate_fn: Callable[..., Any] | None = None,
+        num_local_io_workers: int | None = None,
+    ) -> DeepSpeedDataLoader:
+        """A loader that gives each data-parallel rank its part of ``dataset``. TypeError: it is a loader itself."""
+        if isinstance(dataset, (DataLoader, DeepSpeedDataLoader)):
+            raise TypeError(
+                f"the loader of an engine is made of a data set, and this is a {type(dataset).__name__}: pass its "
+                "data set (loader.dataset) and collate_fn=, or leave training_data= out and iterate over your loader."
+            )
+        micro = batch_size or self.train_micro_batch_size_per_gpu()
+        collate_fn, drop_last = collate_fn or self.collate_fn, bool(self.dataloader_drop_last())
+        if route == ROUTE_TRAIN and data_sampler is None:
+            if varies_batches(self._config):
+                from deepspeed.data.data_sampling import variable_batch_size_and_lr
+
+                return variable_batch_size_and_lr.engine_loader(self, dataset, collate_fn=collate_fn)
+            if isinstance(dataset, Sized) and has_curriculum(self._config):
+                data_sampler = self._curriculum_sampler(len(dataset), micro, drop_last)
+        if num_local_io_workers is None and data_sampler is not None:
+            num_local_io_workers = _workers_of(data_sampler)
+        return DeepSpeedDataLoader(
+            dataset=dataset,
+            batch_size=micro,
+            pin_memory=pin_memory and self.device.type != "cpu",
+            local_rank=self.local_rank,
+            tput_timer=getattr(self, "tput_timer", None) if route == ROUTE_TRAIN else None,
+            collate_fn=collate_fn,
+            num_local_io_workers=num_local_io_workers,
+            data_sampler=data_sampler,
+            data_parallel_world_size=self.mesh.size("dp"),
+            data_parallel_rank=self.mesh.rank("dp"),
+            dataloader_drop_last=drop_last,
+        )
+
+    def _curriculum_sampler(self, samples: int, micro: int, drop_last: bool) -> Any:
+        from deepspeed.data.data_sampling.data_sampler import curriculum_sampler
+
+        section, steps = self._config.data_efficiency_config, self.clock.steps
+        return curriculum_sampler(section, samples, micro, self.mesh, steps, self.global_rank, drop_last)
+
+    def set_data_post_process_func(self, post_process_func: Callable[..., Any]) -> None:
+        """Apply ``post_process_func(batch, sampler_state)`` to every batch of the engine's own loader."""
+        if self.training_dataloader is not None:
+            self.training_dataloader.post_process_func = post_process_func
+
+    def set_custom_curriculum_learning_schedule(
+        self, schedule_func_dict: dict[str, Callable[[int], int]]
+    ) -> None:
+        """The functions, step -> difficulty, of the metrics with ``schedule_type`` custom; before the first batch.
+        RuntimeError: the engine's own loader has no curriculum."""
+        from deepspeed.data.data_sampling.data_sampler import DeepSpeedDataSampler
+
+        sampler = getattr(self.training_dataloader, "data_sampler", None)
+        if not isinstance(sampler, DeepSpeedDataSampler):
+            raise RuntimeError(
+                "set_custom_curriculum_learning_schedule() needs training_data= of deepspeed.initialize and "
+                "data_efficiency.data_sampling.curriculum_learning.enabled=true"
+            )
+        sampler.set_custom_curriculum_learning_schedule(schedule_func_dict)
+
+    def add_input_transform(self, transform: InputTransform) -> None:
+        """Change the inputs of every forward from now on, in training and evaluation. ValueError: its name is taken,
+        or no order fits it and those that are there."""
+        present = self._input_chain.transforms if self._input_chain is not None else []
+        self._input_chain = InputChain([*present, transform])
+
+    def remove_input_transform(self, name: str) -> None:
+        """The opposite. KeyError: there is none of this name."""
+        present = self._input_chain.transforms if self._input_chain is not None else []
+        left = [transform for transform in present if transform.name != name]
+        if len(left) == len(present):
+            raise KeyError(name)
+        self._input_chain = InputChain(left) if left else None
+
+
+def _workers_of(sampler: Any) -> int | None:
+    """That a sampler of ours asks for."""
+    from deepspeed.data.data_sampling.data_sampler import DeepSpeedDataSampler
+
+    return sampler.num_workers if isinstance(sampler, DeepSpeedDataSampler) else None

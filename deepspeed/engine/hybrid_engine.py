@@ -1,0 +1,192 @@
+"""An engine that trains and generates, for reinforcement learning: ``hybrid_engine`` in the config."""
+
+from __future__ import annotations
+
+import types
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from deepspeed.base.accelerator import get_accelerator
+from deepspeed.comm.collectives import Communicator
+from deepspeed.config.problems import DeepSpeedConfigError
+from deepspeed.config.section import note
+from deepspeed.engine.engine import DeepSpeedEngine
+from deepspeed.engine.module_method import ModuleMethod
+from deepspeed.inference.adapters import FusedAdapters
+from deepspeed.inference.generation.fused import FusedGeneration
+from deepspeed.inference.generation.joined_prompts import JoinedPrompts
+from deepspeed.inference.split.copy import SplitCopy
+from deepspeed.inference.split.layers import check_length, same_random_numbers, tensor_parallel_group
+from deepspeed.zero.gathering.gathered import unwrap_model_for_generation
+
+__all__ = ["DeepSpeedHybridEngine"]
+
+
+class DeepSpeedHybridEngine(DeepSpeedEngine):
+    """``generate`` gathers partitioned weights once and not for every token, without a second copy of them, and fuses
+    adapters meanwhile. Training goes on as if it had not been called.
+
+    With ``hybrid_engine.inference_tp_size`` above 1, that many neighbouring ranks share each layer while they generate
+    for the prompts of all of them; each is given the answers to its own.
+
+    ``engine.module.generate`` does the same. The arguments are those of ``DeepSpeedEngine``.
+
+    Raises:
+        DeepSpeedConfigError: the module has no ``generate``, or ``inference_tp_size`` does not fit the job.
+    """
+
+    def __init__(self, args: Any, model: nn.Module, **kwargs: Any) -> None:
+        super().__init__(args, model, **kwargs)
+        if not callable(getattr(type(model), "generate", None)):
+            raise DeepSpeedConfigError(
+                f"hybrid_engine.enabled=true, but {type(model).__name__} has no generate()"
+            )
+        section = self._config.hybrid_engine
+        if section.enable_cuda_graph:
+            note("hybrid_engine.enable_cuda_graph has no effect: forwards are not captured as CUDA graphs")
+        self.adapters = FusedAdapters(model)
+        self._inference_group = self._ranks_that_share_layers(section.inference_tp_size)
+        self._split_copy: SplitCopy | None = None
+        self._generation = FusedGeneration()
+        # Scripts ask whether an engine has it, and call it for what the model does by itself.
+        own: Any = type(model)
+        self._generate = types.MethodType(own.generate, model)
+        ModuleMethod(model, "generate", self.generate)
+
+    def _ranks_that_share_layers(self, size: int) -> Communicator | None:
+        """Those that share them in generation but not in training."""
+        if size in (1, self.mp_world_size):
+            return None
+        if self.mp_world_size > 1:
+            raise DeepSpeedConfigError(
+                f"hybrid_engine.inference_tp_size={size}, but {self.mp_world_size} ranks share each layer in training: "
+                f"leave it out, or use {self.mp_world_size}"
+            )
+        if self.world_size % size:
+            raise DeepSpeedConfigError(
+                f"hybrid_engine.inference_tp_size={size} with {self.world_size} ranks: it has to divide their number"
+            )
+        return tensor_parallel_group(size)
+
+    def generate(self, *inputs: Any, **kwargs: Any) -> Any:
+        """What the module's ``generate`` returns. At stage 3 a collective on entry and exit: all ranks call it, though
+        with prompts and lengths of their own.
+
+        With ``inference_tp_size`` above 1 a collective at every stage; the ranks that share layers give the same
+        settings, ``input_ids`` and ``attention_mask`` are their own, and the result is the tensor of tokens.
+
+        Raises:
+            RuntimeError: the prompt is longer than ``hybrid_engine.max_out_tokens``.
+            ValueError: ranks share layers, and there are other inputs by row, or the result is to be more than tokens.
+        """
+        section = self._config.hybrid_engine
+        check_length(inputs, kwargs, section.max_out_tokens)
+        kwargs.pop("synced_gpus", None)  # no rank needs another one's weights meanwhile
+        generate = self._generate_here if self._inference_group is None else self._generate_together
+        try:
+            return generate(*inputs, **kwargs)
+        finally:
+            if section.release_inference_cache:
+                get_accelerator().empty_cache()
+
+    def _generate_here(self, *inputs: Any, **kwargs: Any) -> Any:
+        group = self.mesh.communicator("tp") if self.mp_world_size > 1 else None
+        with (
+            unwrap_model_for_generation(self) as module,
+            torch.no_grad(),
+            same_random_numbers(group),
+            self.adapters.during(),
+        ):
+            return self._generation.generate(module, *inputs, synced_gpus=False, **kwargs)
+
+    def _generate_together(self, *inputs: Any, **kwargs: Any) -> Tensor:
+        group = self._inference_group
+        assert group is not None
+        prompts, mask = _prompts(inputs, kwargs)
+        settings = [kwargs.get("generation_config"), self.module.generation_config]
+        ends = _tokens("eos_token_id", kwargs, settings)
+        padding = sorted(_tokens("pad_token_id", kwargs, settings) or ends or {0})[0]
+        joined = JoinedPrompts(prompts, mask, padding, group)
+        copied = self._present_copy(group)
+        module: Any = copied.module.train(self.module.training)
+        try:
+            with torch.no_grad(), same_random_numbers(group):
+                tokens = type(module).generate(
+                    module,
+                    input_ids=joined.input_ids,
+                    attention_mask=joined.attention_mask,
+                    synced_gpus=False,
+                    **kwargs,
+                )
+        finally:
+            copied.release()
+        if not isinstance(tokens, Tensor):
+            raise ValueError(
+                "hybrid_engine.inference_tp_size above 1 returns tokens only: leave out return_dict_in_generate"
+            )
+        return joined.own(tokens, ends)
+
+    def _present_copy(self, group: Communicator) -> SplitCopy:
+        """The split layers, with the weights of this moment. Collective."""
+        section = self._config.hybrid_engine
+        if self._split_copy is not None and not len(self.adapters):
+            self._split_copy.fill(whole=self.sharded is None)
+            return self._split_copy
+        with unwrap_model_for_generation(self) as module, self.adapters.during():
+            if self._split_copy is None:
+                self._split_copy = SplitCopy(
+                    module,
+                    group,
+                    pinned=section.pin_parameters,
+                    layers_at_once=section.tp_gather_partition_size,
+                )
+            self._split_copy.fill(whole=True)
+        return self._split_copy
+
+    def fuse_lora_weight(self) -> None:
+        """Put adapters into the weights that they adapt until ``unfuse_lora_weight``; ``generate`` does both itself.
+
+        RuntimeError: the weights are partitioned, so that only ``generate`` can, or a block of ``GatheredParameters``,
+        at whose end the weights are those from before, as after any other change without ``modifier_rank``.
+        """
+        self._require_whole_weights()
+        self.adapters.fuse()
+
+    def _require_whole_weights(self) -> None:
+        if not self.adapters.whole():
+            raise RuntimeError(
+                "at stage 3 adapters are fused inside of generate(), or of "
+                "deepspeed.zero.GatheredParameters(engine.module.parameters()): here the weights are not whole"
+            )
+
+    def unfuse_lora_weight(self) -> None:
+        """The weights are those from before ``fuse_lora_weight``. RuntimeError: as there."""
+        self._require_whole_weights()
+        self.adapters.unfuse()
+
+    def retake_inference_cache(self) -> None:
+        """The cache of keys and values belongs to a call of ``generate``, so that nothing has to be taken again."""
+
+
+def _prompts(inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
+    """Tokens and mask, taken out of ``kwargs``. ValueError: other inputs have a row for each prompt."""
+    given = [kwargs.pop(name) for name in ("input_ids", "inputs") if name in kwargs]
+    given = [each for each in (*inputs, *given) if each is not None]
+    mask = kwargs.pop("attention_mask", None)
+    others = [name for name, value in kwargs.items() if isinstance(value, Tensor)]
+    if len(given) != 1 or not isinstance(given[0], Tensor) or others:
+        raise ValueError(
+            "hybrid_engine.inference_tp_size above 1 generates from input_ids and attention_mask, but there are "
+            f"{', '.join(others) or f'{len(given)} inputs'}"
+        )
+    return given[0], mask
+
+
+def _tokens(name: str, kwargs: dict[str, Any], settings: list[Any]) -> set[int]:
+    """The first that says what ``name`` is: an argument, or settings of the call or of the model."""
+    for found in (kwargs.get(name), *(getattr(each, name, None) for each in settings)):
+        if found is not None:
+            return {int(each) for each in ([found] if isinstance(found, int) else found)}
+    return set()

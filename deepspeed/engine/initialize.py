@@ -1,0 +1,162 @@
+"""``deepspeed.initialize``: from arguments to an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from deepspeed import comm as dist
+from deepspeed.base.constants import TORCH_DISTRIBUTED_DEFAULT_PORT
+from deepspeed.base.staged import Staged
+from deepspeed.config.arguments import FILLED_IN
+from deepspeed.config.axes import sequence_parallel_size, tensor_parallel_size
+from deepspeed.config.deepspeed_config import DeepSpeedConfig, DeepSpeedConfigError
+from deepspeed.config.reader import read_config
+from deepspeed.config.section import is_auto, note
+from deepspeed.engine.engine import DeepSpeedEngine
+from deepspeed.engine.run import begin_run
+from deepspeed.parallel.tensor.init_utils import with_recorded_size
+from deepspeed.transforms.distributed_tensors import take_distributed
+from deepspeed.zero.gathering.init_context import suspended_init_context
+from deepspeed.zero.optimizer_registry import check_optimizer
+
+
+def initialize(
+    args: Any = None,
+    model: nn.Module | None = None,
+    optimizer: Optimizer | Callable[[Any], Optimizer] | None = None,
+    model_parameters: Any = None,
+    training_data: Any = None,
+    lr_scheduler: Any = None,
+    distributed_port: int = TORCH_DISTRIBUTED_DEFAULT_PORT,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Callable[..., Any] | None = None,
+    config: str | dict[str, Any] | None = None,
+    mesh_param: Any = None,
+    config_params: str | dict[str, Any] | None = None,
+) -> tuple[DeepSpeedEngine, Any, Any, Any]:
+    """Wrap ``model`` in an engine; returns ``(engine, optimizer, training_dataloader, lr_scheduler)``.
+
+    Args:
+        args: namespace that may hold ``deepspeed_config`` (a path), ``local_rank`` and ``deepspeed_sparse_attention``
+            (False: the section ``sparse_attention`` is left to the model).
+        model: the module to train. Its parameters may be DTensors, split over neighbouring tensor-parallel ranks. Of a
+            ``PipelineModule`` the engine is a ``PipelineEngine``.
+        optimizer: a torch optimizer, or a callable that takes ``model_parameters`` and returns one; by default the
+            config's ``optimizer`` section is used.
+        model_parameters: parameters or group dicts for an optimizer created here; default: all of the module's.
+        training_data: a dataset, for which a distributed loader is created with ``collate_fn``.
+        lr_scheduler: a scheduler, or a callable that takes the optimizer and returns one.
+        distributed_port: rendezvous port when this call has to start torch.distributed without a launcher.
+        mpu: a Megatron-style model-parallel unit.
+        dist_init_required: False asserts that torch.distributed is already initialised.
+        config: dict, path to JSON or HJSON, or base64 text; ``config_params`` is its old name.
+        mesh_param: sizes of the mesh, (data-parallel ranks, ranks that share a sequence); the config's
+            ``data_parallel_size`` and ``sequence_parallel_size`` say the same.
+
+    Raises:
+        DeepSpeedConfigError: lists every problem of the config at once, before anything is allocated.
+        AssertionError: when model or config is missing, or the config is given twice.
+    """
+    given = _one_config(args, config if config is not None else config_params)
+    if model is None:
+        raise AssertionError("deepspeed.initialize requires a model")
+    split_over = take_distributed(model) if isinstance(model, nn.Module) else None
+    given = with_recorded_size(given, model, mpu)
+    if isinstance(model, Staged):
+        mpu = _arranged(model, given, mpu)
+    parsed = DeepSpeedConfig(
+        given, mpu, mesh_param=mesh_param, split_over=split_over, client_optimizer=optimizer is not None
+    )
+    # The script has the flag, and it was not given.
+    if getattr(args, "deepspeed_sparse_attention", None) is False:
+        parsed.applies_sparse_attention = False
+    if optimizer is None:
+        _check_optimizer(parsed)
+    # What the engine builds must not be partitioned by a surrounding zero.Init.
+    with suspended_init_context():
+        dist.init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
+        trains = optimizer is not None or parsed.optimizer_name is not None
+        engine = _kind(model, parsed, trains)(
+            args=args,
+            model=model,
+            optimizer=optimizer,
+            model_parameters=model_parameters,
+            training_data=training_data,
+            lr_scheduler=lr_scheduler,
+            mpu=mpu,
+            dist_init_required=False,
+            collate_fn=collate_fn,
+            config=given,
+            config_class=parsed,
+        )
+        begin_run(engine)
+    return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def _arranged(model: Staged, given: Any, mpu: Any) -> Any:
+    """Share out layers and sequences of a pipeline as the config says; returns the model-parallel unit that it is."""
+    if mpu is not None:
+        raise AssertionError("a PipelineModule is a model-parallel unit itself: leave out mpu=")
+    written = read_config(given).data
+    model.share_layers(tensor_parallel_size(written))
+    if (ranks := sequence_parallel_size(written)) > 1:
+        model.share_sequences(ranks)
+    return model.mpu()
+
+
+def _check_optimizer(config: DeepSpeedConfig) -> None:
+    """Say which of the optimizer's arguments no client has filled in. DeepSpeedConfigError: the config's optimizer is
+    unknown, or does not take its parameters."""
+    if config.optimizer_name is None:
+        return
+    written = config._param_dict["optimizer"].get("params") or {}
+    left = [
+        f"optimizer.params.{key}" for key, value in written.items() if is_auto(value) and key in FILLED_IN
+    ]
+    if left:
+        note(
+            f"{', '.join(left)}: 'auto', and no client filled it in; the default of {config.optimizer_name} is used"
+        )
+    problems = check_optimizer(config.optimizer_name, config.optimizer_params)
+    if problems:
+        raise DeepSpeedConfigError("; ".join(problems))
+
+
+def _kind(model: nn.Module, config: DeepSpeedConfig, trains: bool) -> type[DeepSpeedEngine]:
+    if config.hybrid_engine.enabled:
+        if isinstance(model, Staged):
+            raise DeepSpeedConfigError(
+                "hybrid_engine.enabled=true with a PipelineModule: stages do not generate"
+            )
+        if trains or callable(getattr(type(model), "generate", None)):
+            from deepspeed.engine.hybrid_engine import DeepSpeedHybridEngine  # imports of generation
+
+            return DeepSpeedHybridEngine
+        # clients such as TRL have one config for all their models: this one only scores
+        note(f"hybrid_engine.enabled has no effect on {type(model).__name__}, which has no generate()")
+    if not isinstance(model, Staged):
+        return DeepSpeedEngine
+    from deepspeed.engine.pipeline.dualpipev import DualPipeVEngine, DualPipeVModule  # imports of pipelines
+    from deepspeed.engine.pipeline.engine import PipelineEngine
+
+    return DualPipeVEngine if isinstance(model, DualPipeVModule) else PipelineEngine
+
+
+def _one_config(args: Any, config: Any) -> Any:
+    """The config, which must be given in exactly one of its two places."""
+    from_args = getattr(args, "deepspeed_config", None) or getattr(args, "deepscale_config", None)
+    if config is not None and from_args is not None:
+        raise AssertionError(
+            "the config is given twice: as config= and as args.deepspeed_config; keep one of them."
+        )
+    config = config if config is not None else from_args
+    if config is None:
+        raise AssertionError(
+            "deepspeed.initialize requires a config: pass config= (dict, path or base64 text), or --deepspeed_config."
+        )
+    return config

@@ -1,0 +1,410 @@
+"""Checkpoints into an engine: weights, optimizer states, and all that an exact continuation needs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from deepspeed.base import rng
+from deepspeed.base.logging import log_dist, logger
+from deepspeed.base.stateful import Loads
+from deepspeed.checkpoint import names
+from deepspeed.checkpoint.catalog import Catalog
+from deepspeed.checkpoint.contents import Place
+from deepspeed.checkpoint.errors import CheckpointError, laid_out
+from deepspeed.checkpoint.files.tags import read_latest
+from deepspeed.checkpoint.files.writers import find_folder
+from deepspeed.checkpoint.foreign.plain_weights import find_plain, find_universal_weights, open_plain
+from deepspeed.checkpoint.foreign.splits import Wanted
+from deepspeed.checkpoint.load import Report, Restorer
+from deepspeed.checkpoint.needs import needed_shards
+from deepspeed.checkpoint.ranks import Ranks
+from deepspeed.checkpoint.reader import OwnStates, materialize, open_checkpoint, read_pending
+from deepspeed.comm import CommunicationError
+from deepspeed.comm.hangs.stragglers import all_ranks_come
+from deepspeed.config.plan import Cadence
+from deepspeed.engine.checkpoints import PARTS, RANDOM_LTD, optimizer_order, ranks_of
+from deepspeed.engine.weights import gathered
+
+if TYPE_CHECKING:
+    from deepspeed.engine.base import EngineBase
+
+
+@all_ranks_come("load_checkpoint")
+def load_checkpoint(
+    engine: EngineBase,
+    load_dir: str | os.PathLike[str],
+    tag: str | None = None,
+    load_module_strict: bool = True,
+    load_optimizer_states: bool = True,
+    load_lr_scheduler_states: bool = True,
+    load_module_only: bool = False,
+    custom_load_fn: Callable[..., Any] | None = None,
+) -> tuple[str | None, dict[str, Any] | None]:
+    """``(folder, client_state)``; ``(None, None)`` and one warning if no tag is given and none is known.
+    Collective.
+
+    A checkpoint of any stage, number of ranks and precision can be loaded, including one written by release 0.19.
+    Without a ``tag``, ``load_dir`` may also be a model's plain weights (``.safetensors`` or ``.bin``, a file or a
+    folder as ``save_pretrained`` writes it): then these are loaded and nothing else, whatever the other options say;
+    as of a universal checkpoint that ``hf_to_universal`` made.
+    ``load_module_only`` changes nothing but the weights; it takes the fp32 masters of 16-bit weights from the optimizer
+    files, if these can be read, and opens none otherwise. Random states, data
+    position and accumulated gradients are restored when everything is loaded. CheckpointError (a ValueError)
+    says which file is missing, damaged or foreign, and what does not match.
+    """
+    ranks = ranks_of(engine)
+    if engine.background_writer is not None:
+        engine.background_writer.wait()
+    tag, plain = _locate(ranks, Path(load_dir), tag, universal=engine.load_universal_checkpoint())
+    if tag is None and plain is None:
+        return None, None
+    if plain is not None:
+        load_optimizer_states, load_lr_scheduler_states, load_module_only = False, False, True
+    what = _what_to_load(
+        engine, load_optimizer_states, load_lr_scheduler_states, load_module_only, custom_load_fn
+    )
+    call = _Call(ranks, Path(load_dir), tag, plain, load_module_strict, custom_load_fn)
+    catalog = _open(engine, what, call)
+    notes: list[str] = []
+    if load_module_only and _rounds(engine, catalog, call):
+        try:
+            precise = replace(what, masters=True)
+            return _load(engine, _open(engine, precise, call), precise, call)
+        except CommunicationError:
+            raise
+        except Exception as error:  # on every rank, as all of it is in ``Ranks.together``
+            notes = [f"the weights are in {_dtypes(catalog)}: the fp32 ones could not be read ({error})"]
+    return _load(engine, catalog, what, call, notes)
+
+
+def _load(
+    engine: EngineBase, catalog: Catalog, what: _What, call: _Call, notes: Sequence[str] = ()
+) -> tuple[str, dict[str, Any]]:
+    """Collective. Everything that can be found out without writing comes first; if something fails after that, the
+    engine does not train until a load succeeds."""
+    ranks = call.ranks
+    if what.optimizer and engine.core is not None:  # it may have been saved after a parameter was unfrozen
+        with _laid_out(catalog):
+            trained = catalog.trained_names()
+        engine.core.late_params.admit_saved(trained)
+    with ranks.together("reading the checkpoint"), _laid_out(catalog):
+        what = replace(what, masters=what.masters and bool(catalog.fragments))
+        restorer = Restorer(
+            catalog,
+            engine.module,
+            engine.state_access,
+            strict=call.strict,
+            is_stage=engine.mesh.size("pp") > 1,
+        )
+        _fetch(engine, restorer, what, ranks, everything=call.custom is not None)
+        restorer.check_names()
+    if not (call.strict or call.custom or restorer.rewrites_names or restorer.nested):
+        _refuse_strangers(restorer, ranks)
+    with engine.half_loaded.until_loaded(catalog.folder, optimizer=what.optimizer):
+        _restore(engine, restorer, what, ranks, call.custom)
+        report = restorer.finish()
+        report.notes += notes
+        with ranks.together("resuming from the checkpoint"):
+            _resume(engine, catalog, ranks, what, report)
+    log_dist(report.line(catalog), ranks=[0])
+    return str(catalog.folder), materialize(catalog.client_state)
+
+
+def _refuse_strangers(restorer: Restorer, ranks: Ranks) -> None:
+    """What a model and a checkpoint have in common is something. Collective."""
+    own, found = restorer.own_parameters, restorer.in_common()
+    loaded, expected = ranks.any_each([found, len(own)])
+    if loaded or not expected:
+        return
+    catalog = restorer.catalog
+    saved = sorted({*catalog.module, *catalog.fragments})
+    raise CheckpointError(
+        f"nothing of {catalog.folder} is loaded: 0 of the {len(own)} parameters of the model are in it. The model has "
+        f"{', '.join(own[:3])}...; the checkpoint has {', '.join(saved[:3])}... Load it into the model that was saved, "
+        "or pass custom_load_fn= to say which tensor belongs where"
+    )
+
+
+def _rounds(engine: EngineBase, catalog: Catalog, call: _Call) -> bool:
+    """Whether weights alone would be less precise than the masters that the checkpoint also has, the same on all
+    ranks."""
+    wanted = (
+        call.plain is None
+        and call.custom is None
+        and engine.state_access is not None
+        and bool(engine._config.zero_config.load_from_fp32_weights)
+    )
+    with _laid_out(catalog):
+        trained = catalog.trained_names() or set(catalog.module_dtypes)
+    dtypes = {dtype for name, dtype in catalog.module_dtypes.items() if name in trained}
+    return call.ranks.any(wanted and any(dtype in (torch.float16, torch.bfloat16) for dtype in dtypes))
+
+
+def _dtypes(catalog: Catalog) -> str:
+    return ", ".join(sorted({str(dtype).removeprefix("torch.") for dtype in catalog.module_dtypes.values()}))
+
+
+def _locate(
+    ranks: Ranks, load_dir: Path, tag: str | None, *, universal: bool
+) -> tuple[str | None, Path | None]:
+    """The tag to load (``_agreed_tag``), and plain weights that are loaded instead: those that ``load_dir`` holds where
+    there are no checkpoints, or a universal checkpoint of nothing else."""
+
+    def instead_of_checkpoints() -> Path | None:
+        return find_plain(load_dir) if load_dir.is_file() or read_latest(load_dir) is None else None
+
+    plain = _found_by_all(ranks, instead_of_checkpoints) if tag is None else None
+    if plain is not None:
+        return None, plain
+    agreed = _agreed_tag(ranks, load_dir, tag, universal=universal)
+    if agreed is None:
+        return None, None
+    return agreed, _found_by_all(ranks, lambda: find_universal_weights(find_folder(load_dir, agreed)))
+
+
+def _found_by_all(ranks: Ranks, find: Callable[[], Path | None]) -> Path | None:
+    with ranks.together("looking for the checkpoint"):
+        found = find()
+    return found if not ranks.any(found is None) else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """What ``load_checkpoint`` was called for: a ``tag`` in ``load_dir``, or ``plain`` weights."""
+
+    ranks: Ranks
+    load_dir: Path
+    tag: str | None
+    plain: Path | None
+    strict: bool
+    custom: Callable[..., Any] | None
+
+
+def _open(engine: EngineBase, what: _What, call: _Call) -> Catalog:
+    """Collective. CheckpointError: files are missing or damaged, or ranks find different saves."""
+    with call.ranks.together("reading the checkpoint"):
+        catalog = _catalog(engine, what, call)
+        if call.ranks.keeps_folder:
+            with _laid_out(catalog):
+                catalog.files.check_complete()
+    save = catalog.index.get(names.SAVE)
+    if not call.ranks.agree(save):
+        raise CheckpointError(
+            f"ranks find different saves in {catalog.folder}: {call.ranks.gather(save)[:8]}. Copy one save to all nodes"
+        )
+    return catalog
+
+
+def _catalog(engine: EngineBase, what: _What, call: _Call) -> Catalog:
+    own_names = engine.module.state_dict(keep_vars=True).keys() | engine.param_names.values()
+    if call.plain is not None:
+        return open_plain(call.plain, engine.module, own_names)
+    assert call.tag is not None
+    return open_checkpoint(
+        find_folder(call.load_dir, call.tag),
+        optimizer=what.optimizer or what.masters,
+        partial=call.ranks.node_local,
+        order=optimizer_order(engine) if what.optimizer else None,
+        wanted=Wanted.by(engine.module, engine.mesh.rank("tp"), engine.mesh.size("tp")),
+        fetch=False,
+        own_names=own_names,
+    )
+
+
+def _laid_out(catalog: Catalog) -> AbstractContextManager[None]:
+    return laid_out(catalog.folder, catalog.written_by)
+
+
+def _fetch(
+    engine: EngineBase, restorer: Restorer, what: _What, ranks: Ranks, *, everything: bool = False
+) -> None:
+    """Bring here what this rank reads of files that only some ranks hold: all of them, where the module's own code
+    looks for what it wants."""
+    catalog = restorer.catalog
+    needed = needed_shards(
+        catalog, engine.module, engine.state_access, masters=what.masters, optimizer=what.optimizer
+    )
+    everything = everything or restorer.rewrites_names or bool(restorer.nested)
+    catalog.files.fetch(None if everything else needed, prefer=Place.on(engine.mesh, ranks).number)
+
+
+def _restore(
+    engine: EngineBase, restorer: Restorer, what: _What, ranks: Ranks, custom: Callable[..., Any] | None
+) -> None:
+    """Weights, buffers and the optimizer's state. Collective."""
+    with gathered(engine, modified=custom is not None), ranks.together("loading the checkpoint"):
+        if custom is not None:
+            restorer.custom(custom)
+        elif what.masters:
+            restorer.weights_from_masters()
+        else:
+            restorer.weights_from_module()
+        with _laid_out(restorer.catalog):
+            if custom is None:
+                restorer.buffers_of_rank(ranks.rank, ranks.size)
+            if what.optimizer:
+                restorer.optimizer_states()
+    if what.masters:
+        engine.state_access.publish()
+    if restorer.parts:
+        restorer.parts.changed()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _What:
+    """``masters``: weights come from the fp32 masters where there are any. ``everything``: an exact
+    resume."""
+
+    masters: bool
+    optimizer: bool
+    scheduler: bool
+    counters: bool
+    everything: bool
+
+
+def _what_to_load(
+    engine: EngineBase,
+    optimizer: bool,
+    scheduler: bool,
+    module_only: bool,
+    custom: Callable[..., Any] | None,
+) -> _What:
+    trains = engine.state_access is not None
+    optimizer = optimizer and trains and not module_only
+    exact = optimizer or bool(engine._config.zero_config.load_from_fp32_weights)
+    return _What(
+        masters=trains and exact and not module_only and custom is None,
+        optimizer=optimizer,
+        scheduler=scheduler and not module_only,
+        counters=not module_only,
+        everything=optimizer and scheduler,
+    )
+
+
+def _agreed_tag(ranks: Ranks, load_dir: Path, tag: str | None, *, universal: bool) -> str | None:
+    """The tag to load on all ranks; None, with a warning, if none is given and ``latest`` does not exist. Of a
+    ``universal`` checkpoint its own file names it, if there is one: any other loads as well."""
+    with ranks.together("looking for the checkpoint"):
+        own = str(tag) if tag is not None else None
+        if own is None and universal:
+            own = read_latest(load_dir, names.LATEST_UNIVERSAL)
+        if own is None:
+            own = read_latest(load_dir)
+    if not ranks.agree(own):
+        tags = ranks.gather(own)
+        raise CheckpointError(
+            f"ranks load different checkpoints from {load_dir}: {', '.join(map(repr, tags[:8]))}; give all of them "
+            "one tag and one folder"
+        )
+    if own is None and ranks.rank == 0:
+        logger.warning(
+            f"nothing is loaded: {load_dir} has no file named {names.LATEST!r} and no tag was given; pass tag= to load "
+            "one that was saved with save_latest=False"
+        )
+    return own
+
+
+def _resume(engine: EngineBase, catalog: Catalog, ranks: Ranks, what: _What, report: Report) -> None:
+    """Everything except weights and optimizer state."""
+    saved = catalog.model_states
+    if what.scheduler and isinstance(engine.lr_scheduler, Loads):
+        if saved.get("lr_scheduler") is None:
+            report.notes.append("no learning-rate schedule was saved")
+        else:
+            engine.lr_scheduler.load_state_dict(materialize(saved["lr_scheduler"]))
+    with _laid_out(catalog):
+        _resume_own(engine, catalog, ranks, what, report)
+
+
+def _resume_own(engine: EngineBase, catalog: Catalog, ranks: Ranks, what: _What, report: Report) -> None:
+    """What is not the client's."""
+    saved = catalog.model_states
+    if what.counters:
+        engine.global_steps = int(saved["global_steps"])
+        engine.global_samples = int(
+            saved.get("global_samples", engine.global_steps * engine.train_batch_size())
+        )
+        engine.skipped_steps = int(saved.get("skipped_steps", 0))
+        engine.micro_steps = engine.global_steps * engine.gradient_accumulation_steps()
+        schedule = getattr(engine, "random_ltd_scheduler", None)
+        if schedule is not None and saved.get(RANDOM_LTD) is not None:
+            schedule.load_state_dict(materialize(saved[RANDOM_LTD]))
+    if what.optimizer:
+        for name, state in catalog.index.get(PARTS, {}).items():
+            if name in engine.parts:
+                engine.parts[name].load_state_dict(state)
+        _load_loss_scale(engine, catalog)
+        _load_own_state(engine, catalog, ranks, report)
+        _load_accumulation(engine, catalog, ranks, report)
+    if what.everything:
+        _load_rank_state(engine, catalog, ranks)
+
+
+def _load_loss_scale(engine: EngineBase, catalog: Catalog) -> None:
+    # Our first checkpoints record in the index whether it was dynamic, and do so only for fp16.
+    before = bool(catalog.index.get("fp16") and catalog.index.get("dynamic_loss_scale"))
+    dynamic = catalog.scalars.get("dynamic", before)
+    engine.state_access.load_scalars({**catalog.scalars, "dynamic": dynamic})
+
+
+def _load_own_state(engine: EngineBase, catalog: Catalog, ranks: Ranks, report: Report) -> None:
+    """What ranks do not share, and whether gradients are summed: as every rank reads in the same index."""
+    core = engine.core
+    if core is None or not core.own_state.takes_part:
+        return
+    report.notes += core.own_state.load(OwnStates(catalog), ranks.rank, ranks.size)
+    if not core.store.traits.own_communication:
+        return
+    if engine.plan.zero.shard_state:  # copies differ, and each is in slices
+        core.executor.publisher.publish()
+    sums = catalog.index.get("sums_gradients", True)
+    core.reducer.clear()
+    core.reducer.change_cadence(engine.plan.zero.cadence if sums else Cadence.NEVER)
+
+
+def _load_accumulation(engine: EngineBase, catalog: Catalog, ranks: Ranks, report: Report) -> None:
+    """Gradients of the micro-batches since the last update, if this run accumulates in the same way."""
+    index, state = catalog.index, engine.state_access
+    same = (
+        index.get("world_size") == engine.world_size
+        and index.get("accumulation_steps") == engine.gradient_accumulation_steps()
+    )
+    state.load_pending_gradients(None)
+    if same:
+        engine.micro_steps = int(index["micro_steps"])
+        engine.clock.position = int(index.get("accumulated", engine.clock.position))
+    if not index.get("pending"):
+        return
+    try:
+        if not same:
+            raise ValueError("another number of ranks or of accumulation steps")
+        pending = read_pending(catalog, ranks.rank)
+        state.load_pending_gradients(materialize(pending["pending_gradients"]) if pending else None)
+    except (KeyError, IndexError, ValueError, RuntimeError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        state.load_pending_gradients(None)
+        steps = engine.gradient_accumulation_steps()
+        dropped = int(index.get("accumulated", int(index["micro_steps"]) % int(index["accumulation_steps"])))
+        engine.micro_steps = int(index["micro_steps"]) // int(index["accumulation_steps"]) * steps
+        report.notes.append(f"{dropped} micro-batches since the last update are dropped: {error}")
+
+
+def _load_rank_state(engine: EngineBase, catalog: Catalog, ranks: Ranks) -> None:
+    """Each rank resumes its own random state, if the checkpoint had that rank; data positions are global."""
+    number = Place.on(engine.mesh, ranks).number
+    saved = catalog.files.rank_state(number)
+    if saved is None:
+        return
+    if number < catalog.index["world_size"]:
+        rng.restore(saved["random"])
+    loader = engine.training_dataloader
+    if saved["data"] is not None and isinstance(loader, Loads):
+        loader.load_state_dict(materialize(saved["data"]))

@@ -1,0 +1,157 @@
+"""Observers that any engine may have: progress, curves, wall-clock breakdown, throughput, memory, state dump.
+
+They subscribe to the engine's events; the engine does not know them by name.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from typing import TYPE_CHECKING, Any
+
+from deepspeed.base.logging import is_rank_zero, print_json_dist
+from deepspeed.base.memory import see_memory_usage
+from deepspeed.config.hidden import without_secrets
+from deepspeed.engine.observers.buffer_dtypes import BufferDtypeAdvice
+from deepspeed.engine.observers.compression import attach_compression
+from deepspeed.engine.observers.data_efficiency import attach_data_efficiency
+from deepspeed.engine.observers.experts import watch_experts
+from deepspeed.engine.observers.hang_names import NamesOfEngine
+from deepspeed.engine.observers.out_of_memory import OutOfMemoryAdvice
+from deepspeed.engine.observers.progress.curves import Curves
+from deepspeed.engine.observers.progress.live_line import attach_live_line
+from deepspeed.engine.observers.progress.wall_clock import WallClock
+from deepspeed.engine.python_gc import python_gc_manager
+from deepspeed.observe.monitor.monitor import MonitorMaster
+from deepspeed.observe.timer import SynchronizedWallClockTimer, ThroughputTimer
+
+if TYPE_CHECKING:
+    from deepspeed.engine.base import EngineBase
+
+
+def attach_observers(engine: EngineBase) -> None:
+    """Create the documented attributes (``timers``, ``tput_timer``, ``monitor``, ``flops_profiler``) and subscribe what
+    the config asks for."""
+    config = engine._config
+    clock = _attach_clocks(engine)
+    _attach_monitors(engine, clock)
+    if config.memory_breakdown:
+        engine.events.on("after_step", lambda **_: see_memory_usage("after step", force=True))
+    _attach_records(engine, clock)
+    if config.disable_python_gc:
+        release = weakref.finalize(engine, python_gc_manager.release, python_gc_manager.acquire())
+        engine.events.on("on_destroy", lambda **_: release())
+    if config.dump_state:
+        print_json_dist(without_secrets(config._param_dict), ranks=[0])
+    _attach_between_ranks(engine)
+    attach_compression(engine)
+    attach_data_efficiency(engine)
+    engine.quantizer = None
+    if config._schema.quantize_training is not None:
+        from deepspeed.engine.observers.quantization import attach_quantization
+
+        attach_quantization(engine)
+    if engine.live_page is not None:
+        engine.live_page.listen()  # after all that writes events at the end of a step
+    OutOfMemoryAdvice(engine)
+    BufferDtypeAdvice(engine)
+    engine._network.names = NamesOfEngine(engine)
+    attach_live_line(engine)
+
+
+def _attach_clocks(engine: EngineBase) -> WallClock | None:
+    """What measures time: timers, throughput, the profiler. Returns the clock of the breakdown, if there is one."""
+    config = engine._config
+    engine.timers = SynchronizedWallClockTimer()  # loops time their own parts with it, too
+    engine.tput_timer = ThroughputTimer(
+        config.timers_config,
+        batch_size=engine.train_batch_size(),
+        steps_per_output=_print_interval(engine),
+        monitor_memory=False,
+    )
+    clock = WallClock(engine, _print_interval(engine)) if config.wall_clock_breakdown else None
+    if _print_interval(engine):
+        Throughput(engine)
+    if config.flops_profiler_config.enabled and config.flops_profiler_config.profile_step >= 0:
+        # A profiler's imports, for those who profile.
+        from deepspeed.engine.observers.progress.flops import FlopsOfOneStep
+
+        engine.flops_profiler = FlopsOfOneStep(engine).profiler
+    return clock
+
+
+def _attach_monitors(engine: EngineBase, clock: WallClock | None) -> None:
+    """What shows a run as curves."""
+    config = engine._config
+    engine.monitor = MonitorMaster(config.monitor_config)
+    engine.live_page = None
+    if config.live_config.enabled and engine.core is not None:
+        from deepspeed.engine.observers.progress.live_page import (
+            LivePage,  # a web server, for those who want one
+        )
+
+        engine.live_page = LivePage(engine, config.live_config)
+    if engine.monitor.enabled and is_rank_zero():
+        Curves(engine, engine.monitor, clock)
+    if engine.monitor.enabled or config.wall_clock_breakdown:
+        watch_experts(engine, _enabled_monitor(engine))
+
+
+def _attach_records(engine: EngineBase, clock: WallClock | None) -> None:
+    """What writes files about a run, to be read afterwards."""
+    config = engine._config
+    if config.autotuning_config.enabled and config.autotuning_config.metric_path:
+        from deepspeed.engine.observers.trial import Trial
+
+        Trial(engine, clock)
+    if config.audit_config is not None:
+        from deepspeed.engine.observers.audit import Audit
+
+        Audit(engine, config.audit_config)
+    if config.trace_config is not None:
+        from deepspeed.engine.observers.progress.timeline import Timeline
+
+        Timeline(engine, config.trace_config)
+
+
+def _attach_between_ranks(engine: EngineBase) -> None:
+    """What compares ranks, and counts what they send."""
+    if engine.mesh.size("tp") > 1:
+        from deepspeed.engine.observers.same_inputs import SameInputs
+
+        SameInputs(engine)
+    speaks = bool(engine._config.wall_clock_breakdown)
+    watched = engine.monitor.enabled or speaks or engine._network.log.enabled
+    if watched and any(known.size > 1 for known in engine._network.communicators()):
+        from deepspeed.engine.observers.progress.links import BytesByLink
+
+        BytesByLink(engine, speaks=speaks, monitor=_enabled_monitor(engine))
+
+
+def _enabled_monitor(engine: EngineBase) -> MonitorMaster | None:
+    return engine.monitor if engine.monitor.enabled else None
+
+
+def _print_interval(engine: EngineBase) -> int | None:
+    """Steps between progress lines, None for no lines (``steps_per_print`` may be null or infinite)."""
+    every = engine._config.steps_per_print
+    return None if every is None or math.isinf(every) else max(1, int(every))
+
+
+class Throughput:
+    """Runs ``engine.tput_timer`` from each training forward pass to the end of the step."""
+
+    def __init__(self, engine: EngineBase) -> None:
+        self.engine = engine
+        self.step = engine.global_steps
+        engine.events.on("before_forward", self.begin)
+        engine.events.on("after_step", self.end)
+
+    def begin(self, **_: Any) -> None:
+        if self.engine.module.training:
+            self.engine.tput_timer.start()
+
+    def end(self, **_: Any) -> None:
+        stepped = self.engine.global_steps != self.step
+        self.step = self.engine.global_steps
+        self.engine.tput_timer.stop(global_step=stepped, report_speed=False)

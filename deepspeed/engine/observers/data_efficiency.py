@@ -1,0 +1,60 @@
+"""Data efficiency: what an engine does about the sections ``curriculum_learning`` and ``data_efficiency``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+from deepspeed.data.curriculum_scheduler import CurriculumScheduler
+from deepspeed.data.requests import varies_batches
+from deepspeed.transforms.truncation import CurriculumLength, cut
+
+if TYPE_CHECKING:
+    from deepspeed.engine.base import EngineBase
+
+
+@runtime_checkable
+class ReadsBatches(Protocol):
+    """An engine that reads its batches itself: a pipeline's."""
+
+    change_batch: Callable[[Any], Any] | None
+
+
+def attach_data_efficiency(engine: EngineBase) -> None:
+    """Create the documented attributes, and change inputs and observe steps as the config asks."""
+    if engine._config.curriculum_enabled_legacy:
+        _grow_sequences(engine, CurriculumScheduler(engine._config.curriculum_params_legacy or {}))
+    section = engine._config.data_efficiency_config
+    routing = section["data_routing"]
+    if section["enabled"] and routing["enabled"] and routing["random_ltd"]["enabled"]:
+        from deepspeed.engine.observers.random_ltd import RandomLTD  # for those who use it
+
+        RandomLTD(engine, routing["random_ltd"], section["seed"])
+    if engine.training_dataloader is not None and varies_batches(engine._config):
+        from deepspeed.data.data_sampling import variable_batch_size_and_lr
+
+        variable_batch_size_and_lr.attach(engine, engine.training_dataloader)
+
+
+def _grow_sequences(engine: Any, scheduler: CurriculumScheduler) -> None:
+    """Sequences of at most the difficulty. The stages of a pipeline cut the batch as they read it: inputs and labels
+    are on different stages."""
+    engine.curriculum_scheduler_legacy = scheduler
+    reads_batches = isinstance(engine, ReadsBatches)
+    if reads_batches:
+
+        def shortened(batch: Any) -> Any:
+            if not engine.module.training:
+                return batch
+            return cut(batch, scheduler.update_difficulty(engine.global_steps + 1))
+
+        engine.change_batch = shortened
+    else:
+        engine.add_input_transform(CurriculumLength(engine.module, scheduler))
+
+    def resume(**_: Any) -> None:
+        if scheduler.lacks_function:  # it may be given after the checkpoint is loaded
+            return
+        scheduler.set_current_difficulty(scheduler.get_difficulty(engine.global_steps))
+
+    engine.events.on("on_load", resume)

@@ -1,0 +1,52 @@
+"""A run under an elastic launcher: keeps its state in memory after each step, and tells the launcher of each step."""
+
+from __future__ import annotations
+
+import mmap
+import struct
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from deepspeed.base.constants import ELASTIC_PROGRESS
+from deepspeed.comm import get_local_rank
+from deepspeed.engine.checkpoints import training_of
+
+if TYPE_CHECKING:
+    from deepspeed.checkpoint.replicas import Replicas
+    from deepspeed.engine.base import EngineBase
+
+_STEPS = struct.Struct("<q")
+
+
+class ElasticRun:
+    """``memory``: the launcher's folder on this machine; its file of finished steps is written by the first rank
+    there, after the step's state is kept: a change of the ranks then loses nothing. ``replicas``: None where no
+    state is kept.
+    """
+
+    def __init__(self, engine: EngineBase, memory: Path, replicas: Replicas | None) -> None:
+        self.engine = engine
+        self.replicas = replicas
+        self.step = engine.global_steps
+        self._progress: mmap.mmap | None = None
+        if get_local_rank() == 0:
+            with open(memory / ELASTIC_PROGRESS, "r+b") as file:
+                self._progress = mmap.mmap(file.fileno(), _STEPS.size)
+        engine.events.on("after_step", self.after_step)
+        engine.events.on("on_destroy", self.close)
+
+    def after_step(self, **_: Any) -> None:
+        engine = self.engine
+        if engine.global_steps == self.step:
+            return
+        self.step = engine.global_steps
+        if self.replicas is not None:
+            self.replicas.keep(training_of(engine, {}, exclude_frozen=False), engine.mesh, self.step)
+        if self._progress is not None:
+            _STEPS.pack_into(self._progress, 0, self.step)
+
+    def close(self, **_: Any) -> None:
+        if self.replicas is not None:
+            self.replicas.close()
+        if self._progress is not None:
+            self._progress.close()

@@ -1,0 +1,98 @@
+"""What happens to the tokens of mixtures of experts, for the monitors and the breakdown of times."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from deepspeed.base.logging import is_rank_zero, log_dist
+from deepspeed.observe.monitor.monitor import Event, MonitorMaster
+from deepspeed.parallel.expert.metrics import Watch
+from deepspeed.parallel.expert.placement import numbers_in_model, watched_layers
+
+if TYPE_CHECKING:
+    from deepspeed.engine.base import EngineBase
+
+PREFIX = "Train/Experts/"
+
+
+def watch_experts(engine: EngineBase, monitor: MonitorMaster | None) -> None:
+    """Attach ``ExpertLoads`` if the module, or another stage of the pipeline, has any mixture of experts."""
+    layers = dict(watched_layers(engine.module))
+    numbers = numbers_in_model(list(layers), engine.mesh)
+    if any(_of_all_stages(engine, bool(layers))):
+        numbered = dict(zip(numbers, layers.values(), strict=True))
+        ExpertLoads(engine, numbered, monitor, timed=bool(engine._config.wall_clock_breakdown))
+
+
+class ExpertLoads:
+    """Writes after every step, for each layer, over all ranks and all micro-batches of the step:
+
+        layer_0/dropped_share      of the choices, those for which a full expert had no room
+        layer_0/imbalance          tokens of the busiest expert by the mean: 1 is even
+        layer_0/expert_3           share of the choices that fell on expert 3
+        exchange_ms                time of rank 0 in the exchange of all layers that it has
+
+    ``layers``: of this stage, by number in the whole model. ``monitor``: None only prints the last line, for
+    ``wall_clock_breakdown``. On every rank: the sums are collective.
+    """
+
+    def __init__(
+        self, engine: EngineBase, layers: Mapping[int, Any], monitor: MonitorMaster | None, *, timed: bool
+    ) -> None:
+        self.engine, self.monitor, self.timed = engine, monitor, timed
+        self.watches = {number: Watch() for number in layers}
+        for number, layer in layers.items():
+            layer.watch = self.watches[number]
+        self.step = engine.global_steps
+        engine.events.on("after_step", self.write)
+
+    def write(self, **_: Any) -> None:
+        if self.engine.global_steps == self.step:  # not a boundary
+            return
+        self.step = self.engine.global_steps
+        milliseconds = 1e3 * sum(watch.seconds for watch in self.watches.values())
+        if self.timed:
+            log_dist(f"time (ms) | exchange of experts: {milliseconds:.2f}", ranks=[0])
+        if self.monitor is not None:
+            values = {"exchange_ms": milliseconds}
+            for loads in _of_all_stages(self.engine, self._loads()):
+                values |= loads
+            samples = self.engine.global_samples
+            if is_rank_zero():
+                events: list[Event] = [(PREFIX + name, value, samples) for name, value in values.items()]
+                self.monitor.write_events(events)
+        for watch in self.watches.values():
+            watch.reset()
+
+    def _loads(self) -> dict[str, float]:
+        """Of this stage. Collective, one sum for all layers."""
+        used = [
+            (n, w.chosen, w.kept)
+            for n, w in self.watches.items()
+            if w.chosen is not None and w.kept is not None
+        ]
+        if not used:
+            return {}
+        sums = torch.cat([torch.cat([chosen, kept.view(1)]) for _, chosen, kept in used]).double()
+        self.engine.scopes.everyone.all_reduce(sums).wait()
+        values: dict[str, float] = {}
+        parts = sums.cpu().split([len(chosen) + 1 for _, chosen, _ in used])
+        for (number, _, _), part in zip(used, parts, strict=True):
+            chosen, kept = part[:-1], float(part[-1])
+            total = max(float(chosen.sum()), 1.0)
+            values[f"layer_{number}/dropped_share"] = max(1.0 - kept / total, 0.0)
+            values[f"layer_{number}/imbalance"] = float(chosen.max()) / (total / len(chosen))
+            values |= {f"layer_{number}/expert_{e}": float(each) / total for e, each in enumerate(chosen)}
+        return values
+
+
+def _of_all_stages(engine: EngineBase, value: Any) -> list[Any]:
+    """Collective over the stages of a pipeline."""
+    found = [value] * engine.mesh.size("pp")
+    if len(found) > 1:
+        dist.all_gather_object(found, value, group=engine.mesh.group("pp"))
+    return found

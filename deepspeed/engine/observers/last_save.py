@@ -1,0 +1,168 @@
+"""``checkpoint.save_at_sigterm`` and ``save_before``: a last checkpoint when the job is about to be stopped.
+
+Ranks learn of a signal, or that the time is up, at different moments, but have to save after the same step. So
+after each step every rank starts to sum, in the background, what it knows, and looks at the sum of the step before,
+which is the same everywhere and has long been there: no rank waits for it.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from deepspeed import comm as dist
+from deepspeed.base.constants import JOB_STARTED, STOP_GRACE_FILE, TIME_IS_UP
+from deepspeed.base.logging import log_dist, logger
+from deepspeed.checkpoint.errors import CheckpointError
+from deepspeed.config.sections.checkpoint import OF_SLURM
+from deepspeed.engine.checkpoints import wait_for_flushes
+
+if TYPE_CHECKING:
+    from deepspeed.engine.base import EngineBase
+
+GRACE_S = 30.0  # what Slurm and Kubernetes give by default
+BYTES_PER_S = 100e6  # of a slow disk that all ranks of a machine share
+STEPS_AHEAD = 3  # the one that runs, the one after which ranks agree, and the save
+TIME, SIGTERM = 1, 2
+END_OF_ALLOCATION = "SLURM_JOB_END_TIME"
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # in a folder of this rank, in the folder of its launcher
+OF_LAUNCHER = "deepspeed_launch_"
+
+
+class LastSave:
+    """Saves and ends the program, on all ranks after the same step."""
+
+    def __init__(self, engine: EngineBase) -> None:
+        settings = engine._config.checkpoint_config
+        self.engine = engine
+        assert settings.folder is not None  # a rule of the config
+        self.folder = settings.folder
+        self.ends_at = _deadline(settings.save_before)
+        self.step = engine.global_steps
+        self._last = time.monotonic()
+        self._longest = 0.0
+        self._signalled = False
+        self._process = os.getpid()
+        self._before: Any = None
+        self._sum: tuple[torch.Tensor, Any] | None = None
+        self._size = _bytes_of(engine) * _ranks_here()
+        engine.events.on("after_step", self.after_step)
+        engine.events.on("on_destroy", self.close)
+        if settings.save_at_sigterm and threading.current_thread() is threading.main_thread():
+            self._before = signal.signal(signal.SIGTERM, self._on_sigterm)
+            _ask_for_time()
+
+    def after_step(self, **_: Any) -> None:
+        if self.engine.global_steps == self.step:
+            return
+        self.step = self.engine.global_steps
+        now = time.monotonic()
+        self._longest, self._last = max(self._longest, now - self._last), now
+        reason = self._agreed(self._wish())
+        if reason:
+            self._save_and_end(reason)
+
+    def _wish(self) -> int:
+        """What this rank knows."""
+        if self._signalled:
+            return SIGTERM
+        ahead = STEPS_AHEAD * self._longest + 2 * self._size / BYTES_PER_S
+        return TIME if self.ends_at is not None and time.time() + ahead > self.ends_at else 0
+
+    def _agreed(self, wish: int) -> int:
+        """The largest of what the ranks knew a step ago; of one rank, what it knows now."""
+        if self.engine.world_size == 1:
+            return wish
+        before = self._sum
+        largest = torch.tensor([wish], dtype=torch.int32, device=self.engine.device)
+        self._sum = largest, dist.all_reduce(largest, op=dist.ReduceOp.MAX, async_op=True)
+        if before is None:
+            return 0
+        value, work = before
+        if work is not None:
+            work.wait()
+        return int(value.item())
+
+    def _save_and_end(self, reason: int) -> None:
+        self.close()
+        writer = self.engine.background_writer
+        if writer is not None:
+            with suppress(CheckpointError):  # of the save before, which has been told; this one may succeed
+                writer.wait()
+        self.engine.save_checkpoint(self.folder)
+        if writer is not None:
+            writer.wait()
+        wait_for_flushes()
+        code = TIME_IS_UP if reason == TIME else 128 + signal.SIGTERM
+        why = "the time limit is near (checkpoint.save_before)" if reason == TIME else "SIGTERM"
+        log_dist(
+            f"{why}: the state after step {self.step} is in {self.folder}; the run ends with exit code {code}, and "
+            "goes on with checkpoint.resume",
+            ranks=[0],
+        )
+        raise SystemExit(code)
+
+    def _on_sigterm(self, signum: int, frame: FrameType | None) -> None:
+        # A forked worker; or a second, more urgent request.
+        if os.getpid() != self._process or self._signalled:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            signal.raise_signal(signal.SIGTERM)
+        self._signalled = True
+        logger.warning(f"SIGTERM: the state will be saved to {self.folder}")
+
+    def close(self, **_: Any) -> None:
+        """Signals are the script's again."""
+        if self._sum is not None:
+            pending, self._sum = self._sum[1], None
+            if pending is not None:
+                pending.wait()
+        if self._before is not None:
+            if not self._signalled:
+                signal.signal(signal.SIGTERM, self._before)
+            self._before = None
+
+
+def _deadline(limit: float | str | None) -> float | None:
+    """Seconds since the epoch."""
+    if limit is None:
+        return None
+    if limit == OF_SLURM:
+        end = os.environ.get(END_OF_ALLOCATION)
+        if end is None:
+            raise ValueError(
+                f"checkpoint.save_before='{OF_SLURM}' needs {END_OF_ALLOCATION} in the environment, which Slurm sets "
+                "from 22.05 on; write the limit itself, such as '23:50:00'"
+            )
+        return float(end)
+    began = os.environ.get(JOB_STARTED)
+    return float(limit) + (float(began) if began else time.time())
+
+
+def _bytes_of(engine: EngineBase) -> int:
+    """About what this rank writes."""
+    state = engine.state_access
+    own = sum(t.nbytes for _, tensors in state.shards() for t in tensors.values()) if state else 0
+    weights = sum(param.nbytes for param in engine.module.parameters())
+    return 2 * own + weights  # before the first step the optimizer has no moments yet
+
+
+def _ranks_here() -> int:
+    return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1)
+
+
+def _ask_for_time() -> None:
+    """Tell our launcher, if there is one, that ranks end later than usual after a SIGTERM."""
+    report = os.environ.get(ERROR_FILE)
+    if report is None:
+        return
+    folder = Path(report).parent.parent
+    if folder.name.startswith(OF_LAUNCHER):
+        (folder / STOP_GRACE_FILE).write_text(str(GRACE_S))

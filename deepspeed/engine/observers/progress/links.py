@@ -1,0 +1,73 @@
+"""What an optimizer step sends within a host and across: for ``wall_clock_breakdown``, the monitors and the log of
+communication."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from deepspeed.base.logging import is_rank_zero, log_dist
+from deepspeed.comm.links import Sent
+from deepspeed.comm.record import convert_size
+from deepspeed.engine.observers.progress.curves import PREFIX
+from deepspeed.observe.monitor.monitor import MonitorMaster
+
+if TYPE_CHECKING:
+    from deepspeed.engine.base import EngineBase
+
+
+class Totals:
+    """Of ``steps`` together. The log keeps it when the engine has gone."""
+
+    def __init__(self) -> None:
+        self.sent, self.steps = Sent(), 0
+
+    def summary(self) -> dict[str, float]:
+        steps = max(1, self.steps)
+        return {
+            "steps": self.steps,
+            "bytes_within_host": self.sent.within,
+            "bytes_across_hosts": self.sent.across,
+            "bytes_within_host_per_step": self.sent.within / steps,
+            "bytes_across_hosts_per_step": self.sent.across / steps,
+        }
+
+
+class BytesByLink:
+    """Of this rank: ``last`` is what the last step sent, from the end of the one before.
+
+    ``speaks``: a line for each step on rank 0. ``monitor``: two curves of rank 0.
+    """
+
+    def __init__(self, engine: EngineBase, *, speaks: bool, monitor: MonitorMaster | None) -> None:
+        self.engine, self.speaks = engine, speaks
+        self.monitor = monitor if is_rank_zero() else None
+        self.number = engine.global_steps
+        self.before = engine._network.sent_by_link()
+        self.last, self.totals = Sent(), Totals()
+        engine.events.on("after_step", self.count)
+        if engine._network.log.enabled:
+            engine._network.log.links = self.totals.summary
+
+    def count(self, **_: Any) -> None:
+        engine = self.engine
+        if engine.global_steps == self.number:  # not a boundary
+            return
+        self.number = engine.global_steps
+        now = engine._network.sent_by_link()
+        self.last, self.before = now - self.before, now
+        self.totals.sent += self.last
+        self.totals.steps += 1
+        if self.speaks:
+            log_dist(
+                f"sent by this rank in step {self.number}: {convert_size(self.last.within)} within its host, "
+                f"{convert_size(self.last.across)} across hosts",
+                ranks=[0],
+            )
+        if self.monitor is not None:
+            samples = engine.global_samples
+            self.monitor.write_events(
+                [
+                    (f"{PREFIX}bytes_sent_within_host", float(self.last.within), samples),
+                    (f"{PREFIX}bytes_sent_across_hosts", float(self.last.across), samples),
+                ]
+            )

@@ -1,0 +1,287 @@
+"""How a run is doing, on one line: by default a status line on a terminal, else a line in the log every so often.
+
+Between two lines a step only reads the clock; loss and inputs are examined only in the step before a line is shown.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from deepspeed.base.accelerator import get_accelerator
+from deepspeed.base.accelerator.host_memory import resident_bytes
+from deepspeed.base.logging import is_rank_zero, logger, report, wants_reports
+from deepspeed.base.memory import GIB
+from deepspeed.base.terminal import StatusLine, another_display_is_active, is_terminal
+from deepspeed.engine.observers.progress.curves import LossMeter
+
+if TYPE_CHECKING:
+    from deepspeed.engine.base import EngineBase
+
+VARIABLE = "DEEPSPEED_PROGRESS"
+"""Environment variable: 0 or off for no progress and no start lines, line, bar, or auto (the default)."""
+
+FIRST_LINE_S, LONGEST_PAUSE_S = 2.0, 60.0
+"""Pauses between lines in a log double from the first to the second of these."""
+
+BAR_PAUSE_S = 0.5
+BAR_WIDTH = 20
+
+CLIENTS = {
+    "transformers", "accelerate", "trl", "lightning", "lightning_fabric", "pytorch_lightning", "composer",
+}  # fmt: skip
+"""Packages that show progress by themselves."""
+
+
+class Form(enum.Enum):
+    NONE = "none"
+    LINE = "line"
+    BAR = "bar"
+
+
+_FORM_OF = {"line": Form.LINE, "bar": Form.BAR} | dict.fromkeys(
+    ("0", "off", "none", "false", "no"), Form.NONE
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Display:
+    """``every``: optimizer steps between two lines, None for an interval in seconds."""
+
+    form: Form
+    every: int | None = None
+
+
+def asked_form() -> Form | None:
+    """What the environment asks for, None if it does not say."""
+    return _FORM_OF.get(os.environ.get(VARIABLE, "").strip().lower())
+
+
+def choose_display(steps_per_print: float | None, log_level: str | None, *, client: bool) -> Display:
+    """The environment takes precedence over the config, the config over the default. A number of steps means lines,
+    infinity none at all. Default: nothing if a client has its own display, else a status line on a terminal, else
+    lines."""
+    form = asked_form()
+    never = steps_per_print is not None and math.isinf(steps_per_print)
+    every = None if steps_per_print is None or never else max(1, int(steps_per_print))
+    if form is None and (never or not wants_reports(log_level)):
+        form = Form.NONE
+    if form is None and every is not None:
+        form = Form.LINE
+    if form is None and client:
+        form = Form.NONE
+    if form is None:
+        form = Form.BAR if is_terminal(sys.stderr) else Form.LINE
+    return Display(form, every if form is Form.LINE else None)
+
+
+def made_by_client() -> bool:
+    """Whether a client library is, directly or indirectly, the caller of the function that calls this."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if str(frame.f_globals.get("__name__", "")).partition(".")[0] in CLIENTS:
+            return True
+        frame = frame.f_back
+    return False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """One moment of a run. None: not known."""
+
+    step: int
+    skipped: int
+    rates: list[float]
+    momenta: list[Any]
+    loss: float | None
+    norm: float | None
+    samples_per_s: float | None
+    tokens_per_s: float | None
+    step_s: float | None
+    memory_bytes: int
+    total_steps: int | None
+
+    @property
+    def left(self) -> str | None:
+        if self.total_steps is None or self.step_s is None:
+            return None
+        return str(timedelta(seconds=round(max(0, self.total_steps - self.step) * self.step_s)))
+
+
+def as_line(facts: Facts) -> str:
+    """For a log: starts with the four documented fields, in the form that scripts look for."""
+    parts = [f"step={facts.step}", f"skipped={facts.skipped}", f"lr={facts.rates}", f"mom={facts.momenta}"]
+    optional = (
+        ("loss={:.5g}", facts.loss),
+        ("grad_norm={:.4g}", facts.norm),
+        ("samples/s={:.4g}", facts.samples_per_s),
+        ("tokens/s={:.4g}", facts.tokens_per_s),
+        ("step_ms={:.4g}", None if facts.step_s is None else 1e3 * facts.step_s),
+        ("memory={:.2f} GB", facts.memory_bytes / GIB),
+        ("left={}", facts.left),
+    )
+    return ", ".join(parts + [text.format(value) for text, value in optional if value is not None])
+
+
+def as_bar(facts: Facts) -> str:
+    """For a person; most important first, as it may be truncated on the right."""
+    parts = [f"step {facts.step}"]
+    if facts.total_steps:
+        share = min(1.0, facts.step / facts.total_steps)
+        filled = int(share * BAR_WIDTH)
+        parts = [f"{share:4.0%} |{'#' * filled:<{BAR_WIDTH}}| step {facts.step}/{facts.total_steps}"]
+    optional = (
+        ("loss {:.4g}", facts.loss),
+        ("{} left", facts.left),
+        ("lr {:.3g}", facts.rates[0] if facts.rates else None),
+        ("norm {:.3g}", facts.norm),
+        ("{:.4g} tokens/s", facts.tokens_per_s),
+        ("{:.4g} samples/s", facts.samples_per_s if facts.tokens_per_s is None else None),
+        ("{:.4g} ms/step", None if facts.step_s is None else 1e3 * facts.step_s),
+        ("{:.2f} GB", facts.memory_bytes / GIB),
+        ("{} skipped", facts.skipped or None),
+    )
+    return "  ".join(parts + [text.format(value) for text, value in optional if value is not None])
+
+
+class LiveLine:
+    """Subscribes to an engine's events and shows its progress.
+
+    Args:
+        now_s: the clock.
+    """
+
+    def __init__(
+        self, engine: EngineBase, display: Display, now_s: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.engine = engine
+        self.every = display.every
+        self.status = StatusLine() if display.form is Form.BAR else None
+        self.now_s = now_s
+        self.meter = LossMeter(engine)
+        self.tokens_per_sample: int | None = None
+        self.looking = False
+        self.listen()  # a first step may take minutes
+        self.pause_s = BAR_PAUSE_S if self.status is not None else FIRST_LINE_S
+        self.last_s = now_s()
+        self.due_s = self.last_s + (0.0 if self.status is not None else self.pause_s)
+        self.step = engine.global_steps
+        self.mark: tuple[float, int, int] | None = None  # time, steps, samples of the last line
+        engine.events.on("after_step", self.after_step)
+        engine.events.on("on_load", self.resume)
+        engine.events.on("on_destroy", self.close)
+
+    def after_step(self, **_: Any) -> None:
+        step = self.engine.global_steps
+        if step == self.step:  # not a boundary
+            return
+        now, before = self.now_s(), self.last_s
+        self.step, self.last_s = step, now
+        if self.mark is None:
+            self.mark = (now, step, self.engine.global_samples)
+        if now >= self.due_s if self.every is None else step % self.every == 0:
+            self.show(now)
+        if self.looking:
+            self.look_away()
+        if now + (now - before) >= self.due_s if self.every is None else (step + 1) % self.every == 0:
+            self.listen()
+
+    def listen(self) -> None:
+        """The next step will be shown."""
+        self.meter.listen()
+        if not self.looking:
+            self.looking = True
+            self.engine.events.on("before_forward", self.look_at_inputs)
+
+    def look_away(self) -> None:
+        self.looking = False
+        self.meter.forget()
+        self.engine.events.off("before_forward", self.look_at_inputs)
+
+    def show(self, now: float) -> None:
+        """An error here must not affect training."""
+        try:
+            facts = self.facts(now)
+            if self.status is None:
+                report(as_line(facts))
+            elif not another_display_is_active():
+                self.status.show(as_bar(facts))
+        except Exception as error:
+            logger.debug(f"the progress line could not be written: {error}")
+        self.mark = (now, self.step, self.engine.global_samples)
+        if self.status is None:
+            self.pause_s = min(2 * self.pause_s, LONGEST_PAUSE_S)
+        self.due_s = now + self.pause_s
+
+    def facts(self, now: float) -> Facts:
+        engine = self.engine
+        mark_s, mark_steps, mark_samples = self.mark or (now, self.step, engine.global_samples)
+        steps, seconds = self.step - mark_steps, now - mark_s
+        known = steps > 0 and seconds > 0
+        samples_per_s = (engine.global_samples - mark_samples) / seconds if known else None
+        tokens = self.tokens_per_sample
+        return Facts(
+            step=self.step,
+            skipped=engine.skipped_steps,
+            rates=engine.get_lr(),
+            momenta=engine.get_mom(),
+            loss=self.meter.take(),
+            norm=engine.get_global_grad_norm(),
+            samples_per_s=samples_per_s,
+            tokens_per_s=samples_per_s * tokens if samples_per_s is not None and tokens is not None else None,
+            step_s=seconds / steps if known else None,
+            memory_bytes=memory_of(engine.device),
+            total_steps=total_steps(engine.lr_scheduler),
+        )
+
+    def look_at_inputs(self, *, inputs: Any = (), kwargs: Any = {}, **_: Any) -> None:  # noqa: B006 - read only
+        self.tokens_per_sample = tokens_per_sample([kwargs.get("input_ids"), *inputs])
+
+    def resume(self, **_: Any) -> None:
+        """Steps and samples have jumped: measure speeds from here."""
+        self.step, self.mark = self.engine.global_steps, None
+        if self.every is not None and (self.step + 1) % self.every == 0:
+            self.listen()
+
+    def close(self, **_: Any) -> None:
+        if self.status is not None:
+            self.status.close()
+
+
+def tokens_per_sample(inputs: list[Any]) -> int | None:
+    """Sequence length, if the inputs look like tokens: a 2-D integer tensor."""
+    for value in inputs:
+        if isinstance(value, Tensor) and value.dim() == 2 and value.dtype in (torch.int64, torch.int32):
+            return value.shape[1]
+    return None
+
+
+def total_steps(scheduler: Any) -> int | None:
+    """Optimizer steps of the whole run, if the learning-rate schedule says."""
+    for name in ("total_num_steps", "total_steps"):
+        value = getattr(scheduler, name, None)
+        if isinstance(value, int) and value > 0:
+            return value
+    return None
+
+
+def memory_of(device: torch.device) -> int:
+    """Bytes: peak allocated memory of a device, or on CPUs the memory the process holds."""
+    return resident_bytes() if device.type == "cpu" else get_accelerator().max_memory_allocated()
+
+
+def attach_live_line(engine: EngineBase) -> LiveLine | None:
+    """A line for this engine on rank 0, unless disabled."""
+    config = engine._config
+    display = choose_display(config.steps_per_print, config.log_level, client=made_by_client())
+    return LiveLine(engine, display) if display.form is not Form.NONE and is_rank_zero() else None

@@ -1,0 +1,299 @@
+"""``monitor.live``: what the record and the page of a run get from the engine.
+
+A step costs a few reads of the clock and one entry in a queue; everything else is done by threads
+(``observe/live/recorder.py``, ``ranks.py``). The loss is the one that the curves of all monitors read, before the
+update.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import time
+import weakref
+from collections import deque
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from deepspeed.base.accelerator import get_accelerator
+from deepspeed.base.accelerator.host_memory import resident_bytes
+from deepspeed.base.logging import is_rank_zero, logger
+from deepspeed.base.sharded import full_numel
+from deepspeed.config.sections.monitor import LiveConfig
+from deepspeed.engine.observers.progress.curves import PREFIX, TIMERS
+from deepspeed.engine.observers.progress.live_line import memory_of, tokens_per_sample, total_steps
+from deepspeed.engine.observers.progress.start_report import held_bytes, ledger_of, now_and_most
+from deepspeed.engine.observers.progress.step_parts import StepParts
+from deepspeed.observe.live.jobs import Entry
+from deepspeed.observe.live.ranks import RankStates
+from deepspeed.observe.live.record import Step
+from deepspeed.observe.live.recorder import Recorder, Sink
+from deepspeed.observe.live.server import TOKEN_FILE, TOKEN_VARIABLE, PageServer, token_for
+from deepspeed.observe.monitor.base import Event
+from deepspeed.planning.ledger import Place
+
+if TYPE_CHECKING:
+    from deepspeed.engine.base import EngineBase
+
+LOSS = f"{PREFIX}train_loss"
+OWN = frozenset({LOSS, f"{PREFIX}lr", *(PREFIX + name for name in TIMERS.values())})
+"""Curves that the record has by itself."""
+
+LOOK_S = 10.0  # between two looks at the shape of the inputs
+ARRIVALS = 21
+
+PEAK_TFLOPS = {
+    "B200": 2250, "H200": 989, "H100 PCIe": 756, "H100": 989, "GH200": 989, "A100": 312, "A800": 312, "L40S": 362,
+    "L4": 121, "A10": 125, "V100": 125, "T4": 65, "MI300X": 1307, "MI250X": 383,
+}  # fmt: skip
+"""Dense products in 16 bits, as the makers of these devices say."""
+
+
+class Pulse:
+    """What a rank says of itself, on every rank: written by the training thread, read by another."""
+
+    def __init__(self, engine: EngineBase) -> None:
+        self.step = engine.global_steps
+        self._arrivals_s: deque[float] = deque(maxlen=ARRIVALS)
+        self.ended_s = self._ready_s = time.perf_counter()
+        self._device = engine.device
+
+    def reach_reduction(self, **_: Any) -> None:
+        self._ready_s = time.perf_counter()
+
+    def end_step(self, step: int) -> float:
+        """The time that it took."""
+        now = time.perf_counter()
+        arrival_s, seconds = self._ready_s - self.ended_s, now - self.ended_s
+        if arrival_s > 0:  # else no reduction was announced
+            self._arrivals_s.append(arrival_s)
+        self.step, self.ended_s = step, now
+        return seconds
+
+    def arrival_s(self) -> float | None:
+        """From an update until the next gradients are ready: the median, as some steps wait for an evaluation."""
+        arrivals = sorted(self._arrivals_s)
+        return arrivals[len(arrivals) // 2] if arrivals else None
+
+    def say(self) -> dict[str, Any]:
+        arrival_s = self.arrival_s()
+        arrival_ms = None if arrival_s is None else round(1e3 * arrival_s, 3)
+        return {"step": self.step, "arrival_ms": arrival_ms, "memory": memory_of(self._device)}
+
+
+class LivePage:
+    """On every rank; the record and the page on rank 0."""
+
+    def __init__(self, engine: EngineBase, config: LiveConfig) -> None:
+        self.engine, self.config = engine, config
+        self.pulse = Pulse(engine)
+        self.ranks = RankStates(self.pulse.say)
+        self.recorder: Recorder | None = None
+        self.server: PageServer | None = None
+        self._parts: StepParts | None = None
+        self._samples = engine.global_samples
+        self._loss: float | None = None
+        self._fresh = True
+        self._look_due_s = 0.0
+        engine.monitor.enabled = True  # on every rank: observers of experts communicate for their events
+        if is_rank_zero():
+            self._begin_recording()
+        self.end = weakref.finalize(engine, _end, self.ranks, self.recorder, self.server)
+        """Also at the end of the process."""
+
+    def _begin_recording(self) -> None:
+        engine, folder = self.engine, Path(self.config.folder)
+        facts = facts_of(engine, self.config.peak_tflops)
+        skipped = _Skipped(engine)
+        here = {"folder": str(folder.absolute()), "address": None}
+        entry = Entry(here)
+        pulse, ranks = self.pulse, self.ranks
+
+        def measure() -> dict[str, Any]:
+            memory = memory_of(pulse._device)
+            return {"memory": memory, "skipped": skipped(), **ranks.table()}
+
+        self.recorder = Recorder(folder, facts, measure, entry=entry)
+        self.recorder.history.tell(run=facts)
+        engine.monitor.also_to(_Losses(self, self.recorder))
+        if self.config.serve:
+            self._serve(self.recorder, folder)
+            entry.facts["address"] = self.server.address if self.server is not None else None
+
+    def _serve(self, recorder: Recorder, folder: Path) -> None:
+        try:
+            token = token_for(self.config.host, folder)
+            self.server = PageServer(recorder.history, self.config.host, self.config.port, token)
+        except (OSError, ValueError) as error:
+            logger.warning(
+                f"the live page is not served ({error}); its record is kept, and training continues."
+            )
+
+    def line(self) -> str:
+        """For the start of the log."""
+        folder = self.config.folder
+        if self.server is None:
+            return f"live record in {folder}; `ds live {folder}` shows it"
+        token = ""
+        if self.server.token is not None:
+            where = TOKEN_VARIABLE if os.environ.get(TOKEN_VARIABLE) else Path(folder) / TOKEN_FILE
+            token = f" (it asks for the token in {where})"
+        return f"live page at {self.server.address}{token}; record in {folder}"
+
+    # ---- events of the engine
+
+    def listen(self) -> None:
+        events = self.engine.events
+        if self.recorder is not None:
+            self._parts = StepParts(self.engine)
+        events.on("before_reduction", self.pulse.reach_reduction)
+        events.on("after_step", self.after_step)
+        events.on("on_destroy", self.close)
+        self.ranks.start()
+        if self.recorder is not None:
+            events.on("on_save", self.after_save)
+            events.on("on_load", self.after_load)
+            events.on("on_error", self.after_error)
+            events.on("before_forward", self.look_at_inputs)
+            self.recorder.start()
+
+    def after_step(self, **_: Any) -> None:
+        engine = self.engine
+        number = engine.global_steps
+        if number == self.pulse.step:  # not a boundary
+            return
+        seconds = self.pulse.end_step(number)
+        if self.recorder is None:
+            return
+        rates = engine.get_lr()
+        self.recorder.put_step(
+            Step(
+                number,
+                time.time(),
+                None if self._fresh else seconds,  # the first one waits for more than a step
+                0 if self._fresh else engine.global_samples - self._samples,
+                self._loss,
+                rates[0] if rates else None,
+                engine.get_global_grad_norm(),
+                self._parts.take() if self._parts is not None else None,
+            )
+        )
+        self._samples, self._loss, self._fresh = engine.global_samples, None, False
+        if self.pulse.ended_s >= self._look_due_s:
+            self._look_due_s = self.pulse.ended_s + LOOK_S
+            engine.events.on("before_forward", self.look_at_inputs)
+
+    def look_at_inputs(self, *, inputs: Any = (), kwargs: Any = {}, **_: Any) -> None:  # noqa: B006 - read only
+        """Once, and again after a while: sequences may become longer."""
+        self.engine.events.off("before_forward", self.look_at_inputs)
+        if self.recorder is not None:
+            self.recorder.tokens_per_sample = tokens_per_sample([kwargs.get("input_ids"), *inputs])
+
+    def after_save(self, *, save_dir: Any, tag: Any, **_: Any) -> None:
+        assert self.recorder is not None
+        step = self.engine.global_steps
+        self.recorder.put_event("saved", step, _where(save_dir, tag or f"global_step{step}"))
+
+    def after_load(self, *, load_dir: Any, tag: Any, **_: Any) -> None:
+        """Steps and samples have jumped."""
+        self._samples, self._fresh = self.engine.global_samples, True
+        self.pulse.step = self.engine.global_steps
+        assert self.recorder is not None
+        self.recorder.put_event("loaded", self.engine.global_steps, _where(load_dir, tag))
+
+    def after_error(self, *, error: BaseException | None, **_: Any) -> None:
+        text = f"{type(error).__name__}: {error}" if error is not None else "backward has failed"
+        assert self.recorder is not None
+        self.recorder.put_event("error", self.engine.global_steps, text.partition("\n")[0])
+
+    def close(self, **_: Any) -> None:
+        self.end()
+
+
+class _Losses(Sink):
+    """Also keeps the loss of the step that ends."""
+
+    def __init__(self, page: LivePage, recorder: Recorder) -> None:
+        super().__init__(recorder, OWN)
+        self._page = weakref.ref(page)
+
+    def write_events(self, event_list: Iterable[Event]) -> None:
+        events = list(event_list)
+        page = self._page()
+        if page is not None and events and events[0][0] == LOSS:
+            page._loss = events[0][1]
+        super().write_events(events)
+
+
+class _Skipped:
+    """Updates skipped so far; does not keep the engine alive."""
+
+    def __init__(self, engine: EngineBase) -> None:
+        self._engine = weakref.ref(engine)
+
+    def __call__(self) -> int:
+        engine = self._engine()
+        return engine.skipped_steps if engine is not None else 0
+
+
+def _end(ranks: RankStates, recorder: Recorder | None, server: PageServer | None) -> None:
+    ranks.end()
+    if recorder is not None:
+        recorder.end()
+    if server is not None:
+        server.close()
+
+
+def facts_of(engine: EngineBase, peak_tflops: float | None) -> dict[str, Any]:
+    """What stays the same in this process. ``flops_per_token``: 6 per trained weight, 4 per frozen one (no gradient of
+    its own), attention apart; only where this rank has the whole model and every token meets every weight."""
+    trained = sum(full_numel(p) for p in engine.module.parameters() if p.requires_grad)
+    frozen = sum(full_numel(p) for p in engine.module.parameters()) - trained
+    whole = engine.mesh.size("tp") == 1 and engine.mesh.size("pp") == 1 and not engine.has_moe_layers
+    return {
+        "name": Path(sys.argv[0]).name or "python",
+        "host": socket.gethostname(),
+        "ranks": engine.world_size,
+        "device": engine.device.type,
+        "stage": engine.plan.zero.stage,
+        "precision": engine.plan.precision.name,
+        "batch": engine.train_batch_size(),
+        "parameters": trained + frozen,
+        "total_steps": total_steps(engine.lr_scheduler),
+        "flops_per_token": 6 * trained + 4 * frozen if whole else None,
+        "peak_flops": _peak_flops(engine.device, peak_tflops),
+        "plan": _plan(engine),
+    }
+
+
+def _peak_flops(device: torch.device, tflops: float | None) -> float | None:
+    if tflops is None and device.type != "cpu":
+        name = (
+            torch.cuda.get_device_name(device) if device.type == "cuda" else get_accelerator().device_name()
+        )
+        tflops = next((value for part, value in PEAK_TFLOPS.items() if part in name), None)
+    return None if tflops is None else 1e12 * tflops
+
+
+def _plan(engine: EngineBase) -> dict[str, Any]:
+    """``now`` and ``most`` as in the start report; ``line``: what memory is compared with. On CPUs that is of the whole
+    process, which also has Python and the libraries."""
+    try:
+        ledger = ledger_of(engine)
+        now, most = now_and_most(ledger)
+        if engine.device.type == "cpu":
+            line = most + max(0, resident_bytes() - held_bytes(engine))
+        else:
+            line = now_and_most(ledger, (Place.DEVICE,))[1]
+    except Exception as error:  # an impossible plan: no reason to stop a run
+        logger.debug(f"the memory of this run could not be planned: {error}")
+        return {}
+    return {"now": now, "most": most, "line": line}
+
+
+def _where(folder: Any, tag: Any) -> str:
+    return str(folder) if tag is None else f"{folder}/{tag}"

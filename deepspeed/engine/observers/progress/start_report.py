@@ -1,0 +1,165 @@
+"""The few lines that an engine writes when it starts, on rank 0."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from deepspeed import version
+from deepspeed.base.logging import is_rank_zero, log_dist, logger, report, wants_reports
+from deepspeed.base.sharded import full_numel
+from deepspeed.engine.observers.out_of_memory import request_of
+from deepspeed.engine.observers.progress.live_line import VARIABLE, Form, asked_form, made_by_client
+from deepspeed.ops.multi_tensor import MultiTensorOptimizer
+from deepspeed.planning.ledger import TRAINING, Ledger, Phase, Place
+from deepspeed.planning.report import size
+from deepspeed.planning.request import answer
+from deepspeed.zero.offload.tiers import OffloadedTier
+from deepspeed.zero.precision import precision_table
+
+if TYPE_CHECKING:
+    from deepspeed.engine.assembly import TrainingCore
+    from deepspeed.engine.base import EngineBase
+
+
+def precision_rows(engine: EngineBase) -> list[tuple[str, set[torch.dtype]]]:
+    """Kinds of tensors and the dtypes they actually have, or (state, before the first step) will have."""
+    rows = [("parameters", {p.dtype for p in engine.module.parameters()})]
+    core = engine.core
+    if core is None:
+        return rows
+    states = {
+        value.dtype
+        for owned in core.store.fragments
+        for value in core.store.state_of(owned).values()
+        if isinstance(value, torch.Tensor) and value.dim()
+    }
+    masters = {owned.master.dtype for owned in core.store.fragments}
+    return [
+        *rows,
+        ("master weights", masters),
+        ("gradients", {bucket.dtype for bucket in core.reducer.buckets}),
+        ("reduction (wire)", {bucket.layout.wire_dtype for bucket in core.reducer.buckets}),
+        ("optimizer state", states or _coming_states(core.store.optimizer, masters)),
+    ]
+
+
+def _coming_states(optimizer: torch.optim.Optimizer, masters: set[torch.dtype]) -> set[torch.dtype]:
+    """torch's optimizers keep state in the dtype of what they update; ours in fp32 unless a group says otherwise."""
+    wide = isinstance(optimizer, MultiTensorOptimizer) and all(
+        group.get("fp32_optimizer_states", True) for group in optimizer.param_groups
+    )
+    return {torch.float32 if wide and dtype.itemsize < 4 else dtype for dtype in masters}
+
+
+def log_start(engine: EngineBase) -> None:
+    """Three lines about what was decided, on rank 0, unless disabled; details at level INFO."""
+    say = reporter(engine)
+    zero = engine.plan.zero
+    say(
+        f"DeepSpeed info: version={version}, torch={torch.__version__}, ranks={engine.world_size}, "
+        f"device={engine.device}, ZeRO stage={zero.stage}, precision={engine.plan.precision.name}, "
+        f"batch={engine.train_batch_size()} = {engine.train_micro_batch_size_per_gpu()} per rank x "
+        f"{engine.gradient_accumulation_steps()} micro-batches x {engine.dp_world_size} data-parallel ranks"
+    )
+    for transformed in engine.module_transforms.reports:
+        say(transformed.line())
+    core = engine.core
+    if core is None:
+        return
+    connections = _connections(engine)  # on every rank: choosing a transport is collective
+    # Only if it is read: a plan takes a few milliseconds.
+    if is_rank_zero() and (say is report or logger.isEnabledFor(logging.INFO)):
+        say(_parameters(engine, core) + _memory(engine))
+        say(connections)
+    if engine.live_page is not None and is_rank_zero():  # asked for: also under a client
+        (report if _wanted(engine) else say)(engine.live_page.line())
+    if isinstance(core.store.tier, OffloadedTier):
+        native = core.store.traits.fused
+        note = "" if native else "; torch's own update is slower there than an optimizer of this package"
+        log_dist(core.store.tier.describe() + note, ranks=[0])
+    log_dist("dtypes:\n" + precision_table(precision_rows(engine)), ranks=[0])
+
+
+def reporter(engine: EngineBase) -> Callable[[str], None]:
+    """``report``, or the log at level INFO if a client has its own report or none is wanted."""
+    if _wanted(engine) and (asked_form() is not None or not made_by_client()):
+        return report
+    return lambda text: log_dist(text, ranks=[0])
+
+
+def _wanted(engine: EngineBase) -> bool:
+    """Whether neither the environment nor the level of the log silences the lines of the start."""
+    return asked_form() is not Form.NONE and wants_reports(engine._config.log_level)
+
+
+def _parameters(engine: EngineBase, core: TrainingCore) -> str:
+    trained = sum(full_numel(p) for p in core.trained.params)
+    frozen = sum(full_numel(p) for p in engine.module.parameters()) - trained
+    buckets = len(core.param_buckets)
+    return (
+        f"{trained:,} trained parameters in {buckets} bucket{'s' if buckets != 1 else ''}, {max(0, frozen):,} frozen; "
+        f"optimizer {type(core.store.optimizer).__name__}"
+    )
+
+
+def _memory(engine: EngineBase) -> str:
+    """What this rank holds now, and what the plan predicts: for now, and the peak without activations."""
+    text = ""
+    try:
+        text = f"; this rank holds {size(held_bytes(engine))}"
+        now, most = now_and_most(ledger_of(engine))
+    except Exception as error:  # tensors without storage, an impossible plan: no reason to stop a run
+        logger.debug(f"the memory of this run could not be planned: {error}")
+        return text
+    return f"{text} (planned {size(now)}; {size(most)} in training, activations apart)"
+
+
+def ledger_of(engine: EngineBase) -> Ledger:
+    """The plan of this rank. Any error that a plan can have."""
+    return answer(request_of(engine)).ledger
+
+
+def now_and_most(ledger: Ledger, places: tuple[Place, ...] = (Place.DEVICE, Place.HOST)) -> tuple[int, int]:
+    """What a plan takes there now, and at its peak in training without activations."""
+    now = sum(ledger.total(Phase.READY, place, estimates=False) for place in places)
+    most = max(sum(ledger.total(phase, place, estimates=False) for place in places) for phase in TRAINING)
+    return now, most
+
+
+def held_bytes(engine: EngineBase) -> int:
+    """Memory of this rank's parameters, buffers, master weights, gradients and optimizer state, each counted once."""
+    tensors: list[Any] = [*engine.module.parameters(), *engine.module.buffers()]
+    if engine.sharded is not None:
+        tensors += [bucket.shard for bucket in engine.sharded.buckets]
+    if engine.core is not None:
+        tensors += [bucket.full for bucket in engine.core.param_buckets]
+        tensors += [bucket.reduced for bucket in engine.core.reducer.buckets]
+        for owned in engine.core.store.fragments:
+            tensors += [owned.master, *engine.core.store.state_of(owned).values()]
+    sizes = {}
+    for tensor in tensors:
+        if isinstance(tensor, torch.Tensor) and tensor.device.type != "meta":
+            storage = tensor.untyped_storage()
+            sizes[storage.data_ptr()] = storage.nbytes()
+    return sum(sizes.values())
+
+
+def _connections(engine: EngineBase) -> str:
+    """How gradients are communicated, and where the user can watch the progress."""
+    communicator = engine.mesh.communicator("dp", "sp")
+    if communicator.size == 1:
+        transport = "one rank, nothing is sent"
+    else:
+        name = communicator.transport_name(engine.device.type)
+        transport = (
+            f"transport {torch.distributed.get_backend(communicator.group) if name == 'native' else name}"
+        )
+    monitors = [backend.key for backend in engine.monitor.backends]
+    if engine.live_page is not None:
+        monitors.append("the live page")
+    curves = f"curves in {', '.join(monitors)}" if monitors else "no monitor enabled"
+    return f"{transport}; {curves}; {VARIABLE}=0 silences these lines and the progress"

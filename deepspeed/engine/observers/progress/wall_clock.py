@@ -1,0 +1,162 @@
+"""`wall_clock_breakdown`: what the time of each optimizer step goes to, on every rank."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from deepspeed import comm as dist
+from deepspeed.base.accelerator import get_accelerator
+from deepspeed.base.logging import is_rank_zero, print_dist
+from deepspeed.comm.timed import Waits
+from deepspeed.observe.timer import (
+    BACKWARD_GLOBAL_TIMER,
+    BACKWARD_INNER_GLOBAL_TIMER,
+    BACKWARD_REDUCE_GLOBAL_TIMER,
+    DATA_TIMER,
+    EXPOSED_COMMUNICATION_TIMER,
+    FORWARD_GLOBAL_TIMER,
+    STEP_GLOBAL_TIMER,
+)
+
+if TYPE_CHECKING:
+    from deepspeed.engine.base import EngineBase
+
+EVERY = 10
+"""Steps after which the ranks tell each other their times, where `steps_per_print` says nothing."""
+MOST_RANKS = 16
+"""Of more ranks than this, only those with the least and the most of a time are shown."""
+APART = (EXPOSED_COMMUNICATION_TIMER, DATA_TIMER)
+"""Times in which ranks differ."""
+
+
+class WallClock:
+    """Milliseconds of forward, backward and step, of waiting for other ranks and for data, summed over each step.
+
+    ``bwd_inner`` is the part of backward that computes gradients, ``bwd_allreduce`` the time their reduction takes
+    beyond that. ``exposed_comm`` is within these: in collectives, and in messages between pipeline stages, while this
+    rank (on a device: its stream) did nothing else. ``data`` is outside: from a step to the next forward, with whatever
+    the script does there. ``elapsed_ms`` keeps the sums of the last step of this rank, ``step_waits_ms`` what of
+    ``exposed_comm`` was within ``step``; None on a device, where only the whole is known.
+    """
+
+    SPANS = (
+        ("before_forward", "after_forward", FORWARD_GLOBAL_TIMER),
+        ("before_backward", "after_backward", BACKWARD_GLOBAL_TIMER),
+        ("before_backward", "before_reduction", BACKWARD_INNER_GLOBAL_TIMER),
+        ("before_reduction", "after_backward", BACKWARD_REDUCE_GLOBAL_TIMER),
+        ("before_step", "after_step", STEP_GLOBAL_TIMER),
+    )
+
+    def __init__(self, engine: EngineBase, interval: int | None = None) -> None:
+        self.engine = engine
+        self.elapsed_ms: dict[str, float] = {}
+        self.step_waits_ms: float | None = None
+        self._waited, self._before_step = 0.0, 0.0
+        self.names = [name for _, _, name in self.SPANS] + list(APART)
+        self._interval = interval or EVERY
+        self._sums = dict.fromkeys(APART, 0.0)
+        self._of_ranks: list[tuple[int, dict[str, float]]] = []
+        self._waits = Waits(
+            None if get_accelerator().use_host_timers() else engine.timers(EXPOSED_COMMUNICATION_TIMER)
+        )
+        self._listen()
+        self.steps = engine.global_steps
+        engine.events.on("after_step", self.report)
+        engine.events.on("after_step", lambda **_: self.begin(DATA_TIMER))
+        # The class is asked: an engine has the attributes of its module.
+        if hasattr(type(engine), "pipe_channels"):
+            engine.events.on("before_forward", self._wait_in_pipeline)
+        engine._network.waits = self._waits
+
+    def _listen(self) -> None:
+        on = self.engine.events.on
+        for event in ("before_forward", "before_step"):  # of a pipeline, no forward of the engine may run
+            on(event, lambda **_: self.end(DATA_TIMER))
+        # Where one span ends and the next begins, or nested spans end first.
+        for _, after, name in reversed(self.SPANS):
+            on(after, lambda name=name, **_: self.end(name))
+        for before, _, name in self.SPANS:
+            on(before, lambda name=name, **_: self.begin(name))
+        if self._waits.span is None:
+            on("before_step", self._step_begins)
+            on("after_step", self._step_ends)
+
+    def _step_begins(self, **_: Any) -> None:
+        self._before_step = self._waits.seconds
+
+    def _step_ends(self, **_: Any) -> None:
+        self._waited += self._waits.seconds - self._before_step
+
+    def _wait_in_pipeline(self, **_: Any) -> None:
+        """Channels are made after the observers: they are there in the first forward."""
+        engine: Any = self.engine
+        engine.events.off("before_forward", self._wait_in_pipeline)
+        around = self._waits.around
+        for _, channel in engine.pipe_channels():
+            if getattr(channel, "peer", None) is not None:  # not between two pieces of this rank
+                name = "receive" if hasattr(channel, "receive") else "flush"
+                call = getattr(channel, name)
+                setattr(channel, name, functools.partial(around, call))
+
+    def begin(self, name: str) -> None:
+        timer = self.engine.timers(name)
+        timer.cancel()  # a timer still running belongs to a failed pass
+        timer.start()
+
+    def end(self, name: str) -> None:
+        timer = self.engine.timers(name)
+        if timer.started_:
+            timer.stop()
+
+    def report(self, **_: Any) -> None:
+        if self.engine.global_steps == self.steps:
+            return
+        timers, self.steps = self.engine.timers, self.engine.global_steps
+        on_host = self._waits.take()
+        if self._waits.span is None:
+            timers(EXPOSED_COMMUNICATION_TIMER).add(on_host)
+            self.step_waits_ms, self._waited = self._waited * 1e3, 0.0
+        self.elapsed_ms |= {name: timers(name).elapsed(reset=False) for name in self.names}
+        timers.log(self.names, reset=True, ranks=[0])
+        for name in APART:
+            self._sums[name] += self.elapsed_ms[name]
+        if self.steps % self._interval == 0:
+            self._tell_each_other()
+
+    # All ranks ------------------------------------------------------------------------------------------------
+
+    def _tell_each_other(self) -> None:
+        """Means since the last time, of every rank."""
+        sums, self._sums = self._sums, dict.fromkeys(APART, 0.0)
+        ranks = self.engine.world_size
+        if ranks == 1:
+            return
+        own = torch.tensor([sums[name] / self._interval for name in APART], device=self.engine.device)
+        every = own.new_empty(ranks * len(APART))
+        dist.all_gather_into_tensor(every, own)
+        if is_rank_zero():
+            rows = every.view(ranks, len(APART)).tolist()
+            self._of_ranks = _shown([dict(zip(APART, row, strict=True)) for row in rows])
+            for name in APART:
+                shown = [f"{rank}: {times[name]:.2f}" for rank, times in self._of_ranks if name in times]
+                print_dist(f"{name} (ms) by rank: {' | '.join(shown)}", ranks=[0])
+
+    def take_ranks(self) -> list[tuple[int, dict[str, float]]]:
+        """Rank -> mean milliseconds over the last steps; empty until there are new ones. On rank 0."""
+        taken, self._of_ranks = self._of_ranks, []
+        return taken
+
+
+def _shown(times: list[dict[str, float]]) -> list[tuple[int, dict[str, float]]]:
+    """All ranks, or of many, for each time, the ranks with the least and the most of it."""
+    if len(times) <= MOST_RANKS:
+        return list(enumerate(times))
+    found: dict[int, dict[str, float]] = {}
+    for name in APART:
+        order = sorted(range(len(times)), key=lambda rank: times[rank][name])
+        for rank in (order[0], order[-1]):
+            found.setdefault(rank, {})[name] = times[rank][name]
+    return sorted(found.items())

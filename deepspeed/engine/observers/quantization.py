@@ -1,0 +1,215 @@
+"""MoQ in an engine (``quantize_training``): 16-bit weights are quantized after each update, by a schedule that the
+curvature of each block may stretch."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from deepspeed.base.logging import is_rank_zero
+from deepspeed.compression.eigenvalue import Eigenvalue
+from deepspeed.compression.moq import Quantizer
+from deepspeed.config.problems import DeepSpeedConfigError
+from deepspeed.observe.monitor.monitor import Event
+from deepspeed.zero.gathering.gathered import GatheredParameters
+
+if TYPE_CHECKING:
+    from deepspeed.config.sections.compression import EigenvalueConfig, QuantizeTrainingConfig
+    from deepspeed.engine.base import EngineBase
+
+PREFIX = "Train/Eigenvalues/ModelBlockParam_"
+
+
+def attach_quantization(engine: EngineBase) -> None:
+    """Give the engine its ``quantizer`` and the measurement of eigenvalues, if its config asks for them."""
+    section = engine._config._schema.quantize_training
+    if section is None or engine.core is None:
+        return
+    curvature = None
+    if section.eigenvalue is not None and section.eigenvalue.enabled:
+        curvature = Curvature(engine, section.eigenvalue)
+    if section.enabled:
+        QuantizedUpdates(engine, section, curvature)
+
+
+class Curvature:
+    """Measures the eigenvalues of the blocks at every ``gas_boundary_resolution``-th step, in the backward of its last
+    micro-batch, of the mean loss over ranks.
+
+    ``values``: ``{id(parameter): (eigenvalue relative to the largest, block)}`` of the last measurement.
+    """
+
+    def __init__(self, engine: EngineBase, section: EigenvalueConfig) -> None:
+        self.engine = engine
+        self.values: dict[int, tuple[float, int]] = {}
+        self.measure = Eigenvalue(**section.model_dump(exclude={"enabled"}))
+        self.measure.get_layers(engine.module)
+        self._forward = contextlib.ExitStack()
+        self._whole = contextlib.ExitStack()
+        events = engine.events
+        events.on("before_forward", self.before_forward)
+        events.on("after_forward", self.after_forward)
+        events.on("before_backward", self.before_backward)
+        events.on("on_error", self.give_up)
+        if engine.monitor.enabled and is_rank_zero():
+            events.on("after_step", self.write)
+        self._new = False
+
+    def _due(self) -> bool:
+        engine = self.engine
+        if engine.quantizer is not None and not engine.quantizer.any_precision_switch():
+            return False
+        wanted = engine.global_steps % self.measure.gas_boundary_resolution == 0
+        return wanted and engine.is_gradient_accumulation_boundary() and engine.module.training
+
+    def before_forward(self, **_: Any) -> None:
+        """Fused kernels of attention have no second derivative. At stage 3 all weights are gathered until the
+        eigenvalues are known, as each of them needs the derivatives of all layers behind it many times."""
+        if not torch.is_grad_enabled() or not self._due():
+            return
+        self._forward.enter_context(sdpa_kernel(SDPBackend.MATH))
+        if self.engine.plan.zero.shard_params:
+            self._whole.close()  # of a forward without a backward
+            self._whole.enter_context(GatheredParameters(list(self.engine.module.parameters())))
+
+    def after_forward(self, **_: Any) -> None:
+        self._forward.close()
+
+    def give_up(self, **_: Any) -> None:
+        self._forward.close()
+        self._whole.close()
+
+    def before_backward(self, *, loss: Tensor | None, **_: Any) -> None:
+        with self._whole:
+            if loss is not None and self._due():
+                self._measure(loss)
+
+    def _measure(self, loss: Tensor) -> None:
+        layers = list(self.measure.get_layers(self.engine.module))[: self.measure.layer_num]
+        blocks = [[param for param in layer.parameters() if param.requires_grad] for layer in layers]
+        flat = [param for block in blocks for param in block]
+        slopes = iter(
+            torch.autograd.grad(loss, flat, create_graph=True, allow_unused=True, materialize_grads=True)
+        )
+        gradients = [[next(slopes) for _ in block] for block in blocks]
+        self.values = self.measure.of_blocks(blocks, gradients, summed=self._mean)
+        self._new = True
+
+    def _mean(self, parts: Sequence[Tensor]) -> list[Tensor]:
+        ranks = self.engine.scopes.everyone
+        flat = torch.cat([part.reshape(-1).float() for part in parts])
+        ranks.all_reduce(flat, scale=1.0 / ranks.size).wait()
+        pieces = flat.split([part.numel() for part in parts])
+        return [piece.view_as(part).to(part.dtype) for piece, part in zip(pieces, parts, strict=True)]
+
+    def write(self, **_: Any) -> None:
+        if not self._new:
+            return
+        self._new = False
+        by_block = {block: value for value, block in self.values.values()}
+        samples = self.engine.global_samples
+        events: list[Event] = [
+            (f"{PREFIX}{block}", value, samples) for block, value in sorted(by_block.items())
+        ]
+        self.engine.monitor.write_events(events)
+
+
+class QuantizedUpdates:
+    """Quantizes all matrices that the optimizer updates, from ``schedule_offset`` on. Part of checkpoints."""
+
+    def __init__(
+        self, engine: EngineBase, section: QuantizeTrainingConfig, curvature: Curvature | None
+    ) -> None:
+        if engine.plan.precision.master is None:
+            raise DeepSpeedConfigError(
+                "quantize_training.enabled=true with training in fp32: it quantizes 16-bit weights beside which the "
+                "fp32 weights stay exact; use fp16 or bf16, or compression_training.weight_quantization"
+            )
+        assert engine.core is not None
+        self.engine, self.curvature = engine, curvature
+        self.offset = section.quantize_schedule.schedule_offset
+        algorithm = section.quantize_algo
+        kind = section.quantize_type or algorithm.q_type
+        self.quantizer = engine.quantizer = Quantizer(
+            q_groups=section.quantize_groups,
+            q_mixed_fp16=section.fp16_mixed_quantize.enabled,
+            q_change_ratio=section.fp16_mixed_quantize.quantize_change_ratio,
+            q_type=int(kind == "asymmetric"),
+            q_rounding=int(algorithm.rounding == "stochastic"),
+            q_verbose=section.quantize_verbose,
+            q_eigenvalue=curvature is not None,
+            use_quantizer_kernel=section.quantizer_kernel,
+            layer_num=curvature.measure.layer_num if curvature is not None else 0,
+        )
+        if engine.plan.zero.shard_params:
+            self.quantizer.whole = _whole
+        names = engine.core.access.names
+        self.params: dict[str, Any] = {
+            name: param
+            for name, param in zip(names, engine.core.store.params, strict=True)
+            if len(_shape(param)) > 1
+        }
+        for name, param in self.params.items():
+            if _shape(param).numel() % section.quantize_groups:
+                raise DeepSpeedConfigError(
+                    f"quantize_training.quantize_groups={section.quantize_groups} does not divide {name}, which has "
+                    f"{_shape(param).numel()} values"
+                )
+            param.start_bits = section.quantize_bits.start_bits
+            param.target_bits = section.quantize_bits.target_bits
+            param.q_period = section.quantize_schedule.quantize_period
+        self.step = engine.global_steps
+        engine.parts["quantizer"] = self
+        engine.events.on("after_step", self.after_step)
+
+    def after_step(self) -> None:
+        engine = self.engine
+        if engine.global_steps == self.step:
+            return
+        self.step = engine.global_steps
+        if self.step <= self.offset or not engine.was_step_applied():
+            return
+        values = self.curvature.values if self.curvature is not None else {}
+        self.quantizer.quantize([self.params.values()], False, bool(values), values)
+
+    def state_dict(self) -> dict[str, Any]:
+        quantizer = self.quantizer
+        return {
+            "qsteps": quantizer.qsteps,
+            "quantize_real_ratio": quantizer.quantize_real_ratio,
+            "params": {name: [param.start_bits, param.q_period] for name, param in self.params.items()},
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Also quantizes the weights, which were loaded exactly."""
+        quantizer = self.quantizer
+        quantizer.qsteps = state_dict["qsteps"]
+        quantizer.quantize_real_ratio = state_dict["quantize_real_ratio"]
+        self.step = self.engine.global_steps
+        for name, (bits, period) in state_dict["params"].items():
+            if name in self.params:
+                self.params[name].start_bits, self.params[name].q_period = bits, period
+        if quantizer.qsteps:
+            for param in self.params.values():
+                with torch.no_grad(), quantizer.whole(param):
+                    param.data.copy_(quantizer.quantized(param))
+
+
+def _shape(param: Any) -> torch.Size:
+    """Also of a parameter of which a rank has a slice."""
+    return torch.Size(getattr(param, "ds_shape", param.shape))
+
+
+@contextlib.contextmanager
+def _whole(param: Any) -> Iterator[None]:
+    """A partitioned parameter as a whole; what it is set to goes to the 16-bit slices, and not to the fp32 ones. One
+    at a time, so that no rank holds the model. Collective."""
+    with GatheredParameters([param]):
+        yield
+        param.ds_home.write_param(param.ds_position, param.data)
+    param.ds_home.changed()

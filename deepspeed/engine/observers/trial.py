@@ -1,0 +1,137 @@
+"""A run of the autotuner: some steps are timed, the result is written, and the script ends."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from deepspeed.base.accelerator import get_accelerator
+from deepspeed.base.logging import is_rank_zero, logger
+from deepspeed.observe.flops.profiler import FlopsProfiler
+from deepspeed.observe.timer import STEP_WAITS
+
+if TYPE_CHECKING:
+    from deepspeed.engine.base import EngineBase
+    from deepspeed.engine.observers.progress.wall_clock import WallClock
+
+
+class Trial:
+    """Times the steps after ``start_profile_step`` up to ``end_profile_step`` and writes to ``metric_path``:
+
+    - ``latency``: seconds per optimizer step;
+    - ``throughput``: samples per second over all ranks;
+    - ``flops``: floating-point operations per second and rank, of forward and backward, counted in the first step
+      (only if that is the ``metric``);
+    - ``samples``: samples of a micro-batch as the model was really given them;
+    - ``breakdown``: milliseconds of a step by the names of `wall_clock_breakdown`, if that is on, and ``step_waits``:
+      what of ``exposed_comm`` was within ``step``, where that is known.
+
+    In a run that profiles the model, ``activation_mem_per_gpu`` is added to ``model_info_path``: bytes that the first
+    forward keeps for the backward.
+    """
+
+    def __init__(self, engine: EngineBase, clock: WallClock | None = None) -> None:
+        self.engine = engine
+        self.clock = clock
+        self.breakdown: dict[str, float] = {}
+        self.config = engine._config.autotuning_config
+        self.profiler = FlopsProfiler(engine.module) if self.config.metric == "flops" else None
+        self.samples: int | None = None
+        self.kept: dict[int, int] = {}
+        self._hooks: Any = None
+        self._step = engine.global_steps
+        self._timed_from: tuple[int, float] | None = None
+        engine.events.on("before_forward", self.first_forward)
+        engine.events.on("after_forward", self.end_of_first_forward)
+        engine.events.on("after_step", self.step)
+
+    def first_forward(self, *, inputs: Any, kwargs: Any, **_: Any) -> None:
+        self.engine.events.off("before_forward", self.first_forward)
+        self.samples = next((t.shape[0] for t in _tensors((inputs, kwargs)) if t.dim()), None)
+        if self.profiler is not None:
+            self.profiler.start_profile()
+        owned = {param.untyped_storage().data_ptr() for param in self.engine.module.parameters()}
+
+        def keep(tensor: Tensor) -> Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in owned:
+                self.kept[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
+        self._hooks.__enter__()
+
+    def end_of_first_forward(self, **_: Any) -> None:
+        if self._hooks is None:
+            return
+        self._hooks.__exit__(None, None, None)
+        self._hooks = None
+        self.engine.events.off("after_forward", self.end_of_first_forward)
+        info = self.config.model_info
+        if self.config.model_info_path and info is not None and info.profile and is_rank_zero():
+            path = Path(self.config.model_info_path)
+            known = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+            known["activation_mem_per_gpu"] = sum(self.kept.values())
+            known["micro_batch"] = self.samples
+            path.write_text(json.dumps(known, indent=2), encoding="utf-8")
+
+    def step(self, **_: Any) -> None:
+        done = self.engine.global_steps
+        if done == self._step:  # not a boundary
+            return
+        self._step = done
+        if self.profiler is not None and self.profiler.started:
+            self.profiler.end_profile()
+        if done < self.config.start_profile_step:
+            return
+        get_accelerator().synchronize()
+        now = time.perf_counter()
+        if self._timed_from is None:
+            self._timed_from = done, now
+            return
+        first, began = self._timed_from
+        if self.clock is not None:
+            for name, ms in self.clock.elapsed_ms.items():
+                self.breakdown[name] = self.breakdown.get(name, 0.0) + ms
+            if self.clock.step_waits_ms is not None:
+                self.breakdown[STEP_WAITS] = self.breakdown.get(STEP_WAITS, 0.0) + self.clock.step_waits_ms
+        if done >= self.config.end_profile_step:
+            self._finish((now - began) / (done - first), done - first)
+
+    def _finish(self, seconds: float, steps: int) -> None:
+        engine = self.engine
+        if is_rank_zero():
+            flops = 0
+            if self.profiler is not None:
+                totals = self.profiler.totals
+                flops = totals.forward.flops + totals.backward.flops + totals.recomputed.flops
+            result = {
+                "latency": seconds,
+                "throughput": engine.train_batch_size() / seconds,
+                "flops": flops / seconds,
+                "samples": self.samples,
+                "breakdown": {name: ms / steps for name, ms in self.breakdown.items()},
+                "peak_memory": get_accelerator().max_memory_allocated(),
+            }
+            path = Path(str(self.config.metric_path))
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(result, indent=2), encoding="utf-8")
+            logger.info("autotuning: %.4g s per step; this trial is over", seconds)
+        raise SystemExit(0)
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for part in value.values():
+            yield from _tensors(part)
+    elif isinstance(value, (list, tuple)):
+        for part in value:
+            yield from _tensors(part)

@@ -1,0 +1,180 @@
+"""The optimizer of an engine: the client's, or one made as the config says, and whether it fits the plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from deepspeed.base.staged import Staged, is_idle
+from deepspeed.config.plan import Plan
+from deepspeed.config.problems import DeepSpeedConfigError
+from deepspeed.ops.update import traits_of
+from deepspeed.optim.elementwise import check_partitioning, is_elementwise
+from deepspeed.zero.optimizer_flags import set_optimizer_flags
+from deepspeed.zero.optimizer_registry import build_optimizer
+from deepspeed.zero.params import ZeRORuntimeException
+from deepspeed.zero.partitioning import TrainedParams
+from deepspeed.zero.placements import in_parts
+from deepspeed.zero.states.store import PARAMS
+
+if TYPE_CHECKING:
+    from deepspeed.config.deepspeed_config import DeepSpeedConfig
+
+
+def resolve_optimizer(
+    config: DeepSpeedConfig,
+    plan: Plan,
+    client: torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer] | None,
+    model_parameters: list[Any] | None,
+    module: nn.Module,
+) -> torch.optim.Optimizer | None:
+    """The client's optimizer, the one its callable returns, the one the config names, or None.
+
+    ``model_parameters``: a list, or None for those of ``module``. ValueError: it is empty, and ``module`` could train.
+    """
+    if isinstance(client, torch.optim.Optimizer) or (client is not None and hasattr(client, "param_groups")):
+        return _unwrapped(client)
+    groups = _groups(model_parameters, module)
+    if not groups and is_idle(module):
+        groups = [{PARAMS: []}]
+    if client is not None or config.optimizer_name is not None:
+        _check_given(model_parameters, module)
+    if callable(client):
+        return client(groups)
+    if client is not None:
+        raise TypeError(
+            f"optimizer must be a torch.optim.Optimizer or a callable, not {type(client).__name__}"
+        )
+    if config.optimizer_name is None or not groups:
+        return None
+    set_optimizer_flags(config, module)
+    on_host = plan.state_offload is not None
+    return build_optimizer(config.optimizer_name, config.optimizer_params, groups, on_host=on_host)
+
+
+def check_made_for_host(client: Any, plan: Plan) -> None:
+    """Only a client's may be an oversight: what the config names itself, such as `torch_adam`, its author wants."""
+    if plan.state_offload is None or not plan.zero.host_optimizer_only:
+        return
+    if not type(client).__module__.startswith("deepspeed."):
+        raise ZeRORuntimeException(
+            f"offload_optimizer updates on the host, {type(client).__name__} is not made for it, and the config has "
+            "zero_force_ds_cpu_optimizer: true. Use DeepSpeedCPUAdam or an 'optimizer' section, or leave the key out."
+        )
+
+
+def _unwrapped(client: Any) -> torch.optim.Optimizer:
+    """The optimizer inside one that is only a wrapper, without the state of torch's class (Accelerate's, which it puts
+    around the optimizer of a model that is split already)."""
+    inner = vars(client).get("optimizer")
+    wraps = isinstance(inner, torch.optim.Optimizer) and "_optimizer_state_dict_pre_hooks" not in vars(client)
+    return inner if wraps else client
+
+
+def _groups(model_parameters: Iterable[Any] | None, module: nn.Module) -> list[Any]:
+    """Parameters or group dicts as a list; bare frozen parameters are left out, as nothing updates them."""
+    given = list(model_parameters) if model_parameters is not None else list(module.parameters())
+    return [entry for entry in given if isinstance(entry, dict) or entry.requires_grad]
+
+
+def left_out(
+    model_parameters: Iterable[Any] | None, module: nn.Module, optimizer: torch.optim.Optimizer
+) -> list[nn.Parameter]:
+    """Frozen parameters that would be in a configured optimizer's only group if they were trainable."""
+    given = list(model_parameters) if model_parameters is not None else list(module.parameters())
+    if len(optimizer.param_groups) > 1 or any(isinstance(entry, dict) for entry in given):
+        return []
+    return [param for param in given if not param.requires_grad]
+
+
+def _check_given(model_parameters: list[Any] | None, module: nn.Module) -> None:
+    if model_parameters == [] and any(param.requires_grad for param in module.parameters()):
+        raise ValueError(
+            "model_parameters is empty, although the model has trainable parameters. A generator such as "
+            "model.parameters() can be read once only: pass a new one or a list, or leave the argument out for all of "
+            "the model's."
+        )
+
+
+def check_membership(optimizer: torch.optim.Optimizer, module: nn.Module) -> None:
+    """Require that ``optimizer`` trains ``module``: gradients never reach parameters of another model.
+
+    A pipeline's optimizer may also hold layers that belong to other stages. ValueError: it holds parameters that the
+    module does not, or no trainable one of a module that has some.
+    """
+    own = {id(param) for param in module.parameters()}
+    held = [param for group in optimizer.param_groups for param in group[PARAMS]]
+    foreign = sum(id(param) not in own for param in held)
+    if foreign and (not isinstance(module, Staged) or foreign == len(held)):
+        raise ValueError(
+            f"{foreign} of the {len(held)} parameters in the optimizer are not in the model, so it would never train "
+            "them. They belong to another model, such as a copy of this one, or this model was changed after the "
+            "optimizer was made: make it of model.parameters() of the model that deepspeed.initialize gets, and put "
+            "the parameters of a loss into that model."
+        )
+    trainable = sum(param.requires_grad for param in module.parameters())
+    if trainable and not any(param.requires_grad for param in held) and not is_idle(module):
+        raise ValueError(
+            f"the {len(held)} parameters in the optimizer are all frozen (requires_grad=False), and the {trainable} "
+            "trainable parameters of the model are not in it: make it of those that are to be trained."
+        )
+
+
+def require_optimizer(plan: Plan, given: bool) -> None:
+    """DeepSpeedConfigError: stages 1 and 2 have no optimizer whose state they could partition."""
+    if plan.zero.shard_state and not plan.zero.shard_params and not given:
+        raise DeepSpeedConfigError(
+            f"zero_optimization.stage={plan.zero.stage} requires an optimizer: pass optimizer= or model_parameters= to "
+            "deepspeed.initialize with an 'optimizer' section in the config, or use stage 0."
+        )
+
+
+def require_trainable(plan: Plan, optimizer: torch.optim.Optimizer | None) -> None:
+    """DeepSpeedConfigError: no optimizer could be made for stages 1 and 2, as every parameter is frozen."""
+    if plan.zero.shard_state and not plan.zero.shard_params and optimizer is None:
+        raise DeepSpeedConfigError(
+            f"zero_optimization.stage={plan.zero.stage} partitions the state of an optimizer, and all parameters of "
+            "the model are frozen (requires_grad=False), so there is none: unfreeze some, or use stage 0."
+        )
+
+
+def check_optimizer(
+    plan: Plan, optimizer: torch.optim.Optimizer, trained: TrainedParams, module: nn.Module
+) -> None:
+    _check_parts(optimizer, plan, trained)
+    if not plan.zero.shard_state:
+        return
+    if not trained.params and not is_idle(module):
+        raise DeepSpeedConfigError(
+            f"zero_optimization.stage={plan.zero.stage} shards the state of trainable parameters, but the optimizer "
+            "holds none with requires_grad=True; unfreeze some, or use stage 0."
+        )
+    check_partitioning(optimizer, plan)
+
+
+def _check_parts(optimizer: torch.optim.Optimizer, plan: Plan, trained: TrainedParams) -> None:
+    """One rule for every split of tensors (tensor and expert parallelism, DTensors), at every stage: an optimizer sees
+    parts if it treats elements independently or asks for the sums that it needs, and Muon if no matrix is cut.
+    DeepSpeedConfigError names a tensor; the slices of ZeRO are ``check_partitioning``'s."""
+    traits, named = traits_of(optimizer), dict(zip(map(id, trained.params), trained.names, strict=True))
+    if traits.whole_matrices:
+        held = [p for group in optimizer.param_groups if group.get("use_muon") for p in group[PARAMS]]
+        cut = [named[id(p)] for p in held if id(p) in named and in_parts(p, matrices=True)]
+        if cut:
+            raise DeepSpeedConfigError(
+                f"{type(optimizer).__name__} needs whole matrices, but {len(cut)} of them are split over "
+                f"tensor-parallel ranks, such as {cut[0]}; set use_muon = False on these parameters, or use another "
+                "optimizer"
+            )
+        return
+    cut = [name for param, name in zip(trained.params, trained.names, strict=True) if in_parts(param)]
+    if not cut or traits.segment_sums or plan.zero.allow_untested_optimizer or is_elementwise(optimizer):
+        return
+    raise DeepSpeedConfigError(
+        f"{type(optimizer).__name__} does not update elements independently, but {len(cut)} tensors are split over "
+        f"tensor- or expert-parallel ranks, such as {cut[0]}; use another optimizer, or set "
+        "zero_allow_untested_optimizer: true to try."
+    )

@@ -1,0 +1,66 @@
+"""Names of release 0.19 that trainers replace or override in its engine, and that nothing calls here."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from deepspeed.base.logging import warning_once
+
+_EXPERTS = "experts are saved and loaded with all weights; mark yours with allreduce=False and group_name"
+_MADE = "give deepspeed.initialize the finished module, optimizer and scheduler, or functions that make these"
+_FILES = "wrap engine.save_checkpoint and engine.load_checkpoint"
+_EVENTS = "subscribe to engine.events (docs/architecture.md), or set steps_per_print"
+
+ENGINE: dict[str, str] = {
+    "_checkpoint_tag_validation": "set checkpoint.tag_validation in the config",
+    "_configure_basic_optimizer": _MADE,
+    "_configure_bf16_optimizer": _MADE,
+    "_configure_distributed_model": _MADE,
+    "_configure_fp16_optimizer": _MADE,
+    "_configure_lr_scheduler": _MADE,
+    "_configure_zero_optimizer": _MADE,
+    "_copy_recovery_script": "the scripts are written when the folder gets its name; copy them after save_checkpoint",
+    "_create_zero_checkpoint_files": _FILES,
+    "_get_all_zero_checkpoints": _FILES,
+    "_get_expert_ckpt_name": _EXPERTS,
+    "_load_checkpoint": _FILES,
+    "_load_zero_checkpoint": _FILES,
+    "_report_progress": _EVENTS,
+    "_restore_from_bit16_weights": _FILES,
+    "_save_checkpoint": _FILES,
+    "_save_moe_checkpoint": _EXPERTS,
+    "_save_zero_checkpoint": _FILES,
+    "buffered_allreduce_fallback": "set communication_data_type or prescale_gradients in the config",
+    "clip_fp32_gradients": "gradient_clipping is applied to the sharded gradients by the step itself",
+    "load_moe_state_dict": _EXPERTS,
+    "print_forward_breakdown": _EVENTS,
+}
+"""Method of the engine -> what does the same."""
+
+MODULES: dict[str, dict[str, str]] = {
+    "deepspeed.engine.engine": {
+        "MoE": "layers are recognised by deepspeed.parallel.expert.layer.MoE: derive yours from it"
+    },
+    "deepspeed.transforms.recompute.checkpointing": {
+        "_set_cuda_rng_state": "register an accelerator with deepspeed.base.accelerator.set_accelerator()",
+    },
+}
+"""Module -> name in it -> what does the same."""
+
+
+def tell_patches(engine: Any) -> None:
+    """Warn once of each name that a trainer has replaced, or overridden in a subclass, without effect."""
+    for name, instead in ENGINE.items():
+        found = getattr(type(engine), name, None)
+        if found is not None and not getattr(found, "__module__", "").startswith("deepspeed."):
+            _tell(f"{type(engine).__name__}.{name}", instead)
+    for path, names in MODULES.items():
+        own = vars(sys.modules.get(path, sys))
+        for name, instead in names.items():
+            if not getattr(own.get(name), "__module__", "deepspeed.").startswith("deepspeed."):
+                _tell(f"{path}.{name}", instead)
+
+
+def _tell(name: str, instead: str) -> None:
+    warning_once(f"{name} was replaced, which has no effect: nothing here calls it; {instead}")

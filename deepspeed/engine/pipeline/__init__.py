@@ -1,0 +1,1 @@
+"""The engine of a pipeline: whole batches through all stages."""

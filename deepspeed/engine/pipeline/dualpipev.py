@@ -1,0 +1,52 @@
+"""DualPipeV by its documented names: a pipeline whose stages are passed forth and back, with the loss on the first.
+
+DeepSeek-AI: DeepSeek-V3 Technical Report, 2024, and its V-shaped variant. The engine follows the order "zero-bubble-v"
+(`orders.py`), which also puts off gradients of weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from deepspeed.engine.pipeline.engine import PipelineEngine
+from deepspeed.parallel.pipeline.module import PipelineModule
+from deepspeed.parallel.pipeline.schedules.instructions import check_dual_pipe
+from deepspeed.parallel.pipeline.schedules.orders import Order
+
+__all__ = ["DualPipeVEngine", "DualPipeVModule"]
+
+
+class DualPipeVModule(PipelineModule):
+    """A ``PipelineModule`` with ``chunks=2`` and ``zigzag=True``: of ``2 num_stages`` runs of layers, rank ``r`` of a
+    pipeline has the ``r``-th from the start and the ``r``-th from the end. It takes the other arguments of that class.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, chunks=2, zigzag=True, **kwargs)
+
+
+class DualPipeVEngine(PipelineEngine):
+    """What ``deepspeed.initialize`` makes of a ``DualPipeVModule``. A batch, of training and of evaluation, has at
+    least two micro-batches per stage; ValueError otherwise."""
+
+    def _schedule(self, asked: str) -> str:
+        return "zero-bubble-v" if asked == "1f1b" else asked  # the default, which is for other modules
+
+    def _order(self, micro_batches: int) -> Order:
+        check_dual_pipe(self.num_stages, micro_batches)
+        return super()._order(micro_batches)
+
+    def eval_batch(
+        self,
+        data_iter: Iterator[Any],
+        return_logits: bool = False,
+        compute_loss: bool = True,
+        reduce_output: str | None = "avg",
+        bcast_loss: bool = True,
+        num_micro_batches: int | None = None,
+    ) -> Any:
+        check_dual_pipe(self.num_stages, num_micro_batches or self.clock.steps)
+        return super().eval_batch(
+            data_iter, return_logits, compute_loss, reduce_output, bcast_loss, num_micro_batches
+        )

@@ -1,0 +1,366 @@
+"""The engine of a ``PipelineModule``: whole batches through all stages, with the core of every other engine."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from deepspeed.base.logging import log_dist
+from deepspeed.config.problems import DeepSpeedConfigError
+from deepspeed.data.loader import DeepSpeedDataLoader, EpochSampler, RepeatingLoader
+from deepspeed.engine.pipeline.instructions import ByInstructions
+from deepspeed.parallel.pipeline.errors import PipelineError
+from deepspeed.parallel.pipeline.messages import p2p
+from deepspeed.parallel.pipeline.messages.channel import Inlet, Outlet
+from deepspeed.parallel.pipeline.messages.connections import Connections
+from deepspeed.parallel.pipeline.messages.values import mean_of
+from deepspeed.parallel.pipeline.module import PipelineModule
+from deepspeed.parallel.pipeline.schedules import orders
+from deepspeed.parallel.pipeline.schedules.choice import Layout, OrderChoice
+from deepspeed.parallel.pipeline.schedules.orders import Action, Kind, Order, stage_on_chain
+from deepspeed.parallel.pipeline.split_backward import WeightQueue, join_layers, split_layers
+from deepspeed.parallel.pipeline.stage_run import StageRun
+from deepspeed.parallel.pipeline.whole_model import WholeModel
+from deepspeed.transforms.recompute import checkpointing
+from deepspeed.zero.replica_groups import SHARED_BY
+
+__all__ = ["PipelineEngine"]
+
+
+class PipelineEngine(ByInstructions):
+    """Trains a ``PipelineModule`` with ``train_batch`` and evaluates it with ``eval_batch``.
+
+    A batch of ``gradient_accumulation_steps`` micro-batches goes through the stages one forward and one backward at a
+    time. Each micro-batch is a pair (inputs, labels), read by the first and by the last stage. Gradients are summed
+    over replicas once, at the end of the batch.
+    """
+
+    def __init__(self, has_bool_tensors: bool = False, *super_args: Any, **super_kwargs: Any) -> None:
+        _find_idle(super_kwargs.get("model"))
+        super().__init__(*super_args, **super_kwargs)
+        module = self._checked_module()
+        self.pipeline_parallelism = True
+        self.grid = module.mpu()
+        self.stage_id = self.grid.get_stage_id()
+        self.num_stages = self.grid.get_pipe_parallel_world_size()
+        self.layout = Layout(self.num_stages, module.chunks, module.zigzag)
+        self.loss_stage = stage_on_chain(self.num_stages * module.chunks - 1, self.num_stages, module.zigzag)
+        """The stage of the last layer."""
+        self.batch_fn: Callable[[Any], Any] | None = module.batch_fn
+        self.data_iterator: Iterator[Any] | None = None
+        self.has_attention_mask = False
+        self._reports: dict[str, float] = {}
+        self._additional: dict[str, Tensor] = {}
+        self._run: StageRun | None = None
+        section = self._config.pipeline
+        self._configure_module(module, section)
+        if self.training_dataloader is not None:
+            self.set_dataloader(self.training_dataloader)
+        self._connections = Connections(
+            self.layout,
+            self.stage_id,
+            self.grid.pp_group,
+            self.grid.get_pipe_parallel_group(),
+            self.device,
+            may_share_memory=self._network.may_share_memory(),
+        )
+        if self.is_pipe_parallel:
+            p2p.init_process_groups(self.grid)
+        self._choice = OrderChoice(
+            self._schedule(str(section["schedule"])), self.layout, int(section["max_held"])
+        )
+        self._most_held = 0
+        self._prepare_training()
+
+    def _configure_optimizer(self, client_optimizer: Any, model_parameters: Any = None) -> None:
+        super()._configure_optimizer(client_optimizer, model_parameters)
+        self._prepare_training()
+
+    def _prepare_training(self) -> None:
+        """What a batch needs of the optimizer, if there is one."""
+        module = self.stage_module
+        self._weights = WeightQueue(self.core.reducer.add if self.core is not None else _nowhere)
+        self._split: list[nn.Module] = []
+        if self.core is not None:
+            self._order(self.clock.steps)  # what does not fit is told at once
+            if self._choice.may_split:
+                numbers = {id(param): number for number, param in enumerate(self.core.reducer.params)}
+                self._split = split_layers(module, numbers, self._weights)
+            if said := self.when_gradients_are_summed():
+                log_dist(said, ranks=[0])
+
+    def _checked_module(self) -> PipelineModule:
+        """TypeError, DeepSpeedConfigError: it cannot be trained here."""
+        if not isinstance(self.module, PipelineModule):
+            raise TypeError(f"PipelineEngine takes a PipelineModule, not {type(self.module).__name__}")
+        if not self.clock.managed:
+            raise DeepSpeedConfigError(
+                "managed_gradient_accumulation=false: a pipeline counts the micro-batches of a batch itself; leave it "
+                "true"
+            )
+        return self.module
+
+    def _configure_module(self, module: PipelineModule, section: dict[str, Any]) -> None:
+        """What the config's section ``pipeline`` says of the module."""
+        if section["activation_checkpoint_interval"] > 0:
+            module.set_checkpoint_interval(section["activation_checkpoint_interval"])
+        is_default = module.activation_checkpoint_func is checkpointing.checkpoint
+        if not section.get("use_reentrant", True) and is_default:
+            module.activation_checkpoint_func = checkpointing.non_reentrant_checkpoint
+        module.checkpoint_parallel_write_pipeline = self._config.checkpoint_parallel_write_pipeline
+
+    def _transform_module(
+        self, model: nn.Module, optimizer: Any, model_parameters: list[Any] | None
+    ) -> list[Any] | None:
+        found = super()._transform_module(model, optimizer, model_parameters)
+        if isinstance(model, PipelineModule):
+            model.find_layers()
+        return found
+
+    def pipe_channels(self) -> Iterator[tuple[str, Inlet | Outlet]]:
+        """What each channel to or from a neighbour carries, and the channel."""
+        return self._connections.named()
+
+    # A batch --------------------------------------------------------------------------------------------------
+
+    def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
+        """Train on one batch: as many micro-batches from ``data_iter`` as there are accumulation steps, and an update.
+
+        ``data_iter`` gives (inputs, labels); only the first and the last stage read it. Without it the engine's own
+        loader is read, over and over. Returns the mean of the loss over micro-batches and replicas, fp32 [], on every
+        rank. RuntimeError: gradients are disabled.
+        """
+        if not torch.is_grad_enabled():
+            raise RuntimeError("train_batch() needs gradients, which are disabled here: use eval_batch()")
+        self.half_loaded.refuse()
+        core = self._require_core("train_batch")
+        self._check_batch_begins()
+        if data_iter is not None:
+            self.set_dataiterator(data_iter)
+        self._compute_loss = True
+        self._additional = {}
+        self.train()
+        if self._replaced("TrainSchedule"):
+            return self._train_by_instructions()
+        count = self.clock.steps
+        order = self._order(count)
+        core.reducer.sync_enabled = False  # replicas, and stages with common weights, meet when all is there
+        self._summed_in = self._overlapped(order)
+        try:
+            self._weights.active = order.split
+            run = StageRun(
+                self,
+                self._links,
+                self.stage_id,
+                training=True,
+                split=order.split,
+                timed=self._choice.timed,
+                on_backward=self._count_micro_batch,
+            )
+            self._run = run
+            losses = run.run(order.actions[self.stage_id])
+            self._most_held = run.most_held
+            core.reducer.sync_enabled = True
+            core.reducer.finish()  # while the stages before this one are still at their last backwards
+        except BaseException as error:
+            self._abandon_batch(error)
+            self._connections.clear()
+            raise
+        finally:
+            self._run = None
+            self._action = None
+            self._weights.active = False
+            self._weights.clear()
+            core.reducer.sync_enabled = True
+        loss = self.agreed_loss = self._agree_on_losses(losses, count)
+        super().step()
+        self._choice.learn(run.seconds, self.stage_id, self.device)
+        return loss
+
+    def _schedule(self, asked: str) -> str:
+        """What ``pipeline.schedule`` stands for here."""
+        return asked
+
+    def _order(self, micro_batches: int) -> Order:
+        """Of the next batch, as the key ``pipeline.schedule`` says."""
+        return self._choice.order(micro_batches)
+
+    def _overlapped(self, order: Order) -> Action | None:
+        """The backward during which this stage's gradients are summed over its replicas, bucket by bucket: the last
+        one, if no other stage waits for its results or has part in the sums."""
+        last, core = order.actions[self.stage_id][-1], self._require_core("train_batch")
+        awaited = self._links[last.chunk].input_gradients is not None or last.kind is not Kind.BACKWARD
+        if awaited or core.reducer.turns is not None:
+            return None
+        return None if any(hasattr(param, SHARED_BY) for param in core.reducer.params) else last
+
+    def eval_batch(
+        self,
+        data_iter: Iterator[Any],
+        return_logits: bool = False,
+        compute_loss: bool = True,
+        reduce_output: str | None = "avg",
+        bcast_loss: bool = True,
+        num_micro_batches: int | None = None,
+    ) -> Any:
+        """Evaluate micro-batches from ``data_iter``, by default as many as there are accumulation steps.
+
+        Args:
+            return_logits: return (result, outputs of the last stage for the last micro-batch).
+            compute_loss: False: results are the outputs of the model, not of ``loss_fn``.
+            reduce_output: "avg": the mean over micro-batches, and of the loss over replicas; None: a list.
+            bcast_loss: every rank gets the loss; otherwise only the last stage, and the others None.
+            num_micro_batches: how many.
+        """
+        if reduce_output not in ("avg", None):
+            raise ValueError(f"reduce_output={reduce_output!r}: must be 'avg' or None")
+        self.half_loaded.refuse()
+        count = num_micro_batches or self.clock.steps
+        mode, iterator = self.module.training, self.data_iterator
+        self.set_dataiterator(data_iter)
+        self._compute_loss = compute_loss
+        self.eval()
+        try:
+            with torch.no_grad():
+                if self._replaced("InferenceSchedule"):
+                    results = self._evaluate_by_instructions(count, return_logits)
+                else:
+                    results = self._evaluate(count)
+        finally:
+            self._action = None
+            self.train(mode)
+            self.data_iterator, self._compute_loss = iterator, True
+        outputs, self.outputs = self.outputs, None
+        result = self._reduced(results, count, compute_loss, reduce_output, bcast_loss)
+        return (result, outputs) if return_logits else result
+
+    def _evaluate(self, count: int) -> list[Any]:
+        """On the last stage: the result of each of ``count`` micro-batches."""
+        layout = self.layout
+        order = orders.forward_only(layout.stages, count, layout.chunks, zigzag=layout.zigzag)
+        run = StageRun(self, self._links, self.stage_id, training=False)
+        return run.run(order.actions[self.stage_id])
+
+    def _reduced(
+        self, results: list[Any], count: int, compute_loss: bool, reduce_output: str | None, bcast_loss: bool
+    ) -> Any:
+        if not compute_loss:
+            if not self.has_loss:
+                return None
+            return mean_of(results) if reduce_output == "avg" else results
+        if reduce_output is None:
+            losses = torch.stack([loss.float() for loss in results]) if results else torch.zeros(count)
+            if bcast_loss:
+                losses = self._from_last_stage(losses.to(self.device))
+            return list(losses) if bcast_loss or self.has_loss else None
+        loss = self._mean_over_replicas(self._mean_loss(results))
+        if bcast_loss:
+            return self._from_last_stage(loss)
+        return loss if self.has_loss else None
+
+    @property
+    def pipe_buffers(self) -> dict[str, list[Any]]:
+        """What this stage holds of the batch that is being trained, at ``chunk * micro_batches + micro_batch``: inputs,
+        outputs, labels; None where it holds nothing, as after a batch. Gradients and losses ("grads", "losses") are
+        used as they come. With a schedule of instructions: its buffers, into which the instructions write."""
+        if self._run is None and self._pipe_buffers:
+            return self._pipe_buffers
+        count = self.micro_batches
+        run = self._run or StageRun(self, self._links, self.stage_id, training=True)
+        held = run.buffers(count)
+        others = ("output_tensors", "grads", "losses")
+        return held | {name: [None] * (count * len(self._links)) for name in others}
+
+    # Data -----------------------------------------------------------------------------------------------------
+
+    def _own_loader(self, dataset: Any) -> DeepSpeedDataLoader:
+        """In the order of the data set: as documented, a pipeline leaves shuffling to its data."""
+        loader = super()._own_loader(dataset)
+        if isinstance(loader.data_sampler, EpochSampler):
+            loader.data_sampler.shuffle = False
+        return loader
+
+    def set_dataloader(self, loader: Any) -> None:
+        """Read ``loader`` from now on, over and over."""
+        if self.is_first_stage() or self.has_loss:
+            self.training_dataloader = loader
+            self.data_iterator = iter(RepeatingLoader(loader))
+
+    def set_dataiterator(self, iterator: Iterator[Any]) -> None:
+        """Read ``iterator`` from now on."""
+        if self.is_first_stage() or self.has_loss:
+            self.data_iterator = iterator
+
+    def set_batch_fn(self, fn: Callable[[Any], Any]) -> None:
+        """Pass every batch through ``fn``, which returns (inputs, labels)."""
+        self.batch_fn = fn
+
+    def set_has_attention_mask(self, value: bool) -> None:
+        """Kept for old scripts: masks are sent as any other tensor."""
+        self.has_attention_mask = bool(value)
+
+    def reset_activation_shape(self) -> None:
+        """Kept for old scripts: a shape that has changed is noticed."""
+
+    def of_all_stages(self, weights: Any) -> Any:
+        if self.num_stages == 1:
+            return weights
+        return WholeModel(weights, self.grid.pp_group, self.grid.get_pipe_parallel_group(), self.device)
+
+    def layer_writer(self, exclude_frozen: bool) -> Callable[[Path], None]:
+        """Writes the files of this stage's layers ("layer_03-model_00-model_states.pt"), and of its experts."""
+        experts = self._expert_writer(exclude_frozen)
+
+        def write(folder: Path) -> None:
+            self.stage_module.save_state_dict(folder, self.checkpoint_engine, exclude_frozen)
+            experts(folder)
+
+        return write
+
+    # What a pipeline does not do ------------------------------------------------------------------------------
+
+    def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise PipelineError("a stage alone has no forward(): call train_batch() or eval_batch()")
+
+    def backward(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise PipelineError("a stage alone has no backward(): call train_batch()")
+
+    def step(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise PipelineError("a stage alone has no step(): call train_batch()")
+
+    def destroy(self) -> None:
+        join_layers(self._split)
+        self._connections.close()
+        super().destroy()
+
+    # Reports --------------------------------------------------------------------------------------------------
+
+    def log_for_device(self, *msg: Any) -> None:
+        """Log ``msg`` on this rank."""
+        log_dist(" ".join(map(str, msg)), ranks=[self.global_rank])
+
+    def tput_log(self, *msg: Any) -> None:
+        """Log ``msg`` on rank 0 every ``steps_per_print`` steps."""
+        every = self.steps_per_print() or math.inf
+        if self.global_rank == 0 and self.global_steps % every == 0:
+            log_dist(" ".join(map(str, msg)), ranks=[0])
+
+
+def _find_idle(model: Any) -> None:
+    """Mark a stage that trains nothing (it is frozen, or has no parameters) although others do."""
+    if not isinstance(model, PipelineModule) or model.num_stages == 1:
+        return
+    trained: list[Any] = [None] * model.num_stages
+    own = any(param.requires_grad for param in model.parameters())
+    dist.all_gather_object(trained, own, group=model.mpu().get_pipe_parallel_group())
+    model.idle = any(trained) and not own
+
+
+def _nowhere(number: int, grad: Tensor) -> None:
+    """An engine without an optimizer only evaluates."""

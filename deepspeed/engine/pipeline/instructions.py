@@ -1,0 +1,285 @@
+"""A batch instruction by instruction, for trainers that build on the engine: with a schedule or instructions of theirs.
+
+``PipelineEngine._exec_schedule`` takes a schedule (``schedule.py``) of this stage, and calls for each instruction what
+``PipelineEngine._INSTRUCTION_MAP`` has for its class. The state between two instructions are the documented attributes:
+``pipe_buffers``, ``loss``, ``grad_layer``, ``fwd_outputs``. Messages go through the channels of every other batch, so
+their shapes may change, and the numbers are those of the engine's own orders.
+
+``train_batch`` and ``eval_batch`` do so where something was replaced (``replaced``); otherwise ``stage_run.py`` runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import MethodType
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from deepspeed.base.logging import log_dist
+from deepspeed.base.memory import see_memory_usage
+from deepspeed.engine.pipeline.stage import StageEngine
+from deepspeed.parallel.pipeline.errors import PipelineError
+from deepspeed.parallel.pipeline.messages.values import tensors_in, without_graph, writable
+from deepspeed.parallel.pipeline.schedules import instructions as schedule
+from deepspeed.parallel.pipeline.schedules.instructions import PipeInstruction, PipeSchedule
+from deepspeed.parallel.pipeline.schedules.orders import Action, Kind
+
+BATCH_INPUT_TIMER = "batch_input"
+TRAIN_BATCH_TIMER = "train_batch"
+EVAL_BATCH_TIMER = "eval_batch"
+PIPE_SEND_OUTPUT_TIMER = "pipe_send_output"
+PIPE_SEND_GRAD_TIMER = "pipe_send_grad"
+PIPE_RECV_INPUT_TIMER = "pipe_recv_input"
+PIPE_RECV_GRAD_TIMER = "pipe_recv_grad"
+
+BUFFERS = ("inputs", "labels", "outputs", "output_tensors")
+TIMERS: dict[type[PipeInstruction], str] = {
+    schedule.LoadMicroBatch: BATCH_INPUT_TIMER,
+    schedule.SendActivation: PIPE_SEND_OUTPUT_TIMER,
+    schedule.SendGrad: PIPE_SEND_GRAD_TIMER,
+    schedule.RecvActivation: PIPE_RECV_INPUT_TIMER,
+    schedule.RecvGrad: PIPE_RECV_GRAD_TIMER,
+}
+"""What is timed with ``wall_clock_breakdown``."""
+
+
+class ByInstructions(StageEngine):
+    """The part of ``PipelineEngine`` that carries out the instructions of a schedule."""
+
+    _INSTRUCTION_MAP: ClassVar[dict[type[PipeInstruction], Callable[..., Any]]]
+    """Class of an instruction -> function of the engine and the instruction's arguments. A trainer may put its own
+    in, also for instructions of its own; a method of a subclass with the name of one of ours is used as well."""
+    loss: Tensor | Any = None
+    """On the last stage: of the micro-batch at hand."""
+    grad_layer: Any = None
+    """The gradients of the outputs at hand: a tensor, or a tuple of those of the tensors that require one."""
+    eval_return_logits = False
+    """Whether ``outputs`` is to hold those of the last stage after an evaluation."""
+    is_pipe_partitioned = False
+    is_grad_partitioned = False
+    """Messages are whole: ranks of tensor parallelism have the same ones."""
+    pipe_partition_input_meta_cache = None
+    pipe_partition_output_meta_cache = None
+    using_bf16_optimizer = False
+    """Gradients of every backward are summed in the precision of the config by the engine itself."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.fwd_outputs: list[Any] = []
+        """Of the last schedule, on the last stage: what each forward returned, without its graph."""
+        self._pipe_buffers: dict[str, list[Any]] = {}
+        self._at_hand: dict[int, tuple[Any, Any]] = {}
+        """By buffer: ``loss`` and ``grad_layer`` after its last instruction."""
+        self._losses: list[Any] = []
+        self._mean: Tensor | None = None
+        """The loss of the batch, once all ranks have agreed on it."""
+        self._instruction: PipeInstruction | None = None
+        self._said_replaced = False
+
+    # A schedule -----------------------------------------------------------------------------------------------
+
+    def _replaced(self, name: str) -> bool:
+        """Whether a trainer has put something of its own in the place of the schedule ``name``, or of what carries its
+        instructions out; says once what."""
+        found = [kind.__name__ for kind, do in OURS.items() if self._INSTRUCTION_MAP.get(kind) is not do]
+        names = ("_exec_schedule", *(do.__name__ for do in OURS.values()))
+        kind, here, own = type(self), vars(self), vars(ByInstructions)
+        found += [each for each in names if each in here or getattr(kind, each) is not own[each]]
+        if schedule.replaced(name) and self.layout.chunks == 1:
+            found.append(f"schedule.{name}")
+        if found and not self._said_replaced:
+            self._said_replaced = True
+            log_dist(
+                f"{', '.join(found)} replaced: batches follow schedule.{name} instruction by instruction, whatever "
+                "pipeline.schedule says",
+                ranks=[0],
+            )
+        return bool(found)
+
+    def _exec_schedule(self, pipe_schedule: PipeSchedule) -> None:
+        """Carry out the instructions of this stage, step by step. Every stage does, with the same class of schedule.
+
+        PipelineError: an instruction that ``_INSTRUCTION_MAP`` does not know, or a stage with several chunks.
+        """
+        if self.layout.chunks > 1:
+            raise PipelineError(
+                f"instructions run on {type(self.stage_module).__name__}s with one chunk per stage: give it chunks=1, "
+                "or choose pipeline.schedule in the config"
+            )
+        core = self.core if torch.is_grad_enabled() else None
+        if core is not None:
+            self._check_batch_begins()
+            self._additional = {}
+            core.reducer.sync_enabled = False  # replicas meet at ReduceGrads
+        self._reserve_pipe_buffers(pipe_schedule.num_pipe_buffers())
+        self.fwd_outputs, self._losses, self._mean = [], [], None
+        self.loss = self.grad_layer = None
+        try:
+            for step in pipe_schedule:
+                for instruction in step:
+                    self._exec_instruction(instruction)
+            self._links[0].flush()
+        except BaseException as error:
+            self._pipe_buffers = {}
+            if core is not None:
+                self._abandon_batch(error)
+            raise
+        finally:
+            self._at_hand, self._instruction = {}, None
+            if core is not None:
+                core.reducer.sync_enabled = True
+
+    def _exec_instruction(self, instruction: PipeInstruction) -> None:
+        kind = type(instruction)
+        do = self._INSTRUCTION_MAP.get(kind)
+        if do is None:
+            raise PipelineError(
+                f"{type(self).__name__} does not understand {instruction!r}: put a function for {kind.__name__} into "
+                "PipelineEngine._INSTRUCTION_MAP"
+            )
+        method = getattr(self, do.__name__) if do is OURS.get(kind) else MethodType(do, self)
+        timer = self.timers(TIMERS[kind]) if kind in TIMERS and self.wall_clock_breakdown() else None
+        self._instruction = instruction
+        buffer = instruction.kwargs.get("buffer_id")
+        if buffer in self._at_hand:
+            self.loss, self.grad_layer = self._at_hand[buffer]
+        before = self.loss
+        if timer is not None:
+            timer.start()
+        method(**instruction.kwargs)
+        if timer is not None:
+            timer.stop()
+        if self.loss is not before:
+            self._losses.append(without_graph(self.loss))
+        if buffer is not None:
+            self._at_hand[buffer] = (self.loss, self.grad_layer)
+
+    def _train_by_instructions(self) -> Tensor:
+        """The mean loss of a batch, fp32 [], on every rank."""
+        self._exec_schedule(schedule.TrainSchedule(self.micro_batches, self.num_stages, self.stage_id))
+        return self._mean_of_batch()
+
+    def _evaluate_by_instructions(self, micro_batches: int, return_logits: bool) -> list[Any]:
+        """On the last stage: the result of each micro-batch."""
+        self.eval_return_logits = return_logits
+        self._exec_schedule(schedule.InferenceSchedule(micro_batches, self.num_stages, self.stage_id))
+        return self._losses
+
+    def _mean_of_batch(self) -> Tensor:
+        """Over micro-batches and replicas. Collective over all ranks, once per batch."""
+        if self._mean is None:
+            self._mean = self.agreed_loss = self._agree_on_losses(self._losses, self.micro_batches)
+        return self._mean
+
+    # Instructions ---------------------------------------------------------------------------------------------
+
+    def _exec_load_micro_batch(self, buffer_id: int) -> None:
+        inputs, labels = self.load()
+        if self.is_first_stage():
+            self.pipe_buffers["inputs"][buffer_id] = inputs
+        if self.has_loss:
+            self.pipe_buffers["labels"][buffer_id] = labels
+
+    def _exec_recv_activations(self, buffer_id: int) -> None:
+        inlet = self._links[0].inputs
+        if inlet is not None:
+            self.pipe_buffers["inputs"][buffer_id] = inlet.receive()
+
+    def _exec_forward_pass(self, buffer_id: int) -> None:
+        buffers = self.pipe_buffers
+        inputs = buffers["inputs"][buffer_id]
+        outputs = self.layers_forward(writable(inputs) if torch.is_grad_enabled() else inputs)
+        buffers["outputs"][buffer_id] = outputs
+        if self.has_loss:
+            self.loss = self.loss_of(outputs, buffers["labels"][buffer_id])
+            self.fwd_outputs.append(without_graph(self.loss))
+
+    def _exec_send_activations(self, buffer_id: int) -> None:
+        outlet = self._links[0].outputs
+        if outlet is not None:
+            outlet.send(self.pipe_buffers["outputs"][buffer_id])
+
+    def _exec_recv_grads(self, buffer_id: int) -> None:
+        inlet = self._links[0].output_gradients
+        if inlet is not None:
+            found = inlet.receive()
+            alone = isinstance(self.pipe_buffers["outputs"][buffer_id], Tensor) and len(found) == 1
+            self.grad_layer = found[0] if alone else found
+
+    def _exec_backward_pass(self, buffer_id: int) -> None:
+        outputs = self.pipe_buffers["outputs"]
+        gradients = (self.grad_layer,) if isinstance(self.grad_layer, Tensor) else self.grad_layer or ()
+        result = self.loss if self.has_loss else outputs[buffer_id]
+        self.backward_stage(Action(Kind.BACKWARD, buffer_id), result, gradients)
+        outputs[buffer_id] = self.grad_layer = None
+        self._count_micro_batch()
+
+    def _exec_send_grads(self, buffer_id: int) -> None:
+        outlet, inputs = self._links[0].input_gradients, self.pipe_buffers["inputs"]
+        if outlet is not None:
+            outlet.send(tuple(t.grad for t in tensors_in(inputs[buffer_id]) if t.requires_grad))
+        inputs[buffer_id] = None
+
+    def _exec_reduce_tied_grads(self) -> None:
+        """Gradients of ties are summed together with all others."""
+
+    def _exec_reduce_grads(self) -> None:
+        reducer = self._require_core("train_batch").reducer
+        reducer.sync_enabled = True
+        reducer.finish()
+
+    def _exec_optimizer_step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
+        ByInstructions._exec_reduce_grads(self)  # whatever the schedule has left out
+        self._mean_of_batch()
+        while not self.clock.at_boundary:  # micro-batches whose backward did not pass through the engine
+            super().step()
+        super().step(lr_kwargs)
+
+    # What instructions of a trainer use -----------------------------------------------------------------------
+
+    def _reserve_pipe_buffers(self, num_buffers: int) -> None:
+        """Let ``pipe_buffers`` have at least ``num_buffers`` places."""
+        for name in BUFFERS:
+            places = self._pipe_buffers.setdefault(name, [])
+            places += [None] * (num_buffers - len(places))
+
+    @property
+    def num_pipe_buffers(self) -> int:
+        return len(self._pipe_buffers.get("inputs", ()))
+
+    def position_in_batch(self) -> str:
+        if self._instruction is None:
+            return super().position_in_batch()
+        return f"stage {self.stage_id}, {self._instruction!r}"
+
+    def mem_status(self, msg: str, print_rank: int = -1, reset_max: bool = False) -> None:
+        """Print the memory in use with ``memory_breakdown``, and start its peaks anew, on rank 0."""
+        see_memory_usage(msg, force=bool(self.memory_breakdown()))
+
+    def _begin_plain_backward(self) -> None:
+        """An instruction called autograd itself. What the next stage has sent is its share of the loss already."""
+        if self.has_loss:
+            return super()._begin_plain_backward()
+        core = self._require_core("backward")
+        self._recover()
+        self._network.phase = "backward"
+        self.events.emit("before_backward", loss=None)
+        core.reducer.before_backward()
+        return None
+
+
+OURS: dict[type[PipeInstruction], Callable[..., Any]] = {
+    schedule.OptimizerStep: ByInstructions._exec_optimizer_step,
+    schedule.ReduceGrads: ByInstructions._exec_reduce_grads,
+    schedule.ReduceTiedGrads: ByInstructions._exec_reduce_tied_grads,
+    schedule.LoadMicroBatch: ByInstructions._exec_load_micro_batch,
+    schedule.ForwardPass: ByInstructions._exec_forward_pass,
+    schedule.BackwardPass: ByInstructions._exec_backward_pass,
+    schedule.SendActivation: ByInstructions._exec_send_activations,
+    schedule.RecvActivation: ByInstructions._exec_recv_activations,
+    schedule.SendGrad: ByInstructions._exec_send_grads,
+    schedule.RecvGrad: ByInstructions._exec_recv_grads,
+}
+ByInstructions._INSTRUCTION_MAP = dict(OURS)

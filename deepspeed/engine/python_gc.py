@@ -1,0 +1,67 @@
+"""``disable_python_gc``: no automatic collection of cyclic garbage while engines train.
+
+A full collection stops a rank for as long as it takes to look at every object, at a moment of its own; the others wait
+in the next collective. Reference counting goes on; cycles are collected when a script asks for it.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+
+from deepspeed.base.logging import logger
+
+
+class PythonGCManager:
+    """Switches the collector off while somebody holds it, and back on with the last one if it was on before.
+
+    A child that is forked meanwhile has no engines: there the collector is as it was before.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._holders = 0
+        self._was_on = False
+        self._process = os.getpid()
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=self._forked)
+
+    @property
+    def active_engines(self) -> int:
+        return self._holders
+
+    def acquire(self) -> int:
+        """Collect, and switch the collector off. Returns what ``release`` is given."""
+        with self._lock:
+            if self._holders == 0:
+                self._was_on = gc.isenabled()
+                if self._was_on:
+                    logger.info(
+                        f"automatic collection of cyclic garbage is off; {gc.collect()} objects collected"
+                    )
+                    gc.disable()
+            self._holders += 1
+            return self._process
+
+    def release(self, held: int) -> None:
+        """``held``: from ``acquire``; nothing happens in another process than that one's."""
+        with self._lock:
+            if held != self._process or self._holders == 0:
+                return
+            self._holders -= 1
+            if self._holders == 0 and self._was_on:
+                gc.enable()
+
+    def collect(self) -> int:
+        """A full collection now; returns the number of objects."""
+        return gc.collect()
+
+    def _forked(self) -> None:
+        self._lock = threading.RLock()  # a thread that is not in this process may have held it
+        if self._holders and self._was_on:
+            gc.enable()
+        self._holders, self._process = 0, os.getpid()
+
+
+python_gc_manager = PythonGCManager()

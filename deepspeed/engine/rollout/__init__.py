@@ -1,0 +1,62 @@
+"""Rollouts: answers to prompts from a model that is being trained, by one interface."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from deepspeed.engine.rollout.base import (
+    RolloutBatch,
+    RolloutConfig,
+    RolloutEngine,
+    RolloutRequest,
+    SamplingConfig,
+)
+from deepspeed.engine.rollout.hybrid_engine_rollout import HybridEngineRollout, HybridEngineRolloutConfig
+from deepspeed.engine.rollout.importance import importance_weights, rollout_mismatch
+from deepspeed.engine.rollout.opsd import JSDLossOutput, ResponseTokenBatch, generalized_jsd_loss
+
+_NAMES = (HybridEngineRollout.name, "serving", "serving_ahead")
+
+__all__ = [
+    "HybridEngineRollout",
+    "HybridEngineRolloutConfig",
+    "JSDLossOutput",
+    "ResponseTokenBatch",
+    "RolloutBatch",
+    "RolloutConfig",
+    "RolloutEngine",
+    "RolloutRequest",
+    "SamplingConfig",
+    "build_rollout",
+    "generalized_jsd_loss",
+    "importance_weights",
+    "rollout_mismatch",
+]
+
+
+def build_rollout(
+    rollout_cfg: RolloutConfig, student_engine: Any = None, tokenizer: Any = None, **kwargs: Any
+) -> RolloutEngine:
+    """The rollout engine that ``rollout_cfg.engine`` names; any object with that attribute will do. ``kwargs``: fields
+    of ``ServingRolloutConfig``, for those by the serving engine; the other one has no use for any.
+
+    ValueError: another name, or no ``student_engine``.
+    """
+    name = rollout_cfg.engine
+    if name not in _NAMES:
+        raise ValueError(f"Unknown rollout engine {name!r}: use {', '.join(map(repr, _NAMES))}")
+    if student_engine is None:
+        raise ValueError(
+            f"a rollout engine {name!r} needs both student_engine= and tokenizer= (which may be None where the model's "
+            "generation config names its special tokens)"
+        )
+    if name == HybridEngineRollout.name:
+        return HybridEngineRollout(
+            student_engine,
+            tokenizer,
+            HybridEngineRolloutConfig(getattr(rollout_cfg, "use_graph_capture", False)),
+        )
+    from deepspeed.engine.rollout import serving_rollout as serving  # imports of serving
+
+    kind = serving.ServingRollout if name == serving.ServingRollout.name else serving.ServingRolloutAhead
+    return kind(student_engine, tokenizer, serving.ServingRolloutConfig(**kwargs))

@@ -1,0 +1,155 @@
+"""Rollouts by the engine that trains."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepspeed.base.accelerator import get_accelerator
+from deepspeed.config.section import note
+from deepspeed.engine.rollout.answers import special_tokens, until_the_end
+from deepspeed.engine.rollout.base import RolloutBatch, RolloutEngine, RolloutRequest, SamplingConfig
+
+
+@dataclass
+class HybridEngineRolloutConfig:
+    """``use_graph_capture`` has no effect: decoding is not captured as a graph. Neither have the others, which are
+    about how a batch is decoded and change no answer: ``RolloutConfig("serving")`` shares prompts and memory by itself.
+
+    ``enable_profiling``: ``get_last_profile`` tells how long the last ``generate`` took; it waits for the device.
+    """
+
+    use_graph_capture: bool = False
+    use_shared_prefill: bool = False
+    align_decode_fronts: bool = False
+    enable_cache_trimming: bool = False
+    continuous_cache_capacity: int | None = None
+    enable_profiling: bool = False
+
+
+class HybridEngineRollout(RolloutEngine):
+    """Answers by ``engine.generate``, in evaluation mode; the engine's mode is the same afterwards.
+
+    Args:
+        engine: of ``deepspeed.initialize`` with ``hybrid_engine``; any engine whose module generates does.
+        tokenizer: says which tokens end an answer and which one pads; without it the model's generation config does.
+        cfg: see ``HybridEngineRolloutConfig``.
+    """
+
+    name = "hybrid_engine"
+
+    def __init__(self, engine: Any, tokenizer: Any, cfg: HybridEngineRolloutConfig | None = None) -> None:
+        self.engine = engine
+        self.tokenizer = tokenizer
+        self.use_graph_capture = cfg is not None and cfg.use_graph_capture
+        self._profiled = cfg is not None and cfg.enable_profiling
+        self._marks: list[float] = []
+        self._last_profile: dict[str, Any] | None = None
+        if self.use_graph_capture:
+            note("rollout: use_graph_capture has no effect: decoding is not captured as a graph")
+        unused = (
+            "use_shared_prefill",
+            "align_decode_fronts",
+            "enable_cache_trimming",
+            "continuous_cache_capacity",
+        )
+        for name in unused:
+            if getattr(cfg, name, None):
+                note(f"rollout: {name} has no effect on the hybrid engine: use RolloutConfig('serving')")
+
+    def generate(self, request: RolloutRequest, sampling: SamplingConfig) -> RolloutBatch:
+        """Collective where the engine's ``generate`` is.
+
+        ValueError: ``log_probs`` with ranks that share layers in generation only; ``seeds``.
+        """
+        if request.seeds is not None:
+            raise ValueError(
+                "seeds of a RolloutRequest: generate() of a model has one stream of random numbers for all rows; use "
+                "RolloutConfig(engine='serving')"
+            )
+        self._marks = []
+        self._mark()
+        ends, padding = special_tokens(self.tokenizer, self.engine.module)
+        trained = self.engine.training
+        self.engine.eval()
+        self._mark()
+        try:
+            made = self.engine.generate(
+                input_ids=request.prompt_ids,
+                attention_mask=request.prompt_attention_mask,
+                **_settings(sampling),
+                eos_token_id=ends or None,
+                pad_token_id=padding,
+            )
+        finally:
+            self.engine.train(trained)
+        self._mark()
+        tokens = made.sequences if sampling.log_probs else made
+        width = request.prompt_ids.shape[1]
+        answers = until_the_end(tokens[:, width:], ends)
+        prompts = request.prompt_attention_mask.repeat_interleave(sampling.n_samples_per_prompt, 0)
+        batch = RolloutBatch(
+            tokens,
+            torch.cat([prompts, answers.to(prompts.dtype)], 1),
+            torch.full((tokens.shape[0],), width, device=tokens.device),
+            _log_probs(made.logits, tokens[:, width:]) * answers if sampling.log_probs else None,
+        )
+        self._mark()
+        if self._profiled:
+            self._last_profile = _profile(self._marks, *answers.shape)
+        return batch
+
+    def get_last_profile(self) -> dict[str, Any] | None:
+        """How long each part of the last ``generate`` took, in milliseconds, the answers' length with their padding,
+        and how many tokens that is in a second. None: before the first one, or without ``enable_profiling``."""
+        return None if self._last_profile is None else dict(self._last_profile)
+
+    def _mark(self) -> None:
+        if self._profiled:
+            get_accelerator().synchronize()
+            self._marks.append(time.perf_counter())
+
+    def sync_weights(self, step: int) -> None:
+        """Nothing: the weights are those that are trained."""
+
+
+def _profile(marks: list[float], rows: int, length: int) -> dict[str, Any]:
+    """``marks``: the beginning, and the ends of preparing, generating and of what came after."""
+    before, generating, after = ((end - start) * 1e3 for start, end in itertools.pairwise(marks))
+    return {
+        "prompt_expansion_ms": before,
+        "generation_ms": generating,
+        "post_processing_ms": after,
+        "total_ms": (marks[-1] - marks[0]) * 1e3,
+        "tokens_per_second": rows * length / (marks[-1] - marks[0]),
+        "response_length": length,
+    }
+
+
+def _settings(sampling: SamplingConfig) -> dict[str, Any]:
+    """Arguments of ``generate``."""
+    settings: dict[str, Any] = {
+        "max_new_tokens": sampling.max_new_tokens,
+        "num_return_sequences": sampling.n_samples_per_prompt,
+        "do_sample": sampling.temperature > 0,
+    }
+    if sampling.temperature > 0:
+        settings |= {
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": max(0, sampling.top_k),
+        }
+    if sampling.log_probs:
+        settings |= {"return_dict_in_generate": True, "output_logits": True}
+    return settings
+
+
+def _log_probs(logits: tuple[Tensor, ...], answers: Tensor) -> Tensor:
+    """[rows, length] float32 of the tokens that were drawn, from the logits ``[rows, vocabulary]`` of each of them."""
+    each = [step.float().log_softmax(-1).gather(1, answers[:, at, None]) for at, step in enumerate(logits)]
+    return torch.cat(each, 1)

@@ -1,0 +1,205 @@
+"""What a client does with the state of an engine between steps: save, load, export, move."""
+
+from __future__ import annotations
+
+import functools
+import glob
+import os
+from collections.abc import Callable, Container
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from deepspeed.checkpoint import names
+from deepspeed.checkpoint.files.writers import set_mode
+from deepspeed.config.sections.offload import OffloadDeviceEnum, OffloadStateTypeEnum
+from deepspeed.engine import checkpoints as engine_checkpoint
+from deepspeed.engine import loading as engine_loading
+from deepspeed.engine import weights as engine_weights
+from deepspeed.engine.base import EngineBase
+from deepspeed.zero.offload.state_moves import HasMovableStates
+
+
+class EngineState(EngineBase):
+    """Part of ``DeepSpeedEngine``."""
+
+    # Checkpoints --------------------------------------------------------------------------------------------
+
+    def save_checkpoint(
+        self,
+        save_dir: str,
+        tag: str | None = None,
+        client_state: dict[str, Any] = {},  # noqa: B006 - the documented default, never written to
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Write everything needed to resume to ``save_dir/tag``. Collective; see ``docs/checkpoints.md``."""
+        self.half_loaded.refuse()
+        done = engine_checkpoint.save_checkpoint(
+            self, save_dir, tag, client_state, save_latest, exclude_frozen_parameters
+        )
+        self.events.emit("on_save", save_dir=save_dir, tag=tag)
+        return done
+
+    store_checkpoint = save_checkpoint
+
+    def _change_recovery_script_permissions(self, dst: str) -> None:
+        """Let a shell run the script at ``dst``, if the file system has permissions."""
+        set_mode(Path(dst), 0o744)
+
+    def load_checkpoint(
+        self,
+        load_dir: str,
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Callable[..., Any] | None = None,
+    ) -> tuple[str | None, dict[str, Any] | None]:
+        """``(path, client_state)``, or ``(None, None)`` when there is nothing to load. Collective."""
+        result = engine_loading.load_checkpoint(
+            self,
+            load_dir,
+            tag,
+            load_module_strict=load_module_strict,
+            load_optimizer_states=load_optimizer_states,
+            load_lr_scheduler_states=load_lr_scheduler_states,
+            load_module_only=load_module_only,
+            custom_load_fn=custom_load_fn,
+        )
+        self.events.emit("on_load", load_dir=load_dir, tag=tag)
+        return result
+
+    @functools.cached_property
+    def save_non_zero_checkpoint(self) -> bool:
+        """Whether this rank writes a file with model states."""
+        return engine_checkpoint.writes_model_file(self)
+
+    @functools.cached_property
+    def save_zero_checkpoint(self) -> bool:
+        """Whether this rank writes a file with its part of what the optimizer keeps."""
+        return bool(self.zero_optimization()) and self.state_access is not None
+
+    def _get_ckpt_name(
+        self, checkpoints_path: str | os.PathLike[str], tag: str, mp_placeholder: str | None = None
+    ) -> str:
+        """The file with this rank's model states; ``mp_placeholder`` stands for the number of its model-parallel rank
+        (``"*"``: a pattern for those of all)."""
+        place = None if mp_placeholder is None else str(mp_placeholder)
+        return engine_checkpoint.model_path(self, checkpoints_path, tag, place)
+
+    def _get_all_ckpt_names(self, checkpoints_path: str | os.PathLike[str], tag: str) -> list[str]:
+        """The files with the model states of all model-parallel ranks, in the order of the ranks."""
+        return names.by_rank(glob.glob(self._get_ckpt_name(checkpoints_path, tag, mp_placeholder="*")))
+
+    def _get_zero_ckpt_name(self, checkpoints_path: str | os.PathLike[str], tag: str) -> str:
+        """The file with this rank's part of what the optimizer keeps."""
+        return engine_checkpoint.optimizer_path(self, checkpoints_path, tag)
+
+    def _get_optimizer_ckpt_name(
+        self, checkpoints_path: str | os.PathLike[str], tag: str, expp_rank: int
+    ) -> str:
+        """The same: experts' states lie with all others, whatever ``expp_rank`` is."""
+        return engine_checkpoint.optimizer_path(self, checkpoints_path, tag)
+
+    def save_16bit_model(
+        self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
+    ) -> bool:
+        """Write the model's weights in their own dtype, from rank 0."""
+        self.half_loaded.refuse()
+        return engine_weights.save_16bit_model(self, save_dir, save_filename, exclude_frozen_parameters)
+
+    def save_fp16_model(self, save_dir: str, save_filename: str = "pytorch_model.bin") -> bool:
+        return self.save_16bit_model(save_dir, save_filename)
+
+    def _zero3_consolidated_16bit_state_dict(
+        self, exclude_frozen_parameters: bool = False
+    ) -> dict[str, Tensor] | None:
+        """Stage 3: the whole model on rank 0, None on the others. Collective."""
+        return engine_weights.zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters)
+
+    def _consolidated_16bit_state_dict(
+        self, exclude_frozen_parameters: bool = False
+    ) -> dict[str, Tensor] | None:
+        """The same at any stage."""
+        return engine_weights.consolidated_16bit_state_dict(self, exclude_frozen_parameters)
+
+    def whole_tensor(self, param: Tensor, value: Tensor | None = None) -> Tensor:
+        """The tensor of which ``param`` is this rank's part [shape: that before tensor parallelism; for experts the
+        number of different ones first], on every rank, without gradient. ``value``: a tensor that lies as the part
+        does, such as ``safe_get_full_grad(param)``, instead of the weights. Collective."""
+        return engine_weights.whole(self, param, value)
+
+    def module_state_dict(
+        self,
+        destination: Any = None,
+        prefix: str = "",
+        keep_vars: bool = False,
+        exclude_frozen_parameters: bool = False,
+    ) -> dict[str, Any]:
+        return engine_weights.module_state_dict(
+            self, destination, prefix, keep_vars, exclude_frozen_parameters
+        )
+
+    def load_module_state_dict(
+        self,
+        checkpoint: dict[str, Any],
+        strict: bool = True,
+        custom_load_fn: Callable[..., Any] | None = None,
+        fetch_z3_params: bool = False,
+        z3_params_to_fetch: Any = None,
+        allowed_missing_keys: Any = None,
+    ) -> None:
+        """Load ``checkpoint["module"]``; the optimizer's master weights follow."""
+        engine_weights.load_module_state_dict(
+            self,
+            checkpoint,
+            strict,
+            custom_load_fn,
+            fetch_z3_params,
+            z3_params_to_fetch,
+            allowed_missing_keys,
+        )
+
+    # Lending the device's memory ----------------------------------------------------------------------------
+
+    def offload_states(
+        self,
+        include: Container[OffloadStateTypeEnum] | None = None,
+        device: OffloadDeviceEnum = OffloadDeviceEnum.cpu,
+        pin_memory: bool = True,
+        non_blocking: bool = False,
+    ) -> None:
+        """Move training state to host memory until ``reload_states``, so that something else can use the device.
+
+        Args:
+            include: kinds to move (values of ``OffloadStateTypeEnum``); default: all of them.
+            device: "cpu".
+            pin_memory: use page-locked memory, from which reloading is faster.
+            non_blocking: return before the copies are done; synchronize the device before relying on its memory.
+
+        Raises:
+            AssertionError: parameters are already offloaded (``offload_param``), or the engine holds no state.
+        """
+        optimizer = self._movable_states()
+        optimizer.offload_states(include, device, pin_memory, non_blocking)
+
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """Bring back what ``offload_states`` moved."""
+        self._movable_states().reload_states(non_blocking)
+
+    def _movable_states(self) -> HasMovableStates:
+        if self.plan.param_offload is not None:
+            raise AssertionError("offload_states() cannot be combined with zero_optimization.offload_param")
+        if not isinstance(self.optimizer, HasMovableStates):
+            raise AssertionError(
+                f"offload_states() moves state that the engine holds, but its optimizer is {self.optimizer!r:.60}: "
+                "use ZeRO stage 1, 2 or 3"
+            )
+        if not self._guards_states:
+            self._guards_states = True
+            for event in ("before_forward", "before_step"):
+                self.events.on(event, self.optimizer.mover.refuse_while_away)
+        return self.optimizer

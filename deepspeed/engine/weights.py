@@ -1,0 +1,226 @@
+"""The engine's weights alone, as whole tensors: its module's state dict, loading one, and exports."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Generator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from deepspeed.base.logging import logger
+from deepspeed.checkpoint.contents import shared_names
+from deepspeed.checkpoint.export import save_weights
+from deepspeed.checkpoint.files.archive import LazyTensor
+from deepspeed.checkpoint.numbered import names_on_all
+from deepspeed.checkpoint.originals import Exported, Expression, Weight
+from deepspeed.checkpoint.placement import placement_of
+from deepspeed.checkpoint.ranks import Ranks
+from deepspeed.checkpoint.renaming import exported_name, wrapper_of
+from deepspeed.checkpoint.sharded_weights import ShardedWeights
+from deepspeed.zero.gathering.gathered import GatheredParameters
+from deepspeed.zero.placements import whole_tensor
+
+if TYPE_CHECKING:
+    from deepspeed.engine.base import EngineBase
+
+
+def gathered(engine: EngineBase, *, modified: bool) -> GatheredParameters:
+    """Gather partitioned parameters inside the block if their values are about to be ``modified``. Collective."""
+    return GatheredParameters(list(engine.module.parameters()), modifier_rank=0, enabled=modified)
+
+
+def module_state_dict(
+    engine: EngineBase,
+    destination: Any = None,
+    prefix: str = "",
+    keep_vars: bool = False,
+    exclude_frozen_parameters: bool = False,
+) -> dict[str, Any]:
+    """The wrapped module's ``state_dict``, as transforms have left it; without frozen parameters if requested."""
+    state = engine.module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
+    if exclude_frozen_parameters:
+        for name, param in engine.module.named_parameters(remove_duplicate=False):
+            if not param.requires_grad:
+                state.pop(prefix + name, None)
+    return state
+
+
+def load_module_state_dict(
+    engine: EngineBase,
+    checkpoint: Mapping[str, Any],
+    strict: bool = True,
+    custom_load_fn: Callable[..., Any] | None = None,
+    fetch_z3_params: bool = False,
+    z3_params_to_fetch: Any = None,
+    allowed_missing_keys: Any = None,
+) -> None:
+    """Load ``checkpoint["module"]``; the optimizer's master weights follow.
+
+    ``allowed_missing_keys`` may be absent even if ``strict``. ``fetch_z3_params`` and ``z3_params_to_fetch``
+    matter where parameters are sharded.
+    """
+    source = checkpoint["module"]
+    with gathered(engine, modified=True):
+        if custom_load_fn is not None:
+            custom_load_fn(src=source, dst=engine.module)
+        else:
+            own = engine.module.state_dict()
+            tolerated = {name for name in allowed_missing_keys or () if name in own and name not in source}
+            engine.module.load_state_dict(
+                {**{name: own[name] for name in tolerated}, **source}, strict=strict
+            )
+    if engine.state_access is not None and not ShardedWeights(engine.module):
+        engine.state_access.weights_loaded()
+
+
+def save_16bit_model(
+    engine: EngineBase,
+    save_dir: str | os.PathLike[str],
+    save_filename: str = "pytorch_model.bin",
+    exclude_frozen_parameters: bool = False,
+) -> bool:
+    """Write the model's weights in their own dtype to ``save_dir/save_filename``, from rank 0. Collective.
+
+    Where transforms changed the module, the names and shapes are those of the module before them; names have nothing of
+    what ``torch.compile`` and ``DataParallel`` put into them. A name ending in
+    ``.safetensors`` selects that format. Tied weights are written once. Partitioned parameters are gathered one by one
+    as they are written; if ``stage3_gather_16bit_weights_on_model_save`` is off, nothing is written and False is
+    returned.
+    """
+    if ShardedWeights(engine.module) and not engine.zero_gather_16bit_weights_on_model_save():
+        logger.warning(
+            f"{save_filename} is not written: zero_optimization.stage3_gather_16bit_weights_on_model_save is false. "
+            "Set it, or use zero_to_fp32.py on a checkpoint"
+        )
+        return False
+    ranks, path = Ranks(), Path(save_dir) / save_filename
+    source = engine.of_all_stages(_WholeWeights(engine, exclude_frozen_parameters))
+    with ranks.together("saving the model"), source:
+        if ranks.rank == 0:
+            save_weights(
+                source.tensors(),
+                path.parent,
+                aliases=source.aliases,
+                filename=path.name,
+                safetensors=path.suffix == ".safetensors",
+            )
+    return True
+
+
+def zero3_consolidated_16bit_state_dict(
+    engine: EngineBase, exclude_frozen_parameters: bool = False
+) -> dict[str, Tensor] | None:
+    """The whole model on rank 0's host, None on the others. Collective. ValueError if the stage is not 3.
+
+    ``stage3_gather_16bit_weights_on_model_save`` is not asked: it decides what saving a model does, and scripts call
+    this to have the weights in any case.
+    """
+    if not ShardedWeights(engine.module):
+        raise ValueError("the parameters are not partitioned: use engine.module.state_dict()")
+    return consolidated_16bit_state_dict(engine, exclude_frozen_parameters)
+
+
+def consolidated_16bit_state_dict(
+    engine: EngineBase, exclude_frozen_parameters: bool = False
+) -> dict[str, Tensor] | None:
+    """The whole model's state dict on rank 0's host in the weights' own dtype, None on the others, as it would be
+    without transforms of the module. Collective."""
+    with engine.of_all_stages(_WholeWeights(engine, exclude_frozen_parameters)) as source:
+        if engine.global_rank != 0:
+            return None
+        made = {
+            name: part.to("cpu", copy=True)
+            for name, tensor in source.tensors().items()
+            for part in tensor.parts()
+        }
+    return made | {alias: made[name] for alias, name in source.aliases.items() if name in made}
+
+
+def whole(engine: EngineBase, param: Tensor, value: Tensor | None = None) -> Tensor:
+    """The whole tensor of which ``param``, or ``value`` in its place, is this rank's part. Collective."""
+    if value is not None:
+        return whole_tensor(value, engine.scopes, of=param)
+    with GatheredParameters([param]):
+        return whole_tensor(param, engine.scopes).clone()
+
+
+class _WholeWeights:
+    """The tensors of an export, gathered one at a time and in the same order on all ranks: rank 0 requests each, and
+    the others join the gathers until the block ends, even after an error on rank 0. Tensors that tensor-parallel ranks
+    split are joined; of shared lists, such as experts, all is there.
+
+    A tensor is whole only until the next one is requested. ``aliases``: other name -> name.
+    """
+
+    def __init__(self, engine: EngineBase, exclude_frozen: bool) -> None:
+        state = module_state_dict(engine, keep_vars=True, exclude_frozen_parameters=exclude_frozen)
+        self.scopes = engine.scopes
+        shared = shared_names(engine.module)
+        on_all = names_on_all(engine.module)
+        self.weights: dict[str, Tensor] = {}
+        self.share: dict[str, int] = {}
+        for name, value in state.items():
+            if isinstance(value, Tensor) and name not in shared:
+                self.share.update({each: share for share, each in enumerate(on_all.get(name, ()))})
+                self.weights.update(dict.fromkeys(on_all.get(name, (name,)), value))
+        aliases = {alias: name for alias, name in shared.items() if name in self.weights}
+        originals = engine.module_transforms.originals
+        if originals is None:
+            exported = Exported({name: Weight(name) for name in self.weights}, aliases)
+        else:
+            exported = originals.exported(self.weights, aliases)
+        wrapper = wrapper_of(engine.module)
+        self.left: dict[str, Expression] = {
+            exported_name(name, wrapper): made for name, made in exported.tensors.items()
+        }
+        self.aliases = {
+            exported_name(alias, wrapper): exported_name(name, wrapper)
+            for alias, name in exported.aliases.items()
+        }
+        self._current: Generator[Tensor, None, None] | None = None
+
+    def tensors(self) -> dict[str, LazyTensor]:
+        return {
+            name: LazyTensor(
+                made.shape(lambda each: self._shape(self.weights[each])),
+                made.dtype(lambda each: self.weights[each].dtype),
+                lambda name=name: self._take(name),
+            )
+            for name, made in self.left.items()
+        }
+
+    def _take(self, name: str) -> Generator[Tensor, None, None]:
+        assert next(iter(self.left)) == name, "tensors are asked for in order"
+        self._current = self._whole(self.left.pop(name))
+        return self._current
+
+    @staticmethod
+    def _shape(value: Tensor) -> tuple[int, ...]:
+        return placement_of(value).global_shape
+
+    def _whole(self, made: Expression) -> Generator[Tensor, None, None]:
+        with self._gathered(made):
+            yield made.value(self._joined(made).__getitem__)
+
+    def _joined(self, made: Expression) -> dict[str, Tensor]:
+        """The whole tensors that it is made of. Collective where ranks hold parts of them."""
+        return {
+            name: whole_tensor(self.weights[name], self.scopes, share=self.share.get(name))
+            for name in made.names()
+        }
+
+    def _gathered(self, made: Expression) -> GatheredParameters:
+        return GatheredParameters([self.weights[name] for name in made.names()])
+
+    def __enter__(self) -> _WholeWeights:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self._current is not None:
+            self._current.close()
+        for made in self.left.values():
+            with self._gathered(made):
+                self._joined(made)
+        self.left.clear()

@@ -1,0 +1,1 @@
+"""Generation: continuous batching, sampling, and the loops around them."""

@@ -1,0 +1,302 @@
+"""``generate`` of Transformers whose forwards are one call of the native library each.
+
+Transformers says how tokens are chosen, with its own random numbers, processors, streamers and criteria. Only the
+forward is another one: it runs the fused layout over a paged cache, which takes the place of the cache of ``generate``;
+and where no streamer listens, so is the loop around it (`token_loop.py`). Prompts that are the same are computed
+once. A call that needs more of the model than the logits of the last tokens (beams, an assistant, hidden states), and a
+model or batch that the fused layout is not for, get the module's own ``generate``.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from deepspeed.inference.cache.pages import PagedCache, Piece
+from deepspeed.inference.generation.token_loop import Chosen, choose_tokens, is_usual, takes
+from deepspeed.inference.model.facts import LayoutError
+from deepspeed.inference.model.fused import FusedLayout
+from deepspeed.inference.model.listeners import is_heard
+from deepspeed.inference.model.runner import ModelRunner
+
+_BLOCK_SIZE = 16
+_FIRST_TOKENS = 256
+"""Of the cache, behind the prompt; it grows by doubling."""
+
+_ARGUMENTS = frozenset(
+    "inputs input_ids attention_mask generation_config logits_processor stopping_criteria streamer "
+    "synced_gpus tokenizer max_new_tokens max_length min_new_tokens min_length do_sample temperature "
+    "top_k top_p min_p typical_p top_h epsilon_cutoff eta_cutoff repetition_penalty no_repeat_ngram_size "
+    "bad_words_ids suppress_tokens sequence_bias begin_suppress_tokens forced_bos_token_id "
+    "forced_eos_token_id renormalize_logits remove_invalid_values exponential_decay_length_penalty "
+    "prefix_allowed_tokens_fn stop_strings max_time num_return_sequences num_beams use_cache bos_token_id "
+    "pad_token_id eos_token_id return_dict_in_generate output_logits output_scores".split()
+)
+"""Of a call of ``generate``: those that say which tokens are chosen."""
+
+_PLAIN: dict[str, tuple[Any, ...]] = {
+    "num_beams": (None, 1),
+    "use_cache": (None, True),
+    "output_attentions": (None, False),
+    "output_hidden_states": (None, False),
+    "penalty_alpha": (None, 0, 0.0),
+    "dola_layers": (None,),
+    "prompt_lookup_num_tokens": (None,),
+    "cache_implementation": (None, "dynamic"),
+    "prefill_chunk_size": (None,),
+    "guidance_scale": (None, 1, 1.0),
+    "watermarking_config": (None,),
+}
+"""Settings of a call or of a model that change what is asked of the forward, with the values that do not."""
+
+_FORWARD = frozenset(
+    "input_ids attention_mask position_ids cache_position past_key_values use_cache logits_to_keep return_dict "
+    "output_attentions output_hidden_states".split()
+)
+_UNWANTED = ("output_attentions", "output_hidden_states")
+
+
+class FusedGeneration:
+    """Generates with one module after another. What was found out about a module is kept while it lives; the cache is
+    that of one call."""
+
+    def __init__(self) -> None:
+        self._module: weakref.ref[nn.Module] | None = None
+        self._runner: ModelRunner | None = None
+        self._acting: type[Any] = type(None)
+
+    def generate(self, module: Any, *inputs: Any, **kwargs: Any) -> Any:
+        """What the ``generate`` of the module's class returns, in evaluation mode and with whole weights."""
+        plain = type(module).generate
+        runner = self._runner_of(module) if _is_plain(module, inputs, kwargs) else None
+        if runner is None:
+            return plain(module, *inputs, **kwargs)
+        from deepspeed.inference.model.padded_cache import cache_over
+
+        rows = _Rows(runner)
+        cache: Any = cache_over(rows, 1)
+        cache.rows = rows
+        acting = object.__new__(self._acting)
+        object.__setattr__(acting, "__dict__", _attributes(module))  # the module itself, with another forward
+        try:
+            made = plain(acting, *inputs, past_key_values=cache, **kwargs)
+            if getattr(made, "past_key_values", None) is cache:
+                # Whoever asked for more than tokens gets that too.
+                made.past_key_values = rows.kept(module)
+            return made
+        finally:
+            runner.release()
+
+    def _runner_of(self, module: nn.Module) -> ModelRunner | None:
+        """None if the fused layout is not for ``module``, or somebody listens to it, who shall not hear of trials."""
+        if any(map(is_heard, module.modules())):
+            return None
+        if self._module is None or self._module() is not module:
+            self._module = weakref.ref(module)
+            self._acting = _acting_kind(type(module))
+            try:
+                self._runner = ModelRunner(module, _BLOCK_SIZE, layouts=(FusedLayout,))
+            except (LayoutError, AttributeError, TypeError, ValueError):  # of any model
+                self._runner = None
+        return self._runner
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> FusedGeneration:
+        return FusedGeneration()
+
+
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    """Of the module, without a forward in the place of that of its class."""
+    own = vars(module)
+    return {name: value for name, value in own.items() if name != "forward"} if "forward" in own else own
+
+
+def _is_plain(module: Any, inputs: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call asks for the most probable tokens or for samples, and for nothing but tokens."""
+    if module.training or not kwargs.keys() <= _ARGUMENTS or len(inputs) > 1:
+        return False
+    configs = (kwargs.get("generation_config"), getattr(module, "generation_config", None))
+    settings = [kwargs, *(vars(each) for each in configs if each is not None)]
+    return all(
+        next((each[name] for each in settings if each.get(name) is not None), None) in plain
+        for name, plain in _PLAIN.items()
+    )
+
+
+def _acting_kind(kind: type[Any]) -> type[Any]:
+    """``kind`` with a forward that runs the rows of a call if the cache is theirs, and a loop around it."""
+    plain = kind.forward
+
+    @functools.wraps(plain)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        rows = getattr(kwargs.get("past_key_values"), "rows", None)
+        if not isinstance(rows, _Rows):
+            return plain(self, *args, **kwargs)
+        if not rows.sequences and (args or not rows.takes(kwargs)):
+            return plain(self, *args, **{**kwargs, "past_key_values": _plain_cache(self)})
+        return rows.forward(kwargs)
+
+    members: dict[str, Any] = {"forward": forward, "__module__": kind.__module__}
+    if is_usual(kind):
+        members["_sample"] = _loop_of(kind)
+    return type(kind.__name__, (kind,), members)
+
+
+def _loop_of(kind: type[Any]) -> Any:
+    plain = kind._sample
+
+    @functools.wraps(plain)
+    def sample(
+        self: Any,
+        input_ids: Tensor,
+        logits_processor: Any,
+        stopping_criteria: Any,
+        generation_config: Any,
+        synced_gpus: bool = False,
+        streamer: Any = None,
+        **given: Any,
+    ) -> Any:
+        rows: Any = getattr(given.get("past_key_values"), "rows", None)
+        others = synced_gpus, streamer
+        wanted = isinstance(rows, _Rows) and takes(generation_config, stopping_criteria, others)
+        if not wanted or rows.sequences or not rows.takes({**given, "input_ids": input_ids}):
+            settings = (logits_processor, stopping_criteria, generation_config, synced_gpus, streamer)
+            return plain(self, input_ids, *settings, **given)
+        forward = functools.partial(rows.logits, given.get("attention_mask"))
+        made = choose_tokens(forward, input_ids, logits_processor, stopping_criteria, generation_config)
+        return (
+            _told(made, given["past_key_values"])
+            if generation_config.return_dict_in_generate
+            else made.tokens
+        )
+
+    return sample
+
+
+def _told(made: Chosen, cache: Any) -> Any:
+    from transformers.generation import GenerateDecoderOnlyOutput
+
+    scores, logits = (tuple(each) or None for each in (made.scores, made.logits))
+    return GenerateDecoderOnlyOutput(
+        sequences=made.tokens,  # type: ignore[arg-type]
+        scores=scores,  # type: ignore[arg-type]
+        logits=logits,  # type: ignore[arg-type]
+        past_key_values=cache,
+    )
+
+
+def _plain_cache(module: Any) -> Any:
+    from transformers import DynamicCache
+
+    return DynamicCache(config=module.config)
+
+
+class _Rows:
+    """The sequences of one call of ``generate``. To the cache interface of Transformers: what has ``length`` tokens, of
+    which ``count`` are new."""
+
+    count = 0
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self.runner = runner
+        self.length = 0
+        self.sequences: list[tuple[int, list[int]]] = []  # tokens so far without padding, blocks
+        self._used = self._blocks = 0
+
+    def update(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        raise RuntimeError("the model's own attention does not use this cache")
+
+    def takes(self, arguments: Mapping[str, Any]) -> bool:
+        """Whether the first forward of a call is of rows that are padded at the left, and few enough."""
+        tokens, mask = arguments.get("input_ids"), arguments.get("attention_mask")
+        if not arguments.keys() <= _FORWARD or any(arguments.get(name) for name in _UNWANTED):
+            return False
+        if not isinstance(tokens, Tensor) or tokens.dim() != 2 or tokens.device.type != "cpu":
+            return False
+        layout = self.runner.layout
+        if not isinstance(layout, FusedLayout) or tokens.shape[0] > layout.most_rows:
+            return False
+        if mask is None:
+            return True
+        if not isinstance(mask, Tensor) or mask.shape != tokens.shape:
+            return False
+        return bool((mask[:, -1] == 1).all() and (mask[:, 1:] >= mask[:, :-1]).all())
+
+    def forward(self, arguments: Mapping[str, Any]) -> Any:
+        """Logits [rows, 1, vocabulary] after the last token of each row."""
+        from transformers.modeling_outputs import CausalLMOutputWithPast
+
+        tokens = arguments["input_ids"]
+        logits = self.logits(arguments.get("attention_mask"), tokens, range(len(tokens)))
+        return CausalLMOutputWithPast(logits=logits[:, None], past_key_values=arguments["past_key_values"])
+
+    def logits(self, mask: Tensor | None, tokens: Tensor, going: Sequence[int]) -> Tensor:
+        """[rows, vocabulary] after the last token of each of the rows ``going``, all at first."""
+        self.length += tokens.shape[1]
+        if not self.sequences:
+            return self._first_logits(tokens, mask)
+        numbers = tokens.tolist()
+        return self.runner.forward([self._piece(i, numbers[i]) for i in going], unchanged=True)
+
+    def kept(self, module: Any) -> Any:
+        """A cache of Transformers with the keys and values of all rows, padded on the left."""
+        cache, pages = _plain_cache(module), self.runner.cache
+        for layer in sorted(pages.shapes):
+            pairs = [pages.read(layer, torch.tensor(blocks), 0, stop) for stop, blocks in self.sequences]
+            keys, values = (
+                torch.stack([functional.pad(each, (0, 0, self.length - each.shape[1], 0)) for each in some])
+                for some in zip(*pairs, strict=True)
+            )
+            cache.update(keys, values, layer)
+        return cache
+
+    def _first_logits(self, tokens: Tensor, mask: Tensor | None) -> Tensor:
+        width = tokens.shape[1]
+        real = [width] * len(tokens) if mask is None else mask.sum(1).tolist()
+        prompts = [tuple(row[width - count :]) for row, count in zip(tokens.tolist(), real, strict=True)]
+        self.sequences = [(0, []) for _ in prompts]
+        self._blocks = len(prompts) * -(-(width + _FIRST_TOKENS) // _BLOCK_SIZE)
+        self.runner.allocate(self._blocks)
+        first = {prompt: i for i, prompt in reversed(list(enumerate(prompts)))}
+        different = sorted(first.values())
+        logits = self.runner.forward([self._piece(i, prompts[i]) for i in different])
+        for i, prompt in enumerate(prompts):
+            if first[prompt] != i:
+                self._follow(first[prompt], i)
+        return logits[torch.tensor([different.index(first[prompt]) for prompt in prompts])]
+
+    def _follow(self, one: int, other: int) -> None:
+        """Sequence ``other`` has the tokens of ``one``: it shares the full blocks, and has a copy of the last."""
+        stop, blocks = self.sequences[one]
+        full = stop // _BLOCK_SIZE
+        self.sequences[other] = (full * _BLOCK_SIZE, blocks[:full])
+        if stop > full * _BLOCK_SIZE:
+            own = self._piece(other, (0,) * (stop % _BLOCK_SIZE)).blocks[-1]
+            for layer in self.runner.cache.shapes:
+                for pages in self.runner.cache.pages(layer):
+                    pages[own] = pages[blocks[full]]
+
+    def _piece(self, index: int, tokens: Sequence[int]) -> Piece:
+        start, blocks = self.sequences[index]
+        stop = start + len(tokens)
+        missing = -(-stop // _BLOCK_SIZE) - len(blocks)
+        if missing > 0:
+            while self._used + missing > self._blocks:
+                self._grow()
+            blocks.extend(range(self._used, self._used + missing))
+            self._used += missing
+        self.sequences[index] = (stop, blocks)
+        return Piece(tokens, start, blocks)
+
+    def _grow(self) -> None:
+        before: PagedCache = self.runner.cache
+        self._blocks *= 2
+        self.runner.allocate(self._blocks)
+        for layer in before.shapes:
+            for old, new in zip(before.pages(layer), self.runner.cache.pages(layer), strict=True):
+                new[: len(old)] = old

@@ -1,0 +1,209 @@
+"""Continuous batching: many requests at once, each forward with as many tokens as the budget.
+
+``schedule -> run -> choose -> complete`` is all there is to a step; each part is an object of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import nn
+
+from deepspeed.base.accelerator import get_accelerator
+from deepspeed.comm.collectives import Communicator
+from deepspeed.inference.cache.blocks import BlockManager, BlockPool
+from deepspeed.inference.cache.pages import Piece
+from deepspeed.inference.generation.sampling import Sampler
+from deepspeed.inference.model.runner import ModelRunner
+from deepspeed.inference.scheduling.requests import Request, SamplingParams
+from deepspeed.inference.scheduling.scheduler import Counts, Scheduler
+
+_DEFAULT_LENGTH = 2048
+_PART_OF_MEMORY = 0.4
+
+
+class Generator:
+    """Generates from an unchanged causal model of Transformers.
+
+    Tensor-parallel ranks each have one of these with the same requests in the same order; they take the same decisions
+    without talking to each other.
+
+    Args:
+        module: the model, in evaluation mode; tensor-parallel ones are split already. Or a runner of it, which another
+            generator had: the model is not tried again, and the runner's cache is a new one.
+        token_budget: tokens of one forward.
+        max_sequences: requests that are served at the same time.
+        max_length: tokens of the longest request with its result; None: what the model was made for, at most 2,048.
+        block_size: tokens of a block of the cache.
+        cache_bytes: of the cache; None: what ``max_sequences`` of the longest requests need, at most 0.4 of the memory
+            that is free.
+        num_blocks: instead of ``cache_bytes``.
+        short_share: the part of what a forward has left for prompts with which short ones may overtake long ones; 0:
+            strictly in the order of arrival.
+        prefix_sharing: requests that begin with the same tokens share their keys and values.
+        seed: of requests without one.
+        group: the tensor-parallel ranks.
+
+    Raises:
+        LayoutError: the model cannot be run over a paged cache.
+        ValueError: the memory does not hold the cache of one request.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module | ModelRunner,
+        *,
+        token_budget: int = 512,
+        max_sequences: int = 64,
+        max_length: int | None = None,
+        block_size: int = 16,
+        cache_bytes: int | None = None,
+        num_blocks: int | None = None,
+        short_share: float = 0.5,
+        prefix_sharing: bool = True,
+        seed: int = 0,
+        group: Communicator | None = None,
+    ) -> None:
+        self.runner = module if isinstance(module, ModelRunner) else ModelRunner(module, block_size)
+        block_size = self.runner.block_size
+        made_for = self.runner.facts.max_length
+        length = max_length or min(made_for or _DEFAULT_LENGTH, _DEFAULT_LENGTH)
+        if made_for is not None and length > made_for:
+            raise ValueError(f"max_length={length}: the model was made for {made_for} tokens")
+        blocks = num_blocks or self._affordable(length, max_sequences, cache_bytes, group)
+        self.runner.allocate(blocks)
+        manager = BlockManager(
+            BlockPool(blocks), block_size, sharing=prefix_sharing, span=self.runner.rotations.span
+        )
+        self.scheduler = Scheduler(
+            manager,
+            token_budget=token_budget,
+            max_sequences=max_sequences,
+            max_length=length,
+            short_share=short_share,
+        )
+        self.sampler = Sampler(seed)
+        self._next_id = 0
+
+    @property
+    def counts(self) -> Counts:
+        """Of all forwards so far."""
+        return self.scheduler.counts
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work
+
+    def submit(self, prompt: Sequence[int], params: SamplingParams | None = None) -> Request:
+        """Add a request; its ``tokens`` grow with each ``step``. ValueError: it is empty or too long, has a token that
+        the model does not know, or would grow beyond a length where its rotations change
+        (`inference/model/rotations.py`)."""
+        request = self._known(Request(self._next_id, prompt, params or SamplingParams()))
+        self.scheduler.add(request)
+        self._next_id += 1
+        return request
+
+    def check(self, prompt: Sequence[int], params: SamplingParams) -> None:
+        """ValueError: such a request would be refused."""
+        self.scheduler.check(self._known(Request(self._next_id, prompt, params)))
+
+    def state(self) -> dict[str, float]:
+        """Values of this moment, by name."""
+        scheduler = self.scheduler
+        pool = scheduler.blocks.pool
+        return {
+            "running": len(scheduler.running),
+            "waiting": len(scheduler.waiting),
+            "free_blocks": pool.num_free,
+            "blocks": pool.num_blocks,
+            **{name: float(value) for name, value in asdict(self.counts).items()},
+        }
+
+    def cancel(self, request: Request) -> None:
+        """It gets no further tokens, and its blocks are free."""
+        self.scheduler.cancel(request)
+        self.sampler.forget(request)
+
+    def step(self, unchanged: bool = False) -> list[Request]:
+        """One forward, if there is work. Returns the requests that got a token. ``unchanged``: the module was not
+        touched since the last one."""
+        chunks = self.scheduler.schedule()
+        if not chunks:
+            return []
+        pieces = [
+            Piece(
+                chunk.request.tokens[chunk.start : chunk.start + chunk.count],
+                chunk.start,
+                chunk.request.table.blocks,
+                chunk.request.table.span,
+            )
+            for chunk in chunks
+        ]
+        logits = self.runner.forward(pieces, unchanged)
+        last = [index for index, chunk in enumerate(chunks) if chunk.is_last]
+        requests = [chunks[index].request for index in last]
+        if len(last) < len(chunks):
+            logits = logits[last]
+        chosen = self.sampler.choose(logits, requests) if requests else {}
+        for request in self.scheduler.complete(chunks, chosen):
+            self.sampler.forget(request)
+        return requests
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[Request]:
+        """The finished requests, in the order of the prompts. ``params``: one for all, or one for each."""
+        each = [params] * len(prompts) if params is None or isinstance(params, SamplingParams) else params
+        requests = [self.submit(prompt, one) for prompt, one in zip(prompts, each, strict=True)]
+        self.step()
+        while self.has_work:
+            self.step(unchanged=True)
+        return requests
+
+    def stream(self, prompt: Sequence[int], params: SamplingParams | None = None) -> Iterator[int]:
+        """The new tokens of one request as they come. If the iterator is closed, the request is cancelled."""
+        request = self.submit(prompt, params)
+        given = 0
+        try:
+            while request.reason is None or given < len(request.generated):
+                if given == len(request.generated):
+                    self.step()
+                while given < len(request.generated):
+                    given += 1
+                    yield request.generated[given - 1]
+        finally:
+            self.cancel(request)
+
+    def _known(self, request: Request) -> Request:
+        size = self.runner.facts.vocab_size
+        for token in (min(request.tokens), max(request.tokens)):
+            if not 0 <= token < size:
+                raise ValueError(
+                    f"request {request.id}: token {token} of the prompt is not one of the model's, 0 to {size - 1}"
+                )
+        self.runner.rotations.check_growth(len(request.prompt), request.limit - 1)
+        return request
+
+    def _affordable(
+        self, length: int, sequences: int, cache_bytes: int | None, group: Communicator | None
+    ) -> int:
+        """Blocks; the same on all ranks."""
+        runner: Any = self.runner
+        size = runner.block_size
+        if cache_bytes is None:
+            cache_bytes = int(_PART_OF_MEMORY * get_accelerator().available_memory())
+        blocks = min(sequences * -(-length // size), cache_bytes // runner.block_bytes)
+        if group is not None and group.size > 1:
+            least = torch.tensor([-float(blocks)], dtype=torch.float64, device=runner.facts.device)
+            group.all_reduce_max(least).wait()
+            blocks = int(-least.item())
+        if blocks * size < 1:
+            raise ValueError(
+                f"cache_bytes={cache_bytes} does not hold a block of {size} tokens ({runner.block_bytes} bytes)"
+            )
+        return blocks

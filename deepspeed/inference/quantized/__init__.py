@@ -1,0 +1,1 @@
+"""Integer weights of generating models: which layers get them, and calibration."""

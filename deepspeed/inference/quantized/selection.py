@@ -1,0 +1,141 @@
+"""Which linear layers of a model get integer weights, by the keys ``dtype`` and ``quant`` of `init_inference`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from deepspeed.config.sections.compression import WeightQuantConfig
+from deepspeed.config.sections.linear import QuantizationConfig
+from deepspeed.inference.config import DeepSpeedInferenceConfig, QuantTypeEnum
+from deepspeed.inference.kernels import QuantizedLinear, quantize_linears
+from deepspeed.ops.small_product import RUNS, QuantizedMatrix
+from deepspeed.parallel.tensor.layers import LinearAllreduce, LinearLayer
+from deepspeed.transforms.lora.quantization import frozen_linear, quantized
+from deepspeed.transforms.weight_quantization.quantization import quantize_layers
+
+
+class QuantizedPart(QuantizedLinear):
+    """The integers of a layer that ranks share, in the place of its weight."""
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size(self.matrix.shape)
+
+
+def settings_of_integers(config: DeepSpeedInferenceConfig) -> list[str]:
+    """The given keys of ``quant`` that count with ``dtype="int8"`` alone."""
+    quant = config.quant
+    given = sorted(quant.weight.model_fields_set & {"num_bits", "q_groups", "q_type"})
+    activation = ["quant.activation"] if "activation" in quant.model_fields_set else []
+    return [f"quant.weight.{key}" for key in given] + activation if quant.enabled else []
+
+
+def quantize_as_configured(
+    module: nn.Module, config: DeepSpeedInferenceConfig, dtype: torch.dtype
+) -> Iterator[str]:
+    """Change layers in place; a line for each thing done. ``dtype``: of activations.
+
+    ValueError: settings are impossible, or fit no layer.
+    """
+    weight = config.quant.weight
+    if (
+        config.quant.enabled
+        and weight.enabled
+        and (weight.post_init_quant or weight.quantized_initialization)
+    ):
+        told = quantize_layers(
+            module,
+            WeightQuantConfig(
+                post_init_quant=weight.post_init_quant,
+                quantized_initialization=weight.quantized_initialization,
+            ),
+        )
+        if told is not None:
+            yield told
+    if config.dtype is not torch.int8:
+        return
+    if QuantTypeEnum(weight.q_type) is QuantTypeEnum.asym:
+        told = quantize_layers(
+            module,
+            WeightQuantConfig(num_bits=weight.num_bits, q_groups=weight.q_groups, q_type="asymmetric"),
+        )
+        if told is not None:
+            yield told
+        return
+    yield quantize_linears(module, weight.num_bits, weight.q_groups, dtype)
+    parts = quantize_parts(module, weight.num_bits, weight.q_groups, dtype)
+    if parts:
+        yield f"{parts} layers that ranks share have weights of {weight.num_bits} bits"
+    activation = config.quant.activation
+    if config.quant.enabled and activation.enabled and "activation" in config.quant.model_fields_set:
+        if activation.num_bits != 8 or QuantTypeEnum(activation.q_type) is not QuantTypeEnum.sym:
+            raise ValueError(
+                f"quant.activation: num_bits={activation.num_bits}, q_type={activation.q_type}: activations are "
+                "rounded to 8 bits, symmetric; set these, or 'enabled': false"
+            )
+        layers = [layer for layer in module.modules() if isinstance(layer, QuantizedLinear)]
+        for layer in layers:
+            layer.rounds_inputs = True
+        yield f"{len(layers)} layers round their inputs to 8 bits"
+
+
+def quantize_parts(module: nn.Module, bits: int, groups: int, dtype: torch.dtype) -> int:
+    """The same as ``quantize_linears`` for layers of which each rank has a part; how many were changed."""
+    owners = Counter(id(param) for layer in module.modules() for param in layer._parameters.values())
+    count = 0
+    for layer in list(module.modules()):
+        if not isinstance(layer, (LinearLayer, LinearAllreduce)):
+            continue
+        weight: Any = layer.weight
+        if not isinstance(weight, nn.Parameter) or owners[id(weight)] > 1 or layer.cut.shared():
+            continue
+        matrix = weight.detach().T if layer.transposed else weight.detach()
+        run = RUNS[bits]
+        columns = -(-matrix.shape[1] // run) * run
+        group = columns // groups if columns % groups == 0 and columns // groups % run == 0 else None
+        made = QuantizedMatrix.of(matrix, bits, group)
+        del layer.weight
+        layer.weight = QuantizedPart(made, None, dtype)  # type: ignore[assignment]
+        count += 1
+    return count
+
+
+class FrozenLinear(nn.Linear):
+    """A linear layer whose weight is a ``QuantizedParameter``."""
+
+    weight: nn.Parameter
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return frozen_linear(input, self.weight, self.bias)
+
+
+def give_six_bits(module: nn.Module) -> str:
+    """Linear layers store their weights as floating-point numbers of 6 bits (W6A16); weights that other layers have too
+    stay. Returns a line that says what was done."""
+    owners = Counter(id(param) for layer in module.modules() for param in layer._parameters.values())
+    config = QuantizationConfig(q_bits=6, mantissa_bits=2)
+    count = before = after = 0
+    for layer in module.modules():
+        weight: Any = layer._parameters.get("weight")
+        parallel = isinstance(layer, (LinearLayer, LinearAllreduce))
+        if not (parallel or type(layer) is nn.Linear) or weight is None or owners[id(weight)] > 1:
+            continue
+        stored = quantized(weight.detach(), config)
+        if parallel:
+            if layer.transposed or layer.cut.shared():  # type: ignore[union-attr, operator]
+                continue
+            holder = FrozenLinear(1, 1, bias=False, device="meta")
+            holder.weight = stored
+            holder.shape = weight.shape  # type: ignore[assignment]
+            del layer.weight
+            layer.weight = holder  # type: ignore[assignment]
+        else:
+            layer.weight = stored
+            layer.__class__ = FrozenLinear
+        count, before, after = count + 1, before + weight.nbytes, after + stored.nbytes
+    return f"{count} linear layers have weights of 6 bits: {before / 1e6:.1f} MB became {after / 1e6:.1f} MB"

@@ -1,0 +1,103 @@
+"""A second module over the weights of one that trains, whose layers are shared by several ranks while it generates."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from deepspeed.base.sharded import is_zero_param
+from deepspeed.checkpoint.placement import local_part
+from deepspeed.comm.collectives import Communicator
+from deepspeed.inference.split.layers import split_over
+from deepspeed.zero.gathering.gathered import GatheredParameters
+
+
+@dataclass(frozen=True, slots=True)
+class _Weight:
+    """A parameter of the module that trains, and what the copy has of it."""
+
+    source: nn.Parameter
+    held: nn.Parameter
+    shape: torch.Size
+    is_cut: bool
+
+
+class SplitCopy:
+    """``module`` with its layers split over ``group``. What is not split is the module's own storage; the rest of a
+    weight's elements are on other ranks, so that a copy costs ``1 / group.size`` of the weights.
+
+    Made while all weights are whole (``unwrap_model_for_generation``). Collective.
+
+    Args:
+        module: the module that trains; nothing of it is changed.
+        group: the ranks that generate together.
+        pinned: the split weights keep their memory between two uses.
+        layers_at_once: layers whose weights are gathered at one time while the copy is filled, if they are partitioned.
+
+    DeepSpeedConfigError: the model cannot be split.
+    """
+
+    def __init__(self, module: nn.Module, group: Communicator, *, pinned: bool, layers_at_once: int) -> None:
+        twins = {
+            id(param): nn.Parameter(param.detach(), requires_grad=False) for param in module.parameters()
+        }
+        sources = {id(twins[id(param)]): param for param in module.parameters()}
+        memo: dict[int, object] = {**twins, **{id(buffer): buffer for buffer in module.buffers()}}
+        self.module = copy.deepcopy(module, memo)
+        self._pinned = pinned
+        cut: dict[int, nn.Parameter] = {}
+
+        def became(old: nn.Parameter, new: nn.Parameter) -> None:
+            cut[id(old)] = new
+
+        split_over(self.module, group, became=became)
+        self._blocks = _blocks(module, layers_at_once)
+        self._weights: dict[int, _Weight] = {}
+        for twin, source in sources.items():
+            held = cut.get(twin, twins[id(source)])
+            self._weights[id(source)] = _Weight(source, held, held.shape, twin in cut)
+        self.release()
+
+    def fill(self, *, whole: bool) -> None:
+        """Take the module's present weights. Collective if they are partitioned.
+
+        Args:
+            whole: they are whole already.
+        """
+        for block in self._blocks:
+            with GatheredParameters(block, enabled=not whole):
+                self._fill(block)
+
+    def release(self) -> None:
+        """Nothing keeps the module's weights alive; what is pinned stays as memory."""
+        for weight in self._weights.values():
+            if not (self._pinned and weight.is_cut):
+                weight.held.data = weight.held.data.new_empty(0)
+
+    @torch.no_grad()
+    def _fill(self, block: list[nn.Parameter]) -> None:
+        for param in block:
+            weight = self._weights[id(param)]
+            whole = param.detach()
+            if not weight.is_cut:
+                weight.held.data = whole.clone() if is_zero_param(param) else whole
+                continue
+            if weight.held.shape != weight.shape:
+                weight.held.data = whole.new_empty(weight.shape)
+            weight.held.copy_(local_part(weight.held, whole))
+
+
+def _blocks(module: nn.Module, count: int) -> list[list[nn.Parameter]]:
+    """The parameters by the numbered layer that they are in, ``count`` layers to a block; those in none are a block."""
+    layers: dict[str, list[nn.Parameter]] = {}
+    for name, param in module.named_parameters():
+        path = name.split(".")
+        number = next((at for at, part in enumerate(path) if part.isdigit()), None)
+        layers.setdefault("" if number is None else ".".join(path[: number + 1]), []).append(param)
+    others = layers.pop("", [])
+    numbered = list(layers.values())
+    together = [sum(numbered[at : at + count], []) for at in range(0, len(numbered), count)]
+    return [*([others] if others else []), *together]

@@ -1,1 +1,0 @@
-"""Checkpoints through Azure Nebula."""

@@ -1,0 +1,293 @@
+"""Counts every operation where torch dispatches it, for the module that it belongs to.
+
+Forward hooks tell which module runs. An operation of a backward belongs to the module whose forward made the autograd
+node that computes it: nodes are numbered in the order of their making, so that the numbers at which a forward entered
+and left its modules say which module made which node. What runs with gradients enabled during a backward is a forward
+that activation checkpointing repeats.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from bisect import bisect_right
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import Node
+from torch.utils import _python_dispatch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from deepspeed.base.accelerator import get_accelerator
+from deepspeed.observe.flops.formulas import FORMULAS, Formula, Work
+from deepspeed.observe.flops.memory import LiveBytes
+
+NONE_RUNS = -1
+"""What torch calls the backward that runs if there is none."""
+
+
+@dataclass
+class Amount:
+    """A sum of work."""
+
+    macs: int = 0
+    flops: int = 0
+
+    def add(self, work: Work) -> None:
+        self.macs += work.macs
+        self.flops += work.flops
+
+
+@dataclass
+class Record:
+    """What one module did itself, without the modules inside it; its time includes them."""
+
+    forward: Amount = field(default_factory=Amount)
+    backward: Amount = field(default_factory=Amount)
+    recomputed: Amount = field(default_factory=Amount)
+    seconds: float = 0.0
+    calls: int = 0
+    held: int = 0
+    """Bytes that its forward made and left alive: its outputs, and what the backward will need; the most of its
+    calls."""
+    peak: int = 0
+    """Bytes that its forward made and that were alive at once."""
+
+    def amounts(self) -> tuple[Amount, Amount, Amount]:
+        return self.forward, self.backward, self.recomputed
+
+    def reset(self) -> None:
+        self.forward, self.backward, self.recomputed = Amount(), Amount(), Amount()
+        self.seconds, self.calls, self.held, self.peak = 0.0, 0, 0, 0
+
+
+_RECORD = "_flops_record"
+
+
+def record_of(module: nn.Module) -> Record | None:
+    """What was counted for the module; None if it is not being profiled."""
+    return vars(module).get(_RECORD)
+
+
+def forget(model: nn.Module) -> None:
+    for module in model.modules():
+        vars(module).pop(_RECORD, None)
+
+
+class Makers:
+    """Which module made which autograd nodes, by the numbers that nodes have in the thread that makes them."""
+
+    def __init__(self) -> None:
+        self.task = NONE_RUNS
+        """The backward in which this thread last noted a maker."""
+        self._from: list[int] = []
+        self._records: list[Record | None] = []
+
+    def note(self, record: Record | None) -> None:
+        """``record`` makes the nodes from here on."""
+        self.task = torch._C._current_graph_task_id()
+        number = torch._C._autograd._get_sequence_nr()  # pyright: ignore[reportAttributeAccessIssue]
+        self._from.append(number)
+        self._records.append(record)
+
+    def of(self, node: Node) -> Record | None:
+        place = bisect_right(self._from, node._sequence_nr()) - 1
+        return self._records[place] if place >= 0 else None
+
+
+class Counter(TorchDispatchMode):
+    """Counts what modules of ``model`` do between ``begin`` and ``end``. The records stay on the modules.
+
+    Args:
+        model: Every module in it has a record; those of the types ``ignored`` leave their work to the module that
+            calls them.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, model: nn.Module, ignored: Collection[type] = ()) -> None:
+        super().__init__()
+        self.model = model
+        self.modules = [
+            module for module in model.modules() if not isinstance(module, (*ignored, torch.jit.ScriptModule))
+        ]
+        self._running: list[tuple[Record, float]] = []
+        """Records of the modules that run, outermost first, each with the time at which it began."""
+        self._thread = threading.get_ident()
+        self._makers: dict[int, Makers] = {}
+        """By thread: a backward on a device runs, and repeats forwards, in a thread of its own."""
+        self._formulas: dict[Any, Formula | None] = {}
+        self._composite: set[Any] = set()
+        self._own_seconds = 0.0
+        self._live: LiveBytes | None = None
+        self._hooks: list[Any] = []
+        self._eager: Any = None
+        self._entered = self._suspended = False
+        self._waits = not get_accelerator().is_synchronized_device()
+
+    # Beginning and end ----------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Start counting, from nothing. Compiled modules run eagerly until ``end``: fused kernels have no names."""
+        self.clear()
+        for module in self.model.modules():
+            vars(module)[_RECORD] = Record()
+        for module in self.modules:
+            record = vars(module)[_RECORD]
+            self._hooks += [
+                module.register_forward_pre_hook(self._entering(record), prepend=True),
+                module.register_forward_hook(self._leaving(record), always_call=True),
+            ]
+        self._live = LiveBytes(self.model)
+        if "torch._dynamo" in sys.modules:
+            self._eager = torch.compiler.set_stance("force_eager")
+        load_dispatch()
+        self._entered, self._suspended = True, False
+        self.__enter__()
+
+    def clear(self) -> None:
+        self._running.clear()
+        self._thread = threading.get_ident()
+        self._makers = {self._thread: Makers()}
+
+    def end(self) -> None:
+        """Stop counting."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        self._suspended = True
+        if self._live is not None:
+            self._live.end()
+            self._live = None
+        modes = _python_dispatch._get_current_dispatch_mode_stack()
+        # Otherwise the caller has entered a mode and not left it yet.
+        if self._entered and modes and modes[-1] is self:
+            self._entered = False
+            self.__exit__(None, None, None)
+        if self._eager is not None:
+            self._eager.__exit__(None, None, None)
+            self._eager = None
+
+    # Modules --------------------------------------------------------------------------------------------------
+
+    def _entering(self, record: Record) -> Callable[..., None]:
+        def enter(module: nn.Module, inputs: Any) -> None:
+            if self._waits:
+                get_accelerator().synchronize()
+            if self._live is not None:
+                self._live.enter()
+            self._running.append((record, time.perf_counter() - self._own_seconds))
+            self._note_maker(record)
+
+        return enter
+
+    def _leaving(self, record: Record) -> Callable[..., None]:
+        def leave(module: nn.Module, inputs: Any, outputs: Any) -> None:
+            while self._running:
+                running, began = self._running.pop()
+                held, peak = self._live.leave() if self._live is not None and self._live.spans else (0, 0)
+                if running is record:
+                    break
+            else:
+                return
+            if self._waits:
+                get_accelerator().synchronize()
+            if torch._C._current_graph_task_id() == NONE_RUNS:
+                record.seconds += time.perf_counter() - self._own_seconds - began
+                record.calls += 1
+                record.held, record.peak = max(record.held, held), max(record.peak, peak)
+            self._note_maker(self._running[-1][0] if self._running else None)
+
+        return leave
+
+    def _note_maker(self, record: Record | None) -> None:
+        if torch.is_grad_enabled():
+            self._makers.setdefault(threading.get_ident(), Makers()).note(record)
+
+    def _maker(self) -> Record | None:
+        """Of the autograd node that is evaluated; None: no module that is profiled."""
+        node = torch._C._current_autograd_node()
+        if node is None:
+            return None
+        makers = self._makers.get(threading.get_ident())
+        if makers is None or makers.task == torch._C._current_graph_task_id():
+            # The node is not of a forward that was repeated in this thread.
+            makers = self._makers[self._thread]
+        return makers.of(node)
+
+    # Operations -----------------------------------------------------------------------------------------------
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(kind.__name__ == "DTensor" for kind in types):
+            return NotImplemented  # it will call what it does with the part of this rank
+        began = time.perf_counter()
+        kwargs = kwargs or {}
+        try:
+            formula = self._formulas[func]
+        except KeyError:
+            formula = self._formula(func)
+        if func in self._composite and not self._suspended:
+            with self:
+                return func.decompose(*args, **kwargs)
+        called = time.perf_counter()
+        out = func(*args, **kwargs)
+        returned = time.perf_counter()
+        if formula is not None and not self._suspended:
+            self.count(formula(args, kwargs, out))
+        if self._live is not None:
+            self._live.see(out, (*args, *kwargs.values()))
+        if not self._waits:
+            self._own_seconds += called - began + time.perf_counter() - returned
+        return out
+
+    def _formula(self, func: Any) -> Formula | None:
+        packet = getattr(func, "overloadpacket", func)
+        formula = FORMULAS.get(packet.__name__)
+        if formula is None and getattr(func, "_can_decompose", bool)():
+            self._composite.add(func)
+        self._formulas[func] = formula
+        return formula
+
+    def count(self, work: Work) -> None:
+        """Add what an operation took to what it belongs to."""
+        if torch._C._current_graph_task_id() == NONE_RUNS:
+            if self._running:
+                self._running[-1][0].forward.add(work)
+            return
+        if torch.is_grad_enabled() or self._running:
+            record = self._running[-1][0] if self._running else self._maker()
+            if record is not None:
+                record.recomputed.add(work)
+        elif (record := self._maker()) is not None:
+            record.backward.add(work)
+
+    def counted_as(self, work: Work, function: Callable[[], Any]) -> Any:
+        """Call ``function``, whose operations count as ``work`` and not by themselves."""
+        suspended, self._suspended = self._suspended, True
+        try:
+            return function()
+        finally:
+            self._suspended = suspended
+            if not suspended:
+                self.count(work)
+
+
+def load_dispatch() -> None:
+    """What torch imports at the first operation that any dispatch mode sees takes seconds; they are no module's."""
+
+    class Nothing(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return func(*args, **(kwargs or {}))
+
+    with Nothing():
+        torch.empty(0)
+
+
+def running_counter() -> Counter | None:
+    """The innermost one that counts now in this thread."""
+    modes = _python_dispatch._get_current_dispatch_mode_stack()
+    return next((mode for mode in reversed(modes) if isinstance(mode, Counter)), None)

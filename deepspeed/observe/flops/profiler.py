@@ -1,0 +1,302 @@
+"""The documented profiler of a model's forward, which also counts a backward that runs before it is stopped."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from deepspeed.observe.flops import report, tree
+from deepspeed.observe.flops.counting import Counter, forget, running_counter
+from deepspeed.observe.flops.formatting import DEFAULT_PRECISION as DEFAULT_PRECISION
+from deepspeed.observe.flops.formatting import bytes_to_string as bytes_to_string
+from deepspeed.observe.flops.formatting import (
+    duration_to_string,
+    macs_to_string,
+    number_to_string,
+    params_to_string,
+)
+from deepspeed.observe.flops.formatting import flops_to_string as flops_to_string
+from deepspeed.observe.flops.formulas import Work
+from deepspeed.observe.flops.report import Ranks, Times, Totals
+from deepspeed.observe.flops.tree import get_module_duration as get_module_duration
+from deepspeed.observe.flops.tree import get_module_flops as get_module_flops
+from deepspeed.observe.flops.tree import get_module_macs as get_module_macs
+
+MODES = ("forward", "generate")
+
+
+class FlopsProfiler:
+    """Flops, MACs, parameters and time of a model and of every module in it.
+
+    Everything that torch dispatches between ``start_profile`` and ``stop_profile`` is counted, whoever calls it:
+    functions, custom autograd functions, attention kernels. What runs forward is the profile; a backward, and what
+    activation checkpointing repeats in it, are counted beside it (``get_total_backward_flops``,
+    ``get_total_recomputed_flops``). Tensors may be on the meta device.
+
+    Args:
+        model: Any module.
+        ds_engine: Its engine, whose ranks and times the printed profile then shows.
+        recompute_fwd_factor: The share of the forward that checkpointing repeats, for the estimated FLOPS of the
+            backward.
+    """
+
+    def __init__(self, model: nn.Module, ds_engine: Any = None, recompute_fwd_factor: float = 0.0) -> None:
+        self.model = model
+        self.ds_engine = ds_engine
+        self.recompute_fwd_factor = recompute_fwd_factor
+        self.started = False
+        self.times: Times | None = None
+        self.ranks: Ranks | None = None
+        self._counter: Counter | None = None
+        self._totals: Totals | None = None
+
+    # Start and stop -------------------------------------------------------------------------------------------
+
+    def start_profile(self, ignore_list: Collection[type] | None = None) -> None:
+        """Count from here on, from nothing. Modules of the types in ``ignore_list`` have no row of their own: what
+        they do is counted for the module that calls them."""
+        if self.started:
+            self.stop_profile()
+        self.started, self._totals = True, None
+        self._counter = Counter(self.model, tuple(ignore_list or ()))
+        self._counter.begin()
+
+    def stop_profile(self, passes: int = 1) -> None:
+        """Stop counting. The numbers stay, divided by ``passes``: over how many forwards to take the mean."""
+        if self._counter is None:
+            return
+        self._counter.end()
+        self._counter = None
+        self.started = False
+        tree.average(self.model, passes)
+        self._totals = self._sum()
+
+    def reset_profile(self) -> None:
+        """Forget what was counted; go on counting if it was started."""
+        for record in tree.records_in(self.model):
+            record.reset()
+        if self._counter is not None:
+            self._counter.clear()
+        self._totals = None
+
+    def end_profile(self) -> None:
+        """Stop, and remove what the profile has attached to the model. The totals can still be asked for."""
+        self.stop_profile()
+        forget(self.model)
+
+    def _sum(self) -> Totals:
+        return Totals(
+            tree.params_of(self.model),
+            tree.forward_of(self.model),
+            tree.backward_of(self.model),
+            tree.recomputed_of(self.model),
+            tree.get_module_duration(self.model),
+            tree.weight_bytes(self.model),
+            tree.held_bytes(self.model),
+            tree.peak_bytes(self.model),
+        )
+
+    @property
+    def totals(self) -> Totals:
+        """Of the whole model: up to now while it counts, else of the last profile."""
+        return self._totals if self._totals is not None else self._sum()
+
+    # Totals ---------------------------------------------------------------------------------------------------
+
+    def get_total_flops(self, as_string: bool = False) -> int | str:
+        """Floating-point operations of the forward; as a string ``"9.28 M"``."""
+        flops = self.totals.forward.flops
+        return number_to_string(flops) if as_string else flops
+
+    def get_total_macs(self, as_string: bool = False) -> int | str:
+        """Multiply-accumulate operations of the forward; as a string ``"4.6 MMACs"``."""
+        macs = self.totals.forward.macs
+        return macs_to_string(macs) if as_string else macs
+
+    def get_total_duration(self, as_string: bool = False) -> float | str:
+        """Seconds of the forward; as a string ``"76.39 ms"``."""
+        seconds = self.totals.seconds
+        return duration_to_string(seconds) if as_string else seconds
+
+    def get_total_params(self, as_string: bool = False) -> int | str:
+        """Parameters on this rank, partitioned ones whole; as a string ``"336.23 M"``."""
+        params = self.totals.params
+        return params_to_string(params) if as_string else params
+
+    def get_total_backward_flops(self, as_string: bool = False) -> int | str:
+        """Flops of the backwards that ran while it counted, without repeated forwards."""
+        flops = self.totals.backward.flops
+        return number_to_string(flops) if as_string else flops
+
+    def get_total_recomputed_flops(self, as_string: bool = False) -> int | str:
+        """Flops of forwards that checkpointing repeated in those backwards."""
+        flops = self.totals.recomputed.flops
+        return number_to_string(flops) if as_string else flops
+
+    def get_total_held_memory(self, as_string: bool = False) -> int | str:
+        """Bytes that the forward made and left alive: outputs, and what the backward needs."""
+        held = self.totals.held
+        return bytes_to_string(held) if as_string else held
+
+    def get_total_peak_memory(self, as_string: bool = False) -> int | str:
+        """The most bytes that the forward made and that were alive at once; weights are not among them."""
+        peak = self.totals.peak
+        return bytes_to_string(peak) if as_string else peak
+
+    @property
+    def flops(self) -> int:
+        return self.totals.forward.flops
+
+    @property
+    def macs(self) -> int:
+        return self.totals.forward.macs
+
+    @property
+    def params(self) -> int:
+        return self.totals.params
+
+    def is_expert_tensor_parallelism_enabled(self) -> bool:
+        """Whether experts are split over tensor-parallel ranks."""
+        return any(
+            getattr(module, "enable_expert_tensor_parallelism", False) for module in self.model.modules()
+        )
+
+    # Printed --------------------------------------------------------------------------------------------------
+
+    def print_model_profile(
+        self,
+        profile_step: int = 1,
+        module_depth: int = -1,
+        top_modules: int = 1,
+        detailed: bool = True,
+        output_file: str | None = None,
+    ) -> None:
+        """Print the profile, or write it to a file; before ``end_profile``.
+
+        Args:
+            profile_step: The step that the title names.
+            module_depth: How many levels of the tree the aggregated profile shows; -1: all but the innermost.
+            top_modules: How many classes of modules it shows per level.
+            detailed: Print the whole tree as well.
+            output_file: Path of a file, whose folder is made; None prints to standard output.
+        """
+        totals = self.totals
+        ranks = self.ranks
+        if ranks is None and self.ds_engine is not None:
+            ranks = report.ranks_of(self.ds_engine, totals)
+        lines = report.summary(totals, profile_step, self.recompute_fwd_factor, self.times, ranks)
+        lines += ["", report.AGGREGATED, *report.aggregated(self.model, module_depth, top_modules)]
+        if detailed:
+            lines += ["", report.DETAILED, *report.detailed(self.model, totals)]
+            lines += ["", report.MEMORY, *report.memory(self.model)]
+        lines.append(report.END)
+        if output_file is None:
+            report.write(lines, sys.stdout)
+            return
+        path = Path(output_file)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("w", encoding="utf-8") as file:
+            report.write(lines, file)
+
+    def print_model_aggregated_profile(self, module_depth: int = -1, top_modules: int = 1) -> None:
+        """Print the classes of modules with the most parameters, MACs and time at each level of the tree."""
+        report.write(report.aggregated(self.model, module_depth, top_modules), sys.stdout)
+
+
+def wrapFunc(func: Callable[..., Any], funcFlopCompute: Callable[..., tuple[int, int]]) -> Callable[..., Any]:
+    """``func``, counted by a formula of its arguments wherever a profile runs.
+
+    Args:
+        func: A function whose work torch does not see, such as a kernel called through ctypes.
+        funcFlopCompute: Given the same arguments, (flops, MACs).
+    """
+
+    @functools.wraps(func)
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        counter = running_counter()
+        if counter is None:
+            return func(*args, **kwargs)
+        flops, macs = funcFlopCompute(*args, **kwargs)
+        return counter.counted_as(Work(macs, flops), lambda: func(*args, **kwargs))
+
+    return counted
+
+
+def get_model_profile(
+    model: nn.Module,
+    input_shape: tuple[int, ...] | None = None,
+    args: Any = [],  # noqa: B006 - the documented default, never written to
+    kwargs: Any = {},  # noqa: B006
+    print_profile: bool = True,
+    detailed: bool = True,
+    module_depth: int = -1,
+    top_modules: int = 1,
+    warm_up: int = 1,
+    as_string: bool = True,
+    output_file: str | None = None,
+    ignore_modules: Collection[type] | None = None,
+    mode: str = "forward",
+) -> tuple[Any, Any, Any]:
+    """Run the model once, in evaluation mode, and return its flops, MACs and parameters.
+
+    Args:
+        model: Any module.
+        input_shape: Shape of a random tensor, which is then the first positional argument.
+        args: Positional arguments.
+        kwargs: Keyword arguments.
+        print_profile: Print the profile.
+        detailed: Print the whole tree of modules as well.
+        module_depth: How many levels of the tree the aggregated profile shows; -1: all but the innermost.
+        top_modules: How many classes of modules it shows per level.
+        warm_up: How many times the model runs before it is measured.
+        as_string: Return ``("9.28 M", "4.6 MMACs", "79.24 K")`` instead of numbers.
+        output_file: File for the profile; None prints to standard output.
+        ignore_modules: Types of modules without a row of their own.
+        mode: "forward" calls the model, "generate" its ``generate``.
+
+    Raises:
+        ValueError: There is nothing to call the model with, or the mode is another.
+    """
+    given = _inputs(model, input_shape, args, kwargs)
+    if mode not in MODES:
+        raise ValueError(f"mode={mode!r}: it is one of {', '.join(map(repr, MODES))}")
+    run: Callable[..., Any] = model if mode == "forward" else getattr(model, "generate")  # noqa: B009
+    profiler = FlopsProfiler(model)
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        for _ in range(warm_up):
+            run(*given, **(kwargs or {}))
+        profiler.start_profile(ignore_modules)
+        run(*given, **(kwargs or {}))
+        profiler.stop_profile()
+        if print_profile:
+            profiler.print_model_profile(warm_up, module_depth, top_modules, detailed, output_file)
+    finally:
+        profiler.end_profile()
+        for module in training:
+            module.training = True
+    return (
+        profiler.get_total_flops(as_string),
+        profiler.get_total_macs(as_string),
+        profiler.get_total_params(as_string),
+    )
+
+
+def _inputs(model: nn.Module, shape: tuple[int, ...] | None, args: Any, kwargs: Any) -> tuple[Any, ...]:
+    """The positional arguments."""
+    if shape is None:
+        if not args and not kwargs:
+            raise ValueError("get_model_profile needs input_shape, args or kwargs to call the model with")
+        return tuple(args or ())
+    if not isinstance(shape, (tuple, list)) or not shape:
+        raise ValueError(f"input_shape={shape!r}: it is a tuple of sizes, the first of them the batch")
+    like = next((param for param in model.parameters() if param.is_floating_point()), None)
+    alike = {} if like is None else {"device": like.device, "dtype": like.dtype}
+    return (torch.randn(tuple(shape), **alike), *(args or ()))

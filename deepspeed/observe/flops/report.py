@@ -1,0 +1,294 @@
+"""The printed form of a profile, as documented in the flops profiler's tutorial."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, TextIO
+
+from torch import nn
+
+from deepspeed.observe.flops.counting import Amount
+from deepspeed.observe.flops.formatting import (
+    bytes_to_string,
+    duration_to_string,
+    flops_to_string,
+    macs_to_string,
+    number_to_string,
+    params_to_string,
+)
+from deepspeed.observe.flops.tree import (
+    by_class_and_depth,
+    get_module_duration,
+    get_module_flops,
+    get_module_macs,
+    held_bytes,
+    params_of,
+    peak_bytes,
+    weight_bytes,
+)
+
+TITLE = "-------------------------- DeepSpeed Flops Profiler --------------------------"
+AGGREGATED = "----------------------------- Aggregated Profile per GPU -----------------------------"
+DETAILED = "------------------------------ Detailed Profile per GPU ------------------------------"
+MEMORY = "------------------------------ Memory Profile per GPU ------------------------------"
+END = "------------------------------------------------------------------------------"
+NOTATIONS = """Notations:
+data parallel size (dp_size), model parallel size(mp_size),
+number of parameters (params), number of multiply-accumulate operations(MACs),
+number of floating-point operations (flops), floating-point operations per second (FLOPS),
+fwd latency (forward propagation latency), bwd latency (backward propagation latency),
+step (weights update latency), iter latency (sum of fwd, bwd and step latency)"""
+ORDER = """Each module profile is listed after its name in the following order:
+params, percentage of total params, MACs, percentage of total MACs, fwd latency, percentage of total fwd latency, \
+fwd FLOPS"""
+NOTES = """Note: 1. A module can have torch.nn.module or torch.nn.functional to compute logits (e.g. \
+CrossEntropyLoss). They are not counted as submodules, thus not to be printed out. However they make up the difference \
+between a parent's MACs (or latency) and the sum of its submodules'.
+2. Number of floating-point operations is a theoretical estimation, thus FLOPS computed using that could be larger \
+than the maximum system throughput.
+3. The fwd latency listed in the top module's profile is directly captured at the module forward function in PyTorch, \
+thus it's less than the fwd latency shown above which is captured in DeepSpeed."""
+WIDTH = 70
+MOST_RANKS = 64
+"""Of which a line of their own is printed."""
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds of one micro-batch's forward and backward, and of the update."""
+
+    forward: float
+    backward: float
+    step: float
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Where the engine runs that was profiled."""
+
+    world: int
+    data: int
+    model: int
+    batch: int
+    """Samples of a micro-batch on each."""
+    forward_flops: int
+    """Of one micro-batch, summed over all of them."""
+    by_rank: tuple[tuple[int, ...], ...] = ()
+    """For each rank: params, flops of forward, backward and repeated forwards, bytes held and at the peak. Empty: not
+    known."""
+    copies: int = 1
+    """Ranks that do the same for other data: data-parallel ones."""
+
+
+@dataclass(frozen=True)
+class Totals:
+    """What one rank did for one micro-batch."""
+
+    params: int
+    forward: Amount
+    backward: Amount
+    recomputed: Amount
+    seconds: float
+    """Of the forward, measured at the module."""
+    weights: int = 0
+    """Bytes of parameters and buffers."""
+    held: int = 0
+    """Bytes that the forward left alive."""
+    peak: int = 0
+    """Bytes that the forward made and that were alive at once."""
+
+
+def ranks_of(engine: Any, totals: Totals) -> Ranks:
+    """Without asking the others: as if all had done the same. Where ranks share sequences, those of one sequence count
+    as data-parallel ones."""
+    data = engine.dp_world_size
+    if data is None:
+        data = engine.seq_dp_world_size
+    forward = totals.forward.flops * engine.world_size
+    return Ranks(
+        engine.world_size, data, engine.mp_world_size, engine.train_micro_batch_size_per_gpu(), forward
+    )
+
+
+def rate(flops: float, seconds: float) -> str:
+    return flops_to_string(flops / seconds if seconds else 0.0)
+
+
+def _line(label: str, value: object) -> str:
+    return f"{label:<{WIDTH}} {value}"
+
+
+def summary(
+    totals: Totals, step: int, recompute: float, times: Times | None, ranks: Ranks | None
+) -> list[str]:
+    """The lines above the profiles of single modules."""
+    lines = ["", TITLE, f"Profile Summary at step {step}:", NOTATIONS, ""]
+    if ranks is not None:
+        lines += [
+            _line("world size:", ranks.world),
+            _line("data parallel size:", ranks.data),
+            _line("model parallel size:", ranks.model),
+            _line("batch size per GPU:", ranks.batch),
+        ]
+    model_parallel = ranks.model if ranks is not None else 1
+    flops = totals.forward.flops
+    forward_s = times.forward if times is not None else totals.seconds
+    lines += [
+        _line("params per gpu:", params_to_string(totals.params)),
+        _line(
+            "params of model = params per GPU * mp_size:", params_to_string(totals.params * model_parallel)
+        ),
+        _line("fwd MACs per GPU:", number_to_string(totals.forward.macs).strip()),
+        _line("fwd flops per GPU:", number_to_string(flops).strip()),
+        _line(
+            "fwd flops of model = fwd flops per GPU * mp_size:",
+            number_to_string(flops * model_parallel).strip(),
+        ),
+        _line("fwd latency:", duration_to_string(forward_s)),
+    ]
+    if times is not None:
+        lines.append(_line("bwd latency:", duration_to_string(times.backward)))
+    lines.append(_line("fwd FLOPS per GPU = fwd flops per GPU / fwd latency:", rate(flops, forward_s)))
+    if times is not None:
+        lines += _iteration(flops, times, recompute, ranks)
+    return [*lines, *_counted(totals, times, ranks)]
+
+
+def _iteration(flops: int, times: Times, recompute: float, ranks: Ranks | None) -> list[str]:
+    """Backward and step: the backward is taken to be twice the forward, as documented."""
+    backward, both = 2 + recompute, 3 + recompute
+    together = times.forward + times.backward
+    iteration = together + times.step
+    lines = [
+        _line(
+            f"bwd FLOPS per GPU = {backward:g} * fwd flops per GPU / bwd latency:",
+            rate(backward * flops, times.backward),
+        ),
+        _line(
+            f"fwd+bwd FLOPS per GPU = {both:g} * fwd flops per GPU / (fwd+bwd latency):",
+            rate(both * flops, together),
+        ),
+        _line("step latency:", duration_to_string(times.step)),
+        _line("iter latency:", duration_to_string(iteration)),
+    ]
+    if ranks is not None:
+        samples = ranks.batch * ranks.data / iteration if iteration else 0.0
+        lines.append(_line("samples/second:", round(samples, 2)))
+    return lines
+
+
+def _counted(totals: Totals, times: Times | None, ranks: Ranks | None) -> list[str]:
+    """What the documented lines take for granted, counted instead."""
+    lines = []
+    back = totals.backward.flops
+    if back:
+        again = totals.recomputed.flops
+        lines += ["", _line("bwd flops per GPU, counted:", number_to_string(back).strip())]
+        if again:
+            lines.append(_line("recomputed fwd flops per GPU, counted:", number_to_string(again).strip()))
+        if times is not None:
+            lines.append(
+                _line("bwd FLOPS per GPU = counted flops / bwd latency:", rate(back + again, times.backward))
+            )
+    if ranks is not None and ranks.world > 1:
+        lines.append(_line("fwd flops of all ranks, counted:", number_to_string(ranks.forward_flops).strip()))
+        lines += _every_rank(ranks)
+    lines += [
+        _line("weights and buffers per GPU:", bytes_to_string(totals.weights)),
+        _line("activations per GPU, held after fwd:", bytes_to_string(totals.held)),
+        _line("activations per GPU, peak in fwd:", bytes_to_string(totals.peak)),
+    ]
+    return lines
+
+
+def _every_rank(ranks: Ranks) -> list[str]:
+    """The whole model, and what its ranks do where they do not all do the same."""
+    if not ranks.by_rank:
+        return []
+    forward = sum(row[1] for row in ranks.by_rank)
+    lines = [
+        _line(
+            "fwd flops of the whole model for one batch of a data-parallel rank, counted:",
+            number_to_string(forward / ranks.copies).strip(),
+        )
+    ]
+    if len(set(ranks.by_rank)) == 1:
+        return lines
+    for rank, (params, fwd, bwd, again, held, peak) in enumerate(ranks.by_rank[:MOST_RANKS]):
+        lines.append(
+            f"  rank {rank}: params {params_to_string(params)}, fwd flops {number_to_string(fwd).strip()}, "
+            f"bwd flops {number_to_string(bwd + again).strip()}, held {bytes_to_string(held)}, "
+            f"peak {bytes_to_string(peak)}"
+        )
+    return lines
+
+
+def memory(model: nn.Module) -> list[str]:
+    """A row for each module: what it weighs, what its forward left alive, and the most that it made at once."""
+    rows: list[tuple[str, ...]] = [("module", "class", "weights", "held after fwd", "peak in fwd")]
+    for name, module in model.named_modules():
+        sizes = (weight_bytes(module), held_bytes(module), peak_bytes(module))
+        if any(sizes):
+            depth = "  " * (name.count(".") + 1) if name else ""
+            shown = f"{depth}{name.rpartition('.')[2] or '(model)'}"
+            rows.append((shown, type(module).__name__, *map(bytes_to_string, sizes)))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    ]
+
+
+def aggregated(model: nn.Module, module_depth: int, top_modules: int) -> list[str]:
+    """For each depth the classes of modules with the most parameters, MACs and time."""
+    levels = by_class_and_depth(model)
+    shown = levels[: len(levels) - 1 or 1] if module_depth == -1 else levels[:module_depth]
+    lines = [f"Top {top_modules} modules in terms of params, MACs or fwd latency at different model depths:"]
+    columns = (
+        ("params     ", params_to_string),
+        ("MACs       ", macs_to_string),
+        ("fwd latency", duration_to_string),
+    )
+    for depth, classes in enumerate(shown):
+        lines.append(f"depth {depth}:")
+        for place, (label, text) in enumerate(columns):
+            first = sorted(classes.items(), key=lambda item: -item[1][place])[:top_modules]
+            lines.append(f"    {label} - { ({name: text(values[place]) for name, values in first}) }")
+    return lines
+
+
+def detailed(model: nn.Module, totals: Totals) -> list[str]:
+    """The tree of modules, with what each of them took."""
+    return [ORDER, "", NOTES, "", *_module_lines(model, "", 0, totals)]
+
+
+def _module_lines(module: nn.Module, label: str, depth: int, totals: Totals) -> list[str]:
+    indent = "  " * depth
+    head = f"{indent}{label}{type(module).__name__}("
+    extra = module.extra_repr()
+    children = [(name, child) for name, child in module.named_children()]
+    figures = _figures(module, totals)
+    if not children:
+        return [f"{head}{figures} {extra})"]
+    lines = [head, f"{indent}  {figures}"]
+    lines += [f"{indent}  {line}" for line in extra.splitlines()]
+    for name, child in children:
+        lines += _module_lines(child, f"({name}): ", depth + 1, totals)
+    return [*lines, f"{indent})"]
+
+
+def _figures(module: nn.Module, totals: Totals) -> str:
+    params, macs, seconds = params_of(module), get_module_macs(module), get_module_duration(module)
+    return (
+        f"{params_to_string(params)}, {_share(params, totals.params)} Params, "
+        f"{macs_to_string(macs)}, {_share(macs, totals.forward.macs)} MACs, "
+        f"{duration_to_string(seconds)}, {_share(seconds, totals.seconds)} latency, "
+        f"{rate(get_module_flops(module), seconds)},"
+    )
+
+
+def _share(part: float, whole: float) -> str:
+    return f"{part / whole if whole else 0.0:.2%}"
+
+
+def write(lines: list[str], to: TextIO | None) -> None:
+    print("\n".join(lines), file=to)

@@ -1,0 +1,207 @@
+"""What the page knows about a run, in a bounded amount of memory, and what is new since a visitor asked last."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+from typing import Any
+
+from deepspeed.observe.live.record import (  # fmt: skip
+    COLUMNS,
+    FIRST,
+    LAST,
+    LOSS,
+    LR,
+    MEMORY,
+    NORM,
+    SAMPLES,
+    SECONDS,
+    SPAN,
+    SPANS,
+    TOKENS,
+    Item,
+    Row,
+    merged,
+    short,
+)
+
+MOST_ROWS = 4096
+MOST_EVENTS = 500
+MOST_VALUES = 30_000
+"""Of curves of others, all together."""
+
+SPEED_ROWS, SPEED_S = 20, 10.0
+
+
+class History:
+    """Rows, events and curves in the order of their steps, each with a number that only rises.
+
+    When there are too many rows, neighbours become one, and visitors get everything anew (``epoch``). Any thread may
+    call any method.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._number = 0
+        self.epoch = 0
+        self._rows: list[tuple[int, Row]] = []
+        self._events: list[tuple[int, Item]] = []
+        self._curves: list[tuple[int, Item]] = []
+        self._values = 0
+        self._state: dict[str, Any] = {}
+
+    # ---- what comes in
+
+    def take(self, entries: Iterable[Row | Item]) -> None:
+        """Entries of a record, in its order."""
+        with self._lock:
+            for entry in entries:
+                if isinstance(entry, list):
+                    self._rows.append((self._next(), entry))
+                elif "resume" in entry:
+                    self._resume(entry)
+                elif "curves" in entry:
+                    self._curves.append((self._next(), entry))
+                    self._values += len(entry["curves"])
+                elif "run" in entry:
+                    self._state["run"] = entry["run"]
+                elif "ranks" in entry:
+                    self._state["ranks"] = entry["ranks"]
+                elif "event" in entry:
+                    self._add_event(entry)
+            self._thin_out()
+
+    def tell(self, **state: Any) -> None:
+        """What is true now; replaces what was told under the same name."""
+        with self._lock:
+            self._state |= state
+
+    def clear(self) -> None:
+        with self._lock:
+            self._rows, self._events = [], []
+            self._state.pop("saved", None)
+            self._keep_curves([])
+            self.epoch += 1
+
+    def _next(self) -> int:
+        self._number += 1
+        return self._number
+
+    def _resume(self, entry: Item) -> None:
+        """Steps behind the one from which the run went on are done again."""
+        step = entry["resume"]
+        self._rows = [(number, _until(row, step)) for number, row in self._rows if row[FIRST] <= step]
+        self._keep_curves([each for each in self._curves if each[1]["step"] <= step])
+        ranks = self._state.get("run", {}).get("ranks")
+        on = f" on {ranks} rank{'' if ranks == 1 else 's'}" if ranks else ""
+        text = f"goes on after step {step}{on}"
+        self._add_event({"event": "resume", "t": entry["t"], "step": step, "text": text})
+        self.epoch += 1
+
+    def _add_event(self, event: Item) -> None:
+        if event["event"] == "saved":
+            self._state["saved"] = {"step": event["step"], "text": event["text"]}
+        self._events.append((self._next(), event))
+        del self._events[:-MOST_EVENTS]
+
+    def _thin_out(self) -> None:
+        while len(self._rows) > MOST_ROWS:
+            old, pairs = self._rows, len(self._rows) // 2
+            halved = [(old[2 * i + 1][0], merged(old[2 * i][1], old[2 * i + 1][1])) for i in range(pairs)]
+            self._rows = halved + old[2 * pairs :]
+            self.epoch += 1
+        while len(self._curves) > 1 and self._values > MOST_VALUES:
+            self._keep_curves(self._curves[1::2])
+            self.epoch += 1
+
+    def _keep_curves(self, curves: list[tuple[int, Item]]) -> None:
+        self._curves = curves
+        self._values = sum(len(each["curves"]) for _, each in curves)
+
+    # ---- what goes out
+
+    @property
+    def last_step(self) -> int | None:
+        with self._lock:
+            return self._rows[-1][1][LAST] if self._rows else None
+
+    @property
+    def state(self) -> dict[str, Any]:
+        with self._lock:
+            return dict(self._state)
+
+    def newest(self, count: int) -> list[Row]:
+        with self._lock:
+            return [row for _, row in self._rows[-count:]]
+
+    def seconds(self) -> float:
+        """Of all steps."""
+        with self._lock:
+            return sum(row[SECONDS] or 0.0 for _, row in self._rows)
+
+    def answer(self, epoch: int, since: int) -> dict[str, Any]:
+        """What is new since ``(epoch, since)`` of an earlier answer; everything if it is too old."""
+        with self._lock:
+            if epoch != self.epoch or not 0 <= since <= self._number:
+                since = -1
+            return {
+                "epoch": self.epoch,
+                "number": self._number,
+                "all": since < 0,
+                "columns": COLUMNS,
+                "rows": _behind(self._rows, since),
+                "events": _behind(self._events, since),
+                "curves": _behind(self._curves, since),
+                "state": dict(self._state),
+            }
+
+
+def _behind(numbered: list[tuple[int, Any]], since: int) -> list[Any]:
+    """From the end, so that it costs what is new."""
+    found = []
+    for number, entry in reversed(numbered):
+        if number <= since:
+            break
+        found.append(entry)
+    return found[::-1]
+
+
+def _until(row: Row, step: int) -> Row:
+    return row if row[LAST] <= step else [*row[:LAST], step, *row[LAST + 1 :]]
+
+
+def standing_of(rows: list[Row], run: dict[str, Any]) -> dict[str, Any]:
+    """What the newest rows say. Speeds are those of the last seconds, or of the last step if it took longer; ``mfu`` is
+    the share of what the devices can do that went into the model's own work."""
+    recent: list[Row] = []
+    seconds = 0.0
+    for row in reversed(rows):
+        if seconds >= SPEED_S:
+            break
+        recent.append(row)
+        seconds += row[SECONDS] or 0.0
+    if not recent:
+        return {}
+    newest = recent[0]
+    standing = {
+        "step": newest[LAST],
+        "loss": newest[LOSS],
+        "lr": newest[LR],
+        "norm": newest[NORM],
+        "memory": newest[MEMORY],
+        "plan": run.get("plan") or {},
+        "spans": {name: newest[SPAN + i] for i, name in enumerate(SPANS) if newest[SPAN + i] is not None},
+    }
+    if not seconds:
+        return standing
+    tokens = [row[TOKENS] for row in recent if row[TOKENS] is not None]
+    tokens_per_s = sum(tokens) / seconds if tokens else None
+    of_peak = None
+    if tokens_per_s and run.get("flops_per_token") and run.get("peak_flops"):
+        of_peak = tokens_per_s * run["flops_per_token"] / (run["peak_flops"] * run["ranks"])
+    return standing | {
+        "step_s": short(seconds / sum(row[LAST] - row[FIRST] + 1 for row in recent if row[SECONDS])),
+        "samples_s": short(sum(row[SAMPLES] for row in recent) / seconds),
+        "tokens_s": short(tokens_per_s),
+        "mfu": short(of_peak),
+    }

@@ -1,0 +1,285 @@
+"""Keeps the record of a run, in a thread of its own.
+
+The training thread only appends to a queue (``put_step``, ``put_event``, ``put_curves``): whatever takes time, the
+disk, the job's entry for `ds top`, the numbers of other ranks, is done by the thread, which looks at the queue once a
+second. What fails there is said once and never reaches the training.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from deepspeed.base.logging import logger
+from deepspeed.comm.pending import explanation
+from deepspeed.observe.live.history import SPEED_ROWS, History, standing_of
+from deepspeed.observe.live.jobs import Entry
+from deepspeed.observe.live.record import LOSS, InUse, Item, RecordFile, Row, Step, Window, is_known, short
+from deepspeed.observe.monitor.base import Event, Monitor, numeric
+
+PAUSE_S = 1.0
+LONGEST_QUEUE = 100_000  # steps and events that wait for a disk that does not answer
+JOIN_S = 3.0
+PATIENCE_S = 10.0  # for the process before this one to let go of the record
+REST_S = 30.0  # without writing after a failure
+CURVE_BYTES_PER_S = 200.0
+RANKS_BYTES_PER_S = 20.0
+MOST_CURVES = 2000
+SHOWN_LOSSES = 60
+ENTRY_S = 2.0
+"""How often `ds top` looks."""
+
+
+class Recorder:
+    """One per engine, on rank 0.
+
+    Args:
+        folder: of the record.
+        run: facts about this process of the run, for its start in the record: plain values.
+        measure: called by the thread; what is true now about memory, ranks and so on, to be shown as it is.
+        now: the clock, in seconds since the epoch.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        run: dict[str, Any],
+        measure: Callable[[], dict[str, Any]] = dict,
+        *,
+        entry: Entry | None = None,
+        now: Callable[[], float] = time.time,
+    ) -> None:
+        self.history = History()
+        self.tokens_per_sample: int | None = None
+        self._queue: deque[tuple[str, Any]] = deque(maxlen=LONGEST_QUEUE)
+        self._run, self._measure, self._entry, self._now = run, measure, entry, now
+        self._file = RecordFile(folder)
+        self._window = Window()
+        self._new: list[Row | Item] = []
+        self._memory: int | None = None
+        self._begun = False
+        self._unknown_loss = False
+        self._hang = ""
+        self._curves: dict[str, float] = {}
+        self._curves_due_s = self._ranks_due_s = self._entry_due_s = 0.0
+        self._resting_until_s = 0.0
+        self._opened_s: float | None = None
+        self._in_memory_only = self._was_told = False
+        self._step = 0
+        self._pid = os.getpid()
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._run_thread, name="deepspeed live record", daemon=True)
+
+    # ---- the training thread
+
+    def put_step(self, step: Step) -> None:
+        self._queue.append(("step", step))
+
+    def put_event(self, kind: str, step: int, text: str) -> None:
+        self._queue.append(
+            ("event", {"event": kind, "t": round(self._now(), 1), "step": step, "text": text[:2000]})
+        )
+
+    def put_curves(self, values: dict[str, Any]) -> None:
+        """Numbers, or tensors of one element that nobody changes any more: the thread reads them."""
+        self._queue.append(("curves", values))
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def end(self) -> None:
+        """Write what is left. From a forked child, do nothing."""
+        if self._pid != os.getpid() or self._end.is_set():
+            return
+        self._end.set()
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._thread.join(JOIN_S)
+
+    # ---- the thread
+
+    def _run_thread(self) -> None:
+        while not self._end.wait(PAUSE_S):
+            self.look()
+        self.look(last=True)
+
+    def look(self, *, last: bool = False) -> None:
+        """Take what is in the queue, write what is due, and tell the page."""
+        try:
+            now = self._now()
+            if not self._file.is_open and not self._in_memory_only and not self._open(now) and not last:
+                return
+            state = self._measure()
+            self._memory = state.get("memory", self._memory)
+            self._fold()
+            if self._window.is_due(now) or (last and self._window.first is not None):
+                self._take_window()
+            self._look_for_hangs(now)
+            self._add_sampled(now, state, last)
+            standing = standing_of(self.history.newest(SPEED_ROWS), self._run)
+            here = {"hang": self._hang, "now": now, "ended": last, "step": self._step}
+            self.history.tell(**{**standing, **state, **here})
+            if last and self._begun:
+                self._add(
+                    {"event": "end", "t": round(now, 1), "step": self._step, "text": "the process ends"}
+                )
+            self._write(now)
+            if self._entry is not None and not last and now >= self._entry_due_s:
+                self._entry.write(self._summary())
+                self._entry_due_s = now + ENTRY_S - PAUSE_S / 2
+        except Exception as error:  # whatever it is, training does not depend on it
+            self._tell(f"the live page and its record have a problem ({type(error).__name__}: {error})")
+        if last:
+            self._file.close()
+            if self._entry is not None:
+                self._entry.remove()
+
+    def _open(self, now: float) -> bool:
+        """Whether the record is open, or never will be."""
+        self._opened_s = now if self._opened_s is None else self._opened_s
+        try:
+            self.history.take(self._file.open())
+        except InUse as error:
+            if now - self._opened_s < PATIENCE_S:
+                return False
+            self._in_memory_only = True
+            self._tell(
+                f"{error}: give each job its own monitor.live.folder. The page keeps this run in memory"
+            )
+        except OSError as error:
+            self._in_memory_only = True
+            self._tell(
+                f"monitor.live.folder: the record cannot be kept ({error}). The page keeps it in memory"
+            )
+        self._window.active_s = self.history.seconds()
+        return True
+
+    def _fold(self) -> None:
+        while self._queue:
+            kind, value = self._queue.popleft()
+            if kind == "step":
+                self._take_step(value)
+                if value.time - self._window.began >= self._window.width_s:
+                    self._take_window()
+            elif kind == "event":
+                self._take_window()
+                self._add(value)
+            else:
+                self._take_curves(value)
+
+    def _take_step(self, step: Step) -> None:
+        before = self._window.last if self._window.first is not None else self.history.last_step
+        if not self._begun:
+            self._begin(step, before)
+        elif before is not None and step.number != before + 1:
+            self._take_window()
+            self._add({"resume": step.number - 1, "t": round(step.time, 1)})
+        self._window.add(step)
+        self._step = step.number
+        unknown = step.loss is not None and not is_known(step.loss)
+        if unknown and not self._unknown_loss:
+            text = f"the loss is {step.loss}"
+            self._add({"event": "loss", "t": round(step.time, 1), "step": step.number, "text": text})
+        self._unknown_loss = unknown
+
+    def _begin(self, step: Step, before: int | None) -> None:
+        """The first step of this process continues the record, or starts one of its own."""
+        self._begun = True
+        if before is not None and step.number == 1:  # another run, in the folder of an earlier one
+            if self._file.is_open:
+                self._file.set_aside()
+            self.history.clear()
+            self._window.active_s = 0.0
+            before = None
+        time_ = round(step.time, 1)
+        self._add({"run": self._run, "t": time_})
+        if before is not None:
+            self._add({"resume": step.number - 1, "t": time_})
+        else:
+            self._add({"event": "start", "t": time_, "step": step.number - 1, "text": "the run starts"})
+
+    def _take_window(self) -> None:
+        if self._window.first is not None:
+            self._add(self._window.take(self.tokens_per_sample, self._memory))
+
+    def _take_curves(self, values: dict[str, Any]) -> None:
+        for name, value in values.items():
+            if name in self._curves or len(self._curves) < MOST_CURVES:
+                self._curves[name] = float(value)
+
+    def _look_for_hangs(self, now: float) -> None:
+        text = explanation.text
+        if text != self._hang:
+            self._take_window()
+            event = (
+                {"event": "hang", "text": text[:2000]} if text else {"event": "on", "text": "the ranks go on"}
+            )
+            self._add({**event, "t": round(now, 1), "step": self._step})
+        self._hang = text
+
+    def _add_sampled(self, now: float, state: dict[str, Any], last: bool) -> None:
+        """Curves of others and the state of the ranks: as often as their size allows."""
+        if self._curves and self._begun and (last or now >= self._curves_due_s):
+            curves = {name: short(value) for name, value in self._curves.items()}
+            self._add({"curves": curves, "t": round(now, 1), "step": self._step})
+            self._curves = {}
+            size = sum(len(name) + 12 for name in curves)
+            self._curves_due_s = now + max(self._window.width_s, size / CURVE_BYTES_PER_S)
+        if state.get("ranks") and self._begun and (last or now >= self._ranks_due_s):
+            self._add({"ranks": state["ranks"]})
+            self._ranks_due_s = now + max(30.0, 90 * len(state["ranks"]) / RANKS_BYTES_PER_S)
+
+    def _add(self, entry: Row | Item) -> None:
+        self._new.append(entry)
+        self.history.take([entry])
+
+    def _write(self, now: float) -> None:
+        new, self._new = self._new, []
+        if not self._file.is_open or now < self._resting_until_s:
+            return
+        try:
+            self._file.write(new)
+        except OSError as error:
+            self._resting_until_s = now + REST_S
+            self._tell(f"monitor.live.folder: the record is not written ({error}). It is tried again")
+
+    def _tell(self, text: str) -> None:
+        if not self._was_told:
+            self._was_told = True
+            logger.warning(f"{text}; training continues.")
+
+    # ---- what is true now
+
+    def _summary(self) -> dict[str, Any]:
+        """For `ds top`."""
+        return {**self.history.state, "losses": [row[LOSS] for row in self.history.newest(SHOWN_LOSSES)]}
+
+
+class Sink(Monitor):
+    """Takes the events of whoever writes to the engine's monitor, but for those that the record has anyway.
+
+    What lies on a device is not waited for: a copy is made of it, in the order of the device's work.
+    """
+
+    def __init__(self, recorder: Recorder, own: frozenset[str]) -> None:
+        super().__init__(None)
+        self._recorder, self._own = recorder, own
+
+    def write_events(self, event_list: Iterable[Event]) -> None:
+        here, there = [], {}
+        for event in event_list:
+            if event[0] in self._own:
+                continue
+            if isinstance(event[1], Tensor) and event[1].device.type != "cpu":
+                there[str(event[0])] = event[1].detach().clone()
+            else:
+                here.append(event)
+        values = there | {name: value for name, value, _ in numeric(here)}
+        if values:
+            self._recorder.put_curves(values)

@@ -1,0 +1,141 @@
+"""What the monitors share: rank 0 writes, and a backend that cannot be written to never stops training."""
+
+from __future__ import annotations
+
+import numbers
+import os
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from deepspeed.base.logging import is_rank_zero, logger, warning_once
+from deepspeed.observe.monitor.utils import run_folder
+
+Event = tuple[str, Any, int]
+"""Name of the curve, value (a number or a tensor of one element), samples processed so far."""
+
+Point = tuple[str, float, int]
+
+REST_S = 30.0
+"""Seconds without writing to a backend after a failure: a full disk may be cleared, but a network that is down must
+not cost its timeout at every step."""
+
+
+class Monitor(ABC):
+    """Takes events and writes them somewhere."""
+
+    def __init__(self, monitor_config: Any) -> None:
+        self.monitor_config = monitor_config
+
+    @abstractmethod
+    def write_events(self, event_list: Iterable[Event]) -> None:
+        """Add one point to the curve of each event."""
+
+
+class Backend(Monitor):
+    """One place to write to. Takes its own section of the config, or all of ``monitor_config``.
+
+    Opened on rank 0 when it is created. A failure there (a missing package, no permission, no network) gives one
+    warning, and nothing is written; a later failure gives one warning, and writing is retried after ``REST_S``.
+    """
+
+    key = ""  # of the section in the config
+
+    def __init__(self, monitor_config: Any) -> None:
+        section = getattr(monitor_config, self.key, monitor_config)
+        super().__init__(section)
+        self.enabled: bool = section.enabled
+        self._is_open = False
+        self._resting_until_s = 0.0
+        self._was_told = False
+        if self.enabled and is_rank_zero():
+            self._is_open = self._try(self._open)
+
+    @abstractmethod
+    def _open(self) -> None:
+        """Import the client library and start a run."""
+
+    @abstractmethod
+    def _write(self, points: list[Point]) -> None: ...
+
+    def _close(self) -> None:
+        """Release what ``_open`` acquired."""
+
+    def write_events(self, event_list: Iterable[Event]) -> None:
+        if self._may_write() and (points := numeric(event_list)):
+            self._try(lambda: self._write(points))
+
+    def close(self) -> None:
+        """Flush what is still buffered; later events are dropped."""
+        if self._is_open:
+            self._is_open = False
+            self._try(self._close)
+
+    def _may_write(self) -> bool:
+        return self._is_open and (not self._resting_until_s or time.monotonic() >= self._resting_until_s)
+
+    def _try(self, act: Callable[[], Any]) -> bool:
+        """Whether ``act`` succeeded."""
+        try:
+            act()
+        except Exception as error:  # anything a client library raises; training does not depend on it
+            self._resting_until_s = time.monotonic() + REST_S
+            if not self._was_told:
+                self._was_told = True
+                logger.warning(
+                    f"{self.key}: curves are not written ({type(error).__name__}: {error}). Training continues without "
+                    f"them; set {self.key}.enabled to false to turn it off.",
+                )
+            return False
+        self._resting_until_s = 0.0
+        return True
+
+
+class FolderBackend(Backend):
+    """A backend whose files lie in ``output_path/job_name``."""
+
+    @property
+    def output_path(self) -> str | None:
+        return self.monitor_config.output_path
+
+    @property
+    def job_name(self) -> str:
+        return self.monitor_config.job_name
+
+    def make_folder(self, base: str | None) -> str:
+        """Create the folder of this run and return it. ``base`` (default ``~/KEY``) replaces an empty
+        ``output_path``."""
+        base = base or os.path.join(os.path.expanduser("~"), self.key)
+        folder = run_folder(self.output_path, self.job_name, base)
+        os.makedirs(folder, exist_ok=True)
+        return folder
+
+
+def numeric(event_list: Iterable[Event]) -> list[Point]:
+    """The events with their values as plain numbers; events with other values are left out, with a warning."""
+    points = []
+    for event in event_list:
+        try:
+            name, value, samples = event
+            number = value if isinstance(value, numbers.Real) else value.item()
+            points.append((str(name), number, int(samples)))
+        except (AttributeError, RuntimeError, TypeError, ValueError):
+            warning_once(
+                f"monitor: an event is (name, number, samples), and {_short(event)} is skipped; values are numbers or "
+                "tensors of one element."
+            )
+    return points
+
+
+def by_samples(points: Iterable[Point]) -> dict[int, dict[str, float]]:
+    """The points as one row per number of samples."""
+    rows: dict[int, dict[str, float]] = {}
+    for name, value, samples in points:
+        rows.setdefault(samples, {})[name] = value
+    return rows
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -1,0 +1,65 @@
+"""All monitors of a config as one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from deepspeed.base.logging import is_rank_zero
+from deepspeed.observe.monitor.base import Backend, Event, Monitor
+from deepspeed.observe.monitor.comet import CometMonitor
+from deepspeed.observe.monitor.csv_monitor import csvMonitor
+from deepspeed.observe.monitor.tensorboard import TensorBoardMonitor
+from deepspeed.observe.monitor.trackio import TrackioMonitor
+from deepspeed.observe.monitor.wandb import WandbMonitor
+
+__all__ = ["Event", "Monitor", "MonitorMaster"]
+
+
+class MonitorMaster(Monitor):
+    """Writes each event to every monitor that the config enables, on rank 0.
+
+    Args:
+        monitor_config: ``DeepSpeedConfig(...).monitor_config``.
+    """
+
+    def __init__(self, monitor_config: Any) -> None:
+        super().__init__(monitor_config)
+        self.enabled: bool = monitor_config.enabled
+        self.tb_monitor = self._make(TensorBoardMonitor)
+        self.wandb_monitor = self._make(WandbMonitor)
+        self.csv_monitor = self._make(csvMonitor)
+        self.comet_monitor = self._make(CometMonitor)
+        self.trackio_monitor = self._make(TrackioMonitor)
+        self._listeners: list[Monitor] = []
+
+    def _make(self, kind: type[Backend]) -> Any:
+        section = getattr(self.monitor_config, kind.key)
+        # None on the other ranks: scripts ask for a backend before they use its client's own writer, which rank 0 has.
+        return kind(section) if section.enabled and is_rank_zero() else None
+
+    @property
+    def backends(self) -> list[Backend]:
+        """The enabled backends; none but on rank 0."""
+        made = (
+            self.tb_monitor,
+            self.wandb_monitor,
+            self.csv_monitor,
+            self.comet_monitor,
+            self.trackio_monitor,
+        )
+        return [backend for backend in made if backend is not None]
+
+    def also_to(self, listener: Monitor) -> None:
+        """From now on ``listener`` gets every event, too."""
+        self._listeners.append(listener)
+        self.enabled = True
+
+    def write_events(self, event_list: Iterable[Event]) -> None:
+        events = list(event_list)
+        for monitor in (*self.backends, *self._listeners):
+            monitor.write_events(events)
+
+    def close(self) -> None:
+        for backend in self.backends:
+            backend.close()

@@ -1,0 +1,62 @@
+"""Curves for TensorBoard, through ``torch.utils.tensorboard``."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable
+from typing import Any
+
+from deepspeed.base.finalizers import call_when_dropped
+from deepspeed.observe.monitor.base import Event, FolderBackend, Point
+from deepspeed.observe.monitor.utils import check_tb_availability
+
+
+class TensorBoardMonitor(FolderBackend):
+    """Event files in ``output_path/job_name``."""
+
+    key = "tensorboard"
+
+    def __init__(self, tensorboard_config: object) -> None:
+        self.summary_writer: Any = None
+        self._flush = True
+        super().__init__(tensorboard_config)
+
+    def get_summary_writer(self, base: str | None = None) -> Any:
+        """A new ``SummaryWriter`` for the folder of this run. ``base`` (default ``~/tensorboard``) replaces an
+        empty ``output_path``."""
+        check_tb_availability()
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.summary_writer = SummaryWriter(log_dir=self.make_folder(base))
+        call_when_dropped(self, _end, self.summary_writer)  # it has a thread, which would outlive this
+        return self.summary_writer
+
+    def write_events(self, event_list: Iterable[Event], flush: bool = True) -> None:
+        """``flush=False`` lets the writer decide when the points reach the file."""
+        self._flush = flush
+        super().write_events(event_list)
+
+    def flush(self) -> None:
+        if self._may_write() and self.summary_writer is not None:
+            self._try(self.summary_writer.flush)
+
+    def _open(self) -> None:
+        self.get_summary_writer()
+
+    def _write(self, points: Iterable[Point]) -> None:
+        writer = self.summary_writer or self.get_summary_writer()
+        self.summary_writer = None  # a writer that has failed never writes again
+        for name, value, samples in points:
+            writer.add_scalar(name, value, samples)
+        if self._flush:
+            writer.flush()
+        self.summary_writer = writer
+
+    def _close(self) -> None:
+        if self.summary_writer is not None:
+            self.summary_writer.close()
+
+
+def _end(writer: Any) -> None:
+    with contextlib.suppress(Exception):  # nobody is left whom a full disk would concern
+        writer.close()

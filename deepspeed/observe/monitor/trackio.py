@@ -1,0 +1,42 @@
+"""Curves for Trackio."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from deepspeed.observe.monitor.base import Backend, Point, by_samples
+from deepspeed.observe.monitor.utils import check_trackio_availability
+
+
+class TrackioMonitor(Backend):
+    """A run of ``project`` that ``trackio.init`` starts, with the samples processed so far as the step of each row."""
+
+    key = "trackio"
+
+    def __init__(self, trackio_config: object) -> None:
+        self._trackio: Any = None
+        super().__init__(trackio_config)
+
+    @property
+    def project(self) -> str:
+        return self.monitor_config.project
+
+    def log(self, data: Mapping[str, Any], step: int | None = None) -> None:
+        """``trackio``'s ``log`` on rank 0."""
+        if self._may_write():
+            self._try(lambda: self._trackio.log(dict(data), step=step))
+
+    def _open(self) -> None:
+        check_trackio_availability()
+        trackio: Any = importlib.import_module("trackio")
+        trackio.init(project=self.project)
+        self._trackio = trackio
+
+    def _write(self, points: Iterable[Point]) -> None:
+        for samples, row in by_samples(points).items():
+            self._trackio.log(row, step=samples)
+
+    def _close(self) -> None:
+        self._trackio.finish()

@@ -1,0 +1,62 @@
+"""Curves for Weights & Biases."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from deepspeed.observe.monitor.base import Backend, Point, by_samples
+from deepspeed.observe.monitor.utils import check_wandb_availability
+
+
+class WandbMonitor(Backend):
+    """A run of ``project``, with the samples processed so far as the step of each row.
+
+    An active run of the same project, team and group is shared. With any other active run, this one is separate:
+    rows have to be logged in order of step, and the script counts its own steps.
+    """
+
+    key = "wandb"
+
+    def __init__(self, wandb_config: object) -> None:
+        self.run: Any = None
+        super().__init__(wandb_config)
+
+    @property
+    def group(self) -> str | None:
+        return self.monitor_config.group
+
+    @property
+    def team(self) -> str | None:
+        return self.monitor_config.team
+
+    @property
+    def project(self) -> str:
+        return self.monitor_config.project
+
+    def log(self, data: Mapping[str, Any], step: int | None = None, commit: bool | None = None) -> None:
+        """``wandb``'s ``log`` on rank 0."""
+        if self._may_write():
+            self._try(lambda: self.run.log(dict(data), step=step, commit=commit))
+
+    def _open(self) -> None:
+        check_wandb_availability()
+        wandb: Any = importlib.import_module("wandb")
+        active = wandb.run
+        if active is not None and self._is_ours(active):
+            self.run = active
+            return
+        beside: dict[str, Any] = {"reinit": "create_new"} if active is not None else {}
+        self.run = wandb.init(project=self.project, group=self.group, entity=self.team, **beside)
+
+    def _is_ours(self, run: Any) -> bool:
+        same_place = run.project == self.project and (run.group or None) == (self.group or None)
+        return same_place and (not self.team or run.entity == self.team)
+
+    def _write(self, points: Iterable[Point]) -> None:
+        for samples, row in by_samples(points).items():  # a call costs the same for one curve as for ten
+            self.run.log(row, step=samples)
+
+    def _close(self) -> None:
+        self.run.finish()

@@ -1,0 +1,1 @@
+"""Number formats of few bits: encoding, decoding, packing."""

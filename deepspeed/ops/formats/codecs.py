@@ -1,0 +1,392 @@
+"""Codecs: tensors as packets of a few bits per element, for links that are slower than the arithmetic.
+
+A codec turns rows of numbers [..., n] into packets of bytes [..., nbytes(n)] and back. Each packet holds its own
+scales, so that it can be sent, stored and decoded alone, and its size is what travels: scales and padding included.
+
+[Note: one definition] Scales are fp32, codes are ``round(x / scale)``, ties to even, divided and not multiplied by an
+inverse; bit i of a byte of signs is element i, set for ``x >= 0`` (so for -0.0 as well). All of it is IEEE arithmetic
+without sums in an unspecified order, except for the mean of ``SignCodec``, which is summed in fp64. Hence every rank
+decodes the same numbers from the same packet. On the host the native library does all of it in one pass over memory, on
+GPUs a Triton kernel (``ops/formats/host_codecs.py``), with the same bits.
+
+[Note: at random] ``BlockCodec`` with a seed rounds each quotient up or down, with the probabilities that make the mean
+the quotient. What decides is a hash of the element's index in its block, the bits of all numbers of the block, the
+number of the block, and the seed. So there is no state: other numbers are rounded otherwise, hence every step; ranks
+and buckets have seeds of their own; the same numbers are rounded in the same way, on every device, also in a run that
+resumes.
+
+[Note: what is not finite] A block with a NaN or an infinity has a scale that is not finite, and decodes to numbers that
+are not finite: an overflow of gradients stays visible after the sum over ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from deepspeed.ops.formats import host_codecs as native
+
+BLOCK = 256
+"""Elements that share a scale, unless said otherwise: 1.6 % of the bytes of int8 codes are scales."""
+SIGN_BLOCK = 2048
+_FLOAT_MAX = 448.0
+_ALIGNMENT = 4
+_SCALE = 4  # bytes
+
+
+class Codec(ABC):
+    """Packets of fixed size for rows of a given length."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def nbytes(self, numel: int) -> int:
+        """Bytes of the packet of ``numel`` elements."""
+
+    @abstractmethod
+    def pack(self, values: Tensor) -> Tensor:
+        """uint8 packets [..., nbytes(n)] of floating-point ``values`` [..., n]."""
+
+    @abstractmethod
+    def unpack(self, packets: Tensor, numel: int) -> Tensor:
+        """fp32 values [..., numel] of ``packets`` [..., nbytes(numel)]."""
+
+    def encode(self, values: Tensor, errors: Tensor | None = None) -> Tensor:
+        """uint8 packets [..., nbytes(n)] of floating-point ``values`` [..., n].
+
+        ``errors``: fp32 of the same shape, what earlier packets lacked. They are added first, and become what is
+        lacking now: feedback of errors.
+        """
+        if errors is None:
+            return self.pack(values)
+        wanted = values.float() + errors
+        packets = self.pack(wanted)
+        torch.sub(wanted, self.unpack(packets, values.shape[-1]), out=errors)
+        return packets
+
+    def decode(self, packets: Tensor, numel: int, out: Tensor | None = None) -> Tensor:
+        """fp32 values [..., numel] of ``packets`` [..., nbytes(numel)], or ``out`` of that shape with them."""
+        values = self.unpack(packets, numel)
+        return values if out is None else out.copy_(values)
+
+    def total(self, packets: Tensor, numel: int) -> Tensor:
+        """fp32 [numel]: the sum of what ``packets`` [rows, nbytes(numel)] hold, in their order."""
+        result = torch.zeros(numel, dtype=torch.float32, device=packets.device)
+        for packet in packets:
+            result.add_(self.decode(packet, numel))
+        return result
+
+
+class _NativeCodec(Codec):
+    """One that has kernels: what stands for an element (``enum ds_codes`` of the native library: mostly the number of
+    bits), and a scale for each ``block``."""
+
+    __slots__ = ()
+    codes: int
+    block: int
+    seed: int | None
+
+    def encode(self, values: Tensor, errors: Tensor | None = None) -> Tensor:
+        if values.is_cpu or values.is_cuda:
+            shape = (*values.shape[:-1], self.nbytes(values.shape[-1]))
+            packets = torch.empty(shape, dtype=torch.uint8, device=values.device)
+            if native.encode(packets, values.contiguous(), self.codes, self.block, errors, self.seed):
+                return packets
+        return super().encode(values, errors)
+
+    def decode(self, packets: Tensor, numel: int, out: Tensor | None = None) -> Tensor:
+        if packets.is_cpu or packets.is_cuda:
+            values = _floats(packets, *packets.shape[:-1], numel) if out is None else out
+            if native.decode(packets.contiguous(), values, self.codes, self.block):
+                return values
+        return super().decode(packets, numel, out)
+
+    def total(self, packets: Tensor, numel: int) -> Tensor:
+        if packets.is_cpu or packets.is_cuda:
+            values = _floats(packets, numel)
+            if native.decode(packets.contiguous(), values, self.codes, self.block, total=True):
+                return values
+        return super().total(packets, numel)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCodec(_NativeCodec):
+    """Symmetric integers of 8 or 4 bits, each ``block`` of elements with its own scale: its largest magnitude becomes
+    the largest code (G. Wang et al. 2023, ZeRO++, section 3.1). No element is off by more than half a scale; with a
+    ``seed`` (32 bits), at random, by less than a whole one, and right in the mean. Two codes of 4 bits share a byte,
+    the first in its lower half."""
+
+    bits: int = 8
+    block: int = BLOCK
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.bits not in (4, 8):
+            raise ValueError(f"bits={self.bits!r}: codes have 4 or 8 bits")
+        if self.block < 2 or self.block % 2:
+            raise ValueError(f"block={self.block!r} must be an even number of elements")
+
+    @property
+    def codes(self) -> int:  # type: ignore[override]
+        return self.bits
+
+    @property
+    def largest(self) -> int:
+        """The largest code; the smallest is its negative."""
+        return 2 ** (self.bits - 1) - 1
+
+    def nbytes(self, numel: int) -> int:
+        codes = -(-numel * self.bits // 8)
+        return _round_up(_SCALE * -(-numel // self.block) + codes)
+
+    def pack(self, values: Tensor) -> Tensor:
+        numel = values.shape[-1]
+        blocks = _blocks(values, self.block)
+        scales = blocks.abs().amax(-1) / self.largest
+        divisors = torch.where(scales > 0, scales, 1.0)
+        codes = (blocks / divisors.unsqueeze(-1)).clamp_(-self.largest, self.largest)
+        codes = (codes if self.seed is None else codes.add_(_parts(blocks, self.seed))).round_()
+        whole = codes.to(torch.int8).flatten(-2)[..., :numel].contiguous().view(torch.uint8)
+        return _packet(self.nbytes(numel), scales, whole if self.bits == 8 else _join_halves(whole))
+
+    def unpack(self, packets: Tensor, numel: int) -> Tensor:
+        scales, data = _open(packets, -(-numel // self.block))
+        codes = data if self.bits == 8 else _split_halves(data)
+        whole = codes[..., :numel].contiguous().view(torch.int8)
+        blocks = _blocks(whole, self.block)
+        return blocks.mul_(scales.unsqueeze(-1)).flatten(-2)[..., :numel]
+
+
+@dataclass(frozen=True, slots=True)
+class SignCodec(_NativeCodec):
+    """One bit per element, its sign, and for each ``block`` the mean of the magnitudes: of all scales the one with the
+    smallest squared error, which is below the square of the values whatever they are, as feedback of errors needs it
+    (Karimireddy et al. 2019, Error feedback fixes SignSGD)."""
+
+    block: int = SIGN_BLOCK
+    codes: ClassVar[int] = 1
+    seed: ClassVar[None] = None
+
+    def __post_init__(self) -> None:
+        if self.block < 8 or self.block % 8:
+            raise ValueError(f"block={self.block!r} must be a multiple of 8 elements")
+
+    def nbytes(self, numel: int) -> int:
+        return _round_up(_SCALE * -(-numel // self.block) + -(-numel // 8))
+
+    def pack(self, values: Tensor) -> Tensor:
+        numel = values.shape[-1]
+        blocks = _blocks(values, self.block)
+        counts = torch.full((blocks.shape[-2],), float(self.block), dtype=torch.float64, device=values.device)
+        if numel % self.block:
+            counts[-1] = numel % self.block
+        means = (blocks.abs().sum(-1, dtype=torch.float64) / counts).float()
+        return _packet(self.nbytes(numel), means, pack_signs(values))
+
+    def unpack(self, packets: Tensor, numel: int) -> Tensor:
+        scales, data = _open(packets, -(-numel // self.block))
+        signs = unpack_signs(data[..., : -(-numel // 8)], numel)
+        return _blocks(signs, self.block).mul_(scales.unsqueeze(-1)).flatten(-2)[..., :numel]
+
+
+@dataclass(frozen=True, slots=True)
+class FloatCodec(_NativeCodec):
+    """8-bit floating-point numbers (e4m3), each ``block`` of elements with its own scale: its largest magnitude becomes
+    448, the largest such number. Small elements of a block keep three bits where integers would lose them."""
+
+    block: int = BLOCK
+    codes: ClassVar[int] = 256 + 8
+    seed: ClassVar[None] = None
+
+    def nbytes(self, numel: int) -> int:
+        return _round_up(_SCALE * -(-numel // self.block) + numel)
+
+    def pack(self, values: Tensor) -> Tensor:
+        numel = values.shape[-1]
+        blocks = _blocks(values, self.block)
+        scales = blocks.abs().amax(-1) / _FLOAT_MAX
+        divisors = torch.where(scales > 0, scales, 1.0)
+        codes = (blocks / divisors.unsqueeze(-1)).clamp_(-_FLOAT_MAX, _FLOAT_MAX).to(torch.float8_e4m3fn)
+        return _packet(
+            self.nbytes(numel), scales, codes.view(torch.uint8).flatten(-2)[..., :numel].contiguous()
+        )
+
+    def unpack(self, packets: Tensor, numel: int) -> Tensor:
+        scales, data = _open(packets, -(-numel // self.block))
+        codes = data[..., :numel].contiguous().view(torch.float8_e4m3fn)
+        return _blocks(codes, self.block).mul_(scales.unsqueeze(-1)).flatten(-2)[..., :numel]
+
+
+@dataclass(frozen=True, slots=True)
+class TopCodec(Codec):
+    """The ``share`` of the elements with the largest magnitudes, as they are, with their places (A. F. Aji, K. Heafield
+    2017, Sparse communication for distributed gradient descent), in the order of their places. The rest is zero, for
+    feedback of errors to send. Of equal magnitudes the first are taken; a NaN is larger than all numbers."""
+
+    share: float = 0.01
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.share <= 1.0:
+            raise ValueError(f"share={self.share!r} must be above 0 and at most 1")
+
+    def _count(self, numel: int) -> int:
+        return min(numel, math.ceil(numel * self.share))
+
+    def nbytes(self, numel: int) -> int:
+        return 8 * self._count(numel)
+
+    def pack(self, values: Tensor) -> Tensor:
+        wide = values.float().contiguous()
+        numel = wide.shape[-1]
+        magnitudes = wide.view(torch.int32).bitwise_and(0x7FFFFFFF).long()  # compared as bits
+        ranks = magnitudes * 2**31 - torch.arange(numel, device=wide.device)
+        places = ranks.topk(self._count(numel), dim=-1, sorted=False).indices.sort(dim=-1).values
+        chosen = wide.gather(-1, places).contiguous().view(torch.uint8)
+        return torch.cat([chosen, places.int().contiguous().view(torch.uint8)], dim=-1)
+
+    def unpack(self, packets: Tensor, numel: int) -> Tensor:
+        chosen, places = packets.contiguous().chunk(2, dim=-1)
+        result = torch.zeros(*packets.shape[:-1], numel, dtype=torch.float32, device=packets.device)
+        wide = chosen.contiguous().view(torch.float32)
+        return result.scatter_(-1, places.contiguous().view(torch.int32).long(), wide)
+
+    def encode(self, values: Tensor, errors: Tensor | None = None) -> Tensor:
+        count = self._count(values.shape[-1])
+        if values.is_cpu:
+            packets = torch.empty((*values.shape[:-1], 8 * count), dtype=torch.uint8)
+            if native.encode_largest(packets, values.contiguous(), count, errors):
+                return packets
+        return Codec.encode(self, values, errors)
+
+    def decode(self, packets: Tensor, numel: int, out: Tensor | None = None) -> Tensor:
+        if packets.is_cpu:
+            values = _floats(packets, *packets.shape[:-1], numel) if out is None else out
+            if native.decode_largest(packets.contiguous(), values, self._count(numel)):
+                return values
+        return Codec.decode(self, packets, numel, out)
+
+    def total(self, packets: Tensor, numel: int) -> Tensor:
+        if packets.is_cpu:
+            values = _floats(packets, numel)
+            if native.decode_largest(packets.contiguous(), values, self._count(numel), total=True):
+                return values
+        return Codec.total(self, packets, numel)
+
+
+CODECS = ("int8", "int4", "fp8", "signs", "top_k")
+
+
+def codec_named(name: str, share: float = 0.01) -> Codec:
+    """One of ``CODECS``; ``share``: of the elements, for "top_k"."""
+    if name == "top_k":
+        return TopCodec(share)
+    known: dict[str, Codec] = {
+        "int8": BlockCodec(8),
+        "int4": BlockCodec(4),
+        "fp8": FloatCodec(),
+        "signs": SignCodec(),
+    }
+    if name not in known:
+        raise ValueError(f"codec {name!r} is unknown: use one of {', '.join(CODECS)}")
+    return known[name]
+
+
+_WORD = 0xFFFFFFFF
+
+
+def seed_of(*numbers: int) -> int:
+    """32 bits that depend on all ``numbers``, in their order."""
+    seed = 0
+    for number in numbers:
+        seed = _mixed(seed + number)
+    return seed
+
+
+def _parts(blocks: Tensor, seed: int) -> Tensor:
+    """fp32 between -1/2 and 1/2 for all elements of ``blocks`` [..., blocks, block], fp32; see [Note: at random]."""
+    block = blocks.shape[-1]
+    number = torch.arange(blocks.numel() // block, device=blocks.device)
+    keys = _mixed(number + _mixed(number.new_full((), seed & _WORD) + (number >> 32)))
+    keys = _mixed(blocks.view(torch.int32).long().sum(-1) + keys.view(blocks.shape[:-1]))
+    random = _mixed(keys.unsqueeze(-1) + torch.arange(block, device=blocks.device))
+    return ((random >> 15) | 1).float().mul_(2.0**-17).sub_(0.5)
+
+
+def _mixed(x: Any) -> Any:
+    """A hash of the lowest 32 bits of an integer or of int64 numbers, as ``mix`` in ``csrc/include/mixing.h``."""
+    x = x & _WORD
+    x = ((x ^ (x >> 16)) * 0x7FEB352D) & _WORD
+    x = ((x ^ (x >> 15)) * 0x846CA68B) & _WORD
+    return x ^ (x >> 16)
+
+
+def pack_signs(values: Tensor) -> Tensor:
+    """uint8 [..., ceil(n / 8)]: a bit for each of ``values`` [..., n], 1 where it is not negative."""
+    positive = values >= 0
+    if positive.is_cpu:
+        return torch.from_numpy(np.packbits(positive.numpy(), axis=-1, bitorder="little"))
+    groups = _blocks(positive, 8)
+    weights = (2 ** torch.arange(8, device=values.device)).float()
+    return (groups * weights).sum(-1).to(torch.uint8)
+
+
+def unpack_signs(packed: Tensor, numel: int) -> Tensor:
+    """fp32 [..., numel]: +1 and -1 of ``pack_signs``."""
+    table = _signs_of_bytes(packed.device)
+    return table[packed.int()].flatten(-2)[..., :numel]
+
+
+def _signs_of_bytes(device: torch.device) -> Tensor:
+    """[256, 8]: the signs that each byte stands for."""
+    bits = (torch.arange(256).unsqueeze(-1) >> torch.arange(8)) & 1
+    return (bits * 2 - 1).float().to(device)
+
+
+def _floats(beside: Tensor, *shape: int) -> Tensor:
+    return torch.empty(shape, dtype=torch.float32, device=beside.device)
+
+
+def _blocks(values: Tensor, block: int) -> Tensor:
+    """fp32 copy [..., blocks, block], zeros at the end."""
+    padding = -values.shape[-1] % block
+    wide = values.to(torch.float32, copy=True)
+    if padding:
+        wide = F.pad(wide, (0, padding))
+    return wide.unflatten(-1, (-1, block))
+
+
+def _packet(nbytes: int, scales: Tensor, data: Tensor) -> Tensor:
+    packet = torch.zeros(*scales.shape[:-1], nbytes, dtype=torch.uint8, device=scales.device)
+    head = _SCALE * scales.shape[-1]
+    packet[..., :head] = scales.contiguous().view(torch.uint8)
+    packet[..., head : head + data.shape[-1]] = data
+    return packet
+
+
+def _open(packets: Tensor, blocks: int) -> tuple[Tensor, Tensor]:
+    """The scales [..., blocks] and the rest."""
+    head = _SCALE * blocks
+    return packets[..., :head].contiguous().view(torch.float32), packets[..., head:]
+
+
+def _join_halves(codes: Tensor) -> Tensor:
+    if codes.shape[-1] % 2:
+        codes = F.pad(codes, (0, 1))
+    pairs = codes.bitwise_and(15).unflatten(-1, (-1, 2))
+    return pairs[..., 0] | (pairs[..., 1] << 4)
+
+
+def _split_halves(data: Tensor) -> Tensor:
+    halves = torch.stack([data & 15, data >> 4], dim=-1).flatten(-2)
+    return ((halves ^ 8).view(torch.int8) - 8).view(torch.uint8)  # the fourth bit is the sign
+
+
+def _round_up(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT

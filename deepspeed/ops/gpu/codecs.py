@@ -1,0 +1,254 @@
+"""Packets of signs and of small integers (`deepspeed/ops/formats/codecs.py`), made and read in one pass over memory.
+
+A program has one block of one row: it reads the block once, finds its scale, and writes codes and what encoding took
+away. All is IEEE arithmetic without fused multiply-adds, so that integers have the bits that the host's kernel gives
+them. The mean of a block of signs is a sum in fp64, whose order differs from the host's: it may differ in the last bit
+of fp32, once in a very long while.
+"""
+
+# A kernel is Triton, not Python: the types of its arguments mean nothing to a type checker.
+# pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from deepspeed.ops.gpu.dropout import mixed, signed
+from deepspeed.ops.gpu.types import FLOATS
+
+_ROUNDER = tl.constexpr(1.5 * 2.0**23)  # adding it rounds a small number to an integer, to nearest even
+LARGEST_BLOCK = 8192
+
+
+@triton.jit
+def _wanted(values, errors, at, inside):
+    """Values as fp32, with the errors that are owed."""
+    x = tl.load(values + at, mask=inside, other=0.0).to(tl.float32)
+    if errors is not None:
+        x = x + tl.load(errors + at, mask=inside, other=0.0)
+    return x
+
+
+@triton.jit
+def _code(x, divisor, part, MOST: tl.constexpr):
+    """The nearest integers, int32, of quotients and ``part``; 0 in a block that is not finite."""
+    q = tl.div_rn(x, divisor)
+    q = tl.where(q > MOST, MOST, q)
+    q = tl.where(q < -MOST, -MOST, q)
+    q = tl.where(q == q, q, 0.0)
+    if part is not None:
+        q = q + part
+    rounder = tl.full(q.shape, _ROUNDER, tl.float32)
+    return (q + rounder).to(tl.int32, bitcast=True) - rounder.to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def _largest_bits(x):
+    """The bits of the largest magnitude: those of a NaN if there is one, as they are larger than those of infinity."""
+    return tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0)
+
+
+@triton.jit
+def _part(key, element):
+    """Between -1/2 and 1/2, at random, for each element."""
+    word = mixed(key + element.to(tl.uint32)) >> 15
+    return (word | 1).to(tl.int32).to(tl.float32) * (1.0 / 131072.0) - 0.5
+
+
+@triton.jit
+def _finish(packets, stride, used, is_last):
+    """Zeros behind the last code: what travels is the same whatever the memory held."""
+    tail = used + tl.arange(0, 4)
+    tl.store(packets + tail, tl.zeros((4,), tl.uint8), mask=tail < tl.where(is_last, stride, 0))
+
+
+@triton.jit(do_not_specialize=["stride", "blocks", "seed"])
+def _encode_integers_kernel(
+    packets,  # [rows, stride] uint8
+    scales,  # the same memory as fp32
+    values,  # [rows, numel]
+    errors,  # [rows, numel] fp32, or None
+    numel,
+    stride,
+    block,
+    blocks,
+    seed,
+    RANDOM: tl.constexpr,
+    MOST: tl.constexpr,
+    HALF: tl.constexpr,  # a power of 2, at least half a block
+    IN_HALVES: tl.constexpr,  # whether two codes share a byte
+):
+    row = (tl.program_id(0) // blocks).to(tl.int64)
+    index = (tl.program_id(0) % blocks).to(tl.int64)
+    begin = index * block
+    count = tl.minimum(numel - begin, block)
+    pair = tl.arange(0, HALF)
+    first = row * numel + begin
+    has_low, has_high = 2 * pair < count, 2 * pair + 1 < count
+    low = _wanted(values, errors, first + 2 * pair, has_low)
+    high = _wanted(values, errors, first + 2 * pair + 1, has_high)
+    largest = tl.maximum(_largest_bits(low), _largest_bits(high))
+    scale = tl.div_rn(largest.to(tl.float32, bitcast=True), MOST)
+    divisor = tl.where(scale > 0, scale, 1.0)
+    tl.store(scales + row * (stride // 4) + index, scale)
+    low_part, high_part = None, None
+    if RANDOM:
+        bits = tl.sum(low.to(tl.int32, bitcast=True) + high.to(tl.int32, bitcast=True), 0)
+        number = mixed(tl.program_id(0).to(tl.uint32) + mixed(seed.to(tl.uint32)))
+        key = mixed(bits.to(tl.uint32, bitcast=True) + number)
+        low_part, high_part = _part(key, 2 * pair), _part(key, 2 * pair + 1)
+    low_code, high_code = _code(low, divisor, low_part, MOST), _code(high, divisor, high_part, MOST)
+    packet = packets + row * stride
+    codes = packet + 4 * blocks
+    if IN_HALVES:
+        both = (low_code & 15) | tl.where(has_high, (high_code & 15) << 4, 0)
+        tl.store(codes + begin // 2 + pair, both.to(tl.uint8), mask=has_low)
+        used = 4 * blocks + (numel + 1) // 2
+    else:
+        tl.store(codes + begin + 2 * pair, (low_code & 255).to(tl.uint8), mask=has_low)
+        tl.store(codes + begin + 2 * pair + 1, (high_code & 255).to(tl.uint8), mask=has_high)
+        used = 4 * blocks + numel
+    _finish(packet, stride, used, index == blocks - 1)
+    if errors is not None:
+        tl.store(errors + first + 2 * pair, low - low_code.to(tl.float32) * scale, mask=has_low)
+        tl.store(errors + first + 2 * pair + 1, high - high_code.to(tl.float32) * scale, mask=has_high)
+
+
+@triton.jit(do_not_specialize=["stride", "blocks"])
+def _encode_signs_kernel(
+    packets,
+    scales,
+    values,
+    errors,
+    numel,
+    stride,
+    block,
+    blocks,
+    BYTES: tl.constexpr,  # a power of 2, at least an eighth of a block
+):
+    row = (tl.program_id(0) // blocks).to(tl.int64)
+    index = (tl.program_id(0) % blocks).to(tl.int64)
+    begin = index * block
+    count = tl.minimum(numel - begin, block)
+    byte, bit = tl.arange(0, BYTES), tl.arange(0, 8)
+    element = 8 * byte[:, None] + bit[None, :]
+    inside = element < count
+    at = row * numel + begin + element
+    x = _wanted(values, errors, at, inside)
+    total = tl.sum(tl.sum(tl.abs(x).to(tl.float64), 1), 0)
+    mean = (total / count.to(tl.float64)).to(tl.float32)
+    tl.store(scales + row * (stride // 4) + index, mean)
+    packet = packets + row * stride
+    bits = tl.sum(((x >= 0) & inside).to(tl.int32) << bit[None, :], 1)
+    tl.store(packet + 4 * blocks + begin // 8 + byte, bits.to(tl.uint8), mask=8 * byte < count)
+    _finish(packet, stride, 4 * blocks + (numel + 7) // 8, index == blocks - 1)
+    if errors is not None:
+        tl.store(errors + at, x - tl.where(x >= 0, mean, -mean), mask=inside)
+
+
+@triton.jit(do_not_specialize=["rows", "stride", "blocks"])
+def _decode_kernel(
+    packets,  # [rows, stride] uint8
+    scales,  # the same memory as fp32
+    values,  # [rows, numel], or [numel]: the sum of all rows
+    rows,
+    numel,
+    stride,
+    block,
+    blocks,
+    BITS: tl.constexpr,
+    TOTAL: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    index = (tl.program_id(0) % blocks).to(tl.int64)
+    row = (tl.program_id(0) // blocks).to(tl.int64)
+    begin = index * block
+    each = tl.arange(0, BLOCK)
+    inside = each < tl.minimum(numel - begin, block)
+    element = begin + each
+    result = tl.zeros((BLOCK,), tl.float32)
+    steps = 1
+    if TOTAL:
+        steps = rows
+    for step in range(steps):
+        packet = packets + (row + step) * stride
+        scale = tl.load(scales + (row + step) * (stride // 4) + index)
+        byte = tl.load(packet + 4 * blocks + element * BITS // 8, mask=inside, other=0).to(tl.int32)
+        if BITS == 1:
+            found = tl.where((byte >> (element % 8)) & 1 != 0, scale, -scale)
+        elif BITS == 4:
+            found = ((((byte >> (4 * (element % 2))) & 15) ^ 8) - 8).to(tl.float32) * scale
+        else:
+            found = ((byte ^ 128) - 128).to(tl.float32) * scale
+        result = result + found if TOTAL else found
+    tl.store(values + row * numel + element, result.to(values.dtype.element_ty), mask=inside)
+
+
+CODES = (1, 4, 8)
+"""Signs and integers of 4 and 8 bits; 8-bit floats have no kernel here."""
+
+
+def takes(packets: Tensor, values: Tensor, block: int) -> bool:
+    """Whether there is a kernel for packets and values of such types and sizes."""
+    whole = packets.is_contiguous() and packets.storage_offset() % 4 == 0 and packets.shape[-1] % 4 == 0
+    return whole and values.is_contiguous() and values.dtype in FLOATS and block <= LARGEST_BLOCK
+
+
+def encode(
+    packets: Tensor,
+    values: Tensor,
+    bits: int,
+    block: int,
+    errors: Tensor | None = None,
+    seed: int | None = None,
+) -> None:
+    """Fill ``packets`` [.., bytes] with ``values`` [.., n] plus ``errors`` (fp32), which become what that took away.
+    With a ``seed`` integers are rounded up or down at random."""
+    numel, stride = values.shape[-1], packets.shape[-1]
+    if not values.numel():
+        packets.zero_()
+        return
+    blocks = triton.cdiv(numel, block)
+    arguments = (packets, packets.view(torch.float32), values, errors, numel, stride, block, blocks)
+    grid = (values.numel() // numel * blocks,)
+    with torch.cuda.device_of(values):
+        if bits == 1:
+            tile = triton.next_power_of_2(triton.cdiv(block, 8))
+            _encode_signs_kernel[grid](*arguments, BYTES=tile, num_warps=4, enable_fp_fusion=False)
+        else:
+            _encode_integers_kernel[grid](
+                *arguments,
+                signed(seed or 0),
+                RANDOM=seed is not None,
+                MOST=float(2 ** (bits - 1) - 1),
+                HALF=triton.next_power_of_2(triton.cdiv(block, 2)),
+                IN_HALVES=bits == 4,
+                num_warps=1 if block <= 512 else 4,
+                enable_fp_fusion=False,
+            )
+
+
+def decode(packets: Tensor, values: Tensor, bits: int, block: int, *, total: bool = False) -> None:
+    """Fill ``values`` [.., n] with what ``packets`` [.., bytes] hold; ``total``: [n] with the sum of all, in order."""
+    numel, stride = values.shape[-1], packets.shape[-1]
+    if not values.numel():
+        return
+    rows, blocks = packets.numel() // stride, triton.cdiv(numel, block)
+    with torch.cuda.device_of(values):
+        _decode_kernel[(blocks if total else rows * blocks,)](
+            packets,
+            packets.view(torch.float32),
+            values,
+            rows,
+            numel,
+            stride,
+            block,
+            blocks,
+            BITS=bits,
+            TOTAL=total,
+            BLOCK=triton.next_power_of_2(block),
+            num_warps=1 if block <= 512 else 4,
+            enable_fp_fusion=False,
+        )

@@ -1,0 +1,124 @@
+"""Whether an optimizer treats every element independently, so that ZeRO may partition its tensors anywhere.
+
+Decided by trial, not by a list: a small matrix is updated once as a whole and once as two flat pieces.
+Optimizers that use norms, rows or matrices (LAMB, LARS, Adafactor, Muon, Shampoo), or need a closure or
+sparse gradients, give different results or fail.
+"""
+
+from __future__ import annotations
+
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from deepspeed.base.logging import logger
+from deepspeed.config.plan import Plan
+from deepspeed.config.problems import DeepSpeedConfigError
+from deepspeed.ops.update import traits_of
+from deepspeed.optim.first_state import constructed_state, stand_in
+
+_SHAPE, _CUT, _STEPS = (8, 8), 23, 4
+_verdicts: WeakKeyDictionary[type, bool] = WeakKeyDictionary()  # per class, determined once
+
+
+def is_elementwise(optimizer: Optimizer) -> bool:
+    """True if splitting a tensor into flat pieces does not change what the optimizer does to it (to 1e-5).
+
+    The optimizer itself, its hooks and the global random states are not touched. One verdict per class; a class that
+    declares it is believed (`UpdateTraits.elementwise`; the tests verify ours), but not one that inherits the
+    declaration of ours, as it may have changed the update.
+    """
+    cls = type(optimizer)
+    declared = traits_of(optimizer).elementwise
+    if declared is not None and (cls.__module__.startswith("deepspeed.") or "update_traits" in vars(cls)):
+        return declared
+    if cls not in _verdicts:
+        _verdicts[cls] = _probe(optimizer)
+    return _verdicts[cls]
+
+
+def check_partitioning(optimizer: Optimizer, plan: Plan) -> None:
+    """DeepSpeedConfigError: the plan partitions tensors that ``optimizer`` cannot update in parts."""
+    if not plan.zero.shard_state:
+        return
+    name, traits = type(optimizer).__name__, traits_of(optimizer)
+    if traits.own_communication:
+        _check_groups(name, traits.elementwise is True or traits.segment_sums, plan)
+    if plan.zero.refuses_untested and not type(optimizer).__module__.startswith(
+        ("torch.optim", "deepspeed.")
+    ):
+        raise DeepSpeedConfigError(
+            f"{name} is neither torch's nor of this package, and the config has zero_allow_untested_optimizer: false. "
+            "Without that key its update is tried on a small tensor, and accepted if it can be partitioned; with true "
+            "it is accepted as it is."
+        )
+    if plan.zero.allow_untested_optimizer or traits.joins_ranks or is_elementwise(optimizer):
+        return
+    raise DeepSpeedConfigError(
+        f"{name} does not update elements independently, so zero_optimization.stage={plan.zero.stage} cannot partition "
+        "its tensors across ranks; use stage 0, or set zero_allow_untested_optimizer: true to try."
+    )
+
+
+def _check_groups(name: str, in_slices: bool, plan: Plan) -> None:
+    """One that communicates needs several copies, and at stage 3 there is no telling when a copy is whole.
+    ``in_slices``: it can update slices of tensors."""
+    if plan.zero.shard_params or not in_slices:
+        raise DeepSpeedConfigError(
+            f"{name} exchanges what it needs of whole gradients itself, so zero_optimization.stage={plan.zero.stage} "
+            f"cannot partition its tensors across ranks; use stage 0{' to 2' if in_slices else ''}."
+        )
+    if not plan.zero.in_groups:
+        raise DeepSpeedConfigError(
+            f"{name} exchanges signs between copies of the weights, and zero_optimization.stage={plan.zero.stage} "
+            "keeps one copy: set zero_optimization.mics_shard_size to the number of ranks per host, or use stage 0."
+        )
+
+
+@torch.no_grad()
+def _probe(optimizer: Optimizer) -> bool:
+    device = next(
+        (p.device for g in optimizer.param_groups for p in g["params"] if not p.is_meta), torch.device("cpu")
+    )
+    generator = torch.Generator().manual_seed(0)
+    start = torch.randn(_SHAPE, generator=generator).to(device)
+    # Gradients of different magnitude in the two pieces, so that the norm of either differs from that of both.
+    scale = torch.linspace(0.1, 3.0, start.numel()).view(_SHAPE)
+    grads = [(torch.randn(_SHAPE, generator=generator) * scale).to(device) for _ in range(_STEPS)]
+    devices = [] if device.type == "cpu" else [device]
+    try:
+        with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"):
+            whole = _train(optimizer, [start], [[grad] for grad in grads])
+            pieces = _train(optimizer, _cut(start), [_cut(grad) for grad in grads])
+    except Exception as error:  # whatever a foreign optimizer raises: it cannot be used in pieces
+        logger.debug(f"{type(optimizer).__name__} does not update flat pieces of tensors: {error}")
+        return False
+    moved = whole[0].flatten()
+    return bool(torch.allclose(torch.cat(pieces), moved, rtol=1e-5, atol=1e-6)) and not torch.equal(
+        moved, start.flatten()
+    )
+
+
+def _cut(tensor: Tensor) -> list[Tensor]:
+    flat = tensor.flatten()
+    return [flat[:_CUT].clone(), flat[_CUT:].clone()]
+
+
+def _train(optimizer: Optimizer, values: list[Tensor], grads: list[list[Tensor]]) -> list[Tensor]:
+    """Steps of a stand-in for `optimizer` with its settings but other parameters; returns the final
+    values."""
+    params = [torch.nn.Parameter(value.clone()) for value in values]
+    group = {**optimizer.param_groups[0]}
+    if "lr" in group:
+        group["lr"] = 0.05  # a warm-up may be at 0, where nothing would change
+    substitute = stand_in(optimizer, group, params)
+    if any(optimizer.state.values()):  # its step may rely on state created by its constructor
+        for param in params:
+            substitute.state[param].update(constructed_state(optimizer, group, param))
+    for step in grads:
+        for param, grad in zip(params, step, strict=True):
+            param.grad = grad.clone()
+        type(optimizer).step(substitute)
+    return [param.detach() for param in params]

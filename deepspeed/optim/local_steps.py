@@ -1,0 +1,166 @@
+"""Local steps: every rank trains alone, and now and then the ranks agree (A. Douillard et al. 2023: DiLoCo: Distributed
+low-communication training of language models)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepspeed.comm.collectives import Communicator
+from deepspeed.ops.adam.multi_tensor_adam import MultiTensorAdam
+from deepspeed.ops.formats.codecs import BlockCodec, Codec, SignCodec
+from deepspeed.ops.multi_tensor import MultiTensorOptimizer
+from deepspeed.ops.update import ALONE, Fragments, HoldersOf, UpdateContext, UpdateTraits
+from deepspeed.optim.one_bit import OneBitOptimizer, by_holders, publish
+from deepspeed.optim.sign_exchange import FEEDBACK, SignExchange
+
+OWN, AGREED, OUTER = "own_weights", "agreed_weights", "outer_momentum"
+"""Entries of the state: this rank's weights (the masters themselves), those that the ranks had when they last agreed,
+and the momentum of the outer updates."""
+CODECS: dict[str, Codec | None] = {
+    "none": None,
+    "int8": BlockCodec(8),
+    "int4": BlockCodec(4),
+    "signs": SignCodec(),
+}
+
+
+class DiLoCo(OneBitOptimizer, MultiTensorAdam):
+    """AdamW on each rank's own gradients for ``sync_every`` updates, without communication. Then what the ranks did, on
+    average, is the gradient of one outer update, SGD with Nesterov momentum, of the weights that they had before; from
+    its result all go on. Moments of AdamW stay each rank's own.
+
+    Args:
+        params: iterable of parameters or of dicts that define groups.
+        sync_every: updates between two outer ones (H of the paper).
+        outer_lr, outer_momentum: of the outer update.
+        warmup_steps: updates with gradients summed in full before the ranks part.
+        codec: how what the ranks did travels: "none" (fp32, one all-reduce), "int8", "int4", "signs"; what a codec
+            takes away is added to the next exchange.
+
+    With ZeRO 1 and 2, groups of ranks share a copy each (``mics_shard_size``). ValueError: an argument out of range.
+    """
+
+    update_traits = UpdateTraits(
+        elementwise=True, own_communication=True, rank_state=(FEEDBACK, OWN, "exp_avg", "exp_avg_sq")
+    )
+    own_state_names = (FEEDBACK, AGREED, OUTER)
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        sync_every: int = 100,
+        outer_lr: float = 0.7,
+        outer_momentum: float = 0.9,
+        warmup_steps: int = 0,
+        codec: str = "none",
+    ) -> None:
+        if int(sync_every) < 1:
+            raise ValueError(f"DiLoCo: sync_every={sync_every!r} must be at least 1")
+        if codec not in CODECS:
+            raise ValueError(f"DiLoCo: codec={codec!r} must be one of {', '.join(CODECS)}")
+        if int(warmup_steps) < 0 or not 0 <= outer_momentum < 1 or outer_lr <= 0:
+            raise ValueError(
+                f"DiLoCo: warmup_steps={warmup_steps!r}, outer_momentum={outer_momentum!r} and outer_lr={outer_lr!r} "
+                "must be at least 0, in [0, 1) and positive"
+            )
+        defaults = {
+            "lr": lr,
+            "bias_correction": bias_correction,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "adam_w_mode": True,
+        }
+        super().__init__(params, defaults)
+        self.sync_every = int(sync_every)
+        self.outer_lr, self.outer_momentum = float(outer_lr), float(outer_momentum)
+        self.warmup_steps = int(warmup_steps)
+        self.codec = CODECS[codec]
+        if self.codec is not None:
+            self.exchange = SignExchange(self.codec)
+        self.exchanges = 0
+        """How often the ranks have agreed."""
+
+    def warms_up(self, update: int) -> bool:
+        return update <= self.warmup_steps
+
+    def agrees_at(self, update: int) -> bool:
+        return update > self.warmup_steps and (update - self.warmup_steps) % self.sync_every == 0
+
+    def state_for(self, param: Tensor, group: dict[str, Any]) -> dict[str, Any]:
+        new = AGREED not in self.state[param]
+        state = super().state_for(param, group)
+        if new:
+            state[AGREED].copy_(param.detach())
+        state[OWN] = param.detach()
+        return state
+
+    def step_fragments(
+        self, fragments: Sequence[Fragments], *, grad_scale: float = 1.0, context: UpdateContext = ALONE
+    ) -> None:
+        self.updates += 1
+        MultiTensorOptimizer.step_fragments(self, fragments, grad_scale=grad_scale)
+        if self.warms_up(self.updates):
+            self._stay_together(fragments)
+        elif self.agrees_at(self.updates):
+            with torch.no_grad():
+                for number, part in enumerate(fragments):
+                    if part.masters:
+                        self._agree(number, list(part.masters), context.holders)
+                        publish(part.masters, part.lows)
+            self.exchanges += 1
+
+    @torch.no_grad()
+    def _stay_together(self, fragments: Sequence[Fragments]) -> None:
+        for part in fragments:
+            for master in part.masters:
+                self.state[master][AGREED].copy_(master)
+
+    def _agree(self, number: int, masters: list[Tensor], holders: HoldersOf | None) -> None:
+        """The outer update. ``holders`` None: this rank's weights are those of all."""
+        states = [self.state[master] for master in masters]
+        moved = [state[AGREED] - master for state, master in zip(states, masters, strict=True)]
+        if self.codec is not None:
+            self.exchange_means(number, masters, moved, [state[FEEDBACK] for state in states], holders)
+        else:
+            for ranks, positions in by_holders(masters, holders):
+                _mean([moved[i] for i in positions], ranks)
+        for master, state, gradient in zip(masters, states, moved, strict=True):
+            momentum = state[OUTER].mul_(self.outer_momentum).add_(gradient)
+            step = gradient.add_(momentum, alpha=self.outer_momentum)
+            master.copy_(state[AGREED].sub_(step, alpha=self.outer_lr))
+
+    def debts(self, masters: Sequence[Sequence[Tensor]]) -> dict[int, list[tuple[int, Tensor]]]:
+        """Asked before the state is saved: weights may have moved since it was made."""
+        for master, state in self.state.items():
+            if OWN in state:
+                state[OWN] = master.detach()
+        return super().debts(masters)
+
+    def own_state(self) -> dict[str, Any]:
+        return {**super().own_state(), "exchanges": self.exchanges}
+
+    def load_own_state(self, saved: Any, rank: int, ranks: int) -> None:
+        super().load_own_state(saved, rank, ranks)
+        with torch.no_grad():
+            for master, state in self.state.items():
+                if OWN in state and state[OWN].data_ptr() != master.data_ptr():
+                    master.copy_(state[OWN])
+        self.exchanges = int(saved[0].get("exchanges", 0)) if len(saved) else 0
+
+
+def _mean(values: Sequence[Tensor], ranks: Communicator) -> None:
+    """Replace ``values`` by their means over ``ranks``."""
+    flat = torch.cat([value.reshape(-1) for value in values])
+    ranks.all_reduce(flat, scale=1.0 / ranks.size).wait()
+    pieces = flat.split([value.numel() for value in values])
+    torch._foreach_copy_(list(values), [p.view(v.shape) for p, v in zip(pieces, values, strict=True)])

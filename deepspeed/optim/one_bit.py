@@ -1,0 +1,272 @@
+"""What the 1-bit optimizers share: counting updates, one's own gradients, errors, and what each rank saves."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepspeed.base.logging import log_dist_once
+from deepspeed.comm.collectives import Communicator
+from deepspeed.ops import momentum as momentum_kernels
+from deepspeed.ops.multi_tensor import MultiTensorOptimizer, result_of
+from deepspeed.ops.update import ALONE, Fragments, HoldersOf, UpdateContext
+from deepspeed.optim.sign_exchange import SignExchange
+
+PIECE = 1 << 15
+"""Elements: 128 KiB of each operand."""
+MASK = "exp_avg_mask"
+"""Entry of a group: a tensor of the size of its parameters, 0 where their gradients are always exactly zero. Signs
+cannot say zero, so that momenta would move there, and errors pile up."""
+SHORT_MEMORY = 0.99
+"""Below this beta2 a variance that stays as it is was made of few gradients, and is too small where those happened to
+be."""
+BACKENDS = ("nccl", "mpi", "compressed", "hccl", "gloo")
+
+
+class OneBitOptimizer(MultiTensorOptimizer):
+    """Base of optimizers that at some point send signs of momenta instead of gradients.
+
+    ``update_number`` counts updates, the first is 1. Without an engine that leaves gradients unsummed, an update takes
+    the gradients that it is given for those of all ranks.
+    """
+
+    own_state_names: tuple[str, ...] = ()
+    """fp32 entries of the state besides ``state_names``."""
+
+    def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
+        MultiTensorOptimizer.__init__(self, params, defaults)  # bases between have other arguments
+        self.updates = 0
+        self.exchange = SignExchange()
+        self._checked: set[int] = set()
+        if (beta2 := defaults["betas"][1]) < SHORT_MEMORY:
+            log_dist_once(
+                f"{type(self).__name__} freezes a variance that remembers {1 / (1 - beta2):.0f} gradients, as betas[1] "
+                f"is {beta2:g}: training may be worse from then on. 0.999 is usual for this optimizer",
+                ranks=[0],
+                level=logging.WARNING,
+            )
+
+    # Subclasses -----------------------------------------------------------------------------------------------
+
+    def warms_up(self, update: int) -> bool:
+        """Whether this update needs the sum of gradients in full."""
+        raise NotImplementedError
+
+    def update_own(
+        self,
+        number: int,
+        group: dict[str, Any],
+        part: Fragments,
+        grad_scale: float,
+        context: UpdateContext,
+    ) -> None:
+        """An update of group ``number`` that is no warm-up, from gradients of this rank (of all if ``context`` has no
+        ``holders``). Without tensors if others may have some and the update sums over fragments."""
+        raise NotImplementedError
+
+    def warmed_up(self, context: UpdateContext) -> None:
+        """An update with gradients in full was made."""
+
+    # The protocol (``deepspeed/ops/update.py``) ---------------------------------------------------------------
+
+    def keeps_own_gradients(self) -> bool:
+        return not self.warms_up(self.updates + 2)
+
+    def step_fragments(
+        self, fragments: Sequence[Fragments], *, grad_scale: float = 1.0, context: UpdateContext = ALONE
+    ) -> None:
+        self.updates += 1
+        if self.warms_up(self.updates):
+            super().step_fragments(fragments, grad_scale=grad_scale, context=context)
+            self.warmed_up(context)
+            return
+        with torch.no_grad():
+            for number, (group, part) in enumerate(zip(self.param_groups, fragments, strict=True)):
+                if part.masters or context.segment_sum is not None:
+                    self.update_own(number, group, part, grad_scale, context)
+
+    def debts(self, masters: Sequence[Sequence[Tensor]]) -> dict[int, list[tuple[int, Tensor]]]:
+        return self.exchange.debts(masters)
+
+    def forget_debts(self) -> None:
+        self.exchange.lines.clear()
+
+    def own_state(self) -> dict[str, Any]:
+        return {"updates": self.updates, "exchange": self.exchange.saved()}
+
+    def load_own_state(self, saved: Sequence[Mapping[str, Any]], rank: int, ranks: int) -> None:
+        self._checked.clear()
+        steps = [int(state["step"]) for state in self.state.values() if "step" in state]
+        self.updates = int(saved[0]["updates"]) if len(saved) else max(steps, default=0)
+        self.exchange.load([entry["exchange"] for entry in saved], rank, ranks)
+
+    # State ----------------------------------------------------------------------------------------------------
+
+    def state_for(self, param: Tensor, group: dict[str, Any]) -> dict[str, Any]:
+        state = super().state_for(param, group)
+        for name in self.own_state_names:
+            if name not in state:
+                state[name] = torch.zeros_like(param, dtype=torch.float32, requires_grad=False)
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        masks = [group.get(MASK) for group in self.param_groups]
+        super().load_state_dict(state_dict)
+        for group, mask in zip(self.param_groups, masks, strict=True):
+            group.pop(MASK, None)
+            group.update({} if mask is None else {MASK: mask})
+        self._checked.clear()
+        for state in self.state.values():
+            state.update({n: state[n].float() for n in self.own_state_names if n in state})
+        self.updates = max((int(s["step"]) for s in self.state.values() if "step" in s), default=0)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None, grads: Any = None) -> Any:
+        """Update all parameters that have a gradient; returns what ``closure`` returned."""
+        if grads is not None:
+            raise RuntimeError(
+                f"{type(self).__name__}.step does not support grads=: set .grad of the parameters"
+            )
+        loss = result_of(closure)
+        chosen = [[p for p in group["params"] if p.grad is not None] for group in self.param_groups]
+        parts: list[Any] = [
+            SimpleNamespace(masters=params, grads=[p.grad for p in params], lows=[None] * len(params))
+            for params in chosen
+        ]
+        self.step_fragments(parts, context=self._own_context())
+        torch.autograd.graph.increment_version([p for params in chosen for p in params])
+        return loss
+
+    # Parts of an update ---------------------------------------------------------------------------------------
+
+    def exchange_means(
+        self,
+        number: int,
+        masters: Sequence[Tensor],
+        values: Sequence[Tensor],
+        errors: Sequence[Tensor],
+        holders: HoldersOf | None,
+    ) -> None:
+        """Replace ``values`` by their means over those that hold the same masters."""
+        for kind, (ranks, positions) in enumerate(by_holders(masters, holders)):
+            chosen = [[column[i] for i in positions] for column in (masters, values, errors)]
+            self.exchange.mean((number, kind), ranks, *chosen)
+        mask = self.param_groups[number].get(MASK)
+        for value, error in zip(values, errors, strict=True) if mask is not None else ():
+            own = _mask_of(mask, value)
+            value.mul_(own)
+            error.mul_(own)
+
+    def fill_variances(
+        self,
+        masters: Sequence[Tensor],
+        grads: Sequence[Tensor],
+        grad_scale: float,
+        context: UpdateContext,
+        beta2: float,
+    ) -> bool:
+        """An element that had no gradient so far has variance 0, and any momentum would throw it far away. It gets the
+        mean of its tensor; where the whole tensor had none, the mean square of its first gradients. A slice counts as
+        a tensor, unless the update sums over fragments.
+
+        Returns whether any of the tensors, of any rank with a part of them, were seen for the first time."""
+        new = [i for i, master in enumerate(masters) if id(master) not in self._checked]
+        count = torch.tensor([float(len(new))], dtype=torch.float64)
+        if not float(count if context.copy_sum is None else context.copy_sum(count)):
+            return False
+        chosen = [masters[i] for i in new]
+        self._checked.update(map(id, chosen))
+        variances = [self.state[master]["exp_avg_sq"] for master in chosen]
+        squares = _stacked([(grads[i].float() * grad_scale).square().sum(dtype=torch.float64) for i in new])
+        for ranks, positions in by_holders(chosen, context.holders):
+            share = squares[positions]
+            ranks.all_reduce(share, scale=1.0 / ranks.size).wait()
+            squares[positions] = share
+        sums = _stacked([variance.sum(dtype=torch.float64) for variance in variances])
+        found = whole_sums(chosen, [sums, squares * (1.0 - beta2), numels_of(chosen)], context)
+        for variance, (total, square, numel) in zip(variances, found.tolist(), strict=True):
+            fill = next((value / numel for value in (total, square) if value > 0), 1.0)
+            variance.masked_fill_(variance == 0, fill)
+        return True
+
+
+def _mask_of(mask: Any, value: Tensor) -> Tensor:
+    if not isinstance(mask, Tensor) or mask.numel() != value.numel():
+        size = mask.numel() if isinstance(mask, Tensor) else type(mask).__name__
+        raise ValueError(
+            f"{MASK}: a tensor with {value.numel()} elements is needed, those of a parameter of its group or of this "
+            f"rank's slice of it, not {size}. Give parameters with masks groups of their own, and use ZeRO stage 0."
+        )
+    return mask.to(value.device, value.dtype).view(value.shape)
+
+
+def whole_sums(masters: Sequence[Tensor], sums: Sequence[Tensor], context: UpdateContext) -> Tensor:
+    """[n, k] fp64: k ``sums`` [n] over ``masters``, or over the tensors that these are fragments of if the update sums
+    over those. Collective if it does."""
+    own = torch.stack([one.cpu() for one in sums], dim=1)
+    return own if context.segment_sum is None else context.segment_sum(list(masters), own)
+
+
+def numels_of(masters: Sequence[Tensor]) -> Tensor:
+    """[n] fp64."""
+    return torch.tensor([master.numel() for master in masters], dtype=torch.float64)
+
+
+def _stacked(sums: Sequence[Tensor]) -> Tensor:
+    return torch.stack(list(sums)) if sums else torch.zeros(0, dtype=torch.float64)
+
+
+def by_holders(
+    masters: Sequence[Tensor], holders: HoldersOf | None
+) -> Iterator[tuple[Communicator, list[int]]]:
+    return iter(holders(masters)) if holders is not None else iter(())
+
+
+def publish(masters: Sequence[Tensor], lows: Sequence[Tensor | None]) -> None:
+    """Round updated masters into the model's own weights."""
+    written = [
+        (low, master.reshape(-1)) for master, low in zip(masters, lows, strict=True) if low is not None
+    ]
+    if written:
+        torch._foreach_copy_([low.view(-1) for low, _ in written], [master for _, master in written])
+
+
+def round_into(low: Tensor | None, master: Tensor) -> None:
+    """``publish`` of one tensor or of a piece of it."""
+    if low is not None:
+        low.copy_(master.reshape(low.shape))
+
+
+def pieces(*tensors: Tensor | None) -> Iterator[tuple[Any, ...]]:
+    """Views of tensors of one size, so small on the host that what several operations make of one stays in the cache
+    until the next: 1-D, or the tensors themselves where they cannot be cut. None stays None."""
+    given = [tensor for tensor in tensors if tensor is not None]
+    if not all(tensor.is_cpu and tensor.is_contiguous() for tensor in given):
+        yield tensors
+        return
+    flat = [None if tensor is None else tensor.detach().view(-1) for tensor in tensors]
+    for begin in range(0, given[0].numel(), PIECE):
+        yield tuple(None if one is None else one[begin : begin + PIECE] for one in flat)
+
+
+def follow(momenta: Sequence[Tensor], grads: Sequence[Tensor], grad_scale: float, beta1: float) -> None:
+    """``momenta`` = beta1 * momenta + (1 - beta1) * grad_scale * grads."""
+    for whole, source in zip(momenta, grads, strict=True):
+        if momentum_kernels.follow(whole, source, grad_scale, beta1):
+            continue
+        for momentum, grad in pieces(whole, source):
+            wide = grad.to(torch.float32, copy=True)
+            if grad_scale != 1.0:
+                wide.mul_(grad_scale)
+            momentum.mul_(beta1).add_(wide.mul_(1.0 - beta1))
+
+
+def check_backend(optimizer: str, name: str) -> None:
+    """ValueError: no documented backend has this name. All of them are the engine's own communication here."""
+    if name not in BACKENDS:
+        raise ValueError(f"{optimizer}: comm_backend_name={name!r} must be one of {', '.join(BACKENDS)}")

@@ -1,0 +1,9 @@
+"""Optimizers whose communication is compressed to signs."""
+
+from __future__ import annotations
+
+from deepspeed.optim.onebit.adam import OnebitAdam
+from deepspeed.optim.onebit.lamb import OnebitLamb
+from deepspeed.optim.onebit.zoadam import ZeroOneAdam
+
+__all__ = ["OnebitAdam", "OnebitLamb", "ZeroOneAdam"]

@@ -1,0 +1,269 @@
+"""0/1 Adam (Y. Lu et al. 2022: Maximizing communication efficiency for large-scale training via 0/1 Adam)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepspeed.ops.adam.multi_tensor_adam import MultiTensorAdam
+from deepspeed.ops.momentum import frozen_step
+from deepspeed.ops.multi_tensor import refuse
+from deepspeed.ops.update import Fragments, HoldersOf, UpdateContext, UpdateTraits
+from deepspeed.optim.one_bit import MASK, OneBitOptimizer, check_backend, follow, pieces, round_into
+from deepspeed.optim.onebit.adam import adam_defaults, corrections, plain_step, root
+from deepspeed.optim.sign_exchange import FEEDBACK
+
+LOCAL, SYNCED = "local_update", "synced"
+"""Entries of the state: the sum of learning rate times momentum since the ranks last agreed, and the weights then."""
+
+
+def _write(master: Tensor, low: Tensor | None, value: Tensor) -> None:
+    master.copy_(value)
+    round_into(low, master)
+
+
+def is_variance_update(update: int, scaler: int) -> bool:
+    """Whether update number ``update`` (from 1) changes the variance: every one, for ``scaler`` of them; then every
+    second, for as many; then every fourth, and so on."""
+    end, interval = 0, 1
+    while True:
+        first = (end // interval + 1) * interval
+        end = first + (scaler - 1) * interval
+        if update <= end:
+            return update >= first and update % interval == 0
+        interval *= 2
+
+
+def local_interval(update: int, freeze: int, scaler: int, clipper: int) -> int:
+    """Updates between two exchanges: 1 after ``freeze``, doubled every ``scaler`` updates, at most ``clipper``."""
+    doublings = (update - freeze - 1) // scaler
+    return min(clipper, 2 ** min(doublings, clipper.bit_length()))
+
+
+class ZeroOneAdam(OneBitOptimizer, MultiTensorAdam):
+    """AdamW in three kinds of updates. *Variance* updates have gradients summed in full; there are ever fewer of them,
+    and none after ``var_freeze_step``. In between, the ranks exchange signs of their momenta, as in 1-bit Adam. After
+    ``var_freeze_step`` they exchange only every few updates the sum of what they did (1 bit), and nothing in the others
+    (0 bits): each rank moves its own weights along its own momentum in the meantime.
+
+    Args:
+        params: iterable of parameters or of dicts that define groups.
+        deepspeed: accepted without effect.
+        var_freeze_step: the last update that may change the variance.
+        var_update_scaler: variance updates after which the interval between them doubles.
+        local_step_scaler: updates after which the interval between exchanges doubles.
+        local_step_clipper: the largest interval between exchanges.
+        cuda_aware, comm_backend_name: accepted; the engine's own communication serves on every device.
+        eps_inside_sqrt, max_grad_norm, amsgrad: in the signature but not available (``gradient_clipping`` clips).
+
+    With ZeRO 1 and 2, groups of ranks share a copy each (``mics_shard_size``). Between two exchanges copies differ; a
+    checkpoint has the first one, and what the others need to get theirs back. Raises ``ValueError`` for another backend
+    than the documented ones or an interval below 1, and ``RuntimeError`` for what is not available.
+    """
+
+    update_traits = UpdateTraits(
+        elementwise=True,
+        own_communication=True,
+        rank_state=(FEEDBACK, LOCAL, "exp_avg"),
+        script_keys=(MASK,),
+    )
+    own_state_names = (FEEDBACK, LOCAL, SYNCED)
+
+    def __init__(
+        self,
+        params: Any,
+        deepspeed: Any = None,
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        eps_inside_sqrt: bool = False,
+        weight_decay: float = 0.0,
+        max_grad_norm: float = 0.0,
+        var_freeze_step: int = 100000,
+        var_update_scaler: int = 16,
+        local_step_scaler: int = 32678,
+        local_step_clipper: int = 16,
+        amsgrad: bool = False,
+        cuda_aware: bool = False,
+        comm_backend_name: str = "nccl",
+    ) -> None:
+        refuse(
+            "ZeroOneAdam",
+            amsgrad=amsgrad,
+            eps_inside_sqrt=eps_inside_sqrt,
+            max_grad_norm=max_grad_norm or None,
+        )
+        check_backend("ZeroOneAdam", comm_backend_name)
+        for name, value in (
+            ("var_update_scaler", var_update_scaler),
+            ("local_step_scaler", local_step_scaler),
+            ("local_step_clipper", local_step_clipper),
+        ):
+            if int(value) < 1:
+                raise ValueError(f"ZeroOneAdam: {name}={value!r} must be at least 1")
+        super().__init__(params, adam_defaults(lr, bias_correction, betas, eps, weight_decay))
+        self.deepspeed = deepspeed
+        self.comm_backend_name = comm_backend_name
+        self.var_freeze_step = int(var_freeze_step)
+        self.var_update_scaler = int(var_update_scaler)
+        self.local_step_scaler = int(local_step_scaler)
+        self.local_step_clipper = int(local_step_clipper)
+        self.variance_updates = 0
+        self.rate_sums: dict[int, float] = {}
+        """By group: the sum of learning rates since the last exchange."""
+        self.exchanges = 0
+        """How often signs were exchanged."""
+
+    @property
+    def freeze_key(self) -> bool:
+        """Whether the variance is frozen."""
+        return self.updates >= self.var_freeze_step
+
+    def warms_up(self, update: int) -> bool:
+        return update <= self.var_freeze_step and is_variance_update(update, self.var_update_scaler)
+
+    def warmed_up(self, context: UpdateContext) -> None:
+        self.variance_updates += 1
+
+    def exchanges_at(self, update: int) -> bool:
+        """Whether the ranks exchange signs in an update that is no variance update."""
+        frozen = self.var_freeze_step
+        if update <= frozen:
+            return True
+        return update % local_interval(update, frozen, self.local_step_scaler, self.local_step_clipper) == 0
+
+    def update_own(
+        self,
+        number: int,
+        group: dict[str, Any],
+        part: Fragments,
+        grad_scale: float,
+        context: UpdateContext,
+    ) -> None:
+        masters = list(part.masters)
+        states = [self.state_for(master, group) for master in masters]
+        self.fill_variances(masters, part.grads, grad_scale, context, group["betas"][1])
+        follow([state["exp_avg"] for state in states], part.grads, grad_scale, group["betas"][0])
+        for state in states:
+            state["step"] += 1
+        if self.updates <= self.var_freeze_step:
+            self._follow_momentum(number, group, part, states, context.holders)
+        else:
+            self._follow_own_momentum(number, group, part, states, context.holders)
+        if number == 0:
+            self.exchanges += self.exchanges_at(self.updates)
+
+    def _follow_momentum(
+        self,
+        number: int,
+        group: dict[str, Any],
+        part: Fragments,
+        states: list[Any],
+        holders: HoldersOf | None,
+    ) -> None:
+        """Before the variance is frozen: 1-bit Adam. What travels is rate times momentum, as later, so that what is
+        owed means the same then."""
+        prepared = [self._corrections(state, group) for state in states]
+        sums = [state["exp_avg"] * (rate or 1.0) for state, (_, rate) in zip(states, prepared, strict=True)]
+        self.exchange_means(number, part.masters, sums, [state[FEEDBACK] for state in states], holders)
+        decay = 1.0 - group["lr"] * group["weight_decay"]
+        for master, state, total, low, (second, rate) in zip(
+            part.masters, states, sums, part.lows, prepared, strict=True
+        ):
+            scalars = {"variance_correction": second, "eps": group["eps"], "rate": rate, "decay": decay}
+            cut = pieces(master, state["exp_avg"], state["exp_avg_sq"], total, low)
+            for w, m, v, mean, rounded in cut:
+                torch.div(mean, rate or 1.0, out=m)
+                plain_step(w, m, v, rounded, **scalars)
+
+    def _follow_own_momentum(
+        self,
+        number: int,
+        group: dict[str, Any],
+        part: Fragments,
+        states: list[Any],
+        holders: HoldersOf | None,
+    ) -> None:
+        """After: each rank for itself, until the next exchange of the sum of updates."""
+        since, exchanges = self.rate_sums.get(number, 0.0), self.exchanges_at(self.updates)
+        decay, rate = 1.0 - group["lr"] * group["weight_decay"], 0.0
+        for master, state, low in zip(part.masters, states, part.lows, strict=True):
+            second, rate = self._corrections(state, group)
+            if not since:
+                state[SYNCED].copy_(master)
+            if frozen_step(
+                master,
+                state["exp_avg"],
+                state["exp_avg_sq"],
+                low,
+                variance_correction=second,
+                eps=group["eps"],
+                rate=rate,
+                decay=decay,
+                local=(state[SYNCED], state[LOCAL]),
+                keeps_param=exchanges,
+            ):
+                continue
+            own = (master, state["exp_avg"], state["exp_avg_sq"], state[SYNCED], state[LOCAL], low)
+            for w, m, v, synced, local, rounded in pieces(*own):
+                synced.mul_(decay)
+                local.add_((m / root(v, second, group["eps"])).mul_(rate))
+                if not exchanges:
+                    _write(w, rounded, synced - local)
+        self.rate_sums[number] = since + rate
+        if exchanges:
+            self._agree(number, group, part, states, holders)
+
+    def _agree(
+        self,
+        number: int,
+        group: dict[str, Any],
+        part: Fragments,
+        states: list[Any],
+        holders: HoldersOf | None,
+    ) -> None:
+        """Exchange what the ranks did, as sums of rate times momentum; the momentum is their mean."""
+        seconds = [self._corrections(state, group)[0] for state in states]
+        sums = [torch.empty_like(state[LOCAL]) for state in states]
+        for state, second, whole in zip(states, seconds, sums, strict=True):
+            for v, local, total in pieces(state["exp_avg_sq"], state[LOCAL], whole):
+                torch.mul(local, root(v, second, group["eps"]), out=total)
+        self.exchange_means(number, part.masters, sums, [state[FEEDBACK] for state in states], holders)
+        rate = self.rate_sums[number] or 1.0
+        for master, state, second, whole, low in zip(
+            part.masters, states, seconds, sums, part.lows, strict=True
+        ):
+            own = (master, state["exp_avg"], state["exp_avg_sq"], state[SYNCED], state[LOCAL], whole, low)
+            for w, m, v, synced, local, total, rounded in pieces(*own):
+                _write(w, rounded, synced - total / root(v, second, group["eps"]))
+                torch.div(total, rate, out=m)
+                local.zero_()
+        self.rate_sums[number] = 0.0
+
+    def _corrections(self, state: dict[str, Any], group: dict[str, Any]) -> tuple[float, float]:
+        return corrections(group, float(state["step"]), max(1, self.variance_updates))
+
+    # Checkpoints ----------------------------------------------------------------------------------------------
+
+    def own_state(self) -> dict[str, Any]:
+        mine = {
+            "variance_updates": self.variance_updates,
+            "exchanges": self.exchanges,
+            "rate_sums": dict(self.rate_sums),
+        }
+        return {**super().own_state(), **mine}
+
+    @torch.no_grad()
+    def load_own_state(self, saved: Any, rank: int, ranks: int) -> None:
+        super().load_own_state(saved, rank, ranks)
+        found = saved[0] if len(saved) else {}
+        self.variance_updates = int(found.get("variance_updates", self.updates))
+        self.exchanges = int(found.get("exchanges", 0))
+        self.rate_sums = dict(found.get("rate_sums", {}))
+        if any(self.rate_sums.values()):  # the weights that were saved are those of the first rank
+            for master, state in self.state.items():
+                if LOCAL in state:
+                    master.copy_(state[SYNCED] - state[LOCAL])

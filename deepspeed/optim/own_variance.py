@@ -1,0 +1,101 @@
+"""Variances of ranks that know only their own gradients: each goes on with its squares, and seldom they agree.
+
+The gradient of a rank is the one of all ranks plus noise, so its squares are too large: by the same factor nearly
+everywhere, and exactly by it where a gradient is mostly noise. The factor is measured, from sums with random signs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from deepspeed.comm.collectives import Communicator
+from deepspeed.comm.compressed import EndToEnd, compressed_mean, part_numel
+from deepspeed.ops.formats.codecs import Codec, FloatCodec
+from deepspeed.optim.one_bit import pieces
+
+OWN_VARIANCE = "own_variance"
+"""Entry of the state of a tensor: its variance as this rank's gradients continue it."""
+SUMS = 4096
+"""Elements whose distance is a multiple of this are summed, each run of so many with one random sign."""
+
+
+class RootCodec(Codec):
+    """Squares as their roots, 8-bit floating-point numbers with a scale per block: within 13 % of what they were. What
+    would become 0, where a root is less than 1/229,376 of the largest of its block, becomes as large as that: dividing
+    by it stays harmless."""
+
+    __slots__ = ()
+    roots = FloatCodec()
+    least = 2.0**-9 / 448  # of e4m3, to the largest
+
+    def nbytes(self, numel: int) -> int:
+        return self.roots.nbytes(numel)
+
+    def pack(self, values: Tensor) -> Tensor:
+        roots = values.float().sqrt()
+        blocks = torch.nn.functional.pad(roots, (0, -roots.shape[-1] % self.roots.block))
+        blocks = blocks.unflatten(-1, (-1, self.roots.block))
+        least = blocks.amax(-1, keepdim=True).mul_(self.least)
+        return self.roots.encode(torch.maximum(blocks, least).flatten(-2)[..., : roots.shape[-1]])
+
+    def unpack(self, packets: Tensor, numel: int) -> Tensor:
+        return self.roots.decode(packets, numel).square_()
+
+
+def share_of_mean(grads: Sequence[Tensor], ranks: Communicator, seed: int) -> float:
+    """About which share of its squared norm a gradient of one of ``ranks`` has in common with the others': the squared
+    norm of their mean, divided by the mean of their squared norms. At most 1; the same on all of ``ranks``. Collective.
+    """
+    if ranks.size == 1:
+        return 1.0
+    own = random_sums(grads, seed).double()
+    square = own.square().sum().reshape(1)
+    found = torch.cat([own, square])
+    ranks.all_reduce(found, scale=1.0 / ranks.size).wait()
+    of_mean, mean = float(found[:-1].square().sum()), float(found[-1])
+    return min(max(of_mean / mean, 0.5 / ranks.size), 1.0) if mean > 0 else 1.0
+
+
+def random_sums(grads: Sequence[Tensor], seed: int) -> Tensor:
+    """fp32 [SUMS], whose squared norm is in the mean over seeds that of all ``grads``. Linear in them."""
+    generator = torch.Generator().manual_seed(seed)
+    total = torch.zeros(SUMS, device=grads[0].device)
+    for grad in grads:
+        flat = grad.detach().reshape(-1)
+        runs = -(-flat.numel() // SUMS)
+        signs = (
+            torch.randint(0, 2, (runs,), generator=generator).mul_(2).sub_(1).to(flat.device, torch.float32)
+        )
+        whole = flat.numel() // SUMS
+        for first in range(0, whole, SUMS):
+            some = flat[first * SUMS : min(first + SUMS, whole) * SUMS].view(-1, SUMS).float()
+            total += signs[first : first + len(some)] @ some
+        if rest := flat.numel() % SUMS:
+            total[:rest] += signs[-1] * flat[-rest:].float()
+    return total
+
+
+def continue_variances(own: Sequence[Tensor], grads: Sequence[Tensor], scale: float, beta2: float) -> None:
+    """``own`` = beta2 * own + (1 - beta2) * scale * grads^2."""
+    for whole, source in zip(own, grads, strict=True):
+        for variance, grad in pieces(whole, source):
+            wide = grad.float()
+            variance.mul_(beta2).addcmul_(wide, wide, value=(1.0 - beta2) * scale)
+
+
+def agree(own: Sequence[Tensor], variances: Sequence[Tensor], ranks: Communicator) -> None:
+    """``variances`` become the mean of ``own`` over ``ranks``, the same on all of them. Collective."""
+    torch._foreach_copy_(list(variances), list(own))
+    if ranks.size == 1:
+        return
+    flat = [variance.contiguous() for variance in variances]
+    ends = list(accumulate(variance.numel() for variance in flat))
+    part = part_numel(ends[-1], ranks.size)
+    compressed_mean(EndToEnd(flat, [0, *ends[:-1]]), None, None, part, ranks, RootCodec())
+    for variance, copy in zip(variances, flat, strict=True):
+        if copy is not variance:
+            variance.copy_(copy)

@@ -1,0 +1,85 @@
+"""Choosing the learning-rate scheduler of an engine."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler
+
+from deepspeed.base.logging import logger
+from deepspeed.config.arguments import WHOLE_NUMBERS
+from deepspeed.config.deepspeed_config import DeepSpeedConfig, DeepSpeedConfigError
+from deepspeed.optim import lr_schedules
+
+
+def resolve_scheduler(
+    config: DeepSpeedConfig, client: Any, optimizer: torch.optim.Optimizer | None, own: Any = None
+) -> Any:
+    """The client's scheduler, the one its callable returns for the optimizer, the one the config names, or None.
+    ``own``: what the client gave as its optimizer."""
+    if client is not None:
+        _warn_of_another(client, optimizer, own)
+        return client(optimizer) if callable(client) and not hasattr(client, "step") else client
+    name = config.scheduler_name
+    if name is None or optimizer is None:
+        return None
+    kind = _find(name)
+    given = config.scheduler_params or {}
+    params = {
+        key: int(value) if key in WHOLE_NUMBERS and isinstance(value, float) else value
+        for key, value in given.items()
+        if value != "auto"
+    }
+    known = set(inspect.signature(kind).parameters) - {"optimizer"}
+    unknown = sorted(set(given) - known)
+    if unknown:
+        raise DeepSpeedConfigError(
+            f"scheduler.params.{unknown[0]} is not a parameter of {name}; it takes {', '.join(sorted(known))}."
+        )
+    return kind(optimizer, **params)
+
+
+def advance(schedule: Any, lr_kwargs: Mapping[str, Any], samples: int) -> None:
+    """Step ``schedule`` with the caller's keywords. Without any, one whose ``step`` needs an argument, as Megatron-LM's
+    does, is told the number of samples of this step: ``train_batch`` of a pipeline takes no keywords for it."""
+    method = getattr(type(schedule), "step", None)
+    if not lr_kwargs and method is not None and _needs_argument(method):
+        schedule.step(samples)
+    else:
+        schedule.step(**lr_kwargs)
+
+
+@lru_cache(maxsize=16)
+def _needs_argument(step: Callable[..., Any]) -> bool:
+    """Whether the method ``step`` has a parameter, besides its object, that must be given by place."""
+    own = list(inspect.signature(step).parameters.values())[1:]
+    by_place = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return any(param.kind in by_place and param.default is param.empty for param in own)
+
+
+def _warn_of_another(client: Any, optimizer: Any, own: Any) -> None:
+    """A torch scheduler may drive another optimizer than the one that is made here: 0.19 takes it, steps it and trains
+    at a constant rate. So do we, but not in silence."""
+    made_here = own is None or not hasattr(own, "param_groups")
+    if isinstance(client, LRScheduler) and made_here and client.optimizer is not optimizer:
+        logger.warning(
+            f"lr_scheduler is a {type(client).__name__} of another optimizer than the one that is trained with: the "
+            "learning rates of this engine do not follow it. Pass that optimizer as optimizer=, or "
+            "lr_scheduler=lambda optimizer: ..., which makes the scheduler."
+        )
+
+
+def _find(name: str) -> Any:
+    if name in lr_schedules.VALID_LR_SCHEDULES:
+        return getattr(lr_schedules, name)
+    kind = getattr(torch.optim.lr_scheduler, name, None)
+    if kind is None:
+        raise DeepSpeedConfigError(
+            f"scheduler.type={name!r} is unknown: use one of {', '.join(lr_schedules.VALID_LR_SCHEDULES)} or the name "
+            "of a class in torch.optim.lr_scheduler."
+        )
+    return kind

@@ -1,0 +1,166 @@
+"""Means of optimizer states over ranks, sent as signs: what the 1-bit optimizers have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepspeed.comm.collectives import Communicator
+from deepspeed.comm.compressed import EndToEnd, compressed_mean, part_numel
+from deepspeed.ops.formats.codecs import Codec, SignCodec
+
+FEEDBACK = "worker_error"
+"""Entry of the state of a tensor: what encoding took from this rank's values."""
+
+
+@dataclass(slots=True)
+class Line:
+    """Tensors that travel end to end among the same ranks, in the order in which they were first seen."""
+
+    ranks: tuple[int, ...]
+    numels: list[int] = field(default_factory=list)
+    members: list[int] = field(default_factory=list)
+    """Addresses of the objects; fewer than ``numels`` after loading, until they are seen again."""
+    server_error: Tensor | None = None
+    """[part] of what this rank serves."""
+    place: int = 0
+    """Of this rank among them."""
+
+    @property
+    def numel(self) -> int:
+        return sum(self.numels)
+
+    def recognise(self, masters: Sequence[Tensor]) -> None:
+        """The next members, if ``masters`` has tensors of their sizes in this order."""
+        known = set(self.members)
+        rest = iter([master for master in masters if id(master) not in known])
+        for numel in self.numels[len(self.members) :]:
+            found = next((master for master in rest if master.numel() == numel), None)
+            if found is None:
+                return
+            self.members.append(id(found))
+
+    def starts(self) -> dict[int, int]:
+        """Where each member begins."""
+        found, position = {}, 0
+        for member, numel in zip(self.members, self.numels, strict=False):
+            found[member] = position
+            position += numel
+        return found
+
+
+class SignExchange:
+    """Keeps the errors of what it averages: those of senders in the states, those of servers here."""
+
+    def __init__(self, codec: Codec | None = None) -> None:
+        self.codec = codec or SignCodec()
+        self.lines: dict[Hashable, Line] = {}
+
+    def mean(
+        self,
+        key: Hashable,
+        ranks: Communicator,
+        masters: Sequence[Tensor],
+        values: Sequence[Tensor],
+        errors: Sequence[Tensor],
+    ) -> None:
+        """Replace ``values`` by their mean over ``ranks``, up to what is kept in ``errors``. Collective.
+
+        ``masters`` say whose values these are; those of a line (``key``) that are missing count as 0 this time.
+        """
+        if ranks.size == 1:
+            return
+        line = self.lines.setdefault(key, Line(ranks.ranks))
+        self._admit(line, ranks, masters)
+        line.place = ranks.rank
+        known = line.starts()
+        starts = [known[id(master)] for master in masters]
+        assert line.server_error is not None
+        line.server_error = line.server_error.to(values[0].device)
+        part = line.server_error.numel()
+        flat = [[one.float().contiguous() for one in column] for column in (values, errors)]
+        lain, owed = (EndToEnd(column, starts) for column in flat)
+        compressed_mean(lain, owed, line.server_error, part, ranks, self.codec)
+        for column, used in zip((values, errors), flat, strict=True):
+            for tensor, copy in zip(column, used, strict=True):
+                if copy is not tensor:
+                    tensor.copy_(copy)
+
+    def _admit(self, line: Line, ranks: Communicator, masters: Sequence[Tensor]) -> None:
+        """Append masters that are new to the line; the errors of its servers are cut anew."""
+        known = set(line.members)
+        new = [master for master in masters if id(master) not in known]
+        if not new and line.server_error is not None:
+            return
+        before = line.numel
+        for master in new:
+            place = len(line.members)
+            line.members.append(id(master))
+            if place == len(line.numels):
+                line.numels.append(master.numel())
+            elif line.numels[place] != master.numel():  # another model was saved
+                line.numels[place:] = [master.numel()]
+                line.server_error = None
+        device = masters[0].device
+        part = part_numel(line.numel, ranks.size)
+        error = line.server_error
+        if error is not None and error.numel() != part:
+            whole = torch.empty(error.numel() * ranks.size, device=device)
+            ranks.all_gather(whole, error.to(device)).wait()
+            error = _cut(whole[:before], part, ranks)
+        line.server_error = torch.zeros(part, device=device) if error is None else error
+
+    def debts(self, groups: Sequence[Sequence[Tensor]]) -> dict[int, list[tuple[int, Tensor]]]:
+        """By member: where the part of it that this rank serves begins, and what is owed to that. ``groups``: all
+        masters, to recognise those of lines that were loaded and have not travelled since."""
+        found: dict[int, list[tuple[int, Tensor]]] = {}
+        for key, line in self.lines.items():
+            if line.server_error is None:
+                continue
+            line.recognise(groups[key[0]] if isinstance(key, tuple) else ())
+            part = line.server_error.numel()
+            begin = line.place * part
+            for (member, start), numel in zip(line.starts().items(), line.numels, strict=False):
+                low, high = max(begin, start), min(begin + part, start + numel)
+                if low < high:
+                    debt = line.server_error[low - begin : high - begin]
+                    found.setdefault(member, []).append((low - start, debt))
+        return found
+
+    def saved(self) -> dict[Hashable, dict[str, Any]]:
+        return {
+            key: {
+                "ranks": line.ranks,
+                "numels": list(line.numels),
+                "server_error": line.server_error,
+                "place": line.place,
+            }
+            for key, line in self.lines.items()
+        }
+
+    def load(self, saved: Sequence[Mapping[Hashable, Mapping[str, Any]]], rank: int, ranks: int) -> None:
+        """``saved[r]``: of rank r, of as many as there were then. With another number of ranks, what the servers owed
+        is given to those that serve the same elements now."""
+        self.lines.clear()
+        for key, entry in (saved[rank % len(saved)] if len(saved) else {}).items():
+            line = self.lines[key] = Line(tuple(entry["ranks"]), list(entry["numels"]))
+            line.place = int(entry.get("place", rank))
+            if len(saved) == ranks:
+                line.server_error = entry["server_error"]
+            elif line.ranks == tuple(range(len(saved))):
+                whole = torch.cat([saved[r][key]["server_error"] for r in line.ranks])[: line.numel]
+                part = part_numel(line.numel, ranks)
+                padded = torch.zeros(part * ranks)
+                padded[: whole.numel()] = whole
+                line.server_error = padded[rank * part : (rank + 1) * part].clone()
+                line.ranks, line.place = tuple(range(ranks)), rank
+
+
+def _cut(whole: Tensor, part: int, ranks: Communicator) -> Tensor:
+    padded = whole.new_zeros(part * ranks.size)
+    padded[: whole.numel()] = whole
+    return padded[ranks.rank * part : (ranks.rank + 1) * part].clone()

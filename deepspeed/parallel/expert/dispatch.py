@@ -1,0 +1,310 @@
+"""Tokens to their experts and back: sort, exchange over ranks, and add up, with gradients.
+
+Nothing is padded: what a rank sends another are the tokens that chose its experts, after one exchange of their numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from deepspeed.comm.collectives import Communicator, Pending
+from deepspeed.parallel.expert.metrics import Watch
+from deepspeed.parallel.expert.routes import Routes
+
+_CACHED = 2**17
+"""Elements."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Order:
+    """The ``n`` kept choices of ``S`` tokens, sorted by expert; those of one expert in the order of tokens.
+
+    ``tokens`` [n]: whose choice. ``slots`` [n]: its number among all ``S x k`` choices. ``place`` [S, k]: where it is
+    in the order; ``n`` for choices that are not kept. ``counts`` [E]: choices per expert.
+    """
+
+    tokens: Tensor
+    slots: Tensor
+    place: Tensor
+    counts: Tensor
+
+    @classmethod
+    def of(cls, routes: Routes, tokens: slice = slice(None)) -> Order:
+        """Of some of the tokens."""
+        count = len(routes.exp_counts)
+        return cls.sort(torch.where(routes.kept[tokens], routes.experts[tokens], count), count)
+
+    @classmethod
+    def sort(cls, experts: Tensor, count: int) -> Order:
+        """``experts`` [S, k], int64: the choices; ``count`` for one that is not kept."""
+        k = experts.shape[1]
+        flat = experts.reshape(-1)
+        counts = torch.bincount(flat, minlength=count + 1)
+        slots = flat.argsort(stable=True)
+        kept = len(flat) - int(counts[count])
+        place = torch.full_like(flat, kept)
+        slots = slots[:kept]
+        place[slots] = torch.arange(kept, device=flat.device)
+        return cls(slots // k, slots, place.view(-1, k), counts[:count])
+
+
+def permute(inputs: Tensor, order: Order) -> Tensor:
+    """[n, h]: the rows of ``inputs`` [S, h] as the experts get them."""
+    return _Permute.apply(inputs, order)
+
+
+def combine(outputs: Tensor, weights: Tensor, order: Order) -> Tensor:
+    """[S, h]: for each token the sum of ``outputs`` [n, h] of its choices times ``weights`` [S, k], added up in the
+    order of choices, in fp32 at least, and rounded once."""
+    return _Combine.apply(outputs, weights, order)
+
+
+class _Permute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor, order: Order) -> Tensor:
+        ctx.order = order
+        return inputs.index_select(0, order.tokens)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _gathered(grad, None, ctx.order), None
+
+
+class _Combine(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, outputs: Tensor, weights: Tensor, order: Order) -> Tensor:
+        ctx.order = order
+        ctx.save_for_backward(outputs, weights)
+        return _gathered(outputs, weights.detach(), order)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        order: Order = ctx.order
+        outputs, weights = ctx.saved_tensors
+        rows = grad.index_select(0, order.tokens)
+        to_outputs = to_weights = None
+        if ctx.needs_input_grad[1]:
+            flat = weights.new_zeros(weights.numel())
+            flat[order.slots] = _products(rows, outputs).to(weights.dtype)
+            to_weights = flat.view_as(weights)
+        if ctx.needs_input_grad[0]:
+            factors = weights.reshape(-1).index_select(0, order.slots)[:, None]
+            wide = torch.promote_types(outputs.dtype, torch.float32)
+            to_outputs = rows.to(wide).mul_(factors).to(outputs.dtype)
+        return to_outputs, to_weights, None
+
+
+def _gathered(values: Tensor, weights: Tensor | None, order: Order) -> Tensor:
+    """The sum over choices of rows of ``values`` [n, h], outside autograd."""
+    wide = torch.promote_types(values.dtype, torch.float32)
+    complete = len(order.tokens) == order.place.numel()
+    result = values.new_empty(len(order.place), values.shape[1])
+    for run in _runs(len(result), values.shape[1], values):
+        total: Tensor | None = None
+        for choice in range(order.place.shape[1]):
+            rows = _rows(values, order.place[run, choice], complete).to(wide)
+            factors = weights[run, choice, None] if weights is not None else None
+            if total is None:
+                total = rows if factors is None else rows.mul_(factors)
+            elif factors is None:
+                total.add_(rows)
+            else:
+                total.addcmul_(rows, factors.to(wide))
+        assert total is not None
+        result[run] = total
+    return result
+
+
+def _rows(values: Tensor, place: Tensor, complete: bool) -> Tensor:
+    """Rows of ``values``, in memory of their own; zeros where there is none at this place."""
+    if complete:
+        return values.index_select(0, place)
+    rows = values.new_zeros(len(place), values.shape[1])
+    kept = (place < len(values)).nonzero().view(-1)
+    rows[kept] = values.index_select(0, place[kept])
+    return rows
+
+
+def _products(first: Tensor, second: Tensor) -> Tensor:
+    """[n], fp32 at least: the product of each row [n, h] of the first with that of the second."""
+    wide = torch.promote_types(first.dtype, torch.float32)
+    result = first.new_empty(len(first), dtype=wide)
+    for run in _runs(len(first), first.shape[1], first):
+        result[run] = (first[run].to(wide) * second[run]).sum(1)
+    return result
+
+
+def _runs(rows: int, width: int, like: Tensor) -> Iterator[slice]:
+    """On a CPU, rows that stay in its cache between two operations: fresh memory for all of them costs more than what
+    is computed. Elsewhere all at once."""
+    step = max(1, _CACHED // max(width, 1)) if like.device.type == "cpu" else max(rows, 1)
+    for start in range(0, rows, step):
+        yield slice(start, min(start + step, rows))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Trip:
+    """An exchange of rows between ranks that each have ``local`` of the experts.
+
+    ``sent[rank]`` rows go to that rank; ``received[rank][expert]`` come from it for each local expert.
+    """
+
+    group: Communicator
+    sent: tuple[int, ...]
+    received: tuple[tuple[int, ...], ...]
+    watch: Watch | None = None
+
+    @classmethod
+    def plan(cls, counts: Sequence[Tensor], group: Communicator, watch: Watch | None = None) -> list[Trip]:
+        """Tell every rank how many rows come from here for each of its experts, for several trips at once: ``counts``
+        [E] of each, int64. Collective, and the only point at which the host waits."""
+        both = torch.stack([torch.stack(list(counts))] * 2)
+        if group.size > 1:
+            sent = both[0].view(len(counts), group.size, -1).transpose(0, 1).contiguous()
+            theirs = torch.empty_like(sent)
+            with _timed(watch):
+                group.all_to_all(theirs, sent).wait()
+            both[1] = theirs.transpose(0, 1).reshape(both[1].shape)
+        table = both.view(2, len(counts), group.size, -1).tolist()
+        return [
+            cls(group, tuple(sum(run) for run in sent), tuple(tuple(run) for run in received), watch)
+            for sent, received in zip(*table, strict=True)
+        ]
+
+    @property
+    def per_expert(self) -> list[int]:
+        """Rows that each local expert gets."""
+        return [sum(column) for column in zip(*self.received, strict=True)]
+
+    def there(self, rows: Tensor) -> Arrival:
+        """Send [n, h]. What arrives is [rows of the local experts, h], sorted by expert and then by where they come
+        from. Collective."""
+        return self._begin(rows, there=True)
+
+    def back(self, rows: Tensor) -> Arrival:
+        """The opposite. Collective."""
+        return self._begin(rows, there=False)
+
+    def _begin(self, rows: Tensor, *, there: bool) -> Arrival:
+        if self.group.size == 1:
+            return lambda: rows
+        flight = _Flight(self)
+        sent = _Depart.apply(rows, flight, there)
+        return lambda: _Arrive.apply(sent, flight, there)
+
+    def _by_expert(self, rows: Tensor) -> Tensor:
+        """From the order of ranks, and of experts within each, to that of experts."""
+        local = len(self.received[0])
+        if local == 1:
+            return rows
+        runs = rows.split([count for run in self.received for count in run])
+        return torch.cat([runs[place * local + e] for e in range(local) for place in range(self.group.size)])
+
+    def _by_rank(self, rows: Tensor) -> Tensor:
+        local, size = len(self.received[0]), self.group.size
+        if local == 1:
+            return rows
+        runs = rows.split([self.received[place][e] for e in range(local) for place in range(size)])
+        return torch.cat([runs[e * size + place] for place in range(size) for e in range(local)])
+
+    def swap(self, rows: Tensor, there: bool) -> tuple[Tensor, Pending]:
+        """What will be received, in the order of ranks."""
+        width, theirs = rows.shape[1], [sum(run) for run in self.received]
+        sent, received = (self.sent, theirs) if there else (theirs, self.sent)
+        got = rows.new_empty(sum(received), width)
+        with _timed(self.watch):
+            pending = self.group.all_to_all(
+                got, rows, [n * width for n in received], [n * width for n in sent]
+            )
+        return got, pending
+
+
+Arrival: TypeAlias = Callable[[], Tensor]
+"""Waits for rows that were sent, and returns them; to be called once."""
+
+
+class _Flight:
+    """An exchange between its beginning and its end, in forward and again in backward: what is still on its way, and
+    what must stay in memory until it has arrived."""
+
+    def __init__(self, trip: Trip) -> None:
+        self.trip = trip
+        self._under_way: tuple[Tensor, Pending, Tensor] | None = None
+
+    def depart(self, rows: Tensor, there: bool) -> Tensor:
+        """What will be received, in the order of ranks."""
+        rows = (rows if there else self.trip._by_rank(rows)).contiguous()
+        got, pending = self.trip.swap(rows, there)
+        self._under_way = got, pending, rows
+        return got
+
+    def arrive(self, there: bool) -> Tensor:
+        assert self._under_way is not None
+        got, pending, _ = self._under_way
+        with _timed(self.trip.watch):
+            pending.wait()
+        self._under_way = None
+        return self.trip._by_expert(got) if there else got
+
+
+class _Depart(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, flight: _Flight, there: bool) -> Tensor:
+        ctx.flight, ctx.there = flight, there
+        return flight.depart(rows, there)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.flight.arrive(not ctx.there), None, None
+
+
+class _Arrive(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, got: Tensor, flight: _Flight, there: bool) -> Tensor:
+        ctx.flight, ctx.there, ctx.shape = flight, there, got.shape
+        arrived = flight.arrive(there)
+        return arrived.view_as(arrived)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        """The gradient itself is on its way: what autograd hands on in its place has the shape that it expects, and no
+        memory."""
+        ctx.flight.depart(grad, not ctx.there)
+        return grad.new_zeros(()).expand(ctx.shape), None, None
+
+
+def parts_of(tokens: int, ranks: Communicator, device: torch.device) -> list[slice]:
+    """Two halves, whose exchange and computation overlap, where an exchange proceeds in the background of a device; all
+    at once on a CPU, which would do both. The same number on all ranks, however many tokens each has."""
+    if ranks.size == 1 or device.type == "cpu" or not ranks.works_in_background(device.type):
+        return [slice(0, tokens)]
+    return [slice(0, tokens // 2), slice(tokens // 2, tokens)]
+
+
+def through(
+    rows: Sequence[Tensor],
+    trips: Sequence[Trip],
+    compute: Callable[[Tensor, list[int]], Tensor],
+) -> list[Tensor]:
+    """To the experts of all ranks and back: ``compute(rows, rows of each expert)`` for each of several parts, while the
+    next one is on its way there and the one before on its way back; in backward, too. Collective."""
+    coming = [trip.there(part) for trip, part in zip(trips, rows, strict=True)]
+    returning = [
+        trip.back(compute(arrival(), trip.per_expert)) for trip, arrival in zip(trips, coming, strict=True)
+    ]
+    return [arrival() for arrival in returning]
+
+
+def _timed(watch: Watch | None) -> AbstractContextManager[None]:
+    return nullcontext() if watch is None else watch.exchanging()

@@ -1,0 +1,87 @@
+"""The products of stacked experts: one call for all of them, forward and backward.
+
+Each expert's run of rows is one matrix product, written to its place in a result that is allocated once. Taking the
+weights apart for autograd instead would allocate each expert's gradient, and then copy all of them into one tensor:
+where experts have few tokens, that takes longer than the products (``benchmarks/expert_products.py``). On a GPU all
+runs together are one launch of a Triton kernel, unless they are long.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from deepspeed.ops import gpu
+
+GPU_ROWS = 1024
+"""Rows of an expert, on average, up to which all are one launch on a GPU. Not measured: a product of more fills a GPU
+by itself, and cuBLAS computes it best."""
+
+
+def grouped_linear(
+    rows: Tensor, weight: Tensor, counts: Sequence[int], bias: Tensor | None = None, *, triton: bool = True
+) -> Tensor:
+    """``rows`` [n, in], sorted by expert, times ``weight`` [experts, in, out] (in any layout), plus ``bias``
+    [experts, out]: [n, out]. ``counts``: rows of each expert; one without rows gets zeros as gradient. ``triton``:
+    whether the kernel of GPUs may be used."""
+    if torch.is_autocast_enabled(rows.device.type):
+        dtype = torch.get_autocast_dtype(rows.device.type)
+        rows, weight, bias = (None if each is None else each.to(dtype) for each in (rows, weight, bias))  # type: ignore[assignment]
+    if triton and len(rows) <= GPU_ROWS * len(weight) and gpu.usable(rows, weight, bias):
+        from deepspeed.ops.gpu import grouped_gemm as grouped_products  # imports Triton
+
+        if grouped_products.takes(rows, weight, bias):
+            ends = torch.tensor(counts, dtype=torch.int32).cumsum(0, dtype=torch.int32)
+            return grouped_products.GroupedProduct.apply(rows, weight, ends.to(rows.device), bias)
+    return _GroupedLinear.apply(rows, weight, bias, tuple(counts))
+
+
+class _GroupedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, counts: tuple[int, ...]
+    ) -> Tensor:
+        ctx.save_for_backward(rows, weight)
+        ctx.counts = counts
+        result = rows.new_empty(len(rows), weight.shape[2])
+        for expert, run in _runs(counts):
+            if bias is None:
+                torch.mm(rows[run], weight[expert], out=result[run])
+            else:
+                torch.addmm(bias[expert], rows[run], weight[expert], out=result[run])
+        return result
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+        rows, weight = ctx.saved_tensors
+        to_rows, to_weight, to_bias = ctx.needs_input_grad[:3]
+        grad = grad.contiguous()
+        of_rows = torch.empty_like(rows) if to_rows else None
+        of_weight = torch.empty_like(weight) if to_weight else None
+        of_bias = grad.new_empty(len(weight), weight.shape[2]) if to_bias else None
+        for expert, run in _runs(ctx.counts):
+            if of_rows is not None:
+                torch.mm(grad[run], weight[expert].t(), out=of_rows[run])
+            if of_weight is not None:
+                torch.mm(rows[run].t(), grad[run], out=of_weight[expert])
+            if of_bias is not None:
+                torch.sum(grad[run], 0, out=of_bias[expert])
+        for expert, count in enumerate(ctx.counts):
+            for each in (of_weight, of_bias):
+                if not count and each is not None:
+                    each[expert].zero_()
+        return of_rows, of_weight, of_bias, None
+
+
+def _runs(counts: Sequence[int]) -> Iterator[tuple[int, slice]]:
+    """The experts that have rows, and which."""
+    start = 0
+    for expert, count in enumerate(counts):
+        if count:
+            yield expert, slice(start, start + count)
+        start += count

@@ -1,0 +1,100 @@
+"""Parameters of experts, and optimizer groups for them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from deepspeed.parallel.expert.layer import MoE
+
+MAX_GROUP_SIZE = 178956971
+"""The documented number of elements at which a group of experts is divided."""
+
+
+def has_moe_layers(m: nn.Module) -> tuple[bool, int]:
+    """Whether ``m`` has mixture-of-experts layers, and the number of experts of the last of them (0 without)."""
+    counts = [layer.num_experts for layer in m.modules() if isinstance(layer, MoE)]
+    return bool(counts), counts[-1] if counts else 0
+
+
+def is_moe_param(param: Tensor) -> bool:
+    """Whether ranks hold different experts under this parameter: its mark ``allreduce`` is False."""
+    return not getattr(param, "allreduce", True)
+
+
+def split_params_into_shared_and_expert_params(
+    params: Iterable[nn.Parameter],
+) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """Those of the dense model, and those of experts."""
+    params = list(params)
+    return [p for p in params if not is_moe_param(p)], [p for p in params if is_moe_param(p)]
+
+
+def split_params_grads_into_shared_and_expert_params(
+    group: Iterable[nn.Parameter],
+) -> tuple[list[Tensor], list[Tensor]]:
+    """The gradients of those that have one: of the dense model, and of experts."""
+    shared, experts = split_params_into_shared_and_expert_params(group)
+    return [p.grad for p in shared if p.grad is not None], [p.grad for p in experts if p.grad is not None]
+
+
+def split_params_into_different_moe_groups_for_optimizer(
+    param_groups: dict[str, Any] | Sequence[dict[str, Any]],
+    max_group_size: int | float = MAX_GROUP_SIZE,
+) -> list[dict[str, Any]]:
+    """The groups without the parameters of experts, then groups of these with the same options, by ``group_name`` and
+    marked with ``moe: True`` and a name.
+
+    Args:
+        param_groups: groups as optimizers take them; ``name`` is optional.
+        max_group_size: of each group of experts, in elements; math.inf: one group.
+    """
+    given = [param_groups] if isinstance(param_groups, dict) else list(param_groups)
+    dense: list[dict[str, Any]] = []
+    experts: list[dict[str, Any]] = []
+    for group in given:
+        shared, spread = split_params_into_shared_and_expert_params(_params_of(group))
+        dense.append({**group, "params": shared})
+        for name in dict.fromkeys(str(getattr(p, "group_name", None)) for p in spread):
+            members = [p for p in spread if str(getattr(p, "group_name", None)) == name]
+            experts += [
+                {**group, "params": run, "name": name, "moe": True} for run in _runs(members, max_group_size)
+            ]
+    return dense + experts
+
+
+def is_moe_param_group(param_group: dict[str, Any]) -> bool:
+    """Whether a group was marked as one of experts."""
+    return bool(param_group.get("moe", False))
+
+
+def configure_moe_param_groups(model_parameters: Sequence[Any]) -> list[Any]:
+    """What an optimizer takes, parameters or groups, with experts in groups of their own; unchanged if there are
+    none."""
+    given = list(model_parameters)
+    groups = given if given and isinstance(given[0], dict) else [{"params": given}]
+    if not any(is_moe_param(p) for group in groups for p in _params_of(group)):
+        return given
+    return split_params_into_different_moe_groups_for_optimizer(groups)
+
+
+def _params_of(group: dict[str, Any]) -> list[nn.Parameter]:
+    params = group["params"]
+    return [params] if isinstance(params, torch.Tensor) else list(params)  # pyright: ignore[reportReturnType]
+
+
+def _runs(params: Sequence[nn.Parameter], limit: float) -> list[list[nn.Parameter]]:
+    """``params`` in order, in runs of at most ``limit`` elements (or one parameter)."""
+    result: list[list[nn.Parameter]] = [[]]
+    size = 0
+    for param in params:
+        numel = getattr(param, "ds_numel", param.numel())
+        if result[-1] and size + numel > limit:
+            result.append([])
+            size = 0
+        result[-1].append(param)
+        size += numel
+    return result

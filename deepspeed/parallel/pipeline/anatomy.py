@@ -1,0 +1,161 @@
+"""What a causal language model consists of, seen from its own forward: blocks, what runs before them, and what after.
+
+One forward of two short sequences tells. Nothing is known about any architecture: a model whose hidden states do not
+simply go from one block to the next is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from deepspeed.parallel.pipeline.errors import PipelineError
+from deepspeed.parallel.pipeline.messages.values import tensors_in
+
+BATCH, LENGTH = 2, 3  # of the sequences
+
+
+@dataclass(slots=True)
+class Anatomy:
+    """``blocks``: path of the list of blocks; ``before`` and ``after``: paths of the modules with weights of their own
+    that are called there. ``shapes``: of the outputs of those before, with None for the batch and the length."""
+
+    model: nn.Module
+    blocks: str
+    in_tuples: bool = False
+    before: list[str] = field(default_factory=list)
+    after: list[str] = field(default_factory=list)
+    shapes: dict[str, tuple[int | None, ...]] = field(default_factory=dict)
+
+    def block_list(self) -> nn.ModuleList:
+        found = self.model.get_submodule(self.blocks)
+        assert isinstance(found, nn.ModuleList)
+        return found
+
+
+def hidden_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """The hidden states among the arguments of a block."""
+    return args[0] if args else kwargs["hidden_states"]
+
+
+def examine(model: nn.Module) -> Anatomy:
+    """The anatomy of ``model``, called with input_ids. PipelineError: it cannot be cut between its blocks."""
+    lists = {name: sum(p.numel() for p in m.parameters()) for name, m in model.named_modules() if _is_list(m)}
+    if not lists:
+        raise PipelineError(
+            f"{type(model).__name__} has no list of blocks (nn.ModuleList) between which to cut it"
+        )
+    anatomy = Anatomy(model, max(lists, key=lambda name: lists[name]))
+    with _watched(anatomy) as watch, torch.no_grad():
+        tokens = torch.zeros(BATCH, LENGTH, dtype=torch.int64, device=next(model.parameters()).device)
+        model(input_ids=tokens, use_cache=False)
+    watch.finish()
+    return anatomy
+
+
+def _is_list(module: nn.Module) -> bool:
+    return isinstance(module, nn.ModuleList) and len(module) > 0
+
+
+class _Watch:
+    """Hooks of one forward."""
+
+    def __init__(self, anatomy: Anatomy) -> None:
+        self.anatomy = anatomy
+        self.passed = 0
+        """Blocks so far."""
+        self.hidden: Tensor | None = None
+        self.others: set[int] = set()
+        """What else blocks have returned, by id; ``kept`` keeps the ids from being used again."""
+        self.kept: list[Tensor] = []
+        self.called: dict[str, set[bool]] = {}
+
+    def refuse(self, why: str) -> PipelineError:
+        return PipelineError(
+            f"{type(self.anatomy.model).__name__} cannot be cut between its blocks ({self.anatomy.blocks}): {why}. "
+            "Write it as the layers of a PipelineModule"
+        )
+
+    def before_block(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if number != self.passed:
+            raise self.refuse(f"block {number} is called after {self.passed} others")
+        if not args and "hidden_states" not in kwargs:
+            raise self.refuse(f"block {number} gets no hidden_states")
+        hidden = hidden_of(args, kwargs)
+        if self.hidden is not None and hidden is not self.hidden:
+            raise self.refuse(f"block {number} does not get what the block before returned")
+        others = tensors_in([args[1:], {key: v for key, v in kwargs.items() if key != "hidden_states"}])
+        if any(id(tensor) in self.others for tensor in others):
+            raise self.refuse(f"block {number} also gets something else from the blocks before")
+
+    def after_block(self, number: int, output: Any) -> None:
+        self.anatomy.in_tuples = isinstance(output, tuple)
+        first, *rest = output if isinstance(output, tuple) else (output,)
+        if not isinstance(first, Tensor):
+            raise self.refuse(f"block {number} returns {type(first).__name__} where its hidden states belong")
+        self.hidden, self.passed = first, number + 1
+        self.kept += [first, *tensors_in(rest)]
+        self.others |= {id(tensor) for tensor in tensors_in(rest)} | {id(first)}
+
+    def after_module(self, name: str, output: Any) -> None:
+        begun, over = self.passed > 0, self.passed == len(self.anatomy.block_list())
+        if begun and not over:
+            raise self.refuse(f"{name} is called between two of them")
+        self.called.setdefault(name, set()).add(over)
+        if not begun:
+            if not isinstance(output, Tensor):
+                raise self.refuse(f"{name} returns {type(output).__name__}, not a tensor")
+            lead = [None if size in (BATCH, 1) else size for size in output.shape[:1]]
+            lead += [None if size == LENGTH else size for size in output.shape[1:2]]
+            self.anatomy.shapes[name] = (*lead, *output.shape[2:])
+
+    def finish(self) -> None:
+        anatomy = self.anatomy
+        if self.passed != len(anatomy.block_list()):
+            raise self.refuse(f"only {self.passed} are called")
+        for name, module in _others(anatomy):
+            places = self.called.get(name, set())
+            if len(places) != 1:
+                where = "before and after them" if places else "never, though it has weights"
+                raise self.refuse(f"{name} ({type(module).__name__}) is called {where}")
+            (anatomy.after if places.pop() else anatomy.before).append(name)
+
+
+def _others(anatomy: Anatomy) -> list[tuple[str, nn.Module]]:
+    """Modules with weights of their own outside the blocks."""
+    inside = f"{anatomy.blocks}."
+    return [
+        (name, module)
+        for name, module in anatomy.model.named_modules()
+        if not name.startswith(inside) and next(module.parameters(recurse=False), None) is not None
+    ]
+
+
+@contextmanager
+def _watched(anatomy: Anatomy) -> Iterator[_Watch]:
+    watch, handles = _Watch(anatomy), []
+    for number, block in enumerate(anatomy.block_list()):
+        handles += [
+            block.register_forward_pre_hook(
+                lambda _, args, kwargs, n=number: watch.before_block(n, args, kwargs), with_kwargs=True
+            ),
+            block.register_forward_hook(lambda _, args, output, n=number: watch.after_block(n, output)),
+        ]
+    for name, module in _others(anatomy):
+        handles.append(
+            module.register_forward_hook(lambda _, args, output, n=name: watch.after_module(n, output))
+        )
+    training = {module: module.training for module in anatomy.model.modules()}
+    anatomy.model.eval()
+    try:
+        yield watch
+    finally:
+        for handle in handles:
+            handle.remove()
+        for module, mode in training.items():
+            module.training = mode

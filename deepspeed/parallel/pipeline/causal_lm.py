@@ -1,0 +1,386 @@
+"""A causal language model of Transformers as stages of a pipeline, without being rewritten.
+
+Every piece of the model runs the model's own forward, so that masks, positions and everything else are made as always;
+but the blocks of other pieces hand their input on, the first block of a piece gets what the piece before has sent, and
+embeddings and heads that belong to other pieces are replaced by stand-ins without weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import cached_property
+from typing import Any
+
+from torch import Tensor, nn
+
+from deepspeed.base.sharded import is_zero_param
+from deepspeed.comm.mesh import ProcessMesh
+from deepspeed.comm.topology import ProcessTopology
+from deepspeed.config.constants import PIPE_REPLICATED
+from deepspeed.config.problems import DeepSpeedConfigError
+from deepspeed.parallel.pipeline.anatomy import Anatomy, examine, hidden_of
+from deepspeed.parallel.pipeline.errors import PipelineError
+from deepspeed.parallel.pipeline.module import PipelineModule
+from deepspeed.zero.meta import copy_on_paper
+from deepspeed.zero.replica_groups import SHARED, SHARED_BY
+
+__all__ = ["CutModel", "cut_causal_lm"]
+
+
+def cut_causal_lm(
+    model: nn.Module,
+    num_stages: int | None = None,
+    topology: ProcessTopology | None = None,
+    *,
+    partition_method: str = "parameters",
+    loss_fn: Callable[..., Any] | None = None,
+    chunks: int = 1,
+    zigzag: bool = False,
+) -> PipelineModule:
+    """``model`` (a causal language model of Transformers, with its weights) as a PipelineModule for ``initialize``.
+
+    Weights keep their names. The stages are runs of its blocks; this rank's keeps its own, and drops the other weights
+    of ``model``, which cannot be used otherwise afterwards. A micro-batch is what collators give: a mapping of
+    input_ids, labels and whatever else the model takes; or a pair (inputs, labels). ``loss_fn(logits, labels)``: by
+    default the model's own. The other arguments are those of PipelineModule. PipelineError: the model cannot be cut.
+    """
+    config: Any = getattr(model, "config")  # noqa: B009 - of a PreTrainedModel
+    if config.is_encoder_decoder:
+        raise PipelineError(f"{type(model).__name__} has an encoder: only decoders can be cut into stages")
+    if getattr(config, "output_router_logits", False):
+        raise PipelineError(
+            "output_router_logits=true adds a loss of all blocks, which no stage has: set it to false"
+        )
+    for name, param in model.named_parameters():
+        if param.is_meta or is_zero_param(param):
+            raise PipelineError(
+                f"{name} has no values here: load the model outside zero.Init and torch.device('meta')"
+            )
+    return CutModel(
+        examine(model),
+        copy_on_paper(model),
+        loss_fn or _OwnLoss(model),
+        num_stages=num_stages,
+        topology=topology,
+        partition_method=partition_method,
+        chunks=chunks,
+        zigzag=zigzag,
+    )
+
+
+class _OwnLoss:
+    """The loss of a causal language model."""
+
+    def __init__(self, model: Any) -> None:
+        self._function = model.loss_function
+        self._vocabulary = model.config.get_text_config().vocab_size
+
+    def __call__(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """``labels``: each token's own."""
+        loss: Tensor = self._function(logits=logits, labels=labels, vocab_size=self._vocabulary)
+        return loss
+
+    def of_next(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """``labels``: what each position predicts."""
+        loss: Tensor = self._function(
+            logits=logits, labels=labels, vocab_size=self._vocabulary, shift_labels=labels
+        )
+        return loss
+
+
+def pair_of(batch: Any) -> Any:
+    """(inputs, labels) of what collators give."""
+    if not isinstance(batch, Mapping):
+        return batch
+    inputs = dict(batch)
+    return inputs, inputs.pop("labels", None)
+
+
+class _Passage:
+    """The hidden states that enter and leave the piece whose forward runs."""
+
+    def __init__(self) -> None:
+        self.given: Tensor | None = None
+        self.taken: Tensor | None = None
+
+    @property
+    def arrived(self) -> Tensor:
+        assert self.given is not None
+        return self.given
+
+
+class _OtherBlock(nn.Module):
+    """In the place of a block of another piece. What the loop over blocks reads of a block is still there."""
+
+    def __init__(self, block: nn.Module, in_tuple: bool) -> None:
+        super().__init__()
+        self.in_tuple = in_tuple
+        plain = {name: value for name, value in vars(block).items() if name[0] != "_" and name != "training"}
+        vars(self).update({name: value for name, value in plain.items() if not isinstance(value, nn.Module)})
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        hidden = self.passed(hidden_of(args, kwargs))
+        return (hidden,) if self.in_tuple else hidden
+
+    def passed(self, hidden: Tensor) -> Tensor:
+        return hidden
+
+
+class _BlockBefore(_OtherBlock):
+    """The last one before a piece: from here on, the hidden states are those that have arrived."""
+
+    passage: _Passage
+
+    def passed(self, hidden: Tensor) -> Tensor:
+        return self.passage.arrived
+
+
+class _BlockAfter(_OtherBlock):
+    """The first one after a piece: takes what the piece has made."""
+
+    passage: _Passage
+
+    def passed(self, hidden: Tensor) -> Tensor:
+        self.passage.taken = hidden
+        return hidden
+
+
+class _EarlierModule(nn.Module):
+    """In the place of an embedding of another piece: zeros, which nobody reads."""
+
+    def __init__(self, passage: _Passage, shape: tuple[int | None, ...]) -> None:
+        super().__init__()
+        self.passage, self.shape = passage, shape
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        hidden = self.passage.arrived
+        sizes = [hidden.shape[axis] if size is None else size for axis, size in enumerate(self.shape)]
+        return hidden.new_zeros(sizes)
+
+
+class _LaterModule(nn.Module):
+    """In the place of a norm or head of another piece."""
+
+    def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return hidden
+
+
+class CutModel(PipelineModule):
+    """This stage's pieces of a causal language model; parameters have the names that they have in the whole model."""
+
+    config: Any
+    _anatomy: Anatomy
+    _whole: nn.Module
+    _passage: _Passage
+    _stand_ins: dict[str, nn.Module]
+    _shared: dict[str, list[int]]
+    """Weights that other stages have as well -> all stages that have them."""
+    _views: list[nn.ModuleList]
+
+    def __init__(
+        self, anatomy: Anatomy, whole: nn.Module, loss_fn: Callable[..., Any], **arguments: Any
+    ) -> None:
+        """``whole``: all of the model, on paper."""
+        vars(self).update(_anatomy=anatomy, _whole=whole, _passage=_Passage(), config=anatomy.model.config)
+        layers: list[nn.Module] = list(anatomy.block_list())
+        for names, place in ((anatomy.before, 0), (anatomy.after, -1)):
+            others = [anatomy.model.get_submodule(name) for name in names]
+            layers[place] = nn.ModuleList([layers[place], *others])
+        super().__init__(layers, loss_fn=loss_fn, **arguments)
+        # Types are enough for messages, and keep no weights.
+        self._layer_specs = [type(block) for block in anatomy.block_list()]
+        self.batch_fn = pair_of
+
+    @cached_property
+    def _blocks(self) -> list[nn.Module]:
+        return list(self._anatomy.block_list())
+
+    # What this stage keeps --------------------------------------------------------------------------------------
+
+    def _build(self) -> None:
+        model, blocks = self._anatomy.model, self._blocks
+        members = {id(p): (name, self._stages_with(p)) for name, p in model.named_parameters()}
+        self._shared = {
+            name: sorted(stages)
+            for name, stages in members.values()
+            if len(stages) > 1 and self.stage_id in stages
+        }
+        kept = set(self._outside_of(self.stage_id))
+        self._stand_ins = self._make_stand_ins()
+        for name in {*self._anatomy.before, *self._anatomy.after} - kept:
+            _replace(model, name, self._stand_ins[name])
+        own = self._anatomy.block_list()
+        for number in range(len(blocks)):
+            if number not in self._numbers:
+                own[number] = _OtherBlock(blocks[number], self._anatomy.in_tuples)
+        self._views = [self._view(chunk) for chunk in range(self.chunks)]
+        del self._blocks
+        del self._modules["tied_modules"]
+        vars(self).update(_modules=model._modules, _parameters=model._parameters, _buffers=model._buffers)
+        vars(self)["_non_persistent_buffers_set"] = model._non_persistent_buffers_set
+
+    def _outside_of(self, stage: int) -> list[str]:
+        """The modules outside the blocks that a stage keeps: those that it calls, and those that share a weight with
+        them, so that a weight has one name on all stages."""
+        anatomy, pieces = self._anatomy, self.num_stages * self.chunks
+        names: list[str] = []
+        if self.stage_owner(0) == stage:
+            names += anatomy.before
+        if self.stage_owner(self.parts[pieces] - 1) == stage:
+            names += anatomy.after
+        weights = {id(p) for name in names for p in anatomy.model.get_submodule(name).parameters()}
+        return [
+            name
+            for name in (*anatomy.before, *anatomy.after)
+            if any(id(p) in weights for p in anatomy.model.get_submodule(name).parameters())
+        ]
+
+    def _stages_with(self, param: nn.Parameter) -> set[int]:
+        def has(module: nn.Module) -> bool:
+            return any(own is param for own in module.parameters())
+
+        found = {self.stage_owner(number) for number, block in enumerate(self._blocks) if has(block)}
+        for stage in range(self.num_stages):
+            if any(has(self._anatomy.model.get_submodule(name)) for name in self._outside_of(stage)):
+                found.add(stage)
+        return found
+
+    def _make_stand_ins(self) -> dict[str, nn.Module]:
+        anatomy = self._anatomy
+        found: dict[str, nn.Module] = {name: _LaterModule() for name in anatomy.after}
+        found |= {name: _EarlierModule(self._passage, anatomy.shapes[name]) for name in anatomy.before}
+        return found
+
+    def _view(self, chunk: int) -> nn.ModuleList:
+        """The list of blocks as a chunk sees it."""
+        run, view = self._layers_of(chunk), nn.ModuleList()
+        for number, block in enumerate(self._blocks):
+            kind = {run.start - 1: _BlockBefore, run.stop: _BlockAfter}.get(number, _OtherBlock)
+            if number in run:
+                view.append(block)
+                continue
+            other = kind(block, self._anatomy.in_tuples)
+            vars(other)["passage"] = self._passage
+            view.append(other)
+        return view
+
+    def find_layers(self) -> None:
+        own = self._anatomy.block_list()
+        for chunk, view in enumerate(self._views):
+            for number in self._layers_of(chunk):
+                view[number] = own[number]
+        self.forward_funcs = [own[number] for number in self._numbers]
+        self.tied_stages = self._find_ties()
+
+    def whole_on_paper(self) -> nn.Module:
+        return self._whole
+
+    def inputs_on_paper(self) -> dict[str, Any] | None:
+        return None
+
+    def shard_sequences(self, mesh: ProcessMesh) -> str | None:
+        if mesh.size("sp") == 1:
+            return None
+        own = self.loss_fn
+        if not isinstance(own, _OwnLoss):
+            raise DeepSpeedConfigError(
+                "sequence_parallel_size with cut_causal_lm(loss_fn=...): the loss of a sequence on several ranks is "
+                "known for the model's own loss only; leave out loss_fn"
+            )
+        # imported where it is asked for: sixty modules
+        from deepspeed.parallel.sequence.hf.attention import shard_attention
+        from deepspeed.parallel.sequence.hf.dataloader import IGNORED
+        from deepspeed.parallel.sequence.hf.loss import token_mean
+        from deepspeed.parallel.sequence.transform import shard_of_pair
+
+        def batch_fn(batch: Any) -> Any:
+            if not self.training:  # whole sequences
+                return pair_of(batch)
+            inputs, labels = pair_of(batch)
+            return shard_of_pair(inputs, labels, mesh)
+
+        def loss_fn(logits: Tensor, labels: Tensor) -> Tensor:
+            if not self.training:
+                return own(logits, labels)
+            return token_mean(own.of_next(logits, labels), (labels != IGNORED).sum(), group)
+
+        group = mesh.group("sp")
+        self.batch_fn, self.loss_fn = batch_fn, loss_fn
+        core = shard_attention(self, group, disable_in_eval=True, layers=len(self._layers_of(0)))
+        return f"each sequence on {mesh.size('sp')} ranks, attention by {core}"
+
+    def _find_ties(self) -> dict[str, list[int]]:
+        params = dict(self.named_parameters())
+        for name, stages in self._shared.items():
+            ranks = (
+                self._ranks_of(stages),
+                self._ranks_of(stages, data=self._grid.replica_id),
+            )
+            setattr(params[name], SHARED_BY, (f"{SHARED}{name}", *ranks))
+            setattr(params[name], PIPE_REPLICATED, self.stage_id != stages[0])
+        return self._shared
+
+    def _tied_weights(self) -> list[nn.Parameter]:
+        params = dict(self.named_parameters())
+        return [params[name] for name in self._shared]
+
+    # Running ----------------------------------------------------------------------------------------------------
+
+    def forward(self, forward_input: Any, chunk: int = 0) -> Any:
+        """``forward_input``: of the first piece what the model takes, else (hidden states, the same). Returns this
+        pair, or the logits [batch, length, vocabulary]."""
+        piece, passage = self.piece(chunk), self._passage
+        passage.given, inputs = (None, forward_input) if piece == 0 else forward_input
+        inputs = inputs if isinstance(inputs, dict) else {"input_ids": inputs}
+        with self._as_piece(chunk):
+            outputs = self._anatomy.model(**inputs, use_cache=False)
+        hidden, passage.given, passage.taken = passage.taken, None, None
+        return outputs.logits if piece == self.num_stages * self.chunks - 1 else (hidden, inputs)
+
+    @contextmanager
+    def _as_piece(self, chunk: int) -> Iterator[None]:
+        """Put this chunk's view of the blocks, and stand-ins for what other pieces call, into the model."""
+        anatomy, piece = self._anatomy, self.piece(chunk)
+        elsewhere: list[str] = []
+        if piece > 0:
+            elsewhere += anatomy.before
+        if piece < self.num_stages * self.chunks - 1:
+            elsewhere += anatomy.after
+        put: dict[str, nn.Module] = {name: self._stand_ins[name] for name in elsewhere}
+        put[anatomy.blocks] = self._views[chunk]
+        before = {name: anatomy.model.get_submodule(name) for name in put}
+        try:
+            for name, module in put.items():
+                _replace(anatomy.model, name, module)
+            yield
+        finally:
+            for name, module in before.items():
+                _replace(anatomy.model, name, module)
+
+    def train(self, mode: bool = True) -> CutModel:
+        self._anatomy.model.training = mode
+        for view in self._views:
+            view.train(mode)
+        super().train(mode)
+        return self
+
+    def set_checkpoint_interval(self, interval: int) -> None:
+        """Blocks are checkpointed by the model itself. ValueError: ``interval`` is not 0."""
+        if interval:
+            raise ValueError(
+                f"activation_checkpoint_interval={interval}: call gradient_checkpointing_enable() of the model instead"
+            )
+
+    # Files ------------------------------------------------------------------------------------------------------
+
+    def save_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        """There are no files of layers: a checkpoint of the engine has the weights under the model's names."""
+
+    def load_state_dir(self, *args: Any, **kwargs: Any) -> None:
+        raise PipelineError("a cut model has no files of layers: use engine.load_checkpoint()")
+
+
+def _replace(model: nn.Module, path: str, module: nn.Module) -> None:
+    parent, _, name = path.rpartition(".")
+    model.get_submodule(parent)._modules[name] = module

@@ -1,0 +1,1 @@
+"""Messages between stages: channels and what travels in them."""

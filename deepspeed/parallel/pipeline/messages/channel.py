@@ -1,0 +1,258 @@
+"""Messages between two stages, in one direction and in order.
+
+Between ranks of one host they go through shared memory (``LocalSender``), otherwise over the process group.
+
+Over a group, a message is a *frame*, int64 [FRAME], and then the bytes of its tensors. The receives of the next frame
+and bytes are posted ahead, so that the message arrives while the stage computes; posted only when it is needed, a
+receive costs gloo milliseconds. The frame holds the description of the message (``messages.py``) only where that has
+changed, and else its number of bytes; a description that is too long follows by itself.
+
+gloo ends the process where a buffer is too small. So what is posted ahead has the size of the message before, and a
+message of another size is preceded by as many bytes without meaning.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from deepspeed.comm.transports.host_messages import NeighbourReceiver, NeighbourSender
+from deepspeed.parallel.pipeline.errors import PipelineError
+from deepspeed.parallel.pipeline.messages.encoding import (
+    TensorSpec,
+    describe,
+    pack,
+    pack_into,
+    rebuild,
+    specs,
+    total_bytes,
+    unpack,
+)
+
+FRAME = 64
+_NUMBER, _BYTES, _WORDS, _INLINE = range(4)  # what a frame begins with
+_SAME = -1
+"""Number of words of a description that is that of the message before."""
+
+
+class Outlet(Protocol):
+    """Where a stage puts what the next one gets."""
+
+    def send(self, value: Any) -> None: ...
+
+    def flush(self) -> None: ...
+
+
+class Inlet(Protocol):
+    """Where a stage gets what the one before has put."""
+
+    def expect(self, messages: int) -> None: ...
+
+    def receive(self, left: int = 0) -> Any: ...
+
+
+class Handover:
+    """From one chunk to the next on the same stage: both ends in one object. Like a message, what is received has no
+    graph."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[Any] = deque()
+
+    def send(self, value: Any) -> None:
+        words, tensors = describe(value)
+        leaves = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors]
+        self._waiting.append(rebuild(words, leaves))
+
+    def receive(self, left: int = 0) -> Any:
+        return self._waiting.popleft()
+
+    def clear(self) -> None:
+        """After a batch that failed."""
+        self._waiting.clear()
+
+    def expect(self, messages: int) -> None:
+        """It is there when it is needed."""
+
+    def flush(self) -> None:
+        """Nothing is on the way."""
+
+
+class LocalSender:
+    """Sends to a rank of this host. What was sent may change at once."""
+
+    def __init__(self, link: NeighbourSender) -> None:
+        self.link, self.peer = link, link.peer
+        self.sent = 0
+        self.described = 0
+        self._words: list[int] | None = None
+        self._specs: list[TensorSpec] = []
+
+    def send(self, value: Any) -> None:
+        """``value``: as ``messages.describe`` takes it."""
+        words, tensors = describe(value)
+        note = array("q", (self.sent,))
+        if words != self._words:
+            self._words, self._specs = words, specs(words)
+            self.described += 1
+            note.extend(words)
+        found = self._specs
+        self.link.send(note.tobytes(), total_bytes(found), lambda memory: pack_into(memory, tensors, found))
+        self.sent += 1
+
+    def flush(self) -> None:
+        """Wait until the other rank could receive everything without this one."""
+        self.link.flush()
+
+
+class LocalReceiver:
+    """Receives what the ``LocalSender`` of a rank of this host sends: tensors lie where they were put."""
+
+    def __init__(self, link: NeighbourReceiver) -> None:
+        self.link, self.peer = link, link.peer
+        self.received = 0
+        self._words: Sequence[int] | None = None
+        self._specs: list[TensorSpec] = []
+
+    def expect(self, messages: int) -> None:
+        """They come by themselves."""
+
+    def receive(self, left: int = 0) -> Any:
+        """The next message, as from ``Receiver``."""
+        note, data = self.link.receive()
+        number, *words = memoryview(note).cast("q")
+        _check_number(number, self.received, self.peer)
+        self.received += 1
+        if words:
+            self._words, self._specs = words, specs(words)
+        if self._words is None or data.numel() != total_bytes(self._specs):
+            raise PipelineError(
+                f"rank {self.peer} sent {data.numel()} bytes, but described {total_bytes(self._specs)}"
+            )
+        return rebuild(self._words, unpack(data, self._specs))
+
+
+def _check_number(number: int, expected: int, peer: int) -> None:
+    """PipelineError: a message was lost."""
+    if number != expected:
+        raise PipelineError(
+            f"rank {peer} sent message {number}, but {expected} was expected: the stages do not run the same order of "
+            "micro-batches"
+        )
+
+
+class Sender:
+    """Sends to the rank ``peer`` without waiting for it. ``tag``: one per direction of a pair of ranks."""
+
+    def __init__(self, peer: int, group: Any, device: torch.device, tag: int) -> None:
+        self.peer, self.group, self.device, self.tag = peer, group, device, tag
+        self.sent = 0
+        self.described = 0
+        self._words: list[int] | None = None
+        self._specs: list[TensorSpec] = []
+        self._last_bytes = 0
+        self._pending: deque[tuple[Any, Tensor]] = deque()
+
+    def send(self, value: Any) -> None:
+        """``value``: as ``messages.describe`` takes it. Its tensors must not change before ``flush``."""
+        words, tensors = describe(value)
+        frame = [self.sent, 0, _SAME]
+        rest: list[int] = []
+        if words != self._words:
+            self._words, self._specs = words, specs(words)
+            self.described += 1
+            frame[_WORDS] = len(words)
+            if len(words) <= FRAME - _INLINE:
+                frame += words
+            else:
+                rest = words
+        frame[_BYTES] = total_bytes(self._specs)
+        self._post(torch.tensor(frame + [0] * (FRAME - len(frame)), dtype=torch.int64))
+        as_expected = frame[_BYTES] == self._last_bytes
+        if self._last_bytes and not as_expected:
+            self._post(torch.zeros(self._last_bytes, dtype=torch.uint8))
+        if frame[_BYTES] and as_expected:
+            self._post(pack(tensors, self._specs))
+        if rest:
+            self._post(torch.tensor(rest, dtype=torch.int64))
+        if frame[_BYTES] and not as_expected:
+            self._post(pack(tensors, self._specs))
+        self._last_bytes = frame[_BYTES]
+        self.sent += 1
+        self._forget_done()
+
+    def _post(self, data: Tensor) -> None:
+        data = data.to(self.device)
+        self._pending.append((dist.isend(data, self.peer, group=self.group, tag=self.tag), data))
+
+    def _forget_done(self) -> None:
+        while self._pending and self._pending[0][0].is_completed():
+            self._pending.popleft()[0].wait()
+
+    def flush(self) -> None:
+        """Wait until everything has been received."""
+        while self._pending:
+            self._pending.popleft()[0].wait()
+
+
+class Receiver:
+    """Receives what the ``Sender`` at rank ``peer`` with the same ``tag`` sends."""
+
+    def __init__(self, peer: int, group: Any, device: torch.device, tag: int) -> None:
+        self.peer, self.group, self.device, self.tag = peer, group, device, tag
+        self.received = 0
+        self._words: Sequence[int] | None = None
+        self._specs: list[TensorSpec] = []
+        self._ahead: list[tuple[Any, Tensor]] = []
+        """The receives of the next frame, and of as many bytes as the last message had, if any."""
+        self._last_bytes = 0
+
+    def expect(self, messages: int) -> None:
+        """Post the receives of the next message ahead, if ``messages`` are still to come."""
+        if messages > 0 and not self._ahead:
+            self._ahead.append(self._post(FRAME, torch.int64))
+            if self._last_bytes:
+                self._ahead.append(self._post(self._last_bytes, torch.uint8))
+
+    def _post(self, numel: int, dtype: torch.dtype) -> tuple[Any, Tensor]:
+        data = torch.empty(numel, dtype=dtype, device=self.device)
+        return dist.irecv(data, self.peer, group=self.group, tag=self.tag), data
+
+    def receive(self, left: int = 0) -> Any:
+        """The next message; its tensors require gradients as they did where they were sent. ``left``: how many more
+        will follow. PipelineError: a message was lost."""
+        self.expect(1)
+        (work, frame), *ahead = self._ahead
+        self._ahead = []
+        work.wait()
+        head = frame.tolist()
+        _check_number(head[_NUMBER], self.received, self.peer)
+        self.received += 1
+        for work, _ in ahead:  # before what follows it
+            work.wait()
+        count = head[_WORDS]
+        if count != _SAME:
+            fits = count <= FRAME - _INLINE
+            self._words = head[_INLINE : _INLINE + count] if fits else self._take(count, torch.int64).tolist()
+            self._specs = specs(self._words)
+        if self._words is None or head[_BYTES] != total_bytes(self._specs):
+            raise PipelineError(
+                f"rank {self.peer} announced {head[_BYTES]} bytes, but described {total_bytes(self._specs)}"
+            )
+        as_expected = bool(ahead) and head[_BYTES] == self._last_bytes
+        data = ahead[0][1] if as_expected else self._take(head[_BYTES], torch.uint8)
+        self._last_bytes = head[_BYTES]
+        self.expect(left)
+        return rebuild(self._words, unpack(data, self._specs))
+
+    def _take(self, numel: int, dtype: torch.dtype) -> Tensor:
+        if not numel:
+            return torch.empty(0, dtype=dtype, device=self.device)
+        work, data = self._post(numel, dtype)
+        work.wait()
+        return data

@@ -1,0 +1,116 @@
+"""The channels of a stage: one each way for every pair of neighbouring pieces of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Mapping
+
+import torch
+from torch.distributed import ProcessGroup
+
+from deepspeed.comm.transports.host_messages import Edge, NeighbourReceiver, NeighbourSender, connect
+from deepspeed.parallel.pipeline.messages.channel import (
+    Handover,
+    Inlet,
+    LocalReceiver,
+    LocalSender,
+    Outlet,
+    Receiver,
+    Sender,
+)
+from deepspeed.parallel.pipeline.schedules.choice import Layout
+from deepspeed.parallel.pipeline.schedules.orders import place_on_chain, stage_on_chain
+from deepspeed.parallel.pipeline.stage_run import Links
+
+_ACTIVATIONS, _GRADIENTS = 1, 2  # tags of messages after the first piece; those of the next follow
+
+
+class Connections:
+    """``links``: those of each chunk of stage ``stage``. ``ranks``: the global rank of each stage of this pipeline.
+    Collective over ``group``, these ranks."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        stage: int,
+        ranks: list[int],
+        group: ProcessGroup,
+        device: torch.device,
+        *,
+        may_share_memory: bool,
+    ) -> None:
+        self.layout, self.stage, self.ranks = layout, stage, ranks
+        self.group, self.device = group, device
+        self._handovers: dict[Hashable, Handover] = {}
+        self._local: Mapping[Hashable, NeighbourSender | NeighbourReceiver] = {}
+        if layout.stages > 1 and device.type == "cpu":
+            self._local = connect(group, self._edges(), may_share_memory=may_share_memory)
+        self.links = [self._of_chunk(chunk) for chunk in range(layout.chunks)]
+
+    def _edges(self) -> list[Edge]:
+        """Between any two stages, by tag."""
+        found = []
+        for number in range(self.layout.stages * self.layout.chunks - 1):
+            before, after = self._rank_of(number), self._rank_of(number + 1)
+            if before != after:
+                found.append(Edge(2 * number + _ACTIVATIONS, before, after))
+                found.append(Edge(2 * number + _GRADIENTS, after, before))
+        return found
+
+    def _rank_of(self, number: int) -> int:
+        """The rank that has a piece of the model."""
+        return self.ranks[stage_on_chain(number, self.layout.stages, self.layout.zigzag)]
+
+    def _of_chunk(self, chunk: int) -> Links:
+        layout = self.layout
+        number = place_on_chain(chunk, self.stage, layout.stages, layout.zigzag)
+        links = Links()
+        if number > 0:
+            links.inputs = self._inlet(number - 1, 2 * (number - 1) + _ACTIVATIONS)
+            links.input_gradients = self._outlet(number - 1, 2 * (number - 1) + _GRADIENTS)
+        if number < layout.stages * layout.chunks - 1:
+            links.outputs = self._outlet(number + 1, 2 * number + _ACTIVATIONS)
+            links.output_gradients = self._inlet(number + 1, 2 * number + _GRADIENTS)
+        return links
+
+    def _inlet(self, source: int, tag: int) -> Inlet:
+        """From a piece of the model."""
+        peer, local = self._rank_of(source), self._local.get(tag)
+        if peer == self.ranks[self.stage]:
+            return self._handovers.setdefault(tag, Handover())
+        return (
+            LocalReceiver(local)
+            if isinstance(local, NeighbourReceiver)
+            else Receiver(peer, self.group, self.device, tag)
+        )
+
+    def _outlet(self, target: int, tag: int) -> Outlet:
+        peer, local = self._rank_of(target), self._local.get(tag)
+        if peer == self.ranks[self.stage]:
+            return self._handovers.setdefault(tag, Handover())
+        return (
+            LocalSender(local)
+            if isinstance(local, NeighbourSender)
+            else Sender(peer, self.group, self.device, tag)
+        )
+
+    def named(self) -> Iterator[tuple[str, Inlet | Outlet]]:
+        """What each channel to or from a neighbour carries, and the channel."""
+        for links in self.links:
+            for name, channel in (
+                ("activations", links.inputs),
+                ("gradients of activations", links.output_gradients),
+                ("activations", links.outputs),
+                ("gradients of activations", links.input_gradients),
+            ):
+                if channel is not None:
+                    yield name, channel
+
+    def clear(self) -> None:
+        """After a batch that failed."""
+        for handover in self._handovers.values():
+            handover.clear()
+
+    def close(self) -> None:
+        """Let go of shared memory. The other ranks notice at their next message."""
+        for end in self._local.values():
+            end.close()

@@ -1,0 +1,119 @@
+"""The documented functions that send tensors and objects from one stage to a neighbour, for loops of one's own.
+
+The engine does not use them: its channels (``channel.py``) also tell the other side what comes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from deepspeed.base.accelerator import get_accelerator
+from deepspeed.comm.topology import PipelineParallelGrid
+from deepspeed.parallel.pipeline.errors import PipelineError
+
+__all__ = ["can_send_recv", "init_process_groups", "recv", "recv_obj", "send", "send_obj", "wait"]
+
+
+@dataclass(slots=True)
+class _State:
+    """The grid that was registered last, and what is on its way."""
+
+    grid: PipelineParallelGrid | None = None
+    pending: list[tuple[Any, Tensor]] = field(default_factory=list)
+
+
+_state = _State()
+
+
+def can_send_recv() -> bool:
+    """Whether torch.distributed sends to a single rank: always, in the releases of torch that are supported."""
+    return True
+
+
+def init_process_groups(grid: PipelineParallelGrid) -> None:
+    """Let stages be those of ``grid`` from now on. ValueError: it has a single one."""
+    if grid.pipe_parallel_size < 2:
+        raise ValueError(
+            "init_process_groups() needs a grid of at least 2 stages: a single one has no neighbour"
+        )
+    _state.grid = grid
+    _state.pending.clear()
+
+
+def send(tensor: Tensor, dest_stage: int, async_op: bool = False) -> Any:
+    """Send ``tensor`` (contiguous) to a neighbouring stage of the same pipeline, where ``recv`` gets it.
+
+    The first and the last stage are neighbours too. ``async_op``: returns at once, and ``wait()`` ends it; the tensor
+    must not change until then. PipelineError: the stage is no neighbour, or no grid was registered.
+    """
+    grid, rank = _neighbour(dest_stage)
+    if not tensor.is_contiguous():
+        raise PipelineError("send() takes a contiguous tensor: call tensor.contiguous()")
+    if not async_op:
+        return dist.send(tensor, rank, group=grid.get_pipe_parallel_group())
+    return _start(dist.isend(tensor, rank, group=grid.get_pipe_parallel_group()), tensor)
+
+
+def recv(tensor: Tensor, src_stage: int, async_op: bool = False) -> Any:
+    """Receive into ``tensor``, of the same shape and dtype as what a neighbouring stage sends. As ``send``."""
+    grid, rank = _neighbour(src_stage)
+    if not tensor.is_contiguous():
+        raise PipelineError("recv() takes a contiguous tensor: make it with torch.empty()")
+    if not async_op:
+        return dist.recv(tensor, rank, group=grid.get_pipe_parallel_group())
+    return _start(dist.irecv(tensor, rank, group=grid.get_pipe_parallel_group()), tensor)
+
+
+def wait() -> None:
+    """End what was started with ``async_op``, in that order."""
+    while _state.pending:
+        _state.pending.pop(0)[0].wait()
+    get_accelerator().synchronize()
+
+
+def send_obj(msg: Any, dest: int) -> None:
+    """Send anything that can be pickled to the rank ``dest``, which calls ``recv_obj``."""
+    dist.send_object_list([msg], dest, device=_device())
+
+
+def recv_obj(sender: int) -> Any:
+    """What the rank ``sender`` sends with ``send_obj``; tensors in it are on this rank's device. It is unpickled, which
+    can run code: the ranks of a job trust each other."""
+    message: list[Any] = [None]
+    dist.recv_object_list(message, sender, device=_device())
+    return _moved(message[0])
+
+
+def _neighbour(stage: int) -> tuple[PipelineParallelGrid, int]:
+    grid = _state.grid
+    if grid is None:
+        raise PipelineError("no stages are known: call init_process_groups(grid) first")
+    own, last = grid.get_stage_id(), grid.pipe_parallel_size - 1
+    if not 0 <= stage <= last or (abs(stage - own) != 1 and {stage, own} != {0, last}):
+        raise PipelineError(f"stage {stage} is no neighbour of stage {own} of {last + 1}")
+    return grid, grid.stage_to_global(stage)
+
+
+def _start(work: Any, tensor: Tensor) -> Any:
+    _state.pending.append((work, tensor))
+    return work
+
+
+def _device() -> torch.device:
+    """Where objects are sent from: backends of devices send from these only."""
+    if dist.get_backend() == "gloo":
+        return torch.device("cpu")
+    return torch.device(get_accelerator().current_device_name())
+
+
+def _moved(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.to(get_accelerator().current_device_name())
+    if isinstance(value, dict):
+        return {key: _moved(item) for key, item in value.items()}
+    return type(value)(map(_moved, value)) if type(value) in (tuple, list) else value

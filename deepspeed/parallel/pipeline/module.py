@@ -1,0 +1,496 @@
+"""A model as a sequence of layers, of which this rank holds those of its stage."""
+
+from __future__ import annotations
+
+import glob
+import os
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.utils.checkpoint
+from torch import Tensor, nn
+
+from deepspeed.base.logging import logger
+from deepspeed.base.rng import set_random_seed
+from deepspeed.checkpoint import names
+from deepspeed.checkpoint.numbered import shared_lists
+from deepspeed.comm import init_distributed
+from deepspeed.comm.groups import new_group
+from deepspeed.comm.topology import (
+    PipeDataParallelTopology,
+    PipelineParallelGrid,
+    PipeModelDataParallelTopology,
+    ProcessTopology,
+)
+from deepspeed.config.constants import PIPE_REPLICATED
+from deepspeed.config.problems import DeepSpeedConfigError
+from deepspeed.parallel.pipeline.errors import PipelineError
+from deepspeed.parallel.pipeline.partition import check_bounds, stage_of
+from deepspeed.parallel.pipeline.partitioned import Partitioned
+from deepspeed.parallel.pipeline.schedules.orders import place_on_chain, stage_on_chain
+from deepspeed.parallel.pipeline.simulated import WholeModel, on_paper
+from deepspeed.parallel.pipeline.specs import Layer, LayerSpec, TiedLayerSpec, type_name
+from deepspeed.transforms.recompute import checkpointing
+from deepspeed.zero.gathering.gathered import GatheredParameters
+from deepspeed.zero.replica_groups import SHARED, SHARED_BY
+
+__all__ = ["LayerSpec", "PipelineError", "PipelineModule", "TiedLayerSpec"]
+
+
+class PipelineModule(Partitioned, nn.Module):
+    """The layers of one stage of a pipeline; the engine made for it moves activations between stages.
+
+    Args:
+        layers: modules, functions of one argument, and specs, in the order in which a batch passes them. Each takes
+            what the one before returns, as one argument.
+        num_stages: stages; the other ranks are replicas. Not needed with ``topology``.
+        topology: axes "pipe" and "data", and maybe "model".
+        loss_fn: ``loss_fn(outputs, labels)``, called on the last stage. None: the outputs are the loss.
+        seed_layers: seed random numbers before a layer is built and before it runs, so that they do not depend on
+            which stage it is on. ``seed_fn(seed)`` does so, if given; seeds count from ``base_seed``.
+        partition_method: "uniform", "parameters", "type:regex" or "profile" (``parallel/pipeline/partition.py``).
+        activation_checkpoint_interval: layers per checkpointed region; 0: none.
+        activation_checkpoint_func: ``func(function, *inputs)``.
+        checkpointable_layers: names of the classes of layers that are checkpointed; None: all with parameters.
+        dynamic_shape: kept for old scripts: shapes may always change.
+        profile_input: what the first layer gets: for "profile"; and for `tensor_parallel.autotp_size`, where it is
+            neither tokens nor as wide as the first layer says.
+        chunks: runs of layers per stage, for interleaved orders: a micro-batch passes all stages as many times.
+        zigzag: every second chunk is passed in the opposite direction, so that with two of them the last layer is on
+            the first stage: for ``pipeline.schedule`` "zero-bubble-v".
+
+    RuntimeError: the ranks do not fit the stages. Collective over all ranks. Parameters are named by the number of
+    their layer in the whole model ("3.weight"), or by their tie ("tied_modules.embed.weight").
+    """
+
+    def __init__(
+        self,
+        layers: Iterable[Layer],
+        num_stages: int | None = None,
+        topology: ProcessTopology | None = None,
+        loss_fn: Callable[..., Any] | None = None,
+        seed_layers: bool = False,
+        seed_fn: Callable[[int], Any] | None = None,
+        base_seed: int = 1234,
+        partition_method: str = "parameters",
+        activation_checkpoint_interval: int = 0,
+        activation_checkpoint_func: Callable[..., Any] = checkpointing.checkpoint,
+        checkpointable_layers: Sequence[str] | None = None,
+        dynamic_shape: bool = False,
+        *,
+        profile_input: Any = None,
+        chunks: int = 1,
+        zigzag: bool = False,
+    ) -> None:
+        super().__init__()
+        _check_arguments(chunks, zigzag, checkpointable_layers)
+        self.loss_fn = loss_fn
+        self.seed_layers = seed_layers
+        self.seed_fn = seed_fn
+        self.base_seed = base_seed
+        self.micro_offset = 0
+        self.activation_checkpoint_interval = activation_checkpoint_interval
+        self.activation_checkpoint_func = activation_checkpoint_func
+        self.checkpointable_layers = checkpointable_layers
+        self.dynamic_shape = dynamic_shape
+        self.checkpoint_parallel_write_pipeline = False
+        self.batch_fn: Callable[[Any], Any] | None = None
+        """What the engine's ``set_batch_fn`` is given at first."""
+        self.chunks = chunks
+        self.zigzag = zigzag
+        init_distributed()
+        self._arranged = topology is not None
+        """Whether the caller has said where each rank is."""
+        self._grid = PipelineParallelGrid(_topology(num_stages, topology))
+        self._topo = self._grid.topology()
+        self.num_stages = self._grid.get_pipe_parallel_world_size()
+        self.stage_id = self._grid.get_stage_id()
+        self.global_rank = dist.get_rank()
+        self._layer_specs: list[Layer] = list(layers)
+        self._num_layers = len(self._layer_specs)
+        self._example = on_paper(profile_input)
+        self._profile_input = profile_input
+        self._partition_layers(method=partition_method)
+        del self._profile_input  # a batch
+        check_bounds(self.parts, self._num_layers, self.num_stages * chunks)
+        runs = [self._layers_of(chunk) for chunk in range(chunks)]
+        self._numbers = [number for run in runs for number in run]
+        """Numbers of this stage's layers in the whole model."""
+        self._ends = [sum(len(run) for run in runs[:chunk]) for chunk in range(chunks + 1)]
+        """Bounds of the chunks among them."""
+        self._calls = [0] * chunks
+        self.forward_funcs: list[Callable[[Any], Any]] = []
+        """Of this stage's layers, in the order of ``_numbers``."""
+        self.tied_modules = nn.ModuleDict()
+        self._owners: dict[int, str] = {}
+        """Number of a layer -> under which name its module is registered."""
+        self._build()
+        self.find_layers()
+
+    # Building -------------------------------------------------------------------------------------------------
+
+    def piece(self, chunk: int) -> int:
+        """The number of a chunk of this stage on the way of a micro-batch through the model."""
+        return place_on_chain(chunk, self.stage_id, self.num_stages, self.zigzag)
+
+    def _layers_of(self, chunk: int) -> range:
+        piece = self.piece(chunk)
+        return range(self.parts[piece], self.parts[piece + 1])
+
+    def _build(self) -> None:
+        for index in self._numbers:
+            layer = self._layer_specs[index]
+            if self.seed_layers:
+                self._seed(self.base_seed + index)
+            if isinstance(layer, TiedLayerSpec):  # later layers of a tie on this stage are the first one
+                if layer.key not in self.tied_modules:
+                    self.tied_modules[layer.key] = layer.build()
+                    self._owners[index] = f"tied_modules.{layer.key}"
+                continue
+            module = layer.build() if isinstance(layer, LayerSpec) else layer
+            if isinstance(module, nn.Module):
+                self._owners[index] = str(index)
+                self.add_module(str(index), module)
+        ties = sorted(self.tied_modules.items())  # stages sum the gradients of their ties in one order
+        self.tied_modules = nn.ModuleDict(dict(ties))
+
+    def find_layers(self) -> None:
+        """Look again which modules the layers are, and which weights are tied: something may have replaced them."""
+        self.forward_funcs = [self._function(index) for index in self._numbers]
+        self.tied_stages = self._find_ties()
+
+    def _function(self, index: int) -> Callable[[Any], Any]:
+        layer = self._layer_specs[index]
+        if isinstance(layer, TiedLayerSpec):
+            module = self.tied_modules[layer.key]
+            return module if layer.forward_fn is None else partial(layer.forward_fn, module)
+        return self.get_submodule(str(index)) if index in self._owners else layer  # type: ignore[return-value]
+
+    def _find_ties(self) -> dict[str, list[int]]:
+        """Tie -> its stages, and marks on the parameters of those that several stages share: the first of them counts
+        and stores them."""
+        stages: dict[str, set[int]] = {}
+        for index, layer in enumerate(self._layer_specs):
+            if isinstance(layer, TiedLayerSpec):
+                stages.setdefault(layer.key, set()).add(self.stage_owner(index))
+        found = {key: sorted(members) for key, members in stages.items()}
+        for key, members in found.items():
+            if len(members) < 2 or self.stage_id not in members:
+                continue
+            for name, param in self._tied_parameters(key):
+                _refuse_shared_experts(key, name, param, members)
+                ranks = (
+                    self._ranks_of(members),
+                    self._ranks_of(members, data=self._grid.replica_id),
+                )
+                setattr(param, SHARED_BY, (f"{SHARED}{key}.{name}", *ranks))
+                setattr(param, PIPE_REPLICATED, self.stage_id != members[0])
+        return found
+
+    def _tied_parameters(self, key: str) -> list[tuple[str, nn.Parameter]]:
+        """The weights of a tie that has a module on this stage: those that it names, and the others too where all its
+        layers are of one class, as they have one name wherever they are."""
+        specs = [
+            layer for layer in self._layer_specs if isinstance(layer, TiedLayerSpec) and layer.key == key
+        ]
+        module = self.tied_modules[key]
+        names = dict.fromkeys(name for spec in specs for name in spec.tied_weight_attr)
+        named = [(name, _weight_called(name, key, module)) for name in names]
+        if len({spec.typename for spec in specs}) == 1:
+            return list(module.named_parameters())
+        return named
+
+    def _ranks_of(self, stages: Sequence[int], **rest: int) -> tuple[int, ...]:
+        """The ranks of these stages that hold the same part of a layer as this one, at the places ``rest``."""
+        if "model" in self._topo.axes:
+            rest["model"] = self._grid.coord.model
+        rest = {axis: place for axis, place in rest.items() if axis in self._topo.axes}
+        return tuple(sorted(r for stage in stages for r in self._topo.filter_match(pipe=stage, **rest)))
+
+    def _seed(self, seed: int) -> None:
+        (self.seed_fn or set_random_seed)(seed)
+
+    # Running --------------------------------------------------------------------------------------------------
+
+    def forward(self, forward_input: Any, chunk: int = 0) -> Any:
+        """Pass ``forward_input`` through the layers of a chunk of this stage, by default all layers there are."""
+        self._calls[chunk] += 1
+        self.micro_offset = offset = self._calls[chunk]
+        interval, begin, end = self.activation_checkpoint_interval, self._ends[chunk], self._ends[chunk + 1]
+        if interval < 1 or not torch.is_grad_enabled():
+            return self._run(begin, end, offset, forward_input)
+        inputs = forward_input
+        for start in range(begin, end, interval):
+            stop = min(start + interval, end)
+            run = partial(self._run_arguments, start, stop, offset)
+            if self._is_checkpointable(self.forward_funcs[start:stop]):
+                arguments = inputs if isinstance(inputs, tuple) else (inputs,)
+                inputs = self.activation_checkpoint_func(run, *arguments)
+            else:
+                inputs = self._run(start, stop, offset, inputs)
+        return inputs
+
+    def _run_arguments(self, start: int, stop: int, offset: int, *inputs: Any) -> Any:
+        return self._run(start, stop, offset, inputs[0] if len(inputs) == 1 else inputs)
+
+    def _run(self, start: int, stop: int, offset: int, inputs: Any) -> Any:
+        for number in range(start, stop):
+            if self.seed_layers:
+                self._seed(self.base_seed * offset + self._numbers[number])
+            try:
+                inputs = self.forward_funcs[number](inputs)
+            except Exception as error:
+                layer = self._numbers[number]
+                # Recomputation ends early by an error of that module.
+                if type(error).__module__ != torch.utils.checkpoint.__name__:
+                    logger.error(
+                        f"layer {layer} ({type_name(self._layer_specs[layer])}) of the pipeline failed"
+                    )
+                raise
+        return inputs
+
+    def _is_checkpointable(self, functions: Sequence[Callable[..., Any]]) -> bool:
+        if self.checkpointable_layers is not None:
+            return all(type(function).__name__ in self.checkpointable_layers for function in functions)
+        modules = [function for function in functions if isinstance(function, nn.Module)]
+        return any(True for module in modules for _ in module.parameters())
+
+    @property
+    def is_checkpointable_results(self) -> list[bool]:
+        """For each run of ``activation_checkpoint_interval`` layers of this stage, whether it is recomputed."""
+        interval = self.activation_checkpoint_interval
+        if interval < 1:
+            return []
+        bounds = zip(self._ends[:-1], self._ends[1:], strict=True)
+        starts = [(start, end) for begin, end in bounds for start in range(begin, end, interval)]
+        return [
+            self._is_checkpointable(self.forward_funcs[start : min(start + interval, end)])
+            for start, end in starts
+        ]
+
+    def _precompute_checkpointable_values(self) -> None:
+        """Kept for old scripts: ``is_checkpointable_results`` always is that of the present interval."""
+
+    def set_checkpoint_interval(self, interval: int) -> None:
+        if interval < 0:
+            raise ValueError(f"activation_checkpoint_interval={interval}: at least 0, which is off")
+        self.activation_checkpoint_interval = interval
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """``torch.compile`` every layer of this stage in place."""
+        for layer in self.forward_funcs:
+            if isinstance(layer, nn.Module):
+                layer.compile(*args, **kwargs)
+
+    def get_additional_losses(self) -> dict[str, Tensor] | None:
+        """Override to report parts of the loss of the last micro-batch by name, on the last stage."""
+        return None
+
+    # Where things are -----------------------------------------------------------------------------------------
+
+    def topology(self) -> ProcessTopology:
+        return self._topo
+
+    def mpu(self) -> PipelineParallelGrid:
+        """The grid of process groups, as a model-parallel unit."""
+        return self._grid
+
+    def share_layers(self, parts: int) -> None:
+        """Arrange the ranks so that runs of ``parts`` replicas share layers, in place of an axis "model" of a topology.
+        Every rank keeps its stage. Collective over all ranks.
+
+        DeepSpeedConfigError: a topology was given that says otherwise, or there are not as many replicas.
+        """
+        given, replicas = self._grid.model_parallel_size, len(self._grid.dp_group)
+        if parts in (1, given):
+            return
+        if self._arranged or given > 1:
+            raise DeepSpeedConfigError(
+                f"tensor_parallel.autotp_size={parts}, but the topology of the PipelineModule has {given} ranks along "
+                f"its axis 'model': give PipeModelDataParallelTopology(num_pp, num_mp={parts}, num_dp), or num_stages "
+                "alone"
+            )
+        if replicas % parts:
+            raise DeepSpeedConfigError(
+                f"tensor_parallel.autotp_size={parts} does not divide the {replicas} ranks of a pipeline stage"
+            )
+        self._grid = PipelineParallelGrid(
+            PipeModelDataParallelTopology(self.num_stages, parts, replicas // parts)
+        )
+        self._topo = self._grid.topology()
+        self.tied_stages = self._find_ties()
+
+    def share_sequences(self, ranks: int) -> None:
+        self._grid.share_sequences(ranks)
+
+    def whole_on_paper(self) -> nn.Module:
+        return WholeModel(self._layer_specs)
+
+    def inputs_on_paper(self) -> dict[str, Any] | None:
+        return {"forward_input": WholeModel(self._layer_specs).example(self._example)}
+
+    def num_pipeline_stages(self) -> int:
+        return self.num_stages
+
+    def partitions(self) -> list[int]:
+        """Bounds of the stages: stage ``s`` holds the layers from number ``s`` on up to number ``s + 1``. With several
+        chunks, bounds of these, in the order in which a micro-batch passes them."""
+        return list(self.parts)
+
+    def stage_owner(self, layer_idx: int) -> int:
+        """The stage of a layer. IndexError: there is no such layer."""
+        return stage_on_chain(stage_of(self.parts, layer_idx), self.num_stages, self.zigzag)
+
+    def get_tied_weights_and_groups(self) -> list[tuple[nn.Parameter, Any]]:
+        """The weights of this stage that other stages share, each with the process group of their ranks. Collective
+        over these."""
+        return [(param, new_group(getattr(param, SHARED_BY)[1])) for param in self._tied_weights()]
+
+    def _tied_weights(self) -> list[nn.Parameter]:
+        """Those of this stage that other stages share."""
+        tied = [param for key in self.tied_modules for _, param in self._tied_parameters(key)]
+        return [param for param in tied if hasattr(param, SHARED_BY)]
+
+    def allreduce_tied_weight_gradients(self) -> None:
+        """Sum ``param.grad`` of tied weights over their stages and replicas, for loops without an engine; the engine
+        does so itself. Collective over these ranks."""
+        for param, group in self.get_tied_weights_and_groups():
+            if param.grad is None:
+                param.grad = torch.zeros_like(param)
+            dist.all_reduce(param.grad, group=group)
+
+    # Checkpoint files of layers -------------------------------------------------------------------------------
+
+    def ckpt_prefix(self, checkpoints_path: str, tag: str) -> str:
+        """Where this rank's part of the model belongs: the folder of the tag, and the place but for the replica."""
+        place = self._topo.get_rank_repr(rank=self._grid.global_rank, omit_axes=("data",))
+        return os.path.join(checkpoints_path, str(tag), place)
+
+    def ckpt_layer_path(self, ckpt_dir: str, local_layer_idx: int) -> str:
+        """The file of a layer, given its number on this stage: "layer_03-model_00-model_states.pt"."""
+        return self._layer_file(ckpt_dir, self._numbers[local_layer_idx])
+
+    def _layer_file(self, folder: str, number: int) -> str:
+        place = self._topo.get_rank_repr(rank=self._grid.global_rank)
+        return os.path.join(folder, f"layer_{number:02d}{f'-{place}' if place else ''}-model_states.pt")
+
+    def ckpt_layer_path_list(self, ckpt_dir: str, local_layer_idx: int) -> list[str]:
+        """The files of a layer, of all parts into which tensor parallelism splits it, in the order of the ranks."""
+        number = self._numbers[local_layer_idx]
+        return names.by_numbers(glob.glob(f"{glob.escape(ckpt_dir)}/layer_{number:02d}-*model_states.pt"))
+
+    def _stored(self) -> dict[int, nn.Module]:
+        """Number of a layer -> module with a file. A tie is stored by the first stage that has it."""
+        found = {}
+        for index, name in self._owners.items():
+            key = name.removeprefix("tied_modules.")
+            if key == name or self.tied_stages[key][0] == self.stage_id:
+                found[index] = self.get_submodule(name)
+        return found
+
+    def save_state_dict(
+        self, save_dir: str | os.PathLike[str], checkpoint_engine: Any, exclude_frozen_params: bool = False
+    ) -> None:
+        """Write the file of every layer of this stage, each by one replica. Experts that replicas share are not in it:
+        they have files of their own. Collective over replicas; an error is raised when all layers have been passed."""
+        replica = self._grid.replica_id
+        replicas = len(self._grid.dp_group) if self.checkpoint_parallel_write_pipeline else 1
+        failed: Exception | None = None
+        for turn, (number, layer) in enumerate(self._stored().items()):
+            frozen = {name for name, p in layer.named_parameters() if not p.requires_grad}
+            excluded = frozen if exclude_frozen_params else set()
+            with GatheredParameters(list(layer.parameters())):
+                if replica != turn % replicas or failed is not None:
+                    continue
+                state = {
+                    name: value.detach().clone() if isinstance(value, Tensor) else value
+                    for name, value in layer.state_dict().items()
+                    if name not in excluded and not _is_shared(name, layer)
+                }
+                try:
+                    checkpoint_engine.save(state, self._layer_file(str(save_dir), number))
+                except Exception as error:  # the other replicas wait for the next layer
+                    failed = error
+        if failed is not None:
+            raise failed
+
+    def load_state_dir(
+        self, load_dir: str | os.PathLike[str], checkpoint_engine: Any, strict: bool = True
+    ) -> None:
+        """Read the file of every layer of this stage, and those of its experts if replicas share them.
+        FileNotFoundError: there is none. Collective over replicas."""
+        for index, name in self._owners.items():
+            layer, key = self.get_submodule(name), name.removeprefix("tied_modules.")
+            number = index if key == name else self._first_of_tie(key)
+            path = Path(self._layer_file(str(load_dir), number))
+            if not path.exists():
+                raise FileNotFoundError(f"{path}: the file of layer {index} is missing")
+            state = checkpoint_engine.load(str(path), map_location="cpu")
+            state |= self._experts_in(Path(load_dir), name, checkpoint_engine)
+            with GatheredParameters(list(layer.parameters()), modifier_rank=0):
+                layer.load_state_dict(state, strict=strict)
+
+    def _experts_in(self, folder: Path, name: str, checkpoint_engine: Any) -> dict[str, Any]:
+        """The weights of the experts of a layer that replicas share, from their files."""
+        found: dict[str, Any] = {}
+        for path, experts in shared_lists(self.get_submodule(name)):
+            for number, _ in experts.named_children():
+                prefix = f"{name}.{path}.{number}."
+                for file in sorted(folder.glob(f"layer_*_expert_{number}_mp_rank_*_model_states.pt")):
+                    state = checkpoint_engine.load(str(file), map_location="cpu")
+                    found |= {key[len(name) + 1 :]: state[key] for key in state if key.startswith(prefix)}
+        return found
+
+    def _first_of_tie(self, key: str) -> int:
+        return next(
+            index
+            for index, layer in enumerate(self._layer_specs)
+            if isinstance(layer, TiedLayerSpec) and layer.key == key
+        )
+
+
+def _weight_called(name: str, key: str, module: nn.Module) -> nn.Parameter:
+    """The weight of a tie by the name that a spec gives it: of a parameter, or of a property that returns one."""
+    found: Any = module
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    if not isinstance(found, nn.Parameter):
+        raise ValueError(f"the tie {key!r} names {name!r}, which is no parameter of its layer")
+    return found
+
+
+def _refuse_shared_experts(key: str, name: str, param: nn.Parameter, stages: Sequence[int]) -> None:
+    if not getattr(param, "allreduce", True) and getattr(param, "group_name", "") != "ep_size_1":
+        raise PipelineError(
+            f"the tie {key!r} has experts ({name}) that ranks share, on the stages {list(stages)}: a weight cannot "
+            "be shared by stages and by ranks; give its layers ep_size=1, or do not tie them"
+        )
+
+
+def _is_shared(name: str, layer: nn.Module) -> bool:
+    """Whether a tensor of ``layer`` is in a list of which other replicas have other parts."""
+    return any(name.startswith(f"{path}.") for path, _ in shared_lists(layer))
+
+
+def _check_arguments(chunks: int, zigzag: bool, checkpointable_layers: Any) -> None:
+    if chunks < (2 if zigzag else 1):
+        raise ValueError(f"chunks={chunks}, zigzag={zigzag}: at least 1, and 2 with zigzag")
+    if checkpointable_layers is not None and not isinstance(checkpointable_layers, (list, tuple)):
+        raise TypeError(
+            f"checkpointable_layers is a list of class names, not {type(checkpointable_layers).__name__}"
+        )
+
+
+def _topology(num_stages: int | None, topology: ProcessTopology | None) -> ProcessTopology:
+    if topology is not None:
+        return topology
+    if num_stages is None:
+        raise RuntimeError("PipelineModule needs num_stages or a topology")
+    world = dist.get_world_size()
+    if num_stages < 1 or world % num_stages:
+        raise RuntimeError(f"num_stages={num_stages} does not divide the {world} ranks of this job")
+    return PipeDataParallelTopology(num_pp=num_stages, num_dp=world // num_stages)

@@ -1,0 +1,1 @@
+"""Schedules: in which order stages work, as data that is simulated without processes."""

@@ -1,0 +1,169 @@
+"""Which order a batch follows: the one that ``pipeline.schedule`` names, or the best for measured durations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+
+import torch
+import torch.distributed as dist
+
+from deepspeed.config.problems import DeepSpeedConfigError
+from deepspeed.parallel.pipeline.schedules import orders
+from deepspeed.parallel.pipeline.schedules.orders import Durations, Kind, Order, simulate
+from deepspeed.parallel.pipeline.schedules.zero_bubble import zero_bubble, zero_bubble_v
+
+AUTO = "auto"
+_SPLIT_WARM, _SPLIT, _WHOLE, _CHOSEN = range(4)  # what "auto" learns from each of its first batches
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How the layers lie: ``chunks`` per stage, which go round and round, or forth and back (``zigzag``)."""
+
+    stages: int
+    chunks: int = 1
+    zigzag: bool = False
+
+    def __str__(self) -> str:
+        if self.chunks == 1:
+            return "a PipelineModule with one chunk per stage"
+        return f"PipelineModule(chunks={self.chunks}, zigzag={self.zigzag})"
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """``held``: of how many micro-batches a stage may hold activations; 0: as many as 1F1B."""
+
+    held: int = 0
+    durations: Durations = orders.TYPICAL
+
+    def chunks(self, layout: Layout) -> int:
+        return (self.held or layout.stages) * layout.chunks
+
+
+def _one_forward_one_backward(layout: Layout, micro_batches: int, limits: Limits) -> Order:
+    return orders.one_forward_one_backward(layout.stages, micro_batches)
+
+
+def _interleaved(layout: Layout, micro_batches: int, limits: Limits) -> Order:
+    return orders.interleaved(layout.stages, micro_batches, layout.chunks)
+
+
+def _zero_bubble(layout: Layout, micro_batches: int, limits: Limits) -> Order:
+    stages, chunks, held = layout.stages, layout.chunks, limits.chunks(layout)
+    if chunks == 1:
+        return zero_bubble(stages, micro_batches, durations=limits.durations, held=held)
+    return zero_bubble_v(
+        stages, micro_batches, chunks, zigzag=layout.zigzag, durations=limits.durations, held=held
+    )
+
+
+Maker = Callable[[Layout, int, Limits], Order]
+
+
+def makers(layout: Layout) -> Mapping[str, Maker]:
+    """The orders that fit a layout, by the value of ``pipeline.schedule``: the first is without split backwards, if
+    there is such a one."""
+    if layout.zigzag:
+        return {"zero-bubble-v": _zero_bubble}
+    if layout.chunks > 1:
+        return {"interleaved": _interleaved, "1f1b": _interleaved, "zero-bubble": _zero_bubble}
+    return {"1f1b": _one_forward_one_backward, "zero-bubble": _zero_bubble}
+
+
+@dataclass(slots=True)
+class OrderChoice:
+    """``order(micro_batches)`` of the next batch. DeepSpeedConfigError: the schedule does not fit the layout.
+
+    "auto" runs its first batches with and without split backwards, and measures them (``timed``, ``learn``); then it
+    takes the order with the shortest simulated batch. Every order gives the same bits.
+    """
+
+    schedule: str
+    layout: Layout
+    held: int = 0
+    phase: int = _CHOSEN
+    chosen: str = ""
+    _durations: dict[str, list[Durations]] = field(default_factory=dict)
+    _known: Order | None = None
+
+    def __post_init__(self) -> None:
+        known = makers(self.layout)
+        if self.schedule == AUTO:
+            self.chosen = next(iter(known))
+            self.phase = _SPLIT_WARM if len(known) > 1 and self.layout.stages > 1 else _CHOSEN
+            return
+        if self.schedule not in known:
+            raise DeepSpeedConfigError(
+                f"pipeline.schedule={self.schedule!r} does not fit {self.layout}: it runs {', '.join(known)} or auto. "
+                "chunks=2 is for interleaved and zero-bubble, with zigzag=True for zero-bubble-v"
+            )
+        self.chosen = self.schedule
+
+    @property
+    def timed(self) -> bool:
+        """Whether the next batch is to be measured."""
+        return self.phase in (_SPLIT, _WHOLE)
+
+    @property
+    def may_split(self) -> bool:
+        """Whether an order with split backwards may come."""
+        return self.chosen.startswith("zero-bubble") or self.phase != _CHOSEN
+
+    def order(self, micro_batches: int) -> Order:
+        if self._known is None or self._known.micro_batches != micro_batches:
+            try:
+                self._known = self._make(self._current(), micro_batches)
+            except DeepSpeedConfigError:
+                # Interleaved, of a number of micro-batches that stages do not divide.
+                if self.schedule != AUTO:
+                    raise
+                self.phase, self.chosen = _CHOSEN, "zero-bubble"
+                self._known = self._make(self.chosen, micro_batches)
+        return self._known
+
+    def _current(self) -> str:
+        return "zero-bubble" if self.phase in (_SPLIT_WARM, _SPLIT) else self.chosen
+
+    def _make(self, name: str, micro_batches: int) -> Order:
+        limits = Limits(self.held)
+        if "zero-bubble" in self._durations:
+            limits = Limits(self.held, _slowest(self._durations["zero-bubble"]))
+        try:
+            return makers(self.layout)[name](self.layout, micro_batches, limits)
+        except ValueError as error:
+            raise DeepSpeedConfigError(f"pipeline.schedule={self.schedule!r}: {error}") from error
+
+    def learn(self, seconds: Mapping[Kind, Sequence[float]], stage: int, device: torch.device) -> None:
+        """After a batch: what a stage has measured. Collective over all ranks, which decide alike."""
+        if self.phase == _CHOSEN:
+            return
+        if self.timed:
+            own = [median(seconds.get(kind) or [0.0]) for kind in Kind]
+            self._durations[self._current()] = _exchanged(own, stage, self.layout.stages, device)
+        self.phase += 1
+        micro_batches = self._known.micro_batches if self._known is not None else 1
+        self._known = None
+        if self.phase == _CHOSEN:
+            self.chosen = min(
+                (self.chosen, "zero-bubble"),
+                key=lambda name: simulate(self._make(name, micro_batches), self._durations[name]).makespan,
+            )
+
+
+def _slowest(durations: Sequence[Durations]) -> Durations:
+    return Durations(
+        max(each.forward for each in durations),
+        max(each.backward for each in durations),
+        max(each.weights for each in durations),
+    )
+
+
+def _exchanged(own: Sequence[float], stage: int, stages: int, device: torch.device) -> list[Durations]:
+    """By stage: the longest of its replicas."""
+    table = torch.zeros(stages, len(own), dtype=torch.float32, device=device)
+    table[stage] = torch.tensor(own)
+    dist.all_reduce(table, op=dist.ReduceOp.MAX)
+    return [Durations(*row) for row in table.tolist()]

@@ -1,0 +1,198 @@
+"""One batch on one stage: follows an order of actions, and communicates what they need and make."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from deepspeed.base.logging import logger
+from deepspeed.parallel.pipeline.messages.channel import Inlet, Outlet
+from deepspeed.parallel.pipeline.messages.values import tensors_in, without_graph, writable
+from deepspeed.parallel.pipeline.schedules.orders import Action, Kind
+
+
+class StageWork(Protocol):
+    """What a stage computes. An action names its micro-batch and its chunk."""
+
+    def begin(self, action: Action) -> None:
+        """What follows, waits included, belongs to ``action``."""
+        ...
+
+    def load(self) -> tuple[Any, Any]:
+        """Inputs and labels of the next micro-batch."""
+        ...
+
+    def forward_stage(self, action: Action, inputs: Any, labels: Any) -> Any:
+        """The outputs; of the last chunk the loss."""
+        ...
+
+    def backward_stage(self, action: Action, outputs: Any, gradients: Sequence[Tensor | None]) -> None:
+        """``gradients``: of the output tensors that require one; for the last chunk none is given."""
+        ...
+
+    def weights_stage(self, action: Action) -> None:
+        """The gradients that a split backward has left."""
+        ...
+
+    def synchronize(self) -> None:
+        """Wait for the device, so that times can be taken."""
+        ...
+
+
+@dataclass(slots=True)
+class Links:
+    """The channels of one chunk to the chunks before and after it; None at the ends of the pipeline."""
+
+    inputs: Inlet | None = None
+    outputs: Outlet | None = None
+    output_gradients: Inlet | None = None
+    input_gradients: Outlet | None = None
+
+    def expect(self, forwards: int, backwards: int) -> None:
+        """Post the first receives."""
+        if self.inputs is not None:
+            self.inputs.expect(forwards)
+        if self.output_gradients is not None:
+            self.output_gradients.expect(backwards)
+
+    def flush(self) -> None:
+        """Wait until the neighbours have received everything."""
+        for sender in (self.outputs, self.input_gradients):
+            if sender is not None:
+                sender.flush()
+
+
+@dataclass(slots=True)
+class _Held:
+    inputs: Any
+    outputs: Any
+
+
+@dataclass(slots=True)
+class StageRun:
+    """``links``: by chunk. ``on_backward()`` is called after all of a micro-batch's backward on this stage; ``split``:
+    its actions of kind WEIGHTS come later. ``timed``: measure ``seconds``, by kind, of every action without its
+    communication. ``most_held`` counts the micro-batches x chunks whose activations lived at a time."""
+
+    work: StageWork
+    links: Sequence[Links]
+    stage: int
+    training: bool
+    split: bool = False
+    timed: bool = False
+    on_backward: Callable[[], None] = lambda: None
+    results: list[Any] = field(default_factory=list)
+    """Where the last chunk is: what ``forward_stage`` returned for it, by micro-batch."""
+    most_held: int = 0
+    seconds: dict[Kind, list[float]] = field(default_factory=dict)
+    _held: dict[tuple[int, int], _Held] = field(default_factory=dict)
+    _labels: dict[int, Any] = field(default_factory=dict)
+    _alive: int = 0
+    _done: dict[int, int] = field(default_factory=dict)
+    """Chunks whose backward is over, by micro-batch."""
+
+    def run(self, actions: Sequence[Action]) -> list[Any]:
+        """Do all of ``actions``. The log says at which one an exception was raised."""
+        left: dict[tuple[Kind, int], int] = {}
+        for action in actions:
+            left[action.kind, action.chunk] = left.get((action.kind, action.chunk), 0) + 1
+        for chunk, links in enumerate(self.links):
+            links.expect(left.get((Kind.FORWARD, chunk), 0), left.get((Kind.BACKWARD, chunk), 0))
+        steps = {Kind.FORWARD: self._forward, Kind.BACKWARD: self._backward, Kind.WEIGHTS: self._weights}
+        for action in actions:
+            left[action.kind, action.chunk] -= 1
+            self.work.begin(action)
+            try:
+                steps[action.kind](action, left[action.kind, action.chunk])
+            except Exception as error:
+                logger.error(
+                    f"stage {self.stage} failed at micro-batch {action.micro_batch} ({action}): {error!r}"
+                )
+                raise
+        for links in self.links:
+            links.flush()
+        return self.results
+
+    def buffers(self, micro_batches: int) -> dict[str, list[Any]]:
+        """What is held now, at ``chunk * micro_batches + micro_batch``; None: nothing."""
+        found: dict[str, list[Any]] = {
+            name: [None] * (micro_batches * len(self.links)) for name in ("inputs", "outputs", "labels")
+        }
+        for (micro_batch, chunk), held in self._held.items():
+            found["inputs"][chunk * micro_batches + micro_batch] = held.inputs
+            found["outputs"][chunk * micro_batches + micro_batch] = held.outputs
+        for micro_batch, labels in self._labels.items():
+            found["labels"][micro_batch] = labels
+        return found
+
+    def _forward(self, action: Action, left: int) -> None:
+        links = self.links[action.chunk]
+        inputs, labels = self._data(action)
+        if links.inputs is not None:
+            inputs = links.inputs.receive(left)
+        given = writable(inputs) if self.training else inputs
+        outputs = self._measured(action, lambda: self.work.forward_stage(action, given, labels))
+        if links.outputs is not None:
+            links.outputs.send(outputs)
+        else:
+            self.results.append(without_graph(outputs))
+        if self.training:
+            self._held[action.micro_batch, action.chunk] = _Held(inputs, outputs)
+            self._alive += 1
+            self.most_held = max(self.most_held, self._alive)
+
+    def _data(self, action: Action) -> tuple[Any, Any]:
+        """Inputs for the first chunk and labels for the last: where one stage has both, they are read once."""
+        links = self.links[action.chunk]
+        first, last = links.inputs is None, links.outputs is None
+        if not (first or last):
+            return None, None
+        if last and action.micro_batch in self._labels:
+            return None, self._labels.pop(action.micro_batch)
+        inputs, labels = self.work.load()
+        if first and not last and any(other.outputs is None for other in self.links):
+            self._labels[action.micro_batch] = labels
+        return inputs, labels
+
+    def _backward(self, action: Action, left: int) -> None:
+        links, held = self.links[action.chunk], self._held.pop((action.micro_batch, action.chunk))
+        gradients = links.output_gradients.receive(left) if links.output_gradients is not None else ()
+        self._measured(action, lambda: self.work.backward_stage(action, held.outputs, gradients))
+        if links.input_gradients is not None:
+            links.input_gradients.send(tuple(t.grad for t in tensors_in(held.inputs) if t.requires_grad))
+        if not self.split:
+            self._end(action)
+
+    def _weights(self, action: Action, left: int) -> None:
+        self._measured(action, lambda: self.work.weights_stage(action))
+        self._end(action)
+
+    def _end(self, action: Action) -> None:
+        self._alive -= 1
+        done = self._done.get(action.micro_batch, 0) + 1
+        self._done[action.micro_batch] = done
+        if done == len(self.links):
+            self.on_backward()
+
+    def _measured(self, action: Action, do: Callable[[], Any]) -> Any:
+        if not self.timed:
+            return do()
+        self.work.synchronize()
+        start = time.perf_counter()
+        result = do()
+        self.work.synchronize()
+        self.seconds.setdefault(action.kind, []).append(time.perf_counter() - start)
+        return result
+
+
+def backward_from(outputs: Any, gradients: Sequence[Tensor | None]) -> None:
+    """Back-propagate ``gradients`` of the tensors among ``outputs`` that require one; None: not needed later on."""
+    wanted = [tensor for tensor in tensors_in(outputs) if tensor.requires_grad]
+    pairs = [(t, g) for t, g in zip(wanted, gradients, strict=True) if g is not None]
+    if pairs:
+        torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs])

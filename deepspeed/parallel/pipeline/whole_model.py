@@ -1,0 +1,105 @@
+"""The weights of all stages on the first rank, one at a time, for an export of the whole model."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from deepspeed.checkpoint.files.archive import LazyTensor
+
+_Description = tuple[str, tuple[int, ...], torch.dtype]
+
+
+class StageWeights(Protocol):
+    """Those of one stage: as ``engine/weights.py`` gathers them, in one order on all ranks of the stage."""
+
+    aliases: dict[str, str]
+
+    def tensors(self) -> Mapping[str, LazyTensor]: ...
+
+    def __enter__(self) -> Any: ...
+
+    def __exit__(self, *exc: object) -> None: ...
+
+
+class WholeModel:
+    """The same face for all stages: what another stage has is received when it is asked for. Of weights that are tied
+    over stages, the first one's are taken.
+
+    Args:
+        own: of this rank's stage.
+        ranks: the global rank of each stage of this pipeline; those of rank 0's send to it.
+        group: of these ranks.
+        device: where messages are.
+    """
+
+    def __init__(
+        self, own: StageWeights, ranks: Sequence[int], group: dist.ProcessGroup, device: torch.device
+    ) -> None:
+        self._own, self._ranks, self._group, self._device = own, ranks, group, device
+        lazy = own.tensors()
+        described = [(name, tensor.shape, tensor.dtype) for name, tensor in lazy.items()]
+        everyone: list[Any] = [None] * len(ranks)
+        dist.all_gather_object(everyone, (described, own.aliases), group=group)
+        stage = list(ranks).index(dist.get_rank())
+        self._to_come: deque[tuple[int, _Description]] = deque()
+        self._to_send: list[tuple[bool, LazyTensor]] = []
+        self.aliases: dict[str, str] = {}
+        seen = {name for name, *_ in everyone[0][0]}
+        for number, (rank, (descriptions, aliases)) in enumerate(zip(ranks, everyone, strict=True)):
+            self.aliases.update({alias: name for alias, name in aliases.items() if alias not in self.aliases})
+            if number == 0:
+                continue
+            for each in descriptions:
+                new = each[0] not in seen
+                seen.add(each[0])
+                if number == stage:
+                    self._to_send.append((new, lazy[each[0]]))
+                elif new:
+                    self._to_come.append((rank, each))
+        if ranks[0] != 0:
+            self._to_send = []  # another replica, or part of the layers: rank 0 hears of its pipeline only
+        if dist.get_rank() != 0:
+            self._to_come.clear()
+        self._lazy = lazy
+
+    def tensors(self) -> dict[str, LazyTensor]:
+        """Asked for in this order."""
+        others = {
+            each[0]: LazyTensor(each[1], each[2], partial(self._received, each[0]))
+            for _, each in self._to_come
+        }
+        return {**self._lazy, **others}
+
+    def _received(self, name: str) -> Iterator[Tensor]:
+        assert self._to_come[0][1][0] == name, "tensors are asked for in order"
+        yield self._receive()
+
+    def _receive(self) -> Tensor:
+        rank, (_, shape, dtype) = self._to_come.popleft()
+        data = torch.empty(shape, dtype=dtype, device=self._device)
+        if data.numel():
+            dist.recv(data, rank, group=self._group)
+        return data
+
+    def __enter__(self) -> WholeModel:
+        self._own.__enter__()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        """The other stages send what they have; rank 0 hears of what it has not asked for, after an error."""
+        try:
+            for wanted, tensor in self._to_send:
+                for part in tensor.parts():
+                    if wanted and part.numel():
+                        dist.send(part.detach().to(self._device).contiguous(), 0, group=self._group)
+        finally:
+            self._own.__exit__(*exc)
+        while self._to_come:
+            self._receive()

@@ -1,0 +1,149 @@
+"""Where images and text become one sequence: visual tokens of all ranks take their places among those of the text.
+
+A rank holds a shard of the visual tokens, and the whole text. It gets its shard of the sequence of both.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from deepspeed.parallel.sequence.assignment import shard_lengths
+from deepspeed.parallel.sequence.autosp_vit import whole_patches
+from deepspeed.parallel.sequence.exchange import communicator_of
+
+_DEFAULT_IMAGE_TOKEN_ID = -200
+
+
+class ModalityFusionSPAdapter(nn.Module):
+    """Projects this rank's visual tokens, and puts those of all ranks where the text has places for them.
+
+    Args:
+        projection: from visual features to the text's width, token by token (or group by group, if shards hold whole
+            groups).
+        process_group: the ranks that share the sequence, in its order. None: one rank.
+        image_token_id: marks the places in ``input_ids``: one for each visual token, or one for each image (row of the
+            visual features), which all its tokens replace. Without any place the text passes through.
+    """
+
+    def __init__(
+        self, projection: nn.Module, process_group: Any, image_token_id: int = _DEFAULT_IMAGE_TOKEN_ID
+    ) -> None:
+        super().__init__()
+        self.projection = projection
+        self.process_group = process_group
+        self.image_token_id = image_token_id
+
+    def forward(self, visual_features: Tensor, text_embeds: Tensor, input_ids: Tensor) -> Tensor:
+        """This rank's shard of the sequence, [batch, own tokens, hidden]; shards differ by one token at most.
+
+        Args:
+            visual_features: [images, own visual tokens, visual size], or [own visual tokens, visual size]; shards may
+                have different lengths.
+            text_embeds: [batch, tokens, hidden], the same on all ranks; what it has at places of visual tokens is
+                replaced.
+            input_ids: [batch, tokens].
+
+        In backward gradients of visual features are summed over the ranks; those of text embeddings are of this rank's
+        shard. ValueError: places and visual tokens differ in number, but for text without any. Collective.
+        """
+        own = self.projection(visual_features)
+        images = own.unsqueeze(0) if own.dim() == 2 else own
+        comm = communicator_of(self.process_group)
+        visual = whole_patches(images, comm)
+        fused = text_embeds
+        if self._spans(input_ids):
+            fused = self._fuse(visual.to(text_embeds.dtype), text_embeds, input_ids)
+        lengths = shard_lengths(fused.shape[1], comm.size)
+        return fused.split(lengths, dim=1)[comm.rank]
+
+    def _places(self, input_ids: Tensor) -> Tensor:
+        """Bool [batch, tokens]."""
+        return input_ids == self.image_token_id
+
+    def _spans(self, input_ids: Tensor) -> list[tuple[int, int, int]]:
+        """(row, first, behind the last): what one image replaces, in order."""
+        return [(row, at, at + 1) for row, at in self._places(input_ids).nonzero().tolist()]
+
+    def _fuse(self, visual: Tensor, text: Tensor, input_ids: Tensor) -> Tensor:
+        """visual [images, tokens, hidden], text [batch, tokens, hidden] -> the sequence [batch, all tokens, hidden]."""
+        places, spans = self._places(input_ids), self._spans(input_ids)
+        count, images, each = int(places.sum()), visual.shape[0], visual.shape[1]
+        if count == images * each:
+            return text.masked_scatter(places.unsqueeze(-1), visual)
+        if len(spans) != images:
+            raise ValueError(
+                f"{type(self).__name__}: {count} places for {images} x {each} visual tokens; input_ids need one place "
+                "for each visual token, or one for each image"
+            )
+        rows = [
+            _spliced(
+                row,
+                [(low, high, image) for image, (at, low, high) in zip(visual, spans, strict=True) if at == n],
+            )
+            for n, row in enumerate(text)
+        ]
+        if len({len(row) for row in rows}) > 1:
+            raise ValueError(
+                f"{type(self).__name__}: rows of the batch have different numbers of images, so that their sequences "
+                "differ in length; pad with one place for each visual token"
+            )
+        return torch.stack(rows)
+
+
+def _spliced(row: Tensor, images: list[tuple[int, int, Tensor]]) -> Tensor:
+    """``row`` [tokens, hidden] with each image [tokens of it, hidden] in the place of its span."""
+    pieces, start = [], 0
+    for low, high, image in images:
+        pieces += [row[start:low], image]
+        start = high
+    return torch.cat([*pieces, row[start:]])
+
+
+class LlavaFusionAdapter(ModalityFusionSPAdapter):
+    """LLaVA: one place for each visual token, or one for each image."""
+
+
+class InternVLFusionAdapter(ModalityFusionSPAdapter):
+    """InternVL: images are cut into tiles (rows of the visual features); each visual token has its place."""
+
+    def _fuse(self, visual: Tensor, text: Tensor, input_ids: Tensor) -> Tensor:
+        count, needed = int(self._places(input_ids).sum()), visual.shape[0] * visual.shape[1]
+        if count != needed:
+            raise ValueError(f"InternVLFusionAdapter: {count} places for {needed} visual tokens")
+        return super()._fuse(visual, text, input_ids)
+
+
+class Qwen2VLFusionAdapter(ModalityFusionSPAdapter):
+    """Qwen2-VL: visual tokens lie between the tokens that begin and end an image. There is one place for each, or the
+    tokens of an image (row of the visual features) replace what lies between its two, also if that is nothing.
+
+    Args:
+        projection, process_group: as above; the merger of patches is a projection of groups.
+        vision_start_token_id, vision_end_token_id: what lies between them, of the same row, are places.
+    """
+
+    def __init__(
+        self, projection: nn.Module, process_group: Any, vision_start_token_id: int, vision_end_token_id: int
+    ) -> None:
+        super().__init__(projection, process_group)
+        self.vision_start_token_id = vision_start_token_id
+        self.vision_end_token_id = vision_end_token_id
+
+    def _places(self, input_ids: Tensor) -> Tensor:
+        begun = (input_ids == self.vision_start_token_id).cumsum(1)
+        ends = input_ids == self.vision_end_token_id
+        before = begun - (input_ids == self.vision_start_token_id).long()  # started at an earlier token
+        return (before - ends.cumsum(1)) > 0
+
+    def _spans(self, input_ids: Tensor) -> list[tuple[int, int, int]]:
+        begins = (input_ids == self.vision_start_token_id).nonzero().tolist()
+        ends = (input_ids == self.vision_end_token_id).nonzero().tolist()
+        if [row for row, _ in begins] != [row for row, _ in ends]:
+            raise ValueError(
+                f"{type(self).__name__}: {len(begins)} tokens begin an image and {len(ends)} end one; each row of "
+                "input_ids needs them in pairs"
+            )
+        return [(row, low + 1, high) for (row, low), (_, high) in zip(begins, ends, strict=True)]

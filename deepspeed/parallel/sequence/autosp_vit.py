@@ -1,0 +1,73 @@
+"""The attention of a vision encoder whose patches are sharded over ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from deepspeed.comm.collectives import Communicator
+from deepspeed.parallel.sequence.exchange import communicator_of, gather_lengths
+
+
+class UlyssesSPViTAttention(nn.Module):
+    """Wraps an attention module: hidden states [batch, own patches, size] -> the same shape.
+
+    Shards of the patches, which may have different lengths, are joined, ``attn`` computes all of them, and the own
+    ones are kept: images have few patches, and every kind of attention module can be wrapped.
+
+    Args:
+        attn: called with the hidden states of all patches and the keyword arguments; returns a tensor of their shape,
+            or a tuple that begins with one.
+        process_group: the ranks that share the patches, in their order.
+        has_cls_token: the first position is a class token, of which every rank has the same copy.
+    """
+
+    def __init__(self, attn: nn.Module, process_group: Any, has_cls_token: bool = True) -> None:
+        super().__init__()
+        self.attn = attn
+        self.process_group = process_group
+        self.has_cls_token = has_cls_token
+
+    def forward(self, hidden_states: Tensor, **kwargs: Any) -> Any:
+        comm = communicator_of(self.process_group)
+        kept = 1 if self.has_cls_token else 0
+        token, patches = hidden_states[:, :kept], hidden_states[:, kept:]
+        lengths = gather_lengths(patches.shape[1], comm, patches.device)
+        whole: Tensor = _AllPatches.apply(patches, lengths, comm)  # pyright: ignore[reportAssignmentType]
+        result = self.attn(torch.cat((token, whole), dim=1), **kwargs)
+        out = result[0] if isinstance(result, tuple) else result
+        start = kept + sum(lengths[: comm.rank])
+        own = torch.cat((out[:, :kept], out[:, start : start + lengths[comm.rank]]), dim=1)
+        return (own, *result[1:]) if isinstance(result, tuple) else own
+
+
+def whole_patches(own: Tensor, comm: Communicator) -> Tensor:
+    """All ranks' shards [batch, n, size], joined along n; backward sums what the ranks computed of a shard."""
+    lengths = gather_lengths(own.shape[1], comm, own.device)
+    result: Tensor = _AllPatches.apply(own, lengths, comm)  # pyright: ignore[reportAssignmentType]
+    return result
+
+
+class _AllPatches(torch.autograd.Function):
+    """All ranks' shards [batch, n, size], joined; backward sums what the ranks computed of a shard."""
+
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, lengths: tuple[int, ...], comm: Communicator) -> Tensor:
+        ctx.lengths, ctx.comm = lengths, comm
+        if comm.size == 1:
+            return own.clone()
+        padded = own.new_zeros(own.shape[0], max(lengths), own.shape[2])
+        padded[:, : own.shape[1]] = own
+        everyone = own.new_empty(comm.size, *padded.shape)
+        comm.all_gather(everyone, padded).wait()
+        return torch.cat([part[:, :length] for part, length in zip(everyone, lengths, strict=True)], dim=1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        total = grads[0].clone(memory_format=torch.contiguous_format)
+        ctx.comm.all_reduce(total).wait()
+        return total.split(ctx.lengths, dim=1)[ctx.comm.rank], None, None

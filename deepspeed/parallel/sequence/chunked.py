@@ -1,0 +1,338 @@
+"""Self-attention of long sequences chunk by chunk, with what is kept between chunks in host memory.
+
+J. Yao, S. A. Jacobs, M. Tanaka, O. Ruwase, H. Subramoni, D. K. Panda: Training ultra long context language model with
+fully pipelined distributed Transformer, 2024; blocks are joined by their log-sum-exp (T. Dao et al.: FlashAttention,
+2022). Projections, rotation, exchange between ranks and attention run for one chunk of the sequence at a time; queries,
+keys and values never exist as a whole on the device.
+
+[Note: order of backward] Chunks of queries come last to first, each with all keys up to its own. When chunk i comes,
+every later chunk has added its part to the gradients of keys and values i, and chunk i adds the last one: so the
+gradients of queries, keys and values i are complete together, go through one exchange, and need one product with the
+input of the chunk. What goes back and forth between host and device are keys, values and their gradients: of models
+whose queries share heads of keys, the smaller part.
+
+[Note: which tokens] Each chunk of the *sequence* is sharded over all ranks, so that a rank holds one part of each
+chunk, one after another, and all ranks have the same work under a causal mask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from deepspeed.base.untraced import untraced
+from deepspeed.comm.collectives import Communicator
+from deepspeed.ops.attention_blocks import CAUSAL, Joined, kernel_for
+from deepspeed.parallel.sequence.assignment import HeadAssignment
+from deepspeed.parallel.sequence.chunks import FetchedAhead, SequenceChunk
+from deepspeed.parallel.sequence.exchange import Exchange
+from deepspeed.parallel.sequence.layer import apply_rotary_pos_emb, apply_rotary_pos_emb_backward
+from deepspeed.transforms.recompute.side_stream import SideStream
+
+Rotary = tuple[Tensor, Tensor]
+"""Cosines and sines [tokens of the sequence, 1, 1, rotated size]."""
+
+
+def chunks_of(length: int, chunks: int, ranks: int) -> list[tuple[int, ...]]:
+    """For each chunk of a sequence of ``length`` tokens, the tokens of each rank (Note: which tokens)."""
+    sizes = [length // chunks + (at < length % chunks) for at in range(chunks)]
+    return [tuple(size // ranks + (rank < size % ranks) for rank in range(ranks)) for size in sizes]
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ChunkedCall:
+    """One call of `chunked_self_attention`. ``chunks``: as `chunks_of`; ``heads``: ``kv_heads`` divides them."""
+
+    comm: Communicator
+    chunks: Sequence[tuple[int, ...]]
+    heads: int
+    kv_heads: int
+    size: int
+    scale: float
+    rotary: Rotary | None = None
+    offload: bool = True
+    stream: SideStream = field(default_factory=SideStream)
+
+    @cached_property
+    def plan(self) -> HeadAssignment:
+        return HeadAssignment(self.heads, self.kv_heads, self.comm.size)
+
+    @cached_property
+    def starts(self) -> list[int]:
+        """Where each chunk begins in the sequence."""
+        sizes = [sum(lengths) for lengths in self.chunks]
+        return [sum(sizes[:at]) for at in range(len(sizes))]
+
+    @cached_property
+    def local(self) -> list[int]:
+        """The tokens of each chunk that this rank holds."""
+        return [lengths[self.comm.rank] for lengths in self.chunks]
+
+    @property
+    def widths(self) -> list[int]:
+        """Of queries, keys and values of all heads."""
+        return [self.heads * self.size, self.kv_heads * self.size, self.kv_heads * self.size]
+
+    def exchange(self, at: int) -> Exchange:
+        return Exchange(self.comm, tuple(self.chunks[at]))
+
+    def heads_of_all(self) -> list[tuple[tuple[int, ...], ...]]:
+        """Which heads of queries, keys and values this rank sends to whom."""
+        keys = self.plan.keys(self.comm.rank)
+        return [self.plan.queries(self.comm.rank), keys, keys]
+
+    def tables(self, at: int, like: Tensor) -> Rotary | None:
+        """Of one chunk, as [1, 1, tokens, rotated size] in the dtype of the heads."""
+        if self.rotary is None:
+            return None
+        stop = self.starts[at] + sum(self.chunks[at])
+        cosines, sines = (
+            each[self.starts[at] : stop].permute(1, 2, 0, 3).to(like.dtype) for each in self.rotary
+        )
+        return cosines, sines
+
+    def keep(self, tensor: Tensor, *, in_use: bool = False) -> SequenceChunk:
+        return SequenceChunk(tensor, is_in_use=in_use, stream=self.stream, away=self.offload)
+
+
+@untraced
+def chunked_self_attention(
+    call: ChunkedCall, x: Tensor, qkv_weight: Tensor, qkv_bias: Tensor | None, out_weight: Tensor
+) -> Tensor:
+    """Causal self-attention with its projections: x [own tokens, batch, hidden] -> [own tokens, batch, out hidden].
+
+    Args:
+        call: heads, chunks, ranks.
+        x: this rank's part of each chunk, one after another.
+        qkv_weight: [(heads + 2 kv_heads) * size, hidden]: the rows of all queries, then of keys, then of values.
+        qkv_bias: [(heads + 2 kv_heads) * size], or None.
+        out_weight: [out hidden, heads * size].
+
+    Differentiable once. Collective among the ranks of ``call.comm``: two all-to-alls for each chunk forward, three
+    backward (the attention's output of a chunk is exchanged again, instead of being kept twice).
+    """
+    keeping, kind = torch.is_grad_enabled(), x.device.type
+    tensors: list[Tensor | None] = [x, qkv_weight, qkv_bias, out_weight]
+    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+        dtype = torch.get_autocast_dtype(kind)
+        tensors = [None if each is None else each.to(dtype) for each in tensors]
+        with torch.autocast(kind, enabled=False):
+            return _ChunkedAttention.apply(call, keeping, *tensors)  # pyright: ignore[reportReturnType]
+    return _ChunkedAttention.apply(call, keeping, *tensors)  # pyright: ignore[reportReturnType]
+
+
+@dataclass(eq=False)
+class _Kept:
+    """What backward needs of one chunk: [batch, own heads, all tokens of the chunk, size] each, and the input."""
+
+    q: SequenceChunk
+    k: SequenceChunk
+    v: SequenceChunk
+    out: SequenceChunk
+    lse: SequenceChunk
+    x: SequenceChunk
+
+    @property
+    def of_queries(self) -> tuple[SequenceChunk, ...]:
+        return self.q, self.k, self.v, self.out, self.lse, self.x
+
+
+class _ChunkedAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        call: ChunkedCall,
+        keeping: bool,
+        x: Tensor,
+        qkv_weight: Tensor,
+        qkv_bias: Tensor | None,
+        out_weight: Tensor,
+    ) -> Tensor:
+        result = x.new_empty(*x.shape[:2], out_weight.shape[0])
+        kept: list[_Kept] = []
+        earlier: list[tuple[SequenceChunk, SequenceChunk]] = []
+        parts = zip(x.split(call.local), result.split(call.local), strict=True)
+        for at, (part, target) in enumerate(parts):
+            ahead = FetchedAhead(earlier)
+            q, k, v = _heads(call, at, part, qkv_weight, qkv_bias)
+            out, lse = _attend(call, q, k, v, ahead)
+            context = call.exchange(at).collect((out,), (call.heads_of_all()[0],))[0]
+            torch.mm(_rows(context), out_weight.T, out=target.view(-1, target.shape[-1]))
+            pair = (call.keep(k), call.keep(v))
+            earlier.append(pair)
+            if keeping:
+                kept.append(_Kept(call.keep(q), *pair, call.keep(out), call.keep(lse), call.keep(part)))
+        ctx.call, ctx.kept = call, kept
+        ctx.save_for_backward(qkv_weight, qkv_bias, out_weight)
+        return result
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        qkv_weight, qkv_bias, out_weight = ctx.saved_tensors
+        backward = _Backward(ctx.call, ctx.kept, grads[0], qkv_weight, qkv_bias, out_weight)
+        for at in reversed(range(len(ctx.kept))):
+            backward.chunk(at)
+        return None, None, *backward.result()
+
+
+class _Backward:
+    """Gradients of input and weights, filled chunk by chunk, from the last to the first (Note: order of backward)."""
+
+    def __init__(
+        self,
+        call: ChunkedCall,
+        kept: list[_Kept],
+        grad: Tensor,
+        qkv_weight: Tensor,
+        qkv_bias: Tensor | None,
+        out_weight: Tensor,
+    ) -> None:
+        self.call, self.kept = call, kept
+        self.grads = grad.split(call.local)
+        self.weights = (qkv_weight, qkv_bias, out_weight)
+        self.dx = grad.new_empty(*grad.shape[:2], qkv_weight.shape[1])
+        wide = torch.promote_types(grad.dtype, torch.float32)
+        self.sums = [None if each is None else torch.zeros_like(each, dtype=wide) for each in self.weights]
+        self.of_keys: list[tuple[SequenceChunk, SequenceChunk] | None] = [None] * len(kept)
+        self._load(len(kept) - 1)
+
+    def _load(self, at: int) -> None:
+        for chunk in (*self.kept[at].of_queries, *(self.of_keys[at] or ())) if at >= 0 else ():
+            chunk.load_to_gpu()
+
+    def chunk(self, at: int) -> None:
+        call, here = self.call, self.kept[at]
+        groups = [self._group(earlier) for earlier in range(at)]
+        added = at + 1 < len(self.kept)  # later chunks have begun the sums
+        ahead = FetchedAhead(groups, (2, 3) if added else ())
+        q, k, v, out, lse, x = (chunk.get_gpu_chunk() for chunk in here.of_queries)
+        grad = self._of_context(at, out)
+        dq, dk, dv = self._attention(at, ahead, grad, (q, k, v, out, lse))
+        for chunk in here.of_queries:
+            chunk.offload()
+        self._load(at - 1)
+        tables = call.tables(at, q)
+        if tables is not None:
+            dq, dk = (apply_rotary_pos_emb_backward(each, *tables) for each in (dq, dk))
+        dk, dv = (_unshared(call, each) for each in (dk, dv))
+        given = [each.to(x.dtype) for each in (dq, dk, dv)]
+        local = call.exchange(at).collect(given, call.heads_of_all())
+        self._projection(at, x, torch.cat([_rows(each) for each in local], dim=1))
+
+    def result(self) -> tuple[Tensor | None, ...]:
+        pairs = zip(self.sums, self.weights, strict=True)
+        return self.dx, *(
+            total.to(weight.dtype) if total is not None and weight is not None else None
+            for total, weight in pairs
+        )
+
+    def _group(self, at: int) -> tuple[SequenceChunk, ...]:
+        here = self.kept[at]
+        return here.k, here.v, *(self.of_keys[at] or ())
+
+    def _of_context(self, at: int, out: Tensor) -> Tensor:
+        """The gradient of the attention's output of one chunk; the output layer's weight gets its part."""
+        call, own = self.call, self.call.heads_of_all()[0]
+        rows = self.grads[at].reshape(-1, self.grads[at].shape[-1])
+        context = call.exchange(at).collect((out,), (own,))[0]
+        total = self.sums[2]
+        assert total is not None
+        _add_product(total, rows, _rows(context))
+        of_context = (rows @ self.weights[2]).view(*self.grads[at].shape[:2], call.heads, call.size)
+        return call.exchange(at).spread((of_context.permute(1, 2, 0, 3),), (own,))[0]
+
+    def _attention(
+        self, at: int, ahead: FetchedAhead, grad: Tensor, kept: tuple[Tensor, ...]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The gradients of queries, keys and values of one chunk; those of earlier keys get their part."""
+        call, (q, k, v, out, lse) = self.call, kept
+        wide = torch.promote_types(q.dtype, torch.float32)
+        kernel = kernel_for(q, v, CAUSAL)
+        dq, dk, dv = (each.to(wide) for each in kernel.backward(grad, q, k, v, out, lse, CAUSAL, call.scale))
+        for earlier, (key, value, *totals) in enumerate(ahead):
+            of_q, of_k, of_v = kernel_for(q, value, None).backward(
+                grad, q, key, value, out, lse, None, call.scale
+            )
+            dq += of_q
+            if totals:
+                totals[0] += of_k
+                totals[1] += of_v
+            else:
+                self.of_keys[earlier] = (call.keep(of_k.to(wide)), call.keep(of_v.to(wide)))
+        begun = self.of_keys[at]
+        if begun is not None:
+            dk += begun[0].get_gpu_chunk()
+            dv += begun[1].get_gpu_chunk()
+            self.of_keys[at] = None
+        return dq, dk, dv
+
+    def _projection(self, at: int, x: Tensor, grad: Tensor) -> None:
+        """``grad`` [rows, (heads + 2 kv_heads) * size]."""
+        weight, total, of_bias = self.weights[0], self.sums[0], self.sums[1]
+        assert weight is not None and total is not None
+        _add_product(total, grad, x.reshape(-1, x.shape[-1]))
+        if of_bias is not None:
+            of_bias += grad.sum(0, dtype=of_bias.dtype)
+        target = self.dx.split(self.call.local)[at]
+        torch.mm(grad, weight, out=target.view(-1, target.shape[-1]))
+
+
+def _heads(
+    call: ChunkedCall, at: int, x: Tensor, weight: Tensor, bias: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values of one chunk: all tokens, the heads of this rank."""
+    parts = torch.nn.functional.linear(x, weight, bias).split(call.widths, dim=-1)
+    shaped = [each.unflatten(-1, (-1, call.size)).permute(1, 2, 0, 3) for each in parts]
+    del parts
+    q, k, v = call.exchange(at).spread(shaped, call.heads_of_all())
+    tables = call.tables(at, q)
+    if tables is not None:
+        q, k = (apply_rotary_pos_emb(each, *tables) for each in (q, k))
+    return q, _shared(call, k), _shared(call, v)
+
+
+def _attend(call: ChunkedCall, q: Tensor, k: Tensor, v: Tensor, ahead: FetchedAhead) -> tuple[Tensor, Tensor]:
+    """Attention of one chunk to itself and all before it, and its log-sum-exp."""
+    joined = Joined(q, v)
+    joined.add(*kernel_for(q, v, CAUSAL).forward(q, k, v, CAUSAL, call.scale))
+    for key, value in ahead:
+        joined.add(*kernel_for(q, value, None).forward(q, key, value, None, call.scale))
+    return joined.out.to(q.dtype), joined.lse
+
+
+def _rows(heads: Tensor) -> Tensor:
+    """[batch, heads, tokens, size] -> [tokens * batch, heads * size]."""
+    return heads.permute(2, 0, 1, 3).reshape(-1, heads.shape[1] * heads.shape[3])
+
+
+def _shared(call: ChunkedCall, keys: Tensor) -> Tensor:
+    """One head of keys for each head of queries, if this rank's queries share them irregularly."""
+    rank = call.comm.rank
+    if call.plan.group_of(rank) is not None:
+        return keys
+    return keys.index_select(1, torch.tensor(call.plan.key_of_query(rank), device=keys.device))
+
+
+def _unshared(call: ChunkedCall, grad: Tensor) -> Tensor:
+    rank = call.comm.rank
+    if call.plan.group_of(rank) is not None:
+        return grad
+    shape = list(grad.shape)
+    shape[1] = len(call.plan.keys_of(rank))
+    index = torch.tensor(call.plan.key_of_query(rank), device=grad.device)
+    return grad.new_zeros(shape).index_add_(1, index, grad)
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """``total += left.T @ right``, in one product where the dtypes allow it."""
+    if total.dtype == left.dtype:
+        total.addmm_(left.T, right)
+    else:
+        total += left.T @ right

@@ -1,0 +1,121 @@
+"""Chunks of a sequence that lie in host memory between their uses, and come to the device one ahead."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from deepspeed.transforms.recompute.kept_inputs import leaves_device
+from deepspeed.transforms.recompute.side_stream import SideStream
+
+HOST = torch.device("cpu")
+
+
+class SequenceChunk:
+    """A tensor with a copy in host memory, of which a second copy is on the device while it is in use.
+
+    Copies run beside the computation, in the order in which they were asked for. Where the device is the host there is
+    only one tensor, and nothing is copied.
+
+    Args:
+        chunk: a tensor of any shape on ``device`` (or in host memory already).
+        device: where it is used. None: where ``chunk`` is.
+        is_in_use: whether ``chunk`` stays on the device until `offload`.
+        stream: on which copies run. None: one of its own.
+        away: False keeps the tensor on the device for good, with the same interface.
+    """
+
+    def __init__(
+        self,
+        chunk: Tensor,
+        device: torch.device | str | None = None,
+        is_in_use: bool = False,
+        *,
+        stream: SideStream | None = None,
+        away: bool = True,
+    ) -> None:
+        self.device = chunk.device if device is None else torch.device(device)
+        self.chunk_shape, self.chunk_dtype = chunk.shape, chunk.dtype
+        self._stream = SideStream() if stream is None else stream
+        self._away = away and leaves_device(self.device)
+        chunk = chunk.detach()
+        if not self._away:
+            self.cpu_chunk, self._on_device = chunk, chunk
+            return
+        self.cpu_chunk = chunk
+        if leaves_device(chunk.device):
+            pinned = chunk.device.type == "cuda"
+            self.cpu_chunk = torch.empty(chunk.shape, dtype=chunk.dtype, device=HOST, pin_memory=pinned)
+            self._stream.copy(chunk, self.cpu_chunk)
+        self._on_device = chunk if is_in_use and chunk.device == self.device else None
+        if is_in_use and self._on_device is None:
+            self.load_to_gpu()
+
+    def load_to_gpu(self) -> None:
+        """Begin to copy it to the device, unless it is there."""
+        if self._on_device is None:
+            target = torch.empty(self.chunk_shape, dtype=self.chunk_dtype, device=self.device)
+            self._on_device = self._stream.copy(self.cpu_chunk, target)
+
+    def get_gpu_chunk(self) -> Tensor:
+        """The tensor on the device, for the current stream. RuntimeError: it is not there."""
+        self.check_gpu_chunk()
+        assert self._on_device is not None
+        return self._stream.arrived(self._on_device) if self._away else self._on_device
+
+    def check_gpu_chunk(self) -> bool:
+        """True. RuntimeError: it is in host memory only."""
+        if self._on_device is None:
+            raise RuntimeError(
+                f"this chunk of shape {list(self.chunk_shape)} is in host memory: call load_to_gpu() first"
+            )
+        return True
+
+    def offload(self) -> None:
+        """Free the copy on the device. What was changed there is lost unless `overwrite_to_cpu` came before."""
+        if self._away:
+            self._on_device = None
+
+    def overwrite_to_cpu(self) -> None:
+        """Copy what is on the device into host memory. RuntimeError: it is not on the device."""
+        self.check_gpu_chunk()
+        assert self._on_device is not None
+        if self._away:
+            self._stream.copy(self._on_device, self.cpu_chunk)
+
+
+class FetchedAhead:
+    """Iterates over groups of chunks: their tensors on the device, while those of the next group are on their way.
+
+    ``written``: these positions of a group are changed by whoever iterates, and copied back. A group leaves the device
+    when the next one is asked for. The first is fetched from the beginning.
+    """
+
+    def __init__(self, groups: Sequence[Sequence[SequenceChunk]], written: Sequence[int] = ()) -> None:
+        self._groups = groups
+        self._written = written
+        self._load(0)
+
+    def __iter__(self) -> Iterator[list[Tensor]]:
+        before: Sequence[SequenceChunk] = ()
+        for at, group in enumerate(self._groups):
+            # Waits for what was asked for so far: this group, but not yet the way back of the one before.
+            tensors = [chunk.get_gpu_chunk() for chunk in group]
+            self._leave(before)
+            self._load(at + 1)
+            yield tensors
+            del tensors
+            before = group
+        self._leave(before)
+
+    def _load(self, at: int) -> None:
+        for chunk in self._groups[at] if at < len(self._groups) else ():
+            chunk.load_to_gpu()
+
+    def _leave(self, group: Sequence[SequenceChunk]) -> None:
+        for at in self._written if group else ():
+            group[at].overwrite_to_cpu()
+        for chunk in group:
+            chunk.offload()

@@ -1,0 +1,339 @@
+"""Cross-entropy where ranks share the vocabulary, the sequence, or both.
+
+Ranks of a tensor-parallel group have some words of every token of theirs, ranks of a sequence-parallel group all or
+some words of their own tokens. Losses of parts of a vocabulary are those of
+``deepspeed.parallel.tensor.cross_entropy``; here is what concerns the sequence, and the documented interface.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from deepspeed.base.logging import warning_once
+from deepspeed.base.untraced import untraced
+from deepspeed.comm.collectives import Communicator
+from deepspeed.parallel.sequence.exchange import communicator_of, gather_lengths
+from deepspeed.parallel.sequence.vocabulary import VocabularyPart, vocabulary_part
+from deepspeed.parallel.tensor import cross_entropy as in_parts
+
+__all__ = [
+    "VocabParallelCausalLMLoss",
+    "VocabParallelCrossEntropyLoss",
+    "configure_vocab_parallel_loss",
+    "validate_vocab_parallel_loss",
+    "vocab_parallel_cross_entropy",
+    "vocab_sequence_parallel_cross_entropy",
+]
+
+
+@untraced
+def vocab_parallel_cross_entropy(
+    vocab_parallel_logits: Tensor,
+    target: Tensor,
+    tp_group: Any = None,
+    sp_group: Any = None,
+    vocab_start_index: int | None = None,
+    vocab_end_index: int | None = None,
+    global_vocab_size: int | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    gather_sequence_loss: bool = False,
+    backend: str = "torch",
+) -> Tensor:
+    """The cross-entropy of logits in parts.
+
+    Args:
+        vocab_parallel_logits: [own tokens, .., own words].
+        target: [own tokens, ..] of the whole vocabulary, equal on the ranks of ``tp_group``. ``ignore_index``: the loss
+            is 0.
+        tp_group: the ranks that share the vocabulary. None: one rank.
+        sp_group: the ranks that share the sequence: "mean" and "sum" go over all of their tokens, and a rank's
+            gradient is that of its own tokens.
+        vocab_start_index, vocab_end_index: of the own words. By default, parts lie in rank order.
+        global_vocab_size: with these: they are believed, which spares an exchange.
+        reduction: "mean" (over targets that are not ignored), "sum" or "none".
+        gather_sequence_loss: with "none": the losses of all tokens of ``sp_group``, one rank after another; backward
+            sums over its ranks.
+        backend: accepted; there is one implementation, which takes logits to fp32 some tokens at a time.
+
+    Returns:
+        fp32: a scalar, or the shape of ``target``. Collective.
+
+    ValueError: an argument does not fit, parts are no partition, or a target is outside the vocabulary.
+    """
+    check_reduction(reduction, gather_sequence_loss)
+    if gather_sequence_loss and sp_group is None:
+        raise ValueError("gather_sequence_loss needs sp_group, the ranks that share the sequence")
+    if backend not in ("torch", "liger"):
+        raise ValueError(f"backend={backend!r}: must be 'torch' or 'liger'")
+    if vocab_parallel_logits.shape[:-1] != target.shape:
+        raise ValueError(
+            f"logits {tuple(vocab_parallel_logits.shape)} and target {tuple(target.shape)} do not fit"
+        )
+    part = vocabulary_part(
+        vocab_parallel_logits.shape[-1],
+        tp_group,
+        vocab_start_index,
+        vocab_end_index,
+        global_vocab_size,
+        device=vocab_parallel_logits.device,
+    )
+    loss = _losses(vocab_parallel_logits, target, part, ignore_index)
+    if gather_sequence_loss:
+        return losses_of_all_tokens(loss, communicator_of(sp_group))
+    return reduced(loss, target != ignore_index, reduction, sp_group)
+
+
+@untraced
+def vocab_sequence_parallel_cross_entropy(
+    vocab_parallel_logits: Tensor,
+    target: Tensor,
+    sp_group: Any,
+    tp_group: Any = None,
+    vocab_start_index: int | None = None,
+    vocab_end_index: int | None = None,
+    ignore_index: int = -100,
+    reduction: str = "none",
+    gather_sequence_loss: bool = True,
+    backend: str = "torch",
+) -> Tensor:
+    """The loss of every token of the sequence, on every rank of ``sp_group``.
+
+    Args:
+        vocab_parallel_logits: [own tokens, batch, vocabulary]; shards may have different lengths.
+        target: [own tokens, batch], int64. ``ignore_index``: the token has loss 0.
+        gather_sequence_loss: False: the own tokens' losses only, or their mean or sum, as ``reduction`` says.
+
+    Other arguments are those of ``vocab_parallel_cross_entropy``.
+
+    Returns:
+        [all tokens, batch], fp32. In backward the gradients that arrive on the ranks are summed: with a loss that all
+        ranks compute of the result, the mean of the ranks' gradients, which the engine takes, is that of one rank with
+        the whole sequence.
+    """
+    return vocab_parallel_cross_entropy(
+        vocab_parallel_logits,
+        target,
+        tp_group,
+        sp_group,
+        vocab_start_index,
+        vocab_end_index,
+        ignore_index=ignore_index,
+        reduction=reduction,
+        gather_sequence_loss=gather_sequence_loss,
+        backend=backend,
+    )
+
+
+class VocabParallelCrossEntropyLoss(nn.Module):
+    """`vocab_parallel_cross_entropy` as a module."""
+
+    def __init__(
+        self,
+        tp_group: Any = None,
+        sp_group: Any = None,
+        vocab_start_index: int | None = None,
+        vocab_end_index: int | None = None,
+        ignore_index: int = -100,
+        reduction: str = "mean",
+        gather_sequence_loss: bool = False,
+        backend: str = "torch",
+    ) -> None:
+        super().__init__()
+        self.tp_group, self.sp_group = tp_group, sp_group
+        self.vocab_start_index, self.vocab_end_index = vocab_start_index, vocab_end_index
+        self.ignore_index, self.reduction = ignore_index, reduction
+        self.gather_sequence_loss, self.backend = gather_sequence_loss, backend
+
+    def forward(self, vocab_parallel_logits: Tensor, target: Tensor) -> Tensor:
+        return vocab_parallel_cross_entropy(
+            vocab_parallel_logits,
+            target,
+            self.tp_group,
+            self.sp_group,
+            self.vocab_start_index,
+            self.vocab_end_index,
+            ignore_index=self.ignore_index,
+            reduction=self.reduction,
+            gather_sequence_loss=self.gather_sequence_loss,
+            backend=self.backend,
+        )
+
+
+class VocabParallelCausalLMLoss:
+    """The ``loss_function`` of a Transformers model whose head leaves its logits in parts.
+
+    ``labels`` are shifted by one, unless ``shift_labels`` are given; the sum is divided by ``num_items_in_batch`` if
+    that is given. The first call finds out and checks which rank has which words; an object serves one head.
+
+    ``sp_group`` stays None with an engine of ours, which joins the means of its sequence-parallel ranks itself.
+    """
+
+    def __init__(
+        self,
+        tp_group: Any = None,
+        sp_group: Any = None,
+        vocab_start_index: int | None = None,
+        vocab_end_index: int | None = None,
+        ignore_index: int = -100,
+        backend: str = "torch",
+    ) -> None:
+        self.tp_group, self.sp_group = tp_group, sp_group
+        self.vocab_start_index, self.vocab_end_index = vocab_start_index, vocab_end_index
+        self.ignore_index, self.backend = ignore_index, backend
+        self._part: VocabularyPart | None = None
+
+    def __call__(
+        self,
+        logits: Tensor,
+        labels: Tensor | None = None,
+        vocab_size: int | None = None,
+        shift_labels: Tensor | None = None,
+        num_items_in_batch: Tensor | int | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        if shift_labels is None:
+            if labels is None:
+                raise ValueError("a loss needs labels or shift_labels")
+            logits, shift_labels = logits[..., :-1, :], labels[..., 1:]
+        part = self._own_part(logits)
+        if vocab_size not in (None, part.size):
+            warning_once(
+                f"the head has {part.size} words, and the model's config says vocab_size={vocab_size}; the head's count"
+            )
+        shift_labels = shift_labels.to(logits.device)
+        loss = _losses(logits, shift_labels, part, self.ignore_index)
+        reduction = "mean" if num_items_in_batch is None else "sum"
+        total = reduced(loss, shift_labels != self.ignore_index, reduction, self.sp_group)
+        if num_items_in_batch is None:
+            return total
+        return total / torch.as_tensor(num_items_in_batch, device=total.device).clamp_min(1)
+
+    def _own_part(self, logits: Tensor) -> VocabularyPart:
+        if self._part is None:
+            bounds = self.vocab_start_index, self.vocab_end_index
+            self._part = vocabulary_part(logits.shape[-1], self.tp_group, *bounds, device=logits.device)
+            self.vocab_start_index = self._part.first
+            self.vocab_end_index = self._part.first + self._part.own
+        part = self._part
+        if (logits.shape[-1], self.vocab_start_index) != (part.own, part.first):
+            raise RuntimeError(
+                f"the first call was for words [{part.first}, {part.first + part.own}), and this one has "
+                f"{logits.shape[-1]} from {self.vocab_start_index} on: make a VocabParallelCausalLMLoss for each head"
+            )
+        return part
+
+
+def validate_vocab_parallel_loss(model: Any) -> None:
+    """ValueError: ``model`` has no ``loss_function`` that can be replaced. It is as before afterwards."""
+    model.loss_function = _replaced(model, VocabParallelCausalLMLoss())
+
+
+def configure_vocab_parallel_loss(
+    model: Any,
+    vocab_parallel_head: Any,
+    sp_group: Any = None,
+    ignore_index: int = -100,
+    backend: str = "torch",
+) -> Any:
+    """Give ``model`` the loss of a head that leaves its logits in parts; its own stays in
+    ``model._deepspeed_original_loss_function``.
+
+    ``vocab_parallel_head``: has ``mp_group`` and perhaps ``vocab_start_index`` and ``vocab_end_index``.
+    ValueError: ``model`` has no ``loss_function`` that can be replaced.
+    """
+    loss = VocabParallelCausalLMLoss(
+        vocab_parallel_head.mp_group,
+        sp_group,
+        getattr(vocab_parallel_head, "vocab_start_index", None),
+        getattr(vocab_parallel_head, "vocab_end_index", None),
+        ignore_index,
+        backend,
+    )
+    original = _replaced(model, loss)
+    if not hasattr(model, "_deepspeed_original_loss_function"):
+        model._deepspeed_original_loss_function = original
+    return model
+
+
+def _replaced(model: Any, loss: VocabParallelCausalLMLoss) -> Any:
+    """The loss function that was there before ``loss``."""
+    remedy = "leave its head's logits whole (gather_output=True)"
+    if not hasattr(model, "loss_function"):
+        raise ValueError(
+            f"{type(model).__name__} has no loss_function that could take logits in parts: {remedy}"
+        )
+    original = model.loss_function
+    registered = getattr(model, "_modules", {}).pop("loss_function", None)
+    try:
+        model.loss_function = loss
+        taken = model.loss_function is loss
+    except (AttributeError, TypeError):
+        taken = False
+    if not taken:
+        if registered is not None:
+            model.loss_function = registered
+        raise ValueError(f"the loss_function of {type(model).__name__} cannot be replaced: {remedy}")
+    return original
+
+
+# ---------------------------------------------------------------------------------------------- losses and sums
+
+
+def check_reduction(reduction: str, gathers: bool = False) -> None:
+    """ValueError: no such reduction, or one of the losses of tokens that are wanted each."""
+    if reduction not in ("mean", "sum", "none"):
+        raise ValueError(f"reduction={reduction!r}: must be 'mean', 'sum' or 'none'")
+    if gathers and reduction != "none":
+        raise ValueError(f"gather_sequence_loss needs reduction='none', not {reduction!r}")
+
+
+def _losses(logits: Tensor, target: Tensor, part: VocabularyPart, ignore_index: int) -> Tensor:
+    words = target.long()
+    part.check(words, ignore_index)
+    return in_parts.vocab_parallel_cross_entropy(
+        logits, words, part.group, run=part.run, ignore_index=ignore_index, reduction="none"
+    )
+
+
+def reduced(losses: Tensor, chosen: Tensor, reduction: str, sp_group: Any) -> Tensor:
+    """The sum of ``losses`` over the ranks of ``sp_group`` (None: one), or their mean over those that are ``chosen``.
+    A rank's gradient is that of its own losses. Collective, unless ``reduction`` is "none"."""
+    if reduction == "none":
+        return losses
+    own, comm = losses.sum(), communicator_of(sp_group)
+    both = torch.stack([own.detach(), chosen.sum().to(own.dtype)])
+    comm.all_reduce(both).wait()
+    total = own + (both[0] - own.detach()) if comm.size > 1 else own
+    return total / both[1].clamp_min(1) if reduction == "mean" else total
+
+
+def losses_of_all_tokens(own: Tensor, comm: Communicator) -> Tensor:
+    """[own tokens, ..] of every rank, one after another: [all tokens, ..]; backward sums over ranks."""
+    result: Tensor = _AllTokens.apply(own, comm)  # pyright: ignore[reportAssignmentType]
+    return result
+
+
+class _AllTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, comm: Communicator) -> Tensor:
+        lengths = gather_lengths(loss.shape[0], comm, loss.device)
+        start = sum(lengths[: comm.rank])
+        ctx.own, ctx.comm = slice(start, start + lengths[comm.rank]), comm
+        longest = max(lengths)
+        padded = loss.new_zeros(longest, *loss.shape[1:])
+        padded[: len(loss)] = loss
+        everyone = loss.new_empty(comm.size, *padded.shape)
+        comm.all_gather(everyone, padded).wait()
+        return torch.cat([part[:length] for part, length in zip(everyone, lengths, strict=True)])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        total = grads[0].clone(memory_format=torch.contiguous_format)
+        ctx.comm.all_reduce(total).wait()
+        return total[ctx.own], None

@@ -1,0 +1,190 @@
+"""The two all-to-alls around an attention: from shards of the sequence to shards of the heads, and back.
+
+S. A. Jacobs et al.: DeepSpeed Ulysses: System optimizations for enabling training of extreme long sequence Transformer
+models, 2023. Heads need not divide evenly, shards of the sequence may have different lengths, and a head may go to
+several ranks (keys and values that they share): backward sums what comes back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from deepspeed.base.untraced import untraced
+from deepspeed.comm.collectives import Communicator, process_network
+
+Heads = tuple[tuple[int, ...], ...]
+"""For each rank of a group, the heads that it computes; () for ranks that compute none of this shard's."""
+
+
+def communicator_of(group: torch.distributed.ProcessGroup | None) -> Communicator:
+    """The communicator of a group with the traffic counters of the process; None: one rank."""
+    return Communicator(None) if group is None else process_network.communicator(group)
+
+
+@untraced
+def gather_lengths(length: int, comm: Communicator, device: torch.device) -> tuple[int, ...]:
+    """This number of every rank. Collective."""
+    if comm.size == 1:
+        return (length,)
+    mine = torch.tensor([length], dtype=torch.int64, device=device)
+    everyone = torch.empty(comm.size, dtype=torch.int64, device=device)
+    comm.all_gather(everyone, mine).wait()
+    return tuple(everyone.tolist())
+
+
+@dataclass(frozen=True, eq=False)
+class Exchange:
+    """Between shards [.., all heads, .., own tokens, ..] and shards [.., own heads, .., all tokens, ..].
+
+    ``lengths``: the tokens of each rank's shard; 0 for ranks that send nothing here. ``heads_dim`` and ``tokens_dim``
+    name the two dimensions; others are any.
+    """
+
+    comm: Communicator
+    lengths: tuple[int, ...]
+    heads_dim: int = 1
+    tokens_dim: int = 2
+
+    @untraced
+    def to_heads(self, tensors: Sequence[Tensor], heads: Sequence[Heads]) -> tuple[Tensor, ...]:
+        """The own heads of all tokens, for several tensors in one all-to-all, differentiable."""
+        result: tuple[Tensor, ...] = _ToHeads.apply(self, tuple(heads), *tensors)  # pyright: ignore[reportAssignmentType]
+        return result
+
+    @untraced
+    def to_tokens(self, tensor: Tensor, heads: Heads) -> Tensor:
+        """All heads of the own tokens, differentiable; each head comes from one rank."""
+        result: Tensor = _ToTokens.apply(self, heads, tensor)  # pyright: ignore[reportAssignmentType]
+        return result
+
+    def spread(self, tensors: Sequence[Tensor], heads: Sequence[Heads]) -> tuple[Tensor, ...]:
+        """``to_heads`` outside autograd."""
+        sent = [
+            [_pick(tensor, self.heads_dim, each[to]) for tensor, each in zip(tensors, heads, strict=True)]
+            for to in range(self.comm.size)
+        ]
+        received = self._swap(
+            sent,
+            [
+                [
+                    self._shape(tensor, len(each[self.comm.rank]), length)
+                    for tensor, each in zip(tensors, heads, strict=True)
+                ]
+                for length in self.lengths
+            ],
+        )
+        return tuple(_joined(shards, self.tokens_dim) for shards in zip(*received, strict=True))
+
+    def collect(self, tensors: Sequence[Tensor], heads: Sequence[Heads]) -> tuple[Tensor, ...]:
+        """The adjoint of ``spread``: heads that went to several ranks are summed."""
+        cuts = [tensor.split(self.lengths, self.tokens_dim) for tensor in tensors]
+        own = self.lengths[self.comm.rank]
+        received = self._swap(
+            [[cut[to] for cut in cuts] for to in range(self.comm.size)],
+            [
+                [
+                    self._shape(tensor, len(each[source]), own)
+                    for tensor, each in zip(tensors, heads, strict=True)
+                ]
+                for source in range(self.comm.size)
+            ],
+        )
+        return tuple(
+            _assembled(shards, each, self.heads_dim)
+            for shards, each in zip(zip(*received, strict=True), heads, strict=True)
+        )
+
+    def _shape(self, like: Tensor, heads: int, tokens: int) -> list[int]:
+        shape = list(like.shape)
+        shape[self.heads_dim], shape[self.tokens_dim] = heads, tokens
+        return shape
+
+    def _swap(self, sent: list[list[Tensor]], shapes: list[list[list[int]]]) -> list[list[Tensor]]:
+        """One all-to-all: ``sent[rank]`` goes to that rank, tensors of ``shapes[rank]`` come from it."""
+        if self.comm.size == 1:
+            return sent
+        first = sent[0][0]
+        outgoing = _flat(sent, first)
+        counts = [[_numel(shape) for shape in run] for run in shapes]
+        incoming = first.new_empty(sum(map(sum, counts)))
+        sent_counts = [sum(each.numel() for each in run) for run in sent]
+        self.comm.all_to_all(incoming, outgoing, [sum(run) for run in counts], sent_counts).wait()
+        pieces = iter(incoming.split([count for run in counts for count in run]))
+        return [[next(pieces).view(shape) for shape in run] for run in shapes]
+
+
+class _ToHeads(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, exchange: Exchange, heads: tuple[Heads, ...], *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.exchange, ctx.heads = exchange, heads
+        return exchange.spread(tensors, heads)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        return None, None, *ctx.exchange.collect(grads, ctx.heads)
+
+
+class _ToTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, exchange: Exchange, heads: Heads, tensor: Tensor) -> Tensor:
+        ctx.exchange, ctx.heads = exchange, heads
+        return exchange.collect((tensor,), (heads,))[0]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        return None, None, *ctx.exchange.spread(grads, (ctx.heads,))
+
+
+def _pick(tensor: Tensor, dim: int, indices: tuple[int, ...]) -> Tensor:
+    start = indices[0] if indices else 0
+    if indices == tuple(range(start, start + len(indices))):
+        return tensor.narrow(dim, start, len(indices))
+    return tensor.index_select(dim, torch.tensor(indices, device=tensor.device))
+
+
+def _flat(runs: list[list[Tensor]], like: Tensor) -> Tensor:
+    """All tensors end to end, copied once."""
+    result = like.new_empty(sum(each.numel() for run in runs for each in run))
+    at = 0
+    for run in runs:
+        for each in run:
+            result[at : at + each.numel()].view(each.shape).copy_(each)
+            at += each.numel()
+    return result
+
+
+def _joined(shards: Sequence[Tensor], dim: int) -> Tensor:
+    wanted = [shard for shard in shards if shard.shape[dim]] or list(shards[:1])
+    return torch.cat(wanted, dim) if len(wanted) > 1 else wanted[0].contiguous()
+
+
+def _assembled(shards: Sequence[Tensor], heads: Heads, dim: int) -> Tensor:
+    """The heads in their places; those that several ranks had are summed in rank order."""
+    order = [head for each in heads for head in each]
+    present = [shard for shard, each in zip(shards, heads, strict=True) if each]
+    if order == list(range(len(order))):
+        return torch.cat(present, dim) if len(present) > 1 else present[0].contiguous()
+    shape = list(shards[0].shape)
+    shape[dim] = max(order) + 1
+    result = shards[0].new_zeros(shape)
+    for shard, each in zip(shards, heads, strict=True):
+        if each:
+            result.index_add_(dim, torch.tensor(each, device=shard.device), shard)
+    return result
+
+
+def _numel(shape: Sequence[int]) -> int:
+    result = 1
+    for size in shape:
+        result *= size
+    return result

@@ -1,0 +1,419 @@
+"""The documented names of the fully pipelined distributed transformer: long sequences in chunks.
+
+J. Yao et al.: Training ultra long context language model with fully pipelined distributed Transformer, 2024. Attention
+is in ``chunked.py``, chunks in host memory in ``chunks.py``; feed-forward layer and loss run in tiles
+(``deepspeed.parallel.sequence.tiled``).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from deepspeed.parallel.sequence.assignment import HeadAssignment
+from deepspeed.parallel.sequence.chunked import ChunkedCall, Rotary, chunked_self_attention, chunks_of
+from deepspeed.parallel.sequence.chunks import SequenceChunk
+from deepspeed.parallel.sequence.cross_entropy import losses_of_all_tokens
+from deepspeed.parallel.sequence.exchange import communicator_of, gather_lengths
+from deepspeed.parallel.sequence.layer import apply_rotary_pos_emb, apply_rotary_pos_emb_backward
+from deepspeed.parallel.sequence.tiled.tiles import TiledCall, TiledFunction, run_tiles, tile_lengths
+from deepspeed.transforms.recompute.side_stream import SideStream
+
+__all__ = [
+    "FPDT_Attention",
+    "FPDT_FFN",
+    "FPDT_InputConstruct",
+    "FPDT_LogitsLoss",
+    "SequenceChunk",
+    "apply_rotary_pos_emb",
+    "apply_rotary_pos_emb_backward",
+    "bias_gelu",
+    "bias_gelu_back",
+    "update_out_and_lse",
+]
+
+
+class FPDT_InputConstruct(nn.Module):
+    """What one rank gets of a batch, so that chunks of the sequence can be exchanged one after another.
+
+    Each chunk of ``args.ds_sequence_parallel_fpdt_chunk_size`` tokens is shared by all ranks; a rank holds its part of
+    each chunk, one after another. Lengths that chunks or ranks do not divide are shared as evenly as can be.
+
+    Args:
+        tokens, labels, loss_mask, position_ids: [batch, sequence], or None.
+        attention_mask: is handed through.
+        args: has ``ds_sequence_parallel_fpdt_chunk_size``.
+        sp_size, sp_rank: of the ranks that share the sequence.
+    """
+
+    def __init__(
+        self,
+        tokens: Tensor,
+        labels: Tensor | None,
+        loss_mask: Tensor | None,
+        attention_mask: Any,
+        position_ids: Tensor | None,
+        args: Any,
+        sp_size: int,
+        sp_rank: int,
+    ) -> None:
+        super().__init__()
+        self.tokens, self.labels, self.loss_mask = tokens, labels, loss_mask
+        self.attention_mask, self.position_ids = attention_mask, position_ids
+        length = tokens.shape[1]
+        chunks = _number_of_chunks(length, args.ds_sequence_parallel_fpdt_chunk_size)
+        self.order = _order(chunks_of(length, chunks, sp_size), tokens.device)
+        self.sp_rank = sp_rank
+
+    def generate(self) -> tuple[Any, ...]:
+        """Own tokens, own labels, the loss mask, the attention mask, own position ids.
+
+        The loss mask is whole, [batch, sequence], in the order in which `FPDT_LogitsLoss` gives the losses: rank
+        after rank.
+        """
+        own = self.order[self.sp_rank]
+        everyone = torch.cat(self.order)
+        return (
+            _taken(self.tokens, own),
+            _taken(self.labels, own),
+            _taken(self.loss_mask, everyone),
+            self.attention_mask,
+            _taken(self.position_ids, own),
+        )
+
+
+class FPDT_Attention(nn.Module):
+    """Causal self-attention with its two projections, in chunks of the sequence.
+
+    Queries, keys and values exist for one chunk at a time; with offload they lie in host memory between their uses,
+    and are fetched one chunk ahead. Forward and backward equal plain attention. The ranks of a group hold each a part
+    of every chunk (`FPDT_InputConstruct`), and exchange tokens for heads chunk by chunk; heads of queries may be any
+    number of at least the ranks, those of keys any number that divides it.
+
+    Args:
+        config: has ``num_attention_heads``, ``kv_channels`` (the head size), and perhaps ``num_key_value_heads`` and
+            ``attention_dropout``.
+        first_weight: [(heads + 2 heads of keys) * head size, hidden]: the rows of queries, of keys, of values.
+        first_bias: of that size, or None.
+        second_weight: [hidden, heads * head size]; ``second_bias``: [hidden], or None.
+        sequence_process_group: the ranks that share a sequence. None: one rank.
+        gather_idx, scatter_idx: accepted for compatibility: tokens are dimension 0.
+        return_bias: the second bias is returned beside the result, and not added to it.
+        chunk_size: tokens of the sequence in a chunk.
+        enable_offloading: whether chunks go to host memory.
+
+    Raises:
+        ValueError: fewer heads than ranks; dropout of attention weights in training.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        first_weight: Tensor,
+        first_bias: Tensor | None,
+        second_weight: Tensor,
+        second_bias: Tensor | None,
+        sequence_process_group: Any,
+        gather_idx: int = 0,
+        scatter_idx: int = 2,
+        return_bias: bool = True,
+        chunk_size: int = 65536,
+        enable_offloading: bool = True,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.spg = sequence_process_group
+        self.gather_idx, self.scatter_idx = gather_idx, scatter_idx
+        self.return_bias = return_bias
+        self.chunk_size = int(chunk_size)
+        self.enable_offloading = enable_offloading
+        self.heads = int(config.num_attention_heads)
+        self.kv_heads = int(getattr(config, "num_key_value_heads", None) or self.heads)
+        self.hidden_size_per_attention_head = int(config.kv_channels)
+        self.dropout = float(getattr(config, "attention_dropout", 0.0) or 0.0)
+        self.qkv_linear_weight, self.qkv_linear_bias = first_weight, first_bias
+        self.qkv_dense_weight, self.qkv_dense_bias = second_weight, second_bias
+        self._check()
+        self._stream = SideStream()
+
+    def forward(
+        self,
+        layernorm_output: Tensor,
+        attention_mask: Any,
+        inference_params: Any,
+        rotary_pos_emb: Any,
+        cpu_offloading: bool = True,
+    ) -> tuple[Tensor, Tensor | None]:
+        """[own tokens, batch, hidden] -> the same shape, and the second bias if ``return_bias``, else None.
+
+        Args:
+            attention_mask: accepted for compatibility; attention is causal.
+            inference_params: has to be None.
+            rotary_pos_emb: None; (cosines, sines), or angles, of all positions: [tokens, 1, 1, rotated size].
+            cpu_offloading: False keeps chunks on the device.
+
+        ValueError: ``inference_params``, or the ranks' tokens are not shares of common chunks. Collective.
+        """
+        if inference_params is not None:
+            raise ValueError(
+                "FPDT_Attention is for training: it has no cache, and inference_params must be None"
+            )
+        if self.training and self.dropout:
+            raise ValueError(
+                f"attention_dropout={self.dropout}: chunked attention has no dropout of attention weights; set "
+                "config.attention_dropout to 0 (--attention-dropout 0)"
+            )
+        call = ChunkedCall(
+            comm=communicator_of(self.spg),
+            chunks=self._chunks(layernorm_output),
+            heads=self.heads,
+            kv_heads=self.kv_heads,
+            size=self.hidden_size_per_attention_head,
+            scale=1 / math.sqrt(self.hidden_size_per_attention_head),
+            rotary=_tables(rotary_pos_emb),
+            offload=self.enable_offloading and cpu_offloading,
+            stream=self._stream,
+        )
+        out = chunked_self_attention(
+            call, layernorm_output, self.qkv_linear_weight, self.qkv_linear_bias, self.qkv_dense_weight
+        )
+        if self.return_bias:
+            return out, self.qkv_dense_bias
+        return (out if self.qkv_dense_bias is None else out + self.qkv_dense_bias), None
+
+    def _check(self) -> None:
+        ranks = communicator_of(self.spg).size
+        width = HeadAssignment(self.heads, self.kv_heads, ranks).width
+        if width < ranks:
+            raise ValueError(
+                f"FPDT_Attention: {self.heads} heads for {ranks} ranks that share a sequence; each needs a head of its "
+                f"own: use at most {width} ranks"
+            )
+        rows = (self.heads + 2 * self.kv_heads) * self.hidden_size_per_attention_head
+        if self.qkv_linear_weight.shape[0] not in (rows, 0):  # 0: sharded by ZeRO
+            raise ValueError(
+                f"first_weight has {self.qkv_linear_weight.shape[0]} rows, but {self.heads} heads of queries and twice "
+                f"{self.kv_heads} of keys and values of size {self.hidden_size_per_attention_head} need {rows}"
+            )
+
+    def _chunks(self, x: Tensor) -> list[tuple[int, ...]]:
+        comm = communicator_of(self.spg)
+        lengths = gather_lengths(x.shape[0], comm, x.device)
+        return _shares(lengths, _number_of_chunks(sum(lengths), self.chunk_size), comm.size)
+
+
+class _FPDTGPUOffloadingAttentionImpl_:
+    """The attention of `FPDT_Attention` without its second projection, under the name that scripts of long contexts
+    call: ``.apply(...)`` -> [batch, own tokens, heads, head size]. Chunks rest in host memory.
+
+    Differentiable once. ``attention_mask``, ``inference_params``, ``scatter_idx`` and ``gather_idx`` have no effect:
+    attention is causal and tokens are dimension 0 of the input.
+    """
+
+    offloads = True
+
+    @classmethod
+    def apply(
+        cls,
+        layernorm_output: Tensor,
+        attention_mask: Any,
+        inference_params: Any,
+        rotary_pos_emb: Any,
+        spg: Any,
+        scatter_idx: int,
+        gather_idx: int,
+        hidden_size: int,
+        projection_size: int,
+        hidden_size_per_attention_head: int,
+        kv_projection_size: int,
+        qkv_linear_weight: Tensor,
+        qkv_linear_bias: Tensor | None,
+        dropout: float,
+        num_chunks: int = 8,
+        cpu_offloading: bool = True,
+    ) -> Tensor:
+        if dropout:
+            raise ValueError(
+                f"dropout={dropout}: chunked attention has no dropout of attention weights; pass 0"
+            )
+        comm, size = communicator_of(spg), hidden_size_per_attention_head
+        lengths = gather_lengths(layernorm_output.shape[0], comm, layernorm_output.device)
+        call = ChunkedCall(
+            comm=comm,
+            chunks=_shares(lengths, max(1, int(num_chunks)), comm.size),
+            heads=projection_size // size,
+            kv_heads=kv_projection_size // size,
+            size=size,
+            scale=1 / math.sqrt(size),
+            rotary=_tables(rotary_pos_emb),
+            offload=cls.offloads and cpu_offloading,
+        )
+        # A product with the identity keeps every bit.
+        same = torch.eye(projection_size, dtype=layernorm_output.dtype, device=layernorm_output.device)
+        out = chunked_self_attention(call, layernorm_output, qkv_linear_weight, qkv_linear_bias, same)
+        return out.unflatten(-1, (-1, size)).transpose(0, 1).contiguous()
+
+
+class _FPDTGPUAttentionImpl_(_FPDTGPUOffloadingAttentionImpl_):
+    """The same, with its chunks on the device."""
+
+    offloads = False
+
+
+class FPDT_FFN(TiledFunction):
+    """``FPDT_FFN.apply(x, w1, b1, w2, b2, add_bias, chunk_size)``: a feed-forward layer with GELU (by tanh) in chunks.
+
+    ``x`` [tokens, batch, hidden], ``w1`` [wide, hidden], ``w2`` [hidden, wide], biases or None; ``chunk_size`` tokens
+    at a time have intermediate values, in forward and in backward. Returns the result, to which ``b2`` is added if
+    ``add_bias``, and the bias that is still to be added: ``b2`` if not ``add_bias``, else None.
+    """
+
+    @classmethod
+    def apply(  # type: ignore[override]
+        cls,
+        x: Tensor,
+        w1: Tensor,
+        b1: Tensor | None,
+        w2: Tensor,
+        b2: Tensor | None,
+        add_bias: bool,
+        chunk_size: int,
+    ) -> tuple[Tensor, Tensor | None]:
+        def compute(x: Tensor, w1: Tensor, b1: Tensor | None, w2: Tensor, b2: Tensor | None) -> Tensor:
+            inside = bias_gelu(nn.functional.linear(x, w1, b1))
+            return nn.functional.linear(inside, w2, b2 if add_bias else None)
+
+        out = _in_tiles(compute, [x], [w1, b1, w2, b2], _number_of_chunks(x.shape[0], chunk_size))
+        return out, None if add_bias else b2
+
+
+class FPDT_LogitsLoss(TiledFunction):
+    """``FPDT_LogitsLoss.apply(lm_output, labels, logit_weights, rank, spg_size, spg, num_chunk)``: the loss of every
+    token of the sequence, [batch, tokens of all ranks], fp32 (fp64 for such inputs), rank after rank.
+
+    ``lm_output`` [own tokens, batch, hidden]; ``labels`` [batch, own tokens], -100: that loss is 0; ``logit_weights``
+    [vocabulary, hidden]; ``spg`` the ranks that share the sequence, or None (``rank`` and ``spg_size`` follow from it).
+    Logits exist for one of ``num_chunk`` chunks of the own tokens at a time, in forward and in backward. In backward
+    the gradients that arrive on the ranks are summed, as in ``vocab_sequence_parallel_cross_entropy``. Collective.
+    """
+
+    @classmethod
+    def apply(  # type: ignore[override]
+        cls,
+        lm_output: Tensor,
+        labels: Tensor,
+        logit_weights: Tensor,
+        rank: int,
+        spg_size: int,
+        spg: Any,
+        num_chunk: int,
+    ) -> Tensor:
+        wide = torch.promote_types(lm_output.dtype, torch.float32)
+
+        def compute(hidden: Tensor, target: Tensor, weights: Tensor) -> Tensor:
+            logits = nn.functional.linear(hidden, weights).to(wide).flatten(0, 1)
+            losses = nn.functional.cross_entropy(logits, target.flatten(), reduction="none")
+            return losses.view(target.shape)
+
+        own = _in_tiles(compute, [lm_output, labels.T], [logit_weights], num_chunk)
+        return losses_of_all_tokens(own, communicator_of(spg)).T.contiguous()
+
+
+def bias_gelu(x: Tensor) -> Tensor:
+    """GELU, approximated by tanh (D. Hendrycks, K. Gimpel, 2016)."""
+    return nn.functional.gelu(x, approximate="tanh")
+
+
+def bias_gelu_back(g: Tensor, x: Tensor) -> Tensor:
+    """The gradient of ``x`` in `bias_gelu`, from that of its result."""
+    return torch.ops.aten.gelu_backward(g, x, approximate="tanh")
+
+
+def update_out_and_lse(
+    out: Tensor | None, lse: Tensor | None, block_out: Tensor, block_lse: Tensor, slice_: Any = None
+) -> tuple[Tensor, Tensor]:
+    """Join the attention to one more block of keys with that to those before.
+
+    Args:
+        out: [batch, tokens, heads, size], fp32, or None before the first block.
+        lse: its log-sum-exp [batch, tokens, heads, 1], fp32, or None.
+        block_out: like ``out``, any dtype; ``block_lse``: [batch, heads, tokens].
+        slice_: an index of ``out`` and ``lse``: the rows that the block belongs to. They are changed in place.
+
+    RuntimeError: ``slice_`` with the first block.
+    """
+    wide, theirs = block_out.float(), block_lse.float().transpose(1, 2).unsqueeze(-1)
+    if out is None or lse is None:
+        if slice_ is not None:
+            raise RuntimeError("update_out_and_lse: the first block belongs to all rows; slice_ must be None")
+        return wide, theirs
+    if slice_ is not None:
+        out[slice_], lse[slice_] = _join(out[slice_], lse[slice_], wide, theirs)
+        return out, lse
+    return _join(out, lse, wide, theirs)
+
+
+def _join(out: Tensor, lse: Tensor, other: Tensor, theirs: Tensor) -> tuple[Tensor, Tensor]:
+    share = torch.sigmoid(theirs - lse)  # of the block in the sum of both weights
+    return out + share * (other - out), torch.logaddexp(lse, theirs)
+
+
+def _in_tiles(
+    compute: Callable[..., Tensor], sharded: Sequence[Tensor], weights: Sequence[Tensor | None], tiles: int
+) -> Tensor:
+    """``compute(*sharded, *weights)`` in tiles of dimension 0. Weights that are leaves find their gradients by
+    themselves, summed in fp32; those with a graph are inputs of every tile."""
+    inputs = [each if each is not None and each.grad_fn is not None else None for each in weights]
+
+    def one(tensors: list[Any]) -> Tensor:
+        given = zip(tensors[len(sharded) :], weights, strict=True)
+        return compute(
+            *tensors[: len(sharded)], *(own if own is not None else weight for own, weight in given)
+        )
+
+    dims: list[int | None] = [0] * len(sharded) + [None] * len(weights)
+    call = TiledCall(one, dims, tile_lengths(sharded[0].shape[0], tiles), join_dim=0)
+    return run_tiles(call, [*sharded, *inputs])
+
+
+def _shares(lengths: tuple[int, ...], chunks: int, ranks: int) -> list[tuple[int, ...]]:
+    """The tokens of each rank in each chunk. ValueError: the ranks hold something else in all."""
+    shares = chunks_of(sum(lengths), chunks, ranks)
+    if lengths != tuple(map(sum, zip(*shares, strict=True))):
+        raise ValueError(
+            f"the ranks hold {lengths} tokens, which are no shares of {chunks} chunks: distribute sequences with "
+            "FPDT_InputConstruct"
+        )
+    return shares
+
+
+def _number_of_chunks(length: int, size: int) -> int:
+    return max(1, math.ceil(length / size))
+
+
+def _order(chunks: Sequence[tuple[int, ...]], device: torch.device) -> list[Tensor]:
+    """For each rank, which tokens of the sequence it holds."""
+    parts: list[list[Tensor]] = [[] for _ in chunks[0]]
+    start = 0
+    for lengths in chunks:
+        for rank, length in enumerate(lengths):
+            parts[rank].append(torch.arange(start, start + length, device=device))
+            start += length
+    return [torch.cat(each) for each in parts]
+
+
+def _taken(tensor: Tensor | None, order: Tensor) -> Tensor | None:
+    return None if tensor is None else tensor.index_select(1, order)
+
+
+def _tables(rotary: Any) -> Rotary | None:
+    if rotary is None:
+        return None
+    if isinstance(rotary, Tensor):
+        return rotary.cos(), rotary.sin()
+    cosines, sines = rotary
+    return cosines, sines

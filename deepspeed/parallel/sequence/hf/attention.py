@@ -1,0 +1,327 @@
+"""The attention of Transformers models over shards of a sequence (Ulysses, with a ring where heads do not suffice).
+
+S. A. Jacobs et al.: DeepSpeed Ulysses: System optimizations for enabling training of extreme long sequence Transformer
+models, 2023; for the ring see ``deepspeed.parallel.sequence.ring``.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from deepspeed.base.untraced import untraced
+from deepspeed.parallel.sequence.assignment import HeadAssignment
+from deepspeed.parallel.sequence.exchange import Exchange, communicator_of
+from deepspeed.parallel.sequence.hf import parallel_state_sp
+from deepspeed.parallel.sequence.hf.masks import MaskRequest, WholeSequence, gather_sequence
+from deepspeed.parallel.sequence.hf.registration import Target, attention_function, register
+from deepspeed.parallel.sequence.ring import Ring, ring_attention
+from deepspeed.parallel.sequence.visibility import Visibility
+
+_REFUSED = ("position_bias", "s_aux", "cache", "layer_head_mask", "head_mask")
+"""Arguments that belong to single heads, or to a cache: shards would get the wrong part of them."""
+
+
+class UlyssesSPAttentionHF(nn.Module):
+    """An attention of Transformers' interface for a shard of a sequence: [batch, heads, own tokens, head size] ->
+    ([batch, own tokens, heads, head size], None).
+
+    Two all-to-alls surround ``attn``, the attention of one rank (an entry of ``ALL_ATTENTION_FUNCTIONS``), which sees
+    all tokens and this rank's heads. Any number of heads of queries and of keys fits any number of ranks: with fewer
+    heads than ranks, circles of ranks divide the heads and pass keys and values on in a ring. Shards may have different
+    lengths. Packed documents (position ids), padding and sliding windows are those of the whole sequence.
+
+    Args:
+        attn: the attention of one rank.
+        batch_size, attn_head_size, num_hidden_layers, global_seq_length: accepted for compatibility; tensors tell them.
+        attn_head_count, kv_head_count: of the model; a layer that has others is computed with its own.
+        process_group: the ranks that share a sequence, in its order.
+        seq_length_is_variable: False says that all shards always have the same length, which saves exchanging it.
+        local_seq_length: that length; checked if given and not variable.
+        disable_in_eval: in evaluation mode every rank is given whole sequences, for which ``attn`` is used as it is.
+    """
+
+    def __init__(
+        self,
+        attn: Callable[..., Any],
+        batch_size: int,
+        attn_head_count: int,
+        attn_head_size: int,
+        kv_head_count: int,
+        num_hidden_layers: int,
+        process_group: Any,
+        seq_length_is_variable: bool = False,
+        local_seq_length: int | None = None,
+        global_seq_length: int | None = None,
+        disable_in_eval: bool = False,
+    ) -> None:
+        super().__init__()
+        self.attn = attn
+        self.process_group = process_group
+        self.plan = HeadAssignment(attn_head_count, kv_head_count, communicator_of(process_group).size)
+        self.equal_lengths = not seq_length_is_variable
+        self.local_seq_length = None if seq_length_is_variable else local_seq_length
+        self.disable_in_eval = disable_in_eval
+        self._model: weakref.ref[nn.Module] | None = None
+        self.calls = 0
+        """How often it ran on shards: 0 after a forward tells of a model that computes attention elsewhere."""
+
+    @classmethod
+    def register_with_transformers(
+        cls,
+        model_name_or_path: Any,
+        core_attn_implementation: str | None,
+        sequence_parallel_size: int,
+        micro_batch_size: int,
+        seq_length: int | None = None,
+        seq_length_is_variable: bool = True,
+        disable_in_eval: bool = False,
+        max_length: int | None = None,
+    ) -> Any:
+        """Register this attention with Transformers as "ulysses", and make it that of the model.
+
+        Args:
+            model_name_or_path: a model, or the name of one that is loaded afterwards with
+                ``attn_implementation="ulysses"``.
+            core_attn_implementation: the attention of one rank: "sdpa", "flash_attention_2" and so on; None: the
+                model's own.
+            sequence_parallel_size: how many neighbouring ranks share a sequence.
+            micro_batch_size: sequences per micro-batch.
+            seq_length, max_length: tokens of a whole sequence, needed if they are not variable.
+            seq_length_is_variable, disable_in_eval: as for the constructor.
+
+        Returns:
+            What ``initialize(mpu=...)`` takes, ``deepspeed.parallel.sequence.hf.parallel_state_sp``. None if
+            ``sequence_parallel_size`` is 1: then nothing happens.
+
+        Raises:
+            ValueError: the model has another attention than ``core_attn_implementation``, one that needs whole masks
+                (eager), or layers that are no attention; the sizes do not fit. A model that never calls the registered
+                attention is refused in its first forward.
+        """
+        if sequence_parallel_size == 1:
+            return None
+        target = Target.of(model_name_or_path)
+        core = target.core_name(core_attn_implementation)
+        length = seq_length if seq_length is not None else max_length
+        if not seq_length_is_variable and (length is None or length % sequence_parallel_size):
+            raise ValueError(
+                f"seq_length={length} with seq_length_is_variable=False has to be a multiple of "
+                f"sequence_parallel_size={sequence_parallel_size}"
+            )
+        parallel_state_sp.initialize_sequence_parallel(sequence_parallel_size)
+        attention = cls(
+            attn=attention_function(core),
+            batch_size=micro_batch_size,
+            attn_head_count=target.heads,
+            attn_head_size=target.head_size,
+            kv_head_count=target.kv_heads,
+            num_hidden_layers=int(target.config.num_hidden_layers),
+            process_group=parallel_state_sp.get_sequence_parallel_group(),
+            seq_length_is_variable=seq_length_is_variable,
+            local_seq_length=None if length is None else length // sequence_parallel_size,
+            global_seq_length=length,
+            disable_in_eval=disable_in_eval,
+        )
+        register(attention, core, target)
+        return parallel_state_sp
+
+    @untraced
+    def forward(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None]:
+        """The interface of Transformers' attention functions.
+
+        ``attention_mask`` is a `MaskRequest` (the registered mask function makes them), the padding [batch, own
+        tokens], or None.
+
+        Raises:
+            ValueError: what the model asks for cannot be told from shards: a mask of its own, a bias of each position,
+                keys of another length than the queries (a cache, or attention to another sequence), a window that is
+                not causal, dropout with fewer heads than ranks.
+        """
+        if self.disable_in_eval and not self._is_training(module):
+            own = attention_mask.own_mask() if isinstance(attention_mask, MaskRequest) else attention_mask
+            out, _ = self.attn(module, query, key, value, own, *args, **kwargs)
+            return out, None
+        self.calls += 1
+        self._check(module, query, key, attention_mask, kwargs)
+        comm = communicator_of(self.process_group)
+        plan = self.plan
+        if (query.shape[1], key.shape[1]) != (plan.heads, plan.kv_heads):  # layers may differ
+            plan = HeadAssignment(query.shape[1], key.shape[1], comm.size)
+        sequence = self._sequence(query, attention_mask, kwargs.pop("position_ids", None))
+        exchange = Exchange(comm, plan.lengths(comm.rank, sequence.lengths))
+        keys, queries = plan.keys(comm.rank), plan.queries(comm.rank)
+        query, key, value = exchange.to_heads((query, key, value), (queries, keys, keys))
+        group = plan.group_of(comm.rank)
+        if group is None:
+            index = torch.tensor(plan.key_of_query(comm.rank), device=key.device)
+            key, value, group = key.index_select(1, index), value.index_select(1, index), 1
+        seen = sequence.visibility(_is_causal(module, kwargs), _window(module, kwargs))
+        if plan.circles > 1:
+            ring = Ring(comm, plan.parts(sequence.lengths), plan.width)
+            out = _in_a_ring(ring, query, key, value, seen, kwargs)
+        else:
+            local = _LocalHeads(module, group)
+            out = _whole(self.attn, local, query, key, value, seen, sequence, args, kwargs)
+        back = Exchange(comm, exchange.lengths, heads_dim=2, tokens_dim=1)
+        return back.to_tokens(out, queries), None
+
+    def belong_to(self, model: nn.Module) -> None:
+        """The mode of ``model`` decides whether this is an evaluation, and not that of single layers (frozen ones may
+        be in evaluation mode while the model is trained on shards)."""
+        self._model = weakref.ref(model)
+
+    def _is_training(self, module: nn.Module) -> bool:
+        model = self._model() if self._model is not None else None
+        return (module if model is None else model).training
+
+    def _sequence(self, query: Tensor, mask: Any, positions: Tensor | None) -> WholeSequence:
+        comm, equal = communicator_of(self.process_group), self.equal_lengths
+        if isinstance(mask, MaskRequest):
+            packed = mask.is_packed() if positions is None else None
+            return mask.whole(
+                lambda: gather_sequence(comm, query, positions, mask.padding, equal=equal, packed=packed)
+            )
+        return gather_sequence(comm, query, positions, mask, equal=equal)
+
+    def _check(
+        self, module: nn.Module, query: Tensor, key: Tensor, mask: Any, kwargs: dict[str, Any]
+    ) -> None:
+        name = type(module).__name__
+        if key.shape[2] != query.shape[2]:
+            raise ValueError(
+                f"{name}: {query.shape[2]} queries attend to {key.shape[2]} keys. Sequence parallelism shards one "
+                "sequence that attends to itself; with a cache of keys (generation) register with "
+                "disable_in_eval=True and call model.eval()"
+            )
+        if self.local_seq_length is not None and query.shape[2] != self.local_seq_length:
+            raise ValueError(
+                f"{name}: the shard has {query.shape[2]} tokens, but seq_length / sequence_parallel_size is "
+                f"{self.local_seq_length} with seq_length_is_variable=False; set seq_length_is_variable=True"
+            )
+        given = [argument for argument in _REFUSED if kwargs.get(argument) is not None]
+        if given:
+            raise ValueError(
+                f"{name} passes {given[0]} to its attention, which sequence parallelism cannot shard"
+            )
+        if isinstance(mask, MaskRequest) and (unknown := mask.unknown_parts()):
+            raise ValueError(
+                f"{name} makes its attention mask with {', '.join(unknown)}, which cannot be told from shards of a "
+                "sequence; sequence parallelism knows causal and full attention, sliding windows, packed documents "
+                "and padding"
+            )
+        if isinstance(mask, Tensor) and mask.dim() != 2:
+            raise ValueError(
+                f"{name} got an attention mask of shape {list(mask.shape)}, made for its shard of the sequence alone; "
+                "pass position_ids for packed documents, and the padding as [batch, tokens]"
+            )
+
+
+def shard_attention(
+    model: nn.Module, process_group: Any, *, disable_in_eval: bool = False, layers: int | None = None
+) -> str:
+    """Make `UlyssesSPAttentionHF` over ``process_group`` the attention of a Transformers model, for sequences of any
+    length; the name of the attention that each rank computes. ``layers``: how many of them its first forward runs, if
+    not all. ValueError: as ``register_with_transformers``."""
+    target = replace(Target.of(model), layers=layers)
+    core = target.core_name(None)
+    attention = UlyssesSPAttentionHF(
+        attn=attention_function(core),
+        batch_size=1,
+        attn_head_count=target.heads,
+        attn_head_size=target.head_size,
+        kv_head_count=target.kv_heads,
+        num_hidden_layers=int(target.config.num_hidden_layers),
+        process_group=process_group,
+        seq_length_is_variable=True,
+        disable_in_eval=disable_in_eval,
+    )
+    register(attention, core, target)
+    return core
+
+
+class _LocalHeads:
+    """An attention module as the attention of one rank sees it: with as many heads as this rank has."""
+
+    def __init__(self, module: nn.Module, group: int) -> None:
+        self._module = module
+        self.num_key_value_groups = group
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
+def _is_causal(module: nn.Module, kwargs: dict[str, Any]) -> bool:
+    given = kwargs.get("is_causal")
+    return bool(getattr(module, "is_causal", True) if given is None else given)
+
+
+def _window(module: nn.Module, kwargs: dict[str, Any]) -> int | None:
+    window = kwargs.get("sliding_window")
+    return None if window is None else int(window)
+
+
+def _in_a_ring(
+    ring: Ring, query: Tensor, key: Tensor, value: Tensor, seen: Visibility, kwargs: dict[str, Any]
+) -> Tensor:
+    for argument in ("dropout", "softcap"):
+        if kwargs.get(argument):
+            raise ValueError(
+                f"sequence parallelism with fewer heads than ranks has no {argument}: set it to 0 in the model's "
+                "config, or use a smaller sequence_parallel_size"
+            )
+    scale = kwargs.get("scaling") or 1 / math.sqrt(query.shape[-1])
+    return ring_attention(query, key, value, seen, scale, ring).transpose(1, 2)
+
+
+def _whole(
+    attn: Callable[..., Any],
+    local: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    seen: Visibility,
+    sequence: WholeSequence,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Tensor:
+    """The attention of one rank over all tokens: [batch, heads, tokens, size] -> [batch, tokens, heads, size]."""
+    kwargs = {**kwargs, "is_causal": seen.causal}
+    if "flash" in getattr(attn, "__name__", ""):  # has packing, padding and windows itself
+        if seen.documents is not None:
+            kwargs["position_ids"] = sequence.positions
+        return attn(local, query, key, value, seen.valid, *args, **kwargs)[0]
+    kwargs.pop("sliding_window", None)
+    length = query.shape[2]
+    if seen.is_plain(length):
+        return attn(local, query, key, value, None, *args, **kwargs)[0]
+    segments = seen.segments()
+    if segments is None:
+        mask = seen.mask(range(length), range(length), query.device)
+        return attn(local, query, key, value, mask, *args, **kwargs)[0]
+    alone = Visibility(causal=seen.causal, window=seen.window)
+    rows = []
+    for at, bounds in enumerate(segments):  # document by document: no work between documents, no large mask
+        pieces = []
+        for start, stop in bounds:
+            q, k, v = (each[at : at + 1, :, start:stop] for each in (query, key, value))
+            tokens = range(stop - start)
+            mask = None if alone.is_plain(stop - start) else alone.mask(tokens, tokens, query.device)
+            pieces.append(attn(local, q, k, v, mask, *args, **kwargs)[0])
+        rows.append(torch.cat(pieces, dim=1))
+    return torch.cat(rows)

@@ -1,0 +1,182 @@
+"""Batches of whole sequences, made into shards of sequences."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from deepspeed.parallel.sequence.assignment import shard_lengths
+from deepspeed.parallel.sequence.exchange import communicator_of
+
+IGNORED = -100
+"""The label of a token without a loss."""
+
+
+class UlyssesSPDataLoaderAdapter:
+    """Iterates over shards of the sequences of a data loader.
+
+    Every rank of the group has a loader with batches of its own. From one batch of each, every rank gets as many
+    shards as there are ranks: the own part of the first rank's batch, of the second's and so on. Only those parts
+    travel. Tensors are sharded along the dimension that has as many elements as there are tokens, the second, or the
+    last of ``position_ids``; all else goes to every rank whole. Shards of one sequence differ by a token at most.
+
+    ``labels`` become ``shift_labels``, the token that each position predicts, since the last one of a shard is in the
+    next shard. ``position_ids`` have to be there: a shard alone does not know where it begins. A loader that ends
+    before those of the other ranks contributes no more batches.
+
+    Args:
+        dl: a loader of dicts with "input_ids" or "inputs_embeds", [batch, tokens, ...], and "position_ids".
+        sp_rank, sp_group, sp_world_size: this rank's place among those that share a sequence.
+        device: where the shards are put.
+
+    Raises (in iteration):
+        ValueError: no position ids; fewer tokens than ranks; a batch that is not a dict.
+    """
+
+    def __init__(self, dl: Any, sp_rank: int, sp_group: Any, sp_world_size: int, device: Any) -> None:
+        self.dl = dl
+        self.sp_rank = sp_rank
+        self.sp_group = sp_group
+        self.sp_world_size = sp_world_size
+        self.device = torch.device(device)
+        self._batches: Iterator[Any] | None = None
+        self._shards: deque[dict[str, Any]] = deque()
+
+    def __len__(self) -> int:
+        return len(self.dl) * self.sp_world_size
+
+    def __getattr__(self, name: str) -> Any:
+        """What the loader has besides: its dataset, samplers, ``set_epoch``."""
+        if name == "dl":
+            raise AttributeError(name)
+        return getattr(self.dl, name)
+
+    def __iter__(self) -> UlyssesSPDataLoaderAdapter:
+        self._batches = iter(self.dl)
+        self._shards.clear()
+        return self
+
+    def __next__(self) -> dict[str, Any]:
+        if not self._shards:
+            self.refill()
+        if not self._shards:
+            raise StopIteration
+        return self._shards.popleft()
+
+    def refill(self) -> None:
+        """Take the next batch of every rank's loader. Collective."""
+        if self._batches is None:
+            self._batches = iter(self.dl)
+        batch = next(self._batches, None)
+        parts = None if batch is None else _sharded(batch, self.sp_world_size)
+        for shard in self._swap(parts):
+            self._shards.append({key: _to(value, self.device) for key, value in shard.items()})
+
+    def _swap(self, parts: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
+        """``parts[rank]`` of every rank's batch goes to that rank; those that come are in rank order."""
+        if self.sp_world_size == 1:
+            return parts or []
+        forms: list[Any] = [None] * self.sp_world_size
+        dist.all_gather_object(forms, parts and [_form(part) for part in parts], group=self.sp_group)
+        comm = communicator_of(self.sp_group)
+        where = "cpu" if dist.get_backend(self.sp_group) == "gloo" else self.device
+        outgoing = [_bytes(part) for part in parts] if parts else [_bytes({})] * self.sp_world_size
+        sizes = [_size(form[self.sp_rank]) if form else 0 for form in forms]
+        incoming = torch.empty(sum(sizes), dtype=torch.uint8, device=where)
+        together = torch.cat(outgoing).to(where)
+        comm.all_to_all(incoming, together, sizes, [len(each) for each in outgoing]).wait()
+        return [
+            _unpacked(form[self.sp_rank], run)
+            for form, run in zip(forms, incoming.split(sizes), strict=True)
+            if form
+        ]
+
+
+def _sharded(batch: Any, ranks: int) -> list[dict[str, Any]]:
+    if not isinstance(batch, Mapping):
+        raise ValueError(
+            f"UlyssesSPDataLoaderAdapter needs batches that are dicts of tensors, got {type(batch).__name__}"
+        )
+    if batch.get("position_ids") is None:
+        raise ValueError(
+            "UlyssesSPDataLoaderAdapter: the batch has no 'position_ids', and a shard alone does not know where in "
+            f"the sequence it begins; let the collator return them (the batch has {', '.join(batch)})"
+        )
+    return shards_of(with_shifted_labels(dict(batch)), ranks)
+
+
+def with_shifted_labels(batch: dict[str, Any]) -> dict[str, Any]:
+    """``labels`` replaced by ``shift_labels``, unless the batch has these already."""
+    labels = batch.pop("labels", None)
+    if labels is not None and batch.get("shift_labels") is None:
+        batch["shift_labels"] = torch.nn.functional.pad(labels, (0, 1), value=IGNORED)[..., 1:].contiguous()
+    return batch
+
+
+def shards_of(batch: Mapping[str, Any], ranks: int) -> list[dict[str, Any]]:
+    """The batch of each rank. ValueError: fewer tokens than ranks."""
+    tokens = int(batch["position_ids"].shape[-1])
+    lengths = shard_lengths(tokens, ranks)
+    result: list[dict[str, Any]] = [{} for _ in range(ranks)]
+    for key, value in batch.items():
+        dim = _tokens_dim(key, value, tokens)
+        parts = [value] * ranks if dim is None else [part.contiguous() for part in value.split(lengths, dim)]
+        for shard, part in zip(result, parts, strict=True):
+            shard[key] = part
+    return result
+
+
+def _tokens_dim(key: str, value: Any, tokens: int) -> int | None:
+    if not isinstance(value, Tensor) or value.dim() < 1:
+        return None
+    if key == "position_ids":
+        return value.dim() - 1
+    return 1 if value.dim() > 1 and value.shape[1] == tokens else None
+
+
+def _to(value: Any, device: torch.device) -> Any:
+    return value.to(device) if isinstance(value, Tensor) else value
+
+
+# A shard travels as one run of bytes; its form says what lies where, and has all values that are not tensors.
+
+
+def _form(part: dict[str, Any]) -> dict[str, tuple[Any, ...]]:
+    return {
+        key: (value.dtype, tuple(value.shape)) if isinstance(value, Tensor) else (None, value)
+        for key, value in part.items()
+    }
+
+
+def _bytes(part: dict[str, Any]) -> Tensor:
+    runs = [
+        value.contiguous().view(-1).view(torch.uint8) for value in part.values() if isinstance(value, Tensor)
+    ]
+    return torch.cat(runs) if runs else torch.empty(0, dtype=torch.uint8)
+
+
+def _size(form: dict[str, tuple[Any, ...]]) -> int:
+    return sum(_bytes_of(*each) for each in form.values() if each[0] is not None)
+
+
+def _bytes_of(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
+    return torch.Size(shape).numel() * dtype.itemsize
+
+
+def _unpacked(form: dict[str, tuple[Any, ...]], run: Tensor) -> dict[str, Any]:
+    result: dict[str, Any] = {}
+    at = 0
+    for key, (dtype, what) in form.items():
+        if dtype is None:
+            result[key] = what
+            continue
+        size = _bytes_of(dtype, what)
+        # A copy of its own: a view at any byte need not be aligned for its dtype.
+        result[key] = run[at : at + size].clone().view(dtype).view(what)
+        at += size
+    return result

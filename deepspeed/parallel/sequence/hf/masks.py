@@ -1,0 +1,196 @@
+"""What a Transformers model says about its attention mask, kept until the whole sequence is known.
+
+A mask that a model makes of its shard of a sequence knows nothing of the others: a document that begins elsewhere, or
+padding there. So the registered mask function makes none. It returns a `MaskRequest`, which goes through the model in
+the mask's place, and from which the attention makes what it needs: one rank's own mask in evaluation, or the
+`Visibility` of the whole sequence, for which position ids and padding are gathered, once per forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepspeed.base.untraced import untraced
+from deepspeed.comm.collectives import Communicator
+from deepspeed.parallel.sequence.exchange import gather_lengths
+from deepspeed.parallel.sequence.visibility import Visibility, documents_of
+
+_KNOWN = {
+    "causal_mask_function",
+    "bidirectional_mask_function",
+    "sliding_window_overlay",
+    "sliding_window_causal_mask_function",
+    "and_masks",
+    "padding_mask_function",
+    "packed_sequence_mask_function",
+    "packed_sequence_compatibility_function",
+    "remap_positions_for_packed_sequence",
+    "add_offsets_to_mask_function",
+}
+"""The parts of Transformers' mask functions that `Visibility` has, or that it makes anew (packing)."""
+
+
+@dataclass(eq=False)
+class MaskRequest:
+    """``arguments``: what the mask function got; ``make``: the mask function of the attention of one rank."""
+
+    arguments: dict[str, Any]
+    make: Callable[..., Any]
+    _own: list[Any] = field(default_factory=list)
+    _sequence: WholeSequence | None = None
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """A model that computes with its mask computes attention itself."""
+        raise ValueError(
+            "this model cannot be trained with sequence parallelism: it computes attention itself (with the mask it "
+            f"calls {getattr(func, '__name__', func)}) and not by the registered attention, and would see only one "
+            "shard of the sequence"
+        )
+
+    def own_mask(self) -> Any:
+        """The mask without sequence parallelism."""
+        if not self._own:
+            self._own.append(self.make(**self.arguments))
+        return self._own[0]
+
+    @property
+    def padding(self) -> Tensor | None:
+        """Bool or int [batch, own tokens], 0 at padding."""
+        return self.arguments.get("attention_mask")
+
+    def whole(self, make: Callable[[], WholeSequence]) -> WholeSequence:
+        """The sequence of this forward; made by the first layer that asks."""
+        if self._sequence is None:
+            self._sequence = make()
+        return self._sequence
+
+    def is_packed(self) -> bool:
+        """Whether documents begin within this shard."""
+        parts = parts_of_mask(self.arguments.get("mask_function"))
+        return not parts.isdisjoint(
+            {"packed_sequence_mask_function", "packed_sequence_compatibility_function"}
+        )
+
+    def unknown_parts(self) -> list[str]:
+        """Parts of the mask that cannot be told from shards."""
+        return sorted(parts_of_mask(self.arguments.get("mask_function")) - _KNOWN)
+
+
+def mask_function_over(make: Callable[..., Any]) -> Callable[..., MaskRequest]:
+    """The mask function of sequence parallelism, over that of the attention of one rank."""
+
+    def request(*args: Any, **kwargs: Any) -> MaskRequest:
+        return MaskRequest(kwargs, lambda **own: make(*args, **own))
+
+    return request
+
+
+def no_mask(**_: Any) -> None:
+    """The mask function of an attention that has none."""
+
+
+@dataclass(frozen=True, eq=False)
+class WholeSequence:
+    """The lengths of all shards; packed documents and padding of the whole sequence, [batch, all tokens]."""
+
+    lengths: tuple[int, ...]
+    positions: Tensor | None = None
+    documents: Tensor | None = None
+    valid: Tensor | None = None
+    _visibilities: dict[tuple[bool, int | None], Visibility] = field(default_factory=dict)
+
+    @property
+    def length(self) -> int:
+        return sum(self.lengths)
+
+    def visibility(self, causal: bool, window: int | None) -> Visibility:
+        found = self._visibilities.get((causal, window))
+        if found is None:
+            found = Visibility(causal=causal, window=window, documents=self.documents, valid=self.valid)
+            self._visibilities[causal, window] = found
+        return found
+
+
+@untraced
+def gather_sequence(
+    comm: Communicator,
+    query: Tensor,
+    positions: Tensor | None,
+    padding: Tensor | None,
+    *,
+    equal: bool,
+    packed: bool | None = None,
+) -> WholeSequence:
+    """Join what the shards of a query [batch, heads, tokens, size] know. Collective; either all ranks have
+    ``positions`` [1 or batch, tokens], or none; likewise ``padding`` [batch, tokens]. ``equal``: all shards
+    have the same length, which then is not exchanged. ``packed``: whether the model saw documents begin in this shard;
+    None: it did not look.
+
+    As Transformers does, packing is read from positions only where no padding is given.
+
+    Raises:
+        ValueError: on all ranks, if one of them saw packed documents and no positions say which.
+    """
+    batch, tokens = query.shape[0], query.shape[2]
+    if packed is not None and positions is None and padding is None:
+        lengths = _lengths_of_one_document(tokens, packed, comm, query.device)
+    else:
+        lengths = (tokens,) * comm.size if equal else gather_lengths(tokens, comm, query.device)
+    valid, documents, whole = None, None, None
+    if padding is not None:
+        if padding.dim() != 2 or padding.shape[-1] != tokens:
+            raise ValueError(
+                f"sequence parallelism needs the attention mask of a shard as [batch, {tokens}], got "
+                f"{list(padding.shape)}"
+            )
+        valid = _gather(comm, padding.expand(batch, -1).to(torch.int64), lengths).bool()
+        valid = None if bool(valid.all()) else valid
+    elif positions is not None and positions.dim() == 2 and positions.shape[-1] == tokens:
+        whole = _gather(comm, positions.expand(batch, -1).to(torch.int64), lengths)
+        documents = documents_of(whole)
+    return WholeSequence(lengths, whole, documents, valid)
+
+
+def _lengths_of_one_document(
+    tokens: int, packed: bool, comm: Communicator, device: torch.device
+) -> tuple[int, ...]:
+    """The lengths of all shards. A rank sends the complement of its own to say that its shard is packed: documents
+    begin in some shards only, and a rank that raised alone would let the others wait."""
+    lengths = gather_lengths(~tokens if packed else tokens, comm, device)
+    if min(lengths) < 0:
+        raise ValueError(
+            "this model does not pass position_ids to its attention, so that packed documents cannot be told apart in "
+            "a sharded sequence; pad instead of packing"
+        )
+    return lengths
+
+
+def _gather(comm: Communicator, own: Tensor, lengths: tuple[int, ...]) -> Tensor:
+    """[batch, all tokens] of the [batch, own tokens] of all ranks."""
+    if comm.size == 1:
+        return own
+    batch = own.shape[0]
+    padded = own.new_zeros(batch, max(lengths))
+    padded[:, : own.shape[1]] = own
+    everyone = own.new_empty(comm.size, batch, max(lengths))
+    comm.all_gather(everyone, padded).wait()
+    return torch.cat([part[:, :length] for part, length in zip(everyone, lengths, strict=True)], dim=1)
+
+
+def parts_of_mask(function: Any) -> set[str]:
+    """The names of the functions that a mask function is made of."""
+    if not callable(function):
+        return set()
+    found = {getattr(function, "__qualname__", type(function).__name__).partition(".")[0]}
+    for cell in getattr(function, "__closure__", None) or ():
+        content = cell.cell_contents
+        for each in content if isinstance(content, (tuple, list)) else (content,):
+            if callable(each) and not isinstance(each, (type, Tensor)):
+                found |= parts_of_mask(each)
+    return found

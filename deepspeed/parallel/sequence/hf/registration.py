@@ -1,0 +1,199 @@
+"""Making the attention of sequence parallelism that of a Transformers model, and noticing a model that has its own."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import nn
+
+from deepspeed.base.transformers_models import attention_registries, text_config
+from deepspeed.parallel.sequence.hf.masks import mask_function_over, no_mask
+
+NAME = "ulysses"
+"""Under which the attention is registered with Transformers."""
+
+_SHARDABLE = {"full_attention", "sliding_attention"}
+_HAS_NO_BLOCKS = ("eager", "flex_attention")
+
+
+class CountedAttention(Protocol):
+    calls: int
+    disable_in_eval: bool
+
+    def belong_to(self, model: nn.Module) -> None: ...
+
+    def forward(
+        self, module: Any, query: Any, key: Any, value: Any, attention_mask: Any, *args: Any, **kwargs: Any
+    ) -> Any: ...
+
+
+@dataclass(frozen=True)
+class Target:
+    """A model to be registered, or the config of one that is not loaded yet."""
+
+    name: str
+    config: Any
+    model: nn.Module | None = None
+    layers: int | None = None
+    """How many layers a forward of the model runs; None: all that the config counts."""
+
+    @classmethod
+    def of(cls, model_name_or_path: Any) -> Target:
+        """ValueError: a module without ``config``."""
+        if isinstance(model_name_or_path, (str, os.PathLike)):
+            from transformers import AutoConfig
+
+            name = os.fspath(model_name_or_path)
+            config = AutoConfig.from_pretrained(name)
+            return cls(name, text_config(config))
+        model = model_name_or_path
+        if getattr(model, "config", None) is None:
+            raise ValueError(
+                f"{type(model).__name__} has no config: UlyssesSPAttentionHF is for models of Transformers; others "
+                "use deepspeed.parallel.sequence.layer.DistributedAttention"
+            )
+        return cls(type(model).__name__, text_config(model.config), model)
+
+    @property
+    def heads(self) -> int:
+        return int(self.config.num_attention_heads)
+
+    @property
+    def kv_heads(self) -> int:
+        return int(getattr(self.config, "num_key_value_heads", None) or self.heads)
+
+    @property
+    def head_size(self) -> int:
+        return int(getattr(self.config, "head_dim", None) or self.config.hidden_size // self.heads)
+
+    def core_name(self, wanted: str | None) -> str:
+        """The attention of one rank. ValueError: the model has another, it needs whole masks, or the model has layers
+        that are no attention."""
+        own = self.config._attn_implementation if self.model is not None else None
+        own = None if own == NAME else own  # registered before
+        core = wanted or own or "sdpa"
+        if own not in (None, core):
+            raise ValueError(
+                f"core_attn_implementation={core!r} does not match model config attn_implementation={own!r} of "
+                f"{self.name}: use the same for both"
+            )
+        if core in (*_HAS_NO_BLOCKS, NAME) or core.startswith("paged|"):
+            raise ValueError(
+                f"core_attn_implementation={core!r} cannot be the attention of one rank: load {self.name} with "
+                "attn_implementation='sdpa', 'flash_attention_2' or 'flash_attention_3'"
+            )
+        other = sorted(set(getattr(self.config, "layer_types", None) or ()) - _SHARDABLE)
+        if other:
+            raise ValueError(
+                f"{self.name} has layers of type {', '.join(other)}, which carry a state along the sequence, or see "
+                "parts of it that depend on where it was cut: sequence parallelism cannot shard them"
+            )
+        return core
+
+
+def attention_function(name: str) -> Callable[..., Any]:
+    """The attention that Transformers has under this name, be it a kernel of the Hub (``kernels-community/...``), which
+    is fetched. ValueError: there is none."""
+    functions, _ = attention_registries("sequence parallelism of Transformers' models")
+    if name not in functions.valid_keys():
+        _fetch_kernel(name)
+    if name not in functions.valid_keys():
+        raise ValueError(
+            f"core_attn_implementation={name!r} is not among {', '.join(sorted(functions.valid_keys()))}"
+        )
+    return _own(functions[name])
+
+
+def _fetch_kernel(name: str) -> None:
+    """Transformers registers a kernel of the Hub with the first model that is loaded with it: here it is needed before.
+    ValueError: it cannot be fetched. Releases that cannot be asked for one leave it unregistered."""
+    from transformers import modeling_flash_attention_utils
+
+    load = getattr(modeling_flash_attention_utils, "lazy_import_flash_attention", None)
+    if load is None or "/" not in name:
+        return
+    try:
+        load(name)
+    except (ImportError, ValueError, OSError) as problem:
+        raise ValueError(f"core_attn_implementation={name!r} could not be loaded: {problem}") from problem
+
+
+def register(attention: CountedAttention, core: str, target: Target) -> None:
+    """Register ``attention`` over ``core`` with Transformers under NAME, and let the model use it.
+
+    A model that is named only, and loaded later, looks for its attention under ``core`` (unless it is loaded with
+    ``attn_implementation="ulysses"``). So it is found there as well from now on, by every model of the process:
+    `unregister` ends that.
+    """
+    functions, masks = attention_registries("sequence parallelism of Transformers' models")
+    make = _own(masks[core]) if core in masks.valid_keys() else no_mask
+
+    def ulysses_attention_forward(
+        module: Any, query: Any, key: Any, value: Any, attention_mask: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        return attention.forward(module, query, key, value, attention_mask, *args, **kwargs)
+
+    make_mask = mask_function_over(make)
+    functions.register(NAME, ulysses_attention_forward)
+    masks.register(NAME, make_mask)
+    model = target.model
+    if model is not None:
+        target.config._attn_implementation = NAME
+    if isinstance(model, nn.Module):
+        attention.belong_to(model)
+        _check_first_forward(target, attention)
+    else:
+        _stand_in(functions, core, ulysses_attention_forward, _own(functions[core]))
+        _stand_in(masks, core, make_mask, make)
+
+
+_STANDS_FOR = "_deepspeed_stands_for"
+"""Attribute of a function that is registered in place of Transformers' own, which is its value."""
+
+
+def _stand_in(registry: Any, name: str, ours: Callable[..., Any], own: Callable[..., Any]) -> None:
+    setattr(ours, _STANDS_FOR, own)
+    registry[name] = ours
+
+
+def _own(function: Callable[..., Any]) -> Callable[..., Any]:
+    return getattr(function, _STANDS_FOR, function)
+
+
+def is_sharded(name: str) -> bool:
+    """Whether the attention that a model finds under this name is that of sequence parallelism."""
+    functions, _ = attention_registries("sequence parallelism of Transformers' models")
+    return name == NAME or (name in functions.valid_keys() and _own(functions[name]) is not functions[name])
+
+
+def unregister() -> None:
+    """Give every name but NAME back to Transformers' own attention."""
+    for registry in attention_registries("sequence parallelism of Transformers' models"):
+        for name in set(registry.valid_keys()) - {NAME}:
+            if _own(registry[name]) is not registry[name]:
+                registry[name] = _own(registry[name])
+
+
+def _check_first_forward(target: Target, attention: CountedAttention) -> None:
+    """Some models accept any attention and go on computing their own, which would see one shard only. Whether each
+    layer has called it is known after the first forward, before any gradient."""
+    assert target.model is not None
+    layers = int(getattr(target.config, "num_hidden_layers", 1)) if target.layers is None else target.layers
+    before = attention.calls
+
+    def check(model: nn.Module, *_: Any) -> None:
+        if attention.disable_in_eval and not model.training:
+            return
+        handle.remove()
+        calls = attention.calls - before
+        if calls < layers:
+            raise ValueError(
+                f"{target.name} cannot be trained with sequence parallelism: {calls} of its {layers} layers called the "
+                "registered attention. The others compute one of their own, which would see only one shard of the "
+                "sequence"
+            )
+
+    handle = target.model.register_forward_hook(check)

@@ -1,0 +1,294 @@
+"""The classic form of Ulysses: a wrapper around any attention of whole sequences.
+
+S. A. Jacobs et al.: DeepSpeed Ulysses: System optimizations for enabling training of extreme long sequence Transformer
+models, 2023.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from deepspeed.base.untraced import untraced
+from deepspeed.comm.collectives import Communicator
+from deepspeed.parallel.sequence.assignment import HeadAssignment, shard_lengths
+from deepspeed.parallel.sequence.exchange import Exchange, communicator_of, gather_lengths
+
+Permutation = Sequence[int] | None
+
+
+class DistributedAttention(Module):
+    """Attention of sequences that are sharded over the ranks of a group, by a module for whole sequences.
+
+    Two all-to-alls surround ``local_attention``, which sees all tokens and this rank's heads. Heads need not divide
+    evenly, there may be fewer heads of keys and values than ranks (they are sent to each rank that uses them), and
+    shards may have different lengths.
+
+    Args:
+        local_attention: ``local_attention(query, key, value, *args, **kwargs)`` -> tensor of the query's layout; its
+            heads and head size may be one dimension.
+        sequence_process_group: the ranks that share a sequence, in its order. None: one rank.
+        scatter_idx: the dimension of heads.
+        gather_idx: the dimension of tokens.
+        sp_stream: accepted for compatibility.
+        num_kv_heads: likewise: the number of key heads is that of every call's key.
+    """
+
+    def __init__(
+        self,
+        local_attention: Module,
+        sequence_process_group: Any,
+        scatter_idx: int = 2,
+        gather_idx: int = 0,
+        sp_stream: Any = None,
+        num_kv_heads: int | None = None,
+    ) -> None:
+        super().__init__()
+        self.local_attn = local_attention
+        self.sp_stream, self.sp_overlap_comm = sp_stream, sp_stream is not None
+        self.num_kv_heads = num_kv_heads
+        self.spg = sequence_process_group
+        self.scatter_idx = scatter_idx
+        self.gather_idx = gather_idx
+        self.sequence_lengths: tuple[int, ...] | None = None
+        """The lengths of all ranks' shards, if the caller knows them: else every forward exchanges them (one integer
+        per rank, which on a device waits for it)."""
+
+    def layer_sync(self, layer: Any) -> None:
+        """Kept for callers; every result is complete when it is returned."""
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        batch_dim_idx: int,
+        rotary_pos_emb: tuple[Tensor, Tensor] | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Tensor:
+        """The attention's output for the own tokens, of all heads.
+
+        Args:
+            query: [own tokens, batch, heads, head size] or [batch, own tokens, heads, head size], as the constructor's
+                dimensions say.
+            key, value: likewise; their number of heads divides that of the query.
+            batch_dim_idx: the dimension of the batch; accepted for compatibility.
+            rotary_pos_emb: (cosines, sines) of all positions, [tokens, 1, 1, rotated size], to be applied to query
+                and key.
+            args, kwargs: go to the local attention.
+
+        Raises:
+            ValueError: there are fewer heads than ranks (``local_attention`` cannot see parts of a sequence only; the
+                attention of Transformers models, ``UlyssesSPAttentionHF``, can).
+        """
+        comm = communicator_of(self.spg)
+        heads_dim, tokens_dim = self.scatter_idx, self.gather_idx
+        plan = HeadAssignment(query.shape[heads_dim], key.shape[heads_dim], comm.size)
+        self._check(plan)
+        lengths = self.sequence_lengths or gather_lengths(query.shape[tokens_dim], comm, query.device)
+        exchange = Exchange(comm, lengths, heads_dim, tokens_dim)
+        keys = plan.keys(comm.rank)
+        query, key, value = exchange.to_heads((query, key, value), (plan.queries(comm.rank), keys, keys))
+        if plan.group_of(comm.rank) is None:  # the local attention takes a regular share of keys only
+            index = torch.tensor(plan.key_of_query(comm.rank), device=key.device)
+            key, value = key.index_select(heads_dim, index), value.index_select(heads_dim, index)
+        if rotary_pos_emb is not None:
+            cosines, sines = (self._like_tokens(each) for each in rotary_pos_emb)
+            query = apply_rotary_pos_emb(query, cosines, sines)
+            key = apply_rotary_pos_emb(key, cosines, sines)
+        context = self.local_attn(query, key, value, *args, **kwargs)
+        return self._back(context, exchange, plan)
+
+    def _check(self, plan: HeadAssignment) -> None:
+        if plan.circles > 1:
+            raise ValueError(
+                f"DistributedAttention: {plan.heads} heads for {plan.ranks} ranks that share a sequence. The local "
+                "attention sees whole sequences, so that each rank needs a head of its own: use at most "
+                f"sequence_parallel_size={plan.width}, or UlyssesSPAttentionHF"
+            )
+
+    def _like_tokens(self, table: Tensor) -> Tensor:
+        """[tokens, 1, 1, size] with the tokens where the query has them."""
+        return table.transpose(0, self.gather_idx) if self.gather_idx else table
+
+    def _back(self, context: Tensor, exchange: Exchange, plan: HeadAssignment) -> Tensor:
+        own = len(plan.queries_of(exchange.comm.rank))
+        fused, dim = context.shape[self.scatter_idx] != own, self.scatter_idx
+        if fused:
+            context = context.unflatten(dim, (own, -1))
+        result = exchange.to_tokens(context, plan.queries(exchange.comm.rank))
+        return result.flatten(dim, dim + 1) if fused else result
+
+
+def apply_rotary_pos_emb(t: Tensor, freqs_cos: Tensor, freqs_sin: Tensor) -> Tensor:
+    """Rotate the first ``freqs_cos.shape[-1]`` elements of each head, halves against each other (RoFormer, J. Su et
+    al. 2021); the rest stay. The tables are broadcast to ``t``."""
+    size = freqs_cos.shape[-1]
+    turned, rest = t[..., :size], t[..., size:]
+    first, second = turned.chunk(2, dim=-1)
+    turned = turned * freqs_cos + torch.cat((-second, first), dim=-1) * freqs_sin
+    return torch.cat((turned, rest), dim=-1) if rest.shape[-1] else turned
+
+
+def apply_rotary_pos_emb_backward(grad_output: Tensor, freqs_cos: Tensor, freqs_sin: Tensor) -> Tensor:
+    """The gradient of ``t`` in `apply_rotary_pos_emb`, from that of its result."""
+    size = freqs_cos.shape[-1]
+    turned, rest = grad_output[..., :size], grad_output[..., size:]
+    first, second = (turned * freqs_sin).chunk(2, dim=-1)
+    turned = turned * freqs_cos + torch.cat((second, -first), dim=-1)
+    return torch.cat((turned, rest), dim=-1) if rest.shape[-1] else turned
+
+
+@untraced
+def single_all_to_all(
+    input: Tensor,
+    scatter_idx: int,
+    gather_idx: int,
+    batch_dim_idx: int,
+    group: Any,
+    async_op: bool = False,
+    handle: dict[str, Any] | None = None,
+    type: str | None = None,
+    num_kv_heads: int | None = None,
+) -> Tensor:
+    """Split one dimension over the ranks and join another, outside autograd.
+
+    Sizes that the number of ranks does not divide are split with the larger parts first; heads (from the third
+    dimension on) between ``num_kv_heads`` equal groups, if given. The parts that are joined may differ. With
+    ``async_op``, ``handle[type + "_work"]`` is to be waited for, and then
+    ``handle[type + "_post_all2all_func"](handle[type + "_grad"])`` is the result.
+
+    ValueError: ``async_op`` without ``handle`` and ``type``.
+    """
+    comm = communicator_of(group)
+    units = num_kv_heads if num_kv_heads and scatter_idx > 1 else input.shape[scatter_idx]
+    if input.shape[scatter_idx] % max(units, 1):
+        raise ValueError(
+            f"num_kv_heads={units} does not divide the {input.shape[scatter_idx]} heads of the input"
+        )
+    width = input.shape[scatter_idx] // max(units, 1)
+    parts = [count * width for count in shard_lengths(units, comm.size)]
+    joined = gather_lengths(input.shape[gather_idx], comm, input.device)
+    outgoing = torch.cat([part.reshape(-1) for part in input.split(parts, scatter_idx)])
+    shapes = []
+    for length in joined:
+        shape = list(input.shape)
+        shape[scatter_idx], shape[gather_idx] = parts[comm.rank], length
+        shapes.append(shape)
+    received = [torch.Size(shape).numel() for shape in shapes]
+    sent = [outgoing.numel() // max(1, sum(parts)) * part for part in parts]
+    incoming = outgoing.new_empty(sum(received))
+    work = comm.all_to_all(incoming, outgoing, received, sent)
+
+    def finish(buffer: Tensor) -> Tensor:
+        pieces = buffer.split(received)
+        return torch.cat([piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)], gather_idx)
+
+    if not async_op:
+        work.wait()
+        return finish(incoming)
+    if handle is None or type is None:
+        raise ValueError("single_all_to_all: async_op needs handle, a dict, and type, the prefix of its keys")
+    handle |= {f"{type}_work": work, f"{type}_grad": incoming, f"{type}_post_all2all_func": finish}
+    return incoming
+
+
+class _SeqAllToAll(torch.autograd.Function):
+    """``single_all_to_all`` with gradients. Shards of the joined dimension are as equal as they can be."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        group: Any,
+        input: Tensor,
+        scatter_idx: int,
+        gather_idx: int,
+        batch_dim_idx: int,
+        stream: Any = None,
+        handle: dict[str, Any] | None = None,
+        type: str | None = None,
+        is_fwd: bool = True,
+        num_kv_heads: int | None = None,
+    ) -> Tensor:
+        ctx.exchanged = group, scatter_idx, gather_idx, batch_dim_idx, num_kv_heads
+        return single_all_to_all(
+            input, scatter_idx, gather_idx, batch_dim_idx, group, num_kv_heads=num_kv_heads
+        )
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        group, scatter_idx, gather_idx, batch_dim_idx, groups = ctx.exchanged
+        grad = single_all_to_all(
+            grad_outputs[0], gather_idx, scatter_idx, batch_dim_idx, group, num_kv_heads=groups
+        )
+        return None, grad, *(None for _ in range(8))
+
+
+def register_all_to_all_group(group: Any) -> str:
+    """The name of a process group. Kept for callers: torch knows its groups by name, so nothing is registered."""
+    return group.group_name
+
+
+@untraced
+def _dim_zero_all_to_all(group: Any, input: Tensor) -> Tensor:
+    """``input[rank]`` goes to each rank, and what comes from each is stacked: [ranks, ..], with gradients.
+
+    ValueError: ``input`` has not one part for each rank.
+    """
+    comm = communicator_of(group)
+    if input.shape[:1] != (comm.size,):
+        raise ValueError(f"an input {tuple(input.shape)} has not one part for each of {comm.size} ranks")
+    result: Tensor = _PartsOfRanks.apply(comm, input)  # pyright: ignore[reportAssignmentType]
+    return result
+
+
+class _PartsOfRanks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, comm: Communicator, input: Tensor) -> Tensor:
+        ctx.comm = comm
+        return _swapped(input, comm)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        return None, _swapped(grad_outputs[0], ctx.comm)
+
+
+@untraced
+def _swapped(parts: Tensor, comm: Communicator) -> Tensor:
+    result = torch.empty_like(parts, memory_format=torch.contiguous_format)
+    counts = [parts.numel() // comm.size] * comm.size
+    comm.all_to_all(result.view(-1), parts.contiguous().view(-1), counts, counts).wait()
+    return result
+
+
+def uneven_heads_all2all(
+    input: Tensor,
+    scatter_idx: int,
+    gather_idx: int,
+    batch_dim_idx: int,
+    group: Any,
+    num_kv_heads: int | None = None,
+) -> Tensor:
+    """``single_all_to_all`` under the name for heads that the number of ranks does not divide."""
+    return single_all_to_all(input, scatter_idx, gather_idx, batch_dim_idx, group, num_kv_heads=num_kv_heads)
+
+
+def pre_all2all_fun(permute_idx: Permutation, inp_shape: Sequence[int], input: Tensor) -> Tensor:
+    """``input`` in shape ``inp_shape``, then permuted if ``permute_idx`` is given; contiguous."""
+    shaped = input.reshape(tuple(inp_shape))
+    return (shaped if permute_idx is None else shaped.permute(*permute_idx)).contiguous()
+
+
+def post_all2all(permute_idx: Permutation, res_shape: Sequence[int]) -> Callable[[Tensor], Tensor]:
+    """What an all-to-all's result is put through: permuted if ``permute_idx`` is given, then in ``res_shape``."""
+
+    def finish(input: Tensor) -> Tensor:
+        permuted = input if permute_idx is None else input.permute(*permute_idx)
+        return permuted.reshape(tuple(res_shape)).contiguous()
+
+    return finish

@@ -1,0 +1,176 @@
+"""Cross-entropy of a projection to a vocabulary that is spread over ranks, without logits.
+
+Logits exist for some words of the own part at a time, in forward and again in backward. Forward keeps the highest
+logit and the sum of exponentials of every token as it goes (M. Milakov, N. Gimelshein: Online normalizer calculation
+for softmax, 2018), and reduces them over ranks once at the end, as in Megatron-LM (Shoeybi et al., 2019, section 3).
+Backward makes the gradient of a block of words of the weight with one product of all tokens.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn.functional import linear
+
+from deepspeed.base.untraced import untraced
+from deepspeed.comm.collectives import Communicator
+from deepspeed.parallel.sequence.cross_entropy import check_reduction, reduced
+from deepspeed.parallel.sequence.vocabulary import vocabulary_part
+from deepspeed.parallel.tensor.cross_entropy import row_runs
+
+__all__ = ["vocab_parallel_linear_cross_entropy"]
+
+
+@untraced
+def vocab_parallel_linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    tp_group: Any = None,
+    sp_group: Any = None,
+    vocab_start_index: int | None = None,
+    vocab_end_index: int | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    chunk_size: int | None = None,
+) -> Tensor:
+    """The cross-entropy of ``hidden @ weight.T + bias`` and ``target``.
+
+    Args:
+        hidden: [.., hidden], equal on the ranks of ``tp_group``; backward sums its gradient over them.
+        weight: [own words, hidden]; ``bias``: [own words], or None.
+        target: [..], of the whole vocabulary. ``ignore_index``: the loss is 0.
+        tp_group: the ranks that share the vocabulary. None: one rank.
+        sp_group: the ranks that share the sequence, over which "mean" and "sum" go.
+        vocab_start_index, vocab_end_index: of the own words. By default, parts lie in rank order.
+        reduction: "mean" (over targets that are not ignored), "sum" or "none".
+        chunk_size: as many logits exist at a time as this number of tokens has in the own part; by default about as
+            many as ``hidden`` has elements.
+
+    Returns:
+        fp32 (fp64 for such inputs): a scalar, or [..] with "none". Products are in the common type of ``hidden`` and
+        ``weight``, or in that of autocast. Collective.
+
+    ValueError: shapes do not fit, parts are no partition, or a target is outside the vocabulary.
+    """
+    check_reduction(reduction)
+    if hidden.shape[:-1] != target.shape:
+        raise ValueError(f"hidden {tuple(hidden.shape)} and target {tuple(target.shape)} do not fit")
+    if weight.dim() != 2 or weight.shape[1] != hidden.shape[-1]:
+        raise ValueError(
+            f"weight {tuple(weight.shape)} must be [own words, {hidden.shape[-1]}], as hidden is"
+        )
+    if chunk_size is not None and chunk_size < 1:
+        raise ValueError(f"chunk_size={chunk_size}: must be at least 1")
+    part = vocabulary_part(len(weight), tp_group, vocab_start_index, vocab_end_index, device=hidden.device)
+    labels = target.reshape(-1).long()
+    part.check(labels, ignore_index)
+    tokens = labels.numel()
+    words = hidden.shape[-1] if chunk_size is None else part.own * chunk_size // max(1, tokens)
+    task = _Task(part.group, part.first, max(1, words), _product_dtype(hidden, weight))
+    with torch.autocast(hidden.device.type, enabled=False):
+        losses: Tensor = _LinearCrossEntropy.apply(  # pyright: ignore[reportAssignmentType]
+            hidden.reshape(tokens, hidden.shape[-1]), weight, bias, labels, labels != ignore_index, task
+        )
+    return reduced(losses.view(target.shape), labels != ignore_index, reduction, sp_group)
+
+
+def _product_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
+    device = hidden.device.type
+    if torch.is_autocast_enabled(device):
+        return torch.get_autocast_dtype(device)
+    return torch.promote_types(hidden.dtype, weight.dtype)
+
+
+class _Task(NamedTuple):
+    group: Communicator
+    first: int
+    """The first of the own words."""
+    words: int
+    """At most so many have logits at a time."""
+    dtype: torch.dtype
+    """Of products; what is made of them is in fp32 (fp64)."""
+
+    @property
+    def wide(self) -> torch.dtype:
+        return torch.promote_types(self.dtype, torch.float32)
+
+    def logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """[tokens, words]: new memory."""
+        bias = None if bias is None else bias.to(self.dtype)
+        made = linear(hidden, weight.to(self.dtype), bias)
+        return made.to(self.wide)
+
+    def places(self, labels: Tensor, part: slice) -> tuple[Tensor, Tensor]:
+        """Which labels are among these own words, and where (0 for others)."""
+        place = labels - (self.first + part.start)
+        inside = (place >= 0) & (place < part.stop - part.start)
+        return inside, torch.where(inside, place, 0)
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    """Losses [tokens], 0 where not ``chosen``."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        labels: Tensor,
+        chosen: Tensor,
+        task: _Task,
+    ) -> Tensor:
+        inputs = hidden.to(task.dtype)
+        top = torch.full((len(hidden),), -torch.inf, dtype=task.wide, device=hidden.device)
+        total, own = torch.zeros_like(top), torch.zeros_like(top)
+        for part in row_runs(len(weight), task.words):
+            logits = task.logits(inputs, weight[part], None if bias is None else bias[part])
+            higher = torch.maximum(top, logits.amax(-1))
+            inside, place = task.places(labels, part)
+            own = torch.where(inside, logits.gather(1, place[:, None]).squeeze(1), own)
+            origin = higher.masked_fill(higher == -torch.inf, 0)  # nothing but excluded words so far
+            total = total * (top - origin).exp() + logits.sub_(origin[:, None]).exp_().sum(-1)
+            top = higher
+        highest = top.clone()
+        task.group.all_reduce_max(highest).wait()
+        among, _ = task.places(labels, slice(0, len(weight)))
+        sums = torch.stack([total * (top - highest).exp(), torch.where(among, own - highest, 0)])
+        task.group.all_reduce(sums).wait()
+        log_total = sums[0].log()
+        ctx.save_for_backward(hidden, weight, bias, labels, chosen, highest, log_total)
+        ctx.task = task
+        return torch.where(chosen, log_total - sums[1], 0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, labels, chosen, highest, log_total = ctx.saved_tensors
+        task: _Task = ctx.task
+        inputs, grad = hidden.to(task.dtype), torch.where(chosen, grads[0], 0)[:, None]
+        of_hidden = torch.zeros(hidden.shape, dtype=task.wide, device=hidden.device)
+        of_weight, of_bias = (
+            torch.empty_like(x) if x is not None and needed else None
+            for x, needed in zip((weight, bias), ctx.needs_input_grad[1:3], strict=True)
+        )
+        for part in row_runs(len(weight), task.words):
+            logits = task.logits(inputs, weight[part], None if bias is None else bias[part])
+            wide = logits.sub_(highest[:, None]).sub_(log_total[:, None]).exp_().mul_(grad)
+            wide.masked_fill_(~chosen[:, None], 0.0)  # a token without any word has no probabilities
+            inside, place = task.places(labels, part)
+            wide.scatter_add_(1, place[:, None], torch.where(inside[:, None], -grad, 0))
+            if of_bias is not None:
+                of_bias[part] = wide.sum(0)
+            narrow = wide.to(task.dtype)
+            if of_weight is not None:
+                of_weight[part] = narrow.T @ inputs
+            if ctx.needs_input_grad[0]:
+                of_hidden += narrow @ weight[part].to(task.dtype)  # summed in fp32
+        if not ctx.needs_input_grad[0]:
+            return None, of_weight, of_bias, None, None, None
+        task.group.all_reduce(of_hidden).wait()
+        return of_hidden.to(hidden.dtype), of_weight, of_bias, None, None, None

@@ -1,0 +1,203 @@
+"""Self-attention of Transformers models in chunks of the sequence: modules are found by what they compute.
+
+A module with the four projections of Llama's kind is a candidate. It is computed by
+``deepspeed.parallel.sequence.chunked`` if that gives what its own forward gives, for random weights and a short
+sequence: norms of queries and keys, capped scores, positions of another kind and the like show up as a difference.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from deepspeed.base.sharded import full_shape
+from deepspeed.parallel.sequence.chunked import ChunkedCall, chunked_self_attention, chunks_of
+from deepspeed.parallel.sequence.exchange import communicator_of
+from deepspeed.transforms.recompute.side_stream import SideStream
+
+_IN, _OUT = ("q_proj", "k_proj", "v_proj"), "o_proj"
+_CACHES = ("past_key_values", "past_key_value")
+_LENGTH, _BATCH, _TOLERANCE = 11, 2, 1e-4
+
+
+class NotInChunks(ValueError):
+    """A module's attention is not what chunks compute; the message says why."""
+
+
+@dataclass(frozen=True, eq=False)
+class ChunkedProjections:
+    """Causal self-attention of a module by its four projections, in chunks."""
+
+    module: Any
+    size: int
+    scale: float
+    stream: SideStream
+
+    @classmethod
+    def of(cls, module: nn.Module) -> ChunkedProjections:
+        """NotInChunks: it has a window, dropout, another attention of one rank than "sdpa", or projections that are
+        no plain linear layers."""
+        own: Any = module
+        for name in (*_IN, _OUT):
+            if type(getattr(own, name)) is not nn.Linear or "forward" in vars(getattr(own, name)):
+                raise NotInChunks(f"its {name} is no plain nn.Linear")
+        if len({getattr(own, name).bias is None for name in _IN}) > 1:
+            raise NotInChunks("some of its projections have a bias, and some have none")
+        size = getattr(own, "head_dim", None)
+        if not isinstance(size, int):
+            raise NotInChunks("it does not say its head_dim")
+        config = getattr(own, "config", None)
+        window = getattr(own, "sliding_window", getattr(config, "sliding_window", None))
+        if window is not None:
+            raise NotInChunks(f"it sees a window of {window} tokens")
+        if getattr(own, "attention_dropout", 0.0):
+            raise NotInChunks(f"it has attention_dropout={own.attention_dropout}; set it to 0")
+        core = getattr(config, "_attn_implementation", None)
+        if core != "sdpa":
+            raise NotInChunks(
+                f"its model has attn_implementation={core!r} (or its sequences are sharded), not 'sdpa'"
+            )
+        return cls(module, size, float(getattr(own, "scaling", None) or size**-0.5), SideStream())
+
+    def __call__(self, x: Tensor, tables: tuple[Tensor, Tensor], chunk: int) -> Tensor:
+        """x [batch, tokens, hidden], cosines and sines [batch or 1, tokens, size] -> [batch, tokens, hidden]."""
+        # Read anew: at stage 3 a read is what gathers them.
+        projections = [getattr(self.module, name) for name in _IN]
+        weights = [each.weight for each in projections]
+        biases = [each.bias for each in projections]
+        out: nn.Linear = getattr(self.module, _OUT)
+        length = x.shape[1]
+        call = ChunkedCall(
+            comm=communicator_of(None),
+            chunks=chunks_of(length, math.ceil(length / chunk), 1),
+            heads=weights[0].shape[0] // self.size,
+            kv_heads=weights[1].shape[0] // self.size,
+            size=self.size,
+            scale=self.scale,
+            rotary=(_tokens_first(tables[0]), _tokens_first(tables[1])),
+            stream=self.stream,
+        )
+        bias = None if biases[0] is None else torch.cat(biases)
+        result = chunked_self_attention(call, x.transpose(0, 1), torch.cat(weights), bias, out.weight)
+        return (result if out.bias is None else result + out.bias).transpose(0, 1)
+
+
+def _tokens_first(table: Tensor) -> Tensor:
+    """[batch or 1, tokens, size] -> [tokens, batch or 1, 1, size]."""
+    return table.transpose(0, 1).unsqueeze(2)
+
+
+class ChunkedForward:
+    """``forward`` of an attention module in chunks of ``chunk`` tokens, while the module trains on longer sequences."""
+
+    def __init__(self, attend: ChunkedProjections, chunk: int) -> None:
+        self.attend = attend
+        self.chunk = chunk
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """ValueError: a mask (padding, packed documents), or a cache, with a sequence longer than a chunk."""
+        module = self.attend.module
+        bound = self._signature.bind(module, *args, **kwargs).arguments
+        given = {**bound.pop("kwargs", {}), **bound}
+        x = given["hidden_states"]
+        if x.shape[1] <= self.chunk or not module.training:
+            return type(module).forward(module, *args, **kwargs)
+        if given.get("attention_mask") is not None:
+            raise ValueError(
+                f"tiled_compute.attention_chunk={self.chunk}: {type(module).__name__} got an attention mask for "
+                f"{x.shape[1]} tokens. Attention in chunks is causal, without padding and packed documents; leave "
+                "attention_mask and position_ids out, or set attention_chunk to null"
+            )
+        if any(given.get(name) is not None for name in _CACHES):
+            raise ValueError(
+                f"tiled_compute.attention_chunk={self.chunk}: {type(module).__name__} got a cache of keys while it "
+                "trains; set model.config.use_cache to False"
+            )
+        return self.attend(x, given["position_embeddings"], self.chunk), None
+
+    @cached_property
+    def _signature(self) -> inspect.Signature:
+        return inspect.signature(type(self.attend.module).forward)
+
+
+def attention_modules(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Paths and modules with the four projections."""
+    for path, each in module.named_modules():
+        names = {name for name, _ in each.named_children()}
+        if names.issuperset((*_IN, _OUT)):
+            yield path, each
+
+
+def in_chunks(module: nn.Module, chunk: int, proven: set[Any]) -> ChunkedForward:
+    """What takes the place of ``module.forward``. ``proven``: kinds of modules for which the two have been compared.
+
+    NotInChunks: it computes something else (see the head of this file), or cannot be run on hidden states and tables
+    of rotary positions.
+    """
+    if "forward" in vars(module):
+        raise NotInChunks("its forward has been replaced already")
+    attend = ChunkedProjections.of(module)
+    kind = _kind_of(module)
+    if kind not in proven:
+        _compare(module, attend)
+        proven.add(kind)
+    return ChunkedForward(attend, chunk)
+
+
+def _kind_of(module: nn.Module) -> Any:
+    """Equal for modules that compute the same with the same weights."""
+    shapes = tuple((name, tuple(full_shape(each))) for name, each in module.named_parameters())
+    plain = {
+        name: value for name, value in vars(module).items() if isinstance(value, (bool, int, float, str))
+    }
+    plain.pop("layer_idx", None)
+    return type(module), shapes, tuple(sorted(plain.items()))
+
+
+def _compare(module: nn.Module, attend: ChunkedProjections) -> None:
+    """NotInChunks: the module and its attention in chunks differ. Scores are large (about 9), so that capped ones
+    differ from plain ones."""
+    draw = torch.Generator().manual_seed(0)
+    shapes = {name: full_shape(each) for name, each in module.named_parameters()}
+    tensors = {
+        name: torch.randn(shape, generator=draw) * (3 / math.sqrt(shape[-1]))
+        for name, shape in shapes.items()
+    }
+    x = torch.randn(_BATCH, _LENGTH, shapes[f"{_IN[0]}.weight"][1], generator=draw)
+    angles = torch.rand(1, _LENGTH, attend.size // 2, generator=draw).repeat(1, 1, 2) * 6
+    tables = (angles.cos(), angles.sin())
+    inputs = {"hidden_states": x, "position_embeddings": tables, "attention_mask": None}
+    try:
+        with torch.no_grad():
+            expected = torch.func.functional_call(module, tensors, (), inputs)
+            found = torch.func.functional_call(_Alone(attend), tensors, (x, tables))
+    except Exception as error:
+        raise NotInChunks(f"its forward on hidden states and rotary tables fails: {error}") from error
+    expected = expected[0] if isinstance(expected, tuple) else expected
+    if not isinstance(expected, Tensor) or expected.shape != found.shape:
+        raise NotInChunks("it returns something else than hidden states")
+    error = float((found - expected).abs().max() / expected.abs().max())
+    if not error <= _TOLERANCE:
+        raise NotInChunks(
+            f"it computes something else than causal attention with rotary positions ({error:.0e})"
+        )
+
+
+class _Alone(nn.Module):
+    """The projections of an attention module with the attention in chunks; parameters have the module's names."""
+
+    def __init__(self, attend: ChunkedProjections) -> None:
+        super().__init__()
+        for name, child in attend.module.named_children():
+            self.add_module(name, child)
+        self.attend = attend
+
+    def forward(self, x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
+        return self.attend(x, tables, 4)

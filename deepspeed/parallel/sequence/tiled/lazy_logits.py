@@ -1,0 +1,230 @@
+"""Logits that are computed when they are read, and in tiles if a cross-entropy is all that reads them.
+
+A model's forward ends with ``logits = head(hidden)`` and ``loss = cross_entropy(f(logits), labels)``. The head of a
+model that ``tiled_compute`` changed returns ``LazyLogits``, which take note of ``f`` (casts, scaling, capping, views,
+slices of positions) until the cross-entropy comes: then head, ``f`` and loss run tile by tile. Whatever else is done to
+them gets the whole logits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from deepspeed.parallel.sequence.tiled.tiles import TiledCall, run_tiles, tile_lengths
+
+Step = Callable[[Tensor], Tensor]
+
+POINTWISE = frozenset(
+    getattr(torch.Tensor, name)
+    for name in (
+        "float half bfloat16 double to type mul __mul__ __rmul__ div __truediv__ true_divide add __add__ __radd__ sub "
+        "__sub__ tanh clamp neg __neg__ contiguous"
+    ).split()
+) | {torch.tanh, torch.mul, torch.div, torch.add, torch.sub, torch.clamp}
+"""Functions of the logits and numbers that treat every element alike."""
+
+_FACTS = ("shape", "dtype", "device", "ndim", "layout", "is_sparse", "is_meta", "is_cuda", "is_quantized")
+FACTS = frozenset(
+    {getattr(torch.Tensor, name).__get__ for name in _FACTS}
+    | {
+        torch.Tensor.size,
+        torch.Tensor.dim,
+        torch.Tensor.numel,
+        torch.Tensor.is_floating_point,
+        torch.Tensor.__len__,
+    }
+)
+"""What needs no values."""
+
+
+class LazyLogits(torch.Tensor):
+    """``steps`` applied to ``head(hidden)``. ``hidden`` [..., hidden size], ``head`` a function of it; ``shards``:
+    tiles of a loss."""
+
+    hidden: Tensor
+    head: Step
+    steps: tuple[Step, ...]
+    shards: int
+    _whole: Tensor | None
+
+    @staticmethod
+    def of(
+        hidden: Tensor, head: Step, width: int, shards: int, dtype: torch.dtype, steps: tuple[Step, ...] = ()
+    ) -> LazyLogits:
+        shape = (*hidden.shape[:-1], width)
+        made: Any = torch.Tensor._make_wrapper_subclass(LazyLogits, shape, dtype=dtype, device=hidden.device)
+        made.hidden, made.head, made.steps, made.shards, made._whole = hidden, head, steps, shards, None
+        return made
+
+    def changed(self, hidden: Tensor, steps: tuple[Step, ...], dtype: torch.dtype) -> LazyLogits:
+        return LazyLogits.of(hidden, self.head, _width(self), self.shards, dtype, steps)
+
+    def tile(self, hidden: Tensor) -> Tensor:
+        logits = self.head(hidden)
+        for step in self.steps:
+            logits = step(logits)
+        return logits
+
+    def whole(self) -> Tensor:
+        """The logits, computed once; with a graph where the forward has one."""
+        if self._whole is None:
+            self._whole = self.tile(self.hidden)
+        return self._whole
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        first = args[0] if args else None
+        if isinstance(first, LazyLogits):
+            with torch._C.DisableTorchFunctionSubclass():
+                if func in FACTS:
+                    return func(*args, **kwargs)
+                if func in _GRAPH:
+                    return _GRAPH[func](first)
+                if first._whole is None and (later := _later(first, func, args[1:], kwargs)) is not None:
+                    return later
+        args, kwargs = tree_map(_whole, (args, kwargs))
+        return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = tree_map(_whole, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+_GRAPH: dict[Any, Callable[[LazyLogits], Any]] = {
+    torch.Tensor.grad_fn.__get__: lambda logits: None,  # type: ignore[attr-defined]
+    torch.Tensor.requires_grad.__get__: lambda logits: logits.hidden.requires_grad,  # type: ignore[attr-defined]
+    torch.Tensor.is_leaf.__get__: lambda logits: False,  # type: ignore[attr-defined]
+}
+"""They have no graph before they are computed."""
+
+
+def _whole(each: Any) -> Any:
+    return each.whole() if isinstance(each, LazyLogits) else each
+
+
+def _width(logits: LazyLogits) -> int:
+    return Tensor.size(logits, -1)
+
+
+def _later(logits: LazyLogits, func: Any, rest: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The result without whole logits, or None if it takes them."""
+    if func in POINTWISE:
+        if not all(_is_plain(value) for value in (*rest, *kwargs.values())):
+            return None
+
+        def step(values: Tensor) -> Tensor:
+            return func(values, *rest, **kwargs)
+
+        probe = step(torch.empty(0, dtype=logits.dtype, device=logits.device))
+        if probe.device != logits.device:
+            return None
+        return logits.changed(logits.hidden, (*logits.steps, step), probe.dtype)
+    if func in (torch.Tensor.view, torch.Tensor.reshape) and _flattens(logits, rest, kwargs):
+        return logits.changed(logits.hidden.reshape(-1, logits.hidden.shape[-1]), logits.steps, logits.dtype)
+    if func is torch.Tensor.__getitem__ and picks_positions(rest[0], Tensor.dim(logits), (slice,)):
+        return logits.changed(logits.hidden[rest[0]], logits.steps, logits.dtype)
+    if func is nn.functional.cross_entropy:
+        return _cross_entropy(logits, *rest, **kwargs)
+    return None
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, (int, float, bool, torch.dtype, torch.device, str)) or value is None
+
+
+def _flattens(logits: LazyLogits, shape: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """``view(-1, vocabulary)`` and what is the same."""
+    if kwargs:
+        return False
+    if len(shape) == 1 and isinstance(shape[0], (tuple, list, torch.Size)):
+        shape = tuple(shape[0])
+    rows = math.prod(Tensor.size(logits)[:-1])
+    return len(shape) == 2 and shape[0] in (-1, rows) and shape[1] == _width(logits)
+
+
+def picks_positions(index: Any, dims: int, kinds: tuple[type, ...]) -> bool:
+    """Whether an index of a tensor with ``dims`` dimensions has only parts of ``kinds``, and the last dim whole."""
+    parts = index if isinstance(index, tuple) else (index,)
+    if any(not (isinstance(part, kinds) or part is Ellipsis) for part in parts):
+        return False
+    full = slice(None)
+    if Ellipsis in parts:
+        after = parts[parts.index(Ellipsis) + 1 :]
+        return bool(after) and after[-1] == full
+    return len(parts) < dims or parts[-1] == full
+
+
+def _cross_entropy(
+    logits: LazyLogits,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: Any = None,
+    ignore_index: int = -100,
+    reduce: Any = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Tensor | None:
+    """``torch.nn.functional.cross_entropy`` of ``logits`` [tokens, vocabulary] in tiles, or None."""
+    rows = logits.hidden.shape[0]
+    usual = weight is None and size_average is None and reduce is None and not target.is_floating_point()
+    if not usual or logits.hidden.dim() != 2 or target.shape != (rows,) or rows < 2 or logits.shards < 2:
+        return None
+    joined = reduction == "none"
+    lengths = tile_lengths(rows, logits.shards)
+
+    def compute(tiles: list[Tensor]) -> Tensor:
+        return nn.functional.cross_entropy(
+            logits.tile(tiles[0]),
+            tiles[1],
+            ignore_index=ignore_index,
+            reduction="none" if joined else "sum",
+            label_smoothing=label_smoothing,
+        )
+
+    call = TiledCall(compute, [0, 0], lengths, join_dim=0, weights=None if joined else [1.0] * len(lengths))
+    result = run_tiles(call, [logits.hidden, target])
+    return result / (target != ignore_index).sum() if reduction == "mean" else result
+
+
+class LazyHead:
+    """``forward`` of an output layer: ``module``'s own while it does not train, else ``LazyLogits`` of it."""
+
+    def __init__(self, module: nn.Module, shards: int | None) -> None:
+        self.module = module
+        self.shards = shards
+        self._plain = 0
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        forward = type(self.module).forward
+        weight: Any = self.module.weight
+        width, size = self.module.out_features, self.module.in_features  # type: ignore[attr-defined]
+        shards = self.shards or math.ceil(width / size)  # type: ignore[operator]
+        lazy = self.module.training and torch.is_grad_enabled() and not self._plain and shards > 1
+        if not lazy or torch.compiler.is_compiling():
+            return forward(self.module, hidden)
+        device = hidden.device.type
+        cast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+        dtype = torch.get_autocast_dtype(device) if cast else weight.dtype
+        return LazyLogits.of(hidden, self.compute, int(width), shards, dtype)  # type: ignore[call-overload]
+
+    def compute(self, hidden: Tensor) -> Tensor:
+        """The logits, through the module's hooks."""
+        with self._computing():
+            return self.module(hidden)
+
+    @contextlib.contextmanager
+    def _computing(self) -> Iterator[None]:
+        self._plain += 1
+        try:
+            yield
+        finally:
+            self._plain -= 1

@@ -1,0 +1,151 @@
+"""``tiled_compute`` on a model as it is: finds feed-forward layers and the output layer by what they are."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+from deepspeed.base.sharded import full_shape
+from deepspeed.config.sections.tiled import TiledComputeConfig
+from deepspeed.parallel.sequence.tiled.attention_chunks import NotInChunks, attention_modules, in_chunks
+from deepspeed.parallel.sequence.tiled.functions import TiledMLP
+from deepspeed.parallel.sequence.tiled.lazy_logits import LazyHead
+from deepspeed.parallel.sequence.tiled.per_token import NotPerToken, check_per_token
+
+
+class Says(Protocol):
+    """What this transform needs of a ``TransformContext``."""
+
+    def say(self, text: str) -> None: ...
+
+
+class TiledForward:
+    """``forward`` of a feed-forward layer, in ``shards`` tiles; None: of at most ``hidden`` tokens."""
+
+    def __init__(self, module: nn.Module, hidden: int, shards: int | None) -> None:
+        self.module = module
+        self.hidden = hidden
+        self.shards = shards
+
+    def __call__(self, x: Tensor) -> Tensor:
+        length = x.shape[-2] if x.dim() > 1 else 1
+        shards = self.shards or math.ceil(length / self.hidden)
+        if min(shards, length) < 2:
+            return type(self.module).forward(self.module, x)
+        return TiledMLP.apply(_untiled, self.module, x, shards)
+
+
+def _untiled(self: nn.Module, x: Tensor) -> Tensor:
+    return type(self).forward(self, x)
+
+
+class TiledModel:
+    """The transform of the ``tiled_compute`` section."""
+
+    name = "tiled_compute"
+    after = ("tensor_parallel", "sequence_parallel", "compression", "quantized_linear", "lora")
+    before = ()
+
+    def __init__(self, section: TiledComputeConfig) -> None:
+        self.section = section
+
+    def apply(self, module: nn.Module, context: Says) -> None:
+        """ValueError: there is nothing of a kind that the section asks for; the message says why."""
+        if self.section.mlp:
+            self._tile_layers(module, context)
+        if self.section.loss:
+            self._tile_loss(module, context)
+        if self.section.attention_chunk:
+            _chunk_attention(module, self.section.attention_chunk, context)
+
+    def _tile_layers(self, module: nn.Module, context: Says) -> None:
+        tiled: dict[str, int] = {}
+        refused: dict[str, str] = {}
+        for path, layer, hidden in _feed_forward(module):
+            kind = type(layer).__name__
+            try:
+                if "forward" in vars(layer):
+                    raise NotPerToken("its forward has been replaced already")
+                check_per_token(layer, hidden)
+            except NotPerToken as reason:
+                refused.setdefault(kind, f"{kind} ({path}): {reason}")
+                continue
+            vars(layer)["forward"] = TiledForward(layer, hidden, self.section.mlp_shards)
+            tiled[kind] = tiled.get(kind, 0) + 1
+        if not tiled:
+            why = "; ".join(refused.values()) or "there is none"
+            raise ValueError(
+                f"tiled_compute.mlp is true, but no feed-forward layer can be tiled: {why}. Set tiled_compute.mlp to "
+                "false, or call TiledMLP in the model"
+            )
+        context.say(", ".join(f"{count} {kind} in tiles" for kind, count in tiled.items()))
+        for reason in refused.values():
+            context.say(f"not tiled: {reason}")
+
+    def _tile_loss(self, module: nn.Module, context: Says) -> None:
+        path, head = _output_layer(module)
+        if head is None:
+            raise ValueError(
+                f"tiled_compute.loss is true, but {path}. Set tiled_compute.loss to false, or call "
+                "TiledFusedLogitsLoss in the model"
+            )
+        vars(head)["forward"] = LazyHead(head, self.section.loss_shards)
+        context.say(f"logits of {path} in tiles of the loss")
+
+
+def _chunk_attention(module: nn.Module, chunk: int, context: Says) -> None:
+    count, proven = 0, set[Any]()
+    refused: dict[str, str] = {}
+    for path, attention in attention_modules(module):
+        kind = type(attention).__name__
+        try:
+            vars(attention)["forward"] = in_chunks(attention, chunk, proven)
+            count += 1
+        except NotInChunks as reason:
+            refused.setdefault(kind, f"{kind} ({path}): {reason}")
+    if not count:
+        why = "; ".join(refused.values()) or "no module has q_proj, k_proj, v_proj and o_proj"
+        raise ValueError(
+            f"tiled_compute.attention_chunk={chunk}, but no attention can be computed in chunks: {why}. Set "
+            "tiled_compute.attention_chunk to null, or use FPDT_Attention in the model"
+        )
+    context.say(f"{count} attention modules in chunks of {chunk} tokens")
+    for reason in refused.values():
+        context.say(f"not in chunks: {reason}")
+
+
+def _feed_forward(module: nn.Module) -> Iterator[tuple[str, nn.Module, int]]:
+    """Modules whose linear layers lead from one width to another and back: path, module, the first width."""
+    for path, each in module.named_modules():
+        linears = [shape for child in each.children() if (shape := linear_shape(child)) is not None]
+        for hidden, wide in linears:
+            if hidden != wide and any(shape[1] == hidden and shape[0] != hidden for shape in linears):
+                yield path, each, hidden
+                break
+
+
+def linear_shape(module: nn.Module) -> tuple[int, int] | None:
+    """(in, out) of a linear layer: torch's, or Transformers' ``Conv1D`` with its weight [in, out]."""
+    if isinstance(module, nn.Linear):
+        return module.in_features, module.out_features
+    weight = getattr(module, "weight", None)
+    if type(module).__name__ == "Conv1D" and isinstance(weight, Tensor):
+        rows, columns = full_shape(weight)
+        return rows, columns
+    return None
+
+
+def _output_layer(module: nn.Module) -> tuple[str, nn.Module | None]:
+    """Path and output layer of a Transformers model; or why there is none."""
+    inner: Any = getattr(module, "get_base_model", lambda: module)()
+    getter = getattr(inner, "get_output_embeddings", None)
+    head = getter() if getter is not None else None
+    if head is None:
+        return f"{type(inner).__name__} has no output layer (get_output_embeddings)", None
+    path = next((path for path, each in module.named_modules() if each is head), type(head).__name__)
+    if type(head) is not nn.Linear or "forward" in vars(head):
+        return f"its output layer {path} is a {type(head).__name__}, not a plain nn.Linear", None
+    return path, head

@@ -1,0 +1,315 @@
+"""A function over tiles of its inputs, as one node of the graph.
+
+(Bekman et al., *Arctic Long Sequence Training*, 2025: tiled compute.)
+
+[Note: one node] The forward keeps the inputs only; the backward computes each tile again and differentiates it at
+once. Every tensor that the function uses is an input of the node, also weights that it finds by itself: autograd hears
+of each weight's gradient once per backward, when the sum over all tiles is complete, and so does the gradient reducer.
+
+[Note: finding the weights] The first tile is computed with a graph whose saved tensors are dropped at once; the leaves
+of that graph are what the function uses. A node that is older than the call belongs to a tensor that was computed
+outside; such a tensor has to be an argument, as nobody could give it its gradient otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from deepspeed.base.untraced import untraced
+from deepspeed.parallel.sequence.tiled.surroundings import Surroundings
+from deepspeed.zero.gathering.retention import KeptWhole
+
+
+def tile_lengths(length: int, tiles: int) -> list[int]:
+    """``length`` in ``tiles`` parts that differ by one at most; fewer parts if there are fewer positions."""
+    if tiles < 1:
+        raise ValueError(f"shards={tiles}: a sequence is cut into at least one tile")
+    tiles = max(1, min(tiles, length))
+    return [length // tiles + (i < length % tiles) for i in range(tiles)]
+
+
+@dataclass(eq=False)
+class TiledCall:
+    """``compute(tensors)`` for each tile of ``inputs``.
+
+    ``split_dims``: along which dimension each input is cut; None: every tile gets all of it. ``lengths``: of the tiles.
+    ``join_dim``: results are joined along it. ``weights``: results are summed instead, times these; a tile of weight 0
+    is not computed.
+    """
+
+    compute: Callable[[list[Any]], Any]
+    split_dims: Sequence[int | None]
+    lengths: Sequence[int]
+    join_dim: int = 1
+    weights: Sequence[float] | None = None
+
+    def __post_init__(self) -> None:
+        self.starts = [sum(self.lengths[:i]) for i in range(len(self.lengths))]
+        self.order = [i for i in range(len(self.lengths)) if self.weights is None or self.weights[i]]
+
+    def tile(self, tensor: Tensor, dim: int | None, index: int) -> Tensor:
+        """The part of one input, contiguous, without a graph."""
+        tensor = tensor.detach()
+        if dim is None:
+            return tensor
+        return tensor.narrow(dim, self.starts[index], self.lengths[index]).contiguous()
+
+    def tiles(self, inputs: Sequence[Any], index: int, needed: Sequence[bool]) -> list[Any]:
+        """Inputs of one tile; ``needed``: which of them get a gradient."""
+        return [
+            self.tile(each, dim, index).requires_grad_(need) if isinstance(each, Tensor) else each
+            for each, dim, need in zip(inputs, self.split_dims, needed, strict=True)
+        ]
+
+    def result(self, inputs: list[Any]) -> Tensor:
+        found = self.compute(inputs)
+        if not isinstance(found, Tensor):
+            raise TypeError(f"a tiled function returns one tensor, not {type(found).__name__}")
+        if self.weights is not None and found.dim():
+            raise ValueError(
+                f"results of tiles are reduced to one number, but a tile's result has shape {tuple(found.shape)}: "
+                "reduce it in the function, or join the results with output_reduction=None"
+            )
+        return found if self.weights is not None or found.dim() else found.view(1)
+
+
+@untraced
+def run_tiles(call: TiledCall, inputs: Sequence[Any]) -> Tensor:
+    """``call`` over ``inputs``, as one node of the graph where a gradient can follow.
+
+    RuntimeError: it uses a tensor with a graph that is not an input (Note: finding the weights).
+    """
+    if not call.order:
+        return _nothing_counts(inputs)
+    run = _Run(call, inputs)
+    if not torch.is_grad_enabled():
+        return run.join(run.results(call.order))
+    run.start()
+    return TiledFunction.apply(run, *inputs, *run.leaves)  # type: ignore[return-value]
+
+
+def _nothing_counts(inputs: Sequence[Any]) -> Tensor:
+    """A loss over no token: 0, with gradients that are 0."""
+    first = next(each for each in inputs if isinstance(each, Tensor) and each.is_floating_point())
+    return first.flatten()[:1].sum().float() * 0.0
+
+
+class _Run:
+    """One forward of a ``TiledCall``, and what its backward has to know of it."""
+
+    def __init__(self, call: TiledCall, inputs: Sequence[Any]) -> None:
+        self.call = call
+        self.inputs: Sequence[Any] = inputs
+        self.needed = [isinstance(each, Tensor) and each.requires_grad for each in inputs]
+        self.leaves: list[Tensor] = []
+        self.first: Tensor | None = None
+
+    def start(self) -> None:
+        """Compute the first tile and find what else the function uses (Note: finding the weights)."""
+        device = next(each.device for each in self.inputs if isinstance(each, Tensor))
+        self.surroundings = Surroundings(device)
+        tiles = self.call.tiles(self.inputs, self.call.order[0], self.needed)
+        begin = _next_sequence_number()
+        with self.surroundings.of_forward(), torch.autograd.graph.saved_tensors_hooks(_drop, _lost):
+            result = self.call.result(tiles)
+        self.leaves, self._nodes = _leaves(result, tiles, begin)
+        self.versions = [leaf._version for leaf in self.leaves]
+        self.first = result.detach()
+
+    def results(self, order: Sequence[int]) -> Iterator[Tensor]:
+        never = [False] * len(self.inputs)
+        for index in order:
+            yield self.call.result(self.call.tiles(self.inputs, index, never))
+
+    def all_results(self) -> Iterator[Tensor]:
+        """The first is there already."""
+        first, self.first = self.first, None
+        assert first is not None
+        yield first
+        del first
+        yield from self.results(self.call.order[1:])
+
+    def join(self, results: Iterator[Tensor]) -> Tensor:
+        """One tensor of the results of all tiles; ``sizes``: how long each is along ``join_dim``."""
+        call, self.sizes = self.call, list[int]()
+        if call.weights is not None:
+            weights = [call.weights[i] for i in call.order]
+            losses = torch.stack(list(results))
+            # One of 16 bits is rounded once, after the sum. What the tiles' own results lack cannot be regained.
+            wide = losses.float() if losses.element_size() < 4 else losses
+            return (wide * wide.new_tensor(weights)).sum(0).to(losses.dtype)
+        first, dim = next(results), call.join_dim
+        if first.shape[dim] != call.lengths[0]:  # not one result per position
+            parts = [first, *results]
+            self.sizes = [part.shape[dim] for part in parts]
+            return torch.cat(parts, dim)
+        self.sizes = list(call.lengths)
+        shape = list(first.shape)
+        shape[dim] = sum(call.lengths)
+        whole = first.new_empty(shape)
+        whole.narrow(dim, 0, call.lengths[0]).copy_(first)
+        del first
+        for start, length, result in zip(call.starts[1:], call.lengths[1:], results, strict=True):
+            whole.narrow(dim, start, length).copy_(result)
+        return whole
+
+    def part_of(self, grad: Tensor, turn: int, result: Tensor) -> Tensor:
+        """The gradient of one tile's result, of that of all of them."""
+        if self.call.weights is not None:
+            return (grad * self.call.weights[self.call.order[turn]]).to(result.dtype)
+        return grad.narrow(self.call.join_dim, sum(self.sizes[:turn]), self.sizes[turn])
+
+    def forget_inputs(self) -> None:
+        """Autograd keeps the tensors from now on, and the node the leaves' accumulators."""
+        self.inputs = [_Kept if isinstance(each, Tensor) else each for each in self.inputs]
+        self._nodes = []
+
+
+class TiledFunction(torch.autograd.Function):
+    """The node. ``forward`` gets the run, its inputs and the leaves that ``run_tiles`` found."""
+
+    @staticmethod
+    def forward(ctx: Any, run: _Run, *tensors: Any) -> Tensor:
+        with KeptWhole(run.leaves), run.surroundings.of_forward():
+            output = run.join(run.all_results())
+        ctx.run = run
+        ctx.save_for_backward(*(each for each in tensors[: len(run.inputs)] if isinstance(each, Tensor)))
+        run.forget_inputs()
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Any) -> Any:
+        run: _Run = ctx.run
+        _check_versions(run)
+        saved = iter(ctx.saved_tensors)
+        inputs = [next(saved) if each is _Kept else each for each in run.inputs]
+        gradients = _Gradients(run, inputs)
+        with run.surroundings.again(), KeptWhole(run.leaves) as whole:
+            for turn, index in enumerate(run.call.order):
+                tiles = run.call.tiles(inputs, index, run.needed)
+                with torch.enable_grad():
+                    result = run.call.result(tiles)
+                whole.take()
+                gradients.add(index, tiles, result, run.part_of(grads[0], turn, result))
+                del tiles, result
+        return None, *gradients.finish()
+
+
+class _Kept:
+    """Stands for a tensor that autograd keeps."""
+
+
+def _check_versions(run: _Run) -> None:
+    for leaf, version in zip(run.leaves, run.versions, strict=True):
+        if leaf._version != version:
+            raise RuntimeError(
+                "a weight that a tiled function uses was modified by an inplace operation (such as an optimizer step) "
+                "after its forward: run the forward again before this backward"
+            )
+
+
+class _Gradients:
+    """Gradients of a run's inputs and leaves, filled tile by tile."""
+
+    def __init__(self, run: _Run, inputs: Sequence[Any]) -> None:
+        self.run = run
+        self.of_inputs: list[Tensor | None] = [
+            (torch.empty_like if dim is not None else torch.zeros_like)(each) if need else None
+            for each, need, dim in zip(inputs, run.needed, run.call.split_dims, strict=True)
+        ]
+        for index, weight in enumerate(run.call.weights or ()):
+            if not weight:
+                self._skip(index)
+        self.of_leaves: list[Tensor | None] = [None] * len(run.leaves)
+
+    def _skip(self, index: int) -> None:
+        for dim, total in zip(self.run.call.split_dims, self.of_inputs, strict=True):
+            if total is not None and dim is not None:
+                self._part(total, dim, index).zero_()
+
+    def _part(self, total: Tensor, dim: int, index: int) -> Tensor:
+        return total.narrow(dim, self.run.call.starts[index], self.run.call.lengths[index])
+
+    def add(self, index: int, tiles: Sequence[Any], result: Tensor, grad: Tensor) -> None:
+        """Differentiate one tile."""
+        if not result.requires_grad:
+            self._skip(index)
+            return
+        wanted = [tile for tile, need in zip(tiles, self.run.needed, strict=True) if need]
+        found = iter(torch.autograd.grad(result, [*wanted, *self.run.leaves], grad, allow_unused=True))
+        for dim, total in zip(self.run.call.split_dims, self.of_inputs, strict=True):
+            if total is not None:
+                part = next(found)
+                if dim is None:
+                    total += 0 if part is None else part
+                elif part is None:
+                    self._part(total, dim, index).zero_()
+                else:
+                    self._part(total, dim, index).copy_(part)
+        for position, part in enumerate(found):
+            if part is not None:
+                self.of_leaves[position] = _sum(self.of_leaves[position], part, len(self.run.call.order))
+
+    def finish(self) -> tuple[Tensor | None, ...]:
+        leaves = zip(self.run.leaves, self.of_leaves, strict=True)
+        of_leaves = [None if total is None else total.to(leaf.dtype) for leaf, total in leaves]
+        return (*self.of_inputs, *of_leaves)
+
+
+def _sum(total: Tensor | None, part: Tensor, terms: int) -> Tensor:
+    """Sums of 16-bit gradients are taken in fp32 and rounded once, as inside one product."""
+    if total is None:
+        return part.float() if part.dtype in (torch.float16, torch.bfloat16) and terms > 1 else part
+    if total.layout is not torch.strided or part.layout is not torch.strided:
+        return total + part
+    return total.add_(part)
+
+
+def _drop(_: Tensor) -> None:
+    return None
+
+
+def _lost(_: None) -> Tensor:
+    raise RuntimeError("the first pass over a tile has no backward")
+
+
+def _next_sequence_number() -> int:
+    with torch.enable_grad():
+        node = torch.empty(0, requires_grad=True).view(0).grad_fn
+    assert node is not None
+    return node._sequence_nr()
+
+
+def _leaves(result: Tensor, own: Sequence[Any], begin: int) -> tuple[list[Tensor], list[Any]]:
+    """The leaves that ``result`` depends on, apart from ``own``, and the nodes that accumulate their gradients.
+
+    RuntimeError: it depends on a tensor that was computed before node number ``begin``.
+    """
+    mine = {id(each) for each in own}
+    leaves: list[Tensor] = []
+    nodes, seen, waiting = [], set(), [result.grad_fn]
+    while waiting:
+        node: Any = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if node.name().endswith("AccumulateGrad"):
+            if id(node.variable) not in mine:
+                leaves.append(node.variable)
+                nodes.append(node)
+        elif node._sequence_nr() < begin:
+            raise RuntimeError(
+                f"a tiled function uses a tensor that was computed outside of it ({node.name()}) and is not among its "
+                "arguments, so that it would get no gradient: pass it in kwargs_to_pass (kwargs_to_shard if it has a "
+                "sequence dimension), or detach() it"
+            )
+        else:
+            waiting.extend(following for following, _ in node.next_functions)
+    return leaves, nodes

@@ -1,0 +1,218 @@
+"""``sequence_parallel_size`` for an unchanged Transformers model that is given whole sequences.
+
+The ranks that share a sequence get the same batch (the engine's data loader sees to it). In training each takes its
+shard of it, attention exchanges heads for tokens, and the loss that the model returns is the mean over the tokens of
+all shards, on every rank. In evaluation and ``generate`` every rank has the whole sequence.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from deepspeed.base.staged import Staged
+from deepspeed.comm.mesh import ProcessMesh
+from deepspeed.parallel.sequence.autosp_vit import whole_patches
+from deepspeed.parallel.sequence.exchange import communicator_of
+from deepspeed.parallel.sequence.fpdt_layer import FPDT_Attention
+from deepspeed.parallel.sequence.hf.attention import shard_attention
+from deepspeed.parallel.sequence.hf.dataloader import IGNORED, shards_of, with_shifted_labels
+from deepspeed.parallel.sequence.hf.loss import token_mean, token_sum
+from deepspeed.parallel.sequence.hf.registration import is_sharded
+from deepspeed.parallel.sequence.layer import DistributedAttention
+from deepspeed.transforms.inputs import ForwardFacts, InputTransform
+
+_SHIFTED, _ALIGNED = ("ForCausalLM",), ("ForMaskedLM", "ForTokenClassification")
+"""Kinds of losses: each position predicts the next token's label, or its own token's."""
+
+
+class _Context(Protocol):
+    mesh: ProcessMesh
+
+    def transform_inputs(self, transform: InputTransform) -> None: ...
+    def say(self, text: str) -> None: ...
+
+
+@dataclass(frozen=True)
+class ShardedSequences:
+    """Leaves alone what is no Transformers model, and what has an attention over shards already."""
+
+    name: str = "ulysses"
+    after: tuple[str, ...] = ("tensor_parallel",)
+    before: tuple[str, ...] = ()
+
+    def apply(self, module: nn.Module, context: _Context) -> None:
+        if isinstance(module, Staged):
+            context.say(module.shard_sequences(context.mesh) or "the model's own matter")
+            return
+        if context.mesh.size("sp") == 1 or not _takes_attention(module):
+            context.say("the model's own matter")
+            return
+        group = context.mesh.group("sp")
+        core = shard_attention(module, group, disable_in_eval=True)
+        context.transform_inputs(ShardOfInputs(module, context.mesh))
+        module.register_forward_hook(_loss_of_all(group), with_kwargs=True)
+        base: Any = getattr(module, "base_model", module)
+        if base is not module:
+            base.register_forward_hook(_routers_of_all(group))
+        context.say(f"each sequence on {context.mesh.size('sp')} ranks, attention by {core}")
+
+
+def _takes_attention(module: nn.Module) -> bool:
+    own = any(isinstance(each, (DistributedAttention, FPDT_Attention)) for each in module.modules())
+    config = getattr(module, "config", None)
+    if own or config is None or not hasattr(config, "get_text_config"):
+        return False
+    name = getattr(config.get_text_config(), "_attn_implementation", None)
+    return name is not None and not is_sharded(name)
+
+
+@dataclass(frozen=True, eq=False)
+class ShardOfInputs:
+    """Whole sequences in, this rank's shard out, with position ids and labels that fit."""
+
+    module: nn.Module
+    mesh: ProcessMesh
+    name: str = "ulysses"
+    after: tuple[str, ...] = ("curriculum",)
+    before: tuple[str, ...] = ()
+
+    def transform(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], facts: ForwardFacts
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """ValueError: neither ``input_ids`` nor ``inputs_embeds``; fewer tokens than ranks; a loss that is not a sum
+        over tokens."""
+        if not facts.training:
+            return args, kwargs
+        batch = {**dict(zip(self._names, args, strict=False)), **kwargs}
+        tokens = next(
+            (batch[key] for key in ("input_ids", "inputs_embeds") if batch.get(key) is not None), None
+        )
+        if tokens is None or len(args) > len(self._names):
+            raise ValueError(
+                "pass input_ids or inputs_embeds by name, of whole sequences: [batch, tokens, ...]"
+            )
+        if batch.get("labels") is not None:
+            batch = self._with_labels(batch)
+        shard = shard_of(batch, tokens, self.mesh)
+        if _balances(self.module, batch) and shard.get("attention_mask") is not None:
+            shard["attention_mask"] = _no_padding(batch["attention_mask"])
+        if "shift_labels" in shard:
+            shard["labels"] = shard["shift_labels"]  # without labels the model computes no loss
+        return (), shard
+
+    @cached_property
+    def _names(self) -> list[str]:
+        named = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        found = inspect.signature(self.module.forward).parameters.values()
+        return [each.name for each in found if each.kind in named]
+
+    def _with_labels(self, batch: dict[str, Any]) -> dict[str, Any]:
+        kind = getattr(self.module, "loss_type", None)
+        if kind in _SHIFTED or kind is None and _falls_back(self.module):
+            return with_shifted_labels(batch)
+        if kind in _ALIGNED:
+            return batch
+        raise ValueError(
+            f"{type(self.module).__name__} has a loss of kind {kind}, which is not a mean over tokens: with "
+            f"sequence_parallel_size, labels are for models of kind {', '.join((*_SHIFTED, *_ALIGNED))}"
+        )
+
+
+def _falls_back(module: nn.Module) -> bool:
+    """Whether the forward takes its loss from ``loss_function``, which Transformers has be the causal one for a class
+    whose name says no kind (GPT-2)."""
+    forward: Any = inspect.unwrap(type(module).forward)
+    code = getattr(forward, "__code__", None)
+    return code is not None and "loss_function" in code.co_names
+
+
+def shard_of(batch: dict[str, Any], tokens: Tensor, mesh: ProcessMesh) -> dict[str, Any]:
+    """This rank's shard, with position ids, of whole sequences: ``tokens`` [batch, tokens, ...] is among them."""
+    if batch.get("position_ids") is None:
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        batch = {**batch, "position_ids": positions.expand(tokens.shape[:2])}
+    return shards_of(batch, mesh.size("sp"))[mesh.rank("sp")]
+
+
+def shard_of_pair(
+    inputs: Any, labels: Tensor | None, mesh: ProcessMesh
+) -> tuple[dict[str, Any], Tensor | None]:
+    """The same of what a pipeline reads: the inputs of a model, or its tokens alone, and labels, which become those of
+    the next tokens."""
+    batch = dict(inputs) if isinstance(inputs, Mapping) else {"input_ids": inputs}
+    if labels is not None:
+        batch = with_shifted_labels({**batch, "labels": labels})
+    shard = shard_of(batch, batch["input_ids"], mesh)
+    return shard, shard.pop("shift_labels", None)
+
+
+def _balances(module: Any, batch: Mapping[str, Any]) -> bool:
+    """Whether this forward has a loss that balances experts."""
+    asked = batch.get("output_router_logits")
+    config = module.config.get_text_config()
+    return bool(getattr(config, "output_router_logits", False) if asked is None else asked)
+
+
+def _no_padding(mask: Tensor) -> None:
+    """None, in the place of a mask [batch, tokens] of ones. ValueError: there is padding."""
+    if not bool((mask == 1).all()):
+        raise ValueError(
+            "with sequence_parallel_size, a loss that balances experts (output_router_logits) counts all tokens: leave "
+            "padding to labels of -100 and pass no attention_mask, or set output_router_logits to False"
+        )
+
+
+def _routers_of_all(group: Any) -> Callable[..., Any]:
+    """A forward hook of the model without its head: router logits [tokens, experts] become those of all shards, so that
+    losses that balance experts are of whole sequences. Backward sums what the ranks computed of them."""
+
+    def hook(module: nn.Module, _: Any, output: Any) -> Any:
+        found: Any = output
+        logits = found.get("router_logits") if isinstance(output, Mapping) else None
+        if module.training and logits is not None:
+            comm = communicator_of(group)
+            found["router_logits"] = tuple(whole_patches(each[None], comm)[0] for each in logits)
+        return output
+
+    return hook
+
+
+def _loss_of_all(group: Any) -> Callable[..., Any]:
+    """A forward hook: the loss in the output becomes that of all shards (a function: copies of a module share it)."""
+
+    def of_all(loss: Tensor, kwargs: dict[str, Any]) -> Tensor:
+        if kwargs.get("num_items_in_batch") is not None:
+            return token_sum(loss, group)
+        return token_mean(loss, (kwargs["labels"] != IGNORED).sum(), group)
+
+    def hook(module: nn.Module, _: Any, kwargs: dict[str, Any], output: Any) -> Any:
+        if kwargs.get("labels") is None or not module.training:
+            return output
+        if isinstance(output, tuple):
+            return (of_all(output[0], kwargs), *output[1:])
+        balance = _balance(module, output)  # the same on all ranks
+        output["loss"] = of_all(output["loss"] - balance, kwargs) + balance
+        return output
+
+    return hook
+
+
+def _balance(module: Any, output: Any) -> Tensor | float:
+    """The part of the loss that is no mean over tokens. ValueError: it was computed from this rank's shard."""
+    extra = next((name for name in ("aux_loss", "z_loss") if output.get(name) is not None), None)
+    if extra is None:
+        return 0.0
+    weight = getattr(module, "router_aux_loss_coef", None)
+    if extra != "aux_loss" or output.get("router_logits") is None or weight is None:
+        raise ValueError(
+            f"{type(module).__name__} adds its {extra} to the loss, which is known for shards of sequences only: set "
+            "output_router_logits to False, or leave sequence_parallel_size out"
+        )
+    return weight * output["aux_loss"]

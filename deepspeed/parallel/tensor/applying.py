@@ -1,0 +1,214 @@
+"""Puts a plan into effect: layers are replaced, weights sliced, numbers beside them changed."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from deepspeed.base.module_utils import keep_hooks
+from deepspeed.base.sharded import full_shape, is_zero_param
+from deepspeed.checkpoint.placement import place, placement_of
+from deepspeed.comm.collectives import Communicator
+from deepspeed.parallel.tensor.cuts import replicated
+from deepspeed.parallel.tensor.embedding import VocabParallelEmbedding
+from deepspeed.parallel.tensor.layers import LinearAllreduce, LinearLayer, SharedInput, forms_of, part_of
+from deepspeed.parallel.tensor.mappings import copy_to, reduce_from
+from deepspeed.parallel.tensor.planning.arguments import change_argument
+from deepspeed.parallel.tensor.planning.attributes import change_attribute
+from deepspeed.parallel.tensor.planning.plan import (
+    ParameterPlan,
+    PlanError,
+    TensorParallelPlan,
+    VocabularyPlan,
+)
+from deepspeed.zero.gathering.gathered import GatheredParameters
+
+Became = Callable[[nn.Parameter, nn.Parameter], None]
+
+
+def apply_plan(module: nn.Module, plan: TensorParallelPlan, group: Communicator, became: Became) -> None:
+    """Change ``module`` in place. ``became`` is told which parameter took whose place.
+
+    PlanError: the plan names what the module does not have, or cuts the parameters of one layer differently.
+    """
+    _check(module, plan)
+    _agree(module, group)
+    inputs: dict[str, Any] = defaultdict(SharedInput)
+    for path in dict.fromkeys(name.rpartition(".")[0] for name in plan.parameters):
+        own = {
+            name.rpartition(".")[2]: each
+            for name, each in plan.parameters.items()
+            if name.rpartition(".")[0] == path
+        }
+        _change_layer(module, path, own, plan, group, inputs, became)
+    for vocabulary in plan.vocabulary:
+        _spread_vocabulary(module, vocabulary, group, became)
+    for change in plan.attributes:
+        change_attribute(module.get_submodule(change.module), change, group.rank)
+    for argument in plan.arguments:
+        change_argument(module.get_submodule(argument.module), argument, group.rank)
+    for path in plan.outputs_summed:
+        module.get_submodule(path).register_forward_hook(SummedGradient(group))
+    params = dict(module.named_parameters())
+    for name in plan.summed:
+        if params[name].requires_grad:
+            params[name].register_hook(ParameterSum(group))
+
+
+def _agree(module: nn.Module, group: Communicator) -> None:
+    """Weights are those of the group's first rank, besides parts that layers hold already; what is not cut counts
+    there. Collective."""
+    with torch.no_grad():
+        for param in module.parameters():
+            placement = placement_of(param)
+            if "tp" in placement.split and tuple(placement.global_shape) != tuple(full_shape(param)):
+                continue  # a part, which differs from rank to rank
+            # What zero.Init has made comes from the first rank already.
+            if not is_zero_param(param) and param.numel():
+                flat = param.data.contiguous()
+                group.broadcast(flat.view(-1).view(torch.uint8), src=0).wait()
+                if flat is not param.data:
+                    param.data.copy_(flat)
+            if placement.split == ():
+                place(param, replicated(full_shape(param), group.rank))
+
+
+def _check(module: nn.Module, plan: TensorParallelPlan) -> None:
+    known = dict(module.named_parameters())
+    missing = [name for name in (*plan.parameters, *plan.summed) if name not in known]
+    if missing:
+        raise PlanError(f"the plan names {missing[0]}, which the module does not have")
+
+
+def _change_layer(
+    module: nn.Module,
+    path: str,
+    own: dict[str, ParameterPlan],
+    plan: TensorParallelPlan,
+    group: Communicator,
+    inputs: dict[str, Any],
+    became: Became,
+) -> None:
+    layer = module.get_submodule(path)
+    weight = own.get("weight")
+    if weight is None or weight.kind == "sliced":
+        for name, each in own.items():
+            _slice(layer, name, each, group, became)
+        return
+    if weight.kind == "column":
+        bias = own.get("bias")
+        if bias is not None and bias.cut.parts != weight.cut.parts:
+            raise PlanError(f"weight and bias of {path} are cut differently")
+        shared = plan.inputs.get(path)
+        given: Any = _same_input if shared is None else inputs[shared]
+        made: nn.Module = forms_of(layer).get("column", LinearLayer)(
+            _known_linear(layer),
+            group,
+            gather_output=weight.gather,
+            cut=weight.cut,
+            shared_input=given,
+            name=path,
+        )
+    else:
+        made = forms_of(layer).get("row", LinearAllreduce)(
+            _known_linear(layer), group, cut=weight.cut, name=path
+        )
+    made.train(layer.training)
+    for name, old in layer.named_parameters(recurse=False):
+        became(old, getattr(made, name))
+    _replace(module, layer, made)
+
+
+def _replace(module: nn.Module, old: nn.Module, new: nn.Module) -> None:
+    """Wherever it is."""
+    for each in list(module.modules()):
+        for name, child in each._modules.items():
+            if child is old:
+                each._modules[name] = new
+
+
+def _spread_vocabulary(module: nn.Module, plan: VocabularyPlan, group: Communicator, became: Became) -> None:
+    params = dict(module.named_parameters())
+    olds = [params[name] for name in (plan.weight, plan.bias) if name is not None]
+    layers = [(path, module.get_submodule(path)) for path in (*plan.embeddings, *plan.heads)]
+    weight = bias = None
+    for path, layer in layers:
+        if path in plan.heads:
+            made: Any = forms_of(layer).get("column", LinearLayer)(
+                _known_linear(layer), group, cut=plan.cut, weight=weight, stand_in=True, name=path
+            )
+            bias = made.bias = made.bias if bias is None else bias
+        else:
+            spread = forms_of(layer).get("vocabulary", VocabParallelEmbedding)
+            made = spread(layer, group, cut=plan.cut, weight=weight, name=path)
+        weight = made.weight
+        _replace(module, layer, made.train(layer.training))
+    for old, new in zip(olds, (weight, bias), strict=False):
+        assert new is not None
+        for each in module.modules():
+            for name, param in each._parameters.items():
+                if param is old:
+                    each._parameters[name] = new
+        became(old, new)
+
+
+def _slice(layer: nn.Module, name: str, plan: ParameterPlan, group: Communicator, became: Became) -> None:
+    if forms_of(layer):
+        raise PlanError(
+            f"{type(layer).__name__} cannot be split along the {plan.cut.dim}. dim of its {name}: leave it out of "
+            "compression_training's groups, or out of the tensor-parallel plan"
+        )
+    old: Any = getattr(layer, name)
+    with GatheredParameters([old]), torch.no_grad():
+        new = part_of(old, plan.cut, group)
+    setattr(layer, name, new)
+    if isinstance(layer, nn.Embedding) and plan.cut.dim == 1:
+        layer.embedding_dim = plan.cut.extents[group.rank]
+    became(old, new)
+
+
+def _known_linear(layer: nn.Module) -> nn.Module:
+    """``layer`` itself, or a plain linear layer in its place if it is a kind of ``nn.Linear`` that computes the same in
+    its own way, as its graph has shown."""
+    if not isinstance(layer, nn.Linear) or type(layer).forward is nn.Linear.forward or forms_of(layer):
+        return layer
+    plain = nn.Linear(layer.in_features, layer.out_features, bias=layer.bias is not None, device="meta")
+    plain.weight, plain.bias = layer.weight, layer.bias
+    keep_hooks(layer, plain)
+    return plain
+
+
+def _same_input(inputs: Tensor, group: Communicator, sequence: object) -> Tensor:
+    """The input's gradient is summed where it comes from."""
+    return inputs
+
+
+class SummedGradient:
+    """A forward hook: all ranks have the result, and each uses it for its own part."""
+
+    def __init__(self, group: Communicator) -> None:
+        self.group = group
+
+    def __call__(self, module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+        return copy_to(output, self.group)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SummedGradient:
+        return self
+
+
+class ParameterSum:
+    """A hook on a parameter that all ranks have, each with a part of its gradient."""
+
+    def __init__(self, group: Communicator) -> None:
+        self.group = group
+
+    def __call__(self, grad: Tensor) -> Tensor:
+        with torch.no_grad():
+            return reduce_from(grad, self.group)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ParameterSum:
+        return self

@@ -1,0 +1,192 @@
+"""Two halves of a batch that go through the same sublayers in turn: while ranks sum what one of them has put out, the
+other computes.
+
+G. Wang et al.: Domino: Eliminating Communication in LLM Training via Generic Tensor Slicing and Overlapping (2024).
+
+[Note: pieces] A sublayer under tensor parallelism is a norm, a computation on own parts of the weights, and a sum over
+ranks; its backward sums the gradient of what the computation took. Autograd goes backward through what was computed
+last, and would wait for each of these sums at once. So what lies between two sums, of one half, is a piece with a graph
+of its own, and the backward runs the pieces in the order of the forward, from the last sublayer to the first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from deepspeed.base.untraced import untraced
+from deepspeed.comm.collectives import Communicator
+from deepspeed.comm.pending import Pending
+
+__all__ = ["Sublayer", "through_sublayers"]
+
+
+@dataclass(frozen=True, slots=True)
+class Sublayer:
+    """``compute(normed, half)`` gives this rank's share of the output and what ``add`` needs besides;
+    ``add(output, besides, residual)`` gives the hidden states that follow, [sequence, batch, hidden]."""
+
+    norm: Callable[[Tensor], Tensor]
+    compute: Callable[[Tensor, int], tuple[Tensor, Any]]
+    add: Callable[[Tensor, Any, Tensor], Tensor]
+    residual_is_normed: bool = False
+
+
+@untraced
+def through_sublayers(
+    sublayers: Sequence[Sublayer],
+    group: Communicator,
+    halves: Sequence[Tensor],
+    last: Callable[[Tensor], Tensor],
+    weights: Iterable[Tensor],
+) -> tuple[Tensor, ...]:
+    """What ``last`` makes of each half behind the last sublayer. ``weights``: all that it is computed with."""
+    if torch.is_grad_enabled() and any(each.requires_grad for each in (*halves, *weights)):
+        anchor = torch.empty((), requires_grad=True)  # autograd sees no weight from outside
+        return _Halves.apply(sublayers, group, last, anchor, *halves)
+    runs = [_Half(sublayers, group, number, half, False) for number, half in enumerate(halves)]
+    return _forward(runs, len(sublayers), last)
+
+
+def _forward(runs: Sequence[_Half], sublayers: int, last: Callable[[Tensor], Tensor]) -> tuple[Tensor, ...]:
+    for number in range(sublayers):
+        for run in runs:
+            run.enter(number)
+            run.compute(number)
+    return tuple(run.leave(last) for run in runs)
+
+
+class _Halves(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        sublayers: Sequence[Sublayer],
+        group: Communicator,
+        last: Callable[[Tensor], Tensor],
+        anchor: Tensor,
+        *halves: Tensor,
+    ) -> tuple[Tensor, ...]:
+        ctx.count = len(sublayers)
+        ctx.runs = [_Half(sublayers, group, number, half, True) for number, half in enumerate(halves)]
+        return tuple(output.detach() for output in _forward(ctx.runs, ctx.count, last))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        runs, ctx.runs = ctx.runs, None
+        if runs is None:
+            raise RuntimeError(
+                "backward a second time through a Domino transformer: its graph is freed by the first one, also with "
+                "retain_graph=True; run its forward again"
+            )
+        for run, grad in zip(runs, grads, strict=True):
+            run.begin_backward(grad)
+        for number in reversed(range(ctx.count)):
+            for run in runs:
+                run.go_back(number)
+        return None, None, None, None, *(run.end_backward() for run in runs)
+
+
+class _Piece:
+    """What one half computes between two sums; with ``records``, a graph from leaves to outputs."""
+
+    def __init__(
+        self, function: Callable[..., tuple[Tensor, ...]], inputs: Sequence[Tensor], records: bool
+    ) -> None:
+        self.leaves = list(inputs)
+        if records:
+            self.leaves = [each.detach().requires_grad_() for each in inputs]
+        with torch.set_grad_enabled(records):
+            self.outputs = function(*self.leaves)
+
+    def backward(self, grads: Sequence[Tensor]) -> list[Tensor]:
+        """Of the outputs -> of the inputs. Once."""
+        torch.autograd.backward(self.outputs, list(grads))
+        found = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in self.leaves]
+        del self.leaves, self.outputs
+        return found
+
+
+class _Half:
+    """The way of one half, there and back. ``state``: what the next piece takes, its first tensor perhaps a sum that is
+    under way."""
+
+    def __init__(
+        self, sublayers: Sequence[Sublayer], group: Communicator, number: int, hidden: Tensor, records: bool
+    ) -> None:
+        self.sublayers, self.group, self.number, self.records = sublayers, group, number, records
+        self.state: tuple[Tensor, ...] = (hidden,)
+        self.besides: Any = None  # of the last sublayer's computation
+        self.pending: Pending | None = None
+        self.entered: list[_Piece] = []
+        self.computed: list[_Piece] = []
+
+    def enter(self, number: int) -> None:
+        """The norm of a sublayer, behind what the one before has put out."""
+        sublayer, add = self.sublayers[number], self._added(number)
+
+        def norm(*state: Tensor) -> tuple[Tensor, Tensor]:
+            hidden = add(*state)
+            normed = sublayer.norm(hidden)
+            return (normed if sublayer.residual_is_normed else hidden), normed
+
+        self.state = self._run(norm, self.entered)
+
+    def compute(self, number: int) -> None:
+        """Its computation, and the begin of the sum."""
+        residual, normed = self.state
+
+        def own_share(normed: Tensor) -> tuple[Tensor]:
+            share, self.besides = self.sublayers[number].compute(normed, self.number)
+            return (share,)
+
+        self.state = (normed,)
+        (share,) = self._run(own_share, self.computed)
+        share = share.detach().contiguous()
+        self.pending = self.group.all_reduce(share)
+        self.state = (share, residual)
+
+    def leave(self, last: Callable[[Tensor], Tensor]) -> Tensor:
+        add = self._added(len(self.sublayers))
+        (output,) = self._run(lambda *state: (last(add(*state)),), self.entered)
+        return output
+
+    def _added(self, number: int) -> Callable[..., Tensor]:
+        if number == 0:
+            return lambda hidden: hidden
+        add, besides = self.sublayers[number - 1].add, self.besides
+        return lambda output, residual: add(output, besides, residual)
+
+    def _run(self, function: Callable[..., tuple[Tensor, ...]], pieces: list[_Piece]) -> tuple[Tensor, ...]:
+        self._wait()
+        piece = _Piece(function, self.state, self.records)
+        if self.records:
+            pieces.append(piece)
+        return piece.outputs
+
+    def begin_backward(self, grad: Tensor) -> None:
+        self.state = (grad,)
+
+    def go_back(self, number: int) -> None:
+        """Through the norm behind a sublayer and its computation; the gradient of what that took is summed next."""
+        self._wait()
+        share, residual = self.entered.pop().backward(self.state)
+        (normed,) = self.computed.pop().backward((share,))
+        normed = normed.contiguous()
+        self.pending = self.group.all_reduce(normed)
+        self.state = (residual, normed)
+
+    def end_backward(self) -> Tensor:
+        self._wait()
+        (hidden,) = self.entered.pop().backward(self.state)
+        return hidden
+
+    def _wait(self) -> None:
+        if self.pending is not None:
+            self.pending.wait()
+            self.pending = None

@@ -1,0 +1,363 @@
+"""A transformer of Megatron-LM's kind with tensor parallelism whose sums are overlapped with computation (Domino).
+
+G. Wang et al.: Domino: Eliminating Communication in LLM Training via Generic Tensor Slicing and Overlapping (2024).
+``config`` is Megatron-LM's ``TransformerConfig`` or has its attributes, ``mpu`` a module of parallel state. See
+``halves.py`` for the order in which things happen.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+from deepspeed.parallel.tensor.domino.async_linear import (
+    DominoAsyncColumnParallelLinear,
+    RowParallelLinearNoComm,
+)
+from deepspeed.parallel.tensor.domino.halves import Sublayer, through_sublayers
+from deepspeed.parallel.tensor.ranks import communicator_of
+
+__all__ = [
+    "AttnMaskType",
+    "AttnType",
+    "CoreAttention",
+    "DominoModule",
+    "DominoTransformer",
+    "DominoTransformerLayer",
+    "DominoUtil",
+    "LayerType",
+    "ModelType",
+    "NoOper",
+    "ShardedAttention",
+    "bias_dropout_add",
+]
+
+Rotary = Callable[[Tensor, Tensor], Tensor]
+
+
+class LayerType(enum.Enum):
+    encoder = 1
+    decoder = 2
+
+
+class AttnType(enum.Enum):
+    self_attn = 1
+    cross_attn = 2
+
+
+class AttnMaskType(enum.Enum):
+    """By its name, so that Megatron-LM's own enum will do."""
+
+    padding = 1
+    causal = 2
+
+
+class ModelType(enum.Enum):
+    encoder_or_decoder = 1
+    encoder_and_decoder = 2
+
+
+class DominoUtil:
+    """The names of both halves of a batch, and what backwards of a ``ShardedAttention`` called alone wait for."""
+
+    BATCH_0: ClassVar[str] = "BATCH0"
+    BATCH_1: ClassVar[str] = "BATCH1"
+    HANDLE_DIC: ClassVar[dict[str, Any]] = {"BATCH0": None, "BATCH1": None}
+
+
+class DominoModule(nn.Module):
+    """The base of all modules here."""
+
+
+class NoOper(torch.autograd.Function):
+    """The input; its backward waits for the sum of the gradient that ``DominoAsyncColumnParallelLinearImpl`` began."""
+
+    @staticmethod
+    def symbolic(graph: Any, input_: Any, handle_dic: dict[str, Any], h_id: str) -> Any:
+        return input_
+
+    @staticmethod
+    def forward(ctx: Any, input_: Tensor, handle_dic: dict[str, Any], h_id: str) -> Tensor:
+        ctx.handles, ctx.half = handle_dic, h_id
+        return input_.view_as(input_)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None]:
+        handle = ctx.handles.get(ctx.half)
+        if handle is not None:
+            handle.wait()
+            ctx.handles[ctx.half] = None
+        return grad_output, None, None
+
+
+class CoreAttention(DominoModule):
+    """Attention of this rank's heads: causal, whatever mask is given, or with ``AttnMaskType.padding`` as the mask says
+    (True where there is nothing to see)."""
+
+    def __init__(self, config: Any, tp_world_size: int, attn_mask_type: Any = AttnMaskType.causal) -> None:
+        super().__init__()
+        self.is_causal = attn_mask_type.name == "causal"
+        self.dropout = config.attention_dropout
+        if config.num_attention_heads % tp_world_size:
+            raise ValueError(
+                f"num_attention_heads={config.num_attention_heads} cannot be divided among {tp_world_size} "
+                "tensor-parallel ranks: choose a number of ranks that divides it"
+            )
+
+    def forward(
+        self, query_layer: Tensor, key_layer: Tensor, value_layer: Tensor, attention_mask: Tensor | None
+    ) -> Tensor:
+        """[batch, heads, sequence, channels] of each -> [sequence, batch, heads * channels]."""
+        mask = None if self.is_causal or attention_mask is None else ~attention_mask
+        context = functional.scaled_dot_product_attention(
+            query_layer,
+            key_layer,
+            value_layer,
+            attn_mask=mask,
+            dropout_p=self.dropout if self.training else 0.0,
+            is_causal=self.is_causal,
+        )
+        return context.permute(2, 0, 1, 3).flatten(2)
+
+
+class ShardedAttention(DominoModule):
+    """Self-attention of this rank's heads. Of the fused projection each head has its query, key and value together."""
+
+    def __init__(
+        self,
+        config: Any,
+        mpu: Any,
+        apply_rotary_pos_emb: Rotary,
+        layer_number: int,
+        attention_type: Any = AttnType.self_attn,
+        attn_mask_type: Any = AttnMaskType.causal,
+    ) -> None:
+        super().__init__()
+        if attention_type.name != "self_attn":
+            raise ValueError(f"attention_type={attention_type}: Domino has self-attention only")
+        size, group = mpu.get_tensor_model_parallel_world_size(), mpu.get_tensor_model_parallel_group()
+        self.core_attention = CoreAttention(config, size, attn_mask_type)
+        self.layer_number, self.apply_rotary_pos_emb = max(1, layer_number), apply_rotary_pos_emb
+        self.heads, self.channels = config.num_attention_heads // size, config.kv_channels
+        self.query_key_value = DominoAsyncColumnParallelLinear(
+            config.hidden_size,
+            3 * self.heads * self.channels,
+            group,
+            config,
+            config.init_method,
+            bias=config.add_bias_linear,
+        )
+        self.dense = RowParallelLinearNoComm(
+            self.heads * self.channels,
+            config.hidden_size,
+            config,
+            config.output_layer_init_method,
+            bias=config.add_bias_linear,
+            skip_bias_add=True,
+            tp_group=group,
+        )
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None,
+        micro_batch_num: str,
+        rotary_pos_emb: Any = None,
+    ) -> tuple[Tensor, nn.Parameter | None]:
+        """This rank's share of the output, and the bias. ``NoOper`` waits for the sum of the input's gradient."""
+        mixed, _ = self.query_key_value(hidden_states, DominoUtil.HANDLE_DIC, micro_batch_num)
+        return self.dense(self.domino_core_attention_forward(mixed, attention_mask, rotary_pos_emb))
+
+    def domino_core_attention_forward(
+        self, mixed_x_layer: Tensor, attention_mask: Tensor | None, rotary_pos_emb: Any = None
+    ) -> Tensor:
+        """What the fused projection put out -> [sequence, batch, heads * channels]."""
+        mixed = mixed_x_layer.unflatten(2, (self.heads, 3 * self.channels))
+        query, key, value = mixed.split(self.channels, dim=3)
+        if rotary_pos_emb is not None:
+            both = rotary_pos_emb if isinstance(rotary_pos_emb, tuple) else (rotary_pos_emb, rotary_pos_emb)
+            query = self.apply_rotary_pos_emb(query, both[0])
+            key = self.apply_rotary_pos_emb(key, both[1])
+        by_head = [each.permute(1, 2, 0, 3) for each in (query, key, value)]
+        return self.core_attention(*by_head, attention_mask)
+
+
+class bias_dropout_add(nn.Module):
+    """``residual + dropout(x + bias)``. ``drop_path``: with this probability a sequence keeps its residual alone."""
+
+    def __init__(self, prob: float, drop_path: float = 0.0) -> None:
+        super().__init__()
+        self.dropout, self.drop_path = nn.Dropout(prob), drop_path
+
+    def forward(self, x: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
+        output = self.dropout(x if bias is None else x + bias)
+        if self.training and self.drop_path > 0:
+            keeps = 1 - self.drop_path
+            kept = torch.rand(output.shape[1], 1, dtype=output.dtype, device=output.device) < keeps
+            output = output * kept / keeps
+        return output + residual
+
+
+class DominoTransformerLayer(DominoModule):
+    """Attention and a feed-forward part, each behind a norm. Halves of a batch [sequence, batch, hidden] in a tuple."""
+
+    def __init__(
+        self,
+        config: Any,
+        mpu: Any,
+        apply_rotary_pos_emb: Rotary,
+        layer_number: int,
+        layer_type: Any = LayerType.encoder,
+        self_attn_mask_type: Any = AttnMaskType.causal,
+        drop_path_rate: float = 0.0,
+    ) -> None:
+        super().__init__()
+        self.layer_number, self.layer_type = layer_number, layer_type
+        self.apply_residual_connection_post_layernorm = config.apply_residual_connection_post_layernorm
+        self.group = communicator_of(mpu.get_tensor_model_parallel_group())
+        self.input_layernorm = _norm(config)
+        self.self_attention = ShardedAttention(
+            config, mpu, apply_rotary_pos_emb, layer_number, attn_mask_type=self_attn_mask_type
+        )
+        self.post_attention_layernorm = _norm(config)
+        self._add_feed_forward(config, mpu)
+        self.bias_dropout_add_func = bias_dropout_add(config.hidden_dropout, drop_path_rate)
+
+    def _add_feed_forward(self, config: Any, mpu: Any) -> None:
+        size, group = mpu.get_tensor_model_parallel_world_size(), mpu.get_tensor_model_parallel_group()
+        if config.ffn_hidden_size % size:
+            raise ValueError(
+                f"ffn_hidden_size={config.ffn_hidden_size} cannot be divided among {size} tensor-parallel ranks: "
+                "choose a number of ranks that divides it"
+            )
+        own, bias = config.ffn_hidden_size // size, config.add_bias_linear
+        blocks = 2 if config.gated_linear_unit else 1
+        self.linear_fc1 = DominoAsyncColumnParallelLinear(
+            config.hidden_size, own * blocks, group, config, config.init_method, bias=bias, blocks=blocks
+        )
+        self.linear_fc2 = RowParallelLinearNoComm(
+            own,
+            config.hidden_size,
+            config,
+            config.output_layer_init_method,
+            bias=bias,
+            skip_bias_add=True,
+            tp_group=group,
+        )
+        self.is_gated = blocks == 2
+        self.activation = getattr(
+            config, "activation_func", functional.silu if self.is_gated else functional.gelu
+        )
+
+    def mlp_activation_func(self, x: Tensor) -> Tensor:
+        if not self.is_gated:
+            return self.activation(x)
+        gate, value = x.chunk(2, dim=-1)
+        return self.activation(gate) * value
+
+    def forward(
+        self, hidden_states: tuple[Tensor, ...], attention_mask: Tensor | None, rotary_pos_emb: Any = None
+    ) -> tuple[Tensor, ...]:
+        sublayers = self.sublayers(_masks(attention_mask, hidden_states), rotary_pos_emb)
+        return through_sublayers(
+            sublayers, self.group, hidden_states, lambda hidden: hidden, self.parameters()
+        )
+
+    def sublayers(self, masks: Sequence[Tensor | None], rotary_pos_emb: Any) -> list[Sublayer]:
+        """``masks``: of each half."""
+
+        def attention(normed: Tensor, half: int) -> tuple[Tensor, Any]:
+            mixed, _ = self.self_attention.query_key_value(normed)
+            context = self.self_attention.domino_core_attention_forward(mixed, masks[half], rotary_pos_emb)
+            return self.self_attention.dense(context)
+
+        def feed_forward(normed: Tensor, half: int) -> tuple[Tensor, Any]:
+            wide, _ = self.linear_fc1(normed)
+            return self.linear_fc2(self.mlp_activation_func(wide))
+
+        normed, add = self.apply_residual_connection_post_layernorm, self.bias_dropout_add_func
+        return [
+            Sublayer(self.input_layernorm, attention, add, normed),
+            Sublayer(self.post_attention_layernorm, feed_forward, add, normed),
+        ]
+
+
+class DominoTransformer(DominoModule):
+    """All layers and a norm behind them, [sequence, batch, hidden] -> the same.
+
+    Both halves of the batch go through all layers in turn; with ``config.domino_intra_layer_overlap`` each layer waits
+    for its own sums instead. A batch of one sequence is computed without overlap.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        mpu: Any,
+        apply_rotary_pos_emb: Rotary,
+        model_type: Any,
+        layer_type: Any = LayerType.encoder,
+        self_attn_mask_type: Any = AttnMaskType.causal,
+        post_layer_norm: bool = True,
+        pre_process: bool = True,
+        post_process: bool = True,
+        drop_path_rate: float = 0.0,
+    ) -> None:
+        super().__init__()
+        self.model_type, self.layer_type, self.num_layers = model_type, layer_type, config.num_layers
+        self.group = communicator_of(mpu.get_tensor_model_parallel_group())
+        rates = torch.linspace(0, drop_path_rate, config.num_layers).tolist()
+        self.layers = nn.ModuleList(
+            DominoTransformerLayer(
+                config, mpu, apply_rotary_pos_emb, number, layer_type, self_attn_mask_type, rate
+            )
+            for number, rate in enumerate(rates, 1)
+        )
+        self.final_layernorm = _norm(config) if post_process and post_layer_norm else None
+        self.overlaps_layers = not getattr(config, "domino_intra_layer_overlap", False)
+
+    def forward(
+        self, hidden_states: Tensor, attention_mask: Tensor | None, rotary_pos_emb: Any = None
+    ) -> Tensor:
+        if self.overlaps_layers:
+            return self.inter_layer_overlap_forward(hidden_states, attention_mask, rotary_pos_emb)
+        return self.intra_layer_overlap_forward(hidden_states, attention_mask, rotary_pos_emb)
+
+    def inter_layer_overlap_forward(
+        self, hidden_states: Tensor, attention_mask: Tensor | None, rotary_pos_emb: Any = None
+    ) -> Tensor:
+        halves = hidden_states.chunk(2, dim=1)
+        masks = _masks(attention_mask, halves)
+        layers: Any = self.layers
+        sublayers = [each for layer in layers for each in layer.sublayers(masks, rotary_pos_emb)]
+        outputs = through_sublayers(sublayers, self.group, halves, self._last, self.parameters())
+        return torch.cat(outputs, dim=1)
+
+    def intra_layer_overlap_forward(
+        self, hidden_states: Tensor, attention_mask: Tensor | None, rotary_pos_emb: Any = None
+    ) -> Tensor:
+        halves: tuple[Tensor, ...] = hidden_states.chunk(2, dim=1)
+        for layer in self.layers:
+            halves = layer(halves, attention_mask, rotary_pos_emb)
+        return torch.cat([self._last(half) for half in halves], dim=1)
+
+    def _last(self, hidden: Tensor) -> Tensor:
+        return hidden if self.final_layernorm is None else self.final_layernorm(hidden)
+
+
+def _norm(config: Any) -> nn.LayerNorm:
+    return nn.LayerNorm(config.hidden_size, eps=config.layernorm_epsilon)
+
+
+def _masks(mask: Tensor | None, halves: Sequence[Tensor]) -> Sequence[Tensor | None]:
+    """Of each half: a mask [batch or 1, ...] is that of the whole batch."""
+    sizes = [half.shape[1] for half in halves]
+    if mask is None or mask.shape[0] != sum(sizes) or len(sizes) == 1:
+        return [mask] * len(sizes)
+    return mask.split(sizes)

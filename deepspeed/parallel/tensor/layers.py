@@ -1,0 +1,485 @@
+"""Linear layers of which each tensor-parallel rank holds a part.
+
+A column-parallel layer holds some of the outputs, a row-parallel one some of the inputs; one after the other they need
+one sum (Shoeybi et al.: Megatron-LM, 2019). Both take the place of a layer of the model: they keep its class as a base
+(``isinstance(layer, nn.Linear)``), the names of its parameters and their layout, also Transformers' ``Conv1D``, whose
+weight is [inputs, outputs]. Every parameter carries its ``Placement``.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from deepspeed.base.accelerator import get_accelerator
+from deepspeed.base.module_utils import keep_hooks
+from deepspeed.base.untraced import untraced
+from deepspeed.checkpoint.placement import place
+from deepspeed.comm.collectives import Communicator
+from deepspeed.parallel.tensor.cuts import Cut, replicated
+from deepspeed.parallel.tensor.described import describe
+from deepspeed.parallel.tensor.logits import LogitsInParts
+from deepspeed.parallel.tensor.mappings import copy_to, gather_from, shared_weight, split_to, sum_own
+from deepspeed.parallel.tensor.overlapped import column_product
+from deepspeed.parallel.tensor.probing import transposed_by_trial
+from deepspeed.parallel.tensor.ranks import communicator_of
+from deepspeed.parallel.tensor.sequence_regions import SequenceRegion
+from deepspeed.zero import params as zero_params
+from deepspeed.zero.gathering.gathered import GatheredParameters
+
+__all__ = ["LinearAllreduce", "LinearLayer", "SharedInput", "TensorParallelLayer", "communicator_of"]
+
+
+class InputRule(Protocol):
+    """What becomes of the input of a column-parallel layer on its way in."""
+
+    def __call__(self, inputs: Tensor, group: Communicator, sequence: SequenceRegion | None, /) -> Tensor: ...
+
+
+class SharedInput:
+    """One input that several layers use (query, key and value): its gradient is summed once for all of them.
+
+    The layers are given the same object of this class. It remembers what it made of the tensor that it saw last, until
+    that tensor is gone.
+    """
+
+    def __init__(self) -> None:
+        self._seen: weakref.ref[Tensor] | None = None
+        self._key: tuple[int, bool] | None = None
+        self._made: Tensor | None = None
+
+    @untraced
+    def __call__(self, inputs: Tensor, group: Communicator, sequence: SequenceRegion | None) -> Tensor:
+        if group.size == 1:
+            return inputs
+        if inputs.is_inference():  # changes of its values cannot be seen
+            return copy_to(inputs, group) if sequence is None else sequence.gather(inputs)
+        key = (inputs._version, torch.is_grad_enabled())
+        if self._seen is None or self._seen() is not inputs or self._key != key or self._made is None:
+            made = copy_to(inputs, group) if sequence is None else sequence.gather(inputs)
+            self._seen, self._key, self._made = weakref.ref(inputs, self._forget), key, made
+        return self._made
+
+    def _forget(self, gone: weakref.ref[Tensor]) -> None:
+        if gone is self._seen:
+            self._seen = self._made = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SharedInput:
+        return SharedInput()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return SharedInput, ()
+
+
+@functools.cache
+def _joined_class(ours: type, original: type) -> type:
+    return type(ours.__name__, (ours, original), {"__doc__": ours.__doc__, "__module__": ours.__module__})
+
+
+class TensorParallelLayer(nn.Module):
+    """A layer in the place of ``module``, whose class it has as a base. ``group``: the ranks that share it.
+
+    ``cut``: how the dim that is split is spread over them.
+    """
+
+    group: Communicator
+    cut: Cut
+    keep_module_on_host: bool = False
+
+    def __init__(self, mp_group: Communicator | ProcessGroup | None = None, **kwargs: Any) -> None:
+        """Of a layer of one's own. ``name``: of the layer."""
+        super().__init__()
+        self.group = communicator_of(mp_group)
+        self.name = kwargs.get("name")
+
+    @property
+    def mp_group(self) -> ProcessGroup | None:
+        return self.group.group
+
+    @property
+    def tp_world_size(self) -> int:
+        return self.group.size
+
+    @property
+    def tp_index(self) -> int:
+        """This rank's number among those that share the layer."""
+        return self.group.rank
+
+    @classmethod
+    def set_keep_module_on_host(cls, value: bool) -> None:
+        """Whether ``move`` leaves tensors in host memory."""
+        cls.keep_module_on_host = value
+
+    def move(self, tensor: Tensor) -> Tensor:
+        """``tensor`` on the device, a copy."""
+        kept = self.keep_module_on_host
+        device = tensor.device if kept else torch.device(get_accelerator().current_device_name())
+        return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device, copy=True)
+
+    def is_training_mode(self) -> bool:
+        """Layers can always be trained."""
+        return True
+
+    def config_requires_grad(self, weight: Tensor | None) -> None:
+        """Nothing: a parameter keeps what it was."""
+
+    def config_tp_params(self, weight: Tensor | None) -> None:
+        """Have the parameter know this layer's ``gather_params``."""
+        if weight is not None:
+            vars(weight).update({name: OfLayer(self, name) for name in ("gather_params", "_tp_partition")})
+
+    def _adopt(self, module: nn.Module) -> None:
+        """Take over what the module is besides its parameters, also its class, buffers and hooks. (Not a ``forward``
+        that someone has put on the object, which would compute with the old parameters.)"""
+        if not isinstance(self, type(module)):
+            self.__class__ = _joined_class(type(self), type(module))
+        nn.Module.__init__(self)
+        kept = {key: value for key, value in vars(module).items() if not key.startswith("_")}
+        kept.pop("forward", None)
+        vars(self).update(kept)
+        keep_hooks(module, self)
+        for name, buffer in module.named_buffers(recurse=False):
+            self.register_buffer(name, buffer, persistent=name not in module._non_persistent_buffers_set)
+
+    def _keep(self, module: nn.Module, cuts: Mapping[str, Cut | None], *, own: bool = False) -> None:
+        """Have this rank's part of each parameter of ``module``; None: all of it. ``own``: it holds only that part."""
+        given = {name: param for name, param in module.named_parameters(recurse=False) if name in cuts}
+        with GatheredParameters(list(given.values())), torch.no_grad():
+            for name, param in given.items():
+                self.register_parameter(name, part_of(param, cuts[name], self.group, own=own))
+        for name in cuts.keys() - given.keys():
+            self.register_parameter(name, None)
+
+
+def part_of(param: nn.Parameter, cut: Cut | None, group: Communicator, *, own: bool = False) -> nn.Parameter:
+    """This rank's part of a whole ``param`` (None: all of it) as a new parameter with its placement.
+
+    ``own``: ``param`` is that part already. Inside ``GatheredParameters`` if ``zero.Init`` has partitioned it.
+    """
+    data, shape = param.detach(), list(zero_params.full_shape(param))
+    if cut is not None and own:
+        shape[cut.dim] = cut.size
+    elif cut is not None:
+        data = cut.take(data, group.rank)
+    made = nn.Parameter(data.clone(memory_format=torch.contiguous_format), requires_grad=param.requires_grad)
+    if not zero_params.is_zero_param(param):
+        vars(made).update(vars(param))
+    if group.size > 1:
+        found = replicated(shape, group.rank) if cut is None else cut.placement(shape, group.rank)
+        place(made, found)
+    return made
+
+
+def check_ranks(cut: Cut, group: Communicator, size: int) -> None:
+    """ValueError: ``cut`` is for another number of ranks, or another width."""
+    if cut.ranks != group.size or cut.size != size:
+        raise ValueError(
+            f"a cut of {cut.size} elements over {cut.ranks} ranks does not fit a layer that is {size} wide, on "
+            f"{group.size} ranks"
+        )
+
+
+def forms_of(module: nn.Module) -> Mapping[str, type[Any]]:
+    """The classes that a layer of its own kind (a compressed one) names for itself when it is split: "column", "row",
+    "vocabulary"."""
+    return getattr(type(module), "split_forms", {})
+
+
+_PART = "_ds_tp_part"
+"""Attribute of a parameter that is whole for now: the part that it was."""
+
+
+class OfLayer:
+    """A method of a layer as an attribute of its parameters; it does not keep the layer alive."""
+
+    def __init__(self, layer: nn.Module, name: str) -> None:
+        self.layer = weakref.ref(layer)
+        self.name = name
+
+    def __call__(self, params_list: Sequence[nn.Parameter]) -> None:
+        layer = self.layer()
+        if layer is None:
+            raise ValueError(f"{self.name}: the layer that this parameter belonged to is gone")
+        getattr(layer, self.name)(params_list)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (_of_no_layer, (self.name,))
+
+
+def _of_no_layer(name: str) -> OfLayer:
+    """What is left of it in a parameter that was pickled."""
+    return OfLayer(nn.Module(), name)
+
+
+class _ParallelLinear(TensorParallelLayer):
+    """What both kinds have in common. ``transposed``: the weight is [inputs, outputs]."""
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+    transposed: bool
+    _splits_bias = False
+
+    def _start(self, module: nn.Module, group: Communicator | ProcessGroup | None, name: str | None) -> None:
+        self._adopt(module)
+        self.group = communicator_of(group)
+        self.transposed = _is_transposed(module)
+        self.name = name
+
+    def _choose_cut(self, module: nn.Module, cut: Cut | None, dim: int, own: bool) -> Cut:
+        """Along ``dim`` of the weight: 0 outputs, 1 inputs, as in ``nn.Linear``."""
+        weight: Any = module.weight
+        size = zero_params.full_shape(weight)[1 - dim if self.transposed else dim]
+        if cut is None and own:
+            cut = Cut.of_sizes(dim, _extents(size, self.group, weight.device))
+        elif cut is None:
+            cut = Cut.even(dim, size, self.group.size)
+        check_ranks(cut, self.group, cut.size if own else size)
+        return cut.along(1 - dim if self.transposed else dim)
+
+    def _tell_sizes(self) -> None:
+        """The documented attributes, as this rank has them."""
+        outputs, inputs = zero_params.full_shape(self.weight)
+        if self.transposed:
+            self.nx, self.nf = outputs, inputs
+        else:
+            self.in_features, self.out_features = inputs, outputs
+
+    def _keep(self, module: nn.Module, cuts: Mapping[str, Cut | None], *, own: bool = False) -> None:
+        super()._keep(module, cuts, own=own)
+        for param in self.parameters(recurse=False):  # as clients call them: on the parameter
+            self.config_tp_params(param)
+        self._describe()
+
+    def _describe(self, shape: Sequence[Any] | None = None) -> None:
+        """``shape``: the matrices side by side, as the user has stated them."""
+        kind, cuts = "column" if self._splits_bias else "row", self._cuts()
+        for name, param in self.named_parameters(recurse=False):
+            describe(param, cuts.get(name), kind, is_bias=name == "bias", shape=shape)
+
+    def _cuts(self) -> dict[str, Cut]:
+        """Of the parameters of which each rank has a part."""
+        return {"weight": self.cut, **({"bias": self.cut.along(0)} if self._splits_bias else {})}
+
+    def gather_params(self, params_list: Sequence[nn.Parameter]) -> None:
+        """Make these parameters of the layer whole, in place. Collective; not of a layer that stage 3 trains."""
+        for param, cut in self._split_of(params_list):
+            part = param.data
+            whole = gather_from(param.detach(), self.group, cut)
+            param.data = whole.clone(memory_format=torch.contiguous_format)
+            vars(param)[_PART] = part
+
+    def _tp_partition(self, params_list: Sequence[nn.Parameter]) -> None:
+        """The opposite: leave this rank's part of whole parameters, in the memory where it was: an engine's, if one
+        trains the layer."""
+        for param, cut in self._split_of(params_list):
+            taken = cut.take(param.data, self.group.rank).clone(memory_format=torch.contiguous_format)
+            part = vars(param).pop(_PART, None)
+            param.data = taken if part is None else part.copy_(taken)
+
+    def _split_of(self, params_list: Sequence[nn.Parameter]) -> list[tuple[nn.Parameter, Cut]]:
+        """Those of which each rank has a part, with their cuts."""
+        if self.group.size == 1:
+            return []
+        cuts = {id(self._parameters[name]): cut for name, cut in self._cuts().items()}
+        return [(param, cuts[id(param)]) for param in params_list if id(param) in cuts]
+
+    def operands(self) -> tuple[Tensor, Tensor | None]:
+        """Weight and bias that forward computes with."""
+        return self.weight, self.bias
+
+    def _product(self, inputs: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
+        """``weight`` may be a module instead, which has it in another form and computes the product with it."""
+        if isinstance(weight, nn.Module):
+            output = weight(inputs)
+            return output if bias is None else output + bias
+        return nn.functional.linear(inputs, weight.t() if self.transposed else weight, bias)
+
+    def extra_repr(self) -> str:
+        outputs, inputs = zero_params.full_shape(self.weight)
+        if self.transposed:
+            outputs, inputs = inputs, outputs
+        return f"in_features={inputs}, out_features={outputs}, bias={self.bias is not None}, ranks={self.group.size}"
+
+
+class LinearLayer(_ParallelLinear):
+    """Column-parallel: each rank computes the outputs that its rows of the weight give.
+
+    Args:
+        module: ``nn.Linear`` or ``Conv1D`` with the whole weight, on any device, in any dtype, also partitioned by
+            ``zero.Init`` (collective then over the ranks that hold it).
+        mp_group: the ranks that share the layer.
+        skip_partition: ``module`` holds this rank's part already.
+        gather_output: give the whole output on every rank.
+        gather_in_evaluation: only in evaluation mode or without gradients: for a head whose loss takes logits in parts.
+        stand_in: the same, but in training the output stands for the whole one (``LogitsInParts``): for a model's own
+            loss.
+        cut: of the outputs (``dim`` is not read). By default as even as can be. Elements that several ranks hold have
+            their gradients summed.
+        weight: the parameter that this rank has already, shared with another layer (tied embeddings).
+        sequence: the input is a shard of the sequence, gathered here.
+        shared_input: the same object for layers with the same input.
+        overlap_comm: communicate the input's gradient while the weight's is computed. Not with ``shared_input``, whose
+            gradient is complete only later.
+
+    Input [.., in_features], equal on all ranks; output [.., this rank's out_features].
+    """
+
+    _splits_bias = True
+
+    def __init__(
+        self,
+        module: nn.Module,
+        mp_group: Communicator | ProcessGroup | None = None,
+        skip_partition: bool = False,
+        gather_output: bool = False,
+        *,
+        cut: Cut | None = None,
+        weight: nn.Parameter | None = None,
+        sequence: SequenceRegion | None = None,
+        shared_input: InputRule | None = None,
+        gather_in_evaluation: bool = False,
+        stand_in: bool = False,
+        overlap_comm: bool = False,
+        name: str | None = None,
+    ) -> None:
+        self._start(module, mp_group, name)
+        self.cut = self._choose_cut(module, cut, 0, skip_partition)
+        self.gather_output = gather_output
+        self.overlap_comm = overlap_comm and shared_input is None
+        self.gather_in_evaluation = gather_in_evaluation
+        self.stand_in = stand_in
+        self.sequence = sequence
+        self.shared_input: InputRule = shared_input or SharedInput()
+        self._overlaps = bool(self.cut.shared())
+        own = {"weight": self.cut, "bias": self.cut.along(0)}
+        if weight is not None:
+            del own["weight"]
+            self.weight = weight
+        self._keep(module, own, own=skip_partition)
+        self._tell_sizes()
+
+    @classmethod
+    def from_weights(
+        cls,
+        weight_shape: Sequence[int] | None = None,
+        dtype: torch.dtype = torch.half,
+        weight: Tensor | None = None,
+        bias: Tensor | None = None,
+        gather_output: bool = False,
+    ) -> LinearLayer:
+        """A layer of one rank with ``weight`` [outputs, inputs] and ``bias``, or with random ones of ``weight_shape``
+        and ``dtype``."""
+        if weight is None and weight_shape is None:
+            raise ValueError("from_weights needs weight, or weight_shape and dtype")
+        outputs, inputs = weight_shape if weight is None else weight.shape  # type: ignore[misc]
+        made = nn.Linear(inputs, outputs, bias=weight is None or bias is not None, dtype=dtype)
+        if weight is not None:
+            made.weight = nn.Parameter(weight.detach(), requires_grad=False)
+        if bias is not None:
+            made.bias = nn.Parameter(bias.detach(), requires_grad=False)
+        return cls(made, skip_partition=True, gather_output=gather_output)
+
+    def operands(self) -> tuple[Tensor, Tensor | None]:
+        weight, bias = self.weight, self.bias
+        if not self._overlaps:
+            return weight, bias
+        weight = shared_weight(weight, self.group, self.cut)
+        return weight, None if bias is None else shared_weight(bias, self.group, self.cut.along(0))
+
+    def forward(self, input: Tensor) -> Tensor:
+        weight, bias = self.operands()
+        if self.overlap_comm and self.group.size > 1 and not torch.is_autocast_enabled(input.device.type):
+            weight = weight.t() if self.transposed else weight
+            output = column_product(input, weight, bias, self.group, self.sequence)
+        else:
+            output = self._product(self.shared_input(input, self.group, self.sequence), weight, bias)
+        if self._gives_whole():
+            return gather_from(output, self.group, self.cut.along(-1))
+        if self.stand_in and self.group.size > 1:
+            return LogitsInParts.of(output, self.group, self.cut)
+        return output
+
+    def _gives_whole(self) -> bool:
+        """Compiled code does not know logits in parts."""
+        if self.gather_output or (self.stand_in and torch.compiler.is_compiling()):
+            return True
+        return (self.gather_in_evaluation or self.stand_in) and not self._is_training()
+
+    def _is_training(self) -> bool:
+        return self.training and torch.is_grad_enabled()
+
+
+class LinearAllreduce(_ParallelLinear):
+    """Row-parallel: each rank multiplies the inputs that it has; the products are summed, and then the bias is added.
+
+    Args:
+        module: as for ``LinearLayer``.
+        mp_group: the ranks that share the layer.
+        skip_partition: ``module`` holds this rank's part of the weight already.
+        cut: of the inputs (``dim`` is not read); no two ranks may have the same. By default as even as can be.
+        split_input: the input is whole on every rank, which takes its part.
+        sequence: give each rank its shard of the sequence instead of all of it.
+
+    Input [.., this rank's in_features]; output [.., out_features].
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        mp_group: Communicator | ProcessGroup | None = None,
+        skip_partition: bool = False,
+        *,
+        cut: Cut | None = None,
+        split_input: bool = False,
+        sequence: SequenceRegion | None = None,
+        name: str | None = None,
+    ) -> None:
+        self._start(module, mp_group, name)
+        self.cut = self._choose_cut(module, cut, 1, skip_partition)
+        if self.group.size > 1 and self.cut.shared():
+            raise ValueError(
+                "inputs of a row-parallel layer that two ranks hold would count twice in its sum"
+            )
+        self.split_input = split_input
+        self.sequence = sequence
+        self._keep(module, {"weight": self.cut, "bias": None}, own=skip_partition)
+        self._tell_sizes()
+
+    def forward(self, input: Tensor) -> Tensor:
+        if self.split_input:
+            input = split_to(input, self.group, self.cut.along(-1))
+        weight, bias = self.operands()
+        output = self._product(input, weight, None)
+        if self.sequence is None:
+            output = sum_own(output, self.group)
+        else:
+            output = self.sequence.scatter(output)
+            bias = None if bias is None else shared_weight(bias, self.group)
+        return output if bias is None else output.add_(bias)
+
+
+def _is_transposed(module: nn.Module) -> bool:
+    """Whether the weight is [inputs, outputs]. ValueError: what the layer computes is not known."""
+    if isinstance(module, nn.Linear) and (type(module).forward is nn.Linear.forward or forms_of(module)):
+        return False
+    if any(base.__name__ == "Conv1D" and hasattr(module, "nf") for base in type(module).__mro__):
+        return True
+    transposed = transposed_by_trial(module)
+    if transposed is not None:
+        return transposed
+    raise ValueError(
+        f"{type(module).__name__} computes something else than nn.Linear or transformers' Conv1D and cannot be split; "
+        "leave it whole"
+    )
+
+
+def _extents(own: int, group: Communicator, device: torch.device) -> Sequence[int]:
+    every = torch.empty(group.size, dtype=torch.int64, device=device)
+    group.all_gather(every, torch.tensor([own], dtype=torch.int64, device=device)).wait()
+    return every.tolist()

@@ -1,0 +1,222 @@
+"""Logits of which each tensor-parallel rank has some of the vocabulary, in the place of the whole ones.
+
+The head of an unchanged model returns them while it trains. To the code of the model they have the shape of the whole
+logits: casts, scaling, capping, views and slices of positions work on the own part, and cross-entropy sums over ranks
+(``vocab_parallel_cross_entropy``). Whatever else reads them gets the whole logits, gathered then: a collective, so
+that all ranks have to do the same with them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.utils._pytree import tree_map
+
+from deepspeed.comm.collectives import Communicator
+from deepspeed.parallel.sequence.tiled.lazy_logits import FACTS, POINTWISE, picks_positions
+from deepspeed.parallel.tensor.cross_entropy import vocab_parallel_cross_entropy
+from deepspeed.parallel.tensor.cuts import Cut
+from deepspeed.parallel.tensor.mappings import gather_from
+
+__all__ = ["LogitsInParts"]
+
+
+@dataclass(slots=True)
+class _State:
+    """``whole``: gathered, with the ``version`` that it had then. ``part_written``: the part was written in place."""
+
+    whole: Tensor | None = None
+    version: int = 0
+    part_written: bool = False
+
+    @property
+    def whole_written(self) -> bool:
+        return self.whole is not None and self.whole._version != self.version
+
+
+class LogitsInParts(torch.Tensor):
+    """``local`` [.., this rank's vocabulary], by ``cut`` of the last dim; the shape is that of the whole.
+
+    It is a result of ``local`` for autograd too, so that code which torch functions do not reach (an autograd function
+    of a client's) gets the right values and gradients.
+    """
+
+    local: Tensor
+    group: Communicator
+    cut: Cut
+    state: _State
+
+    @staticmethod
+    def of(local: Tensor, group: Communicator, cut: Cut) -> LogitsInParts:
+        return _StandIn.apply(local, group, cut.along(-1))
+
+    def like(self, local: Tensor) -> LogitsInParts:
+        """The same part of another tensor."""
+        return LogitsInParts.of(local, self.group, self.cut)
+
+    def whole(self) -> Tensor:
+        """Gathered, and kept if it has the graph that later readers may need. Collective."""
+        if self.state.whole is not None:
+            return self.state.whole
+        whole = gather_from(self.local, self.group, self.cut)
+        if torch.is_grad_enabled() or not self.local.requires_grad:
+            self.state.whole, self.state.version = whole, whole._version
+        return whole
+
+    def values(self) -> Tensor:
+        """The whole ones, without a graph. Collective."""
+        whole = self.state.whole
+        return gather_from(self.local.detach(), self.group, self.cut) if whole is None else whole.detach()
+
+    def __repr__(self, **_: Any) -> str:  # not collective: one rank may print
+        with torch._C.DisableTorchFunctionSubclass():
+            return f"LogitsInParts(shape={tuple(self.shape)}, local={tuple(self.local.shape)})"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.values().__reduce_ex__(protocol)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        first = args[0] if args else None
+        if isinstance(first, LogitsInParts):
+            with torch._C.DisableTorchFunctionSubclass():
+                if func in FACTS:
+                    return func(*args, **kwargs)
+                if func in _OF_THE_PART:
+                    return func(first.local, *args[1:], **kwargs)
+            found = _in_parts(first, func, args[1:], kwargs) if not first.state.whole_written else None
+            if found is not None:
+                return found
+        args, kwargs = tree_map(_whole, (args, kwargs))
+        return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = tree_map(_values, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+class _StandIn(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, group: Communicator, cut: Cut) -> LogitsInParts:
+        ctx.rank, ctx.cut = group.rank, cut
+        shape = (*local.shape[:-1], cut.size)
+        made: Any = torch.Tensor._make_wrapper_subclass(
+            LogitsInParts, shape, dtype=local.dtype, device=local.device
+        )
+        made.local, made.group, made.cut = local, group, cut
+        made.state = ctx.state = _State()
+        return made
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        if ctx.state.part_written or ctx.state.whole_written:
+            raise RuntimeError(
+                "logits were written in place and then read by an autograd function, for which their gradient is not "
+                "known; give it a copy: logits.clone()"
+            )
+        return ctx.cut.take(grad, ctx.rank), None, None
+
+
+_OF_THE_PART = frozenset(
+    {
+        *(getattr(torch.Tensor, name).__get__ for name in ("grad_fn", "requires_grad", "is_leaf", "grad")),
+        torch.Tensor.register_hook,
+        torch.Tensor.retain_grad,
+    }
+)
+"""The graph is the part's."""
+
+_IN_PLACE = frozenset(
+    getattr(torch.Tensor, name)
+    for name in "mul_ div_ add_ sub_ tanh_ clamp_ __imul__ __itruediv__ __iadd__ __isub__".split()
+)
+_ELEMENTWISE = POINTWISE | _IN_PLACE | {torch.Tensor.detach, torch.Tensor.clone, torch.clone, torch.neg}
+
+
+def _whole(each: Any) -> Any:
+    return each.whole() if isinstance(each, LogitsInParts) else each
+
+
+def _values(each: Any) -> Any:
+    return each.values() if isinstance(each, LogitsInParts) else each
+
+
+def _in_parts(logits: LogitsInParts, func: Any, rest: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The result without whole logits, or None if it takes them."""
+    if func in _ELEMENTWISE:
+        if not all(_is_plain(value) for value in (*rest, *kwargs.values())):
+            return None
+        changed = func(logits.local, *rest, **kwargs)
+        if func not in _IN_PLACE:
+            return logits.like(changed)
+        logits.local, logits.state.whole, logits.state.part_written = changed, None, True
+        return logits
+    if func in _SHAPES:
+        return _viewed(logits, func, rest, kwargs)
+    if func is torch.Tensor.__getitem__ and picks_positions(rest[0], logits.local.ndim, (slice, int)):
+        return logits.like(logits.local[rest[0]])
+    if func is nn.functional.cross_entropy:
+        return _cross_entropy(logits, *rest, **kwargs)
+    return None
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether an operation with it treats every element of the logits alike."""
+    if isinstance(value, Tensor):
+        return value.ndim == 0 and not isinstance(value, LogitsInParts)
+    return value is None or isinstance(
+        value, (int, float, bool, torch.dtype, torch.device, str, torch.memory_format)
+    )
+
+
+_SHAPES: frozenset[Callable[..., Tensor]] = frozenset(
+    {torch.Tensor.view, torch.Tensor.reshape, torch.Tensor.flatten, torch.flatten, torch.Tensor.unsqueeze}
+)
+
+
+def _viewed(logits: LogitsInParts, func: Any, rest: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """With another shape, if the last dim stays the vocabulary."""
+    if rest and isinstance(rest[0], torch.dtype):
+        return None
+    with torch._C.DisableTorchFunctionSubclass():
+        before = tuple(logits.shape)
+    after = tuple(func(torch.empty(before, device="meta"), *rest, **kwargs).shape)
+    width = before[-1]
+    if not after or after[-1] != width or math.prod(after[:-1]) != math.prod(before[:-1]):
+        return None
+    return logits.like(logits.local.reshape(*after[:-1], logits.local.shape[-1]))
+
+
+def _cross_entropy(
+    logits: LogitsInParts,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: Any = None,
+    ignore_index: int = -100,
+    reduce: Any = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Tensor | None:
+    """``torch.nn.functional.cross_entropy`` of ``logits`` [tokens, vocabulary], or None."""
+    usual = weight is None and size_average is None and reduce is None and not target.is_floating_point()
+    if not usual or logits.local.ndim != 2 or target.ndim != 1:
+        return None
+    loss = vocab_parallel_cross_entropy(
+        logits.local,
+        target,
+        logits.group,
+        cut=logits.cut,
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+        reduction=reduction,
+    )
+    return loss.to(logits.local.dtype)

@@ -1,0 +1,369 @@
+"""Communication between the regions of a tensor-parallel block, with its gradients.
+
+Conjugate pairs (Shoeybi et al.: Megatron-LM, 2019, and Korthikanti et al.: Reducing Activation Recomputation in Large
+Transformer Models, 2022):
+
+    function            forward          backward
+    copy_to             identity         all-reduce
+    reduce_from         all-reduce       identity
+    gather_from         all-gather       own part
+    split_to            own part         all-gather
+    gather_sequence     all-gather       reduce-scatter
+    scatter_sequence    reduce-scatter   all-gather
+    shared_weight       identity         all-reduce of what several ranks hold
+    whole_of_part       all-gather       own part
+
+All are collective over the ranks of the ``Communicator``, in forward or backward, and return their input where that is
+one rank. Sums are the communicator's: in rank order, in fp32, rounded once.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from deepspeed.base.untraced import untraced
+from deepspeed.comm.collectives import Communicator, Pending
+from deepspeed.parallel.tensor.cuts import Cut
+
+__all__ = [
+    "copy_to",
+    "gather_from",
+    "gather_sequence",
+    "join_sequence",
+    "reduce_from",
+    "scatter_sequence",
+    "shared_weight",
+    "split_sequence",
+    "split_to",
+    "sum_own",
+    "whole_of_part",
+]
+
+
+@untraced
+def copy_to(inputs: Tensor, group: Communicator) -> Tensor:
+    """``inputs``, equal on all ranks, into a region where each rank uses them for a part of the work: their gradient is
+    summed."""
+    return inputs if group.size == 1 else _Copy.apply(inputs, group)
+
+
+@untraced
+def reduce_from(inputs: Tensor, group: Communicator) -> Tensor:
+    """The sum of all ranks' ``inputs``, for work that is the same on all ranks."""
+    return inputs if group.size == 1 else _Sum.apply(inputs, group)
+
+
+@untraced
+def sum_own(inputs: Tensor, group: Communicator) -> Tensor:
+    """``reduce_from`` in place: for a result that nobody else has seen, and that its backward does not need."""
+    return inputs if group.size == 1 else _SumInPlace.apply(inputs, group)
+
+
+@untraced
+def gather_from(inputs: Tensor, group: Communicator, cut: Cut) -> Tensor:
+    """The whole tensor of which each rank has its part by ``cut``, for work that is the same on all ranks."""
+    return inputs if group.size == 1 else _Gather.apply(inputs, group, cut)
+
+
+@untraced
+def split_to(inputs: Tensor, group: Communicator, cut: Cut) -> Tensor:
+    """The rank's part by ``cut`` of ``inputs``, which are equal on all ranks; no two ranks may have the same part."""
+    return inputs if group.size == 1 else _Split.apply(inputs, group, cut)
+
+
+@untraced
+def gather_sequence(inputs: Tensor, group: Communicator, dim: int = 0, length: int | None = None) -> Tensor:
+    """All ranks' ``inputs`` [.., n, ..], one after the other along ``dim``, for work of which each rank does a part.
+
+    ``length``: of the result, if less than ``n x ranks``: the last ranks' inputs end in padding then.
+    """
+    return inputs if group.size == 1 else _GatherSequence.apply(inputs, group, dim, length)
+
+
+@untraced
+def scatter_sequence(inputs: Tensor, group: Communicator, dim: int = 0) -> Tensor:
+    """The rank's part along ``dim`` of the sum of all ranks' ``inputs`` [.., length, ..]: ``ceil(length / ranks)``
+    wide, padded with zeros where the length does not divide."""
+    return inputs if group.size == 1 else _ScatterSequence.apply(inputs, group, dim)
+
+
+@untraced
+def split_sequence(inputs: Tensor, group: Communicator, dim: int = 0) -> Tensor:
+    """The rank's part along ``dim`` of ``inputs`` that are equal on all ranks, padded as by ``scatter_sequence``."""
+    return inputs if group.size == 1 else _SplitSequence.apply(inputs, group, dim)
+
+
+@untraced
+def join_sequence(inputs: Tensor, group: Communicator, dim: int = 0, length: int | None = None) -> Tensor:
+    """The opposite of ``split_sequence``, for work that is the same on all ranks."""
+    return inputs if group.size == 1 else _JoinSequence.apply(inputs, group, dim, length)
+
+
+@untraced
+def shared_weight(weight: Tensor, group: Communicator, cut: Cut | None = None) -> Tensor:
+    """A weight whose elements are used on more than one rank, each for a part of the work: their gradients are summed.
+
+    ``cut``: which elements this rank holds of the whole; None: all ranks hold all of it.
+    """
+    if group.size == 1 or (cut is not None and not cut.shared()):
+        return weight
+    return _SharedWeight.apply(weight, group, cut)
+
+
+@untraced
+def whole_of_part(part: Tensor, group: Communicator, cut: Cut) -> Tensor:
+    """The whole of a tensor of which each rank has its part by ``cut``, and goes on with that part only, changed by
+    what it needs the whole for (the range of a quantization)."""
+    return part if group.size == 1 else _WholeOfPart.apply(part, group, cut)
+
+
+class _Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor, group: Communicator) -> Tensor:
+        ctx.group = group
+        return inputs.view_as(inputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _summed(grad, ctx.group), None
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor, group: Communicator) -> Tensor:
+        return _summed(inputs, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+class _SumInPlace(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor, group: Communicator) -> Tensor:
+        if not inputs.is_contiguous():
+            return _summed(inputs, group)
+        ctx.mark_dirty(inputs)
+        group.all_reduce(inputs).wait()
+        return inputs
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor, group: Communicator, cut: Cut) -> Tensor:
+        ctx.group, ctx.cut = group, cut
+        return _whole(inputs, group, cut)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        cut, rank = ctx.cut, ctx.group.rank
+        own = cut.take(grad, rank)
+        elsewhere = cut.elsewhere(rank)
+        if elsewhere:  # the values came from another rank
+            own = own.clone()
+            for (low, high), _ in cut.local(rank, elsewhere):
+                own.narrow(cut.dim, low, high - low).zero_()
+        return own, None, None
+
+
+class _Split(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor, group: Communicator, cut: Cut) -> Tensor:
+        ctx.group, ctx.cut = group, cut
+        return cut.take(inputs, group.rank).contiguous()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _whole(grad, ctx.group, ctx.cut), None, None
+
+
+class _GatherSequence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor, group: Communicator, dim: int, length: int | None) -> Tensor:
+        ctx.group, ctx.dim = group, dim
+        return _all_gathered(inputs, group, dim, length)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return _reduce_scattered(grad, ctx.group, ctx.dim), None, None, None
+
+
+class _ScatterSequence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor, group: Communicator, dim: int) -> Tensor:
+        ctx.group, ctx.dim, ctx.length = group, dim, inputs.shape[dim]
+        return _reduce_scattered(inputs, group, dim)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _all_gathered(grad, ctx.group, ctx.dim, ctx.length), None, None
+
+
+class _SplitSequence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor, group: Communicator, dim: int) -> Tensor:
+        ctx.group, ctx.dim, ctx.length = group, dim, inputs.shape[dim]
+        return _own_run(inputs, group, dim)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _all_gathered(grad, ctx.group, ctx.dim, ctx.length), None, None
+
+
+class _JoinSequence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor, group: Communicator, dim: int, length: int | None) -> Tensor:
+        ctx.group, ctx.dim = group, dim
+        return _all_gathered(inputs, group, dim, length)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return _own_run(grad, ctx.group, ctx.dim), None, None, None
+
+
+class _SharedWeight(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, group: Communicator, cut: Cut | None) -> Tensor:
+        ctx.group, ctx.cut = group, cut
+        return weight.view_as(weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        if ctx.cut is None:
+            return _summed(grad, ctx.group), None, None
+        return _summed_where_shared(grad, ctx.group, ctx.cut), None, None
+
+
+class _WholeOfPart(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, group: Communicator, cut: Cut) -> Tensor:
+        ctx.rank, ctx.cut = group.rank, cut
+        return _whole(part, group, cut)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.cut.take(grad, ctx.rank), None, None
+
+
+# --- Moving bytes, outside autograd ---------------------------------------------------------------------------
+
+
+def _summed(tensor: Tensor, group: Communicator) -> Tensor:
+    """A new tensor: autograd may hand the same gradient to others, and a caller may use his input again."""
+    total = tensor.clone(memory_format=torch.contiguous_format)
+    group.all_reduce(total).wait()
+    return total
+
+
+def _parts(tensor: Tensor, group: Communicator) -> Tensor:
+    """[ranks, *shape]: every rank's ``tensor``, which has the same shape everywhere."""
+    tensor = tensor.contiguous()
+    parts = tensor.new_empty((group.size, *tensor.shape))
+    group.all_gather(parts.view(-1), tensor.view(-1)).wait()
+    return parts
+
+
+def _padded(tensor: Tensor, dim: int, extent: int) -> Tensor:
+    """``tensor`` with zeros behind it along ``dim``."""
+    missing = extent - tensor.shape[dim]
+    if missing <= 0:
+        return tensor
+    shape = list(tensor.shape)
+    shape[dim] = missing
+    return torch.cat([tensor, tensor.new_zeros(shape)], dim)
+
+
+def _whole(tensor: Tensor, group: Communicator, cut: Cut) -> Tensor:
+    """The tensor of which each rank has its part by ``cut``."""
+    extents = cut.extents
+    if tensor.shape[cut.dim] != extents[group.rank]:
+        raise ValueError(
+            f"a tensor of shape {tuple(tensor.shape)} is not rank {group.rank}'s part, which is {extents[group.rank]} "
+            f"wide in dim {cut.dim}"
+        )
+    parts = _parts(_padded(tensor, cut.dim, max(extents)), group)
+    return cut.joined([part.narrow(cut.dim, 0, n) for part, n in zip(parts, extents, strict=True)])
+
+
+def _all_gathered(tensor: Tensor, group: Communicator, dim: int, length: int | None) -> Tensor:
+    parts = _parts(tensor, group)
+    dim = dim % tensor.dim()
+    whole = parts.flatten(0, 1) if dim == 0 else torch.cat(parts.unbind(0), dim)
+    return whole if length is None else whole.narrow(dim, 0, length)
+
+
+def _reduce_scattered(tensor: Tensor, group: Communicator, dim: int) -> Tensor:
+    return begin_reduce_scatter(tensor, group, dim).wait()
+
+
+class Scattering(NamedTuple):
+    """A reduce-scatter in flight: ``source`` is read until it has been waited for."""
+
+    own: Tensor
+    source: Tensor
+    pending: Pending
+
+    def wait(self) -> Tensor:
+        self.pending.wait()
+        return self.own
+
+
+def begin_reduce_scatter(tensor: Tensor, group: Communicator, dim: int) -> Scattering:
+    """What ``scatter_sequence`` gives, once it has been waited for."""
+    dim = dim % tensor.dim()
+    run = -(-tensor.shape[dim] // group.size)
+    whole = _padded(tensor, dim, run * group.size)
+    # The rank's number becomes the first dim: a copy unless that is where the sequence is.
+    parts = whole.unflatten(dim, (group.size, run)).movedim(dim, 0).contiguous()
+    own = parts.new_empty(parts.shape[1:])
+    return Scattering(own, parts, group.reduce_scatter(own.view(-1), parts.view(-1)))
+
+
+def _own_run(tensor: Tensor, group: Communicator, dim: int) -> Tensor:
+    run = -(-tensor.shape[dim] // group.size)
+    low = min(run * group.rank, tensor.shape[dim])
+    own = tensor.narrow(dim, low, min(run, tensor.shape[dim] - low))
+    return _padded(own, dim, run).contiguous()
+
+
+def _summed_where_shared(grad: Tensor, group: Communicator, cut: Cut) -> Tensor:
+    """``grad`` with what other ranks hold too summed over them; only that is communicated."""
+    shared = cut.shared()
+    starts = [sum(b - a for a, b in shared[:i]) for i in range(len(shared))]
+    shape = list(grad.shape)
+    shape[cut.dim] = sum(high - low for low, high in shared)
+    total = grad.new_zeros(shape)
+
+    def places() -> list[tuple[int, int, int]]:
+        """(position in ``grad``, position in ``total``, extent)."""
+        return [
+            (own[0], start + whole[0] - interval[0], own[1] - own[0])
+            for interval, start in zip(shared, starts, strict=True)
+            for own, whole in cut.local(group.rank, [interval])
+        ]
+
+    found = places()
+    for position, target, extent in found:
+        total.narrow(cut.dim, target, extent).copy_(grad.narrow(cut.dim, position, extent))
+    group.all_reduce(total).wait()
+    result = grad.clone(memory_format=torch.contiguous_format)
+    for position, target, extent in found:
+        result.narrow(cut.dim, position, extent).copy_(total.narrow(cut.dim, target, extent))
+    return result

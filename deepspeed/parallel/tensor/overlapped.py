@@ -1,0 +1,79 @@
+"""A column-parallel product whose backward communicates the input's gradient while it computes the weight's.
+
+(Narayanan et al.: Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM, 2021.) The same sums
+in the same order as with ``copy_to`` or ``gather_sequence`` before the product, so the same bits.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from deepspeed.base.untraced import untraced
+from deepspeed.comm.collectives import Communicator
+from deepspeed.parallel.tensor.mappings import begin_reduce_scatter
+from deepspeed.parallel.tensor.sequence_regions import SequenceRegion
+
+__all__ = ["begin_gradients", "column_product"]
+
+
+@untraced
+def column_product(
+    inputs: Tensor, weight: Tensor, bias: Tensor | None, group: Communicator, sequence: SequenceRegion | None
+) -> Tensor:
+    """``inputs`` [.., in] x ``weight`` [own outputs, in], which may be a transposed view; ``inputs`` are equal on all
+    ranks, or shards of ``sequence``, which are gathered."""
+    return _ColumnProduct.apply(inputs, weight, bias, group, sequence)
+
+
+class _ColumnProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        inputs: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        group: Communicator,
+        sequence: SequenceRegion | None,
+    ) -> Tensor:
+        whole = inputs if sequence is None else sequence.gather(inputs)
+        ctx.save_for_backward(whole, weight)
+        ctx.group, ctx.sequence = group, sequence
+        output = torch.nn.functional.linear(whole, weight, bias)
+        return torch.ops.aten._unsafe_view(
+            output, output.shape
+        )  # no view, so that an activation may write into it
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        gradients, pending = begin_gradients(ctx, grad, ctx.group, ctx.sequence)
+        if pending is not None:
+            pending.wait()
+        return *gradients, None, None
+
+
+def begin_gradients(
+    ctx: Any, grad: Tensor, group: Communicator, sequence: SequenceRegion | None = None
+) -> tuple[tuple[Tensor | None, Tensor | None, Tensor | None], Any]:
+    """Of a product that saved its inputs and weight: the gradients of input, weight and bias, as far as they are
+    needed, and what to wait for before the input's is read (None: it is not needed)."""
+    inputs, weight = ctx.saved_tensors
+    needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+    own = pending = grad_weight = grad_bias = None
+    if needs_input:
+        own = grad @ weight
+        if sequence is None:
+            pending = group.all_reduce(own)
+        else:
+            pending = begin_reduce_scatter(own, group, sequence.dim)
+            own = pending.own
+    rows = grad.flatten(0, -2)
+    if needs_weight:
+        grad_weight = rows.t() @ inputs.flatten(0, -2)
+    if needs_bias:
+        grad_bias = rows.sum(0)
+    return (own, grad_weight, grad_bias), pending

@@ -1,0 +1,159 @@
+"""Numbers that a module keeps beside its weights (heads, widths) and that must be those of a rank's part."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import re
+from collections.abc import Container, Iterator, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+from torch import Tensor, nn
+
+from deepspeed.parallel.tensor.planning.plan import AttributeChange, PlanError
+from deepspeed.parallel.tensor.planning.solving import Axis, Region
+from deepspeed.parallel.tensor.planning.values import Followed
+
+_NO_WIDTHS = ("head", "num", "position", "rotary", "window", "layer", "buckets")
+
+
+@dataclass(frozen=True, slots=True)
+class _Ratios:
+    """Of each rank: its part of the heads, and of those that heads share. ``width``: inputs of the row layer;
+    ``shared_width``: outputs that make the shared keys."""
+
+    heads: tuple[Fraction, ...]
+    shared: tuple[Fraction, ...]
+    width: int
+    shared_width: int = 0
+
+
+def changes(
+    module: nn.Module,
+    regions: Sequence[Region],
+    followed: Followed,
+    soft: dict[Axis, Tensor],
+    fixed: Container[str] = (),
+) -> tuple[AttributeChange, ...]:
+    """What changes in the modules that own the layers of ``regions``, but for the paths in ``fixed``. (Numbers that fit
+    no part stay: such a part does not run on paper then.)"""
+    found: dict[tuple[str, str, bool], AttributeChange] = {}
+    for region in regions:
+        ratios = _ratios(region, followed, soft)
+        if len(region.groups) == ratios.width:  # every channel is on its own: no heads
+            continue
+        for path in owners(region):
+            if path in fixed:
+                continue
+            for change in _of_module(path, module.get_submodule(path), ratios):
+                known = found.setdefault((path, change.name, change.in_config), change)
+                if known.values != change.values:
+                    raise PlanError(f"{path}.{change.name} would be {known.values} and {change.values}")
+    return tuple(found.values())
+
+
+def owners(region: Region) -> list[str]:
+    """Modules around the layers, up to the one that has them all (an adapter may stand between)."""
+    layers = [name.split(".")[:-1] for name, _ in [*region.columns, *region.rows]]
+    common = len(os.path.commonprefix(layers))
+    found = [path[:end] for path in layers for end in range(len(path) - 1, max(common, 1) - 1, -1)]
+    return list(dict.fromkeys(".".join(path) for path in found))
+
+
+def _ratios(region: Region, followed: Followed, soft: dict[Axis, Tensor]) -> _Ratios:
+    row = region.cuts[region.rows[0]]
+    heads = tuple(Fraction(extent, row.size) for extent in row.extents)
+    columns = sum(region.cuts[axis].size for axis in region.columns)
+    masks = [(region.cuts[axis], soft[axis]) for axis in region.columns if axis in soft and soft[axis].any()]
+    if masks:
+        total = sum(int(mask.sum()) for _, mask in masks)
+        own = [
+            sum(int(mask[low:high].sum()) for cut, mask in masks for low, high in cut.parts[rank])
+            for rank in range(row.ranks)
+        ]
+        return _Ratios(heads, tuple(Fraction(each, total) for each in own), row.size, total // 2)
+    whole = columns == row.size  # only queries are split
+    return _Ratios(heads, (Fraction(1),) * row.ranks if whole else heads, row.size)
+
+
+def _of_module(path: str, module: nn.Module, ratios: _Ratios) -> Iterator[AttributeChange]:
+    text = _source(type(module))
+    used = set(re.findall(r"self\.(\w+)", text))
+    numbers = {name: value for name, value in vars(module).items() if _is_number(value)}
+    for name, value in numbers.items():
+        values = _local(name, value, ratios, name in used)
+        if values is not None:
+            yield AttributeChange(path, name, values)
+    config: Any = getattr(module, "config", None)
+    for name in sorted(set(re.findall(r"(?:self\.)?config\.(\w+)", text))):
+        value: Any = getattr(config, name, None)
+        if _is_number(value):
+            values = _local(name, value, ratios, "head" in name)
+            if values is not None:
+                yield AttributeChange(path, name, values, in_config=True)
+
+
+def _local(name: str, value: int, ratios: _Ratios, used: bool) -> tuple[int, ...] | None:
+    low = name.lower()
+    shared = "kv" in low or "key_value" in low
+    if "group" in low and shared or low == "n_rep":
+        parts = [value * h / s for h, s in zip(ratios.heads, ratios.shared, strict=True)]
+    elif "head" in low and not any(word in low for word in ("dim", "size", "mask", "rotary")):
+        parts = [value * ratio for ratio in (ratios.shared if shared else ratios.heads)]
+    elif used and value == ratios.width and not any(word in low for word in _NO_WIDTHS):
+        parts = [value * ratio for ratio in ratios.heads]
+    elif used and shared and value == ratios.shared_width:
+        parts = [value * ratio for ratio in ratios.shared]
+    else:
+        return None
+    if any(Fraction(each).denominator != 1 for each in parts):
+        return None
+    return tuple(int(each) for each in parts)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def _source(kind: type) -> str:
+    """The code of a class's methods besides ``__init__``."""
+    texts = []
+    for name, method in inspect.getmembers(kind, inspect.isfunction):
+        if name != "__init__" and method.__qualname__.split(".")[0] in {
+            c.__name__ for c in kind.__mro__[:-2]
+        }:
+            try:
+                texts.append(inspect.getsource(method))
+            except (OSError, TypeError):
+                continue
+    return "\n".join(texts)
+
+
+def change_attribute(module: nn.Module, change: AttributeChange, rank: int) -> None:
+    """Give ``module`` the number of ``rank``."""
+    name, value = change.name, change.values[rank]
+    if not change.in_config:
+        setattr(module, name, value)
+        return
+    config: Any = module.config
+    if isinstance(config, LocalConfig):
+        config.own[name] = value
+    else:
+        vars(module)["config"] = LocalConfig(config, {name: value})
+
+
+class LocalConfig:
+    """A model's config as one module sees it: ``own`` in place of some of its values."""
+
+    def __init__(self, config: Any, own: dict[str, int]) -> None:
+        vars(self).update(config=config, own=own)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name in ("config", "own"):
+            raise AttributeError(name)
+        return self.own[name] if name in self.own else getattr(self.config, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self.config, name, value)

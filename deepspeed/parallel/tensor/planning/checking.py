@@ -1,0 +1,197 @@
+"""Whether a rank's part of a model runs, on paper: every tensor of it has the shape that its labels say.
+
+The model with this rank's weights and numbers is followed as the whole one was. The two graphs must have the same
+operations, and each tensor must be as large as the channels that the rank holds of it. What does not fit (a number of
+heads that the code of a forward contains, one that was changed but should not be) is found before anything is split.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import Node
+
+from deepspeed.parallel.tensor.planning.arguments import change_argument
+from deepspeed.parallel.tensor.planning.attributes import change_attribute
+from deepspeed.parallel.tensor.planning.labels import NONE, Labels, varies
+from deepspeed.parallel.tensor.planning.ordering import Parts
+from deepspeed.parallel.tensor.planning.plan import TensorParallelPlan
+from deepspeed.parallel.tensor.planning.solving import Solution
+from deepspeed.parallel.tensor.planning.trace import Trace, TraceError, trace
+from deepspeed.parallel.tensor.planning.values import PLAIN, Followed, Value, is_move
+
+
+@dataclass(frozen=True, slots=True)
+class Misfit:
+    """``path``: of the module in which it was found; empty: outside of all that have split layers."""
+
+    path: str
+    text: str
+
+
+def parts_of(run: Trace, solution: Solution, plan: TensorParallelPlan) -> Parts | Misfit:
+    """The graphs of the ranks' parts, one for ranks whose parts have the same shapes; or what does not fit."""
+    alike: dict[tuple[int, ...], list[int]] = defaultdict(list)
+    for rank in range(plan.ranks if plan.parameters else 0):
+        alike[tuple(each.cut.extents[rank] for each in plan.parameters.values())].append(rank)
+    found: dict[int, tuple[Trace, list[int]]] = {}
+    for first, *others in alike.values():
+        part = _of_rank(run, solution, plan, first)
+        if isinstance(part, Misfit):
+            return part
+        found[first] = part, [first, *others]
+    return found
+
+
+def _of_rank(run: Trace, solution: Solution, plan: TensorParallelPlan, rank: int) -> Trace | Misfit:
+    own = _part_on_paper(run.twin, plan, rank)
+    owners = sorted({name.rsplit(".", 2)[0] if name.count(".") > 1 else "" for name in plan.parameters})
+    place = _Place(own, [path for path in owners if path])
+    try:
+        part = trace(own, run.inputs)
+    except TraceError as error:
+        return Misfit(place.path, str(error))
+    held = _held(solution, rank)
+    for whole, local in zip(_steps(run), _steps(part), strict=False):
+        if whole.target != local.target:
+            return Misfit(
+                _owner(whole, owners), f"its operations depend on the number of ranks ({whole.name})"
+            )
+        for expected, actual in _shapes(whole, local, solution.followed, held):
+            if not _fits(expected, actual):
+                return Misfit(
+                    _owner(whole, owners), f"{whole.name} would have the shape {actual}, not {expected}"
+                )
+    return part
+
+
+class _Place:
+    """In which of the modules the forward is."""
+
+    def __init__(self, module: nn.Module, paths: Sequence[str]) -> None:
+        self._stack: list[str] = []
+        for path in paths:
+            each = module.get_submodule(path)
+            each.register_forward_pre_hook(lambda *_, path=path: self._stack.append(path))
+            each.register_forward_hook(lambda *_: void(self._stack.pop()))
+
+    @property
+    def path(self) -> str:
+        return self._stack[-1] if self._stack else ""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Place:
+        return self
+
+
+def void(value: object) -> None:
+    """A hook must not return anything."""
+
+
+def _part_on_paper(twin: nn.Module, plan: TensorParallelPlan, rank: int) -> nn.Module:
+    own = copy.deepcopy(twin)
+    params = dict(own.named_parameters())
+    made: dict[int, nn.Parameter] = {}
+    for name, each in plan.parameters.items():
+        shape = list(params[name].shape)
+        shape[each.cut.dim] = each.cut.extents[rank]
+        made[id(params[name])] = nn.Parameter(params[name].new_empty(shape), requires_grad=False)
+    for module in own.modules():
+        for name, param in list(module._parameters.items()):
+            if param is not None and id(param) in made:
+                new = module._parameters[name] = made[id(param)]
+                if name == "weight" and isinstance(getattr(module, "nf", None), int):
+                    vars(module)["nf"] = new.shape[1]
+    for change in plan.attributes:
+        change_attribute(own.get_submodule(change.module), change, rank)
+    for argument in plan.arguments:
+        change_argument(own.get_submodule(argument.module), argument, rank)
+    return own
+
+
+def _held(solution: Solution, rank: int) -> Tensor:
+    """For each label whether the rank has it. bool [labels]"""
+    roots = solution.followed.labels.components()
+    known, own = torch.zeros(len(roots), dtype=torch.bool), torch.zeros(len(roots), dtype=torch.bool)
+    for region in solution.regions:
+        for axis, cut in region.cuts.items():
+            labels = roots[solution.followed.axis_labels[axis]]
+            known[labels] = True
+            for low, high in cut.parts[rank]:
+                own[labels[low:high]] = True
+    held = (own | ~known)[roots]
+    held[NONE] = True
+    return held
+
+
+def _steps(run: Trace) -> Iterator[Node]:
+    """What computes: a forward may move data differently where there is nothing to repeat (one query for each key)."""
+    return (
+        node
+        for node in run.graph.nodes
+        if node.op == "call_function"
+        and not is_move(node)
+        and not str(node.target).startswith("aten._assert")
+    )
+
+
+def _shapes(
+    whole: Node, local: Node, followed: Followed, held: Tensor
+) -> Iterator[tuple[tuple[int | None, ...], tuple[int, ...]]]:
+    """(expected, actual); None: any size"""
+    for value, before, after in zip(
+        _several(followed.values.get(whole)),
+        _several(whole.meta.get("val")),
+        _several(local.meta.get("val")),
+        strict=False,
+    ):
+        if not isinstance(value, Value) or not isinstance(after, Tensor) or value.axes:
+            continue
+        if value.shape == tuple(before.shape):
+            yield _own_shape(value, held, followed.labels), tuple(int(size) for size in after.shape)
+
+
+def _several(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, (list, tuple)) else [value]
+
+
+def _fits(expected: tuple[int | None, ...], actual: tuple[int, ...]) -> bool:
+    return len(expected) == len(actual) and all(
+        size is None or size == found for size, found in zip(expected, actual, strict=True)
+    )
+
+
+def _own_shape(value: Value, held: Tensor, labels: Labels) -> tuple[int | None, ...]:
+    if value.ids is None:
+        return value.shape
+    if value.kind == PLAIN:  # copies of the same values may be more or fewer
+        return tuple(size if varies(value.ids, dim) else None for dim, size in enumerate(value.shape))
+    some = value.ids != NONE
+    if not some.any():
+        return (None,) * len(value.shape)
+    own = held[value.ids] & some
+    sizes = [_count(own, some, dim) for dim in range(own.ndim)]
+    if not labels.any_soft(value.ids):
+        return tuple(sizes)
+    # Of what ranks share, each makes as many copies as it has heads.
+    single = [torch.unique(value.ids, dim=dim).shape[dim] == size for dim, size in enumerate(value.shape)]
+    return tuple(size if one else None for size, one in zip(sizes, single, strict=True))
+
+
+def _count(own: Tensor, some: Tensor, dim: int) -> int:
+    """Positions along ``dim`` of which the rank has something, or nobody in particular."""
+    own, some = (each.movedim(dim, 0).reshape(each.shape[dim], -1).any(1) for each in (own, some))
+    return int((own | ~some).sum())
+
+
+def _owner(node: Node, owners: Sequence[str]) -> str:
+    """The innermost of ``owners`` in which a node is."""
+    for path, _ in reversed(list((node.meta.get("nn_module_stack") or {}).values())):
+        if path.removeprefix("module.") in owners:
+            return path.removeprefix("module.")
+    return ""

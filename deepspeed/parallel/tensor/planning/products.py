@@ -1,0 +1,171 @@
+"""Products: linear layers begin and end labels, and what a sum is over is united."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from deepspeed.parallel.tensor.planning.elementwise import Elementwise
+from deepspeed.parallel.tensor.planning.labels import NONE, varies
+from deepspeed.parallel.tensor.planning.tracker import Operands
+from deepspeed.parallel.tensor.planning.values import PLAIN, SPLIT, Value, plain_value, shape_of, source
+
+
+class Products(Elementwise):
+    """Each rule takes a node, its name and its operands, and says what is known of the result."""
+
+    def _product(self, node: Node, name: str, operands: Operands) -> Any:
+        values = self.found.values
+        args: list[Any] = list(node.args)
+        bias = None
+        if name in ("addmm", "baddbmm"):
+            bias, args = args[0], args[1:]
+        elif name == "linear":
+            bias = args[2] if len(args) > 2 else node.kwargs.get("bias")
+        left, right = values[args[0]], values[args[1]]
+        if right.axes and len(right.shape) == 2:
+            outward, inward = (
+                (right.axes[0], right.axes[1]) if name == "linear" else (right.axes[1], right.axes[0])
+            )
+            sizes = (right.shape[0], right.shape[1]) if name == "linear" else (right.shape[1], right.shape[0])
+            return self._linear(node, args[0], left, right.param, outward, inward, sizes, bias)
+        if name == "linear":
+            return self._unlabelled_linear(node, left, right, bias, operands)
+        shape = shape_of(node)
+        made = self._contracted(node, left, right, shape)
+        if bias is not None:
+            place = bias
+            made = self._combined(node, shape, [(node, made), (place, values[place])])  # type: ignore[arg-type]
+        return made
+
+    def _unlabelled_linear(self, node: Node, left: Value, right: Value, bias: Any, operands: Operands) -> Any:
+        """With a weight that stays whole."""
+        if left.kind != SPLIT or right.kind != PLAIN:
+            return self._unknown(node, "linear", operands)
+        return self._shared(node, left, "", bias)
+
+    def _linear(
+        self,
+        node: Node,
+        place: Node,
+        x: Value,
+        param: str,
+        outward: int,
+        inward: int,
+        sizes: tuple[int, int],
+        bias: Any,
+    ) -> Value:
+        shape = shape_of(node)
+        assert shape is not None
+        bias_value = self.found.values[bias] if isinstance(bias, Node) else None
+        bias_name = bias_value.param if bias_value is not None else None
+        if x.kind != SPLIT:
+            self._use_whole(x, node)
+            if param in self.second.values() or self.second.get(param) in self.found.rows:
+                return plain_value(node, True)
+            labels = self.axis(param, outward, sizes[0])
+            self.found.inputs.setdefault(param, source(place))
+            if self.found.columns.setdefault(param, outward) != outward or param in self.found.rows:
+                self.labels.stick(labels, f"{param} is used in two ways")
+            self.found.linears[node] = ("column", param, bias_name)
+            self.found.entries[node] = place
+            made = Value(shape, SPLIT, labels.expand(shape), learned=True)
+            if bias_value is not None:
+                made = self._combined(node, shape, [(node, made), (bias, bias_value)])
+            return made
+        assert x.ids is not None
+        flat = x.ids.reshape(-1, x.ids.shape[-1])
+        if not bool((flat == flat[0]).all()):
+            return self._shared(node, x, param, bias)
+        if bool((flat[0] == NONE).any()):
+            self.labels.stick(x.ids, f"the input of {param} is only partly split")
+        labels = self.axis(param, inward, sizes[1])
+        self.labels.unite(labels, flat[0])
+        if self.found.rows.setdefault(param, inward) != inward or param in self.found.columns:
+            self.labels.stick(labels, f"{param} is used in two ways")
+        self.found.linears[node] = ("row", param, bias_name)
+        if bias_value is not None:
+            self._use_whole(bias_value, node)
+        return Value(shape, learned=True)
+
+    def _shared(self, node: Node, x: Value, param: str, bias: Any) -> Value:
+        """One matrix applied to each part on its own, such as to every head."""
+        shape = shape_of(node)
+        assert shape is not None and x.ids is not None
+        if param:
+            self.found.whole_uses.setdefault(param, node.name)
+        merged = self.labels.merged(x.ids, [-1]).expand(shape)
+        if isinstance(bias, Node):
+            self._use_whole(self.found.values[bias], node)
+        return Value(shape, SPLIT, merged, learned=True)
+
+    def _contracted(self, node: Node, left: Value, right: Value, shape: tuple[int, ...] | None) -> Value:
+        for each in (left, right):
+            self._use_whole(each, node)
+        if SPLIT not in (left.kind, right.kind) or shape is None:
+            return Value(shape or (), learned=left.learned or right.learned)
+        if len(left.shape) < 2 or len(right.shape) < 2:
+            self._give_up([left, right], "a product with a vector")
+            return Value(shape, learned=True)
+        parts = []
+        for value, other in ((left, right), (right, left)):
+            self._note_copies(value, other)
+        for value, other, dim in ((left, right, -1), (right, left, -2)):
+            if value.kind != SPLIT:
+                continue
+            dims = [dim]
+            if other.kind != SPLIT:
+                dims += [d for d in other.dims() if d < -2 and -d <= len(value.shape)]
+            parts.append(self.labels.merged(value.ids, dims).expand([  # type: ignore[arg-type]
+                1 if d == len(value.shape) + dim else size for d, size in enumerate(value.shape)
+            ]))  # fmt: skip
+        made = parts[0] if len(parts) == 1 else self.labels.joined(parts[0], parts[1])
+        if made.ndim < len(shape) or prod(made.shape) != prod(shape):
+            made = made.expand(shape)
+        return Value(shape, SPLIT, made, learned=True)
+
+    def _note_copies(self, value: Value, other: Value) -> None:
+        """A product uses one matrix for several of the other side (one head of keys for all queries)."""
+        if value.kind != SPLIT or other.kind != SPLIT or value.ids is None or other.ids is None:
+            return
+        sizes = (*(1,) * (len(other.shape) - len(value.shape)), *value.shape)
+        batch = range(-len(other.shape), -2)
+        if any(sizes[d] == 1 < other.shape[d] and varies(other.ids, d) for d in batch):
+            self.found.copied.append((self.labels.united, torch.unique(value.ids)))
+
+    def _attention(self, node: Node, name: str, operands: Operands) -> Any:
+        values = [self.found.values[arg] if isinstance(arg, Node) else None for arg in node.args[:4]]
+        query, key, value = values[:3]
+        shape = shape_of(node)
+        if (
+            query is None
+            or key is None
+            or value is None
+            or shape is None
+            or not any(v.kind == SPLIT for _, v in operands)
+        ):
+            return self._unknown(node, name, operands)
+        if query.shape[-3] != key.shape[-3]:
+            times = query.shape[-3] // key.shape[-3]
+            key, value = (self._repeated(each, times) for each in (key, value))
+        turned = None if key.ids is None else key.ids.transpose(-1, -2)
+        key = Value((*key.shape[:-2], key.shape[-1], key.shape[-2]), key.kind, turned, learned=key.learned)
+        scores_shape = (*shape[:-1], key.shape[-1])
+        scores = self._contracted(node, query, key, scores_shape)
+        mask = values[3] if len(values) > 3 else None
+        if mask is not None and scores.kind == SPLIT:
+            scores = self._combined(node, scores_shape, [(node, scores), (node.args[3], mask)])  # type: ignore[list-item]
+        if scores.kind == SPLIT:
+            merged = self.labels.merged(scores.ids, [-1]).expand(scores_shape)  # type: ignore[arg-type]
+            scores = Value(scores_shape, SPLIT, merged, learned=True)
+        return self._contracted(node, scores, value, shape)
+
+    def _repeated(self, value: Value, times: int) -> Value:
+        ids = value.ids if value.ids is not None else torch.arange(1, prod(value.shape) + 1).view(value.shape)
+        if value.kind == SPLIT:
+            self.found.copied.append((self.labels.united, torch.unique(ids)))
+        ids = ids.repeat_interleave(times, -3)
+        return Value(tuple(ids.shape), value.kind, ids, value.param, (), value.learned)

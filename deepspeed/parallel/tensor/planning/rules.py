@@ -1,0 +1,345 @@
+"""What was asked for besides the model's graph: rules of the user, of a preset, or of the model's author.
+
+The graph is what is believed. A rule of the user chooses among what the graph allows; one that it contradicts is
+refused by name. Only for a model whose forward cannot be followed are rules the whole plan (``plan_by_rules``).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import nn
+
+from deepspeed.base.sharded import full_shape
+from deepspeed.config.sections.tensor import TPTrainingConfig, _get_hf_tp_plan
+from deepspeed.parallel.tensor.cuts import Cut, even_sizes
+from deepspeed.parallel.tensor.planning.autotp_config import (
+    AutoTPConfig,
+    AutoTPPresets,
+    PartitionType,
+    TPLayerSpec,
+    merge_autotp_configs,
+)
+from deepspeed.parallel.tensor.planning.plan import ParameterPlan, PlanError, TensorParallelPlan
+from deepspeed.parallel.tensor.planning.tp_plan_converter import TPPlanConverter
+from deepspeed.parallel.tensor.probing import transposed_by_trial
+
+SAID = "you said so"
+_UNNAMED = "no rule names it"
+_SPLIT = {PartitionType.COLUMN: "column", PartitionType.ROW: "row"}
+_AUTHOR = {"colwise": False, "rowwise": False, "colwise_rep": True, "colwise_gather_output": True}
+"""What Transformers calls column- and row-parallel; whether outputs are gathered."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """One rule as it holds for one parameter. ``source``: where it stands. ``binding``: the user wrote it."""
+
+    spec: TPLayerSpec
+    source: str
+    binding: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """``rules``: by the parameter's name. ``whole``: parameters that stay whole -> why. ``beside``: layers beside
+    row-parallel ones are column-parallel, where there is no graph that says so. ``idle``: patterns of the user that no
+    parameter has."""
+
+    rules: Mapping[str, Rule] = field(default_factory=dict)
+    whole: Mapping[str, str] = field(default_factory=dict)
+    beside: bool = False
+    idle: tuple[str, ...] = ()
+
+    @property
+    def gathered(self) -> Iterator[tuple[str, Rule]]:
+        """Column-parallel layers that give their whole output."""
+        return ((name, each) for name, each in self.rules.items() if each.binding and _is_gathered(each.spec))
+
+
+def rules_of(module: nn.Module, section: TPTrainingConfig) -> Rules:
+    """What the section ``tensor_parallel`` asks for, parameter by parameter.
+
+    PlanError: rules contradict each other, or a preset is for other models. ValueError: ``strict_mode``, and a linear
+    layer has no rule.
+    """
+    every = {name: len(full_shape(param)) for name, param in module.named_parameters()}
+    names = [name for name, dims in every.items() if dims > 1]
+    model_type = getattr(getattr(module, "config", None), "model_type", None)
+    preset = _preset(section, names, module)
+    own = None
+    if section.partition_config is not None:
+        own = AutoTPConfig.from_dict(section.partition_config.model_dump())
+    everything = merge_autotp_configs(preset or AutoTPConfig(), own) if own is not None else preset
+    found: dict[str, Rule] = {}
+    if everything is not None:
+        mine = own.layer_specs if own is not None else []
+        for name in _linear_weights(module) if everything.strict_mode else every:
+            spec = everything.find_matching_spec(name, model_type)
+            if spec is not None and (every[name] > 1 or spec.grad_allreduce):
+                source = "partition_config" if spec in mine else f"preset_model {section.preset_model!r}"
+                found[name] = Rule(spec, f"tensor_parallel.{source}", spec in mine)
+    for name, rule in _injected(section.injection_policy_tuple, names).items():
+        other = found.get(name)
+        if other is not None and other.binding and other.spec.partition_type is not PartitionType.ROW:
+            raise PlanError(
+                f"{name} is 'row' by {rule.source} and {other.spec.partition_type.value!r} by {other.source}"
+            )
+        found[name] = rule if other is None or not other.binding else other
+    whole = {n: SAID for n, r in found.items() if r.binding and r.spec.partition_type is PartitionType.SKIP}
+    if own is not None and not own.use_default_specs:
+        whole |= {name: _UNNAMED for name in names if name not in found}
+    patterns = [pattern for spec in (own.layer_specs if own is not None else []) for pattern in spec.patterns]
+    idle = tuple(pattern for pattern in patterns if not any(re.match(pattern, name) for name in every))
+    return Rules(found, whole, bool(section.injection_policy_tuple), idle)
+
+
+def _preset(section: TPTrainingConfig, names: Sequence[str], module: nn.Module) -> AutoTPConfig | None:
+    """PlanError: none of its rules is for a parameter of the model."""
+    if section.preset_model is None:
+        return None
+    preset = AutoTPPresets.get_preset(section.preset_model)
+    if preset is None or not any(preset.find_matching_spec(name) for name in names):
+        raise PlanError(
+            f"tensor_parallel.preset_model={section.preset_model!r} names no parameter of {type(module).__name__}; "
+            "leave it out: the model's graph says what is split"
+        )
+    return preset
+
+
+def _injected(policy: tuple[Any, ...] | None, names: Sequence[str]) -> dict[str, Rule]:
+    """Layers whose outputs are summed."""
+    source = "tensor_parallel.injection_policy_tuple"
+    found: dict[str, Rule] = {}
+    for entry in policy or ():
+        if not isinstance(entry, str):
+            raise PlanError(f"{source}: {entry!r} is no name of a layer, such as 'self_attn.o_proj'")
+        mine = [name for name in names if f".{name}".endswith(f".{entry}.weight")]
+        if not mine:
+            raise PlanError(f"{source}: no layer of the model is called {entry!r}")
+        spec = TPLayerSpec([re.escape(entry)], PartitionType.ROW)
+        found |= dict.fromkeys(mine, Rule(spec, source, True))
+    return found
+
+
+def author_rules(module: nn.Module, ranks: int) -> Rules | None:
+    """Of ``base_model_tp_plan``, as Transformers' models have it; None if the model has none, or its heads cannot be
+    dealt evenly."""
+    config = getattr(module, "config", None)
+    heads = [getattr(config, name, None) for name in ("num_attention_heads", "num_key_value_heads")]
+    if any(isinstance(count, int) and count % ranks for count in heads):
+        return None
+    plan = getattr(module, "tp_plan", None)
+    if not isinstance(plan, Mapping) or not plan:
+        return _carried_rules(module)
+    found: dict[str, Rule] = {}
+    for name, _ in module.named_parameters():
+        for pattern, kind in plan.items():
+            same = re.fullmatch(re.escape(pattern).replace(r"\*", r"\d+") + r"\.weight", name)
+            if same and kind in _AUTHOR:
+                split = PartitionType.ROW if kind == "rowwise" else PartitionType.COLUMN
+                spec = TPLayerSpec([name], split, gather_output=_AUTHOR[kind])
+                found[name] = Rule(spec, "base_model_tp_plan", False)
+    return Rules(found) if found else None
+
+
+def _carried_rules(module: nn.Module) -> Rules | None:
+    """Of a module that is none of Transformers' classes but carries a plan like theirs."""
+    specs = TPPlanConverter.convert(_get_hf_tp_plan(module) or {}) or []
+    found: dict[str, Rule] = {}
+    for name, _ in module.named_parameters():
+        spec = next((each for each in specs if each.matches(name)), None)
+        if spec is not None:
+            found[name] = Rule(spec, "base_model_tp_plan", False)
+    return Rules(found) if found else None
+
+
+# ------------------------------------------------------------------------------------ with a graph
+
+
+def confirmed(plan: TensorParallelPlan, rules: Rules, module: nn.Module) -> TensorParallelPlan:
+    """``plan``, made without the parameters in ``rules.whole`` and ``rules.gathered``, with what the rules add.
+
+    PlanError: a rule says otherwise.
+    """
+    vocabulary = {each.weight for each in plan.vocabulary}
+    params = dict(module.named_parameters())
+    gathered = dict(rules.gathered)
+    for name, rule in rules.rules.items():
+        if not rule.binding or name in gathered:
+            continue
+        kind = _SPLIT.get(rule.spec.partition_type)
+        if kind is None:
+            _check_summed(name, rule, plan)
+        elif kind == "column" and name in vocabulary:
+            continue
+        else:
+            _check_kind(name, kind, rule, plan, name in vocabulary)
+            _check_shape(name, rule, plan.parameters[name].cut)
+    more = {}
+    for name, rule in gathered.items():
+        more |= _gathering(name, rule, module, params, plan.ranks)
+    whole = {name: why for name, why in plan.whole.items() if name not in more}
+    inputs = {name.rpartition(".")[0]: name for name in gathered}
+    return replace(
+        plan, parameters={**plan.parameters, **more}, whole=whole, inputs={**plan.inputs, **inputs}
+    )
+
+
+def _check_kind(name: str, kind: str, rule: Rule, plan: TensorParallelPlan, in_vocabulary: bool) -> None:
+    found = plan.parameters.get(name)
+    if found is not None and found.kind in (kind, "sliced"):
+        return
+    if found is not None:
+        why = f"it is {found.kind!r}"
+    else:
+        why = "its vocabulary is spread" if in_vocabulary else plan.whole.get(name, "it is no linear layer")
+        why = f"it stays whole, because {why}" if name in plan.whole else why
+    raise PlanError(
+        f"{rule.source} wants {name} to be {kind!r}, but by the model's graph {why}; change the rule, or leave it out"
+    )
+
+
+def _check_shape(name: str, rule: Rule, cut: Cut) -> None:
+    blocks = _blocks(name, rule, cut.size)
+    position = 0
+    for size in blocks:
+        low, high = position, position + size
+        position = high
+        own = [sum(max(0, min(b, high) - max(a, low)) for a, b in part) for part in cut.parts]
+        if any(part and not mine for part, mine in zip(cut.parts, own, strict=True)):
+            raise PlanError(
+                f"{rule.source} says that {name} consists of parts of {list(blocks)}, each of which is split; by the "
+                f"model's graph ranks hold {list(cut.parts)}"
+            )
+
+
+def _check_summed(name: str, rule: Rule, plan: TensorParallelPlan) -> None:
+    if not rule.spec.grad_allreduce or name in plan.summed:
+        return
+    if name.rpartition(".")[0] in plan.outputs_summed:
+        return
+    raise PlanError(
+        f"{rule.source} wants the gradient of {name} to be summed, but by the model's graph every rank has all of it"
+    )
+
+
+def _gathering(
+    name: str, rule: Rule, module: nn.Module, params: Mapping[str, nn.Parameter], ranks: int
+) -> dict[str, ParameterPlan]:
+    path = name.rpartition(".")[0]
+    dims = linear_dims(module.get_submodule(path))
+    if dims is None:
+        raise PlanError(f"{rule.source} wants {name} to be 'column', but it is no linear layer")
+    size = full_shape(params[name])[dims[0]]
+    cut = _even(name, rule, dims[0], size, ranks, exact=False)
+    found = {name: ParameterPlan("column", cut, rule.source, gather=True)}
+    if f"{path}.bias" in params:
+        found[f"{path}.bias"] = ParameterPlan("column", cut.along(0), rule.source, gather=True)
+    return found
+
+
+# ------------------------------------------------------------------------------------ without one
+
+
+def plan_by_rules(module: nn.Module, ranks: int, rules: Rules, why: str) -> TensorParallelPlan:
+    """The plan of a model whose forward cannot be followed: what the rules name is split evenly, all else is whole.
+
+    Nobody has shown that the forward works on parts: layers must see heads by ``-1``, as those of Transformers do.
+
+    PlanError: a rule names no linear layer, or the parts would not be equal.
+    """
+    params = dict(module.named_parameters())
+    named = dict(rules.rules)
+    if rules.beside:
+        named = {**_layers_beside(module, named), **named}
+    found: dict[str, ParameterPlan] = {}
+    summed: list[str] = []
+    inputs: dict[str, str | None] = {}
+    for name, rule in named.items():
+        kind = _SPLIT.get(rule.spec.partition_type)
+        path = name.rpartition(".")[0]
+        if kind is None:
+            summed += [name] * rule.spec.grad_allreduce
+            continue
+        dims = linear_dims(module.get_submodule(path), try_it=rule.binding)
+        if dims is None:
+            if rule.binding:
+                raise PlanError(f"{rule.source} wants {name} to be {kind!r}, but it is no linear layer")
+            continue
+        dim, gather = dims[kind == "row"], _is_gathered(rule.spec)
+        cut = _even(name, rule, dim, full_shape(params[name])[dim], ranks, exact=not gather)
+        found[name] = ParameterPlan(kind, cut, rule.source, gather=gather)  # type: ignore[arg-type]
+        if kind == "column":
+            inputs[path] = path
+            if f"{path}.bias" in params:
+                found[f"{path}.bias"] = ParameterPlan("column", cut.along(0), rule.source, gather=gather)
+    skipped = next((rule.source for rule in named.values() if rule.binding), None)
+    if not found and skipped is None:
+        raise PlanError(f"{why}; and no rule says what to split")
+    source = f"{next(iter(found.values())).reason} ({why})" if found else f"{skipped} keeps all layers whole"
+    return TensorParallelPlan(
+        ranks=ranks, source=source, parameters=found, inputs=inputs, summed=tuple(summed), whole=rules.whole
+    )
+
+
+def _layers_beside(module: nn.Module, named: Mapping[str, Rule]) -> dict[str, Rule]:
+    """Column-parallel rules for the other linear layers of the blocks that have row-parallel ones."""
+    found: dict[str, Rule] = {}
+    weights = _linear_weights(module)
+    for name, rule in named.items():
+        block = re.match(r"(.*\.)?\d+\.", name)
+        if rule.spec.partition_type is PartitionType.ROW and block:
+            for other in weights:
+                if other.startswith(block.group()) and other not in named:
+                    found[other] = Rule(TPLayerSpec([re.escape(other)]), rule.source, True)
+    return found
+
+
+def linear_dims(layer: nn.Module, *, try_it: bool = False) -> tuple[int, int] | None:
+    """Where outputs and inputs are in the weight of a linear layer; None if it is none that can be split.
+
+    ``try_it``: someone says that it is one, of whatever class.
+    """
+    if isinstance(layer, nn.Linear):
+        return 0, 1
+    if any(base.__name__ == "Conv1D" for base in type(layer).__mro__) and isinstance(
+        getattr(layer, "nf", None), int
+    ):
+        return 1, 0
+    transposed = transposed_by_trial(layer) if try_it else None
+    return None if transposed is None else (1, 0) if transposed else (0, 1)
+
+
+def _linear_weights(module: nn.Module) -> list[str]:
+    params = dict(module.named_parameters())
+    found = [f"{path}.weight" for path, each in module.named_modules() if linear_dims(each) is not None]
+    return [name for name in found if name in params]
+
+
+def _is_gathered(spec: TPLayerSpec) -> bool:
+    return spec.gather_output and spec.partition_type is PartitionType.COLUMN
+
+
+def _blocks(name: str, rule: Rule, size: int) -> tuple[int, ...]:
+    """Extents of the matrices side by side. PlanError: they do not make up ``size``."""
+    sizes, count = rule.spec.get_sub_param_sizes(), rule.spec.get_num_sub_params()
+    if sizes is None:
+        count = count or 1
+        sizes = (size // count,) * count
+    if sum(sizes) != size:
+        raise PlanError(
+            f"{rule.source}: the shape {rule.spec.shape} does not fit {name}, which is {size} wide"
+        )
+    return sizes
+
+
+def _even(name: str, rule: Rule, dim: int, size: int, ranks: int, *, exact: bool) -> Cut:
+    """PlanError: ``exact``, and it does not divide."""
+    blocks = _blocks(name, rule, size)
+    if exact and any(each % ranks for each in blocks):
+        raise PlanError(f"{rule.source}: {name} is {size} wide, which {ranks} ranks do not divide")
+    return Cut.fused(dim, [even_sizes(each, ranks) for each in blocks])

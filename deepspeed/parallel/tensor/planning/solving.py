@@ -1,0 +1,315 @@
+"""From labels to a plan: what can be split is, channel groups are dealt to ranks, and the rest stays whole.
+
+A *region* is a set of weights between a copy of the whole input and a sum of products: the projections of one
+attention, the matrices of one feed-forward layer. It is split if its channels fall into at least as many independent
+groups as there are ranks, and if all of them end in the sum. Otherwise its first layer is taken whole, and all is
+followed again.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from deepspeed.parallel.tensor.cuts import Cut, even_sizes
+from deepspeed.parallel.tensor.planning.following import follow
+from deepspeed.parallel.tensor.planning.labels import NONE, Labels
+from deepspeed.parallel.tensor.planning.plan import PlanError
+from deepspeed.parallel.tensor.planning.trace import Trace
+from deepspeed.parallel.tensor.planning.values import Followed, Soft
+
+_ATTEMPTS = 40
+Axis = tuple[str, int]
+
+
+@dataclass(slots=True)
+class Region:
+    """``columns``, ``rows``, ``others``: dims of parameters. ``groups``: independent groups of channels, by the
+    smallest label, in the order in which their sum takes them. ``stray``: channels that no row layer takes."""
+
+    columns: list[Axis] = field(default_factory=list)
+    rows: list[Axis] = field(default_factory=list)
+    others: list[Axis] = field(default_factory=list)
+    groups: list[int] = field(default_factory=list)
+    fewest: int = 0
+    """Groups of the row layer that has the fewest."""
+    stuck: bool = False
+    stray: bool = False
+    cuts: dict[Axis, Cut] = field(default_factory=dict)
+    arguments: dict[str, Cut] = field(default_factory=dict)
+    """Of modules, cut along one dim; the size is the period with which parts repeat there (heads of each example)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Solution:
+    """``regions`` that are split. ``whole``: weights of linear layers that are not -> why."""
+
+    regions: list[Region]
+    whole: dict[str, str]
+    followed: Followed
+    soft: dict[Axis, Tensor]
+
+
+def solve(trace: Trace, ranks: int, *, whole: Mapping[str, str], grain: int = 1) -> Solution:
+    """What ``ranks`` ranks can split. ``whole``: parameters that are to stay whole, and why. ``grain``: channels that
+    do not depend on each other are dealt in multiples of this where that fits."""
+    reasons = dict(whole)
+    soft: dict[Axis, Tensor] = {}
+    arguments: set[str] = set()
+    for _ in range(_ATTEMPTS):
+        followed = follow(trace, reasons, soft, arguments)
+        roots = followed.labels.components()
+        regions = _regions(followed, roots, soft)
+        again = False
+        failing: list[str] = []
+        for region in regions:
+            both = [name for name in _names(region) if name in followed.whole_uses and name not in reasons]
+            if both:
+                again = True
+                reasons |= dict.fromkeys(both, "it is also used whole")
+                continue
+            problem = _problem(region, ranks)
+            if problem is None:
+                problem = _deal(region, followed, roots, soft, ranks, grain)
+            if problem is None:
+                continue
+            chosen = _retry(region, followed, roots, soft, arguments)
+            if chosen is not None:
+                again = True
+                if chosen:
+                    failing.append(chosen)
+                    reasons[chosen] = problem
+        _extend(failing, regions, ranks, reasons)
+        if not again:
+            good = [region for region in regions if region.cuts]
+            return Solution(good, {name: why for name, why in reasons.items() if why}, followed, soft)
+    raise PlanError(f"no plan was found in {_ATTEMPTS} attempts")
+
+
+def _names(region: Region) -> list[str]:
+    return list(dict.fromkeys(axis[0] for axis in (*region.columns, *region.rows, *region.others)))
+
+
+def _regions(followed: Followed, roots: Tensor, soft: Soft) -> list[Region]:
+    """Weights that share groups of channels. Weights with only shared channels join those that need them."""
+    linked = Labels()
+    linked.fresh(len(roots) - NONE - 1)
+    for axis, labels in followed.axis_labels.items():
+        own = roots[labels]
+        if len(own) and (axis[0] in followed.columns or axis[0] in followed.rows):
+            linked.unite(own[:1], own)
+    for pairs in followed.labels.followers:
+        ends = roots[pairs]
+        linked.unite(ends[0], ends[1])
+    at = linked.components()
+    stuck = roots[torch.cat([torch.zeros(1, dtype=torch.int64), *followed.labels.stuck])]
+    table: dict[int, Region] = defaultdict(Region)
+    for axis, labels in followed.axis_labels.items():
+        own = roots[labels]
+        if axis[0] in followed.arguments:
+            continue
+        region = table[int(at[own[0]])]
+        region.stuck |= bool(torch.isin(own, stuck).any())
+        if followed.columns.get(axis[0]) == axis[1]:
+            region.columns.append(axis)
+        elif followed.rows.get(axis[0]) == axis[1]:
+            region.rows.append(axis)
+        else:
+            region.others.append(axis)
+    for name in followed.arguments:
+        for key in torch.unique(at[roots[followed.axis_labels[name, 0]]]).tolist():
+            if key in table:
+                table[key].others.append((name, 0))
+    found = [region for region in table.values() if region.columns or region.rows]
+    for region in found:
+        order: dict[int, None] = {}
+        for axis in region.rows:
+            order.update(dict.fromkeys(roots[followed.axis_labels[axis]].tolist()))
+        region.groups = list(order)
+        region.fewest = min(
+            (len(torch.unique(roots[followed.axis_labels[axis]])) for axis in region.rows), default=0
+        )
+        known = torch.tensor(sorted(order))
+        for axis in region.columns:
+            own = roots[followed.axis_labels[axis]]
+            hard = own[~soft[axis]] if axis in soft else own
+            region.stray |= not bool(torch.isin(hard, known).all())
+    return found
+
+
+def _problem(region: Region, ranks: int) -> str | None:
+    if region.stuck:
+        return "its channels meet in one operation"
+    if not region.rows:
+        return "no later layer takes its channels"
+    if region.stray:
+        return "a part of its channels is used elsewhere"
+    if region.fewest < 2:
+        return "its channels depend on each other"
+    if region.fewest < ranks:
+        return f"it has {region.fewest} independent groups of channels for {ranks} ranks"
+    return None
+
+
+def _retry(
+    region: Region, followed: Followed, roots: Tensor, soft: dict[Axis, Tensor], arguments: set[str]
+) -> str | None:
+    """Change one thing: let arguments be cut or ranks share channels (""), or give the weight that is to be whole:
+    the narrowest of the region (a bottleneck, such as an adapter's). None: nothing is left."""
+    if not region.columns:
+        return None
+    mine = roots[torch.cat([followed.axis_labels[axis] for axis in region.columns])]
+    met = {name for labels, name in followed.met if torch.isin(roots[labels], mine).any()}
+    if region.rows and met - arguments:
+        arguments |= met
+        return ""
+    if region.rows and not any(axis in soft for axis in region.columns) and _soften(region, followed, soft):
+        return ""
+    for axis in region.columns:
+        soft.pop(axis, None)
+    return min(region.columns, key=lambda axis: len(followed.axis_labels[axis]))[0]
+
+
+def _extend(failing: Sequence[str], regions: Sequence[Region], ranks: int, reasons: dict[str, str]) -> None:
+    """The same layers of other blocks that cannot be split either need no attempts of their own."""
+    kinds = {kind_of(name): reasons[name] for name in failing}
+    for region in regions:
+        if not region.cuts:
+            for name, _ in [*region.columns, *region.rows]:
+                if kind_of(name) in kinds:
+                    reasons.setdefault(name, kinds[kind_of(name)])
+
+
+def kind_of(name: str) -> str:
+    """The same for equal layers of all blocks."""
+    return re.sub(r"\d+", "#", name)
+
+
+def _soften(region: Region, followed: Followed, soft: dict[Axis, Tensor]) -> bool:
+    """Let several ranks have the channels of which the forward makes copies (keys and values of grouped heads)."""
+    axes = [*region.columns, *region.others]
+    labels = followed.labels
+    made: dict[Axis, Tensor] = {}
+    for united, ids in followed.copied:
+        mine = [axis for axis in axes if bool(torch.isin(followed.axis_labels[axis], ids).any())]
+        if not mine:
+            continue
+        early = labels.components(united)
+        shared = torch.unique(early[ids])
+        for axis in axes:
+            mask = torch.isin(early[followed.axis_labels[axis]], shared)
+            if mask.any() and not (axis in soft and bool((soft[axis] | mask == soft[axis]).all())):
+                made[axis] = mask | made.get(axis, soft.get(axis, torch.zeros_like(mask)))
+    # Nothing would be left to deal.
+    if all(axis in made and bool(made[axis].all()) for axis in region.columns):
+        return False
+    soft |= made
+    return bool(made)
+
+
+def _deal(
+    region: Region, followed: Followed, roots: Tensor, soft: Soft, ranks: int, grain: int
+) -> str | None:
+    """Deal the groups to ranks, and cut every parameter accordingly. Returns what is in the way."""
+    needs = _needs(region, followed, roots)
+    own = _shares(region, needs, ranks, grain, followed, roots)
+    if own is None:
+        return "its shared heads cannot be dealt evenly"
+    holders = torch.zeros(ranks, len(roots), dtype=torch.bool)
+    for rank, groups in enumerate(own):
+        holders[rank, torch.tensor(groups)] = True
+        followers = sorted({each for group in groups for each in needs.get(group, ())})
+        if followers:
+            holders[rank, torch.tensor(followers)] = True
+    for axis in [*region.columns, *region.rows, *region.others]:
+        own_roots = roots[followed.axis_labels[axis]]
+        held = holders[:, own_roots]
+        if axis[0] in followed.arguments:
+            shape = followed.arguments[axis[0]]
+            used = torch.isin(own_roots, torch.tensor(region.groups)).view(shape)
+            problem = _cut_argument(region, axis[0], held.view(ranks, *shape), used)
+            if problem is not None:
+                region.cuts.clear()
+                return problem
+            continue
+        if not bool(held.any(0).all()):
+            if axis in region.others:
+                continue
+            region.cuts.clear()
+            return "a part of its channels is used elsewhere"
+        region.cuts[axis] = Cut(axis[1], held.shape[1], tuple(_intervals(mask) for mask in held))
+    return None
+
+
+def _cut_argument(region: Region, name: str, held: Tensor, used: Tensor) -> str | None:
+    """``held`` [ranks, *shape]: which elements each rank has, of those ``used`` [*shape]. Returns what is in the
+    way."""
+    for dim in range(used.ndim):
+        mine, some = held.movedim(dim + 1, 1).flatten(2), used.movedim(dim, 0).flatten(1)
+        own = (mine & some).any(2)
+        if not bool(((mine == own[..., None]) | ~some).all()) or not bool(some.any(1).all()):
+            continue
+        size = own.shape[1]
+        period = next(n for n in range(1, size + 1) if size % n == 0 and torch.equal(own[:, n:], own[:, :-n]))
+        region.arguments[name] = Cut(dim, period, tuple(_intervals(mask) for mask in own[:, :period]))
+        return None
+    return f"its part of the argument {name} is not along one dim"
+
+
+def _needs(region: Region, followed: Followed, roots: Tensor) -> dict[int, tuple[int, ...]]:
+    """Group -> the shared groups that it needs."""
+    known = set(region.groups)
+    found: dict[int, set[int]] = defaultdict(set)
+    for pairs in followed.labels.followers:
+        for group, shared in torch.unique(roots[pairs], dim=1).T.tolist():
+            if group in known:
+                found[group].add(shared)
+    return {group: tuple(sorted(shared)) for group, shared in found.items()}
+
+
+def _shares(
+    region: Region,
+    needs: dict[int, tuple[int, ...]],
+    ranks: int,
+    grain: int,
+    followed: Followed,
+    roots: Tensor,
+) -> list[list[int]] | None:
+    """The groups of each rank: consecutive ones, as equal in number as they can be. Groups that need the same shared
+    ones are dealt to ranks of their own."""
+    if not needs:
+        count = len(region.groups)
+        single = all(len(followed.axis_labels[axis]) == count for axis in region.rows)
+        unit = grain if single and count % grain == 0 and count // grain >= ranks else 1
+        return _runs(region.groups, even_sizes(count, ranks, unit))
+    families: dict[tuple[int, ...], list[int]] = defaultdict(list)
+    for group in region.groups:
+        families[needs.get(group, ())].append(group)
+    if len(families) > ranks:
+        return None
+    shares: list[list[int]] = []
+    for members, count in zip(families.values(), even_sizes(ranks, len(families)), strict=True):
+        if len(members) < count:
+            return None
+        shares += _runs(members, even_sizes(len(members), count))
+    return shares
+
+
+def _runs(items: Sequence[int], sizes: Sequence[int]) -> list[list[int]]:
+    found, position = [], 0
+    for size in sizes:
+        found.append(list(items[position : position + size]))
+        position += size
+    return found
+
+
+def _intervals(mask: Tensor) -> tuple[tuple[int, int], ...]:
+    edges = torch.diff(torch.nn.functional.pad(mask.to(torch.int8), (1, 1)))
+    lows = (edges == 1).nonzero().flatten().tolist()
+    highs = (edges == -1).nonzero().flatten().tolist()
+    return tuple(zip(lows, highs, strict=True))

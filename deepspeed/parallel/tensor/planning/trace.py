@@ -1,0 +1,262 @@
+"""One small run of a model on paper: a graph of what its forward computes, without memory for its weights."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+from deepspeed.zero.meta import copy_on_paper
+
+BATCH, LENGTH = 2, 5
+"""Examples of the small run, and tokens of each."""
+
+
+class TraceError(RuntimeError):
+    """The model could not be followed; the text says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Argument:
+    """``name``: in the signature of the forward of the module ``path``."""
+
+    path: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """``graph`` of ATen operations. ``params``: placeholder's name -> the parameter's (first) name in the module.
+    ``constants``: placeholder's name -> a tensor that the code of the forward contains. ``twin``: the module that was
+    run, with ``inputs``. ``arguments``: node's name -> the tensor argument of a module that it stands
+    for. ``input_nodes``: names of those of ``inputs``."""
+
+    graph: torch.fx.Graph
+    params: Mapping[str, str]
+    constants: Mapping[str, Tensor]
+    twin: nn.Module
+    inputs: Mapping[str, Tensor]
+    arguments: Mapping[str, Argument]
+    input_nodes: frozenset[str]
+
+
+class _Flat(nn.Module):
+    """Returns only tensors, in a tuple."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, inputs: dict[str, Any]) -> tuple[Tensor, ...]:
+        result = self.module(**inputs)
+        leaves = tree_leaves(dict(result) if isinstance(result, Mapping) else result)
+        return tuple(leaf for leaf in leaves if torch.is_tensor(leaf))
+
+
+class _ListsAsSlices(TorchFunctionMode):
+    """Indexes that are lists of numbers (``x[:, [-2]]``) become slices: tensors on paper would have no values."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.__getitem__:
+            index = args[1] if isinstance(args[1], tuple) else (args[1],)
+            lists = [i for i, each in enumerate(index) if _is_list_of_numbers(each)]
+            if len(lists) == 1:
+                place = lists[0]
+                parts = [
+                    args[0][(*index[:place], slice(n, n + 1 or None), *index[place + 1 :])]
+                    for n in index[place]
+                ]
+                dim = _dim_of(index, place, args[0].ndim)
+                return torch.cat(parts, dim) if len(parts) > 1 else parts[0]
+        return func(*args, **(kwargs or {}))
+
+
+def _is_list_of_numbers(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(type(each) is int for each in value)
+
+
+def _dim_of(index: tuple[Any, ...], place: int, ndim: int) -> int:
+    """Which dim of the result the entry ``place`` of ``index`` gives."""
+    taken = sum(each is not None and each is not Ellipsis for each in index)
+    dim = 0
+    for each in index[:place]:
+        dim += ndim - taken if each is Ellipsis else not isinstance(each, int)
+    return dim
+
+
+def twin_on_paper(module: nn.Module) -> nn.Module:
+    """A copy of ``module`` in evaluation mode, as ``copy_on_paper`` makes it, that can be followed."""
+    twin = copy_on_paper(module).eval()
+    _prepare(twin)
+    return twin
+
+
+def _prepare(twin: nn.Module) -> None:
+    """Settings of Transformers under which a forward can be followed; they do not change what depends on what."""
+    for each in twin.modules():
+        config = getattr(each, "config", None)
+        if config is None:
+            continue
+        for name, value in (
+            ("use_cache", False),
+            ("_attn_implementation", "eager"),
+            ("_experts_implementation", "batched_mm"),
+        ):
+            with contextlib.suppress(Exception):
+                setattr(config, name, value)
+        if getattr(each, "gradient_checkpointing", False):
+            vars(each)["gradient_checkpointing"] = False
+
+
+def example_inputs(module: nn.Module) -> dict[str, Tensor]:
+    """Inputs on paper for a model of Transformers, by its ``main_input_name`` and config.
+
+    TraceError: the model is none, or takes something else.
+    """
+    config = getattr(module, "config", None)
+    accepted = inspect.signature(module.forward).parameters
+    if config is None or "kwargs" in accepted and len(accepted) == 1:
+        raise TraceError("only models of Transformers can be followed without example inputs")
+    inputs: dict[str, Tensor] = {}
+    with torch.device("meta"):
+        tokens = torch.zeros(BATCH, LENGTH, dtype=torch.int64)
+        main = getattr(module, "main_input_name", "input_ids")
+        if main == "pixel_values" or ("pixel_values" in accepted and "input_ids" not in accepted):
+            vision = getattr(config, "vision_config", config)
+            side = vision.image_size if isinstance(vision.image_size, int) else vision.image_size[0]
+            inputs["pixel_values"] = torch.zeros(BATCH, getattr(vision, "num_channels", 3), side, side)
+        elif "input_ids" in accepted or main == "input_ids":
+            inputs["input_ids"] = tokens
+        elif main in accepted:
+            raise TraceError(f"inputs of the kind {main!r} are not known")
+        if getattr(config, "is_encoder_decoder", False) and "decoder_input_ids" in accepted:
+            inputs["decoder_input_ids"] = tokens
+    if not inputs:
+        raise TraceError("its inputs are not known")
+    return inputs
+
+
+def _writes_into_others(graph: torch.fx.Graph) -> bool:
+    """Whether something is written into a part of a tensor, or into one that is used besides."""
+    order = {node: number for number, node in enumerate(graph.nodes)}
+    for node, number in order.items():
+        schema = getattr(node.target, "_schema", None)
+        if schema is None or not schema.is_mutable or not isinstance(node.args[0], torch.fx.Node):
+            continue
+        written = node.args[0]
+        if not _is_fresh(written) or any(order[user] > number for user in written.users):
+            return True
+    return False
+
+
+def _is_fresh(node: torch.fx.Node) -> bool:
+    """Whether the result has memory of its own, or is what was written before."""
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and (
+        schema.is_mutable or all(argument.alias_info is None for argument in schema.arguments)
+    )
+
+
+class _Marks:
+    """While it is entered, tensor arguments of modules leave marks in a graph: they are rolled by a distance that no
+    model uses. (On paper no values are moved.)"""
+
+    _FIRST = 1 << 40
+
+    def __init__(self, module: nn.Module) -> None:
+        self._paths = {path: each for path, each in module.named_modules() if path and any(each.children())}
+        self._arguments: list[Argument] = []
+        self._hooks: list[Any] = []
+
+    def __enter__(self) -> None:
+        for path, module in self._paths.items():
+            hook = functools.partial(self._mark, path)
+            self._hooks.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+
+    def __exit__(self, *error: object) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    def _mark(self, path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        names = list(inspect.signature(module.forward).parameters)
+        marked = [self._rolled(path, name, value) for name, value in zip(names, args, strict=False)]
+        return (*marked, *args[len(names) :]), {k: self._rolled(path, k, v) for k, v in kwargs.items()}
+
+    def _rolled(self, path: str, name: str, value: Any) -> Any:
+        if not isinstance(value, Tensor) or not value.ndim:
+            return value
+        self._arguments.append(Argument(path, name))
+        return torch.roll(value, self._FIRST + len(self._arguments) - 1, 0)
+
+    def found(self, graph: torch.fx.Graph) -> dict[str, Argument]:
+        """Node's name -> argument."""
+        return {
+            node.name: self._arguments[node.args[1][0] - self._FIRST]  # type: ignore[index,operator]
+            for node in graph.nodes
+            if node.op == "call_function"
+            and str(node.target) == "aten.roll.default"
+            and node.args[1][0] >= self._FIRST  # type: ignore[index,operator]
+        }
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    names = ("torch.export", "torch._export", "torch.fx", "torch._subclasses", "transformers")
+    loggers = [logging.getLogger(name) for name in names]
+    levels = [each.level for each in loggers]
+    for each in loggers:
+        each.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        for each, level in zip(loggers, levels, strict=True):
+            each.setLevel(level)
+
+
+def trace(twin: nn.Module, inputs: Mapping[str, Tensor]) -> Trace:
+    """Follow one forward of ``twin``, a module on paper.
+
+    TraceError: it does something that depends on values.
+    """
+    flat = _Flat(twin).eval()
+    marks = _Marks(twin)
+    try:
+        with _quiet(), torch.no_grad(), _ListsAsSlices(), marks:
+            exported = torch.export.export(flat, (dict(inputs),), strict=False)
+            if _writes_into_others(exported.graph):
+                exported = exported.run_decompositions({})  # values instead of memory, for twice the time
+    except Exception as error:
+        raise TraceError(
+            f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        ) from error
+    first: dict[int, str] = {}
+    for name, param in twin.named_parameters(remove_duplicate=False):
+        first.setdefault(id(param), name)
+    every = {name: first[id(param)] for name, param in twin.named_parameters(remove_duplicate=False)}
+    signature = exported.graph_signature
+    params = {
+        place: every[name.removeprefix("module.")] for place, name in signature.inputs_to_parameters.items()
+    }
+    constants: dict[str, Tensor] = {}
+    for place, name in signature.inputs_to_lifted_tensor_constants.items():
+        constant = exported.constants.get(name)
+        if isinstance(constant, Tensor) and constant.device.type == "cpu":
+            constants[place] = constant
+    return Trace(
+        exported.graph,
+        params,
+        constants,
+        twin,
+        inputs,
+        marks.found(exported.graph),
+        frozenset(str(name) for name in signature.user_inputs),
+    )

@@ -1,0 +1,158 @@
+"""Embeddings and output heads whose vocabulary can be spread over the ranks.
+
+The vocabulary is the rows of the embedding that looks up an input of the model. A head is a linear layer with that many
+outputs from which results of the model come element by element; it may have the embedding's weight.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Container
+from dataclasses import dataclass, field
+
+from torch import nn
+from torch.fx import Node
+
+from deepspeed.parallel.tensor.cuts import Cut
+from deepspeed.parallel.tensor.planning.plan import VocabularyPlan
+from deepspeed.parallel.tensor.planning.rules import linear_dims
+from deepspeed.parallel.tensor.planning.trace import Trace
+from deepspeed.parallel.tensor.planning.values import is_elementwise, operation_name
+
+
+@dataclass(slots=True)
+class _Uses:
+    """Paths of the modules that use a weight as this or that."""
+
+    embeddings: set[str] = field(default_factory=set)
+    heads: set[str] = field(default_factory=set)
+    biases: set[str | None] = field(default_factory=set)
+    otherwise: bool = False
+
+
+def find_vocabulary(run: Trace, ranks: int, whole: Container[str]) -> tuple[VocabularyPlan, ...]:
+    """What can be spread. ``whole``: names of parameters that are to stay whole."""
+    uses: dict[str, _Uses] = defaultdict(_Uses)
+    for node in run.graph.nodes:
+        if node.op == "call_function":
+            _note(run, node, uses)
+    params = dict(run.twin.named_parameters())
+    sizes = {params[name].shape[0] for name, each in uses.items() if each.embeddings}
+    found = []
+    for name, each in uses.items():
+        weight = params[name]
+        if (
+            name in whole
+            or each.otherwise
+            or weight.ndim != 2
+            or weight.shape[0] not in sizes
+            or len(each.biases) > 1
+        ):
+            continue
+        bias = next(iter(each.biases), None)
+        if bias is not None and _holders(run.twin, params[bias]) - each.heads - _parents(each.heads):
+            continue
+        idle = _holders(run.twin, weight) - each.embeddings - each.heads
+        if any(type(run.twin.get_submodule(path)) is not nn.Embedding for path in idle):
+            continue
+        if weight.shape[0] < ranks or any(
+            not _is_plain_embedding(run.twin.get_submodule(p)) for p in each.embeddings
+        ):
+            continue
+        cut = Cut.even(0, weight.shape[0], ranks)
+        embeddings = tuple(sorted(each.embeddings | idle))
+        found.append(VocabularyPlan(name, cut, embeddings, tuple(sorted(each.heads)), bias))
+    return tuple(found)
+
+
+def _note(run: Trace, node: Node, uses: dict[str, _Uses]) -> None:
+    operation = operation_name(node)
+    for place in node.all_input_nodes:
+        origin = _origin(place)
+        name = run.params.get(origin.name)
+        if name is None or (operation in ("t", "numpy_T", "transpose") and len(place.meta["val"].shape) == 2):
+            continue
+        if operation == "embedding" and place is node.args[0]:
+            if _is_input(run, node.args[1]):
+                uses[name].embeddings.add(_path(node))
+            else:
+                uses[name].otherwise = True
+        elif (
+            operation in ("linear", "matmul", "mm", "addmm")
+            and _is_weight(node, place)
+            and _is_result(node)
+            and linear_dims(run.twin.get_submodule(_path(node))) is not None
+        ):
+            uses[name].heads.add(_path(node))
+            uses[name].biases.add(_bias_of(run, node))
+        elif len(place.meta["val"].shape) == 2:
+            uses[name].otherwise = True
+
+
+def _origin(node: Node) -> Node:
+    """Of a weight, possibly transposed."""
+    while node.op == "call_function" and operation_name(node) in ("t", "numpy_T", "transpose"):
+        node = node.args[0]  # type: ignore[assignment]
+    return node
+
+
+def _is_input(run: Trace, node: object) -> bool:
+    """Whether the numbers of tokens come from an input of the model as they are."""
+    while (
+        isinstance(node, Node)
+        and node.op == "call_function"
+        and (is_elementwise(node, moves=True) and len(node.all_input_nodes) == 1)
+    ):
+        node = node.all_input_nodes[0]
+    return isinstance(node, Node) and node.name in run.input_nodes
+
+
+def _is_weight(node: Node, place: Node) -> bool:
+    position = 2 if operation_name(node) == "addmm" else 1
+    return node.args[position] is place
+
+
+def _is_result(node: Node) -> bool:
+    """Whether results of the model, and nothing else, come from it element by element."""
+    reached, seen = False, set()
+    pending = list(node.users)
+    while pending:
+        each = pending.pop()
+        if each in seen:
+            continue
+        seen.add(each)
+        if each.op == "output":
+            reached = True
+        elif each.op == "call_function" and is_elementwise(each, moves=True):
+            pending += each.users
+        else:
+            return False
+    return reached
+
+
+def _bias_of(run: Trace, node: Node) -> str | None:
+    arguments = node.args
+    bias = arguments[0] if operation_name(node) == "addmm" else arguments[2] if len(arguments) > 2 else None
+    return run.params.get(bias.name) if isinstance(bias, Node) else None
+
+
+def _path(node: Node) -> str:
+    """Of the innermost module that the node is in."""
+    stack = list((node.meta.get("nn_module_stack") or {}).values())
+    return stack[-1][0].removeprefix("module").removeprefix(".") if stack else ""
+
+
+def _holders(module: nn.Module, param: nn.Parameter) -> set[str]:
+    return {
+        path
+        for path, each in module.named_modules()
+        if any(own is param for own in each._parameters.values())
+    }
+
+
+def _parents(paths: set[str]) -> set[str]:
+    return {path.rpartition(".")[0] for path in paths}
+
+
+def _is_plain_embedding(module: nn.Module) -> bool:
+    return isinstance(module, nn.Embedding) and module.max_norm is None and not module.scale_grad_by_freq

@@ -1,0 +1,62 @@
+"""Which modules of a tensor-parallel block draw the same random numbers on all ranks, and which draw different ones.
+
+A dropout of replicated tensors has to be the same everywhere, as on one rank; one of tensors in parts has to differ.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from torch import nn
+
+from deepspeed.base.untraced import untraced
+from deepspeed.transforms.recompute.rng import RegionNumbers
+
+__all__ = ["draw_differently", "draw_equally"]
+
+
+def draw_differently(module: nn.Module, numbers: RegionNumbers) -> nn.Module:
+    """Have the forward of ``module`` draw other random numbers on each rank. Returns ``module``, whose class becomes a
+    subclass of the one that it had. One ``numbers`` for all modules of a model."""
+    return _convert(module, numbers, _Different)
+
+
+def draw_equally(module: nn.Module, numbers: RegionNumbers) -> nn.Module:
+    """Have the forward of ``module``, which is within one that draws differently, draw the same on all ranks."""
+    return _convert(module, numbers, _Equal)
+
+
+class _Different(nn.Module):
+    numbers: RegionNumbers
+
+    @untraced
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if not self.training:
+            return super().forward(*args, **kwargs)  # type: ignore[misc]
+        with self.numbers.different():
+            return super().forward(*args, **kwargs)  # type: ignore[misc]
+
+
+class _Equal(nn.Module):
+    numbers: RegionNumbers
+
+    @untraced
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        with self.numbers.equal():
+            return super().forward(*args, **kwargs)  # type: ignore[misc]
+
+
+def _convert(module: nn.Module, numbers: RegionNumbers, how: type[nn.Module]) -> nn.Module:
+    if numbers.group.size == 1:
+        return module
+    if not isinstance(module, how):
+        module.__class__ = _drawing_class(how, type(module))
+    drawing: Any = module
+    drawing.numbers = numbers
+    return module
+
+
+@functools.cache
+def _drawing_class(how: type, original: type) -> type:
+    return type(original.__name__, (how, original), {"__module__": original.__module__})

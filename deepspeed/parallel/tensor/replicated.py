@@ -1,0 +1,68 @@
+"""Modules that every tensor-parallel rank holds whole, but uses for a part of the work.
+
+Norms on shards of the sequence, routers whose scores weigh only this rank's experts: each rank's gradient is a part,
+and the parts are summed over the ranks on their way to the parameter, at every stage alike.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from torch import nn
+
+from deepspeed.base.sharded import full_shape
+from deepspeed.base.untraced import untraced
+from deepspeed.checkpoint.placement import place
+from deepspeed.comm.collectives import Communicator
+from deepspeed.parallel.tensor.cuts import replicated
+from deepspeed.parallel.tensor.mappings import shared_weight
+
+__all__ = ["sum_gradients", "tell_replicated"]
+
+
+def sum_gradients(module: nn.Module, group: Communicator) -> nn.Module:
+    """Have the gradients of ``module``'s own parameters summed over ``group``, from now on. Returns ``module``, whose
+    class becomes a subclass of the one that it had.
+
+    ValueError: it has no parameters of its own.
+    """
+    if group.size == 1:
+        return module
+    if not any(True for _ in module.parameters(recurse=False)):
+        raise ValueError(f"{type(module).__name__} has no parameters of its own")
+    tell_replicated(module, group)
+    if not isinstance(module, _Summing):
+        module.__class__ = _summing_class(type(module))
+    summing: Any = module
+    summing.gradient_group = group
+    return module
+
+
+def tell_replicated(module: nn.Module, group: Communicator) -> None:
+    """Mark the module's own parameters as equal on all ranks of ``group``: they start from the first rank's values."""
+    for param in module.parameters(recurse=False):
+        place(param, replicated(full_shape(param), group.rank))
+
+
+class _Summing(nn.Module):
+    gradient_group: Communicator
+
+    @untraced
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's own, with other tensors in the place of its parameters."""
+        own = self._parameters
+        summed: dict[str, Any] = {
+            name: None if param is None else shared_weight(param, self.gradient_group)
+            for name, param in own.items()
+        }
+        self._parameters = summed
+        try:
+            return super().forward(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            self._parameters = own
+
+
+@functools.cache
+def _summing_class(original: type) -> type:
+    return type(original.__name__, (_Summing, original), {"__module__": original.__module__})

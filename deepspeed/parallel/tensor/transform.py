@@ -1,0 +1,77 @@
+"""Tensor parallelism as a transform of the module: plan, apply, report."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import nn
+
+from deepspeed.base.staged import Staged
+from deepspeed.comm.mesh import ProcessMesh
+from deepspeed.config.sections.tensor import TPTrainingConfig
+from deepspeed.parallel.tensor.applying import apply_plan
+from deepspeed.parallel.tensor.planning.plan import PlanError
+from deepspeed.parallel.tensor.planning.planner import plan_module
+from deepspeed.parallel.tensor.planning.rules import rules_of
+from deepspeed.parallel.tensor.trial import try_split
+
+
+class Context(Protocol):
+    """The part of a ``TransformContext`` used here."""
+
+    mesh: ProcessMesh
+
+    def became(self, old: nn.Parameter, *new: nn.Parameter) -> None: ...
+    def say(self, text: str) -> None: ...
+
+
+_NO_HEAD = (
+    "tensor_parallel.vocab_parallel_lm_head: true requires a supported nn.Linear as the output head, with a row for "
+    "every word of the embedding; this model has none. Leave the key out: what can be split is split all the same"
+)
+
+
+class TensorParallelism:
+    """Splits the layers of a module over the tensor-parallel ranks, as its graph and the config say."""
+
+    name = "tensor_parallel"
+    after: tuple[str, ...] = ()
+    before: tuple[str, ...] = ()
+
+    def __init__(self, config: TPTrainingConfig) -> None:
+        self.config = config
+
+    def apply(self, module: nn.Module, context: Context) -> None:
+        mesh = context.mesh
+        if mesh.size("tp") == 1:
+            context.say("one rank: nothing to split")
+            return
+        # Of a stage: what all stages have in common (a vocabulary, a tied weight) is seen in the whole model only.
+        staged = isinstance(module, Staged)
+        whole, inputs = (module.whole_on_paper(), module.inputs_on_paper()) if staged else (module, None)
+        rules = rules_of(whole, self.config)
+        grain = self.config.tensor_parallel.tp_grain_size
+        try:
+            plan = plan_module(whole, mesh.size("tp"), inputs=inputs, rules=rules, grain=grain)
+        except PlanError as error:
+            raise PlanError(f"{error}{_hint(whole)}") from error
+        if self.config.vocab_parallel_lm_head and not any(each.heads for each in plan.vocabulary):
+            raise PlanError(_NO_HEAD)
+        tried = try_split(plan, mesh.communicator("tp"))
+        if whole is not module:
+            plan = plan.within(module)
+        apply_plan(module, plan, mesh.communicator("tp"), context.became)
+        idle = f"; no parameter for {', '.join(map(repr, rules.idle))}" if rules.idle else ""
+        context.say(f"{plan.describe()}; {tried}{idle}")
+
+
+def _hint(module: nn.Module) -> str:
+    """What else can be done about a model that cannot be followed."""
+    from deepspeed.ops.sparse_attention import SparseSelfAttention
+
+    if not any(isinstance(each, SparseSelfAttention) for each in module.modules()):
+        return ""
+    return (
+        ". It has SparseSelfAttention in its layers, which cannot be split: leave a model of Transformers its own "
+        "attention, and set sparse_attention in the config, which replaces it behind the split"
+    )

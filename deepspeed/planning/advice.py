@@ -1,0 +1,295 @@
+"""What to change if a plan does not fit: the cheapest of the known remedies, each checked by planning again."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from deepspeed.config.problems import DeepSpeedConfigError
+from deepspeed.planning.ledger import Phase, Place
+from deepspeed.planning.request import Answer, Request, answer
+
+SMALL_BUCKET = 50_000_000
+"""Elements; of a bucket that still travels at full speed."""
+
+SMALL_MASTERS = (
+    "optimizer.params.state_bits: 8, optimizer.params.stochastic_rounding: true and "
+    "bf16.bf16_master_weights_and_grads: true"
+)
+
+MOST_RANKS = 4096
+
+WORTH_IT = 0.05
+"""Share of the peak that a change has to save to be named."""
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """``text`` says what to do; ``apply`` returns the changed request, or None if there is nothing to change."""
+
+    text: str
+    apply: Callable[[Request], Request | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """The changes that are needed together (none: nothing known helps) and the resulting plan."""
+
+    changes: list[str]
+    result: Answer | None
+    ranks: int | None = None
+    """Without a change of the config that helps: so many ranks would be enough."""
+
+
+def advise(current: Answer) -> Advice:
+    """The first single change that makes it fit, else changes accumulated in order until it fits."""
+    changes = list(_changes(current))
+    alone: list[Answer | None] = []
+    for change in changes:
+        alone.append(_tried(change, current.request))
+        if (found := alone[-1]) is not None and not found.lacking():
+            return Advice([change.text], found)
+    taken: list[Change] = []
+    best = current
+    for change, by_itself in zip(changes, alone, strict=True):
+        found = _tried(change, best.request) if taken else by_itself
+        if found is None or _missing(found) >= _missing(best):
+            continue
+        taken.append(change)
+        best = found
+        if not best.lacking():
+            taken, best = _without_needless(taken, current, best)
+            return Advice([change.text for change in taken], best)
+    return Advice([change.text for change in taken], None, _enough_ranks(best))
+
+
+def cheapest_saving(current: Answer, place: Place) -> tuple[str, int] | None:
+    """The first change that lowers the peak at ``place`` by ``WORTH_IT``, and the resulting peak; None if none does.
+
+    For a run that failed although its plan fits: then activations, fragmentation or other programs took the rest.
+    """
+    peak, _ = current.ledger.peak(place)
+    for change in _changes(current):
+        found = _tried(change, current.request)
+        if found is not None and found.ledger.peak(place)[0] <= (1 - WORTH_IT) * peak:
+            return change.text, found.ledger.peak(place)[0]
+    return None
+
+
+def _without_needless(taken: list[Change], current: Answer, best: Answer) -> tuple[list[Change], Answer]:
+    """The most expensive change was needed; earlier ones may no longer be."""
+    for change in taken[:-1]:
+        rest = [other for other in taken if other is not change]
+        found: Answer | None = current
+        for other in rest:
+            found = _tried(other, found.request) if found is not None else None
+        if found is not None and not found.lacking():
+            taken, best = rest, found
+    return taken, best
+
+
+def _tried(change: Change, request: Request) -> Answer | None:
+    changed = change.apply(request)
+    if changed is None:
+        return None
+    try:
+        return answer(changed)
+    except (DeepSpeedConfigError, NotImplementedError):  # do not advise what this release cannot do
+        return None
+
+
+def _missing(found: Answer) -> int:
+    """Bytes by which phases exceed the available memory, summed over phases: less is better, even if not enough. Disk
+    bytes matter least."""
+    total = 0
+    for place in Place:
+        have = found.capacity.of(place)
+        if have is not None:
+            sharing = found.request.neighbours(place)
+            over = sum(max(0, found.ledger.total(phase, place) * sharing - have) for phase in Phase)
+            total += over // 1024 if place is Place.DISK else over
+    return total
+
+
+def _changes(current: Answer) -> Iterator[Change]:
+    """Cheapest first: no cost in time, then communication, then host work, then storage, then numbers that differ, then
+    compute."""
+    for stage in range(current.plan.zero.stage + 1, 4):
+        yield Change(f"zero_optimization.stage: {stage}", _zero(stage=stage))
+    yield Change("build the model under deepspeed.zero.Init", _zero_init)
+    path = _nvme_path(current.request)
+    where = path or "<a folder on local storage>"
+    for key in ("offload_optimizer", "offload_param"):
+        yield Change(f'zero_optimization.{key}: {{"device": "cpu"}}', _offload(key, "cpu", None))
+    for key in ("offload_optimizer", "offload_param"):
+        text = f'zero_optimization.{key}: {{"device": "nvme", "nvme_path": "{where}"}}'
+        yield Change(text, _offload(key, "nvme", path))
+    # Other numbers: moments, and with the second one weights, are rounded. On the host they cost time, too.
+    yield Change("optimizer.params.state_bits: 8", _small_states(masters=False))
+    yield Change(SMALL_MASTERS, _small_states(masters=True))
+    yield Change(f"zero_optimization.reduce_bucket_size: {SMALL_BUCKET}", _smaller_buckets)
+    yield Change(
+        "zero_optimization.stage3_max_live_parameters: 0 and stage3_max_reuse_distance: 0", _fewer_gathered
+    )
+    micro = current.config.train_micro_batch_size_per_gpu
+    while micro > 1:
+        micro //= 2
+        yield Change(f"train_micro_batch_size_per_gpu: {micro}", _micro_batch(micro))
+    yield Change("activation checkpointing (model.gradient_checkpointing_enable())", _checkpointing)
+
+
+def _section(request: Request) -> dict[str, Any]:
+    section = request.config.get("zero_optimization", {})
+    return copy.deepcopy(section) if isinstance(section, dict) else {"stage": 1 if section else 0}
+
+
+def _with_section(request: Request, section: dict[str, Any]) -> Request:
+    return replace(request, config={**request.config, "zero_optimization": section})
+
+
+def _zero_init(request: Request) -> Request | None:
+    stage_3 = _section(request).get("stage") == 3
+    return replace(request, zero_init=True) if stage_3 and not request.zero_init else None
+
+
+def _zero(stage: int) -> Callable[[Request], Request | None]:
+    def apply(request: Request) -> Request | None:
+        section = _section(request)
+        return (
+            _with_section(request, {**section, "stage": stage}) if section.get("stage", 0) < stage else None
+        )
+
+    return apply
+
+
+def _offload(key: str, device: str, path: str | None) -> Callable[[Request], Request | None]:
+    def apply(request: Request) -> Request | None:
+        section = _section(request)
+        present = section.get(key) or {}
+        if section.get("stage", 0) < (3 if key == "offload_param" else 1):
+            return None
+        if present.get("device", "none") in (device, "nvme") or (
+            device == "cpu" and request.device_type == "cpu"
+        ):
+            return None
+        target = {**present, "device": device}
+        if device == "cpu":
+            return _with_section(request, {**section, key: target})
+        target["nvme_path"] = path or "."
+        if key == "offload_param":
+            target.setdefault("max_in_cpu", 0)
+        changed = _with_section(request, {**section, key: target})
+        return changed if path else replace(changed, follow_disk=False)  # the disk is not known yet
+
+    return apply
+
+
+def _small_states(*, masters: bool) -> Callable[[Request], Request | None]:
+    """Adam's moments in 8 bits; ``masters``: and bf16 weights without masters in fp32."""
+
+    def apply(request: Request) -> Request | None:
+        section, precision = request.config.get("optimizer"), request.config.get("bf16")
+        if request.optimizer is not None or not isinstance(section, dict):
+            return None
+        params = section.get("params") or {}
+        named = str(section.get("type", "")).lower() in ("adam", "adamw", "fusedadam")
+        chosen = params.get("torch_adam") or params.get("fp32_optimizer_states") is False
+        bf16 = isinstance(precision, dict) and bool(precision.get("enabled"))
+        if not named or chosen or (masters and not bf16):
+            return None
+        small = {"state_bits": 8, "stochastic_rounding": True} if masters else {"state_bits": 8}
+        if small.items() <= params.items():
+            return None
+        changes: dict[str, Any] = {"optimizer": {**section, "params": {**params, **small}}}
+        if masters:
+            changes["bf16"] = {**precision, "bf16_master_weights_and_grads": True}  # type: ignore[dict-item]
+        return replace(request, config={**request.config, **changes})
+
+    return apply
+
+
+def hidden_updates(current: Answer) -> list[tuple[str, Answer]]:
+    """Where the host updates while the device waits: the changes that let it work beside the device, each with its
+    plan. They need more memory, so a machine may have too little for one of them."""
+    offload = current.plan.state_offload
+    waits = current.setting.apart and offload is not None and offload.folder is None
+    if not waits or current.plan.zenflow is not None or (offload is not None and offload.speculate):
+        return []
+    found = []
+    for text, key, value in (
+        (
+            "zero_optimization.offload_optimizer.super_offload: true",
+            "offload_optimizer",
+            {"super_offload": True},
+        ),
+        ("zero_optimization.zenflow: {}", "zenflow", {}),
+    ):
+
+        def apply(request: Request, key: str = key, value: dict[str, Any] = value) -> Request:
+            section = _section(request)
+            return _with_section(request, {**section, key: {**(section.get(key) or {}), **value}})
+
+        planned = _tried(Change(text, apply), current.request)
+        if planned is not None:
+            found.append((text, planned))
+    return found
+
+
+def _nvme_path(request: Request) -> str | None:
+    section = _section(request)
+    for key in ("offload_optimizer", "offload_param"):
+        path = (section.get(key) or {}).get("nvme_path")
+        if path:
+            return str(path)
+    return None
+
+
+def _smaller_buckets(request: Request) -> Request | None:
+    section = _section(request)
+    size = section.get("reduce_bucket_size", 500_000_000)
+    if not isinstance(size, (int, float)) or size <= SMALL_BUCKET:
+        return None
+    return _with_section(request, {**section, "reduce_bucket_size": SMALL_BUCKET})
+
+
+def _fewer_gathered(request: Request) -> Request | None:
+    section = _section(request)
+    if section.get("stage") != 3:
+        return None
+    return _with_section(
+        request, {**section, "stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0}
+    )
+
+
+def _micro_batch(size: int) -> Callable[[Request], Request | None]:
+    def apply(request: Request) -> Request | None:
+        if request.shape is None or request.sequence is None:
+            return None
+        return replace(request, micro_batch=size)
+
+    return apply
+
+
+def _checkpointing(request: Request) -> Request | None:
+    if request.checkpointing or request.shape is None or request.sequence is None:
+        return None
+    return replace(request, checkpointing=True)
+
+
+def _enough_ranks(current: Answer) -> int | None:
+    """The first doubling of nodes (of ranks on one node, if memory is not shared there) that is enough."""
+    request = current.request
+    config = {key: value for key, value in request.config.items() if key != "train_batch_size"}
+    micro = current.config.train_micro_batch_size_per_gpu
+    while request.ranks * 2 <= MOST_RANKS:
+        request = replace(
+            request, ranks=request.ranks * 2, nodes=request.nodes * 2, config=config, micro_batch=micro
+        )
+        try:
+            if not answer(request).lacking():
+                return request.all_ranks
+        except DeepSpeedConfigError:
+            return None
+    return None

@@ -1,0 +1,63 @@
+"""Activations that are counted: one forward of the model on paper, in which ``activation_checkpointing.memory_budget``
+chooses what each block keeps, as it will in the first forward of a run."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from deepspeed.config.plan import PrecisionPlan
+from deepspeed.config.problems import DeepSpeedConfigError
+from deepspeed.transforms.recompute.budget import budget_blocks
+from deepspeed.transforms.recompute.choosing import Choice
+from deepspeed.zero.meta import copy_on_paper
+from deepspeed.zero.precision import autocast_context, cast_module
+
+
+class CannotCount(RuntimeError):
+    """The forward of the model does not run on paper; the text says why."""
+
+
+@functools.lru_cache(maxsize=4)
+def choice_within(
+    module: nn.Module, limit: float, micro_batch: int, sequence: int, precision: PrecisionPlan
+) -> Choice:
+    """What the blocks of ``module`` keep within the budget ``limit`` of ``micro_batch`` x ``sequence`` tokens.
+
+    Attention is that of CPUs, which keeps what flash attention of GPUs keeps. DeepSpeedConfigError: the budget cannot
+    be held. CannotCount: the model takes no ``input_ids``, or computes with values.
+    """
+    if "input_ids" not in inspect.signature(module.forward).parameters:
+        raise CannotCount("it takes no input_ids")
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            twin = copy_on_paper(module, device="cpu").train()
+            cast_module(twin, precision)
+            budget = budget_blocks(twin, limit, None)
+            with autocast_context(precision, "cpu"):
+                twin(**_inputs(twin, micro_batch, sequence))
+    except DeepSpeedConfigError:
+        raise
+    except Exception as error:  # whatever a forward raises that cannot be followed
+        text = str(error).splitlines()
+        raise CannotCount(f"{type(error).__name__}: {text[0] if text else ''}") from error
+    if budget.choice is None:
+        raise CannotCount("its forward returned nothing")
+    return budget.choice
+
+
+def _inputs(module: nn.Module, micro_batch: int, sequence: int) -> dict[str, object]:
+    accepted = inspect.signature(module.forward).parameters
+    ids = torch.zeros(micro_batch, sequence, dtype=torch.int64)
+    inputs: dict[str, object] = {"input_ids": ids}
+    if "labels" in accepted:
+        inputs["labels"] = ids
+    if "use_cache" in accepted or any(each.kind is each.VAR_KEYWORD for each in accepted.values()):
+        # Without a cache Transformers looks for packed documents in the positions, and as these have no values here,
+        # makes a mask for them. Blocks within a budget get no cache in any case.
+        inputs["use_cache"] = True
+    return inputs

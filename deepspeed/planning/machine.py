@@ -1,0 +1,98 @@
+"""How much memory there is: on a device, on the host, on the disks of the swap folders."""
+
+from __future__ import annotations
+
+import functools
+import os
+import shutil
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from deepspeed.base.accelerator import get_accelerator
+from deepspeed.base.accelerator.host_memory import machine_available_bytes
+from deepspeed.config.plan import Plan
+from deepspeed.planning.ledger import Place
+
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """Bytes of each device, and of the host and the disks of one node; None if not known."""
+
+    device: int | None = None
+    host: int | None = None
+    disk: int | None = None
+
+    def of(self, place: Place) -> int | None:
+        return {Place.DEVICE: self.device, Place.HOST: self.host, Place.DISK: self.disk}[place]
+
+
+def free_now(plan: Plan, device_type: str) -> Capacity:
+    """What could be allocated right now."""
+    limit = _container_limit()
+    host = machine_available_bytes()
+    if limit is not None:
+        host = min(host, max(0, limit - _container_use()))
+    return Capacity(_device(device_type, total=False), host, free_disk(swap_folders(plan)))
+
+
+def all_there_is(plan: Plan, device_type: str) -> Capacity:
+    """What no run can exceed: whole devices, the machine's memory and swap space; for disks the free space."""
+    return Capacity(_device(device_type, total=True), _host_total(), free_disk(swap_folders(plan)))
+
+
+@functools.cache
+def _host_total() -> int:
+    total = psutil.virtual_memory().total
+    limit = _container_limit()
+    return (min(total, limit) if limit is not None else total) + psutil.swap_memory().total
+
+
+def _container_limit() -> int | None:
+    return _cgroup_number("memory.max", "memory/memory.limit_in_bytes")
+
+
+def _container_use() -> int:
+    return _cgroup_number("memory.current", "memory/memory.usage_in_bytes") or 0
+
+
+def _cgroup_number(*names: str) -> int | None:
+    """A figure for this container (cgroup v2, then v1); None if there is none."""
+    for name in names:
+        try:
+            text = (_CGROUP / name).read_text().strip()
+        except OSError:
+            continue
+        if text.isdigit():
+            return int(text)
+    return None
+
+
+def _device(device_type: str, *, total: bool) -> int | None:
+    """Memory of the device that this process would use; None if it is host memory or there is no device."""
+    accelerator = get_accelerator()
+    if device_type == "cpu" or accelerator.device_name() != device_type or not accelerator.is_available():
+        return None
+    try:
+        return accelerator.total_memory() if total else accelerator.available_memory()
+    except (RuntimeError, NotImplementedError):  # a driver without devices
+        return None
+
+
+def swap_folders(plan: Plan) -> list[Path]:
+    return [
+        o.folder for o in (plan.state_offload, plan.param_offload) if o is not None and o.folder is not None
+    ]
+
+
+def free_disk(folders: Iterable[Path]) -> int | None:
+    """Free bytes on the file systems of ``folders``, which need not exist yet; None without folders."""
+    free: dict[int, int] = {}
+    for folder in folders:
+        there = next(p for p in (folder.absolute(), *folder.absolute().parents) if p.exists())
+        free[os.stat(there).st_dev] = shutil.disk_usage(there).free
+    return sum(free.values()) if free else None

@@ -1,0 +1,277 @@
+"""Where masters and optimizer state are stored (``zero/offload/tiers.py``): the host memory and files this takes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from deepspeed.config.plan import Plan, ZenFlow
+from deepspeed.planning.ledger import FROM_READY, STEADY, TRAINING, Kind, Ledger, Phase, Place
+from deepspeed.planning.states import OptimizerFacts, StateSize
+from deepspeed.zero.layout import BucketLayout, Fragment, round_up
+from deepspeed.zero.offload import swap_file
+from deepspeed.zero.offload.tiers import ALIGN, OffloadedTier, ResidentTier, make_tier
+from deepspeed.zero.states.fragments import sub_groups
+
+
+@dataclass(slots=True)
+class BucketUse:
+    """A bucket and where this rank's slice of it is stored. ``flat``: its parameters are views of one buffer."""
+
+    layout: BucketLayout
+    place: Place
+    flat: bool
+    trained: bool
+    persistent: bool = False
+
+    @property
+    def resting_bytes(self) -> int:
+        """Bytes of the slice that stage 3 keeps."""
+        return self.layout.shard_numel * self.layout.dtype.itemsize
+
+    @property
+    def state_place(self) -> Place:
+        """Where masters and state stored with the weights are: a file holds only what was put there."""
+        return Place.HOST if self.place is Place.DISK else self.place
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PaperFragment:
+    """What ``OwnedFragment`` will be: its sizes and places, without tensors."""
+
+    fragment: Fragment
+    separate: bool
+    """Whether the master is not the weights themselves."""
+    storage: Any
+    """Names the memory of the master; ``start``: the element at which it begins there."""
+    start: int
+    master_size: int
+    """Bytes of an element of the master; ``low_size``: of the weights."""
+    low_size: int
+    staged: bool
+    """Whether new weights pass through the slot."""
+    state: StateSize
+
+    @property
+    def param_index(self) -> int:
+        return self.fragment.param
+
+    @property
+    def numel(self) -> int:
+        return self.fragment.numel
+
+
+class Paper:
+    """Memory and files that are counted, not allocated."""
+
+    def __init__(self, device_type: str) -> None:
+        self.pins = device_type == "cuda"
+        self._used: Counter[str] = Counter()
+        self._grown: Counter[str] = Counter()
+
+    def host(self, ledger: Ledger, phases: Iterable[Phase], kind: Kind, nbytes: int, *, pin: bool) -> None:
+        """One allocation. torch allocates pinned memory in powers of two."""
+        phases = tuple(phases)
+        ledger.add(phases, Place.HOST, kind, nbytes)
+        if pin and self.pins and nbytes:
+            ledger.add(phases, Place.HOST, Kind.PINNING, (1 << (nbytes - 1).bit_length()) - nbytes)
+
+    def file(self, name: str, nbytes: int) -> None:
+        """One tensor stored in a file (``SwapFile.new``)."""
+        self._used[name] += round_up(max(1, nbytes), swap_file.PAGE)
+        if self._used[name] > self._grown[name]:
+            self._grown[name] += max(self._used[name] - self._grown[name], swap_file.GROW_BYTES)
+
+    def grown(self, name: str) -> int:
+        """Disk bytes that the file takes."""
+        return self._grown[name]
+
+
+@dataclass(slots=True)
+class Offload:
+    """Places masters and state of the trained buckets in ``ledger``, as ``StateStore`` and its tier do."""
+
+    ledger: Ledger
+    paper: Paper
+    plan: Plan
+    optimizer: OptimizerFacts
+    apart: bool
+    tier: ResidentTier = field(default_factory=ResidentTier)
+    storing: int = 0
+    """Host bytes of the buffers through which masters are written to storage."""
+
+    def takes(self, layout: BucketLayout) -> bool:
+        return self.tier.takes(layout)
+
+    def files_gradients(self, layout: BucketLayout) -> bool:
+        """Whether its summed slice is stored in the file (``OffloadedTier.new_gradients``); at stage 1 it is part of
+        the whole gradient."""
+        return self._swaps and not self.apart and self.plan.zero.shard_grads and self.takes(layout)
+
+    def gradient_bytes(self, layout: BucketLayout) -> int:
+        """Bytes of the summed slice."""
+        return layout.shard_numel * (self.plan.precision.accumulate or layout.dtype).itemsize
+
+    def place_states(self, buckets: Sequence[BucketUse], group_of: Sequence[int]) -> None:
+        self.tier = self._tier([bucket.layout for bucket in buckets])
+        taken = [self._own(bucket, group_of) for bucket in buckets]
+        summed = [
+            self.gradient_bytes(bucket.layout) for bucket in buckets if self.files_gradients(bucket.layout)
+        ]
+        self._pass_through_slots([owned for part in taken for owned in part], summed)
+
+    @property
+    def _swaps(self) -> bool:
+        return self.plan.state_offload is not None and self.plan.state_offload.folder is not None
+
+    def _tier(self, layouts: Sequence[BucketLayout]) -> ResidentTier:
+        """The run's own choice, without opening a file."""
+        paper: Any = self.paper
+        return make_tier(
+            self.plan.state_offload,
+            torch.device("meta" if self.apart else "cpu"),
+            layouts,
+            weights_swap=None,
+            elementwise=self.optimizer.elementwise,
+            grain=self.optimizer.grain,
+            open_swap=lambda *_: paper,
+        )
+
+    def _own(self, bucket: BucketUse, group_of: Sequence[int]) -> list[PaperFragment]:
+        """Count masters of one bucket, and state that stays with them; returns what goes through slots."""
+        layout, tier = bucket.layout, self.tier.of(bucket.layout)
+        fragments = [f for f in layout.owned(0) if f.param < len(group_of)]
+        taken = tier.takes(layout)
+        dtype = self.plan.precision.master or layout.dtype
+        off_device = self.apart and bucket.place is Place.DEVICE
+        own_master = taken and (off_device or bucket.place is Place.DISK)
+        separate = dtype != layout.dtype or own_master
+        if separate:
+            self._masters(bucket, fragments, dtype.itemsize, taken)
+        pieces = [piece for fragment in fragments for piece in tier.pieces(fragment)]
+        owned = [
+            PaperFragment(
+                fragment=piece,
+                separate=separate,
+                storage=layout.index if bucket.flat else (layout.index, piece.param),
+                start=piece.shard_offset if bucket.flat else piece.param_offset,
+                master_size=dtype.itemsize,
+                staged=separate and own_master,
+                low_size=layout.dtype.itemsize,
+                state=self.optimizer.groups[group_of[piece.param]],
+            )
+            for piece in pieces
+        ]
+        offload, near = self.plan.state_offload, Place.DEVICE if self.apart else bucket.state_place
+        if offload is not None and (offload.speculate or self.plan.zenflow is not None):
+            self._twins(owned, bucket.state_place, here=taken or not self.apart)
+        if self.plan.zenflow is not None:
+            self._columns(owned, self.plan.zenflow, near, Place.HOST if self.apart else near)
+        if taken:
+            return owned
+        for one in owned:
+            nbytes = sum(one.state.per_element) * one.numel + one.state.besides(one.numel)
+            self.ledger.add(TRAINING, bucket.state_place, Kind.STATE, nbytes)
+        return []
+
+    def _twins(self, owned: Sequence[PaperFragment], place: Place, *, here: bool) -> None:
+        """What ``Speculation`` updates ahead of the step: copies of masters and state, and the rounded weights."""
+        if here and self.optimizer.elementwise:
+            each = (
+                one.master_size + sum(one.state.per_element) + one.separate * one.low_size for one in owned
+            )
+            nbytes = sum(size * one.numel for size, one in zip(each, owned, strict=True))
+            self.ledger.add(STEADY, Place.HOST if self.apart else place, Kind.STATE, nbytes)
+
+    def _columns(self, owned: Sequence[PaperFragment], flow: ZenFlow, near: Place, host: Place) -> None:
+        """ZenFlow: what is packed of the chosen columns with their positions, the sum of the deferred gradients, and
+        their mean on the host."""
+        numel = sum(one.numel for one in owned)
+        each = (one.numel * (one.master_size + sum(one.state.per_element)) for one in owned)
+        self.ledger.add(TRAINING, host if flow.offload else near, Kind.STATE, round(flow.ratio * sum(each)))
+        self.ledger.add(TRAINING, near, Kind.STATE, round(flow.ratio * numel) * 8)
+        if flow.ratio < 1.0:
+            self.ledger.add(TRAINING, near, Kind.GRADIENTS, numel * 4)
+            self.ledger.add(STEADY, host, Kind.GRADIENTS, sum(one.numel * one.low_size for one in owned))
+
+    def _masters(self, bucket: BucketUse, fragments: Sequence[Fragment], size: int, taken: bool) -> None:
+        numels = [bucket.layout.shard_numel] if bucket.flat else [f.numel for f in fragments]
+        offload = self.plan.state_offload
+        for numel in numels:
+            if taken and offload is not None and self._swaps:
+                self.paper.file("optimizer", numel * size)
+                self.storing = max(self.storing, min(numel, offload.sub_group_numel) * size)
+            elif taken and offload is not None:
+                self.paper.host(self.ledger, FROM_READY, Kind.MASTERS, numel * size, pin=offload.pin)
+            else:
+                self.ledger.add(FROM_READY, bucket.state_place, Kind.MASTERS, numel * size)
+
+    def _pass_through_slots(self, owned: list[PaperFragment], gradients: Sequence[int]) -> None:
+        """Sub-groups, their records in the file, and the host memory that they pass through. ``gradients``: bytes of
+        the slices that are also stored in the file."""
+        if not owned or not isinstance(self.tier, OffloadedTier):
+            return
+        groups = [part[0] for part in sub_groups([owned], self.tier.group_numel)]
+        if self.tier.resident:
+            groups.insert(0, [])  # what stays on the device is updated first
+        self.ledger.add(TRAINING, Place.HOST, Kind.STATE, sum(one.state.besides(one.numel) for one in owned))
+        staged = [_together(one.numel * one.low_size for one in group if one.staged) for group in groups]
+        states = [
+            _together(one.numel * n for one in group for n in one.state.per_element) for group in groups
+        ]
+        if not self._swaps:
+            elements = sum(one.numel * sum(one.state.per_element) for one in owned)
+            self.ledger.add(TRAINING, Place.HOST, Kind.STATE, elements)
+            self._slots(TRAINING, staged)
+            return
+        masters = [_master_records(group) for group in groups]
+        first = [_in_slot(records) + s for records, s in zip(masters, staged, strict=True)]
+        later = [
+            _in_slot([*records, (0, n)] if n else records) + s
+            for records, n, s in zip(masters, states, staged, strict=True)
+        ]
+        self.ledger.add([Phase.INITIALIZE, Phase.READY], Place.DISK, Kind.SWAP, self.paper.grown("optimizer"))
+        for nbytes in (*gradients, *filter(None, states)):
+            self.paper.file("optimizer", nbytes)
+        self.ledger.add(TRAINING, Place.DISK, Kind.SWAP, self.paper.grown("optimizer"))
+        self._slots([Phase.FIRST_UPDATE], first)
+        self._slots(STEADY, later)
+        # The first update creates state in ordinary memory and copies it to the file, one sub-group at a time.
+        self.ledger.add([Phase.FIRST_UPDATE], Place.HOST, Kind.STAGING, 2 * max(states))
+
+    def _slots(self, phases: Sequence[Phase], sub_groups: Sequence[int]) -> None:
+        """Sub-group i uses slot i modulo their number; a slot grows to the largest."""
+        count = self.plan.state_offload.slots if self.plan.state_offload is not None else 1
+        for slot in range(count):
+            nbytes = round_up(max(sub_groups[slot::count], default=0), swap_file.PAGE)
+            self.paper.host(self.ledger, phases, Kind.STAGING, nbytes, pin=True)
+
+
+def _master_records(group: Sequence[PaperFragment]) -> list[tuple[int, int]]:
+    """A sub-group's masters in the file, ``(offset in the page, bytes)``: those of one bucket are contiguous, including
+    the gaps between them."""
+    spans: dict[Any, tuple[int, int]] = {}
+    for one in group:
+        if one.separate:
+            start = one.start * one.master_size
+            stop = start + one.numel * one.master_size
+            low, high = spans.get(one.storage, (start, stop))
+            spans[one.storage] = min(low, start), max(high, stop)
+    return [(low % swap_file.PAGE, high - low) for low, high in spans.values()]
+
+
+def _in_slot(records: Iterable[tuple[int, int]]) -> int:
+    """Bytes of a slot that records take (``SubGroup.spans``)."""
+    stop = 0
+    for skew, nbytes in records:
+        stop = round_up(stop, swap_file.PAGE) + skew + nbytes
+    return round_up(stop, ALIGN)
+
+
+def _together(sizes: Iterable[int]) -> int:
+    """Bytes of tensors stored consecutively in a slot."""
+    return sum(round_up(nbytes, ALIGN) for nbytes in sizes)

@@ -1,0 +1,356 @@
+"""The memory plan of one rank: what is kept where, counted with the functions that build the engine.
+
+``plan_memory`` is arithmetic: it reads no file, queries no device and contacts no rank. Persistent memory is counted
+here, temporaries of a step in ``rehearsal.py``, and what passes through host memory to storage in ``offload.py``.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from deepspeed.config.plan import ParamOffload, Plan
+from deepspeed.ops.native import DEVICE_PIECE
+from deepspeed.planning.journal import SILENT, Journal, Notebook
+from deepspeed.planning.ledger import FROM_READY, TRAINING, Kind, Ledger, Phase, Place
+from deepspeed.planning.model import ModelFacts
+from deepspeed.planning.offload import BucketUse, Offload, Paper
+from deepspeed.planning.rehearsal import Rehearsal, SumScratch
+from deepspeed.planning.states import OptimizerFacts
+from deepspeed.zero.layout import BucketLayout
+from deepspeed.zero.partitioning import cut_sharded, cut_whole
+from deepspeed.zero.replica_groups import DENSE, expert_parallel_size
+from deepspeed.zero.wiring import BROADCAST_NUMEL
+
+if TYPE_CHECKING:
+    from deepspeed.config.sections.zero import DeepSpeedZeroConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """A model, a plan, and the ranks they run on.
+
+    ``ranks``: all data-parallel ranks. ``device_type``: with "cpu" device memory is host memory. ``zero_init``: the
+    model is built under ``zero.Init`` (stage 3) and never exists whole.
+    """
+
+    facts: ModelFacts
+    plan: Plan
+    zero: DeepSpeedZeroConfig
+    optimizer: OptimizerFacts
+    ranks: int
+    micro_batches: int = 1
+    device_type: str = "cuda"
+    zero_init: bool = False
+    shared_memory: bool = True
+    """Whether ranks exchange what is in host memory without messages."""
+
+    @property
+    def apart(self) -> bool:
+        """Whether the device has its own memory."""
+        return self.device_type != "cpu"
+
+    @property
+    def sum_scratch(self) -> SumScratch:
+        if self.apart:
+            return SumScratch.EXCHANGED
+        return SumScratch.NONE if self.shared_memory else SumScratch.MESSAGES
+
+    @property
+    def shards(self) -> int:
+        """Ranks that share one copy of dense weights: all, or those of a MiCS group."""
+        return self.shards_by_scope()[DENSE]
+
+    def shards_by_scope(self) -> dict[str, int]:
+        """Ranks that share one copy, by the scope of the weights."""
+        return self._shards_by_scope
+
+    @cached_property
+    def _shards_by_scope(self) -> dict[str, int]:
+        size = int(self.zero.mics_shard_size)
+        wanted = size if self.plan.zero.in_groups else self.ranks
+        names = {DENSE, *(spec.scope for spec in self.facts.specs)}
+        return {name: min(wanted, self.ranks // expert_parallel_size(name, self.ranks)) for name in names}
+
+    @property
+    def near(self) -> Place:
+        """The place where the model computes."""
+        return Place.DEVICE if self.apart else Place.HOST
+
+    @cached_property
+    def buckets(self) -> Sequence[BucketUse]:
+        return cut_buckets(self)
+
+    @cached_property
+    def rehearsed(self) -> Rehearsed:
+        """Once for what the steps need and for how long they take."""
+        notebook = Notebook()
+        peaks = rehearsal_of(self, notebook).run()
+        return Rehearsed(peaks=peaks, notebook=notebook)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rehearsed:
+    """``peaks``: by phase, of what is in use beyond what persists. ``notebook``: what the last step did."""
+
+    peaks: Mapping[Phase, Counter[Kind]]
+    notebook: Notebook
+
+
+def plan_memory(setting: Setting) -> Ledger:
+    """Bytes of rank 0, which has the most: every bucket's padding is on the last ranks."""
+    ledger = Ledger()
+    buckets = setting.buckets
+    _building(ledger, setting, buckets)
+    _weights(ledger, setting, buckets)
+    offload = Offload(
+        ledger, Paper(setting.device_type), setting.plan, setting.optimizer, apart=setting.apart
+    )
+    offload.place_states([bucket for bucket in buckets if bucket.trained], setting.facts.group_of)
+    _gradients(ledger, setting, buckets, offload)
+    _moving(ledger, setting)
+    _update(ledger, setting, buckets, offload)
+    _masters_come_last(ledger, offload)
+    ledger.notes += setting.facts.notes
+    return ledger
+
+
+def cut_buckets(setting: Setting) -> list[BucketUse]:
+    facts, plan = setting.facts, setting.plan
+    if not plan.zero.shard_params:
+        layouts = cut_whole(
+            facts.specs[: facts.trained], plan, setting.shards_by_scope(), setting.optimizer.grain
+        )
+        flat = plan.state_offload is not None
+        return [
+            BucketUse(layout, setting.near, flat=flat or layout.num_shards > 1, trained=True)
+            for layout in layouts
+        ]
+    storage = _Resting(plan.param_offload, setting)
+    return [
+        BucketUse(
+            layout,
+            setting.near if persistent else storage.place(layout),
+            flat=True,
+            trained=any(slot.param < facts.trained for slot in layout.slots),
+            persistent=persistent,
+        )
+        for layout, persistent in cut_sharded(
+            facts.specs, setting.zero, setting.shards_by_scope(), setting.optimizer.grain
+        )
+    ]
+
+
+class _Resting:
+    """Where slices of stage 3 are stored, in order of placement (``ParamStorage.keep``)."""
+
+    def __init__(self, plan: ParamOffload | None, setting: Setting) -> None:
+        self.plan = plan
+        self.near = setting.near
+        self.host_numel = 0
+
+    def place(self, layout: BucketLayout) -> Place:
+        if self.plan is None:
+            return self.near
+        numel = layout.shard_numel
+        if self.plan.files(numel, self.host_numel):
+            return Place.DISK
+        self.host_numel += numel
+        return Place.HOST
+
+
+# Before the first step ---------------------------------------------------------------------------------------
+
+
+def _building(ledger: Ledger, setting: Setting, buckets: Sequence[BucketUse]) -> None:
+    """The module as its author builds it, and the peak while ``initialize`` partitions it."""
+    facts, near = setting.facts, setting.near
+    sizes = list(zip(facts.specs, facts.built_itemsizes, strict=True))
+    whole = [spec.numel * size for spec, size in sizes]
+    ledger.add([Phase.BUILD], Place.HOST, Kind.BUFFERS, facts.buffer_bytes)
+    ledger.add([Phase.INITIALIZE], near, Kind.BUFFERS, facts.buffer_bytes)
+    if setting.zero_init:
+        parts = [-(-spec.numel // setting.shards) * spec.dtype.itemsize for spec, _ in sizes]
+        place = _init_place(setting)
+        _built_in_slices(ledger, setting, parts, whole, place)
+        peak = remaining = sum(parts) if place is near else 0
+    else:
+        parts = [spec.numel * spec.dtype.itemsize for spec, _ in sizes]
+        place, remaining = near, sum(parts)
+        ledger.add([Phase.BUILD], Place.HOST, Kind.PARAMETERS, sum(whole))
+        peak = max(_casting(whole, parts), remaining + _broadcast(setting))
+    rested = 0
+    for bucket in buckets:
+        if not bucket.flat:
+            continue
+        flat = bucket.layout.padded_numel * bucket.layout.dtype.itemsize
+        own = sum(parts[slot.param] for slot in bucket.layout.slots) if place is near else 0
+        kept = bucket.resting_bytes if setting.plan.zero.shard_params else flat
+        kept = kept if bucket.place is near else 0
+        # Parameters are freed as they are copied, slices of zero.Init once the whole bucket is sharded.
+        left = remaining if setting.zero_init else remaining - own
+        peak = max(peak, remaining + rested + flat, left + rested + flat + kept)
+        remaining -= own
+        rested += kept + (flat if bucket.persistent else 0)
+    ledger.add([Phase.INITIALIZE], near, Kind.PARAMETERS, max(peak, remaining + rested))
+
+
+def _casting(whole: Sequence[int], parts: Sequence[int]) -> int:
+    """The peak while parameters of ``whole`` bytes are converted to ``parts`` bytes, one after another."""
+    now = peak = sum(whole)
+    for before, after in zip(whole, parts, strict=True):
+        if before != after:
+            peak = max(peak, now + after)
+            now += after - before
+    return peak
+
+
+def _init_place(setting: Setting) -> Place:
+    """Where ``zero.Init`` leaves a parameter's slices: where the config offloads them to."""
+    offload = setting.plan.param_offload
+    if offload is None:
+        return setting.near
+    return Place.DISK if offload.folder is not None else Place.HOST
+
+
+def _built_in_slices(
+    ledger: Ledger, setting: Setting, parts: Sequence[int], whole: Sequence[int], place: Place
+) -> None:
+    """Under ``zero.Init`` parameters are whole one at a time, on the host if slices do not stay on the device.
+    Each is cast, then sharded: two copies of it at a time."""
+    building = setting.near if place is setting.near else Place.HOST
+    held = 0
+    peaks: list[int] = []
+    for spec, before, part in zip(setting.facts.specs, whole, parts, strict=True):
+        after = spec.numel * spec.dtype.itemsize
+        peaks.append(held + max(before + (after if after != before else 0), after + part))
+        held += part if place is building else 0
+    ledger.add([Phase.BUILD], building, Kind.PARAMETERS, held)
+    ledger.add([Phase.BUILD], building, Kind.GATHERED, max(0, max(peaks, default=0) - held))
+    if place is Place.HOST and setting.apart:
+        ledger.add([Phase.INITIALIZE], place, Kind.PARAMETERS, sum(parts))
+    elif place is Place.DISK:
+        paper = Paper(setting.device_type)
+        for nbytes in parts:
+            paper.file("init", nbytes)
+        ledger.add([Phase.BUILD, Phase.INITIALIZE], place, Kind.SWAP, paper.grown("init"))
+
+
+def _broadcast(setting: Setting) -> int:
+    """The largest flat batch of the first broadcast."""
+    if setting.ranks == 1 or setting.zero_init:
+        return 0
+    largest = held = 0
+    for spec in setting.facts.specs:
+        nbytes = spec.numel * spec.dtype.itemsize
+        held = nbytes if held and held + nbytes > BROADCAST_NUMEL * spec.dtype.itemsize else held + nbytes
+        largest = max(largest, held)
+    return largest
+
+
+def _masters_come_last(ledger: Ledger, offload: Offload) -> None:
+    """``initialize`` may peak at its end: masters exist, and so do the buffers that bring them to storage."""
+    for place in Place:
+        storing = offload.storing if place is Place.HOST else 0
+        if ledger.total(Phase.READY, place) + storing > ledger.total(Phase.INITIALIZE, place):
+            for kind in Kind:
+                ledger.entries[Phase.INITIALIZE, place, kind] = ledger.entries[Phase.READY, place, kind]
+            ledger.add([Phase.INITIALIZE], place, Kind.STAGING, storing)
+
+
+# What persists -----------------------------------------------------------------------------------------------
+
+
+def _weights(ledger: Ledger, setting: Setting, buckets: Sequence[BucketUse]) -> None:
+    facts, near = setting.facts, setting.near
+    ledger.add(FROM_READY, near, Kind.BUFFERS, facts.buffer_bytes)
+    if not setting.plan.zero.shard_params:
+        frozen = facts.specs[facts.trained :]
+        ledger.add(FROM_READY, near, Kind.PARAMETERS, sum(s.numel * s.dtype.itemsize for s in frozen))
+        for bucket in buckets:
+            numel = bucket.layout.padded_numel if bucket.flat else bucket.layout.numel
+            ledger.add(FROM_READY, near, Kind.PARAMETERS, numel * bucket.layout.dtype.itemsize)
+        return
+    offload = setting.plan.param_offload
+    paper = Paper(setting.device_type)
+    for bucket in buckets:
+        if bucket.place is Place.DISK:
+            paper.file("param", bucket.resting_bytes)
+        elif bucket.place is Place.HOST and setting.apart and offload is not None:
+            paper.host(ledger, FROM_READY, Kind.PARAMETERS, bucket.resting_bytes, pin=offload.pin)
+        else:
+            ledger.add(FROM_READY, bucket.place, Kind.PARAMETERS, bucket.resting_bytes)
+        if bucket.persistent:
+            whole = bucket.layout.padded_numel * bucket.layout.dtype.itemsize
+            ledger.add(FROM_READY, near, Kind.PARAMETERS, whole)
+    ledger.add((Phase.INITIALIZE, *FROM_READY), Place.DISK, Kind.SWAP, paper.grown("param"))
+
+
+def _gradients(ledger: Ledger, setting: Setting, buckets: Sequence[BucketUse], offload: Offload) -> None:
+    """Buffers that a bucket keeps permanently once they exist: from the first backward on."""
+    plan, near = setting.plan, setting.near
+    late = 0
+    for bucket in buckets:
+        if not bucket.trained:
+            continue
+        layout, nbytes = bucket.layout, offload.gradient_bytes(bucket.layout)
+        leaves = setting.apart and offload.takes(layout) and plan.zenflow is None
+        if not plan.zero.shard_grads:
+            ledger.add(TRAINING, near, Kind.GRADIENTS, nbytes * layout.num_shards)
+        elif not leaves and not offload.files_gradients(layout):
+            ledger.add(TRAINING, near, Kind.GRADIENTS, nbytes)
+        if leaves and plan.state_offload is not None:
+            offload.paper.host(ledger, TRAINING, Kind.GRADIENTS, nbytes, pin=plan.state_offload.pin)
+            late = max(late, nbytes)
+    if setting.micro_batches > 1 and plan.zero.shard_grads:  # the second round is added through a copy
+        ledger.add([Phase.BACKWARD], Place.HOST, Kind.STAGING, late)
+
+
+# Temporaries -------------------------------------------------------------------------------------------------
+
+
+def _moving(ledger: Ledger, setting: Setting) -> None:
+    for phase, kinds in setting.rehearsed.peaks.items():
+        for kind, nbytes in kinds.items():
+            ledger.add([phase], setting.near, kind, nbytes)
+
+
+def rehearsal_of(setting: Setting, journal: Journal = SILENT) -> Rehearsal:
+    """A rehearsal of its buckets; ``journal`` is told what happens in which order."""
+    buckets = setting.buckets
+    return Rehearsal(
+        layouts=[bucket.layout for bucket in buckets],
+        persistent=[bucket.persistent for bucket in buckets],
+        trained=[bucket.trained for bucket in buckets],
+        calls=setting.facts.calls,
+        plan=setting.plan,
+        zero=setting.zero,
+        shards=setting.shards_by_scope(),
+        everyone=setting.ranks,
+        micro_batches=setting.micro_batches,
+        apart=setting.apart,
+        scratch=setting.sum_scratch,
+        journal=journal,
+    )
+
+
+def _update(ledger: Ledger, setting: Setting, buckets: Sequence[BucketUse], offload: Offload) -> None:
+    """Copies that the update makes of what it reads."""
+    plan, phases = setting.plan, (Phase.FIRST_UPDATE, Phase.STEP)
+    resident = [bucket for bucket in buckets if bucket.trained and not offload.takes(bucket.layout)]
+    owned = [f.numel for bucket in resident for f in bucket.layout.owned(0)]
+    if setting.apart and owned:  # the norm: squares in fp64, piece by piece
+        ledger.add(phases, setting.near, Kind.UPDATE, 8 * min(max(owned), DEVICE_PIECE))
+    if setting.optimizer.fused:
+        return
+    for bucket in resident:
+        master = plan.precision.master or bucket.layout.dtype
+        if master != (plan.precision.accumulate or bucket.layout.dtype):
+            numel = sum(f.numel for f in bucket.layout.owned(0))
+            ledger.add(phases, bucket.state_place, Kind.UPDATE, numel * master.itemsize)
+    # torch.optim: two temporaries per tensor, or for all of them where it works on lists (devices)
+    size = 4 * (sum(owned) if setting.apart else 2 * max(owned, default=0))
+    ledger.add(phases, setting.near, Kind.UPDATE, size)

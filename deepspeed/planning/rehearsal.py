@@ -1,0 +1,568 @@
+"""A simulated step: the engine's own code for gathers and gradient buckets runs over buckets without memory.
+
+``GradReducer``, ``GradBucket``, ``BufferPool``, ``ParamCoordinator`` and the gatherers are the real ones, made by the
+functions that make a run's (``zero/wiring.py``). What they would allocate is counted instead: parameters and gradients
+are meta tensors, other ranks answer immediately. The order is that of a real backward pass, through a chain of scalars.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from deepspeed.comm.collectives import Communicator, Pending
+from deepspeed.comm.pending import DONE
+from deepspeed.comm.transports.exchanged_sums import SCRATCH_BYTES
+from deepspeed.comm.transports.gloo import scratch_shape
+from deepspeed.config.plan import Packing, ParamOffload, Plan
+from deepspeed.planning.journal import SILENT, Journal
+from deepspeed.planning.ledger import Kind, Phase
+from deepspeed.zero.accumulation import AccumulationClock
+from deepspeed.zero.buffer_pool import BufferPool
+from deepspeed.zero.gathering.coordinator import Frame, ParamCoordinator
+from deepspeed.zero.gathering.param_storage import ParamStorage
+from deepspeed.zero.gathering.scheduled_gather import GatherChannel
+from deepspeed.zero.gathering.shard_servers import ShardServers
+from deepspeed.zero.gathering.sharded_bucket import ShardedBucket, Status
+from deepspeed.zero.gathering.sharded_model import GatherLinks, make_gatherer
+from deepspeed.zero.gradients.reducer import GradReducer
+from deepspeed.zero.layout import BucketLayout
+from deepspeed.zero.offload.tiers import ResidentTier
+from deepspeed.zero.replica_groups import Scope, expert_parallel_size
+from deepspeed.zero.wiring import live_budget, make_grad_buckets, make_reducer
+
+if TYPE_CHECKING:
+    from deepspeed.config.sections.zero import DeepSpeedZeroConfig
+
+META = torch.device("meta")
+HERE = torch.device("cpu")
+"""Where messages to other ranks are built: their contents matter."""
+
+STEPS = 3
+"""The first makes buffers, the second finds them and the order of gathers, after the third nothing changes any more."""
+
+
+class Meter:
+    """Bytes in use by kind, and for each phase their values when their sum was largest.
+
+    Gradients that have not reached their bucket depend on autograd: ``most`` is the largest sum including them.
+    """
+
+    def __init__(self) -> None:
+        self.now: Counter[Kind] = Counter()
+        self.peaks: dict[Phase, Counter[Kind]] = {}
+        self.arriving = 0
+        self.most: Counter[Phase] = Counter()
+        self._phases: tuple[Phase, ...] = ()
+
+    def enter(self, *phases: Phase) -> None:
+        self._phases = phases
+        self._look()
+
+    def change(self, kind: Kind, nbytes: int) -> None:
+        self.now[kind] += nbytes
+        if nbytes > 0:
+            self._look()
+
+    def arrive(self, nbytes: int) -> None:
+        self.arriving += nbytes
+        if nbytes > 0:
+            self._look()
+
+    def by_phase(self) -> dict[Phase, Counter[Kind]]:
+        """The peaks, including what arriving gradients add to them."""
+        return {
+            phase: kinds + Counter({Kind.ARRIVING: self.most[phase] - kinds.total()})
+            for phase, kinds in self.peaks.items()
+        }
+
+    def _look(self) -> None:
+        total = self.now.total()
+        for phase in self._phases:
+            self.most[phase] = max(self.most[phase], total + self.arriving)
+            if phase not in self.peaks or total > self.peaks[phase].total():
+                self.peaks[phase] = self.now.copy()
+
+
+class PaperPool(BufferPool):
+    """The real pool, counted."""
+
+    def __init__(self, meter: Meter) -> None:
+        super().__init__()
+        self.meter = meter
+        self._out: dict[int, Tensor] = {}
+
+    def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        buffer = super().take(numel, dtype, device)
+        whole = buffer if buffer._base is None else buffer._base
+        self._out[id(whole)] = whole
+        self._count()
+        return buffer
+
+    def give(self, buffer: Tensor, read_until: Any = None) -> None:
+        whole = buffer if buffer._base is None else buffer._base
+        self._out.pop(id(whole), None)
+        super().give(buffer, read_until)
+        self._count()
+
+    def sizes(self) -> dict[Any, list[int]]:
+        """Elements of the free buffers, in the order in which they are taken."""
+        return {key: [buffer.numel() for buffer in buffers] for key, buffers in self._free.items()}
+
+    def _count(self) -> None:
+        free = [buffer for buffers in self._free.values() for buffer in buffers]
+        held = sum(t.numel() * t.element_size() for t in [*self._out.values(), *free])
+        self.meter.change(Kind.BUCKETS, held - self.meter.now[Kind.BUCKETS])
+
+
+class SumScratch(Enum):
+    """What a sum over ranks needs besides its tensor, by where the ranks are."""
+
+    NONE = auto()
+    """They share host memory."""
+    EXCHANGED = auto()
+    """Devices (``comm/transports/exchanged_sums.py``)."""
+    MESSAGES = auto()
+    """Ranks in host memory that share none (``comm/transports/gloo.py``)."""
+
+
+class PaperCommunicator(Communicator):
+    """Other ranks that answer immediately. ``apart``: how far each is from the next."""
+
+    def __init__(
+        self,
+        size: int,
+        meter: Meter,
+        *,
+        scratch: SumScratch = SumScratch.NONE,
+        journal: Journal = SILENT,
+        apart: int = 1,
+    ) -> None:
+        super().__init__(None)
+        self.size, self.ranks = size, tuple(range(size))
+        self.meter = meter
+        self.journal = journal
+        self.apart = apart
+        self.scratch = scratch if size > 1 else SumScratch.NONE
+
+    def _tell(self, operation: str, nbytes: int) -> Pending:
+        return self.journal.collective(operation, nbytes, self.size, self.apart) if self.size > 1 else DONE
+
+    def reduce_scatter(self, output: Tensor, input: Tensor, *, scale: float = 1.0) -> Pending:
+        return self._sum("reduce_scatter", input)
+
+    def all_reduce(self, tensor: Tensor, *, scale: float = 1.0) -> Pending:
+        return self._sum("all_reduce", tensor)
+
+    def _sum(self, operation: str, tensor: Tensor) -> Pending:
+        if self.scratch is SumScratch.MESSAGES:
+            return self._received(tensor, self._tell(operation, tensor.nbytes))
+        if self.scratch is SumScratch.EXCHANGED and tensor.element_size() < 4:
+            self._exchanged(tensor)
+        return self._tell(operation, tensor.nbytes)
+
+    def _exchanged(self, tensor: Tensor) -> None:
+        """16-bit inputs are exchanged and summed in fp32, piece by piece; the next sum finds the memory free."""
+        received = min(tensor.nbytes, SCRATCH_BYTES)
+        sent = received if tensor.nbytes > SCRATCH_BYTES else 0  # a single piece is sent from where it is
+        total = received // tensor.element_size() // self.size * 4
+        self.meter.change(Kind.COMMUNICATION, sent + received + total)
+        self.meter.change(Kind.COMMUNICATION, -sent - received - total)
+
+    def _received(self, tensor: Tensor, told: Pending) -> Pending:
+        """This rank's slice arrives from every other one, from the start of the sum until somebody waits for it."""
+        count, item = -(-tensor.numel() // self.size), tensor.element_size()
+        nbytes = math.prod(scratch_shape(count, self.size, item)) * item
+        self.meter.change(Kind.COMMUNICATION, nbytes)
+
+        def finish() -> None:
+            told.wait()
+            self.meter.change(Kind.COMMUNICATION, -nbytes)
+
+        return Pending(finish)
+
+    def all_reduce_max(self, tensor: Tensor) -> Pending:
+        return self._tell("all_reduce", tensor.nbytes)
+
+    def all_gather(self, output: Tensor, input: Tensor) -> Pending:
+        return self._tell("all_gather", input.nbytes * self.size)
+
+    def all_to_all(
+        self,
+        output: Tensor,
+        input: Tensor,
+        output_counts: Sequence[int] | None = None,
+        input_counts: Sequence[int] | None = None,
+    ) -> Pending:
+        """Of packets: what is sent, what is received, and what is decoded of one of them."""
+        packed = input.nbytes + output.nbytes
+        self.meter.change(Kind.COMMUNICATION, packed)
+        self.meter.change(Kind.COMMUNICATION, -packed)
+        return self._tell("all_to_all", input.nbytes)
+
+    def broadcast(self, tensor: Tensor, src: int) -> Pending:
+        return self._tell("broadcast", tensor.nbytes)
+
+
+class PaperChannel(PaperCommunicator):
+    """The ranks among which a bucket is gathered: its slice has no memory, but its layout has a size."""
+
+    def __init__(self, bucket: ShardedBucket, near: PaperCommunicator) -> None:
+        super().__init__(near.size, near.meter, journal=near.journal, apart=near.apart)
+        self.bucket = bucket
+
+    def all_gather(self, output: Tensor, input: Tensor) -> Pending:
+        return self._tell("all_gather", self.bucket.nbytes)
+
+
+class PaperScopes:
+    """The scopes of rank 0. ``shards``: ranks that share one copy, by scope. ``scratch``: as in the communicators.
+    ``group``: neighbours among them that hold a copy of their own (hpZ)."""
+
+    def __init__(
+        self,
+        shards: Mapping[str, int],
+        everyone: int,
+        meter: Meter,
+        *,
+        scratch: SumScratch,
+        journal: Journal = SILENT,
+        group: int = 1,
+    ) -> None:
+        self.everyone = PaperCommunicator(everyone, meter, journal=journal)
+        self.journal = journal
+        self.group = group
+        self.near: dict[str, PaperCommunicator] = {}
+        """By scope: the ranks among which gathers stay."""
+        self._known = {
+            name: self._scope(name, size, everyone // expert_parallel_size(name, everyone), meter, scratch)
+            for name, size in shards.items()
+        }
+
+    def _scope(self, name: str, size: int, holders: int, meter: Meter, scratch: SumScratch) -> Scope:
+        apart = self.everyone.size // holders  # experts are spread over neighbours
+        whole, shard, replicas = (
+            PaperCommunicator(ranks, meter, scratch=scratch, journal=self.journal, apart=apart * steps)
+            for ranks, steps in ((holders, 1), (size, 1), (holders // size, size))
+        )
+        self.near[name] = shard
+        if in_groups(size, self.group):
+            self.near[name] = PaperCommunicator(self.group, meter, journal=self.journal, apart=apart)
+        return Scope(name, whole, shard, replicas, divisor=self.everyone.size)
+
+    def __getitem__(self, name: str) -> Scope:
+        return self._known[name]
+
+
+def in_groups(shards: int, group: int) -> bool:
+    """Whether ranks that share a copy are several groups of several (``Scope.grouped``)."""
+    return 1 < group < shards and shards % group == 0
+
+
+class PaperBucket(ShardedBucket):
+    """A bucket of parameters that is gathered and released without memory."""
+
+    def __init__(
+        self,
+        layout: BucketLayout,
+        params: Sequence[nn.Parameter],
+        communicator: Communicator,
+        meter: Meter,
+        *,
+        persistent: bool,
+    ) -> None:
+        super().__init__(layout, params, communicator, persistent=persistent)
+        self.meter = meter
+        self.status = Status.GATHERED if persistent else Status.SHARDED
+        self.device = HERE
+        self.nothing = self.full = self.shard = torch.empty(0)
+
+    def allocate(self) -> Tensor:
+        self.meter.change(Kind.GATHERED, self.nbytes)
+        self.status = Status.GATHERING
+        return self.nothing
+
+    def arrived(self) -> None:
+        self.status = Status.GATHERED
+
+    def release(self) -> None:
+        if self.status is Status.GATHERED:
+            self.meter.change(Kind.GATHERED, -self.nbytes)
+            self.status = Status.SHARDED
+
+    def own_slice(self) -> Tensor:
+        return self.nothing
+
+
+class PaperServers(ShardServers):
+    """Other ranks' slices arrive immediately."""
+
+    def __init__(self, buckets: Sequence[ShardedBucket], scopes: PaperScopes) -> None:
+        self.buckets, self.servers = list(buckets), {}
+        self.scopes = scopes
+
+    def fetch(self, index: int, full: Tensor, phase: object) -> None:
+        bucket = self.buckets[index]
+        near = self.scopes.near[bucket.layout.scope]
+        if near.size > 1:
+            near.journal.collective("fetch", bucket.nbytes, near.size, near.apart).wait()
+
+
+class PaperLinks(GatherLinks):
+    """Ranks that answer immediately."""
+
+    def __init__(self, scopes: PaperScopes) -> None:
+        super().__init__(scopes, Packing())
+        self.paper = scopes
+
+    def server(self, buckets: Sequence[ShardedBucket]) -> ShardServers:
+        return PaperServers(buckets, self.paper)
+
+    def channels(self, buckets: Sequence[ShardedBucket], server: ShardServers) -> list[GatherChannel]:
+        return [PaperChannel(bucket, self.paper.near[bucket.layout.scope]) for bucket in buckets]
+
+
+class PaperStorage(ParamStorage):
+    """Files without bytes."""
+
+    def __init__(self, plan: ParamOffload | None) -> None:
+        super().__init__(None)
+        self.plan = plan
+
+    @property
+    def on_file(self) -> bool:
+        return self.plan is not None and self.plan.folder is not None
+
+    def read(self, buckets: Sequence[ShardedBucket], index: int, full: Tensor) -> Callable[[], None]:
+        return lambda: None
+
+
+@dataclass(slots=True, kw_only=True)
+class Rehearsal:
+    """A few optimizer steps; ``run`` returns by phase the peak of memory in use beyond what persists.
+
+    Args:
+        layouts: all buckets; ``persistent`` and ``trained`` say which are which.
+        calls: parameters (slot numbers) by call of forward.
+        shards: ranks that share one copy, by scope; ``everyone``: those with its replicas.
+        apart: whether the device has its own memory.
+    """
+
+    layouts: Sequence[BucketLayout]
+    persistent: Sequence[bool]
+    trained: Sequence[bool]
+    calls: Sequence[Sequence[int]]
+    plan: Plan
+    zero: DeepSpeedZeroConfig
+    shards: Mapping[str, int]
+    everyone: int
+    micro_batches: int
+    apart: bool
+    scratch: SumScratch = SumScratch.NONE
+    meter: Meter = field(default_factory=Meter)
+    journal: Journal = SILENT
+
+    def run(self) -> dict[Phase, Counter[Kind]]:
+        with torch.inference_mode(False), torch.enable_grad():
+            scopes = PaperScopes(
+                self.shards,
+                self.everyone,
+                self.meter,
+                scratch=self.scratch,
+                journal=self.journal,
+                group=self.plan.packing.group,
+            )
+            params = self._params()
+            buckets = [
+                PaperBucket(layout, params, scopes[layout.scope].shard, self.meter, persistent=persistent)
+                for layout, persistent in zip(self.layouts, self.persistent, strict=True)
+            ]
+            coordinator = self._coordinator(buckets, scopes) if self.plan.zero.shard_params else None
+            clock = AccumulationClock(min(self.micro_batches, 2))  # the first represents all before the last
+            pool = PaperPool(self.meter)
+            reducer = self._reducer(buckets, params, scopes, coordinator, clock, pool)
+            known = {slot.param for bucket in reducer.buckets for slot in bucket.layout.slots}
+            arrive = Arrivals(reducer, params, self.calls, known, self.meter)
+            found: Any = None
+            for step in range(STEPS):
+                self._step(step, buckets, coordinator, reducer, arrive, clock)
+                left = pool.sizes()
+                if coordinator is None and left == found:
+                    break  # the next would find what this one has found: nothing else is remembered
+                found = left
+        return self.meter.by_phase()
+
+    def _step(
+        self,
+        step: int,
+        buckets: Sequence[PaperBucket],
+        coordinator: ParamCoordinator | None,
+        reducer: GradReducer,
+        arrive: Arrivals,
+        clock: AccumulationClock,
+    ) -> None:
+        """Its micro-batches, and what the update does to gathered parameters."""
+        self.journal.begin_step()
+        for _ in range(clock.steps):
+            self.journal.begin_micro_batch()
+            self._enter(step, Phase.FORWARD)
+            last = self._forward(coordinator, self._needs(buckets), arrive)
+            self._enter(step, Phase.BACKWARD)
+            reducer.before_backward()
+            last.backward()
+            reducer.flush()
+            clock.tick()
+        self._enter(step, Phase.STEP)
+        if coordinator is not None:
+            coordinator.gatherer.end_of_step()
+            for bucket in buckets:
+                if not bucket.persistent:
+                    bucket.release()
+            coordinator.end_of_step()
+        reducer.clear()
+
+    def _enter(self, step: int, phase: Phase) -> None:
+        self.meter.enter(Phase.FIRST_UPDATE if step == 0 and phase is Phase.STEP else phase)
+
+    def _params(self) -> list[nn.Parameter]:
+        """One per slot number, without memory."""
+        slots = {slot.param: (slot.numel, layout.dtype) for layout in self.layouts for slot in layout.slots}
+        return [
+            nn.Parameter(torch.empty(numel, dtype=dtype, device=META), requires_grad=dtype.is_floating_point)
+            for numel, dtype in (slots.get(i, (0, torch.float32)) for i in range(max(slots, default=-1) + 1))
+        ]
+
+    def _coordinator(self, buckets: Sequence[PaperBucket], scopes: PaperScopes) -> ParamCoordinator:
+        gatherer = make_gatherer(
+            buckets,
+            PaperLinks(scopes),
+            PaperStorage(self.plan.param_offload),
+            device=META if self.apart else HERE,
+            prefetch_numel=int(self.zero.prefetch_bucket_size),
+        )
+        return ParamCoordinator(buckets, gatherer, live_budget(self.zero))
+
+    def _reducer(
+        self,
+        buckets: Sequence[PaperBucket],
+        params: Sequence[nn.Parameter],
+        scopes: PaperScopes,
+        coordinator: ParamCoordinator | None,
+        clock: AccumulationClock,
+        pool: PaperPool,
+    ) -> GradReducer:
+        """Sums of rows are planned as the dense sums that they may have to be."""
+        grads = make_grad_buckets(
+            [bucket for bucket, known in zip(buckets, self.trained, strict=True) if known],
+            self.plan,
+            scopes,
+            pool=pool,
+            tier=ResidentTier(),
+        )
+        return make_reducer(
+            params,
+            grads,
+            self.plan,
+            scopes.everyone,
+            coordinator,
+            at_boundary=lambda: clock.at_boundary,
+            device=HERE,
+        )
+
+    def _needs(self, buckets: Sequence[PaperBucket]) -> list[list[int]]:
+        """By call: the buckets that have to be whole."""
+        place = {slot.param: b for b, bucket in enumerate(buckets) for slot in bucket.layout.slots}
+        found = [list(dict.fromkeys(place[i] for i in call if i in place)) for call in self.calls]
+        return [[b for b in needs if not buckets[b].persistent] for needs in found]
+
+    def _forward(
+        self, coordinator: ParamCoordinator | None, needs: Sequence[list[int]], arrive: Any
+    ) -> Tensor:
+        """A chain of scalars, one link per call; backward through it acts like the hooks in a model."""
+        link = torch.zeros((), requires_grad=True)
+        for call, buckets in enumerate(needs):
+            frame: Frame | None = None
+            if coordinator is not None:
+                coordinator.enter(list(buckets))
+            self.journal.compute(Phase.FORWARD, call)
+            link = link * 1.0
+            if coordinator is not None:
+                frame = coordinator.leave()
+            link.register_hook(partial(_reached, coordinator, frame, arrive, self.journal, call))
+        return link
+
+
+def _reached(
+    coordinator: ParamCoordinator | None,
+    frame: Frame | None,
+    arrive: Any,
+    journal: Journal,
+    call: int,
+    _: Tensor,
+) -> None:
+    if coordinator is not None and frame is not None and frame.held:
+        coordinator.backward(frame)
+    journal.compute(Phase.BACKWARD, call)
+    arrive(call)
+
+
+class Arrivals:
+    """Gradients as backward traverses the calls. That of a parameter with several uses waits inside autograd until the
+    first of them; where two meet there are briefly three: one from each use, and their sum."""
+
+    def __init__(
+        self,
+        reducer: GradReducer,
+        params: Sequence[nn.Parameter],
+        calls: Sequence[Sequence[int]],
+        known: set[int],
+        meter: Meter,
+    ) -> None:
+        self.reducer = reducer
+        self.params = params
+        self.uses = [[i for i in dict.fromkeys(call) if i in known] for call in calls]
+        self.firsts = _first_uses(calls, known)
+        self.meter = meter
+        self.waiting: set[int] = set()
+        self.grads: dict[int, Tensor] = {}
+        """What arrives, by parameter: without memory, it may be the same each time."""
+
+    def __call__(self, call: int) -> None:
+        for index in reversed(self.uses[call]):
+            param = self.params[index]
+            nbytes = param.shape[0] * param.dtype.itemsize
+            again = index in self.waiting
+            self.meter.arrive(2 * nbytes if again else nbytes)
+            if index in self.firsts[call]:
+                param.grad = self._grad(index)
+                self.reducer.ready(index, param)
+                self.meter.arrive(-3 * nbytes if again else -nbytes)
+                self.waiting.discard(index)
+            elif again:
+                self.meter.arrive(-2 * nbytes)
+            else:
+                self.waiting.add(index)
+
+    def _grad(self, index: int) -> Tensor:
+        if index not in self.grads:
+            self.grads[index] = self.params[index].detach()  # `empty_like` takes a hundred times as long
+        return self.grads[index]
+
+
+def _first_uses(calls: Sequence[Sequence[int]], known: set[int]) -> list[list[int]]:
+    """By call: the parameters in ``known`` that it is the first to use."""
+    seen: set[int] = set()
+    result: list[list[int]] = []
+    for call in calls:
+        new = [i for i in dict.fromkeys(call) if i in known and i not in seen]
+        seen.update(new)
+        result.append(new)
+    return result

@@ -1,0 +1,176 @@
+"""A memory plan as human-readable text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from deepspeed.planning.advice import Advice, hidden_updates
+from deepspeed.planning.ledger import ESTIMATED, Kind, Phase, Place
+from deepspeed.planning.request import Answer
+
+_UNITS = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
+
+HEADINGS = {
+    Phase.BUILD: "build",
+    Phase.INITIALIZE: "initialize",
+    Phase.READY: "ready",
+    Phase.FORWARD: "forward",
+    Phase.BACKWARD: "backward",
+    Phase.FIRST_UPDATE: "1st update",
+    Phase.STEP: "update",
+}
+
+
+def size(nbytes: int) -> str:
+    """Bytes with three or four significant digits: "1.50 GiB"."""
+    for unit, name in _UNITS:
+        if abs(nbytes) >= unit:
+            value = nbytes / unit
+            return f"{value:.2f} {name}" if value < 100 else f"{value:.0f} {name}"
+    return f"{nbytes} B"
+
+
+def headline(answer: Answer) -> str:
+    facts, request, config = answer.setting.facts, answer.request, answer.config
+    trained = sum(spec.numel for spec in facts.specs[: facts.trained])
+    frozen = facts.numel - trained
+    nodes = f" on {request.nodes} nodes" if request.nodes > 1 else ""
+    shared = request.split.tensor
+    part = f", on each of {shared} ranks that share all layers" if shared > 1 else ""
+    lines = [
+        f"{type(request.module).__name__}: {trained:,} trained parameters"
+        + (f", {frozen:,} frozen" if frozen else "")
+        + part,
+        f"{_count(request.all_ranks, 'rank')}{nodes}, ZeRO stage {answer.plan.zero.stage}, "
+        f"{answer.plan.precision.name}, {answer.setting.optimizer.name}, "
+        f"micro-batch {config.train_micro_batch_size_per_gpu} x {config.gradient_accumulation_steps}",
+    ]
+    return "\n".join(lines)
+
+
+def table(answer: Answer) -> Iterator[str]:
+    """One block per place: kinds down, phases across."""
+    shown = [place for place in Place if answer.ledger.peak(place)[0]]
+    for place in shown:
+        yield from _block(answer, place)
+
+
+def _block(answer: Answer, place: Place) -> Iterator[str]:
+    ledger = answer.ledger
+    largest = ledger.peak(place)[0]
+    unit, name = next(((u, n) for u, n in _UNITS if largest >= u), (1, "B"))
+    rows: list[tuple[str, list[int]]] = []
+    for kind in Kind:
+        values = [ledger.entries[phase, place, kind] for phase in Phase]
+        if any(values):
+            rows.append((kind.value + (" (estimated)" if kind in ESTIMATED else ""), values))
+    rows.append(("total", [ledger.total(phase, place) for phase in Phase]))
+    width = max(len(label) for label, _ in rows)
+    title = f"{_place_name(answer, place)}, {name} per rank"
+    yield f"{title:<{width + 2}}" + "".join(f"{HEADINGS[phase]:>12}" for phase in Phase)
+    for label, values in rows:
+        cells = "".join(f"{value / unit:>12.3f}" if value else f"{'-':>12}" for value in values)
+        yield f"  {label:<{width}}{cells}"
+
+
+def _place_name(answer: Answer, place: Place) -> str:
+    if place is Place.DEVICE:
+        return answer.request.device_type
+    return "host" if place is Place.HOST else "disk"
+
+
+def verdict(answer: Answer) -> Iterator[str]:
+    """Need compared to what is available, for each place."""
+    for place in Place:
+        need, phase = answer.need(place)
+        if not need:
+            continue
+        sharing = answer.request.neighbours(place)
+        whose = f" ({_count(sharing, 'rank')} x {size(need // sharing)})" if sharing > 1 else ""
+        have = answer.capacity.of(place)
+        name = _place_name(answer, place)
+        when = f"most while {_WHILE[phase]}"
+        if have is None:
+            yield f"{name}: {size(need)}{whose}, {when}; how much is available is not known"
+        elif need > have:
+            yield f"{name}: DOES NOT FIT: {size(need)}{whose} needed, {when}; {size(have)} available"
+        else:
+            yield f"{name}: fits: {size(need)}{whose} of {size(have)}, {when}"
+
+
+_WHILE = {
+    Phase.BUILD: "the model is built",
+    Phase.INITIALIZE: "initialize works",
+    Phase.READY: "nothing runs",
+    Phase.FORWARD: "forward runs",
+    Phase.BACKWARD: "backward runs",
+    Phase.FIRST_UPDATE: "the first update runs",
+    Phase.STEP: "an update runs",
+}
+
+
+def advice_lines(advice: Advice) -> Iterator[str]:
+    if advice.result is not None:
+        yield (
+            "cheapest change that makes it fit:"
+            if len(advice.changes) == 1
+            else "changes that make it fit together:"
+        )
+        yield from (f"  {text}" for text in advice.changes)
+        peaks = [(place, advice.result.need(place)[0]) for place in Place]
+        yield "  then: " + ", ".join(f"{_place_name(advice.result, p)} {size(n)}" for p, n in peaks if n)
+    elif advice.ranks is not None:
+        with_changes = f" with {'; '.join(advice.changes)}" if advice.changes else ""
+        yield f"no change of the config is enough; {advice.ranks} ranks on as many more nodes are{with_changes}"
+    else:
+        yield "no change known here makes it fit: use a smaller model, or machines with more memory"
+
+
+def waiting_lines(answer: Answer) -> Iterator[str]:
+    """What would hide an update on the host, and whether this machine has the memory for it."""
+    changes = hidden_updates(answer)
+    if changes:
+        yield f"the {answer.request.device_type} waits while the host updates; beside it the host would work with"
+    for text, planned in changes:
+        more = {place: planned.need(place)[0] - answer.need(place)[0] for place in Place}
+        costs = ", ".join(f"{_place_name(planned, p)} {size(n)} more" for p, n in more.items() if n > 0)
+        lacking = planned.lacking() and not answer.lacking()
+        yield f"  {text} ({costs or 'no more memory'}{'; DOES NOT FIT' if lacking else ''})"
+
+
+def full_report(answer: Answer, advice: Advice | None) -> str:
+    lines: list[str] = [headline(answer), "", *table(answer), "", *verdict(answer)]
+    if advice is not None:
+        lines += advice_lines(advice)
+    lines += waiting_lines(answer)
+    if answer.ledger.notes:
+        lines += ["", *(f"note: {note}" for note in answer.ledger.notes)]
+    return "\n".join(lines)
+
+
+def as_json(answer: Answer, advice: Advice | None) -> dict[str, Any]:
+    """Everything in the report, bytes as numbers."""
+    ledger = answer.ledger
+    return {
+        "ranks": answer.request.all_ranks,
+        "nodes": answer.request.nodes,
+        "parameters": answer.setting.facts.numel,
+        "bytes_per_rank": {
+            place.value: {
+                HEADINGS[phase]: {kind.value: nbytes for kind, nbytes in ledger.kinds(phase, place).items()}
+                for phase in Phase
+            }
+            for place in Place
+        },
+        "needed": {place.value: answer.need(place)[0] for place in Place},
+        "available": {place.value: answer.capacity.of(place) for place in Place},
+        "fits": not answer.lacking(),
+        "changes": advice.changes if advice is not None else [],
+        "estimated": [kind.value for kind in ESTIMATED],
+        "notes": ledger.notes,
+    }
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

@@ -1,0 +1,270 @@
+"""A request to the planner: this model with this config on this many ranks, and the available memory."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from deepspeed.base.logging import logger
+from deepspeed.base.memory import GIB
+from deepspeed.config.deepspeed_config import DeepSpeedConfig
+from deepspeed.config.plan import Plan, make_plan
+from deepspeed.ops.update import traits_of
+from deepspeed.optim.elementwise import check_partitioning
+from deepspeed.planning.activations import TransformerShape, activation_bytes, budgeted_bytes
+from deepspeed.planning.ledger import STEADY, Kind, Ledger, Phase, Place
+from deepspeed.planning.machine import Capacity, free_disk, swap_folders
+from deepspeed.planning.model import ModelFacts, facts_of
+from deepspeed.planning.planner import Setting, plan_memory
+from deepspeed.planning.split import Split
+from deepspeed.planning.states import ADAM, OptimizerFacts, optimizer_facts
+from deepspeed.zero.optimizer_flags import set_optimizer_flags
+from deepspeed.zero.optimizer_registry import build_optimizer
+from deepspeed.zero.replica_groups import expert_parallel_size
+
+BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+
+_NO_MEMORY = ("gradient_clipping", "optimizer.params", "scheduler")
+"""Sections whose values make no difference here."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """``config`` as written. ``optimizer``: the client's, if it already exists; else the config's is created on
+    ``trained`` (parameters and group dicts; default: whatever requires a gradient; they may be on the meta device)."""
+
+    module: nn.Module
+    config: Mapping[str, Any]
+    ranks: int
+    """Those that share the model states."""
+    ranks_per_sequence: int = 1
+    """How many of them work on the same data."""
+    nodes: int = 1
+    device_type: str = "cuda"
+    optimizer: torch.optim.Optimizer | None = None
+    trained: Sequence[Any] | None = None
+    zero_init: bool = False
+    shape: TransformerShape | None = None
+    micro_batch: int | None = None
+    sequence: int | None = None
+    checkpointing: bool = False
+    capacity: Capacity = field(default_factory=Capacity)
+    split: Split = Split()
+    """What of the model a rank has (default: all); ``ranks`` share the states of that part."""
+    follow_disk: bool = False
+    """Whether ``capacity.disk`` is what is free in the folders of the config, whichever they are."""
+
+    @property
+    def all_ranks(self) -> int:
+        """With those that have other parts of the model."""
+        return self.ranks * self.split.ways
+
+    @property
+    def ranks_per_node(self) -> int:
+        return -(-self.all_ranks // self.nodes)
+
+    def neighbours(self, place: Place) -> int:
+        """Ranks that share the same memory at that place."""
+        return 1 if place is Place.DEVICE else self.ranks_per_node
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    request: Request
+    plan: Plan
+    config: DeepSpeedConfig
+    setting: Setting
+    ledger: Ledger
+
+    @property
+    def capacity(self) -> Capacity:
+        known = self.request.capacity
+        if not self.request.follow_disk:
+            return known
+        return Capacity(known.device, known.host, free_disk(swap_folders(self.plan)))
+
+    def need(self, place: Place) -> tuple[int, Phase]:
+        """Bytes that ranks sharing a memory need together at the peak, and the phase of that peak."""
+        nbytes, phase = self.ledger.peak(place)
+        return nbytes * self.request.neighbours(place), phase
+
+    def lacking(self) -> dict[Place, int]:
+        """Bytes that are missing, for each place that lacks any."""
+        found = {place: self.need(place)[0] - (self.capacity.of(place) or 0) for place in Place}
+        return {p: n for p, n in found.items() if n > 0 and self.capacity.of(p) is not None}
+
+
+class _Ranks:
+    """Tells a config how many data-parallel ranks there are."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def get_data_parallel_world_size(self) -> int:
+        return self.count
+
+
+def config_of(request: Request) -> DeepSpeedConfig:
+    """The config as it is read. Raises DeepSpeedConfigError as ``initialize`` would."""
+    with _quiet():
+        readers = _Ranks(request.ranks // request.ranks_per_sequence)
+        return DeepSpeedConfig(with_batch(request.config, request.micro_batch), mpu=readers)
+
+
+def answer(request: Request) -> Answer:
+    """Plan the request. Raises DeepSpeedConfigError as ``initialize`` would."""
+    config = config_of(request)
+    plan = make_plan(config)
+    optimizer, groups, note = _optimizer(request, config, plan)
+    facts = request.split.facts(facts_of(request.module, plan, groups), request.module)
+    setting = Setting(
+        facts=facts,
+        plan=plan,
+        zero=config.zero_config,
+        optimizer=optimizer,
+        ranks=request.ranks,
+        micro_batches=config.gradient_accumulation_steps,
+        device_type=request.device_type,
+        zero_init=request.zero_init and plan.zero.shard_params,
+        shared_memory=config.comm_config.shared_memory and not request.nodes == request.all_ranks > 1,
+    )
+    ledger = plan_memory(setting)
+    ledger.notes += note + _experts(facts, request.ranks)
+    auto = [key for key in _auto_keys(request.config) if not key.startswith((*BATCH, *_NO_MEMORY))]
+    if auto:
+        ledger.notes.append(
+            f'"auto" stands for the default of {", ".join(auto)}; --set key=value fills it in'
+        )
+    _activations(ledger, request, setting, config)
+    compiled = config.compile_config
+    if compiled.deepcompile and compiled.offload_opt_states and setting.apart:
+        _states_between_updates(ledger)
+    return Answer(request=request, plan=plan, config=config, setting=setting, ledger=ledger)
+
+
+def _states_between_updates(ledger: Ledger) -> None:
+    """``compile.offload_opt_states``: while gradients are made, masters and state are on the host, in memory that
+    stays."""
+    forward, backward, update = STEADY
+    for kind in (Kind.MASTERS, Kind.STATE):
+        ledger.add(STEADY, Place.HOST, kind, ledger.entries[update, Place.DEVICE, kind])
+        for phase in (forward, backward):
+            ledger.entries[phase, Place.DEVICE, kind] = 0
+
+
+def _experts(facts: ModelFacts, ranks: int) -> list[str]:
+    sizes = {expert_parallel_size(spec.scope, ranks) for spec in facts.specs} - {1}
+    over = ", ".join(str(size) for size in sorted(sizes))
+    return [f"of experts spread over {over} ranks, those of one rank are counted"] if sizes else []
+
+
+def _auto_keys(config: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """Dotted keys whose value is left to a client."""
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            yield from _auto_keys(value, f"{prefix}{key}.")
+        elif value == "auto":
+            yield prefix + str(key)
+
+
+def with_batch(config: Mapping[str, Any], micro_batch: int | None) -> dict[str, Any]:
+    """The config with the requested micro-batch size, and with "auto" batch sizes left to their defaults."""
+    result = copy.deepcopy(dict(config))
+    for key in BATCH:
+        if result.get(key) == "auto":
+            del result[key]
+    if micro_batch is not None:
+        result["train_micro_batch_size_per_gpu"] = micro_batch
+        if "gradient_accumulation_steps" in result:
+            result.pop("train_batch_size", None)
+    if not any(key in result for key in BATCH[:2]):
+        result["train_micro_batch_size_per_gpu"] = 1
+    return result
+
+
+def _optimizer(
+    request: Request, config: DeepSpeedConfig, plan: Plan
+) -> tuple[OptimizerFacts, list[dict[str, Any]] | None, list[str]]:
+    made = request.optimizer
+    given = list(request.module.parameters()) if request.trained is None else request.trained
+    groups = [dict(entry) if isinstance(entry, dict) else entry for entry in given]
+    trainable = [entry for entry in groups if isinstance(entry, dict) or entry.requires_grad]
+    if made is None and config.optimizer_name is not None and trainable:
+        set_optimizer_flags(config, request.module)
+        on_host = plan.state_offload is not None
+        made = build_optimizer(config.optimizer_name, config.optimizer_params, trainable, on_host=on_host)
+    if made is None and request.trained is not None and not trainable:
+        return ADAM, [], ["no optimizer is known: only weights are counted"]
+    if made is None:
+        return ADAM, None, ["the config names no optimizer: Adam with two fp32 moments is assumed"]
+    check_partitioning(made, plan)
+    notes = []
+    if traits_of(made).whole_matrices:
+        notes.append("matrices that Muon gathers during the update are not counted")
+    return optimizer_facts(made, plan.precision.master), made.param_groups, notes
+
+
+def _activations(ledger: Ledger, request: Request, setting: Setting, config: DeepSpeedConfig) -> None:
+    if request.shape is None or request.sequence is None:
+        ledger.notes.append(
+            "activations are not counted: this needs a Hugging Face model and --sequence"
+            if request.shape is None
+            else "activations are not counted: pass --sequence"
+        )
+        return
+    limit = config.activation_checkpointing_config.memory_budget
+    if limit is not None and _counted(ledger, request, setting, config, limit, request.sequence):
+        return
+    dtype = setting.plan.precision.autocast or setting.plan.precision.param or torch.float32
+    nbytes = activation_bytes(
+        request.split.shape(request.shape),
+        micro_batch=config.train_micro_batch_size_per_gpu,
+        sequence=request.sequence,
+        itemsize=dtype.itemsize,
+        checkpointing=request.checkpointing and limit is None,
+        float8=config.fp8_config.enabled,
+    )
+    if limit is not None:
+        whole, nbytes = nbytes, budgeted_bytes(nbytes, limit)
+        ledger.notes.append(
+            f"activation_checkpointing.memory_budget: {nbytes / GIB:.3f} GiB of {whole / GIB:.3f} GiB of activations "
+            "(estimated); what is recomputed for it is chosen, and said, in the first forward"
+        )
+    ledger.add(STEADY[:2], setting.near, Kind.ACTIVATIONS, nbytes)
+
+
+def _counted(
+    ledger: Ledger, request: Request, setting: Setting, config: DeepSpeedConfig, limit: float, sequence: int
+) -> bool:
+    """Enter what the blocks keep within the budget, by a forward on paper; False: there is none."""
+    from deepspeed.planning.counted import CannotCount, choice_within
+    from deepspeed.transforms.recompute.budget import report
+
+    batch = config.train_micro_batch_size_per_gpu
+    try:
+        with _quiet():
+            choice = choice_within(request.module, limit, batch, sequence, setting.plan.precision)
+    except CannotCount as problem:
+        ledger.notes.append(
+            f"the memory budget was not counted, as the forward does not run on paper: {problem}"
+        )
+        return False
+    ledger.add(STEADY[:2], setting.near, Kind.COUNTED_ACTIVATIONS, choice.peak)
+    ledger.notes.append(report(choice))
+    return True
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Suppress warnings about a config: the code that uses it issues them once, not for every variant tried."""
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before

@@ -1,0 +1,72 @@
+"""What one rank has of a model whose layers are divided among others: tensor-parallel parts, a stage of a pipeline."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from torch import nn
+
+from deepspeed.ops.partitions import partition_balanced
+from deepspeed.planning.activations import TransformerShape
+from deepspeed.planning.model import ModelFacts
+from deepspeed.zero.layout import ParamSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Split:
+    """``tensor``: ranks that share each layer. ``stages``, and which one is meant. ``held``: of how many micro-batches
+    that stage holds activations at a time."""
+
+    tensor: int = 1
+    stages: int = 1
+    stage: int = 0
+    held: int = 1
+
+    @property
+    def ways(self) -> int:
+        """How many different parts there are."""
+        return self.tensor * self.stages
+
+    def facts(self, facts: ModelFacts, module: nn.Module) -> ModelFacts:
+        """Of a rank of that stage: every matrix is cut, other parameters are whole."""
+        if self.ways == 1:
+            return facts
+        first, stop = self._calls(facts)
+        calls = facts.calls[first:stop]
+        chosen = sorted({i for call in calls for i in call})
+        matrices = {name for name, param in module.named_parameters() if param.dim() >= 2}
+        place = {old: new for new, old in enumerate(chosen)}
+        specs = [self._cut(facts.specs[old], new, matrices) for old, new in place.items()]
+        trained = sum(old < facts.trained for old in chosen)
+        return replace(
+            facts,
+            specs=specs,
+            trained=trained,
+            group_of=[facts.group_of[old] for old in chosen[:trained]],
+            calls=[[place[i] for i in call] for call in calls],
+            built_itemsizes=[facts.built_itemsizes[old] for old in chosen],
+        )
+
+    def _cut(self, spec: ParamSpec, index: int, matrices: set[str]) -> ParamSpec:
+        parts = self.tensor if spec.name in matrices else 1
+        return replace(spec, index=index, numel=-(-spec.numel // parts))
+
+    def _calls(self, facts: ModelFacts) -> tuple[int, int]:
+        """The calls of the stage, such that all have about as many parameters."""
+        if self.stages == 1:
+            return 0, len(facts.calls)
+        sizes = [sum(facts.specs[i].numel for i in dict.fromkeys(call)) for call in facts.calls]
+        bounds = partition_balanced(sizes, self.stages)
+        return bounds[self.stage], bounds[self.stage + 1]
+
+    def shape(self, shape: TransformerShape) -> TransformerShape:
+        """The same for activations. Norms and residuals are whole everywhere; logits are on the last stage."""
+        last = self.stage == self.stages - 1
+        return replace(
+            shape,
+            layers=-(-shape.layers // self.stages) * self.held,
+            heads=max(1, shape.heads // self.tensor),
+            kv_heads=max(1, shape.kv_heads // self.tensor),
+            intermediate=-(-shape.intermediate // self.tensor),
+            vocabulary=-(-shape.vocabulary // self.tensor) if last else 0,
+        )

@@ -1,0 +1,92 @@
+"""What an optimizer keeps for each element, found by letting a stand-in take one step on a tiny matrix."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepspeed.base.logging import logger
+from deepspeed.ops.update import traits_of
+from deepspeed.optim.first_state import stand_in
+
+_SHAPE = (4, 4)
+
+
+@dataclass(frozen=True, slots=True)
+class StateSize:
+    """Bytes of optimizer state: of each tensor with one value per element, of those with one per block of ``block``
+    elements, and of all others together."""
+
+    per_element: tuple[int, ...] = (4, 4)
+    per_tensor: int = 4
+    per_block: int = 0
+    block: int = 1
+
+    def besides(self, numel: int) -> int:
+        """Bytes that a fragment of ``numel`` elements takes besides the values of its elements."""
+        return self.per_tensor + self.per_block * -(-numel // self.block)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerFacts:
+    """``groups[g]``: state of the parameters of optimizer group g."""
+
+    name: str
+    groups: tuple[StateSize, ...]
+    fused: bool
+    """Whether the update is one pass over memory without copies of gradients (``step_fragments``)."""
+    elementwise: bool
+    """Whether tensors may be updated in pieces."""
+    grain: int = 1
+    """They are cut at multiples of this."""
+
+
+ADAM = OptimizerFacts(name="Adam", groups=(StateSize(),), fused=True, elementwise=True)
+"""What is assumed where no optimizer is known."""
+
+
+def optimizer_facts(optimizer: torch.optim.Optimizer, master: torch.dtype | None) -> OptimizerFacts:
+    """Facts about ``optimizer``, whose parameters may be on the meta device. It is not touched.
+
+    ``master``: dtype of what it updates; None: the dtype of its parameters.
+    """
+    groups: list[StateSize] = []
+    traits = traits_of(optimizer)
+    for group in optimizer.param_groups:
+        own = group["params"][0].dtype if group["params"] else torch.float32
+        groups.append(_state_size(optimizer, group, master or own))
+    return OptimizerFacts(
+        name=type(optimizer).__name__,
+        groups=tuple(groups),
+        fused=traits.fused,
+        elementwise=not traits.joins_ranks,
+        grain=traits.grain,
+    )
+
+
+def _state_size(optimizer: torch.optim.Optimizer, group: dict[str, Any], dtype: torch.dtype) -> StateSize:
+    param = torch.nn.Parameter(torch.zeros(_SHAPE, dtype=dtype))
+    substitute = stand_in(optimizer, group, [param])
+    param.grad = torch.ones_like(param)
+    try:
+        with torch.enable_grad():
+            type(optimizer).step(substitute)
+    except Exception as error:  # whatever a foreign optimizer raises: its state is not known
+        logger.debug(
+            f"{type(optimizer).__name__} cannot be tried: {error}; two fp32 values per element assumed"
+        )
+        return StateSize()
+    state = substitute.state[param]
+    tensors = [value for value in state.values() if isinstance(value, Tensor)]
+    traits = traits_of(optimizer)
+    others = [t for t in tensors if t.shape != param.shape]
+    blocks = [t for t in others if traits.coded and t.dim()]  # one value here, where all is one block
+    return StateSize(
+        per_element=tuple(t.element_size() for t in tensors if t.shape == param.shape),
+        per_tensor=sum(t.numel() * t.element_size() for t in others if not any(t is b for b in blocks)),
+        per_block=sum(t.element_size() for t in blocks),
+        block=traits.grain,
+    )

@@ -1,0 +1,144 @@
+"""From what was measured on two ranks to what a rank of any job costs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+from deepspeed.planning.planner import Setting
+from deepspeed.planning.step_time.calibration import Calibration
+from deepspeed.planning.step_time.fabric import Costs, Fabric
+from deepspeed.planning.step_time.hardware import Network
+from deepspeed.planning.step_time.program import program_of
+from deepspeed.planning.step_time.step import Machine, StepTime, run, step_time
+from deepspeed.planning.step_time.work import Work
+
+
+def costs_of(found: Calibration) -> Costs:
+    """Of collectives between hosts. What a sum costs beyond a gather of as many bytes is added up by the ranks."""
+    gather, scatter = found.lines["all_gather"], found.lines["reduce_scatter"]
+    return Costs(
+        start={name: line.start for name, line in found.lines.items()},
+        byte=gather.byte,
+        sum=max(0.0, scatter.byte - gather.byte),
+    )
+
+
+def busy(found: Calibration, ranks_beside: int) -> float:
+    """How much longer a rank computes where so many share the processors that the calibration had."""
+    if found.device_type != "cpu":
+        return 1.0
+    return max(1.0, ranks_beside * found.threads / found.cores)
+
+
+def stage_of(setting: Setting) -> int:
+    return setting.plan.zero.stage
+
+
+def fabric_of(found: Calibration, network: Network, ranks_per_node: int) -> Fabric:
+    """Ranks on processors: gloo between hosts. Within one, shared memory is as fast as what they copy."""
+    inside = Network(name="shared memory", rate=_memory_rate(found), latency=0.0)
+    return Fabric(
+        ranks_per_node=ranks_per_node,
+        between=network,
+        inside=inside,
+        costs=costs_of(found),
+        background=found.device_type != "cpu",
+        crowded=CROWDED if found.device_type == "cpu" else 1.0,
+    )
+
+
+def _memory_rate(found: Calibration) -> float:
+    byte = found.lines["all_gather"].byte
+    return 4.0 / byte if byte > 0 else 1e10
+
+
+CROWDED = 0.9
+"""Two ranks do not show it: where three and more exchange at once, their TCP connections end at different times, and
+packets are dropped where they meet. Measured with 3 and 4 hosts (benchmarks/results/predicted_steps_3to4.txt)."""
+MOST_STRETCH = (0.5, 8.0)
+BISECTIONS = 16
+UNLIMITED = Network(name="none", rate=1e12)
+"""Between the two ranks of a calibration: they limit themselves."""
+
+
+def work_of(found: Calibration, setting: Setting, flops: Sequence[float], ranks_beside: int) -> Work:
+    """For a rank of ``setting``, of ``ranks_beside`` on its machine.
+
+    The model that was measured takes what it took; another one as long as its operations take at the rate that was
+    measured. Ranks that communicate compute longer: their threads also copy what they send and receive.
+    """
+    work = replace(_work_of(found, setting, flops, min(2, setting.ranks)), busy=busy(found, ranks_beside))
+    return work if setting.ranks == 1 else work.stretched(_stretch(found, setting, flops))
+
+
+def is_same_model(found: Calibration, setting: Setting, flops: Sequence[float]) -> bool:
+    facts = setting.facts
+    trained = sum(spec.numel for spec in facts.specs[: facts.trained])
+    return (
+        trained == found.elements
+        and len(facts.calls) == len(found.forward_share)
+        and math.isclose(sum(flops), found.flops, rel_tol=1e-6)
+    )
+
+
+def _work_of(found: Calibration, setting: Setting, flops: Sequence[float], ranks: int) -> Work:
+    stage = stage_of(setting)
+    alone = found.of(1, stage) or found.of(1, 0)
+    assert alone is not None  # a calibration has it
+    plain, crowded = found.of(1, 0), found.of(2, 0)
+    slower = 1.0
+    if ranks > 1 and plain is not None and crowded is not None:
+        slower = max(1.0, crowded.forward / plain.forward)  # a forward of stage 0 waits for nobody
+    forward, backward = alone.forward * slower, alone.backward * slower
+    if is_same_model(found, setting, flops):
+        shares = (found.forward_share, found.backward_share)
+    else:
+        total = sum(flops) or 1.0
+        scale = total / found.flops
+        forward, backward = forward * scale, backward * scale
+        shares = ([each / total for each in flops],) * 2
+    return Work(
+        forward=[forward * share for share in shares[0]],
+        backward=[backward * share for share in shares[1]],
+        per_element=alone.update * slower / max(1, found.elements),
+    )
+
+
+def _stretch(found: Calibration, setting: Setting, flops: Sequence[float]) -> float:
+    """How much longer than ``_work_of`` says two ranks of the calibration must have computed, for the simulation of
+    their step to take what it took.
+
+    Only where this model was measured at this stage: what another one exchanges while it computes says nothing.
+    """
+    measured = found.of(2, stage_of(setting))
+    if measured is None or not is_same_model(found, setting, flops):
+        return 1.0
+    pair = replace(setting, ranks=2, micro_batches=1)
+    program, work = program_of(pair), _work_of(found, pair, flops, 2)
+    machine = Machine(fabric=fabric_of(found, UNLIMITED, 1))
+    low, high = MOST_STRETCH
+    for _ in range(BISECTIONS):  # a step takes no less time where more is computed
+        middle = (low + high) / 2
+        if run(program, pair, work.stretched(middle), machine).seconds < measured.step:
+            low = middle
+        else:
+            high = middle
+    return (low + high) / 2
+
+
+def predicted(
+    found: Calibration,
+    setting: Setting,
+    flops: Sequence[float],
+    network: Network,
+    *,
+    ranks_per_node: int,
+    ranks_beside: int | None = None,
+) -> StepTime:
+    """A step of ``setting`` on machines like the calibrated one. ``ranks_beside``: of how many ranks the processors are
+    shared; default: those of a node."""
+    beside = ranks_per_node if ranks_beside is None else ranks_beside
+    work = work_of(found, setting, flops, beside)
+    return step_time(setting, work, Machine(fabric=fabric_of(found, network, ranks_per_node)))

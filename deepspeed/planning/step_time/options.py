@@ -1,0 +1,68 @@
+"""The options of `ds plan` that are about time. What does their work is imported when one of them is given."""
+
+from __future__ import annotations
+
+import argparse
+
+from deepspeed.planning.step_time.hardware import HardwareError, device
+
+
+class TimeError(ValueError):
+    """The options do not say where the job runs."""
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("step time")
+    group.add_argument(
+        "--calibrate",
+        metavar="FILE",
+        help="train a few steps on 1 and 2 ranks of this machine and write the timings to FILE",
+    )
+    group.add_argument(
+        "--batch",
+        metavar="MODULE:FUNCTION",
+        help="with --calibrate: function that returns what the model is called with",
+    )
+    group.add_argument(
+        "--calibration", metavar="FILE", help="predict the step time on machines like the one that wrote FILE"
+    )
+    group.add_argument(
+        "--on",
+        metavar="DEVICE",
+        help="predict the step time on a device: A100, H100, or a JSON file with its rates",
+    )
+    group.add_argument(
+        "--network",
+        metavar="NAME",
+        help="network between nodes: 1GbE, 10GbE, 25GbE, 100GbE, HDR, NDR, a rate such as 100Mbit, or a JSON file",
+    )
+    group.add_argument(
+        "--choices",
+        action="store_true",
+        help="also rank the ways to train the same batch on these ranks: ZeRO, TP, PP, SP, EP, offload",
+    )
+
+
+def is_asked(args: argparse.Namespace) -> bool:
+    return args.calibration is not None or args.on is not None
+
+
+def check(args: argparse.Namespace) -> None:
+    """TimeError: an option needs another one."""
+    if args.calibration is not None and args.on is not None:
+        raise TimeError("--calibration and --on both say where the job runs; give one")
+    for name in ("network", "choices"):
+        if getattr(args, name) and not is_asked(args):
+            raise TimeError(f"--{name} needs --calibration FILE or --on DEVICE: how long a rank computes")
+    if is_asked(args) and args.nodes > 1 and args.network is None:
+        raise TimeError(f"--nodes {args.nodes}: say what joins them with --network, such as --network 100GbE")
+    if args.batch is not None and args.calibrate is None:
+        raise TimeError("--batch is for --calibrate")
+
+
+def device_memory(args: argparse.Namespace) -> int | None:
+    """Of the device that --on names; then the host is not this one either. TimeError: there is no such device."""
+    try:
+        return None if args.on is None else device(args.on).memory
+    except HardwareError as error:
+        raise TimeError(str(error)) from None

@@ -1,0 +1,226 @@
+"""The step of a job whose ranks are arranged along several axes: data, tensor, stages, sequence, experts.
+
+Along data the engine's own program is simulated. What layers exchange along the others is added to each of them:
+two sums of activations per layer and pass between tensor-parallel ranks (M. Shoeybi et al.: Megatron-LM, 2019), the
+exchanges of queries, keys, values and results between the ranks of a sequence (S. A. Jacobs et al.: DeepSpeed-Ulysses,
+2023), tokens to experts and back (S. Rajbhandari et al.: DeepSpeed-MoE, 2022). Stages follow their order
+(``parallel/pipeline/schedules/orders.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from deepspeed.parallel.pipeline.schedules.orders import Durations, one_forward_one_backward
+from deepspeed.parallel.pipeline.schedules.orders import simulate as simulate_stages
+from deepspeed.planning.activations import TransformerShape
+from deepspeed.planning.ledger import Phase
+from deepspeed.planning.planner import Setting
+from deepspeed.planning.request import Answer
+from deepspeed.planning.step_time.calibrated import fabric_of, work_of
+from deepspeed.planning.step_time.calibration import Calibration
+from deepspeed.planning.step_time.fabric import Fabric
+from deepspeed.planning.step_time.hardware import NETWORKS, Device, Network
+from deepspeed.planning.step_time.program import Compute, Event, Program, program_of
+from deepspeed.planning.step_time.shapes import shape_flops
+from deepspeed.planning.step_time.step import Machine, StepTime, run, schedule_of
+from deepspeed.planning.step_time.work import (
+    BACKWARD,
+    Exchange,
+    Work,
+    flops_by_call,
+    layer_calls,
+    work_of_device,
+)
+
+ALIKE = 3
+"""Micro-batches after which one more takes as long as the last."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """Where it runs: devices by name, or machines like the one that was calibrated."""
+
+    network: Network
+    ranks_per_node: int
+    device: Device | None = None
+    calibration: Calibration | None = None
+    tokens: int = 1
+    """Of a micro-batch, before they are shared."""
+    sequence: int = 0
+    shape: TransformerShape | None = None
+    item: int = 2
+
+    @property
+    def machine(self) -> Machine:
+        if self.device is not None:
+            inside = NETWORKS[self.device.inside.lower()]
+            fabric = Fabric(ranks_per_node=self.ranks_per_node, between=self.network, inside=inside)
+            return Machine(fabric=fabric, device=self.device)
+        assert self.calibration is not None
+        return Machine(fabric=fabric_of(self.calibration, self.network, self.ranks_per_node))
+
+    def rough_seconds(
+        self,
+        way: tuple[int, int, int],
+        numel: float,
+        data: int,
+        micro_batches: int,
+        stage: int,
+        *,
+        again: bool,
+    ) -> float:
+        """By closed formulas, with nothing hidden. ``way``: tensor, stages, sequence; ``numel``: of a rank's part."""
+        tensor, stages, sequence = way
+        tokens = self.tokens / sequence
+        rate = self._rate()
+        flops = (
+            shape_flops(self.shape, 1) * tokens / (tensor * stages)
+            if self.shape is not None
+            else 2.0 * numel * tokens
+        )
+        compute = flops * (1 + BACKWARD + again) / rate * (micro_batches + stages - 1)
+        near = self.ranks_per_node
+        node = self.network.payload_rate * (near if self.network.per_device else 1)
+        inside = self.machine.fabric.inside
+        fast = inside.payload_rate * (near if inside.per_device else 1)
+        bandwidth = (node if data * tensor * stages > near else fast) / min(near, tensor * stages)
+        gathers = 2.0 * micro_batches if stage == 3 else float(stage > 0)
+        sums = (micro_batches if stage >= 2 else 1) * (1.0 if stage else 2.0)
+        moved = self.item * numel * (gathers + sums) * (data > 1)
+        layers = self.shape.layers / stages if self.shape is not None else 0
+        hidden = self.shape.hidden if self.shape is not None else 0
+        between = 8.0 * layers * tokens * hidden * self.item * (tensor > 1) * near / fast
+        return compute + moved / bandwidth + between * micro_batches
+
+    def _rate(self) -> float:
+        if self.device is not None:
+            return self.device.flops * self.device.share
+        assert self.calibration is not None
+        alone = self.calibration.of(1, 0) or next(iter(self.calibration.steps.values()))
+        return max(1.0, self.calibration.flops / max(alone.forward, 1e-12))
+
+
+def seconds_of(
+    found: Sequence[Answer], job: Job, tensor: int = 1, stages: int = 1, sequence: int = 1, experts: int = 1
+) -> StepTime:
+    """Of plans of a rank on the first stage and on the last (one, if they are the same)."""
+    works = [_work(each, job, tensor, sequence, experts) for each in found]
+    settings = [each.setting for each in found]
+    if stages == 1:
+        return _accumulated(settings[0], works[0], job.machine, tensor)
+    return _pipeline(settings, works, job, tensor, stages)
+
+
+def _work(found: Answer, job: Job, tensor: int, sequence: int, experts: int) -> Work:
+    setting, request = found.setting, found.request
+    tokens = job.tokens // sequence
+    shape = None
+    if job.shape is not None:
+        shape = replace(
+            job.shape,
+            heads=max(1, job.shape.heads // tensor),
+            layers=max(1, job.shape.layers // request.split.stages),
+        )
+    flops = flops_by_call(request.module, setting.facts, tokens, job.sequence, shape)
+    if job.device is not None:
+        work = work_of_device(job.device, flops, recompute=request.checkpointing)
+    else:
+        assert job.calibration is not None
+        work = work_of(job.calibration, setting, flops, job.ranks_per_node)
+        if request.checkpointing:
+            again = zip(work.backward, work.forward, strict=True)
+            work = replace(work, backward=[backward + forward for backward, forward in again])
+    return replace(work, extra=_exchanges(setting, job, tokens, tensor, sequence, experts))
+
+
+def _exchanges(
+    setting: Setting, job: Job, tokens: int, tensor: int, sequence: int, experts: int
+) -> list[list[Exchange]]:
+    """By call: what a block exchanges in one direction."""
+    per_block: list[Exchange] = []
+    shape, item = job.shape, job.item
+    if shape is not None and tensor > 1:
+        per_block.append(Exchange("all_reduce", float(tokens * shape.hidden * item), tensor, 2))
+    if shape is not None and sequence > 1:
+        queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+        each = float(tokens * (queries + keys) * item)
+        per_block.append(Exchange("all_to_all", each, sequence, 2))
+    if shape is not None and experts > 1:
+        per_block.append(Exchange("all_to_all", float(tokens * shape.hidden * item), experts, 2))
+    extra: list[list[Exchange]] = [[] for _ in setting.facts.calls]
+    blocks = layer_calls(setting.facts)
+    # A block may be one call or several (experts are called by themselves): what it exchanges is spread over them.
+    for call in blocks:
+        extra[call] = per_block
+    return extra
+
+
+# Micro-batches -----------------------------------------------------------------------------------------------
+
+
+def _accumulated(setting: Setting, work: Work, machine: Machine, model_ranks: int) -> StepTime:
+    """Of many micro-batches a few are simulated: one more takes as long as the one before it."""
+    count = setting.micro_batches
+    if count <= ALIKE + 1:
+        return run(program_of(setting), setting, work, machine, model_ranks)
+    program = program_of(setting, ALIKE + 1)
+    many = run(program, setting, work, machine, model_ranks)
+    fewer = run(Program(program.micro_batches[1:], program.update), setting, work, machine, model_ranks)
+    more = count - (ALIKE + 1)
+    return StepTime(
+        many.seconds + more * (many.seconds - fewer.seconds),
+        many.compute + more * (many.compute - fewer.compute),
+        many.waits_for,
+    )
+
+
+def _pipeline(
+    settings: Sequence[Setting], works: Sequence[Work], job: Job, tensor: int, stages: int
+) -> StepTime:
+    """The order of the stages with the simulated times of a micro-batch, then sums and update of the slowest stage.
+
+    The stages between the first and the last are taken to be as fast as the faster of the two, which hold an embedding
+    or a head besides.
+    """
+    machine = job.machine
+    ends = [
+        _directions(setting, work, machine, tensor) for setting, work in zip(settings, works, strict=True)
+    ]
+    hidden = job.shape.hidden if job.shape is not None else 0
+    sent = float(job.tokens * hidden * job.item)
+    send = machine.fabric.point_to_point(sent, tensor * stages)
+    between = min(ends, key=sum)
+    durations = [
+        Durations(forward=each[0], backward=each[1], weights=0.0, send=send)
+        for each in (ends[0], *[between] * (stages - 2), ends[-1])
+    ]
+    count = settings[0].micro_batches
+    batch = simulate_stages(one_forward_one_backward(stages, count), durations)
+    rests = [_rest(setting, work, machine, tensor) for setting, work in zip(settings, works, strict=True)]
+    rest = max(rests, key=lambda each: each.seconds)
+    compute = max(sum(each) for each in ends) * count + rest.compute
+    seconds = batch.makespan + rest.seconds
+    waiting = "other stages" if batch.bubble * batch.makespan > rest.exposed else rest.waits_for
+    return StepTime(seconds, min(compute, seconds), waiting)
+
+
+def _directions(setting: Setting, work: Work, machine: Machine, model_ranks: int) -> tuple[float, float]:
+    """Seconds of a forward and a backward of a micro-batch, without anything that replicas exchange."""
+    calls = range(len(setting.facts.calls))
+    passes: list[list[Event]] = [
+        [Compute(Phase.FORWARD, call) for call in calls],
+        [Compute(Phase.BACKWARD, call) for call in reversed(calls)],
+    ]
+    forward, backward = (
+        schedule_of(events, setting, work, machine, model_ranks).makespan for events in passes
+    )
+    return forward, backward
+
+
+def _rest(setting: Setting, work: Work, machine: Machine, model_ranks: int) -> StepTime:
+    """Sums of gradients, once per batch, and the update."""
+    program = program_of(setting, 1)
+    sums = [event for event in program.micro_batches[0] if not isinstance(event, Compute)]
+    return run(Program([sums], program.update), setting, work, machine, model_ranks)

@@ -1,0 +1,91 @@
+"""What one rank does in a step, in order: written down while the engine's own code runs on paper.
+
+A program is a list of micro-batches, each a list of events of the thread that trains: it computes a call, starts a
+collective, or waits for one. Who gathers what when, how buckets fill, which sums may be in flight and what is waited
+for before the next one is therefore decided by the engine's code (``planning/rehearsal.py``), not described again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from deepspeed.planning.journal import Compute, Start, Wait
+from deepspeed.planning.offload import BucketUse
+from deepspeed.planning.planner import Setting
+from deepspeed.planning.rehearsal import in_groups
+from deepspeed.zero.replica_groups import expert_parallel_size
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """The optimizer's, of so many elements."""
+
+    elements: int
+
+
+Event = Compute | Start | Wait | Update
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """``micro_batches``: the events of each; ``update``: those of the step."""
+
+    micro_batches: Sequence[Sequence[Event]]
+    update: Sequence[Event]
+
+    @property
+    def events(self) -> list[Event]:
+        return [event for part in (*self.micro_batches, self.update) for event in part]
+
+
+def program_of(setting: Setting, micro_batches: int | None = None) -> Program:
+    """The events of a steady step of rank 0. Where it has several micro-batches, all before the last are alike.
+
+    ``micro_batches``: so many instead of those of ``setting``.
+    """
+    count = setting.micro_batches if micro_batches is None else micro_batches
+    if (count > 1) != (setting.micro_batches > 1):  # one alone is both the first and the last
+        setting = replace(setting, micro_batches=count)
+    notebook = setting.rehearsed.notebook
+    first, last = notebook.parts[0], notebook.parts[-1]
+    return Program([first] * (count - 1) + [last], _update(setting, setting.buckets, notebook.started))
+
+
+def _update(setting: Setting, buckets: Sequence[BucketUse], number: int) -> list[Event]:
+    """The norm (and who used what), the optimizer, and what the others have to be told of its results."""
+    begun: list[Start] = []
+    if setting.ranks > 1:
+        begun.append(Start(number, "all_reduce", 8.0 * (2 + setting.facts.trained), setting.ranks))
+    updated = [bucket.layout for bucket in buckets if bucket.trained]
+    elements = sum(fragment.numel for layout in updated for fragment in layout.owned(0))
+    for bucket in buckets:
+        published = _published(setting, bucket)
+        if published is not None:
+            operation, nbytes, ranks, apart = published
+            begun.append(Start(number + len(begun), operation, nbytes, ranks, apart))
+    agreed = [event for event in begun if event.operation == "all_reduce"]
+    gathers = begun[len(agreed) :]
+    return [
+        *(event for start in agreed for event in (start, Wait(start.number))),
+        Update(elements),
+        *gathers,
+        *(Wait(start.number) for start in gathers),
+    ]
+
+
+def _published(setting: Setting, bucket: BucketUse) -> tuple[str, float, int, int] | None:
+    """The gather after an update: of weights that are whole everywhere; of slices between groups of ranks of which each
+    holds a copy (``zero/gathering/quantized_gather.py``)."""
+    layout, group = bucket.layout, setting.plan.packing.group
+    if layout.num_shards == 1:
+        return None
+    apart = expert_parallel_size(layout.scope, setting.ranks)
+    if setting.plan.zero.shard_params and not bucket.persistent:
+        if not in_groups(layout.num_shards, group):
+            return None
+        across = layout.num_shards // group
+        return "all_gather", float(layout.padded_numel * layout.dtype.itemsize / group), across, apart * group
+    if not bucket.trained:
+        return None
+    return "all_gather", float(layout.padded_numel * layout.dtype.itemsize), layout.num_shards, apart

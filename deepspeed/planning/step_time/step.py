@@ -1,0 +1,229 @@
+"""A step, simulated: the program of a rank, how long its parts take, and the links that ranks share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from deepspeed.config.plan import Plan
+from deepspeed.ops.formats.codecs import Codec, codec_named
+from deepspeed.planning.ledger import Phase
+from deepspeed.planning.link_time import bytes_per_element
+from deepspeed.planning.planner import Setting
+from deepspeed.planning.step_time.events import Link, Resource, Schedule, Task, simulate
+from deepspeed.planning.step_time.fabric import BETWEEN, INSIDE, Fabric, Group, Passage
+from deepspeed.planning.step_time.hardware import Device
+from deepspeed.planning.step_time.program import Compute, Event, Program, Start, Update, Wait, program_of
+from deepspeed.planning.step_time.work import Exchange, Work
+
+COMPUTE, HOST, HOST_LINK, STORAGE = "compute", "host", "host link", "storage"
+IN_WORDS = {
+    BETWEEN: "links between nodes",
+    INSIDE: "links inside a node",
+    HOST: "the host's update",
+    HOST_LINK: "copies to host memory",
+}
+SMALL_MESSAGE = 64 * 1024
+GATHERS = ("all_gather", "fetch")
+STATE_BYTES = 12.0
+"""Of an element on storage: master and two moments, in fp32."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepTime:
+    """``seconds`` of a step; ``compute``: those in which the rank computes; the rest it waits, for ``waits_for`` more
+    than for anything else."""
+
+    seconds: float
+    compute: float
+    waits_for: str = ""
+
+    @property
+    def exposed(self) -> float:
+        """Seconds of waiting that nothing hides."""
+        return max(0.0, self.seconds - self.compute)
+
+    @property
+    def reason(self) -> str:
+        """What it waits for, in words; "" if it hardly waits."""
+        return IN_WORDS.get(self.waits_for, self.waits_for) if self.exposed > 0.01 * self.seconds else ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """Where a step runs. ``device``: None for ranks on processors, which have nothing beside them to copy to."""
+
+    fabric: Fabric
+    device: Device | None = None
+
+
+def step_time(setting: Setting, work: Work, machine: Machine, model_ranks: int = 1) -> StepTime:
+    """Simulate a steady step of rank 0. ``model_ranks``: neighbours that share one copy of the model, beside which the
+    data-parallel ranks of ``setting`` lie."""
+    return run(program_of(setting), setting, work, machine, model_ranks)
+
+
+def run(program: Program, setting: Setting, work: Work, machine: Machine, model_ranks: int = 1) -> StepTime:
+    schedule = schedule_of(program.events, setting, work, machine, model_ranks)
+    return StepTime(schedule.makespan, schedule.busy(COMPUTE), waits_for(schedule))
+
+
+def schedule_of(
+    events: Sequence[Event], setting: Setting, work: Work, machine: Machine, model_ranks: int = 1
+) -> Schedule:
+    """When everything happens, where one step follows the other."""
+    builder = Builder(setting, work, machine, model_ranks)
+    for event in events:
+        builder.add(event)
+    links = machine.fabric.resources()
+    beside = _beside(machine.device)
+    found = simulate(builder.tasks, {**links, **beside})
+    if any(link.burst for link in links.values()):  # the step before has left less than a whole burst
+        for link in links.values():
+            link.begin_again(found.makespan)
+        found = simulate(builder.tasks, {**links, **beside})
+    return found
+
+
+def waits_for(schedule: Schedule) -> str:
+    """The resource, other than the thread, that has most of the critical path; "" if none has any."""
+    shares: dict[str, float] = {}
+    for number in schedule.critical_path():
+        resource = schedule.tasks[number].resource
+        if resource != COMPUTE:
+            shares[resource] = shares.get(resource, 0.0) + schedule.ends[number] - schedule.starts[number]
+    return max(shares, key=lambda name: shares[name], default="")
+
+
+def _beside(device: Device | None) -> dict[str, Resource]:
+    if device is None:
+        return {}
+    return {HOST_LINK: Link(device.host_rate), STORAGE: Link(device.storage_rate)}
+
+
+class Builder:
+    """Turns events into tasks: those of the thread follow each other, what they start runs beside them."""
+
+    def __init__(self, setting: Setting, work: Work, machine: Machine, model_ranks: int = 1) -> None:
+        self.setting, self.work, self.machine = setting, work, machine
+        self.fabric = machine.fabric
+        self.model_ranks = model_ranks
+        self.tasks: list[Task] = []
+        self.last: tuple[int, ...] = ()
+        """What the next thing that the thread does comes after."""
+        self.open: dict[int, tuple[list[Passage], int | None]] = {}
+        self.leaving: list[int] = []  # gradients on their way to host memory
+        self._packing = Wire(setting.plan)
+
+    def add(self, event: Event) -> None:
+        if isinstance(event, Compute):
+            self._compute(event)
+        elif isinstance(event, Start):
+            self._start(event)
+        elif isinstance(event, Wait):
+            self._wait(event.number)
+        else:
+            self._update(event)
+
+    def _put(self, name: str, resource: str, work: float, after: tuple[int, ...], wait: float = 0.0) -> int:
+        self.tasks.append(Task(name, resource, work, after, wait))
+        return len(self.tasks) - 1
+
+    def _on_thread(self, name: str, seconds: float) -> None:
+        self.last = (self._put(name, COMPUTE, seconds * self.work.busy, self.last),)
+
+    def _compute(self, event: Compute) -> None:
+        forward = event.phase is Phase.FORWARD
+        seconds = (self.work.forward if forward else self.work.backward)[event.call]
+        self._on_thread(f"{'forward' if forward else 'backward'} {event.call}", seconds)
+        for exchange in self.work.extra[event.call] if self.work.extra else ():
+            self._exchange(exchange)
+
+    def _exchange(self, exchange: Exchange) -> None:
+        group = Group(exchange.ranks, min(exchange.ranks, self.fabric.ranks_per_node))
+        for _ in range(exchange.times):
+            self._pass_all(exchange.operation, self.fabric.parts(exchange.operation, exchange.nbytes, group))
+
+    def _pass_all(self, name: str, parts: Sequence[Passage]) -> None:
+        """Of a collective that is waited for where it is started."""
+        for part in parts:
+            self.last = (self._put(name, part.resource, part.nbytes, self.last, self._latency(part)),)
+            if part.work:
+                self._on_thread(f"sum of {name}", part.work)
+
+    def _latency(self, part: Passage) -> float:
+        return part.latency * self.work.busy
+
+    # Collectives of the engine ------------------------------------------------------------------------------
+
+    def _start(self, event: Start) -> None:
+        nbytes, group = self._packing.nbytes(event), self._group(event)
+        parts = self.fabric.parts(event.operation, nbytes, group)
+        after = self.last
+        offload = self.setting.plan.param_offload
+        gathers = event.operation in GATHERS and event.nbytes > SMALL_MESSAGE
+        if self.machine.device is not None and offload is not None and gathers:
+            slice_bytes = event.nbytes / event.ranks
+            if offload.folder is not None:
+                after = (self._put("read slice", STORAGE, slice_bytes, after),)
+            after = (self._put("copy slice", HOST_LINK, slice_bytes, after),)
+        now, later = (parts, []) if self.fabric.background else (parts[:1], list(parts[1:]))
+        for part in now:
+            after = (self._put(event.operation, part.resource, part.nbytes, after, self._latency(part)),)
+        begun = after[0] if after != self.last else None
+        work = sum(part.work for part in now)
+        self.open[event.number] = ([Passage("", 0.0, 0.0, work), *later] if work or later else [], begun)
+
+    def _group(self, event: Start) -> Group:
+        """Data-parallel ranks are ``model_ranks`` apart."""
+        there = max(1, self.fabric.ranks_per_node // (self.model_ranks * event.apart))
+        return Group(event.ranks, min(event.ranks, there))
+
+    def _wait(self, number: int) -> None:
+        rest, begun = self.open.pop(number, ([], None))
+        if begun is not None:
+            self.last = tuple(dict.fromkeys((*self.last, begun)))
+        for part in rest:
+            if part.resource:
+                self.last = (
+                    self._put("second half", part.resource, part.nbytes, self.last, self._latency(part)),
+                )
+            if part.work:
+                self._on_thread("sum", part.work)
+
+    # The update ---------------------------------------------------------------------------------------------
+
+    def _update(self, event: Update) -> None:
+        offload, device = self.setting.plan.state_offload, self.machine.device
+        if offload is None or device is None:
+            self._on_thread("update", event.elements * self.work.per_element)
+            return
+        there = event.elements * offload.ratio
+        self._on_thread("update", (event.elements - there) * self.work.per_element)
+        pieces = max(1, min(64, round(there / max(1, offload.sub_group_numel)) or 1))
+        # Gradients left while backward ran; weights come back piece by piece, beside the next piece's update.
+        begin, ends = self.last, []
+        for _ in range(pieces):
+            after, numel = begin, there / pieces
+            if offload.folder is not None:
+                after = (self._put("read states", STORAGE, numel * STATE_BYTES, after),)
+            done = self._put("update on host", HOST, numel * device.host_update, after)
+            if offload.folder is not None:
+                ends.append(self._put("write states", STORAGE, numel * STATE_BYTES, (done,)))
+            ends.append(self._put("copy weights", HOST_LINK, numel * 2.0, (done,)))
+        self.last = (*self.last, *ends)
+
+
+class Wire:
+    """How many bytes a gather really sends: packets of a few bits (qwZ). Sums are recorded as they travel."""
+
+    def __init__(self, plan: Plan) -> None:
+        bits = plan.packing.weights
+        codec: Codec | None = codec_named(f"int{bits}") if bits else None
+        dtype = plan.precision.param
+        item = dtype.itemsize if dtype is not None else 4
+        self.factor = bytes_per_element(codec) / item if codec is not None else 1.0
+
+    def nbytes(self, event: Start) -> float:
+        packed = event.operation in GATHERS and event.nbytes > SMALL_MESSAGE
+        return event.nbytes * self.factor if packed else event.nbytes

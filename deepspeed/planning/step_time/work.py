@@ -1,0 +1,140 @@
+"""How long a rank computes: each call of the model forward and backward, and an update of an element."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from torch import nn
+
+from deepspeed.planning.activations import TransformerShape
+from deepspeed.planning.model import ModelFacts
+from deepspeed.planning.step_time.hardware import Device
+from deepspeed.zero.replica_groups import expert_parallel_size
+
+BACKWARD = 2.0
+"""Products of a backward per product of its forward: one for the gradient of the input, one for that of the weight."""
+
+BYTES_PER_UPDATE = 28.0
+"""Of memory that Adam touches for an element in mixed precision: master, two moments (read and written), the gradient
+and the 16-bit weight."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """Seconds. ``busy``: how much longer everything takes where ranks share processors."""
+
+    forward: Sequence[float]
+    backward: Sequence[float]
+    per_element: float
+    busy: float = 1.0
+    extra: Sequence[Sequence[Exchange]] = field(default_factory=tuple)
+    """By call: what its layers exchange in forward, and again in backward, while they wait for it."""
+
+    def stretched(self, factor: float) -> Work:
+        """All that is computed takes so many times as long."""
+        return replace(
+            self,
+            forward=[factor * each for each in self.forward],
+            backward=[factor * each for each in self.backward],
+            per_element=factor * self.per_element,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """A collective inside a layer, ``times`` in forward and as often in backward, among ``ranks`` neighbours."""
+
+    operation: str
+    nbytes: float
+    ranks: int
+    times: int = 1
+
+
+def flops_by_call(
+    module: nn.Module,
+    facts: ModelFacts,
+    tokens: int,
+    sequence: int = 0,
+    shape: TransformerShape | None = None,
+) -> list[float]:
+    """Floating-point operations of each call's forward: two per weight of a matrix and token, and those of attention.
+
+    An embedding only looks up; if no matrix maps to its vocabulary, the last call uses it as the head. Of experts,
+    each token visits as many as the model says.
+    """
+    weights, head = _matrix_weights(module, facts, shape)
+    calls = [2.0 * tokens * sum(weights[i] for i in dict.fromkeys(call)) for call in facts.calls]
+    if not calls:
+        return [0.0]
+    calls[-1] += 2.0 * tokens * head
+    blocks = layer_calls(facts)
+    if shape is not None and sequence and blocks:
+        # Two products, half of each is masked.
+        per_layer = 2.0 * tokens * sequence * shape.heads * shape.head_dim
+        for call in blocks:
+            calls[call] += per_layer * shape.layers / len(blocks)
+    return calls
+
+
+def layer_calls(facts: ModelFacts) -> list[int]:
+    """The calls of repeated blocks: those with as many parameters as most calls with a large one have."""
+    sizes = [sum(facts.specs[i].numel for i in dict.fromkeys(call)) for call in facts.calls]
+    counts = {size: sizes.count(size) for size in sizes}
+    alike = [size for size, count in counts.items() if count > 1]
+    if not alike:
+        return [max(range(len(sizes)), key=sizes.__getitem__)] if sizes else []
+    usual = max(alike, key=lambda size: size * counts[size])
+    return [i for i, size in enumerate(sizes) if size == usual]
+
+
+def _matrix_weights(
+    module: nn.Module, facts: ModelFacts, shape: TransformerShape | None
+) -> tuple[list[float], float]:
+    """By parameter: how many weights a token is multiplied with; and those of a tied head."""
+    tables = {id(part.weight): part for part in module.modules() if isinstance(part, nn.Embedding)}
+    params = dict(module.named_parameters(remove_duplicate=False))
+    largest = max((part.num_embeddings for part in tables.values()), default=0)
+    linear = {part.weight.shape[0] for part in module.modules() if isinstance(part, nn.Linear)}
+    shared = {id(part.weight) for part in module.modules() if isinstance(part, nn.Linear)} & tables.keys()
+    found, head = [], 0.0
+    for spec in facts.specs:
+        param = params.get(spec.name)
+        if param is None or (param.dim() < 2 and not hasattr(param, "ds_shape")):
+            found.append(0.0)
+        elif id(param) in tables:
+            found.append(0.0)
+            vocabulary = tables[id(param)].num_embeddings
+            if id(param) in shared or (vocabulary not in linear and vocabulary == largest):
+                head = max(head, float(spec.numel))
+        else:
+            found.append(spec.numel * _visited(spec.scope, module))
+    return found, head
+
+
+def _visited(scope: str, module: nn.Module) -> float:
+    """The share of an expert's weights that a token is multiplied with, as seen from a rank that holds some."""
+    if not scope.startswith("ep_size_"):
+        return 1.0
+    config = getattr(module, "config", None)
+    experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
+    visits = getattr(config, "num_experts_per_tok", None) or 1
+    size = int(scope.split("_")[2].partition(",")[0])
+    return visits * size / experts if experts else 1.0
+
+
+def expert_sizes(facts: ModelFacts, ranks: int) -> int:
+    """Over how many ranks experts are spread; 1: there are none, or each rank has all."""
+    return max((expert_parallel_size(spec.scope, ranks) for spec in facts.specs), default=1)
+
+
+def work_of_device(device: Device, flops: Sequence[float], *, recompute: bool = False) -> Work:
+    """By the device's rate. ``recompute``: activations are checkpointed, so that backward repeats forward."""
+    rate = device.flops * device.share
+    forward = [each / rate + device.launch for each in flops]
+    again = BACKWARD + (1.0 if recompute else 0.0)
+    return Work(
+        forward=forward,
+        backward=[each / rate * again + device.launch for each in flops],
+        per_element=BYTES_PER_UPDATE / device.memory_rate,
+    )

@@ -1,0 +1,120 @@
+"""Changes of a config on paper, for the autotuner: what each would need, send and update."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from deepspeed.base.accelerator.host_memory import resident_bytes
+from deepspeed.base.sharded import full_numel
+from deepspeed.config.axes import SEQUENCE, TENSOR
+from deepspeed.config.problems import DeepSpeedConfigError
+from deepspeed.planning.link_time import link_times
+from deepspeed.planning.request import Answer, Request, answer
+from deepspeed.zero.gather_units import blocks_of
+
+STAGES, EXPERTS = "pipeline.stages", "expert_parallel.autoep_size"
+BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+
+
+def note_variants(request: Request, variants: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What is known before the model is touched: `variants` in their order, how many blocks it has, and what this
+    process takes without the model."""
+    weights = sum(p.numel() * p.element_size() for p in request.module.parameters() if p.device.type == "cpu")
+    return {
+        "variants": [{"changes": dict(changes), **planned_variant(request, changes)} for changes in variants],
+        "blocks": len(blocks_of(request.module)),
+        "resident": max(0, resident_bytes() - weights),
+    }
+
+
+def planned_variant(request: Request, changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Bytes per rank at the peak where the model computes, whether all places have enough, bytes that a rank sends in a
+    step, and how many elements it updates; or why the config cannot be used.
+
+    `changes`: dotted key -> value. Names of environment variables and sizes of batches change nothing here. Parts of a
+    model that is split (tensor parallelism, pipelines) are counted as equal shares of what can be split.
+    """
+    config = changed(request.config, {key: value for key, value in changes.items() if key not in BATCH})
+    parts = int(changes.get(TENSOR, 1)) * int(changes.get(STAGES, 1))
+    if request.ranks % parts:
+        return {"error": f"{parts} parts of the model do not divide {request.ranks} ranks"}
+    config.get("tensor_parallel", {}).pop("autotp_size", None)
+    config.pop("train_batch_size", None)
+    config["gradient_accumulation_steps"] = 1
+    try:
+        found = answer(
+            replace(
+                request,
+                config=config,
+                ranks=request.ranks // parts,
+                ranks_per_sequence=int(changes.get(SEQUENCE, request.ranks_per_sequence)),
+            )
+        )
+    except (DeepSpeedConfigError, ValueError, NotImplementedError) as error:
+        return {"error": str(error).splitlines()[0]}
+    near, left = found.setting.near, _left(request.module, changes)
+    sharded = found.plan.zero.shard_state
+    trained = sum(spec.numel for spec in found.setting.facts.specs[: found.setting.facts.trained])
+    return {
+        "need": int(found.ledger.peak(near)[0] * left),
+        "fits": not found.lacking(),
+        "sent": _sent(found) * left,
+        "owned": trained * left / (found.setting.shards if sharded else 1),
+    }
+
+
+def refuse_beyond(limit: int | None, planned: Mapping[str, Any], sharing: int) -> None:
+    """Raise ValueError if the run that begins needs more than each rank may use. ``sharing``: ranks per node."""
+    if limit is None or "need" not in planned:
+        return
+    near = planned["near"]
+    need = planned["need"][near] // (sharing if near == "host" else 1)
+    if need > limit:
+        raise ValueError(
+            f"autotuning.memory_per_rank is {limit}, but the model states of this config need {need} bytes per rank: "
+            "it is not run"
+        )
+
+
+def changed(config: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """The config with other values of these dotted keys; names in capitals belong to the environment."""
+    result = copy.deepcopy(dict(config))
+    for key, value in changes.items():
+        if key.isupper():
+            continue
+        put(result, key, value)
+    return result
+
+
+def put(config: dict[str, Any], key: str, value: Any) -> None:
+    """Set the value of a dotted key; sections on the way to it are copied, or made."""
+    *parents, last = key.split(".")
+    for parent in parents:
+        below = config.get(parent)
+        config[parent] = dict(below) if isinstance(below, Mapping) else {}
+        config = config[parent]
+    config[last] = value
+
+
+def _left(module: nn.Module, changes: Mapping[str, Any]) -> float:
+    """The share of the model that a rank keeps: linear layers inside of blocks are split over tensor-parallel ranks,
+    blocks over the stages of a pipeline."""
+    total = sum(full_numel(p) for p in module.parameters()) or 1
+    inside = [p for block in blocks_of(module) for p in block.parameters()]
+    blocks = sum(full_numel(p) for p in inside) / total
+    linear = sum(full_numel(p) for p in inside if p.dim() > 1) / total
+    tensor, stages = int(changes.get(TENSOR, 1)), int(changes.get(STAGES, 1))
+    return (1 - linear * (1 - 1 / tensor)) * (1 - blocks * (1 - 1 / stages))
+
+
+def _sent(found: Answer) -> float:
+    ranks = found.request.ranks
+    if ranks == 1:
+        return 0.0
+    apart = replace(found, request=replace(found.request, nodes=ranks))
+    return link_times(apart, 1.0, 1.0).options[0].nbytes

@@ -1,1 +1,0 @@
-"""What runs a training job: the config, the engine and the mechanisms behind them."""

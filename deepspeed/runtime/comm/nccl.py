@@ -1,9 +1,0 @@
-"""The compressed all-reduce by its name for NCCL."""
-
-from __future__ import annotations
-
-from deepspeed.runtime.comm.compressed import CompressedBackend
-
-
-class NcclBackend(CompressedBackend):
-    """``CompressedBackend``; the process group decides what moves the bytes."""

@@ -1,1 +1,0 @@
-"""Which data a step sees."""

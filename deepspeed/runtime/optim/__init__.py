@@ -1,1 +1,0 @@
-"""Construction and classification of optimizers."""

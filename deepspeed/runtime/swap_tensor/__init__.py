@@ -1,7 +1,0 @@
-"""Documented place of helpers for swapping tensors to files; the engine's own are in ``runtime/zero/offload``."""
-
-from __future__ import annotations
-
-from deepspeed.runtime.swap_tensor.utils import AIO_ALIGNED_BYTES, MIN_AIO_BYTES, MIN_SWAPPABLE_BYTES
-
-__all__ = ["AIO_ALIGNED_BYTES", "MIN_AIO_BYTES", "MIN_SWAPPABLE_BYTES"]

@@ -1,1 +1,0 @@
-"""ZenFlow: columns that matter at once, the others in rounds (``runtime/zero/offload/zenflow.py``)."""

@@ -1,0 +1,530 @@
+"""``deepspeed --autotuning``: which config trains fastest on this machine.
+
+One short run asks the memory plan what every stage, and every choice beside it, needs, and measures what the
+activations of a sample take; what cannot fit is never started. With the default tuner a second run of another size
+calibrates a model of the step's time, which says which of the remaining configs are worth a run.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import shlex
+import subprocess
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from deepspeed.base.logging import logger
+from deepspeed.planning.variants import changed
+from deepspeed.tools.autotuning.arguments import given_config, section_of, value_of
+from deepspeed.tools.autotuning.memory import MemoryNeeds
+from deepspeed.tools.autotuning.results import OPTIMAL_CONFIG, Results
+from deepspeed.tools.autotuning.scheduler import ResourceManager, environment_for, metrics_of
+from deepspeed.tools.autotuning.search import PLATEAU, Search
+from deepspeed.tools.autotuning.space import (
+    BUDGET,
+    OFFLOAD,
+    Choice,
+    Point,
+    choices_of,
+    threads_to_try,
+    without_rooms,
+    without_same_sizes,
+)
+from deepspeed.tools.autotuning.tuner.base_tuner import BaseTuner, better
+from deepspeed.tools.autotuning.tuner.index_based_tuner import GridSearchTuner, RandomTuner
+from deepspeed.tools.autotuning.tuner.model_based_tuner import ModelBasedTuner
+from deepspeed.tools.autotuning.utils import get_list, memory_to_string, number_to_string, write_experiments
+
+MODEL_INFO = "profile_model_info"
+STAGES = (0, 1, 2, 3)
+MEASURED = 3
+"""Runs beyond the two that calibrate, unless `tuner_num_trials` says otherwise."""
+
+
+class AutotuningError(ValueError):
+    """Nothing can be tuned as it was asked for; the message says why and what to do."""
+
+
+class Autotuner(Results):
+    """Finds the config with the best ``autotuning.metric``.
+
+    Args:
+        args: The parsed command line of the launcher: ``user_script`` and ``user_args`` are the script and its
+            arguments, which name the config (``--deepspeed_config FILE``, or ``--deepspeed FILE`` of the Trainer).
+        active_resources: Host -> slots to use.
+
+    Raises:
+        ValueError: The script is given no config, or it cannot be read.
+    """
+
+    def __init__(self, args: Any, active_resources: dict[str, Sequence[int]]) -> None:
+        super().__init__()
+        self.args = args
+        self.user_config = given_config(args.user_args)
+        given = self.user_config.get("autotuning") or {}
+        section = self.autotuning_config = section_of(self.user_config)
+        self.given, self.metric_name = given, section.metric
+        self.exps_dir, self.results_dir = section.exps_dir, section.results_dir
+        self.num_nodes = section.num_nodes or len(active_resources)
+        self.num_gpus = section.num_gpus or min(map(len, active_resources.values()))
+        self.exp_num_nodes, self.exp_num_gpus = self.num_nodes, self.num_gpus
+        hosts = list(active_resources)[: self.num_nodes]
+        self.rm = ResourceManager(
+            args, hosts, self.num_gpus, self.results_dir, self.exps_dir, section.arg_mappings
+        )
+        self.rm.overwrite = section.overwrite
+        self.choices = self._space = choices_of(self.user_config, section.tuning_space, fast=section.fast)
+        self.memory = MemoryNeeds(asked=self._on_paper(), limit=section.memory_per_rank)
+        self._peaks: dict[Point, int] = {}
+        self.search = Search(section.metric, lambda point: self.memory.plan_of(point), self._data_parallel())
+
+    @property
+    def model_info(self) -> dict[str, Any]:
+        """What the first run wrote about the model."""
+        return self.memory.info
+
+    def _on_paper(self) -> list[dict[str, Any]]:
+        return self.choices.on_paper(self._stages())
+
+    # What the section says ------------------------------------------------------------------------------------
+
+    def metric(self) -> str:
+        return self.autotuning_config.metric
+
+    def fast_enabled(self) -> bool:
+        return self.autotuning_config.fast
+
+    def max_train_batch_size(self) -> int | None:
+        return self.autotuning_config.max_train_batch_size
+
+    def mp_size(self) -> int:
+        return self.autotuning_config.mp_size
+
+    def max_train_micro_batch_size_per_gpu(self) -> int:
+        most = self.autotuning_config.max_train_micro_batch_size_per_gpu
+        whole = self.max_train_batch_size()
+        if whole is not None:
+            most = min(most, whole // (self.get_gas_from_user_config() * self._data_parallel()))
+        return max(most, 1)
+
+    def min_train_micro_batch_size_per_gpu(self) -> int:
+        least, ranks = self.autotuning_config.min_train_batch_size, self._data_parallel()
+        samples = -(-least // (self.get_gas_from_user_config() * ranks))
+        return max(self.autotuning_config.min_train_micro_batch_size_per_gpu, samples)
+
+    def num_tuning_micro_batch_sizes(self) -> int:
+        return self.autotuning_config.num_tuning_micro_batch_sizes
+
+    def fp16_enabled(self) -> bool:
+        return bool((self.user_config.get("fp16") or {}).get("enabled", False))
+
+    def _data_parallel(self) -> int:
+        return max(1, self.num_gpus * self.num_nodes // self.mp_size())
+
+    def get_val_from_user_args(self, ds_name: str) -> str | None:
+        """The value that the script's arguments give to a key of the config, by ``arg_mappings``."""
+        name = self.rm.arg_mappings.get(ds_name)
+        return value_of(self.args.user_args, name) if name else None
+
+    def get_gas_from_user_config(self) -> int:
+        """Accumulation steps, from the config or the script's arguments; 1 by default."""
+        given = self.user_config.get("gradient_accumulation_steps")
+        if given in (None, "auto"):
+            given = self.get_val_from_user_args("gradient_accumulation_steps")
+        if isinstance(given, list):
+            return min(map(int, given))
+        return int(given) if given not in (None, "auto") else 1
+
+    def _gases(self, point: Point) -> list[int]:
+        """Accumulation steps to try at a micro-batch: those listed; where only the whole batch is given, and not only
+        the essentials are tuned, what keeps that batch; else those of the config."""
+        ranks = max(1, self._data_parallel() // point.parts())
+        given = self.user_config.get("gradient_accumulation_steps")
+        if isinstance(given, list):
+            most = self.max_train_batch_size()
+            return [int(gas) for gas in given if most is None or int(gas) * point.size * ranks <= most]
+        whole = self._kept_batch()
+        if whole is not None:
+            return [whole // (point.size * ranks)] if whole % (point.size * ranks) == 0 else []
+        return [self.get_gas_from_user_config()]
+
+    def _kept_batch(self) -> int | None:
+        """The batch of all ranks that stays as it is, while micro-batches and accumulation steps are tuned."""
+        given, whole = (
+            self.user_config.get(key) for key in ("gradient_accumulation_steps", "train_batch_size")
+        )
+        free = not self.fast_enabled() and given in (None, "auto")
+        return whole if free and isinstance(whole, int) else None
+
+    # What one run finds out about the model -------------------------------------------------------------------
+
+    def model_info_profile_run(self) -> dict[str, Any]:
+        """Parameters, memory by stage, and activations of a sample; from an earlier run if its files are there. Raises
+        AutotuningError: the script does not run."""
+        path = Path(self.results_dir).absolute() / MODEL_INFO / "model_info.json"
+        error = None
+        for point in self._first_points():
+            exp = self._experiment(point, MODEL_INFO)
+            exp["ds_config"]["autotuning"] |= {
+                "model_info": {"profile": True},
+                "model_info_path": str(path),
+                "variants": self.memory.asked,
+            }
+            error = self._run([exp])
+            if path.exists():
+                self._know(json.loads(path.read_text(encoding="utf-8")))
+            if error is None:
+                self._learn(exp, point)
+                return self.model_info
+        raise AutotuningError(
+            f"the first run of {self.args.user_script} did not reach its end ({error or 'no stage fits the memory'}); "
+            f"{Path(self.results_dir) / MODEL_INFO / 'stderr.log'} has what it said"
+        )
+
+    def _first_points(self) -> Iterator[Point]:
+        """The lowest stage first, as the config is; then what makes room. What is known not to fit is left out."""
+        size = self.min_train_micro_batch_size_per_gpu()
+        tried: set[Point] = set()
+        for plain in (True, False):
+            for stage in self._stages():
+                for room in self.choices.rooms(stage):
+                    point = Point(stage, size, (self._gases(Point(stage, size, 1, room)) or [1])[0], room)
+                    if bool(room) is not plain and point not in tried and self.memory.can_fit(point):
+                        tried.add(point)
+                        yield point
+
+    def _know(self, info: dict[str, Any]) -> None:
+        """Leave out what makes no difference on this machine, or to this model."""
+        self.memory = MemoryNeeds(info, self.memory.asked, self.memory.limit)
+        self.search.apart = info.get("device_type", "cpu") != "cpu"
+        space = self.autotuning_config.tuning_space
+        useless = [] if self.search.apart else [OFFLOAD]
+        useless += [BUDGET] if info.get("blocks", 0) == 0 else []
+        self.choices = without_rooms(
+            self._space, [key for key in useless if not any(given.startswith(key) for given in space)]
+        )
+        self.choices = without_same_sizes(self.choices, self.get_model_num_params(), space)
+        if not self.fast_enabled() and not self.search.apart and self.num_nodes == 1:
+            threads = threads_to_try(os.cpu_count() or 1, self.num_gpus)
+            self.choices = replace(self.choices, fine=(*self.choices.fine, threads))
+
+    def get_model_num_params(self) -> int:
+        """Parameters of the model, once it has been profiled, or as the section says; 0 if neither is known."""
+        told = self.autotuning_config.model_info
+        return int(self.model_info.get("num_params") or (told and told.num_params) or 0)
+
+    def get_activation_memory_per_gpu(self) -> int:
+        """Bytes that a sample takes from forward to backward."""
+        return int(self.memory.per_sample())
+
+    def get_gpu_memory_info(self) -> int | None:
+        """Free bytes where the model computes, for one rank; None if it is not known."""
+        return self.memory.free()
+
+    def get_instantiation_memory_required_per_gpu(self, zero_stage: int) -> int:
+        """Bytes for weights, gradients and optimizer state of one rank at this stage, at the peak of a step."""
+        return self.memory.states(Point(zero_stage, 1))
+
+    # The space ------------------------------------------------------------------------------------------------
+
+    def _stages(self) -> list[int]:
+        """All, or those that the config names: one, or a list."""
+        zero = self.user_config.get("zero_optimization") or {}
+        given = zero.get("stage", "all") if isinstance(zero, dict) else "all"
+        return list(STAGES) if given in ("all", "auto") else sorted(int(stage) for stage in get_list(given))
+
+    def get_min_max_micro_batch_size(
+        self,
+        stage: int,
+        min_micro_batch_size: int,
+        calculated_max_micro_batch_size: int,
+        room: tuple[Choice, ...] = (),
+    ) -> tuple[int, int]:
+        """The smallest and largest micro-batch to try at this stage; (-1, 0) if none fits."""
+        most = self.memory.most_that_fits(Point(stage, 1, 1, room), calculated_max_micro_batch_size)
+        return (min_micro_batch_size, most) if most >= min_micro_batch_size else (-1, 0)
+
+    def get_tuning_micro_batch_size_list(
+        self, min_micro_batch_size: int, max_micro_batch_size: int, num_tuning_micro_batch_sizes: int
+    ) -> list[int]:
+        """So many sizes, the largest first halved and halved again, in ascending order."""
+        if min_micro_batch_size <= 0 or max_micro_batch_size < min_micro_batch_size:
+            return []
+        given = self.user_config.get("train_micro_batch_size_per_gpu")
+        if isinstance(given, list):
+            return sorted(size for size in given if min_micro_batch_size <= size <= max_micro_batch_size)
+        sizes: list[int] = []
+        size = max_micro_batch_size
+        if size > 2:  # sizes that divide well are faster
+            size = 1 << (size.bit_length() - 1)
+            size += size // 2 if size + size // 2 <= max_micro_batch_size else 0
+        while len(sizes) < num_tuning_micro_batch_sizes and size >= min_micro_batch_size:
+            sizes.append(size)
+            size //= 2
+        return sorted(sizes or [min_micro_batch_size])
+
+    def _points(self, limit: int | None = None) -> Iterator[Point]:
+        """All that can be run, with micro-batches up to a limit."""
+        self.refused = []
+        for stage in self._stages():
+            for room in self.choices.rooms(stage):
+                base = Point(stage, self.min_train_micro_batch_size_per_gpu(), 1, room)
+                if not self.memory.can_fit(base):
+                    self.refused.append(self._lacks(base))
+                    continue
+                for size in self._sizes(stage, limit, room):
+                    for gas in self._gases(Point(stage, size, 1, room)):
+                        yield Point(stage, size, gas, room)
+
+    def _lacks(self, point: Point) -> str:
+        planned, free = self.memory.planned(point) or {}, self.memory.free()
+        text = ", ".join([f"stage {point.stage}", *(choice.text() for choice in point.choices)])
+        if "error" in planned:
+            return f"{text}: {planned['error']}"
+        return (
+            f"{text} does not fit: with {point.size} samples it needs {memory_to_string(self.memory.need(point), 'B')} "
+            f"of {memory_to_string(free or 0, 'B')} for each rank"
+        )
+
+    def _fines(self, stage: int) -> list[Choice]:
+        """Choices that are tried one at a time from the best point, and do not need more than there is."""
+        best = self.search.best()
+        return [c for c in self.choices.fines(stage) if self.memory.can_fit(best.with_choice(c))]
+
+    def _experiment(self, point: Point, name: str | None = None) -> dict[str, Any]:
+        config = changed(self.user_config, point.changes)
+        for key in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
+            config.pop(key, None)
+        config |= {"train_micro_batch_size_per_gpu": point.size, "gradient_accumulation_steps": point.gas}
+        section = config.get("zero_optimization")
+        config["zero_optimization"] = {**(section if isinstance(section, dict) else {}), "stage": point.stage}
+        config["wall_clock_breakdown"] = True
+        place = name or point.name()
+        folder = Path(self.results_dir).absolute() / place
+        config["autotuning"] = {
+            **{key: value for key, value in self.given.items() if key != "tuning_space"},
+            "enabled": True,
+            "start_profile_step": self.autotuning_config.start_profile_step,
+            "end_profile_step": self.autotuning_config.end_profile_step,
+            "metric": self.metric(),
+            "metric_path": str(folder / "metrics.json"),
+        }
+        self.points[place] = point
+        return {
+            "name": place,
+            "ds_config": config,
+            "num_gpus": self.num_gpus,
+            "num_nodes": self.num_nodes,
+            "result_dir": str(folder),
+            "environment": {key: str(value) for key, value in point.changes.items() if key.isupper()},
+        }
+
+    # Running --------------------------------------------------------------------------------------------------
+
+    def _run(self, exps: list[dict[str, Any]]) -> str | None:
+        """Run experiments; returns the error of the last."""
+        self.rm.schedule_experiments(write_experiments(exps, self.exps_dir))
+        self.rm.run()
+        error = None
+        for exp, error in self.rm.finished_experiments.values():
+            value = (metrics_of(exp) or {}).get(self.metric()) or 0.0
+            shown = error or f"{value:.6g} {self._unit()}"
+            logger.info("autotuning: %s: %s", exp["name"], shown)
+        self.rm.clear()
+        return error
+
+    def _learn(self, exp: dict[str, Any], point: Point) -> float | None:
+        """Remember what an experiment measured; returns its metric."""
+        metrics = metrics_of(exp)
+        if metrics is None:
+            return None
+        samples = metrics.get("samples")
+        if samples and samples != point.size:
+            self._sizes_are_fixed(samples, point.size)
+        self.search.measured(point, metrics["latency"], metrics.get("breakdown"))
+        self._peaks[point] = int(metrics.get("peak_memory") or 0)
+        value = metrics.get(self.metric())
+        space = f"z{point.stage}"
+        self.update_records(space, exp, value, len(self.records.get(space, [])) + 1)
+        return value
+
+    def _sizes_are_fixed(self, samples: int, size: int) -> None:
+        raise AutotuningError(
+            f"train_micro_batch_size_per_gpu was {size}, but the script gave the model {samples} samples: name the "
+            "argument that sets its batch size in the config, as "
+            '"autotuning": {"arg_mappings": {"train_micro_batch_size_per_gpu": "--per_device_train_batch_size"}}, '
+            "or let the script read engine.train_micro_batch_size_per_gpu()"
+        )
+
+    def run_ds_config(self, ds_config: dict[str, Any], exp_name: str) -> float | None:
+        """Run the script with a config of one's own; returns the metric, or None if it fails."""
+        exp = self._experiment(Point(0, 1), exp_name)
+        exp["ds_config"] = {**copy.deepcopy(ds_config), "autotuning": exp["ds_config"]["autotuning"]}
+        return None if self._run([exp]) else (metrics_of(exp) or {}).get(self.metric())
+
+    # Tuning ---------------------------------------------------------------------------------------------------
+
+    def tune(self) -> None:
+        """Find the best config; what was found so far is kept if it is interrupted. AutotuningError: nothing ran."""
+        by_model = self.autotuning_config.tuner_type == "model_based"
+        runs = 2 + self._most_runs() if by_model else None
+        with tqdm(total=runs, desc="autotuning", unit="run", disable=None) as self.rm.pbar:
+            try:
+                self.model_info_profile_run()
+                logger.info("autotuning: %s", self._about_the_model())
+                if by_model:
+                    self._tune_by_model()
+                else:
+                    for stage in self._stages():
+                        self.tune_space({"zero_optimization": {"stage": stage}})
+            finally:
+                self._choose()
+
+    def _about_the_model(self) -> str:
+        free = self.get_gpu_memory_info()
+        return (
+            f"{number_to_string(self.get_model_num_params())} parameters, "
+            f"{memory_to_string(self.get_activation_memory_per_gpu(), 'B')} of activations per sample, "
+            f"{memory_to_string(free, 'B') if free is not None else 'an unknown amount'} of memory per rank"
+        )
+
+    def _most_runs(self) -> int:
+        """Beyond those that calibrate."""
+        return self.autotuning_config.tuner_num_trials if "tuner_num_trials" in self.given else MEASURED
+
+    def _tune_by_model(self) -> None:
+        """Measure where the model of the step's time expects most, until nothing promises to be better."""
+        section = self.autotuning_config
+        self._calibrate()
+        since_best, best = 0, self._best()
+        for _ in range(self._most_runs()):
+            chosen = self.search.next(self._points, self._fines)
+            if chosen is None:
+                break
+            self._measure(chosen)
+            now = self._best()
+            since_best, best = (0, now) if better(self.metric(), now, best) else (since_best + 1, best)
+            if since_best >= max(1, section.tuner_early_stopping):
+                break
+        else:
+            if self.search.next(self._points, self._fines) is not None:
+                self.search.reason = "the number of runs is limited"
+        self.reason = self.search.reason or "the number of runs is limited"
+
+    def _measure(self, point: Point) -> None:
+        exp = self._experiment(point)
+        if self._run([exp]) is None:
+            self._learn(exp, point)
+        else:
+            self.search.measured(point)
+
+    def _calibrate(self) -> None:
+        """A second size beside the first: what of a micro-batch's time and memory grows with it."""
+        first = self.search.best()
+        self.memory.learn(self._peaks)  # what the plan has missed, before a larger run is started
+        _, most = self.get_min_max_micro_batch_size(
+            first.stage, first.size, self.max_train_micro_batch_size_per_gpu(), first.choices
+        )
+        for size in range(min(4 * first.size, most), first.size, -1):
+            gases = self._gases(replace(first, size=size))
+            if gases:
+                self._measure(replace(first, size=size, gas=gases[0]))
+                break
+        self.memory.learn(self._peaks)
+
+    def _best(self) -> float | None:
+        values = [value for records in self.records.values() for _, value, _ in records]
+        return (min if self.metric() == "latency" else max)(values, default=None)
+
+    def _sizes(self, stage: int, limit: int | None = None, room: tuple[Choice, ...] = ()) -> list[int]:
+        """The micro-batches to try at a stage, none above ``limit``."""
+        least, most = self.min_train_micro_batch_size_per_gpu(), self.max_train_micro_batch_size_per_gpu()
+        if limit is not None:
+            most = max(least, min(most, limit))
+        least, most = self.get_min_max_micro_batch_size(stage, least, most, room)
+        whole = self._kept_batch()
+        if whole is not None:
+            own = whole * Point(stage, 1, 1, room).parts() // self._data_parallel()
+            sizes = [size for size in range(max(1, least), most + 1) if own % size == 0]
+            return sizes[-self.num_tuning_micro_batch_sizes() :]
+        return self.get_tuning_micro_batch_size_list(least, most, self.num_tuning_micro_batch_sizes())
+
+    def tune_space(
+        self,
+        tuning_space: dict[str, Any],
+        prev_max_mbs: int = 0,
+        prev_best_mbs: int = 0,
+        prev_best_metric_val: float = 0,
+    ) -> tuple[int, int, float | None]:
+        """Explore one stage with the tuner of the section. Returns the largest micro-batch that fits, the best, and its
+        metric; what was passed if nothing fits."""
+        stage = int(tuning_space["zero_optimization"]["stage"])
+        sizes = self._sizes(stage) if self.memory.can_fit(Point(stage, 1)) else []
+        if not sizes:
+            logger.info("autotuning: z%d does not fit the memory", stage)
+            return prev_max_mbs, prev_best_mbs, prev_best_metric_val
+        return self.run_tuning_micro_batch_sizes(
+            sizes,
+            self.max_train_batch_size(),
+            sizes[0],
+            stage,
+            isinstance(self.user_config.get("train_micro_batch_size_per_gpu"), list),
+        )
+
+    def run_tuning_micro_batch_sizes(
+        self,
+        tuning_micro_batch_sizes: Sequence[int],
+        max_train_batch_size_per_gpu: int | None,
+        min_micro_batch_size: int,
+        stage: int,
+        tuning_micro_batch_sizes_overwritten: bool,
+    ) -> tuple[int, int, float | None]:
+        """Run these sizes at one stage, in the order of the tuner. Returns the largest, the best, and its metric."""
+        section, space = self.autotuning_config, {"zero_optimization": {"stage": stage}}
+        points = [
+            Point(stage, size, gas, choices)
+            for choices in self.choices.everything(stage)
+            for size in tuning_micro_batch_sizes
+            for gas in self._gases(Point(stage, size, 1, choices))
+            if self.memory.can_fit(Point(stage, size, gas, choices))
+        ]
+        exps = [self._experiment(point) for point in points]
+        tuner: BaseTuner
+        if section.tuner_type == "random":
+            tuner = RandomTuner(exps, self.rm, self.metric())
+        elif section.tuner_type == "model_based":
+            tuner = ModelBasedTuner(exps, self.rm, self.metric(), space)
+        else:
+            tuner = GridSearchTuner(exps, self.rm, self.metric())
+        tuner.tune(1, section.tuner_num_trials, section.tuner_early_stopping)
+        best_size, best = 0, None
+        for exp, point in zip(exps, points, strict=True):
+            value = self._learn(exp, point)
+            if better(self.metric(), value, best):
+                best_size, best = point.size, value
+        return max(tuning_micro_batch_sizes), best_size, best
+
+    def get_plateau_mbs(self, tuning_space_name: str) -> int:
+        """The smallest measured micro-batch of a space within 3 % of its best metric; 0 if nothing was measured."""
+        records = self.records.get(tuning_space_name, [])
+        if not records:
+            return 0
+        top = self.get_best_space_record(tuning_space_name)[1]
+        near = [exp for exp, value, _ in records if abs(value - top) <= PLATEAU * abs(top)]
+        return min(exp["ds_config"]["train_micro_batch_size_per_gpu"] for exp in near)
+
+    def run_after_tuning(self) -> int:
+        """Run the script with the best config; returns its exit code. AutotuningError: there is none."""
+        if self.optimal_cmd is None:
+            raise AutotuningError("no config was found that the script runs with")
+        logger.info("autotuning: running %s", shlex.join(self.optimal_cmd))
+        environment = environment_for(
+            Path(self.results_dir).absolute() / OPTIMAL_CONFIG, self.optimal_environment
+        )
+        return subprocess.run(self.optimal_cmd, check=False, env=environment).returncode

@@ -1,0 +1,130 @@
+"""What a point of the space needs, from the plans of the first run and the peaks of the first two."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from deepspeed.tools.autotuning.space import ROOM, SEQUENCE, Point, key_of
+from deepspeed.tools.autotuning.step_model import Planned
+
+SPARE = 0.9
+"""The share of free memory that a config may need: the rest is for what no plan knows."""
+
+
+@dataclass
+class MemoryNeeds:
+    """``info``: what the first run wrote; ``asked``: the changes that it was asked to plan; ``limit``: bytes of a rank
+    that the user allows."""
+
+    info: dict[str, Any] = field(default_factory=dict)
+    asked: Sequence[Mapping[str, Any]] = ()
+    limit: int | None = None
+    each: float = 0.0
+    """Bytes of a sample, as measured by the peaks of two runs."""
+    apart: int = 0
+    """Bytes that neither the plan nor a sample explains."""
+
+    def __post_init__(self) -> None:
+        self._plans = {_key(plan["changes"]): plan for plan in self.info.get("variants") or []}
+
+    # What is there ------------------------------------------------------------------------------------------
+
+    def free(self) -> int | None:
+        """Bytes for one rank where the model computes; None if it is not known."""
+        found = self.limit
+        for plan in self.info.get("stages", {}).values():
+            if "near" in plan and plan["free"][plan["near"]] is not None:
+                share = self._of_rank(plan, "free")
+                return share if found is None else min(found, share)
+        return found
+
+    # What is needed -----------------------------------------------------------------------------------------
+
+    def planned(self, point: Point) -> dict[str, Any] | None:
+        """The plan of a point; of one with several choices that were planned one by one, what they add. None: it was
+        not planned."""
+        found = self._plans.get(_key(key_of(point)))
+        if found is not None:
+            return found
+        room = tuple(c for c in point.choices if any(key in ROOM for key, _ in c.changes))
+        base = self._plans.get(_key(key_of(Point(point.stage, 1, 1, room))))
+        if base is None or "need" not in base:
+            return base if base is not None else self._by_stage(point.stage)
+        added = 0
+        for choice in point.choices:
+            plan = self._plans.get(_key(key_of(Point(point.stage, 1, 1, (*room, choice)))))
+            added += max(0, plan["need"] - base["need"]) if plan and "need" in plan else 0
+        return {**base, "need": base["need"] + added}
+
+    def _by_stage(self, stage: int) -> dict[str, Any] | None:
+        plan = self.info.get("stages", {}).get(str(stage))
+        if plan is None or "need" not in plan:
+            return plan
+        return {"need": self._of_rank(plan, "need"), "fits": plan["fits"]}
+
+    def _of_rank(self, plan: Mapping[str, Any], what: str) -> int:
+        """Its bytes where the model computes: ranks of a node share the host."""
+        sharing = self.info["ranks_per_node"] if plan["near"] == "host" else 1
+        return plan[what][plan["near"]] // sharing
+
+    def states(self, point: Point) -> int:
+        """Bytes of a rank for weights, gradients, optimizer state and buffers, at the peak of a step."""
+        plan = self.planned(point)
+        return int(plan["need"]) if plan and "need" in plan else 0
+
+    def per_sample(self, point: Point | None = None) -> float:
+        """Bytes of a sample of a micro-batch."""
+        kept = self.info.get("activation_mem_per_gpu", 0) / max(1, self.info.get("micro_batch") or 1)
+        each = max(kept, self.each)
+        if point is None:
+            return each
+        return each * point.kept / int(point.changes.get(SEQUENCE) or 1)
+
+    def need(self, point: Point) -> float:
+        return self.states(point) + self.apart + self.per_sample(point) * point.size
+
+    def can_fit(self, point: Point) -> bool:
+        """Whether the plan allows it; True before anything was planned."""
+        plan = self.planned(point)
+        free = self.free()
+        if plan is None:
+            return True
+        return bool(plan.get("fits")) and (free is None or self.need(point) <= free * SPARE)
+
+    def most_that_fits(self, point: Point, most: int) -> int:
+        """Samples of a micro-batch that memory allows, at most so many."""
+        free, each = self.free(), self.per_sample(point)
+        if free is None or not each:
+            return most
+        left = int(free * SPARE) - self.states(point) - self.apart
+        return max(0, min(most, int(left // each)))
+
+    # What two runs tell -------------------------------------------------------------------------------------
+
+    def learn(self, peaks: Mapping[Point, int]) -> None:
+        """``peaks``: bytes that runs reached at most, in this process (on a host: with what the process takes without
+        the model)."""
+        found = sorted((point.size, peak, point) for point, peak in peaks.items() if peak)
+        if not found:
+            return
+        (small, low, first), (large, high, _) = found[0], found[-1]
+        if large > small:
+            self.each = max(0.0, (high - low) / (large - small))
+        resident = self.info.get("resident", 0) if self.info.get("device_type") == "cpu" else 0
+        explained = resident + self.states(first) + self.per_sample(first) * small
+        self.apart = max(0, round(low - explained))
+
+    def plan_of(self, point: Point) -> Planned:
+        """For the model of the step's time."""
+        plan = self.planned(point) or {}
+        sent = float(plan.get("sent", 0.0))
+        if point.stage >= 2:  # planned for one micro-batch: what is summed in each is sent more often
+            sent *= (point.gas + 1) / 2 if point.stage == 2 else point.gas
+        return Planned(sent, float(plan.get("owned", 0.0)), round(self.need(point)))
+
+
+def _key(changes: Mapping[str, Any]) -> str:
+    return json.dumps(changes, sort_keys=True)

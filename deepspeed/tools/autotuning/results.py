@@ -1,0 +1,239 @@
+"""What the autotuner found: records of its runs, the best of them, why it is, and the files and tables that say so."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import time
+from collections.abc import Iterable, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from deepspeed.base.extras import install_hint
+from deepspeed.base.logging import logger
+from deepspeed.tools.autotuning.arguments import LAUNCHER, arguments_for, start_command
+from deepspeed.tools.autotuning.search import PLATEAU, Search
+from deepspeed.tools.autotuning.space import Point
+from deepspeed.tools.autotuning.tuner.base_tuner import better
+
+OPTIMAL_CONFIG, OPTIMAL_COMMAND = "ds_config_optimal.json", "cmd_optimal.txt"
+SUMMARY, PICTURE = "summary.txt", "tuning.png"
+UNITS = {"latency": "s per step", "throughput": "samples/s", "flops": "FLOPS"}
+
+
+class Results:
+    """The half of an autotuner that remembers and reports."""
+
+    args: Any
+    rm: Any
+    user_config: dict[str, Any]
+    results_dir: str
+    num_gpus: int
+    search: Search
+    metric_name: str
+
+    def __init__(self) -> None:
+        self.records: dict[str, list[tuple[dict[str, Any], float, int]]] = {}
+        self.counts: dict[str, int] = {}
+        """Experiments of each space, also those that measured nothing."""
+        self.optimal_ds_config: dict[str, Any] | None = None
+        self.optimal_cmd: list[str] | None = None
+        self.optimal_environment: dict[str, str] = {}
+        self.reason = ""
+        self.points: dict[str, Point] = {}
+        """By the name of the experiment."""
+        self.refused: list[str] = []
+        """What the memory plan has kept from being run."""
+        self._began = time.monotonic()
+
+    # Records --------------------------------------------------------------------------------------------------
+
+    def update_records(
+        self, space_name: str, exp: dict[str, Any], metric_val: float | None, num_exps: int
+    ) -> None:
+        """Remember that ``num_exps`` experiments of a space were run up to this one; None: it measured nothing."""
+        self.counts[space_name] = self.counts.get(space_name, 0) + 1
+        if metric_val is not None:
+            self.records.setdefault(space_name, []).append((exp, metric_val, num_exps))
+
+    def get_best_space_record(self, space_name: str) -> Any:
+        """(experiment, metric, experiments) of the best in a space; None if there is none."""
+        best = self._best_of(self.records.get(space_name, []))
+        if best is None:
+            return None
+        return (*best[:2], self.counts.get(space_name, len(self.records[space_name])))
+
+    def get_best_space_records(self) -> dict[str, Any]:
+        """The best of each space, and of all as "global"."""
+        found = {space: self.get_best_space_record(space) for space in sorted(self.records)}
+        best = self._best_of(found.values())
+        if best is not None:
+            found["global"] = (*best[:2], sum(record[2] for record in found.values()))
+        return found
+
+    def _best_of(self, records: Iterable[Any]) -> Any:
+        """The first of the best; None if there is none."""
+        best = None
+        for record in records:
+            if best is None or better(self.metric_name, record[1], best[1]):
+                best = record
+        return best
+
+    # The best -------------------------------------------------------------------------------------------------
+
+    def _choose(self) -> None:
+        best = self.get_best_space_records().get("global")
+        if best is None:
+            return
+        exp = best[0]
+        added = ("autotuning", "wall_clock_breakdown")
+        self.optimal_ds_config = {key: value for key, value in exp["ds_config"].items() if key not in added}
+        if "wall_clock_breakdown" in self.user_config:  # every run had it on
+            self.optimal_ds_config["wall_clock_breakdown"] = self.user_config["wall_clock_breakdown"]
+        self.optimal_environment = dict(exp.get("environment") or {})
+        self.write_optimal_config()
+
+    def write_optimal_config(self) -> None:
+        """Write ``ds_config_optimal.json`` and ``cmd_optimal.txt`` to the folder of the results."""
+        if self.optimal_ds_config is None:
+            return
+        folder = Path(self.results_dir).absolute()
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / OPTIMAL_CONFIG
+        path.write_text(json.dumps(self.optimal_ds_config, indent=2), encoding="utf-8")
+        arguments = arguments_for(self.args.user_args, path, self.optimal_ds_config, self.rm.arg_mappings)
+        command = start_command(self.args, self.rm.devices({"num_gpus": self.num_gpus}))
+        self.optimal_cmd = [*command, *arguments]
+        ours = command[: len(LAUNCHER)] == LAUNCHER
+        readable = ["deepspeed", *self.optimal_cmd[len(LAUNCHER) :]] if ours else self.optimal_cmd
+        set_first = [f"{name}={value}" for name, value in self.optimal_environment.items()]
+        (folder / OPTIMAL_COMMAND).write_text(shlex.join([*set_first, *readable]) + "\n", encoding="utf-8")
+
+    # Printed --------------------------------------------------------------------------------------------------
+
+    def _unit(self) -> str:
+        return UNITS[self.metric_name]
+
+    def print_tuning_results(self) -> None:
+        """Print the tables of the results and why the best is the best, write this to ``summary.txt``, and draw
+        ``tuning.png``."""
+        records = self.get_best_space_records()
+        if not records:
+            return
+        Path(self.results_dir).mkdir(parents=True, exist_ok=True)
+        rows = [
+            (space, str(number), f"{value:.6g}", exp["name"])
+            for space, (exp, value, number) in records.items()
+        ]
+        lines = table(("tuning_space", "num_experiments", "best_metric_val", "best_exp_name"), rows)
+        lines += ["", *self._runs_table(), ""]
+        total = timedelta(seconds=round(time.monotonic() - self._began))
+        exp, value, number = records["global"]
+        lines += [
+            f"Tuning completed in {total}. Total number of experiments: {number}.",
+            f"The best is {exp['name']} with {value:.6g} {self._unit()}"
+            + (f": {self.reason}." if self.reason else "."),
+            *self.why(),
+            f"{Path(self.results_dir) / OPTIMAL_CONFIG} has its config, {OPTIMAL_COMMAND} beside it the command."
+            + self._draw(),
+        ]
+        (Path(self.results_dir) / SUMMARY).write_text("\n".join(lines) + "\n", encoding="utf-8")
+        print("\n".join(lines))
+
+    def _measured(self) -> list[tuple[str, dict[str, Any], float]]:
+        """(name, experiment, metric) of every run that ended well, the best first."""
+        found = {exp["name"]: (exp, value) for records in self.records.values() for exp, value, _ in records}
+        order = sorted(found.items(), key=lambda each: each[1][1], reverse=self.metric_name != "latency")
+        return [(name, *each) for name, each in order]
+
+    def _runs_table(self) -> list[str]:
+        """Each run, and what a sample takes in it."""
+        head = (
+            "run",
+            self._unit(),
+            "s/step",
+            "ms/sample",
+            "compute",
+            "communication",
+            "update",
+            "data",
+            "changes",
+        )
+        rows = []
+        for name, _, value in self._measured():
+            point = self.points.get(name)
+            if point is None or point not in self.search.runs:
+                continue
+            seconds, each = self.search.runs[point][0], self._per_sample(point)
+            text = ", ".join(choice.text() for choice in point.choices) or "-"
+            times = [f"{ms:.3g}" for ms in each.values()]
+            rows.append((name, f"{value:.5g}", f"{seconds:.4g}", f"{sum(each.values()):.3g}", *times, text))
+        return table(head, rows)
+
+    def _per_sample(self, point: Point) -> dict[str, float]:
+        """Milliseconds of a rank for one of its samples, by part of the step."""
+        samples = point.size * point.gas / point.parts()
+        return {part: seconds * 1e3 / samples for part, seconds in self.search.parts(point).as_dict().items()}
+
+    def why(self) -> list[str]:
+        """What makes the best better than the runs behind it, and what was not run, and for what reason."""
+        measured = [(n, self.points[n]) for n, *_ in self._measured() if n in self.points]
+        if not measured:
+            return []
+        (best, point), others = measured[0], measured[1:]
+        lines = []
+        mine = self._per_sample(point)
+        for name, other in others[:3]:
+            theirs = self._per_sample(other)
+            most = max(theirs, key=lambda part: theirs[part] - mine[part])
+            lost = sum(theirs.values()) - sum(mine.values())
+            if abs(lost) <= PLATEAU * sum(mine.values()):
+                lines.append(f"  {name} is about as good: {lost:+.3g} ms per sample")
+                continue
+            lines.append(
+                f"  {name} takes {lost:+.3g} ms per sample, most of it for {most}: {theirs[most]:.3g} ms instead of "
+                f"{mine[most]:.3g} ms{_reason(most, point, other)}"
+            )
+        lines += [f"  not run: {text}" for text in (*self.refused, *self.search.left)]
+        return [f"Why {best}:", *lines] if lines else []
+
+    def _draw(self) -> str:
+        """A picture of the runs; returns what to say about it."""
+        try:
+            from deepspeed.tools.autotuning.picture import draw
+        except ImportError:
+            hint = install_hint("matplotlib", extra="demo")
+            logger.info("autotuning: no picture is drawn without matplotlib (%s)", hint)
+            return ""
+        rows = [
+            (self.points[name].name(), self.points[name], value)
+            for name, _, value in self._measured()
+            if name in self.points
+        ]
+        draw(Path(self.results_dir) / PICTURE, rows, self._unit(), self._per_sample)
+        return f" {PICTURE} shows the runs."
+
+
+def _reason(part: str, best: Point, other: Point) -> str:
+    if part == "compute" and other.size > best.size:
+        return " (larger micro-batches compute slower here)"
+    if other.size * other.gas < best.size * best.gas and part != "data":
+        mine, theirs = best.size * best.gas, other.size * other.gas
+        return (
+            f" (what a micro-batch or a step takes once is spread over {mine} samples, there over {theirs})"
+        )
+    if part == "communication" and other.stage != best.stage:
+        return f" (stage {other.stage} sends, or waits for, more than stage {best.stage})"
+    if part == "update" and other.stage != best.stage:
+        return f" (the update of stage {best.stage} is {'shared by the ranks' if best.stage else 'whole on each rank'})"
+    return ""
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(len(row[place]) for row in [head, *rows]) for place in range(len(head))]
+    lines = [head, tuple("-" * width for width in widths), *rows]
+    return [
+        f"| {' | '.join(cell.ljust(width) for cell, width in zip(line, widths, strict=True))} |"
+        for line in lines
+    ]

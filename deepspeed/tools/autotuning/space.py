@@ -1,0 +1,215 @@
+"""What can be tuned: points of the space, and the choices beside stage and batch sizes.
+
+Choices that *make room* change what fits, so that all their combinations are looked at on paper. Others only change
+how fast the same work goes: they are tried one at a time, from the best point so far, if the part of the step that they
+can save is worth it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from deepspeed.planning.variants import EXPERTS, SEQUENCE, STAGES, TENSOR
+
+OFFLOAD = "zero_optimization.offload_optimizer"
+BUDGET = "activation_checkpointing.memory_budget"
+BUCKET = "zero_optimization.reduce_bucket_size"
+PREFETCH = "zero_optimization.stage3_prefetch_bucket_size"
+DEFAULTS = {BUCKET: 500_000_000, PREFETCH: 50_000_000}
+"""Elements."""
+THREADS = "OMP_NUM_THREADS"
+PARALLEL = (TENSOR, SEQUENCE, STAGES, EXPERTS)
+"""Sizes of parallelism. They are tuned where `tuning_space` lists them: a model or a script has to allow it."""
+ROOM = (*PARALLEL, BUDGET, f"{OFFLOAD}.device", f"{OFFLOAD}.ratio")
+
+COMMUNICATION, COMPUTE, ANYTHING = "exposed communication", "compute", "anything"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Values of keys that are chosen together; none: as the config is. ``saves``: the part of a step that they may
+    save."""
+
+    changes: tuple[tuple[str, Any], ...] = ()
+    saves: str = ANYTHING
+
+    def name(self) -> str:
+        words = [f"{key.rpartition('.')[2].replace('_', '')}{_plain(value)}" for key, value in self.changes]
+        return "_".join(words)
+
+    def text(self) -> str:
+        return ", ".join(f"{key}: {value}" for key, value in self.changes)
+
+
+def _plain(value: Any) -> str:
+    return re.sub(r"[^\w.]", "", f"{value:g}" if isinstance(value, float) else str(value))
+
+
+def changes_of(choices: Iterable[Choice]) -> dict[str, Any]:
+    """What they change together."""
+    return {key: value for choice in choices for key, value in choice.changes}
+
+
+@dataclass(frozen=True)
+class Point:
+    """A config to try: stage, samples of a micro-batch, accumulation steps, and choices."""
+
+    stage: int
+    size: int
+    gas: int = 1
+    choices: tuple[Choice, ...] = ()
+
+    @property
+    def changes(self) -> dict[str, Any]:
+        return changes_of(self.choices)
+
+    @property
+    def kept(self) -> float:
+        """The share of its activations that a micro-batch keeps for the backward, as far as a choice says so."""
+        share = self.changes.get(BUDGET)
+        return share if isinstance(share, (int, float)) and 0 < share <= 1 else 1.0
+
+    def with_choice(self, choice: Choice) -> Point:
+        keys = {key for key, _ in choice.changes}
+        kept = tuple(each for each in self.choices if not keys & {key for key, _ in each.changes})
+        return replace(self, choices=(*kept, choice))
+
+    def name(self) -> str:
+        words = [f"z{self.stage}", f"gas{self.gas}", f"tmbspg{self.size}", *(c.name() for c in self.choices)]
+        return "_".join(words)
+
+    def parts(self) -> int:
+        """Ranks that work on the same samples."""
+        found = self.changes
+        return (
+            int(found.get(TENSOR, 1) or 1) * int(found.get(SEQUENCE, 1) or 1) * int(found.get(STAGES, 1) or 1)
+        )
+
+
+@dataclass(frozen=True)
+class Choices:
+    """Alternatives by group; the first of each is the config as it is."""
+
+    room: tuple[tuple[Choice, ...], ...] = ()
+    fine: tuple[tuple[Choice, ...], ...] = ()
+
+    def rooms(self, stage: int) -> Iterator[tuple[Choice, ...]]:
+        """Every combination of what makes room at this stage."""
+        for chosen in itertools.product(*self.room):
+            if _allowed(stage, changes_of(chosen)):
+                yield tuple(choice for choice in chosen if choice.changes)
+
+    def fines(self, stage: int) -> Iterator[Choice]:
+        for group in self.fine:
+            for choice in group:
+                if choice.changes and _allowed(stage, dict(choice.changes)):
+                    yield choice
+
+    def everything(self, stage: int) -> Iterator[tuple[Choice, ...]]:
+        """Every combination of all choices at this stage."""
+        for room in self.rooms(stage):
+            for chosen in itertools.product(*self.fine):
+                if _allowed(stage, changes_of(chosen)):
+                    yield (*room, *(choice for choice in chosen if choice.changes))
+
+    def on_paper(self, stages: Iterable[int]) -> list[dict[str, Any]]:
+        """What the first run plans: all that makes room, plain and with one of the other choices."""
+        found: list[dict[str, Any]] = []
+        for stage in stages:
+            for room in self.rooms(stage):
+                for fine in (Choice(), *self.fines(stage)):
+                    found.append(key_of(Point(stage, 1, 1, (*room, fine))))
+        return found
+
+
+def _allowed(stage: int, changes: Mapping[str, Any]) -> bool:
+    if any(key.startswith(OFFLOAD) for key in changes) and stage == 0:
+        return False
+    return not (PREFETCH in changes and stage < 3)
+
+
+def key_of(point: Point) -> dict[str, Any]:
+    """What of a point the memory plan depends on."""
+    changes = {key: value for key, value in point.changes.items() if not key.isupper()}
+    return {"zero_optimization.stage": point.stage, **changes}
+
+
+def choices_of(
+    config: Mapping[str, Any], tuning_space: Mapping[str, Sequence[Any]], *, fast: bool
+) -> Choices:
+    """``tuning_space``: what the user lists. Without ``fast`` also what this package knows to make a difference, as far
+    as the config leaves it open."""
+    room: list[tuple[Choice, ...]] = []
+    fine: list[tuple[Choice, ...]] = []
+    for key, values in tuning_space.items():
+        group = tuple(Choice(((key, value),), _saves(key)) for value in values)
+        (room if key in ROOM else fine).append(group if key in ROOM else (Choice(), *group))
+    if not fast:
+        open_ = {key for key in (OFFLOAD, BUDGET, BUCKET, PREFETCH) if value_at(config, key) is None}
+        open_ -= {key for key in open_ if any(given.startswith(key) for given in tuning_space)}
+        room += [group for key, group in ((OFFLOAD, _offloads()), (BUDGET, _budgets())) if key in open_]
+        fine += [(Choice(), *_sizes(key)) for key in (BUCKET, PREFETCH) if key in open_]
+    return Choices(tuple(room), tuple(fine))
+
+
+def _offloads() -> tuple[Choice, ...]:
+    shares = [((f"{OFFLOAD}.device", "cpu"), (f"{OFFLOAD}.ratio", ratio)) for ratio in (0.5, 1.0)]
+    return (Choice(), *(Choice(changes) for changes in shares))
+
+
+def _budgets() -> tuple[Choice, ...]:
+    return (Choice(), *(Choice(((BUDGET, share),)) for share in (0.5, 0.2)))
+
+
+def _sizes(key: str) -> list[Choice]:
+    values = (50_000_000, 5_000_000) if key == BUCKET else (5_000_000, 200_000_000)
+    return [Choice(((key, value),), COMMUNICATION) for value in values]
+
+
+def _saves(key: str) -> str:
+    if key == THREADS:
+        return COMPUTE
+    return COMMUNICATION if key in (BUCKET, PREFETCH) or "bucket" in key or "overlap" in key else ANYTHING
+
+
+def threads_to_try(cores: int, ranks: int) -> tuple[Choice, ...]:
+    """The launcher gives each rank its share of the cores; half of it, if these are two threads of one core each."""
+    share = cores // max(1, ranks)
+    halves = (share // 2,) if share >= 2 else ()
+    return (Choice(), *(Choice(((THREADS, count),), COMPUTE) for count in halves))
+
+
+def without_rooms(choices: Choices, keys: Iterable[str]) -> Choices:
+    """Groups that make no difference on this machine, or to this model, are left out."""
+    gone = tuple(keys)
+    kept = tuple(
+        group
+        for group in choices.room
+        if not any(key.startswith(gone) for choice in group for key, _ in choice.changes)
+    )
+    return replace(choices, room=kept)
+
+
+def without_same_sizes(choices: Choices, numel: int, given: Iterable[str]) -> Choices:
+    """Sizes that hold all elements of the model, as the default does, are left out; not those of keys that the user
+    has ``given`` values for."""
+    listed = set(given)
+
+    def differs(choice: Choice) -> bool:
+        sizes = [(value, DEFAULTS[key]) for key, value in choice.changes if key in DEFAULTS.keys() - listed]
+        return all(min(value, numel) != min(default, numel) for value, default in sizes)
+
+    fine = tuple(tuple(choice for choice in group if differs(choice)) for group in choices.fine)
+    return replace(choices, fine=fine)
+
+
+def value_at(config: Mapping[str, Any], key: str) -> Any:
+    """The value of a dotted key; None if it is not there."""
+    node: Any = config
+    for part in key.split("."):
+        node = node.get(part) if isinstance(node, Mapping) else None
+    return node

@@ -1,0 +1,66 @@
+"""A tuner that learns from what was measured which experiment is worth running next."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from deepspeed.tools.autotuning.tuner.base_tuner import BaseTuner
+from deepspeed.tools.autotuning.tuner.cost_model import XGBoostCostModel
+from deepspeed.tools.autotuning.tuner.utils import dict_to_feature
+from deepspeed.tools.autotuning.utils import get_val_by_key
+
+INITIAL = 2
+"""Experiments that are measured before the model says anything."""
+
+
+class ModelBasedTuner(BaseTuner):
+    """First the two ends of the list, then always the experiment that a regression of the results expects most of.
+
+    ``tuning_space``: the config whose lists are the values to try; its keys are what the regression sees.
+    """
+
+    def __init__(
+        self, exps: list[dict[str, Any]], resource_manager: Any, metric: str, tuning_space: dict[str, Any]
+    ) -> None:
+        super().__init__(exps, resource_manager, metric)
+        self.tuning_space = tuning_space
+        self.keys = sorted({key for exp in exps for key in _numbers(exp["ds_config"])})
+        self.cost_model = XGBoostCostModel("reg")
+        self.evaluated: list[tuple[list[float], float]] = []
+
+    def find_estimated_top_configs(self) -> list[dict[str, Any]]:
+        """Experiments that are left, the most promising first."""
+        if len(self.evaluated) < INITIAL:
+            ends = [*self.all_exps[-1:], *self.all_exps[:-1]]
+            return ends
+        self.cost_model.fit(*zip(*self.evaluated, strict=True))
+        expected = self.cost_model.predict([self._features(exp) for exp in self.all_exps])
+        sign = 1 if self.metric == "latency" else -1
+        order = sorted(range(len(self.all_exps)), key=lambda place: sign * expected[place])
+        return [self.all_exps[place] for place in order]
+
+    def next_batch(self, sample_size: int) -> list[dict[str, Any]]:
+        batch = self.find_estimated_top_configs()[:sample_size]
+        self.all_exps = [exp for exp in self.all_exps if exp not in batch]
+        return batch
+
+    def has_next(self) -> bool:
+        return len(self.all_exps) > 0
+
+    def update(self) -> None:
+        known = [(self._features(exp), value) for exp, value in self.rm.results]
+        self.evaluated += [(features, value) for features, value in known if value is not None]
+
+    def _features(self, exp: dict[str, Any]) -> list[float]:
+        config = exp["ds_config"]
+        return dict_to_feature({key: get_val_by_key(config, key) or 0 for key in self.keys}, self.keys)
+
+
+def _numbers(config: dict[str, Any]) -> list[str]:
+    found = []
+    for key, value in config.items():
+        if isinstance(value, dict):
+            found += _numbers(value)
+        elif isinstance(value, (int, float)):
+            found.append(key)
+    return found

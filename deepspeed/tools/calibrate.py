@@ -1,0 +1,218 @@
+"""`ds plan --calibrate`: a short training on one rank and on two, and what it says about this machine."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from deepspeed.base.accelerator import get_accelerator
+from deepspeed.base.numa import available_cores, cpu_name
+from deepspeed.planning.activations import shape_of
+from deepspeed.planning.request import Request, answer
+from deepspeed.planning.step_time.calibration import Calibration, CalibrationError, Line, Steps
+from deepspeed.planning.step_time.shapes import build_shape, is_shape
+from deepspeed.planning.step_time.user_model import call_of
+from deepspeed.planning.step_time.work import flops_by_call
+from deepspeed.tools.launcher.ports import find_free
+from deepspeed.version import __version__
+
+STAGES = (0, 1, 2, 3)
+LIMIT_S = 600.0
+
+_SET_HERE = (
+    "zero_optimization",
+    "train_batch_size",
+    "gradient_accumulation_steps",
+    "steps_per_print",
+    "wall_clock_breakdown",
+    "monitor",
+    "autotuning",
+)
+"""Parts of a config that a calibration replaces or leaves out."""
+_ZERO_SET_HERE = ("stage", "offload_optimizer", "offload_param")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """``batch``: `module:function` that returns one, for a model of one's own. ``steps``: of each stage, or as many as
+    take ``seconds``. ``threads``: of a rank; 0: the processors shared out."""
+
+    model: str
+    config: Mapping[str, Any]
+    batch: str | None = None
+    micro: int = 1
+    sequence: int = 256
+    stages: Sequence[int] = STAGES
+    steps: int = 7
+    warmup: int = 3
+    seconds: float = 2.0
+    threads: int = 0
+    python: str = sys.executable
+
+
+Place = Callable[[int], tuple[list[str], dict[str, str]]]
+"""For a rank: what to write before its command, and what its environment has besides."""
+
+
+def calibrate(asked: Asked, place: Place | None = None, tell: Callable[[str], None] = print) -> Calibration:
+    """Run it. CalibrationError: it cannot be done, or failed; says what the ranks said."""
+    if not is_shape(asked.model) and asked.batch is None:
+        raise CalibrationError(
+            f"--model {asked.model}: a calibration trains, so it needs a batch: give --batch module:function, which "
+            "returns what the model is called with; or a named shape such as gpt:10m"
+        )
+    device_type = get_accelerator().device_name().partition(":")[0]
+    if device_type != "cpu" and get_accelerator().device_count() < 2:
+        raise CalibrationError(
+            f"a calibration needs two devices; there is {get_accelerator().device_count()}"
+        )
+    cores = len(available_cores())
+    threads = asked.threads or max(1, cores // 2)
+    found: dict[str, Any] = {"steps": {}}
+    for ranks in (1, 2):
+        tell(f"calibrating: {ranks} rank{'s' * (ranks > 1)}, stages {', '.join(map(str, asked.stages))}")
+        part = _run(asked, ranks, threads, place if ranks > 1 else None)
+        found = {**found, **part, "steps": {**found["steps"], **part["steps"]}}
+    elements, flops = _model_facts(asked)
+    lines = {name: Line(**line) for name, line in found["lines"].items()}
+    lines.setdefault("fetch", lines["all_gather"])
+    return Calibration(
+        machine=_machine(cores),
+        date=datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+        release=__version__,
+        device_type=device_type,
+        cores=cores,
+        threads=threads,
+        model=asked.model,
+        elements=elements,
+        tokens=asked.micro * asked.sequence,
+        precision=_precision(asked.config),
+        flops=flops,
+        forward_share=found["shares"][0],
+        backward_share=found["shares"][1],
+        steps={key: Steps(**row) for key, row in found["steps"].items()},
+        lines=lines,
+    )
+
+
+def _precision(config: Mapping[str, Any]) -> str:
+    for name in ("bf16", "fp16"):
+        if isinstance(config.get(name), Mapping) and config[name].get("enabled"):
+            return name
+    return "fp32"
+
+
+def _machine(cores: int) -> str:
+    return f"{cpu_name()}, {cores} cores, torch {torch.__version__}"
+
+
+def _model_facts(asked: Asked) -> tuple[int, float]:
+    """Trained elements, and operations of a forward."""
+    with torch.device("meta"):
+        module = build_shape(asked.model) if is_shape(asked.model) else call_of(asked.model)()
+    config = {"train_micro_batch_size_per_gpu": asked.micro, **asked.config}
+    planned = answer(Request(module=module, config=config, ranks=1, device_type="cpu"))
+    facts = planned.setting.facts
+    flops = flops_by_call(
+        module,
+        facts,
+        asked.micro * asked.sequence,
+        asked.sequence,
+        shape_of(getattr(module, "config", None)),
+    )
+    return sum(spec.numel for spec in facts.specs[: facts.trained]), sum(flops)
+
+
+# The ranks ---------------------------------------------------------------------------------------------------
+
+
+def _run(asked: Asked, ranks: int, threads: int, place: Place | None) -> dict[str, Any]:
+    config = {key: value for key, value in asked.config.items() if key not in _SET_HERE}
+    config |= {"train_micro_batch_size_per_gpu": asked.micro, "steps_per_print": 10**9}
+    zero = asked.config.get("zero_optimization")
+    zero = zero if isinstance(zero, Mapping) else {}
+    kept = {key: value for key, value in zero.items() if key not in _ZERO_SET_HERE}
+    with tempfile.TemporaryDirectory(prefix="ds_plan_") as folder:
+        given, result = Path(folder) / "given.json", Path(folder) / "result.json"
+        job = {
+            "model": asked.model,
+            "batch": asked.batch,
+            "config": config,
+            "zero": kept,
+            "micro": asked.micro,
+            "sequence": asked.sequence,
+            "stages": list(asked.stages),
+            "steps": asked.steps,
+            "warmup": asked.warmup,
+            "seconds": asked.seconds,
+            "result": str(result),
+        }
+        given.write_text(json.dumps(job), encoding="utf-8")
+        _start([asked.python, "-m", "deepspeed.tools.calibration_rank", str(given)], ranks, threads, place)
+        found: dict[str, Any] = json.loads(result.read_text(encoding="utf-8"))
+        return found
+
+
+def _start(command: list[str], ranks: int, threads: int, place: Place | None) -> None:
+    """To the end of all. CalibrationError: one failed, with the end of what it printed."""
+    port = find_free("127.0.0.1")
+    with tempfile.TemporaryFile("w+") as log:
+        running = []
+        try:
+            for rank in range(ranks):
+                before, own = place(rank) if place is not None else ([], {})
+                environment = {**os.environ, **_environment(rank, ranks, threads, port), **own}
+                running.append(subprocess.Popen([*before, *command], env=environment, stdout=log, stderr=log))
+            failed = _first_failure(running)
+            if failed is not None:
+                log.seek(0)
+                raise CalibrationError(
+                    f"a rank of the calibration ended with status {failed}:\n{log.read()[-3000:]}"
+                )
+        finally:
+            for process in running:
+                process.kill()
+                process.wait()
+
+
+def _first_failure(running: Sequence[subprocess.Popen[bytes]]) -> int | None:
+    """The status of the first rank that fails; None: all have ended well. The others may wait for it for long."""
+    deadline = time.monotonic() + LIMIT_S
+    while True:
+        statuses = [process.poll() for process in running]
+        failed = next((status for status in statuses if status), None)
+        if failed is not None or None not in statuses:
+            return failed
+        if time.monotonic() > deadline:
+            raise CalibrationError(
+                f"the calibration was not done after {LIMIT_S:.0f} s; take a smaller model, such as gpt:10m"
+            )
+        time.sleep(0.05)
+
+
+def _environment(rank: int, ranks: int, threads: int, port: int) -> dict[str, str]:
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": str(threads),
+        "DS_SHM": "0",  # as between hosts
+        "PYTHONPATH": os.pathsep.join(
+            [*sys.path[:1], *filter(None, [os.environ.get("PYTHONPATH")]), os.getcwd()]
+        ),
+    }

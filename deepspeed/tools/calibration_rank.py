@@ -1,0 +1,264 @@
+"""One rank of a calibration: a few steps at each stage, timed, and collectives of several sizes.
+
+Started by ``calibrate.py``; what it finds goes to the file that it is told, from rank 0.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import deepspeed
+from deepspeed.base.accelerator import get_accelerator
+from deepspeed.comm.collectives import Communicator, communicator, use_shared_memory
+from deepspeed.planning.model import hooked_modules
+from deepspeed.planning.step_time.shapes import build_shape, is_shape, random_batch
+from deepspeed.planning.step_time.user_model import call_of, loss_of
+
+SIZES = (4 << 10, 64 << 10, 1 << 20, 8 << 20)
+"""Bytes that a rank sends in a collective that is timed."""
+ROUNDS = 3
+MOST_STEPS = 60
+
+Parts = tuple[float, float, float]
+"""Seconds of a step: forward, backward, update."""
+
+
+class Trained:
+    """A model of ``name`` under an engine of ``config``; ``step`` trains once and says what its parts took."""
+
+    def __init__(
+        self, name: str, batch: str | None, config: dict[str, Any], micro: int, sequence: int
+    ) -> None:
+        device = self.device = torch.device(get_accelerator().current_device_name())
+        torch.manual_seed(1)
+        if is_shape(name):
+            self.module: nn.Module = build_shape(name)
+            vocabulary = int(self.module.config.vocab_size)  # type: ignore[union-attr,arg-type]
+            rank = dist.get_rank() if dist.is_initialized() else 0
+            self.batch: Any = random_batch(vocabulary, micro, sequence, device, seed=rank)
+        else:
+            self.module, self.batch = call_of(name)(), _moved(call_of(batch or "")(), device)
+        self.engine = deepspeed.initialize(
+            model=self.module, model_parameters=self.module.parameters(), config=config
+        )[0]
+
+    def step(self) -> Parts:
+        """Seconds of forward, backward and update."""
+        begin = _now()
+        loss = loss_of(self.engine, self.batch)
+        forward = _now()
+        self.engine.backward(loss)
+        backward = _now()
+        self.engine.step()
+        return forward - begin, backward - forward, _now() - backward
+
+    def close(self) -> None:
+        self.engine.destroy()
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    if isinstance(value, Tensor):
+        return value.to(device)
+    if isinstance(value, dict):
+        return {key: _moved(each, device) for key, each in value.items()}
+    return tuple(_moved(each, device) for each in value)
+
+
+def _now() -> float:
+    get_accelerator().synchronize()
+    return time.perf_counter()
+
+
+def timed(trained: Trained, steps: int, warmup: int, seconds: float, world: Communicator) -> list[Parts]:
+    """Of ``steps``, or of more where they are short, since their times vary."""
+    taken = [sum(trained.step()) for _ in range(warmup)]
+    slowest = torch.tensor([taken[-1] if taken else seconds], device=trained.device)
+    world.all_reduce_max(slowest).wait()
+    count = max(steps, min(MOST_STEPS, int(seconds / max(1e-9, float(slowest)))))
+    return [trained.step() for _ in range(count)]
+
+
+def medians(rows: Sequence[Parts]) -> dict[str, float]:
+    """As ``calibration.Steps``."""
+    whole = [sum(row) for row in rows]
+    forward, backward, update = (statistics.median(row[i] for row in rows) for i in range(3))
+    step = statistics.median(whole)
+    return {
+        "step": step,
+        "forward": forward,
+        "backward": backward,
+        "update": update,
+        "spread": (max(whole) - min(whole)) / step,
+    }
+
+
+class CallTimes:
+    """Seconds of the forward, and of the backward, of each call that stage 3 would gather for. What runs between two
+    calls is counted with the one that began before."""
+
+    def __init__(self, module: nn.Module) -> None:
+        owners = hooked_modules(module)
+        self.forward, self.backward = [0.0] * len(owners), [0.0] * len(owners)
+        self._running: tuple[list[float], int] | None = None
+        self._since = 0.0
+        self._handles: list[Any] = []
+        for number, owner in enumerate(owners):
+            self._handles.append(
+                owner.register_forward_pre_hook(lambda *_, n=number: self.begin(self.forward, n))
+            )
+            self._handles.append(owner.register_forward_hook(partial(self._watch, number)))
+
+    def begin(self, times: list[float], number: int) -> None:
+        """From now on time belongs to this call."""
+        now = _now()
+        if self._running is not None:
+            running, last = self._running
+            running[last] += now - self._since
+        self._running, self._since = (times, number), now
+
+    def _watch(self, number: int, module: nn.Module, inputs: Any, output: Any) -> None:
+        for tensor in output if isinstance(output, tuple) else (output,):
+            if isinstance(tensor, Tensor) and tensor.requires_grad:
+                tensor.register_hook(lambda grad: self.begin(self.backward, number))
+
+    def measure(self, trained: Trained) -> None:
+        """One forward and backward."""
+        self._running = None
+        loss = loss_of(trained.engine, trained.batch)
+        self.begin(self.backward, len(self.backward) - 1)
+        trained.engine.backward(loss)
+        self.begin(self.backward, 0)
+
+    def close(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+
+def shares_of(trained: Trained, repeats: int = 4) -> tuple[list[float], list[float]]:
+    """Of each call in the time of forward and backward."""
+    times = CallTimes(trained.module)
+    for _ in range(repeats):
+        times.measure(trained)
+        trained.engine.step()
+    times.close()
+    return _normal(times.forward), _normal(times.backward)
+
+
+def _normal(values: Sequence[float]) -> list[float]:
+    total = sum(values)
+    return [each / total if total else 1.0 / len(values) for each in values]
+
+
+# Collectives -------------------------------------------------------------------------------------------------
+
+
+def lines(world: Communicator, device: torch.device) -> dict[str, dict[str, float]]:
+    """Of each operation: a line through its times, by the bytes that a rank sends."""
+    made = {
+        "all_gather": lambda n: _gather(world, n, device),
+        "reduce_scatter": lambda n: _scatter(world, n, device),
+        "all_reduce": lambda n: _reduce(world, n, device),
+    }
+    least = {(name, size): math.inf for name in made for size in SIZES}
+    for _ in range(ROUNDS):  # what only one of them has seen is not the collective's
+        for name, size in least:
+            least[name, size] = min(least[name, size], _seconds(made[name](size)))
+    return {name: _line([(size, least[name, size]) for size in SIZES]) for name in made}
+
+
+def _gather(world: Communicator, nbytes: int, device: torch.device) -> Callable[[], Any]:
+    own = torch.zeros(nbytes // 2, dtype=torch.bfloat16, device=device)
+    whole = own.new_empty(own.numel() * world.size)
+    return lambda: world.all_gather(whole, own).wait()
+
+
+def _scatter(world: Communicator, nbytes: int, device: torch.device) -> Callable[[], Any]:
+    whole = torch.zeros(nbytes // 2 * world.size, dtype=torch.bfloat16, device=device)
+    own = whole.new_empty(nbytes // 2)
+    return lambda: world.reduce_scatter(own, whole).wait()
+
+
+def _reduce(world: Communicator, nbytes: int, device: torch.device) -> Callable[[], Any]:
+    whole = torch.zeros(nbytes // 2 * world.size, dtype=torch.bfloat16, device=device)
+    return lambda: world.all_reduce(whole).wait()
+
+
+def _seconds(act: Callable[[], Any], repeats: int = 21) -> float:
+    for _ in range(5):  # the first ones connect
+        act()
+    taken = []
+    for _ in range(repeats):
+        begin = _now()
+        act()
+        taken.append(_now() - begin)
+    return statistics.median(taken)
+
+
+def _line(points: Sequence[tuple[int, float]]) -> dict[str, float]:
+    """The start from the smallest, the cost of a byte from the two largest."""
+    (small, least), (first, low), (last, high) = points[0], points[-2], points[-1]
+    byte = max(0.0, (high - low) / (last - first))
+    return {"start": max(0.0, least - byte * small), "byte": byte}
+
+
+def fetch_line(gather: dict[str, float], trained: Trained) -> dict[str, float]:
+    """Stage 3 on processors asks the others for slices: timed with its own sockets."""
+    sharded = trained.engine.sharded
+    servers = getattr(getattr(sharded, "gatherer", None), "server", None)
+    if servers is None or not servers.servers:
+        return gather
+    points = []
+    for index, bucket in enumerate(sharded.buckets):
+        full = torch.empty(bucket.layout.padded_numel, dtype=bucket.layout.dtype)
+        server = servers.servers[bucket.layout.scope]
+        place = servers._place[index]
+        dist.barrier()
+        points.append((full.nbytes // server.communicator.size, _seconds(lambda: server.fetch(place, full))))  # noqa: B023
+    dist.barrier()
+    small, large = min(points), max(points)
+    byte = (large[1] - small[1]) / max(1, large[0] - small[0])
+    byte = byte if byte > 0 else gather["byte"]
+    return {"start": max(0.0, small[1] - byte * small[0]), "byte": byte}
+
+
+def main() -> None:
+    given = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    deepspeed.init_distributed(get_accelerator().communication_backend_name())
+    use_shared_memory(False)
+    world = communicator()
+    found: dict[str, Any] = {}
+    device = torch.device(get_accelerator().current_device_name())
+    if world.size > 1:
+        found["lines"] = lines(world, device)
+    rows: dict[int, list[Parts]] = {stage: [] for stage in given["stages"]}
+    # There and back: where others share the machine, each stage gets its part of a slow moment.
+    for stage in (*rows, *reversed(rows)):
+        config = {**given["config"], "zero_optimization": {**given["zero"], "stage": stage}}
+        trained = Trained(given["model"], given["batch"], config, given["micro"], given["sequence"])
+        first = not rows[stage]
+        rows[stage] += timed(trained, -(-given["steps"] // 2), given["warmup"], given["seconds"] / 2, world)
+        if first and stage == 0 and world.size == 1:
+            found["shares"] = shares_of(trained)
+        if first and stage == 3 and world.size > 1:
+            found["lines"]["fetch"] = fetch_line(found["lines"]["all_gather"], trained)
+        trained.close()
+    found["steps"] = {f"{world.size}/{stage}": medians(taken) for stage, taken in rows.items()}
+    if world.rank == 0:
+        Path(given["result"]).write_text(json.dumps(found), encoding="utf-8")
+    dist.barrier()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,122 @@
+"""`ds diff`: the first difference between two recorded runs."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from deepspeed.base.tool_arguments import ArgumentParser, ends_quietly, positive
+from deepspeed.observe.audit.compare import Comparison, Difference, compare, step_name
+from deepspeed.observe.audit.records import Run, UnreadableRecord, read_run
+
+SAME, DIFFERENT, ERROR = 0, 1, 2
+COLUMNS = ("step", "phase", "tensor", "module", "by how much")
+
+
+@ends_quietly
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = ArgumentParser(
+        prog="ds diff",
+        description="Compare two runs recorded with the config key `audit`, and find the first tensor, module, step "
+        "and phase that differ, and by how much. The exit code is 0 if the runs are the same, 1 if they differ, 2 if "
+        "they cannot be compared.",
+    )
+    parser.add_argument("run_a", type=Path, help="audit.record folder of one run")
+    parser.add_argument("run_b", type=Path, help="audit.record folder of the other run")
+    parser.add_argument(
+        "--tolerance",
+        type=_tolerance,
+        metavar="X",
+        help="largest relative difference to ignore; 0 compares every bit (default: 0 if both runs do the same "
+        "arithmetic, otherwise depending on their precision)",
+    )
+    parser.add_argument(
+        "--show",
+        type=positive,
+        default=10,
+        metavar="N",
+        help="number of differences to list (default: 10)",
+    )
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    args = parser.parse_args(argv)
+    try:
+        a, b = read_run(args.run_a), read_run(args.run_b)
+        found = compare(a, b, args.tolerance)
+    except (UnreadableRecord, ValueError, OSError) as error:
+        print(f"ds diff: {error}", file=sys.stderr)
+        return ERROR
+    if args.json:
+        print(json.dumps(asdict(found)))
+    else:
+        print("\n".join(text_of(found, a, b)))
+        if found.differences:
+            show_table(found.differences, args.show)
+    return DIFFERENT if found.differences else SAME
+
+
+def _tolerance(text: str) -> float:
+    value = float(text)
+    if not 0 <= value < math.inf:
+        raise ValueError(text)
+    return value
+
+
+def text_of(found: Comparison, a: Run, b: Run) -> Iterator[str]:
+    """The answer in a few lines."""
+    for name, run in (("A", a), ("B", b)):
+        ranks, stage, precision = run.facts["ranks"], run.facts["stage"], run.facts["numerics"]["precision"]
+        yield f"{name}: {run.folder}: {ranks} ranks, ZeRO stage {stage}, {precision}"
+    steps = [step for step in found.steps if step]
+    what = f"{len(steps)} steps ({steps[0]} to {steps[-1]})"
+    if found.tolerance:
+        yield f"compared: {what}, within {found.tolerance:g}"
+    else:
+        yield f"compared: {what}, every bit"
+    if found.reasons:
+        yield f"other arithmetic: {'; '.join(found.reasons)}"
+    first, tensor = found.first, found.first_tensor
+    if first is None:
+        yield "the same"
+    else:
+        yield f"first difference: {first}"
+        if tensor is not None and tensor is not first:
+            yield f"first tensor:     {tensor}"
+    yield from (f"also different: {text}" for text in found.causes)
+    yield from (f"recorded: {text}" for text in found.remarks)
+
+
+def show_table(differences: Sequence[Difference], rows: int) -> None:
+    """The first differences, by `rich` where it is installed."""
+    shown = [
+        (step_name(each.step).removeprefix("step "), each.phase, each.tensor, each.module, each.text)
+        for each in differences[:rows]
+    ]
+    rest = len(differences) - len(shown)
+    try:
+        from rich.console import Console
+        from rich.table import Table
+    except ImportError:
+        print("\n".join(plain_table(shown)))
+    else:
+        table = Table()
+        for column in COLUMNS:
+            table.add_column(column, overflow="fold")  # names are shown to their end
+        for row in shown:
+            table.add_row(*row)
+        Console().print(table)
+    if rest:
+        print(f"and {rest} more")
+
+
+def plain_table(rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
+    widths = [max(len(row[i]) for row in (COLUMNS, *rows)) for i in range(len(COLUMNS))]
+    for row in (COLUMNS, *rows):
+        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

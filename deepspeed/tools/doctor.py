@@ -1,0 +1,474 @@
+"""`ds doctor`: whether this machine, and the machines of a hostfile, are ready for a job. One table, a remedy per line.
+
+Each machine collects *facts* about itself (`collect`; over ssh for the others), and pure functions make *findings* of
+them: those of one machine by itself, and those that only the comparison shows. Nothing here imports torch, which may be
+what is broken.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import ipaddress
+import json
+import os
+import platform
+import secrets
+import shlex
+import shutil
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from deepspeed.base.constants import TORCH_DISTRIBUTED_DEFAULT_PORT
+from deepspeed.base.tool_arguments import ArgumentParser, ends_quietly
+from deepspeed.tools.launcher.addresses import ask, master_address, resolved
+from deepspeed.tools.launcher.devices import is_this_machine
+from deepspeed.tools.launcher.errors import LaunchError
+from deepspeed.tools.launcher.hostfile import checked_host, fetch_hostfile, parse_inclusion_exclusion
+from deepspeed.tools.launcher.hosts.pairs import SLOW, Pair, measure, slow
+from deepspeed.tools.launcher.ports import is_free
+from deepspeed.tools.launcher.shim import USAGE_ERROR
+from deepspeed.tools.ssh_all import ssh_command
+from deepspeed.version import __version__
+
+Facts = dict[str, Any]
+
+OK, WARNING, BAD = "ok", "warning", "bad"
+PACKAGES = ("torch", "numpy", "pydantic")  # what ranks have to agree on, beside Python and this package
+INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+OF_A_RANK = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+GIB = 2**30
+SHARED_MEMORY_BYTES = GIB // 2
+OPEN_FILES = 4096
+LOCKED_BYTES = GIB // 16
+FREE_DISK_BYTES = 10 * GIB
+CLOCK_S = 2.0
+CONNECT_S = 5.0
+
+
+class Finding(NamedTuple):
+    """A line of the table."""
+
+    state: str
+    machine: str
+    check: str
+    found: str
+    remedy: str = ""
+
+
+# ---- facts
+
+
+def collect(
+    port: int, folder: str, token: str = "", back_to: Sequence[Any] = (), names: Sequence[str] = ()
+) -> Facts:
+    """What this machine says about itself. ``token``: a file that machines with the same folder see; ``back_to``:
+    address and port at which the first machine listens; ``names``: of the machines."""
+    open_files, locked = _limit("RLIMIT_NOFILE"), _limit("RLIMIT_MEMLOCK")
+    return {
+        "host": socket.gethostname(),
+        "time": time.time(),
+        "versions": _versions(),
+        "port": port,
+        "port_free": is_free("0.0.0.0", port),
+        "shared_memory": _free("/dev/shm"),
+        "open_files": open_files,
+        "locked": locked,
+        "interfaces": [name for _, name in socket.if_nameindex()],
+        "chosen": {name: os.environ[name] for name in INTERFACE_VARIABLES if name in os.environ},
+        "left_over": [name for name in OF_A_RANK if name in os.environ],
+        "folder": folder,
+        "writable": os.access(folder, os.W_OK),
+        "free_disk": _free(folder),
+        "sees_token": bool(token) and os.path.exists(os.path.join(folder, token)),
+        "reaches": _reaches(*back_to) if back_to else None,
+        "unknown": [name for name in names if resolved(name) is None],
+        "own_address": resolved(socket.gethostname()) if names else None,
+    }
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version(), "deepspeed": __version__}
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = ""
+    return found
+
+
+def _limit(name: str) -> int | None:
+    """The limit in effect; None: no limit, or no such thing here."""
+    try:
+        import resource
+
+        soft = resource.getrlimit(getattr(resource, name))[0]
+    except (ImportError, AttributeError, OSError):
+        return None
+    return None if soft == resource.RLIM_INFINITY else soft
+
+
+def _free(folder: str) -> int | None:
+    try:
+        return shutil.disk_usage(folder).free
+    except OSError:
+        return None
+
+
+def _reaches(address: str, port: int) -> str:
+    """Empty if a connection succeeds, else why not."""
+    try:
+        socket.create_connection((address, port), timeout=CONNECT_S).close()
+    except OSError as error:
+        return f"{address}:{port}: {error.strerror or error}"
+    return ""
+
+
+# ---- findings
+
+
+def findings_of(facts: Facts, machine: str) -> Iterator[Finding]:
+    """Of one machine by itself."""
+    yield _installed(facts, machine)
+    yield _rendezvous_port(facts, machine)
+    yield _shared_memory(facts, machine)
+    yield _limit_line(facts["open_files"], OPEN_FILES, machine, "open files", "ulimit -n 65536")
+    yield _limit_line(
+        facts["locked"],
+        LOCKED_BYTES,
+        machine,
+        "locked memory",
+        "for offload to storage and RDMA: ulimit -l unlimited",
+    )
+    yield _network_interface(facts, machine)
+    yield _environment(facts, machine)
+    yield _folder(facts, machine)
+
+
+def _installed(facts: Facts, machine: str) -> Finding:
+    versions = facts["versions"]
+    missing = [name for name, version in versions.items() if not version]
+    found = ", ".join(f"{name} {version or 'missing'}" for name, version in versions.items())
+    return _line(not missing, BAD, machine, "versions", found, f"pip install {' '.join(missing)}")
+
+
+def _rendezvous_port(facts: Facts, machine: str) -> Finding:
+    return _line(
+        facts["port_free"],
+        WARNING,
+        machine,
+        "rendezvous port",
+        f"{facts['port']} is {'free' if facts['port_free'] else 'in use'}",
+        "`deepspeed` takes another one by itself; with other launchers set MASTER_PORT, or end the older job",
+    )
+
+
+def _shared_memory(facts: Facts, machine: str) -> Finding:
+    shared = facts["shared_memory"]
+    return _line(
+        shared is None or shared >= SHARED_MEMORY_BYTES,
+        WARNING,
+        machine,
+        "/dev/shm",
+        "none" if shared is None else f"{shared / GIB:.2f} GiB free",
+        "data loader workers and NCCL use it: docker run --shm-size=8g, or mount -o remount,size=8G /dev/shm",
+    )
+
+
+def _network_interface(facts: Facts, machine: str) -> Finding:
+    """Whether the interfaces that the environment chooses exist."""
+    interfaces, chosen = facts["interfaces"], facts["chosen"]
+    wrong = [name for name, value in chosen.items() if not _names_one(value, interfaces)]
+    written = ", ".join(f"{name}={value}" for name, value in chosen.items()) or "not chosen"
+    return _line(
+        not wrong,
+        BAD,
+        machine,
+        "network interface",
+        f"{written}; there are {', '.join(interfaces)}",
+        f"unset {' '.join(wrong)}, or name one that there is",
+    )
+
+
+def _environment(facts: Facts, machine: str) -> Finding:
+    left = facts["left_over"]
+    return _line(
+        not left,
+        WARNING,
+        machine,
+        "environment",
+        f"{', '.join(left)} set" if left else "no identity of an earlier job",
+        f"a plain `python train.py` would believe to be a rank: unset {' '.join(left)}",
+    )
+
+
+def _folder(facts: Facts, machine: str) -> Finding:
+    disk, writable = facts["free_disk"], facts["writable"]
+    return _line(
+        writable and disk is not None and disk >= FREE_DISK_BYTES,
+        WARNING,
+        machine,
+        "folder",
+        f"{facts['folder']}: {'writable' if writable else 'not writable'}, {(disk or 0) / GIB:.0f} GiB free",
+        "checkpoints need room: give save_checkpoint another folder",
+    )
+
+
+def findings_of_names(facts: Facts, machine: str) -> Iterator[Finding]:
+    """How one of several machines sees their names."""
+    unknown = ", ".join(facts["unknown"])
+    yield _line(
+        not unknown,
+        WARNING,
+        machine,
+        "names",
+        f"{unknown} not known there" if unknown else "all known",
+        "mpirun and other tools look machines up by name: add them to DNS or to /etc/hosts",
+    )
+    own = facts["own_address"]
+    chosen = "GLOO_SOCKET_IFNAME" in facts["chosen"]
+    yield _line(
+        chosen or (own is not None and not ipaddress.ip_address(own).is_loopback),
+        WARNING,
+        machine,
+        "own name",
+        f"{facts['host']} is {own or 'not known'}",
+        "gloo gives this address to the others: export GLOO_SOCKET_IFNAME=<interface>, or correct /etc/hosts",
+    )
+
+
+def findings_between(first: Facts, other: Facts, machine: str, offset_s: float) -> Iterator[Finding]:
+    """What only the comparison with the first machine shows. ``offset_s``: how far the other clock is ahead."""
+    differing = [
+        f"{name} {other['versions'].get(name) or 'missing'} (here {version or 'missing'})"
+        for name, version in first["versions"].items()
+        if other["versions"].get(name) != version
+    ]
+    yield _line(
+        not differing,
+        BAD,
+        machine,
+        "same versions",
+        ", ".join(differing) or "yes",
+        "install the same on every machine",
+    )
+    yield _line(
+        abs(offset_s) <= CLOCK_S,
+        WARNING,
+        machine,
+        "clock",
+        f"{offset_s:+.1f} s",
+        "the order in which ranks failed would be told wrongly: run chrony or ntpd",
+    )
+    yield _line(
+        other["sees_token"],
+        WARNING,
+        machine,
+        "shared folder",
+        "yes" if other["sees_token"] else f"{other['folder']} is another folder there",
+        "checkpoints of all ranks belong into one folder: use a file system that every machine mounts",
+    )
+    if other["reaches"] is not None:
+        yield _line(
+            not other["reaches"],
+            BAD,
+            machine,
+            "reaches rank 0",
+            other["reaches"] or "yes",
+            "open the ports between the machines in the firewall, or give --master_addr an address that it reaches",
+        )
+
+
+def findings_of_pairs(found: Mapping[Pair, float | str]) -> Iterator[Finding]:
+    """Of each pair both directions. Slow is what is slow beside the others."""
+    slow_ones = set(slow(found))
+    for one, other in dict.fromkeys(tuple(sorted(pair)) for pair in found):
+        both = [(one, other, found.get((one, other), "")), (other, one, found.get((other, one), ""))]
+        failed = [rate for *_, rate in both if isinstance(rate, str) and rate]
+        is_slow = not slow_ones.isdisjoint([(one, other), (other, one)])
+        text = ", ".join(
+            f"to {to} {rate / 1e6:.0f} MB/s" for _, to, rate in both if not isinstance(rate, str)
+        )
+        yield _line(
+            not failed and not is_slow,
+            BAD if failed else WARNING,
+            f"{one} - {other}",
+            "bandwidth",
+            "; ".join([*failed, *filter(None, [text])]),
+            "open the ports between the machines in the firewall"
+            if failed
+            else f"less than 1/{SLOW} of the others' median: look at the cable, the switch's port and the route",
+        )
+
+
+def _line(fine: bool, otherwise: str, machine: str, check: str, found: str, remedy: str) -> Finding:
+    return Finding(OK if fine else otherwise, machine, check, found, "" if fine else remedy)
+
+
+def _limit_line(value: int | None, least: int, machine: str, check: str, remedy: str) -> Finding:
+    found = "no limit" if value is None else str(value)
+    return _line(value is None or value >= least, WARNING, machine, check, found, remedy)
+
+
+def _names_one(value: str, interfaces: Sequence[str]) -> bool:
+    """Whether a list as gloo and NCCL read it (prefixes; ^ excludes, = is exact) fits any interface."""
+    names = [name for name in value.lstrip("^=").split(",") if name]
+    if value.startswith("^"):
+        return any(not interface.startswith(tuple(names)) for interface in interfaces)
+    return any(interface.startswith(tuple(names)) for interface in interfaces)
+
+
+# ---- the command
+
+
+def parser() -> ArgumentParser:
+    made = ArgumentParser(
+        prog="ds doctor",
+        description="Check that this machine, and those of a hostfile, are ready for a job.",
+        allow_abbrev=False,
+    )
+    made.add_argument(
+        "--port", type=int, default=TORCH_DISTRIBUTED_DEFAULT_PORT, help="port of the rendezvous"
+    )
+    made.add_argument(
+        "-f",
+        "-H",
+        "--hostfile",
+        metavar="FILE",
+        help="file of lines 'HOST slots=N': also check these machines, over ssh",
+    )
+    made.add_argument("-i", "--include", default="", metavar="SPEC", help="only these hosts: HOST[@HOST...]")
+    made.add_argument("-e", "--exclude", default="", metavar="SPEC", help="all hosts but these")
+    made.add_argument("--ssh_port", type=int, metavar="PORT", help="port of the ssh servers on the hosts")
+    made.add_argument("--launcher_args", default="", metavar="TEXT", help="options for ssh, as one word")
+    made.add_argument("--facts", metavar="JSON", help="used on remote machines: the arguments of `collect`")
+    return made
+
+
+@ends_quietly
+def main(argv: Sequence[str] | None = None) -> int:
+    """1 if anything is bad."""
+    options = parser().parse_args(argv)
+    if options.facts:
+        print(json.dumps(collect(**json.loads(options.facts))))
+        return 0
+    try:
+        findings = list(examine(options))
+    except LaunchError as error:
+        print(f"ds doctor: {error}", file=sys.stderr)
+        return USAGE_ERROR
+    print("\n".join(table(findings)))
+    return int(any(finding.state == BAD for finding in findings))
+
+
+def examine(options: Any) -> Iterator[Finding]:
+    folder = os.getcwd()
+    names: list[str] = []
+    if options.hostfile is not None:
+        hosts = fetch_hostfile(options.hostfile)
+        if hosts is None:
+            raise LaunchError(f"--hostfile={options.hostfile}: no such file")
+        chosen = parse_inclusion_exclusion(hosts, options.include, options.exclude)
+        names = [checked_host(host) for host in chosen]
+    own = collect(options.port, folder, names=[_name(host) for host in names])
+    yield from findings_of(own, own["host"])
+    others = [host for host in names if not is_this_machine(_name(host))]
+    if others:
+        yield from findings_of_names(own, own["host"])
+        yield from _examine_others(own, others, names, options, folder)
+
+
+def _name(host: str) -> str:
+    return host.rpartition("@")[2]
+
+
+def _examine_others(
+    own: Facts, others: Sequence[str], names: Sequence[str], options: Any, folder: str
+) -> Iterator[Finding]:
+    ssh = ssh_command(options)
+    reached = [host for host in names if host not in others]
+    with socket.create_server(("", 0)) as listener, _token(folder) as token:
+        address = master_address(names, ssh) if names[0] not in others else ""
+        asked = {"port": options.port, "folder": folder, "token": os.path.basename(token.name)}
+        asked["names"] = [_name(host) for host in names]
+        if address:
+            asked["back_to"] = [address, listener.getsockname()[1]]
+
+        def question(host: str) -> tuple[Facts | str, float]:
+            return _facts_of(host, ssh, asked, folder)
+
+        with ThreadPoolExecutor(min(32, len(others))) as pool:
+            for host, (facts, offset_s) in zip(others, pool.map(question, others), strict=True):
+                if isinstance(facts, str):
+                    remedy = f"`ssh {host} true` must work without a password, with the same Python and folder there"
+                    yield Finding(BAD, host, "ssh", facts, remedy)
+                    continue
+                reached.append(host)
+                yield from findings_of(facts, host)
+                yield from findings_of_names(facts, host)
+                yield from findings_between(own, facts, host, offset_s)
+    yield from findings_of_pairs(_bandwidths([host for host in names if host in reached], others, ssh))
+
+
+def _bandwidths(hosts: Sequence[str], others: Sequence[str], ssh: Sequence[str]) -> dict[Pair, float | str]:
+    def command_for(host: str, command: str) -> list[str]:
+        return [*ssh, "--", host, command] if host in others else ["/bin/sh", "-c", command]
+
+    def address_of(host: str) -> str | None:
+        try:
+            return master_address([host, *(other for other in hosts if other != host)], ssh)
+        except LaunchError:
+            return None
+
+    return measure(hosts, command_for, address_of) if len(hosts) > 1 else {}
+
+
+def _token(folder: str) -> Any:
+    try:
+        return tempfile.NamedTemporaryFile(prefix=".ds_doctor_", dir=folder)
+    except OSError:  # not writable: nobody sees it
+        return tempfile.NamedTemporaryFile(prefix=f".ds_doctor_{secrets.token_hex(4)}")
+
+
+def _facts_of(
+    host: str, ssh: Sequence[str], asked: Mapping[str, Any], folder: str
+) -> tuple[Facts | str, float]:
+    """Its facts and how far its clock is ahead of ours, or why there are none."""
+    words = [sys.executable, "-m", "deepspeed.tools.doctor", "--facts", json.dumps(asked)]
+    path = os.pathsep.join(filter(None, (str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH"))))
+    command = f"cd {shlex.quote(folder)} && PYTHONPATH={shlex.quote(path)} {shlex.join(words)}"
+    begin = time.time()
+    try:
+        answer = ask(host, ssh, command)
+        facts: Facts = json.loads(answer.strip().splitlines()[-1])
+    except LaunchError as error:
+        return str(error), 0.0
+    except (ValueError, IndexError):
+        return "it answers by ssh, but deepspeed does not run there", 0.0
+    end = time.time()
+    early, late = facts["time"] - end, facts["time"] - begin  # it was asked between these two
+    return facts, max(early, 0.0) if early > 0 else min(late, 0.0)
+
+
+def table(findings: Sequence[Finding]) -> list[str]:
+    """The lines that are printed."""
+    texts = [("", "machine", "check", "found"), *(finding[:4] for finding in findings)]
+    widths = [max(len(text[column]) for text in texts) for column in range(3)]
+    lines = []
+    for text, remedy in zip(texts, ["", *(finding.remedy for finding in findings)], strict=True):
+        cells = [cell.ljust(width) for cell, width in zip(text, widths, strict=False)]
+        lines.append("  ".join([*cells, text[3]]).rstrip())
+        if remedy:
+            lines.append(" " * (widths[0] + 2) + f"-> {remedy}")
+    bad = sum(finding.state == BAD for finding in findings)
+    warnings = sum(finding.state == WARNING for finding in findings)
+    return [*lines, f"{len(findings)} checks: {bad} bad, {warnings} warnings"]
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

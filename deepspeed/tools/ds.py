@@ -1,0 +1,170 @@
+"""The `ds` command: lists the tools, runs the named one, and treats anything else as `deepspeed` does."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from functools import partial
+from typing import NamedTuple
+
+from deepspeed.base.tool_arguments import ends_quietly
+from deepspeed.tools.launcher import runner
+from deepspeed.tools.launcher.shim import USAGE_ERROR
+
+
+class Tool(NamedTuple):
+    """One of our commands. Its module is imported when it runs: most import torch, which the launcher does not need."""
+
+    module: str
+    function: str
+    arguments: str
+    purpose: str
+
+
+TOOLS = {
+    "plan": Tool(
+        "deepspeed.tools.plan",
+        "main",
+        "CONFIG --model MODEL --gpus N",
+        "predict the memory per rank before anything is allocated, and the step time",
+    ),
+    "check": Tool(
+        "deepspeed.tools.config.command", "main", "CONFIG", "report all errors in a config at once"
+    ),
+    "diff": Tool(
+        "deepspeed.tools.diff",
+        "main",
+        "RUN_A RUN_B",
+        "find where two runs recorded with `audit` first differ",
+    ),
+    "trace": Tool(
+        "deepspeed.tools.trace",
+        "main",
+        "FOLDER [-o FILE]",
+        "summarize a `trace`: where the time went and who waited for whom",
+    ),
+    "live": Tool(
+        "deepspeed.tools.live",
+        "main",
+        "FOLDER",
+        "serve the live page of a run from its record (`monitor.live`)",
+    ),
+    "top": Tool(
+        "deepspeed.tools.top",
+        "main",
+        "[--once]",
+        "watch your runs on this machine in the terminal",
+    ),
+    "report": Tool(
+        "deepspeed.tools.env_report",
+        "cli_main",
+        "[--bench]",
+        "report versions, devices and the path each op takes",
+    ),
+    "serve": Tool(
+        "deepspeed.tools.serve",
+        "main",
+        "MODEL",
+        "serve a model over HTTP with an OpenAI-compatible API",
+    ),
+    "stacks": Tool(
+        "deepspeed.tools.stacks",
+        "main",
+        "[PID]",
+        "show what every rank of a running job is doing: Python stacks, last collectives",
+    ),
+    "doctor": Tool(
+        "deepspeed.tools.doctor",
+        "main",
+        "[--hostfile FILE]",
+        "check that this machine, or those of a hostfile, are ready for a job",
+    ),
+    "bench": Tool(
+        "deepspeed.tools.bench",
+        "main",
+        "--num_gpus N",
+        "benchmark collectives by size and transport",
+    ),
+    "elastic": Tool(
+        "deepspeed.tools.elastic.command",
+        "main",
+        "-c CONFIG [-w N]",
+        "compute the batch size and numbers of ranks of an `elasticity` section",
+    ),
+    "ssh": Tool(
+        "deepspeed.tools.ssh_all",
+        "main",
+        "-f HOSTFILE COMMAND",
+        "run a command on every machine of a hostfile",
+    ),
+    "io": Tool(
+        "deepspeed.tools.nvme.ds_io",
+        "main",
+        "--folder DIR --io_size 1G",
+        "benchmark reads or writes of files",
+    ),
+    "nvme_tune": Tool(
+        "deepspeed.tools.nvme.tune",
+        "main",
+        "--nvme_dir DIR",
+        "find the best `aio` section for a storage device",
+    ),
+}
+
+
+def usage() -> str:
+    """What `ds` alone prints."""
+    rows = [(f"ds {name} {tool.arguments}", tool.purpose) for name, tool in TOOLS.items()]
+    rows.append(("ds [options] script.py ...", "run a script on every device, as `deepspeed` does"))
+    width = max(len(call) for call, _ in rows)
+    lines = [f"  {call:{width}}  {purpose}" for call, purpose in rows]
+    return "\n".join(
+        ["usage:", *lines, "Every tool has --help; `ds --help` also shows the options of the launcher."]
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int | None:
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if not arguments:
+        print(usage())
+        return 0
+    first, rest = arguments[0], arguments[1:]
+    if first in TOOLS:
+        return run_tool(first, rest)
+    if first in ("-h", "--help"):
+        print(usage(), end="\n\n")
+    near = difflib.get_close_matches(first, TOOLS, n=1, cutoff=0.7)
+    if near and not os.path.exists(first):
+        print(f"ds: there is no tool or script {first!r}; did you mean 'ds {near[0]}'?", file=sys.stderr)
+        return USAGE_ERROR
+    runner.main(argv)
+    return None
+
+
+def run_tool(name: str, arguments: Sequence[str] | None = None) -> int | None:
+    """Runs a tool with these arguments, or those of the command line; returns its exit code."""
+
+    @ends_quietly
+    def run() -> int | None:  # importing torch takes seconds, in which Ctrl-C may come too
+        tool = getattr(importlib.import_module(TOOLS[name].module), TOOLS[name].function)
+        result: int | None = tool(arguments)
+        return result
+
+    return run()
+
+
+# The scripts of the same tools: what imports torch is imported where Ctrl-C is already known.
+ds_report = partial(run_tool, "report")
+ds_check = partial(run_tool, "check")
+ds_io = partial(run_tool, "io")
+ds_bench = partial(run_tool, "bench")
+ds_ssh = partial(run_tool, "ssh")
+ds_elastic = partial(run_tool, "elastic")
+ds_nvme_tune = partial(run_tool, "nvme_tune")
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

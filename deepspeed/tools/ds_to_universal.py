@@ -1,0 +1,97 @@
+"""Turn a checkpoint into a universal one, in the layout of release 0.19:
+
+    python -m deepspeed.tools.ds_to_universal --input_folder ckpt/global_step3 --output_folder ckpt/universal
+
+Then ``"checkpoint": {"load_universal": true}`` and ``load_checkpoint("ckpt")`` load it, here and in that release. Here
+no checkpoint needs this: all of them load on any number of ranks as they are.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+
+from deepspeed.checkpoint.foreign.universal_export import convert
+
+DP_INDEX_DIGITS = 2
+
+
+def parse_arguments() -> argparse.Namespace:
+    """The arguments of the command."""
+    parser = argparse.ArgumentParser(description="Convert a checkpoint to a universal checkpoint.")
+    parser.add_argument(
+        "--input_folder", required=True, help="folder of one checkpoint, such as global_step3"
+    )
+    parser.add_argument("--output_folder", required=True, help="folder for the universal checkpoint")
+    parser.add_argument(
+        "--num_extract_workers",
+        default=4,
+        type=int,
+        help="accepted without effect: there are no temporary files",
+    )
+    parser.add_argument(
+        "--num_merge_workers",
+        default=2,
+        type=int,
+        help="number of processes; each holds one tensor in memory",
+    )
+    parser.add_argument(
+        "--keep_temp_folder",
+        action="store_true",
+        help="accepted without effect: there are no temporary files",
+    )
+    parser.add_argument(
+        "--no_strict", dest="strict", action="store_false", help="do not check the result by opening it"
+    )
+    parser.add_argument(
+        "--inject_missing_state",
+        action="store_true",
+        help="also write weights that no optimizer holds, and zeros for state that does not exist yet",
+    )
+    parser.add_argument(
+        "--zero_stage",
+        default=None,
+        type=int,
+        choices=(1, 2, 3),
+        help="stage at which release 0.19 will load it (default: the stage of the checkpoint)",
+    )
+    return parser.parse_args()
+
+
+def main(args: argparse.Namespace) -> None:
+    """Convert as ``args`` say (``parse_arguments``; only the two folders are required). CheckpointError: see
+    ``universal_export.convert``."""
+    folder = convert(
+        args.input_folder,
+        args.output_folder,
+        processes=max(1, getattr(args, "num_merge_workers", 1)),
+        verify=getattr(args, "strict", True),
+        inject_missing_state=getattr(args, "inject_missing_state", False),
+        zero_stage=getattr(args, "zero_stage", None),
+    )
+    print(f"wrote the universal checkpoint {folder}")
+
+
+def atoi(text: str) -> int | str:
+    """A number if ``text`` is one, else the text."""
+    return int(text) if text.isdigit() else text
+
+
+def natural_keys(text: str) -> list[int | str]:
+    """A key by which ``file10`` is sorted after ``file2``."""
+    return [atoi(part) for part in re.split(r"(\d+)", text)]
+
+
+def dp_index_to_str(dp_index: int) -> str:
+    """Two digits or more."""
+    return f"{dp_index:0{DP_INDEX_DIGITS}d}"
+
+
+if __name__ == "__main__":
+    try:
+        main(parse_arguments())
+    except ValueError as error:
+        sys.exit(f"ds_to_universal: {error}")
+    except KeyboardInterrupt:
+        sys.exit("ds_to_universal: interrupted; nothing was written")

@@ -1,0 +1,57 @@
+"""`ds_elastic`: print the batch size and the numbers of ranks that an `elasticity` section results in."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+
+from deepspeed.base.tool_arguments import ArgumentParser, ends_quietly
+from deepspeed.config.deepspeed_config import DeepSpeedConfigError, load_source
+from deepspeed.config.elastic_batch import ELASTICITY, compute_elastic_config
+from deepspeed.config.sections.elasticity import ElasticityError
+from deepspeed.version import __version__
+
+RULE = "-" * 42
+
+
+def parser() -> ArgumentParser:
+    made = ArgumentParser(
+        prog="ds_elastic",
+        description="Print the batch size and the numbers of ranks that an `elasticity` section results in.",
+    )
+    made.add_argument("-c", "--config", required=True, metavar="FILE", help="the config, in JSON or HJSON")
+    made.add_argument(
+        "-w",
+        "--world-size",
+        type=int,
+        default=0,
+        metavar="N",
+        help="number of ranks: also print the micro-batch size (version 0.2 needs it, here or in WORLD_SIZE)",
+    )
+    return made
+
+
+@ends_quietly
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parser().parse_args(argv)
+    try:
+        config = load_source(args.config).data
+        answer = compute_elastic_config(config, __version__, world_size=args.world_size)
+    except (ElasticityError, DeepSpeedConfigError) as error:
+        print(f"ds_elastic: {error}", file=sys.stderr)
+        return 1
+    _print_under("Elasticity config:", json.dumps(config[ELASTICITY], indent=4, sort_keys=True))
+    names = ("final_batch_size", "valid_gpus", "micro_batch_size")
+    rows = [f"{name + ' ':.<20} {value}" for name, value in zip(names, answer, strict=False)]
+    ranks = f" for world size {args.world_size}" if args.world_size > 0 else ""
+    _print_under(f"Calculated results{ranks}:", "\n".join(rows))
+    return 0
+
+
+def _print_under(title: str, text: str) -> None:
+    print(f"{RULE}\n{title}\n{RULE}\n{text}")
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,101 @@
+"""Turn the weights of a Transformers checkpoint into a universal checkpoint without optimizer state.
+
+    python -m deepspeed.tools.hf_to_universal --hf_checkpoint_dir gpt2/ --save_dir checkpoints/gpt2
+
+``load_checkpoint`` takes the folder of Transformers itself as well; this is for tools that read the universal layout
+(``universal_format``), which find weights by the names of the model: where Transformers is installed and the folder has
+the model's ``config.json``, names and tensors are those that ``from_pretrained`` would give it. Of a floating-point
+tensor it has the fp32 value.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from torch import Tensor
+
+from deepspeed.checkpoint.constants import CAT_DIM, PARAM
+from deepspeed.checkpoint.errors import CheckpointNotFoundError
+from deepspeed.checkpoint.files.archive import naming
+from deepspeed.checkpoint.files.writers import StagedFolder
+from deepspeed.checkpoint.foreign.hub_weights import as_in_model, model_described_in
+from deepspeed.checkpoint.foreign.plain_weights import find_plain, tensors_of
+from deepspeed.checkpoint.foreign.universal_export import putting_in_place, write_value
+from deepspeed.checkpoint.foreign.universal_format import FOLDER
+from deepspeed.checkpoint.state import MASTER
+
+
+def convert(
+    hf_checkpoint_dir: str | os.PathLike[str],
+    save_dir: str | os.PathLike[str],
+    *,
+    safe_serialization: bool = False,
+) -> Path:
+    """Write the weights in ``hf_checkpoint_dir``, one file in memory at a time, to ``save_dir``, and that folder's name
+    to ``latest_universal`` beside it; returns the folder, which appears when it is complete.
+
+    ``safe_serialization``: the weights must be ``.safetensors`` files, which are taken first anyway.
+    CheckpointNotFoundError: there are no weights, or no such ones.
+    """
+    source, target = _weights_in(Path(hf_checkpoint_dir), safe_serialization), Path(os.path.abspath(save_dir))
+    staged = StagedFolder(target.parent, target.name, alone=False)
+    with putting_in_place(staged):
+        _write(source, Path(hf_checkpoint_dir), staged.staging / FOLDER)
+    return staged.final
+
+
+def _weights_in(folder: Path, safe_serialization: bool) -> Path:
+    found = find_plain(folder)
+    if found is None or (safe_serialization and ".safetensors" not in found.suffixes):
+        kind = ".safetensors files" if safe_serialization else "weights (.safetensors or .bin files)"
+        raise CheckpointNotFoundError(
+            f"{folder} holds no {kind} as Transformers' save_pretrained writes them"
+        )
+    return found
+
+
+def _write(source: Path, described: Path, folder: Path) -> None:
+    folder.mkdir()
+    for name, value in _named_as_in_model(source, described):
+        made = folder / name
+        with naming(made):
+            made.mkdir()
+        whole = value.float() if value.is_floating_point() else value
+        write_value(made, MASTER, {PARAM: whole, CAT_DIM: 0})
+
+
+def _named_as_in_model(source: Path, described: Path) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of ``source`` as the model has them that the config in the folder ``described`` describes; as they
+    are, if there is none or Transformers does not know the model."""
+    module = model_described_in(described)
+    return tensors_of(source) if module is None else as_in_model(module, tensors_of(source))
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description="Convert a Transformers checkpoint to a universal checkpoint."
+    )
+    parser.add_argument("--hf_checkpoint_dir", required=True, help="folder of the model's weights")
+    parser.add_argument("--save_dir", required=True, help="folder for the universal checkpoint")
+    parser.add_argument(
+        "--safe_serialization", action="store_true", help="refuse weights that are not .safetensors files"
+    )
+    parser.add_argument(
+        "--num_workers", default=4, type=int, help="accepted without effect: files are converted in order"
+    )
+    given = parser.parse_args(args)
+    folder = convert(given.hf_checkpoint_dir, given.save_dir, safe_serialization=given.safe_serialization)
+    print(f"wrote the universal checkpoint {folder}")
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except ValueError as error:
+        sys.exit(f"hf_to_universal: {error}")
+    except KeyboardInterrupt:
+        sys.exit("hf_to_universal: interrupted; nothing was written")

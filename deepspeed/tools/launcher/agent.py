@@ -1,0 +1,236 @@
+"""Supervision of one machine's ranks: torch's elastic agent, with the launcher's rules for ending a job.
+
+The agent starts the ranks, each in its own session, monitors them, and stops the others when one fails.
+Added here: a bound on the time it takes to stop, and no process left behind; `failures.py` says who failed first and
+why.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import signal
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from torch.distributed import DistNetworkError, HashStore
+from torch.distributed.elastic.agent.server import RunResult, WorkerGroup, WorkerSpec
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
+from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
+
+from deepspeed.tools.launcher.errors import LaunchError
+from deepspeed.tools.launcher.failures import Failure, in_order, show, write_report
+from deepspeed.tools.launcher.output import Prefixed
+from deepspeed.tools.launcher.processes import (
+    ERROR_REPORT,
+    ExitWatch,
+    end_failed_ranks,
+    grace_seconds,
+    holding_signals,
+    kill_descendants,
+    own_folder,
+)
+from deepspeed.tools.launcher.shim import ERROR_FILE
+
+logger = logging.getLogger("deepspeed.tools.launcher")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeJob:
+    """What one machine runs."""
+
+    command: tuple[str, ...]  # program and arguments of every rank; ranks differ only in their environment
+    ranks: int  # on this machine
+    node_rank: int
+    nodes: int
+    master_addr: str
+    master_port: int
+    log_dir: Path | None  # holds one file per rank, instead of this process's output
+    prefix_output: bool = False
+    adds_local_rank: bool = False  # the shim gives each rank a --local_rank=N
+    script: str  # for messages
+    report: Path | None = None  # where failures are written, for the command that started several machines
+    min_nodes: int = 0  # of an elastic job, which goes on with as many machines
+    max_nodes: int = 0
+
+
+class OneMachine(RendezvousHandler):
+    """A rendezvous without peers: the agent needs no server, and the port stays free for rank 0 to listen on."""
+
+    def __init__(self, master_addr: str, master_port: int) -> None:
+        self._store_info = RendezvousStoreInfo(master_addr, master_port)
+        self._run_id = uuid.uuid4().hex
+
+    def get_backend(self) -> str:
+        return "one-machine"
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        return RendezvousInfo(HashStore(), 0, 1, self._store_info)
+
+    def is_closed(self) -> bool:
+        return False
+
+    def set_closed(self) -> None:
+        """No other agent could join."""
+
+    def num_nodes_waiting(self) -> int:
+        return 0
+
+    def get_run_id(self) -> str:
+        return self._run_id
+
+    def shutdown(self) -> bool:
+        return True
+
+
+class RankFiles(LogsSpecs):
+    """Where each rank writes: its error report always, its output only if a log folder is given."""
+
+    def __init__(self, run_dir: Path, log_dir: Path | None, output: Prefixed | None = None) -> None:
+        super().__init__()
+        self._output = output
+        self._run_dir = run_dir
+        self._log_dir = log_dir
+        self._started = time.strftime("%Y%m%d%H%M%S")
+        self._starts = 0
+
+    @property
+    def root_log_dir(self) -> str:
+        return str(self._run_dir)
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        error_files, stdouts, stderrs = {}, dict.fromkeys(envs, ""), dict.fromkeys(envs, "")
+        again = f"_start{self._starts}" if self._starts else ""
+        self._starts += 1
+        for local_rank, env in envs.items():
+            folder = self._run_dir / str(local_rank)
+            folder.mkdir(exist_ok=True)
+            error_files[local_rank] = env[ERROR_FILE] = str(folder / ERROR_REPORT)
+            if self._log_dir is not None:
+                stdouts[local_rank] = str(self._log_dir / f"{self._started}_rank{env['RANK']}{again}.log")
+                # Standard error stays inherited: the shim merges it into standard output, in one file, in order.
+            elif self._output is not None:
+                stdouts[local_rank], stderrs[local_rank] = self._output.pipes(local_rank, env["RANK"])
+        return LogsDest(stdouts=stdouts, stderrs=stderrs, error_files=error_files)
+
+
+class Supervisor(LocalElasticAgent):
+    """torch's agent with a bound on how long stopping takes and a record of when each rank ended."""
+
+    def __init__(
+        self, job: NodeJob, run_dir: Path, rendezvous: RendezvousHandler | None = None, max_restarts: int = 0
+    ) -> None:
+        if rendezvous is None and job.nodes == 1:
+            rendezvous = OneMachine(job.master_addr, job.master_port)
+        elif rendezvous is None:
+            where = (job.master_addr, job.master_port, job.node_rank, job.nodes)
+            rendezvous = StaticTCPRendezvous(*where, run_id="deepspeed", timeout=600)
+        spec = WorkerSpec(
+            role="default",
+            local_world_size=job.ranks,
+            rdzv_handler=rendezvous,
+            entrypoint=job.command[0],
+            args=tuple(
+                argument.replace("$", "$$") for argument in job.command[1:]
+            ),  # the agent expands macros
+            max_restarts=max_restarts,
+        )
+        self.output = Prefixed(run_dir) if job.prefix_output else None
+        super().__init__(spec, RankFiles(run_dir, job.log_dir, self.output))
+        self.watch = ExitWatch({})
+        self.run_dir = run_dir
+        self.stopped_at: float | None = None  # when the agent began to stop ranks
+
+    def failures(self, result: RunResult) -> list[Failure]:
+        """How ranks failed, the cause first; what they printed has been printed."""
+        if self.output is not None:
+            self.output.drain()
+        return in_order(
+            Failure.of(rank, process, self.watch.ended_at.get(process.local_rank), self.stopped_at)
+            for rank, process in result.failures.items()
+        )
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        workers: dict[int, Any] = super()._start_workers(worker_group)  # pyright: ignore[reportCallIssue]
+        context = self._pcontext
+        assert context is not None
+        # When the agent closes its processes it waits up to 30 s for them: too long for a Ctrl-C.
+        object.__setattr__(context, "close", functools.partial(self._close, context, context.close))
+        with holding_signals():  # from here on torch's handlers raise
+            self.watch = ExitWatch(context.pids())
+            end_failed_ranks(self.run_dir, context.pids(), self.watch.ended_at)
+        return workers
+
+    def _close(self, context: Any, close: Any, death_sig: Any = None, timeout: float = 30) -> None:
+        self.stopped_at = self.stopped_at or time.time()
+        # Without a signal, a rank has failed: the others can save nothing together any more.
+        grace = grace_seconds(os.getpid() if death_sig is not None else None)
+        close(death_sig, min(timeout, grace))
+        _list_stopped(context)
+
+
+def _list_stopped(context: Any) -> None:
+    """Count the ranks that the agent has just stopped among those that failed, as newer releases of torch do: 2.6 lists
+    only those that had ended by themselves when it looked."""
+    for local_rank, handler in context.subprocess_handlers.items():
+        exit_code = handler.proc.poll()
+        if exit_code and local_rank not in context._failures:
+            context._failures[local_rank] = ProcessFailure(
+                local_rank=local_rank,
+                pid=handler.proc.pid,
+                exitcode=exit_code,
+                error_file=context.error_files[local_rank],
+            )
+
+
+def supervise(job: NodeJob, make: Callable[[NodeJob, Path], Supervisor] = Supervisor) -> int:
+    """Runs the ranks until they end; returns the exit code of the first that failed, 128 + signal, or 0."""
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith("torch.distributed.elastic") and not logger.isEnabledFor(logging.DEBUG):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
+    with own_folder() as run_dir:
+        return _run(job, make(job, run_dir))
+
+
+def _run(job: NodeJob, supervisor: Supervisor) -> int:
+    exit_code = 1
+    try:
+        result: Any = supervisor.run()
+        exit_code = _report(job, result, supervisor) if result.is_failed() else 0
+    except DistNetworkError as error:
+        reason = str(error).splitlines()[0]
+        raise LaunchError(f"no rendezvous at {job.master_addr}:{job.master_port}: {reason}") from None
+    except SignalException as stop:
+        exit_code = 128 + stop.sigval
+        logger.warning("stopped by %s", stop.sigval.name)
+    finally:
+        for signum in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(signum, signal.SIG_IGN)  # the rest takes no time and must not be interrupted
+        if exit_code:
+            kill_descendants()
+        if supervisor.output is not None:
+            supervisor.output.drain()
+    return exit_code
+
+
+def _report(job: NodeJob, result: RunResult, supervisor: Supervisor) -> int:
+    """Reports which rank failed first and why, and the others in one line each; returns the exit code.
+
+    Ranks of several machines are reported together by the command that started them, if it asks for it.
+    """
+    failures = supervisor.failures(result)
+    if job.report is not None:
+        write_report(job.report, failures)
+        return failures[0].command_exit_code
+    if job.nodes > 1 and failures[0].lost_peer:  # the traceback that matters is on another machine
+        failures[0] = replace(failures[0], traceback="")
+    show(job.script, failures, log_dir=job.log_dir, adds_local_rank=job.adds_local_rank)
+    return failures[0].command_exit_code

@@ -1,0 +1,181 @@
+"""How ranks failed: which one was the cause, and what is told of the others. No torch."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import signal
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from deepspeed.base.constants import RANK_ENDED
+from deepspeed.tools.launcher.shim import LOCAL_RANK_OPTION, USAGE_ERROR
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+logger = logging.getLogger("deepspeed.tools.launcher")
+
+MESSAGE_LENGTH = 400
+# Text of exceptions raised because another rank is gone: ours, gloo's, NCCL's and the store's.
+OF_A_PEER = (
+    rf"{RANK_ENDED}|gloo/transport|Connection (was )?(likely )?(closed|reset)|Broken pipe"
+    r"|\bDist(Backend|Network|Store)Error"
+)
+_OF_A_PEER = re.compile(OF_A_PEER, re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """How one rank failed."""
+
+    rank: int
+    at: float  # seconds since the epoch
+    exit_code: int  # negative: minus the signal that ended it
+    message: str  # the exception in one line; empty if it left none
+    traceback: str
+    first: bool  # among the ranks ended by an exception, by their own account
+    on_screen: bool  # the rank printed its traceback itself
+    lost_peer: bool = False  # its message says that it failed because another rank had
+    stopped: bool = False  # by the agent, because another rank had failed
+    host: str = ""  # where several machines are reported together
+
+    @classmethod
+    def of(
+        cls, rank: int, process: ProcessFailure, ended_at: float | None, stopped_at: float | None = None
+    ) -> Failure:
+        """Read from the rank's error file if an exception was the cause, else from its exit code."""
+        report: dict[str, Any] = {}
+        try:
+            report = json.loads(Path(process.error_file).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            pass
+        inner: Any = report.get("message", {})
+        inner = inner if isinstance(inner, dict) else {"message": str(inner)}
+        # A rank that reported an exception may be slow to end, and be stopped meanwhile like the others.
+        exit_code = report.get("exit_code", 1) if report and process.exitcode < 0 else process.exitcode
+        message = str(inner.get("message", ""))
+        # A killed process loses its connections before it counts as ended: a rank that notices did not fail first.
+        lost_peer = _OF_A_PEER.search(str(report.get("origin") or message)) is not None
+        raised_at = None if ended_at and lost_peer else report.get("time")
+        late = stopped_at is not None and (ended_at or process.timestamp + 1.0) >= stopped_at
+        return cls(
+            rank=rank,
+            # The agent's own time is truncated to whole seconds: use the end of that second, to err on the late side.
+            at=raised_at or ended_at or process.timestamp + 1.0,
+            exit_code=exit_code,
+            message=_in_one_line(message),
+            traceback=inner.get("extraInfo", {}).get("py_callstack", ""),
+            first=report.get("first", False),
+            on_screen=report.get("on_screen", False),
+            lost_peer=lost_peer,
+            stopped=late and not report and -process.exitcode in (signal.SIGTERM, signal.SIGKILL),
+        )
+
+    @property
+    def command_exit_code(self) -> int:
+        """What a shell would report: 128 + N for signal N."""
+        return self.exit_code if self.exit_code >= 0 else 128 - self.exit_code
+
+    @property
+    def place(self) -> str:
+        """The rank, and its host if there are several."""
+        return f"{self.rank} ({self.host})" if self.host else str(self.rank)
+
+    @property
+    def how(self) -> str:
+        if self.exit_code >= 0:
+            code = f"exit code {self.exit_code}"
+            return f"{self.message} ({code})" if self.message else code
+        hint = ", perhaps because memory ran out" if self.exit_code == -signal.SIGKILL else ""
+        return f"killed by {signal.Signals(-self.exit_code).name}{hint} (exit code {self.command_exit_code})"
+
+
+def in_order(failures: Iterable[Failure]) -> list[Failure]:
+    """Causes before effects, each by time: ranks that lost a peer come late, those stopped by the agent last.
+
+    Of two exceptions in the same millisecond, the one whose rank printed its traceback comes first.
+    """
+    failures = list(failures)
+    printed = [failure.at for failure in failures if failure.first and not failure.lost_peer]
+
+    def moment(failure: Failure) -> tuple[bool, bool, float, bool]:
+        has_report = bool(failure.traceback) and bool(printed)
+        at = max(failure.at, *printed) if has_report else failure.at
+        return failure.stopped, failure.lost_peer, at, not failure.first
+
+    return sorted(failures, key=moment)
+
+
+def _is_refused_option(failure: Failure) -> bool:
+    """Whether a script may have failed on its arguments: argparse and click exit with 2, others name the option."""
+    return failure.exit_code == USAGE_ERROR or LOCAL_RANK_OPTION in failure.message
+
+
+def _in_one_line(message: str) -> str:
+    """The first line of an exception's text, with the second if the first only announces it."""
+    first, *others = message.strip().splitlines() or [""]
+    if first.endswith(":") and others:
+        more = f" (and {len(others) - 1} more)" if len(others) > 1 else ""
+        first = f"{first} {others[0].strip()}{more}"
+    return first[:MESSAGE_LENGTH]
+
+
+def told(failures: Sequence[Failure], script: str) -> list[str]:
+    """Who failed first, and of what, and the others; ``failures`` in order."""
+    first, *others = failures
+    lines = [f"rank {first.place} of {script} failed first: {first.how}"]
+    ends: dict[str, list[Failure]] = {}
+    for failure in others:
+        if failure.stopped:
+            end = "stopped by the launcher"
+        elif failure.message and failure.message == first.message:
+            end = "the same"
+        else:
+            later = max(failure.at - first.at, 0.0)  # the loss of a peer may be noticed before its end
+            end = f"{failure.message or failure.how}, {later:.1f} s later"
+        ends.setdefault(end, []).append(failure)
+    for end, ended in ends.items():
+        plural = "s" if len(ended) > 1 else ""
+        ranks = ", ".join(failure.place for failure in sorted(ended, key=lambda failure: failure.rank))
+        lines.append(f"  rank{plural} {ranks}: {end}")
+    return lines
+
+
+def show(
+    script: str, failures: Sequence[Failure], *, log_dir: Path | str | None, adds_local_rank: bool
+) -> None:
+    """Logs what is `told`, after the traceback of the first if no one has seen it; ``failures`` in order."""
+    first, *others = failures
+    lines = told(failures, script)
+    if adds_local_rank and _is_refused_option(first):
+        lines.append(
+            f"  the command gives every rank {LOCAL_RANK_OPTION}=N; if {script} does not accept it, start it with: "
+            "deepspeed --no_local_rank ..."
+        )
+    if log_dir is not None:
+        lines.append(f"  everything that the ranks wrote is in {log_dir}{os.sep}*_rank*.log")
+    if first.traceback and not first.on_screen:
+        sys.stderr.write(first.traceback)
+    for failure in others:
+        if failure.traceback and not failure.on_screen:
+            logger.debug("rank %d:\n%s", failure.rank, failure.traceback)
+    logger.error("\n".join(lines))
+
+
+def write_report(path: Path, failures: Iterable[Failure]) -> None:
+    """Failures of one machine, for the command that reports those of all."""
+    path.write_text(json.dumps([asdict(failure) for failure in failures]), encoding="utf-8")
+
+
+def read_report(text: str, host: str) -> list[Failure]:
+    """What `write_report` wrote on ``host``; empty if it is no such text."""
+    try:
+        return [Failure(**{**entry, "host": host}) for entry in json.loads(text)]
+    except (ValueError, TypeError):
+        return []

@@ -1,0 +1,1 @@
+"""Launching over several hosts: ssh, pdsh, MPI and Slurm."""

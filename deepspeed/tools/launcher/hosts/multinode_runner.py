@@ -1,0 +1,364 @@
+"""The programs that start ranks on several machines, and their command lines.
+
+pdsh starts one `deepspeed.tools.launcher.launch` per machine, which starts the ranks there. The MPI launchers and
+Slurm start the ranks themselves; each is `deepspeed.tools.launcher.launcher_helper`, which learns from its launcher
+which rank it is.
+Values of environment variables stand on no command line but pdsh's, which offers nothing else: other users of a machine
+can read command lines.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shlex
+import shutil
+import socket
+import subprocess
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, MutableMapping, Sequence
+from pathlib import Path
+
+from deepspeed.tools.launcher.constants import (
+    IMPI_LAUNCHER,
+    MPICH_LAUNCHER,
+    MVAPICH_LAUNCHER,
+    OPENMPI_LAUNCHER,
+    PDSH_LAUNCHER,
+    PDSH_MAX_FAN_OUT,
+    SLURM_LAUNCHER,
+)
+from deepspeed.tools.launcher.devices import THIS_MACHINE
+from deepspeed.tools.launcher.errors import LaunchError
+from deepspeed.tools.launcher.hostfile import checked_host
+from deepspeed.tools.launcher.launch import node_options
+from deepspeed.tools.launcher.supervision import RUNNER_PID
+
+Resources = Mapping[str, Sequence[int] | int]
+
+
+def slots_of(resources: Resources) -> dict[str, list[int]]:
+    """Host -> its slots, from their lists or their numbers; host names are checked."""
+    return {
+        checked_host(host): list(range(slots)) if isinstance(slots, int) else list(slots)
+        for host, slots in resources.items()
+    }
+
+
+class MultiNodeRunner(ABC):
+    """One such program. ``args`` is the parsed command line of `deepspeed`, ``world_info_base64`` host -> slots."""
+
+    def __init__(self, args: argparse.Namespace, world_info_base64: str) -> None:
+        self.args = args
+        self.validate_args()
+        self.user_arguments = self.parse_user_args()
+        self.user_script = args.user_script
+        self.world_info_base64 = world_info_base64
+        self.exports: dict[str, str] = {}
+        """Environment variables of the ranks as a shell's command line takes them."""
+        self.variables: dict[str, str] = {}
+        """The same as they are."""
+
+    @abstractmethod
+    def backend_exists(self) -> bool:
+        """Whether the program is installed here."""
+
+    @abstractmethod
+    def get_cmd(
+        self, environment: MutableMapping[str, str], active_resources: Resources
+    ) -> list[str] | tuple[list[str], list[str], MutableMapping[str, str]]:
+        """The command line. What its process needs is added to ``environment``."""
+
+    def add_export(self, key: str, var: str) -> None:
+        """Sets an environment variable of the ranks."""
+        key, value = key.strip(), var.strip()
+        self.variables[key] = value
+        self.exports[key] = value if re.fullmatch(r"[\w@%+=:,./-]*", value) else _double_quoted(value)
+
+    def parse_user_args(self) -> list[str]:
+        return list(self.args.user_args)
+
+    @property
+    def name(self) -> str:
+        """As `--launcher` takes it."""
+        return type(self).__name__
+
+    def validate_args(self) -> None:  # noqa: B027 - most have no limits
+        """Raises LaunchError (a ValueError) for options that the program cannot serve."""
+
+    @classmethod  # noqa: B027 - most take any
+    def validate_active_resources(cls, active_resources: Resources) -> None:
+        """Raises LaunchError (a ValueError) for slots that the program cannot serve."""
+
+    def launcher_arguments(self) -> list[str]:
+        return shlex.split(self.args.launcher_args)
+
+
+class PDSHRunner(MultiNodeRunner):
+    """Parallel distributed shell, over ssh."""
+
+    def backend_exists(self) -> bool:
+        return shutil.which("pdsh") is not None
+
+    @property
+    def name(self) -> str:
+        return PDSH_LAUNCHER
+
+    def parse_user_args(self) -> list[str]:
+        return [_for_pdsh(argument) for argument in self.args.user_args]
+
+    def get_cmd(
+        self, environment: MutableMapping[str, str], active_resources: Resources
+    ) -> tuple[list[str], list[str], MutableMapping[str, str]]:
+        """(command, command that ends what it has started, environment of both)."""
+        environment["PDSH_RCMD_TYPE"] = "ssh"
+        if self.args.ssh_port is not None:
+            appended = environment.get("PDSH_SSH_ARGS_APPEND", "")
+            environment["PDSH_SSH_ARGS_APPEND"] = f"{appended} -p {self.args.ssh_port}".strip()
+        workers = ",".join(slots_of(active_resources))
+        start = ["pdsh", "-S", "-f", str(PDSH_MAX_FAN_OUT), "-w", workers, *self.launcher_arguments()]
+        steps = [f"cd {_for_pdsh(os.path.abspath('.'))}"]
+        if self.args.venv_script is not None:
+            steps.append(f". {_for_pdsh(self.args.venv_script)}")
+        steps += [f"export {name}={_for_pdsh(value)}" for name, value in self.variables.items()]
+        steps.append(f"export {RUNNER_PID}=$PPID")  # ends with the connection, however that ends
+        launch = [sys.executable, "-u", "-m", "deepspeed.tools.launcher.launch"]
+        job = f"--job={socket.gethostname()}-{os.getpid()}"  # a second job of this user has the same hosts, perhaps
+        launch += [f"--world_info={self.world_info_base64}", job, "--node_rank=%n", *self._launch_options()]
+        words = [word if word == "--node_rank=%n" else _for_pdsh(word) for word in launch]
+        steps.append(" ".join(["exec", *words, _for_pdsh(self.user_script), *self.user_arguments]))
+        # The brackets keep the pattern from finding the command line that it stands on.
+        ours = _for_pdsh(f"[d]eepspeed.launcher.launch --world_info={self.world_info_base64} {job} ")
+        end = [
+            "pdsh",
+            "-f",
+            str(PDSH_MAX_FAN_OUT),
+            "-w",
+            workers,
+            *self.launcher_arguments(),
+            f"pkill -TERM -f {ours}",
+        ]
+        return [*start, " && ".join(steps)], end, environment
+
+    def _launch_options(self) -> list[str]:
+        address, port = self.args.master_addr, self.args.master_port
+        return [f"--master_addr={address}", f"--master_port={port}", *node_options(self.args)]
+
+
+def _double_quoted(text: str) -> str:
+    escaped = re.sub(r'([\\"$`])', r"\\\1", text)
+    return f'"{escaped}"'
+
+
+def _for_pdsh(text: str) -> str:
+    """A word for the remote shell; pdsh itself replaces ``%h``, ``%n`` and ``%u``."""
+    return shlex.quote(text).replace("%", "%%")
+
+
+class _StartsRanks(MultiNodeRunner):
+    """A program that starts the ranks itself; ``resource_pool`` is all hosts with their numbers of slots."""
+
+    program = "mpirun"
+
+    def __init__(self, args: argparse.Namespace, world_info_base64: str, resource_pool: Resources) -> None:
+        super().__init__(args, world_info_base64)
+        self.resource_pool = resource_pool
+
+    def backend_exists(self) -> bool:
+        return shutil.which(self.program) is not None
+
+    def validate_args(self) -> None:
+        if self.args.no_ssh or self.args.enable_each_rank_log is not None:
+            option = "--no_ssh" if self.args.no_ssh else "--enable_each_rank_log"
+            raise LaunchError(
+                f"{option} is an option of this package's own launchers; with --launcher {self.name} use its own "
+                "options (--launcher_args)"
+            )
+
+    def helper(self) -> list[str]:
+        """The command line of every rank."""
+        command = [
+            sys.executable,
+            "-u",
+            "-m",
+            "deepspeed.tools.launcher.launcher_helper",
+            f"--launcher={self.name}",
+        ]
+        command += [f"--world_info={self.world_info_base64}"]
+        command += [f"--master_addr={self.args.master_addr}", f"--master_port={self.args.master_port}"]
+        flags = ("module", "no_python", "bind_cores_to_rank")
+        command += [f"--{flag}" for flag in flags if getattr(self.args, flag)]
+        if self.args.bind_cores_to_rank and self.args.bind_core_list:
+            command.append(f"--bind_core_list={self.args.bind_core_list}")
+        return [*command, self.user_script, *self.user_arguments]
+
+    def own_binding_off(self, option: str, *values: str) -> list[str]:
+        """``option`` with its values if ranks bind themselves (``--bind_cores_to_rank``) and the launcher's own
+        arguments do not say how it binds: each rank must see all cores of its machine to take its share.
+        """
+        name = option.lstrip("-").partition("=")[0]
+        given = {argument.lstrip("-").partition("=")[0] for argument in self.launcher_arguments()}
+        return [option, *values] if self.args.bind_cores_to_rank and name not in given else []
+
+    def exported(self, environment: MutableMapping[str, str]) -> list[str]:
+        """Puts the exports into the environment; returns their names."""
+        environment.update(self.variables)
+        return list(self.variables)
+
+    def slots_each(self, slots: Mapping[str, Sequence[int]]) -> int:
+        """The number of ranks per machine. Raises LaunchError if it differs."""
+        counts = {len(each) for each in slots.values()}
+        if len(counts) > 1:
+            raise LaunchError(
+                f"--launcher {self.name} starts equally many ranks on each machine, but the hosts have "
+                f"{_spelled(slots)}; choose with --include"
+            )
+        return counts.pop()
+
+
+class OpenMPIRunner(_StartsRanks):
+    """``mpirun`` of Open MPI."""
+
+    @property
+    def name(self) -> str:
+        return OPENMPI_LAUNCHER
+
+    def backend_exists(self) -> bool:
+        return shutil.which("ompi_info") is not None and super().backend_exists()
+
+    def get_cmd(self, environment: MutableMapping[str, str], active_resources: Resources) -> list[str]:
+        slots = slots_of(active_resources)
+        hosts = ",".join(f"{host}:{len(each)}" for host, each in slots.items())
+        command = [self.program, "-n", str(sum(map(len, slots.values()))), "--host", hosts]
+        command += ["--map-by", "slot", "--mca", "btl", "^openib"]
+        given = self.launcher_arguments()
+        # The documented default; only of this machine is it known whether it has that interface.
+        here = {host.rpartition("@")[2] for host in slots} & {THIS_MACHINE, socket.gethostname()}
+        if "btl_tcp_if_include" not in given and (not here or Path("/sys/class/net/eth0").exists()):
+            command += ["--mca", "btl_tcp_if_include", "eth0"]
+        command += self.own_binding_off("--bind-to", "none")
+        for name in self.exported(environment):
+            command += ["-x", name]
+        return [*command, *given, *self.helper()]
+
+
+class _Hydra(_StartsRanks):
+    """``mpirun`` with the Hydra process manager."""
+
+    def get_cmd(self, environment: MutableMapping[str, str], active_resources: Resources) -> list[str]:
+        slots = slots_of(active_resources)
+        each = self.slots_each(slots)
+        command = [self.program, "-n", str(each * len(slots)), "-ppn", str(each), "-hosts", ",".join(slots)]
+        names = self.exported(environment)
+        if names:
+            command += ["-genvlist", ",".join(names)]
+        return [*command, *self.launcher_arguments(), *self.helper()]
+
+
+class MPICHRunner(_Hydra):
+    """``mpirun`` of MPICH."""
+
+    @property
+    def name(self) -> str:
+        return MPICH_LAUNCHER
+
+
+class IMPIRunner(_Hydra):
+    """``mpirun`` of Intel's MPI."""
+
+    def __init__(self, args: argparse.Namespace, world_info_base64: str, resource_pool: Resources) -> None:
+        super().__init__(args, world_info_base64, resource_pool)
+        if args.bind_cores_to_rank:
+            self.add_export("I_MPI_PIN", "0")
+
+    @property
+    def name(self) -> str:
+        return IMPI_LAUNCHER
+
+
+class MVAPICHRunner(_Hydra):
+    """``mpirun`` of MVAPICH2."""
+
+    def __init__(self, args: argparse.Namespace, world_info_base64: str, resource_pool: Resources) -> None:
+        super().__init__(args, world_info_base64, resource_pool)
+        # Ranks that use CUDA, and threads beside the one that communicates.
+        for name, value in {
+            "MV2_SMP_USE_CMA": "0",
+            "MV2_DEBUG_SHOW_BACKTRACE": "1",
+            "MV2_SUPPORT_DL": "1",
+        }.items():
+            self.add_export(name, value)
+        self.add_export("MV2_ENABLE_AFFINITY", "0")
+
+    @property
+    def name(self) -> str:
+        return MVAPICH_LAUNCHER
+
+    def backend_exists(self) -> bool:
+        """MVAPICH2 is recognised by ``mpiname``."""
+        if shutil.which("mpiname") is None or not super().backend_exists():
+            return False
+        answer = subprocess.run(
+            ["mpiname"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, check=False
+        )
+        return "MVAPICH2" in answer.stdout
+
+
+class SlurmRunner(_StartsRanks):
+    """``srun``, inside an allocation or not."""
+
+    program = "srun"
+
+    @property
+    def name(self) -> str:
+        return SLURM_LAUNCHER
+
+    def backend_exists(self) -> bool:
+        return shutil.which("sinfo") is not None and super().backend_exists()
+
+    @classmethod
+    def validate_active_resources(cls, active_resources: Resources) -> None:
+        slots = slots_of(active_resources)
+        if len(set(map(len, slots.values()))) > 1:
+            raise LaunchError(
+                "--launcher slurm needs the same slot count on every host, as srun starts equally many ranks on each; "
+                f"here: {_spelled(slots)}. Choose with --include"
+            )
+
+    def get_cmd(self, environment: MutableMapping[str, str], active_resources: Resources) -> list[str]:
+        self.validate_active_resources(active_resources)
+        slots = slots_of(active_resources)
+        each = self.slots_each(slots)
+        command = [self.program, "-n", str(each * len(slots)), "--nodes", str(len(slots))]
+        # scripts that look for the hosts that a filter has left find them by the long option
+        hosts = "--nodelist" if self.args.include or self.args.exclude else "-w"
+        command += ["--ntasks-per-node", str(each), hosts, ",".join(slots), "--kill-on-bad-exit=1"]
+        if self.args.num_gpus > 0 and self._may_ask_for_gpus():
+            command += ["--gpus-per-node", str(self.args.num_gpus)]
+        command += self.own_binding_off("--cpu-bind=none")
+        self.exported(environment)
+        return [*command, "--export=ALL", *self.launcher_arguments(), *self.helper()]
+
+    def _may_ask_for_gpus(self) -> bool:
+        """Slurm refuses where it knows no GPUs: in an allocation without any, and where ranks compute on CPUs."""
+        if "SLURM_JOB_ID" in os.environ:
+            return any(name in os.environ for name in ("SLURM_JOB_GPUS", "SLURM_GPUS_ON_NODE"))
+        words = self.launcher_arguments()
+        given = any(word.startswith(("--gpus", "--gres", "-G")) for word in words)
+        return os.environ.get("DS_ACCELERATOR") != "cpu" and not given
+
+
+def _spelled(slots: Mapping[str, Sequence[int]]) -> str:
+    return ", ".join(f"{host}: {len(each)}" for host, each in slots.items())
+
+
+RUNNERS: dict[str, type[MultiNodeRunner]] = {
+    PDSH_LAUNCHER: PDSHRunner,
+    OPENMPI_LAUNCHER: OpenMPIRunner,
+    MPICH_LAUNCHER: MPICHRunner,
+    IMPI_LAUNCHER: IMPIRunner,
+    SLURM_LAUNCHER: SlurmRunner,
+    MVAPICH_LAUNCHER: MVAPICHRunner,
+}

@@ -1,0 +1,77 @@
+"""What the built-in ssh launcher starts on every machine: `deepspeed.tools.launcher.launch`, until the connection ends.
+
+Its one line of standard input is a request as JSON: environment variables and arguments stand on no command line, where
+other users of the machine could read them. After it, each line is the name of a signal for the launcher. When the input
+ends, so has the connection or the command at its other end: the launcher is stopped. Failures of ranks are written to
+standard error as one marked line, which the other end tells together with those of other machines.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import TextIO
+
+from deepspeed.tools.launcher import shim
+from deepspeed.tools.launcher.shim import USAGE_ERROR
+from deepspeed.tools.launcher.supervision import NODE_REPORT, supervise
+
+MARK = "\0deepspeed failures: "
+
+
+def main() -> int:
+    shim.die_with_parent(os.getppid(), signal.SIGTERM)
+    try:
+        request = json.loads(sys.stdin.readline())
+        os.chdir(request["folder"])
+    except (ValueError, KeyError, TypeError):
+        print("[deepspeed] error: this is started by `deepspeed --launcher ssh` only", file=sys.stderr)
+        return USAGE_ERROR
+    except OSError as error:
+        folder = request["folder"]
+        print(
+            f"[deepspeed] error: cannot change to {folder}: {error.strerror}. The job runs in the same folder on every "
+            "machine",
+            file=sys.stderr,
+        )
+        return USAGE_ERROR
+    with tempfile.TemporaryDirectory(prefix=f"deepspeed_node_{os.getpid()}_") as folder:
+        report = Path(folder, "failures.json")
+        environment = {**os.environ, **request["environment"], NODE_REPORT: str(report)}
+        command = [sys.executable, "-u", "-m", "deepspeed.tools.launcher.launch", *request["arguments"]]
+        code = supervise(
+            command, environment, asked_by=lambda ask: _listen(sys.stdin, ask), stdin=subprocess.DEVNULL
+        )
+        if report.exists():
+            sys.stderr.write(f"{MARK}{report.read_text(encoding='utf-8')}\n")
+            sys.stderr.flush()
+    return code
+
+
+def _listen(requests: TextIO, ask: Callable[[int], None]) -> None:
+    """Hands the signals that are requested to ``ask``; the end of the requests means SIGTERM."""
+
+    def listen() -> None:
+        for line in requests:
+            ask(signal.Signals[line.strip()])
+        ask(signal.SIGTERM)
+
+    threading.Thread(target=listen, name="requests", daemon=True).start()
+
+
+def _end(code: int) -> None:
+    """The listening thread holds standard input, which a regular exit would wait for."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    _end(main())

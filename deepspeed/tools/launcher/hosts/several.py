@@ -1,0 +1,167 @@
+"""Starting the ranks of several machines, by whichever launcher was chosen."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import logging
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import cast
+
+from deepspeed.tools.launcher import ports
+from deepspeed.tools.launcher.addresses import check_connection, master_address
+from deepspeed.tools.launcher.arguments import choose_port, encode_world_info, launch_arguments
+from deepspeed.tools.launcher.constants import PDSH_LAUNCHER, SSH_LAUNCHER
+from deepspeed.tools.launcher.devices import is_this_machine
+from deepspeed.tools.launcher.errors import LaunchError
+from deepspeed.tools.launcher.exports import exports
+from deepspeed.tools.launcher.hostfile import checked_host
+from deepspeed.tools.launcher.hosts import srun, ssh
+from deepspeed.tools.launcher.hosts.multinode_runner import RUNNERS, MultiNodeRunner, PDSHRunner, SlurmRunner
+from deepspeed.tools.launcher.supervision import supervise
+
+logger = logging.getLogger("deepspeed.tools.launcher")
+
+END_TIMEOUT_S = 10.0
+
+Start = tuple[Callable[[], int], ports.Reservation]
+
+
+def prepare(args: argparse.Namespace, active: Mapping[str, Sequence[int]]) -> Start:
+    """What runs the job on these hosts, and the port it holds meanwhile; see
+    `deepspeed.tools.launcher.runner.prepare`."""
+    hosts = [checked_host(host) for host in active]
+    name = _launcher_of(args)
+    connect = _ssh_command(args, name)
+    args.master_addr = args.master_addr or master_address(hosts, connect)
+    reservation = choose_port(args, args.master_addr)
+    args.master_port = reservation.port
+    try:
+        if name == SSH_LAUNCHER:
+            start = functools.partial(ssh.run, *_over_ssh(args, active))
+            here = is_this_machine(hosts[0].rpartition("@")[2])
+            return functools.partial(_beside_store, start, args.master_port) if (
+                args.elastic_training and here
+            ) else start, reservation
+        if name == PDSH_LAUNCHER and not args.no_ssh_check:
+            check_connection(hosts[0], connect)
+        return _by_program(args, active, name), reservation
+    except LaunchError:
+        reservation.close()
+        raise
+
+
+def _launcher_of(args: argparse.Namespace) -> str:
+    """The launcher that was asked for; if none was, pdsh, or ssh alone where pdsh is missing."""
+    name = args.launcher.lower()
+    if args.elastic_training:
+        if args.launcher_given and name != SSH_LAUNCHER:
+            raise LaunchError(
+                f"--launcher={args.launcher} with --elastic_training: it ends the job when a machine is lost; use "
+                f"--launcher {SSH_LAUNCHER}"
+            )
+        return SSH_LAUNCHER
+    if name == PDSH_LAUNCHER and not args.launcher_given and shutil.which("pdsh") is None:
+        return SSH_LAUNCHER
+    if name != SSH_LAUNCHER and name not in RUNNERS:
+        raise LaunchError(f"--launcher={args.launcher}: there are {', '.join([SSH_LAUNCHER, *RUNNERS])}")
+    return name
+
+
+def _ssh_command(args: argparse.Namespace, name: str) -> list[str]:
+    port = ["-p", str(args.ssh_port)] if args.ssh_port is not None else []
+    own = shlex.split(args.launcher_args) if name == SSH_LAUNCHER else []
+    return ["ssh", *own, *ssh.OPTIONS, *port]
+
+
+def _over_ssh(
+    args: argparse.Namespace, active: Mapping[str, Sequence[int]]
+) -> tuple[ssh.Job, list[ssh.Node]]:
+    nodes = [
+        ssh.Node(
+            host=host,
+            arguments=launch_arguments(args, active, args.master_addr, args.master_port, number),
+            local=not args.force_multi and is_this_machine(host.rpartition("@")[2]),
+        )
+        for number, host in enumerate(active)
+    ]
+    if shutil.which("ssh") is None and not all(node.local for node in nodes):
+        raise LaunchError("there is no ssh on PATH; start each machine with --no_ssh --node_rank N")
+    job = ssh.Job(
+        script=args.user_script,
+        environment=exports(),
+        ssh_options=shlex.split(args.launcher_args),
+        port=args.ssh_port,
+        venv_script=args.venv_script,
+        adds_local_rank=not args.no_local_rank,
+        log_dir=args.enable_each_rank_log,
+        min_nodes=max(1, args.min_elastic_nodes) if args.elastic_training else 0,
+    )
+    logger.info("machines: %d, by ssh; rendezvous: %s:%d", len(nodes), args.master_addr, args.master_port)
+    return job, nodes
+
+
+def _beside_store(start: Callable[[], int], port: int) -> int:
+    """``start``, beside a process that keeps what the machines of an elastic job tell each other: it is left when any
+    of them is lost."""
+    command = [sys.executable, "-m", "deepspeed.tools.launcher.rendezvous", str(port), str(os.getpid())]
+    with subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, start_new_session=True
+    ) as store:
+        try:
+            assert store.stdout is not None
+            store.stdout.readline()  # it is ready
+            return start()
+        finally:
+            store.kill()
+
+
+def _by_program(
+    args: argparse.Namespace, active: Mapping[str, Sequence[int]], name: str
+) -> Callable[[], int]:
+    world_info = encode_world_info(active)
+    if name == PDSH_LAUNCHER:
+        runner: MultiNodeRunner = PDSHRunner(args, world_info)
+    else:
+        made = cast("Callable[..., MultiNodeRunner]", RUNNERS[name])
+        runner = made(args, world_info, {host: len(slots) for host, slots in active.items()})
+    if not runner.backend_exists():
+        raise LaunchError(
+            f"--launcher={name}: it is not installed here; --launcher ssh needs nothing but ssh"
+        )
+    for variable, value in exports().items():
+        runner.add_export(variable, value)
+    environment = dict(os.environ)
+    if isinstance(runner, PDSHRunner):
+        command, end, _ = runner.get_cmd(environment, active)
+        return functools.partial(_run_pdsh, command, end, environment)
+    command = cast("list[str]", runner.get_cmd(environment, active))
+    logger.debug("%s", shlex.join(command))
+    if isinstance(runner, SlurmRunner):
+        return functools.partial(srun.run, command, environment)
+    return functools.partial(supervise, command, environment, what=command[0])
+
+
+def _run_pdsh(command: Sequence[str], end: Sequence[str], environment: Mapping[str, str]) -> int:
+    """pdsh leaves running what it has started when it ends before that: the second command ends it."""
+    code = supervise(command, environment, what="pdsh", ends_by=signal.SIGTERM)
+    if code != 0:
+        try:
+            subprocess.run(
+                end,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                timeout=END_TIMEOUT_S,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            logger.warning("pdsh does not answer: ranks may be left on %s", command[command.index("-w") + 1])
+    return code

@@ -1,0 +1,296 @@
+"""The built-in launcher for several machines: one ssh connection to each, and no other program.
+
+Each connection runs `deepspeed.tools.launcher.hosts.remote`. What the machines print comes back line by line, with
+the name of the host before it; failures of ranks come back as data, so that the cause is reported once, first, and
+alone.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import queue
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import IO, Any
+
+from deepspeed.base.constants import TIME_IS_UP
+from deepspeed.tools.launcher.failures import Failure, in_order, read_report, show
+from deepspeed.tools.launcher.hosts.remote import MARK
+from deepspeed.tools.launcher.processes import grace_seconds, handled_by, kill_descendants, own_children
+from deepspeed.tools.launcher.shim import LINUX, die_with_parent
+from deepspeed.tools.launcher.supervision import LAST_RESORT_S, START_ANEW
+
+logger = logging.getLogger("deepspeed.tools.launcher")
+
+CONNECTION_FAILED = 255  # ssh's own exit code
+RETRY_S = 10.0  # until a machine that an elastic job has lost is tried again
+SETTLE_S = 0.5  # for machines to notice by themselves that a rank elsewhere has failed
+OPTIONS = (
+    "-o",
+    "BatchMode=yes",
+    "-o",
+    "ConnectTimeout=15",
+    "-o",
+    "ServerAliveInterval=5",
+    "-o",
+    "ServerAliveCountMax=3",
+)
+
+
+@dataclass
+class Node:
+    """One machine of a job: what to run there, and afterwards how it ended."""
+
+    host: str
+    arguments: Sequence[str]
+    local: bool = False
+    failures: list[Failure] = field(default_factory=list)
+    exit_code: int | None = None
+    ended_at: float = 0.0
+    stopped: bool = False  # it was asked to end
+    given_up: bool = False  # an elastic job went on without it
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What is the same on all machines."""
+
+    script: str
+    environment: Mapping[str, str]
+    ssh_options: Sequence[str] = ()
+    port: int | None = None
+    venv_script: str | None = None
+    adds_local_rank: bool = True
+    log_dir: str | None = None
+    folder: str = field(default_factory=os.getcwd)
+    min_nodes: int = 0  # an elastic job goes on with as many machines
+
+    def command(self, node: Node) -> list[str]:
+        """How the remote end is started: without ssh on this machine."""
+        start = [sys.executable, "-u", "-m", "deepspeed.tools.launcher.hosts.remote"]
+        if node.local and self.venv_script is None:
+            return start
+        words = " ".join(["exec", *map(shlex.quote, start)])
+        if self.venv_script is not None:
+            words = f". {shlex.quote(self.venv_script)} && {words}"
+        # The package need not be installed there if this folder, or PYTHONPATH, holds it.
+        path = self.environment.get("PYTHONPATH")
+        if path:
+            words = f"PYTHONPATH={shlex.quote(path)}; export PYTHONPATH; {words}"
+        words = f"cd {shlex.quote(self.folder)} && {words}"
+        if node.local:
+            return ["/bin/sh", "-c", words]
+        port = ["-p", str(self.port)] if self.port is not None else []
+        return ["ssh", "-T", *self.ssh_options, *OPTIONS, *port, "--", node.host, words]
+
+    def request(self, node: Node) -> bytes:
+        """The line that the remote end reads first."""
+        content: dict[str, Any] = {
+            "folder": self.folder,
+            "environment": dict(self.environment),
+            "arguments": list(node.arguments),
+        }
+        return json.dumps(content).encode() + b"\n"
+
+
+class _Connection:
+    """A running node: its process and the threads that carry its output."""
+
+    def __init__(
+        self, job: Job, node: Node, prefix: str, ended: queue.SimpleQueue[_Connection | None]
+    ) -> None:
+        self.node = node
+        own_pid = os.getpid()
+        self._process = subprocess.Popen(
+            job.command(node),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+            preexec_fn=(lambda: die_with_parent(own_pid, signal.SIGTERM)) if LINUX else None,
+        )
+        self._send(job.request(node))
+        streams = [(self._process.stdout, sys.stdout), (self._process.stderr, sys.stderr)]
+        self._pumps = [
+            threading.Thread(target=self._carry, args=(source, sink, prefix.encode()), daemon=True)
+            for source, sink in streams
+        ]
+        for thread in self._pumps:
+            thread.start()
+        threading.Thread(target=self._wait, args=(ended,), daemon=True).start()
+
+    def ask(self, signum: int) -> None:
+        """Asks the remote launcher to end as if by this signal."""
+        if self.node.exit_code is None:
+            self.node.stopped = True
+            self._send(signal.Signals(signum).name.encode() + b"\n")
+
+    def start_anew(self) -> None:
+        """Of an elastic job: another machine is gone."""
+        if self.node.exit_code is None:
+            self._send(START_ANEW.name.encode() + b"\n")
+
+    def kill(self) -> None:
+        """Ends the connection; the remote end notices."""
+        if self._process.poll() is None:
+            self._process.kill()
+
+    def _send(self, line: bytes) -> None:
+        stdin = self._process.stdin
+        assert stdin is not None
+        try:
+            stdin.write(line)
+            stdin.flush()
+        except OSError:  # it has ended: its exit code says why
+            pass
+
+    def _carry(self, source: IO[bytes], sink: Any, prefix: bytes) -> None:
+        mark = MARK.encode()
+        for line in source:
+            if line.startswith(mark):
+                self.node.failures = read_report(line[len(mark) :].decode(errors="replace"), self.node.host)
+                continue
+            sink.buffer.write(prefix + line)  # one write a line: nodes share the stream
+            sink.flush()
+
+    def _wait(self, ended: queue.SimpleQueue[_Connection | None]) -> None:
+        code = self._process.wait()
+        self.node.ended_at = time.time()  # its output may stay open, in what the connection leaves behind
+        for thread in self._pumps:
+            thread.join()
+        self.node.exit_code = code if code >= 0 else 128 - code
+        ended.put(self)
+
+
+def run(job: Job, nodes: Sequence[Node]) -> int:
+    """Runs the nodes of a job until all have ended; returns the exit code of the first rank that failed, or 0."""
+    not_ours = own_children()
+    ended: queue.SimpleQueue[_Connection | None] = queue.SimpleQueue()
+    asked: list[int] = []
+
+    def on_signal(signum: int, frame: FrameType | None) -> None:
+        asked.append(signum)
+        ended.put(None)  # wakes the loop below
+
+    with handled_by(on_signal):
+        width = max(len(node.host) for node in nodes)
+
+        def connect(node: Node) -> _Connection:
+            return _Connection(job, node, f"{node.host:>{width}}: " if len(nodes) > 1 else "", ended)
+
+        running = [connect(node) for node in nodes]
+        machines = _Machines(job, running, connect)
+        _watch(machines, ended, asked)
+    kill_descendants(not_ours)
+    if asked:
+        logger.warning("stopped by %s", signal.Signals(asked[0]).name)
+        return 128 + asked[0]
+    return _report(job, [each.node for each in running if not each.node.given_up] or nodes)
+
+
+class _Machines:
+    """The connections of a job, and which of them an elastic job goes on without, until they come back."""
+
+    def __init__(self, job: Job, running: list[_Connection], connect: Callable[[Node], _Connection]) -> None:
+        self.running = running
+        self.retry_at = float("inf")
+        self._job = job
+        self._connect = connect
+        self._away: list[Node] = []
+
+    def left(self) -> int:
+        return sum(each.node.exit_code is None for each in self.running)
+
+    def goes_on_without(self, node: Node) -> bool:
+        """Whether the job does so, of a machine that has failed."""
+        left = self.left()
+        if (
+            not self._job.min_nodes
+            or node.stopped
+            or left < self._job.min_nodes
+            or node.exit_code == TIME_IS_UP
+        ):
+            return False
+        node.given_up = True
+        logger.warning(
+            "%s", _of_silent(node, True) if not node.failures else f"{node.host}: its ranks failed"
+        )
+        logger.warning("the job goes on with %d machines", left)
+        for (
+            each
+        ) in self.running:  # without a word from the machine that is gone, their ranks would wait for it
+            each.start_anew()
+        self._away.append(Node(node.host, node.arguments, node.local))
+        self.retry_at = time.monotonic() + RETRY_S
+        return True
+
+    def call_back(self) -> None:
+        """Try the machines that have gone."""
+        self.retry_at = float("inf")
+        if self.left():
+            away, self._away = self._away, []
+            self.running += [self._connect(node) for node in away]
+
+
+def _watch(machines: _Machines, ended: queue.SimpleQueue[_Connection | None], asked: Sequence[int]) -> None:
+    """Waits until all have ended. When one fails, or a signal comes, the others are asked to end, and in the end made
+    to."""
+    running = machines.running
+    ask_at = kill_at = float("inf")
+    while machines.left():
+        now = time.monotonic()
+        try:
+            event = ended.get(timeout=max(0.0, min(ask_at, kill_at, machines.retry_at, now + 3600) - now))
+        except queue.Empty:
+            if time.monotonic() >= machines.retry_at and ask_at == kill_at:
+                machines.call_back()
+            elif time.monotonic() >= kill_at:
+                for connection in running:
+                    connection.kill()
+                kill_at = float("inf")
+            elif time.monotonic() >= ask_at:
+                for connection in running:
+                    connection.ask(asked[0] if asked else signal.SIGTERM)
+                ask_at, kill_at = float("inf"), time.monotonic() + grace_seconds() + LAST_RESORT_S
+            continue
+        failed = event is None or (event.node.exit_code != 0 and not machines.goes_on_without(event.node))
+        if failed and kill_at == float("inf"):
+            ask_at = min(ask_at, time.monotonic() + (SETTLE_S if event is not None else 0.0))
+
+
+def _report(job: Job, nodes: Sequence[Node]) -> int:
+    """Tells who failed first, over all machines; returns the exit code."""
+    failures = [failure for node in nodes for failure in node.failures]
+    silent = [node for node in nodes if node.exit_code and not node.failures and not node.stopped]
+    causes = [failure for failure in failures if not (failure.lost_peer or failure.stopped)]
+    if silent and not causes:  # a machine that could not start, or is gone
+        first = min(silent, key=lambda node: node.ended_at)
+        for node in silent:
+            logger.error(_of_silent(node, bool(failures)))
+        assert first.exit_code is not None
+        return first.exit_code
+    if failures:
+        ordered = in_order(failures)
+        show(job.script, ordered, log_dir=job.log_dir, adds_local_rank=job.adds_local_rank)
+        return ordered[0].command_exit_code
+    return next((node.exit_code for node in nodes if node.exit_code), 0)
+
+
+def _of_silent(node: Node, after_start: bool) -> str:
+    if node.exit_code == CONNECTION_FAILED and not node.local:
+        if after_start:
+            return f"{node.host}: the connection was lost"
+        return (
+            f"{node.host}: ssh could not connect (its message is above). Check 'ssh {node.host} true': it must work "
+            "without a password; --ssh_port and --launcher_args pass options to ssh"
+        )
+    return f"{node.host}: ended with exit code {node.exit_code} before its ranks were started (its message is above)"

@@ -1,0 +1,318 @@
+"""Starts the ranks of this machine: ``python -m deepspeed.tools.launcher.launch --world_info=... script.py``.
+
+The `deepspeed` command runs it on every machine of a job. It sets RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_SIZE,
+CROSS_RANK, CROSS_SIZE, MASTER_ADDR, MASTER_PORT and the accelerator's list of visible devices for each rank,
+and monitors them. torch is imported only once all arguments are known to be valid.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import binascii
+import json
+import logging
+import os
+import signal
+import sys
+import tempfile
+import time
+from pathlib import Path
+from types import FrameType
+
+from deepspeed.base.constants import JOB_STARTED, TORCH_DISTRIBUTED_DEFAULT_PORT
+from deepspeed.tools.launcher import cores, ports, shim
+from deepspeed.tools.launcher.devices import VISIBLE_DEVICES
+from deepspeed.tools.launcher.errors import LaunchError
+from deepspeed.tools.launcher.failures import OF_A_PEER
+from deepspeed.tools.launcher.processes import adopt_orphans, handled_by
+from deepspeed.tools.launcher.shim import USAGE_ERROR
+from deepspeed.tools.launcher.supervision import NODE_REPORT, RUNNER_PID, START_ANEW
+
+logger = logging.getLogger("deepspeed.tools.launcher")
+
+# How long a thread of GNU's OpenMP spins at a barrier before it sleeps. By default it spins for milliseconds; where
+# anything else needs a core (communication threads, data loaders, another job) the threads of a rank then wait for
+# each other: a GPT with two threads made 440 tokens/s on busy cores, 5,900 with this; on idle ones 5,300 and 5,900.
+SPIN_COUNT = "10000"
+
+
+def add_common_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options that `deepspeed` passes on unchanged."""
+    parser.add_argument("--module", action="store_true", help="run the script as a module, like 'python -m'")
+    parser.add_argument(
+        "--no_python", action="store_true", help="run the script as a program, without Python"
+    )
+    parser.add_argument(
+        "--no_local_rank", action="store_true", help="do not add --local_rank=N to the script's arguments"
+    )
+    parser.add_argument(
+        "--enable_each_rank_log",
+        metavar="DIR",
+        help="write the output of each rank to its own file in DIR instead of the screen",
+    )
+    parser.add_argument(
+        "--prefix_output", action="store_true", help="prefix each line of output with its rank"
+    )
+    parser.add_argument(
+        "--bind_cores_to_rank", action="store_true", help="bind each rank to its own CPU cores"
+    )
+    parser.add_argument(
+        "--bind_core_list",
+        metavar="CORES",
+        help="with --bind_cores_to_rank: the cores to use, such as 0,2-5 (default: all)",
+    )
+    parser.add_argument(
+        "--log_level",
+        choices=["debug", "info", "warning", "error", "critical"],
+        default="info",
+        help="verbosity of the launcher itself (default: info)",
+    )
+    parser.add_argument("-q", "--quiet", action="store_true", help="the same as --log_level error")
+
+
+def node_options(args: argparse.Namespace) -> list[str]:
+    """The options of `deepspeed` for its launcher on any machine, as this module takes them."""
+    flags = ("module", "no_python", "no_local_rank", "bind_cores_to_rank", "prefix_output", "quiet")
+    options = [f"--{flag}" for flag in flags if getattr(args, flag)]
+    values = ("enable_each_rank_log", "bind_core_list", "log_level")
+    return options + [f"--{name}={getattr(args, name)}" for name in values if getattr(args, name) is not None]
+
+
+def parse_args(args: list[str] | None = None) -> argparse.Namespace:
+    # Abbreviations off: they would also be looked for among the arguments of the user's script.
+    parser = argparse.ArgumentParser(
+        prog="deepspeed.tools.launcher.launch",
+        description="Start the ranks of one machine.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--node_rank", type=int, default=0, help="number of this machine (default: 0)")
+    parser.add_argument("--master_addr", default="127.0.0.1", help="address of rank 0 (default: 127.0.0.1)")
+    parser.add_argument(
+        "--master_port", type=int, default=TORCH_DISTRIBUTED_DEFAULT_PORT, help="a free port there"
+    )
+    parser.add_argument(
+        "--world_info", default="None", help="base64 of the JSON dictionary host -> list of slots"
+    )
+    parser.add_argument("--job", default="", help="a name by which the job's processes are found")
+    parser.add_argument(
+        "--enable_elastic_training", action="store_true", help="go on after the loss of ranks or machines"
+    )
+    parser.add_argument(
+        "--min_elastic_nodes", type=int, default=-1, help="with as many machines (default: 1)"
+    )
+    parser.add_argument(
+        "--max_elastic_nodes", type=int, default=-1, help="at most as many (default: those of --world_info)"
+    )
+    parser.add_argument(
+        "--save_pid", type=int, default=0, metavar="PID", help="write this pid to /tmp/PID.ds"
+    )
+    add_common_arguments(parser)
+    parser.add_argument("training_script", help="script, module or program to start")
+    parser.add_argument("training_script_args", nargs=argparse.REMAINDER, help="its arguments")
+    return parser.parse_args(args)
+
+
+def configure_logging(args: argparse.Namespace) -> None:
+    """The launcher's own lines go to standard error, marked, so they never mix with a script's
+    output.
+    """
+    if not logger.handlers:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("[deepspeed] %(message)s"))
+        logger.addHandler(handler)
+        logger.propagate = False
+    logger.setLevel(logging.ERROR if args.quiet else args.log_level.upper())
+
+
+def decode_world_info(encoded: str) -> dict[str, list[int]]:
+    """Host -> its slots, in order of node rank."""
+    if encoded == "None":
+        raise LaunchError(
+            '--world_info is required: base64 of a JSON dictionary such as {"localhost": [0, 1]}'
+        )
+    try:
+        world = json.loads(base64.urlsafe_b64decode(encoded))
+        return {str(host): [int(slot) for slot in slots] for host, slots in world.items()}
+    except (binascii.Error, ValueError, AttributeError, TypeError) as error:
+        raise LaunchError(
+            f"--world_info={encoded!r} is not base64 of a JSON dictionary host -> slots: {error}"
+        ) from None
+
+
+def pid_file(main_pid: int) -> Path:
+    """Where ``--save_pid`` writes this launcher's process id; ``main_pid`` is that of the `deepspeed` command."""
+    folder = "/tmp" if os.path.isdir("/tmp") else tempfile.gettempdir()
+    return Path(folder, f"{main_pid}.ds")
+
+
+def shim_command(args: argparse.Namespace, bound: list[list[int]] | None, nodes: int) -> tuple[str, ...]:
+    """The command line that starts any rank of this machine."""
+    kind = "module" if args.module else "program" if args.no_python else "script"
+    own_log = args.enable_each_rank_log is not None
+    options = shim.Options(
+        local_rank_argument=not args.no_local_rank,
+        own_log=own_log,
+        cores=bound,
+        of_a_peer=OF_A_PEER if nodes > 1 else "",
+    )
+    start = (sys.executable, "-u", shim.__file__, str(os.getpid()), kind, json.dumps(options._asdict()))
+    return (*start, args.training_script, *args.training_script_args)
+
+
+def export_environment(local_slots: list[int], args: argparse.Namespace, nodes: int, threads: int) -> None:
+    """Sets the variables that all ranks of this machine share; the agent adds those that differ."""
+    from deepspeed.base.accelerator import get_accelerator
+
+    environment = dict(os.environ)
+    environment.setdefault(JOB_STARTED, str(time.time()))
+    environment |= {
+        "LOCAL_SIZE": str(len(local_slots)),
+        "CROSS_RANK": str(args.node_rank),
+        "CROSS_SIZE": str(nodes),
+    }
+    environment.setdefault("OMP_NUM_THREADS", str(threads))
+    accelerator = get_accelerator()
+    if accelerator.device_name() == "cpu" and "OMP_WAIT_POLICY" not in environment:
+        environment.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
+    if accelerator.device_name() != "cpu" or VISIBLE_DEVICES not in environment:  # if empty, it hides GPUs
+        accelerator.set_visible_devices_envs(environment, local_slots)
+    os.environ.update(environment)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Starts the ranks and returns the command's exit code."""
+    if args.module and args.no_python:
+        raise LaunchError("--module and --no_python exclude each other: a module is run by Python")
+    world = decode_world_info(args.world_info)
+    if not 0 <= args.node_rank < len(world):
+        raise LaunchError(
+            f"--node_rank={args.node_rank}: --world_info names {len(world)} nodes, counted from 0"
+        )
+    host, slots = list(world.items())[args.node_rank]
+    if not slots:
+        raise LaunchError(f"--world_info: host {host!r} has no slots")
+    elastic_nodes = elastic_limits(args, len(world)) if args.enable_elastic_training else (0, 0)
+    meets_elsewhere = args.enable_elastic_training and len(world) > 1  # the command may keep the port
+    if args.node_rank == 0 and not meets_elsewhere and not ports.is_free(args.master_addr, args.master_port):
+        raise LaunchError(port_in_use(args.master_addr, args.master_port))
+    report = os.environ.pop(NODE_REPORT, None)
+    bound = cores.binding(args.bind_core_list, len(slots)) if args.bind_cores_to_rank else None
+    threads = len(bound[0]) if bound else max(1, cores.core_budget() // len(slots))
+    log_dir = make_log_dir(args.enable_each_rank_log)
+
+    adopt_orphans()
+    if args.enable_elastic_training:  # by default it would end this process; a handler of its own comes later
+        signal.signal(START_ANEW, lambda *_: None)
+    from deepspeed.tools.launcher.agent import NodeJob, supervise  # imports torch
+
+    if args.enable_elastic_training:
+        from deepspeed.tools.launcher.elastic import supervise
+
+    export_environment(slots, args, len(world), threads)
+    where, per_rank = f"{args.master_addr}:{args.master_port}", os.environ["OMP_NUM_THREADS"]
+    logger.info("ranks: %d, threads of each: %s, rendezvous: %s", len(slots), per_rank, where)
+    job = NodeJob(
+        command=shim_command(args, bound, len(world)),
+        ranks=len(slots),
+        node_rank=args.node_rank,
+        nodes=len(world),
+        master_addr=args.master_addr,
+        master_port=args.master_port,
+        log_dir=log_dir,
+        prefix_output=args.prefix_output,
+        adds_local_rank=not args.no_local_rank,
+        script=args.training_script,
+        report=Path(report) if report else None,
+        min_nodes=elastic_nodes[0],
+        max_nodes=elastic_nodes[1],
+    )
+    # Until the ranks run: then the agent has handlers of its own. Not while torch is imported, which might swallow it.
+    with handled_by(_end):
+        return supervise(job)
+
+
+def elastic_limits(args: argparse.Namespace, nodes: int) -> tuple[int, int]:
+    """Fewest and most machines of an elastic job."""
+    fewest = args.min_elastic_nodes if args.min_elastic_nodes > 0 else 1
+    most = args.max_elastic_nodes if args.max_elastic_nodes > 0 else nodes
+    if not fewest <= nodes <= most:
+        raise LaunchError(
+            f"--min_elastic_nodes={fewest} and --max_elastic_nodes={most}: the job begins with {nodes} machines, "
+            "which must be within these limits"
+        )
+    return fewest, most
+
+
+def make_log_dir(folder: str | None) -> Path | None:
+    """The folder of ``--enable_each_rank_log``, created if missing."""
+    if folder is None:
+        return None
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise LaunchError(
+            f"--enable_each_rank_log={folder}: cannot make this folder: {error.strerror}"
+        ) from None
+    return Path(folder)
+
+
+def port_in_use(address: str, port: int) -> str:
+    return (
+        f"--master_port={port} is in use at {address}, perhaps by another run. Choose another, such as "
+        f"{ports.find_free(address)}, which is free now, or leave the option out to have one chosen"
+    )
+
+
+def terminate_process_tree(pid: int) -> None:
+    """Ends a process and all its descendants: SIGTERM, and after three seconds SIGKILL for those that are left."""
+    import psutil
+
+    try:
+        process = psutil.Process(pid)
+        family = [*process.children(recursive=True), process]
+    except psutil.NoSuchProcess:
+        return
+    for end in (psutil.Process.terminate, psutil.Process.kill):
+        for member in family:
+            try:
+                end(member)
+            except psutil.NoSuchProcess:
+                pass
+        _, family = psutil.wait_procs(family, timeout=3)
+
+
+def _end(signum: int, frame: FrameType | None) -> None:
+    """So that folders are removed, which the signal alone would leave."""
+    sys.exit(128 + signum)
+
+
+def main(args: list[str] | None = None) -> None:
+    runner_pid = os.environ.pop(RUNNER_PID, None)
+    if runner_pid is not None:
+        shim.die_with_parent(int(runner_pid), signal.SIGTERM)
+    parsed = parse_args(args)
+    configure_logging(parsed)
+    saved_pid = pid_file(parsed.save_pid) if parsed.save_pid else None
+    if saved_pid is not None:
+        saved_pid.write_text(str(os.getpid()))
+    try:
+        sys.exit(run(parsed))
+    except LaunchError as error:
+        logger.error("error: %s", error)
+        sys.exit(USAGE_ERROR)
+    except KeyboardInterrupt:  # before the ranks ran: afterwards the agent turns it into its own exception
+        sys.exit(shim.INTERRUPTED)
+    finally:
+        if saved_pid is not None:
+            saved_pid.unlink(missing_ok=True)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except SystemExit as end:
+        # Nothing is left to do, and an orderly shutdown of torch costs a third of the time to import it.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(end.code if isinstance(end.code, int) else 0)

@@ -1,0 +1,151 @@
+"""What MPI launchers and Slurm start for every rank: sets the rank's environment and becomes the user's program.
+
+python -m deepspeed.tools.launcher.launcher_helper --launcher=mpich --world_info=... script.py [ARGUMENT ...]
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+from collections.abc import Mapping, MutableMapping, Sequence
+
+from deepspeed.base.constants import TORCH_DISTRIBUTED_DEFAULT_PORT
+from deepspeed.tools.launcher import cores, shim
+from deepspeed.tools.launcher.constants import (
+    IMPI_LAUNCHER,
+    MPICH_LAUNCHER,
+    MVAPICH_LAUNCHER,
+    OPENMPI_LAUNCHER,
+    SLURM_LAUNCHER,
+)
+from deepspeed.tools.launcher.devices import VISIBLE_DEVICES
+from deepspeed.tools.launcher.errors import LaunchError
+from deepspeed.tools.launcher.launch import decode_world_info
+
+# Where each launcher says the rank, and the rank on its machine.
+RANK_NAMES = {
+    OPENMPI_LAUNCHER: ["OMPI_COMM_WORLD_RANK", "PMIX_RANK"],
+    MPICH_LAUNCHER: ["PMI_RANK", "PMIX_RANK"],
+    IMPI_LAUNCHER: ["PMI_RANK"],
+    MVAPICH_LAUNCHER: ["MV2_COMM_WORLD_RANK", "PMI_RANK"],
+    SLURM_LAUNCHER: ["SLURM_PROCID"],
+}
+LOCAL_RANK_NAMES = {
+    OPENMPI_LAUNCHER: ["OMPI_COMM_WORLD_LOCAL_RANK"],
+    MPICH_LAUNCHER: ["MPI_LOCALRANKID", "PALS_LOCAL_RANKID", "MPI_LOCAL_RANK"],
+    IMPI_LAUNCHER: ["MPI_LOCALRANKID"],
+    MVAPICH_LAUNCHER: ["MV2_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID"],
+    SLURM_LAUNCHER: ["SLURM_LOCALID"],
+}
+
+
+def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="deepspeed.tools.launcher.launcher_helper",
+        description="Start one rank under another launcher.",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--launcher", choices=sorted(RANK_NAMES), default=MPICH_LAUNCHER, help="who starts the ranks"
+    )
+    parser.add_argument(
+        "--world_info", default="None", help="base64 of the JSON dictionary host -> list of slots"
+    )
+    parser.add_argument("--master_addr", default="127.0.0.1", help="address of rank 0")
+    parser.add_argument("--master_port", type=int, default=TORCH_DISTRIBUTED_DEFAULT_PORT, help="its port")
+    parser.add_argument(
+        "--module", action="store_true", help="run the script as a module, as 'python -m' would"
+    )
+    parser.add_argument(
+        "--no_python", action="store_true", help="run the script as a program, without Python"
+    )
+    parser.add_argument(
+        "--bind_cores_to_rank", action="store_true", help="give the rank CPU cores of its own"
+    )
+    parser.add_argument("--bind_core_list", default=None, help="the cores to bind to, such as 0,2-5")
+    parser.add_argument("user_script", help="script, module or program to start")
+    parser.add_argument("user_args", nargs=argparse.REMAINDER, help="its arguments")
+    return parser.parse_args(args)
+
+
+def env_mapping(
+    env: MutableMapping[str, str],
+    rank_name_list: Sequence[str] | None = None,
+    local_rank_name_list: Sequence[str] | None = None,
+) -> MutableMapping[str, str]:
+    """Sets RANK and LOCAL_RANK in ``env`` from the variables of these names; those that are missing are skipped.
+
+    Raises:
+        EnvironmentError: two of them are there and differ.
+    """
+    for target, names in (("RANK", rank_name_list), ("LOCAL_RANK", local_rank_name_list)):
+        values = {name: env[name] for name in names or () if name in env}
+        if len(set(values.values())) > 1:
+            listed = ", ".join(f"{name}={value}" for name, value in values.items())
+            raise OSError(f"{target} is not clear: {listed}")
+        if values:
+            env[target] = next(iter(values.values()))
+    return env
+
+
+def environment_of(
+    env: MutableMapping[str, str], args: argparse.Namespace, world: Mapping[str, Sequence[int]]
+) -> MutableMapping[str, str]:
+    """``env`` with everything that a rank of `deepspeed.tools.launcher.launch` gets as well.
+
+    Raises:
+        OSError: the launcher does not say which rank this is.
+    """
+    env_mapping(env, RANK_NAMES[args.launcher], LOCAL_RANK_NAMES[args.launcher])
+    if "RANK" not in env:
+        names = " or ".join(RANK_NAMES[args.launcher])
+        raise OSError(f"{names} is not set: --launcher={args.launcher} has not started this process")
+    places = [(host, slot) for host, slots in enumerate(world.values()) for slot in range(len(slots))]
+    host, place = places[int(env["RANK"])]
+    slots = list(world.values())[host]
+    local_rank = env.setdefault("LOCAL_RANK", str(place))
+    env.update(
+        {
+            "WORLD_SIZE": str(len(places)),
+            "LOCAL_SIZE": str(len(slots)),
+            "CROSS_RANK": str(host),
+            "CROSS_SIZE": str(len(world)),
+            "MASTER_ADDR": args.master_addr,
+            "MASTER_PORT": str(args.master_port),
+            "LOCAL_RANK": local_rank,
+        }
+    )
+    if env.get(VISIBLE_DEVICES) != "":  # if empty, it hides GPUs
+        env[VISIBLE_DEVICES] = ",".join(map(str, slots))
+    return env
+
+
+def bind(env: MutableMapping[str, str], core_list: str | None) -> None:
+    """Binds this process to its share of the machine's cores, one thread for each, as `deepspeed.tools.launcher.launch`
+    does. ``env`` is of `environment_of`.
+    """
+    own = cores.binding(core_list, int(env["LOCAL_SIZE"]))[int(env["LOCAL_RANK"])]
+    os.sched_setaffinity(0, own)
+    env.setdefault("OMP_NUM_THREADS", str(len(own)))
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    parsed = parse_args(args)
+    shim.die_with_parent(os.getppid(), signal.SIGTERM)
+    environment_of(os.environ, parsed, decode_world_info(parsed.world_info))
+    if parsed.bind_cores_to_rank:
+        try:
+            bind(os.environ, parsed.bind_core_list)
+        except LaunchError as error:
+            print(f"[deepspeed] error: {error}", file=sys.stderr)
+            sys.exit(shim.USAGE_ERROR)
+    if parsed.no_python:
+        shim.run_program(parsed.user_script, parsed.user_args)
+    sys.argv = [parsed.user_script, *parsed.user_args]
+    (shim.run_module if parsed.module else shim.run_script)(parsed.user_script)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,104 @@
+"""The rendezvous port: whether it is free, which ports are, and who is about to use one."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import random
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+from deepspeed.tools.launcher.shim import LINUX
+
+LOWEST_OPEN_PORT = 1024
+HIGHEST = 65535
+CANDIDATES = 4096
+
+
+def is_free(address: str, port: int) -> bool:
+    """Whether a server could listen on ``address``:``port`` now. An address of another machine counts as
+    free.
+    """
+    try:
+        family, kind, protocol, _, where = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+    except OSError:
+        return True
+    with socket.socket(family, kind, protocol) as probe:
+        # As the store does: lingering connections do not count.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(where)
+            probe.listen(1)
+        except OSError as error:
+            return error.errno not in (errno.EADDRINUSE, errno.EACCES)
+    return True
+
+
+def free_ports(address: str) -> Iterator[int]:
+    """Endless series of ports that are free now, and likely still free some seconds later, when rank 0 has started.
+
+    Ports from the kernel's range for outgoing connections might not be: those below that range come first.
+    """
+    try:
+        lowest_given = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    except (OSError, ValueError):
+        lowest_given = 32768
+    below = range(max(LOWEST_OPEN_PORT, lowest_given - CANDIDATES), lowest_given)
+    for port in random.sample(below, len(below)):
+        if is_free(address, port):
+            yield port
+    while True:
+        with socket.create_server((address, 0)) as probe:
+            port = probe.getsockname()[1]
+        yield port
+
+
+def find_free(address: str) -> int:
+    """The first of ``free_ports``."""
+    return next(free_ports(address))
+
+
+class Reservation:
+    """Keeps other launchers on this host from choosing ``port`` until it is closed, or this process ends.
+
+    Some seconds pass between choosing a port and rank 0 listening on it; a launcher started meanwhile would also find
+    it free. An abstract Unix socket with the port in its name prevents that: such names belong to the network
+    namespace, as ports do, are the same for all users, and disappear with the process that created them, however it
+    ends. They exist only on Linux; elsewhere nothing is reserved.
+
+    Attributes:
+        is_ours: False if another process has reserved the port.
+    """
+
+    def __init__(self, port: int) -> None:
+        self.port = port
+        self.is_ours = True
+        self._name: socket.socket | None = None
+        if not LINUX:
+            return
+        self._name = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            self._name.bind(f"\0deepspeed.launcher.port.{port}")
+        except OSError as error:  # any other error: a sandbox without such names, so nothing is reserved
+            self.is_ours = error.errno != errno.EADDRINUSE
+
+    def close(self) -> None:
+        if self._name is not None:
+            self._name.close()
+
+    def __enter__(self) -> Reservation:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+def reserve(address: str, preferred: int) -> Reservation:
+    """``preferred`` if it is free and not reserved, else another such port."""
+    for port in itertools.chain([preferred], free_ports(address)):
+        reservation = Reservation(port)
+        if reservation.is_ours and is_free(address, port):
+            return reservation
+        reservation.close()
+    raise AssertionError("free_ports ended")

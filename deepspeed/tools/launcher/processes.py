@@ -1,0 +1,236 @@
+"""Monitoring ranks and leaving no process behind. Functions that need the Linux kernel do nothing elsewhere."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import shutil
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+from deepspeed.base.constants import STOP_GRACE_FILE
+from deepspeed.tools.launcher.shim import FIRST_FAILURE, LINUX, SIGKILL
+
+PR_SET_CHILD_SUBREAPER = 36
+DEFAULT_GRACE_S = 2.5
+COLLECT_EVERY_S = 5.0
+LOOK_EVERY_S = 0.25
+ERROR_REPORT = "error.json"  # of a rank, in its folder
+
+
+def grace_seconds(launcher_pid: int | None = None) -> float:
+    """Time that ranks (of this launcher) have between the request to stop and SIGKILL.
+
+    ``DEEPSPEED_STOP_GRACE`` (seconds) sets it, for scripts that save by themselves at SIGTERM; ranks whose config says
+    that they do so have told their launcher.
+    """
+    given = os.environ.get("DEEPSPEED_STOP_GRACE")
+    if given is not None or launcher_pid is None:
+        return float(given or DEFAULT_GRACE_S)
+    asked = [DEFAULT_GRACE_S]
+    for folder in folders_of(launcher_pid):
+        with contextlib.suppress(OSError, ValueError):
+            asked.append(float((folder / STOP_GRACE_FILE).read_text()))
+    return max(asked)
+
+
+def run_dir_prefix(launcher_pid: int) -> str:
+    """Prefix of the temporary folder for the error reports of a launcher's ranks."""
+    return f"deepspeed_launch_{launcher_pid}_"
+
+
+def memory_folder() -> Path:
+    """Where ranks of an elastic job keep their state: shared memory, or what DEEPSPEED_ELASTIC_MEMORY names."""
+    own = os.environ.get("DEEPSPEED_ELASTIC_MEMORY")
+    shared = Path("/dev/shm")
+    return Path(own) if own else shared if shared.is_dir() else Path(tempfile.gettempdir())
+
+
+def folders_of(launcher_pid: int) -> list[Path]:
+    """All folders that a launcher makes."""
+    places = {Path(tempfile.gettempdir()), memory_folder()}
+    return [path for place in places for path in place.glob(run_dir_prefix(launcher_pid) + "*")]
+
+
+@contextmanager
+def own_folder(place: Path | None = None) -> Iterator[Path]:
+    """A temporary folder of this launcher, removed at the end, whichever signal that is."""
+    folder = None
+    try:
+        with holding_signals():
+            folder = Path(tempfile.mkdtemp(prefix=run_dir_prefix(os.getpid()), dir=place))
+        yield folder
+    finally:
+        if folder is not None:
+            remove(folder)
+
+
+def remove(folder: Path) -> None:
+    """Again if something was written there meanwhile, by a process that is about to end."""
+    for _ in range(20):
+        shutil.rmtree(folder, ignore_errors=True)
+        if not folder.exists():
+            return
+        time.sleep(0.05)
+
+
+def adopt_orphans() -> None:
+    """Makes this process the parent of every descendant whose own parent ends, so that it can still be found."""
+    if LINUX:
+        import ctypes
+
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def own_children() -> frozenset[int]:
+    """Process ids of this process's current children."""
+    import psutil
+
+    return frozenset(child.pid for child in psutil.Process().children())
+
+
+def kill_descendants(spared: frozenset[int] = frozenset(), within_s: float = 1.0) -> None:
+    """Sends SIGKILL to all descendants except ``spared`` children, until none is left or the time is up."""
+    import psutil
+
+    deadline = time.monotonic() + within_s
+    while time.monotonic() < deadline:
+        # A descendant may fork while it is being killed, and its children are reparented to us: look again.
+        children = [child for child in psutil.Process().children() if child.pid not in spared]
+        family = [process for child in children for process in (child, *_below(child)) if _is_alive(process)]
+        if not family:
+            _collect(child.pid for child in children)
+            return
+        for process in family:
+            try:
+                process.kill()
+            except psutil.NoSuchProcess:
+                pass
+        psutil.wait_procs(family, timeout=0.2)
+
+
+def _collect(pids: Iterable[int]) -> None:
+    """Collects the exit status of dead children that this process adopted as orphans."""
+    for pid in pids:
+        try:
+            os.waitpid(pid, os.WNOHANG)
+        except ChildProcessError:
+            pass
+
+
+def _below(process) -> list:
+    import psutil
+
+    try:
+        return process.children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
+
+
+def _is_alive(process) -> bool:
+    import psutil
+
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+@contextmanager
+def handled_by(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Within the context, termination signals go to ``handler``; a hang-up that nohup ignores stays ignored."""
+    before = {}
+    if threading.current_thread() is threading.main_thread():  # Python delivers signals only to it
+        for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT"):
+            signum = getattr(signal, name, None)  # Windows has two of them
+            if signum is None or (name == "SIGHUP" and signal.getsignal(signum) is signal.SIG_IGN):
+                continue
+            before[signum] = signal.signal(signum, handler)
+    try:
+        yield
+    finally:
+        for signum, old in before.items():
+            signal.signal(signum, old)
+
+
+@contextmanager
+def holding_signals() -> Iterator[None]:
+    """Termination signals that arrive within the context take effect at its end.
+
+    Their handlers raise; raised inside ``Thread.start``, that leaves a thread which Python does not know, and the
+    thread prints a traceback when it ends.
+    """
+    held: list[int] = []
+    with handled_by(lambda signum, _: held.append(signum)):
+        yield
+    for signum in held:
+        signal.raise_signal(signum)
+
+
+def end_failed_ranks(run_dir: Path, pids: Mapping[int, int], ended_at: Mapping[int, float]) -> None:
+    """Starts a thread that ends a rank which has reported a failure but does not exit by itself within the grace time:
+    a thread or an exit handler of its script keeps it alive, and until it is gone the other ranks wait for it.
+    """
+
+    def look() -> None:
+        while not (run_dir / FIRST_FAILURE).exists():
+            if len(ended_at) == len(pids) or not run_dir.exists():
+                return
+            time.sleep(LOOK_EVERY_S)
+        for signum in (signal.SIGTERM, SIGKILL):
+            time.sleep(grace_seconds())
+            for local_rank, pid in pids.items():
+                if local_rank not in ended_at and (run_dir / str(local_rank) / ERROR_REPORT).exists():
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signum)
+
+    if hasattr(os, "pidfd_open"):  # else ended_at stays empty, and a process id could have been reused by now
+        threading.Thread(target=look, name="failed-ranks", daemon=True).start()
+
+
+class ExitWatch:
+    """Records when each process ended, to the millisecond, without collecting its exit status: the agent does that.
+
+    The agent polls ten times a second, and by then a killed rank has often taken others down with it; the exit code
+    of the first one becomes the command's.
+    """
+
+    def __init__(self, pids: Mapping[int, int]) -> None:
+        """``pids``: local rank -> process id of a child that has not been waited for yet."""
+        self.ended_at: dict[int, float] = {}  # local rank -> seconds since the epoch
+        self._pids = frozenset(pids.values())
+        if not hasattr(os, "pidfd_open"):
+            return
+        self._selector = selectors.DefaultSelector()
+        for local_rank, pid in pids.items():
+            try:
+                self._selector.register(os.pidfd_open(pid), selectors.EVENT_READ, local_rank)
+            except OSError:  # an old kernel, or no descriptors left: the agent's own times are used
+                return
+        threading.Thread(target=self._watch, args=(len(pids),), name="exit-watch", daemon=True).start()
+
+    def _watch(self, running: int) -> None:
+        while running:
+            for key, _ in self._selector.select(timeout=COLLECT_EVERY_S):
+                self.ended_at[key.data] = time.time()
+                self._selector.unregister(key.fileobj)
+                os.close(key.fd)
+                running -= 1
+            self._collect_orphans()
+        self._selector.close()
+
+    def _collect_orphans(self) -> None:
+        """Collects the exit status of adopted processes that ranks left behind: a long run would fill the table."""
+        with contextlib.suppress(ChildProcessError):
+            while ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+                # Not ours to collect; the agent is about to, and then we continue.
+                if ended.si_pid in self._pids:
+                    return
+                os.waitpid(ended.si_pid, 0)

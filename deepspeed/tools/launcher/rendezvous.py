@@ -1,0 +1,147 @@
+"""Where the machines of an elastic job meet: torch's dynamic rendezvous, over a store that outlives any of them.
+
+    python -m deepspeed.tools.launcher.rendezvous PORT PARENT_PID
+
+is that store, as a process of its own beside the `deepspeed` command. Where machines are started by hand, the first
+one keeps it, and then the job does not outlive that machine.
+"""
+
+from __future__ import annotations
+
+import datetime
+import inspect
+import os
+import signal
+import socket
+import sys
+import time
+from types import FrameType
+from typing import Any
+
+from torch.distributed import DistNetworkError, DistStoreError, TCPStore
+from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
+    DynamicRendezvousHandler,
+    RendezvousTimeout,
+)
+
+from deepspeed.tools.launcher import ports
+from deepspeed.tools.launcher.agent import NodeJob
+from deepspeed.tools.launcher.errors import LaunchError
+from deepspeed.tools.launcher.memory import Memory
+from deepspeed.tools.launcher.shim import die_with_parent
+from deepspeed.tools.launcher.supervision import START_ANEW
+
+RUN_ID = "deepspeed"
+JOIN_S = 600  # for the fewest machines to come
+LAST_CALL_S = 2  # for more than the fewest to come
+HEARTBEAT_S, HEARTBEATS = 1, 3  # a machine that misses them has gone
+CONNECT_S = 60
+STEP_S = 60.0  # a machine that has come waits so long for the end of a step
+
+
+class AtSteps(RendezvousHandler):
+    """Lets the agent see machines that wait only when a step has been finished since they came."""
+
+    def __init__(self, handler: RendezvousHandler, kept: Memory) -> None:
+        self._handler = handler
+        self._kept = kept
+        self._seen: tuple[int, float] | None = None  # the step at which someone was first seen, and when
+        self._lost = False
+        signal.signal(START_ANEW, self._on_loss)
+
+    def get_backend(self) -> str:
+        return self._handler.get_backend()
+
+    @property
+    def use_agent_store(self) -> bool:
+        return False  # it counts starts, which machines that come later have not seen
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        self._seen, self._lost = None, False
+        return self._handler.next_rendezvous()
+
+    def num_nodes_waiting(self) -> int:
+        if self._lost:
+            return 1
+        waiting = self._handler.num_nodes_waiting()
+        if waiting == 0:
+            self._seen = None
+            return 0
+        step = self._kept.step
+        if self._seen is None:
+            self._seen = step, time.monotonic()
+        first, since = self._seen
+        return waiting if step > first or time.monotonic() > since + STEP_S else 0
+
+    def _on_loss(self, signum: int, frame: FrameType | None) -> None:
+        self._lost = True
+
+    def is_closed(self) -> bool:
+        return self._handler.is_closed()
+
+    def set_closed(self) -> None:
+        self._handler.set_closed()
+
+    def get_run_id(self) -> str:
+        return self._handler.get_run_id()
+
+    def shutdown(self) -> bool:
+        return self._handler.shutdown()
+
+
+def meet(job: NodeJob, kept: Memory) -> RendezvousHandler:
+    """The rendezvous of this machine."""
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # each start of the ranks has a store of its own
+    keeps_store = job.node_rank == 0 and ports.is_free(job.master_addr, job.master_port)
+    try:
+        store = TCPStore(
+            job.master_addr,
+            job.master_port,
+            is_master=keeps_store,
+            wait_for_workers=False,
+            timeout=datetime.timedelta(seconds=CONNECT_S),
+        )
+    except (DistNetworkError, DistStoreError) as error:
+        reason = str(error).splitlines()[0]
+        raise LaunchError(f"no rendezvous at {job.master_addr}:{job.master_port}: {reason}") from None
+    second = datetime.timedelta(seconds=1)
+    handler = DynamicRendezvousHandler.from_backend(
+        RUN_ID,
+        store,
+        C10dRendezvousBackend(store, RUN_ID),
+        job.min_nodes,
+        job.max_nodes,
+        local_addr=own_address(job.master_addr, job.master_port),
+        timeout=RendezvousTimeout(JOIN_S * second, LAST_CALL_S * second, 5 * second, 5 * second),
+        **_heartbeats(),
+    )
+    return AtSteps(handler, kept)
+
+
+def _heartbeats() -> dict[str, Any]:
+    """How soon a machine counts as gone; releases of torch before 2.7 cannot be told."""
+    known = inspect.signature(DynamicRendezvousHandler.from_backend).parameters
+    wanted = {"keep_alive_interval": HEARTBEAT_S, "keep_alive_max_attempt": HEARTBEATS}
+    return {name: value for name, value in wanted.items() if name in known}
+
+
+def own_address(master_addr: str, master_port: int) -> str:
+    """The address with which this machine reaches ``master_addr``: the one that others reach it by."""
+    family, _, _, _, where = socket.getaddrinfo(master_addr, master_port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(where)  # of a datagram socket: nothing is sent
+        return probe.getsockname()[0]
+
+
+def main(port: int, parent: int) -> None:
+    die_with_parent(parent, signal.SIGTERM)
+    store = TCPStore("0.0.0.0", port, is_master=True, wait_for_workers=False)
+    print("ready", flush=True)
+    while store:
+        signal.pause()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]))

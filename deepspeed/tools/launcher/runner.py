@@ -1,0 +1,322 @@
+"""The `deepspeed` command: decides which devices to use and starts `deepspeed.tools.launcher.launch` on them.
+
+It stays small (no torch) and runs as long as the launcher that it starts. The two monitor each other: if this
+process is killed, the kernel notifies the launcher, which stops its ranks; if the launcher is killed, the kernel kills
+the ranks, and the processes that they had started are reparented to this one, which ends them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import os
+import shutil
+import sys
+from collections.abc import Callable, Mapping, Sequence
+
+from deepspeed.base.constants import TORCH_DISTRIBUTED_DEFAULT_PORT
+from deepspeed.base.tool_arguments import ArgumentParser
+from deepspeed.tools.launcher import ports
+from deepspeed.tools.launcher.arguments import LAUNCH, choose_port, encode_world_info, launch_arguments
+from deepspeed.tools.launcher.constants import PDSH_LAUNCHER
+from deepspeed.tools.launcher.devices import DLTS_HOSTFILE, choose_devices, is_this_machine
+from deepspeed.tools.launcher.errors import LaunchError
+from deepspeed.tools.launcher.exports import ENVIRONMENT_NAME as DEEPSPEED_ENVIRONMENT_NAME
+from deepspeed.tools.launcher.exports import EXPORT_ENVS
+from deepspeed.tools.launcher.hostfile import (
+    _parse_hostfile,
+    apply_num_nodes_and_gpus,
+    fetch_hostfile,
+    parse_inclusion_exclusion,
+    parse_node_config,
+    parse_node_config_list,
+    parse_resource_filter,
+)
+from deepspeed.tools.launcher.hosts import several
+from deepspeed.tools.launcher.hosts.multinode_runner import RUNNERS
+from deepspeed.tools.launcher.launch import add_common_arguments, configure_logging, logger, pid_file
+from deepspeed.tools.launcher.shim import INTERRUPTED, USAGE_ERROR
+from deepspeed.tools.launcher.supervision import supervise
+
+__all__ = [
+    "DEEPSPEED_ENVIRONMENT_NAME",
+    "DLTS_HOSTFILE",
+    "EXPORT_ENVS",
+    "_parse_hostfile",
+    "apply_num_nodes_and_gpus",
+    "encode_world_info",
+    "fetch_hostfile",
+    "main",
+    "parse_args",
+    "parse_inclusion_exclusion",
+    "parse_node_config",
+    "parse_node_config_list",
+    "parse_num_nodes",
+    "parse_resource_filter",
+]
+
+EXAMPLES = """\
+examples:
+  deepspeed train.py --deepspeed_config ds.json      all devices of this machine
+  deepspeed --num_gpus 2 train.py                    two ranks (on a CPU host they share the cores)
+  deepspeed --include localhost:0,2 train.py         devices 0 and 2
+  deepspeed --num_gpus 2 --module package.train      as 'python -m package.train'
+  deepspeed --hostfile hosts train.py                all slots of all hosts, over ssh
+  deepspeed --num_gpus 4 --bind_cores_to_rank --enable_each_rank_log logs train.py
+
+Options of the launcher go before the script; everything after it is passed to the script. The exit code is that
+of the first rank that failed (128 + N if signal N ended it).
+"""
+
+
+LAUNCHER_ARGS = "launcher_args"
+
+
+class _MarkGiven(argparse.Action):
+    """Stores the value and records that the user chose it: ``NAME_given``."""
+
+    def __call__(self, parser, namespace, values, option_string=None) -> None:
+        setattr(namespace, self.dest, values)
+        setattr(namespace, f"{self.dest}_given", True)
+
+
+def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line of `deepspeed`; everything after the script is the script's."""
+    # Abbreviations off: argparse would also look for them among the arguments of the user's script.
+    parser = ArgumentParser(
+        prog="deepspeed",
+        usage="deepspeed [options] script [arguments of the script]",
+        description="Start one process per device and run the same script in each of them.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    _add_device_arguments(parser.add_argument_group("devices"))
+    _add_rendezvous_arguments(parser.add_argument_group("rendezvous"))
+    add_common_arguments(parser)
+    parser.add_argument(
+        "--save_pid", action="store_true", help="write the launcher's process id to /tmp/PID.ds"
+    )
+    _add_several_machine_arguments(parser.add_argument_group("several machines and autotuning"))
+    parser.add_argument("user_script", help="script to run in every rank")
+    parser.add_argument("user_args", nargs=argparse.REMAINDER, help="arguments of the script")
+    parser.set_defaults(master_port_given=False, num_gpus_given=False, launcher_given=False)
+    return parser.parse_args(_with_joined_values(parser, sys.argv[1:] if args is None else args))
+
+
+def _with_joined_values(parser: argparse.ArgumentParser, args: Sequence[str]) -> list[str]:
+    """``--launcher_args --x=y``, as the documents have it, becomes one word: argparse takes the second for an option of
+    its own. What follows the script is left alone."""
+    known, left, joined = parser._option_string_actions, list(args), []
+    while left:
+        word = left.pop(0)
+        action = known.get(word)
+        if action is None or action.nargs is not None or not left:  # no option, or one that takes no value
+            joined.append(word)
+        elif action.dest == LAUNCHER_ARGS and left[0].startswith("-"):
+            joined.append(f"{word}={left.pop(0)}")
+        else:
+            joined += [word, left.pop(0)]
+        if not word.startswith("-"):
+            return joined + left
+    return joined
+
+
+def _add_device_arguments(group: argparse._ArgumentGroup) -> None:
+    first = "use the first N devices, or start N ranks on a CPU host (default: all; one rank per NUMA node)"
+    group.add_argument(
+        "--num_gpus", "--num_accelerators", type=int, default=-1, action=_MarkGiven, metavar="N", help=first
+    )
+    only = "use only these devices: HOST[:SLOT,...][@HOST...], such as localhost:0,2"
+    group.add_argument("-i", "--include", default="", metavar="SPEC", help=only)
+    group.add_argument("-e", "--exclude", default="", metavar="SPEC", help="use all devices but these")
+    lines = f"file with a line 'HOST slots=N' per host (default: {DLTS_HOSTFILE}, if it exists)"
+    group.add_argument("-H", "--hostfile", default=DLTS_HOSTFILE, metavar="FILE", help=lines)
+
+
+def _add_rendezvous_arguments(group: argparse._ArgumentGroup) -> None:
+    usual = TORCH_DISTRIBUTED_DEFAULT_PORT
+    address = "address of rank 0 (default: 127.0.0.1)"
+    port = f"port of rank 0 (default: {usual}, or a free one if that is in use)"
+    group.add_argument("--master_addr", default="", metavar="ADDRESS", help=address)
+    group.add_argument("--master_port", type=int, default=usual, action=_MarkGiven, metavar="PORT", help=port)
+
+
+def _add_several_machine_arguments(group: argparse._ArgumentGroup) -> None:
+    names = (
+        "pdsh, ssh, openmpi, mvapich, slurm, mpich or impi (default: pdsh, or ssh if pdsh is not installed)"
+    )
+    group.add_argument(
+        "--num_nodes", type=_node_count, default=-1, metavar="N", help="use the first N hosts of the hostfile"
+    )
+    group.add_argument("--launcher", default=PDSH_LAUNCHER, action=_MarkGiven, metavar="NAME", help=names)
+    group.add_argument(
+        "--launcher_args",
+        "--launcher_arg",
+        default="",
+        metavar="TEXT",
+        help="options for the launcher, as one word: '-F my_ssh_config'",
+    )
+    group.add_argument("--ssh_port", type=int, metavar="PORT", help="port of the ssh servers on the hosts")
+    group.add_argument(
+        "--venv_script", metavar="FILE", help="shell script that each host sources before Python starts"
+    )
+    group.add_argument(
+        "--no_ssh_check", action="store_true", help="do not test the connection to the first host (pdsh)"
+    )
+    group.add_argument("--no_ssh", action="store_true", help="you run this command on each machine yourself")
+    group.add_argument(
+        "--node_rank", type=int, default=-1, metavar="N", help="with --no_ssh: this machine's number"
+    )
+    group.add_argument(
+        "--force_multi",
+        action="store_true",
+        help="use the launcher even for a single machine or for this one",
+    )
+    group.add_argument(
+        "--elastic_training",
+        action="store_true",
+        help="restart the ranks after the loss of ranks or machines",
+    )
+    group.add_argument(
+        "--min_elastic_nodes",
+        type=int,
+        default=-1,
+        metavar="N",
+        help="fewest machines to continue with (default: 1)",
+    )
+    group.add_argument(
+        "--max_elastic_nodes",
+        type=int,
+        default=-1,
+        metavar="N",
+        help="most machines to use (default: all hosts)",
+    )
+    group.add_argument(
+        "--autotuning",
+        choices=["tune", "run"],
+        default="",
+        help="find the fastest config for the script; with run, also train with it",
+    )
+
+
+def _node_count(text: str) -> int | str:
+    return int(text) if text.lstrip("-").isdigit() else text
+
+
+def parse_num_nodes(str_num_nodes: str, elastic_training: bool) -> tuple[int, int]:
+    """``"2"`` -> ``(2, -1)``; with elastic training also ``"2:4"`` -> ``(2, 4)``. Raises LaunchError otherwise."""
+    low, colon, high = str_num_nodes.partition(":")
+    try:
+        numbers = int(low), int(high) if colon else -1
+    except ValueError:
+        raise LaunchError(f"--num_nodes={str_num_nodes}: expected a number, or MIN:MAX") from None
+    if colon and not elastic_training:
+        raise LaunchError(f"--num_nodes={str_num_nodes}: MIN:MAX is for --elastic_training")
+    return numbers
+
+
+def check_elastic(args: argparse.Namespace) -> None:
+    """``--num_nodes MIN:MAX`` is another way to write the limits of ``--elastic_training``. Raises LaunchError for
+    limits that cannot be meant."""
+    low, high = parse_num_nodes(str(args.num_nodes), args.elastic_training)
+    args.num_nodes = low
+    if high > 0:
+        args.min_elastic_nodes, args.max_elastic_nodes, args.num_nodes = low, high, -1
+    for name in ("min_elastic_nodes", "max_elastic_nodes"):
+        if getattr(args, name) > 0 and not args.elastic_training:
+            raise LaunchError(f"--{name} is for --elastic_training: add that, or leave it out")
+    if 0 < args.max_elastic_nodes < args.min_elastic_nodes:
+        raise LaunchError(
+            f"--min_elastic_nodes={args.min_elastic_nodes} is above --max_elastic_nodes={args.max_elastic_nodes}"
+        )
+
+
+def run_autotuning(args: argparse.Namespace, active_resources: Mapping[str, Sequence[int]]) -> int:
+    """``--autotuning``: finds the fastest config, and with ``run`` runs the script with it. Returns the exit code."""
+    from deepspeed.tools.autotuning.command import run_autotuning as tune
+
+    try:
+        return tune(args, active_resources)
+    except ValueError as error:
+        raise LaunchError(f"--autotuning: {error}") from error
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """Entry point of `deepspeed`. Given ``args``, it raises LaunchError where the command exits with 2."""
+    parsed = parse_args(args)
+    configure_logging(parsed)
+    try:
+        if parsed.autotuning:
+            sys.exit(run_autotuning(parsed, choose_devices(parsed)))
+        start, reservation = prepare(parsed)
+    except LaunchError as error:
+        if args is not None:
+            raise
+        logger.error("error: %s", error)
+        sys.exit(USAGE_ERROR)
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)
+    try:
+        with reservation:
+            code = start()
+    except KeyboardInterrupt:  # before signals are forwarded to the launcher: it ends with us
+        code = INTERRUPTED
+    finally:
+        pid_file(os.getpid()).unlink(missing_ok=True)  # left behind if the launcher was killed
+    if code != 0:
+        sys.exit(code)
+
+
+def prepare(args: argparse.Namespace) -> tuple[Callable[[], int], ports.Reservation]:
+    """Checks everything that can be checked before a process is started; returns what runs the job and gives its exit
+    code, and the port to hold until it ends.
+    """
+    check_elastic(args)
+    active = choose_devices(args)
+    if args.launcher_given and args.launcher in RUNNERS:
+        # Also where one host is left, which is started here.
+        RUNNERS[args.launcher].validate_active_resources(active)
+    if args.module and args.no_python:
+        raise LaunchError("--module and --no_python exclude each other: a module is run by Python")
+    if args.no_python and shutil.which(args.user_script) is None:
+        raise LaunchError(f"{args.user_script!r} is not a program on PATH")
+    if not (args.module or args.no_python) and not os.path.exists(args.user_script):
+        raise LaunchError(
+            f"there is no script {args.user_script!r} in {os.getcwd()} (a module? then add --module)"
+        )
+    if args.bind_core_list and not args.bind_cores_to_rank:
+        logger.warning("--bind_core_list=%s has no effect without --bind_cores_to_rank", args.bind_core_list)
+    if args.no_ssh:
+        return _this_machine_of_several(args, active)
+    if args.node_rank >= 0:
+        raise LaunchError(
+            f"--node_rank={args.node_rank} is for machines that are started by hand: add --no_ssh"
+        )
+    if args.force_multi or len(active) > 1 or not is_this_machine(next(iter(active)).rpartition("@")[2]):
+        return several.prepare(args, active)
+    address = args.master_addr or "127.0.0.1"
+    reservation = choose_port(args, address)
+    command = [*LAUNCH, *launch_arguments(args, active, address, reservation.port)]
+    return functools.partial(supervise, command), reservation
+
+
+def _this_machine_of_several(
+    args: argparse.Namespace, active: Mapping[str, Sequence[int]]
+) -> tuple[Callable[[], int], ports.Reservation]:
+    """``--no_ssh``: the same command is given on every machine, with another ``--node_rank``."""
+    if not 0 <= args.node_rank < len(active):
+        raise LaunchError(
+            f"--no_ssh needs --node_rank, the number of this machine: 0 to {len(active) - 1} ({', '.join(active)})"
+        )
+    if len(active) > 1 and not args.master_addr:
+        raise LaunchError("--no_ssh needs --master_addr, an address of the machine with --node_rank 0")
+    address = args.master_addr or "127.0.0.1"
+    args.master_port_given = True  # all machines must use the same
+    reservation = choose_port(args, address) if args.node_rank == 0 else ports.Reservation(0)
+    command = [*LAUNCH, *launch_arguments(args, active, address, args.master_port, args.node_rank)]
+    return functools.partial(supervise, command), reservation
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,86 @@
+"""`ds live FOLDER`: the page of a run from its record, while it runs elsewhere or when it has ended."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+from deepspeed.base.tool_arguments import ArgumentParser, ends_quietly
+from deepspeed.observe.live.history import SPEED_ROWS, History, standing_of
+from deepspeed.observe.live.record import NAME, read_more
+from deepspeed.observe.live.server import TOKEN_VARIABLE, PageServer, token_for
+
+LOOK_S = 1.0
+
+
+class Follower:
+    """A history that follows a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.history = History()
+        self._path, self._offset = path, 0
+
+    def look(self) -> None:
+        """Take what has come. OSError, ValueError: it cannot be read."""
+        if self._path.stat().st_size < self._offset:  # another run has begun there
+            self._offset = 0
+            self.history.clear()
+        entries, self._offset = read_more(self._path, self._offset)
+        self.history.take(entries)
+        rows = self.history.newest(SPEED_ROWS)
+        self.history.tell(**standing_of(rows, self.history.state.get("run", {})), recorded=True)
+
+
+@ends_quietly
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = ArgumentParser(
+        prog="ds live",
+        description="Serve the live page of a run from the record that `monitor.live` keeps, during the run or after "
+        "it. Ctrl-C ends it.",
+    )
+    parser.add_argument("folder", type=Path, help="the run's monitor.live.folder, or an older record in it")
+    parser.add_argument(
+        "--host",
+        default="127.0.0.1",
+        help=f"address to listen on (default: %(default)s). If other machines can connect, a token is required: that "
+        f"of {TOKEN_VARIABLE}, or one that is written to the folder",
+    )
+    parser.add_argument(
+        "--port", type=int, default=8470, help="port to listen on, or the next free one (default: 8470)"
+    )
+    args = parser.parse_args(argv)
+    path = args.folder / NAME if args.folder.is_dir() else args.folder
+    follower = Follower(path)
+    try:
+        follower.look()
+        server = PageServer(follower.history, args.host, args.port, token_for(args.host, path.parent))
+    except FileNotFoundError:
+        print(f"ds live: {path} does not exist; a run with monitor.live writes it", file=sys.stderr)
+        return 2
+    except (OSError, ValueError, OverflowError) as error:
+        print(f"ds live: {error}", file=sys.stderr)
+        return 2
+    print(f"{path}: {server.address}   (Ctrl-C ends)", flush=True)
+    try:
+        follow(follower, threading.Event())
+    except KeyboardInterrupt:
+        pass
+    finally:
+        server.close()
+    return 0
+
+
+def follow(follower: Follower, end: threading.Event) -> None:
+    """Until ``end``. A file that cannot be read for a while is read later."""
+    while not end.wait(LOOK_S):
+        try:
+            follower.look()
+        except (OSError, ValueError) as error:
+            print(f"ds live: {error}", file=sys.stderr)
+            end.wait(10 * LOOK_S)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,179 @@
+"""`ds_nvme_tune`: try configurations of `aio_handle` on directories and print the best as the `aio` section."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+import json
+import os
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from deepspeed.base.tool_arguments import ArgumentParser, ends_quietly
+from deepspeed.tools.nvme.engines import Transfer
+from deepspeed.tools.nvme.measure import FLAGS, Plan, aio_section, byte_count, check_devices, speeds
+
+DEFAULT_SPACE: dict[str, list[Any]] = {
+    "block_size": ["1M", "8M"],
+    "queue_depth": [32, 128],
+    "intra_op_parallelism": [1, 2, 4, 8],
+    "overlap_events": [True, False],
+    "single_submit": [False],
+}
+_OTHER_NAMES = {"io_parallel": "intra_op_parallelism"}
+
+
+def parser() -> argparse.ArgumentParser:
+    made = ArgumentParser(
+        prog="ds_nvme_tune",
+        description="Try configurations of `aio_handle` and print the best as an `aio` section.",
+    )
+    made.add_argument("--nvme_dir", nargs="+", required=True, help="writable directories, one per device")
+    made.add_argument(
+        "--sweep_config", type=Path, help="JSON file that maps the name of a setting to a list of values"
+    )
+    made.add_argument("--no_read", action="store_true", help="do not measure reads")
+    made.add_argument("--no_write", action="store_true", help="do not measure writes")
+    made.add_argument(
+        "--io_size", default="400M", help="bytes to move per measurement (default: %(default)s)"
+    )
+    made.add_argument("--gpu", action="store_true", help="use tensors on the GPU")
+    made.add_argument("--gds", action="store_true", help="use GPUDirect Storage")
+    made.add_argument(
+        "--flush_page_cache", action="store_true", help="empty the page cache before each read (needs root)"
+    )
+    made.add_argument(
+        "--log_dir",
+        type=Path,
+        default=Path("_aio_bench_logs"),
+        help="folder for logs (default: ./%(default)s)",
+    )
+    made.add_argument("--loops", type=int, default=1, help="repetitions (default: %(default)s)")
+    made.add_argument("--verbose", action="store_true", help="print each measurement")
+    return made
+
+
+def space_of(config: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """All combinations of the lists in `config`, as arguments of `aio_handle`. ValueError for other keys or values."""
+    lists: dict[str, list[Any]] = {}
+    for key, values in config.items():
+        name = _OTHER_NAMES.get(key, key)
+        if name not in DEFAULT_SPACE:
+            raise ValueError(
+                f"sweep configuration: unknown setting {key!r}; there are {', '.join(DEFAULT_SPACE)}"
+            )
+        lists[name] = [_value(name, value) for value in (values if isinstance(values, list) else [values])]
+    return [dict(zip(lists, values, strict=True)) for values in itertools.product(*lists.values())]
+
+
+def _value(name: str, value: Any) -> Any:
+    text = str(value).lower()
+    if name in FLAGS:
+        if text not in ("true", "false"):
+            raise ValueError(f"sweep configuration: {name} = {value!r}: expected true or false")
+        return text == "true"
+    return byte_count(text)
+
+
+def sweep(args: argparse.Namespace, space: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Speeds in GB/s of each configuration: its settings with "read" and "write" (None: not measured)."""
+    kinds = [kind for kind, left_out in (("read", args.no_read), ("write", args.no_write)) if not left_out]
+    results = []
+    args.log_dir.mkdir(parents=True, exist_ok=True)
+    with (
+        open(args.log_dir / "results.jsonl", "w", encoding="utf-8") as log,
+        tqdm(total=len(space) * len(kinds), unit="measurement", disable=None, leave=False) as bar,
+    ):
+        for settings in space:
+            row: dict[str, Any] = {**settings, "read": None, "write": None}
+            bar.set_description(", ".join(f"{name}={value}" for name, value in settings.items()))
+            for kind in kinds:
+                row[kind] = _speed(args, settings, kind)
+                bar.update()
+            results.append(row)
+            print(json.dumps(row), file=log, flush=True)
+            if args.verbose:
+                tqdm.write(json.dumps(row), file=sys.stdout)
+    return results
+
+
+def _speed(args: argparse.Namespace, settings: Mapping[str, Any], kind: str) -> float:
+    transfer = Transfer(
+        io_size=byte_count(args.io_size),
+        read=kind == "read",
+        device=0 if args.gpu or args.gds else None,
+        gds=args.gds,
+        **settings,
+    )
+    if transfer.read and args.flush_page_cache:
+        _flush_page_cache()
+    plans = [
+        Plan(
+            dataclasses.replace(transfer, device=None if transfer.device is None else index),
+            folder,
+            "_ds_nvme_tune",
+            args.loops,
+        )
+        for index, folder in enumerate(args.nvme_dir)
+    ]
+    return statistics.median(speeds(plans))
+
+
+def _flush_page_cache() -> None:
+    os.sync()
+    Path("/proc/sys/vm/drop_caches").write_text("1", encoding="ascii")
+
+
+def best(results: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """The configuration that takes the least time to read and write one byte each."""
+    return min(results, key=lambda row: sum(1 / row[kind] for kind in ("read", "write") if row[kind]))
+
+
+@ends_quietly
+def main(arguments: Sequence[str] | None = None) -> int:
+    args = parser().parse_args(arguments)
+    try:
+        return _tune(args)
+    except (OSError, ValueError, NotImplementedError) as error:
+        print(f"ds_nvme_tune: {error}", file=sys.stderr)
+        return 1
+    finally:
+        for folder in args.nvme_dir:
+            if os.path.isdir(folder):
+                Path(folder, "_ds_nvme_tune_0.bin").unlink(missing_ok=True)
+
+
+def _read_sweep(path: Path) -> Any:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"--sweep_config {path} is not JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"--sweep_config {path} is no object with settings and lists of their values")
+    return found
+
+
+def _tune(args: argparse.Namespace) -> int:
+    check_devices(args.gpu)
+    if args.no_read and args.no_write:
+        raise ValueError("--no_read and --no_write leave nothing to measure")
+    for folder in args.nvme_dir:
+        if not os.path.isdir(folder):
+            raise FileNotFoundError(f"{folder}: no such directory")
+    space = space_of(_read_sweep(args.sweep_config) if args.sweep_config else DEFAULT_SPACE)
+    print(f"Running DeepNVMe performance tuning on {args.nvme_dir}", flush=True)
+    row = best(sweep(args, space))
+    found = ", ".join(f"{kind} = {row[kind]:.2f}" for kind in ("read", "write") if row[kind] is not None)
+    print(f"Best performance (GB/sec): {found}")
+    print(json.dumps(aio_section(row), indent=3))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,396 @@
+"""`ds plan`: what a config needs on device, host and disk, before anything is allocated."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import json
+import os
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from deepspeed.base.accelerator import get_accelerator
+from deepspeed.base.extras import install_hint
+from deepspeed.base.tool_arguments import ArgumentParser, ends_quietly, positive
+from deepspeed.config.axes import axes_of
+from deepspeed.config.plan import make_plan
+from deepspeed.config.problems import DeepSpeedConfigError
+from deepspeed.config.reader import UnreadableConfig
+from deepspeed.parallel.expert.stacked import spread_on_paper, stacked_experts
+from deepspeed.planning import report
+from deepspeed.planning.activations import shape_of
+from deepspeed.planning.advice import advise
+from deepspeed.planning.link_time import LinkTimes, link_times
+from deepspeed.planning.machine import Capacity, free_now
+from deepspeed.planning.request import Answer, Request, answer, config_of
+from deepspeed.planning.split import Split
+from deepspeed.planning.step_time import options as time_options
+from deepspeed.planning.step_time.calibration import CalibrationError
+from deepspeed.planning.step_time.shapes import build_shape, is_shape
+from deepspeed.planning.step_time.user_model import NoSuchFunction, call_of
+from deepspeed.planning.variants import put
+from deepspeed.tools.config.clients import read_any, read_client
+from deepspeed.zero.replica_groups import expert_parallel_size, scope_name
+
+if TYPE_CHECKING:
+    from deepspeed.tools.plan_time import Times
+
+EPILOG = """\
+The model is built on the meta device: no weights are read and nothing is allocated. MODEL is a Hugging Face folder or
+config.json, a name that transformers knows, module:function (called without arguments, returns an nn.Module), or a
+shape: gpt:LAYERSxWIDTHxHEADS, or gpt:10m to gpt:70b.
+
+Model states, buckets, gathers and offload buffers are counted exactly; activations are estimated from the shape of a
+Hugging Face model, and marked as such. The exit code is 1 if the run does not fit into the available memory, and 2 for
+errors. --device-memory, --host-memory and --disk describe a machine other than this one.
+
+examples:
+  ds plan ds_config.json --model ./Llama-3.1-8B --gpus 8 --micro-batch 1 --sequence 4096 --device-memory 80G
+  ds plan ds_config.json --model train:build_model --gpus 2 --device cpu
+  ds plan ds_config.json --model . --gpus 8 --nodes 2 --set zero_optimization.stage=3
+  ds plan ds_config.json --model gpt:70b --gpus 8 --nodes 8 --on H100 --network NDR --sequence 4096 --choices
+  ds plan ds_config.json --model gpt:10m --sequence 256 --calibrate here.json
+  ds plan ds_config.json --model gpt:10m --sequence 256 --nodes 4 --calibration here.json --network 100Mbit
+"""
+
+_SIZES = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def parser() -> argparse.ArgumentParser:
+    made = ArgumentParser(
+        prog="ds plan",
+        description="Predict the bytes per rank on device, host and disk, by kind and phase, whether they fit, and\n"
+        "the cheapest change that makes them fit.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    made.add_argument(
+        "config",
+        help="JSON or HJSON file, urlsafe-base64 JSON text, or a config file of Accelerate or TrainingArguments",
+    )
+    made.add_argument(
+        "--model",
+        required=True,
+        help="Hugging Face folder, config.json or name, module:function, or a shape such as gpt:7b",
+    )
+    made.add_argument("--gpus", type=positive, default=1, metavar="N", help="ranks per node (default: 1)")
+    made.add_argument("--nodes", type=positive, default=1, metavar="M", help="number of nodes (default: 1)")
+    made.add_argument(
+        "--micro-batch",
+        type=positive,
+        metavar="B",
+        help="samples per micro-batch (default: the config's, else 1)",
+    )
+    made.add_argument(
+        "--sequence", type=positive, metavar="S", help="tokens per sample, for activations and time"
+    )
+    made.add_argument("--checkpointing", action="store_true", help="the model uses activation checkpointing")
+    made.add_argument("--zero-init", action="store_true", help="the model is built under zero.Init (stage 3)")
+    made.add_argument(
+        "--dtype",
+        choices=_DTYPES,
+        default="fp32",
+        help="dtype in which the training script builds the model",
+    )
+    made.add_argument(
+        "--device", help="type of device, such as cuda or cpu (default: the one of this machine, else cuda)"
+    )
+    made.add_argument(
+        "--device-memory", type=_bytes, metavar="SIZE", help="memory of each device, such as 80G"
+    )
+    made.add_argument(
+        "--host-memory",
+        type=_bytes,
+        metavar="SIZE",
+        help="memory of each node (default: what is available on this machine)",
+    )
+    made.add_argument("--disk", type=_bytes, metavar="SIZE", help="space for swap files on each node")
+    made.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="change a key of the config, such as bf16.enabled=true (can be repeated)",
+    )
+    made.add_argument(
+        "--link-mbits",
+        type=_positive_number,
+        metavar="RATE",
+        help="Mbit/s between nodes: also predict the step time, with and without options that send less",
+    )
+    made.add_argument(
+        "--compute-seconds",
+        type=_positive_number,
+        default=1.0,
+        metavar="T",
+        help="with --link-mbits: compute time of a step (default: 1)",
+    )
+    made.add_argument("--json", action="store_true", help="print one JSON object with bytes as numbers")
+    time_options.add_options(made)
+    return made
+
+
+@ends_quietly
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parser().parse_args(argv)
+    try:
+        time_options.check(args)
+        if args.calibrate is not None:
+            from deepspeed.tools.plan_time import run_calibration
+
+            print(*run_calibration(args, read_config(args.config, args.gpus * args.nodes)), sep="\n")
+            return 0
+        request = make_request(args)
+        found = answer(request)
+        # With --choices the table says what would fit, of more than can be advised.
+        advice = advise(found) if found.lacking() and not args.choices else None
+        parts = dict(_times(args, found))
+    except (DeepSpeedConfigError, ModelError, time_options.TimeError, CalibrationError) as error:
+        print(f"ds plan: {error}", file=sys.stderr)
+        return 2
+    if args.json:
+        more = {name: part.as_json() for name, part in parts.items()}
+        print(json.dumps({**report.as_json(found, advice), **more}, indent=2))
+    else:
+        print(report.full_report(found, advice))
+        for part in parts.values():
+            print("", *part.lines(), sep="\n")
+    return 1 if found.lacking() else 0
+
+
+def _times(args: argparse.Namespace, found: Answer) -> Iterator[tuple[str, LinkTimes | Times]]:
+    """What is said about time, by its name in JSON."""
+    link = _link_times(args, found)
+    if link is not None:
+        yield "link", link
+    if time_options.is_asked(args):
+        from deepspeed.tools.plan_time import times_of
+
+        modules = partial(_spread_models, args, found.request)
+        yield "step", times_of(args, found, modules)
+
+
+def _spread_models(args: argparse.Namespace, request: Request) -> dict[int, nn.Module]:
+    """The model with its experts spread over 1, 2, 4, ... ranks; one entry if it has none that can be."""
+    if next(iter(stacked_experts(request.module)), None) is None:
+        return {1: request.module}
+    found: dict[int, nn.Module] = {}
+    size = 1
+    while size <= request.ranks:
+        module = build_model(args.model, _DTYPES[args.dtype])
+        try:
+            spread_on_paper(module, size)
+        except DeepSpeedConfigError:
+            break
+        found[size] = module
+        size *= 2
+    return found or {1: request.module}
+
+
+def _link_times(args: argparse.Namespace, found: Answer) -> LinkTimes | None:
+    if args.link_mbits is None:
+        return None
+    if args.nodes < 2:
+        raise SystemExit("ds plan: --link-mbits is the rate between nodes; give --nodes 2 or more")
+    return link_times(found, args.compute_seconds, args.link_mbits * 1e6 / 8)
+
+
+class ModelError(ValueError):
+    """The model that --model names cannot be built."""
+
+
+def make_request(args: argparse.Namespace) -> Request:
+    config = read_config(args.config, args.gpus * args.nodes)
+    for text in args.set:
+        _set(config, text)
+    module = build_model(args.model, _DTYPES[args.dtype])
+    device_type = args.device or _device_type(args)
+    axes = axes_of(config, args.gpus * args.nodes, "as asked for")
+    if axes.problems:
+        raise DeepSpeedConfigError.of(axes.problems)
+    _spread_experts(module, config.get("expert_parallel"))
+    _check_experts(args.model, module, args.gpus * args.nodes)
+    tensor = axes.layout.tp if axes.layout is not None else 1
+    if tensor > 1:  # they do not share the states
+        config.pop("tensor_parallel")
+    request = Request(
+        module=module,
+        config=config,
+        ranks=args.gpus * args.nodes // tensor,
+        split=Split(tensor=tensor),
+        ranks_per_sequence=axes.layout.sp if axes.layout is not None else 1,
+        nodes=args.nodes,
+        device_type=device_type,
+        zero_init=args.zero_init,
+        shape=shape_of(getattr(module, "config", None)),
+        micro_batch=args.micro_batch,
+        sequence=args.sequence,
+        checkpointing=args.checkpointing,
+    )
+    here = free_now(make_plan(config_of(request)), device_type)
+    elsewhere = time_options.device_memory(args)
+    capacity = Capacity(
+        None if device_type == "cpu" else args.device_memory or elsewhere or here.device,
+        args.host_memory or (None if elsewhere else here.host),
+        args.disk,
+    )
+    values = {name: getattr(request, name) for name in request.__dataclass_fields__}
+    return Request(**{**values, "capacity": capacity, "follow_disk": args.disk is None})
+
+
+def _spread_experts(module: nn.Module, section: Any) -> None:
+    """Each rank has its share of the experts only. What is wrong with the section is said where configs are read."""
+    if isinstance(section, dict) and section.get("enabled") is True:
+        size = section.get("autoep_size", 1)
+        if isinstance(size, int) and size >= 1:
+            spread_on_paper(module, size)
+
+
+def _check_experts(name: str, module: nn.Module, ranks: int) -> None:
+    """Raises ModelError: its experts are spread over more ranks than there are."""
+    for scope in {scope_name(param) for param in module.parameters()}:
+        try:
+            expert_parallel_size(scope, ranks)
+        except ValueError as error:
+            raise ModelError(f"--model {name}: {error}; --gpus says how many there are") from None
+
+
+def read_config(given: str, ranks: int) -> dict[str, Any]:
+    """The config in a DeepSpeed config file, or in one of Accelerate or TrainingArguments."""
+    try:
+        source = read_any(given)
+    except UnreadableConfig as error:
+        raise DeepSpeedConfigError(str(error)) from None
+    client = read_client(source, ranks)
+    if client is None:
+        return dict(source.data)
+    if client.errors:
+        raise DeepSpeedConfigError.of(client.errors, source.name)
+    return dict(client.source.data)
+
+
+def _device_type(args: argparse.Namespace) -> str:
+    here = get_accelerator().device_name().partition(":")[0]
+    return "cuda" if here == "cpu" and (args.device_memory or args.on is not None) else here
+
+
+# The model ---------------------------------------------------------------------------------------------------
+
+
+def build_model(name: str, dtype: torch.dtype) -> nn.Module:
+    """The model on the meta device. Raises ModelError naming what is wrong with ``name``."""
+    if is_shape(name):
+        try:
+            with torch.device("meta"):
+                return build_shape(name).to(dtype)
+        except ValueError as error:
+            raise ModelError(f"--model {error}") from None
+    if re.fullmatch(r"[\w.]+:[\w.]+", name) and not os.path.exists(name):
+        return _call(name)
+    return _from_hugging_face(name, dtype)
+
+
+def _call(name: str) -> nn.Module:
+    try:
+        found = call_of(name)
+    except NoSuchFunction as error:
+        raise ModelError(f"--model {error}") from error
+    _check_callable(name, found)
+    with torch.device("meta"):
+        made = found()
+    if not isinstance(made, nn.Module):
+        raise ModelError(f"--model {name} returned {type(made).__name__}, expected a torch.nn.Module")
+    return made
+
+
+def _check_callable(name: str, found: Any) -> None:
+    """Raises ModelError unless ``found()`` is a call that Python accepts."""
+    remedy = "give a function without arguments that returns the model, as module:function"
+    if isinstance(found, nn.Module) or not callable(found):
+        raise ModelError(f"--model {name} is an object of {type(found).__name__}; {remedy}")
+    try:
+        parameters = inspect.signature(found).parameters.values()
+    except (TypeError, ValueError):  # some written in C have no signature
+        return
+    optional = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    needed = [each.name for each in parameters if each.default is each.empty and each.kind not in optional]
+    if needed:
+        kind = "class" if inspect.isclass(found) else "function"
+        called = getattr(found, "__qualname__", type(found).__name__)
+        raise ModelError(
+            f"--model {name}: the {kind} {called} needs arguments ({', '.join(needed)}); {remedy}"
+        )
+
+
+def _from_hugging_face(name: str, dtype: torch.dtype) -> nn.Module:
+    try:
+        import transformers
+    except ImportError:
+        raise ModelError(
+            f"--model {name} is read by transformers, which is not installed: "
+            f"{install_hint('transformers', extra='transformers')}, or give module:function"
+        ) from None
+    path = Path(name)
+    try:
+        config = transformers.AutoConfig.from_pretrained(path.parent if path.name == "config.json" else name)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"--model {name}: {error}") from error
+    with torch.device("meta"):
+        return _class_for(transformers, config)(config, dtype)
+
+
+def _class_for(transformers: Any, config: Any) -> Any:
+    """The class that builds the model described by ``config``: its own, else a causal one, else the bare one."""
+    own = getattr(transformers, (getattr(config, "architectures", None) or [""])[0], None)
+    if own is not None and hasattr(own, "_from_config"):
+        return lambda config, dtype: own._from_config(config, dtype=dtype)
+
+    def build(config: Any, dtype: torch.dtype) -> nn.Module:
+        try:
+            return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+        except ValueError:
+            return transformers.AutoModel.from_config(config, dtype=dtype)
+
+    return build
+
+
+# Arguments ---------------------------------------------------------------------------------------------------
+
+
+def _set(config: dict[str, Any], text: str) -> None:
+    key, found, value = text.partition("=")
+    if not found:
+        raise DeepSpeedConfigError(f"--set {text}: expected KEY=VALUE")
+    try:
+        put(config, key, json.loads(value))
+    except json.JSONDecodeError:
+        put(config, key, value)
+
+
+def _positive_number(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a number above 0")
+    return value
+
+
+def _bytes(text: str) -> int:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGT]?)(i?B)?", text, re.IGNORECASE)
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a size such as 80G or 512M (binary units)")
+    return int(float(match[1]) * _SIZES[match[2].upper()])
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

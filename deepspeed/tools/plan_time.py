@@ -1,0 +1,131 @@
+"""The part of `ds plan` that is about time: what its options (``options.py``) do and print."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from deepspeed.planning.request import Answer
+from deepspeed.planning.split import Split
+from deepspeed.planning.step_time.calibration import Calibration, CalibrationError, load
+from deepspeed.planning.step_time.choices import Choices, Search, samples_of
+from deepspeed.planning.step_time.hardware import Device, HardwareError, Network, device, network
+from deepspeed.planning.step_time.options import TimeError
+from deepspeed.planning.step_time.parallel import Job, seconds_of
+from deepspeed.planning.step_time.shapes import is_shape
+from deepspeed.planning.step_time.step import StepTime
+from deepspeed.tools.calibrate import Asked, calibrate
+
+USUAL_SEQUENCE = 256
+LOCAL = Network(name="none", rate=1e12, source="one node")
+
+
+def run_calibration(args: argparse.Namespace, config: Mapping[str, Any]) -> list[str]:
+    """Train, write the file, and say what it holds."""
+    folder = Path(args.calibrate).absolute().parent
+    if not folder.is_dir():  # said before anybody has waited for it
+        raise TimeError(f"--calibrate {args.calibrate}: there is no folder {folder}")
+    micro = config.get("train_micro_batch_size_per_gpu")
+    asked = Asked(
+        model=args.model,
+        config=config,
+        batch=args.batch,
+        micro=args.micro_batch or (micro if isinstance(micro, int) else 1),
+        sequence=args.sequence or (USUAL_SEQUENCE if is_shape(args.model) else 1),
+    )
+    found = calibrate(asked)
+    try:
+        found.save(args.calibrate)
+    except OSError as error:
+        raise TimeError(f"--calibrate {args.calibrate}: {error.strerror or error}") from None
+    return [*found.lines_of_text(), f"written: {args.calibrate}"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Times:
+    """What was predicted: of the config as it is, and of the ways there are besides."""
+
+    where: str
+    step: StepTime
+    samples: int
+    choices: Choices | None = None
+
+    def lines(self) -> list[str]:
+        step = self.step
+        waits = f", {step.exposed / step.seconds:.0%} of it waiting" if step.seconds else ""
+        on = f", mostly for {step.reason}" if step.reason else ""
+        lines = [f"a step on {self.where}: {step.seconds:.4g} s{waits}{on} (predicted)"]
+        return lines if self.choices is None else [*lines, "", *self.choices.lines()]
+
+    def as_json(self) -> dict[str, Any]:
+        step = self.step
+        result: dict[str, Any] = {
+            "seconds": step.seconds,
+            "compute": step.compute,
+            "waits_for": step.waits_for,
+            "samples": self.samples,
+        }
+        if self.choices is not None:
+            best = self.choices.best
+            result["choices"] = self.choices.as_json()
+            result["fastest"] = str(best.way) if best is not None else None
+        return result
+
+
+def times_of(
+    args: argparse.Namespace, found: Answer, modules: Callable[[], Mapping[int, nn.Module]]
+) -> Times:
+    """``modules``: the model with its experts spread over so many ranks."""
+    try:
+        joined = network(args.network) if args.network is not None else LOCAL
+        chosen = device(args.on) if args.on is not None else None
+        measured = load(args.calibration) if args.calibration is not None else None
+    except (HardwareError, CalibrationError) as error:
+        raise TimeError(str(error)) from None
+    if measured is not None and measured.device_type != found.request.device_type:
+        raise TimeError(
+            f"--calibration {args.calibration} is of {measured.device_type}, the plan of "
+            f"{found.request.device_type}: give --device {measured.device_type}"
+        )
+    job = _job(found, joined, chosen, measured, args)
+    request = found.request
+    step = seconds_of([found], job, request.split.tensor, sequence=request.ranks_per_sequence)
+    samples = samples_of(found)
+    choices = None
+    if args.choices:
+        whole = replace(request, ranks=request.all_ranks, split=Split())
+        choices = Search(request=whole, job=job, samples=samples, modules=modules()).run()
+    ranks = args.gpus * args.nodes
+    name = chosen.name if chosen is not None else f"rank{'s' * (ranks > 1)} of machines as calibrated"
+    link = f" over {joined.name}" if args.nodes > 1 else ""
+    return Times(where=f"{ranks} {name}{link}", step=step, samples=samples, choices=choices)
+
+
+def _job(
+    found: Answer,
+    joined: Network,
+    chosen: Device | None,
+    measured: Calibration | None,
+    args: argparse.Namespace,
+) -> Job:
+    request = found.request
+    if request.shape is not None and request.sequence is None:
+        raise TimeError("how long a step takes depends on the tokens of a sample: give --sequence")
+    dtype = found.plan.precision.param or torch.float32
+    tokens = found.config.train_micro_batch_size_per_gpu * (request.sequence or 1)
+    return Job(
+        network=joined,
+        ranks_per_node=args.gpus,
+        device=chosen,
+        calibration=measured,
+        tokens=tokens,
+        sequence=request.sequence or 0,
+        shape=request.shape,
+        item=dtype.itemsize,
+    )

@@ -1,0 +1,188 @@
+"""``ds serve MODEL``: serve a causal Transformers model over HTTP."""
+
+from __future__ import annotations
+
+import argparse
+import ipaddress
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from deepspeed.base.extras import install_hint
+from deepspeed.base.tool_arguments import ends_quietly
+from deepspeed.inference.entry import init_inference
+from deepspeed.inference.generation.generator import Generator
+from deepspeed.inference.serving.commands import Alone, Among
+from deepspeed.inference.serving.service import Service
+from deepspeed.inference.serving.tokenizers import HuggingFaceTokenizer
+
+TOKEN_VARIABLE = "DS_SERVE_TOKEN"
+
+
+@ends_quietly
+def main(argv: Sequence[str] | None = None) -> int:
+    """Serves until it is told to stop. Returns 2 for arguments that do not fit together."""
+    args = parse(argv)
+    problem = problem_of(args)
+    if problem is not None:
+        print(f"ds serve: {problem}", file=sys.stderr)
+        return 2
+    try:
+        service, tokenizer, generator, leads = build(args)
+    # Transformers' for a model that is not there, ours for what does not fit.
+    except (OSError, ValueError) as error:
+        print(f"ds serve: {args.model}: {error}", file=sys.stderr)
+        return 2
+    if not leads:
+        # The first rank finishes answers, and says when it ends.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        service.follow()
+        return 0
+    import uvicorn
+
+    from deepspeed.inference.serving.app import ServerSettings, make_app
+
+    settings = ServerSettings(
+        model=args.name or args.model,
+        max_length=generator.scheduler.max_length,
+        stop_token_ids=generator.runner.facts.stop_token_ids,
+        token=args.token,
+        default_tokens=args.default_tokens,
+    )
+    signal.signal(signal.SIGTERM, _end)  # uvicorn sends it again when all connections are closed
+    app = make_app(service.start(), tokenizer, settings)
+    try:
+        uvicorn.run(
+            app,
+            host=args.host,
+            port=args.port,
+            log_level="warning",
+            http="h11",  # bounds the length of headers; another protocol that is installed may not
+            ws="none",
+            timeout_graceful_shutdown=round(args.drain_seconds),
+        )
+    finally:
+        service.close(timeout=args.drain_seconds)
+    return 0 if service.failure is None else 1
+
+
+def _end(*_: Any) -> None:
+    raise SystemExit(0)
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="ds serve", description="Serve a causal Transformers model over HTTP."
+    )
+    parser.add_argument("model", help="folder written by save_pretrained, or a model name on the hub")
+    parser.add_argument("--name", help="model name in responses (default: as given)")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
+    parser.add_argument("--port", type=int, default=8000, help="port to listen on (default: %(default)s)")
+    parser.add_argument(
+        "--token",
+        default=os.environ.get(TOKEN_VARIABLE),
+        help=f"API key that clients have to send (default: ${TOKEN_VARIABLE}); required if other hosts can connect",
+    )
+    parser.add_argument("--dtype", default="bf16", help="dtype of the weights (default: %(default)s)")
+    parser.add_argument(
+        "--tp-size",
+        type=int,
+        default=1,
+        help="ranks that share each layer; start the server with `deepspeed`",
+    )
+    parser.add_argument(
+        "--token-budget", type=int, default=512, help="tokens per forward (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--short-share",
+        type=float,
+        default=0.5,
+        help="fraction of the tokens for prompts that short prompts may use to overtake long ones; 0: serve in order "
+        "of arrival (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--max-sequences", type=int, default=64, help="most sequences served at a time (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--max-requests", type=int, default=256, help="most requests served or waiting (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--max-length",
+        type=int,
+        help="most tokens of prompt and answer together (default: the model's, up to 2048)",
+    )
+    parser.add_argument(
+        "--default-tokens",
+        type=int,
+        default=1024,
+        help="most tokens of an answer if the request does not say (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--cache-gb",
+        type=float,
+        help="size of the key-value cache (default: what fits in 0.4 of free memory)",
+    )
+    parser.add_argument(
+        "--drain-seconds",
+        type=float,
+        default=30,
+        help="time to finish answers after SIGTERM (default: %(default)s)",
+    )
+    parser.add_argument("--local_rank", type=int, default=-1, help=argparse.SUPPRESS)
+    return parser.parse_args(argv)
+
+
+def problem_of(args: argparse.Namespace) -> str | None:
+    """Why a server is not to be started like this."""
+    if not is_local(args.host) and not args.token:
+        return (
+            f"--host {args.host} can be reached from other hosts: set --token or ${TOKEN_VARIABLE}, so that only those "
+            "who know it are served"
+        )
+    for package, extra in (("fastapi", "serve"), ("uvicorn", "serve"), ("transformers", "transformers")):
+        try:
+            __import__(package)
+        except ImportError:
+            return f"the package {package!r} is missing: {install_hint(package, extra=extra)}"
+    return None
+
+
+def is_local(host: str) -> bool:
+    """Whether an address can be reached from this host only."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def build(args: argparse.Namespace) -> tuple[Service, HuggingFaceTokenizer, Generator, bool]:
+    """The service, not started; and whether this rank is the one that hears clients."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model: Any = AutoModelForCausalLM.from_pretrained(args.model)
+    engine = init_inference(model, dtype=args.dtype, tensor_parallel={"tp_size": args.tp_size})
+    group = engine.mp_group
+    generator = Generator(
+        engine.module,
+        token_budget=args.token_budget,
+        short_share=args.short_share,
+        max_sequences=args.max_sequences,
+        max_length=args.max_length,
+        cache_bytes=None if args.cache_gb is None else int(args.cache_gb * 2**30),
+        seed=int(torch.randint(2**31, ())) if group is None else 0,
+        group=group,
+    )
+    announcer = Alone() if group is None else Among(group, generator.runner.facts.device)
+    service = Service(generator, max_requests=args.max_requests, announcer=announcer)
+    tokenizer = HuggingFaceTokenizer(AutoTokenizer.from_pretrained(args.model))
+    return service, tokenizer, generator, group is None or group.rank == 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

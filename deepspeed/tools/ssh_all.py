@@ -1,0 +1,100 @@
+"""`ds_ssh`: run a command on every machine of a hostfile in parallel."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from typing import IO, Any
+
+from deepspeed.base.tool_arguments import ArgumentParser
+from deepspeed.tools.launcher.devices import DLTS_HOSTFILE
+from deepspeed.tools.launcher.errors import LaunchError
+from deepspeed.tools.launcher.hostfile import checked_host, fetch_hostfile, parse_inclusion_exclusion
+from deepspeed.tools.launcher.hosts.ssh import OPTIONS
+from deepspeed.tools.launcher.shim import INTERRUPTED, USAGE_ERROR
+
+
+def parser() -> ArgumentParser:
+    made = ArgumentParser(
+        prog="ds_ssh",
+        description="Run a command on every machine of a hostfile in parallel.",
+        allow_abbrev=False,
+    )
+    file = f"file of lines 'HOST slots=N' (default: {DLTS_HOSTFILE})"
+    made.add_argument("-f", "-H", "--hostfile", default=DLTS_HOSTFILE, metavar="FILE", help=file)
+    made.add_argument("-i", "--include", default="", metavar="SPEC", help="only these hosts: HOST[@HOST...]")
+    made.add_argument("-e", "--exclude", default="", metavar="SPEC", help="all hosts but these")
+    made.add_argument("--ssh_port", type=int, metavar="PORT", help="port of the ssh servers on the hosts")
+    made.add_argument("--launcher_args", default="", metavar="TEXT", help="options for ssh, as one word")
+    made.add_argument("command", nargs=argparse.REMAINDER, help="command for the shell of each host")
+    return made
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the largest exit code of all machines."""
+    args = parser().parse_args(argv)
+    try:
+        hosts = fetch_hostfile(args.hostfile)
+        if hosts is None:
+            raise LaunchError(
+                f"--hostfile={args.hostfile}: no such file; name one with lines 'HOST slots=N' (-f FILE)"
+            )
+        if not args.command:
+            raise LaunchError("which command? ds_ssh [options] COMMAND [ARGUMENT ...]")
+        names = [checked_host(host) for host in parse_inclusion_exclusion(hosts, args.include, args.exclude)]
+        return run(names, " ".join(args.command), ssh_command(args))
+    except LaunchError as error:
+        print(f"ds_ssh: {error}", file=sys.stderr)
+        return USAGE_ERROR
+    except KeyboardInterrupt:
+        return INTERRUPTED
+
+
+def ssh_command(args: argparse.Namespace) -> list[str]:
+    """ssh with the options that were given."""
+    port = ["-p", str(args.ssh_port)] if args.ssh_port is not None else []
+    return ["ssh", *shlex.split(args.launcher_args), *OPTIONS, *port]
+
+
+def run(hosts: Sequence[str], command: str, ssh: Sequence[str]) -> int:
+    """Runs a shell command on all hosts at once; each line of output has its host's name before it."""
+    running = []
+    for host in hosts:
+        try:
+            process = subprocess.Popen(
+                [*ssh, "--", host, command],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+            )
+        except FileNotFoundError:
+            raise LaunchError("there is no ssh on PATH") from None
+        running.append(
+            (process, _carry(process.stdout, sys.stdout, host), _carry(process.stderr, sys.stderr, host))
+        )
+    codes = []
+    for process, *threads in running:
+        for thread in threads:
+            thread.join()
+        codes.append(process.wait())
+    return max(code if code >= 0 else 128 - code for code in codes)
+
+
+def _carry(source: IO[bytes] | None, sink: Any, host: str) -> threading.Thread:
+    def carry() -> None:
+        assert source is not None
+        for line in source:
+            sink.write(f"{host}: {line.decode(errors='replace')}")
+            sink.flush()
+
+    thread = threading.Thread(target=carry, daemon=True)
+    thread.start()
+    return thread
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

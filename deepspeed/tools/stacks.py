@@ -1,0 +1,139 @@
+"""`ds stacks`: what every rank of a running job does, asked of the ranks themselves.
+
+A rank of a job with several ranks answers at an abstract Unix socket with its user and process in the name
+(`deepspeed/comm/hangs/stack_server.py`), so that the kernel's list of sockets is the list of ranks. A rank that does
+not answer is stopped or inside native code that holds the interpreter's lock; of it, only what the kernel knows is
+shown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from deepspeed.base.constants import RANK_SOCKET
+from deepspeed.base.tool_arguments import ends_quietly
+
+ANSWER_S = 5.0
+CALLS = 5
+STATES = {"T": "stopped", "t": "stopped by a debugger", "D": "waiting inside the kernel", "Z": "ended"}
+
+
+@ends_quietly
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="ds stacks",
+        description="Print the Python stacks and the last collectives of every rank of a running job on this host. "
+        "Shows only your own ranks. Jobs with one rank, or with comm.hang_report_seconds 0, cannot be inspected.",
+    )
+    parser.add_argument(
+        "pid",
+        type=int,
+        nargs="?",
+        help="a rank, or the command or launcher that started it (default: all of your ranks)",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object per rank")
+    options = parser.parse_args(argv)
+    processes = ranks_of_user()
+    if options.pid is not None:
+        processes = sorted(set(processes) & {options.pid, *descendants(options.pid)})
+    if not processes:
+        where = f"process {options.pid} has no" if options.pid is not None else "there are no"
+        print(
+            f"ds stacks: {where} ranks of a running job of user {os.getuid()} on this host", file=sys.stderr
+        )
+        return 1
+    answers = [(process, ask(process)) for process in processes]
+    answers.sort(key=lambda pair: (pair[1] or {}).get("rank", sys.maxsize))
+    for process, answer in answers:
+        if options.json:
+            print(json.dumps(answer or {"pid": process, "state": state_of(process)}))
+        else:
+            print("\n".join(told(process, answer)))
+    return 0
+
+
+def ranks_of_user() -> list[int]:
+    """Process ids, from the kernel's list of Unix sockets."""
+    prefix = "@" + RANK_SOCKET.format(user=os.getuid(), process="")
+    try:
+        lines = Path("/proc/net/unix").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return []
+    names = {line.split()[-1] for line in lines if prefix in line}
+    ends = (name[len(prefix) :] for name in names if name.startswith(prefix))
+    return sorted(int(end) for end in ends if end.isdecimal())
+
+
+def descendants(pid: int) -> list[int]:
+    import psutil
+
+    try:
+        return [child.pid for child in psutil.Process(pid).children(recursive=True)]
+    except psutil.Error:
+        return []
+
+
+def ask(process: int) -> dict[str, Any] | None:
+    """What a rank says; None: nothing in time."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        connection.settimeout(ANSWER_S)
+        try:
+            connection.connect("\0" + RANK_SOCKET.format(user=os.getuid(), process=process))
+            parts = list(iter(lambda: connection.recv(1 << 16), b""))
+            return json.loads(b"".join(parts))
+        except (OSError, ValueError):
+            return None
+
+
+def state_of(process: int) -> str:
+    """What the kernel says."""
+    try:
+        letter = Path(f"/proc/{process}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
+    except OSError:
+        return "ended"
+    return STATES.get(letter, "running native code that holds the interpreter's lock")
+
+
+def told(process: int, answer: dict[str, Any] | None) -> list[str]:
+    """The lines about one rank."""
+    if answer is None:
+        return [f"== process {process} does not answer: {state_of(process)}", ""]
+    facts = [answer["position"], f"in {answer['call']}" if answer["call"] else answer["doing"]]
+    lines = [
+        f"== rank {answer['rank']} ({answer['host']}, process {process}): {'; '.join(filter(None, facts))}"
+    ]
+    for group in answer["groups"]:
+        calls = group["calls"][-CALLS:]
+        first = group["count"] - len(calls) + 1
+        ranks = ", ".join(map(str, group["ranks"]))
+        lines.append(f"last collectives of ranks {ranks} ({group['count']} in all):")
+        lines += [f"  #{number} {_call(call)}" for number, call in enumerate(calls, first)]
+    for thread in answer["threads"]:
+        lines += [f"thread {thread['name']}, innermost last:", *_indented(thread["stack"])]
+    return [*lines, ""]
+
+
+def _call(call: Sequence[Any]) -> str:
+    operation, numel, dtype, root, phase = call
+    size = f" of {numel} {dtype}" if numel > 0 else f" of {dtype}" if dtype else ""
+    return (
+        operation
+        + size
+        + (f" with root {root}" if root is not None else "")
+        + (f", {phase}" if phase else "")
+    )
+
+
+def _indented(lines: Iterable[str]) -> list[str]:
+    return [f"  {line}" for line in lines]
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,112 @@
+"""`ds trace`: what a timeline says about waiting, and one file of all ranks."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from deepspeed.base.tool_arguments import ArgumentParser, ends_quietly, positive
+from deepspeed.observe.timeline.analysis import late_ranks, longest_waits, steps_of
+from deepspeed.observe.timeline.files import RankTrace, UnreadableTrace, join, read_traces
+
+Rows = list[tuple[str, ...]]
+
+
+@ends_quietly
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = ArgumentParser(
+        prog="ds trace",
+        description="Summarize a timeline recorded with the config key `trace`: time per step in forward, backward, "
+        "update, exposed communication and data, the longest waits by bucket or module, and who waited for whom.",
+    )
+    parser.add_argument("path", type=Path, help="the run's trace.path folder, or one of its files")
+    parser.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="also write a single file with all ranks, for chrome://tracing",
+    )
+    parser.add_argument("--show", type=positive, default=10, metavar="N", help="rows per table (default: 10)")
+    args = parser.parse_args(argv)
+    try:
+        traces = read_traces(args.path)
+        if args.output is not None:
+            args.output.write_text(json.dumps(join(traces)), encoding="utf-8")
+    except (UnreadableTrace, OSError) as error:
+        print(f"ds trace: {error}", file=sys.stderr)
+        return 2
+    print("\n".join(summary(traces, args.show)))
+    if args.output is not None:
+        print(f"\nall ranks: {args.output}; open it with chrome://tracing or ui.perfetto.dev")
+    return 0
+
+
+def summary(traces: Sequence[RankTrace], rows: int) -> Iterator[str]:
+    """Tables in plain text. All times are milliseconds."""
+    steps = [step for trace in traces for step in steps_of(trace)]
+    yield "steps, in ms"
+    yield from table(
+        ("step", "rank", "total", "forward", "backward", "update", "exposed communication", "copies", "data"),
+        [
+            (str(each.step), str(each.rank))
+            + tuple(
+                f"{value:.2f}"
+                for value in (
+                    each.total,
+                    each.forward,
+                    each.backward,
+                    each.update,
+                    each.exposed,
+                    each.copies,
+                    each.data,
+                )
+            )
+            for each in sorted(steps, key=lambda each: (each.step, each.rank))
+        ],
+    )
+    waits = longest_waits(traces)
+    yield "\nlongest waits, in ms over these steps"
+    yield from table(
+        ("rank", "for", "of", "ms", "times"),
+        [(str(w.rank), w.operation, w.subject, f"{w.milliseconds:.2f}", str(w.times)) for w in waits[:rows]],
+    )
+    late = late_ranks(traces)
+    if len(traces) > 1:
+        yield "\nwho waited for whom, in ms over these steps"
+        yield from table(
+            ("rank", "waited for rank", "in", "ms", "times"),
+            [
+                (str(e.waiting), str(e.late), e.subject, f"{e.milliseconds:.2f}", str(e.times))
+                for e in late[:rows]
+            ],
+        )
+    yield ""
+    yield from _sentences(traces)
+
+
+def _sentences(traces: Sequence[RankTrace]) -> Iterator[str]:
+    """The answer in words."""
+    for trace in traces:
+        steps = steps_of(trace)
+        total = sum(step.total for step in steps) or 1.0
+        exposed, data = sum(step.exposed for step in steps), sum(step.data for step in steps)
+        yield (
+            f"rank {trace.rank}: {100 * exposed / total:.0f} % of the time is exposed communication, "
+            f"{100 * data / total:.0f} % waiting for data and script"
+        )
+
+
+def table(head: tuple[str, ...], rows: Rows) -> Iterator[str]:
+    if not rows:
+        yield "  none"
+        return
+    widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
+    for row in (head, *rows):
+        yield "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

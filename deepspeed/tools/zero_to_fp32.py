@@ -1,0 +1,244 @@
+#!/usr/bin/env python
+"""Turn a checkpoint into plain fp32 weights that load without this package.
+
+    ./zero_to_fp32.py . out/                      # in a folder of checkpoints: the one that "latest" names
+    ./zero_to_fp32.py . out/ --safe_serialization --max_shard_size 2GB
+
+A copy of this file is stored next to every checkpoint; it needs the installed package.
+"""
+
+from __future__ import annotations
+
+import argparse
+import glob
+import os
+import re
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from deepspeed.checkpoint.consolidate import consolidate, materialize, resolve_folder
+from deepspeed.checkpoint.errors import CheckpointNotFoundError
+from deepspeed.checkpoint.export import save_weights
+from deepspeed.checkpoint.files.archive import LazyTensor
+from deepspeed.checkpoint.renaming import renaming
+
+OUTPUT_DTYPE_NAMES = {
+    "float32": torch.float32,
+    "fp32": torch.float32,
+    "float16": torch.float16,
+    "fp16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "bf16": torch.bfloat16,
+}
+"""What exports can be written in, by the words for it."""
+
+
+class GatheredTensor:
+    """A tensor that is assembled from its shards when ``contiguous()`` is called."""
+
+    def __init__(self, lazy: LazyTensor) -> None:
+        self._lazy = lazy
+        self.shape = torch.Size(lazy.shape)
+        self.dtype = lazy.dtype
+
+    def contiguous(self) -> Tensor:
+        return materialize(self._lazy)
+
+
+def to_torch_tensor(
+    state_dict: dict[str, Any], return_empty_tensor: bool = False, dtype: torch.dtype | str | None = None
+) -> OrderedDict[str, Tensor]:
+    """Tensors for the placeholders of ``lazy_mode``; tied ones share memory.
+
+    ``return_empty_tensor`` gives uninitialised tensors of the right shape, for determining sizes. ``dtype``: of those
+    of floating-point numbers, as ``OUTPUT_DTYPE_NAMES`` or torch name it; None leaves each as it is.
+    """
+    wanted = None if dtype is None else _output_dtype(dtype)
+    made: dict[int, Tensor] = {}
+    result: OrderedDict[str, Tensor] = OrderedDict()
+    for name, value in state_dict.items():
+        if id(value) not in made:
+            kept = wanted if wanted is not None and value.dtype.is_floating_point else value.dtype
+            empty = torch.empty(value.shape, dtype=kept) if return_empty_tensor else None
+            made[id(value)] = empty if empty is not None else value.contiguous().to(kept)
+        result[name] = made[id(value)]
+    return result
+
+
+def _output_dtype(dtype: torch.dtype | str) -> torch.dtype:
+    found = OUTPUT_DTYPE_NAMES.get(dtype.removeprefix("torch.").lower()) if isinstance(dtype, str) else dtype
+    if found is None or found not in OUTPUT_DTYPE_NAMES.values():
+        raise ValueError(f"Unsupported output dtype {dtype!r}: use one of {', '.join(OUTPUT_DTYPE_NAMES)}")
+    return found
+
+
+def get_fp32_state_dict_from_zero_checkpoint(
+    checkpoint_dir: str | os.PathLike[str],
+    tag: str | None = None,
+    exclude_frozen_parameters: bool = False,
+    lazy_mode: bool = False,
+) -> OrderedDict[str, Any]:
+    """The whole fp32 state dict on the CPU, for ``model.load_state_dict``.
+
+    ``tag`` defaults to what ``latest`` names (FileNotFoundError, a ValueError too, if there is none).
+    ``lazy_mode`` gives ``GatheredTensor`` placeholders, so that one tensor is in memory at a time.
+    """
+    whole = consolidate(resolve_folder(Path(checkpoint_dir), tag), exclude_frozen=exclude_frozen_parameters)
+    return whole.mapped(GatheredTensor if lazy_mode else materialize)  # pyright: ignore[reportArgumentType]
+
+
+def convert_zero_checkpoint_to_state_dict(
+    checkpoint_dir: str | os.PathLike[str],
+    output_dir: str | os.PathLike[str],
+    dtype: torch.dtype | str = torch.float32,
+    max_shard_size: int | str | None = "5GB",
+    safe_serialization: bool = False,
+    tag: str | None = None,
+    exclude_frozen_parameters: bool = False,
+) -> None:
+    """Write the weights to ``output_dir``: ``pytorch_model.bin`` or ``model.safetensors``, in shards with an index if
+    they exceed ``max_shard_size``. Holds one tensor in memory at a time.
+
+    Numbers in floating point are written as ``dtype``: float32, float16 or bfloat16, or one of their names.
+    """
+    wanted = _output_dtype(dtype)
+    state = get_fp32_state_dict_from_zero_checkpoint(
+        checkpoint_dir, tag, exclude_frozen_parameters, lazy_mode=True
+    )
+    first: dict[int, str] = {}  # tied weights are one object
+    for name, value in state.items():
+        first.setdefault(id(value), name)
+    save_weights(
+        {name: _written(state[name], wanted) for name in first.values()},
+        Path(output_dir),
+        aliases={name: first[id(value)] for name, value in state.items() if first[id(value)] != name},
+        max_shard_size=max_shard_size,
+        safetensors=safe_serialization,
+    )
+
+
+def _written(value: GatheredTensor | Tensor, dtype: torch.dtype) -> LazyTensor:
+    """The tensor in the dtype of the export; read when it is written. What the fp32 weights hold in 16 bits (buffers of
+    such models) is not widened."""
+    kept = dtype if value.dtype.is_floating_point and dtype is not torch.float32 else value.dtype
+    return LazyTensor(tuple(value.shape), kept, lambda: (value.contiguous().to(kept),))
+
+
+def convert_zero_checkpoint_to_fp32_state_dict(
+    checkpoint_dir: str | os.PathLike[str],
+    output_dir: str | os.PathLike[str],
+    max_shard_size: int | str | None = "5GB",
+    safe_serialization: bool = False,
+    tag: str | None = None,
+    exclude_frozen_parameters: bool = False,
+) -> None:
+    """``convert_zero_checkpoint_to_state_dict`` in fp32."""
+    convert_zero_checkpoint_to_state_dict(
+        checkpoint_dir,
+        output_dir,
+        torch.float32,
+        max_shard_size,
+        safe_serialization,
+        tag,
+        exclude_frozen_parameters,
+    )
+
+
+def load_state_dict_from_zero_checkpoint(
+    model: nn.Module, checkpoint_dir: str | os.PathLike[str], tag: str | None = None
+) -> nn.Module:
+    """Move ``model`` to the CPU and load the fp32 weights into it, leniently; returns it. It may be wrapped otherwise
+    than the one that was saved (``torch.compile``)."""
+    model = model.cpu()
+    saved = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag)
+    rename = renaming(saved, model.state_dict(), "") or str
+    model.load_state_dict({rename(name): value for name, value in saved.items()}, strict=False)
+    return model
+
+
+def get_model_state_file(checkpoint_dir: str, zero_stage: int) -> str:
+    """Path of rank 0's model states. FileNotFoundError."""
+    if not os.path.isdir(checkpoint_dir):
+        raise CheckpointNotFoundError(f"the folder {checkpoint_dir} does not exist")
+    name = "mp_rank_00_model_states.pt" if zero_stage <= 2 else "zero_pp_rank_0_mp_rank_00_model_states.pt"
+    file = os.path.join(checkpoint_dir, name)
+    if not os.path.exists(file):
+        raise CheckpointNotFoundError(f"{file} does not exist")
+    return file
+
+
+def get_checkpoint_files(checkpoint_dir: str, glob_pattern: str) -> list[str]:
+    """Matching files in natural order. FileNotFoundError if there is none."""
+    files = sorted(glob.glob(os.path.join(checkpoint_dir, glob_pattern)), key=natural_keys)
+    if not files:
+        raise CheckpointNotFoundError(f"there is no {glob_pattern} in {checkpoint_dir}")
+    return files
+
+
+def get_optim_files(checkpoint_dir: str) -> list[str]:
+    return get_checkpoint_files(checkpoint_dir, "*_optim_states.pt")
+
+
+def get_model_state_files(checkpoint_dir: str) -> list[str]:
+    return get_checkpoint_files(checkpoint_dir, "*_model_states.pt")
+
+
+def atoi(text: str) -> int | str:
+    return int(text) if text.isdigit() else text
+
+
+def natural_keys(text: str) -> list[int | str]:
+    """Sort key that puts ``rank_10`` after ``rank_9``."""
+    return [atoi(part) for part in re.split(r"(\d+)", text)]
+
+
+def command_parser(description: str) -> argparse.ArgumentParser:
+    """What this command and ``zero_to_torch.py`` are asked."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("checkpoint_dir", help="folder of checkpoints that contains the file 'latest'")
+    parser.add_argument("output_dir", help="folder for the weights")
+    parser.add_argument(
+        "--max_shard_size", default="5GB", help="size limit of each file, such as 5GB or 200MB"
+    )
+    parser.add_argument(
+        "--safe_serialization", action="store_true", help="write safetensors instead of torch files"
+    )
+    parser.add_argument(
+        "-t",
+        "--tag",
+        default=None,
+        help="checkpoint to convert, such as global_step100 (default: the one that 'latest' names)",
+    )
+    parser.add_argument(
+        "--exclude_frozen_parameters", action="store_true", help="write only trained parameters"
+    )
+    parser.add_argument("-d", "--debug", action="store_true", help="show tracebacks")
+    return parser
+
+
+def run_command(
+    parser: argparse.ArgumentParser, args: Sequence[str] | None, convert: Callable[..., None], name: str
+) -> None:
+    """``convert`` with what the command line says; its errors without a traceback, unless that is asked for."""
+    given = vars(parser.parse_args(args))
+    debug = given.pop("debug")
+    try:
+        convert(given.pop("checkpoint_dir"), given.pop("output_dir"), **given)
+    except ValueError as error:
+        if debug:
+            raise
+        parser.exit(1, f"{name}: {error}\n")
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    parser = command_parser("Write the fp32 weights of a checkpoint as plain files.")
+    run_command(parser, args, convert_zero_checkpoint_to_fp32_state_dict, "zero_to_fp32")
+
+
+if __name__ == "__main__":
+    main()

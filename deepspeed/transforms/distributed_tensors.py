@@ -1,0 +1,268 @@
+"""Models whose parameters are DTensors already, split over tensor-parallel ranks: ``from_pretrained(tp_plan="auto")``
+of Transformers, or ``parallelize_module`` of torch.
+
+Each such parameter is replaced by a plain one that holds this rank's part and carries its placement: all that ZeRO
+needs. The forward that uses it still sees a DTensor, made of the part around each call, so that its gradient arrives in
+the layout of the part, already summed where the model left a partial sum. State dicts of the module hold DTensors as
+before, and those that are loaded may hold DTensors, this rank's parts, or whole tensors.
+
+torch's DTensors are imported only where a parameter is one: that takes most of a second.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from deepspeed.base.sharded import full_shape, is_zero_param
+from deepspeed.checkpoint.placement import ATTRIBUTE, Placement, local_part, place
+from deepspeed.config.problems import DeepSpeedConfigError
+from deepspeed.transforms.module_transforms import TransformContext, request, transforms_of
+from deepspeed.zero.replica_groups import DENSE, scope_name
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor
+
+NAME = "distributed_tensors"
+_LAYOUTS = "_ds_layouts"
+"""A module whose parameters were DTensors keeps by name how they lie."""
+_SHOWN = 3
+
+
+def is_dtensor(value: object) -> bool:
+    """By name: importing the class takes longer than everything else here."""
+    return any(kind.__qualname__ == "DTensor" for kind in type(value).__mro__)
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How a parameter lies as a DTensor: its mesh, the placements over it, and shape and stride of the whole."""
+
+    mesh: DeviceMesh
+    placements: tuple[Any, ...]
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tensor: DTensor) -> Layout:
+        return cls(tensor.device_mesh, tuple(tensor.placements), tensor.shape, tuple(tensor.stride()))
+
+    def distributed(self, part: Tensor) -> Tensor:
+        """``part`` [this rank's shape] as a DTensor; its gradient becomes that of the part."""
+        from torch.distributed.tensor import DTensor
+
+        return DTensor.from_local(
+            part, self.mesh, self.placements, run_check=False, shape=self.shape, stride=self.stride
+        )
+
+
+class Copies(torch.autograd.Function):
+    """The identity on a parameter of which each rank's gradient covers only its own part of the layer: the gradient is
+    summed."""
+
+    @staticmethod
+    def forward(ctx: Any, param: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        return param.view_as(param)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        grad = grad.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(grad, group=ctx.group)
+        return grad, None
+
+
+def take_distributed(model: nn.Module) -> int | None:
+    """Have ``initialize`` take the DTensors of ``model``, if it has any; over how many ranks they are split, else None.
+
+    Raises:
+        NotImplementedError: DTensors that are not split by tensor parallelism over one axis: FSDP2, several axes.
+    """
+    found = {n: p for n, p in model.named_parameters() if is_dtensor(p)}
+    if found:
+        _check_meshes(model, found)
+        if all(transform.name != NAME for transform in transforms_of(model).requested):
+            request(model, LocalParts())
+        return next(iter(found.values())).device_mesh.size()  # type: ignore[attr-defined]
+    known = next((layouts for module in model.modules() if (layouts := _layouts(module))), None)
+    return next(iter(known.values())).mesh.size() if known else None
+
+
+def _check_meshes(model: nn.Module, params: Mapping[str, nn.Parameter]) -> None:
+    if any(kind.__qualname__ == "FSDPModule" for module in model.modules() for kind in type(module).__mro__):
+        raise NotImplementedError(
+            f"{_listing(list(params))} are DTensors of FSDP2 (fully_shard), which shards what ZeRO shards: pass the "
+            "plain module"
+        )
+    ranks = {name: param.device_mesh.mesh.flatten().tolist() for name, param in params.items()}  # type: ignore[attr-defined]
+    first = next(iter(ranks.values()))
+    odd = [n for n, p in params.items() if p.device_mesh.ndim != 1 or ranks[n] != first]  # type: ignore[attr-defined]
+    if odd:
+        mesh = params[odd[0]].device_mesh  # type: ignore[attr-defined]
+        raise NotImplementedError(
+            f"{_listing(odd)} are DTensors over {mesh}; expected tensor parallelism over one axis, ranks {first} here: "
+            "distribute the parameters over the tensor-parallel dim of the mesh alone, as device_mesh['tp']"
+        )
+
+
+def _listing(names: list[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return f"parameters {', '.join(names[:_SHOWN])}{more}"
+
+
+def _layouts(module: nn.Module) -> dict[str, Layout]:
+    return vars(module).get(_LAYOUTS, {})
+
+
+class LocalParts:
+    """The transform: DTensor parameters become plain ones of this rank's part."""
+
+    name, after = NAME, ()
+    before = ("layer_reduction",)  # all others see plain parameters
+
+    def apply(self, module: nn.Module, context: TransformContext) -> None:
+        tensors = {id(p): p for p in module.parameters() if is_dtensor(p)}
+        mesh: DeviceMesh = next(iter(tensors.values())).device_mesh  # type: ignore[attr-defined]
+        _check_axis(mesh, context)
+        parts = {key: _part(tensor) for key, tensor in tensors.items()}
+        for key, tensor in tensors.items():
+            context.became(tensor, parts[key])
+        for owner in list(module.modules()):
+            owned = {n: p for n, p in owner._parameters.items() if p is not None and id(p) in parts}
+            if owned:
+                _take_over(owner, owned, parts)
+            _sum_gradients_of_copies(owner, context)
+        for param in module.parameters():
+            if not hasattr(param, ATTRIBUTE) and scope_name(param) == DENSE:
+                first = context.mesh.rank("tp") == 0
+                copies = Placement(global_shape=tuple(full_shape(param)), replicated=("tp",), counts=first)
+                place(param, copies)
+        context.say(f"{len(parts)} DTensors became parts over {mesh.size()} ranks")
+
+
+def _check_axis(mesh: DeviceMesh, context: TransformContext) -> None:
+    theirs, ours = tuple(mesh.mesh.flatten().tolist()), context.mesh.ranks("tp")
+    if theirs != ours:
+        raise DeepSpeedConfigError(
+            f"the model's parameters are split over ranks {list(theirs)}, but the tensor-parallel ranks of this job "
+            f"are {list(ours)}: split the model over neighbouring ranks, or pass mpu= with the groups that it uses"
+        )
+
+
+def _part(tensor: nn.Parameter) -> nn.Parameter:
+    from deepspeed.zero.dtensors import placement_of_dtensor
+
+    placement = placement_of_dtensor(tensor, axes=("tp",))  # type: ignore[arg-type]
+    part = nn.Parameter(tensor.detach().to_local(), requires_grad=tensor.requires_grad)  # type: ignore[attr-defined]
+    vars(part).update({key: value for key, value in vars(tensor).items() if key != "_is_param"})
+    place(part, placement)
+    return part
+
+
+def _take_over(
+    owner: nn.Module, owned: Mapping[str, nn.Parameter], parts: Mapping[int, nn.Parameter]
+) -> None:
+    layouts = {name: Layout.of(tensor) for name, tensor in owned.items()}  # type: ignore[arg-type]
+    vars(owner)[_LAYOUTS] = layouts
+    for name, tensor in owned.items():
+        owner._parameters[name] = parts[id(tensor)]
+    owner.forward = _seeing(owner, owner.forward, {name: each.distributed for name, each in layouts.items()})
+    owner.register_state_dict_post_hook(_distribute_state)
+    owner.register_load_state_dict_pre_hook(_take_parts)
+
+
+def _seeing(
+    owner: nn.Module, forward: Callable[..., Any], views: Mapping[str, Callable[[Tensor], Tensor]]
+) -> Callable[..., Any]:
+    """``forward`` that finds ``views`` of the parameters in place of them."""
+
+    @functools.wraps(forward)
+    def seeing(*args: Any, **kwargs: Any) -> Any:
+        own = owner._parameters
+        vars(owner)["_parameters"] = {
+            name: views[name](param) if name in views and param is not None else param
+            for name, param in own.items()
+        }
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            vars(owner)["_parameters"] = own
+
+    return seeing
+
+
+# Copies whose gradient is partial -----------------------------------------------------------------------------
+
+
+def _sum_gradients_of_copies(owner: nn.Module, context: TransformContext) -> None:
+    """Transformers sums the gradients of norms between split layers (its style ``replicated_with_grad_allreduce``) by
+    hooks that it adds during the first forward: after ours, which have taken the gradient by then. Here the sum
+    happens before."""
+    found = _innermost(vars(owner).get("forward"), "ReplicatedWithGradAllReduce")
+    if found is None:
+        return
+    names = [name for name, param in owner.named_parameters(recurse=False) if param.requires_grad]
+    for name in names:
+        _remove_hooks(owner._parameters[name])
+    group = context.mesh.group("tp")
+    summed = {name: functools.partial(_summed, group=group) for name in names}
+    owner.forward = _seeing(owner, found, summed)
+
+
+def _summed(param: Tensor, group: Any) -> Tensor:
+    return Copies.apply(param, group) if param.requires_grad else param  # type: ignore[return-value]
+
+
+def _innermost(forward: Any, style: str) -> Callable[..., Any] | None:
+    """The forward that the closure of a parallel style of Transformers wraps; None if ``forward`` is not one."""
+    if not getattr(forward, "__qualname__", "").startswith(f"{style}.install_forward"):
+        return None
+    return inspect.getclosurevars(forward).nonlocals.get("original_forward")
+
+
+def _remove_hooks(param: Any) -> None:
+    """Those of the style that a forward before has added."""
+    hooks = getattr(param, "_post_accumulate_grad_hooks", None) or {}
+    for key, hook in list(hooks.items()):
+        if getattr(hook, "__qualname__", "").startswith("ReplicatedWithGradAllReduce."):
+            del hooks[key]
+
+
+# State dicts --------------------------------------------------------------------------------------------------
+
+
+def _distribute_state(
+    owner: nn.Module, state: dict[str, Any], prefix: str, local_metadata: Mapping[str, Any]
+) -> None:
+    """What ``module.state_dict()`` shows: DTensors, as before. Not where parameters themselves are asked for
+    (``keep_vars``), nor where they are sharded further."""
+    for name, value, layout in _entries(owner, state, prefix):
+        if not isinstance(value, nn.Parameter) and not is_zero_param(owner._parameters[name]):
+            state[prefix + name] = layout.distributed(value)
+
+
+def _take_parts(owner: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """What ``module.load_state_dict`` may be given besides parts: DTensors and whole tensors."""
+    for name, value, _layout in _entries(owner, state, prefix):
+        if is_dtensor(value):
+            state[prefix + name] = value.to_local()  # type: ignore[attr-defined]
+        else:
+            state[prefix + name] = local_part(owner._parameters[name], value)
+
+
+_take_parts.keeps_names = True  # type: ignore[attr-defined]
+
+
+def _entries(owner: nn.Module, state: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Tensor, Layout]]:
+    for name, layout in _layouts(owner).items():
+        value = state.get(prefix + name)
+        if isinstance(value, Tensor):
+            yield name, value, layout

@@ -1,0 +1,85 @@
+"""The section ``fp8`` on a model as it is: its linear layers multiply 8-bit floating-point numbers."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol, TypeGuard
+
+import torch
+from torch import Tensor, nn
+
+from deepspeed.base.accelerator import get_accelerator
+from deepspeed.config.problems import DeepSpeedConfigError
+from deepspeed.config.sections.precision import Float8Config
+from deepspeed.ops.float8 import ALIGNMENT, Rounded, float8_linear, has_float8_products
+
+
+class _Context(Protocol):
+    def say(self, text: str) -> None: ...
+
+
+class Float8Linears:
+    """Gives plain linear layers another forward. Their parameters, names and classes stay, and what is saved too."""
+
+    name = "fp8"
+    after: tuple[str, ...] = ()
+    before: tuple[str, ...] = ()
+
+    def __init__(self, section: Float8Config) -> None:
+        self.section = section
+
+    def apply(self, module: nn.Module, context: _Context) -> None:
+        """DeepSpeedConfigError: the device has no such products, or the model no such layers."""
+        device = torch.device(get_accelerator().current_device_name())
+        on_paper = any(param.is_meta for param in module.parameters())  # a plan, perhaps for another machine
+        has_products = on_paper or has_float8_products(device)
+        if not has_products and not self.section.emulate:
+            raise DeepSpeedConfigError(
+                f"fp8.enabled: {_named(device)} has no products of 8-bit floating-point numbers (NVIDIA GPUs have them "
+                "from compute capability 8.9 on). Remove the section, or set fp8.emulate: true for the same numbers at "
+                "no gain in speed"
+            )
+        linears = {path: each for path, each in module.named_modules() if _is_plain(each)}
+        chosen = {path: each for path, each in linears.items() if self._takes(path, each)}
+        if not chosen:
+            raise DeepSpeedConfigError(
+                f"fp8.enabled: none of the model's {len(linears)} linear layers can use it: their sizes have to be "
+                f"multiples of {ALIGNMENT}, and their names not among fp8.exclude={self.section.exclude}"
+            )
+        rounded = Rounded()
+        for layer in chosen.values():
+            vars(layer)["forward"] = Float8Forward(layer, rounded, emulate=on_paper or not has_products)
+        context.say(
+            f"{len(chosen)} of {len(linears)} linear layers, products {'' if has_products else 'emulated '}in 8 bits"
+        )
+
+    def _takes(self, path: str, layer: nn.Linear) -> bool:
+        fits = layer.in_features % ALIGNMENT == 0 and layer.out_features % ALIGNMENT == 0
+        return fits and not set(path.split(".")) & set(self.section.exclude)
+
+
+class Float8Forward:
+    """Takes the place of a linear layer's ``forward``."""
+
+    def __init__(self, layer: nn.Linear, rounded: Rounded, *, emulate: bool) -> None:
+        self.layer = layer
+        self.rounded = rounded
+        self.emulate = emulate
+
+    def __call__(self, input: Tensor) -> Tensor:
+        device = input.device.type
+        if torch.is_autocast_enabled(device):
+            input = input.to(torch.get_autocast_dtype(device))
+        weight, bias = self.layer.weight, self.layer.bias
+        return float8_linear(input, weight, bias, emulate=self.emulate, rounded=self.rounded)
+
+
+def _is_plain(module: Any) -> TypeGuard[nn.Linear]:
+    return (
+        isinstance(module, nn.Linear)
+        and type(module).forward is nn.Linear.forward
+        and "forward" not in vars(module)
+    )
+
+
+def _named(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"a {device.type.upper()}"

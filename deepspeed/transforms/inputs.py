@@ -1,0 +1,59 @@
+"""Transforms of what a forward gets: shards of a sequence, sequences cut short."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from deepspeed.transforms.errors import TransformError
+from deepspeed.transforms.ordering import INPUT_ORDER, MODULE_ORDER, in_order
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForwardFacts:
+    """``training``: the module's mode; ``step``: updates done so far; ``micro_step``: micro-batches done so far."""
+
+    training: bool
+    step: int
+    micro_step: int
+
+
+class InputTransform(Protocol):
+    """Changes the arguments of every ``engine(...)``, in training and in evaluation.
+
+    ``name``, ``after`` and ``before`` give its place among the others, as for a ``ModuleTransform``.
+    """
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def after(self) -> Sequence[str]: ...
+    @property
+    def before(self) -> Sequence[str]: ...
+
+    def transform(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], facts: ForwardFacts
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments for the module, before they are cast. Must not write to the caller's tensors or dicts."""
+        ...
+
+
+class InputChain:
+    """Transforms of inputs in their order. ValueError: no order fits them."""
+
+    def __init__(self, transforms: Sequence[InputTransform]) -> None:
+        self.transforms = in_order(transforms, INPUT_ORDER, others=MODULE_ORDER)
+
+    def __call__(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], facts: ForwardFacts
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """TransformError: one of them failed; it is named."""
+        for each in self.transforms:
+            try:
+                args, kwargs = each.transform(args, kwargs, facts)
+            except Exception as error:
+                raise TransformError(
+                    f"transform {each.name!r} of the inputs failed: {type(error).__name__}: {error}"
+                ) from error
+        return args, kwargs

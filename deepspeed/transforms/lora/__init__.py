@@ -1,0 +1,10 @@
+"""Linear layers with frozen, quantized weights and low-rank adapters."""
+
+from __future__ import annotations
+
+from deepspeed.config.sections.linear import LoRAConfig, QuantizationConfig
+from deepspeed.transforms.lora.context import Init, init_lora
+from deepspeed.transforms.lora.merging import merged_state_dict
+from deepspeed.transforms.lora.optimized_linear import OptimizedLinear
+
+__all__ = ["Init", "LoRAConfig", "OptimizedLinear", "QuantizationConfig", "init_lora", "merged_state_dict"]

@@ -1,0 +1,143 @@
+"""Making the linear layers of an unchanged model optimized ones."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook
+
+from deepspeed.config.sections.linear import LoRAConfig, QuantizationConfig
+from deepspeed.transforms.lora.optimized_linear import LoRAOptimizedLinear, OptimizedLinear
+
+_MAKERS = ("from_pretrained", "from_config", "_from_config")
+
+
+class Init:
+    """``with Init(lora_config, quant_config): model = Model(...)`` makes `OptimizedLinear` layers where the model asks
+    for ``torch.nn.Linear``. Load weights, then call `init_lora`, which makes adapters and quantizes the layers among
+    ``target_mods``.
+
+    Models of Transformers that are made in the context by ``from_pretrained`` or ``from_config`` (of
+    ``AutoModelForCausalLM`` or of their class) are complete when it returns: weights are quantized one by one as they
+    are loaded, adapters made, all else frozen.
+
+    Args:
+        lora_config: None: no adapters.
+        quant_config: None: not quantized. Without adapters all layers are quantized when they are made.
+    """
+
+    def __init__(
+        self, lora_config: LoRAConfig | None = None, quant_config: QuantizationConfig | None = None
+    ) -> None:
+        self._lora_config = lora_config
+        self._quant_config = quant_config
+        self._undo: list[Callable[[], None]] = []
+
+    def __enter__(self) -> Init:
+        before = nn.Linear
+        torch.nn.Linear = _in_place_of(before, self._lora_config, self._quant_config)  # type: ignore[misc]
+        self._undo.append(lambda: setattr(torch.nn, "Linear", before))
+        if self._lora_config is not None:
+            self._undo.append(register_module_module_registration_hook(_note_name).remove)
+            self._complete_models_of_transformers()
+        return self
+
+    def __exit__(self, *args: Any, **kwargs: Any) -> None:
+        while self._undo:
+            self._undo.pop()()
+
+    def _complete_models_of_transformers(self) -> None:
+        if importlib.util.find_spec("transformers") is None:
+            return
+        from transformers import AutoModelForCausalLM, PreTrainedModel
+
+        calls: list[str] = []  # those that are open: models make parts of themselves by the same functions
+        for cls in (AutoModelForCausalLM, PreTrainedModel):
+            for name in _MAKERS:
+                if hasattr(cls, name):
+                    self._undo.append(_complete_what_is_made(cls, name, calls))
+
+
+def _complete_what_is_made(cls: type, name: str, calls: list[str]) -> Callable[[], None]:
+    """Let `init_lora` follow ``cls.name``, unless that is called inside another one; returns what undoes that."""
+    own = cls.__dict__.get(name)
+    made_by: Any = getattr(cls, name).__func__
+
+    @functools.wraps(made_by)
+    def complete(for_class: Any, *args: Any, **kwargs: Any) -> Any:
+        calls.append(name)
+        try:
+            made = made_by(for_class, *args, **kwargs)
+        finally:
+            calls.pop()
+        if not calls:
+            init_lora(made[0] if isinstance(made, tuple) else made)  # a tuple: with output_loading_info
+        return made
+
+    setattr(cls, name, classmethod(complete))
+    return (lambda: delattr(cls, name)) if own is None else (lambda: setattr(cls, name, own))
+
+
+def init_lora(model: nn.Module) -> None:
+    """Freeze ``model``, and make the adapters of its `LoRAOptimizedLinear` layers whose name is among their
+    ``target_mods``; the others stay plain layers. In a model that has no layer of such a name, all get adapters.
+    Adapters that exist already stay as they are, and are trained."""
+    model.requires_grad_(False)
+    layers = {
+        path: module for path, module in model.named_modules() if isinstance(module, LoRAOptimizedLinear)
+    }
+    meant = {path for path, module in layers.items() if not path or _is_target(path, module)}
+    seen = 0
+    for path, module in layers.items():
+        if meant and path not in meant:
+            module.disable()
+        else:  # of every so many layers, one
+            config, seen = module.lora_config, seen + 1
+            share = config.offload_ratio
+            module.offloads = config.offload or int(seen * share) > int((seen - 1) * share)
+        module.init_lora()
+
+
+def _is_target(path: str, module: LoRAOptimizedLinear) -> bool:
+    return any(part in module.lora_config.target_mods for part in path.split("."))
+
+
+def _note_name(parent: nn.Module, name: str, layer: nn.Module | None) -> None:
+    """A layer that is given a name of a target will be quantized: its weight may be as soon as it is loaded."""
+    if isinstance(layer, LoRAOptimizedLinear) and _is_target(name, layer):
+        layer.quantizes_loaded = layer.quantization_config is not None
+
+
+def _in_place_of(
+    original: type[nn.Module], lora: LoRAConfig | None, quantization: QuantizationConfig | None
+) -> type[nn.Module]:
+    class OfLinear(type(original)):
+        def __instancecheck__(cls, instance: Any) -> bool:
+            """Models initialize their linear layers by ``isinstance``."""
+            return isinstance(instance, (original, LoRAOptimizedLinear))
+
+    class Linear(original, metaclass=OfLinear):  # type: ignore[misc, valid-type]
+        """What ``torch.nn.Linear`` is meanwhile; its instances are of other classes."""
+
+        def __new__(
+            cls, in_features: int, out_features: int, bias: bool = True, device: Any = None, dtype: Any = None
+        ) -> Any:
+            delayed = None if lora is None else LoRAConfig(**{**vars(lora), "delay_lora_init": True})
+            made = OptimizedLinear(
+                in_features,
+                out_features,
+                bias,
+                delayed,
+                quantization,
+                device,
+                dtype or torch.get_default_dtype(),
+                original,
+            )
+            return made
+
+    return Linear

@@ -1,0 +1,191 @@
+"""Linear layers with frozen weights, quantized or not, and low-rank adapters."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import deepspeed.comm as dist
+from deepspeed.base.logging import warning_once
+from deepspeed.config.sections.linear import LoRAConfig, QuantizationConfig
+from deepspeed.transforms.lora.quantization import (
+    QuantizedLinear,
+    QuantizedParameter,
+    frozen_linear,
+    quantize_loaded,
+    quantized_loaded,
+    quantized_whole,
+)
+
+
+class OptimizedLinear(nn.Module):
+    """Makes the linear layer that the configs ask for: ``linear_cls`` without any, a `QuantizedLinear` with a
+    ``quantization_config`` alone, else a `LoRAOptimizedLinear`.
+
+    Args:
+        input_dim, output_dim: sizes.
+        bias: whether it has one.
+        lora_config, quantization_config: what it is.
+        device, dtype: of its weights.
+        linear_cls: of plain layers.
+    """
+
+    def __new__(
+        cls,
+        input_dim: int,
+        output_dim: int,
+        bias: bool = False,
+        lora_config: LoRAConfig | None = None,
+        quantization_config: QuantizationConfig | None = None,
+        device: Any = None,
+        dtype: torch.dtype = torch.bfloat16,
+        linear_cls: type[nn.Module] = nn.Linear,
+    ) -> Any:
+        for name, given, kind in (
+            ("lora_config", lora_config, LoRAConfig),
+            ("quantization_config", quantization_config, QuantizationConfig),
+        ):
+            if given is not None and not isinstance(given, kind):
+                raise TypeError(f"{name} is a {kind.__name__}, got {type(given).__name__}")
+        if lora_config is not None:
+            return LoRAOptimizedLinear(
+                input_dim, output_dim, bias, lora_config, quantization_config, device, dtype, linear_cls
+            )
+        if quantization_config is not None:
+            layer = QuantizedLinear(input_dim, output_dim, bias, quantization_config, dtype)
+            return layer if device is None else layer.to(device)
+        return linear_cls(input_dim, output_dim, bias=bias, device=device, dtype=dtype)
+
+
+class LoRAOptimizedLinear(nn.Module):
+    """``x @ weight.T + lora_alpha / lora_r * B(A(x))``: ``weight`` is frozen, and quantized with a
+    ``quantization_config``; ``lora_weight_1`` (A, random) and ``lora_weight_2`` (B, zero) are trained.
+
+    With ``delay_lora_init`` the weight stays as it is, to be loaded, until `init_lora`; where ``quantizes_loaded`` is
+    set, a parameter that a loader puts in its place (as Transformers does) is quantized at once. The state dict has
+    ``weight`` as it is stored; loading takes floating-point values as well.
+
+    Args:
+        input_dim, output_dim, bias, device, dtype, linear_cls: as for `OptimizedLinear`; the bias is frozen.
+        lora_config: the adapters.
+        quantization_config: how ``weight`` is stored; None: as it is.
+
+    Raises:
+        ValueError: no ``lora_config``, or one that cannot be (`LoRAConfig`).
+    """
+
+    def __init__(
+        self,
+        input_dim: int,
+        output_dim: int,
+        bias: bool = False,
+        lora_config: LoRAConfig | None = None,
+        quantization_config: QuantizationConfig | None = None,
+        device: Any = None,
+        dtype: torch.dtype = torch.bfloat16,
+        linear_cls: type[nn.Module] = nn.Linear,
+    ) -> None:
+        super().__init__()
+        if lora_config is None:
+            raise ValueError(
+                "LoRAOptimizedLinear needs a lora_config; OptimizedLinear makes layers without one"
+            )
+        _check(lora_config)
+        self.input_dim, self.output_dim = input_dim, output_dim
+        self.lora_config, self.quantization_config = lora_config, quantization_config
+        self.device, self.dtype = device, dtype
+        self.linear_cls = linear_cls
+        self.disabled = False
+        self.offloads = lora_config.offload or lora_config.offload_ratio >= 0.5
+        self._initialized = False
+        plain: Any = linear_cls(input_dim, output_dim, bias=bias, device=device, dtype=dtype)
+        self.quantizes_loaded = False
+        self.weight = plain.weight.requires_grad_(False)  # itself: it may be partitioned already
+        self.bias = plain.bias.requires_grad_(False) if bias else None
+        self.register_load_state_dict_pre_hook(quantize_loaded)
+        if not lora_config.delay_lora_init:
+            self.init_lora()
+
+    def disable(self) -> None:
+        """Be a plain linear layer, without adapters and not quantized: before `init_lora`."""
+        self.disabled = True
+
+    def init_lora(self) -> None:
+        """Make the adapters, and quantize the weight; once. From then on the adapters are trained."""
+        if self.disabled:
+            return
+        if self._initialized:
+            for adapter in (self.lora_weight_1, self.lora_weight_2):
+                adapter.requires_grad_(True)
+            return
+        self._initialized = True
+        config, like = self.lora_config, {"device": self.weight.device, "dtype": self.dtype}
+        self.lora_scaling_factor = config.lora_alpha / config.lora_r
+        make: Any = self.linear_cls  # in `Init`, nn.Linear is another class
+        self.lora_weight_1 = make(self.input_dim, config.lora_r, bias=False, **like)
+        self.lora_weight_2 = make(config.lora_r, self.output_dim, bias=False, **like)
+        nn.init.kaiming_uniform_(self.lora_weight_1.weight, a=math.sqrt(5))
+        nn.init.zeros_(self.lora_weight_2.weight)
+        if self.quantization_config is not None and not isinstance(self.weight, QuantizedParameter):
+            self.weight = quantized_whole(self.weight, self.quantization_config)
+        self.weight.requires_grad_(False)
+        if self.offloads:
+            self._offload()
+
+    def full_weight(self) -> Tensor:
+        """The frozen weight [outputs, inputs] in floating point."""
+        return self.weight.dequantized() if isinstance(self.weight, QuantizedParameter) else self.weight
+
+    def merged_weight(self) -> Tensor:
+        """The weight [outputs, inputs] of a plain layer that computes the same: with what the adapters add."""
+        weight = self.full_weight().detach()
+        if not self._initialized:
+            return weight
+        added = self.lora_weight_2.weight.detach() @ self.lora_weight_1.weight.detach()
+        return weight + (self.lora_scaling_factor * added).to(weight.device, weight.dtype)
+
+    def linear_without_F_linear(self, input: Tensor, weight: Tensor) -> Tensor:
+        """``input @ weight.T`` as one product of two matrices."""
+        rows = input.reshape(-1, input.shape[-1])
+        return torch.matmul(rows, weight.t()).view(*input.shape[:-1], weight.shape[0])
+
+    def forward(self, input_tensor: Tensor) -> Tensor:
+        if not self._initialized:
+            return functional.linear(input_tensor, self.weight, self.bias)
+        base = frozen_linear(input_tensor, self.weight, self.bias)
+        return base + self.lora_scaling_factor * self.lora_weight_2(self.lora_weight_1(input_tensor))
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "weight" and self.__dict__.get("quantizes_loaded"):
+            value = quantized_loaded(value, self.quantization_config)
+        super().__setattr__(name, value)
+
+    def _offload(self) -> None:
+        if isinstance(self.weight, QuantizedParameter):
+            self.weight.offload()
+        else:
+            self.weight.data = self.weight.data.to("cpu")
+
+    def extra_repr(self) -> str:
+        stored = self.quantization_config
+        kind = f"{stored.q_bits} bits" if stored is not None and self._initialized else str(self.dtype)
+        return f"input_dim={self.input_dim}, output_dim={self.output_dim}, r={self.lora_config.lora_r}, weight={kind}"
+
+
+def _check(config: LoRAConfig) -> None:
+    if config.base_weight_sharding != 1:
+        text = (
+            f"base_weight_sharding={config.base_weight_sharding}: frozen weights are not sharded by the layer itself; "
+            "use ZeRO stage 3, which shards them over all ranks, quantized as they are"
+        )
+        if config.base_weight_sharding != (dist.get_world_size() if dist.is_initialized() else 1):
+            raise ValueError(f"{text}. It is 1, or the number of ranks")
+        warning_once(f"{text}; at stages 0 to 2 each rank keeps them whole")
+    if config.lora_r < 1:
+        raise ValueError(f"lora_r={config.lora_r} has to be at least 1")
+    if not 0.0 <= config.offload_ratio <= 1.0:
+        raise ValueError(f"offload_ratio={config.offload_ratio}: the share of frozen weights is from 0 to 1")

@@ -1,0 +1,230 @@
+"""Frozen weights that are stored quantized, and dequantized where they are used."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from deepspeed.base.accelerator import get_accelerator
+from deepspeed.base.sharded import is_zero_param
+from deepspeed.config.sections.linear import QuantizationConfig
+from deepspeed.ops.fp_quantizer import FP_Quantize, Quantizer
+from deepspeed.zero.gathering.gathered import GatheredParameters
+
+
+class QuantizedParameter(nn.Parameter):
+    """A frozen parameter that becomes quantized as soon as it is on the accelerator (on the host itself if that is the
+    accelerator): uint8 [groups, bytes of a group and its scale]. ``dequantized()`` is its value.
+
+    Args:
+        data: floating-point values.
+        requires_grad: False.
+        quantization_config: None: the default one.
+        quantizer: None: an `FP_Quantize`.
+        full_shape, full_dtype: of the values, where ``data`` is already quantized: clients copy a parameter as
+            ``QuantizedParameter(p.data, **p.__dict__)``.
+
+    Raises:
+        ValueError: ``requires_grad``.
+    """
+
+    quantizer: Quantizer
+    quantization_config: QuantizationConfig
+    full_shape: torch.Size
+    full_dtype: torch.dtype
+
+    def __new__(
+        cls,
+        data: Tensor | None = None,
+        requires_grad: bool = False,
+        quantization_config: QuantizationConfig | None = None,
+        quantizer: Quantizer | None = None,
+        full_shape: torch.Size | None = None,
+        full_dtype: torch.dtype | None = None,
+    ) -> QuantizedParameter:
+        if requires_grad:
+            raise ValueError("a quantized parameter is frozen: requires_grad=True is not possible")
+        values = torch.empty(0) if data is None else data
+        made = super().__new__(cls, values, False)
+        made.quantization_config = quantization_config or QuantizationConfig()
+        made.quantizer = quantizer or FP_Quantize(made.quantization_config)
+        made.full_shape, made.full_dtype = full_shape or values.shape, full_dtype or values.dtype
+        made._quantize_if_due()
+        return made
+
+    @property
+    def is_quantized_now(self) -> bool:
+        return self.dtype == self.quantization_config.q_dtype
+
+    def set_values(self, values: Tensor) -> None:
+        """Take new floating-point values."""
+        self.data = values.detach().to(self.device)
+        self.full_shape, self.full_dtype = values.shape, values.dtype
+        self._quantize_if_due()
+
+    def dequantized(self) -> Tensor:
+        """The values, made anew each time."""
+        return self.values_on(self.device)
+
+    def values_on(self, device: torch.device) -> Tensor:
+        """The values on a device: the bytes are moved, and dequantized there."""
+        data = self.data.to(device)
+        if not self.is_quantized_now:
+            return data
+        out = torch.empty(self.full_shape, dtype=self.full_dtype, device=device)
+        config = self.quantization_config
+        return self.quantizer.dequantize(data, out, config.q_bits, config.mantissa_bits)
+
+    def offload(self, revert: bool = False) -> None:
+        """Move the values to host memory, or (``revert``) to the accelerator."""
+        accelerator = get_accelerator()
+        target = accelerator.current_device_name() if revert else "cpu"
+        self.data = self.data.to(target)
+
+    def cuda(self, device: Any = None, non_blocking: bool = False) -> QuantizedParameter:
+        return self.to(device="cuda" if device is None else device, non_blocking=non_blocking)
+
+    def to(self, *args: Any, **kwargs: Any) -> QuantizedParameter:
+        """As of any tensor; quantized values stay bytes whatever dtype is asked for."""
+        wanted = torch.empty(0, dtype=self.full_dtype, device=self.device).to(*args, **kwargs)
+        stays = self.is_quantized_now
+        return self._with(self.data.to(wanted.device) if stays else self.data.to(wanted.device, wanted.dtype))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedParameter:
+        made = self._with(self.data.clone())
+        memo[id(self)] = made
+        return made
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        state = (self.data, self.quantization_config, self.full_shape, self.full_dtype)
+        return _restored, state
+
+    def _with(self, data: Tensor) -> QuantizedParameter:
+        dtype = self.full_dtype if self.is_quantized_now else data.dtype
+        made = _restored(data, copy.copy(self.quantization_config), self.full_shape, dtype)
+        made._quantize_if_due()
+        return made
+
+    def _quantize_if_due(self) -> None:
+        config = self.quantization_config
+        if self.is_quantized_now or not self.numel() or not get_accelerator().on_accelerator(self.data):
+            return
+        quantized = self.quantizer.quantize(self.data, config.q_bits, config.mantissa_bits)
+        assert isinstance(quantized, Tensor)
+        self.data = quantized
+
+
+def _restored(
+    data: Tensor, config: QuantizationConfig, shape: torch.Size, dtype: torch.dtype
+) -> QuantizedParameter:
+    made: Any = nn.Parameter.__new__(QuantizedParameter, data, False)
+    made.quantization_config, made.quantizer = config, FP_Quantize(config)
+    made.full_shape, made.full_dtype = shape, dtype
+    return made
+
+
+class _FrozenLinear(torch.autograd.Function):
+    """``input @ weight.T`` for a weight that is fetched (dequantized) again in backward instead of kept."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, weight: nn.Parameter) -> Tensor:
+        ctx.weight = weight
+        return functional.linear(input, _values(weight, input))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (grad,) = grads
+        return grad @ _values(ctx.weight, grad), None
+
+
+def _values(weight: nn.Parameter, like: Tensor) -> Tensor:
+    own = weight.values_on(like.device) if isinstance(weight, QuantizedParameter) else weight.detach()
+    return own.to(like.device, like.dtype)
+
+
+def frozen_linear(input: Tensor, weight: nn.Parameter, bias: Tensor | None = None) -> Tensor:
+    """A linear layer whose weight is frozen: quantized, in host memory, both or neither. Backward keeps nothing that
+    was made for the product."""
+    if not isinstance(weight, QuantizedParameter) and weight.device == input.device:
+        return functional.linear(input, weight, bias)
+    out = _FrozenLinear.apply(input, weight)
+    return out if bias is None else out + bias
+
+
+def quantized(data: Tensor, config: QuantizationConfig | None) -> QuantizedParameter:
+    """A `QuantizedParameter` of ``data``."""
+    make: Any = QuantizedParameter  # torch's metaclass hides its arguments from type checkers
+    return make(data, quantization_config=config)
+
+
+def quantized_whole(weight: nn.Parameter, config: QuantizationConfig) -> QuantizedParameter:
+    """``weight`` quantized; one that ``zero.Init`` has partitioned is gathered for that (collective). Of one on the
+    meta device only the size is known, for plans."""
+    if weight.is_meta:
+        made = quantized(weight.data, config)
+        groups = -(-weight.numel() // config.group_size)
+        size = config.group_size * config.q_bits // 8 + 4  # codes and a scale
+        made.data = torch.empty(groups, size, dtype=config.q_dtype, device="meta")
+        return made
+    with GatheredParameters(weight):
+        return quantized(weight.data.clone() if is_zero_param(weight) else weight.data, config)
+
+
+def quantized_loaded(value: Any, config: QuantizationConfig | None) -> Any:
+    """What becomes the weight of a layer when a loader sets it: a plain parameter with values, quantized. The loader's
+    notes on the parameter stay."""
+    plain = isinstance(value, nn.Parameter) and not isinstance(value, QuantizedParameter)
+    if not plain or not value.is_floating_point() or value.is_meta or is_zero_param(value):
+        return value
+    made = quantized(value.data, config)
+    for name, note in value.__dict__.items():
+        setattr(made, name, note)
+    return made
+
+
+class QuantizedLinear(nn.Linear):
+    """A linear layer whose weight is a `QuantizedParameter`.
+
+    Its state dict has the quantized weight; loading takes that, or floating-point values [outputs, inputs].
+
+    Args:
+        input_dim, output_dim: sizes.
+        bias: whether it has one, which is trained.
+        quantization_config: None: the default one.
+        dtype: of bias and values.
+    """
+
+    def __init__(
+        self,
+        input_dim: int,
+        output_dim: int,
+        bias: bool = False,
+        quantization_config: QuantizationConfig | None = None,
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> None:
+        super().__init__(input_dim, output_dim, bias=bias, dtype=dtype)
+        self.quantization_config = quantization_config or QuantizationConfig()
+        self.weight: nn.Parameter = quantized(self.weight.data, quantization_config)
+        self.register_load_state_dict_pre_hook(quantize_loaded)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "weight" and "quantization_config" in self.__dict__:
+            value = quantized_loaded(value, self.quantization_config)
+        super().__setattr__(name, value)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return frozen_linear(input, self.weight, self.bias)
+
+
+def quantize_loaded(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Quantize floating-point values for ``module.weight`` in a state dict that is being loaded (a pre-hook)."""
+    weight, given = module.weight, state_dict.get(f"{prefix}weight")
+    if not isinstance(weight, QuantizedParameter) or not isinstance(given, Tensor):
+        return
+    if given.is_floating_point() and given.shape == weight.full_shape and weight.is_quantized_now:
+        values = given.to(weight.device, weight.full_dtype)
+        state_dict[f"{prefix}weight"] = quantized(values, weight.quantization_config).data

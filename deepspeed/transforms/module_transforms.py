@@ -1,0 +1,294 @@
+"""Transforms of the module before anything is moved, cast or sharded: who asks for them, and how they run."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+from torch import Tensor, nn
+
+from deepspeed.checkpoint.originals import Expression, Originals
+from deepspeed.comm.mesh import ProcessMesh
+from deepspeed.config.plan import Plan
+from deepspeed.transforms.errors import TransformError, TransformRefusedError
+from deepspeed.transforms.inputs import InputTransform
+from deepspeed.transforms.ordering import INPUT_ORDER, MODULE_ORDER, in_order
+from deepspeed.transforms.structure import Changes, Structure, count
+from deepspeed.transforms.successors import Successors
+from deepspeed.zero.gathering.gathered import GatheredParameters
+from deepspeed.zero.gathering.sharded_bucket import ShardedBucket
+from deepspeed.zero.tensor_fragment import is_kept_by_engine
+
+if TYPE_CHECKING:
+    from deepspeed.config.deepspeed_config import DeepSpeedConfig
+
+
+class ModuleTransform(Protocol):
+    """Changes a module before an engine takes it.
+
+    ``after`` and ``before`` name transforms that run earlier and later where they are present; without them, a name in
+    ``MODULE_ORDER`` decides. Who names another in ``after`` knows of it, and may change the modules that it made;
+    otherwise two transforms must not change the same module.
+    """
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def after(self) -> Sequence[str]: ...
+    @property
+    def before(self) -> Sequence[str]: ...
+
+    def apply(self, module: nn.Module, context: TransformContext) -> None:
+        """Change ``module`` in place, in the same way on every rank; it stays the same object.
+
+        Parameters may lie on any device, in any dtype, and be partitioned by ``zero.Init``. New ones are ordinary
+        parameters; their values need not agree between ranks, as those of the first rank are broadcast later.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransformReport:
+    """What one transform did. ``renamed``: tensors of its result's state dict that exports keep under new names."""
+
+    name: str
+    summary: str
+    renamed: int = 0
+
+    def line(self) -> str:
+        """For the lines at the start."""
+        note = f"; new names that stay in exports: {self.renamed}" if self.renamed else ""
+        return f"transform {self.name}: {self.summary}{note}"
+
+
+class TransformContext:
+    """What a transform knows, and where it says what it did.
+
+    ``plan``, ``config`` and ``mesh`` are those of the engine to be.
+    """
+
+    def __init__(self, plan: Plan, config: DeepSpeedConfig, mesh: ProcessMesh) -> None:
+        self.plan = plan
+        self.config = config
+        self.mesh = mesh
+        self.said: list[str] = []
+        self.originals: dict[str, Expression] = {}
+        self.dropped: set[str] = set()
+        self.inputs: list[InputTransform] = []
+        self.successors: dict[int, tuple[nn.Parameter, ...]] = {}
+        self._old: list[nn.Parameter] = []
+
+    def whole(self, *tensors: Tensor) -> AbstractContextManager[Any]:
+        """A block in which tensors that ``zero.Init`` partitioned can be read in full. Collective."""
+        return GatheredParameters(list(tensors))
+
+    def became(self, old: nn.Parameter, *new: nn.Parameter) -> None:
+        """``new`` (which may include ``old``) join the optimizer group of ``old``, which leaves it unless it is named.
+        Needed for optimizers, and lists of parameters, that were made before."""
+        self.successors[id(old)] = (*self.successors.get(id(old), ()), *new)
+        self._old.append(old)
+
+    def original(self, name: str, made_of: Expression) -> None:
+        """An export has a tensor ``name``, which the module had before this transform, made of those that it has
+        now."""
+        self.originals[name] = made_of
+
+    def drop(self, name: str) -> None:
+        """An export does not have this tensor, which this transform added."""
+        self.dropped.add(name)
+
+    def transform_inputs(self, transform: InputTransform) -> None:
+        """Change the inputs of every forward as well."""
+        self.inputs.append(transform)
+
+    def say(self, text: str) -> None:
+        """Add to the line at the start."""
+        self.said.append(text)
+
+
+@dataclass(slots=True)
+class Transforms:
+    """The transforms of one module: those requested for it, and what those that ran have left.
+
+    ``originals``: how to get the tensors of the untransformed module, None if no transform ran.
+    ``successors``: what the last run made of parameters. Copies of the module share the transforms themselves; a
+    pickled one keeps only what an export needs.
+    """
+
+    requested: list[ModuleTransform] = field(default_factory=list)
+    reports: list[TransformReport] = field(default_factory=list)
+    originals: Originals | None = None
+    inputs: list[InputTransform] = field(default_factory=list)
+    claims: dict[str, str] = field(default_factory=dict)
+    successors: Successors = field(default_factory=Successors)
+
+    @property
+    def names(self) -> list[str]:
+        """Those that ran."""
+        return [report.name for report in self.reports]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Transforms:
+        lists = list(self.requested), list(self.reports), self.originals, list(self.inputs)
+        return Transforms(*lists, dict(self.claims))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Transforms, ([], self.reports, self.originals, [], self.claims)
+
+
+_RECORD = "_ds_transforms"
+
+
+def request(module: nn.Module, transform: ModuleTransform) -> None:
+    """Have ``deepspeed.initialize`` apply ``transform`` to ``module``, besides those that the config asks for.
+
+    The request lies on the module, so that it also works where a client library calls ``initialize``.
+
+    Raises:
+        TransformError: an engine has sharded the module already.
+    """
+    if _is_taken(module):
+        raise TransformError(
+            f"transform {transform.name!r} comes too late: an engine holds the module's weights already. Request it "
+            "before deepspeed.initialize, or call engine.destroy() first"
+        )
+    vars(module).setdefault(_RECORD, Transforms()).requested.append(transform)
+
+
+def _is_taken(module: nn.Module) -> bool:
+    return any(
+        is_kept_by_engine(param) or isinstance(vars(param).get("ds_home"), ShardedBucket)
+        for param in module.parameters()
+    )
+
+
+def transforms_of(module: nn.Module) -> Transforms:
+    """What was requested for, or done to, this module; empty if nothing was."""
+    return vars(module).get(_RECORD) or Transforms()
+
+
+def transform_module(
+    module: nn.Module,
+    plan: Plan,
+    config: DeepSpeedConfig,
+    mesh: ProcessMesh,
+    from_config: Sequence[ModuleTransform],
+) -> Transforms:
+    """Apply the transforms ``from_config`` (``selection.py``) and those that the module asks for, in order. Those that
+    ran on this module before (for an earlier engine) do not run again. If one fails, all of them are taken back.
+
+    Raises:
+        ValueError: no order fits them.
+        TransformError: one failed, changes what another has changed, or describes the original wrongly.
+    """
+    record = transforms_of(module)
+    asked = [*from_config, *record.requested]
+    coming = in_order(
+        [transform for transform in asked if transform.name not in record.names],
+        MODULE_ORDER,
+        others=[*record.names, *INPUT_ORDER],
+    )
+    if not coming:
+        record.requested.clear()
+        record.successors = Successors()
+        return record
+    if _is_taken(module):
+        raise TransformError(
+            f"transform {coming[0].name!r} comes too late: another engine holds the module's weights"
+        )
+    run = _Run(module, record)
+    for transform in coming:
+        context = TransformContext(plan, config, mesh)
+        with run.naming(transform):
+            transform.apply(module, context)
+            run.take(transform, context)
+    vars(module)[_RECORD] = run.result
+    return run.result
+
+
+class _Run:
+    """Transforms being applied to ``module``, for which ``before`` ran already."""
+
+    def __init__(self, module: nn.Module, before: Transforms) -> None:
+        self.module = module
+        self.start = self.now = Structure(module)
+        originals = before.originals or Originals(tuple(self.start.weights), {})
+        self.result = Transforms(
+            [], list(before.reports), originals, list(before.inputs), dict(before.claims), Successors()
+        )
+
+    @contextlib.contextmanager
+    def naming(self, transform: ModuleTransform) -> Iterator[None]:
+        try:
+            yield
+        except BaseException as error:
+            lost = self.start.restore()
+            if not isinstance(error, Exception):
+                raise
+            state = "the module is as it was before"
+            if lost:
+                state = f"the module is as it was before, except for {', '.join(lost[:3])}, changed in place"
+            kind = TransformRefusedError if isinstance(error, ValueError) else TransformError
+            raise kind(
+                f"transform {transform.name!r} failed: {type(error).__name__}: {error} ({state})"
+            ) from error
+
+    def take(self, transform: ModuleTransform, context: TransformContext) -> None:
+        """Check and keep what ``transform`` did."""
+        after = Structure(self.module)
+        changes = self.now.changes_to(after)
+        self._check_claims(transform, changes)
+        self._check_originals(context, after)
+        result, before = self.result, self.now
+        assert result.originals is not None
+        result.originals = result.originals.then(context.originals, context.dropped)
+        result.inputs += context.inputs
+        result.claims |= dict.fromkeys(changes.places, transform.name)
+        result.successors.add(transform.name, context.successors, changes.removed)
+        used = {name for made in context.originals.values() for name in made.names()}
+        kept = after.weights.keys() - before.weights.keys() - used - context.dropped
+        result.reports.append(
+            TransformReport(name=transform.name, summary=_summary(context, changes), renamed=len(kept))
+        )
+        self.now = after
+
+    def _check_claims(self, transform: ModuleTransform, changes: Changes) -> None:
+        gone = {id(each) for each in changes.gone}
+        touched = [*changes.places, *(path for path, each in self.now.modules.items() if id(each) in gone)]
+        for path in touched:
+            owner = self.result.claims.get(path)
+            if owner is not None and owner not in transform.after:
+                raise ValueError(
+                    f"it changes {path or 'the whole module'}, which transform {owner!r} has changed; if it is meant "
+                    f"to, it says so with after=({owner!r},)"
+                )
+
+    def _check_originals(self, context: TransformContext, after: Structure) -> None:
+        for name, made in context.originals.items():
+            if name not in self.now.weights:
+                raise ValueError(f"it describes {name}, which the module did not have")
+            missing = [each for each in made.names() if each not in after.weights]
+            if missing:
+                raise ValueError(f"it makes {name} of {missing[0]}, which the module does not have")
+            shape = tuple(made.shape(lambda each: after.weights[each]))
+            if shape != self.now.weights[name]:
+                raise ValueError(f"it makes {name} of shape {shape}, which was {self.now.weights[name]}")
+        unknown = context.dropped - after.weights.keys()
+        if unknown:
+            raise ValueError(f"it drops {min(unknown)}, which the module does not have")
+
+
+def _summary(context: TransformContext, changes: Changes) -> str:
+    places = len(changes.places)
+    parts = [f"{places} module{'s' if places != 1 else ''} changed"] if places else []
+    for what, params in (
+        ("added", changes.added),
+        ("removed", list(changes.removed.values())),
+        ("frozen", changes.frozen),
+    ):
+        if params:
+            parts.append(f"{count(params)} {what}")
+    parts += [f"inputs: {each.name}" for each in context.inputs]
+    return ", ".join([*context.said, *parts]) or "nothing to change"

@@ -1,0 +1,330 @@
+"""``activation_checkpointing.memory_budget``: a limit for what a forward keeps until backward, on models as they are.
+
+The repeated blocks of a model (``zero/gather_units.py``) are called through ``BudgetedCall``. In the first forward with
+gradients, one block of each kind runs as it is and is counted (``recorded.py``), the others keep only their inputs.
+When it ends, the ranks agree on what they counted, and ``choosing.py`` decides what each block keeps from then on.
+Counted is what runs, so parallel layers, adapters and autocast are in it.
+
+A block that keeps less than everything runs under torch's non-reentrant checkpoint, with the results that were
+chosen kept (``kept_results.py``): the same operations with the same random numbers, so the same bits.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves
+
+from deepspeed.base.logging import log_dist
+from deepspeed.base.memory import GIB
+from deepspeed.base.transforms import inside_transform
+from deepspeed.config.problems import DeepSpeedConfigError
+from deepspeed.transforms.recompute import checkpointing
+from deepspeed.transforms.recompute.agreement import Ranks, agree
+from deepspeed.transforms.recompute.choosing import Block, BudgetTooSmall, Choice, Counted, choose
+from deepspeed.transforms.recompute.kept_results import keeping
+from deepspeed.transforms.recompute.model_layers import SWITCH
+from deepspeed.transforms.recompute.recorded import BlockRecord, Key, SavedBytes, record_block
+from deepspeed.zero.gather_units import blocks_of
+
+KEY = "activation_checkpointing.memory_budget"
+NOTHING: frozenset[Key] = frozenset()
+
+
+class Budget:
+    """What the blocks of one model keep. ``limit``: at most 1: a share of keeping everything; else bytes."""
+
+    def __init__(self, limit: float, ranks: Ranks | None) -> None:
+        self.limit = limit
+        self.ranks = ranks
+        self.choice: Choice | None = None
+        self.chosen: dict[nn.Module, frozenset[Key] | None] = {}
+        """What each block keeps; None: everything. Blocks that are missing keep their inputs alone."""
+        self.counting: Count | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Budget:
+        """Of a copy of the model, with blocks of its own."""
+        made = memo[id(self)] = Budget(self.limit, self.ranks)
+        made.choice = self.choice
+        made.chosen = {copy.deepcopy(block, memo): chosen for block, chosen in self.chosen.items()}
+        return made
+
+    def decide(self, count: Count) -> None:
+        """Choose for what was counted on all ranks. DeepSpeedConfigError: the budget cannot be held."""
+        counted = count.result()
+        if self.ranks is not None:
+            counted = agree(counted, self.ranks)
+        budget = int(self.limit * counted.everything) if self.limit <= 1 else int(self.limit)
+        try:
+            # A forward on paper is counted in one, in which nothing has values.
+            with _disable_current_modes():
+                choice = choose(counted, budget)
+        except BudgetTooSmall as problem:
+            raise DeepSpeedConfigError(
+                f"{KEY}={self.limit:g}: {_size(budget)} cannot be held: {_size(counted.everything)} are kept without "
+                f"recomputation, {_size(counted.outside)} of them outside the model's blocks, and recomputing all "
+                f"blocks leaves {_size(problem.least)}. Give {_at_least(self.limit, problem.least, counted)} or more, "
+                "or use a smaller micro-batch"
+            ) from None
+        self.choice = choice
+        self.chosen = {block: way.chosen for block, way in zip(count.blocks, choice.ways, strict=True)}
+        log_dist(report(choice), ranks=[0])
+
+
+def _at_least(limit: float, least: int, counted: Counted) -> str:
+    if limit > 1:
+        return str(least)
+    return f"{-(-100 * least // max(counted.everything, 1)) / 100:g}"
+
+
+class Count:
+    """The forward that is counted: calls of blocks in order, and what is saved outside them."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._outside = SavedBytes([*model.parameters(), *model.buffers()])
+        self._context = self._outside.counting()
+        self._kinds: dict[Any, int] = {}
+        self._records: list[BlockRecord] = []
+        self._calls: list[tuple[nn.Module, int]] = []
+        self._before = 0
+
+    def begin(self) -> None:
+        self._context.__enter__()
+
+    def end(self) -> None:
+        self._context.__exit__(None, None, None)
+
+    def call(self, block: nn.Module, run: Callable[[], Any], again: Callable[[], Any], inputs: Any) -> Any:
+        """``run()`` and count it, if it is the first of its kind; else ``again()``, the same with only inputs kept."""
+        self._outside.paused = True  # what blocks keep is not outside them
+        try:
+            return self._call(block, run, again, inputs)
+        finally:
+            self._outside.paused = False
+
+    def _call(self, block: nn.Module, run: Callable[[], Any], again: Callable[[], Any], inputs: Any) -> Any:
+        kind = _kind(block, inputs)
+        number = self._kinds.get(kind)
+        if number is None:
+            number = self._kinds[kind] = len(self._records)
+            outputs, record = record_block(block, run, [inputs])
+            self._records.append(record)
+        else:
+            outputs = again()
+        self._calls.append((block, number))
+        self._before = self._outside.total
+        return outputs
+
+    @property
+    def blocks(self) -> list[nn.Module]:
+        return list(dict.fromkeys(block for block, _ in self._calls))
+
+    def result(self) -> Counted:
+        calls = Counter(block for block, _ in self._calls)
+        kinds = dict(self._calls)
+        return Counted(
+            kinds=self._records,
+            blocks=[Block(kinds[block], calls[block]) for block in self.blocks],
+            outside=self._outside.total,
+            before=self._before,
+        )
+
+
+def _kind(block: nn.Module, inputs: Any) -> Any:
+    """What makes calls alike: class, weights, and the inputs' shapes."""
+    weights = tuple((name, p.requires_grad) for name, p in block.named_parameters())
+    sizes = tuple(getattr(p, "ds_shape", p.shape) for p in block.parameters())
+    leaves = tree_leaves(inputs)
+    shapes = tuple((t.shape, t.dtype, t.requires_grad) for t in leaves if isinstance(t, Tensor))
+    return type(block), block.training, weights, sizes, shapes
+
+
+class BudgetedCall:
+    """``forward`` of a block that keeps what ``budget`` says."""
+
+    def __init__(self, block: nn.Module, budget: Budget) -> None:
+        self.block = block
+        self.budget = budget
+        self.inner: Callable[..., Any] | None = vars(block).get("forward")
+        """A forward that somebody else has put in place of the class's."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        run = self.inner or partial(type(self.block).forward, self.block)
+        if not torch.is_grad_enabled() or inside_transform():
+            return run(*args, **kwargs)
+        args, kwargs = tuple(map(_no_cache, args)), {key: _no_cache(each) for key, each in kwargs.items()}
+        counting = self.budget.counting
+        if counting is not None:
+            return counting.call(
+                self.block,
+                lambda: run(*args, **kwargs),
+                lambda: _checkpointed(run, NOTHING, args, kwargs),
+                (args, kwargs),
+            )
+        chosen = self.budget.chosen.get(self.block, NOTHING)
+        return run(*args, **kwargs) if chosen is None else _checkpointed(run, chosen, args, kwargs)
+
+
+@runtime_checkable
+class _Cache(Protocol):
+    """Keys and values of earlier tokens, which models of Transformers pass to their layers by default."""
+
+    def update(self, *args: Any, **kwargs: Any) -> Any: ...
+    def get_seq_length(self, *args: Any) -> int: ...
+
+
+def _no_cache(value: Any) -> Any:
+    """None instead of an empty cache: a layer that runs again would add to it twice.
+
+    ValueError: it holds something.
+    """
+    if not isinstance(value, _Cache) or isinstance(value, (Tensor, nn.Module)):
+        return value
+    if value.get_seq_length():
+        raise ValueError(
+            f"{KEY}: the model's layers are given a {type(value).__name__} with {value.get_seq_length()} tokens in "
+            "training, which layers that are recomputed cannot add to; leave the key out"
+        )
+    return None
+
+
+def _checkpointed(run: Callable[..., Any], chosen: Collection[Key], args: Any, kwargs: Any) -> Any:
+    return checkpointing.selective_checkpoint(run, partial(keeping, chosen), args, kwargs)
+
+
+class MemoryBudget:
+    """The transform of the key."""
+
+    name = "memory_budget"
+    after: tuple[str, ...] = ()
+    before: tuple[str, ...] = ()
+
+    def __init__(self, limit: float) -> None:
+        self.limit = limit
+
+    def apply(self, module: nn.Module, context: Any) -> None:
+        """DeepSpeedConfigError: the model has no repeated blocks, or is a pipeline."""
+        if any(kind.__name__ == "PipelineModule" for kind in type(module).__mro__):
+            raise DeepSpeedConfigError(
+                f"{KEY}={self.limit:g}: pipelines have no budget yet, as several micro-batches are alive at a time; "
+                "give PipelineModule activation_checkpoint_interval, and leave the key out"
+            )
+        budget = budget_blocks(module, self.limit, Ranks(context.mesh, module))
+        context.say(f"{len(budget.chosen)} blocks keep {_limit(self.limit)} of their activations at most")
+
+
+def budget_blocks(module: nn.Module, limit: float, ranks: Ranks | None) -> Budget:
+    """Have the blocks of ``module`` called within a budget that is decided in its first forward with gradients."""
+    blocks = blocks_of(module)
+    if not blocks:
+        raise DeepSpeedConfigError(
+            f"{KEY}={limit:g}: the model has no repeated blocks (elements of one class in a ModuleList or Sequential) "
+            "that could be recomputed; call deepspeed.checkpointing.checkpoint in the model instead"
+        )
+    budget = Budget(limit, ranks)
+    budget.chosen = dict.fromkeys(blocks, NOTHING)
+    for block in blocks:
+        vars(block)["forward"] = BudgetedCall(block, budget)
+    _FirstForward(module, budget).attach()
+    return budget
+
+
+class _FirstForward:
+    """Counts the first forward of ``module`` that has gradients, then goes."""
+
+    def __init__(self, module: nn.Module, budget: Budget) -> None:
+        self.module, self.budget = module, budget
+        self._handles: list[Any] = []
+
+    def attach(self) -> None:
+        self._handles = [
+            self.module.register_forward_pre_hook(self._begin),
+            self.module.register_forward_hook(self._end, always_call=True),
+        ]
+
+    def _begin(self, module: nn.Module, args: Any) -> None:
+        if not torch.is_grad_enabled() or inside_transform() or self.budget.counting is not None:
+            return
+        refuse_own_checkpoints(module)
+        self.budget.counting = Count(module)
+        self.budget.counting.begin()
+
+    def _end(self, module: nn.Module, args: Any, outputs: Any) -> None:
+        count, self.budget.counting = self.budget.counting, None
+        if count is None:
+            return
+        count.end()
+        if outputs is None:  # it failed
+            return
+        for handle in self._handles:
+            handle.remove()
+        self.budget.decide(count)
+
+
+def refuse_own_checkpoints(module: nn.Module) -> None:
+    own = [name for name, each in module.named_modules() if getattr(each, SWITCH, False) and each.training]
+    if own:
+        raise DeepSpeedConfigError(
+            f"{KEY} chooses what is recomputed, but {own[0] or 'the model'} checkpoints itself: turn that off "
+            "(model.gradient_checkpointing_disable()), or leave the key out"
+        )
+
+
+# --- Report -----------------------------------------------------------------------------------------
+
+
+def report(choice: Choice) -> str:
+    """What is kept and what is recomputed, as text of a few lines."""
+    counted = choice.counted
+    lines = [
+        f"memory budget: {_size(choice.budget)} of {_size(counted.everything)} that everything takes; "
+        f"{_size(choice.peak)} are used ({_size(counted.outside)} outside the blocks), for {choice.extra_share:.1%} "
+        "more FLOPs in the blocks"
+    ]
+    for first, last, way, block in _runs(choice):
+        which = f"block {first}" if first == last else f"blocks {first} to {last}"
+        lines.append(f"  {which}: {_what_runs_again(counted.kinds[block.kind], way.chosen)}")
+    return "\n".join(lines)
+
+
+def _runs(choice: Choice) -> Sequence[tuple[int, int, Any, Block]]:
+    """Neighbours that do the same: first and last block, way, block."""
+    found: list[tuple[int, int, Any, Block]] = []
+    for number, (way, block) in enumerate(zip(choice.ways, choice.counted.blocks, strict=True)):
+        if found and found[-1][2] == way and found[-1][3] == block:
+            found[-1] = (found[-1][0], number, way, block)
+        else:
+            found.append((number, number, way, block))
+    return found
+
+
+def _what_runs_again(record: BlockRecord, chosen: Collection[Key] | None) -> str:
+    if chosen is None:
+        return "keeps everything"
+    needed = [op for op in record.ops[: record.needed] if op.out]
+    kept = Counter(op.label for op in needed if op.key in chosen)
+    products = Counter(op.label for op in needed if op.key not in chosen and op.flops)
+    rest = sum(op.key not in chosen and not op.flops for op in needed)
+    return (
+        f"keeps {_listed(kept) or 'its inputs'}; recomputes {_listed(products) or 'no product'} and {rest} smaller "
+        "operations"
+    )
+
+
+def _listed(names: Counter[str]) -> str:
+    return ", ".join(f"{count} x {name}" if count > 1 else name for name, count in names.items())
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes / GIB:.3f} GiB" if nbytes >= GIB / 100 else f"{nbytes / 2**20:.3f} MiB"
+
+
+def _limit(limit: float) -> str:
+    return f"{limit:.0%}" if limit <= 1 else _size(int(limit))

@@ -1,0 +1,425 @@
+"""Activation checkpointing: keep a region's inputs instead of its activations, and recompute it in backward.
+
+(Chen et al., *Training Deep Nets with Sublinear Memory Cost*, 2016.)
+
+How inputs are kept, and the named random states, belong to an engine whose config has the section, and are in force in
+its ``forward``; all other regions have those of the process. Functions that are called outside a forward, such as
+``configure``, act on the newest such engine, else on the process's. Recomputation, random states of the default
+generators, autocast and detached inputs are handled by torch (``torch.utils.checkpoint``). Added here:
+structured arguments and results, the named random states of ``rng.py``, the ways of keeping inputs in
+``kept_inputs.py``, and timing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.utils.checkpoint
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from deepspeed.base.accelerator import get_accelerator
+from deepspeed.base.logging import print_dist
+from deepspeed.base.memory import GIB
+from deepspeed.base.newest import Newest
+from deepspeed.comm.collectives import Communicator, Network, process_network
+from deepspeed.config.problems import DeepSpeedConfigError
+from deepspeed.config.reader import read_config
+from deepspeed.config.sections.activation_checkpointing import DeepSpeedActivationCheckpointingConfig
+from deepspeed.observe.timer import SynchronizedWallClockTimer
+from deepspeed.transforms.recompute.kept_inputs import Arena, InHost, KeptInputs
+from deepspeed.transforms.recompute.model_layers import keep_inputs_of_layers
+from deepspeed.transforms.recompute.rng import (
+    CudaRNGStatesTracker,
+    reseed_tensor_parallel,
+    seed_model_parallel,
+)
+
+__all__ = [
+    "CheckpointFunction",
+    "CudaRNGStatesTracker",
+    "checkpoint",
+    "configure",
+    "get_cuda_rng_tracker",
+    "is_configured",
+    "model_parallel_cuda_manual_seed",
+    "model_parallel_reconfigure_tp_seed",
+    "non_reentrant_checkpoint",
+    "partition_activations_in_checkpoint",
+    "reset",
+    "set_num_layers",
+]
+
+SECTION = "activation_checkpointing"
+
+
+@dataclass(eq=False)
+class Settings:
+    """What one engine, or the process, was configured with."""
+
+    configured: bool = False
+    mpu: Any = None
+    section: DeepSpeedActivationCheckpointingConfig = field(default_factory=lambda: _section_of(None))
+    arena: Arena | None = None
+    in_host: InHost = field(default_factory=InHost)
+    tracker: CudaRNGStatesTracker = field(default_factory=CudaRNGStatesTracker)
+    network: Network = process_network
+    layers: list[Any] = field(default_factory=list)
+    """Hooks on layers that a model checkpoints itself."""
+    tensor_ranks: Communicator | None = None
+    """Those of the engine, where no model-parallel unit says who they are."""
+
+    def group(self) -> Communicator:
+        """The ranks across which inputs are partitioned: one unless partitioning is on and there is a group."""
+        if not self.section.partition_activations:
+            return Communicator(None)
+        for getter in ("get_tensor_model_parallel_group", "get_model_parallel_group"):
+            if hasattr(self.mpu, getter):
+                group = getattr(self.mpu, getter)()
+                return Communicator(None) if group is None else self.network.communicator(group)
+        return self.tensor_ranks or Communicator(None)
+
+    def keeper(self) -> KeptInputs:
+        section = self.section
+        regions = section.number_checkpoints if section.partition_activations else None
+        in_arena = section.contiguous_memory_optimization and bool(regions)
+        if in_arena and self.arena is None:
+            self.arena = Arena(regions or 1)
+        arena = self.arena if in_arena else None
+        return KeptInputs(self.group(), offload=section.cpu_checkpointing, arena=arena, in_host=self.in_host)
+
+
+# --- Settings -------------------------------------------------------------------------------------
+
+
+def configure(
+    mpu_: Any,
+    deepspeed_config: Any = None,
+    partition_activations: bool | None = None,
+    contiguous_checkpointing: bool | None = None,
+    num_checkpoints: int | None = None,
+    checkpoint_in_cpu: bool | None = None,
+    synchronize: bool | None = None,
+    profile: bool | None = None,
+) -> None:
+    """Sets how checkpointed regions keep their inputs. Arguments that are given override the config.
+
+    Args:
+        mpu_: Model-parallel unit, whose tensor-parallel ranks share the inputs. None: those of the newest engine.
+        deepspeed_config: Path, dict or object with an ``activation_checkpointing`` section.
+        partition_activations: Partition inputs across the tensor-parallel ranks, which all hold the same ones.
+        contiguous_checkpointing: Keep inputs in buffers allocated once, for ``num_checkpoints`` regions. Needs
+            ``partition_activations``.
+        checkpoint_in_cpu: Keep inputs in host memory.
+        synchronize: Wait for the device at the edges of each region.
+        profile: Print the time and memory of each region.
+    """
+    given = {
+        "partition_activations": partition_activations,
+        "contiguous_memory_optimization": contiguous_checkpointing,
+        "number_checkpoints": num_checkpoints,
+        "cpu_checkpointing": checkpoint_in_cpu,
+        "synchronize_checkpoint_boundary": synchronize,
+        "profile": profile,
+    }
+    section = _section_of(deepspeed_config).model_dump()
+    section.update({key: value for key, value in given.items() if value is not None})
+    checked = DeepSpeedActivationCheckpointingConfig.model_validate(section)
+    if checked.contiguous_memory_optimization:
+        if not checked.partition_activations:
+            raise DeepSpeedConfigError(
+                f"{SECTION}.contiguous_memory_optimization is true and partition_activations is false: "
+                f"contiguous buffers are for partitioned inputs; set partition_activations to true too."
+            )
+        if checked.number_checkpoints is None:
+            raise DeepSpeedConfigError(
+                f"{SECTION}.contiguous_memory_optimization is true and number_checkpoints is not given: set "
+                f"it to the number of checkpointed regions in a forward pass, whose inputs the buffers hold."
+            )
+    settings = _current()
+    settings.mpu, settings.section, settings.configured = mpu_, checked, True
+    settings.arena = None
+
+
+def _section_of(config: Any) -> DeepSpeedActivationCheckpointingConfig:
+    validated = DeepSpeedActivationCheckpointingConfig.model_validate
+    if config is None:
+        return validated({})
+    if isinstance(config, (str, os.PathLike, Mapping)):
+        return validated(read_config(config).data.get(SECTION, {}))
+    for name in (f"{SECTION}_config", SECTION):
+        section = getattr(config, name, None)
+        if section is not None:
+            return validated(section if isinstance(section, Mapping) else section.model_dump())
+    raise DeepSpeedConfigError(
+        f"deepspeed_config={config!r} holds no section {SECTION}; give a path, a dict or a DeepSpeedConfig."
+    )
+
+
+class _State:
+    """Who owns the settings in force. ``process``: what was configured before there was an engine with its own."""
+
+    def __init__(self) -> None:
+        self.process = Settings()
+        self.engines: Newest[Settings] = Newest()
+
+
+_state = _State()
+_running: ContextVar[Settings | None] = ContextVar("deepspeed_checkpointing", default=None)
+
+
+def _current() -> Settings:
+    """Those of the engine whose forward, or recomputation, runs; else of the newest; else of the process."""
+    return _running.get() or _state.engines.get() or _state.process
+
+
+def settings_for(
+    config: Any, mpu: Any, network: Network, tensor_ranks: Communicator | None = None
+) -> Settings:
+    """Those of a new engine. An engine whose config has no section has the process's.
+
+    If there is no other engine with its own, it takes over what the process was told before: what ``configure`` was
+    given stays in force, and random states that were seeded are its own. Else it starts with a copy of the newest's.
+    """
+    given: DeepSpeedActivationCheckpointingConfig = config.activation_checkpointing_config
+    if not given.model_fields_set:
+        return _state.process
+    newest, settings = _state.engines.get(), _state.process
+    if newest is not None or not settings.configured:
+        tracker = settings.tracker if newest is None else newest.tracker.copy()
+        settings = Settings(mpu=mpu, section=given.model_copy(), tracker=tracker, network=network)
+    settings.tensor_ranks = tensor_ranks
+    _state.engines.add(settings)
+    return settings
+
+
+def keep_layers(settings: Settings, module: Any) -> None:
+    """Inputs of layers that ``module`` checkpoints itself are kept in host memory too, if these settings say so."""
+    if settings is not _state.process and settings.section.cpu_checkpointing:
+        settings.layers = keep_inputs_of_layers(module, lambda: _keeping_inputs(settings))
+
+
+def leave(settings: Settings) -> None:
+    """Their engine is destroyed: the functions here act on the one before it."""
+    for handle in settings.layers:
+        handle.remove()
+    settings.layers = []
+    _state.engines.remove(settings)
+
+
+begin_forward = _running.set
+"""An engine's forward begins: its settings are in force until ``end_forward`` is called with what this returns."""
+
+end_forward = _running.reset
+
+
+@contextlib.contextmanager
+def in_force(settings: Settings) -> Iterator[None]:
+    """Around what runs with an engine's ``settings``."""
+    before = begin_forward(settings)
+    try:
+        yield
+    finally:
+        end_forward(before)
+
+
+def get_cuda_rng_tracker() -> CudaRNGStatesTracker:
+    """The tracker that checkpointed regions restore when they are recomputed."""
+    return _current().tracker
+
+
+def __getattr__(name: str) -> Any:
+    if name == "_CUDA_RNG_STATE_TRACKER":  # what clients read instead of calling get_cuda_rng_tracker()
+        return get_cuda_rng_tracker()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def is_configured() -> bool:
+    """Whether ``configure`` has been called."""
+    return _current().configured
+
+
+def set_num_layers(nlayers: int) -> None:
+    """Number of checkpointed regions in a forward pass: how many inputs a contiguous buffer holds."""
+    settings = _current()
+    settings.section.number_checkpoints = nlayers
+    settings.arena = None
+
+
+def partition_activations_in_checkpoint(partition_activation: bool) -> None:
+    """Turns the partitioning of inputs on or off."""
+    _current().section.partition_activations = partition_activation
+
+
+def reset() -> None:
+    """Releases the contiguous buffers, for steps with a different number or size of regions."""
+    arena = _current().arena
+    if arena is not None:
+        arena.clear()
+
+
+def model_parallel_cuda_manual_seed(seed: int) -> None:
+    """Seeds what tensor-parallel ranks draw alike with ``seed``, and what they draw independently with
+    a different seed each.
+    """
+    seed_model_parallel(get_cuda_rng_tracker(), seed, _current().mpu)
+
+
+def model_parallel_reconfigure_tp_seed(seed: int) -> None:
+    """Reseeds what tensor-parallel ranks draw independently."""
+    reseed_tensor_parallel(get_cuda_rng_tracker(), seed, _current().mpu)
+
+
+# --- Regions --------------------------------------------------------------------------------------
+
+
+class _Region:
+    """One call of a checkpointed function, in the form torch's checkpoint takes: flat in, flat out, run
+    twice.
+
+    It holds no tensor: ``KeptInputs`` decides how the inputs are kept until backward.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+        self.settings = _current()  # also of the recomputation, whatever is in force then
+        self._input_spec: Any = None
+        self._output_spec: Any = None
+        self._rng_states: dict[str, Tensor] | None = None
+
+    def flatten(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+        leaves, self._input_spec = tree_flatten((args, kwargs))
+        return leaves
+
+    def __call__(self, *leaves: Any) -> tuple[Any, ...]:
+        args, kwargs = tree_unflatten(leaves, self._input_spec)
+        tracker = self.settings.tracker
+        if self._rng_states is None:
+            self._rng_states = tracker.get_states()
+            outputs = self._function(*args, **kwargs)
+        else:
+            with in_force(self.settings), tracker.replay(self._rng_states):
+                outputs = self._function(*args, **kwargs)
+        flat, self._output_spec = tree_flatten(outputs)
+        return tuple(flat)
+
+    def result(self, leaves: tuple[Any, ...]) -> Any:
+        """What the function returned, except that a list or tuple of one element becomes that element (as
+        documented).
+        """
+        outputs = tree_unflatten(leaves, self._output_spec)
+        return outputs[0] if type(outputs) in (tuple, list) and len(outputs) == 1 else outputs
+
+    @property
+    def name(self) -> str:
+        return getattr(self._function, "__qualname__", type(self._function).__name__)
+
+
+class CheckpointFunction(torch.utils.checkpoint.CheckpointFunction):
+    """The reentrant form: one autograd node for the region; its backward runs the region again and
+    backpropagates through it.
+
+    ``apply(run_function, all_outputs, *args)``: results of ``run_function(*args)``, tensors among the
+    arguments passed flat, are returned and added to the list ``all_outputs``.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, run_function: Callable[..., Any], all_outputs: list[Any], *args: Any) -> Any:
+        preserve_rng_state = True
+        outputs = torch.utils.checkpoint.CheckpointFunction.forward(
+            ctx, run_function, preserve_rng_state, *args
+        )
+        # Autograd makes this node the origin of the very tensors that are returned. One that was not computed here (a
+        # constant of the module, a parameter) would then lead backward into this region again, without an end.
+        if isinstance(outputs, Tensor):
+            outputs = outputs.detach()
+        else:
+            outputs = tuple(each.detach() if isinstance(each, Tensor) else each for each in outputs)
+        all_outputs += outputs if isinstance(outputs, tuple) else [outputs]
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        with _boundary("backward", ctx.run_function):
+            return torch.utils.checkpoint.CheckpointFunction.backward(ctx, *grads)
+
+
+def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """``function(*args, **kwargs)``, recomputed in backward instead of kept.
+
+    Arguments and results may hold tensors in dicts, lists and tuples, and anything else. The function
+    must not depend on anything that changes between forward and backward, and works with ``.backward()``
+    but not ``torch.autograd.grad``. If no argument requires a gradient, ``non_reentrant_checkpoint`` is
+    used, as the parameters would get no gradients otherwise.
+    """
+    region = _Region(function)
+    leaves = region.flatten(args, kwargs)
+    if not any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves):
+        return _without_reentry(region, leaves)
+    with _boundary("forward", region), _keeping_inputs(region.settings):
+        outputs = CheckpointFunction.apply(region, [], *leaves)
+    return region.result(outputs)
+
+
+def non_reentrant_checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """``checkpoint`` with saved-tensor hooks: also works for ``torch.autograd.grad`` and frozen inputs, and stops
+    recomputing as soon as backward has what it needs."""
+    region = _Region(function)
+    return _without_reentry(region, region.flatten(args, kwargs))
+
+
+def selective_checkpoint(
+    function: Callable[..., Any], contexts: Callable[[], tuple[Any, Any]], args: Any, kwargs: Any
+) -> Any:
+    """``non_reentrant_checkpoint(function, *args, **kwargs)`` whose two runs are inside ``contexts()``."""
+    region = _Region(function)
+    return _without_reentry(region, region.flatten(args, kwargs), context_fn=contexts)
+
+
+def _without_reentry(region: _Region, leaves: list[Any], **options: Any) -> Any:
+    with _boundary("forward", region), _keeping_inputs(region.settings):
+        outputs = torch.utils.checkpoint.checkpoint(region, *leaves, use_reentrant=False, **options)
+    return region.result(outputs)
+
+
+@contextlib.contextmanager
+def _keeping_inputs(settings: Settings) -> Iterator[None]:
+    """Inside the block, what autograd saves (a region's inputs) is kept as configured."""
+    section = settings.section
+    if not (section.partition_activations or section.cpu_checkpointing) or not torch.is_grad_enabled():
+        yield
+        return
+    keeper = settings.keeper()
+    with torch.autograd.graph.saved_tensors_hooks(keeper.pack, keeper.unpack):
+        yield
+
+
+@contextlib.contextmanager
+def _boundary(phase: str, region: Any) -> Iterator[None]:
+    """Marks the edges of a region's forward or backward: waits for the device and measures, as configured."""
+    section = region.settings.section if isinstance(region, _Region) else _current().section
+    if section.synchronize_checkpoint_boundary:
+        get_accelerator().synchronize()
+    timer = SynchronizedWallClockTimer.Timer(phase) if section.profile else None
+    before = 0.0
+    if timer is not None:
+        before = get_accelerator().memory_allocated() / GIB
+        timer.start()
+    yield
+    if section.synchronize_checkpoint_boundary:
+        get_accelerator().synchronize()
+    if timer is not None:
+        timer.stop()
+        name = region.name if isinstance(region, _Region) else getattr(region, "__qualname__", str(region))
+        allocated = get_accelerator().memory_allocated() / GIB
+        print_dist(
+            f"checkpoint {phase} {name}: {timer.elapsed():.2f} ms, {allocated:.4f} GB allocated "
+            f"({allocated - before:+.4f})",
+            ranks=[0],
+        )

@@ -1,0 +1,222 @@
+"""Which results to keep and which to recompute: the fewest FLOPs within a number of bytes.
+
+Two knapsacks. In one block every operation's result can be kept for its bytes or recomputed for its FLOPs; the best
+sets for all sizes are the block's *ways* to run, beside keeping everything as autograd does. Over the blocks, one way
+each is chosen. Both are solved by dynamic programming over bytes, in units that are rounded up, so that the bytes hold.
+
+[Note: the last blocks] Backward runs a block again before it goes through it, so all that the block would have saved is
+there while later blocks are gone. Recomputing the last block therefore saves no peak unless what follows it is as
+large; and of blocks that are alike, those that keep more come last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from deepspeed.transforms.recompute.recorded import BlockRecord, Key, Op
+
+UNITS_OF_BLOCK = 512
+UNITS = 8192
+ROUNDS = 6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Way:
+    """``kept``: bytes from forward to backward, ``again``: once it has run again. ``cost``, ``flops``: of running
+    again. ``chosen``: whose results are kept; None: everything is, and nothing runs again."""
+
+    kept: int
+    again: int
+    cost: int
+    flops: int
+    chosen: frozenset[Key] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """One block of a model in the order of calls: its kind, and how often it is called."""
+
+    kind: int
+    calls: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Counted:
+    """A forward. ``outside``: bytes saved outside blocks, ``before`` of them until the last block ends; ``kinds``: one
+    call of each kind of block."""
+
+    kinds: Sequence[BlockRecord]
+    blocks: Sequence[Block]
+    outside: int = 0
+    before: int = 0
+
+    @property
+    def everything(self) -> int:
+        """Bytes without recomputation."""
+        return self.outside + sum(self.kinds[b.kind].saved * b.calls for b in self.blocks)
+
+    @property
+    def flops(self) -> int:
+        """Of the blocks, forward and backward (twice as many)."""
+        return 3 * sum(self.kinds[b.kind].flops * b.calls for b in self.blocks)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """``ways``: one for each block. ``peak``: bytes, ``extra``: FLOPs run again."""
+
+    counted: Counted
+    ways: Sequence[Way]
+    budget: int
+    peak: int = field(default=0)
+
+    @property
+    def extra(self) -> int:
+        blocks = self.counted.blocks
+        return sum(way.flops * block.calls for way, block in zip(self.ways, blocks, strict=True))
+
+    @property
+    def extra_share(self) -> float:
+        """Of all FLOPs of the blocks' forward and backward."""
+        return self.extra / self.counted.flops if self.counted.flops else 0.0
+
+
+class BudgetTooSmall(ValueError):
+    """Not even recomputing everything keeps to the bytes; ``least`` is what does."""
+
+    def __init__(self, least: int) -> None:
+        super().__init__(f"the least that blocks can keep is {least} bytes")
+        self.least = least
+
+
+def ways_of(record: BlockRecord) -> list[Way]:
+    """From the fewest bytes to the most; the last one keeps everything."""
+    whole = Way(kept=record.saved, again=record.saved, cost=0, flops=0, chosen=None)
+    needed = record.ops[: record.needed]
+    items = [op for op in needed if op.keepable and op.out and op.cost]
+    cost, flops = sum(op.cost for op in needed), sum(op.flops for op in needed)
+    ways: list[Way] = []
+    for kept in _best_sets(items, record.saved - record.inputs):
+        nbytes = record.inputs + sum(op.out for op in kept)
+        way = Way(
+            kept=nbytes,
+            again=record.saved + sum(op.out for op in kept if not op.saved),
+            cost=1 + cost - sum(op.cost for op in kept),  # running again is never free
+            flops=flops - sum(op.flops for op in kept),
+            chosen=frozenset(op.key for op in kept),
+        )
+        if nbytes < record.saved and (not ways or way.cost < ways[-1].cost):
+            ways.append(way)
+    return [*ways, whole]
+
+
+def _best_sets(items: Sequence[Op], most: int) -> list[list[Op]]:
+    """Those that save the highest cost for their bytes, from none to ``most`` bytes."""
+    unit = max(1, -(-most // UNITS_OF_BLOCK))
+    best: list[tuple[int, int]] = [(0, 0)] * (UNITS_OF_BLOCK + 1)  # cost, and the set as bits
+    for number, op in enumerate(items):
+        weight = -(-op.out // unit)
+        for size in range(UNITS_OF_BLOCK, weight - 1, -1):
+            cost, chosen = best[size - weight]
+            if cost + op.cost > best[size][0]:
+                best[size] = cost + op.cost, chosen | 1 << number
+    distinct = dict.fromkeys(chosen for _, chosen in best)
+    return [[op for number, op in enumerate(items) if chosen >> number & 1] for chosen in distinct]
+
+
+def choose(counted: Counted, budget: int) -> Choice:
+    """The cheapest ways whose peak is at most ``budget`` bytes.
+
+    Raises:
+        BudgetTooSmall: there are none.
+    """
+    options = [ways_of(record) for record in counted.kinds]
+    whole = [options[block.kind][-1] for block in counted.blocks]
+    if counted.everything <= budget:
+        return Choice(counted=counted, ways=whole, budget=budget, peak=counted.everything)
+    found = [
+        choice
+        for last_whole in (False, True)
+        if (choice := _within(counted, options, budget, last_whole)) is not None
+    ]
+    if not found:
+        raise BudgetTooSmall(_least(counted, options))
+    return min(
+        found,
+        key=lambda choice: sum(w.cost * b.calls for w, b in zip(choice.ways, counted.blocks, strict=True)),
+    )
+
+
+def _within(
+    counted: Counted, options: Sequence[Sequence[Way]], budget: int, last_whole: bool
+) -> Choice | None:
+    """Note: the last blocks. What is kept is lowered until the peak fits as well."""
+    room = budget - counted.outside
+    for _ in range(ROUNDS):
+        ways = _solved(counted, options, room, last_whole)
+        if ways is None:
+            return None
+        peak = peak_of(counted, ways)
+        if peak <= budget:
+            return Choice(counted=counted, ways=ways, budget=budget, peak=peak)
+        room -= peak - budget
+    return None
+
+
+def _least(counted: Counted, options: Sequence[Sequence[Way]]) -> int:
+    least = [options[block.kind][0] for block in counted.blocks]
+    peaks = [peak_of(counted, least)]
+    if least:
+        peaks.append(peak_of(counted, [*least[:-1], options[counted.blocks[-1].kind][-1]]))
+    return min(peaks)
+
+
+def _solved(
+    counted: Counted, options: Sequence[Sequence[Way]], room: int, last_whole: bool
+) -> list[Way] | None:
+    if room < 0:
+        return None
+    unit = max(1, -(-room // UNITS))
+    size = room // unit
+    best = torch.zeros(size + 1, dtype=torch.float64)
+    taken: list[torch.Tensor] = []
+    choices = [options[block.kind] for block in counted.blocks]
+    if last_whole and choices:
+        choices[-1] = choices[-1][-1:]
+    for block, ways in zip(counted.blocks, choices, strict=True):
+        rows = torch.full((len(ways), size + 1), torch.inf, dtype=torch.float64)
+        for row, way in zip(rows, ways, strict=True):
+            weight = -(-way.kept * block.calls // unit)
+            if weight <= size:
+                row[weight:] = best[: size + 1 - weight] + way.cost * block.calls
+        best, which = rows.min(0)
+        taken.append(which)
+    if size < 0 or torch.isinf(best[size]):
+        return None
+    found: list[Way] = []
+    for block, ways, which in zip(reversed(counted.blocks), reversed(choices), reversed(taken), strict=True):
+        found.append(ways[int(which[size])])
+        size -= -(-found[-1].kept * block.calls // unit)
+    return _larger_last(counted.blocks, found[::-1])
+
+
+def _larger_last(blocks: Sequence[Block], ways: list[Way]) -> list[Way]:
+    for kind in set(blocks):
+        places = [place for place, block in enumerate(blocks) if block == kind]
+        for place, way in zip(places, sorted((ways[p] for p in places), key=lambda w: w.kept), strict=True):
+            ways[place] = way
+    return ways
+
+
+def peak_of(counted: Counted, ways: Sequence[Way]) -> int:
+    """Bytes kept at the end of forward, or while a block that runs again is whole, whichever is more."""
+    kept = [way.kept * block.calls for way, block in zip(ways, counted.blocks, strict=True)]
+    peak, so_far = counted.outside + sum(kept), counted.before
+    for block, way, nbytes in zip(counted.blocks, ways, kept, strict=True):
+        if way.chosen is not None:
+            peak = max(peak, so_far + way.kept * (block.calls - 1) + way.again)
+        so_far += nbytes
+    return peak

@@ -1,0 +1,156 @@
+"""How the inputs of a checkpointed region are kept until backward recomputes it.
+
+Used as saved-tensors hooks: ``pack`` when autograd saves an input, ``unpack`` when backward asks for it.
+Three things can be done to an input, alone or together: partition it across a group of ranks that all
+hold the same one, move it to host memory, and put it into a buffer that lives as long as training does
+(so that long-lived inputs do not fragment the memory between short-lived tensors).
+
+[Note: fetched ahead] Backward asks for inputs in the reverse order. When it asks for one in host memory, the copy of
+the one that was kept before it begins, beside the computation, so that at most two are on the device at a time.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepspeed.comm.collectives import Communicator
+from deepspeed.transforms.recompute.side_stream import SideStream
+
+
+class Slot:
+    """A piece of an arena; returned when its last reference is dropped."""
+
+    def __init__(self, tensor: Tensor, free: list[Tensor]) -> None:
+        self.tensor = tensor
+        self._free = free
+
+    def __del__(self) -> None:
+        self._free.append(self.tensor)
+
+
+class Arena:
+    """Buffers of ``slots_per_buffer`` equal pieces for each size, dtype and device; another one is added when
+    all pieces are taken.
+    """
+
+    def __init__(self, slots_per_buffer: int) -> None:
+        self.slots_per_buffer = slots_per_buffer
+        self._free: dict[tuple[int, torch.dtype, torch.device, bool], list[Tensor]] = {}
+
+    def take(self, numel: int, dtype: torch.dtype, device: torch.device, pinned: bool) -> Slot:
+        free = self._free.setdefault((numel, dtype, device, pinned), [])
+        if not free:
+            buffer = torch.empty(self.slots_per_buffer * numel, dtype=dtype, device=device, pin_memory=pinned)
+            free.extend(buffer.split(numel))
+        return Slot(free.pop(), free)
+
+    def clear(self) -> None:
+        """Drops the buffers; pieces in use stay valid."""
+        self._free = {}
+
+
+@dataclass(eq=False)
+class Kept:
+    """One kept input. ``local``: [ceil(numel / ranks)], this rank's part, padded with zeros.
+
+    ``before``: the one in host memory that was kept before this one; ``fetched``: a copy on its way to the device.
+    """
+
+    local: Tensor
+    slot: Slot | None
+    shape: torch.Size
+    device: torch.device
+    before: weakref.ref[Kept] | None = None
+    fetched: Tensor | None = None
+
+
+@dataclass(eq=False)
+class InHost:
+    """The inputs of one owner that are in host memory: the last one, and the stream that copies them."""
+
+    last: weakref.ref[Kept] | None = None
+    stream: SideStream = field(default_factory=SideStream)
+
+    def add(self, kept: Kept) -> None:
+        kept.before, self.last = self.last, weakref.ref(kept)
+
+    def take(self, kept: Kept) -> Tensor:
+        """``kept.local`` on its device; the one before it follows (Note: fetched ahead)."""
+        found = self.stream.arrived(kept.fetched if kept.fetched is not None else self._fetch(kept))
+        kept.fetched = None
+        before = kept.before() if kept.before is not None else None
+        if before is not None and before.fetched is None:
+            before.fetched = self._fetch(before)
+        return found
+
+    def _fetch(self, kept: Kept) -> Tensor:
+        return self.stream.copy(kept.local, torch.empty_like(kept.local, device=kept.device))
+
+
+def leaves_device(device: torch.device) -> bool:
+    """Whether host memory is another one."""
+    return device.type != "cpu"
+
+
+class KeptInputs:
+    """``pack`` and ``unpack`` for one configuration. All ranks of the group pack and unpack in the same
+    order.
+    """
+
+    def __init__(
+        self, communicator: Communicator, *, offload: bool, arena: Arena | None, in_host: InHost | None = None
+    ) -> None:
+        self._communicator = communicator
+        self._offload = offload
+        self._arena = arena
+        self._in_host = in_host or InHost()
+
+    def pack(self, tensor: Tensor) -> Any:
+        # Masks and positions are small, and in some models differ between ranks: they stay as they are.
+        if not tensor.is_floating_point() or tensor.numel() < self._communicator.size:
+            return tensor
+        part = self._part(tensor)
+        to_host = self._offload and leaves_device(tensor.device)
+        device = torch.device("cpu") if to_host else tensor.device
+        pinned = to_host and tensor.device.type == "cuda"
+        numel = -(-tensor.numel() // self._communicator.size)
+        if self._arena is not None:
+            slot = self._arena.take(numel, tensor.dtype, device, pinned)
+            local = slot.tensor
+        elif numel == tensor.numel() and not to_host:
+            return tensor  # whole, and where it is
+        else:
+            slot = None
+            local = torch.empty(numel, dtype=tensor.dtype, device=device, pin_memory=pinned)
+        local[part.numel() :].zero_()
+        kept = Kept(local, slot, tensor.shape, tensor.device)
+        if to_host:
+            self._in_host.stream.copy(part, local[: part.numel()])
+            self._in_host.add(kept)
+        else:
+            local[: part.numel()].copy_(part)
+        return kept
+
+    def unpack(self, kept: Any) -> Tensor:
+        if not isinstance(kept, Kept):
+            return kept
+        away = self._offload and leaves_device(kept.device)
+        local = self._in_host.take(kept) if away else kept.local
+        if self._communicator.size > 1:
+            full = torch.empty(local.numel() * self._communicator.size, dtype=local.dtype, device=kept.device)
+            self._communicator.all_gather(full, local).wait()
+        else:
+            # The piece returns to the arena while the recomputed region may still hold its input.
+            full = local.clone() if local is kept.local and kept.slot is not None else local
+        return full[: kept.shape.numel()].view(kept.shape)
+
+    def _part(self, tensor: Tensor) -> Tensor:
+        """This rank's elements of the flattened tensor."""
+        size, rank = self._communicator.size, self._communicator.rank
+        numel = -(-tensor.numel() // size)
+        return tensor.detach().reshape(-1)[rank * numel : (rank + 1) * numel]

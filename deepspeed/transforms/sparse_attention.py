@@ -1,0 +1,81 @@
+"""The section ``sparse_attention`` on a model as it is."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from torch import nn
+
+from deepspeed.base.transformers_models import text_config
+from deepspeed.comm.mesh import ProcessMesh
+from deepspeed.config.getters import get_sparse_attention
+
+if TYPE_CHECKING:
+    from deepspeed.ops.sparse_attention import SparsityConfig
+
+# Classes of deepspeed.ops.sparse_attention, which is imported only where a config has the section.
+_PATTERNS = {
+    "dense": "DenseSparsityConfig",
+    "fixed": "FixedSparsityConfig",
+    "variable": "VariableSparsityConfig",
+    "bigbird": "BigBirdSparsityConfig",
+    "bslongformer": "BSLongformerSparsityConfig",
+}
+_SEED = 1234
+
+
+class _Context(Protocol):
+    mesh: ProcessMesh
+
+    def say(self, text: str) -> None: ...
+
+
+@dataclass(frozen=True)
+class SparseAttention:
+    """Gives models of Transformers, whose attention is chosen by name, block-sparse attention. What has sparse
+    attention already, or is no such model, is left alone: it reads the section itself."""
+
+    section: dict[str, Any]
+    name: str = "sparse_attention"
+    after: tuple[str, ...] = ()
+    before: tuple[str, ...] = ()
+
+    def apply(self, module: nn.Module, context: _Context) -> None:
+        """ValueError: ranks share sequences, or heads that have layouts of their own; the section contradicts itself;
+        other heads than the model's."""
+        from deepspeed.ops.sparse_attention import SparseSelfAttention
+        from deepspeed.ops.sparse_attention.transformers_attention import (
+            takes_attention,
+            use_sparse_attention,
+        )
+
+        if any(isinstance(each, SparseSelfAttention) for each in module.modules()):
+            context.say("the model has its own")
+            return
+        if not takes_attention(module):
+            context.say("for the model to read: its attention stays as it is")
+            return
+        if (ranks := context.mesh.size("sp")) > 1:
+            raise ValueError(f"sparse_attention with sequence_parallel_size={ranks}: use one of them")
+        if (ranks := context.mesh.size("tp")) > 1 and self.section.get("different_layout_per_head"):
+            raise ValueError(
+                f"sparse_attention.different_layout_per_head with tensor_parallel.autotp_size={ranks}: ranks share the "
+                "heads, which need one layout for all: set different_layout_per_head to false"
+            )
+        wanted = self.sparsity(int(text_config(module.config).num_attention_heads))
+        use_sparse_attention(module, wanted)
+        context.say(
+            f"{self.section['mode']} pattern in blocks of {wanted.block}, without dropout of attention weights"
+        )
+
+    def sparsity(self, heads: int) -> SparsityConfig:
+        """The pattern of the section. Random blocks are the same on all ranks and in every run."""
+        from deepspeed.ops import sparse_attention as patterns
+
+        given = get_sparse_attention({"sparse_attention": self.section})
+        assert given is not None
+        made = getattr(patterns, _PATTERNS[given.pop("mode")])(heads, **given)
+        made.random = random.Random(_SEED)
+        return made

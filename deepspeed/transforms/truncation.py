@@ -1,0 +1,132 @@
+"""Sequences cut short by a curriculum, as a transform of what a forward gets (``docs/transforms.md``)."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from deepspeed.data.curriculum_scheduler import CurriculumScheduler
+from deepspeed.transforms.inputs import ForwardFacts
+
+ARGUMENT = "curriculum_seqlen"
+"""The documented keyword argument of models that cut their sequences themselves."""
+_TOKENS = ("input_ids", "inputs_embeds", "tokens")
+
+
+@dataclass(frozen=True, eq=False)
+class CurriculumLength:
+    """In training, a model gets sequences of at most the current difficulty.
+
+    A module that has the argument ``curriculum_seqlen``, or takes any keyword argument and is no Transformers model, is
+    passed the length and cuts its sequences itself. Of all others the inputs are cut (:func:`cut`).
+    """
+
+    module: nn.Module
+    scheduler: CurriculumScheduler
+    name: str = "curriculum"
+    after: tuple[str, ...] = ()
+    before: tuple[str, ...] = ()
+
+    def transform(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], facts: ForwardFacts
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """ValueError: there is no sequence among the inputs."""
+        if not facts.training:
+            return args, kwargs
+        length = self.scheduler.update_difficulty(facts.step + 1)
+        if takes_length(self.module):
+            return args, {**kwargs, ARGUMENT: length}
+        return cut((args, kwargs), length)
+
+
+def takes_length(module: nn.Module) -> bool:
+    """Whether the module's forward cuts sequences itself, when it is told how long they may be."""
+    parameters = inspect.signature(module.forward).parameters
+    if ARGUMENT in parameters:
+        return True
+    anything = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
+    return anything and not hasattr(getattr(module, "config", None), "get_text_config")
+
+
+def cut(batch: Any, length: int) -> Any:
+    """``batch`` (tensors in tuples, lists and dicts) with every sequence cut to its first ``length`` positions.
+
+    The tokens say which dimension is the sequence: ``input_ids``, ``inputs_embeds`` or ``tokens``, else the first
+    tensor of integers [batch, tokens] or of floats [batch, tokens, width]. All tensors [batch, tokens, ...] are cut;
+    attention masks [..., tokens, tokens] and [..., 1, tokens] in their last two dimensions, positions [tokens] and
+    [axes, batch, tokens] in their last. Views, no copies.
+
+    Raises:
+        ValueError: no tensor looks like tokens.
+    """
+    tokens = _tokens(batch)
+    if tokens is None:
+        raise ValueError(
+            "the curriculum finds no sequence to cut: none of the inputs is called input_ids, inputs_embeds or tokens, "
+            "or is a tensor of integers [batch, tokens] or of floats [batch, tokens, width]. Give the model's forward "
+            f"an argument {ARGUMENT} and cut the sequence there"
+        )
+    samples, whole = int(tokens.shape[0]), int(tokens.shape[1])
+    if length >= whole:
+        return batch
+
+    def shorter(tensor: Tensor) -> Tensor:
+        shape = tensor.shape
+        if tensor.dim() == 1 and shape[0] == whole != samples:
+            return tensor[:length]
+        if tensor.dim() >= 3 and tuple(shape[-2:]) == (samples, whole) and not tensor.is_floating_point():
+            return tensor[..., :length]
+        if tensor.dim() >= 3 and shape[-1] == whole and shape[-2] in (1, whole) and shape[1] != whole:
+            return tensor[..., :length, :length]
+        if tuple(shape) == (whole, whole) != (samples, whole):
+            return tensor[:length, :length]
+        if tensor.dim() == 3 and tuple(shape[1:]) == (whole, whole) and not tensor.is_floating_point():
+            return tensor[:, :length, :length]
+        if tensor.dim() >= 2 and shape[1] == whole and shape[0] in (1, samples):
+            return tensor[:, :length]
+        return tensor
+
+    return _each(batch, shorter)
+
+
+def _tokens(batch: Any) -> Tensor | None:
+    named = _named(batch)
+    return named if named is not None else _first(batch)
+
+
+def _named(value: Any) -> Tensor | None:
+    if isinstance(value, dict):
+        for name in _TOKENS:
+            if isinstance(value.get(name), Tensor):
+                return value[name]
+    entries = _entries(value)
+    return next((found for each in entries if (found := _named(each)) is not None), None)
+
+
+def _first(value: Any) -> Tensor | None:
+    if isinstance(value, Tensor):
+        return value if value.dim() >= (3 if value.is_floating_point() else 2) else None
+    return next((found for each in _entries(value) if (found := _first(each)) is not None), None)
+
+
+def _entries(value: Any) -> list[Any]:
+    if isinstance(value, dict):
+        return list(value.values())
+    return list(value) if isinstance(value, (tuple, list)) else []
+
+
+def _each(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """``value`` with its tensors changed. Containers keep their class where that takes a list of entries."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, dict):
+        return {key: _each(entry, change) for key, entry in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_each(entry, change) for entry in value))
+    if isinstance(value, (tuple, list)):
+        return type(value)(_each(entry, change) for entry in value)
+    return value

@@ -1,0 +1,176 @@
+"""Tensors as integers of 8 or 4 bits with a scale and a smallest value for each group."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from deepspeed.base.module_utils import keep_hooks
+
+ALIGN = 64
+"""Bytes: where parts of a joined parameter start."""
+
+
+@dataclass(frozen=True, slots=True)
+class Grouping:
+    """``num_bits`` 8 or 4; ``group_size`` values along ``group_dim`` have one scale. ``symmetric``: 0 is one of the
+    levels."""
+
+    num_bits: int
+    group_size: int
+    group_dim: int
+    symmetric: bool
+
+    @classmethod
+    def of(cls, config: dict[str, Any]) -> Grouping:
+        """ValueError: a key is missing or unknown, or a value is not possible."""
+        known = {"num_bits", "group_size", "group_dim", "symmetric"}
+        unknown = sorted(set(config) - known)
+        if unknown:
+            raise ValueError(f"quantization: {unknown[0]!r} is not one of {', '.join(sorted(known))}")
+        made = cls(
+            int(config.get("num_bits", 8)),
+            int(config.get("group_size", 64)),
+            int(config.get("group_dim", 1)),
+            bool(config.get("symmetric", False)),
+        )
+        if made.num_bits not in (4, 8):
+            raise ValueError(f"quantization: num_bits={made.num_bits}: weights have 8 or 4 bits")
+        if made.group_size < 2 or made.group_size % 2:
+            raise ValueError(
+                f"quantization: group_size={made.group_size}: an even number of at least 2 is needed"
+            )
+        return made
+
+    def fits(self, shape: torch.Size | tuple[int, ...]) -> bool:
+        """Whether groups divide such a tensor."""
+        return -len(shape) <= self.group_dim < len(shape) and shape[self.group_dim] % self.group_size == 0
+
+    def split(
+        self, shape: torch.Size | tuple[int, ...], size: int | None = None
+    ) -> tuple[int, tuple[int, ...]]:
+        """(the dim of a group's values, the shape with it): ``group_dim`` becomes two. ``size``: of a group."""
+        dim, size = self.group_dim % len(shape), size or self.group_size
+        return dim + 1, (*shape[:dim], shape[dim] // size, size, *shape[dim + 1 :])
+
+
+class Quantizer:
+    """``config``: ``num_bits``, ``group_size``, ``group_dim``, ``symmetric``. ValueError: see ``Grouping.of``."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        self.config = config
+        self.grouping = Grouping.of(config)
+
+    def quantize(self, tensor: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(integers, scales, smallest values): values are integers times scale plus the smallest.
+
+        Integers are uint8 in the tensor's shape; of 4 bits, two lie in a byte, so ``group_dim`` is half as long.
+        Scales and smallest values have a number for each group: fp16 for fp16 tensors, else fp32.
+
+        ValueError: groups do not divide the tensor.
+        """
+        grouping = self.grouping
+        if not grouping.fits(tensor.shape):
+            raise ValueError(
+                f"quantization: group_size={grouping.group_size} does not divide dim {grouping.group_dim} of a tensor "
+                f"of shape {tuple(tensor.shape)}"
+            )
+        dim, shape = grouping.split(tensor.shape)
+        grouped = tensor.detach().reshape(shape).float()
+        levels = 2**grouping.num_bits - 1
+        if grouping.symmetric:
+            middle = 2 ** (grouping.num_bits - 1)
+            scale = grouped.abs().amax(dim, keepdim=True) / (middle - 1)
+            least = -scale * middle
+        else:
+            least = grouped.amin(dim, keepdim=True)
+            scale = (grouped.amax(dim, keepdim=True) - least) / levels
+        kept = torch.float16 if tensor.dtype is torch.float16 else torch.float32
+        scale, least = scale.to(kept), least.to(kept)
+        divisor = torch.where(scale == 0, torch.ones_like(scale), scale).float()
+        whole = tensor_clamp(tensor_round((grouped - least.float()) / divisor), 0, levels).to(torch.uint8)
+        return self._in_bytes(whole, dim, tensor.shape), scale, least
+
+    def _in_bytes(self, whole: Tensor, dim: int, shape: torch.Size) -> Tensor:
+        if self.grouping.num_bits == 8:
+            return whole.reshape(shape)
+        low, high = whole.unflatten(dim, (-1, 2)).unbind(dim + 1)
+        half = list(shape)
+        half[self.grouping.group_dim] //= 2
+        return (low | (high << 4)).reshape(half)
+
+
+class DeQuantizer:
+    """``config``: as of the ``Quantizer``. ``dtype``: of the values."""
+
+    def __init__(self, config: dict[str, Any], dtype: torch.dtype) -> None:
+        self.config = config
+        self.grouping = Grouping.of(config)
+        self.dtype = dtype
+
+    def dequantize(self, tensor: Tensor, quant_scale: Tensor, quant_min: Tensor) -> Tensor:
+        """The values, in the shape that was quantized."""
+        grouping = self.grouping
+        shape = list(tensor.shape)
+        per_byte = 8 // grouping.num_bits
+        dim, grouped = grouping.split(tensor.shape, grouping.group_size // per_byte)
+        whole = tensor.reshape(grouped)
+        if per_byte == 2:
+            whole = torch.stack((whole & 15, whole >> 4), dim + 1).flatten(dim, dim + 1)
+            shape[grouping.group_dim] *= 2
+        return (
+            torch.addcmul(quant_min.float(), whole.float(), quant_scale.float()).to(self.dtype).reshape(shape)
+        )
+
+
+def tensor_clamp(tensor: Tensor, min: float, max: float) -> Tensor:
+    """Clamped in place."""
+    return tensor.clamp_(min, max)
+
+
+def tensor_round(tensor: Tensor) -> Tensor:
+    """Rounded in place, halves to even."""
+    return tensor.round_()
+
+
+def recursive_setattr(model: nn.Module, module_name: str, module: nn.Module) -> None:
+    """Put ``module`` at the dotted path ``module_name`` of ``model``, with the hooks of what was there."""
+    parent, _, name = module_name.rpartition(".")
+    keep_hooks(model.get_submodule(module_name), module)
+    setattr(model.get_submodule(parent), name, module)
+
+
+def concat_to_compat_param(
+    quantized_weight: Tensor, quant_scale: Tensor, quant_min: Tensor, return_param: bool = True
+) -> nn.Parameter | Tensor:
+    """Integers, scales and smallest values as one uint8 tensor, which can be partitioned, moved and gathered as any
+    parameter; ``parts_of_param`` takes it apart. ``return_param``: as a frozen parameter."""
+    parts = [_padded(each) for each in (quant_scale, quant_min, quantized_weight)]
+    joined = torch.cat(parts)
+    return nn.Parameter(joined, requires_grad=False) if return_param else joined
+
+
+def parts_of_param(
+    joined: Tensor, config: dict[str, Any], shape: torch.Size, kept: torch.dtype
+) -> tuple[Tensor, ...]:
+    """(integers, scales, smallest values) of what ``concat_to_compat_param`` has joined: views, of a tensor of
+    ``shape`` whose scales are ``kept``."""
+    grouping = Grouping.of(config)
+    dim, grouped = grouping.split(shape)
+    small = tuple(1 if number == dim else size for number, size in enumerate(grouped))
+    words = list(shape)
+    words[grouping.group_dim] //= 8 // grouping.num_bits
+    if joined.data_ptr() % kept.itemsize:  # cut from the middle of something else
+        joined = joined.clone()
+    count = torch.Size(small).numel()
+    step = -(-count * kept.itemsize // ALIGN) * ALIGN
+    scale, least = (joined[at : at + count * kept.itemsize].view(kept).view(small) for at in (0, step))
+    return joined[2 * step : 2 * step + torch.Size(words).numel()].view(words), scale, least
+
+
+def _padded(tensor: Tensor) -> Tensor:
+    raw = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    return torch.nn.functional.pad(raw, (0, -raw.numel() % ALIGN))

@@ -1,0 +1,143 @@
+"""The parameters of one bucket as views of one flat buffer, of which each rank owns one shard.
+
+[Note: parameters as views] The caller's own ``Parameter`` objects are kept: their ``.data`` becomes a view of the
+flat buffer. ``nn.Parameter(view)`` would share the buffer's version counter, so the next gather would make
+backward fail; assigning ``.data`` does not. The price is that autograd no longer notices a weight that changed
+between forward and backward. Therefore every publish bumps the versions, and a stale graph is an error again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from deepspeed.comm.collectives import Communicator, Pending
+from deepspeed.zero.layout import BucketLayout, Fragment
+
+_address = Tensor.data_ptr
+_NOWHERE = -1
+"""An address that no parameter has."""
+
+
+class ParamBucket:
+    """Owns the flat weights of one bucket.
+
+    ``full`` is [padded_numel] in the bucket's dtype and holds the parameters; ``shard`` is this rank's slice of it.
+    With one shard per bucket there is nothing to gather: unless ``flat`` is requested, the parameters stay where the
+    caller put them and ``full`` and ``shard`` are None.
+    """
+
+    def __init__(
+        self, layout: BucketLayout, params: Sequence[nn.Parameter], communicator: Communicator
+    ) -> None:
+        self.layout = layout
+        self.params = tuple(params[slot.param] for slot in layout.slots)
+        self.communicator = communicator
+        self.rank = communicator.rank
+        self.fragments: tuple[Fragment, ...] = layout.owned(self.rank)
+        self.full: Tensor | None = None
+        self.shard: Tensor | None = None
+        self._addresses: list[int] = []
+
+    def renumber(self, layout: BucketLayout) -> None:
+        """The same layout with different parameter indices."""
+        self.layout = layout
+        self.fragments = layout.owned(self.rank)
+
+    def flatten(self, *, flat: bool = False) -> None:
+        """Move the weights into one buffer, parameter by parameter; each old storage is freed immediately."""
+        self.note_addresses()
+        if self.layout.num_shards == 1 and not flat:
+            return
+        device = self.params[0].device
+        self.full = torch.zeros(self.layout.padded_numel, dtype=self.layout.dtype, device=device)
+        start, stop = self.layout.shard_range(self.rank)
+        self.shard = self.full[start:stop]
+        for slot, param in zip(self.layout.slots, self.params, strict=True):
+            self._link(slot.offset, slot.numel, param)
+        self.note_addresses()
+
+    def _link(self, offset: int, numel: int, param: nn.Parameter) -> None:
+        assert self.full is not None
+        view = self.full[offset : offset + numel].view(param.shape)
+        view.copy_(param.data)
+        param.data = view
+
+    def note_addresses(self, apart: Container[int] = ()) -> None:
+        """Where the parameters are now is where they belong, but for those at the positions ``apart``."""
+        addresses = map(_address, self.params)
+        self._addresses = [_NOWHERE if i in apart else address for i, address in enumerate(addresses)]
+
+    def detached(self) -> list[int]:
+        """Positions of parameters whose memory was replaced (``module.to``, a LoRA merge, ``assign=True``)."""
+        addresses = list(map(_address, self.params))
+        if addresses == self._addresses:
+            return []
+        return [i for i, address in enumerate(addresses) if address != self._addresses[i]]
+
+    def relink(self, positions: Sequence[int]) -> None:
+        """Copy the detached parameters' current values into the buffer and make them views again."""
+        for i in positions:
+            slot, param = self.layout.slots[i], self.params[i]
+            if param.numel() != slot.numel:
+                raise RuntimeError(
+                    f"a parameter of {slot.numel} elements was replaced by one of shape {tuple(param.shape)} after "
+                    "deepspeed.initialize; change shapes (resize_token_embeddings, adapters) before initialize."
+                )
+            if self.full is not None:
+                self._link(slot.offset, slot.numel, param)
+            self._addresses[i] = param.data_ptr()
+
+    def local_weights(self, fragment: Fragment) -> Tensor:
+        """The weights of one of this rank's fragments, or of a piece of one: 1-D in the bucket's dtype, live."""
+        if self.shard is None:
+            start = fragment.param_offset
+            return self.param_of(fragment).data.view(-1)[start : start + fragment.numel]
+        return self.shard[fragment.shard_offset : fragment.shard_offset + fragment.numel]
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Every tensor object on the memory of the weights: it is free when none of them is left there."""
+        yield from (flat for flat in (self.full, self.shard) if flat is not None)
+        yield from self.params
+
+    def param_of(self, fragment: Fragment) -> nn.Parameter:
+        for slot, param in zip(self.layout.slots, self.params, strict=True):
+            if slot.param == fragment.param:
+                return param
+        raise KeyError(fragment.param)
+
+    def publish(self) -> Pending | None:
+        """Start to send this rank's slice to the others; None when there is nothing to move."""
+        if self.full is None or self.shard is None or self.layout.num_shards == 1:
+            return None
+        return self.communicator.all_gather(self.full, self.shard)
+
+    def destroy(self) -> None:
+        """Give every parameter its own storage back, except those that were moved elsewhere."""
+        if self.full is None:
+            return
+        elsewhere = set(self.detached())
+        for position, param in enumerate(self.params):
+            if position not in elsewhere:
+                param.data = param.data.clone()
+        self.full = self.shard = None
+
+
+class WeightPublisher:
+    """Sends updated slices to the other ranks and marks the weights as changed; ``after`` is called when done."""
+
+    def __init__(self, buckets: Sequence[ParamBucket], after: Sequence[Callable[[], None]] = ()) -> None:
+        self.buckets = list(buckets)
+        self.after = list(after)
+
+    def publish(self, buckets: Sequence[ParamBucket] | None = None) -> None:
+        """Gather what changed (default: everything). Collective."""
+        chosen = self.buckets if buckets is None else buckets
+        for pending in [bucket.publish() for bucket in chosen]:
+            if pending is not None:
+                pending.wait()
+        torch.autograd.graph.increment_version([param for bucket in chosen for param in bucket.params])
+        for told in self.after:
+            told()

@@ -1,0 +1,293 @@
+"""Says which buckets a model needs, when, and in which phase; ``Transitions`` gathers and releases them.
+
+[Note: use in forward] A hooked module's call is a *frame*; it holds the buckets that it needs while it is open. A
+frame belongs to the pass of the frame around it, unless a backward has begun in between.
+
+[Note: use in backward] Autograd runs nodes in the reverse order of their creation. Every call records the clock
+at its entry and exit; a hook on its outputs marks its buckets as active again, and then every active call that
+*entered after this one's exit* is done: its nodes were all created later. Calls of one graph task end with it, so
+recomputation (which runs forward hooks, and in the reentrant kind nested graph tasks) cannot leak.
+
+[Note: backward of a backward] With ``create_graph`` the nodes of a backward are themselves differentiated, and they
+too have saved weights. A gradient can reach them only through what that backward produced: gradients of
+parameters, of the model's inputs, or of its modules' outputs. Each of those gets a hook that keeps the buckets of that
+backward gathered until the second backward ends.
+
+[Note: threads] Each thread has its own frames; a bucket in use on any thread stays gathered. Only one thread issues
+collectives (the one that takes the steps, and autograd's threads while they work for it), because the order in which
+threads interleave differs from rank to rank. A forward on another thread fetches instead.
+
+[Note: what is recorded] The grad mode is asked for what it says, never for the phase: whether autograd records what
+runs, so that a backward of this call, or of this backward, is possible at all.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.hooks import unserializable_hook
+from torch.utils.weak import WeakIdKeyDictionary
+
+from deepspeed.zero.gathering.gather import LocalGather
+from deepspeed.zero.gathering.phases import Phase
+from deepspeed.zero.gathering.sharded_bucket import ShardedBucket
+from deepspeed.zero.gathering.transitions import LiveBudget, Transitions
+from deepspeed.zero.gradients.backward import GraphTask
+
+recording: Callable[[], bool] = torch.is_grad_enabled
+"""Whether autograd records what runs now (Note: what is recorded)."""
+
+_OUTSIDE = -1  # not in any graph task
+_BEFORE_ALL = -2  # on the coordinator's clock
+
+_graph_task: Callable[[], int] = torch._C._current_graph_task_id
+
+
+@dataclass(slots=True)
+class Frame:
+    """One call of one hooked module: what it holds, and when it began and ended on the coordinator's clock.
+
+    ``needs`` belongs to the module and holds for its next call too; ``entered_in`` is the graph task around the call,
+    ``graph_task`` the one that runs its nodes now.
+    """
+
+    needs: list[int]
+    held: list[int]
+    enter: int
+    phase: Phase = Phase.FORWARD
+    entered_in: int = _OUTSIDE
+    exit: int = -1
+    graph_task: int = field(default=_OUTSIDE)
+
+
+class Backward:
+    """A running graph task, and the buckets it needed if its own nodes may be differentiated again."""
+
+    def __init__(self, at_end: Callable[[], None]) -> None:
+        self.task = GraphTask(at_end)
+        self.needed: dict[int, None] = {}  # an ordered set
+        self.handles: list[Any] = []
+
+    def over(self) -> None:
+        for handle in self.handles:
+            handle.remove()
+        self.handles = []
+
+
+class _ThisThread(threading.local):
+    def __init__(self) -> None:
+        self.frames: list[Frame] = []
+        """The open calls, outermost first."""
+        self.told: Phase | None = None
+        """What ``engine.forward`` is about to run; None for modules that are called by themselves."""
+
+
+class ParamCoordinator:
+    """Turns the calls of hooked modules, and backwards through them, into uses of ``buckets`` (trainable and
+    frozen), which ``gatherer`` moves within ``budget``."""
+
+    def __init__(self, buckets: Sequence[ShardedBucket], gatherer: LocalGather, budget: LiveBudget) -> None:
+        self.buckets = list(buckets)
+        self.gatherer = gatherer
+        self.transitions = Transitions(buckets, gatherer, budget)
+        self.keeps_all = self.transitions.keeps_all
+        self.active: list[Frame] = []
+        self.this_thread = _ThisThread()
+        self.trains_in_eval_mode = (
+            False  # a backward went through what eval mode had announced as an evaluation
+        )
+        self._lock = self.transitions.lock
+        self._trainer = threading.get_ident()
+        self._clock = 0
+        self._backwards: dict[int, Backward] = {}
+        self._watched = WeakIdKeyDictionary()  # input tensors that have a hook
+
+    # Forward ------------------------------------------------------------------------------------------------
+
+    def enter(self, needs: list[int], phase: Phase = Phase.FORWARD, root: Hashable = None) -> None:
+        """A call begins. ``phase`` and ``root`` apply to outermost calls, except to those inside a backward."""
+        frames = self.this_thread.frames
+        with self._lock:
+            task = _graph_task()
+            if frames and frames[-1].entered_in == task:
+                phase = frames[-1].phase
+            elif task != _OUTSIDE:
+                inside = frames[-1].phase if frames else Phase.FORWARD  # a backward begun inside that call
+                phase = Phase.RECOMPUTATION if inside.trains else inside
+            elif self._trainer != threading.get_ident():
+                phase = Phase.APART
+            self._clock += 1
+            frame = Frame(needs, list(needs), self._clock, phase, task)
+            frames.append(frame)
+            if len(frames) == 1:
+                if phase is not Phase.RECOMPUTATION:
+                    self._forget_failed()
+                self.transitions.begin_pass(phase, root)
+            if needs:
+                self.transitions.take(needs, phase)
+
+    def leave(self) -> Frame:
+        with self._lock:
+            self._clock += 1
+            frames = self.this_thread.frames
+            frame = frames.pop()
+            frame.exit = self._clock
+            if frame.held:
+                self.transitions.drop(frame.held)
+            if not frames:
+                self.transitions.end_pass(frame.phase)
+            return frame
+
+    def touch(self, b: int) -> None:
+        """A module reads another module's parameter in bucket ``b``, which the open call does not hold: from now on it
+        needs that bucket."""
+        with self._lock:
+            frame = self.this_thread.frames[-1]
+            if b not in frame.needs:
+                frame.needs.append(b)
+            frame.held.append(b)
+            self.transitions.take((b,), frame.phase)
+
+    # Backward -----------------------------------------------------------------------------------------------
+
+    def backward(self, frame: Frame, grad: Tensor | None = None) -> None:
+        """Autograd reached an output of this call (Note: use in backward), with this gradient."""
+        with self._lock:
+            backward = self._running()
+            task = backward.task.id
+            self._finish(task, frame.exit)
+            phase = Phase.BACKWARD
+            if frame.phase is Phase.EVALUATION:
+                if self.transitions.evaluating:
+                    phase = Phase.EVALUATION  # inside it: forces
+                else:
+                    self.trains_in_eval_mode = True
+            self._activate(frame, task, phase)
+            if recording():  # this backward itself (create_graph)
+                self._foresee_another(backward, frame.held)
+                self.differentiated(grad)
+
+    def _activate(self, frame: Frame, task: int, phase: Phase) -> None:
+        if frame.graph_task == task:
+            self.transitions.need(frame.held, phase)
+            return
+        frame.graph_task = task
+        self.active.append(frame)
+        self.transitions.take(frame.held, phase)
+
+    def _running(self) -> Backward:
+        task = _graph_task()
+        if task not in self._backwards:
+            self._forget_failed()
+            self._backwards[task] = Backward(lambda: self._close(task))
+            self.transitions.begin_backward()
+        return self._backwards[task]
+
+    def _close(self, task: int) -> None:
+        with self._lock:
+            self._forget(task, failed=False)
+
+    def _forget(self, task: int, *, failed: bool) -> None:
+        self._backwards.pop(task).over()
+        self._finish(task)
+        self.transitions.end_backward(failed=failed)
+
+    def _forget_failed(self) -> None:
+        """Backwards that raised did not end (Note: a backward that fails); their frames must not stay in use."""
+        if not self._backwards:
+            return
+        failed = [task for task, backward in self._backwards.items() if backward.task.failed]
+        for task in failed:
+            self._forget(task, failed=True)
+
+    def _finish(self, task: int, after: int = _BEFORE_ALL) -> None:
+        """The calls of this task that were entered after ``after`` are done."""
+        done = [frame for frame in self.active if frame.graph_task == task and frame.enter > after]
+        if not done:
+            return
+        for frame in done:
+            self.transitions.drop(frame.held)
+            frame.graph_task = _OUTSIDE
+        self.active = [frame for frame in self.active if frame.graph_task != _OUTSIDE]
+
+    # Backward of a backward ---------------------------------------------------------------------------------
+
+    def _foresee_another(self, backward: Backward, needed: Iterable[int]) -> None:
+        """The nodes of this backward will be differentiated: watch the gradients of the parameters it uses."""
+        for b in needed:
+            if b in backward.needed:
+                continue
+            backward.needed[b] = None
+            for param in self.buckets[b].params:
+                if param.requires_grad:
+                    backward.handles.append(param.register_hook(self.differentiated))
+
+    def watch_input(self, tensor: Tensor) -> None:
+        """A gradient with respect to an input of the model, which requires one, may be differentiated again."""
+        with self._lock:
+            if tensor not in self._watched:
+                self._watched[tensor] = True
+                tensor.register_hook(unserializable_hook(lambda grad: self.differentiated(grad)))
+
+    def differentiated(self, grad: Tensor | None) -> None:
+        """``grad`` was produced by the running backward: a later one that begins there needs the same buckets."""
+        backward = self._backwards.get(_graph_task())
+        if backward is None or grad is None or not grad.requires_grad:
+            return
+        frame = Frame([], [], enter=-1, exit=-1)
+        needed = backward.needed
+
+        def again(_: Tensor) -> None:
+            with self._lock:
+                later = self._running()
+                if frame.graph_task != later.task.id:
+                    frame.held = list(needed)
+                self._activate(frame, later.task.id, Phase.BACKWARD)
+                if recording():
+                    self._foresee_another(later, frame.held)
+
+        grad.register_hook(again)
+
+    # The step -----------------------------------------------------------------------------------------------
+
+    def end_of_step(self) -> None:
+        """The weights have changed."""
+        self._trainer = threading.get_ident()
+        self.transitions.end_of_step()
+
+    def abandon(self) -> None:
+        """An exception ended the batch: this thread's calls and all backwards are over, and the step starts over."""
+        frames = self.this_thread.frames
+        with self._lock:
+            for task in list(self._backwards):
+                self._forget(task, failed=True)
+            if frames:
+                self.transitions.cancel_pass(frames[0].phase)
+            for frame in frames:
+                self.transitions.drop(frame.held)
+            frames.clear()
+            self.transitions.trace.restart()
+
+    # Documented names that clients call ---------------------------------------------------------------------
+
+    def is_invalid_trace(self) -> bool:
+        return False
+
+    def is_complete_trace(self) -> bool:
+        return self.transitions.trace.complete
+
+    def is_record_trace(self) -> bool:
+        return not self.transitions.trace.complete
+
+    def _invalidate_trace(self) -> None:
+        """Forget the recorded order (a forward ran without hooks, or modules changed)."""
+        self.transitions.trace.forget()
+        self.abandon()
+        self.transitions.drop_kept()
+
+    reset_step = end_of_step

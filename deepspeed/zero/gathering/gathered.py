@@ -1,0 +1,219 @@
+"""``GatheredParameters``: whole parameters for the duration of a block of code."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from deepspeed.base.logging import logger
+from deepspeed.base.transforms import outside_transforms
+from deepspeed.comm.collectives import CommunicationError, Communicator
+from deepspeed.zero import params as zero_params
+from deepspeed.zero.gathering.sharded_bucket import ShardedBucket
+from deepspeed.zero.parameter_offload import DeepSpeedZeRoOffload, register_external_parameter
+
+_COUNT = zero_params.GATHER_COUNT
+
+
+class GatheredParameters:
+    """Gather partitioned parameters on entry and partition them again on exit. Collective on both.
+
+    Single tensors exchange only their own bytes; if every parameter of a bucket is requested, the bucket itself is
+    gathered, so that a forward inside the block finds it. Blocks may nest and overlap.
+
+    Args:
+        params: a parameter, or any iterable; what is not partitioned (plain parameters, buffers) is skipped.
+        modifier_rank: rank whose changes are kept: they are broadcast on exit and written to the slices and to the
+            fp32 master weights. None: changes are not kept, and with ``zero_optimization.enable_sanity_checks`` a
+            change raises RuntimeError. If a rank leaves the block with an error, no change is
+            kept and every rank raises: that rank its own error, the others one that names it.
+        fwd_module: module that will use the parameters in its forward (``register_external_parameter``).
+        enabled: False makes it do nothing.
+    """
+
+    def __init__(
+        self,
+        params: Tensor | Iterable[Any],
+        modifier_rank: int | None = None,
+        fwd_module: nn.Module | None = None,
+        enabled: bool = True,
+    ) -> None:
+        self.enabled = enabled
+        self.modifier_rank = modifier_rank
+        given = [params] if torch.is_tensor(params) else list(params) if enabled else []
+        unique = {id(p): p for p in given if zero_params.is_zero_param(p)}
+        self.params: list[Any] = list(unique.values())
+        if fwd_module is not None and enabled:
+            for param in self.params:
+                register_external_parameter(fwd_module, param)
+
+    def __enter__(self) -> None:
+        if not self.enabled:
+            return
+        with outside_transforms():
+            self._gather()
+
+    def _gather(self) -> None:
+        first = [param for param in self.params if getattr(param, _COUNT, 0) == 0]
+        for param in self.params:
+            setattr(param, _COUNT, getattr(param, _COUNT, 0) + 1)
+        self._held = list(_whole_buckets(first))
+        for bucket in self._held:
+            bucket.transitions.hold(bucket.layout.index)
+        zero_params.all_gather(None, param_list=first)
+        checked = [p for p in self.params if getattr(p, zero_params.CHECKS_WRITES, False)]
+        self._versions = [
+            (p, p._version) for p in checked if self.modifier_rank is None and not p.is_inference()
+        ]
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        if not self.enabled:
+            return
+        kept = False
+        try:
+            if self.modifier_rank is None or not self.params:
+                kept = error is None
+            else:
+                with torch.no_grad():
+                    kept = self._keep_changes(error)
+        finally:
+            self._partition(kept)
+        written = [p for p, version in self._versions if p._version != version]
+        if written and error is None:
+            raise RuntimeError(
+                f"in-place modification of {len(written)} parameters inside GatheredParameters(modifier_rank=None), "
+                f"which drops it, such as of one of shape {tuple(written[0].ds_shape)}: pass the rank whose values are "
+                "kept as modifier_rank. (Found by zero_optimization.enable_sanity_checks.)"
+            )
+
+    def _partition(self, kept: bool) -> None:
+        last = []
+        for param in self.params:
+            setattr(param, _COUNT, getattr(param, _COUNT) - 1)
+            if getattr(param, _COUNT) == 0:
+                last.append(param)
+        zero_params.partition(None, param_list=last)
+        for bucket in self._held:
+            bucket.transitions.let_go(bucket.layout.index)
+        if not kept:  # buckets that happen to be gathered still hold what was written to them
+            for transitions in {id(home.transitions): home.transitions for home in self._buckets()}.values():
+                transitions.release_all()
+
+    def _keep_changes(self, error: BaseException | None) -> bool:
+        """Take the modifier's values, unless a rank arrives with an error: then all ranks raise and keep nothing."""
+        if isinstance(error, CommunicationError):
+            return False  # the ranks have lost contact: no agreement is possible any more
+        misshapen = self._misshapen() if error is None else None
+        first = self.params[0]
+        failure = _agree_on_failure(first.ds_home.everyone, first.device, error or misshapen)
+        if failure is None:
+            self._publish()
+            return True
+        for home in self._buckets():
+            if home.persistent and home.full is not None:
+                home.refresh().wait()
+        if misshapen is not None:
+            raise misshapen
+        if error is None:
+            raise RuntimeError(
+                f"GatheredParameters: rank {failure.rank} left the block with an error, so no change was kept: "
+                f"{failure.text}"
+            )
+        return False
+
+    def _misshapen(self) -> Exception | None:
+        for param in self.params:
+            if tuple(param.shape) != tuple(param.ds_shape):
+                return RuntimeError(
+                    f"a parameter of shape {tuple(param.ds_shape)} has shape {tuple(param.shape)} at the end of "
+                    "GatheredParameters; a changed shape needs a new parameter."
+                )
+        return None
+
+    def _buckets(self) -> list[ShardedBucket]:
+        homes = {id(p.ds_home): p.ds_home for p in self.params}.values()
+        return [home for home in homes if isinstance(home, ShardedBucket)]
+
+    def _publish(self) -> None:
+        assert self.modifier_rank is not None
+        for param in self.params:
+            communicator = param.ds_home.everyone
+            source = _position(self.modifier_rank, communicator)
+            value = param.data if param.data.is_contiguous() else param.data.contiguous()
+            communicator.broadcast(value.view(-1), src=source).wait()
+            zero_params.follow_dtype(param)
+            param.ds_home.write_param(param.ds_position, value)
+            access = getattr(param, "_ds_state_access", None)
+            if access is not None:
+                access.weights_written(param)
+        for home in self._buckets():
+            home.changed()
+
+
+class _Failure(NamedTuple):
+    rank: int
+    text: str
+
+
+_TEXT_BYTES = 512
+
+
+def _agree_on_failure(
+    communicator: Communicator, device: torch.device, error: BaseException | None
+) -> _Failure | None:
+    """The first rank with an error, or None if there is none. Collective: one number, and the text if there is one."""
+    text = "" if error is None else f"{type(error).__name__}: {error}"
+    # Log now: if the others never arrive here, this rank waits for them.
+    if error is not None and communicator.size > 1:
+        logger.error(f"{text} (inside GatheredParameters; the other ranks are being told)")
+    # The lowest rank that failed wins the maximum.
+    mine = 0 if error is None else communicator.size - communicator.rank
+    first = torch.tensor([mine], dtype=torch.int64, device=device)
+    communicator.all_reduce_max(first).wait()
+    if not first.item():
+        return None
+    position = communicator.size - int(first.item())
+    encoded = text.encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES, b"\0")
+    message = torch.frombuffer(bytearray(encoded), dtype=torch.uint8).to(device)
+    communicator.broadcast(message, src=position).wait()
+    text = bytes(message.tolist()).rstrip(b"\0").decode(errors="replace")
+    return _Failure(communicator.ranks[position], text)
+
+
+def _whole_buckets(params: list[Any]) -> Iterator[ShardedBucket]:
+    """Buckets all of whose parameters are in ``params``."""
+    asked = {id(param) for param in params}
+    homes = {id(p.ds_home): p.ds_home for p in params if isinstance(p.ds_home, ShardedBucket)}
+    for home in homes.values():
+        if all(id(param) in asked for param in home.params):
+            yield home
+
+
+@contextlib.contextmanager
+def unwrap_model_for_generation(model: Any) -> Iterator[nn.Module]:
+    """The bare module of an engine with every parameter whole and no hooks, for token-by-token generation."""
+    offload = getattr(getattr(model, "optimizer", None), "parameter_offload", None) or getattr(
+        model, "optimizer", None
+    )
+    if not isinstance(offload, DeepSpeedZeRoOffload):
+        yield getattr(model, "module", model)
+        return
+    with GatheredParameters(list(model.module.parameters())):
+        offload.remove_hooks()
+        try:
+            yield model.module
+        finally:
+            offload._register_deepspeed_module(offload.module)
+
+
+def _position(rank: int, communicator: Communicator) -> int:
+    """Place of ``rank`` among those that hold a parameter; where it does not, ``rank`` is such a place itself."""
+    if rank in communicator.ranks:
+        return communicator.ranks.index(rank)
+    if rank < communicator.size:
+        return rank
+    raise ValueError(f"modifier_rank={rank}, but only ranks {list(communicator.ranks)} hold the parameter")

@@ -1,0 +1,72 @@
+"""Where stage 3 keeps its slices (``offload_param``): on the device, in host memory, or in a file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+from deepspeed.config.plan import ParamOffload
+from deepspeed.zero.gathering.sharded_bucket import ShardedBucket
+from deepspeed.zero.offload.host_copies import host_empty, off_host
+from deepspeed.zero.offload.swap_file import SwapFile
+
+KEY = "zero_optimization.offload_param.nvme_path"
+
+
+class ParamStorage:
+    """Stores slices as the plan says. With a folder, the first ``host_numel`` elements stay in host memory: a fixed
+    choice, because a model is traversed cyclically, and a cache of recent slices would keep the wrong end of it.
+
+    ``swap``: the file, or None. It is also where ``zero.Init`` with ``remote_device="nvme"`` builds a model.
+    """
+
+    def __init__(self, plan: ParamOffload | None) -> None:
+        self.plan = plan
+        self.swap = SwapFile(plan.folder, plan.storage, key=KEY) if plan is not None and plan.folder else None
+        self.host_numel = 0
+
+    @property
+    def on_file(self) -> bool:
+        """Whether slices are stored in a file."""
+        return self.swap is not None
+
+    @property
+    def buffers(self) -> int:
+        return self.plan.buffers if self.plan is not None else 0
+
+    @property
+    def buffer_numel(self) -> int:
+        return self.plan.buffer_numel if self.plan is not None else 0
+
+    def keep(self, part: Tensor) -> Tensor:
+        """[n] copy of ``part`` in the place where it is to be stored."""
+        if self.plan is None:
+            return part.clone()
+        if self.swap is not None and self.plan.files(part.numel(), self.host_numel):
+            return self.swap.put(part)
+        if not off_host(part.device):
+            kept = part.clone()
+        else:
+            kept = host_empty(part.numel(), part.dtype, pin=self.plan.pin).copy_(part)
+        self.host_numel += part.numel()
+        return kept
+
+    def keep_persistent(self, part: Tensor) -> Tensor:
+        """The same for parameters that are always gathered: small ones, not worth the trip to storage."""
+        return part.clone()
+
+    def read(self, buckets: Sequence[ShardedBucket], index: int, full: Tensor) -> Callable[[], None]:
+        """Start to fill ``full`` [n] with the slice of one bucket; returns a function that waits for it."""
+        shard = buckets[index].shard
+        assert shard is not None
+        swap = self.swap
+        if swap is None or not swap.holds(shard):
+            full.copy_(shard)
+            return lambda: None
+        transfer = swap.read(full, shard)
+        return lambda: swap.finish(transfer)
+
+    def close(self) -> None:
+        if self.swap is not None:
+            self.swap.close()

@@ -1,0 +1,155 @@
+"""ZeRO++ at stage 3 (G. Wang et al. 2023): gathers of fewer bytes, and of none across slow links.
+
+Each rank makes a *packet* of its slice of a bucket whenever the weights have changed: 8-bit codes with a scale per
+block (qwZ), or the slice as it is. A *piece* is what one rank contributes to a gather: its packet, or, where ranks are
+in groups (hpZ), the packets of all ranks with its place in their groups. Those are exchanged once, when the weights
+have changed; from then on each group holds all packets, and every gather of the step, in forward, backward and
+recomputation, stays within the group.
+
+All ranks decode the same packets, their own included, so that all compute with the same weights. The slices themselves
+and the master weights are not rounded: they are what checkpoints, exports and ``GatheredParameters`` see.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from deepspeed.comm.collectives import Communicator, Pending
+from deepspeed.config.plan import Packing
+from deepspeed.ops.formats.codecs import BlockCodec
+from deepspeed.zero.gathering.phases import Phase
+from deepspeed.zero.gathering.shard_server import ShardServer
+from deepspeed.zero.gathering.shard_servers import ShardServers
+from deepspeed.zero.gathering.sharded_bucket import ShardedBucket
+from deepspeed.zero.gradients.quantized_sum import codec_for
+from deepspeed.zero.replica_groups import Levels, Scope, ScopeTable
+
+
+class Piece:
+    """What this rank contributes to gathers of one bucket, and how a whole bucket is made of all contributions.
+
+    ``data`` [groups, packet]: bytes, or numbers of the bucket where there is no ``codec``.
+    """
+
+    def __init__(self, bucket: ShardedBucket, codec: BlockCodec | None, scope: Scope) -> None:
+        self.bucket = bucket
+        self.codec = codec
+        self.scope = scope
+        self.near, self.across = scope.levels or Levels(scope.shard, Communicator(None))
+        numel, dtype = bucket.layout.shard_numel, bucket.layout.dtype
+        packet = numel if codec is None else codec.nbytes(numel)
+        dtype = dtype if codec is None else torch.uint8
+        self.data = torch.empty(self.across.size, packet, dtype=dtype, device=bucket.device)
+        bucket.lossy = codec is not None
+
+    def refresh(self) -> Pending:
+        """The slice was written, on every rank."""
+        shard = self.bucket.shard
+        assert shard is not None
+        own = self.data[self.across.rank]
+        own.copy_(shard if self.codec is None else self.codec.encode(shard.to(own.device)))
+        return self.across.all_gather(self.data.view(-1), own)
+
+    def room(self) -> Tensor:
+        """Memory for the pieces of all ranks nearby."""
+        return self.data.new_empty(self.near.size * self.data.numel())
+
+    def place(self, pieces: Tensor, full: Tensor) -> None:
+        """Fill ``full`` [padded_numel] with what is in the ``pieces`` of all ranks nearby."""
+        slices = full.view(self.across.size, self.near.size, -1)
+        packets = pieces.view(self.near.size, self.across.size, -1)
+        if self.codec is None:
+            slices.copy_(packets.transpose(0, 1))
+            return
+        for i in range(self.near.size):
+            for group in range(self.across.size):
+                self.codec.decode(packets[i, group], slices.shape[-1], out=slices[group, i])
+
+
+class PieceChannel:
+    """The collective gather of one bucket, in place of a communicator's."""
+
+    def __init__(self, piece: Piece, ranks: Communicator) -> None:
+        self.piece = piece
+        self.ranks = ranks
+
+    def all_gather(self, output: Tensor, input: Tensor) -> Pending:
+        """``output`` is the whole bucket; ``input``, this rank's slice, was made a packet when it was written."""
+        pieces = self.piece.room()
+        pending = self.ranks.all_gather(pieces, self.piece.data.view(-1))
+
+        def finish() -> None:
+            pending.wait()
+            self.piece.place(pieces, output)
+
+        return Pending(finish)
+
+
+class PacketServers(ShardServers):
+    """Serves pieces for gathers of training and evaluation, and plain slices for gathers by hand.
+
+    ``pieces``: by the index of their bucket; buckets without one are served plain.
+    """
+
+    def __init__(
+        self, buckets: Sequence[ShardedBucket], scopes: ScopeTable, timeout_s: float, pieces: dict[int, Piece]
+    ) -> None:
+        super().__init__(buckets, scopes, timeout_s)
+        self.pieces = pieces
+        served: dict[str, list[Tensor]] = {}
+        self._number: dict[int, int] = {}  # a piece's number among those of its scope
+        near: dict[str, Communicator] = {}
+        for index, piece in pieces.items():
+            mine = served.setdefault(piece.scope.name, [])
+            self._number[index] = len(mine)
+            mine.append(piece.data.view(-1))
+            near[piece.scope.name] = piece.near
+        self.refresh()
+        self.nearby = {name: ShardServer(near[name], served[name], timeout_s) for name in sorted(served)}
+        self._retire_when_dropped(self.nearby)
+
+    def fetch(self, index: int, full: Tensor, phase: Phase) -> None:
+        piece = self.pieces.get(index)
+        if piece is None or phase is Phase.BY_HAND:
+            super().fetch(index, full, phase)
+            return
+        pieces = piece.room()
+        self.nearby[piece.scope.name].fetch(self._number[index], pieces)
+        piece.place(pieces, full)
+        piece.near.count_fetch(pieces)
+
+    def is_exact(self, index: int) -> bool:
+        return index not in self.pieces or self.pieces[index].codec is None
+
+    def refresh(self) -> None:
+        """The weights have changed. Collective where ranks are in groups."""
+        for pending in [piece.refresh() for piece in self.pieces.values()]:
+            pending.wait()
+
+    def advance(self) -> None:
+        self.refresh()
+        super().advance()
+        for server in self.nearby.values():
+            server.advance()
+
+    def retire(self) -> None:
+        super().retire()
+        for server in self.nearby.values():
+            server.retire()
+
+
+def make_pieces(buckets: Sequence[ShardedBucket], scopes: ScopeTable, packing: Packing) -> dict[int, Piece]:
+    """By index, for the buckets whose gathers the plan changes. What is always gathered (persistent) is refreshed after
+    each step without loss: it is small."""
+    pieces: dict[int, Piece] = {}
+    for bucket in buckets:
+        layout = bucket.layout
+        scope = scopes[layout.scope]
+        bits = packing.weights if layout.requires_grad else packing.frozen_weights
+        codec = codec_for(layout, bits, random=packing.random, rank=scope.shard.rank)
+        if not bucket.persistent and scope.shard.size > 1 and (codec is not None or scope.levels is not None):
+            pieces[layout.index] = Piece(bucket, codec, scope)
+    return pieces

@@ -1,0 +1,344 @@
+"""Gathering by collectives that all ranks launch in one order, ahead of use: the method on devices.
+
+[Note: which order] All ranks walk through a training step together, so they agree on its order once, at its end, for
+the next step: gathers and sums together (Note: one order in ``launch_order.py``). One broadcast per step carries the
+changes, or says that there are none.
+
+An evaluation, a generated token or ``GatheredParameters`` may concern a single rank. Before its first gather, such a
+pass asks whether all ranks are about to make the same pass (``meeting.py``): the same module, the same buckets already
+gathered, the same weights, the same position in the training order. If so, all follow the order in which rank 0 made
+it last time, and launch the rest of it at its end; otherwise each rank fetches. Since all of them are at one position
+of the training order, the collectives of the pass have one place in it too. Asking costs one small message to rank 0
+and one back per pass, no collective, and nothing if everything is already gathered. A rank waits for the others up to
+``PATIENCE_S``, a quarter as long after each failed wait, and the full time again after a success: a rank that
+evaluates alone loses little, and ranks that drifted apart meet again, because the last to arrive waits longest.
+
+Entries of its order that a pass did not use are gathered and released at its end, as the other ranks wait for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from deepspeed.comm.collectives import Communicator, Pending
+from deepspeed.zero.gathering.gather import FetchingGather
+from deepspeed.zero.gathering.launch_order import Entry, Kind, LaunchOrder, decode, encode, with_foresight
+from deepspeed.zero.gathering.phases import Phase
+from deepspeed.zero.gathering.rendezvous import Visit
+from deepspeed.zero.gathering.shard_servers import ShardServers
+from deepspeed.zero.gathering.sharded_bucket import ShardedBucket, Status
+
+PATIENCE_S = 1.0
+LEAST_PATIENCE_S = 0.02
+_REMEMBERED_PASSES = 64
+
+
+@dataclass(slots=True)
+class GatherCounts:
+    """``collectives`` launched; of the needed buckets, those already in flight, those launched only when needed,
+    and those fetched one-sidedly from the other ranks."""
+
+    collectives: int = 0
+    hits: int = 0
+    misses: int = 0
+    fetches: int = 0
+
+    @property
+    def hit_rate(self) -> float:
+        needs = self.hits + self.misses + self.fetches
+        return self.hits / needs if needs else 1.0
+
+
+@dataclass(slots=True)
+class Evaluation:
+    """A pass outside the training step: the order that all ranks follow, None until they have been asked."""
+
+    root: Hashable
+    intent: tuple[Hashable, ...] = ()
+    order: list[int] | None = None
+    cursor: int = 0
+    observed: list[int] = field(default_factory=list)
+
+
+class GatherChannel(Protocol):
+    """The ranks among whom a bucket is gathered."""
+
+    def all_gather(self, output: Tensor, input: Tensor) -> Pending:
+        """``output`` [padded_numel] = the slices of all ranks; ``input`` [shard_numel] is this rank's."""
+        ...
+
+
+class ScheduledGather(FetchingGather):
+    """Collectives in an agreed order (Note: which order), launched ahead up to ``prefetch_numel`` elements.
+
+    ``everyone`` joins all ranks that take a step together; ``channels``, by bucket, those that hold one copy of its
+    weights.
+    """
+
+    def __init__(
+        self,
+        buckets: Sequence[ShardedBucket],
+        channels: Sequence[GatherChannel],
+        server: ShardServers,
+        *,
+        prefetch_numel: int,
+        everyone: Communicator,
+    ) -> None:
+        super().__init__(buckets, server)
+        self.channels = channels
+        self.everyone = everyone
+        self.prefetch_numel = prefetch_numel
+        self.order = LaunchOrder()
+        self.counts = GatherCounts()
+        self.start_sum: Callable[[int], None] = lambda b: None  # the reducer's
+        self.longest_patience_s = self.patience_s = PATIENCE_S
+        self.in_flight: dict[int, Pending] = {}  # oldest first
+        self._complete: set[int] = set()  # sums that wait for their turn
+        self._evaluation: Evaluation | None = None
+        self._last_orders: dict[Hashable, list[int]] = {}
+        self._last_record: list[list[Entry]] = []
+
+    # Needs --------------------------------------------------------------------------------------------------
+
+    def gather(self, index: int, phase: Phase = Phase.FORWARD) -> None:
+        foreseen = index in self.in_flight
+        launched = self.counts.collectives
+        if phase.trains:
+            self.order.record[-1].append(Entry(Kind.NEED, index))
+            if not foreseen:
+                self._launch_up_to(self.order.find(index, beyond_sums=phase is not Phase.FORWARD))
+        elif phase is Phase.EVALUATION and self._evaluation is not None:
+            self._need_in_evaluation(self._evaluation, index)
+        elif phase is Phase.BY_HAND and not foreseen and self._meet_by_hand(index):
+            self._launch_gather(index)
+        self._make_whole(index, phase, foreseen, launched)
+        if phase.trains:
+            self._advance()
+        elif phase is Phase.EVALUATION and self._evaluation is not None:
+            self._prefetch_evaluation(self._evaluation)
+
+    def _make_whole(self, index: int, phase: Phase, foreseen: bool, launched: int) -> None:
+        if index in self.in_flight:
+            older = list(self.in_flight)[: list(self.in_flight).index(index) + 1]
+            for i in older:  # what was skipped becomes idle, and is released when memory is needed
+                self._finish(i)
+        if self.buckets[index].status is Status.SHARDED:
+            self.counts.fetches += 1
+            super().gather(index, phase)
+        elif foreseen:
+            self.counts.hits += 1
+        else:
+            assert self.counts.collectives > launched
+            self.counts.misses += 1
+
+    def released(self, index: int) -> None:
+        if self.order.begun:
+            self.order.record[-1].append(Entry(Kind.RELEASE, index))
+
+    # Launching ----------------------------------------------------------------------------------------------
+
+    def _launch_up_to(self, count: int) -> None:
+        """Launch the next ``count`` entries, of which the last is needed; those before it were skipped on this rank,
+        and are kept only as far as the window allows."""
+        for left in range(count, 0, -1):
+            entry = self.order.coming()
+            assert entry is not None
+            fits = entry.kind is Kind.NEED and (
+                self._ahead() + self.buckets[entry.bucket].layout.padded_numel <= self.prefetch_numel
+            )
+            self._launch(1, keep=left == 1 or fits)
+
+    def _launch(self, count: int, *, keep: bool) -> None:
+        """Launch the next ``count`` entries of the training order, whatever this rank itself needs."""
+        for _ in range(count):
+            entry = self.order.passed()
+            if entry.kind is Kind.NEED:
+                self._launch_gather(entry.bucket, keep=keep)
+            elif entry.kind is Kind.SUM:
+                self._complete.discard(entry.bucket)
+                self.start_sum(entry.bucket)
+
+    def _launch_gather(self, index: int, *, keep: bool = True) -> None:
+        bucket = self.buckets[index]
+        self.counts.collectives += 1
+        if bucket.status is Status.SHARDED and keep:
+            full = self.transitions.begin(index)
+            self.in_flight[index] = self.channels[index].all_gather(full, bucket.own_slice())
+            return
+        # Already whole here, or not needed: the others still need this rank's slice.
+        assert bucket.shard is not None
+        spare = torch.empty(bucket.layout.padded_numel, dtype=bucket.layout.dtype, device=bucket.device)
+        self.channels[index].all_gather(spare, bucket.shard.to(bucket.device)).wait()
+
+    def _advance(self) -> None:
+        """Launch entries whose turn has come and that are ready: gathers within the window, complete sums."""
+        ahead = self._ahead()
+        while (entry := self.order.coming()) is not None:
+            if entry.kind is Kind.NEED:
+                bucket = self.buckets[entry.bucket]
+                ahead += bucket.layout.padded_numel
+                if ahead > self.prefetch_numel or bucket.status is not Status.SHARDED:
+                    return
+            elif entry.kind is Kind.SUM and entry.bucket not in self._complete:
+                return
+            self._launch(1, keep=True)
+
+    def _ahead(self) -> int:
+        return sum(self.buckets[i].layout.padded_numel for i in self.in_flight)
+
+    def _finish(self, index: int) -> None:
+        try:
+            self.in_flight.pop(index).wait()
+        finally:
+            self.transitions.arrived(index)
+
+    # Sums (``LaunchTurns`` of the reducer) ------------------------------------------------------------------
+
+    def sum_ready(self, b: int) -> None:
+        with self.lock:
+            self.order.record[-1].append(Entry(Kind.SUM, b))
+            if not self.order.entries:
+                self.start_sum(b)
+                return
+            self._complete.add(b)
+            self._advance()
+
+    def end_segment(self) -> None:
+        with self.lock:
+            self._launch_rest()
+            self.order.end_segment()
+
+    def _launch_rest(self) -> None:
+        self._launch(len(self.order.entries) - self.order.cursor, keep=False)
+        self._complete.clear()
+        for index in list(self.in_flight):
+            self._finish(index)
+
+    # Passes -------------------------------------------------------------------------------------------------
+
+    def begin_pass(self, phase: Phase, root: Hashable) -> None:
+        if phase is Phase.EVALUATION:
+            self._evaluation = Evaluation(root)
+
+    def end_pass(self, phase: Phase) -> None:
+        if phase is Phase.FORWARD:
+            self._launch(self.order.end_pass(), keep=False)
+        elif phase is Phase.EVALUATION and self._evaluation is not None:
+            self._end_evaluation(self._evaluation)
+            self._evaluation = None
+
+    def _need_in_evaluation(self, evaluation: Evaluation, index: int) -> None:
+        if evaluation.order is None:
+            evaluation.intent = (evaluation.root, *self._whole())
+            proposal = self._last_orders.get(evaluation.intent, [])
+            evaluation.order = self._meet(evaluation.intent, proposal)
+        evaluation.observed.append(index)
+        if index not in self.in_flight and index in evaluation.order[evaluation.cursor :]:
+            stop = evaluation.order.index(index, evaluation.cursor) + 1
+            while evaluation.cursor < stop:
+                self._launch_in_evaluation(evaluation)
+
+    def _launch_in_evaluation(self, evaluation: Evaluation, *, keep: bool = True) -> None:
+        assert evaluation.order is not None
+        evaluation.cursor += 1
+        self._launch_gather(evaluation.order[evaluation.cursor - 1], keep=keep)
+
+    def _prefetch_evaluation(self, evaluation: Evaluation) -> None:
+        ahead = self._ahead()
+        while evaluation.order and evaluation.cursor < len(evaluation.order):
+            coming = self.buckets[evaluation.order[evaluation.cursor]]
+            ahead += coming.layout.padded_numel
+            if ahead > self.prefetch_numel or coming.status is not Status.SHARDED:
+                return
+            self._launch_in_evaluation(evaluation)
+
+    def _end_evaluation(self, evaluation: Evaluation) -> None:
+        if evaluation.order is None:
+            return  # nothing was gathered
+        launched = set(evaluation.order)
+        while evaluation.cursor < len(evaluation.order):
+            self._launch_in_evaluation(evaluation, keep=False)
+        for index in [i for i in self.in_flight if i in launched]:
+            self._finish(index)
+        while len(self._last_orders) >= _REMEMBERED_PASSES:
+            self._last_orders.pop(next(iter(self._last_orders)))
+        self._last_orders[evaluation.intent] = evaluation.observed
+
+    def _whole(self) -> list[int]:
+        return [i for i, b in enumerate(self.buckets) if b.status is not Status.SHARDED and not b.persistent]
+
+    def _meet_by_hand(self, index: int) -> bool:
+        """By hand one sees the slices as they are: what a collective rounds is fetched."""
+        return self.server.is_exact(index) and bool(self._meet(("by hand", index), [index]))
+
+    def _meet(self, intent: tuple[Hashable, ...], proposal: list[int]) -> list[int]:
+        """The order of a pass that all ranks are making now; empty if they are not."""
+        what = repr((intent, self.order.position, self.server.version)).encode()
+        order = self.server.meet(Visit(what, proposal, self.patience_s))
+        if order is not None:
+            self.patience_s = self.longest_patience_s
+            return order
+        self.patience_s = max(LEAST_PATIENCE_S, self.patience_s / 4)
+        return []
+
+    # Steps --------------------------------------------------------------------------------------------------
+
+    def end_of_step(self) -> None:
+        with self.lock:
+            foreseen = list(self.in_flight)
+            self._launch_rest()
+            for index in foreseen:  # predicted but not used: the weights are about to change
+                self.transitions.evict(index)
+            self._agree()
+
+    def abandon(self) -> None:
+        """Launch the rest of the segment, so that all ranks are at the same position, and restart the step."""
+        with self.lock:
+            if self.order.begun:
+                self._launch_rest()
+            self._complete.clear()
+            self._evaluation = None
+            self.order.restart()
+
+    def plan_anew(self, prefetch_numel: int) -> None:
+        with self.lock:
+            self.prefetch_numel = prefetch_numel
+            self._last_record, self._last_orders = [], {}
+            self.order.end_step([])
+
+    def settle(self) -> None:
+        """Called by all ranks before the buckets are dissolved; afterwards nothing is in flight on any rank."""
+        begun = torch.tensor([int(self.order.begun)], dtype=torch.int64, device=self.buckets[0].device)
+        self.everyone.all_reduce_max(begun).wait()
+        self.start_sum = lambda b: None
+        if begun.item():
+            self._launch_rest()
+        self.order.agreed = []
+        self.order.restart()
+
+    def _agree(self) -> None:
+        """Make rank 0's record the order of the next step: broadcast its length, then, if changed, the order itself."""
+        record = self.order.record
+        device = self.buckets[0].device
+        message: list[int] = []
+        changed = self.everyone.rank == 0 and record != self._last_record
+        if changed:
+            numels = [bucket.layout.padded_numel for bucket in self.buckets]
+            message = encode([with_foresight(entries, numels, self.prefetch_numel) for entries in record])
+        header = torch.tensor([len(message) if changed else -1], dtype=torch.int64, device=device)
+        self.everyone.broadcast(header, src=0).wait()
+        length = int(header.item())
+        self._last_record = record
+        if length < 0:
+            self.order.end_step(self.order.agreed)
+            return
+        body = torch.zeros(length, dtype=torch.int64, device=device)
+        if changed:
+            body.copy_(torch.tensor(message, dtype=torch.int64))
+        self.everyone.broadcast(body, src=0).wait()
+        self.order.end_step(decode(body.tolist()))

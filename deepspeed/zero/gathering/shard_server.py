@@ -1,0 +1,316 @@
+"""Fetching slices from other ranks without their cooperation: a small server thread per rank.
+
+Collectives need every rank to reach the same point. With control flow that differs by rank, generation of different
+lengths, or evaluation on a single rank there is no such point. So every rank serves its own slices over a socket, and a
+rank that needs a bucket requests the other ranks' slices. Weights do not change between two steps; a request names the
+version it wants, and a rank that has not finished that update yet answers once it has.
+
+[Note: the end of a process] A rank that finishes first would take its slices with it while others still read them. When
+the interpreter exits, every rank tells the others and keeps serving until they have finished too, are gone, or have
+sent no request for ``LINGER_S``. A rank that ends with an uncaught exception does not linger: its launcher waits.
+(Nor does one that calls ``sys.exit(3)`` under the `deepspeed` command, which tells the interpreter so.) A rank that
+destroys its engine, or drops it, keeps serving in the same way, in the background. Many ranks leave through the store
+(``roll``).
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import hmac
+import os
+import secrets
+import socket
+import struct
+import sys
+import threading
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from deepspeed.base.constants import RANK_ENDED
+from deepspeed.comm.collectives import CommunicationError, Communicator
+from deepspeed.zero.gathering.rendezvous import (
+    ANSWER_HEAD,
+    Meeting,
+    Visit,
+    answer_length,
+    pack_answer,
+    unpack_order,
+)
+from deepspeed.zero.gathering.termination_barrier import roll_of
+
+_REQUEST = struct.Struct("<qq")  # bucket, version
+_COUNT = struct.Struct("<q")
+_TOKEN_BYTES = 16
+_CHUNK_BYTES = 4 * 1024 * 1024
+_LEAVING = -1  # in place of a bucket: close the connection when the serving rank leaves
+_MEETING = -2  # in place of a bucket: a visit to the meeting follows, with the version as its length in bytes
+LINGER_S = 60.0
+
+_open: weakref.WeakSet[ShardServer] = weakref.WeakSet()
+
+
+class ShardServer:
+    """Serves ``shards[i]`` [n_i] of this rank and fetches those of the others.
+
+    ``advance()`` is called by every rank after every change of its shards, the same number of times everywhere.
+    """
+
+    def __init__(self, communicator: Communicator, shards: Sequence[Tensor], timeout_s: float) -> None:
+        self.communicator = communicator
+        self.shards = list(shards)
+        self.timeout_s = timeout_s
+        self.version = 0
+        self.bytes_received = 0
+        self.fetches = 0
+        self.served = 0
+        self.meeting = Meeting(communicator.size)  # only rank 0's is used
+        self._changed = threading.Condition()
+        self._telling = threading.Lock()
+        self._closed = self._leaving = False
+        self._peers: dict[int, socket.socket] = {}
+        self._accepted: list[socket.socket] = []
+        self._listener = _listen(os.environ.get("MASTER_ADDR", "127.0.0.1"))
+        mine = (*self._listener.getsockname()[:2], secrets.token_bytes(_TOKEN_BYTES))
+        everyone: list[Any] = [None] * communicator.size
+        dist.all_gather_object(everyone, mine, group=communicator.group)
+        self._addresses: list[tuple[str, int, bytes]] = everyone
+        self._token = everyone[0][2]
+        self._roll = roll_of(self._token.hex(), communicator.size)
+        threading.Thread(target=self._accept, name="shard-server", daemon=True).start()
+        _open.add(self)
+        # Otherwise its threads would keep an engine's slices that nobody destroyed.
+        communicator.at_close(self.retire)
+
+    def advance(self) -> None:
+        with self._changed:
+            self.version += 1
+            self._changed.notify_all()
+
+    def fetch(self, bucket: int, full: Tensor) -> None:
+        """Fill ``full`` [size * n] with the slices of all ranks."""
+        n = full.numel() // self.communicator.size
+        mine = self.communicator.rank
+        full[mine * n : (mine + 1) * n].copy_(self.shards[bucket])
+        others = [rank for rank in range(self.communicator.size) if rank != mine]
+        for rank in others:
+            try:
+                self._connection(rank).sendall(_REQUEST.pack(bucket, self.version))
+            except OSError as error:
+                raise self._lost(rank, error) from error
+        for rank in others:
+            self._receive(rank, full[rank * n : (rank + 1) * n])
+        self.fetches += 1
+
+    def _receive(self, rank: int, target: Tensor) -> None:
+        host = target if target.device.type == "cpu" else torch.empty_like(target, device="cpu")
+        view = _bytes_of(host)
+        self.bytes_received += len(view)
+        try:
+            while len(view):
+                count = self._connection(rank).recv_into(view, min(len(view), _CHUNK_BYTES))
+                if count == 0:
+                    raise ConnectionError("the connection was closed")
+                view = view[count:]
+        except OSError as error:
+            raise self._lost(rank, error) from error
+        if host is not target:
+            target.copy_(host)
+
+    def meet(self, visit: Visit) -> list[int] | None:
+        """Whether all ranks are about to do what ``visit`` says, and in what order (``Meeting``)."""
+        if self.communicator.rank == 0:
+            return self.meeting.attend(0, visit)
+        message = visit.pack()
+        try:
+            connection = self._connection(0)
+            connection.sendall(_REQUEST.pack(_MEETING, len(message)) + message)
+            head = _read(connection, ANSWER_HEAD)
+            if not head:
+                raise ConnectionError("the connection was closed")
+            count = answer_length(head)
+            return None if count < 0 else unpack_order(_read(connection, count * ANSWER_HEAD))
+        except OSError as error:
+            raise self._lost(0, error, "say which gathers come next") from error
+
+    def _lost(
+        self, rank: int, error: OSError, what: str = "deliver its slice of the parameters"
+    ) -> CommunicationError:
+        """The error for an answer that did not come: late, or never because its rank is gone."""
+        name = f"rank {self.communicator.ranks[rank]}"
+        if isinstance(error, TimeoutError):
+            return CommunicationError(
+                f"{name} did not {what} within {self.timeout_s:.0f} s. {RANK_ENDED} (then its own message is in its "
+                "log) or it hangs; if it is only slow, raise the timeout: DEEPSPEED_TIMEOUT=<minutes>, or "
+                "init_distributed(timeout=...)."
+            )
+        return CommunicationError(
+            f"{name} was gone before it could {what} ({error}). {RANK_ENDED} (then its own message is in its log) or "
+            "it closed its engine long before this one."
+        )
+
+    def _connection(self, rank: int) -> socket.socket:
+        if rank not in self._peers:
+            host, port, _ = self._addresses[rank]
+            connection = socket.create_connection((host, port), timeout=self.timeout_s)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection.sendall(self._token + _COUNT.pack(self.communicator.rank))
+            self._peers[rank] = connection
+        return self._peers[rank]
+
+    # The serving side ---------------------------------------------------------------------------------------
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                connection, _ = self._listener.accept()
+                self._accepted.append(connection)
+                threading.Thread(
+                    target=self._serve, args=(connection,), name="shard-server", daemon=True
+                ).start()
+
+    def _serve(self, connection: socket.socket) -> None:
+        with contextlib.suppress(OSError), connection:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if not hmac.compare_digest(_read(connection, _TOKEN_BYTES), self._token):
+                return
+            (visitor,) = _COUNT.unpack(_read(connection, _COUNT.size))
+            while True:
+                request = _read(connection, _REQUEST.size)
+                if not request:
+                    return
+                bucket, version = _REQUEST.unpack(request)
+                if bucket == _MEETING:
+                    visit = Visit.unpack(_read(connection, version))
+                    connection.sendall(pack_answer(self.meeting.attend(visitor, visit)))
+                    continue
+                with self._changed:
+                    if bucket == _LEAVING:
+                        self._changed.wait_for(lambda: self._leaving or self._closed)
+                        return
+                    self._changed.wait_for(lambda: self.version >= version or self._closed)  # noqa: B023
+                    if self._closed:
+                        return
+                    self.served += 1
+                    # A view keeps the memory alive while it is sent, even if offload_states() moves the slice.
+                    shard = self.shards[bucket].detach()
+                shard = shard if shard.device.type == "cpu" else shard.cpu()
+                connection.sendall(_bytes_of(shard))
+
+    def leave(self) -> None:
+        """Tell the other ranks that this one will send no more requests (Note: the end of a process). Returns when they
+        have been told, by this call or another."""
+        with self._telling:
+            if self._leaving:
+                return
+            with self._changed:
+                self._leaving = True
+                self._changed.notify_all()
+            if self._roll is not None:
+                self._roll.sign()
+            else:
+                self._tell_all()
+
+    def _tell_all(self) -> None:
+        for rank in range(self.communicator.size):
+            if rank != self.communicator.rank:
+                with contextlib.suppress(OSError):
+                    self._connection(rank).sendall(_REQUEST.pack(_LEAVING, 0))
+
+    def retire(self) -> None:
+        """Keep serving in the background until the other ranks have come this far, then close. They may be
+        in the last gather before the end; the slices live until then."""
+        if self.communicator.size == 1 or self._leaving:
+            return
+        self.leave()
+        threading.Thread(target=self._retire, name="shard-server", daemon=True).start()
+
+    def _retire(self) -> None:
+        self.linger(self.timeout_s)
+        self.close()
+
+    def linger(self, limit_s: float) -> None:
+        """Serve until the other ranks are leaving or gone: then they close the connection."""
+        if self._roll is not None:
+            if self._roll.wait(limit_s, lambda: self.served):
+                return
+            self._tell_all()
+        for connection in list(self._peers.values()):
+            with contextlib.suppress(OSError):
+                connection.settimeout(limit_s)
+                while self._is_asked(connection):
+                    pass
+
+    def _is_asked(self, connection: socket.socket) -> bool:
+        """False once the connection is closed, or if no request has arrived in all this time."""
+        served = self.served
+        try:
+            return bool(connection.recv(1))
+        except TimeoutError:
+            return self.served > served
+
+    @property
+    def is_leaving(self) -> bool:
+        return self._leaving
+
+    def close(self) -> None:
+        _open.discard(self)
+        with self._changed:
+            self._closed = True
+            self.shards = []
+            self._changed.notify_all()
+        self.meeting.close()
+        for connection in (self._listener, *self._peers.values(), *self._accepted):
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+            connection.close()
+        self._peers.clear()
+
+
+@atexit.register
+def _leave() -> None:
+    if getattr(sys, "last_value", None) is not None:
+        return
+    for server in list(_open):
+        server.leave()
+    for server in list(_open):
+        server.linger(LINGER_S)
+    for server in list(_open):
+        server.close()  # ends its threads, which must not wake up during interpreter shutdown
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous CPU tensor. (After ``.numpy()`` its storage could no longer be resized.)"""
+    nbytes = tensor.numel() * tensor.element_size()
+    return memoryview((ctypes.c_char * nbytes).from_address(tensor.data_ptr())).cast("B")
+
+
+def _listen(master: str) -> socket.socket:
+    """Listen on the address with which this host reaches the master."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((master, 9))
+            host = probe.getsockname()[0]
+        except OSError:
+            host = "127.0.0.1"
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    listener.bind((host, 0))
+    listener.listen()
+    return listener
+
+
+def _read(connection: socket.socket, count: int) -> bytes:
+    """Exactly ``count`` bytes, or none at the end of the connection."""
+    data = b""
+    while len(data) < count:
+        piece = connection.recv(count - len(data))
+        if not piece:
+            return b""
+        data += piece
+    return data

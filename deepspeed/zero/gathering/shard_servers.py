@@ -1,0 +1,73 @@
+"""One shard server per scope behind the face of a single one: buckets of different scopes have different peers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from deepspeed.base.finalizers import call_when_dropped
+from deepspeed.zero.gathering.phases import Phase
+from deepspeed.zero.gathering.rendezvous import Visit
+from deepspeed.zero.gathering.shard_server import ShardServer
+from deepspeed.zero.gathering.sharded_bucket import ShardedBucket
+from deepspeed.zero.replica_groups import DENSE, ScopeTable
+
+
+class ShardServers:
+    """Fetches each bucket from the ranks of its scope; where a scope is one rank, its slice is the whole bucket."""
+
+    def __init__(self, buckets: Sequence[ShardedBucket], scopes: ScopeTable, timeout_s: float) -> None:
+        self.buckets = list(buckets)
+        self._place: list[int] = []  # a bucket's number among those of its scope
+        shards: dict[str, list[Tensor]] = {}
+        for bucket in self.buckets:
+            assert bucket.shard is not None
+            mine = shards.setdefault(bucket.layout.scope, [])
+            self._place.append(len(mine))
+            mine.append(bucket.shard)
+        shards.setdefault(DENSE, [])  # ranks also meet there
+        self.servers = {
+            name: ShardServer(scopes[name].shard, shards[name], timeout_s)
+            for name in sorted(shards)
+            if scopes[name].shard.size > 1
+        }
+        self._retire_when_dropped(self.servers)
+
+    def _retire_when_dropped(self, servers: dict[str, ShardServer]) -> None:
+        """Threads keep a server alive: without this it would outlive an engine that nobody destroys."""
+        for server in servers.values():
+            call_when_dropped(self, server.retire)
+
+    def fetch(self, index: int, full: Tensor, phase: Phase) -> None:
+        """Fill ``full`` with the slices of bucket ``index``, for a use in this phase."""
+        bucket = self.buckets[index]
+        server = self.servers.get(bucket.layout.scope)
+        if server is None:
+            full.copy_(bucket.own_slice())
+        else:
+            server.fetch(self._place[index], full)
+        bucket.communicator.count_fetch(full)
+
+    def is_exact(self, index: int) -> bool:
+        """Whether a gather gives what the slices hold, in every phase."""
+        return True
+
+    def advance(self) -> None:
+        for server in self.servers.values():
+            server.advance()
+
+    def meet(self, visit: Visit) -> list[int] | None:
+        return self.servers[DENSE].meet(visit)
+
+    def retire(self) -> None:
+        for server in self.servers.values():
+            server.retire()
+
+    @property
+    def version(self) -> int:
+        return self.servers[DENSE].version
+
+    @property
+    def fetches(self) -> int:
+        return sum(server.fetches for server in self.servers.values())

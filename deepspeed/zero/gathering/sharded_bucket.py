@@ -1,0 +1,205 @@
+"""Stage 3: a bucket whose parameters exist as one slice per rank and are gathered only around their use.
+
+[Note: release and materialize] What autograd saves (``weight.t()``) shares the storage of the flat buffer, so
+a release frees the storage and keeps the objects: ``param.data`` becomes an empty tensor (shape [0], the
+documented contract) and the buffer's storage is resized to 0. Materializing resizes it again and gathers in place,
+which makes the saved tensors valid again. The views are created once, outside inference mode, because a view created
+inside it could never be trained.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from deepspeed.checkpoint.shards import Cut
+from deepspeed.comm.collectives import Communicator, Pending
+from deepspeed.zero import params as zero_params
+from deepspeed.zero.bucket import ParamBucket
+from deepspeed.zero.layout import BucketLayout
+
+
+class Status(enum.Enum):
+    SHARDED = "only this rank's slice exists; parameters have shape [0]"
+    GATHERING = "the buffer is allocated and slices are arriving"
+    GATHERED = "parameters are views of the whole buffer"
+
+
+class ShardedBucket(ParamBucket):
+    """Owns ``shard`` [shard_numel] permanently and the memory of ``full`` [padded_numel] while gathered.
+
+    When that is, ``Transitions`` decides; only it calls ``allocate``, ``arrived`` and ``release``.
+
+    ``persistent`` buckets (small parameters) stay gathered and are refreshed after every update. ``communicator`` joins
+    the ranks that hold one copy, ``everyone`` also those of its replicas (MiCS). ``keep`` creates ``shard`` from a
+    slice of the whole bucket: on the device, or where slices are offloaded to.
+    """
+
+    def __init__(
+        self,
+        layout: BucketLayout,
+        params: Sequence[nn.Parameter],
+        communicator: Communicator,
+        *,
+        persistent: bool,
+        everyone: Communicator | None = None,
+        keep: Callable[[Tensor], Tensor] = torch.clone,
+    ) -> None:
+        super().__init__(layout, params, communicator)
+        self.keep = keep
+        self.everyone = everyone or communicator
+        self.persistent = persistent
+        self.lossy = False  # whether gathers round the weights
+        self.status = Status.SHARDED
+        self.transitions: Any = None  # set by its owner
+        self.on_change: Callable[[], None] = lambda: None
+        self.device = self.params[0].device
+        self.views: list[Tensor] = []
+        self._empty = torch.empty(0, dtype=layout.dtype, device=self.device)
+        self.nbytes = layout.padded_numel * self._empty.element_size()  # of the whole bucket
+
+    def flatten(self) -> None:
+        """Partition the parameters (whole, or sharded one by one under ``zero.Init``) into this bucket's slices.
+
+        Peak: the bucket itself. The old memory of each parameter is freed as soon as it has been copied.
+        """
+        with torch.inference_mode(False), torch.no_grad():
+            full = torch.zeros(self.layout.padded_numel, dtype=self.layout.dtype, device=self.device)
+            for slot, param in zip(self.layout.slots, self.params, strict=True):
+                view = full[slot.offset : slot.end].view(zero_params.full_shape(param))
+                zero_params.read_full(param, view)
+                param.data = self._empty
+                self.views.append(view)
+            start, stop = self.layout.shard_range(self.rank)
+            self.full, self.shard = full, self.keep(full[start:stop])
+        for position, param in enumerate(self.params):
+            zero_params.adopt(param, self, position)
+        self.arrived()
+        if not self.persistent:
+            self.release()
+
+    # Transitions --------------------------------------------------------------------------------------------
+
+    def allocate(self) -> Tensor:
+        """SHARDED -> GATHERING: memory for the whole bucket, to be filled by the caller."""
+        assert self.full is not None
+        self.full.untyped_storage().resize_(self.nbytes)
+        self.status = Status.GATHERING
+        zero_params.mark(self.params, zero_params.ZeroParamStatus.INFLIGHT)
+        return self.full
+
+    def arrived(self) -> None:
+        """GATHERING -> GATHERED: ``full`` holds every slice."""
+        self.status = Status.GATHERED
+        for param, view in zip(self.params, self.views, strict=True):
+            param.data = view
+        zero_params.mark(self.params, zero_params.ZeroParamStatus.AVAILABLE)
+
+    def release(self) -> None:
+        """GATHERED -> SHARDED: free the memory (Note: release and materialize)."""
+        assert self.full is not None
+        for param, view in zip(self.params, self.views, strict=True):
+            if getattr(param, zero_params.GATHER_COUNT, 0):  # inside a GatheredParameters block: stays whole
+                param.data = view.clone()
+            else:
+                param.data = self._empty
+                param.ds_status = zero_params.ZeroParamStatus.NOT_AVAILABLE  # type: ignore[attr-defined]
+        self.full.untyped_storage().resize_(0)
+        self.status = Status.SHARDED
+
+    def changed(self) -> None:
+        """Slices were written outside a step (by every rank): notify the server of these slices."""
+        torch.autograd.graph.increment_version(self.params)
+        self.on_change()
+
+    # What the step sees -------------------------------------------------------------------------------------
+
+    def publish(self) -> Pending | None:
+        """After an update: refresh persistent parameters, drop stale copies of the others."""
+        if self.persistent:
+            return self.refresh()
+        self.transitions.evict_stale(self.layout.index)
+        return None
+
+    def refresh(self) -> Pending:
+        """Overwrite the whole copy with what the slices hold."""
+        assert self.full is not None
+        return self.communicator.all_gather(self.full, self.own_slice())
+
+    def own_slice(self) -> Tensor:
+        """[shard_numel] this rank's slice on the device: ``shard`` itself, or a copy in its place in ``full``."""
+        assert self.shard is not None and self.full is not None
+        if self.shard.device == self.full.device:
+            return self.shard
+        start, stop = self.layout.shard_range(self.rank)
+        return self.full[start:stop].copy_(self.shard, non_blocking=True)
+
+    def detached(self) -> list[int]:
+        return []  # between uses a parameter has no memory that could have been replaced
+
+    def tensors(self) -> Iterator[Tensor]:
+        if self.shard is not None:
+            yield self.shard
+            yield from (param.ds_tensor for param in self.params)  # type: ignore[attr-defined]
+        if self.full is not None and self.status is Status.GATHERED:
+            yield self.full
+            yield from self.views
+            yield from self.params
+
+    def destroy(self) -> None:
+        """Give every parameter, whole now, its own memory (``Transitions.dissolve`` comes before it)."""
+        if self.full is None or self.shard is None:
+            return
+        for param in self.params:
+            zero_params.forget(param)
+            param.data = param.data.clone()
+        self.full = self.shard = None
+        self.views = []
+
+    # Single parameters --------------------------------------------------------------------------------------
+
+    @property
+    def first_replica(self) -> bool:
+        """Whether this rank's slice is the first of those that hold the same (runs of neighbours hold one copy)."""
+        return self.everyone.rank < self.communicator.size
+
+    def cut_of(self, position: int) -> Cut:
+        """How one parameter is divided among the slices."""
+        return self.layout.cut_of(self.layout.slots[position])
+
+    def owners(self, position: int) -> list[tuple[int, int, int]]:
+        """``(rank, start, stop)`` of the parts of one parameter, as offsets into the flat parameter."""
+        return self.layout.parts(self.layout.slots[position])
+
+    def local_part(self, position: int) -> Tensor:
+        """This rank's part of one parameter, a 1-D view of the shard (possibly empty): its ``ds_tensor``."""
+        assert self.shard is not None
+        slot = self.layout.slots[position]
+        start, stop = self.layout.shard_range(self.rank)
+        low, high = max(start, slot.offset), min(stop, slot.end)
+        return self.shard[low - start : high - start] if low < high else self.shard[:0]
+
+    def read_param(self, position: int, out: Tensor) -> None:
+        """Fill ``out`` with the whole parameter, moving only its own bytes. Collective."""
+        flat = out.view(-1)
+        if self.status is Status.GATHERED and not self.lossy:
+            flat.copy_(self.views[position].reshape(-1))
+            return
+        mine = self.local_part(position)
+        for rank, start, stop in self.owners(position):
+            if rank == self.rank:
+                flat[start:stop] = mine
+            self.communicator.broadcast(flat[start:stop], src=rank).wait()
+
+    def write_param(self, position: int, value: Tensor) -> None:
+        """Write a new value of the whole parameter (the same on every rank) to the slices."""
+        flat = value.detach().reshape(-1)
+        for rank, start, stop in self.owners(position):
+            if rank == self.rank:
+                self.local_part(position).copy_(flat[start:stop])
+        if self.status is Status.GATHERED and self.views[position].data_ptr() != value.data_ptr():
+            self.views[position].copy_(value)

@@ -1,0 +1,209 @@
+"""A module whose parameters are sharded: its buckets, and the parts that gather them around their use."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import nn
+
+from deepspeed.comm.collectives import Communicator
+from deepspeed.comm.groups import default_timeout
+from deepspeed.config.plan import Packing
+from deepspeed.zero import params as zero_params
+from deepspeed.zero.gathering.coordinator import LiveBudget, ParamCoordinator
+from deepspeed.zero.gathering.embedding_norms import RowNorms
+from deepspeed.zero.gathering.gather import FetchingGather, LocalGather, ReadingGather
+from deepspeed.zero.gathering.param_storage import ParamStorage
+from deepspeed.zero.gathering.quantized_gather import PacketServers, PieceChannel, make_pieces
+from deepspeed.zero.gathering.scheduled_gather import GatherChannel, ScheduledGather
+from deepspeed.zero.gathering.shard_servers import ShardServers
+from deepspeed.zero.gathering.sharded_bucket import ShardedBucket
+from deepspeed.zero.offload.host_copies import off_host
+from deepspeed.zero.parameter_offload import DeepSpeedZeRoOffload
+from deepspeed.zero.replica_groups import DENSE, Scopes, ScopeTable
+
+
+class ShardedModel:
+    """Shards the parameters of ``module`` into ``buckets`` and keeps the parts that serve them.
+
+    ``trained``: indices of the buckets that the optimizer updates. ``prefetch_numel``: elements to gather ahead.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        buckets: Sequence[ShardedBucket],
+        scopes: Scopes,
+        *,
+        trained: set[int],
+        budget: LiveBudget,
+        prefetch_numel: int,
+        storage: ParamStorage,
+        packing: Packing,
+    ) -> None:
+        self.storage = storage
+        self.buckets = list(buckets)
+        self.scopes = scopes
+        for bucket in self.buckets:
+            bucket.flatten()
+            self._note_neighbours(bucket)
+        self.trained_buckets = [bucket for bucket in self.buckets if bucket.layout.index in trained]
+        device = self.buckets[0].device if self.buckets else torch.device("cpu")
+        self.gatherer = make_gatherer(
+            self.buckets, GatherLinks(scopes, packing), storage, device=device, prefetch_numel=prefetch_numel
+        )
+        self.coordinator = ParamCoordinator(self.buckets, self.gatherer, budget)
+        self.transitions = self.coordinator.transitions
+        for bucket in self.buckets:
+            bucket.transitions = self.transitions
+            bucket.on_change = self.gatherer.changed
+        self.offload = DeepSpeedZeRoOffload(module, self.coordinator)
+        self.prefetch_numel = prefetch_numel
+        self._kept_by_config = {bucket.layout.index for bucket in self.buckets if bucket.persistent}
+        self._kept: set[int] = set()  # by ``keep_gathered``
+        self.row_norms = RowNorms(module, scopes.everyone)
+
+    def _note_neighbours(self, bucket: ShardedBucket) -> None:
+        if self.scopes.group_size <= 1:
+            return
+        scope = self.scopes[bucket.layout.scope]
+        near = scope.shard if scope.levels is None else scope.levels.near
+        for param in bucket.params:
+            zero_params.note_neighbours(param, near.group, all_holders=near is scope.shard)
+
+    def before_step(self) -> None:
+        self.gatherer.end_of_step()
+        self.row_norms.settle()
+
+    def after_step(self) -> None:
+        self.gatherer.changed()
+        self.coordinator.end_of_step()
+
+    def gather_ahead(self, numel: int) -> None:
+        """From the next step on, gather up to ``numel`` elements ahead. On all ranks, between two steps."""
+        if numel != self.prefetch_numel:
+            self.prefetch_numel = numel
+            self.gatherer.plan_anew(numel)
+
+    def keep_gathered(self, room: int) -> None:
+        """Keep buckets whole from now on that together take at most ``room`` bytes beyond their slices, the smallest
+        first; in addition to those that the config keeps. On all ranks, between two steps; the same ``room``.
+
+        Buckets whose gathers round the weights are not kept: a module is to see the same weights as before.
+        """
+        chosen: set[int] = set()
+        for bucket in sorted(self.buckets, key=lambda bucket: bucket.layout.padded_numel):
+            size = bucket.nbytes
+            if bucket.layout.index in self._kept_by_config or bucket.lossy or size > room:
+                continue
+            chosen.add(bucket.layout.index)
+            room -= size
+        changed = [b for b in self.buckets if b.layout.index in chosen ^ self._kept]
+        if not changed:
+            return
+        self._kept = chosen
+        for bucket in changed:
+            self.transitions.set_persistent(bucket.layout.index, bucket.layout.index in chosen)
+        self.offload.rehook()
+        self.gatherer.plan_anew(self.prefetch_numel)
+
+    def abandon(self) -> None:
+        """The batch ended with an exception: nothing is in use, and the step starts over."""
+        self.coordinator.abandon()
+        self.gatherer.abandon()
+        self.transitions.release_all()
+
+    def destroy(self) -> None:
+        """Undo everything; parameters become whole again. Collective."""
+        self.offload.destroy()
+        self.row_norms.destroy()
+        self.gatherer.settle()
+        self.transitions.dissolve()
+        self.gatherer.close()
+        self.storage.close()
+
+
+class GatherLinks:
+    """How this rank reaches the slices of the others."""
+
+    def __init__(self, scopes: ScopeTable, packing: Packing) -> None:
+        self.scopes = scopes
+        self.packing = packing
+
+    @property
+    def everyone(self) -> Communicator:
+        return self.scopes.everyone
+
+    def shards(self, scope: str) -> int:
+        """Over how many ranks one copy of the weights is spread."""
+        return self.scopes[scope].shard.size
+
+    def server(self, buckets: Sequence[ShardedBucket]) -> ShardServers:
+        """Fetches whole buckets from the ranks that hold their slices. Collective."""
+        timeout_s = default_timeout().total_seconds()
+        pieces = make_pieces(buckets, self.scopes, self.packing)
+        if pieces:
+            return PacketServers(buckets, self.scopes, timeout_s, pieces)
+        return ShardServers(buckets, self.scopes, timeout_s)
+
+    def channels(self, buckets: Sequence[ShardedBucket], server: ShardServers) -> list[GatherChannel]:
+        """By bucket, the ranks that hold one copy of it, for gathers alone. Collective."""
+        names = sorted({bucket.layout.scope for bucket in buckets})
+        plain = {name: _second_group(self.scopes[name].shard) for name in names}
+        result: list[GatherChannel] = [plain[bucket.layout.scope] for bucket in buckets]
+        if isinstance(server, PacketServers):
+            near = {
+                name: _second_group(levels.near) for name in names if (levels := self.scopes[name].levels)
+            }
+            for index, piece in server.pieces.items():
+                name = piece.scope.name
+                result[index] = PieceChannel(piece, near.get(name, plain[name]))
+        return result
+
+
+def make_gatherer(
+    buckets: Sequence[ShardedBucket],
+    links: GatherLinks,
+    storage: ParamStorage,
+    *,
+    device: torch.device,
+    prefetch_numel: int,
+) -> LocalGather:
+    """The one place that chooses how slices are gathered, for weights that are used on ``device``."""
+    used = sorted({DENSE, *(bucket.layout.scope for bucket in buckets)})
+    alone = all(links.shards(name) == 1 for name in used)
+    if alone and storage.on_file and not off_host(device):
+        return ReadingGather(
+            buckets, partial(storage.read, buckets), ahead=storage.buffers, max_numel=storage.buffer_numel
+        )
+    if alone or not buckets:
+        return LocalGather(buckets)
+    server = links.server(buckets)
+    if prefers_collectives(device.type):
+        return ScheduledGather(
+            buckets,
+            links.channels(buckets, server),
+            server,
+            prefetch_numel=prefetch_numel,
+            everyone=links.everyone,
+        )
+    return FetchingGather(buckets, server)
+
+
+def _second_group(ranks: Communicator) -> Communicator:
+    """The same ranks once more, so that gathers and sums can be in flight at the same time. They are still launched in
+    one order (Note: one order in launch_order.py)."""
+    if ranks.size == 1:
+        return ranks
+    group = torch.distributed.new_group(
+        list(ranks.ranks), timeout=default_timeout(), use_local_synchronization=True
+    )
+    assert isinstance(group, torch.distributed.ProcessGroup)
+    return ranks.beside(group)
+
+
+def prefers_collectives(device_type: str) -> bool:
+    """Devices exchange slices directly; a fetch would go through host memory."""
+    return device_type != "cpu"

@@ -1,0 +1,108 @@
+"""The home of a parameter between ``zero.Init`` and ``initialize``: sharded by itself, evenly, padded.
+
+Blocks, optimizer groups, freezing and tying are not known yet, so there are no buckets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from deepspeed.base.logging import log_dist
+from deepspeed.comm.collectives import Communicator
+from deepspeed.zero import params as zero_params
+
+
+class SoloShard:
+    """Owns ``shard`` [ceil(numel / ranks)]: the documented ``ds_tensor`` of a parameter made under ``zero.Init``."""
+
+    persistent = False
+
+    def __init__(
+        self,
+        param: nn.Parameter,
+        communicator: Communicator,
+        everyone: Communicator | None = None,
+        keep: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
+        self.keep = keep
+        self.communicator = communicator
+        self.everyone = everyone or communicator
+        self.numel = param.numel()
+        size = communicator.size
+        per_rank = -(-self.numel // size)
+        start = min(communicator.rank * per_rank, self.numel)
+        stop = min(start + per_rank, self.numel)
+        shard = torch.zeros(per_rank, dtype=param.dtype, device=param.device)
+        shard[: stop - start] = param.data.reshape(-1)[start:stop]
+        self.shard = shard if keep is None else keep(shard)
+
+    def local_part(self, position: int) -> Tensor:
+        return self.shard
+
+    def read_param(self, position: int, out: Tensor) -> None:
+        """Fill ``out`` with the whole parameter. Collective."""
+        flat = out.view(-1)
+        padded = self.shard.numel() * self.communicator.size
+        whole = flat if padded == self.numel else torch.empty(padded, dtype=out.dtype, device=out.device)
+        self.communicator.all_gather(whole, self.shard).wait()
+        if whole is not flat:
+            flat.copy_(whole[: self.numel])
+
+    def write_param(self, position: int, value: Tensor) -> None:
+        start = self.communicator.rank * self.shard.numel()
+        part = value.detach().reshape(-1)[start : start + self.shard.numel()]
+        self.shard[: part.numel()].copy_(part)
+
+    def twin(self, param: nn.Parameter) -> nn.Parameter:
+        """A new parameter with its own slice, equal to ``param``'s."""
+        zero_params.follow_dtype(param)
+        copy = nn.Parameter(torch.empty_like(param.data), requires_grad=param.requires_grad)
+        home = object.__new__(type(self))
+        home.__dict__.update(self.__dict__)
+        home.shard = self.shard.clone() if self.keep is None else self.keep(self.shard)
+        zero_params.adopt_copy(copy, param, home)
+        return copy
+
+    def cast(self, param: nn.Parameter, dtype: torch.dtype) -> None:
+        shard = self.shard.to(dtype)
+        self.shard = shard if self.keep is None else self.keep(shard)
+        zero_params.adopt(param, self, 0)
+
+    def shard_alike(self, param: nn.Parameter) -> None:
+        """Partition another, still whole, parameter over the same ranks."""
+        shard_alone(param, self.communicator, self.everyone, self.keep)
+
+
+def shard_alone(
+    param: nn.Parameter,
+    communicator: Communicator,
+    everyone: Communicator | None = None,
+    keep: Callable[[Tensor], Tensor] | None = None,
+) -> None:
+    """Shard a whole parameter across ``communicator``, with the values of rank 0 of ``everyone`` (more ranks,
+    if there are replicas). ``keep`` creates the tensor that stores the slice. Collective."""
+    with torch.inference_mode(False), torch.no_grad():
+        param.data = param.data.contiguous()
+        (everyone or communicator).broadcast(param.data.view(-1), src=0).wait()
+        zero_params.convert(param, SoloShard(param, communicator, everyone, keep), 0)
+        param.data = torch.empty(0, dtype=param.dtype, device=param.device)
+    zero_params.mark([param], zero_params.ZeroParamStatus.NOT_AVAILABLE)
+
+
+def make_whole(module: nn.Module) -> None:
+    """Turn what ``zero.Init`` partitioned into ordinary parameters, for users that gather nothing. What a stage-3
+    engine holds stays as it is. Collective."""
+    held = [param for param in module.parameters() if isinstance(getattr(param, "ds_home", None), SoloShard)]
+    for param in held:
+        whole = torch.empty(zero_params.full_shape(param), dtype=param.dtype, device=param.device)
+        zero_params.read_full(param, whole)
+        zero_params.forget(param)
+        param.data = whole
+    if held:
+        log_dist(
+            f"{len(held)} parameters, which zero.Init had partitioned, are whole: only stage 3 gathers",
+            ranks=[0],
+        )

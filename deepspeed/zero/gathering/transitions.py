@@ -1,0 +1,316 @@
+"""When a bucket is whole: the one place that decides it, told by everyone who needs a bucket or is done with one.
+
+[Note: the states of a bucket]
+
+```
+             begin                    arrived
+   SHARDED ---------> GATHERING ----------------> GATHERED: held, idle or persistent
+      ^                                               |
+      +------------- release (idle), evict -----------+
+```
+
+GATHERED has three kinds. *Held*: at least one holder needs it. *Idle*: none does; its memory may be taken at any
+time. *Persistent*: a small bucket, whole from the first step to the last; its holders are not counted.
+
+| holder | from | to |
+|---|---|---|
+| a call of a module (any phase of a forward) | its entry: ``take`` | its exit: ``drop`` |
+| a backward, for each call whose nodes it runs | reaching the call: ``take`` | passing it, or its end: ``drop`` |
+| ``GatheredParameters`` over all of a bucket | ``hold`` | ``let_go`` |
+| a forward under a transform (``torch.func``) | ``keep`` | the update, or ``release_all`` |
+
+What is idle is not released at once, except after ``let_go``: the next call often needs the same bucket. It is
+released
+
+- when another bucket is about to be gathered, or the last backward ends: beyond ``max_live`` elements, and what is not
+  used again within ``max_reuse`` elements of the order of the last step;
+- at the end of an evaluation, without regard to that order: it says nothing about what comes next;
+- when a training step begins after an evaluation or a hold, so that every step begins with the same buckets;
+- by ``release_all``.
+
+An update *evicts*: whoever holds the bucket, its copy is stale. It is gathered again when it is needed again.
+
+The transport (``gather.py``, ``scheduled_gather.py``) moves the slices. It may ``begin`` a gather before anybody needs
+it; it never releases. What does not fit the diagram is a ``TransitionError``.
+
+[Note: threads] Every transition happens under ``lock``. Weights are published while no other thread is inside a
+forward (``quiet``), so a forward on such a thread never loses a bucket midway.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from deepspeed.zero.gathering.phases import Phase
+from deepspeed.zero.gathering.sharded_bucket import ShardedBucket, Status
+from deepspeed.zero.gathering.trace import UseTrace
+
+
+class TransitionError(RuntimeError):
+    """A bucket was asked for a transition that its state does not allow: a mistake in this package."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LiveBudget:
+    """Elements: at most ``max_live`` gathered at once beyond what is in use, kept if reused within ``max_reuse``."""
+
+    max_live: int
+    max_reuse: int
+
+
+class Transport(Protocol):
+    """Moves slices, for the ``Transitions`` that it is ``connected`` to."""
+
+    def connect(self, transitions: Transitions) -> None: ...
+    def gather(self, index: int, phase: Phase) -> None: ...
+    def begin_pass(self, phase: Phase, root: Hashable) -> None: ...
+    def end_pass(self, phase: Phase) -> None: ...
+    def released(self, index: int) -> None: ...
+
+
+class Transitions:
+    """Owns who holds which of ``buckets``, and all changes of their state (Note: the states of a bucket)."""
+
+    def __init__(self, buckets: Sequence[ShardedBucket], transport: Transport, budget: LiveBudget) -> None:
+        self.buckets = list(buckets)
+        self.transport = transport
+        self.budget = budget
+        self.lock = threading.RLock()
+        self.trace = UseTrace([bucket.layout.padded_numel for bucket in self.buckets])
+        self.holders = [0] * len(self.buckets)
+        self.evaluating = False  # an evaluation is open on the training thread
+        self.keeps_all = self.trace.total <= min(budget.max_live, budget.max_reuse)
+        self._kept: set[int] = set()
+        self._visitors: set[int] = set()  # gathered outside training since the last step
+        self._passes = 0
+        self._backwards = 0
+        self._apart: set[int] = set()  # threads other than the trainer that are in a forward
+        self._publishers = 0  # they wait for those
+        self._quiet = threading.Condition(self.lock)
+        transport.connect(self)
+
+    # Phases -------------------------------------------------------------------------------------------------
+
+    def begin_pass(self, phase: Phase, root: Hashable) -> None:
+        """An outermost call, of module ``root``, begins on this thread."""
+        self._passes += 1
+        if phase is Phase.APART:
+            self._quiet.wait_for(lambda: not self._publishers)
+            self._apart.add(threading.get_ident())
+        elif phase is Phase.FORWARD:
+            if self._visitors:
+                self._dismiss_visitors()
+        elif phase is Phase.EVALUATION:
+            self.evaluating = True
+        self.transport.begin_pass(phase, root)
+
+    def _dismiss_visitors(self) -> None:
+        """A step begins with the same buckets whether or not an evaluation preceded it: it can be predicted."""
+        if not self.trace.begun:
+            for b in self._visitors:
+                self._release_if_idle(b)
+        self._visitors.clear()
+
+    def end_pass(self, phase: Phase) -> None:
+        if not self._passes:
+            raise TransitionError(f"{phase.name} ends, but no pass is open")
+        self._passes -= 1
+        if phase is Phase.APART:
+            self._apart.discard(threading.get_ident())
+            self._quiet.notify_all()
+        elif phase is Phase.EVALUATION:
+            self.evaluating = False
+        self.transport.end_pass(phase)
+        if not (phase.trains or self._passes or self._backwards):
+            self._release_idle(keep_near=False)
+
+    def cancel_pass(self, phase: Phase) -> None:
+        """The pass ended with an exception that its end was not told about."""
+        self._passes -= 1
+        self._apart.discard(threading.get_ident())
+        if phase is Phase.EVALUATION:
+            self.evaluating = False
+
+    def begin_backward(self) -> None:
+        self._backwards += 1
+
+    def end_backward(self, *, failed: bool = False) -> None:
+        if not self._backwards:
+            raise TransitionError("a backward ends, but none is running")
+        self._backwards -= 1
+        if not (failed or self._backwards or self._passes):
+            self._release_idle()
+
+    @contextlib.contextmanager
+    def quiet(self) -> Iterator[None]:
+        """Wait until no other thread is inside a forward, and let none begin: weights are about to change."""
+        with self.lock:
+            self._publishers += 1
+            try:
+                while self._apart & {thread.ident for thread in threading.enumerate()}:
+                    self._quiet.wait(timeout=0.5)  # a thread may end without exiting what it entered
+            finally:
+                self._publishers -= 1
+            try:
+                yield
+            finally:
+                self._quiet.notify_all()
+
+    # Holders ------------------------------------------------------------------------------------------------
+
+    def take(self, needs: Sequence[int], phase: Phase) -> None:
+        """One more holder for each of ``needs``, which are whole on return."""
+        holders = self.holders
+        for b in needs:
+            holders[b] += 1
+        self.need(needs, phase)
+
+    def need(self, needs: Sequence[int], phase: Phase) -> None:
+        """Make ``needs`` whole, for whoever holds them already."""
+        for b in needs:
+            if phase.trains:
+                self.trace.use(b)
+            bucket = self.buckets[b]
+            if bucket.status is Status.GATHERED:
+                continue
+            if not self.keeps_all:
+                self._release_idle(incoming=bucket.layout.padded_numel)
+            self.transport.gather(b, phase)
+            if not phase.trains:
+                self._visitors.add(b)
+
+    def drop(self, held: Iterable[int]) -> None:
+        """One holder less for each of ``held``; they stay whole while there is room."""
+        holders = self.holders
+        for b in held:
+            if not holders[b]:
+                raise TransitionError(f"bucket {b} is dropped more often than it was taken")
+            holders[b] -= 1
+
+    def hold(self, b: int) -> None:
+        """Gathered by hand, until ``let_go``."""
+        with self.lock:
+            if self.buckets[b].lossy:  # by hand one sees the weights, not what a gather makes of them
+                self._release_if_idle(b)
+            self.take((b,), Phase.BY_HAND)
+
+    def let_go(self, b: int) -> None:
+        with self.lock:
+            self.drop((b,))
+            if not self.keeps_all or self.buckets[b].lossy:
+                self._release_if_idle(b)
+
+    def keep(self, buckets: Iterable[int]) -> None:
+        """Hold these until the weights change, or ``release_all``."""
+        with self.lock:
+            for b in set(buckets) - self._kept:
+                self.holders[b] += 1
+                self._kept.add(b)
+
+    def drop_kept(self) -> None:
+        self.drop(self._kept)
+        self._kept.clear()
+
+    # What the transport tells -------------------------------------------------------------------------------
+
+    def begin(self, b: int) -> Tensor:
+        """SHARDED -> GATHERING; returns the buffer [padded_numel] to fill."""
+        bucket = self.buckets[b]
+        if bucket.status is not Status.SHARDED:
+            raise TransitionError(f"bucket {b} is {bucket.status.name}: only a SHARDED one can be gathered")
+        return bucket.allocate()
+
+    def arrived(self, b: int) -> None:
+        """GATHERING -> GATHERED: the buffer holds every slice, or the gather failed and its error is on its way."""
+        bucket = self.buckets[b]
+        if bucket.status is not Status.GATHERING:
+            raise TransitionError(f"bucket {b} is {bucket.status.name}: nothing was to arrive")
+        bucket.arrived()
+
+    # Releasing ----------------------------------------------------------------------------------------------
+
+    def evict(self, b: int) -> None:
+        """GATHERED -> SHARDED, whoever holds it: its weights change, or its memory must be free. Not persistent ones,
+        which are refreshed instead; a gather in flight is the transport's to end."""
+        bucket = self.buckets[b]
+        if bucket.status is Status.GATHERED and not bucket.persistent:
+            bucket.release()
+
+    def evict_stale(self, b: int) -> None:
+        """The same before weights change: no other thread may be using them."""
+        with self.lock:
+            if self._apart:
+                with self.quiet():
+                    self.evict(b)
+            else:
+                self.evict(b)
+
+    def release_all(self) -> None:
+        """Release everything that is not in use."""
+        with self.lock:
+            self.drop_kept()
+            for b in range(len(self.buckets)):
+                self._release_if_idle(b)
+
+    def _release_if_idle(self, b: int) -> None:
+        bucket = self.buckets[b]
+        if not self.holders[b] and bucket.status is Status.GATHERED and not bucket.persistent:
+            bucket.release()
+            self.transport.released(b)
+
+    def _release_idle(self, incoming: int = 0, keep_near: bool = True) -> None:
+        if self.keeps_all:
+            return
+        live = incoming + self.live()
+        for b, bucket in enumerate(self.buckets):
+            if bucket.persistent or self.holders[b] or bucket.status is not Status.GATHERED:
+                continue
+            near = keep_near and self.trace.distance(b) <= self.budget.max_reuse
+            if near and live <= self.budget.max_live:
+                continue
+            bucket.release()
+            self.transport.released(b)
+            live -= bucket.layout.padded_numel
+
+    def live(self) -> int:
+        """Elements of gathered buckets that could be released."""
+        return sum(
+            b.layout.padded_numel for b in self.buckets if b.status is Status.GATHERED and not b.persistent
+        )
+
+    def set_persistent(self, b: int, persistent: bool) -> None:
+        """Between two steps: make a bucket whole for good, or one like the others again. Collective."""
+        bucket = self.buckets[b]
+        with self.lock:
+            if persistent and bucket.status is Status.SHARDED:
+                full = self.begin(b)
+                bucket.communicator.all_gather(full, bucket.own_slice()).wait()
+                self.arrived(b)
+            bucket.persistent = persistent
+            for param in bucket.params:
+                param.ds_persist = persistent  # type: ignore[attr-defined]
+            self._visitors.discard(b)
+            self._release_if_idle(b)
+
+    # The end ------------------------------------------------------------------------------------------------
+
+    def end_of_step(self) -> None:
+        """The weights have changed; the copies that were whole have been evicted."""
+        self.drop_kept()
+        self._visitors.clear()
+        self.trace.end_of_step()
+
+    def dissolve(self) -> None:
+        """Make every parameter whole for good, with its own memory. Collective."""
+        for b, bucket in enumerate(self.buckets):
+            if bucket.status is Status.SHARDED and bucket.shard is not None:
+                full = self.begin(b)
+                bucket.communicator.all_gather(full, bucket.own_slice()).wait()
+                self.arrived(b)
+            bucket.destroy()

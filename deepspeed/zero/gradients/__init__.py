@@ -1,0 +1,1 @@
+"""Gradients: from autograd to their sum over ranks."""

@@ -1,0 +1,262 @@
+"""The life of a gradient bucket: the local sum, the sum over ranks, and where this rank's slice of it is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepspeed.zero.buffer_pool import BufferPool
+from deepspeed.zero.gradients.sums import GradientSum, InFlight
+from deepspeed.zero.layout import BucketLayout
+from deepspeed.zero.offload.host_copies import HostCopies
+
+
+class GradBucket:
+    """Gradients of one bucket on their way from autograd to the slice that the optimizer reads.
+
+    A *round* fills ``local`` [padded_numel] over one or more backwards, ``launch`` starts its sum over ranks,
+    ``collect`` waits and adds this rank's slice to what earlier rounds of the same step left in ``reduced``
+    [shard_numel]. Rounds that are not launched (``no_sync``, micro-batches before the boundary) keep filling.
+
+    ``keep_local`` (stages 0 and 1): the full buffer is owned, in the accumulation dtype, and the reduced slice
+    takes its own place inside it. Otherwise (stages 2 and 3) the buffer is borrowed, in the wire dtype, for one
+    round, and only the slice is kept.
+
+    ``shapes``: of the parameters, whole; one per slot.
+    ``over_ranks``: how the sum over all ranks with its weights is taken, times ``factors`` before and after; ``own``:
+    the one that is taken where ranks, or groups that share a copy, keep gradients of their own (None: they cannot);
+    ``rank``: which slice is this rank's; ``counts``: whether its norm counts, as no other rank's counts the same ones.
+    ``host``: set if the slice leaves the device (ZeRO-Offload) as soon as it is summed; ``reduced`` is then in host
+    memory. ``new_slice(numel, dtype)`` creates the tensor that holds ``reduced`` if it has its own memory.
+    ``after_sum``: called with what each sum over ranks leaves on this rank, to change in place.
+    """
+
+    after_sum: Callable[[Tensor], None] | None = None
+
+    def __init__(
+        self,
+        layout: BucketLayout,
+        shapes: Sequence[torch.Size],
+        over_ranks: GradientSum,
+        pool: BufferPool,
+        device: torch.device,
+        *,
+        rank: int,
+        own: GradientSum | None = None,
+        factors: tuple[float, float] = (1.0, 1.0),
+        counts: bool = True,
+        accumulate_dtype: torch.dtype,
+        keep_local: bool,
+        new_slice: Callable[[int, torch.dtype], Tensor],
+        host: HostCopies | None = None,
+    ) -> None:
+        self.host = host
+        self.new_slice = new_slice
+        self.layout = layout
+        self.shapes = tuple(shapes)
+        self._gaps = layout.gaps()
+        self.over_ranks = over_ranks
+        self._formats: tuple[GradientSum | None, GradientSum] = (own, over_ranks)
+        self.pool = pool
+        self.device = device
+        self.dtype = accumulate_dtype
+        self.keep_local = keep_local
+        self.factors = factors
+        self.counts = counts
+        self.start, self.stop = layout.shard_range(rank)
+        self.local: Tensor | None = None
+        self.views: list[Tensor] = []  # shaped like the parameters: the open or last local buffer in parts
+        self.written = [False] * len(layout.slots)
+        self.reduced: Tensor | None = None
+        self.in_flight: InFlight | None = None
+        self._owned: Tensor | None = None  # the full buffer of keep_local
+        self._place: Tensor | None = None  # this rank's part of it
+        self._slice: Tensor | None = None  # the slice otherwise
+
+    # Arrivals -----------------------------------------------------------------------------------------------
+
+    def accept(self, position: int, grad: Tensor, *, lasting: bool = False) -> None:
+        """Add one gradient, shaped like its parameter, to the local sum; ``lasting``: of several backwards."""
+        if self.local is None:
+            self._open(lasting)
+        if grad.requires_grad:  # the client asked for a graph of it (create_graph)
+            grad = grad.detach()
+        if grad.layout is not torch.strided:
+            grad = grad.to_dense()
+        if self.written[position]:
+            self.views[position].add_(grad)
+        else:
+            self.views[position].copy_(grad)
+            self.written[position] = True
+
+    def accumulated_in_place(self, position: int, grad: Tensor) -> bool:
+        """Whether autograd added to the exposed gradient itself: then the local sum already contains it."""
+        return self.local is not None and grad.data_ptr() == self.views[position].data_ptr()
+
+    def _open(self, lasting: bool = False) -> None:
+        if self._owned is not None:
+            # A second round in one step: its arrivals must not hit the first result.
+            if self.reduced is not None and self.host is None:
+                self.reduced = self.reduced.clone()
+            self.local = self._owned
+        elif self.keep_local:
+            self.local = self._owned = torch.empty(
+                self.layout.padded_numel, dtype=self.dtype, device=self.device
+            )
+            self._place = self.local[self.start : self.stop]
+            self.views = self._parts(self.local)
+        else:
+            dtype = self.dtype if lasting else self.layout.wire_dtype
+            self.local = self.pool.take(self.layout.padded_numel, dtype, self.device)
+            self.views = self.pool.parts(self.local, self.layout.index, self._parts)
+        for low, high in self._gaps:  # a format may have put something there
+            self.local[low:high].zero_()
+
+    def _parts(self, buffer: Tensor) -> list[Tensor]:
+        slots = zip(self.layout.slots, self.shapes, strict=True)
+        return [buffer[slot.offset : slot.end].view(shape) for slot, shape in slots]
+
+    # The sum over ranks -------------------------------------------------------------------------------------
+
+    def check_whole(self) -> None:
+        """ValueError: this rank keeps only a slice of the sum, so that it cannot go without one."""
+        if self._formats[False] is None:
+            raise ValueError(
+                "gradients that are partitioned (ZeRO stage 1 to 3) have to be summed over ranks"
+            )
+
+    @property
+    def summed_over_ranks(self) -> GradientSum:
+        """The format of sums over all ranks, whether it is in use or not."""
+        return self._formats[1]
+
+    def sum_over_ranks(self, yes: bool) -> None:
+        """Whether later launches sum over ranks or keep this rank's own sum. The scratch memory of the former way is
+        released."""
+        chosen = self._formats[yes]
+        assert chosen is not None, "checked by check_whole"
+        self.over_ranks = chosen
+        self.pool.clear()
+
+    def launch(self) -> None:
+        """Start the sum over ranks of what arrived; missing gradients are zero."""
+        if self.local is None:
+            self._open()
+        assert self.local is not None
+        if not all(self.written):
+            for view, written in zip(self.views, self.written, strict=True):
+                if not written:
+                    view.zero_()
+        kept = self._kept_slice if self._can_keep() else None
+        self.in_flight = self.over_ranks.start(self.local, kept, *self.factors)
+
+    def _can_keep(self) -> bool:
+        """Whether the sum may be written to its final place at once."""
+        return (
+            not self.keep_local
+            and self.reduced is None
+            and self.dtype == self.layout.wire_dtype
+            and self.host is None
+        )
+
+    def _kept_slice(self) -> Tensor:
+        if self._slice is None:
+            self._slice = self.new_slice(self.layout.shard_numel, self.dtype)
+        return self._slice
+
+    @property
+    def borrows(self) -> bool:
+        """Whether the sum in flight holds memory that the next bucket could use."""
+        return self.in_flight is not None and (not self.keep_local or self.in_flight.wire is not self.local)
+
+    def collect(self) -> None:
+        """Wait for the sum and add it to the earlier rounds of this step."""
+        if self.in_flight is None:
+            return
+        pending, out, wire, borrowed = self.in_flight
+        self.in_flight = None
+        pending.wait()
+        if self.after_sum is not None and self.over_ranks is self.summed_over_ranks:
+            self.after_sum(out)
+        leaving = None
+        if self.host is not None:
+            leaving = self._collect_on_host(self.host, out)
+            if leaving is not None and self.keep_local:
+                leaving.wait()  # the owned buffer is rewritten without passing through the pool
+        elif self.keep_local:
+            self._collect_in_place(out)
+        elif self.reduced is not None:
+            self.reduced.add_(out)
+        else:
+            self.reduced = self._kept_slice().copy_(out) if borrowed else out
+        if wire is not self.local:
+            self.pool.give(wire, leaving)
+        self._close(leaving)
+
+    def _collect_on_host(self, host: HostCopies, out: Tensor) -> Any:
+        """Returns an event after which ``out`` may be overwritten, or None."""
+        if self.reduced is None:
+            self.reduced = self._kept_slice()
+            return host.copy(self.reduced, out)
+        host.synchronize()
+        self.reduced.add_(out.to("cpu", self.dtype))
+        return None
+
+    def _collect_in_place(self, out: Tensor) -> None:
+        """The sum replaces the local one: all of it at stage 0, this rank's slice at stage 1."""
+        place = self._place
+        assert place is not None
+        if out.data_ptr() != place.data_ptr():
+            place.copy_(out)
+        if self.reduced is not None:
+            place.add_(self.reduced)
+        self.reduced = place
+
+    def _close(self, leaving: Any = None) -> None:
+        if not self.keep_local and self.local is not None:
+            self.pool.give(self.local, leaving)
+            self.views = []
+        self.local = None
+        self.written = [False] * len(self.written)
+
+    def restore(self, value: Tensor) -> None:
+        """Continue a step whose earlier rounds were reduced before a checkpoint."""
+        if self.keep_local and self.host is None:
+            self.reduced = value.to(self.device, self.dtype).clone()
+        else:
+            self.reduced = self._kept_slice().copy_(value)
+
+    def replace(self, position: int, grad: Tensor) -> None:
+        """Take a gradient that the caller has put in place of the sum (stage 0, where ``reduced`` is all of it)."""
+        if self.reduced is None:
+            self._open()
+            assert self.local is not None
+            self._collect_in_place(self.local.zero_())
+            self._close()
+        self.views[position].copy_(grad.to_dense() if grad.layout is not torch.strided else grad)
+
+    def held(self) -> list[Tensor]:
+        """The tensors whose memory this bucket owns, with the views of them it keeps."""
+        kept = [self._owned, self._place, self._slice, self.local, self.reduced, *self.views]
+        if self.local is not None:
+            kept += self.pool.parts_of(self.local)  # also those of the buckets that have it at other times
+        return [tensor for tensor in kept if tensor is not None]
+
+    def abandon(self) -> None:
+        """Wait for a sum whose result is no longer needed: until then its memory is in use."""
+        flight, self.in_flight = self.in_flight, None
+        if flight is None:
+            return
+        flight.pending.wait()
+        if flight.wire is not self.local:
+            self.pool.give(flight.wire)
+
+    def clear(self) -> None:
+        """Forget every gradient of this step; an owned buffer stays for the next one."""
+        assert self.in_flight is None, "gradients are still being summed"
+        if self.local is not None:
+            self._close()
+        self.reduced = None

@@ -1,0 +1,200 @@
+"""Wire formats of gradients in a few bits (ZeRO++'s qgZ, G. Wang et al. 2023, section 3.3), with feedback of errors.
+
+Every rank encodes the part of its gradient that another rank keeps and sends it there; each decodes what it received
+and adds in rank order, in fp32. There is one encoding between a gradient and its sum, not one per hop of a ring.
+
+[Note: levels] Where ranks are in groups (``Levels``), the sum is first taken within the group, over the fast link and
+without loss, and only the group's sums are encoded and exchanged with the ranks that have the same place in other
+groups: a slow link between groups then carries as many bytes as with one rank per group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from deepspeed.comm.collectives import Communicator, Pending
+from deepspeed.comm.compressed import EndToEnd, compressed_mean, part_numel
+from deepspeed.ops.formats.codecs import BLOCK, BlockCodec, Codec, seed_of
+from deepspeed.zero.gradients.sums import GradientSum, InFlight
+from deepspeed.zero.layout import BucketLayout
+from deepspeed.zero.replica_groups import Levels
+
+
+class Encoder(Protocol):
+    """Makes packets of what this rank sends."""
+
+    def __call__(self, values: Tensor) -> Tensor:
+        """Packets [rows, bytes] of ``values`` [rows, n]."""
+        ...
+
+
+class ErrorFeedback:
+    """LoCo (X. Xie et al. 2024, LoCo: Low-bit communication adaptor for large-scale model training): what encoding took
+    away is added to what is encoded next.
+
+    The kept error is a moving average, ``beta`` times the old one plus ``1 - beta`` times the new, and is dropped every
+    ``reset`` sums. ``error`` [rows, n] fp32 is this rank's own.
+    """
+
+    def __init__(self, codec: Codec, beta: float, reset: int) -> None:
+        self.codec, self.beta, self.reset = codec, beta, reset
+        self.error: Tensor | None = None
+        self.sums = 0
+
+    def __call__(self, values: Tensor) -> Tensor:
+        if self.error is None or self.sums % self.reset == 0:
+            self.error = torch.zeros(values.shape, dtype=torch.float32, device=values.device)
+        self.sums += 1
+        lost = self.error.clone()
+        packets = self.codec.encode(values, lost)
+        self.error.lerp_(lost.nan_to_num_(0.0, 0.0, 0.0), 1.0 - self.beta)
+        return packets
+
+    def kept(self) -> dict[str, Any] | None:
+        return None if self.error is None else {"sums": self.sums, "error": self.error}
+
+    def restore(self, kept: Mapping[str, Any], device: torch.device) -> None:
+        self.sums, self.error = int(kept["sums"]), kept["error"].to(device)
+
+
+class Keeper(Protocol):
+    """Of a wire format: what it took away from this rank's gradients, and adds to the next."""
+
+    def kept(self) -> dict[str, Any] | None:
+        """What a checkpoint must hold of it; None: nothing yet."""
+        ...
+
+    def restore(self, kept: Mapping[str, Any], device: torch.device) -> None: ...
+
+
+class QuantizedSum:
+    """Replaces ``DenseSum`` where each rank of ``ranks`` keeps one slice."""
+
+    def __init__(
+        self,
+        layout: BucketLayout,
+        ranks: Communicator,
+        codec: Codec,
+        *,
+        levels: Levels | None = None,
+        encode: Encoder | None = None,
+    ) -> None:
+        self.ranks = ranks
+        self.codec = codec
+        self.levels = levels
+        self.encode = encode or codec.encode
+        self.mine = slice(*layout.shard_range(ranks.rank))
+        self.numel = layout.shard_numel
+
+    def start(
+        self, local: Tensor, kept: Callable[[], Tensor] | None, before: float, after: float
+    ) -> InFlight:
+        if before != 1.0:
+            local.mul_(before)
+        out = local[self.mine] if kept is None else kept()
+        finish = (
+            self._exchange(out, local.view(self.ranks.size, -1), self.ranks, after)
+            if self.levels is None
+            else self._by_levels(out, local, self.levels, after)
+        )
+        return InFlight(Pending(finish), out, local, kept is None)
+
+    def _exchange(self, out: Tensor, parts: Tensor, ranks: Communicator, after: float) -> Callable[[], None]:
+        """``out`` = the sum of this rank's row of ``parts`` [ranks, n] over the ranks, times ``after``."""
+        sent = self.encode(parts)
+        received = torch.empty_like(sent)
+        pending = ranks.all_to_all(received.view(-1), sent.view(-1))
+
+        def finish() -> None:
+            pending.wait()
+            out.copy_(self.codec.total(received, self.numel).mul_(after))
+
+        return finish
+
+    def _by_levels(self, out: Tensor, local: Tensor, levels: Levels, after: float) -> Callable[[], None]:
+        """Slice r = g * s + i belongs to place i of group g: each place sums the slices of its own place."""
+        near, across = levels
+        by_place = local.view(across.size, near.size, self.numel).transpose(0, 1).reshape(-1)
+        own = torch.empty(across.size * self.numel, dtype=torch.float32, device=local.device)
+        nearby = near.reduce_scatter(own, by_place)
+
+        def finish() -> None:
+            # Buckets are collected in the order in which they were launched, which all ranks share.
+            nearby.wait()
+            self._exchange(out, own.view(across.size, self.numel), across, after)()
+
+        return finish
+
+
+def keeper_of(over_ranks: GradientSum) -> Keeper | None:
+    """The one inside of a format and those that it wraps."""
+    found: Any = over_ranks
+    while found is not None:
+        if isinstance(found, CompressedSum):
+            return found if found.keeps_errors else None
+        if isinstance(found, QuantizedSum):
+            return found.encode if isinstance(found.encode, ErrorFeedback) else None
+        found = getattr(found, "inner", None) or getattr(found, "dense", None)
+    return None
+
+
+class CompressedSum:
+    """Replaces ``DenseSum`` where every rank keeps the whole sum (stage 0): each serves a part, and both ways are
+    encoded (``compressed_mean``). ``keeps_errors``: what either takes away is added to the next sum."""
+
+    def __init__(self, ranks: Communicator, codec: Codec, *, keeps_errors: bool) -> None:
+        self.ranks = ranks
+        self.codec = codec
+        self.keeps_errors = keeps_errors
+        self.worker_error: Tensor | None = None
+        self.server_error: Tensor | None = None
+
+    def start(
+        self, local: Tensor, kept: Callable[[], Tensor] | None, before: float, after: float
+    ) -> InFlight:
+        def finish() -> None:
+            # Buckets are collected in the order in which they were launched, which all ranks share.
+            numel, ranks = local.numel(), self.ranks.size
+            part = part_numel(numel, ranks)
+            wanted = torch.zeros(part * ranks, dtype=torch.float32, device=local.device)
+            wanted[:numel] = local
+            if before != 1.0:
+                wanted.mul_(before)
+            if self.keeps_errors and self.worker_error is None:
+                self.worker_error, self.server_error = torch.zeros_like(wanted), wanted.new_zeros(part)
+            owed = None if self.worker_error is None else EndToEnd([self.worker_error])
+            compressed_mean(EndToEnd([wanted]), owed, self.server_error, part, self.ranks, self.codec)
+            for error in (self.worker_error, self.server_error):
+                if error is not None:  # of a step that is going to be skipped
+                    error.nan_to_num_(0.0, 0.0, 0.0)
+            local.copy_(wanted[:numel].mul_(after * ranks))
+
+        return InFlight(Pending(finish), local, local, True)
+
+    def kept(self) -> dict[str, Any] | None:
+        if self.worker_error is None:
+            return None
+        return {"worker": self.worker_error, "server": self.server_error}
+
+    def restore(self, kept: Mapping[str, Any], device: torch.device) -> None:
+        self.worker_error, self.server_error = kept["worker"].to(device), kept["server"].to(device)
+
+
+def codec_for(layout: BucketLayout, bits: int, *, random: bool = False, rank: int = 0) -> BlockCodec | None:
+    """How slices of a bucket travel in ``bits`` per element; None: as they are. Norms and biases would lose more than
+    they save. ``random``: rounded at random, on each ``rank`` otherwise."""
+    worth_it = layout.num_shards > 1 and layout.dtype.is_floating_point and layout.shard_numel >= BLOCK
+    if not bits or not worth_it:
+        return None
+    codec = BlockCodec(bits)
+    return at_random(codec, layout, rank) if random else codec
+
+
+def at_random(codec: BlockCodec, layout: BucketLayout, rank: int) -> BlockCodec:
+    """``codec``, rounding at random, on each ``rank`` and for each bucket otherwise."""
+    return replace(codec, seed=seed_of(layout.index, rank))

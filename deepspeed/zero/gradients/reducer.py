@@ -1,0 +1,498 @@
+"""The one path of a gradient: autograd -> ``GradReducer.ready`` -> bucket -> sum over ranks -> reduced slice.
+
+[Note: order of collectives] Buckets fill in an order that may differ from rank to rank because of control flow, unused
+parameters or checkpointing. Launching them as they fill would pair different buckets. So there is one launch order:
+until the first backward that reduces, the reverse of registration; afterwards what rank 0 observed there, broadcast
+once. A bucket that fills early waits for its turn; ``flush`` launches the rest with zeros for what is missing.
+
+[Note: arrivals] A parameter used twice arrives once; reentrant checkpointing makes it arrive once per segment.
+How often each arrives is part of rank 0's record, and a bucket is full when all have arrived. A gradient that
+arrives after its bucket was launched is set aside, and the ranks agree at the step (``GradReport``) to sum it late.
+
+[Note: cadence] The cadence changes only at the end of a step, when nothing is in flight and the gradients are dropped
+next, and on all ranks in the same one (``StepExecutor``). With ``Cadence.NEVER`` everything happens as at the boundary,
+except that the buckets' wire format sends nothing.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from deepspeed.base.sharded import full_shape
+from deepspeed.base.untraced import untraced
+from deepspeed.comm.collectives import Communicator
+from deepspeed.config.plan import Cadence
+from deepspeed.zero.gradients.bucket import GradBucket
+from deepspeed.zero.layout import NOBODY
+
+
+def _own_references() -> int:
+    """What ``sys.getrefcount`` says of an object that nobody else holds, as `GradReducer.before_backward` asks it."""
+    held = [object()]
+    last = held.pop()
+    return sys.getrefcount(last)
+
+
+_OWN_REFERENCES = _own_references()
+
+
+class LaunchTurns(Protocol):
+    """Decides when a sum may start if other collectives (the gathers of stage 3) take turns with the sums."""
+
+    def sum_ready(self, b: int) -> None:
+        """Bucket ``b`` is complete on this rank; calls ``GradReducer.launch(b)``, now or later."""
+
+    def end_segment(self) -> None:
+        """A backward that sums has ended: launch everything placed before its end."""
+
+
+class GradReducer:
+    """Packs ready gradients into buckets and sums the buckets over ranks at a cadence, at first the plan's.
+
+    Args:
+        params: the engine's trainable parameters; bucket slots index into it.
+        buckets: their gradient buckets, in registration order.
+        communicator: of all ranks that must agree on launch order and unused parameters.
+        at_boundary: asks the accumulation clock.
+        overlap: leave sums in flight while backward runs; otherwise each is awaited immediately.
+        expose: stage 0: leave the (reduced) gradients readable in ``param.grad`` after each backward.
+        turns: whose turn it is, if other collectives are launched in one order with the sums.
+        device: where messages to other ranks are built; default: where the gradients are.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[nn.Parameter],
+        buckets: Sequence[GradBucket],
+        communicator: Communicator,
+        *,
+        cadence: Cadence,
+        overlap: bool,
+        expose: bool,
+        at_boundary: Callable[[], bool],
+        turns: LaunchTurns | None = None,
+        device: torch.device | None = None,
+    ) -> None:
+        self.turns = turns
+        self._device = device
+        self.params = list(params)
+        self.buckets = list(buckets)
+        self.communicator = communicator
+        self.cadence = self._usual = cadence
+        self.overlap = overlap
+        self.expose = expose
+        self.at_boundary = at_boundary
+        self.sync_enabled = True
+        self.used = [False] * len(self.params)  # since the last boundary, on this rank
+        self.waiting: list[nn.Parameter] = []
+        """Not trained, so far: autograd sums their gradients, if any, where it always does (``LateParams``)."""
+        self._expected = [1] * len(self.params)
+        self._handles: list[torch.utils.hooks.RemovableHandle] = []
+        self._exposed: list[nn.Parameter] = []  # those whose ``grad`` is a view of the local sum
+        self._shown: list[Tensor] = []  # these views, until the next backward
+        self._late: dict[int, Tensor] = {}
+        self._after_sum: Callable[[Tensor], None] | None = None
+        self.managed = False  # whether the caller calls flush() at the end of the running backward
+        self._running = False  # between the beginning of a backward and its flush
+        self._lost = ""  # name of a parameter that another engine trains by now
+        self._lay_out()
+
+    def _lay_out(self) -> None:
+        """Locate every parameter in the buckets; their order has to be observed again."""
+        self._place: list[tuple[int, int]] = [(-1, -1)] * len(self.params)
+        for b, bucket in enumerate(self.buckets):
+            for position, slot in enumerate(bucket.layout.slots):
+                if slot.param != NOBODY:
+                    self._place[slot.param] = (b, position)
+        self._order = list(reversed(range(len(self.buckets))))
+        self._recorded = self.communicator.size == 1
+        self._count_arrivals()
+        self._begin()
+
+    def _count_arrivals(self) -> None:
+        """How many arrivals fill each bucket."""
+        self._to_arrive = [
+            sum(self._expected[slot.param] for slot in bucket.layout.slots if slot.param != NOBODY)
+            for bucket in self.buckets
+        ]
+
+    # One backward -------------------------------------------------------------------------------------------
+
+    def install_hooks(self) -> None:
+        for index in range(len(self._handles), len(self.params)):
+            param, hook = self.params[index], self._make_hook(index)
+            trainable = param.requires_grad
+            param.requires_grad_(True)  # another rank may have unfrozen it
+            self._handles.append(param.register_post_accumulate_grad_hook(hook))
+            param.requires_grad_(trainable)
+
+    def _make_hook(self, index: int) -> Callable[[Tensor], None]:
+        # A closure, not a bound method: modules and parameters get deep-copied with their hooks. It does not own the
+        # reducer: torch holds hooks where the garbage collector does not look, so that an engine that its user drops
+        # would never go, nor its process groups and their threads.
+        itself = weakref.ref(self)
+
+        def hook(param: Tensor) -> None:
+            reducer = itself()
+            if reducer is not None:
+                reducer.ready(index, param)
+
+        return untraced(hook)
+
+    def _begin(self) -> None:
+        """Set the per-backward counters: how many arrivals each bucket still waits for."""
+        self._arrived = [0] * len(self.params)
+        self._missing = self._to_arrive.copy()
+        self._next = 0  # position in the order up to which buckets have completed in turn
+        self._last: int | None = None  # the bucket that was launched last
+        self._completed: list[int] = []
+        self._launched = [False] * len(self.buckets)
+        self._sync: bool | None = None
+        self._share = 1.0
+
+    def before_backward(self, *, managed: bool = True, share: float = 1.0) -> None:
+        """Withdraw exposed gradients, so that autograd hands over new tensors instead of adding in place. Those that a
+        script holds stay what they are, in memory of their own: the sums are written again.
+
+        ``managed``: the caller will ``flush`` when the backward ends. ``share``: factor of all gradients of this
+        backward, whose loss the caller has not divided.
+        """
+        if self._lost:
+            raise self._retired()
+        self.managed = managed
+        self._share = share
+        self._running = True
+        exposed, self._exposed = self._exposed, []
+        if exposed and all(param.grad is None for param in exposed):
+            self.clear()  # the caller zeroed them through its own optimizer
+        for param in exposed:
+            param.grad = None
+        while self._shown:
+            grad = self._shown.pop()
+            if sys.getrefcount(grad) > _OWN_REFERENCES:
+                grad.data = grad.data.clone()
+
+    def ready(self, index: int, param: Tensor) -> None:
+        """Take the gradient that autograd has just left in ``param.grad``."""
+        grad = param.grad
+        if grad is None:
+            return
+        b, position = self._place[index]
+        in_place = bool(self._exposed) and self._added_in_place(self.buckets[b], position, grad)
+        param.grad = None
+        self.used[index] = True
+        if self._share != 1.0:
+            grad = grad * self._share  # not in place: several parameters may have been given one tensor
+        if self._sync is None:
+            self._sync = self.will_sync()
+            self._running = True
+            if not self.managed:
+                self._schedule_flush()
+        self._arrived[index] += 1
+        if self._launched[b]:
+            late = self._late.get(index)
+            self._late[index] = grad.detach().clone() if late is None else late.add_(grad.detach())
+            return
+        if not in_place:
+            self.buckets[b].accept(position, grad, lasting=not self._sync)
+        if self._arrived[index] <= self._expected[index]:
+            self._missing[b] -= 1
+            if self._missing[b] == 0:
+                self._completed.append(b)
+                if self._sync and (self.overlap or not self.buckets[b].keep_local):
+                    self._launch_full()
+
+    def add(self, index: int, grad: Tensor) -> None:
+        """Add a gradient that was computed outside of a backward, while sums wait (``sync_enabled`` is False)."""
+        b, position = self._place[index]
+        self.used[index] = True
+        self.buckets[b].accept(position, grad, lasting=True)
+
+    def _added_in_place(self, bucket: GradBucket, position: int, grad: Tensor) -> bool:
+        """A backward that did not go through the engine may find exposed gradients still in ``param.grad``."""
+        if bucket.accumulated_in_place(position, grad):
+            return True
+        if bucket.views and grad.data_ptr() == bucket.views[position].data_ptr():
+            raise RuntimeError(
+                "a second backward added to gradients that were already summed over ranks. Run the forward through "
+                "the engine (engine(...)), or call engine.zero_grad() before this backward."
+            )
+        return False
+
+    def _schedule_flush(self) -> None:
+        """For a backward that was not announced (the module was called directly): flush when its graph task ends."""
+        torch.autograd.Variable._execution_engine.queue_callback(self.flush)
+
+    def will_sync(self) -> bool:
+        if not self.sync_enabled:
+            return False
+        often = self._usual if self.cadence is Cadence.NEVER else self.cadence
+        return often is Cadence.EVERY_MICRO_BATCH or self.at_boundary()
+
+    def _launch_full(self) -> None:
+        while self._next < len(self._order):
+            b = self._order[self._next]
+            if self._missing[b] > 0:
+                return
+            self._next += 1
+            self._take_turn(b)
+
+    def _take_turn(self, b: int) -> None:
+        if self.turns is not None:
+            self.turns.sum_ready(b)
+        else:
+            self.launch(b)
+
+    def launch(self, b: int) -> None:
+        """Start the sum of bucket ``b``, once per backward, with zeros for what is missing on this rank."""
+        if self._launched[b]:
+            return
+        bucket = self.buckets[b]
+        if self._last is not None and (previous := self.buckets[self._last]).borrows:
+            previous.collect()  # borrowed buffers are returned early: besides those being filled, one is in flight
+        bucket.launch()
+        self._launched[b] = True
+        self._last = b
+        if not self.overlap:
+            bucket.collect()
+
+    def flush(self) -> None:
+        """End of a backward: launch what is left, wait for all, expose or drop the results."""
+        self.managed = False
+        if self._sync is None:
+            self._sync = self.will_sync()
+        if self._sync:
+            self._reduce_rest()
+        self._running = False
+        self._begin()
+        if self.expose:
+            self._expose()
+
+    def _reduce_rest(self) -> None:
+        completed, arrived = self._completed, self._arrived
+        self._launch_rest()
+        for bucket in self.buckets:
+            bucket.collect()
+        if not self._recorded:
+            self._agree_on_order(completed, arrived)
+
+    def _launch_rest(self) -> None:
+        while self._next < len(self._order):
+            self._next += 1
+            self._take_turn(self._order[self._next - 1])
+        if self.turns is not None:
+            self.turns.end_segment()
+            for b in self._order:
+                self.launch(b)
+
+    def _agree_on_order(self, completed: list[int], arrived: list[int]) -> None:
+        """Broadcast the order and the numbers of arrivals that rank 0 saw (Note: order of collectives)."""
+        seen = set(completed)
+        order = completed + [b for b in self._order if b not in seen]
+        message = torch.tensor(order + [max(1, n) for n in arrived], dtype=torch.int64, device=self.device)
+        self.communicator.broadcast(message, src=0).wait()
+        values = message.tolist()
+        self._order, self._expected = values[: len(order)], values[len(order) :]
+        self._recorded = True
+        self._count_arrivals()
+
+    def check_cadence(self, cadence: Cadence) -> None:
+        """ValueError: this reducer cannot change to it."""
+        if cadence is Cadence.NEVER:
+            for bucket in self.buckets:
+                bucket.check_whole()
+        if self.turns is not None and cadence is not self.cadence:
+            raise ValueError("where sums take turns with the gathers of stage 3, their cadence is fixed")
+
+    def change_cadence(self, cadence: Cadence) -> None:
+        """Sum at this cadence from the next backward on. Every rank calls this between the same two steps, or none
+        (Note: cadence). RuntimeError: this rank has gradients that are not summed yet."""
+        if cadence is self.cadence:
+            return
+        self.check_cadence(cadence)
+        if self._running or any(bucket.local is not None for bucket in self.buckets):
+            raise RuntimeError("the cadence of sums changes between two steps, not between micro-batches")
+        self.cadence = cadence
+        self._set_formats()
+
+    def _set_formats(self) -> None:
+        for bucket in self.buckets:
+            bucket.sum_over_ranks(self.cadence is not Cadence.NEVER)
+
+    @property
+    def device(self) -> torch.device:
+        if self._device is not None:
+            return self._device
+        return self.buckets[0].device if self.buckets else torch.device("cpu")
+
+    def _expose(self) -> None:
+        self._exposed, self._shown = [], []
+        for index, param in enumerate(self.params):
+            if self.used[index]:
+                b, position = self._place[index]
+                if self.buckets[b].dtype == param.dtype:  # autograd refuses a gradient of another dtype
+                    param.grad = self.buckets[b].views[position].detach()  # the caller's own object
+                    self._exposed.append(param)
+                    self._shown.append(param.grad)
+
+    def local_sum(self, index: int) -> Tensor | None:
+        """This rank's local sum for a parameter that no collective has taken yet, 1-D and live."""
+        b, position = self._place[index]
+        bucket = self.buckets[b]
+        if bucket.local is None or not bucket.written[position]:
+            return None
+        return bucket.views[position].view(-1)
+
+    # The step -----------------------------------------------------------------------------------------------
+
+    def finish(self) -> None:
+        """Before the optimizer step: reduce whatever no backward has reduced (``no_sync``, unmanaged accumulation)."""
+        if self._lost:
+            raise self._retired()
+        if self.expose:
+            self._take_assigned()
+        for bucket in self.buckets:
+            if bucket.local is not None or bucket.reduced is None:
+                self._sync = True
+                self.before_backward()
+                self.flush()
+                return
+
+    def _take_assigned(self) -> None:
+        """Stage 0: what the caller has assigned to ``param.grad`` since the backward, or without one, counts as it is,
+        as a sum over ranks; None means that the parameter is not updated."""
+        exposed = {id(param) for param in self._exposed}
+        for index, param in enumerate(self.params):
+            grad = param.grad
+            if grad is None:
+                if id(param) in exposed:
+                    self.used[index] = False
+                continue
+            b, position = self._place[index]
+            bucket = self.buckets[b]
+            if bucket.local is not None or bucket.in_flight is not None:
+                continue  # still to be summed
+            if id(param) in exposed and grad.data_ptr() == bucket.views[position].data_ptr():
+                continue
+            with torch.no_grad():
+                bucket.replace(position, grad.detach())
+            self.used[index] = True
+
+    @property
+    def late(self) -> Mapping[int, Tensor]:
+        """Gradients that arrived after their bucket was launched, by parameter."""
+        return self._late
+
+    def restore(self, index: int, value: Tensor, *, late: bool = False) -> None:
+        """Resume from a local sum of an earlier run, which spans several backwards."""
+        self.used[index] = True
+        if late:
+            self._late[index] = value.to(self.device, copy=True).view(full_shape(self.params[index]))
+        else:
+            b, position = self._place[index]
+            self.buckets[b].accept(position, value.view(full_shape(self.params[index])), lasting=True)
+
+    def has_late(self) -> bool:
+        return bool(self._late)
+
+    def reduce_late(self) -> None:
+        """Sum what arrived after its bucket was launched. Every rank calls this, or none (``GradReport``)."""
+        self.before_backward()
+        self._running = False
+        for index, grad in self._late.items():
+            b, position = self._place[index]
+            self.buckets[b].accept(position, grad)
+        self._late.clear()
+        for bucket in self.buckets:
+            bucket.launch()
+            bucket.collect()
+        self._recorded = self.communicator.size == 1  # observe the order again: the graph has changed
+
+    def admit(self, params: Sequence[nn.Parameter], buckets: Sequence[GradBucket]) -> None:
+        """Also train ``params`` from now on; ``buckets`` hold their gradients (new buckets, or existing ones with room
+        for them). Every rank calls this, or none."""
+        self.params += params
+        self.used += [False] * len(params)
+        self._expected += [1] * len(params)
+        self.buckets += [bucket for bucket in buckets if bucket not in self.buckets]
+        self.call_after_sums(self._after_sum)
+        if self.cadence is Cadence.NEVER:
+            self._set_formats()
+        self._lay_out()
+        self.install_hooks()
+
+    def call_after_sums(self, hook: Callable[[Tensor], None] | None) -> None:
+        """Let ``hook`` change in place what each sum over ranks leaves on this rank. Sums are taken in one order on all
+        ranks, so it may communicate."""
+        self._after_sum = hook
+        for bucket in self.buckets:
+            bucket.after_sum = hook
+
+    def sum_admitted(self, first: int, buckets: Sequence[GradBucket]) -> None:
+        """Sum over ranks what autograd itself has accumulated so far for the parameters from number ``first`` on, which
+        are in ``buckets``. Every rank calls this, or none."""
+        for index, param in enumerate(self.params[first:], first):
+            if param.grad is not None:
+                b, position = self._place[index]
+                self.buckets[b].accept(position, param.grad)
+                self.used[index] = True
+                param.grad = None
+        for bucket in buckets:
+            bucket.launch()
+            bucket.collect()
+            if bucket.host is not None:
+                bucket.host.synchronize()
+
+    def abandon(self) -> None:
+        """Discard every gradient since the last step, and whatever a failed backward left behind.
+
+        The sums of that backward are completed first and their results dropped. So all ranks have joined the same
+        number, wherever each one failed, and no memory is reused while another rank is still writing to it.
+        """
+        running, self._running = self._running, False
+        self.managed = False
+        if running and (self._sync or (self._sync is None and self.will_sync())):
+            self._launch_rest()
+        for bucket in self.buckets:
+            bucket.abandon()
+        self.clear()
+        self._begin()
+
+    def clear(self) -> None:
+        """Drop all gradients (after the step, or ``zero_grad``)."""
+        for bucket in self.buckets:
+            if bucket.in_flight is not None:
+                self.abandon()  # a backward failed and was not noticed until now
+                return
+        for bucket in self.buckets:
+            bucket.clear()
+        for param in (*self.params, *self.waiting):
+            param.grad = None
+        self._exposed = []
+        self._late.clear()
+        self.used = [False] * len(self.params)
+
+    def destroy(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def retire(self, name: str) -> None:
+        """Another engine was made of the parameter ``name``: from now on it gets the gradients. Two that each take what
+        autograd leaves in ``param.grad`` would each get some of it."""
+        if not self._lost:
+            self.abandon()
+            self.destroy()
+            self._lost = name
+
+    def _retired(self) -> RuntimeError:
+        return RuntimeError(
+            f"this engine no longer trains its model: deepspeed.initialize has made another engine of parameter "
+            f"{self._lost} since. Use that one, or give each engine a model of its own."
+        )

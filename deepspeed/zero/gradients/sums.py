@@ -1,0 +1,198 @@
+"""Wire formats of gradients: how the local sums of a bucket become one sum over ranks.
+
+A format takes this rank's sum of a whole bucket and returns the part of the total that this rank keeps. ``DenseSum`` is
+the plain one. The others wrap a format and may be combined: ``ReplicatedSum`` adds a sum over ranks that hold the same
+slice (MiCS), ``RowSum`` sends only the rows of an embedding that were touched; ``QuantizedSum`` (in a file of its own)
+replaces the plain one. A new format is a class with a ``start`` method; ``wiring.py`` decides which ones a bucket gets.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from deepspeed.comm.collectives import Communicator, Pending
+from deepspeed.comm.pending import DONE
+from deepspeed.zero.buffer_pool import BufferPool
+from deepspeed.zero.layout import BucketLayout
+
+
+class InFlight(NamedTuple):
+    """A sum over ranks that was started; ``out`` and ``wire`` must live until ``pending.wait()`` returns."""
+
+    pending: Pending
+    out: Tensor
+    """[shard_numel] what this rank keeps of the total."""
+    wire: Tensor
+    """[padded_numel] the memory that travels: the local sum itself, or a buffer of the pool."""
+    borrowed: bool
+    """Whether ``out`` is part of memory that is only lent for this sum."""
+
+
+class GradientSum(Protocol):
+    """A wire format."""
+
+    def start(
+        self, local: Tensor, kept: Callable[[], Tensor] | None, before: float, after: float
+    ) -> InFlight:
+        """Start the sum over ranks of ``local`` [padded_numel], times ``before`` on each rank and ``after`` in total.
+
+        ``kept``: returns memory [shard_numel] that has the wire's dtype and outlives the sum; None if there is none
+        yet, or the result will be added to an earlier one. ``local`` may be overwritten. Every rank of the bucket's
+        scope starts the same sums in the same order.
+        """
+        ...
+
+
+class DenseSum:
+    """Every element travels, in the wire dtype: by reduce-scatter, or by all-reduce where all of it is wanted.
+
+    The sum is rounded to the wire dtype even if wider memory is available: stage 0 has to forward it in that dtype, and
+    every stage gives the same bits.
+    """
+
+    def __init__(
+        self, layout: BucketLayout, communicator: Communicator, pool: BufferPool, *, scatter: bool
+    ) -> None:
+        self.communicator = communicator
+        self.pool = pool
+        self.dtype = layout.wire_dtype
+        self.scatter = scatter and layout.num_shards > 1
+        self.mine = slice(*layout.shard_range(communicator.rank)) if layout.num_shards > 1 else None
+
+    def start(
+        self, local: Tensor, kept: Callable[[], Tensor] | None, before: float, after: float
+    ) -> InFlight:
+        wire = local
+        if local.dtype != self.dtype:
+            wire = self.pool.take(local.numel(), self.dtype, local.device).copy_(local)
+        if before != 1.0:
+            wire.mul_(before)
+        if not self.scatter:
+            pending = self.communicator.all_reduce(wire, scale=after)
+            return InFlight(pending, wire if self.mine is None else wire[self.mine], wire, True)
+        out = wire[self.mine] if kept is None else kept()
+        pending = self.communicator.reduce_scatter(out, wire, scale=after)
+        return InFlight(pending, out, wire, kept is None)
+
+
+class LocalSum:
+    """Nothing travels (``Cadence.NEVER``): each of ``holders`` ranks keeps its own sum, in the accumulation dtype and
+    scaled such that the mean over the holders is what the sum over ranks would have been."""
+
+    def __init__(self, holders: int) -> None:
+        self.holders = holders
+
+    def start(
+        self, local: Tensor, kept: Callable[[], Tensor] | None, before: float, after: float
+    ) -> InFlight:
+        scale = before * after * self.holders
+        if not math.isclose(scale, 1.0, rel_tol=1e-12):
+            local.mul_(scale)
+        return InFlight(DONE, local, local, True)
+
+
+class GroupSum:
+    """The sum of ``inner`` over the ranks that share one copy, and no further (``Cadence.NEVER`` where states are in
+    slices): scaled such that the mean over the ``copies`` is what the sum over all ranks would have been."""
+
+    def __init__(self, inner: GradientSum, copies: int) -> None:
+        self.inner = inner
+        self.copies = copies
+
+    def start(
+        self, local: Tensor, kept: Callable[[], Tensor] | None, before: float, after: float
+    ) -> InFlight:
+        return self.inner.start(local, kept, before, after * self.copies)
+
+
+class ReplicatedSum:
+    """The sum of ``inner`` over the ranks that share one copy of the states, then one over those with the same slice
+    (MiCS, Z. Zhang et al. 2022).
+
+    [Note: order of sums] The result is (sum within group 0) + (sum within group 1) + ..., each in rank order in fp32: a
+    regrouping of plain stage 3's sum, equal to it up to rounding. A 16-bit wire rounds once more, between the two.
+    """
+
+    def __init__(self, inner: GradientSum, replicas: Communicator) -> None:
+        self.inner = inner
+        self.replicas = replicas
+
+    def start(
+        self, local: Tensor, kept: Callable[[], Tensor] | None, before: float, after: float
+    ) -> InFlight:
+        flight = self.inner.start(local, kept, before, 1.0)
+
+        def finish() -> None:
+            # Buckets are collected in the order in which they were launched, which all ranks share.
+            flight.pending.wait()
+            self.replicas.all_reduce(flight.out, scale=after).wait()
+
+        return flight._replace(pending=Pending(finish))
+
+
+class RowSum:
+    """``sparse_gradients``: of one embedding's gradient [rows, width], only rows that some rank touched travel.
+
+    The ranks tell each other how many rows they touched; where it is cheaper than ``dense``, they exchange (row number,
+    row) pairs, padded to the largest count, and each rank adds them up in rank order: in fp32, rounded once, as the
+    dense sum is, so that both give the same bits.
+    """
+
+    def __init__(
+        self, dense: GradientSum, layout: BucketLayout, communicator: Communicator, shape: torch.Size
+    ) -> None:
+        self.dense = dense
+        self.communicator = communicator
+        self.dtype = layout.wire_dtype
+        self.rows, self.width = shape
+        self.mine = slice(*layout.shard_range(communicator.rank))
+
+    def start(
+        self, local: Tensor, kept: Callable[[], Tensor] | None, before: float, after: float
+    ) -> InFlight:
+        size = self.communicator.size
+        table = local[: self.rows * self.width].view(self.rows, self.width)
+        touched = table.ne(0).any(dim=1).nonzero().view(-1)
+        counts = torch.empty(size, dtype=torch.int64, device=local.device)
+        self.communicator.all_gather(counts, torch.tensor([touched.numel()], device=local.device)).wait()
+        most = int(counts.max())
+        if size == 1 or most * size >= self.rows:
+            return self.dense.start(local, kept, before, after)
+        finish = self._exchange(table, touched, counts.tolist(), most, before, after)
+        return InFlight(Pending(finish), local[self.mine], local, True)
+
+    def _exchange(
+        self, table: Tensor, touched: Tensor, counts: list[int], most: int, before: float, after: float
+    ) -> Callable[[], None]:
+        size, device = self.communicator.size, table.device
+        rows = torch.zeros(most, dtype=torch.int64, device=device)
+        values = torch.zeros(most, self.width, dtype=self.dtype, device=device)
+        rows[: touched.numel()] = touched
+        if touched.numel():
+            values[: touched.numel()] = table[touched]
+        all_rows = torch.empty(size * most, dtype=torch.int64, device=device)
+        all_values = torch.empty(size * most * self.width, dtype=self.dtype, device=device)
+        pendings = (
+            self.communicator.all_gather(all_rows, rows),
+            self.communicator.all_gather(all_values, values.mul_(before).view(-1)),
+        )
+
+        def add_up() -> None:
+            for pending in pendings:
+                pending.wait()
+            numbers = torch.cat([all_rows[r * most : r * most + count] for r, count in enumerate(counts)])
+            touched_by_any, place = numbers.unique(return_inverse=True)
+            wide = torch.promote_types(self.dtype, torch.float32)
+            total = torch.zeros(touched_by_any.numel(), self.width, dtype=wide, device=device)
+            received = all_values.view(size, most, self.width)
+            for rank, (count, mine) in enumerate(zip(counts, place.split(counts), strict=True)):
+                total.index_add_(0, mine, received[rank, :count].to(wide))
+            table.zero_()
+            table[touched_by_any] = total.mul_(after).to(self.dtype).to(table.dtype)
+
+        return add_up

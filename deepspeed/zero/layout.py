@@ -1,0 +1,216 @@
+"""How parameters are laid out in buckets and sharded across ranks: pure arithmetic, no torch.distributed.
+
+A *bucket* is a run of parameters of one gather unit that share a communicator, a dtype and a wire dtype, laid end
+to end, padded, and divided evenly among the ranks of its group: rank ``r`` owns slice ``r`` (ZeRO, Rajbhandari et al.
+2020, section 5). Optimizer groups do not split buckets: the group is a property of a fragment.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from deepspeed.checkpoint.shards import Cut
+
+ALIGNMENT = 16
+"""Every parameter starts at a multiple of this many elements (64 bytes in fp32), and so does every shard; where the
+optimizer keeps values of blocks (``UpdateTraits.grain``), at a multiple of a block too."""
+
+NOBODY = -1
+"""Index of a parameter in a slot that is not trained (a frozen one in a bucket with trained ones)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParamSpec:
+    """What the layout needs to know about one parameter; ``index`` is its position in the engine's list."""
+
+    index: int
+    name: str
+    numel: int
+    dtype: torch.dtype
+    unit: int
+    wire_dtype: torch.dtype
+    scope: str = "dense"
+    """The kind of weights, by which ranks hold them (``zero/replica_groups.py``)."""
+    requires_grad: bool = True
+    alone: bool = False
+    """Gets a bucket to itself."""
+
+    @property
+    def key(self) -> tuple[str, torch.dtype, torch.dtype, bool]:
+        """Parameters with different keys never share a bucket."""
+        return (self.scope, self.dtype, self.wire_dtype, self.requires_grad)
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """Where one parameter is inside its bucket: elements ``[offset, offset + numel)``."""
+
+    param: int
+    offset: int
+    numel: int
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.numel
+
+
+@dataclass(frozen=True, slots=True)
+class Fragment:
+    """The part of one parameter that one rank owns, as offsets into the flat parameter and into the shard."""
+
+    param: int
+    param_offset: int
+    shard_offset: int
+    numel: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BucketLayout:
+    """One bucket: its slots in order, its padded length and the number of equal shards it is divided into."""
+
+    index: int
+    scope: str
+    dtype: torch.dtype
+    wire_dtype: torch.dtype
+    requires_grad: bool
+    slots: tuple[Slot, ...]
+    padded_numel: int
+    num_shards: int
+
+    @property
+    def numel(self) -> int:
+        """Parameter elements, without padding."""
+        return sum(slot.numel for slot in self.slots)
+
+    @property
+    def shard_numel(self) -> int:
+        return self.padded_numel // self.num_shards
+
+    def shard_range(self, rank: int) -> tuple[int, int]:
+        """The half-open interval of the bucket that ``rank`` owns: all of it on every rank if there is one shard."""
+        shard = rank if self.num_shards > 1 else 0
+        return shard * self.shard_numel, (shard + 1) * self.shard_numel
+
+    def parts(self, slot: Slot) -> list[tuple[int, int, int]]:
+        """``(rank, start, stop)`` of the non-empty parts of one parameter, as offsets into the flat parameter."""
+        if not slot.numel:
+            return []
+        cut = self.cut_of(slot)
+        return [(rank, *cut.interval(rank, slot.numel)) for rank in cut.shards(0, slot.numel)]
+
+    def cut_of(self, slot: Slot) -> Cut:
+        """How one parameter is divided among the shards."""
+        return Cut(slot.offset, self.shard_numel, self.num_shards)
+
+    def owned(self, rank: int) -> tuple[Fragment, ...]:
+        """The non-empty fragments of parameters inside the shard of ``rank``, in order."""
+        start, stop = self.shard_range(rank)
+        fragments: list[Fragment] = []
+        for slot in self.slots:
+            low, high = max(start, slot.offset), min(stop, slot.end)
+            if low < high:
+                fragments.append(Fragment(slot.param, low - slot.offset, low - start, high - low))
+        return tuple(fragments)
+
+    def renumbered(self, new: Callable[[int, Slot], int], index: int | None = None) -> BucketLayout:
+        """The same layout with ``new(position, slot)`` for the parameters' indices."""
+        slots = tuple(replace(slot, param=new(i, slot)) for i, slot in enumerate(self.slots))
+        return replace(self, slots=slots, index=self.index if index is None else index)
+
+    def gaps(self) -> tuple[tuple[int, int], ...]:
+        """Intervals of padding between slots and at the end."""
+        result: list[tuple[int, int]] = []
+        position = 0
+        for slot in self.slots:
+            if slot.offset > position:
+                result.append((position, slot.offset))
+            position = slot.end
+        if position < self.padded_numel:
+            result.append((position, self.padded_numel))
+        return tuple(result)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CutPolicy:
+    """Sizes that control the layout, in elements.
+
+    ``max_numel`` ends a bucket before it grows larger (a single parameter may be larger); ``merge_numel`` joins
+    consecutive small units up to that size; parameters of at most ``persist_numel`` elements get separate buckets
+    (stage 3 keeps those gathered); 0 turns either off. ``grain``: parameters and shards start at multiples of it, so
+    that a parameter is cut at multiples of it.
+    """
+
+    max_numel: int
+    merge_numel: int = 0
+    persist_numel: int = 0
+    grain: int = 1
+
+
+def round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+def cut(
+    params: Sequence[ParamSpec], policy: CutPolicy, num_shards: int | Mapping[str, int]
+) -> tuple[BucketLayout, ...]:
+    """Lay out ``params`` (in the order given) in buckets and divide each into ``num_shards`` equal shards: a number, or
+    one per scope.
+
+    The result depends on the arguments alone, so every rank computes the same layout without communication.
+    """
+    buckets: list[BucketLayout] = []
+    for run in _runs(params, policy):
+        shards = num_shards if isinstance(num_shards, int) else num_shards[run[0].scope]
+        if shards < 1:
+            raise ValueError(f"num_shards must be at least 1, not {shards}")
+        buckets.append(_lay(run, len(buckets), shards, math.lcm(ALIGNMENT, policy.grain)))
+    return tuple(buckets)
+
+
+def _runs(params: Iterable[ParamSpec], policy: CutPolicy) -> list[list[ParamSpec]]:
+    """Group parameters into runs: open ones are keyed by (persistent, key) and closed by unit and size."""
+    runs: list[list[ParamSpec]] = []
+    open_runs: dict[tuple[bool, object], list[ParamSpec]] = {}
+    for spec in params:
+        persistent = 0 < spec.numel <= policy.persist_numel
+        key = (persistent, spec.key)
+        run = open_runs.get(key)
+        if run is None or not _fits(run, spec, policy, persistent):
+            run = list[ParamSpec]()
+            runs.append(run)
+            open_runs[key] = run
+        run.append(spec)
+    return runs
+
+
+def _fits(run: list[ParamSpec], spec: ParamSpec, policy: CutPolicy, persistent: bool) -> bool:
+    size = sum(other.numel for other in run)
+    if spec.alone or run[-1].alone:
+        return False
+    if size + spec.numel > policy.max_numel:
+        return False
+    return persistent or run[-1].unit == spec.unit or size < policy.merge_numel
+
+
+def _lay(run: list[ParamSpec], index: int, num_shards: int, alignment: int) -> BucketLayout:
+    slots: list[Slot] = []
+    position = 0
+    for spec in run:
+        position = round_up(position, alignment)
+        slots.append(Slot(spec.index, position, spec.numel))
+        position += spec.numel
+    first = run[0]
+    return BucketLayout(
+        index=index,
+        scope=first.scope,
+        dtype=first.dtype,
+        wire_dtype=first.wire_dtype,
+        requires_grad=first.requires_grad,
+        slots=tuple(slots),
+        padded_numel=round_up(position, alignment * num_shards),
+        num_shards=num_shards,
+    )

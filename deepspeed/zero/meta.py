@@ -1,0 +1,28 @@
+"""Modules on paper: to be looked at and followed, without memory for their weights."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from deepspeed.base.sharded import full_shape
+
+
+def copy_on_paper(module: nn.Module, device: str = "meta") -> nn.Module:
+    """A copy of ``module`` whose parameters and buffers have their full shapes and no memory (on ``device``: another
+    one is for a mode in which it has none either). Parameters that are tied stay tied; hooks of gradients are not
+    copied."""
+    memo: dict[int, Any] = {}
+    for param in module.parameters():
+        empty = torch.empty(full_shape(param), dtype=_paper_dtype(param), device=device)
+        memo[id(param)] = nn.Parameter(empty, requires_grad=param.requires_grad and empty.is_floating_point())
+    for buffer in module.buffers():
+        memo[id(buffer)] = torch.empty(buffer.shape, dtype=_paper_dtype(buffer), device=device)
+    return copy.deepcopy(module, memo)
+
+
+def _paper_dtype(tensor: Tensor) -> torch.dtype:
+    return torch.float32 if tensor.is_floating_point() else tensor.dtype

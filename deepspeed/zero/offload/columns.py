@@ -1,0 +1,102 @@
+"""Which columns of the weights are updated at once (ZenFlow): those with the largest gradients.
+
+Columns are those of a weight [rows, columns]; one with more dimensions counts as [first, product of the others], and
+vectors are always updated at once. A column's importance is the sum of its squared gradients, over all ranks that
+have a part of it, so that the choice does not depend on how weights are partitioned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from deepspeed.base.sharded import full_shape
+from deepspeed.comm.collectives import Communicator
+from deepspeed.zero.replica_groups import Scopes
+from deepspeed.zero.states.store import OwnedFragment, StateStore
+from deepspeed.zero.update_context import params_by_scope
+
+
+def columns_of(shape: Sequence[int]) -> int:
+    """Number of columns to choose from; 0: none, all of it is updated at once."""
+    if len(shape) < 2:
+        return 0
+    count = 1
+    for size in shape[1:]:
+        count *= size
+    return count
+
+
+def number_chosen(num_columns: int, topk_ratio: float) -> int:
+    """Of so many columns: the ratio of them, and one at least."""
+    return min(num_columns, max(1, round(topk_ratio * num_columns)))
+
+
+class ColumnChoice:
+    """Chooses ``ratio`` of the columns of each weight of ``store``, at least one if it is positive."""
+
+    def __init__(self, store: StateStore, scopes: Scopes, ratio: float) -> None:
+        self.store = store
+        self.scopes = scopes
+        self.ratio = ratio
+
+    def everything(self, owned: OwnedFragment) -> bool:
+        """Whether all elements of the fragment are always chosen."""
+        return self.ratio >= 1.0 or columns_of(full_shape(self.store.params[owned.param_index])) == 0
+
+    def column_of_each(self, owned: OwnedFragment, device: torch.device) -> Tensor:
+        """[numel] int64: the column of each element of the fragment."""
+        columns = columns_of(full_shape(self.store.params[owned.param_index]))
+        start = owned.fragment.param_offset
+        return torch.arange(start, start + owned.fragment.numel, device=device).remainder_(columns)
+
+    def choose(self, fragments: Sequence[OwnedFragment]) -> tuple[dict[int, Tensor], float]:
+        """By the present gradients of ``fragments``: the positions (int64) of the chosen elements in each, by id of the
+        fragment, and the share of the squared gradient norm that they hold. Collective."""
+        device = self.store.params[0].device
+        sums = [
+            torch.zeros(columns_of(full_shape(p)), dtype=torch.float64, device=device)
+            for p in self.store.params
+        ]
+        mine = [owned for owned in fragments if not self.everything(owned)]
+        for owned in mine:
+            squares = owned.gradient().to(device).double().square_()
+            sums[owned.param_index].index_add_(0, self.column_of_each(owned, device), squares)
+        for scope, indices in sorted(
+            params_by_scope(self.store.params, self.scopes).items(), key=lambda e: e[0].name
+        ):
+            self._add_up([sums[i] for i in indices], scope.shard)
+        chosen: dict[int, Tensor] = {}
+        masks = {owned.param_index: self._best(sums[owned.param_index]) for owned in mine}
+        for owned in mine:
+            mask = masks[owned.param_index][self.column_of_each(owned, device)]
+            chosen[id(owned)] = mask.nonzero().view(-1)
+        held = sum(float(sums[i][mask].sum()) for i, mask in masks.items())
+        whole = sum(float(sums[i].sum()) for i in masks)
+        return chosen, self._share(held, whole)
+
+    def _best(self, sums: Tensor) -> Tensor:
+        mask = torch.zeros(len(sums), dtype=torch.bool, device=sums.device)
+        if self.ratio > 0:
+            mask[sums.topk(number_chosen(len(sums), self.ratio)).indices] = True
+        return mask
+
+    def _share(self, held: float, whole: float) -> float:
+        """Of all ranks together, so that they decide alike."""
+        both = torch.tensor([held, whole], dtype=torch.float64, device=self.store.params[0].device)
+        for communicator in (self.scopes.everyone, *self.scopes.across.values()):
+            if communicator.size > 1:
+                communicator.all_reduce(both).wait()
+        held, whole = both.tolist()
+        return held / whole if whole > 0 else 1.0
+
+    @staticmethod
+    def _add_up(sums: list[Tensor], communicator: Communicator) -> None:
+        if communicator.size == 1 or not any(one.numel() for one in sums):
+            return
+        flat = torch.cat(sums)
+        communicator.all_reduce(flat).wait()
+        for own, total in zip(sums, flat.split([one.numel() for one in sums]), strict=True):
+            own.copy_(total)

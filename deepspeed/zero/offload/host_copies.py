@@ -1,0 +1,50 @@
+"""Transfers between a device and host memory: pinned buffers, and copies on a separate stream."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepspeed.base.accelerator import get_accelerator
+
+
+def off_host(device: torch.device) -> bool:
+    """Whether memory of ``device`` is not host memory, so that offloading from it means copying."""
+    return device.type != "cpu"
+
+
+def host_empty(numel: int, dtype: torch.dtype, *, pin: bool) -> Tensor:
+    """[numel] undefined host memory; page-locked if ``pin`` and there is a device that benefits."""
+    return torch.empty(numel, dtype=dtype, pin_memory=pin and get_accelerator().device_name() == "cuda")
+
+
+class HostCopies:
+    """Copies of gradients to host memory while backward runs. On the CPU they are plain copies."""
+
+    def __init__(self, device: torch.device) -> None:
+        accelerator: Any = get_accelerator()
+        self.accelerator = accelerator
+        self.stream = accelerator.Stream() if device.type == "cuda" else None
+        self.last: Any = None
+        self.bytes = 0
+
+    def copy(self, target: Tensor, source: Tensor) -> Any:
+        """Start the copy; returns an event after which ``source`` may be overwritten, or None if that is now."""
+        self.bytes += target.numel() * target.element_size()
+        if self.stream is None:
+            target.copy_(source)
+            return None
+        self.stream.wait_stream(self.accelerator.current_stream())
+        with self.accelerator.stream(self.stream):
+            target.copy_(source, non_blocking=True)
+            self.last = self.accelerator.Event()
+            self.last.record(self.stream)
+        return self.last
+
+    def synchronize(self) -> None:
+        """Wait until all copies can be read on the host."""
+        if self.last is not None:
+            self.last.synchronize()
+            self.last = None

@@ -1,0 +1,165 @@
+"""Updates of copies on a worker thread, whose results training takes or forgets.
+
+[Note: twins] The worker never touches what training reads. It updates *twins*, copies of masters and state in host
+memory, and whoever takes the result swaps the memory of the two. So forgetting a result needs no undoing: no bit of the
+state of before has changed, and whoever reads it meanwhile sees it whole. The price is a second copy of masters and
+state in host memory.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepspeed.base.accelerator import get_accelerator
+from deepspeed.ops.multi_tensor import MultiTensorOptimizer
+from deepspeed.optim.first_state import stand_in
+from deepspeed.zero.offload.host_copies import host_empty
+from deepspeed.zero.states.store import PARAMS, OwnedFragment
+
+
+@dataclass(slots=True)
+class Twin:
+    """Copies of one fragment's tensors (Note: twins)."""
+
+    owned: OwnedFragment
+    live: list[Tensor]  # the master, then the state by name
+    copies: list[Tensor]
+    low: Tensor | None  # [numel] in host memory: receives the rounded weights
+
+    def take(self) -> None:
+        """The copies become the live values."""
+        master, copied = self.live[0], self.copies[0]
+        if self.owned.low is None:  # the master is the model's own weight, whose place is fixed
+            master.copy_(copied)
+        else:
+            master.data, copied.data = copied.data, master.data
+        for tensor, copy in zip(self.live[1:], self.copies[1:], strict=True):
+            tensor.data, copy.data = copy.data, tensor.data
+        if self.owned.low is not None and self.low is not None:
+            self.owned.low.copy_(self.low, non_blocking=True)
+
+    def versions(self) -> list[int]:
+        """Every write through torch to the live tensors raises one."""
+        return [tensor._version for tensor in self.live]
+
+
+def live_tensors(owned: OwnedFragment, state: dict[str, Any]) -> list[Tensor]:
+    """The master of a fragment, then its state by name."""
+    return [owned.master, *(state[name] for name in sorted(state))]
+
+
+class Twins:
+    """The twins of an optimizer's fragments, and their update. ``optimizer``: elementwise, and ours."""
+
+    def __init__(self, optimizer: MultiTensorOptimizer) -> None:
+        # Twins alternate between two sets of memory, and an optimizer keeps a table of addresses for each list: one
+        # optimizer per set leaves both tables valid.
+        first, second = stand_in(optimizer, {}, []), stand_in(optimizer, {}, [])
+        second.state = first.state
+        self.state = first.state
+        self._optimizers: tuple[Any, Any] = (first, second)
+        self._known: dict[int, Twin] = {}  # by id of the fragment
+        self._copied: Any = None  # event after the last rounded weights have reached the device
+
+    def of(self, owned: OwnedFragment, state: dict[str, Any]) -> Twin | None:
+        """None: it has no state yet, or none in host memory."""
+        if not state or owned.master.device.type != "cpu":
+            return None
+        live = live_tensors(owned, state)
+        twin = self._known.get(id(owned))
+        if twin is not None and all(map(operator.is_, twin.live, live)):
+            return twin
+        if twin is not None:  # the state was replaced: a checkpoint was loaded
+            del self.state[twin.copies[0]]
+        copies = [torch.empty_like(tensor, requires_grad=False) for tensor in live]
+        self.state[copies[0]] = dict(zip(sorted(state), copies[1:], strict=True))
+        low = None if owned.low is None else host_empty(owned.low.numel(), owned.low.dtype, pin=True)
+        twin = self._known[id(owned)] = Twin(owned, live, copies, low)
+        return twin
+
+    @torch.no_grad()
+    def update(
+        self,
+        twins: Sequence[Twin],
+        grads: Sequence[Tensor],
+        options: Sequence[dict[str, Any]],
+        grad_scale: float,
+        *,
+        after: Any = None,
+        turn: int = 0,
+    ) -> None:
+        """Copy the live values of ``twins`` and update the copies; ``grads`` are in host memory when the event
+        ``after`` has happened. ``options[g]``: of group g. ``turn``: alternates where results are always taken."""
+        for event in (after, self._copied):
+            if event is not None:
+                event.synchronize()
+        torch._foreach_copy_(
+            [copy for twin in twins for copy in twin.copies],
+            [tensor.detach() for twin in twins for tensor in twin.live],
+        )
+        for g, group in enumerate(options):
+            chosen = [i for i, twin in enumerate(twins) if twin.owned.group_index == g]
+            if chosen:
+                self._optimizers[turn].multi_tensor_step(
+                    group,
+                    [twins[i].copies[0] for i in chosen],
+                    [grads[i] for i in chosen],
+                    grad_scale=grad_scale,
+                    low_precision=[twins[i].low for i in chosen],
+                    **self._positions([twins[i].owned for i in chosen]),
+                )
+
+    def _positions(self, fragments: Sequence[OwnedFragment]) -> dict[str, list[int]]:
+        """For an update that is told where fragments start in their parameters."""
+        if not self._optimizers[0].update_traits.positions:
+            return {}
+        return {"starts": [owned.fragment.param_offset for owned in fragments]}
+
+    def taken(self) -> None:
+        """Rounded weights are on their way to the device, if it is another one: their memory is in use until then."""
+        if get_accelerator().device_name() != "cpu":
+            self._copied = get_accelerator().Event()
+            self._copied.record()
+
+
+def options_of_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """The groups as they are now, without parameters, in plain values."""
+    return [
+        {k: v.item() if isinstance(v, Tensor) else v for k, v in group.items() if k != PARAMS}
+        for group in optimizer.param_groups
+    ]
+
+
+def runs_ahead(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether its update can be run on twins."""
+    if not isinstance(optimizer, MultiTensorOptimizer):
+        return False
+    traits = optimizer.update_traits
+    return bool(traits.elementwise) and traits.fused and not traits.needs_context
+
+
+def class_name(optimizer: torch.optim.Optimizer) -> str:
+    """The name of its class, by which one of torch differs from ours of the same name."""
+    kind = type(optimizer)
+    return f"torch.optim.{kind.__name__}" if kind.__module__.startswith("torch.optim.") else kind.__name__
+
+
+def _use_threads(threads: int) -> None:
+    torch.get_num_threads()  # the first question of a thread sets it to what the process has
+    torch.set_num_threads(threads)
+
+
+def host_worker(name: str, share: float) -> ThreadPoolExecutor:
+    """One thread that uses ``share`` of this rank's threads, at least one."""
+    threads = max(1, int(share * torch.get_num_threads()))
+    worker = ThreadPoolExecutor(1, name, _use_threads, (threads,))
+    worker.submit(int).result()
+    torch.set_num_threads(torch.get_num_threads())  # what the worker set is also for threads not yet made
+    return worker

@@ -1,0 +1,246 @@
+"""SuperOffload: the host updates a bucket's states as soon as its gradients are summed, before the step is validated.
+
+Lian et al., "SuperOffload: Unleashing the Power of Large-Scale LLM Training on Superchips" (2025), speculation then
+validation. The step of a bucket needs the norm of the whole gradient only to clip, and the agreement of all ranks only
+to skip; mostly neither happens. So a worker thread updates each bucket while backward computes the others, as if the
+gradient were finite and not clipped. The step then either takes these results or does the update itself.
+
+The worker updates twins (``twins.py``), so rolling back is to forget: checkpoints and ``safe_get_*`` between backward
+and step see the state of before, and an exception leaves it whole.
+
+[Note: validation] A result is taken only if everything that it was computed from is as the step finds it: the factor of
+the gradient (loss scale and clipping), the options of the group, and the versions of gradient, master and state, which
+every write through torch raises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from deepspeed.base.logging import log_dist
+from deepspeed.ops.multi_tensor import MultiTensorOptimizer
+from deepspeed.ops.update import UpdateContext
+from deepspeed.optim.loss_scaler import LossScaler
+from deepspeed.zero.gradients.bucket import GradBucket
+from deepspeed.zero.offload.shadow_copies import (
+    Twin,
+    Twins,
+    class_name,
+    host_worker,
+    options_of_groups,
+    runs_ahead,
+)
+from deepspeed.zero.states.store import OwnedFragment, StateStore
+from deepspeed.zero.step import StepExecutor
+
+LONGEST_PAUSE = 8
+"""Steps without speculation after many in a row that clipped."""
+
+
+@dataclass(slots=True)
+class Job:
+    """One bucket's speculative update, and what it was computed from."""
+
+    twins: list[Twin]
+    grads: list[Tensor]
+    grad_scale: float
+    options: list[dict[str, Any]]
+    versions: list[int]
+    done: Future[None] = field(default_factory=Future)
+
+    def current_versions(self) -> list[int]:
+        live = [version for twin in self.twins for version in twin.versions()]
+        return [*live, *(grad._version for grad in self.grads)]
+
+
+class Speculation:
+    """Runs the updates of buckets on a worker thread, and keeps their results until the step asks for them.
+
+    Args:
+        optimizer: elementwise, and ours: its update can be run on other tensors.
+        at_boundary: whether the gradients being summed are the last ones before the step.
+        cores: share of this rank's threads for the worker.
+    """
+
+    def __init__(
+        self, optimizer: MultiTensorOptimizer, at_boundary: Callable[[], bool], cores: float
+    ) -> None:
+        self.optimizer = optimizer
+        self.at_boundary = at_boundary
+        self.taken = self.rolled_back = 0  # buckets since the start; rolled back: also what had not begun yet
+        self._store: StateStore | None = None
+        self._scaler: LossScaler | None = None
+        self._twins = Twins(optimizer)
+        self._turn: dict[int, int] = {}
+        self._owned: dict[int, list[OwnedFragment]] = {}  # by id of their bucket
+        self._fragments = 0  # of the store, when it was last looked at
+        self._jobs: dict[int, Job] = {}
+        self._pause = self._paused = 0
+        self._worker = host_worker("super_offload", cores)
+
+    def attach(self, store: StateStore, scaler: LossScaler) -> None:
+        """Whose masters are updated. Called before the first backward."""
+        self._store, self._scaler = store, scaler
+
+    # While backward runs ------------------------------------------------------------------------------------
+
+    def offer(self, bucket: GradBucket) -> None:
+        """The gradients of ``bucket`` are summed: start its update, unless more of them will come."""
+        if self._paused or not self.at_boundary():
+            return
+        twins = self._twins_of(bucket)
+        if not twins:
+            return
+        assert self._scaler is not None
+        grads = [twin.owned.gradient() for twin in twins]
+        arrived = bucket.host.last if bucket.host is not None else None
+        options = options_of_groups(self.optimizer)
+        job = Job(twins, grads, 1.0 / self._scaler.scale, options, [])
+        job.versions = job.current_versions()
+        self._jobs[id(bucket)] = job
+        turn = self._turn.get(id(bucket), 0)
+        update = partial(self._twins.update, twins, grads, options, job.grad_scale, after=arrived, turn=turn)
+        job.done = self._worker.submit(update)
+
+    def withdraw(self, bucket: GradBucket) -> None:
+        """The gradients of ``bucket`` are about to change, or are dropped: forget its update."""
+        job = self._jobs.pop(id(bucket), None)
+        if job is None:
+            return
+        if not job.done.cancel():
+            job.done.exception()  # it must not read any more; what it failed at does not matter
+        self.rolled_back += 1
+
+    def _twins_of(self, bucket: GradBucket) -> list[Twin]:
+        """Of the fragments on the host that have state; one without it is left to the step, which creates it."""
+        assert self._store is not None
+        if self._fragments != len(self._store.fragments):
+            self._fragments = len(self._store.fragments)
+            self._owned = {}
+            for owned in self._store.fragments:
+                self._owned.setdefault(id(owned.grad_bucket), []).append(owned)
+        twins = (
+            self._twins.of(owned, self._store.state_of(owned)) for owned in self._owned.get(id(bucket), [])
+        )
+        return [twin for twin in twins if twin is not None]
+
+    # At the step --------------------------------------------------------------------------------------------
+
+    def commit(self, used: Sequence[bool], grad_scale: float) -> set[int]:
+        """Take the results that are valid; returns the ids of the fragments whose update is thereby done. A parameter
+        that is not in ``used`` keeps its value and state."""
+        jobs, self._jobs = self._jobs, {}
+        for job in jobs.values():
+            job.done.result()
+        valid = {key: job for key, job in jobs.items() if self._holds(job, grad_scale)}
+        done: set[int] = set()
+        for key, job in valid.items():
+            for twin in job.twins:
+                if used[twin.owned.param_index]:
+                    twin.take()
+                    done.add(id(twin.owned))
+            self._turn[key] = 1 - self._turn.get(key, 0)
+        self._twins.taken()
+        self.taken += len(valid)
+        self.rolled_back += len(jobs) - len(valid)
+        self._adapt(failed=any(job.grad_scale != grad_scale for job in jobs.values()))
+        return done
+
+    def _holds(self, job: Job, grad_scale: float) -> bool:
+        return (
+            job.grad_scale == grad_scale
+            and job.options == options_of_groups(self.optimizer)
+            and job.versions == job.current_versions()
+        )
+
+    def _adapt(self, *, failed: bool) -> None:
+        """Where steps clip one after another, speculating only costs: pause for 1, 2, 4, ... of them."""
+        if failed:
+            self._pause = min(LONGEST_PAUSE, max(1, 2 * self._pause))
+            self._paused = self._pause
+        elif self._paused:
+            self._paused -= 1
+        else:
+            self._pause = 0
+
+    def close(self) -> None:
+        self._worker.shutdown(wait=True, cancel_futures=True)
+
+
+class SpeculativeBucket(GradBucket):
+    """A gradient bucket that offers its sum to a ``Speculation``, and withdraws it before anything changes it."""
+
+    def __init__(self, *arguments: Any, speculation: Speculation, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.speculation = speculation
+
+    @property
+    def borrows(self) -> bool:
+        """Always collected when the next bucket starts, so that the update starts early."""
+        return self.in_flight is not None
+
+    def collect(self) -> None:
+        if self.in_flight is not None:
+            self.speculation.withdraw(self)
+            super().collect()
+            self.speculation.offer(self)
+
+    def _open(self, lasting: bool = False) -> None:
+        self.speculation.withdraw(self)
+        super()._open(lasting)
+
+    def restore(self, value: Tensor) -> None:
+        self.speculation.withdraw(self)
+        super().restore(value)
+
+    def clear(self) -> None:
+        self.speculation.withdraw(self)
+        super().clear()
+
+
+class SpeculativeStepExecutor(StepExecutor):
+    """A step that takes what was speculated, and updates the rest as ever."""
+
+    def __init__(self, *arguments: Any, speculation: Speculation) -> None:
+        super().__init__(*arguments)
+        self.speculation = speculation
+        speculation.attach(self.store, self.scaler)
+
+    def _update(self, used: Sequence[bool], grad_scale: float, context: UpdateContext) -> None:
+        done = self.speculation.commit(used, grad_scale)
+        if not done:
+            super()._update(used, grad_scale, context)
+            return
+        left = [
+            entry.pick(i for i, o in enumerate(entry.fragments) if used[o.param_index] and id(o) not in done)
+            for entry in self._gradient_lists()
+        ]
+        if any(entry.fragments for entry in left):
+            self._update_lists(left, grad_scale, context)
+
+    def close(self) -> None:
+        super().close()
+        self.speculation.close()
+
+
+def make_speculation(
+    optimizer: torch.optim.Optimizer, at_boundary: Callable[[], bool], cores: float
+) -> Speculation | None:
+    """``cores``: share of this rank's threads for the worker. None, with one line in the log: the update of this
+    optimizer cannot run ahead, so that the step does it."""
+    if runs_ahead(optimizer):
+        return Speculation(cast(MultiTensorOptimizer, optimizer), at_boundary, cores)
+    log_dist(
+        f"super_offload has no effect with {class_name(optimizer)}: only elementwise optimizers of this package, as "
+        "the config's 'optimizer' section makes them (Adam, AdamW, Adagrad, Lion, SGD), can be updated ahead of the "
+        "step",
+        ranks=[0],
+    )
+    return None

@@ -1,0 +1,238 @@
+"""Tensors in a file: stored on disk, and read when they are accessed, or in bulk through buffers.
+
+[Note: at rest] A tensor of ``SwapFile.new`` is a shared mapping of its part of the file. Reading or writing it goes
+through the page cache, whose memory the kernel reclaims at will, so code that touches state occasionally
+(checkpoints, ``safe_get_*``) needs no special case. The optimizer step and the gathers, which touch everything every
+time, bypass the page cache with ``read`` and ``write`` (io_uring and O_DIRECT where available). The kernel keeps
+both views coherent: direct transfers first write back the cached pages of their range, and drop them afterwards.
+
+[Note: nothing is left over] The file is unlinked as soon as it is open. However the process dies, the space is freed,
+and a restart cannot find an old file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import mmap
+import os
+import shutil
+import tempfile
+import weakref
+from bisect import bisect_left
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from deepspeed.base.logging import log_dist
+from deepspeed.ops.aio.engine import Engine, Failure, Options, make_engine
+
+PAGE = 4096
+"""Every tensor starts at a multiple of this many bytes of the file: transfers of whole tensors need no bounce."""
+
+GROW_BYTES = 64 << 20
+"""The file grows in steps of at least this much."""
+
+
+_TRIM_BYTES = 1 << 20
+
+
+def _trim() -> None:
+    """Return freed memory to the system. glibc keeps blocks below 32 MB, and between the small objects of a model
+    under construction they would add up to the model's size."""
+    with contextlib.suppress(AttributeError, OSError, TypeError):  # another C library
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+class Transfer(NamedTuple):
+    """A read or write in flight; ``buffer`` must live until it has finished."""
+
+    ticket: int
+    buffer: Tensor
+    write: bool
+    offset: int
+
+
+class SwapFile:
+    """One file of one rank, in ``folder``, that grows as tensors are created.
+
+    Args:
+        folder: ``NVME_PATH/deepspeed/KIND``, which is created if ``NVME_PATH`` exists.
+        options: how ``read`` and ``write`` work (the config's ``aio`` section).
+        key: the config key that named the folder, for messages.
+
+    Raises:
+        FileNotFoundError: ``NVME_PATH`` does not exist.
+        OSError: the folder cannot be used or the disk is full; names what failed, the folder and the key.
+    """
+
+    def __init__(self, folder: Path, options: Options, *, key: str) -> None:
+        self.folder = folder
+        self.key = key
+        self.size = 0  # bytes handed out
+        self.bytes_read = 0
+        self.bytes_written = 0
+        self._grown = 0
+        self._mapping: Callable[[], mmap.mmap | None] = lambda: (
+            None
+        )  # the newest one, while a tensor is in it
+        self._mapped_from = 0
+        root = folder.parents[1]  # what the user named; "deepspeed" and the kind below it are ours
+        self._maps: list[
+            tuple[int, int, int]
+        ] = []  # address, bytes, offset in the file; sorted by address, disjoint
+        if not root.parent.exists():
+            raise FileNotFoundError(
+                errno.ENOENT,
+                f"{key}={str(root)!r}: there is no such folder, and none to make it in; mount the storage there, or "
+                "make the folder (it is not made here: where nothing is mounted it would be on the system's own disk)",
+                str(root),
+            )
+        if not root.exists():
+            free = shutil.disk_usage(root.parent).free / 2**30
+            log_dist(
+                f"{key}={str(root)!r}: there was no such folder; it is made, with {free:.0f} GiB free. If a disk was "
+                "to be mounted there, stop now",
+                ranks=[0],
+            )
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._fd, name = tempfile.mkstemp(prefix="deepspeed_swap_", dir=folder)
+            os.unlink(name)
+        except OSError as error:
+            raise self._error(error.errno or errno.EIO, "cannot be used for swap files") from None
+        self._path = f"/proc/self/fd/{self._fd}"
+        self._engine: Engine = make_engine(options)
+        self.close = weakref.finalize(self, _close, self._engine, self._fd)
+
+    def _error(self, code: int, what: str) -> OSError:
+        return OSError(
+            code,
+            f"{self.key}: {self.folder} {what} ({os.strerror(code)}); choose another folder",
+            str(self.folder),
+        )
+
+    # Tensors at rest ----------------------------------------------------------------------------------------
+
+    def new(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """[numel] zeros in the file (Note: at rest). The disk space is allocated immediately."""
+        nbytes = -(-max(1, numel * dtype.itemsize) // PAGE) * PAGE
+        offset = self.size
+        self._reserve(offset + nbytes)
+        self.size += nbytes
+        mapping = self._mapping()
+        if mapping is None or self.size > self._mapped_from + len(mapping):
+            # One for all that is allocated: each holds a descriptor of its own.
+            mapping = mmap.mmap(self._fd, self._grown - offset, flags=mmap.MAP_SHARED, offset=offset)
+            self._mapping, self._mapped_from = weakref.ref(mapping), offset
+        raw = torch.frombuffer(  # keeps the mapping alive
+            mapping, dtype=torch.uint8, count=nbytes, offset=offset - self._mapped_from
+        )
+        self._remember(raw.data_ptr(), nbytes, offset)
+        return raw.view(dtype)[:numel]
+
+    def put(self, tensor: Tensor) -> Tensor:
+        """A copy of ``tensor`` [any shape] in the file, 1-D; the write bypasses the page cache."""
+        if not tensor.numel():
+            return tensor.detach().reshape(-1).clone()
+        resting = self.new(tensor.numel(), tensor.dtype)
+        host = tensor.detach().reshape(-1).cpu()
+        self.finish(self.write(host, resting))
+        if host.numel() * host.element_size() >= _TRIM_BYTES:
+            _trim()
+        return resting
+
+    def _reserve(self, end: int) -> None:
+        if end <= self._grown:
+            return
+        grow = max(end - self._grown, GROW_BYTES)
+        try:
+            os.posix_fallocate(self._fd, self._grown, grow)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                raise self._error(error.errno or errno.EIO, "cannot be used for swap files") from None
+            try:  # the growth increment did not fit: what is needed may
+                grow = end - self._grown
+                os.posix_fallocate(self._fd, self._grown, grow)
+            except OSError as full:
+                raise self._error(
+                    full.errno or errno.ENOSPC,
+                    f"has no room for {end / 2**30:.2f} GiB of swapped tensors of this rank",
+                ) from None
+        self._grown += grow
+
+    def _remember(self, start: int, nbytes: int, offset: int) -> None:
+        """Record a mapping. Older entries for these addresses are of tensors that are gone: addresses get reused."""
+        low, high = bisect_left(self._maps, (start,)), bisect_left(self._maps, (start + nbytes,))
+        if low and sum(self._maps[low - 1][:2]) > start:
+            low -= 1
+        self._maps[low:high] = [(start, nbytes, offset)]
+
+    def _find(self, address: int) -> int | None:
+        """Offset in the file of a mapped address, None for any other."""
+        at = bisect_left(self._maps, (address + 1,)) - 1
+        if at < 0:
+            return None
+        start, nbytes, offset = self._maps[at]
+        return offset + address - start if address < start + nbytes else None
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether the tensor is stored here."""
+        return self._find(tensor.data_ptr()) is not None
+
+    def offset_of(self, resting: Tensor) -> int:
+        """Offset in the file, in bytes, of a tensor from ``new`` or a view of one."""
+        offset = self._find(resting.data_ptr())
+        if offset is None:
+            raise KeyError("this tensor is not in the swap file")
+        return offset
+
+    # Transfers ----------------------------------------------------------------------------------------------
+
+    def read(self, buffer: Tensor, resting: Tensor) -> Transfer:
+        """Start to fill ``buffer`` [n] with the first n elements of ``resting``."""
+        return self._start(False, buffer, resting)
+
+    def write(self, buffer: Tensor, resting: Tensor) -> Transfer:
+        """Start to store ``buffer`` [n] as the first n elements of ``resting``."""
+        return self._start(True, buffer, resting)
+
+    def _start(self, write: bool, buffer: Tensor, resting: Tensor) -> Transfer:
+        nbytes = buffer.numel() * buffer.element_size()
+        offset = self.offset_of(resting)
+        try:
+            ticket = self._engine.start(write, buffer.data_ptr(), nbytes, self._path, offset)
+        except Failure as failure:
+            raise self._failed(failure, write) from None
+        if write:
+            self.bytes_written += nbytes
+        else:
+            self.bytes_read += nbytes
+        return Transfer(ticket, buffer, write, offset)
+
+    def finish(self, transfer: Transfer) -> None:
+        try:
+            self._engine.finish(transfer.ticket)
+        except Failure as failure:
+            raise self._failed(failure, transfer.write) from None
+
+    def _failed(self, failure: Failure, write: bool) -> OSError:
+        action = "writing" if write else "reading"
+        error = OSError(
+            failure.errno,
+            f"{os.strerror(failure.errno)} while {action} the swap file in {self.folder} ({self.key}) at byte "
+            f"{failure.offset}",
+            str(self.folder),
+        )
+        error.offset = failure.offset  # type: ignore[attr-defined]
+        return error
+
+
+def _close(engine: Engine, descriptor: int) -> None:
+    """Ends the transfers and the threads; stored tensors stay readable while they are referenced."""
+    engine.close()
+    os.close(descriptor)

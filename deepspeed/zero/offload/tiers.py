@@ -1,0 +1,525 @@
+"""Where master weights and optimizer state are kept, and how they reach the processor for the update.
+
+``ResidentTier``: they are kept where the update happens. ``OffloadedTier`` (ZeRO-Offload, Ren et al. 2021;
+ZeRO-Infinity, Rajbhandari et al. 2021): they are kept in host memory or on storage, and the host updates them
+sub-group by sub-group, while the next one is read and the previous one is written.
+
+[Note: resting tensors] The optimizer keys its state by tensor object, so the objects stay and their memory changes:
+``tensor.data`` is a mapping of the swap file between steps (an access reads the file) and a part of a slot while
+its sub-group is updated. A sub-group always uses the same slot, so addresses that optimizers cache remain valid.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepspeed.base.accelerator import get_accelerator
+from deepspeed.config.plan import StateOffload
+from deepspeed.ops.aio.memory import LockedMemory
+from deepspeed.zero.layout import BucketLayout, Fragment, round_up
+from deepspeed.zero.offload.host_copies import host_empty, off_host
+from deepspeed.zero.offload.swap_file import PAGE, SwapFile, Transfer
+from deepspeed.zero.states.fragments import GroupTensors, OwnedFragment, sub_groups
+
+ALIGN = 64  # bytes; alignment of every tensor in a slot
+
+Groups = list[GroupTensors]
+StateOf = Callable[[OwnedFragment], dict[str, Any]]
+
+
+class ResidentTier:
+    """State and masters are kept where they are updated: nothing moves."""
+
+    cuts = False
+    """Whether fragments may be owned in ``pieces``."""
+
+    def takes(self, layout: BucketLayout) -> bool:
+        """Whether the state of this bucket is kept elsewhere."""
+        return False
+
+    def of(self, layout: BucketLayout) -> ResidentTier:
+        """The tier that places the masters of this bucket."""
+        return self if self.takes(layout) else ResidentTier()
+
+    def own_master(self, weights: Tensor) -> bool:
+        """Whether these weights need a separate master even if they have the master dtype."""
+        return False
+
+    def pieces(self, fragment: Fragment) -> Sequence[Fragment]:
+        """The fragment in the pieces to be owned; an offloading tier splits large ones."""
+        return [fragment]
+
+    def masters(self, weights: Tensor, dtype: torch.dtype) -> Tensor:
+        """[n] copy of ``weights`` in the master dtype, where the tier keeps masters."""
+        return weights.to(dtype, copy=True)
+
+    def new_gradients(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """[numel] undefined memory for the summed gradients of a bucket on ``device``."""
+        return torch.empty(numel, dtype=dtype, device=device)
+
+    def adopt(self, groups: Sequence[Sequence[OwnedFragment]], state_of: StateOf) -> None:
+        """Take over these fragments, by optimizer group. Called when their masters exist."""
+
+    def update(self, groups: Groups, apply: Callable[[Groups], None]) -> None:
+        """``apply`` the optimizer to ``groups``, in as many parts as fit."""
+        apply(groups)
+
+    def batches(self, groups: list[list[OwnedFragment]]) -> Iterator[list[list[OwnedFragment]]]:
+        """``groups`` in parts whose state may be in memory at the same time."""
+        yield groups
+
+    def rest(self) -> None:
+        """State was created or replaced outside ``update``: move it to where it is stored."""
+
+    def forget_state(self) -> None:
+        """All optimizer state has been dropped."""
+
+    def close(self) -> None:
+        """The engine is done with the state."""
+
+
+@dataclass(slots=True)
+class Record:
+    """Adjacent tensors in the swap file, at ``places`` (bytes) in ``resting`` and in their part of a slot."""
+
+    resting: Tensor  # [nbytes] uint8
+    tensors: list[Tensor]
+    places: list[int]
+    numels: list[int]
+    skew: int = 0
+    """Offset in its page of the file: in a slot the record starts at the same one, so that nothing has to be copied on
+    the way (docs/nvme.md)."""
+
+    def bind(self, base: Tensor) -> None:
+        """Make the tensors views of ``base`` [nbytes] (Note: resting tensors)."""
+        for tensor, start, numel in zip(self.tensors, self.places, self.numels, strict=True):
+            stop = start + numel * tensor.dtype.itemsize
+            tensor.data = base[start:stop].view(tensor.dtype)
+
+
+@dataclass(slots=True)
+class SubGroup:
+    """Fragments that are updated together; ``groups[g]`` belong to optimizer group g."""
+
+    groups: list[list[OwnedFragment]]
+    records: list[Record] = field(default_factory=list)
+    known: set[int] = field(default_factory=set)  # ids of the tensors in records
+    staged: list[OwnedFragment] = field(default_factory=list)  # their new weights pass through the slot
+    views: dict[int, Tensor] = field(default_factory=dict)  # id of a staged fragment -> its part of the slot
+    resident: bool = False  # state and masters are kept where they are updated
+    base: int = 0  # address of the slot that ``views`` belong to
+
+    def spans(self) -> Iterator[tuple[Record, slice]]:
+        """The records with their byte ranges in a slot."""
+        start = 0
+        for record in self.records:
+            start = round_up(start, PAGE) + record.skew
+            yield record, slice(start, start + record.resting.numel())
+            start += record.resting.numel()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of a slot that the records take."""
+        return max((round_up(span.stop, ALIGN) for _, span in self.spans()), default=0)
+
+    @property
+    def staged_nbytes(self) -> int:
+        return sum(_weight_bytes(owned) for owned in self.staged)
+
+    @property
+    def fragments(self) -> list[OwnedFragment]:
+        return [owned for group in self.groups for owned in group]
+
+    def stage(self, buffer: Tensor) -> None:
+        """Lay out the staged weights in ``buffer``, after the records; same buffer, same views."""
+        if self.views and buffer.data_ptr() == self.base:
+            return
+        self.base, self.views = buffer.data_ptr(), {}
+        start = self.nbytes
+        for owned in self.staged:
+            assert owned.low is not None
+            nbytes = owned.low.numel() * owned.low.element_size()
+            self.views[id(owned)] = buffer[start : start + nbytes].view(owned.low.dtype)
+            start += _weight_bytes(owned)
+
+
+def _weight_bytes(owned: OwnedFragment) -> int:
+    assert owned.low is not None
+    return round_up(owned.low.numel() * owned.low.element_size(), ALIGN)
+
+
+class Slot:
+    """Host memory that sub-groups pass through, one after another, and what still uses it."""
+
+    def __init__(self, memory: LockedMemory) -> None:
+        self._memory = memory
+        self.buffer = torch.empty(0, dtype=torch.uint8)
+        self.transfers: list[tuple[SwapFile, Transfer]] = []
+        self.copied: Any = None  # event after the last copy to the device
+
+    def reserve(self, nbytes: int) -> None:
+        if self.buffer.numel() < nbytes:
+            self.buffer = self._memory.new(round_up(nbytes, 4096), torch.uint8)
+
+    def settle(self) -> None:
+        """Wait for everything that reads from or writes to the buffer."""
+        self.finish_transfers()
+        if self.copied is not None:
+            self.copied.synchronize()
+            self.copied = None
+
+    def finish_transfers(self) -> None:
+        """Wait only for storage; copies to the device may continue into the next forward."""
+        transfers, self.transfers = self.transfers, []
+        failure: OSError | None = None
+        for swap, transfer in transfers:
+            try:
+                swap.finish(transfer)
+            except OSError as error:
+                failure = failure or error
+        if failure is not None:
+            raise failure
+
+
+class OffloadedTier(ResidentTier):
+    """Masters and state are kept in host memory, or with ``swap`` in a file; the host updates them.
+
+    ``weights_swap``: the file in which the weights themselves are stored (``offload_param``).
+    """
+
+    def __init__(
+        self,
+        plan: StateOffload,
+        swap: SwapFile | None,
+        weights_swap: SwapFile | None = None,
+        *,
+        cuts: bool = True,
+        resident: frozenset[int] = frozenset(),
+    ) -> None:
+        self.plan = plan
+        self.swap = swap
+        self.weights_swap = weights_swap
+        self.cuts = cuts and swap is not None
+        self.resident = resident
+        self.group_numel = plan.sub_group_numel if cuts else sys.maxsize
+        self.sub_groups: list[SubGroup] = []
+        memory = LockedMemory()
+        self.slots = [Slot(memory) for _ in range(plan.slots)]
+        self.bytes_to_device = 0  # weights sent to the device
+        self._part_of: dict[int, int] = {}  # id of an owned fragment -> its sub-group
+        self._state_of: StateOf = lambda _: {}
+
+    # Placement ----------------------------------------------------------------------------------------------
+
+    def takes(self, layout: BucketLayout) -> bool:
+        return layout.index not in self.resident
+
+    def own_master(self, weights: Tensor) -> bool:
+        return off_host(weights.device) or self._rests(weights)
+
+    def pieces(self, fragment: Fragment) -> Sequence[Fragment]:
+        """At most ``sub_group_numel`` elements each, which makes no difference to elementwise optimizers."""
+        if not self.cuts:
+            return [fragment]
+        f, size = fragment, self.group_numel
+        return [
+            Fragment(f.param, f.param_offset + low, f.shard_offset + low, min(size, f.numel - low))
+            for low in range(0, f.numel, size)
+        ]
+
+    def masters(self, weights: Tensor, dtype: torch.dtype) -> Tensor:
+        """In the swap file, piece by piece, or in (pinned) host memory."""
+        if self.swap is None:
+            host = host_empty(weights.numel(), dtype, pin=self.plan.pin)
+            return host.copy_(weights)
+        resting = self.swap.new(weights.numel(), dtype)
+        size = self.plan.sub_group_numel
+        for low in range(0, weights.numel(), size):
+            part = weights[low : low + size].to("cpu", dtype, copy=True)
+            self.swap.finish(self.swap.write(part, resting[low : low + size]))
+        return resting
+
+    def new_gradients(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """From a device: (pinned) host memory, the target of copies while backward runs. From the host: a part of the
+        swap file, used directly as a mapping: while memory is free, the page cache spares the storage."""
+        if off_host(device):
+            return host_empty(numel, dtype, pin=self.plan.pin)
+        if self.swap is not None:
+            return self.swap.new(numel, dtype)
+        return super().new_gradients(numel, dtype, device)
+
+    def adopt(self, groups: Sequence[Sequence[OwnedFragment]], state_of: StateOf) -> None:
+        self._state_of = state_of
+        here = [[o for o in group if not self.takes(o.grad_bucket.layout)] for group in groups]
+        away = [[o for o in group if self.takes(o.grad_bucket.layout)] for group in groups]
+        new = [SubGroup(part) for part in sub_groups(away, self.group_numel)]
+        if any(here):  # first: the device works on it while the host does the others
+            new.insert(0, SubGroup(here, resident=True))
+        if self.sub_groups and self.group_numel == sys.maxsize:  # updated all at once, later ones too
+            for sub_group in new:
+                self._enter(self.sub_groups[0], sub_group.groups, 0)
+        else:
+            for sub_group in new:
+                groups, sub_group.groups = sub_group.groups, []
+                self.sub_groups.append(sub_group)
+                self._enter(sub_group, groups, len(self.sub_groups) - 1)
+        self.rest()  # state that the client's optimizer already had
+
+    def _enter(self, sub_group: SubGroup, groups: list[list[OwnedFragment]], number: int) -> None:
+        """Fragments join sub-group ``number``."""
+        sub_group.groups += [[] for _ in groups[len(sub_group.groups) :]]
+        for own, added in zip(sub_group.groups, groups, strict=True):
+            own += added
+        fragments = [owned for group in groups for owned in group]
+        if self.swap is not None and not sub_group.resident:
+            for record in _master_records(fragments):
+                record.skew = self.swap.offset_of(record.resting) % PAGE
+                sub_group.records.append(record)
+                sub_group.known.update(map(id, record.tensors))
+        for owned in fragments:
+            self._part_of[id(owned)] = number
+            if not sub_group.resident and self._stages(owned):
+                sub_group.staged.append(owned)
+        sub_group.views = {}  # the staged weights follow the records
+
+    def _stages(self, owned: OwnedFragment) -> bool:
+        """Whether the refreshed weights pass through the slot on their way to where they belong."""
+        low = owned.low
+        return low is not None and (off_host(low.device) or self._rests(low))
+
+    def _rests(self, low: Tensor) -> bool:
+        return self.weights_swap is not None and self.weights_swap.holds(low)
+
+    def rest(self) -> None:
+        if self.swap is not None:
+            for sub_group in self.sub_groups:
+                if not sub_group.resident:
+                    self._store_new(sub_group)
+
+    def forget_state(self) -> None:
+        for sub_group in self.sub_groups:
+            masters = {id(owned.master) for owned in sub_group.fragments}
+            sub_group.records = [r for r in sub_group.records if id(r.tensors[0]) in masters]
+            sub_group.known &= masters
+            sub_group.views = {}
+
+    def _store_new(self, sub_group: SubGroup) -> None:
+        """Give state tensors without a place in the file one, together."""
+        assert self.swap is not None
+        new: list[Tensor] = []
+        for owned in sub_group.fragments:
+            new += [
+                t
+                for t in self._state_of(owned).values()
+                if isinstance(t, Tensor)
+                and t.shape == owned.master.shape
+                and t.dim()
+                and id(t) not in sub_group.known
+            ]
+        if not new:
+            return
+        places: list[int] = []
+        nbytes = 0
+        for tensor in new:
+            places.append(nbytes)
+            nbytes += round_up(tensor.numel() * tensor.element_size(), ALIGN)
+        resting = self.swap.new(nbytes, torch.uint8)
+        values = torch.empty(nbytes, dtype=torch.uint8)
+        for tensor, place in zip(new, places, strict=True):
+            raw = tensor.detach().view(torch.uint8)
+            values[place : place + raw.numel()] = raw
+        self.swap.finish(self.swap.write(values, resting))
+        record = Record(resting, new, places, [t.numel() for t in new])
+        record.bind(resting)
+        sub_group.records.append(record)
+        sub_group.known.update(map(id, new))
+        sub_group.views = {}  # the staged weights follow the records
+
+    def batches(self, groups: list[list[OwnedFragment]]) -> Iterator[list[list[OwnedFragment]]]:
+        for number in range(len(self.sub_groups)):
+            part = [[o for o in group if self._part_of[id(o)] == number] for group in groups]
+            if any(part):
+                yield part
+                self.rest()
+
+    def describe(self) -> str:
+        """One line for the start of a run."""
+        where = self.swap.folder if self.swap is not None else "host memory"
+        return (
+            f"optimizer state is kept in {where} and is updated on the host in {len(self.sub_groups)} "
+            f"sub-groups through {len(self.slots)} buffers"
+        )
+
+    # The update ---------------------------------------------------------------------------------------------
+
+    def update(self, groups: Groups, apply: Callable[[Groups], None]) -> None:
+        parts = list(self._parts(groups))
+        if not parts:
+            apply(groups)  # other ranks may have something to update, and the optimizer may be collective
+        started = 0
+        try:
+            for i, (number, part) in enumerate(parts):
+                ahead = i + 2 if self.plan.read_ahead else i + 1
+                while started < min(ahead, len(parts)):
+                    if started > i and self._slot(parts[started][0]) is self._slot(number):
+                        break
+                    self._start_reading(parts[started][0])
+                    started += 1
+                self._one(number, part, apply)
+            for slot in self.slots:
+                slot.finish_transfers()
+        except BaseException:  # finish what is in flight and put tensors back at rest
+            for number, _ in parts:
+                self._bind_resting(self.sub_groups[number])
+            self._settle_quietly()
+            raise
+
+    def _parts(self, groups: Groups) -> Iterator[tuple[int, Groups]]:
+        """``groups`` by sub-group, without sub-groups that have nothing to update."""
+        chosen: dict[int, list[list[int]]] = {}
+        for g, group in enumerate(groups):
+            for i, owned in enumerate(group.fragments):
+                number = self._part_of[id(owned)]
+                chosen.setdefault(number, [[] for _ in groups])[g].append(i)
+        for number in sorted(chosen):
+            picked = zip(groups, chosen[number], strict=True)
+            yield number, [group.pick(indices) for group, indices in picked]
+
+    def _slot(self, number: int) -> Slot:
+        return self.slots[number % len(self.slots)]
+
+    def _start_reading(self, number: int) -> None:
+        sub_group, slot = self.sub_groups[number], self._slot(number)
+        slot.settle()
+        slot.reserve(sub_group.nbytes + sub_group.staged_nbytes)
+        for record, span in sub_group.spans():
+            assert self.swap is not None
+            slot.transfers.append((self.swap, self.swap.read(slot.buffer[span], record.resting)))
+
+    def _one(self, number: int, part: Groups, apply: Callable[[Groups], None]) -> None:
+        sub_group, slot = self.sub_groups[number], self._slot(number)
+        slot.settle()
+        for record, span in sub_group.spans():
+            record.bind(slot.buffer[span])
+        sub_group.stage(slot.buffer)
+        staged = _lend_views(part, sub_group.views)
+        apply(part)
+        self._put_weights_back(staged, slot)
+        for record, span in sub_group.spans():
+            assert self.swap is not None
+            slot.transfers.append((self.swap, self.swap.write(slot.buffer[span], record.resting)))
+            record.bind(record.resting)
+        if self.swap is not None and not sub_group.resident:
+            self._store_new(sub_group)
+        if not self.plan.write_behind:
+            slot.settle()
+
+    def _put_weights_back(self, staged: list[tuple[Tensor, Tensor]], slot: Slot) -> None:
+        copied = False
+        for buffer, low in staged:
+            if self._rests(low):
+                assert self.weights_swap is not None
+                slot.transfers.append((self.weights_swap, self.weights_swap.write(buffer, low)))
+            else:
+                low.copy_(buffer, non_blocking=True)
+                self.bytes_to_device += buffer.numel() * buffer.element_size()
+                copied = True
+        if copied:
+            slot.copied = get_accelerator().Event()
+            slot.copied.record()
+
+    def _bind_resting(self, sub_group: SubGroup) -> None:
+        for record in sub_group.records:
+            record.bind(record.resting)
+
+    def _settle_quietly(self) -> None:
+        for slot in self.slots:
+            try:
+                slot.finish_transfers()
+            except OSError:
+                continue  # the failure that led here is on its way to the user
+
+    def close(self) -> None:
+        self._settle_quietly()
+        if self.swap is not None:
+            self.swap.close()
+
+
+def _lend_views(part: Groups, views: dict[int, Tensor]) -> list[tuple[Tensor, Tensor]]:
+    """Let the update write to ``views`` instead of weights it cannot reach; ``(view, weights)`` pairs."""
+    lent: list[tuple[Tensor, Tensor]] = []
+    for group in part:
+        for i, owned in enumerate(group.fragments):
+            view = views.get(id(owned))
+            if view is not None and owned.low is not None:
+                group.lows[i] = view
+                lent.append((view, owned.low))
+    return lent
+
+
+def _master_records(fragments: Sequence[OwnedFragment]) -> Iterator[Record]:
+    """The masters of a sub-group, which are already in the file: one record for those of one bucket."""
+    by_storage: dict[int, list[Tensor]] = {}
+    for owned in fragments:
+        if owned.low is not None:  # else the master is the weight itself, stored elsewhere
+            by_storage.setdefault(owned.master.untyped_storage().data_ptr(), []).append(owned.master)
+    for base, masters in by_storage.items():
+        start = min(master.data_ptr() for master in masters)
+        stop = max(master.data_ptr() + master.numel() * master.element_size() for master in masters)
+        raw = torch.empty(0, dtype=torch.uint8).set_(
+            masters[0].untyped_storage(), start - base, (stop - start,), (1,)
+        )
+        places = [master.data_ptr() - start for master in masters]
+        yield Record(raw, masters, places, [master.numel() for master in masters])
+
+
+def _open_swap(plan: StateOffload, folder: Path) -> SwapFile:
+    return SwapFile(folder, plan.storage, key="zero_optimization.offload_optimizer.nvme_path")
+
+
+def make_tier(
+    plan: StateOffload | None,
+    device: torch.device,
+    layouts: Sequence[BucketLayout],
+    *,
+    weights_swap: SwapFile | None,
+    elementwise: bool,
+    grain: int = 1,
+    open_swap: Callable[[StateOffload, Path], SwapFile] = _open_swap,
+) -> ResidentTier:
+    """The one place that chooses where the state of weights on ``device`` is kept.
+
+    ``elementwise``: whether the optimizer may see its tensors in pieces, one sub-group after another, cut at multiples
+    of ``grain``. ``open_swap``: opens the file of a plan that has a folder.
+    """
+    if plan is None:
+        return ResidentTier()
+    plan = replace(plan, sub_group_numel=max(plan.sub_group_numel // grain, 1) * grain)
+    apart = off_host(device)
+    swap = None
+    if plan.folder is not None:
+        swap = open_swap(plan, plan.folder)
+    elif not apart:
+        return ResidentTier()  # on the CPU the state of resident weights is in host memory already
+    # A collective update (LAMB, Muon) takes everything at once, on the host.
+    resident = device_share(layouts, plan.ratio) if apart and elementwise else frozenset[int]()
+    return OffloadedTier(plan, swap, weights_swap, cuts=elementwise, resident=resident)
+
+
+def device_share(layouts: Sequence[BucketLayout], ratio: float) -> frozenset[int]:
+    """Twin-Flow: the buckets whose state stays on the device, about ``1 - ratio`` of the elements. The first ones:
+    backward reaches them last, when the others are already being copied to the host."""
+    room = (1.0 - ratio) * sum(layout.shard_numel for layout in layouts)
+    chosen: set[int] = set()
+    for layout in layouts:
+        if layout.shard_numel / 2 <= room:
+            chosen.add(layout.index)
+            room -= layout.shard_numel
+    return frozenset(chosen)

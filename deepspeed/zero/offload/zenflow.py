@@ -1,0 +1,532 @@
+"""ZenFlow: the columns that matter are updated on the device in every step, the others on the host, in rounds.
+
+Lan et al., "ZenFlow: Enabling Stall-Free Offloading Training via Asynchronous Updates" (2025). Masters and state are
+kept in host memory. Those of the chosen columns (``columns.py``) are also packed in device memory and updated at once.
+The gradients of the others add up on the device for a *round* of steps; their mean then goes to the host, which
+updates its copy of everything, with ``overlap_step`` while the next round computes. Its weights come back at the end of
+that one: no gradient waits for more than two rounds.
+
+[Note: two truths] Of a chosen element the packed value is the true one, and what the host has is stale; of any other
+the host's. ``settle`` writes the packed values to the host's tensors. Whoever reads masters or state calls it first
+(``StateStore.settle``), and columns are chosen anew only after it. Writes of others are noticed by the versions of
+the tensors.
+
+[Note: results] The host updates twins, which are taken at the end of a round. So until then the state that a checkpoint
+saves is that of before, and ``saved`` adds the gradient that is being worked on: the resumed run updates again with it.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from deepspeed.base.logging import warning_once
+from deepspeed.config.plan import ZenFlow as ZenFlowPlan
+from deepspeed.config.problems import DeepSpeedConfigError
+from deepspeed.ops.multi_tensor import MultiTensorOptimizer
+from deepspeed.ops.update import UpdateContext
+from deepspeed.optim.first_state import stand_in
+from deepspeed.zero.offload.columns import ColumnChoice
+from deepspeed.zero.offload.host_copies import host_empty
+from deepspeed.zero.offload.shadow_copies import (
+    Twin,
+    Twins,
+    class_name,
+    host_worker,
+    live_tensors,
+    options_of_groups,
+    runs_ahead,
+)
+from deepspeed.zero.replica_groups import Scopes
+from deepspeed.zero.states.store import GroupTensors, OwnedFragment, StateStore
+from deepspeed.zero.step import StepExecutor, StepResult
+
+SHORTEST, LONGEST = 4, 16
+"""Steps of a round with ``update_interval: auto``: the first, and the most."""
+ROUNDS_OF_A_CHOICE = 4
+"""With ``select_interval: auto``."""
+
+
+@dataclass(slots=True)
+class Piece:
+    """One fragment under ZenFlow."""
+
+    owned: OwnedFragment
+    live: list[Tensor]  # the master, then the state by name: on the host
+    names: list[str]
+    chosen: Tensor  # [k] int64: positions of the chosen elements, on the device of the gradient
+    whole: bool  # all of them
+    packed: list[Tensor] = field(default_factory=list)  # like ``live``, of the chosen elements
+    sum: Tensor | None = None  # [numel] fp32: gradients of this round
+    pending: Tensor | None = None  # [numel] the mean gradient that the host works on
+    # Kept between rounds: getting new memory takes longer than filling it, above all if it is page-locked.
+    sum_memory: Tensor | None = None
+    pending_memory: Tensor | None = None
+    versions: list[int] = field(default_factory=list)
+
+    @property
+    def weights(self) -> Tensor:
+        """What the model computes with."""
+        return self.owned.master if self.owned.low is None else self.owned.low
+
+    def load(self, device: torch.device) -> None:
+        """Pack the chosen elements of the live tensors; the count of steps goes on."""
+        count = self.packed[1 + self.names.index("step")].clone() if self.packed else None
+        positions = self.chosen.cpu()
+        self.packed = [
+            tensor.detach().clone() if not tensor.dim() else tensor.detach()[positions].to(device)
+            for tensor in self.live
+        ]
+        if count is not None:
+            self.packed[1 + self.names.index("step")] = count
+
+    def store(self) -> None:
+        """Write the packed elements to the live tensors."""
+        positions = self.chosen.cpu()
+        for tensor, value in zip(self.live, self.packed, strict=True):
+            if tensor.dim():
+                tensor.detach().index_copy_(0, positions, value.to(tensor.device))
+            elif self.whole:
+                tensor.copy_(value)
+
+    def show(self) -> None:
+        """Round the packed masters into the weights."""
+        weights = self.weights
+        weights.index_copy_(0, self.chosen.to(weights.device), self.packed[0].to(weights))
+
+    def note(self) -> None:
+        self.versions = [tensor._version for tensor in self.live]
+
+    def reload(self) -> None:
+        """Pack the live tensors again that somebody has written to; of the others the packed values stay."""
+        positions = self.chosen.cpu()
+        for i, (tensor, version) in enumerate(zip(self.live, self.versions, strict=True)):
+            if tensor._version != version:
+                value = tensor.detach() if not tensor.dim() else tensor.detach()[positions]
+                self.packed[i].copy_(value)
+
+
+class ZenFlow:
+    """Decides at each step what is updated now, and does it. Every rank calls ``step`` alike."""
+
+    def __init__(
+        self, plan: ZenFlowPlan, optimizer: MultiTensorOptimizer, store: StateStore, scopes: Scopes
+    ) -> None:
+        self.plan = plan
+        self.optimizer = optimizer
+        self.store = store
+        self.scopes = scopes
+        self.choice = ColumnChoice(store, scopes, plan.ratio)
+        self.device = store.params[0].device
+        self.steps = 0  # applied so far
+        self.in_round = 0
+        self.interval = plan.update_interval or SHORTEST
+        self.chosen_at: int | None = None  # the step before which columns were chosen; None: choose
+        self.steps_per_epoch: int | None = None
+        self.bytes_to_host = self.bytes_to_device = 0
+        self._pieces: dict[int, Piece] = {}
+        self._twins = Twins(optimizer)
+        self._packed_optimizer: Any = stand_in(optimizer, {}, [])
+        self._job: Future[None] | None = None
+        self._working: list[tuple[Piece, Twin]] = []
+        self._dirty = False
+        self._turn = 0
+        self._worker = host_worker("zenflow", plan.cores)
+        store.settle = self.settle
+
+    # The step -----------------------------------------------------------------------------------------------
+
+    def step(self, used: Sequence[bool], grad_scale: float, update_all: Callable[[], None]) -> None:
+        """Update with the gradients that the fragments have now, times ``grad_scale``."""
+        if self.steps < self.plan.warm_up_rounds * (self.plan.update_interval or SHORTEST):
+            update_all()
+            self.steps += 1
+            return
+        self._follow()
+        pieces = self._pieces_of(used)
+        if self.chosen_at is None:
+            self._choose(pieces)
+        self._update_chosen(pieces, grad_scale)
+        for piece in pieces:
+            if not piece.whole:
+                self._defer(piece, grad_scale)
+        self._dirty = True
+        self.steps += 1
+        self.in_round += 1
+        if self.ends_round:
+            self._end_round()
+
+    @property
+    def ends_round(self) -> bool:
+        return self.in_round >= self.interval
+
+    def _pieces_of(self, used: Sequence[bool]) -> list[Piece]:
+        """Of the fragments that are updated; those met for the first time are chosen whole or not at all."""
+        present = [owned for owned in self.store.fragments if used[owned.param_index]]
+        wanted = {id(owned) for owned in present}
+        self.store.ensure_state(lambda owned: id(owned) in wanted)
+        for owned in present:
+            if id(owned) not in self._pieces:
+                self._pieces[id(owned)] = self._new_piece(owned)
+        return [self._pieces[id(owned)] for owned in present]
+
+    def _new_piece(self, owned: OwnedFragment) -> Piece:
+        state = self.store.state_of(owned)
+        whole = self.choice.everything(owned)
+        chosen = torch.arange(owned.fragment.numel if whole else 0, device=self.device)
+        piece = Piece(owned, live_tensors(owned, state), sorted(state), chosen, whole)
+        self._load(piece)
+        return piece
+
+    def _load(self, piece: Piece) -> None:
+        if piece.packed:
+            self._packed_optimizer.state.pop(piece.packed[0], None)
+        piece.load(self._home)
+        self._packed_optimizer.state[piece.packed[0]] = dict(zip(piece.names, piece.packed[1:], strict=True))
+        self._count_down(piece.packed)
+
+    @property
+    def _home(self) -> torch.device:
+        """Where packed values are between steps."""
+        return torch.device("cpu") if self.plan.offload else self.device
+
+    def _update_chosen(self, pieces: Sequence[Piece], grad_scale: float) -> None:
+        for g, group in enumerate(self.optimizer.param_groups):
+            members = [p for p in pieces if p.owned.group_index == g and p.chosen.numel()]
+            grads = [p.owned.gradient() for p in members]
+            grads = [
+                (grad if p.whole else grad[p.chosen]).to(self._home)
+                for p, grad in zip(members, grads, strict=True)
+            ]
+            if members:
+                self._packed_optimizer.multi_tensor_step(
+                    group, [p.packed[0] for p in members], grads, grad_scale=grad_scale
+                )
+        for piece in pieces:
+            piece.show()
+
+    @staticmethod
+    def _defer(piece: Piece, grad_scale: float) -> None:
+        grad = piece.owned.gradient()
+        if piece.sum is not None:
+            piece.sum.add_(grad, alpha=grad_scale)
+            return
+        if piece.sum_memory is None:
+            piece.sum_memory = torch.empty(grad.shape, dtype=torch.float32, device=grad.device)
+        piece.sum = piece.sum_memory.copy_(grad).mul_(grad_scale)
+
+    # Rounds -------------------------------------------------------------------------------------------------
+
+    def _end_round(self) -> None:
+        self.finish()
+        for piece in self._pieces.values():
+            if piece.sum is not None:
+                self._send(piece, self._mean(piece, piece.sum))
+        choose = self.chosen_at is not None and self.steps - self.chosen_at >= self._choice_lasts()
+        self._start()
+        if choose or not self.plan.overlap:
+            self.finish()
+        if choose:
+            self.settle()
+            self.chosen_at = None
+        self.in_round = 0
+
+    def _mean(self, piece: Piece, total: Tensor) -> Tensor:
+        """[numel] of the round's gradients, zero where they have been used, in the dtype of gradients."""
+        piece.sum = None
+        return total.div_(self.in_round).index_fill_(0, piece.chosen, 0.0).to(_wire_dtype(piece.owned))
+
+    def _send(self, piece: Piece, mean: Tensor) -> None:
+        """To the host. What that worked on has been taken."""
+        if piece.pending_memory is None:
+            piece.pending_memory = host_empty(mean.numel(), mean.dtype, pin=True)
+        piece.pending = piece.pending_memory.copy_(mean)
+        self.bytes_to_host += mean.numel() * mean.element_size()
+
+    def _start(self) -> None:
+        """The host updates with what is pending."""
+        self._working = []
+        for piece in self._pieces.values():
+            twin = self._twins.of(piece.owned, self.store.state_of(piece.owned))
+            if piece.pending is not None and twin is not None:
+                self._working.append((piece, twin))
+        if self._working:
+            update = partial(
+                self._twins.update,
+                [twin for _, twin in self._working],
+                [piece.pending for piece, _ in self._working if piece.pending is not None],
+                options_of_groups(self.optimizer),
+                1.0,
+                turn=self._turn,
+            )
+            self._job = self._worker.submit(update)
+
+    def finish(self) -> None:
+        """Take what the host works on."""
+        if self._job is None:
+            return
+        job, self._job = self._job, None
+        job.result()
+        for piece, twin in self._working:
+            twin.take()
+            piece.pending = None
+            if piece.owned.low is not None:
+                self.bytes_to_device += piece.owned.low.numel() * piece.owned.low.element_size()
+            piece.show()
+        self._turn = 1 - self._turn
+        self._twins.taken()
+        self._working, self._dirty = [], True
+
+    def _choice_lasts(self) -> int:
+        """Steps after which columns are chosen again."""
+        every = self.plan.select_interval
+        if not self.plan.by_epoch:
+            return every or ROUNDS_OF_A_CHOICE * self.interval
+        if self.steps_per_epoch is None:
+            warning_once(
+                "zero_optimization.zenflow.select_strategy 'epoch' has no effect without training_data, which says how "
+                "long an epoch is; columns are chosen as by 'auto'"
+            )
+            return ROUNDS_OF_A_CHOICE * self.interval
+        return (every or 1) * self.steps_per_epoch
+
+    def _choose(self, pieces: Sequence[Piece]) -> None:
+        """Collective."""
+        chosen, share = self.choice.choose([piece.owned for piece in pieces])
+        for piece in pieces:
+            if not piece.whole:
+                piece.chosen = chosen[id(piece.owned)]
+                self._load(piece)
+        self.chosen_at = self.steps
+        if self.plan.update_interval is None:
+            longer = share >= self.plan.auto_ratio
+            self.interval = min(LONGEST, 2 * self.interval) if longer else SHORTEST
+
+    # Who else reads and writes ------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def settle(self) -> None:
+        """Masters and state in the store are those of now (Note: two truths)."""
+        if self._dirty:
+            self._dirty = False
+            for piece in self._pieces.values():
+                piece.store()
+                self.bytes_to_host += _nbytes(piece.packed)
+            self.note()
+
+    def note(self) -> None:
+        """What is in the store now is known; called when the weights have been published, which writes to them."""
+        for piece in self._pieces.values():
+            piece.note()
+
+    def _follow(self) -> None:
+        """Somebody may have written to masters or state, or replaced them: take over what is there now."""
+        replaced, written = [], []
+        for key, piece in self._pieces.items():
+            live = live_tensors(piece.owned, self.store.state_of(piece.owned))
+            if len(live) != len(piece.live) or not all(map(operator.is_, live, piece.live)):
+                replaced.append(key)
+            elif [tensor._version for tensor in live] != piece.versions:
+                written.append(piece)
+        if not replaced and not written:
+            return
+        at_work = self._drop()
+        for piece in written:
+            piece.reload()
+        for key in replaced:
+            self._renew(key)
+        if at_work:
+            self._start()
+        self.note()
+
+    def _drop(self) -> bool:
+        """Forget what the host works on; the gradients stay pending."""
+        job, self._job = self._job, None
+        if job is not None and not job.cancel():
+            job.exception()
+        return job is not None
+
+    def _renew(self, key: int) -> None:
+        """Other tensors are the state of this piece now, or none, as before its first update."""
+        piece = self._pieces.pop(key)
+        state = self.store.state_of(piece.owned)
+        if state:
+            piece.live, piece.names, piece.packed = live_tensors(piece.owned, state), sorted(state), []
+            self._pieces[key] = piece
+            self._load(piece)
+
+    def _count_down(self, packed: Sequence[Tensor]) -> None:
+        self.bytes_to_device += _nbytes(packed)
+
+    # Checkpoints --------------------------------------------------------------------------------------------
+
+    def saved(self) -> dict[str, Any]:
+        """What a checkpoint must hold of this rank besides masters and state."""
+        self.settle()
+        step = 1 + sorted(["step", *self.optimizer.state_names]).index("step")
+        pieces = [
+            {
+                "param": piece.owned.param_index,
+                "start": piece.owned.fragment.param_offset,
+                "numel": piece.owned.fragment.numel,
+                "chosen": piece.chosen.cpu(),
+                "step": piece.packed[step].clone(),
+                "sum": None if piece.sum is None else piece.sum.cpu(),
+                "pending": None if piece.pending is None else piece.pending.clone(),
+            }
+            for piece in self._pieces.values()
+        ]
+        clock = {
+            "steps": self.steps,
+            "in_round": self.in_round,
+            "interval": self.interval,
+            "chosen_at": self.chosen_at,
+        }
+        return {"clock": clock, "pieces": pieces}
+
+    def load(self, saved: Sequence[Mapping[str, Any]], rank: int, ranks: int) -> list[str]:
+        """Take over what was saved, also over other stages and numbers of ranks; returns notes for the log.
+
+        Where ranks hold different parts of a model each takes what it had itself; with another number of them, and
+        where nothing was saved, all begin anew."""
+        parts = bool(self.scopes.across) or any(
+            self.scopes.of(p) is not self.scopes.dense for p in self.store.params
+        )
+        known = bool(len(saved)) and (not parts or len(saved) == ranks)
+        sources = ([rank] if parts else range(len(saved))) if known else []
+        self._drop()
+        self._pieces, self._dirty = {}, False
+        clock = saved[rank if parts else 0]["clock"] if known else {}
+        self.steps = clock.get("steps", 0)
+        self.in_round = clock.get("in_round", 0)
+        self.interval = clock.get("interval", self.plan.update_interval or SHORTEST)
+        self.chosen_at = clock.get("chosen_at")
+        by_param: dict[int, list[Mapping[str, Any]]] = {}
+        for source in sources:
+            for entry in saved[source]["pieces"]:
+                by_param.setdefault(entry["param"], []).append(entry)
+        for owned in self.store.fragments:
+            entries = [e for e in by_param.get(owned.param_index, []) if _overlap(owned, e)]
+            if entries and self.store.state_of(owned):
+                self._pieces[id(owned)] = self._restored(owned, entries)
+        self._start()
+        self.note()
+        return (
+            []
+            if known
+            else ["ZenFlow begins anew: nothing that it deferred and chose was saved for these ranks"]
+        )
+
+    def _restored(self, owned: OwnedFragment, entries: Sequence[Mapping[str, Any]]) -> Piece:
+        piece = self._new_piece(owned)
+        if not piece.whole:
+            start = owned.fragment.param_offset
+            found = torch.cat([e["chosen"] + (e["start"] - start) for e in entries])
+            inside = (found >= 0) & (found < owned.fragment.numel)
+            piece.chosen = found[inside].sort().values.to(self.device)
+            self._load(piece)
+        piece.packed[1 + piece.names.index("step")].copy_(entries[0]["step"])
+        piece.sum = _joined(owned, entries, "sum", torch.float32, self.device)
+        piece.pending = _joined(owned, entries, "pending", _wire_dtype(owned), torch.device("cpu"))
+        return piece
+
+    def close(self) -> None:
+        self._drop()
+        self._worker.shutdown(wait=True, cancel_futures=True)
+
+
+def _nbytes(tensors: Sequence[Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def _wire_dtype(owned: OwnedFragment) -> torch.dtype:
+    """That of gradients, unless it cannot hold them without a loss scale."""
+    dtype = owned.grad_bucket.dtype
+    return torch.float32 if dtype is torch.float16 else dtype
+
+
+def _overlap(owned: OwnedFragment, entry: Mapping[str, Any]) -> bool:
+    start, stop = entry["start"], entry["start"] + entry["numel"]
+    return start < owned.fragment.param_offset + owned.fragment.numel and owned.fragment.param_offset < stop
+
+
+def _joined(
+    owned: OwnedFragment,
+    entries: Sequence[Mapping[str, Any]],
+    key: str,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Tensor | None:
+    """The part of the entries' tensors that is ``owned``; None if they have none."""
+    if all(entry[key] is None for entry in entries):
+        return None
+    result = torch.zeros(owned.fragment.numel, dtype=dtype, device=device)
+    first, last = owned.fragment.param_offset, owned.fragment.param_offset + owned.fragment.numel
+    for entry in entries:
+        low, high = max(first, entry["start"]), min(last, entry["start"] + entry["numel"])
+        if entry[key] is not None:
+            part = entry[key].view(-1)[low - entry["start"] : high - entry["start"]]
+            result[low - first : high - first].copy_(part)
+    return result
+
+
+class ZenFlowStepExecutor(StepExecutor):
+    """A step that updates the chosen columns, and leaves the others to rounds."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        assert self.plan.zenflow is not None
+        if not runs_ahead(self.store.optimizer) or self.store.traits.grain > 1:
+            raise DeepSpeedConfigError(
+                f"zero_optimization.zenflow cannot be combined with {class_name(self.store.optimizer)}: it updates "
+                "columns, which elementwise optimizers of this package can. Leave optimizer= out and let the config's "
+                "'optimizer' section name one (Adam, AdamW, Adagrad, Lion, SGD; without state_bits and "
+                "stochastic_rounding)"
+            )
+        optimizer = cast(MultiTensorOptimizer, self.store.optimizer)
+        self.zenflow = ZenFlow(self.plan.zenflow, optimizer, self.store, self.scopes)
+
+    def step(self) -> StepResult:
+        result = super().step()
+        if result.applied:
+            self.zenflow.note()
+        return result
+
+    def _update(self, used: Sequence[bool], grad_scale: float, context: UpdateContext) -> None:
+        update_all = partial(super()._update, used, grad_scale, context)
+        self.zenflow.step(used, grad_scale, update_all)
+        self.store.optimizer._opt_called = True  # type: ignore[attr-defined]  # torch's schedulers look for it
+
+    def _update_lists(self, lists: list[GroupTensors], grad_scale: float, context: UpdateContext) -> None:
+        """All of it, in the rounds at the beginning: the host updates, the gradients are on the device."""
+        on_host = [
+            entry._replace(grads=[g.to(m.device) for g, m in zip(entry.grads, entry.masters, strict=True)])
+            for entry in lists
+        ]
+        super()._update_lists(on_host, grad_scale, context)
+
+    def close(self) -> None:
+        super().close()
+        self.zenflow.close()
+
+
+class ZenFlowState:
+    """``OwnState`` of a run with ZenFlow: each rank saves what it has deferred and chosen."""
+
+    takes_part = True
+
+    def __init__(self, zenflow: ZenFlow) -> None:
+        self.zenflow = zenflow
+
+    def saved(self) -> dict[str, Any]:
+        return self.zenflow.saved()
+
+    def load(self, saved: Sequence[Mapping[str, Any]], rank: int, ranks: int) -> list[str]:
+        return self.zenflow.load(saved, rank, ranks)

@@ -1,0 +1,23 @@
+"""The optimizers that the engine returns at stages 1 and 2 with ``zero_optimization.zenflow``."""
+
+from __future__ import annotations
+
+from deepspeed.config.sections.zenflow import ZenFlowConfig
+from deepspeed.zero.optimizer import DeepSpeedZeroOptimizer
+
+
+class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):
+    """A ``DeepSpeedZeroOptimizer`` whose step updates the chosen columns."""
+
+    @classmethod
+    def create(cls, zenflow_config: ZenFlowConfig) -> type[ZenFlowZeroOptimizer]:
+        """The class for this config: does the host work beside the next round, or before it?"""
+        return ZenFlowZeroOptimizerParallel if zenflow_config.overlap_step else ZenFlowZeroOptimizerSequential
+
+
+class ZenFlowZeroOptimizerSequential(ZenFlowZeroOptimizer):
+    """``overlap_step: false``: a round ends when the host has updated."""
+
+
+class ZenFlowZeroOptimizerParallel(ZenFlowZeroOptimizer):
+    """``overlap_step: true``: the host updates while the next round computes."""

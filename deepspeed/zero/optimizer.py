@@ -1,0 +1,451 @@
+"""The optimizer that the engine returns when it shards state or keeps master weights: a facade for clients.
+
+``StepExecutor`` does the work, on the tensors of ``StateStore``; this module has the members that schedulers,
+Accelerate, Lightning and scripts read.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from deepspeed.optim.base import ZeROOptimizer
+from deepspeed.zero.bucket import ParamBucket
+from deepspeed.zero.gathering.leaf_modules import z3_leaf_module
+from deepspeed.zero.norms import clip_coefficient
+from deepspeed.zero.offload.state_moves import HasMovableStates, StateMover
+from deepspeed.zero.parameter_offload import DeepSpeedZeRoOffload
+from deepspeed.zero.states.access import JOINED, StateAccess
+from deepspeed.zero.step import StepExecutor, StepResult
+
+
+class ZeroOptimizer(HasMovableStates, ZeROOptimizer):
+    """Wraps ``optimizer`` (the client's, or the one named in the config)."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        executor: StepExecutor,
+        access: StateAccess,
+        mover: StateMover,
+    ) -> None:
+        self.optimizer = optimizer
+        self.executor = executor
+        self.access = access
+        self.mover = mover
+        self.last: StepResult | None = None
+        self.allgather_bucket_size = 0
+        """The config's key, in elements, which the engine sets."""
+        self.external_loss_scale: float | None = None
+        """What ``override_loss_scale`` was given."""
+        self.differentiate: Callable[[], Callable[..., Any] | None] = lambda: None
+        """Gives the ``backward`` of the engine, which sets this."""
+        self.beside_engine: Callable[[], None] = lambda: None
+        """Told of a ``step`` that a script calls here; set by the engine, which steps without it."""
+
+    # What optimizers have -----------------------------------------------------------------------------------
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return self.optimizer.param_groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        self.optimizer.param_groups = groups
+
+    @property
+    def state(self) -> Any:
+        return self.optimizer.state
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        return self.optimizer.defaults
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As in torch: parameters that were frozen, or in no optimizer, train from their first gradient on."""
+        self.optimizer.add_param_group(param_group)
+
+    def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
+        """``engine.backward(loss)`` without the division by the accumulation steps: the caller has divided."""
+        backward = self.differentiate()
+        if backward is None:
+            raise RuntimeError("optimizer.backward(loss) needs the engine of this optimizer, which is gone")
+        backward(loss, retain_graph=retain_graph, scale_wrt_gas=False)
+
+    def step(self, closure: None = None) -> None:
+        """Unscale, clip, update and publish; an overflow skips the step. ``closure`` is not supported."""
+        if closure is not None:
+            raise ValueError("closure is not supported: call engine.backward() and engine.step()")
+        self.beside_engine()
+        self.last = self.executor.step()
+        self.executor.reducer.clear()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.executor.reducer.clear()
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's shard: its part of each parameter by name with its interval, groups, and the loss scale."""
+        return {
+            "zero_stage": self.executor.plan.zero.stage,
+            "shards": {
+                index.name: {
+                    "start": index.start,
+                    "stop": index.stop,
+                    **{k: v.clone() for k, v in tensors.items()},
+                }
+                for index, tensors in self.access.local_states()
+            },
+            "param_groups": copy.deepcopy(self.access.param_groups),
+            **self.access.scalars(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any], **_: Any) -> None:
+        """Inverse of ``state_dict`` for the same partitioning; ``engine.load_checkpoint`` loads any other."""
+        shards: dict[str, Any] = state["shards"]
+        for index, _tensors in self.access.local_states():
+            saved = shards.get(index.name)
+            if saved is None or (saved["start"], saved["stop"]) != (index.start, index.stop):
+                raise ValueError(
+                    f"the state of {index.name} was saved for a different partitioning: use engine.load_checkpoint"
+                )
+        self.access.write_local_states(
+            {
+                name: {key: value for key, value in shard.items() if key not in ("start", "stop")}
+                for name, shard in shards.items()
+            }
+        )
+        self.access.param_groups = copy.deepcopy(state["param_groups"])
+        self.access.load_scalars(state)
+        self.access.publish()
+
+    # What clients of the system read ------------------------------------------------------------------------
+
+    @property
+    def loss_scale(self) -> float:
+        return self.executor.scaler.scale
+
+    @property
+    def cur_scale(self) -> float:
+        return self.executor.scaler.scale
+
+    @property
+    def dynamic_loss_scale(self) -> bool:
+        return self.executor.scaler.dynamic
+
+    @property
+    def loss_scaler(self) -> Any:
+        return self.executor.scaler
+
+    @property
+    def loss_scale_config(self) -> Any:
+        """The loss scale and its rules: ``cur_scale``, ``cur_iter``, ``scale_window`` and others, read at any time."""
+        return self.executor.scaler
+
+    @property
+    def cur_iter(self) -> int:
+        return self.executor.scaler.cur_iter
+
+    @property
+    def last_overflow_iter(self) -> int:
+        return self.executor.scaler.last_overflow_iter
+
+    @property
+    def scale_window(self) -> int:
+        return self.executor.scaler.scale_window
+
+    @property
+    def scale_factor(self) -> float:
+        return self.executor.scaler.scale_factor
+
+    @property
+    def min_loss_scale(self) -> float:
+        return self.executor.scaler.min_scale
+
+    @property
+    def low_precision_dtype(self) -> torch.dtype:
+        """Of the model's own weights."""
+        return self.executor.plan.precision.param or torch.float32
+
+    def needs_scaler(self) -> bool:
+        """Whether a loss has to be multiplied by the loss scale before its backward (fp16)."""
+        return self.executor.scaler.plan.active
+
+    def scale_if_loss(self, value: Any) -> Any:
+        """A scalar that has a graph, times the loss scale; anything else as it is."""
+        if isinstance(value, Tensor) and value.numel() == 1 and value.grad_fn is not None:
+            return value * self.executor.scaler.scale
+        return value
+
+    def override_loss_scale(self, loss_scale: float) -> None:
+        """Use this scale from now on (some pipelines set it from outside)."""
+        if not math.isfinite(loss_scale) or loss_scale <= 0:
+            raise ValueError(f"loss_scale must be finite and greater than 0, not {loss_scale!r}")
+        self.executor.scaler.scale = self.external_loss_scale = float(loss_scale)
+
+    @property
+    def overflow(self) -> bool:
+        """Whether the last step was skipped because of a non-finite gradient."""
+        return self.last is not None and not self.last.applied
+
+    @property
+    def check_grad_overflow(self) -> bool:
+        """Whether steps with non-finite gradients are skipped: always in fp16, as ``bf16.check_grad_overflow`` says."""
+        return self.executor.plan.precision.check_overflow
+
+    def check_overflow(self, *_: Any, **__: Any) -> bool:
+        return self.overflow
+
+    @property
+    def _global_grad_norm(self) -> float:
+        return self.scaled_global_norm()
+
+    @property
+    def averaged_gradients(self) -> dict[int, list[Tensor]]:
+        """This rank's parts of the gradients that are summed over ranks, by optimizer group; empty before the backward
+        of a boundary and after the step."""
+        if any(bucket.reduced is None for bucket in self.executor.reducer.buckets):
+            return {}
+        return {
+            number: [owned.gradient() for owned in group]
+            for number, group in enumerate(self.executor.store.by_group)
+        }
+
+    def get_fp32_grad_partitions(self) -> dict[int, dict[int, Tensor]]:
+        """The same in fp32 and by parameter: group -> place in the group -> flat part, empty where this rank has none
+        of it. Times the loss scale, as ``averaged_gradients``."""
+        if not self.averaged_gradients:
+            return {}
+        parts: dict[int, dict[int, Tensor]] = {}
+        for number, group in enumerate(self.param_groups):
+            for place, param in enumerate(group["params"]):
+                if self.access.name_of(param) is not None:
+                    part = self.access.local_gradient(param)
+                    parts.setdefault(number, {})[place] = torch.empty(0) if part is None else part.float()
+        return parts
+
+    def refresh_fp32_params(self) -> None:
+        """Set the master weights from the model's own, which were loaded or edited."""
+        with torch.no_grad():
+            self.executor.store.refresh_masters()
+
+    def update_lp_params(self) -> None:
+        """Set the model's own weights from the master weights, which were loaded or edited. Collective."""
+        self.access.publish()
+
+    @property
+    def clip_grad(self) -> float:
+        return self.executor.plan.gradients.clip
+
+    def scaled_global_norm(self, norm_type: float = 2) -> float:
+        """Norm of the averaged gradients at the last step, before clipping."""
+        if norm_type != 2:
+            raise ValueError(f"norm_type={norm_type}: only the 2-norm is kept")
+        return self.last.norm if self.last is not None else 0.0
+
+    def get_lr(self) -> float:
+        return self.param_groups[0]["lr"]
+
+    def set_lr(self, lr: float) -> None:
+        for group in self.param_groups:
+            group["lr"] = lr
+
+    @property
+    def bit16_groups(self) -> list[list[Tensor]]:
+        """The model's parameters by optimizer group."""
+        return [list(group["params"]) for group in self.param_groups]
+
+    fp16_groups = bf16_groups = bit16_groups
+
+    @property
+    def single_partition_of_fp32_groups(self) -> list[Tensor]:
+        """This rank's master weights, one flat tensor per optimizer group (a copy)."""
+        self.executor.store.settle()
+        flat = []
+        for group in self.executor.store.by_group:
+            masters = [owned.master.detach().view(-1) for owned in group]
+            flat.append(torch.cat(masters) if masters else torch.empty(0))
+            setattr(flat[-1], JOINED, list(group))  # its state can be looked up, too
+        return flat
+
+    @property
+    def params_in_partition(self) -> list[list[Tensor]]:
+        params = self.executor.store.params
+        return [[params[owned.param_index] for owned in group] for group in self.executor.store.by_group]
+
+    @property
+    def partition_count(self) -> list[int]:
+        """Among how many ranks the state of each optimizer group is divided (with experts: the largest number)."""
+        buckets = self.executor.store.param_buckets
+        shards = {id(param): bucket.layout.num_shards for bucket in buckets for param in bucket.params}
+        return [
+            max((shards[id(param)] for param in group["params"] if id(param) in shards), default=1)
+            for group in self.param_groups
+        ]
+
+    @property
+    def dp_process_group(self) -> Any:
+        return self.executor.communicator.group
+
+    def destroy(self) -> None:
+        self.executor.close()
+
+
+def _flat(bucket: ParamBucket) -> list[Tensor]:
+    return [bucket.full] if bucket.full is not None else [param.data.view(-1) for param in bucket.params]
+
+
+class DeepSpeedZeroOptimizer(ZeroOptimizer):
+    """Stages 1 and 2 (documented as ``deepspeed.zero.optimizer.DeepSpeedZeroOptimizer``)."""
+
+    nccl_start_alignment_factor = 2
+    """Parts of ranks begin at a multiple of this many elements; in fact at one of ``layout.ALIGNMENT``."""
+
+    @property
+    def bit16_groups_flat(self) -> list[Tensor]:
+        """The model's weights, in place: one flat tensor per bucket that is divided, or per undivided parameter."""
+        return [flat for bucket in self.executor.store.param_buckets for flat in _flat(bucket)]
+
+    @property
+    def real_dp_process_group(self) -> list[Any]:
+        """The ranks of each tensor of ``bit16_groups_flat``."""
+        return [
+            bucket.communicator.group for bucket in self.executor.store.param_buckets for _ in _flat(bucket)
+        ]
+
+    @property
+    def parallel_partitioned_bit16_groups(self) -> list[list[Tensor]]:
+        """The model's weights as they are divided: for each bucket, the part of every rank, in place."""
+        return [
+            list(bucket.full.chunk(bucket.layout.num_shards))
+            if bucket.full is not None
+            else [param.data.view(-1) for param in bucket.params]
+            for bucket in self.executor.store.param_buckets
+        ]
+
+
+class DeepSpeedZeroOptimizer_Stage3(ZeroOptimizer):
+    """Stage 3 (documented as ``deepspeed.zero.optimizer.DeepSpeedZeroOptimizer_Stage3``)."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        executor: StepExecutor,
+        access: StateAccess,
+        mover: StateMover,
+        parameter_offload: DeepSpeedZeRoOffload,
+    ) -> None:
+        super().__init__(optimizer, executor, access, mover)
+        self.parameter_offload = parameter_offload
+
+    @property
+    def fp32_partitioned_groups_flat(self) -> list[Tensor]:
+        """This rank's master weights, one flat tensor per optimizer group (a copy)."""
+        return ZeroOptimizer.single_partition_of_fp32_groups.fget(self)  # type: ignore[attr-defined]
+
+    @property
+    def fp16_partitioned_groups(self) -> list[list[Tensor]]:
+        """This rank's parts of the model's parameters (``ds_tensor``) by optimizer group."""
+        return [[param.ds_tensor for param in group["params"]] for group in self.param_groups]
+
+    @property
+    def single_partition_of_fp32_groups(self) -> list[Tensor]:
+        raise AttributeError(
+            "single_partition_of_fp32_groups exists at stages 1 and 2; see fp32_partitioned_groups_flat"
+        )
+
+    @property
+    def grad_partitions_flat_buffer(self) -> Tensor:
+        """This rank's parts of the gradients in one flat tensor (a copy); empty when ``averaged_gradients`` is."""
+        parts = [part.reshape(-1) for group in self.averaged_gradients.values() for part in group]
+        return torch.cat(parts) if parts else torch.empty(0)
+
+    @property
+    def persistent_parameters(self) -> list[nn.Parameter]:
+        """The parameters that stay gathered (``stage3_param_persistence_threshold``)."""
+        return self.parameter_offload.persistent_parameters
+
+    @property
+    def leaf_parameters(self) -> dict[nn.Module, list[nn.Parameter]]:
+        """The parameters of each module that is gathered as one (``set_z3_leaf_modules``)."""
+        modules = self.parameter_offload.module.modules()
+        return {module: list(module.parameters()) for module in modules if z3_leaf_module(module)}
+
+    def get_full_hp_param(self, param: nn.Parameter, optim_state_key: str | None = None) -> Tensor | None:
+        """The whole fp32 weight, or the state ``optim_state_key`` (``exp_avg``, ...). Collective."""
+        if optim_state_key is None:
+            return self.access.full_master(param)
+        return self.access.full_state(param, optim_state_key)
+
+    def get_fp32_grad_for_param(self, param: nn.Parameter) -> Tensor | None:
+        """The whole reduced gradient in fp32; None if there is none yet. Collective."""
+        return self.access.full_gradient(param)
+
+    def _set_fp32_optimizer_param_groups(self) -> None:
+        """Nothing to do: groups always hold the parameters, and their state is shown under them."""
+
+    _clear_fp32_optimizer_param_groups = _set_fp32_optimizer_param_groups
+
+    def quantize_nontrainable_params(self) -> None:
+        """Nothing is left to do: with ``zero_quantized_nontrainable_weights`` the engine gathers frozen weights in 8
+        bits from its first step on."""
+
+    def empty_partition_cache(self) -> None:
+        """Release every parameter that is gathered and not in use."""
+        self.parameter_offload.empty_partition_cache()
+
+
+class WholeMasters(ZeroOptimizer):
+    """Stage 0 with weights of 16 bits: every rank has all master weights."""
+
+    @property
+    def fp32_groups_flat(self) -> list[Tensor]:
+        """The master weights, one flat tensor per optimizer group (a copy)."""
+        return self.single_partition_of_fp32_groups
+
+    @property
+    def fp32_groups(self) -> list[list[Tensor]]:
+        """The master weights of each optimizer group, in the shapes of the parameters (copies)."""
+        groups = [
+            [self.access.full_master(param) for param in group["params"]] for group in self.param_groups
+        ]
+        return [[master for master in group if master is not None] for group in groups]
+
+    def _divisor(self, total_norm: float) -> float:
+        """By what a step divides gradients whose norm, times the loss scale, is ``total_norm``."""
+        scale = self.loss_scale
+        return scale / clip_coefficient(total_norm / scale, self.clip_grad)
+
+
+class FusedOptimizer(WholeMasters):
+    """FusedAdam or a 1-bit Adam: an instance of ``deepspeed.compat.fp16.fused_optimizer.FP16_Optimizer``."""
+
+    def unscale_and_clip_grads(
+        self, grad_groups_flat: Sequence[Tensor], total_norm: float, apply_scale: bool = True
+    ) -> float:
+        """Divide ``grad_groups_flat``, of which ``total_norm`` is the norm, by the loss scale and by what clipping asks
+        for, as a step does with its own. Returns the divisor; ``apply_scale=False`` only computes it."""
+        divisor = self._divisor(total_norm)
+        if apply_scale and divisor != 1.0:
+            for grads in grad_groups_flat:
+                grads.div_(divisor)
+        return divisor
+
+
+class BF16_Optimizer(FusedOptimizer):
+    """bf16 weights whose gradients accumulate in fp32 (documented as
+    ``deepspeed.zero.optimizer.BF16_Optimizer``); clients ask for either class."""
+
+
+class UnfusedOptimizer(WholeMasters):
+    """Any other optimizer: an instance of ``deepspeed.compat.fp16.unfused_optimizer.FP16_UnfusedOptimizer`` for
+    clients that ask."""
+
+    def unscale_and_clip_grads(self, total_norm: float, apply_scale: bool = True) -> float:
+        """The divisor of gradients whose norm, times the loss scale, is ``total_norm``: the loss scale times what
+        clipping asks for. ``apply_scale`` changes nothing: a step divides while it updates."""
+        return self._divisor(total_norm)

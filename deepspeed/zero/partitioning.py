@@ -1,0 +1,141 @@
+"""How parameters are partitioned: from a module and a plan to bucket layouts. No allocation, no communication.
+
+Both the engine and the memory planner (``deepspeed/planning``) start here, so what is planned is what is built.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from deepspeed.base.sharded import full_numel
+from deepspeed.config.plan import Plan
+from deepspeed.zero.gather_units import assign_units
+from deepspeed.zero.gathering.gather_rules import persistence_threshold
+from deepspeed.zero.gradients.sparse import sparse_parameters
+from deepspeed.zero.layout import BucketLayout, CutPolicy, ParamSpec, cut
+from deepspeed.zero.precision import wire_dtypes
+from deepspeed.zero.replica_groups import scope_name
+
+if TYPE_CHECKING:
+    from deepspeed.config.sections.zero import DeepSpeedZeroConfig
+
+MERGE_NUMEL = 4 * 1024 * 1024
+"""Stages 0 to 2: consecutive small blocks share a bucket up to this size. Fewer collectives, and still overlap."""
+
+UNIT_NUMEL = 2**31 - 1
+"""Stage 3: a gather unit is split further only above this size, which 32-bit element counts can still address."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainedParams:
+    """The parameters that the engine trains, each once, in registration order."""
+
+    params: list[nn.Parameter]
+    names: list[str]
+    shared: list[tuple[str, ...]]
+    units: list[int]
+    held: int
+    """How many the optimizer holds; these come first."""
+
+    @classmethod
+    def none(cls) -> TrainedParams:
+        return cls(params=[], names=[], shared=[], units=[], held=0)
+
+
+def trained_params(module: nn.Module, groups: Iterable[dict[str, Any]]) -> TrainedParams:
+    """Trainable parameters that the optimizer's ``groups`` hold; those outside ``module`` come last."""
+    return named_params(module, [p for group in groups for p in group["params"] if p.requires_grad])
+
+
+def named_params(module: nn.Module, params: Iterable[nn.Parameter]) -> TrainedParams:
+    """Exactly ``params``, each once, in the order of ``module``; those outside it come last."""
+    held = {id(p): p for p in params}
+    units = assign_units(module)
+    aliases: dict[int, list[str]] = {}
+    order: list[nn.Parameter] = []
+    for name, param in module.named_parameters(remove_duplicate=False):
+        if id(param) in held:
+            if id(param) not in aliases:
+                order.append(param)
+            aliases.setdefault(id(param), []).append(name)
+    outside = [p for key, p in held.items() if key not in aliases]
+    after = max(units.values(), default=-1) + 1
+    return TrainedParams(
+        params=order + outside,
+        names=[aliases[id(p)][0] for p in order] + [f"outside_module.{i}" for i in range(len(outside))],
+        shared=[tuple(aliases[id(p)][1:]) for p in order] + [()] * len(outside),
+        units=[units[p] for p in order] + [after] * len(outside),
+        held=len(order) + len(outside),
+    )
+
+
+def with_frozen(module: nn.Module, trained: TrainedParams) -> TrainedParams:
+    """The trained parameters, then the others of ``module`` (so that the indices of the trained ones do not change)."""
+    units = assign_units(module)
+    known = {id(p) for p in trained.params}
+    others = [(n, p) for n, p in module.named_parameters() if id(p) not in known]
+    return TrainedParams(
+        params=trained.params + [p for _, p in others],
+        names=trained.names + [n for n, _ in others],
+        shared=trained.shared + [()] * len(others),
+        units=trained.units + [units[p] for _, p in others],
+        held=trained.held,
+    )
+
+
+def param_specs(
+    module: nn.Module,
+    trained: TrainedParams,
+    plan: Plan,
+    dtype_of: Callable[[nn.Parameter], torch.dtype] = lambda param: param.dtype,
+) -> list[ParamSpec]:
+    """One row per parameter. ``dtype_of``: the dtype that a parameter will have once the engine has cast it."""
+    special = wire_dtypes(module, plan.precision)
+    by_rows = sparse_parameters(module) if plan.gradients.sparse else set()
+    return [
+        ParamSpec(
+            index=i,
+            name=trained.names[i],
+            numel=full_numel(param),
+            dtype=dtype_of(param),
+            unit=trained.units[i],
+            scope=scope_name(param),
+            wire_dtype=plan.precision.reduce or special.get(param, dtype_of(param)),
+            requires_grad=i < trained.held,  # what is in no optimizer is not reduced, whatever its flag says
+            alone=param in by_rows,
+        )
+        for i, param in enumerate(trained.params)
+    ]
+
+
+def cut_whole(
+    specs: Sequence[ParamSpec], plan: Plan, ranks: int | Mapping[str, int], grain: int = 1
+) -> tuple[BucketLayout, ...]:
+    """Stages 0 to 2: parameters stay whole on every rank. ``ranks`` share one copy of the states, by scope.
+    ``grain``: of the optimizer (``UpdateTraits``)."""
+    policy = CutPolicy(max_numel=plan.zero.reduce_bucket_numel, merge_numel=MERGE_NUMEL, grain=grain)
+    return cut(specs, policy, ranks if plan.zero.shard_state else 1)
+
+
+def cut_sharded(
+    specs: Sequence[ParamSpec],
+    zero: DeepSpeedZeroConfig,
+    ranks: int | Mapping[str, int],
+    grain: int = 1,
+) -> list[tuple[BucketLayout, bool]]:
+    """Stage 3: ``(layout, persistent)``; persistent buckets hold small parameters and stay gathered."""
+    persist = persistence_threshold(
+        (spec.numel for spec in specs),
+        int(zero.param_persistence_threshold),
+        int(zero.model_persistence_threshold),
+    )
+    policy = CutPolicy(max_numel=UNIT_NUMEL, persist_numel=persist, grain=grain)
+    return [
+        (layout, all(slot.numel <= policy.persist_numel for slot in layout.slots))
+        for layout in cut(specs, policy, ranks)
+    ]

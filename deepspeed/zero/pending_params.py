@@ -1,0 +1,156 @@
+"""Parameters that start training later: unfrozen during training, or passed to ``optimizer.add_param_group``.
+
+Until then they cost nothing: no gradient buckets, no masters, no state. When one gets its first gradient, autograd
+leaves it in ``param.grad``, where it accumulates over micro-batches like a local sum. At the next step all ranks agree
+on which parameters have one (``GradReport.woken``). These get buckets, masters and a place in the reducer; their local
+sums are reduced over the ranks, and they are updated in that step. From the next backward on they are like any other.
+
+The opposite case needs no handling: a parameter that is frozen later has no gradient, and a parameter that no rank used
+keeps its value and its state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from deepspeed.base.logging import log_dist, logger
+from deepspeed.zero.partitioning import TrainedParams, named_params
+from deepspeed.zero.states.store import PARAMS
+
+if TYPE_CHECKING:
+    from deepspeed.config.plan import Plan
+    from deepspeed.zero.bucket import ParamBucket, WeightPublisher
+    from deepspeed.zero.gradients.bucket import GradBucket
+    from deepspeed.zero.gradients.reducer import GradReducer
+    from deepspeed.zero.states.access import StateAccess
+    from deepspeed.zero.states.store import StateStore
+
+Buckets = tuple[Sequence["ParamBucket"], Sequence["GradBucket"]]
+
+
+class LateParams:
+    """Watches the optimizer's parameters that are not trained yet, and admits each when it gets a gradient.
+
+    Args:
+        module: the whole model, for names.
+        make_buckets: makes buckets that hold these parameters, numbered after those of ``store``, and their gradient
+            buckets. Local.
+        spare: parameters meant for the optimizer's only group but left out because they were frozen.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        plan: Plan,
+        reducer: GradReducer,
+        store: StateStore,
+        publisher: WeightPublisher,
+        access: StateAccess,
+        make_buckets: Callable[[TrainedParams], Buckets],
+        spare: Sequence[nn.Parameter],
+    ) -> None:
+        self.module = module
+        self.reducer = reducer
+        self.store = store
+        self.publisher = publisher
+        self.access = access
+        self._followers: list[Callable[[Sequence[str]], None]] = []
+        self.make_buckets = make_buckets
+        self.spare = list(spare)
+        self._groups: list[int] = []
+        self._trained = -1
+        self._known = {id(p) for p in module.parameters()}
+        if not plan.zero.shard_params:  # frozen parameters outside the model have not been sharded
+            self._known |= {id(p) for group in self.store.optimizer.param_groups for p in group[PARAMS]}
+        self._strays: list[tuple[str, nn.Parameter]] = []
+        self._frozen = [(name, p) for name, p in module.named_parameters() if not p.requires_grad]
+        self.look()
+
+    def follow(self, follower: Callable[[Sequence[str]], None]) -> None:
+        """Call ``follower`` with the names of parameters that are admitted, once the store has them."""
+        self._followers.append(follower)
+
+    def look(self) -> None:
+        """Find the waiting parameters: the same on every rank, as their optimizers are the same."""
+        groups = self.store.optimizer.param_groups
+        sizes = [len(group[PARAMS]) for group in groups]
+        if sizes != self._groups or len(self.store.params) != self._trained:
+            self._groups, self._trained = sizes, len(self.store.params)
+            self.store.follow_groups()
+            trained = {id(p) for p in self.store.params}
+            held = {id(p): p for group in groups for p in group[PARAMS]}
+            held.update((id(p), p) for p in self.spare)
+            self.reducer.waiting = [p for key, p in held.items() if key not in trained]
+            self._strays = [(name, p) for name, p in self._frozen if id(p) not in held]
+        if self._strays:
+            self._name_strays()
+
+    def _name_strays(self) -> None:
+        """Parameters in no optimizer do not train, as in torch; but a script that unfreezes one may expect it to."""
+        names = [name for name, p in self._strays if p.requires_grad and p.grad is not None]
+        if names:
+            known = set(names)
+            self._frozen = [(name, p) for name, p in self._frozen if name not in known]
+            self._strays = [(name, p) for name, p in self._strays if name not in known]
+            logger.warning(
+                f"{_listed(names)} {_were(names)} unfrozen and got a gradient, but the optimizer does not hold "
+                "what was frozen when it was made, so it does not train. Give it to the optimizer: "
+                "engine.optimizer.add_param_group({'params': [...]})."
+            )
+
+    def admit(self, chosen: Sequence[bool]) -> None:
+        """Train the waiting parameters that are ``chosen``, with the gradients they have. Collective."""
+        first = len(self.store.params)
+        buckets = self._admit([p for p, yes in zip(self.reducer.waiting, chosen, strict=True) if yes])
+        self.reducer.sum_admitted(first, buckets)
+
+    def admit_saved(self, names: Collection[str]) -> None:
+        """A checkpoint holds these parameters' state: train those of them that are waiting. Local, on every rank."""
+        self.look()
+        own = {id(p): name for name, p in self.module.named_parameters()}
+        params = [p for p in self.reducer.waiting if own.get(id(p)) in names]
+        if params:
+            self._admit(params)
+
+    def _admit(self, params: Sequence[nn.Parameter]) -> Sequence[GradBucket]:
+        added = named_params(self.module, params)
+        self._check(added)
+        self._join_group(added.params)
+        weights, grads = self.make_buckets(added)
+        self.store.admit(added.params, weights, grads)
+        self.reducer.admit(added.params, grads)
+        self.access.admit(added.names, added.shared)
+        for follower in self._followers:
+            follower(added.names)
+        publisher = self.publisher
+        publisher.buckets += [bucket for bucket in weights if bucket not in publisher.buckets]
+        self.look()
+        log_dist(
+            f"{_listed(added.names)} {_were(added.names)} unfrozen: trained from this step on", ranks=[0]
+        )
+        return grads
+
+    def _check(self, added: TrainedParams) -> None:
+        new = [n for n, p in zip(added.names, added.params, strict=True) if id(p) not in self._known]
+        if new:
+            raise RuntimeError(
+                f"{_listed(new)}: in the optimizer and with a gradient, but not part of the model when "
+                "deepspeed.initialize was called. Add it to the model, frozen if need be, before initialize."
+            )
+
+    def _join_group(self, params: Sequence[nn.Parameter]) -> None:
+        groups = self.store.optimizer.param_groups
+        held = {id(p) for group in groups for p in group[PARAMS]}
+        groups[0][PARAMS] += [p for p in params if id(p) not in held]
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return f"{'parameter' if len(names) == 1 else 'parameters'} {', '.join(names[:5])}{more}"
+
+
+def _were(names: Sequence[str]) -> str:
+    return "was" if len(names) == 1 else "were"

@@ -1,0 +1,169 @@
+"""Finds where the parameters of a module lie in larger tensors: marks of Megatron's layers, and experts.
+
+Layers of our own write ``param.ds_placement`` themselves (``deepspeed/checkpoint/placement.py``); what is read here is
+what others write. DTensors are read by ``zero/dtensors.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from deepspeed.base.sharded import full_shape
+from deepspeed.checkpoint.placement import (
+    ATTRIBUTE,
+    EXPERTS,
+    NUMBERED_EXPERTS,
+    Placement,
+    interval,
+    is_numbered_expert,
+    place,
+    placement_of,
+)
+from deepspeed.checkpoint.shards import Region, regions, without
+from deepspeed.comm.mesh import ProcessMesh
+from deepspeed.zero.replica_groups import SHARED_BY, Scopes
+
+STACKED = "ds_stacked_experts"
+"""Attribute of a parameter that is a stack of the experts' weights."""
+_FOUND = "_ds_placement_was_found"
+"""Marks a parameter whose placement, if any, was found here and not written by who split it."""
+
+
+def find_placements(params: Iterable[Tensor], mesh: ProcessMesh, scopes: Scopes) -> None:
+    """Let every parameter that is not simply whole carry its placement. Collective over ranks that split tensors.
+
+    As in Megatron-LM, a parameter that tensor-parallel ranks hold without a mark is taken for a copy: it counts once.
+    """
+    params = list(params)
+    unknown = [param for param in params if not hasattr(param, ATTRIBUTE) or hasattr(param, _FOUND)]
+    for param in unknown:
+        if hasattr(param, ATTRIBUTE):  # of an earlier engine, whose mesh may have been another
+            delattr(param, ATTRIBUTE)
+        setattr(param, _FOUND, True)
+    if mesh.size("tp") > 1:
+        _read_marks(unknown, mesh)
+    if scopes.across:
+        _count_once(unknown, mesh)
+    for param in unknown:
+        scope = scopes.of(param)
+        if scope.kinds > 1 and not is_numbered_expert(param):
+            place(param, placement_of(param).stacked(scope.kind, scope.kinds, EXPERTS))
+    for param in params:
+        known = placement_of(param)
+        if is_numbered_expert(param) and NUMBERED_EXPERTS not in known.split:
+            place(param, replace(known, split=(*known.split, NUMBERED_EXPERTS)))
+
+
+def is_stack(param: Tensor) -> bool:
+    """Whether the first dim of a parameter numbers experts, each of which has a matrix of its own."""
+    stacked = bool(getattr(param, STACKED, False)) or not getattr(param, "allreduce", True)
+    return stacked and len(full_shape(param)) > 2
+
+
+def in_parts(param: Tensor, *, matrices: bool = False) -> bool:
+    """Whether the rank holds a part of a tensor, whatever splits it, or with ``matrices`` parts of matrices: a run of
+    stacked ones is whole. The slices of ZeRO do not count."""
+    placement, own = placement_of(param), tuple(full_shape(param))
+    whole = placement.global_shape
+    if EXPERTS in placement.split and len(whole) > len(
+        own
+    ):  # other ranks have other tensors of the same name
+        whole = whole[1:]
+    if len(whole) != len(own):  # split, but nobody says how
+        return True
+    first = int(matrices and is_stack(param))
+    return own[first:] != whole[first:]
+
+
+def whole_tensor(
+    tensor: Tensor, scopes: Scopes, *, of: Tensor | None = None, share: int | None = None
+) -> Tensor:
+    """The global tensor that ``tensor`` [the rank's shape] is a part of, in its dtype, without gradient. Collective
+    over the ranks of a split. Experts are stacked along a new first dim, in which all ranks take part.
+    ``of``: the parameter whose place ``tensor`` has, if that is not itself. ``share``: of experts with names of their
+    own, those of the rank at this place among the ranks that share them."""
+    param = tensor if of is None else of
+    placement, axes = placement_of(param), scopes.split_axes(param)
+    spread = EXPERTS in placement.split or share is not None
+    if not axes and not spread:
+        return tensor.detach()
+    flat = tensor.detach().reshape(-1)
+    whole = tensor.new_zeros(placement.global_shape)
+    scope = scopes.of(param)
+    if not spread or (scope.first_holder and share in (None, scope.kind)):
+        for region in _regions(placement, 0, flat.numel()):
+            whole[tuple(slice(low, high) for low, high in region.box)] = _view(flat, region)
+    sums = [scopes.across[axis] for axis in axes] + ([scopes.everyone] if spread else [])
+    for communicator in sums:
+        communicator.all_reduce(whole.view(-1)).wait()
+    return whole
+
+
+def counted(param: Tensor, values: Tensor, start: int) -> list[Tensor]:
+    """Views of ``values``, elements ``[start, start + numel)`` of the rank's flat ``param``: what counts on this rank
+    where every weight must count once."""
+    placement = placement_of(param)
+    if not placement.counts or not placement.elsewhere:
+        return [values] if placement.counts else []
+    found = _regions(placement, start, start + values.numel())
+    return [_view(values.view(-1), region) for region in found]
+
+
+def _regions(placement: Placement, start: int, stop: int) -> list[Region]:
+    """Of the elements ``[start, stop)`` those that no other rank counts."""
+    return without(regions(placement.index("", start, stop)), placement.elsewhere)
+
+
+def _view(flat: Tensor, region: Region) -> Tensor:
+    shape = tuple(high - low for low, high in region.box)
+    return flat.as_strided(shape, region.strides, flat.storage_offset() + region.offset)
+
+
+def _read_marks(params: Sequence[Tensor], mesh: ProcessMesh) -> None:
+    """``tensor_model_parallel`` (or ``model_parallel``), ``partition_dim`` and ``partition_stride``, as Megatron-LM
+    leaves them on a parameter."""
+    marked = [p for p in params if _is_split(p)]
+    extents = _extents(marked, mesh)
+    for param, sizes in zip(marked, extents, strict=True):
+        place(param, _split(param, sizes, mesh.rank("tp")))
+
+
+def _count_once(params: Sequence[Tensor], mesh: ProcessMesh) -> None:
+    """Of copies on several ranks those of the first of ``tp`` count; of a weight that stages tie without a scope of its
+    own, those of the stage that does not mark it ``ds_pipe_replicated``."""
+    first = mesh.rank("tp") == 0
+    for param in params:
+        tied = bool(getattr(param, "ds_pipe_replicated", False)) and not hasattr(param, SHARED_BY)
+        if tied or not (first or _is_split(param)):
+            place(param, replace(placement_of(param), counts=False))
+
+
+def _is_split(param: Tensor) -> bool:
+    return bool(getattr(param, "tensor_model_parallel", False) or getattr(param, "model_parallel", False))
+
+
+def _dim(param: Tensor) -> int | None:
+    dim = getattr(param, "partition_dim", -1)
+    return int(dim) if dim is not None and dim >= 0 else None
+
+
+def _extents(params: Sequence[Tensor], mesh: ProcessMesh) -> list[list[int]]:
+    """For each parameter its extent along the split dim on every tensor-parallel rank; they need not be equal."""
+    if not params:
+        return []
+    own = [full_shape(p)[dim] if (dim := _dim(p)) is not None else 0 for p in params]
+    count, device = mesh.size("tp"), params[0].device
+    every = torch.empty(count * len(own), dtype=torch.int64, device=device)
+    mesh.communicator("tp").all_gather(every, torch.tensor(own, dtype=torch.int64, device=device)).wait()
+    return every.view(count, len(own)).T.tolist()
+
+
+def _split(param: Tensor, sizes: Sequence[int], rank: int) -> Placement:
+    dim, shape = _dim(param), tuple(full_shape(param))
+    if dim is None:  # split, but nobody says how: resumes over as many ranks
+        return Placement(global_shape=shape).stacked(rank, len(sizes), "tp")
+    return interval(shape, dim, sizes, rank, stride=int(getattr(param, "partition_stride", 1) or 1))

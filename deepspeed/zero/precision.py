@@ -1,0 +1,109 @@
+"""Applying a ``PrecisionPlan``: casting the module and its inputs, autocast, and the table of dtypes."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from deepspeed.base.sharded import is_zero_param
+from deepspeed.config.plan import PrecisionPlan
+from deepspeed.zero.params import follow_dtype, is_cast
+
+PARAM_COMM_DTYPE_ATTR_NAME = "comm_dtype"
+"""Attribute of a parameter: the dtype of its gradient in sums over ranks, if it is not the parameter's."""
+
+
+def cast_module(module: nn.Module, plan: PrecisionPlan) -> None:
+    """Cast floating parameters to ``plan.param`` and buffers to ``plan.buffer``, in place; None leaves them as is.
+
+    Quantized weights, which are frozen and have 8 bits or less, and buffers of such dtypes stay what they are, too. By
+    default buffers keep their dtype: rotary frequencies and running statistics lose too much precision in 16 bits.
+
+    [Note: batch norm] Weights and running statistics of a batch norm must have the same dtype; torch accepts fp32 with
+    16-bit inputs, and returns 16 bits. So in a 16-bit model such a module stays entirely in fp32, weights included, or
+    has the dtype of ``plan.buffer`` throughout. One without weights (a "frozen" one) multiplies its inputs by its
+    statistics, and its outputs get the dtype of those: they are cast to that of the model.
+    """
+    norms = [owner for owner in module.modules() if _has_statistics(owner)] if _is_low(plan.param) else []
+    for param, dtype in wire_dtypes(module, plan).items():
+        setattr(param, PARAM_COMM_DTYPE_ATTR_NAME, dtype)
+    own = {norm: plan.buffer or (torch.float32 if norm._parameters else plan.param) for norm in norms}
+    with torch.no_grad():
+        for owner in module.modules():
+            for param in owner.parameters(recurse=False):
+                _cast_param(param, own.get(owner, plan.param))
+            for name, buffer in owner._buffers.items():
+                dtype = own.get(owner, plan.buffer)
+                if buffer is not None and dtype is not None and is_cast(buffer):
+                    owner._buffers[name] = buffer.to(dtype)
+
+
+def _is_low(dtype: torch.dtype | None) -> bool:
+    return dtype is not None and dtype.is_floating_point and dtype.itemsize < 4
+
+
+def _has_statistics(module: nn.Module) -> bool:
+    """Whether it normalizes by running statistics: BatchNorm, SyncBatchNorm, InstanceNorm with statistics, and
+    other packages' classes modeled on them."""
+    buffers = module._buffers
+    return buffers.get("running_mean") is not None and buffers.get("running_var") is not None
+
+
+def _cast_param(param: nn.Parameter, dtype: torch.dtype | None) -> None:
+    if dtype is None or not is_cast(param):
+        return
+    if param.dtype != dtype:
+        param.data = param.data.to(dtype)
+    if is_zero_param(param):
+        follow_dtype(param)
+
+
+def cast_inputs(value: Any, dtype: torch.dtype) -> Any:
+    """Floating tensors of ``value`` in ``dtype``; containers are rebuilt only as far as needed."""
+    if isinstance(value, Tensor):
+        return value.to(dtype) if value.is_floating_point() and value.dtype != dtype else value
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(cast_inputs(v, dtype) for v in value))
+    if type(value) in (list, tuple):
+        return type(value)(cast_inputs(v, dtype) for v in value)
+    if type(value) is dict:
+        return {k: cast_inputs(v, dtype) for k, v in value.items()}
+    return value
+
+
+def autocast_context(plan: PrecisionPlan, device_type: str) -> contextlib.AbstractContextManager[Any]:
+    if plan.autocast is None:
+        return contextlib.nullcontext()
+    return torch.autocast(device_type, dtype=plan.autocast)
+
+
+def wire_dtypes(module: nn.Module, plan: PrecisionPlan) -> dict[nn.Parameter, torch.dtype]:
+    """Wire dtype of parameters where it is not the default: those of autocast's lower-precision-safe modules."""
+    if plan.autocast is None or not plan.autocast_modules or plan.reduce is not None:
+        return {}
+    return dict.fromkeys(safe_parameters(module, plan.autocast_modules), plan.autocast)
+
+
+def safe_parameters(module: nn.Module, classes: Iterable[str]) -> Iterator[nn.Parameter]:
+    """Parameters of modules of these classes, given by their qualified names."""
+    safe = set(classes)
+    for owner in module.modules():
+        kinds = type(owner).__mro__
+        names = {f"{kind.__module__}.{kind.__qualname__}" for kind in kinds}
+        names |= {f"torch.nn.{kind.__name__}" for kind in kinds if getattr(nn, kind.__name__, None) is kind}
+        if names & safe:
+            yield from owner.parameters(recurse=False)
+
+
+def precision_table(rows: Sequence[tuple[str, set[torch.dtype]]]) -> str:
+    """Kinds of tensors and their dtypes, as one aligned text block."""
+    width = max(len(kind) for kind, _ in rows)
+    lines = [
+        f"  {kind:<{width}}  {', '.join(sorted(str(d).removeprefix('torch.') for d in dtypes)) or '-'}"
+        for kind, dtypes in rows
+    ]
+    return "\n".join(lines)

@@ -1,0 +1,252 @@
+"""Which ranks hold the same weights, per kind of weights.
+
+A *scope* is the ranks over which the gradients of a bucket are summed, how one copy of its states is sharded among
+them, and by what the mean divides. Dense weights have one scope, all data-parallel ranks (times those that share a
+sequence). Other kinds, such as experts that are spread over neighbouring ranks, have scopes of their own over fewer
+ranks, with a factor that fits.
+
+Plain ZeRO shards one copy across the whole scope. MiCS (Z. Zhang et al.: MiCS: Near-linear scaling for training
+gigantic model on public cloud, VLDB 2022) shards it across runs of ``mics_shard_size`` neighbouring ranks, so that
+parameters are gathered within a run (one node, a fast link), and every run holds a replica.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import NamedTuple, Protocol
+
+import torch
+
+from deepspeed.checkpoint.placement import EXPERTS, placement_of
+from deepspeed.comm.collectives import Communicator
+from deepspeed.comm.groups import new_group
+from deepspeed.comm.mesh import ProcessMesh
+from deepspeed.config.mesh_layout import split_ranks
+from deepspeed.config.problems import DeepSpeedConfigError
+
+DENSE = "dense"
+"""The weights that all ranks hold."""
+SHARED_BY = "ds_shared_by"
+"""Attribute of a parameter that pipeline stages share: (name of its scope, global ranks that hold it, those of them
+that hold the same slice as this rank). The name begins with SHARED."""
+SHARED = "shared by stages: "
+DIVIDED = "ds_tokens_divided"
+"""Attribute of an expert's parameter that is True where tensor-parallel ranks hold copies, and each takes a part of the
+tokens: the gradients of all of them add up."""
+_IN_PARTS = ", tokens divided"
+_EXPERT_GROUP = re.compile(rf"ep_size_(\d+)(?:{_IN_PARTS})?")
+
+
+def expert_parallel_size(name: str, ranks: int) -> int:
+    """Over how many neighbouring ranks the weights of a scope are spread. ValueError: the name does not fit."""
+    if name == DENSE or name.startswith(SHARED):
+        return 1
+    match = _EXPERT_GROUP.fullmatch(name)
+    size = int(match.group(1)) if match else 0
+    if size < 1 or ranks % size:
+        raise ValueError(
+            f"a parameter with allreduce=False has group_name={name!r}: expected 'ep_size_N', where N divides the "
+            f"{ranks} ranks with the same dense weights"
+        )
+    return size
+
+
+def scope_name(param: torch.Tensor) -> str:
+    """The kind of a parameter: DENSE, or the documented ``group_name`` of one with ``allreduce = False``, such as
+    "ep_size_4": experts that are spread over runs of 4 neighbouring ranks. A weight that stages share has its own."""
+    shared = getattr(param, SHARED_BY, None)
+    if shared is not None:
+        return str(shared[0])
+    if getattr(param, "allreduce", True):
+        return DENSE
+    return str(getattr(param, "group_name", "ep_size_1")) + (
+        _IN_PARTS if getattr(param, DIVIDED, False) else ""
+    )
+
+
+class Levels(NamedTuple):
+    """Groups of neighbouring ranks (ZeRO++): those of this rank's group, and those with its place in every group. Slice
+    r = g * near.size + i is that of place i in group g."""
+
+    near: Communicator
+    across: Communicator
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Scope:
+    """``everyone``, the ranks that hold these weights, is ``shard`` x ``replicas``: this rank's slice is one of
+    ``shard.size``, and ``replicas.size`` ranks hold the same. The mean of gradients divides their sum by ``divisor``.
+    Other ranks hold other weights under the same names: this is number ``kind`` of ``kinds``.
+    """
+
+    name: str
+    everyone: Communicator
+    shard: Communicator
+    replicas: Communicator
+    divisor: int
+    kind: int = 0
+    kinds: int = 1
+    divided: bool = False
+    """Whether ``replicas`` are tensor-parallel ranks that divide the tokens. As with dense weights, each writes its own
+    copy to checkpoints, and placements say which one counts in the norm."""
+    levels: Levels | None = None
+    """Groups within ``shard`` that are linked faster than the rest, if the config says so."""
+
+    @property
+    def first_replica(self) -> bool:
+        """Whether this rank's copy counts where each slice must count once (norms)."""
+        return self.divided or self.replicas.rank == 0
+
+    @property
+    def first_holder(self) -> bool:
+        """Whether this is the first of the ranks that hold the same, where each has all of it."""
+        return self.shard.rank == 0 and self.first_replica
+
+    @property
+    def written_by(self) -> Communicator:
+        """The ranks of which one writes each slice to a checkpoint."""
+        return self.shard if self.divided else self.everyone
+
+    @classmethod
+    def whole(cls, everyone: Communicator, name: str = DENSE, divisor: int | None = None) -> Scope:
+        """Plain ZeRO: one copy."""
+        return cls(name, everyone, everyone, Communicator(None), divisor or everyone.size)
+
+    def mics(self, shard_size: int) -> Scope:
+        """One copy per ``shard_size`` ranks. Collective."""
+        if self.everyone.size % shard_size:
+            raise DeepSpeedConfigError(
+                f"zero_optimization.mics_shard_size={shard_size} must divide the number of data-parallel ranks, "
+                f"{self.everyone.size}"
+            )
+        if shard_size == self.everyone.size:
+            return self
+        inner, across = _split(self.everyone, shard_size)
+        return replace(self, shard=inner, replicas=across)
+
+    def grouped(self, size: int) -> Scope:
+        """With groups of ``size`` neighbours, if they divide the ranks into several groups of several. Collective."""
+        if size <= 1 or size >= self.shard.size or self.shard.size % size:
+            return self
+        return replace(self, levels=Levels(*_split(self.shard, size)))
+
+
+class Scopes:
+    """The scopes of a run. ``everyone``: all ranks that hold the same model and reduce its gradients together.
+    ``across``: by axis, the ranks that hold other parts of the model (tensor and pipeline parallelism) and take a step
+    together with this one: norm and skips are common, gradients are not. ``group_size``: neighbouring ranks that are
+    linked faster than the rest (ZeRO++'s hpZ), within the ranks that share a copy."""
+
+    def __init__(self, mesh: ProcessMesh, mics_shard_size: int = -1, group_size: int = 1) -> None:
+        self.group_size = group_size
+        self.everyone = mesh.communicator("dp", "sp")
+        if group_size > 1 and self.everyone.size > group_size and self.everyone.size % group_size:
+            raise DeepSpeedConfigError(
+                f"zero_optimization.zero_hpz_partition_size={group_size} must divide the number of data-parallel "
+                f"ranks, {self.everyone.size}; the number of ranks per host is a good value"
+            )
+        self.across = {axis: mesh.communicator(axis) for axis in ("tp", "pp") if mesh.size(axis) > 1}
+        self.mics_shard_size = mics_shard_size
+        self._mesh = mesh
+        self._known = {DENSE: self._sharded(Scope.whole(self.everyone))}
+
+    @property
+    def share_weights(self) -> bool:
+        """Whether another rank holds some of the weights of this one, so that the sums of their gradients wait for it:
+        also a rank of another stage (ties) or with other parts of the rest of the model (tokens divided)."""
+        return any(scope.everyone.size > 1 for scope in self._known.values())
+
+    @cached_property
+    def dense(self) -> Scope:
+        return self._known[DENSE]
+
+    def find(self, params: Iterable[torch.Tensor]) -> Scopes:
+        """Make the scopes of all ``params``. Collective; the same kinds must occur, in any order, on every rank."""
+        one_of = {scope_name(param): param for param in params}
+        for name in sorted(one_of.keys() - self._known.keys()):
+            shared = getattr(one_of[name], SHARED_BY, None)
+            self._known[name] = (
+                self._experts(name, one_of[name].device) if shared is None else self._shared(*shared)
+            )
+        return self
+
+    def __getitem__(self, name: str) -> Scope:
+        return self._known[name]
+
+    def of(self, param: torch.Tensor) -> Scope:
+        return self._known[scope_name(param)]
+
+    def split_axes(self, param: torch.Tensor) -> tuple[str, ...]:
+        """Axes of ``across`` over which the tensor that ``param`` is a part of is spread."""
+        return tuple(axis for axis in placement_of(param).split if axis in self.across)
+
+    def parts_of(self, param: torch.Tensor) -> list[Communicator]:
+        """The ranks with the other parts of the tensor that ``param`` is a part of, by what splits it. Collective."""
+        found = [self.across[axis] for axis in self.split_axes(param)]
+        scope = self.of(param)
+        if EXPERTS in placement_of(param).split and scope.kinds > 1:
+            found.append(self._mesh.among(self._mesh.sharing_experts(scope.kinds)))
+        return found
+
+    def shards(self) -> dict[str, int]:
+        """In how many slices one copy is cut, by the name of the scope."""
+        return {name: scope.shard.size for name, scope in self._known.items()}
+
+    def _sharded(self, scope: Scope) -> Scope:
+        return (
+            scope.mics(self.mics_shard_size) if self.mics_shard_size > 0 else scope.grouped(self.group_size)
+        )
+
+    def _shared(self, name: str, everyone: Sequence[int], same: Sequence[int]) -> Scope:
+        """A weight on several stages: the gradients of all stages add up, and their mean is over the data. Each stage
+        shards a copy of its own, so that it gathers without the others."""
+        scope = Scope.whole(_communicator(tuple(everyone), self.everyone), name, divisor=self.everyone.size)
+        return replace(scope, shard=self.everyone, replicas=_communicator(tuple(same), self.everyone))
+
+    def _experts(self, name: str, device: torch.device) -> Scope:
+        """Experts that some ranks share: the ranks with the same place among them hold the same ones. Each sees tokens
+        of all that share, so that the mean is over all ranks."""
+        ranks = len(self.everyone.ranks)
+        size = expert_parallel_size(name, ranks)
+        same = self._mesh.sharing_experts(size, same=True)
+        # With one rank per share, every rank has all experts.
+        holders = self._mesh.among(same) if size > 1 else self.everyone
+        scope = Scope.whole(holders, name, divisor=ranks)
+        if size > 1:
+            scope = replace(
+                scope, kind=self._mesh.sharing_experts(size).index(self._mesh.global_rank), kinds=size
+            )
+        return self._divided(scope, same, device) if name.endswith(_IN_PARTS) else self._sharded(scope)
+
+    def _divided(self, scope: Scope, same: Sequence[int], device: torch.device) -> Scope:
+        """The same where tensor-parallel ranks have copies and divide the tokens. Each shards a copy of its own, also
+        with MiCS."""
+        others = self.across["tp"]
+        every = torch.empty(others.size * len(same), dtype=torch.int64, device=device)
+        others.all_gather(every, torch.tensor(same, dtype=torch.int64, device=device)).wait()
+        everyone = _communicator(tuple(sorted(every.tolist())), self.everyone)
+        return replace(scope, everyone=everyone, replicas=others, divided=True)
+
+
+def _split(ranks: Communicator, block: int) -> tuple[Communicator, Communicator]:
+    """Those of this rank's run of ``block`` neighbours, and those with the same place in every run. Collective."""
+    me = ranks.ranks[ranks.rank]
+    runs = (split_ranks(ranks.ranks, me, block, inner=inner) for inner in (True, False))
+    inner, across = (_communicator(run, ranks) for run in runs)
+    return inner, across
+
+
+def _communicator(ranks: tuple[int, ...], everyone: Communicator) -> Communicator:
+    return everyone.beside(new_group(ranks)) if len(ranks) > 1 else Communicator(None)
+
+
+class ScopeTable(Protocol):
+    """What most parts need of ``Scopes``: those of a plan have no ranks behind them."""
+
+    @property
+    def everyone(self) -> Communicator: ...
+
+    def __getitem__(self, name: str) -> Scope: ...

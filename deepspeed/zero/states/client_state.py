@@ -1,0 +1,131 @@
+"""``state_dict`` and ``load_state_dict`` of the client's own optimizer while the engine holds its state.
+
+In ``optimizer.state`` the engine's masters stand in for the parameters, and torch's methods do not know them. Hooks
+present this rank's state under the client's parameters instead, in torch's format: whole tensors have the parameter's
+shape, parts are 1-D. Loading accepts both, so state saved without the engine can be loaded too.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from deepspeed.base.sharded import full_numel, full_shape
+from deepspeed.zero.states.access import StateAccess
+
+
+class StateByParam(defaultdict[Any, dict[str, Any]]):
+    """An optimizer's state by master, which also answers for the client's own parameters and for joined masters
+    (``StateAccess.state_of``): ``optimizer.state[param]`` is what this rank has of it."""
+
+    def __init__(self, access: StateAccess, state: dict[Any, dict[str, Any]]) -> None:
+        super().__init__(dict, state)
+        self.access = access
+
+    def __missing__(self, key: Any) -> dict[str, Any]:
+        found = self.access.state_of(key) if isinstance(key, Tensor) else None
+        return super().__missing__(key) if found is None else found
+
+    def __reduce__(self) -> Any:
+        return defaultdict, (dict, dict(self))
+
+
+class ClientState:
+    """Hooks on ``optimizer`` that translate between its parameters and what ``access`` holds."""
+
+    def __init__(self, optimizer: Optimizer, access: StateAccess) -> None:
+        self.access = access
+        optimizer.state = StateByParam(access, optimizer.state)
+        self._own: Any = None  # the real state while torch's method runs
+        self._loaded: dict[str, dict[str, Tensor]] = {}
+        self._handles = [
+            optimizer.register_state_dict_pre_hook(self._show),
+            optimizer.register_state_dict_post_hook(self._hide),
+            optimizer.register_load_state_dict_pre_hook(self._take),
+            optimizer.register_load_state_dict_post_hook(self._put),
+        ]
+
+    def release(self, optimizer: Optimizer) -> None:
+        """At the engine's end, give the optimizer back the state of parameters that this rank holds completely."""
+        for handle in self._handles:
+            handle.remove()
+        optimizer.state = self._by_param(optimizer, parts=False)
+
+    # Saving -------------------------------------------------------------------------------------------------
+
+    def _show(self, optimizer: Optimizer) -> None:
+        shown = self._by_param(optimizer)
+        self._own, optimizer.state = optimizer.state, shown
+
+    def _hide(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+        optimizer.state, self._own = self._own, None
+
+    def _by_param(self, optimizer: Optimizer, *, parts: bool = True) -> defaultdict[Any, dict[str, Any]]:
+        shown: defaultdict[Any, dict[str, Any]] = defaultdict(dict)
+        masters = {id(owned.master) for owned in self.access.store.fragments}
+        for key, state in optimizer.state.items():
+            if id(key) not in masters:  # belongs to a parameter that the engine does not train
+                shown[key] = state
+        for param, state in self.access.states_by_param():
+            start, stop = self.access.interval(param)
+            if parts or stop - start == full_numel(param):
+                shown[param] = {key: _whole(value, full_shape(param)) for key, value in state.items()}
+        return shown
+
+    # Loading ------------------------------------------------------------------------------------------------
+
+    def _take(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Hold back what belongs to the engine's parameters; torch checks and loads the rest."""
+        numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        rest = dict(state_dict["state"])
+        self._loaded = {}
+        for number, param in zip(numbers, params, strict=False):  # torch reports other lengths
+            name = self.access.name_of(param)
+            if name is not None and number in rest:
+                self._loaded[name] = self._local(name, param, rest.pop(number))
+        self._own = optimizer.state
+        return {**state_dict, "state": rest}
+
+    def _local(self, name: str, param: nn.Parameter, state: dict[str, Any]) -> dict[str, Tensor]:
+        """This rank's part of the state of one parameter."""
+        start, stop = self.access.interval(param)
+        found: dict[str, Tensor] = {}
+        for key, value in state.items():
+            if isinstance(value, (int, float)):
+                value = torch.tensor(value, dtype=torch.float64)
+            if not isinstance(value, Tensor):
+                continue
+            if value.dim() and value.numel() == full_numel(param):
+                value = value.reshape(-1)[start:stop]
+            elif value.dim() == 1 and value.numel() != stop - start:
+                raise ValueError(
+                    f"the state {key!r} of {name} has {value.numel()} elements; this rank holds {stop - start} of "
+                    f"{full_numel(param)}. State of another number of ranks: use engine.load_checkpoint"
+                )
+            found[key] = value
+        return found
+
+    def _put(self, optimizer: Optimizer) -> None:
+        rest = optimizer.state
+        optimizer.state, self._own = self._own, None
+        for key, state in rest.items():
+            if isinstance(key, Tensor) and self.access.name_of(key) is None:
+                optimizer.state[key] = state
+        loaded, self._loaded = self._loaded, {}
+        self.access.write_local_states(loaded)
+
+
+def _whole(value: Any, shape: torch.Size) -> Any:
+    """Flat state of all elements in the parameter's shape; anything else as it is."""
+    flat = isinstance(value, Tensor) and value.dim() == 1 and value.numel() == shape.numel()
+    return value.view(shape) if flat else value
+
+
+def has_hooks(optimizer: Any) -> bool:
+    """Whether it is a torch-style optimizer, not merely an object with parameter groups."""
+    return hasattr(optimizer, "register_load_state_dict_post_hook")

@@ -1,0 +1,94 @@
+"""What a rank owns of a parameter, and the lists and sub-groups in which the step takes it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol, TypeVar
+
+from torch import Tensor
+
+from deepspeed.zero.gradients.bucket import GradBucket
+from deepspeed.zero.layout import Fragment
+
+
+@dataclass(slots=True)
+class OwnedFragment:
+    """One parameter's part in this rank's slice, with the tensors that the optimizer step touches.
+
+    ``master`` is what the optimizer updates: [numel] in the master dtype, or the parameter itself if nothing is
+    partitioned and there is no separate master. ``low`` is the slice of the model's own weights that is refreshed from
+    it, or None if they are the same memory.
+    """
+
+    param_index: int
+    group_index: int
+    fragment: Fragment
+    grad_bucket: GradBucket
+    master: Tensor
+    low: Tensor | None
+
+    def gradient(self) -> Tensor:
+        """[numel] view of the reduced gradient, shaped like ``master``."""
+        reduced = self.grad_bucket.reduced
+        assert reduced is not None, "the gradient has not been reduced"
+        start = self.fragment.shard_offset
+        return reduced[start : start + self.fragment.numel].view(self.master.shape)
+
+
+class GroupTensors(NamedTuple):
+    """The tensors of one optimizer group on this rank, in parallel lists."""
+
+    fragments: list[OwnedFragment]
+    masters: list[Tensor]
+    grads: list[Tensor]
+    lows: list[Tensor | None]
+
+    @classmethod
+    def of(cls, fragments: list[OwnedFragment]) -> GroupTensors:
+        return cls(
+            fragments,
+            [o.master for o in fragments],
+            [o.gradient() for o in fragments],
+            [o.low for o in fragments],
+        )
+
+    @property
+    def starts(self) -> list[int]:
+        return [owned.fragment.param_offset for owned in self.fragments]
+
+    def pick(self, indices: Iterable[int]) -> GroupTensors:
+        chosen = list(indices)
+        fragments, masters, grads, lows = ([column[i] for i in chosen] for column in self)
+        return GroupTensors(fragments, masters, grads, lows)  # type: ignore[arg-type]
+
+
+class Placed(Protocol):
+    """A part of a parameter."""
+
+    @property
+    def param_index(self) -> int: ...
+
+    @property
+    def fragment(self) -> Fragment: ...
+
+
+PlacedT = TypeVar("PlacedT", bound=Placed)
+
+
+def sub_groups(groups: Sequence[Sequence[PlacedT]], size: int) -> Iterator[list[list[PlacedT]]]:
+    """Consecutive fragments by group, up to ``size`` elements together; ordered like the model, not like the groups."""
+    number_of = {id(owned): g for g, group in enumerate(groups) for owned in group}
+    everything = sorted(
+        (o for group in groups for o in group), key=lambda o: (o.param_index, o.fragment.param_offset)
+    )
+    current: list[list[PlacedT]] = [[] for _ in groups]
+    held = 0
+    for owned in everything:
+        if held and held + owned.fragment.numel > size:
+            yield current
+            current, held = [[] for _ in groups], 0
+        current[number_of[id(owned)]].append(owned)
+        held += owned.fragment.numel
+    if held:
+        yield current

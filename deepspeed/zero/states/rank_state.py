@@ -1,0 +1,221 @@
+"""What an optimizer with communication of its own does not share with other ranks: saved by each rank, and restored.
+
+Everything else in its state is the same on all ranks that hold the same weights, and is saved once (``StateAccess``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepspeed.base.sharded import full_shape
+from deepspeed.ops.update import DebtKeeper
+from deepspeed.zero.gradients.quantized_sum import Keeper, keeper_of
+from deepspeed.zero.states.access import StateAccess
+from deepspeed.zero.states.fragments import OwnedFragment
+
+BY_PARAMETER, OPTIMIZER, START, DEBTS = "by_parameter", "optimizer", "start", "debts"
+WIRE = "wire"
+ROUNDING = 8
+"""Elements that a part may be longer than its share of a bucket."""
+
+
+class OwnState:
+    """``UpdateTraits.rank_state`` by parameter name, and ``own_state`` of the optimizer that ``access`` serves.
+
+    Of each parameter a rank saves the pieces that it updates: where they begin (``START``), their entries of the state,
+    and what it owes them as the one that averages (``DEBTS``). So they can be put together in another layout.
+    """
+
+    def __init__(self, access: StateAccess) -> None:
+        self.access = access
+        self.store = access.store
+
+    @property
+    def takes_part(self) -> bool:
+        return self.store.traits.own_communication or bool(self._keepers())
+
+    def saved(self) -> dict[str, Any] | None:
+        """This rank's part, live; None for an optimizer without communication of its own, where formats of gradients
+        keep no errors either."""
+        if not self.takes_part:
+            return None
+        wire = {index: kept for index, keeper in self._keepers().items() if (kept := keeper.kept())}
+        if not self.store.traits.own_communication:
+            return {WIRE: wire}
+        optimizer: Any = self.store.optimizer
+        kinds = self.store.traits.rank_state
+        debts = self._debts()
+        by_name: dict[str, list[dict[str, Any]]] = {}
+        for name, owned, state in self._states():
+            piece = {kind: state[kind] for kind in kinds if kind in state}
+            about = {START: owned.fragment.param_offset, DEBTS: list(debts.get(id(owned.master), ()))}
+            by_name.setdefault(name, []).append({**piece, **about})
+        by_parameter = {name: found[0] if len(found) == 1 else found for name, found in by_name.items()}
+        return {BY_PARAMETER: by_parameter, OPTIMIZER: optimizer.own_state(), WIRE: wire}
+
+    def load(self, saved: Sequence[Mapping[str, Any]], rank: int, ranks: int) -> list[str]:
+        """Take what ``saved[r]`` says that rank r had; returns notes for the log. Local.
+
+        With another number of ranks or other slices, each element gets the mean of all ranks that had it, so that the
+        mean over ranks, which is what an exchange of momenta and errors computes, is what it was. ValueError: a size
+        differs.
+        """
+        notes = self._restore_wire(saved, rank, ranks)
+        return (
+            notes + self._load_optimizer(saved, rank, ranks) if self.store.traits.own_communication else notes
+        )
+
+    def _load_optimizer(self, parts: Sequence[Mapping[str, Any]], rank: int, ranks: int) -> list[str]:
+        # Another optimizer may have saved errors of gradients alone.
+        saved = parts if len(parts) and BY_PARAMETER in parts[0] else list[Mapping[str, Any]]()
+        optimizer: Any = self.store.optimizer
+        alike = len(saved) == ranks and self._same_pieces(saved[rank])
+        if self.store.traits.rank_state and len(saved):
+            self._take([saved[rank]] if alike else saved)
+        optimizer.load_own_state(_Parts(saved), rank, ranks)
+        if len(saved) and not alike and not (self._whole() and self._same_pieces(saved[0])):
+            if isinstance(optimizer, DebtKeeper):
+                optimizer.forget_debts()
+            self._owe(saved)
+        # It may have restored weights that differ from rank to rank.
+        self.store.refresh_low(self.store.fragments)
+        if alike:
+            return []
+        return [f"what {len(saved)} ranks did not share is spread over {ranks}" if saved else "no own state"]
+
+    def _keepers(self) -> dict[int, Keeper]:
+        """By the index of their bucket."""
+        found = {b.layout.index: keeper_of(b.summed_over_ranks) for b in self.access.reducer.buckets}
+        return {index: keeper for index, keeper in found.items() if keeper is not None}
+
+    def _restore_wire(self, saved: Sequence[Mapping[str, Any]], rank: int, ranks: int) -> list[str]:
+        """Errors of formats belong to buckets as they were cut: for others they start anew."""
+        keepers = self._keepers()
+        if not keepers:
+            return []
+        wire = saved[rank].get(WIRE, {}) if len(saved) == ranks else {}
+        devices = {b.layout.index: (b.device, b.layout.padded_numel) for b in self.access.reducer.buckets}
+        fits = all(
+            index in keepers and _largest(kept) <= devices[index][1] + ROUNDING * ranks
+            for index, kept in wire.items()
+        )
+        if not fits or not wire:
+            return ["errors of compressed gradients start anew: other ranks or buckets, or none were saved"]
+        for index, kept in wire.items():
+            keepers[index].restore(kept, devices[index][0])
+        return []
+
+    def _debts(self) -> Mapping[int, Sequence[tuple[int, Tensor]]]:
+        optimizer: Any = self.store.optimizer
+        if not isinstance(optimizer, DebtKeeper):
+            return {}
+        return optimizer.debts([[owned.master for owned in group] for group in self.store.by_group])
+
+    def _states(self) -> list[tuple[str, OwnedFragment, dict[str, Any]]]:
+        names, store = self.access.names, self.store
+        return [(names[o.param_index], o, store.state_of(o)) for o in store.fragments]
+
+    def _same_pieces(self, saved: Mapping[str, Any]) -> bool:
+        """Whether another run cut the parameters as this one does, in this order. Those without own state say
+        nothing."""
+        known = set(self.access.names)
+        theirs = [
+            (name, start, _numel(piece))
+            for name in saved[BY_PARAMETER]
+            if name in known
+            for start, piece in _pieces(saved, name)
+            if _numel(piece)
+        ]
+        used = set(theirs)
+        mine = [
+            (name, owned.fragment.param_offset, owned.fragment.numel) for name, owned, _ in self._states()
+        ]
+        return theirs == [piece for piece in mine if piece in used]
+
+    def _whole(self) -> bool:
+        """Whether parameters are in one piece here: the optimizer then knows how to share the debts of another number
+        of ranks that had them so as well."""
+        return all(
+            owned.fragment.numel == full_shape(self.store.params[owned.param_index]).numel()
+            for _, owned, _ in self._states()
+        )
+
+    @torch.no_grad()
+    def _take(self, saved: Sequence[Mapping[str, Any]]) -> None:
+        """The mean of what ``saved`` have of each element; nothing where none has any."""
+        totals: dict[tuple[int, str], Tensor] = {}
+        counts: dict[tuple[int, str], Tensor] = {}
+        for part in saved:
+            for number, (name, owned, state) in enumerate(self._states()):
+                for start, piece in _pieces(part, name):
+                    for kind in self.store.traits.rank_state:
+                        if kind not in state or kind not in piece:
+                            continue
+                        if (number, kind) not in totals:
+                            totals[number, kind] = torch.zeros(state[kind].numel(), dtype=torch.float32)
+                            counts[number, kind] = torch.zeros(state[kind].numel(), dtype=torch.float32)
+                        self._check(kind, name, owned, start + piece[kind].numel())
+                        _add(totals[number, kind], owned, start, piece[kind])
+                        _add(counts[number, kind], owned, start, torch.ones(piece[kind].numel()))
+        states = self._states()
+        for (number, kind), total in totals.items():
+            own = states[number][2][kind].view(-1)
+            own.copy_(total.div_(counts[number, kind].clamp_(min=1.0)))
+
+    def _check(self, kind: str, name: str, owned: OwnedFragment, end: int) -> None:
+        numel = full_shape(self.store.params[owned.param_index]).numel()
+        if end > numel:
+            raise ValueError(
+                f"{kind} of {name} has at least {end} elements in the checkpoint, and {numel} in the model"
+            )
+
+    @torch.no_grad()
+    def _owe(self, saved: Sequence[Mapping[str, Any]]) -> None:
+        """What averaging ranks owed is owed by every sender now: their mean is the same."""
+        kind = self.store.traits.rank_state[0]
+        for part in saved:
+            for name, owned, state in self._states():
+                for start, piece in _pieces(part, name):
+                    for begin, debt in piece.get(DEBTS, ()) if kind in state else ():
+                        _add(state[kind].view(-1), owned, start + begin, debt)
+
+
+def _pieces(saved: Mapping[str, Any], name: str) -> list[tuple[int, Mapping[str, Any]]]:
+    """Of a parameter, with where they begin; without a list there is one, in our first checkpoints the whole."""
+    found = saved[BY_PARAMETER].get(name, ())
+    pieces = [found] if isinstance(found, Mapping) else found
+    return [(int(piece.get(START, 0)), piece) for piece in pieces]
+
+
+def _largest(kept: Mapping[str, Any]) -> int:
+    return max((value.numel() for value in kept.values() if isinstance(value, Tensor)), default=0)
+
+
+def _numel(piece: Mapping[str, Any]) -> int:
+    sizes = [value.numel() for key, value in piece.items() if key not in (START, DEBTS)]
+    return max(sizes, default=0)
+
+
+def _add(target: Tensor, owned: OwnedFragment, start: int, values: Tensor) -> None:
+    """Add ``values`` [n], which begin at ``start`` of their parameter, to ``target``, a piece of it."""
+    first, values = owned.fragment.param_offset, values.reshape(-1)
+    low, high = max(first, start), min(first + target.numel(), start + values.numel())
+    if low < high:
+        target[low - first : high - first].add_(values[low - start : high - start].to(target.device))
+
+
+class _Parts(Sequence[Mapping[str, Any]]):
+    """The optimizer's own part of what each rank saved."""
+
+    def __init__(self, saved: Sequence[Mapping[str, Any]]) -> None:
+        self.saved = saved
+
+    def __len__(self) -> int:
+        return len(self.saved)
+
+    def __getitem__(self, rank: Any) -> Any:
+        return self.saved[rank][OPTIMIZER]

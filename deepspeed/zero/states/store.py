@@ -1,0 +1,256 @@
+"""Master weights and optimizer state of this rank: who owns which fragment, and where its tensors are stored."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from deepspeed.base.sharded import full_shape
+from deepspeed.ops.update import traits_of
+from deepspeed.optim.first_state import constructed_state, first_state
+from deepspeed.zero.bucket import ParamBucket
+from deepspeed.zero.gradients.bucket import GradBucket
+from deepspeed.zero.layout import Fragment
+from deepspeed.zero.offload.tiers import ResidentTier
+from deepspeed.zero.states.fragments import GroupTensors as GroupTensors
+from deepspeed.zero.states.fragments import OwnedFragment as OwnedFragment
+
+PARAMS = "params"
+
+
+class StateStore:
+    """Owns the master weights and knows the optimizer's state by fragment.
+
+    The client's optimizer keeps its group dicts, with the client's parameters in them; ``lend`` puts the fragments in
+    their place while the optimizer works.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        params: Sequence[nn.Parameter],
+        param_buckets: Sequence[ParamBucket],
+        grad_buckets: Sequence[GradBucket],
+        *,
+        master_dtype: torch.dtype | None,
+        tier: ResidentTier | None = None,
+    ) -> None:
+        self.optimizer = optimizer
+        self.traits = traits_of(optimizer)
+        self.tier = tier or ResidentTier()
+        self.master_dtype = master_dtype
+        self.params: list[nn.Parameter] = []
+        self.param_buckets: list[ParamBucket] = []
+        self.group_of: list[int] = []
+        self.by_group: list[list[OwnedFragment]] = []
+        self.fragments: list[OwnedFragment] = []
+        self._constructs = False  # whether the optimizer's step relies on state created by its constructor
+        self.settle: Callable[[], None] = _nothing
+        """Called before masters or state are read outside the step: some of what they are may be kept elsewhere."""
+        self.admit(params, param_buckets, grad_buckets)
+
+    def admit(
+        self,
+        params: Sequence[nn.Parameter],
+        param_buckets: Sequence[ParamBucket],
+        grad_buckets: Sequence[GradBucket],
+    ) -> None:
+        """Own the fragments of ``params``, which are in ``param_buckets``."""
+        first = len(self.params)
+        self.params += params
+        self.group_of += _group_index(self.optimizer, params)
+        self.follow_groups()
+        known = len(self.fragments)
+        for weights, grads in zip(param_buckets, grad_buckets, strict=True):
+            if weights not in self.param_buckets:
+                self.param_buckets.append(weights)
+            self._own(weights, grads, [f for f in weights.fragments if f.param >= first])
+        new = self.fragments[known:]
+        self._adopt_existing_state(params, new)
+        by_group = [[owned for owned in new if owned.group_index == g] for g in range(len(self.by_group))]
+        self.tier.adopt(by_group, self.state_of)
+
+    def follow_groups(self) -> None:
+        """Update to groups that the optimizer may have gained."""
+        self.by_group += [[] for _ in self.optimizer.param_groups[len(self.by_group) :]]
+
+    def _own(self, weights: ParamBucket, grads: GradBucket, fragments: Sequence[Fragment]) -> None:
+        """Create the masters of one bucket, in one flat buffer if the bucket is flat and trained as a whole."""
+        dtype = self.master_dtype or weights.layout.dtype
+        tier = self.tier.of(weights.layout)
+        example = weights.shard if weights.shard is not None else weights.params[0].data
+        separate = dtype != weights.layout.dtype or tier.own_master(example)
+        flat = None
+        if separate and weights.shard is not None and len(fragments) == len(weights.fragments):
+            flat = tier.masters(weights.shard, dtype)
+        for fragment in fragments:
+            if self.group_of[fragment.param] < 0:
+                continue
+            whole = None  # master of the whole parameter, if buckets are not flat
+            if weights.shard is None and separate:
+                param = self.params[fragment.param]
+                whole = tier.masters(param.detach().reshape(-1), dtype)
+            for piece in tier.pieces(fragment):
+                low = weights.local_weights(piece)
+                if flat is not None:
+                    master = flat[piece.shard_offset : piece.shard_offset + piece.numel]
+                elif weights.shard is not None and separate:
+                    master = tier.masters(low, dtype)
+                elif weights.shard is not None or tier.cuts:
+                    start = piece.param_offset
+                    master = low if whole is None else whole[start : start + piece.numel]
+                else:
+                    param = self.params[piece.param]
+                    master = param if whole is None else whole.view(param.shape)
+                group = self.group_of[piece.param]
+                owned = OwnedFragment(piece.param, group, piece, grads, master, low if separate else None)
+                self.fragments.append(owned)
+                self.by_group[group].append(owned)
+
+    def _adopt_existing_state(
+        self, params: Sequence[nn.Parameter], fragments: Iterable[OwnedFragment]
+    ) -> None:
+        """Partition state that the client's optimizer already had for ``params`` like the weights."""
+        old = {id(p): self.optimizer.state.pop(p) for p in params if p in self.optimizer.state}
+        example = next((p for p in params if old.get(id(p))), None)
+        if example is not None:
+            group = self.optimizer.param_groups[_group_index(self.optimizer, [example])[0]]
+            probe = nn.Parameter(torch.zeros(1))
+            self._constructs |= bool(constructed_state(self.optimizer, group, probe))
+        for owned in fragments:
+            state = old.get(id(self.params[owned.param_index]))
+            if state:
+                self.optimizer.state[owned.master] = self._cut_state(state, owned)
+
+    def _cut_state(self, state: dict[str, Any], owned: OwnedFragment) -> dict[str, Any]:
+        """The part of a whole parameter's ``state`` that belongs to ``owned``, on the device and in the dtype of its
+        master."""
+        param, master = self.params[owned.param_index], owned.master
+        shape = full_shape(param)
+        values = {key: value for key, value in state.items() if isinstance(value, Tensor)}
+        if shape.numel() and any(value.dim() and not value.numel() for value in values.values()):
+            # Created by its constructor for a parameter that was already sharded.
+            return self._first_state(owned)
+        per_element = {key for key, value in values.items() if value.shape == shape}
+        # Of a scalar, values such as "step" have the shape as well: the state of a vector tells them apart.
+        if not shape and master.dim():
+            first = self._first_state(owned)
+            per_element = {
+                k for k in values if isinstance(first.get(k), Tensor) and first[k].shape == master.shape
+            }
+        low, numel = owned.fragment.param_offset, owned.fragment.numel
+        cut = dict(state)
+        for key, value in values.items():
+            cut[key] = value.clone()
+            if key in per_element:
+                part = value.reshape(-1)[low : low + numel].view(master.shape)
+                dtype = master.dtype if value.dtype == param.dtype else value.dtype
+                cut[key] = part.to(master.device, dtype, copy=True)
+        return cut
+
+    def lend(self, fragments_by_group: Sequence[Sequence[OwnedFragment]]) -> _Lent:
+        """``with store.lend(...)``: the optimizer's groups hold the masters of the given fragments."""
+        return _Lent(self.optimizer, [[owned.master for owned in group] for group in fragments_by_group])
+
+    def state_of(self, owned: OwnedFragment) -> dict[str, Any]:
+        return self.optimizer.state.get(owned.master, {})
+
+    def values_of(self, owned: OwnedFragment) -> dict[str, Any]:
+        """The state of a fragment as numbers: live, but for what the optimizer keeps as codes."""
+        state = self.state_of(owned)
+        return self._decoded(state) if self.traits.coded else state
+
+    def set_value(self, owned: OwnedFragment, key: str, values: Tensor) -> None:
+        """Write one coded entry; see ``values_of``."""
+        optimizer: Any = self.optimizer
+        with torch.no_grad():
+            optimizer.set_decoded_state(self.state_of(owned), key, values)
+
+    def _decoded(self, state: dict[str, Any]) -> dict[str, Any]:
+        optimizer: Any = self.optimizer
+        return optimizer.decoded_state(state)
+
+    def rebind(self, bucket: ParamBucket) -> None:
+        """The weights of ``bucket`` have moved: find their slices again and set the masters from them."""
+        for owned in self.fragments:
+            if owned.grad_bucket.layout is bucket.layout and owned.low is not None:
+                owned.low = bucket.local_weights(owned.fragment)
+                owned.master.view(-1).copy_(owned.low)
+            elif owned.grad_bucket.layout is bucket.layout and owned.master.dim() == 1:
+                owned.master.data = bucket.local_weights(owned.fragment)
+
+    def refresh_low(self, fragments: Iterable[OwnedFragment]) -> None:
+        """Round the masters into the model's own weights."""
+        pairs = [(owned.low, owned.master.reshape(-1)) for owned in fragments if owned.low is not None]
+        if pairs:
+            torch._foreach_copy_([low for low, _ in pairs], [master for _, master in pairs])
+
+    def refresh_masters(self) -> None:
+        """Set the masters from the model's own weights (which were loaded or edited)."""
+        pairs = [(owned.master.reshape(-1), owned.low) for owned in self.fragments if owned.low is not None]
+        if pairs:
+            torch._foreach_copy_([master for master, _ in pairs], [low for _, low in pairs])
+
+    def ensure_state(self, wanted: Callable[[OwnedFragment], bool] = lambda owned: True) -> None:
+        """Create the state of fragments that have none, as it is before their first update. Local."""
+        missing = [[o for o in group if wanted(o) and not self.state_of(o)] for group in self.by_group]
+        for batch in self.tier.batches(missing):
+            for owned in (owned for group in batch for owned in group):
+                self.optimizer.state[owned.master] = self._first_state(owned)
+
+    def keep_state(self, wanted: Callable[[OwnedFragment], bool]) -> None:
+        """Give the ``wanted`` fragments state, whose values are to be written; reset the others to before their first
+        update."""
+        if any(self.state_of(owned) and not wanted(owned) for owned in self.fragments):
+            self.clear_state()
+        self.ensure_state(wanted)
+
+    def clear_state(self) -> None:
+        """Discard all optimizer state, as before the first step."""
+        for owned in self.fragments:
+            self.optimizer.state.pop(owned.master, None)
+        self.tier.forget_state()
+        if self._constructs:
+            self.ensure_state()
+
+    def first_state(self, owned: OwnedFragment) -> dict[str, Any]:
+        """The state of a fragment, or what it would start with; nothing is stored."""
+        return self.state_of(owned) or self._first_state(owned)
+
+    def first_values(self, owned: OwnedFragment) -> dict[str, Any]:
+        """``first_state`` as numbers."""
+        state = self.first_state(owned)
+        return self._decoded(state) if self.traits.coded else state
+
+    def _first_state(self, owned: OwnedFragment) -> dict[str, Any]:
+        return first_state(self.optimizer, self.optimizer.param_groups[owned.group_index], owned.master)
+
+
+class _Lent:
+    """Swaps ``group["params"]`` of every group and puts the client's own lists back, whatever happens."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, lists: list[list[Tensor]]) -> None:
+        self.groups = optimizer.param_groups
+        self.lists = lists
+
+    def __enter__(self) -> None:
+        self.kept = [group[PARAMS] for group in self.groups]
+        for group, lent in zip(self.groups, self.lists, strict=True):
+            group[PARAMS] = lent
+
+    def __exit__(self, *exc: object) -> None:
+        for group, kept in zip(self.groups, self.kept, strict=True):
+            group[PARAMS] = kept
+
+
+def _nothing() -> None:
+    pass
+
+
+def _group_index(optimizer: torch.optim.Optimizer, params: Sequence[nn.Parameter]) -> list[int]:
+    """Optimizer group of each parameter, -1 for one not in the optimizer."""
+    groups = {id(p): g for g, group in enumerate(optimizer.param_groups) for p in group[PARAMS]}
+    return [groups.get(id(param), -1) for param in params]

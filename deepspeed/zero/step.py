@@ -1,0 +1,319 @@
+"""The optimizer step: agree on what was reduced, compute the norm, clip, update owned fragments, publish weights."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from deepspeed.base.exceptions import UnusedParametersError
+from deepspeed.base.logging import logger
+from deepspeed.comm.collectives import Communicator
+from deepspeed.config.plan import Cadence, Plan
+from deepspeed.ops.native import SumOfSquares
+from deepspeed.ops.update import ALONE, UpdateContext
+from deepspeed.optim.loss_scaler import LossScaleError, LossScaler
+from deepspeed.zero.bucket import WeightPublisher
+from deepspeed.zero.gradients.reducer import GradReducer
+from deepspeed.zero.norms import clip_coefficient, first_non_finite, norm_from_squares
+from deepspeed.zero.placements import counted
+from deepspeed.zero.replica_groups import Scope, Scopes
+from deepspeed.zero.states.store import GroupTensors, StateStore
+from deepspeed.zero.update_context import LentStep, Surroundings, local_squares, params_by_scope
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """``norm`` is the global gradient norm before clipping, in the scale of the true gradient; inf if the step was
+    skipped, even if the norm was NaN. Where gradients are not summed over ranks it is ``local_squares``'s."""
+
+    applied: bool
+    norm: float
+    clip: float
+
+
+@dataclass(frozen=True, slots=True)
+class GradReport:
+    """What all ranks must know at a boundary: who used which parameter, the norm, late arrivals, and which of the
+    parameters not trained yet have a gradient (``woken``). ``changes``: some rank of the whole model has either, and
+    all must report again. ``own``: every rank's optimizer wants the next gradients unsummed."""
+
+    squares: float
+    used: list[bool]
+    late: bool
+    woken: list[bool]
+    changes: bool
+    own: bool
+
+
+class Latecomers(Protocol):
+    """Parameters that may start training at a step (``late_params.py``)."""
+
+    def follow(self, follower: Callable[[Sequence[str]], None]) -> None:
+        """Call ``follower`` with the names of those that are admitted, once the store has them."""
+
+    def look(self) -> None: ...
+
+    def admit(self, chosen: Sequence[bool]) -> None: ...
+
+
+class StepExecutor:
+    """Runs one synchronous optimizer step over the fragments that this rank owns.
+
+    ``before_step`` is called when all gradients are summed, before their norm is read. ``by_rows``: see ``LentStep``.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        reducer: GradReducer,
+        store: StateStore,
+        scaler: LossScaler,
+        publisher: WeightPublisher,
+        scopes: Scopes,
+        names: Sequence[str],
+        late: Latecomers,
+        before_step: Sequence[Callable[[], None]] = (),
+        by_rows: Collection[nn.Parameter] = (),
+    ) -> None:
+        self.plan = plan
+        self.reducer = reducer
+        self.store = store
+        self.scaler = scaler
+        self.publisher = publisher
+        self.scopes = scopes
+        self.communicator = scopes.everyone
+        self.names = list(names)
+        self.members = params_by_scope(store.params, scopes)
+        self._asked = self._by_holders(store.params)
+        self.sharded = plan.zero.shard_state
+        self.bad_steps = 0
+        self.late = late
+        late.follow(self._admitted)
+        self.before_step = list(before_step)
+        self.on_relink: Callable[[str], None] = lambda name: logger.warning(
+            f"parameter {name} was moved out of its ZeRO buffer (module.to, a LoRA merge, assign=True); its current "
+            "value was copied back into the buffer"
+        )
+        self._grad_key: list[int] = []
+        self._lists: list[GroupTensors] = []
+        self._squares = SumOfSquares(())  # of the gradients whose norm counts on this rank
+        self.surroundings = Surroundings(store, scopes, sharded=self.sharded)
+        optimizer: Any = store.optimizer
+        self._needs_context = store.traits.needs_context
+        self._announced: Cadence | None = None
+        self._asks: Callable[[], bool] | None = (
+            optimizer.keeps_own_gradients if store.traits.own_communication else None
+        )
+        self._step_fragments: Any = (
+            optimizer.step_fragments if store.traits.fused else LentStep(store, by_rows)
+        )
+
+    def step(self) -> StepResult:
+        self.reducer.finish()
+        for told in self.before_step:
+            told()
+        report = self._agree()
+        norm = norm_from_squares(report.squares) / self.scaler.scale
+        if self.plan.precision.check_overflow and not math.isfinite(norm):
+            self._skip(norm)
+            return StepResult(False, math.inf, 0.0)
+        self.bad_steps = 0
+        self._check_unused(report.used)
+        clip = clip_coefficient(norm, self.plan.gradients.clip)
+        self._relink_detached()
+        with torch.set_grad_enabled(False):  # in every step: half the calls of no_grad()
+            context = self._context(norm * clip) if self._needs_context else ALONE
+            self._update(report.used, clip / self.scaler.scale, context)
+        self.publisher.publish()
+        self.scaler.update(overflow=False)
+        if self._asks or self._announced is not None:
+            self._change_cadence(report)
+        return StepResult(True, norm, clip)
+
+    # Cadence ------------------------------------------------------------------------------------------------
+
+    def announce(self, cadence: Cadence) -> None:
+        """Sum gradients over ranks at this cadence once the next step has been applied. Every rank announces the same
+        before the same step. ValueError: the gradients are partitioned, or their sums are scheduled (stage 3)."""
+        self.reducer.check_cadence(cadence)
+        self._announced = cadence
+
+    def _change_cadence(self, report: GradReport) -> None:
+        if self._asks:
+            self.reducer.change_cadence(Cadence.NEVER if report.own else self.plan.zero.cadence)
+        if self._announced is not None:
+            self.reducer.change_cadence(self._announced)
+            self._announced = None
+
+    # Agreement ----------------------------------------------------------------------------------------------
+
+    def _agree(self) -> GradReport:
+        """One small all-reduce tells every rank the squares, late arrivals and which parameters were used."""
+        self.late.look()
+        report = self._exchange()
+        if any(report.woken):
+            self.late.admit(report.woken)
+        if report.late:
+            self.reducer.reduce_late()
+        return self._exchange() if report.changes else report
+
+    def _admitted(self, names: Sequence[str]) -> None:
+        """The store now also has the parameters with these names, at its end."""
+        self.names += names
+        self.members = params_by_scope(self.store.params, self.scopes)
+        self._asked = self._by_holders(self.store.params)
+        self.surroundings.follow()
+        self._lists = []
+
+    def _exchange(self) -> GradReport:
+        self._gradient_lists()
+        alone = self.reducer.cadence is Cadence.NEVER
+        squares = local_squares(self.store, self.members, sharded=self.sharded) if alone else self._squares()
+        late, waiting = self.reducer.has_late(), self.reducer.waiting
+        woken = [param.grad is not None for param in waiting] if waiting else []
+        mine = flags = [*self.reducer.used, *woken]
+        wishes = [bool(self._asks())] if self._asks else []
+        own = any(wishes)
+        if self.communicator.size > 1:
+            values = self._sum([squares, late, *flags, *wishes], self.communicator)
+            flags = [count > 0 for count in values[2 : 2 + len(flags)]]
+            squares, late = values[0], values[1] > 0
+            own = bool(wishes) and values[-1] == self.communicator.size
+        asked = self._by_holders([*self.store.params, *waiting]) if waiting else self._asked
+        if asked:
+            self._ask_holders(asked, mine, flags)
+        used, woken = flags[: len(self.store.params)], flags[len(self.store.params) :]
+        changes = late or any(woken)
+        for others in self.scopes.across.values():
+            squares, again, refused = self._sum([squares, changes, not own], others)
+            changes, own = again > 0, not refused
+        return GradReport(squares, used, late, woken, changes, own)
+
+    def _sum(self, message: Sequence[float], communicator: Communicator) -> list[float]:
+        packed = torch.tensor(message, dtype=torch.float64).to(self.reducer.device)
+        communicator.all_reduce(packed).wait()
+        return packed.tolist()
+
+    def _ask_holders(
+        self, asked: Sequence[tuple[Scope, Sequence[int]]], mine: Sequence[bool], flags: list[bool]
+    ) -> None:
+        """Correct ``flags``, of the parameters of the store and then of those that wait, where the ranks of ``dense``
+        are not those that hold the same weights: of experts some of them, of weights that stages share others too.
+        ``mine``: this rank's."""
+        for scope, indices in asked:
+            counts = [float(mine[i]) for i in indices]
+            if scope.everyone.size > 1:
+                counts = self._sum(counts, scope.everyone)
+            for i, count in zip(indices, counts, strict=True):
+                flags[i] = count > 0
+
+    def _by_holders(self, params: Sequence[nn.Parameter]) -> list[tuple[Scope, list[int]]]:
+        """Positions in ``params`` of those that are not dense, by scope: by name, so that all stages have one order."""
+        found = params_by_scope(params, self.scopes)
+        found.pop(self.scopes.dense, None)
+        return sorted(found.items(), key=lambda entry: entry[0].name)
+
+    def _gradient_lists(self) -> list[GroupTensors]:
+        """One entry per group, rebuilt only when buffers have moved: kernels cache their pointers by list."""
+        key = [b.reduced.data_ptr() if b.reduced is not None else 0 for b in self.reducer.buckets]
+        if key != self._grad_key or len(self._lists) != len(self.store.by_group):
+            self._lists = [GroupTensors.of(group) for group in self.store.by_group]
+            self._squares = SumOfSquares(
+                [
+                    part
+                    for fragments, _, grads, _ in self._lists
+                    for owned, grad in zip(fragments, grads, strict=True)
+                    if owned.grad_bucket.counts
+                    for part in counted(
+                        self.store.params[owned.param_index], grad, owned.fragment.param_offset
+                    )
+                ]
+            )
+            self._grad_key = key
+        return self._lists
+
+    def _check_unused(self, used: Sequence[bool]) -> None:
+        """``ignore_unused_parameters: false``: a parameter without a gradient on any rank is an error."""
+        if self.plan.zero.ignore_unused or not self.sharded or all(used):
+            return
+        trainable = [param.requires_grad for param in self.store.params]  # some may be frozen by now
+        names = [name for name, u, t in zip(self.names, used, trainable, strict=True) if t and not u]
+        if not names:
+            return
+        raise UnusedParametersError(
+            f"{len(names)} parameters did not contribute to the loss on any rank: {', '.join(names[:5])}"
+            f"{', ...' if len(names) > 5 else ''}. Freeze them (requires_grad=False), or set "
+            "zero_optimization.ignore_unused_parameters: true."
+        )
+
+    # Failure ------------------------------------------------------------------------------------------------
+
+    def _skip(self, norm: float) -> None:
+        name = self._first_bad_parameter()
+        self.bad_steps += 1
+        logger.warning(f"step skipped: the gradient norm is {norm}, first in parameter {name}")
+        try:
+            self.scaler.update(overflow=True)
+        except LossScaleError as error:
+            raise LossScaleError(f"{error} First non-finite gradient: {name}.") from None
+        if self.scaler.spent and self.bad_steps >= self.plan.max_bad_steps:
+            raise LossScaleError(
+                f"{self.bad_steps} steps in a row had a non-finite gradient, first in parameter {name}; training "
+                "cannot recover. Look at the data and the learning rate, or resume from an earlier checkpoint."
+            )
+
+    def _first_bad_parameter(self) -> str:
+        """Name of the first parameter with a non-finite gradient on any rank that holds it. Collective."""
+        fragments = sorted(self.store.fragments, key=lambda owned: owned.param_index)
+        bad = first_non_finite([owned.gradient() for owned in fragments])
+        index = len(self.names) if bad is None else fragments[bad].param_index
+        worst = torch.tensor([-index], dtype=torch.int64, device=self.reducer.device)
+        self.communicator.all_reduce_max(worst).wait()
+        index = -int(worst.item())
+        if index < len(self.names):
+            return self.names[index]
+        return "(of another part of the model)" if self.scopes.across else "(none: the squares overflow fp64)"
+
+    # Update -------------------------------------------------------------------------------------------------
+
+    def _relink_detached(self) -> None:
+        for bucket in self.store.param_buckets:
+            positions = bucket.detached()
+            if not positions:
+                continue
+            if bucket.full is not None:
+                for i in positions:
+                    self.on_relink(self.names[bucket.layout.slots[i].param])
+            bucket.relink(positions)
+            self.store.rebind(bucket)
+            self._lists = []
+
+    def _context(self, norm: float) -> UpdateContext:
+        """``norm``: of the gradient after clipping."""
+        return self.surroundings.context(norm, own_gradients=self.reducer.cadence is Cadence.NEVER)
+
+    def _update(self, used: Sequence[bool], grad_scale: float, context: UpdateContext) -> None:
+        """Update used parameters; one that no rank used keeps its value and state, as with ``grad is None``."""
+        lists = self._lists or self._gradient_lists()  # the latter: weights have moved
+        if not all(used):
+            lists = [_select(entry, used) for entry in lists]
+        self._update_lists(lists, grad_scale, context)
+
+    def _update_lists(self, lists: list[GroupTensors], grad_scale: float, context: UpdateContext) -> None:
+        self.store.tier.update(lists, partial(self._step_fragments, grad_scale=grad_scale, context=context))
+        if self.store.traits.fused:
+            self.store.optimizer._opt_called = True  # type: ignore[attr-defined]  # torch's schedulers look for it
+
+    def close(self) -> None:
+        """The engine takes no more steps."""
+        self.reducer.destroy()
+
+
+def _select(tensors: GroupTensors, used: Sequence[bool]) -> GroupTensors:
+    return tensors.pick(i for i, owned in enumerate(tensors.fragments) if used[owned.param_index])

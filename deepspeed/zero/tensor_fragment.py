@@ -1,0 +1,206 @@
+"""Reading and writing fp32 weights, gradients and optimizer state of a parameter, wherever they are kept.
+
+An engine that keeps such state separate from the parameter puts an object on it (attribute
+``_ds_state_access``) that knows where; the functions here ask that object. A parameter without it keeps
+its own state.
+
+*Full* functions are collective: every rank of the parameter's data-parallel group calls them, for the
+same parameters in the same order. Gradients exist from ``backward`` to ``step``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+ACCESS = "_ds_state_access"
+
+
+class StateAccess(Protocol):
+    """The part of ``deepspeed.zero.states.access.StateAccess`` used here.
+
+    Full tensors have the parameter's shape and are copies; local ones are this rank's part, 1-D.
+    """
+
+    def full_master(self, param: nn.Parameter) -> Tensor | None: ...
+    def set_full_master(self, param: nn.Parameter, value: Tensor) -> None: ...
+    def full_state(self, param: nn.Parameter, key: str) -> Tensor | None: ...
+    def set_full_state(self, param: nn.Parameter, key: str, value: Tensor) -> None: ...
+    def full_gradient(self, param: nn.Parameter) -> Tensor | None: ...
+    def set_full_gradient(self, param: nn.Parameter, value: Tensor) -> None: ...
+    def local_master(self, param: nn.Parameter) -> Tensor | None: ...
+    def local_state(self, param: nn.Parameter, key: str) -> Tensor | None: ...
+    def local_gradient(self, param: nn.Parameter) -> Tensor | None: ...
+    def set_local_master(self, param: nn.Parameter, value: Tensor) -> None: ...
+    def set_local_state(self, param: nn.Parameter, key: str, value: Tensor) -> None: ...
+    def set_local_gradient(self, param: nn.Parameter, value: Tensor) -> None: ...
+
+
+def _access(param: nn.Parameter) -> StateAccess | None:
+    return getattr(param, ACCESS, None)
+
+
+def is_kept_by_engine(param: nn.Parameter) -> bool:
+    """Whether an engine keeps state for the parameter."""
+    return _access(param) is not None
+
+
+def _required(param: nn.Parameter) -> StateAccess:
+    access = _access(param)
+    if access is None:
+        raise ValueError(
+            f"No engine keeps state for the parameter of shape {tuple(param.shape)}: it is frozen, or it is "
+            f"trained without ZeRO and master weights; then write to the parameter itself."
+        )
+    return access
+
+
+def write_pieces(pieces: Sequence[Tensor] | None, value: Tensor, what: str) -> None:
+    """Writes ``value`` over tensors that together are this rank's part; None: they do not exist at present."""
+    if pieces is None:
+        raise ValueError(
+            f"There is no {what} to write on this rank now; gradients exist from backward() to step()."
+        )
+    numels = [piece.numel() for piece in pieces]
+    if value.numel() != sum(numels):
+        raise ValueError(f"This rank's {what} has {sum(numels)} elements, the given value {value.numel()}.")
+    with torch.no_grad():
+        for piece, part in zip(pieces, value.detach().reshape(-1).split(numels), strict=True):
+            piece.copy_(part.view(piece.shape))
+
+
+def _check_shape(param: nn.Parameter, value: Tensor) -> None:
+    expected = tuple(getattr(param, "ds_shape", param.shape))
+    if tuple(value.shape) != expected:
+        raise ValueError(f"The parameter has shape {expected}, the given value {tuple(value.shape)}.")
+
+
+# --- The whole tensor -----------------------------------------------------------------------------
+
+
+def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor | None:
+    """The whole fp32 master weight; None if no engine keeps one. Collective."""
+    access = _access(param)
+    return None if access is None else access.full_master(param)
+
+
+def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
+    """Writes the whole master weight and, from it, the weight that the model computes with. Collective."""
+    access = _required(param)
+    _check_shape(param, value)
+    access.set_full_master(param, value)
+
+
+def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
+    """A whole optimizer state tensor such as ``"exp_avg"``; None if no engine keeps one. Collective."""
+    access = _access(param)
+    return None if access is None else access.full_state(param, optim_state_key)
+
+
+def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
+    """Writes a whole optimizer state tensor. Collective."""
+    access = _required(param)
+    _check_shape(param, value)
+    access.set_full_state(param, optim_state_key, value)
+
+
+def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
+    """The whole gradient in fp32, reduced over the ranks; ``param.grad`` if no engine keeps it; None
+    if there is none at present. Inside ``engine.no_sync()`` it is this rank's own. Collective.
+    """
+    access = _access(param)
+    return param.grad if access is None else access.full_gradient(param)
+
+
+def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
+    """Writes the whole gradient. Collective."""
+    access = _access(param)
+    _check_shape(param, value)
+    if access is None:
+        if param.grad is None:
+            raise ValueError(
+                "The parameter has no gradient to write; gradients exist from backward() to step()."
+            )
+        with torch.no_grad():
+            param.grad.copy_(value)
+    else:
+        access.set_full_gradient(param, value)
+
+
+def safe_update_full_grad_vectorized(
+    param_list: Iterable[nn.Parameter], update_func: Callable[[Tensor, nn.Parameter], Tensor | None]
+) -> None:
+    """Replaces the gradients of many parameters: ``update_func(gradient, param)`` gets the whole gradient
+    and returns the new one, or changes it in place and returns None. Parameters without a gradient are
+    skipped. Collective.
+    """
+    for param in param_list:
+        gradient = safe_get_full_grad(param)
+        if gradient is not None:
+            with torch.no_grad():
+                updated = update_func(gradient, param)
+            safe_set_full_grad(param, gradient if updated is None else updated)
+
+
+# --- This rank's part -----------------------------------------------------------------------------
+
+
+def safe_get_local_fp32_param(param: nn.Parameter) -> Tensor | None:
+    """This rank's part of the master weight, 1-D; None if no engine keeps one."""
+    access = _access(param)
+    return None if access is None else access.local_master(param)
+
+
+def safe_set_local_fp32_param(param: nn.Parameter, value: Tensor) -> None:
+    """Writes this rank's part of the master weight; the model computes with it from the next ``step`` on."""
+    _required(param).set_local_master(param, value)
+
+
+def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
+    """This rank's part of an optimizer state tensor, 1-D; None if no engine keeps one."""
+    access = _access(param)
+    return None if access is None else access.local_state(param, optim_state_key)
+
+
+def safe_set_local_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
+    """Writes this rank's part of an optimizer state tensor."""
+    _required(param).set_local_state(param, optim_state_key, value)
+
+
+def safe_get_local_grad(param: nn.Parameter) -> Tensor | None:
+    """This rank's part of the reduced gradient, 1-D; None if there is none at present."""
+    access = _access(param)
+    return None if access is None else access.local_gradient(param)
+
+
+def safe_set_local_grad(param: nn.Parameter, value: Tensor) -> None:
+    """Writes this rank's part of the reduced gradient."""
+    _required(param).set_local_gradient(param, value)
+
+
+# --- The same as functions to bind to a parameter -------------------------------------------------
+
+
+def get_full_hp_param(self: nn.Parameter, optim_state_key: str | None = None) -> Tensor | None:
+    """The whole master weight, or the optimizer state with this key if given. Collective."""
+    if optim_state_key is None:
+        return safe_get_full_fp32_param(self)
+    return safe_get_full_optimizer_state(self, optim_state_key)
+
+
+def set_full_hp_param(self: nn.Parameter, value: Tensor, optim_state_key: str | None = None) -> None:
+    if optim_state_key is None:
+        safe_set_full_fp32_param(self, value)
+    else:
+        safe_set_full_optimizer_state(self, value, optim_state_key)
+
+
+def get_full_hp_grad(self: nn.Parameter) -> Tensor | None:
+    return safe_get_full_grad(self)
+
+
+def set_full_hp_grad(self: nn.Parameter, value: Tensor) -> None:
+    safe_set_full_grad(self, value)

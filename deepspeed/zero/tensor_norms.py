@@ -1,0 +1,212 @@
+"""Compute norms of plain lists of tensors over model-parallel and expert ranks, and clip by them.
+
+For gradients that no bucket holds: stage 0 with a loop of the caller's, and the documented helpers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed
+from torch import Tensor
+
+from deepspeed.base.accelerator import get_accelerator
+from deepspeed.checkpoint.placement import ATTRIBUTE, Placement
+from deepspeed.comm import documented_groups as groups
+from deepspeed.ops.native import sum_of_squares
+
+CLIP_EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_
+
+
+def is_model_parallel_parameter(p: Tensor) -> bool:
+    """Whether the ranks of a model-parallel group hold pieces of this parameter (and not a copy each)."""
+    marked = getattr(p, "model_parallel", False) or getattr(p, "tensor_model_parallel", False)
+    placed: Placement | None = getattr(p, ATTRIBUTE, None)
+    return bool(marked or (placed is not None and "tp" in placed.split))
+
+
+def get_global_norm(norm_list: Iterable[float]) -> float:
+    """2-norm of several parts from their 2-norms; inf if one is Inf, NaN or, as norms of overflown gradients are told
+    in places, -1."""
+    norms = [float(norm) for norm in norm_list]
+    if not all(0 <= norm < math.inf for norm in norms):
+        return math.inf
+    return math.sqrt(math.fsum(norm**2 for norm in norms))
+
+
+def _model_parallel(mpu: Any) -> tuple[Any, int]:
+    """Model-parallel group and the rank in it; (None, 0) without model parallelism."""
+    if mpu is None:
+        return None, 0
+    kind = "tensor_model" if hasattr(mpu, "get_tensor_model_parallel_group") else "model"
+    return getattr(mpu, f"get_{kind}_parallel_group")(), getattr(mpu, f"get_{kind}_parallel_rank")()
+
+
+def _norm(tensors: Sequence[Tensor], norm_type: float, group: Any, device: torch.device) -> Tensor:
+    """Norm over all tensors and ranks of the group: 0-dim fp32, summed in fp64 and rounded once."""
+    maximum = math.isinf(norm_type)
+    if norm_type == 2:
+        local = sum_of_squares(tensors)
+    elif maximum:
+        local = max((float(tensor.detach().abs().max()) for tensor in tensors if tensor.numel()), default=0.0)
+    else:
+        local = math.fsum(float(tensor.detach().abs().double().pow(norm_type).sum()) for tensor in tensors)
+    if group is not None:
+        operation = torch.distributed.ReduceOp.MAX if maximum else torch.distributed.ReduceOp.SUM
+        total = torch.tensor([local], dtype=torch.float64, device=device)
+        torch.distributed.all_reduce(total, op=operation, group=group)
+        local = float(total)
+    value = local if maximum else local ** (1.0 / norm_type)
+    return torch.tensor(value, dtype=torch.float32, device=device)
+
+
+def clip_grad_norm_(
+    parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2, mpu: Any = None
+) -> Tensor:
+    """Scales the gradients in place so that their norm is at most ``max_norm``; returns the norm before scaling.
+
+    With a model-parallel unit the norm is that of the whole model: parameters partitioned across its
+    ranks count on each rank, replicated ones count once. With experts that ranks spread (``allreduce = False``), it is
+    the mean over the data-parallel ranks, so that all scale alike.
+    """
+    given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    params = [param for param in given if param.grad is not None]
+    group, rank = _model_parallel(mpu)
+    device = params[0].device if params else torch.device(get_accelerator().current_device_name())
+    counted = [p for p in params if group is None or rank == 0 or is_model_parallel_parameter(p)]
+    norm = _norm([p.grad for p in counted if p.grad is not None], float(norm_type), group, device)
+    if torch.distributed.is_initialized() and any(not getattr(p, "allreduce", True) for p in given):
+        mean = get_norm_with_moe_layers_fast(norm, groups._get_data_parallel_group())
+        norm = torch.full_like(norm, mean)
+    _scale_down([p.grad for p in params if p.grad is not None], norm, max_norm, CLIP_EPSILON)
+    return norm
+
+
+def get_flattened_grad_norm(
+    parameters: Tensor | Iterable[Tensor],
+    norm_type: float = 2,
+    mpu: Any = None,
+    grad_norm_mask: Sequence[Sequence[tuple[int, int]]] | None = None,
+) -> Tensor:
+    """Norm of gradients, each flat in one tensor; 0-dim fp32, over the ranks of a model-parallel unit.
+
+    Args:
+        grad_norm_mask: For each parameter the (begin, end) of elements not counted here because they are elsewhere.
+    """
+    params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    masks = grad_norm_mask if grad_norm_mask is not None else [()] * len(params)
+    group, _ = _model_parallel(mpu)
+    device = params[0].device if params else torch.device(get_accelerator().current_device_name())
+    pieces = [
+        piece
+        for param, mask in zip(params, masks, strict=True)
+        if param.grad is not None
+        for piece in _outside(param.grad.reshape(-1), mask)
+    ]
+    return _norm(pieces, float(norm_type), group, device)
+
+
+def _outside(flat: Tensor, mask: Sequence[tuple[int, int]]) -> list[Tensor]:
+    """The pieces of a flat tensor between masked intervals."""
+    begins = [0, *(int(end) for _, end in sorted(map(tuple, mask)))]
+    ends = [*(int(begin) for begin, _ in sorted(map(tuple, mask))), flat.numel()]
+    return [flat[begin:end] for begin, end in zip(begins, ends, strict=True) if begin < end]
+
+
+def get_weight_norm(parameters: Tensor | Iterable[Tensor], norm_type: float = 2, mpu: Any = None) -> Tensor:
+    """Norm of weights: 0-dim fp32; with a model-parallel unit that of the whole model."""
+    params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    group, rank = _model_parallel(mpu)
+    device = params[0].device if params else torch.device(get_accelerator().current_device_name())
+    counted = [p.detach() for p in params if group is None or rank == 0 or is_model_parallel_parameter(p)]
+    return _norm(counted, float(norm_type), group, device)
+
+
+def get_global_norm_of_tensors(
+    input_tensors: Sequence[Tensor],
+    norm_type: float = 2,
+    mpu: Any = None,
+    use_graph: bool = False,
+    moe_ep_group: Any = None,
+) -> Tensor:
+    """Norm of all tensors together, and over the ranks of the model-parallel unit: 0-dim fp32.
+
+    Args:
+        use_graph: No effect; used to request a CUDA graph.
+        moe_ep_group: Ranks over which experts are distributed: their parts are added too.
+    """
+    if not input_tensors:
+        raise ValueError("input_tensors is empty: there is nothing to take a norm of.")
+    tensors, device = list(input_tensors), input_tensors[0].device
+    norm = _norm(tensors, float(norm_type), _model_parallel(mpu)[0], device)
+    return norm if moe_ep_group is None else _norm([norm], float(norm_type), moe_ep_group, device)
+
+
+def get_norm_with_moe_layers(
+    non_expert_norm: Tensor | float,
+    mpu: Any,
+    expert_tensors: Mapping[str, Sequence[Tensor]],
+    norm_type: float = 2,
+) -> float:
+    """Norm of all parameters or gradients, from that of the others and this rank's tensors of the experts, by the name
+    of their expert group (``MoE``'s ``expert_group_name``)."""
+    known = [
+        (get_global_norm_of_tensors(tensors, norm_type, mpu), groups._get_expert_parallel_group(name))
+        for name, tensors in expert_tensors.items()
+        if tensors
+    ]
+    return norm_with_experts(non_expert_norm, known, float(norm_type))
+
+
+def clip_tensors_by_global_norm(
+    input_tensors: Sequence[Tensor],
+    max_norm: float = 1.0,
+    global_norm: Tensor | float | None = None,
+    mpu: Any = None,
+    eps: float = CLIP_EPSILON,
+    use_graph: bool = False,
+) -> Tensor | float:
+    """Scales the tensors in place so that their global norm (computed if not given) is at most
+    ``max_norm``. `use_graph` has no effect.
+    """
+    norm = get_global_norm_of_tensors(input_tensors, mpu=mpu) if global_norm is None else global_norm
+    _scale_down(input_tensors, norm, max_norm, eps)
+    return norm
+
+
+def _scale_down(tensors: Sequence[Tensor], norm: Tensor | float, max_norm: float, eps: float) -> None:
+    # The coefficient is applied even when it is 1, as in torch: checking would wait for the device.
+    coefficient = torch.clamp(torch.as_tensor(max_norm / (norm + eps)), max=1.0)
+    with torch.no_grad():
+        for tensor in tensors:
+            tensor.mul_(coefficient.to(device=tensor.device, dtype=tensor.dtype))
+
+
+def get_norm_with_moe_layers_fast(all_groups_norm: Tensor | float, group: Any) -> float:
+    """The mean of each rank's norm over the ranks of ``group``."""
+    norm = torch.tensor([float(all_groups_norm)], dtype=torch.float64)
+    norm = norm.to(get_accelerator().current_device_name())
+    torch.distributed.all_reduce(norm, group=group)
+    return float(norm) / torch.distributed.get_world_size(group)
+
+
+def norm_with_experts(
+    other_norm: Tensor | float,
+    norms_of_experts: Sequence[tuple[Tensor, Any]],
+    norm_type: float,
+) -> float:
+    """Norm of a model from that of its other parameters and, for each expert group, this rank's norm and the ranks that
+    hold the rest."""
+    parts = [float(other_norm)]
+    for norm, group in norms_of_experts:
+        value = torch.tensor([float(norm) ** norm_type if math.isfinite(norm_type) else float(norm)])
+        value = value.double().to(get_accelerator().current_device_name())
+        kind = torch.distributed.ReduceOp.SUM if math.isfinite(norm_type) else torch.distributed.ReduceOp.MAX
+        torch.distributed.all_reduce(value, op=kind, group=group)
+        parts.append(float(value) ** (1.0 / norm_type) if math.isfinite(norm_type) else float(value))
+    if math.isinf(norm_type):
+        return max(parts)
+    return math.fsum(part**norm_type for part in parts) ** (1.0 / norm_type)

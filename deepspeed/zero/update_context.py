@@ -1,0 +1,207 @@
+"""What the engine does for an optimizer's update, by the optimizer protocol (``deepspeed/ops/update.py``)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from deepspeed.comm.collectives import Communicator, Pending
+from deepspeed.ops.update import UpdateContext
+from deepspeed.zero.norms import sum_of_squares
+from deepspeed.zero.placements import counted, in_parts, is_stack
+from deepspeed.zero.replica_groups import Scope, Scopes
+from deepspeed.zero.states.store import GroupTensors, StateStore
+from deepspeed.zero.whole_matrices import OwnMatrices, WholeMatrices
+
+
+class Surroundings:
+    """Makes the ``UpdateContext`` of each step. ``sharded``: the fragments of ``store`` are parts of parameters."""
+
+    def __init__(self, store: StateStore, scopes: Scopes, *, sharded: bool) -> None:
+        self.store = store
+        self.scopes = scopes
+        self.sharded = sharded
+        self.follow()
+
+    def follow(self) -> None:
+        """The store may hold more parameters than before."""
+        traits, sharded = self.store.traits, self.sharded
+        parted = sharded or any(map(in_parts, self.store.params))
+        self._sums = None
+        if traits.segment_sums and parted:
+            self._sums = SegmentSums(self.store, self.scopes, sharded=sharded)
+        self._matrices = None
+        if traits.whole_matrices and (sharded or any(map(is_stack, self.store.params))):
+            make = WholeMatrices if sharded else OwnMatrices
+            self._matrices = make(self.store, self.scopes)
+
+        self._holders = (
+            Holders(self.store, self.scopes, sharded=sharded) if traits.own_communication else None
+        )
+
+    def context(self, gradient_norm: float, *, own_gradients: bool) -> UpdateContext:
+        """``gradient_norm``: after clipping. ``own_gradients``: they have not been summed over ranks."""
+        return UpdateContext(
+            gradient_norm=gradient_norm,
+            segment_sum=self._sums,
+            segment_largest=self._sums and self._sums.largest,
+            copy_sum=self._sums and self._sums.total,
+            whole_matrices=self._matrices,
+            holders=self._holders if own_gradients else None,
+            parts=self.scopes.dense.shard if self.sharded and self.store.traits.own_communication else None,
+        )
+
+
+class SegmentSums:
+    """Joins numbers about the fragments of ``store`` to those of whole parameters, for LAMB: of the ranks with its
+    shards, and of those with other parts of a larger tensor."""
+
+    def __init__(self, store: StateStore, scopes: Scopes, *, sharded: bool) -> None:
+        self.store = store
+        self.members: dict[Communicator, list[int]] = {}
+        self.shard = scopes.dense.shard if sharded else None
+        if sharded:
+            for scope, params in params_by_scope(
+                store.params, scopes
+            ).items():  # several may share one ``shard``
+                self.members.setdefault(scope.shard, []).extend(params)
+        for index, param in enumerate(store.params):
+            for others in scopes.parts_of(param) if in_parts(param) else ():
+                self.members.setdefault(others, []).append(index)
+
+    def __call__(self, masters: list[Tensor], sums: Tensor) -> Tensor:
+        """``sums`` [n, k] fp64 over fragments -> the same over the parameters that they are parts of. Collective."""
+        indices = self._indices(masters)
+        whole = torch.zeros(len(self.store.params), sums.shape[1], dtype=torch.float64)
+        whole.index_add_(0, indices, sums.cpu())
+        return self._joined(whole, indices, Communicator.all_reduce).to(sums.device)
+
+    def largest(self, masters: list[Tensor], values: Tensor) -> Tensor:
+        """``values`` [n, k] fp64, not negative, of fragments -> the largest over the parameters that they are parts of.
+        Collective."""
+        indices = self._indices(masters)
+        whole = torch.zeros(len(self.store.params), values.shape[1], dtype=torch.float64)
+        whole.scatter_reduce_(0, indices.view(-1, 1).expand(values.shape), values.cpu(), "amax")
+        return self._joined(whole, indices, Communicator.all_reduce_max).to(values.device)
+
+    def total(self, values: Tensor) -> Tensor:
+        """``values`` [k] fp64 -> their sum over the ranks that share one copy. Collective."""
+        total = values.to(self.store.params[0].device, copy=True)
+        if self.shard is not None:
+            self.shard.all_reduce(total).wait()
+        return total.to(values.device)
+
+    def _indices(self, masters: Sequence[Tensor]) -> Tensor:
+        """[n]: of the parameters that these are fragments of."""
+        index_of = {id(owned.master): owned.param_index for owned in self.store.fragments}
+        return torch.tensor([index_of[id(master)] for master in masters], dtype=torch.int64)
+
+    def _joined(
+        self, whole: Tensor, indices: Tensor, collective: Callable[[Communicator, Tensor], Pending]
+    ) -> Tensor:
+        """Rows of ``whole`` [params, k], each joined over the ranks that have parts of its parameter."""
+        whole = whole.to(self.store.params[0].device)
+        for holders, params in self.members.items():
+            share = whole[params]
+            collective(holders, share.view(-1)).wait()
+            whole[params] = share
+        return whole[indices.to(whole.device)]
+
+
+class Holders:
+    """Sorts masters by who holds the same ones: all ranks with these weights, or, where they are in slices
+    (``sharded``), those with the same slice."""
+
+    def __init__(self, store: StateStore, scopes: Scopes, *, sharded: bool) -> None:
+        self.sharded = sharded
+        self.order = list(params_by_scope(store.params, scopes))
+        self.scope_of = {id(o.master): scopes.of(store.params[o.param_index]) for o in store.fragments}
+
+    def __call__(self, masters: Sequence[Tensor]) -> list[tuple[Communicator, list[int]]]:
+        found: dict[Scope, list[int]] = {scope: [] for scope in self.order}
+        for position, master in enumerate(masters):
+            found[self.scope_of[id(master)]].append(position)
+        return [
+            (holders_of(s, sharded=self.sharded), positions) for s, positions in found.items() if positions
+        ]
+
+
+def holders_of(scope: Scope, *, sharded: bool) -> Communicator:
+    return scope.replicas if sharded else scope.everyone
+
+
+class LentStep:
+    """``step_fragments`` of an optimizer that knows nothing of it: the fragments are in its groups during ``step``.
+
+    ``by_rows``: the parameters whose gradients it gets as torch's sparse tensors.
+    """
+
+    def __init__(self, store: StateStore, by_rows: Collection[nn.Parameter] = ()) -> None:
+        self.store = store
+        self.by_rows = {index for index, param in enumerate(store.params) if param in by_rows}
+
+    def __call__(
+        self, fragments: Sequence[GroupTensors], *, grad_scale: float, context: UpdateContext
+    ) -> None:
+        for owned, masters, grads, _ in fragments:
+            if not grads:
+                continue
+            grads = [grad.to(master.dtype) for master, grad in zip(masters, grads, strict=True)]
+            if grad_scale != 1.0:
+                torch._foreach_mul_(grads, grad_scale)
+            for part, master, grad in zip(owned, masters, grads, strict=True):
+                by_rows = grad.dim() == 2 and part.param_index in self.by_rows
+                master.grad = grad.to_sparse(1) if by_rows else grad
+        try:
+            with self.store.lend([group.fragments for group in fragments]):
+                self.store.optimizer.step()
+        finally:
+            for _, masters, _, _ in fragments:
+                for master in masters:
+                    master.grad = None
+        self._publish(fragments)
+
+    @staticmethod
+    def _publish(fragments: Sequence[GroupTensors]) -> None:
+        written = [
+            (low, master.reshape(-1))
+            for _, masters, _, lows in fragments
+            for low, master in zip(lows, masters, strict=True)
+            if low is not None
+        ]
+        if written:
+            torch._foreach_copy_([low for low, _ in written], [master for _, master in written])
+
+
+def params_by_scope(params: Sequence[nn.Parameter], scopes: Scopes) -> dict[Scope, list[int]]:
+    """Positions in ``params`` by scope."""
+    found: dict[Scope, list[int]] = {}
+    for index, param in enumerate(params):
+        found.setdefault(scopes.of(param), []).append(index)
+    return found
+
+
+def local_squares(
+    store: StateStore, members: Mapping[Scope, Sequence[int]], *, sharded: bool = False
+) -> float:
+    """This rank's share of the squared norm where every rank has gradients of its own (``Cadence.NEVER``).
+
+    Their mean is not known to anybody. The norm is the root mean square of the holders' norms: at least that of the
+    mean, and equal to it where all ranks have the same gradient. It is the same number on every rank, so that clipping
+    scales all of them alike and does not turn their mean.
+    """
+    total = 0.0
+    for scope, params in members.items():
+        chosen = set(params)
+        grads = [
+            part
+            for owned in store.fragments
+            if owned.param_index in chosen
+            for part in counted(
+                store.params[owned.param_index], owned.gradient(), owned.fragment.param_offset
+            )
+        ]
+        total += sum_of_squares(grads) / holders_of(scope, sharded=sharded).size
+    return total

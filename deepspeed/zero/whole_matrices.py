@@ -1,0 +1,195 @@
+"""Whole matrices in the middle of a sharded step, for optimizers that need them (Muon).
+
+Each matrix has one *owner*, the rank that holds most of it. One all-to-all sends its fragments there, the owner
+computes, and a second one returns the result: 4 bytes per element each way in fp32. Since buckets spread the
+matrices over the ranks, they also spread this work.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from deepspeed.base.sharded import full_shape
+from deepspeed.comm.collectives import Communicator
+from deepspeed.zero.layout import NOBODY
+from deepspeed.zero.placements import is_stack
+from deepspeed.zero.replica_groups import Scopes
+from deepspeed.zero.states.store import StateStore
+
+BATCH_NUMEL = 32 * 1024 * 1024
+"""Elements that are exchanged at once: they exist twice (at the sender and at the owner) for that time."""
+
+
+class Part(NamedTuple):
+    """Elements ``[start, stop)`` of a flat matrix, held by ``rank``."""
+
+    rank: int
+    start: int
+    stop: int
+
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """Where one matrix is: its parts in order, and the rank that assembles it."""
+
+    param: int
+    shape: tuple[int, ...]
+    parts: tuple[Part, ...]
+    owner: int
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+class WholeMatrices:
+    """Applies a function of whole matrices to values that are partitioned like the weights of ``store``."""
+
+    def __init__(self, store: StateStore, scopes: Scopes) -> None:
+        self.store = store
+        self.matrices: list[dict[Communicator, list[Matrix]]] = [{} for _ in store.optimizer.param_groups]
+        for matrix in matrices_of(store):
+            if store.group_of[matrix.param] < 0:
+                continue
+            holders = scopes.of(store.params[matrix.param]).shard
+            self.matrices[store.group_of[matrix.param]].setdefault(holders, []).append(matrix)
+
+    def __call__(
+        self,
+        group: dict[str, Any],
+        params: Sequence[Tensor],
+        values: Sequence[Tensor],
+        function: Callable[[Tensor], Tensor],
+    ) -> None:
+        """Replace ``values[i]``, shaped like the fragment ``params[i]``, by its part of ``function(whole)``.
+
+        All ranks participate in every matrix of the group; a missing one (a parameter that no rank used) is zero, and
+        its result is discarded. Collective.
+        """
+        index = next(i for i, known in enumerate(self.store.optimizer.param_groups) if known is group)
+        fragment_of = {id(owned.master): owned for owned in self.store.fragments}
+        mine: dict[int, Tensor] = {}
+        for param, value in zip(params, values, strict=True):
+            mine[fragment_of[id(param)].param_index] = value.view(-1)
+        for holders, matrices in self.matrices[index].items():
+            for batch in batches(matrices, BATCH_NUMEL):
+                self._exchange(holders, batch, mine, function)
+
+    def _exchange(
+        self,
+        holders: Communicator,
+        batch: Sequence[Matrix],
+        mine: dict[int, Tensor],
+        function: Callable[[Tensor], Tensor],
+    ) -> None:
+        rank, size = holders.rank, holders.size
+        held = [
+            [(m, p) for m in batch if m.owner == r for p in m.parts if p.rank == rank] for r in range(size)
+        ]
+        due = [
+            [(m, p) for m in batch if m.owner == rank for p in m.parts if p.rank == r] for r in range(size)
+        ]
+        sent = [sum(p.numel for _, p in runs) for runs in held]
+        received = [sum(p.numel for _, p in runs) for runs in due]
+        first = self.store.params[batch[0].param]
+        dtype = torch.promote_types(first.dtype, torch.float32)
+        outgoing = torch.zeros(sum(sent), dtype=dtype, device=first.device)
+        for place, (matrix, _) in _places(held, outgoing):
+            if matrix.param in mine:
+                place.copy_(mine[matrix.param])
+        incoming = torch.empty(sum(received), dtype=dtype, device=first.device)
+        holders.all_to_all(incoming, outgoing, received, sent).wait()
+        self._compute(due, incoming, function)
+        holders.all_to_all(outgoing, incoming, sent, received).wait()
+        for place, (matrix, _) in _places(held, outgoing):
+            if matrix.param in mine:
+                mine[matrix.param].copy_(place)
+
+    @staticmethod
+    def _compute(
+        due: Sequence[Sequence[tuple[Matrix, Part]]], incoming: Tensor, function: Callable[[Tensor], Tensor]
+    ) -> None:
+        """Assemble the parts in ``incoming`` and replace them with the parts of the result."""
+        gathered: dict[int, tuple[Matrix, list[tuple[Tensor, Part]]]] = {}
+        for place, (matrix, part) in _places(due, incoming):
+            gathered.setdefault(matrix.param, (matrix, []))[1].append((place, part))
+        for matrix, parts in gathered.values():
+            whole = torch.empty(matrix.numel, dtype=incoming.dtype, device=incoming.device)
+            for place, part in parts:
+                whole[part.start : part.stop] = place
+            result = function(whole.view(matrix.shape)).reshape(-1)
+            for place, part in parts:
+                place.copy_(result[part.start : part.stop])
+
+
+class OwnMatrices:
+    """The same where every rank holds its tensors whole."""
+
+    def __init__(self, store: StateStore, scopes: Scopes) -> None:
+        self.store = store
+
+    def __call__(
+        self,
+        group: dict[str, Any],
+        params: Sequence[Tensor],
+        values: Sequence[Tensor],
+        function: Callable[[Tensor], Tensor],
+    ) -> None:
+        number = {id(owned.master): owned.param_index for owned in self.store.fragments}
+        for param, value in zip(params, values, strict=True):
+            shape = matrix_shape(self.store.params[number[id(param)]])
+            value.copy_(function(value.view(shape)).view(value.shape))
+
+
+def matrix_shape(param: Tensor) -> tuple[int, ...]:
+    """How an update sees a parameter: [rows, all others], or a stack [experts, rows, all others]. Vectors as they
+    are."""
+    shape = tuple(full_shape(param))
+    kept = 2 if is_stack(param) else 1
+    return shape if len(shape) <= kept else (*shape[:kept], math.prod(shape[kept:]))
+
+
+def matrices_of(store: StateStore) -> Iterator[Matrix]:
+    """Every parameter of the store's buckets with at least one element, and who holds it."""
+    for bucket in store.param_buckets:
+        layout = bucket.layout
+        for slot, param in zip(layout.slots, bucket.params, strict=True):
+            parts = [Part(*part) for part in layout.parts(slot)]
+            if parts and slot.param != NOBODY:
+                owner = max(parts, key=lambda part: (part.numel, -part.rank)).rank
+                yield Matrix(slot.param, matrix_shape(param), tuple(parts), owner)
+
+
+def batches(matrices: Sequence[Matrix], numel: int) -> Iterator[list[Matrix]]:
+    """Runs of matrices with at most ``numel`` elements in total, at least one matrix each."""
+    batch: list[Matrix] = []
+    size = 0
+    for matrix in matrices:
+        if batch and size + matrix.numel > numel:
+            yield batch
+            batch, size = [], 0
+        batch.append(matrix)
+        size += matrix.numel
+    if batch:
+        yield batch
+
+
+def _places(
+    runs: Sequence[Sequence[tuple[Matrix, Part]]], flat: Tensor
+) -> Iterator[tuple[Tensor, tuple[Matrix, Part]]]:
+    """The view of ``flat`` that belongs to each part, in the order of the exchange."""
+    position = 0
+    for run in runs:
+        for matrix, part in run:
+            yield flat[position : position + part.numel], (matrix, part)
+            position += part.numel

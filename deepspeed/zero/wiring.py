@@ -1,0 +1,180 @@
+"""How the parts that move gradients and weights are made and connected: one place, for a run and for its plan.
+
+``engine/assembly.py`` hands in real ranks and memory; ``planning/rehearsal.py`` hands in ranks that answer
+immediately and memory that is only counted. So what is planned is what is built.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Container, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from deepspeed.base.sharded import full_shape
+from deepspeed.comm.collectives import Communicator
+from deepspeed.config.plan import Cadence, Plan
+from deepspeed.ops.formats.codecs import BLOCK, BlockCodec
+from deepspeed.zero.bucket import ParamBucket
+from deepspeed.zero.buffer_pool import BufferPool
+from deepspeed.zero.gathering.coordinator import LiveBudget, ParamCoordinator
+from deepspeed.zero.gathering.scheduled_gather import ScheduledGather
+from deepspeed.zero.gradients.bucket import GradBucket
+from deepspeed.zero.gradients.quantized_sum import (
+    CompressedSum,
+    ErrorFeedback,
+    QuantizedSum,
+    at_random,
+    codec_for,
+)
+from deepspeed.zero.gradients.reducer import GradReducer
+from deepspeed.zero.gradients.sums import DenseSum, GradientSum, GroupSum, LocalSum, ReplicatedSum, RowSum
+from deepspeed.zero.layout import BucketLayout
+from deepspeed.zero.offload.host_copies import HostCopies, off_host
+from deepspeed.zero.offload.tiers import ResidentTier
+from deepspeed.zero.replica_groups import Scope, ScopeTable
+
+if TYPE_CHECKING:
+    from deepspeed.config.sections.zero import DeepSpeedZeroConfig
+
+BROADCAST_NUMEL = 16 * 1024 * 1024
+"""Elements that leave the first rank together when an engine starts."""
+
+
+def make_grad_buckets(
+    buckets: Sequence[ParamBucket],
+    plan: Plan,
+    scopes: ScopeTable,
+    *,
+    pool: BufferPool,
+    tier: ResidentTier,
+    by_rows: Container[nn.Parameter] = (),
+    host: HostCopies | None = None,
+    make: Callable[..., GradBucket] = GradBucket,
+) -> list[GradBucket]:
+    """A bucket for the gradients of each bucket of weights, on the device of its first parameter.
+
+    Args:
+        pool: lends the buffers that live for one round.
+        tier: where the states are kept; slices whose state is off the device leave through ``host``.
+        make: what takes the arguments of ``GradBucket``.
+        by_rows: embeddings of whose gradients only the rows that were touched travel; each is alone in its bucket.
+    """
+    result: list[GradBucket] = []
+    for bucket in buckets:
+        layout, first = bucket.layout, bucket.params[0]
+        scope = scopes[layout.scope]
+        first_holder = scope.first_replica if plan.zero.shard_state else scope.first_holder
+        rows_of = full_shape(first) if first in by_rows else None
+        result.append(
+            make(
+                layout,
+                [full_shape(param) for param in bucket.params],
+                gradient_sum(layout, scope, pool, plan, rows_of),
+                pool,
+                first.device,
+                rank=bucket.rank,
+                own=own_sum(layout, scope, pool, plan),
+                factors=plan.gradients.factors(scope.divisor),
+                counts=first_holder,
+                accumulate_dtype=plan.precision.accumulate or layout.dtype,
+                keep_local=not plan.zero.shard_grads,
+                new_slice=partial(tier.of(layout).new_gradients, device=first.device),
+                host=host if off_host(first.device) and tier.takes(layout) else None,
+            )
+        )
+    return result
+
+
+def gradient_sum(
+    layout: BucketLayout,
+    scope: Scope,
+    pool: BufferPool,
+    plan: Plan,
+    rows_of: torch.Size | None = None,
+) -> GradientSum:
+    """The format of one bucket. ``rows_of``: the shape of the embedding that is alone in it, if its rows travel."""
+    result = _sum_of_one_copy(layout, scope, pool, plan)
+    for wrap in plan.gradients.formats:
+        result = wrap(result)
+    if rows_of is not None:
+        result = RowSum(result, layout, scope.shard, rows_of)
+    if scope.replicas.size > 1:
+        result = ReplicatedSum(result, scope.replicas)
+    return result
+
+
+def own_sum(layout: BucketLayout, scope: Scope, pool: BufferPool, plan: Plan) -> GradientSum | None:
+    """The format of one bucket while gradients are not summed over all ranks; None: its slices have one owner each."""
+    if not plan.zero.shard_state:
+        return LocalSum(scope.everyone.size)
+    if plan.zero.shard_params or not (plan.zero.in_groups or scope.shard.size == 1):
+        return None
+    return GroupSum(_sum_of_one_copy(layout, scope, pool, plan), scope.replicas.size)
+
+
+def _sum_of_one_copy(layout: BucketLayout, scope: Scope, pool: BufferPool, plan: Plan) -> GradientSum:
+    """Over the ranks that share one."""
+    result: GradientSum = DenseSum(layout, scope.shard, pool, scatter=plan.zero.reduce_scatter)
+    packing, chosen = plan.packing, plan.packing.codec
+    if chosen is not None:
+        if scope.shard.size == 1 or layout.padded_numel < BLOCK * scope.shard.size:
+            return result
+        if packing.random and isinstance(chosen, BlockCodec):
+            chosen = at_random(chosen, layout, scope.everyone.rank)
+        if not plan.zero.shard_state:
+            return CompressedSum(scope.shard, chosen, keeps_errors=packing.keeps_errors)
+        encode = ErrorFeedback(chosen, 0.0, sys.maxsize) if packing.keeps_errors else None
+        return QuantizedSum(layout, scope.shard, chosen, levels=scope.levels, encode=encode)
+    codec = codec_for(layout, packing.gradients, random=packing.random, rank=scope.everyone.rank)
+    if codec is not None:
+        feedback = packing.feedback
+        encode = ErrorFeedback(codec, *feedback) if feedback is not None else None
+        result = QuantizedSum(layout, scope.shard, codec, levels=scope.levels, encode=encode)
+    return result
+
+
+def make_reducer(
+    params: Sequence[nn.Parameter],
+    buckets: Sequence[GradBucket],
+    plan: Plan,
+    everyone: Communicator,
+    coordinator: ParamCoordinator | None,
+    *,
+    at_boundary: Callable[[], bool],
+    device: torch.device | None = None,
+) -> GradReducer:
+    """``coordinator``: of the parameters, where stage 3 has sharded them. ``device``: where messages about gradients
+    are built (default: where the gradients are). Hooks are installed by the caller."""
+    gatherer = coordinator.gatherer if coordinator is not None else None
+    turns = gatherer if isinstance(gatherer, ScheduledGather) else None  # its gathers are collectives too
+    reducer = GradReducer(
+        params,
+        buckets,
+        everyone,
+        cadence=cadence(plan, coordinator),
+        overlap=plan.zero.overlap,
+        expose=not plan.zero.shard_state,
+        at_boundary=at_boundary,
+        turns=turns,
+        device=device,
+    )
+    if turns is not None:
+        turns.start_sum = reducer.launch
+    return reducer
+
+
+def cadence(plan: Plan, coordinator: ParamCoordinator | None) -> Cadence:
+    """How often gradients travel. At stage 3, with room for every parameter there is also room for whole gradients
+    between micro-batches: then each is communicated only once per step."""
+    if coordinator is None:
+        return plan.zero.cadence
+    return Cadence.AT_BOUNDARY if coordinator.keeps_all else Cadence.EVERY_MICRO_BATCH
+
+
+def live_budget(zero: DeepSpeedZeroConfig) -> LiveBudget:
+    """How much may be gathered at a time."""
+    return LiveBudget(max_live=int(zero.max_live_parameters), max_reuse=int(zero.max_reuse_distance))

@@ -1,0 +1,529 @@
+"""Small documented helpers: each against plain Python or torch."""
+
+from __future__ import annotations
+
+import collections
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from deepspeed.base import compiler
+from deepspeed.base.torch import (
+    is_functorch_transforming,
+    jit_script_compat,
+    register_grad_hook,
+    required_torch_version,
+)
+from deepspeed.comm import bwc
+from deepspeed.comm import documented_groups as groups
+from deepspeed.comm.sparse_tensor import SparseTensor
+from deepspeed.comm.topology import _prime_factors
+from deepspeed.compat import offload_states, torch_autocast
+from deepspeed.compat import runtime_utils as ds
+from deepspeed.compat import zero_utils as zero
+from deepspeed.compat.helpers import optimizer_states
+from deepspeed.compat.swap_tensor import utils as swapping
+from deepspeed.compression.helper import convert_conv1d_to_linear, recursive_getattr, recursive_setattr
+from deepspeed.config import getters as config_getters
+from deepspeed.config.deepspeed_config import DeepSpeedConfig
+from deepspeed.ops.io.utils import bytes_to_tensor, required_minimum_torch_version, tensor_to_bytes
+from deepspeed.zero.tensor_norms import norm_with_experts
+from tests.pool import distributed
+
+Pair = collections.namedtuple("Pair", "a b")
+
+
+# --- Partitioned tensors --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(7, 3), (2,), (), (0, 4)])
+@distributed(world_size=4)
+def test_a_partitioned_tensor_comes_back_whole(shape: tuple[int, ...]) -> None:
+    whole = torch.arange(float(math.prod(shape))).view(shape)
+    group = dist.new_group(ranks=range(4))
+    part = ds.PartitionedTensor(whole, group)
+    bounds = ds.partition_uniform(whole.numel(), 4)
+    begin, end = bounds[dist.get_rank()], bounds[dist.get_rank() + 1]
+    assert torch.equal(part.data(), whole.reshape(-1)[begin:end])
+    assert part.local_size() == (end - begin,) and part.full_size() == list(shape)
+    assert torch.equal(part.full(), whole)
+    again = ds.PartitionedTensor.from_meta(part.to_meta(), part.data(), group)
+    assert torch.equal(again.full(), whole) and again.full().shape == whole.shape
+    with pytest.raises(RuntimeError, match="elements"):
+        ds.PartitionedTensor.from_meta(part.to_meta(), torch.zeros(100), group)
+
+
+# --- Gradients ------------------------------------------------------------------------------------
+
+
+def with_grads(*grads: list[float]) -> list[torch.Tensor]:
+    params = [torch.zeros(len(grad), requires_grad=True) for grad in grads]
+    for param, grad in zip(params, grads, strict=True):
+        param.grad = torch.tensor(grad)
+    return params
+
+
+@distributed(world_size=2)
+def test_an_overflow_on_one_rank_is_one_on_all() -> None:
+    params = with_grads([1.0, float("nan") if dist.get_rank() == 1 else 2.0])
+    check = ds.CheckOverflow(param_groups=[params])
+    assert check.has_overflow_serial(params) is (dist.get_rank() == 1)
+    assert check.check() is check.has_overflow(params) is True
+    assert check.check([with_grads([1.0])]) is False
+    norm = -1.0 if dist.get_rank() == 0 else 3.0
+    assert check.check_using_norm([norm]) is True
+    assert check.check_using_norm([norm], reduce_overflow=False) is (dist.get_rank() == 0)
+
+
+@distributed(world_size=2)
+def test_experts_that_differ_between_ranks_are_clipped_and_checked_alike() -> None:
+    groups._create_expert_and_data_parallel(2)
+    dense, expert = with_grads([3.0], [4.0 * dist.get_rank()])
+    expert.allreduce = False  # type: ignore[attr-defined]
+    assert ds.clip_grad_norm_([dense, expert], 2.0).item() == 4.0  # the mean of 3 and 5
+    assert dense.grad is not None
+    assert dense.grad.item() == pytest.approx(1.5)
+    check = ds.CheckOverflow([[dense, expert]])
+    norm = -1.0 if dist.get_rank() == 1 else 3.0
+    assert check.check_using_norm([norm], reduce_overflow=False) is True
+
+
+def test_norms_and_zeros_of_gradients() -> None:
+    params = with_grads([3.0, 0.0, 4.0], [0.0, 12.0])
+    assert ds.get_flattened_grad_norm(params) == 13.0
+    assert ds.get_flattened_grad_norm(params, grad_norm_mask=[[(2, 3)], [(0, 1)]]) == math.sqrt(9 + 144)
+    assert ds.get_flattened_grad_norm(params, float("inf")) == 12.0
+    assert ds.get_grad_zeros(params) == 2.0
+    assert ds.get_weight_norm([torch.tensor([3.0, 4.0])]) == 5.0
+    for value, expected in ((float("nan"), -1.0), (float("inf"), -1.0), (2.0, 2.0)):
+        norm = torch.tensor(value)
+        ds.mask_nan_or_inf_with_val_inplace(norm)
+        assert norm == expected
+    empty = torch.empty(0)
+    groups = ds.filter_empty_parameters(
+        [{"params": [empty], "lr": 1.0}, {"params": [empty, *params], "lr": 2.0}]
+    )
+    assert [(len(group["params"]), group["lr"]) for group in groups] == [(2, 2.0)]
+    assert ds.DummyOptim(params).param_groups[0]["params"] is params
+    assert ds.get_inactive_params(params) == []
+
+
+def test_structures_of_tensors() -> None:
+    one = {"a": [torch.ones(3), (torch.zeros(2, dtype=torch.int64), 5)], "b": "text"}
+    other = {"a": [torch.ones(3), (torch.zeros(2, dtype=torch.int64), 5)], "b": "text"}
+    assert ds.compare_tensors_in_structures(one, other) and ds.get_tensor_bytes(one) == 12 + 16
+    other["a"][1][0].add_(1)
+    assert not ds.compare_tensors_in_structures(one, other)
+    assert not ds.compare_tensors_in_structures([1], (1,))
+    weight = torch.ones(2, requires_grad=True)
+    assert ds.maybe_loss_for_backward(weight.sum())
+    assert not any(map(ds.maybe_loss_for_backward, (weight * 1, torch.tensor(1.0), 1.0)))
+    assert [t.numel() for t in ds.align_dense_tensors([torch.ones(5), torch.ones(2)], 4)] == [5, 2, 1]
+    assert len(ds.align_dense_tensors([torch.ones(8)], 4)) == 1
+
+
+def test_dense_tensors_by_dtype() -> None:
+    from deepspeed.zero.optimizer import split_half_float_double
+
+    whole = [
+        torch.ones(2, dtype=dtype) for dtype in (torch.bfloat16, torch.float32, torch.int8, torch.float32)
+    ]
+    lists = split_half_float_double([*whole, torch.ones(2).to_sparse()])
+    assert [[id(t) for t in some] for some in lists] == [[id(whole[1]), id(whole[3])], [id(whole[0])]]
+
+
+def test_sparse_and_dense_by_dtype() -> None:
+    from deepspeed.engine.engine import split_half_float_double_sparse
+
+    dense = [torch.ones(2, dtype=dtype) for dtype in (torch.bfloat16, torch.float32, torch.bfloat16)]
+    sparse = SparseTensor(torch.eye(3))
+    found, whole = split_half_float_double_sparse([dense[0], sparse, *dense[1:]])
+    assert [(dtype, len(some)) for dtype, some in found] == [(torch.float32, 1)]
+    assert found[0][1][0] is sparse
+    assert [(dtype, len(some)) for dtype, some in whole] == [(torch.bfloat16, 2), (torch.float32, 1)]
+
+
+def test_tensors_and_other_values() -> None:
+    from deepspeed.transforms.recompute import checkpointing
+
+    weight = torch.ones(2, requires_grad=True)
+    given = (weight * 2, "text", torch.zeros(1), None)
+    tensors, others, flags = checkpointing.extract_tensors(given)
+    assert (len(tensors), others, flags) == (2, ("text", None), (True, False, True, False))
+    merged = checkpointing.merge_tensors(tensors, others, flags)
+    assert all(a is b for a, b in zip(merged, given, strict=True))
+    detached = checkpointing.detach_variable(given)
+    assert detached[1::2] == ("text", None)
+    assert detached[0].is_leaf and detached[0].requires_grad and not detached[2].requires_grad
+    with pytest.raises(TypeError, match="not a list"):
+        checkpointing.detach_variable([weight])
+
+
+def test_sizes_and_homes_of_flat_groups() -> None:
+    from deepspeed.zero.optimizer import get_alignment_padding, lcm, move_to_cpu
+
+    flat = [torch.ones(5), torch.ones(2)]
+    assert [get_alignment_padding(flat, n) for n in (1, 4, 7)] == [0, 1, 0]
+    assert lcm(4, 6) == 12
+    move_to_cpu(flat)
+    assert [t.device.type for t in flat] == ["cpu", "cpu"]
+
+
+def test_decorators_of_the_compiler() -> None:
+    def two() -> int:
+        return 2
+
+    assert (
+        compiler.enable()(two)
+        is compiler.enable(min_version="2.0")(two)
+        is compiler.dummy_decorator(two)
+        is two
+    )
+    assert compiler.enable(min_version="99.0")(two) is not two
+    assert compiler.enable(min_version="99.0")(two)() == 2
+
+
+def test_autocast_and_timers() -> None:
+    from deepspeed.utils.config import get_timers_config
+
+    with torch.autocast("cpu", dtype=torch.float16):
+        assert torch_autocast.get_autocast_dtype() is torch.float16
+    assert get_timers_config({}).enabled and get_timers_config(None).synchronized
+    assert not get_timers_config({"timers": {"throughput": {"enabled": False}}}).enabled
+
+
+@distributed(world_size=2)
+def test_flat_groups_are_gathered() -> None:
+    rank, group = dist.get_rank(), dist.new_group(ranks=range(2))
+    for gather in ("whole", "pieces"):
+        flat = torch.full((10,), -1.0)
+        slices = list(flat.chunk(2))
+        slices[rank].copy_(torch.arange(5.0) + 5 * rank)
+        if gather == "whole":
+            ds.all_gather_into_tensor_dp_groups([flat], [slices], [group])
+        else:
+            ds.all_gather_dp_groups(
+                [flat], [slices], [group], start_alignment_factor=2, allgather_bucket_size=4
+            )
+        assert torch.equal(flat, torch.arange(10.0))
+
+
+# --- ZeRO's ---------------------------------------------------------------------------------------
+
+
+@distributed(world_size=2)
+def test_ranks_that_differ_are_told() -> None:
+    rank = dist.get_rank()
+    assert zero.get_lst_from_rank0([rank, 7]) == [0, 7]
+    zero.assert_ints_same_as_other_ranks([1, 2])
+    zero.assert_lst_len_same_as_other_ranks([rank])
+    checks = (
+        (zero.assert_ints_same_as_other_ranks, [1, rank], "Rank 1 has"),
+        (zero.assert_lst_len_same_as_other_ranks, [0] * (1 + rank), "rank 1 has 2 items"),
+    )
+    for check, value, text in checks:
+        if rank == 0:
+            check(value)
+        else:
+            with pytest.raises(RuntimeError, match=text):
+                check(value)
+
+
+def test_zero_helpers() -> None:
+    tensors = [torch.arange(3.0), torch.arange(4.0).view(2, 2)]
+    copies = [tensor.clone() for tensor in tensors]
+    assert [entry[1:] for entry in zero.get_mapping_to_flat_buffer(tensors)] == [(0, 3), (3, 4)]
+    flat = zero.defragment(tensors)
+    assert torch.equal(flat, torch.cat([copy.reshape(-1) for copy in copies]))
+    flat.add_(1)  # the tensors are views of it now
+    assert all(torch.equal(tensor, copy + 1) for tensor, copy in zip(tensors, copies, strict=True))
+    doubled = zero.apply_to_tensors_only(lambda t: t * 2, {"a": Pair([torch.ones(1)], 3)})
+    assert doubled["a"].a[0] == 2 and doubled["a"].b == 3 and isinstance(doubled["a"], Pair)
+    assert zero.isinstance_namedtuple(Pair(1, 2)) and not zero.isinstance_namedtuple((1, 2))
+    assert zero.is_builtin_type([]) and not zero.is_builtin_type(Pair(1, 2))
+    weight = [nn.Parameter(torch.ones(3))]
+    assert zero.is_zero_supported_optimizer(torch.optim.AdamW(weight))
+
+
+# --- Compression's --------------------------------------------------------------------------------
+
+
+class Conv1D(nn.Module):
+    """As GPT-2 has it: weight (in, out)."""
+
+    def __init__(self, out: int, inside: int) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(inside, out)), nn.Parameter(torch.randn(out))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight + self.bias
+
+
+def test_submodules_by_dotted_name() -> None:
+    model = nn.Sequential(nn.Linear(2, 3), nn.ModuleDict({"inner": nn.ModuleList([nn.Linear(3, 3)])}))
+    assert recursive_getattr(model, "0.weight") is model[0].weight
+    assert recursive_getattr(model, "1.inner.0") is model[1]["inner"][0]
+    new = nn.Linear(3, 5)
+    recursive_setattr(model, "1.inner.0", new)
+    recursive_setattr(model, "0", nn.Identity())
+    assert model[1]["inner"][0] is new and isinstance(model[0], nn.Identity)
+    with pytest.raises(AttributeError):
+        recursive_getattr(model, "1.outer")
+
+
+def test_conv1d_becomes_a_linear_that_computes_the_same() -> None:
+    model = nn.Sequential(Conv1D(5, 4), nn.Tanh(), nn.Sequential(Conv1D(2, 5)))
+    model[0].bias.requires_grad = False
+    x = torch.randn(3, 4)
+    expected, state = model(x), torch.get_rng_state()
+    assert convert_conv1d_to_linear(model, Conv1D) is model
+    assert type(model[0]) is type(model[2][0]) is nn.Linear and not model[0].bias.requires_grad
+    assert torch.equal(state, torch.get_rng_state())
+    torch.testing.assert_close(model(x), expected)
+
+
+# --- torch, bytes, numbers, model-parallel units ---------------------------------------------------
+
+
+def test_torch_helpers() -> None:
+    major, minor = map(int, torch.__version__.split(".")[:2])
+    assert required_torch_version(min_version=2.6) and required_torch_version(min_version=f"{major}.{minor}")
+    assert not required_torch_version(min_version=f"{major}.{minor + 1}")
+    assert required_torch_version(min_version="2.6", max_version=f"{major}.{minor}")
+    assert not required_torch_version(max_version="2.5")
+    assert required_minimum_torch_version(2, 6) and not required_minimum_torch_version(99, 0)
+    with pytest.raises(AssertionError):
+        required_torch_version()
+    assert not is_functorch_transforming()
+    seen: list[bool] = []
+    torch.func.vmap(lambda x: (seen.append(is_functorch_transforming()), x)[1])(torch.ones(2))
+    assert seen == [True]
+    weight, calls = torch.ones(2, requires_grad=True), []
+    handle = register_grad_hook(weight, calls.append)
+    (weight * 2).sum().backward()
+    handle.remove()
+    (weight * 2).sum().backward()
+    assert len(calls) == 1 and calls[0] is weight
+    assert jit_script_compat(len) is len
+
+
+def test_bytes_and_factors() -> None:
+    tensor = torch.randn(3, 2, dtype=torch.bfloat16)
+    raw = tensor_to_bytes(tensor.t())
+    assert torch.equal(bytes_to_tensor(raw).view(torch.bfloat16), tensor.t().reshape(-1))
+    assert bytes_to_tensor(b"").numel() == 0
+    assert [_prime_factors(n) for n in (1, 2, 12, 97, 360)] == [[], [2], [2, 2, 3], [97], [2, 2, 2, 3, 3, 5]]
+    with pytest.raises(ValueError, match="positive"):
+        _prime_factors(0)
+
+
+def test_model_parallel_units_of_all_times() -> None:
+    units: list[Any] = [
+        SimpleNamespace(get_model_parallel_rank=lambda: 3),
+        SimpleNamespace(get_tensor_model_parallel_rank=lambda: 3, get_model_parallel_rank=lambda: 9),
+        SimpleNamespace(get_slice_parallel_rank=lambda: 3, get_model_parallel_rank=lambda: 9),
+    ]
+    assert [bwc.bwc_tensor_model_parallel_rank(mpu) for mpu in units] == [3, 3, 3]
+    pipeline: Any = SimpleNamespace(
+        get_pipe_parallel_world_size=lambda: 4, get_pipe_parallel_group=lambda: "g"
+    )
+    assert bwc.bwc_pipeline_parallel_world_size(pipeline) == 4
+    assert bwc.bwc_pipeline_parallel_group(pipeline) == "g"
+    assert bwc.bwc_tensor_model_parallel_rank() == 0 and bwc.bwc_tensor_model_parallel_world_size() == 1
+    assert bwc.bwc_tensor_model_parallel_group() is bwc.bwc_pipeline_parallel_group() is None
+
+
+# --- Config getters --------------------------------------------------------------------------------
+
+CONFIGS: list[dict[str, Any]] = [
+    {"train_batch_size": 4},
+    {
+        "train_batch_size": 8,
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 4,
+        "gradient_clipping": 0.25,
+        "steps_per_print": 7,
+        "prescale_gradients": True,
+        "sparse_gradients": True,
+        "communication_data_type": "bf16",
+        "dump_state": True,
+        "wall_clock_breakdown": True,
+        "dataloader_drop_last": True,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.1}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 3}},
+        "torch_autocast": {
+            "enabled": True,
+            "dtype": "float16",
+            "lower_precision_safe_modules": ["torch.nn.Linear"],
+        },
+        "checkpoint": {"tag_validation": "Fail", "parallel_write": {"pipeline_stage": True}},
+    },
+]
+# getter -> attribute of DeepSpeedConfig
+SAME = """
+gradient_clipping steps_per_print prescale_gradients communication_data_type dump_state wall_clock_breakdown
+dataloader_drop_last memory_breakdown gradient_predivide_factor gradient_allreduce_op disable_allgather
+optimizer_params scheduler_name scheduler_params torch_autocast_enabled torch_autocast_dtype pld_enabled
+amp_enabled graph_harvesting zero_allow_untested_optimizer zero_force_ds_cpu_optimizer sparse_gradients_enabled
+optimizer_legacy_fusion managed_gradient_accumulation
+""".split()
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_getters_agree_with_the_config_object(config: dict[str, Any]) -> None:
+    whole = DeepSpeedConfig(config)
+    for name in SAME:
+        found = getattr(config_getters, f"get_{name}")(config)
+        assert found == getattr(whole, name), name
+    mode = config_getters.get_checkpoint_tag_validation_mode(config.get("checkpoint", {}))
+    assert mode == whole.checkpoint_config.tag_validation
+    assert config_getters.get_lower_precision_safe_modules(config) == (
+        whole.torch_autocast_lower_precision_safe_modules
+    )
+    assert config_getters.get_hybrid_engine_config(config) == whole.hybrid_engine
+
+
+def test_getters_of_sections() -> None:
+    getters = config_getters
+    assert getters.get_pld_params({"progressive_layer_drop": {"enabled": True, "theta": 0.3}}) == {
+        "theta": 0.3
+    }
+    assert getters.get_pld_params({}) is getters.get_amp_params({}) is None
+    assert getters.get_sparse_attention({}) is None
+    sparse = getters.get_sparse_attention({"sparse_attention": {"mode": "bigbird", "block": 32}})
+    assert sparse is not None and (sparse["mode"], sparse["block"], sparse["num_sliding_window_blocks"]) == (
+        "bigbird",
+        32,
+        3,
+    )
+    with pytest.raises(NotImplementedError, match="'star' is unknown: use one of dense"):
+        getters.get_sparse_attention({"sparse_attention": {"mode": "star"}})
+    eigen = {"quantize_training": {"eigenvalue": {"enabled": True, "max_iter": 5}}}
+    assert getters.get_eigenvalue_enabled(eigen) is True and getters.get_eigenvalue_max_iter(eigen) == 5
+    assert getters.get_eigenvalue_enabled({}) is False and getters.get_eigenvalue_max_iter({}) == 100
+    params = {"optimizer": {"type": "Adam", "params": {"max_grad_norm": 2.0}}}
+    assert getters.get_optimizer_gradient_clipping(params) == 2.0
+    assert getters.get_optimizer_gradient_clipping({}) is None
+
+
+# --- Running backwards, sparse rows, devices of states --------------------------------------------
+
+
+def test_parameters_that_a_backward_reaches_are_counted() -> None:
+    used, unused = nn.Linear(3, 2), nn.Linear(3, 2)
+    params = [
+        *used.parameters(),
+        *unused.parameters(),
+        nn.Parameter(torch.ones(1), requires_grad=False),
+        None,
+    ]
+    counts: list[int] = []
+    used.bias.register_hook(lambda grad: counts.append(ds.count_used_parameters_in_backward(params)))
+    used(torch.ones(1, 3)).sum().backward()
+    assert ds.check_internal_apis_for_count_used_parameters() and counts == [2]
+    with pytest.raises(RuntimeError, match="must be called during backward execution"):
+        ds.count_used_parameters_in_backward(params)
+
+
+def test_where_torch_cannot_tell_all_parameters_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ds, "check_internal_apis_for_count_used_parameters", lambda: False)
+    layer = nn.Linear(3, 2)
+    layer.bias.requires_grad_(False)
+    assert ds.count_used_parameters_in_backward([*layer.parameters(), "no tensor"]) == 1
+
+
+def test_rows_of_sparse_tensors() -> None:
+    torch.manual_seed(1)
+    dense = torch.zeros(6, 3)
+    dense[1], dense[4] = torch.randn(3), torch.tensor([1.0, -1.0, 0.0])
+    rows = SparseTensor(dense)
+    assert rows.indices is not None and rows.indices.tolist() == [1, 4]
+    assert torch.equal(rows.to_dense(), dense) and torch.equal(rows.to_coo_tensor().to_dense(), dense)
+    assert rows.sparse_size() == (8, 18) and SparseTensor.type() == "deepspeed.SparseTensor"
+    other = torch.zeros(6, 3)
+    other[4:] = 2.0
+    rows.add(SparseTensor(other.to_sparse(1)))
+    assert torch.allclose(rows.to_dense(), dense + other)
+    with pytest.raises(ValueError, match="shape"):
+        rows.add(SparseTensor(torch.ones(2, 3)))
+    with pytest.raises(ValueError, match="empty"):
+        SparseTensor().to_dense()
+
+
+@distributed(world_size=2)
+def test_norms_with_experts_on_other_ranks() -> None:
+    everyone = dist.new_group([0, 1])
+    assert ds.get_norm_with_moe_layers_fast(torch.tensor(float(dist.get_rank())), everyone) == 0.5
+    experts = [(torch.tensor(3.0 + dist.get_rank()), everyone)]
+    assert norm_with_experts(12.0, experts, 2.0) == pytest.approx(13.0)
+    assert norm_with_experts(2.0, experts, math.inf) == 4.0
+    assert ds.get_norm_with_moe_layers(7.0, None, {}) == 7.0
+
+
+def test_states_of_an_adam_move_and_stay_the_same_objects(monkeypatch: pytest.MonkeyPatch) -> None:
+    # There is no second device here: what would be moved is counted up instead.
+    monkeypatch.setattr(optimizer_states, "_moved", lambda value, device, pin, non_blocking: value + 1)
+    weight = nn.Parameter(torch.ones(3))
+    weight.grad = torch.zeros(3)
+    adam = torch.optim.Adam([weight], amsgrad=True)
+    adam.step()
+    state, before = adam.state[weight], dict(adam.state[weight])
+    moments = {"exp_avg", "exp_avg_sq"}
+    for move, moved in (
+        (ds.offload_adam_states, moments),
+        (ds.reload_adam_states, moments),
+        (offload_states.offload_optimizer_states, {*moments, "max_exp_avg_sq"}),
+        (offload_states.reload_optimizer_states, {*moments, "max_exp_avg_sq"}),
+    ):
+        old = {key: value.clone() for key, value in state.items()}
+        move(adam, "cpu")
+        assert {key for key in state if not torch.equal(state[key], old[key])} == moved
+        assert all(state[key] is before[key] for key in before)
+
+
+def test_buffers_of_a_size_and_files(tmp_path: Any) -> None:
+    flat = torch.arange(8.0)
+    assert swapping.get_sized_buffer(flat, 3).tolist() == [0.0, 1.0, 2.0]
+    assert [b.numel() for b in swapping.get_sized_buffers([flat, flat], [8, 0])] == [8, 0]
+    with pytest.raises(ValueError, match="8 elements"):
+        swapping.get_sized_buffer(flat, 9)
+    done: list[tuple[str, str]] = []
+    handle = SimpleNamespace(
+        async_pread=lambda buffer, path: done.append(("read", path)) or 0,
+        async_pwrite=lambda buffer, path: done.append(("written", path)) or int(path == "full"),
+    )
+    swapping.swap_out_tensors(handle, [flat], ["a"])
+    swapping.swap_in_tensors(handle, [flat], ["a"])
+    assert done == [("written", "a"), ("read", "a")]
+    with pytest.raises(OSError, match="full"):
+        swapping.swap_out_tensors(handle, [flat], ["full"])
+
+
+def test_parameters_summed_in_the_dtype_of_autocast() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2))
+    torch_autocast.init_autocast_params(model, torch.bfloat16, None)
+    low, norm = model[0].weight, model[1].weight
+    assert torch_autocast.has_comm_dtype(low) and not torch_autocast.has_comm_dtype(norm)
+    assert torch_autocast.get_comm_dtype(norm) is torch.float32
+    both = torch_autocast.get_all_comm_dtypes(model.parameters())
+    assert torch_autocast.sort_dtypes(both) == [torch.bfloat16, torch.float32]
+    assert "torch.nn.Linear" in torch_autocast.get_default_autocast_lower_precision_modules()
+
+
+def test_batch_sizes_are_derived_again() -> None:
+    config = DeepSpeedConfig({"train_batch_size": 8})
+    sizes = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    for given, expected in (((8, None, 2), (8, 4, 2)), ((None, 3, None), (3, 3, 1)), ((8, 3, 2), None)):
+        for name, value in zip(sizes, given, strict=True):
+            setattr(config, name, value)
+        if expected is None:
+            with pytest.raises(AssertionError, match="is not"):
+                config._configure_train_batch_size()
+        else:
+            config._configure_train_batch_size()
+            assert tuple(getattr(config, name) for name in sizes) == expected

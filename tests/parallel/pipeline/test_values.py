@@ -1,0 +1,41 @@
+"""What stages are given and give back: nests of tensors."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from deepspeed.parallel.pipeline.messages.values import (
+    mean_of,
+    tensors_in,
+    to_device,
+    without_graph,
+    writable,
+)
+
+
+def test_means_of_nests() -> None:
+    one = {"logits": torch.tensor([1.0, 2.0]), "rest": (torch.tensor([1, 2]), "name", None)}
+    two = {"logits": torch.tensor([3.0, 4.0]), "rest": (torch.tensor([2, 2]), "name", None)}
+    found = mean_of([one, two])
+    assert torch.equal(found["logits"], torch.tensor([2.0, 3.0]))
+    assert torch.equal(found["rest"][0], torch.tensor([1.5, 2.0])) and found["rest"][1:] == ("name", None)
+    with pytest.raises(ValueError, match=r"\(2,\), \(1,\) have no mean: give reduce_output=None"):
+        mean_of([torch.zeros(2), torch.zeros(1)])
+
+
+def test_what_was_received_may_change_in_place() -> None:
+    leaf = torch.tensor([-1.0, 2.0], requires_grad=True)
+    with pytest.raises(RuntimeError, match="leaf Variable"):
+        leaf.relu_()
+    given, mask = writable((leaf, {"mask": torch.ones(2, dtype=torch.bool)}))
+    assert given.data_ptr() == leaf.data_ptr() and mask["mask"].all()
+    (given.relu_() * 3).sum().backward()
+    assert torch.equal(leaf.grad, torch.tensor([0.0, 3.0]))
+
+
+def test_other_types_stay() -> None:
+    nest = {"a": [torch.ones(1, requires_grad=True), 2], "b": ("text", None)}
+    found = without_graph(to_device(nest, torch.device("cpu")))
+    assert found["b"] == ("text", None) and found["a"][1] == 2
+    assert [tensor.requires_grad for tensor in tensors_in(found)] == [False]

@@ -1,0 +1,331 @@
+"""The arithmetic: closed forms of the papers, optimizers' states, gathers, models given as lists."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from deepspeed.config.deepspeed_config import DeepSpeedConfig
+from deepspeed.config.plan import make_plan
+from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+from deepspeed.ops.adam.compact_adam import CompactAdam
+from deepspeed.ops.lion import FusedLion
+from deepspeed.ops.sgd import SGD
+from deepspeed.planning.activations import TransformerShape, activation_bytes, shape_of
+from deepspeed.planning.ledger import Kind, Ledger, Phase, Place
+from deepspeed.planning.model import facts_of
+from deepspeed.planning.planner import Setting, plan_memory
+from deepspeed.planning.request import Request, answer
+from deepspeed.planning.states import ADAM, StateSize, optimizer_facts
+from deepspeed.transforms.lora import Init, LoRAConfig, QuantizationConfig, init_lora
+from tests.planning.memory.models import MODELS, ParamRow, config_for, facts_of_rows
+
+STATES = (Kind.PARAMETERS, Kind.MASTERS, Kind.STATE, Kind.GRADIENTS)
+
+
+def ledger_for(config: dict[str, Any], ranks: int, **options: Any) -> tuple[Ledger, int]:
+    with torch.device("meta"):
+        model = MODELS["gpt"]()
+    found = answer(Request(module=model, config=config, ranks=ranks, **options))
+    return found.ledger, found.setting.facts.numel
+
+
+@pytest.mark.parametrize("ranks", [1, 4, 64])
+@pytest.mark.parametrize("bf16", [True, False])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_model_states_per_parameter(stage: int, bf16: bool, ranks: int) -> None:
+    """Rajbhandari et al. 2020, table 1, with Adam; padding is at most a sixteenth of a shard's elements here."""
+    zero = {
+        "stage3_param_persistence_threshold": 0,
+        "stage3_max_live_parameters": 0,
+        "stage3_max_reuse_distance": 0,
+    }
+    ledger, numel = ledger_for(config_for(stage, bf16=bf16, **zero), ranks)
+    n = ranks if stage else 1
+    expected = {
+        (0, True): 16,
+        (0, False): 16,
+        (1, True): 4 + 12 / n,
+        (1, False): 8 + 8 / n,
+        (2, True): 2 + 14 / n,
+        (2, False): 4 + 12 / n,
+        (3, True): 16 / n,
+        (3, False): 16 / n,
+    }[stage, bf16]
+    found = sum(ledger.entries[Phase.STEP, Place.DEVICE, kind] for kind in STATES) / numel
+    assert expected * 0.999 <= found <= expected * (1.02 if ranks < 64 else 1.1)
+
+
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        (lambda p: FusedAdam(p), StateSize((4, 4), 4)),
+        (lambda p: DeepSpeedCPUAdam(p, fp32_optimizer_states=False), StateSize((2, 2), 4)),
+        (lambda p: CompactAdam(p), StateSize((1, 1), 4, per_block=8, block=256)),
+        (lambda p: FusedLion(p), StateSize((4,), 4)),
+        (lambda p: SGD(p, lr=0.1), StateSize((), 4)),
+        (lambda p: SGD(p, lr=0.1, momentum=0.9), StateSize((4,), 4)),
+        (lambda p: torch.optim.AdamW(p), StateSize((2, 2), 4)),
+        (lambda p: torch.optim.Adafactor(p), StateSize((), 4 + 2 * 4 * 2)),
+        (lambda p: torch.optim.LBFGS(p), StateSize()),
+    ],
+)
+def test_what_optimizers_keep(make: Any, expected: StateSize) -> None:
+    """Per element and per tensor of [4, 4] masters in bf16. LBFGS wants a closure: Adam is assumed."""
+    with torch.device("meta"):
+        optimizer = make([nn.Parameter(torch.zeros(4, 4))])
+    before = {key: value for key, value in optimizer.__dict__.items() if key != "state"}
+    assert optimizer_facts(optimizer, torch.bfloat16).groups == (expected,)
+    assert not optimizer.state
+    assert {key: value for key, value in optimizer.__dict__.items() if key != "state"} == before
+
+
+@pytest.mark.parametrize(("masters", "expected"), [(False, 10.0), (True, 6.0)])
+@pytest.mark.parametrize("stage", [1, 2])
+def test_small_states_per_parameter(stage: int, masters: bool, expected: float) -> None:
+    """Weights, masters, gradients and moments of one rank; the scales of 256 elements add 8 bytes."""
+    params = {"lr": 0.01, "state_bits": 8, "stochastic_rounding": masters}
+    config = config_for(stage, bf16=True, optimizer={"type": "AdamW", "params": params})
+    config["bf16"] = {"enabled": True, "bf16_master_weights_and_grads": masters}
+    ledger, numel = ledger_for(config, 1)
+    found = sum(ledger.entries[Phase.STEP, Place.DEVICE, kind] for kind in STATES) / numel
+    assert expected + 8 / 256 <= found <= 1.03 * expected
+
+
+def test_states_that_leave_the_device_between_updates() -> None:
+    """``compile.offload_opt_states``: 12 bytes per parameter on the device in the update alone, and room for them on
+    the host."""
+    plain, numel = ledger_for(config_for(1, bf16=True), 1)
+    moving = {"compile": {"deepcompile": True, "offload_opt_states": True}}
+    ledger, _ = ledger_for({**config_for(1, bf16=True), **moving}, 1)
+    for phase in (Phase.FORWARD, Phase.BACKWARD):
+        saved = plain.total(phase, Place.DEVICE) - ledger.total(phase, Place.DEVICE)
+        assert 12 * numel <= saved <= 12.5 * numel
+        assert ledger.total(phase, Place.HOST) - plain.total(phase, Place.HOST) == saved
+    assert ledger.total(Phase.STEP, Place.DEVICE) == plain.total(Phase.STEP, Place.DEVICE)
+
+
+def test_frozen_weights_of_few_bits_take_their_bytes() -> None:
+    numels = {}
+    for bits in (None, 8, 6):
+        quantization = None if bits is None else QuantizationConfig(q_bits=bits)
+        with Init(LoRAConfig(lora_r=4, target_mods=["up", "down"]), quantization), torch.device("meta"):
+            model = nn.ModuleDict({name: nn.Linear(512, 512, bias=False) for name in ("up", "down")})
+        init_lora(model)
+        config = config_for(3, bf16=True, stage3_param_persistence_threshold=0)
+        ledger = answer(Request(module=model, config=config, ranks=4)).ledger
+        numels[bits] = ledger.entries[Phase.STEP, Place.DEVICE, Kind.PARAMETERS]
+    adapters = 2 * 2 * 4 * 2 * 512 / 4
+    for bits, each in ((None, 2), (8, 1 + 4 / 512), (6, 0.75 + 4 / 512)):
+        assert numels[bits] == pytest.approx(adapters + each * 2 * 512 * 512 / 4, rel=0.02)
+
+
+def test_muon_keeps_one_value_for_matrices_and_two_for_the_rest() -> None:
+    ledger, _ = ledger_for(config_for(1, optimizer={"type": "Muon", "params": {"lr": 0.01}}), 1)
+    with torch.device("meta"):
+        model = MODELS["gpt"]()
+    matrices = sum(p.numel() for n, p in model.named_parameters() if p.dim() == 2 and "embed" not in n)
+    others = sum(p.numel() for p in model.parameters()) - matrices
+    state = ledger.entries[Phase.STEP, Place.DEVICE, Kind.STATE]
+    assert 4 * matrices + 8 * others <= state <= 4 * matrices + 8 * others + 1000
+
+
+def test_a_model_given_as_a_list_is_planned_like_the_module() -> None:
+    config = DeepSpeedConfig(config_for(2, bf16=True))
+    plan = make_plan(config)
+    module = nn.Sequential(*(nn.Sequential(nn.Linear(30, 40), nn.Linear(40, 30)) for _ in range(5)))
+    rows = [
+        ParamRow(name=name, numel=param.numel(), unit=int(name.split(".")[0]))
+        for name, param in module.named_parameters()
+    ]
+    ledgers = [
+        plan_memory(Setting(facts=facts, plan=plan, zero=config.zero_config, optimizer=ADAM, ranks=2))
+        for facts in (facts_of(module, plan), facts_of_rows(rows, plan))
+    ]
+    assert ledgers[0].entries == ledgers[1].entries
+
+
+@pytest.mark.parametrize(("live", "expected"), [(0, 1), (10**9, 8)])
+def test_gathered_units(live: int, expected: int) -> None:
+    """A budget of nothing gathers one block after the other; without a limit all stay."""
+    zero = {
+        "stage3_param_persistence_threshold": 0,
+        "stage3_max_live_parameters": live,
+        "stage3_max_reuse_distance": live,
+    }
+    config = DeepSpeedConfig(config_for(3, **zero))
+    plan = make_plan(config)
+    rows = [ParamRow(name=str(i), numel=6400, unit=i) for i in range(8)]
+    ledger = plan_memory(
+        Setting(
+            facts=facts_of_rows(rows, plan),
+            plan=plan,
+            zero=config.zero_config,
+            optimizer=ADAM,
+            ranks=2,
+            device_type="cpu",
+        )
+    )
+    assert ledger.entries[Phase.BACKWARD, Place.HOST, Kind.GATHERED] == expected * 6400 * 4
+
+
+def test_prefetching_takes_memory_on_devices() -> None:
+    zero = {
+        "stage3_param_persistence_threshold": 0,
+        "stage3_max_live_parameters": 0,
+        "stage3_max_reuse_distance": 0,
+        "stage3_prefetch_bucket_size": 2 * 6400,
+    }
+    config = DeepSpeedConfig(config_for(3, **zero))
+    plan = make_plan(config)
+    facts = facts_of_rows([ParamRow(name=str(i), numel=6400, unit=i) for i in range(8)], plan)
+    ledger = plan_memory(Setting(facts=facts, plan=plan, zero=config.zero_config, optimizer=ADAM, ranks=2))
+    gathered = ledger.entries[Phase.FORWARD, Place.DEVICE, Kind.GATHERED]
+    assert gathered == 3 * 6400 * 4  # one in use, two ahead
+
+
+def test_building_under_zero_init_never_holds_the_model() -> None:
+    config = config_for(3, bf16=True)
+    whole, numel = ledger_for(config, 4)
+    assert whole.entries[Phase.BUILD, Place.HOST, Kind.PARAMETERS] == 4 * numel
+    assert whole.entries[Phase.INITIALIZE, Place.DEVICE, Kind.PARAMETERS] >= 4 * numel
+    cut, _ = ledger_for(config, 4, zero_init=True)
+    assert cut.total(Phase.BUILD, Place.HOST) < 1000
+    slices_and_a_bucket = cut.entries[Phase.INITIALIZE, Place.DEVICE, Kind.PARAMETERS]
+    assert slices_and_a_bucket < 2.1 * numel
+
+
+def test_sums_in_16_bit_need_buffers_on_devices() -> None:
+    """Buckets pass them on, so what is needed is that of the largest, at every stage."""
+    ledger, numel = ledger_for(config_for(1, bf16=True), 2)
+    assert 0 < ledger.entries[Phase.BACKWARD, Place.DEVICE, Kind.COMMUNICATION] <= 2 * numel
+    ledger, numel = ledger_for(config_for(2, bf16=True), 2)
+    assert 0 < ledger.entries[Phase.BACKWARD, Place.DEVICE, Kind.COMMUNICATION] <= 2 * 200_000 * 2
+    ledger, _ = ledger_for(config_for(1), 2)
+    assert ledger.entries[Phase.BACKWARD, Place.DEVICE, Kind.COMMUNICATION] == 0
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_sums_over_messages_receive_into_buffers(stage: int) -> None:
+    """Ranks without shared memory get this rank's slice from all others, for every bucket that is under way."""
+    config = config_for(stage)
+    ledger, numel = ledger_for(config, 4, device_type="cpu", nodes=4)
+    together = ledger_for(config, 4, device_type="cpu")[0]
+    alone = ledger_for(config | {"comm": {"shared_memory": False}}, 4, device_type="cpu")[0]
+    kind = (Phase.BACKWARD, Place.HOST, Kind.COMMUNICATION)
+    assert ledger.entries[kind] == alone.entries[kind] == pytest.approx(3 * numel / 4 * 4, rel=0.02)
+    assert not together.entries[kind]
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_plan_is_made_of_the_parts_of_a_run(stage: int) -> None:
+    """A wire format that the plan names is rehearsed, without a line about it in ``memory_plan``."""
+    sums = []
+
+    class Counted:
+        def __init__(self, inner: Any) -> None:
+            self.inner = inner
+
+        def start(self, local: Tensor, *rest: Any) -> Any:
+            sums.append(local.device.type)
+            return self.inner.start(local, *rest)
+
+    config = DeepSpeedConfig(config_for(stage))
+    plan = make_plan(config)
+    plan = replace(plan, gradients=replace(plan.gradients, formats=(Counted,)))
+    facts = facts_of_rows([ParamRow(name=str(i), numel=6400, unit=i) for i in range(3)], plan)
+    plan_memory(Setting(facts=facts, plan=plan, zero=config.zero_config, optimizer=ADAM, ranks=2))
+    assert sums and set(sums) == {"meta"}
+
+
+def test_replicas_add_their_sums() -> None:
+    """MiCS on devices: the second sum, over the replicas, needs buffers even where one rank holds a whole copy."""
+    communication = Phase.BACKWARD, Place.DEVICE, Kind.COMMUNICATION
+    zero = {"mics_shard_size": 1}
+    alone, _ = ledger_for(config_for(3, bf16=True, **zero), 1)
+    assert alone.entries[communication] == 0
+    replicated, _ = ledger_for(config_for(3, bf16=True, **zero), 2)
+    assert replicated.entries[communication] > 0
+
+
+def test_a_collective_update_leaves_nothing_on_the_device() -> None:
+    """Twin-Flow is for elementwise optimizers: LAMB's norms are of everything at once (``make_tier``)."""
+    share = {"offload_optimizer": {"device": "cpu", "ratio": 0.5}}
+    state = Phase.STEP, Place.DEVICE, Kind.STATE
+    for name, expected in (("Adam", True), ("Lamb", False)):
+        ledger, _ = ledger_for(config_for(3, optimizer={"type": name, "params": {"lr": 1e-3}}, **share), 2)
+        assert (ledger.entries[state] > 0) is expected
+
+
+SHAPE = TransformerShape(
+    layers=32,
+    hidden=4096,
+    heads=32,
+    kv_heads=32,
+    head_dim=128,
+    intermediate=16384,
+    vocabulary=0,
+    mlp_tensors=2,
+    scores_kept=False,
+)
+
+
+def test_activations_of_a_classical_layer() -> None:
+    """Korthikanti et al. 2022: 34 bytes per token, layer and hidden value in 16 bits, without scores; dropout masks (3)
+    are not in ours, norms in fp32 are."""
+    per_value = activation_bytes(SHAPE, micro_batch=2, sequence=1024, itemsize=2, checkpointing=False) / (
+        2 * 1024 * 32 * 4096
+    )
+    assert per_value == pytest.approx(2 * (4 + 7 + 8) + 8, rel=1e-9)
+    checkpointed = activation_bytes(SHAPE, micro_batch=2, sequence=1024, itemsize=2, checkpointing=True)
+    assert checkpointed == 2 * 1024 * 4096 * (32 * 2 + per_value)
+
+
+def test_activations_with_8_bit_products() -> None:
+    """Of a classical layer, 2 bytes each: both normalized inputs (h each) and the MLP's inner one (4h) take a byte
+    less, and the output of attention (h) a byte more."""
+    shape = TransformerShape(
+        layers=2,
+        hidden=64,
+        heads=4,
+        kv_heads=4,
+        head_dim=16,
+        intermediate=256,
+        vocabulary=0,
+        mlp_tensors=2,
+        scores_kept=False,
+    )
+    sizes = {"micro_batch": 2, "sequence": 8, "itemsize": 2, "checkpointing": False}
+    less = activation_bytes(shape, **sizes) - activation_bytes(shape, **sizes, float8=True)
+    assert less == 2 * 16 * (2 * 64 + 256 - 64)
+
+
+def test_a_memory_budget_is_what_activations_take() -> None:
+    def activations(limit: float | None) -> tuple[int, list[str]]:
+        section = {} if limit is None else {"activation_checkpointing": {"memory_budget": limit}}
+        ledger, _ = ledger_for(config_for(0) | section, 1, shape=SHAPE, sequence=128)
+        return ledger.entries[Phase.FORWARD, Place.DEVICE, Kind.ACTIVATIONS], ledger.notes
+
+    everything, _ = activations(None)
+    share, notes = activations(0.6)
+    assert share == int(0.6 * everything) and any("memory_budget" in note for note in notes)
+    assert activations(1e9)[0] == min(10**9, everything)
+
+
+def test_the_shape_is_read_from_configs() -> None:
+    class Llama:
+        num_hidden_layers, hidden_size, num_attention_heads, num_key_value_heads = 4, 64, 8, 2
+        intermediate_size, vocab_size, hidden_act = 128, 1000, "silu"
+
+    class Gpt2:
+        n_layer, n_embd, n_head, n_inner, vocab_size, activation_function = 2, 32, 4, None, 50, "gelu_new"
+
+    llama, gpt2 = shape_of(Llama()), shape_of(Gpt2())
+    assert llama is not None and gpt2 is not None
+    assert (llama.kv_heads, llama.head_dim, llama.mlp_tensors) == (2, 8, 4)
+    assert (gpt2.layers, gpt2.intermediate, gpt2.mlp_tensors) == (2, 128, 8)
+    assert shape_of(object()) is None

@@ -1,0 +1,280 @@
+"""The documented pieces of the autotuner, and its search on a machine that is made up."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from deepspeed.config.sections.autotuning import get_model_info_config
+from deepspeed.tools.autotuning import scheduler, utils
+from deepspeed.tools.autotuning.arguments import arguments_for, given_config, launcher_command, section_of
+from deepspeed.tools.autotuning.command import run_autotuning
+from deepspeed.tools.autotuning.space import Point
+from deepspeed.tools.autotuning.tuner import GridSearchTuner, ModelBasedTuner, RandomTuner
+from deepspeed.tools.autotuning.tuner import utils as numbers
+from deepspeed.tools.autotuning.tuner.cost_model import StepTime, XGBoostCostModel
+from tests.tools.autotuning.made_up import tuner
+
+SPACE: dict[str, Any] = {
+    "train_micro_batch_size_per_gpu": [1, 2],
+    "zero_optimization": {"stage": 2, "reduce_bucket_size": [10, 20, 30]},
+}
+
+
+def test_spaces_and_names() -> None:
+    configs = utils.get_all_configs(SPACE)
+    assert len(configs) == 6 and configs[0]["zero_optimization"] == {"stage": 2, "reduce_bucket_size": 10}
+    assert utils.get_tuning_keys(SPACE) == ["train_micro_batch_size_per_gpu", "reduce_bucket_size"]
+    assert len(utils.get_all_configs(SPACE, ["reduce_bucket_size"])) == 2
+    assert utils.get_first_config(SPACE) == configs[0] == next(iter(numbers.gen_combinations(SPACE)))
+    assert utils.canonical_name(configs[4], utils.get_tuning_keys(SPACE), "z2") == "z2_tmbspg2_rbs20"
+    assert numbers.dict_to_dims(SPACE) == [2, 1, 3]
+    for number in range(6):
+        assert numbers.feature_to_index(numbers.index_to_feature(number, [2, 1, 3]), [2, 1, 3]) == number
+    assert numbers.flatten(configs[0])["zero_optimization_stage"] == 2
+    keys = ["stage", "reduce_bucket_size"]
+    assert numbers.dict_to_feature(configs[1], keys) == [2.0, 20.0]
+    assert numbers.dict_to_feature(configs[1], keys, {"reduce_bucket_size": 40}) == [2.0, 0.5]
+
+
+def test_changing_configs() -> None:
+    config: dict[str, Any] = {"a": 1, "b": {"c": 2, "d": "$x y"}}
+    assert utils.get_val_by_key(config, "c") == 2 and utils.get_val_by_key(config, "z") is None
+    utils.set_val_by_key(config, "c", 3)
+    utils.find_replace(config, {"x": 7})
+    assert config == {"a": 1, "b": {"c": 3, "d": "7 y"}}
+    assert utils.replace_dict(config, {"b": {"c": 4}, "a": 9}, ["a"]) == {"a": 1, "b": {"c": 4, "d": "7 y"}}
+    assert utils.combine_dict({"a": 1}, {"a": [2], "b": 3}) == {"a": [1, 2], "b": 3}
+    utils.del_if_exists("d", config)
+    assert config["b"] == {"c": 4}
+    assert utils.remove_dupe_dicts([{"a": 1}, {"b": 2}, {"a": 1}]) == [{"a": 1}, {"b": 2}]
+    off = {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "none"}}, "x": 1}
+    assert utils.prune_configs([off, {"zero_optimization": {"stage": 1}}], ["x"]) == [
+        {"zero_optimization": {"stage": 1}}
+    ]
+    assert utils.validate_ds_config({"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}})
+    assert not utils.validate_ds_config(
+        {"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}
+    )
+    assert get_model_info_config({"model_info": {"profile": True}})["profile"] is True  # type: ignore[index]
+    assert get_model_info_config({}) is None
+    assert utils.memory_to_string(3 << 30, "B") == "3.0 GB" and utils.number_to_string(12) == "12 "
+
+
+def test_a_section_as_the_documents_write_it() -> None:
+    """One of their pages has null for both folders, and FLOPS."""
+    given = {"enabled": True, "results_dir": None, "exps_dir": None, "metric": "FLOPS"}
+    section = section_of({"autotuning": given, "zero_optimization": {"stage": [0, 1]}})
+    assert (section.results_dir, section.exps_dir) == ("autotuning_results", "autotuning_exps")
+    assert section.metric == "flops"
+    with pytest.raises(
+        ValueError, match=r"autotuning.metric: 'speed' is not allowed; expected one of"
+    ) as found:
+        section_of({"autotuning": {"metric": "speed", "tuner_num_trials": 0}})
+    assert "tuner_num_trials: 0 is not allowed" in str(found.value) and "pydantic" not in str(found.value)
+    with pytest.raises(ValueError, match="autotuning: 3 is not allowed"):
+        section_of({"autotuning": 3})
+
+
+def test_logs(tmp_path: Path) -> None:
+    log = tmp_path / "stderr.log"
+    assert "does not exist" in str(utils.search_error(str(log))) and utils.was_interrupted(str(log))
+    log.write_text("fine\nTraceback\nValueError: no\n")
+    log.write_text("usage: train.py [--mb MB]\ntrain.py: error: unrecognized arguments: --gas\n")
+    assert utils.search_error(str(log)) == "train.py: error: unrecognized arguments: --gas"
+    log.write_text("fine\nTraceback\nValueError: no\n")
+    assert utils.search_error(str(log)) == "ValueError: no" and not utils.was_interrupted(str(log))
+
+
+def test_cost_models() -> None:
+    model = XGBoostCostModel("reg")
+    xs = [[float(a), float(b)] for a in range(4) for b in range(4)]
+    model.fit(xs, [a * 3 + b for a, b in xs])
+    assert np.abs(model.predict(xs) - [a * 3 + b for a, b in xs]).max() < 0.5
+    time = StepTime()
+    time.fit([(0, 1, 0.3), (0, 4, 0.6), (2, 4, 1.2)])
+    assert time.seconds(0, 8) == pytest.approx(1.0) and time.seconds(2, 8) == pytest.approx(2.0)
+    assert (
+        time.seconds(1, 8) == pytest.approx(1.0)
+        and time.seconds(3, 8) == pytest.approx(2.0)
+        and time.plateau(0.05) == 40
+    )
+
+
+def test_command_lines(tmp_path: Path) -> None:
+    args = argparse.Namespace(
+        module=True, log_level="info", hostfile="", master_port=1, master_port_given=False
+    )
+    assert launcher_command(args, "--num_gpus=2")[2:] == [
+        "deepspeed.tools.launcher.runner", "--module", "--log_level=info", "--num_gpus=2",
+    ]  # fmt: skip
+    config = {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2}
+    given = ["--deepspeed", "a.json", "--bs=1", "--x"]
+    mapped = {"train_micro_batch_size_per_gpu": "--bs", "gradient_accumulation_steps": "--gas"}
+    assert arguments_for(given, tmp_path, config, mapped) == [
+        "--deepspeed", str(tmp_path), "--bs=4", "--x", "--gas", "2",
+    ]  # fmt: skip
+    with pytest.raises(ValueError, match="--deepspeed_config FILE"):
+        given_config(["--deepspeed", "--lr", "1"])
+
+
+class Machine:
+    """Stands in for ``run_experiment``: a job that takes ``fixed + each * samples`` seconds a step, and more with a
+    higher stage."""
+
+    def __init__(
+        self, fits: tuple[int, ...] = (0, 1, 2, 3), free: int = 1 << 30, slower: float = 0.05
+    ) -> None:
+        self.fits, self.free, self.slower = fits, free, slower
+        self.runs: list[str] = []
+        self.fixed, self.each, self.activations = 0.04, 0.01, 1 << 20
+
+    def __call__(self, exp: dict[str, Any], reservations: Any, user_script: str, user_args: list[str]) -> int:
+        config, folder = exp["ds_config"], Path(exp["result_dir"])
+        self.runs.append(exp["name"])
+        folder.mkdir(parents=True, exist_ok=True)
+        section, stage = config["autotuning"], config["zero_optimization"]["stage"]
+        if "model_info_path" in section:
+            plan = {"near": "device", "free": {"device": self.free}}
+            stages = {
+                str(s): {**plan, "need": {"device": 1 << (24 - s)}, "fits": s in self.fits} for s in range(4)
+            }
+            info = {"num_params": 1000, "ranks_per_node": 2, "stages": stages}
+            info |= {"activation_mem_per_gpu": self.activations, "micro_batch": 1}
+            Path(section["model_info_path"]).write_text(json.dumps(info))
+        size = config["train_micro_batch_size_per_gpu"]
+        assert size * self.activations < self.free, "it would have run out of memory"
+        if stage not in self.fits:
+            (folder / "stderr.log").write_text("MemoryPlanError: the model states do not fit\n")
+            return 1
+        seconds = (self.fixed + self.each * size) * (1 + self.slower * stage)
+        metrics = {"latency": seconds, "throughput": 2 * size / seconds, "flops": 0, "samples": size}
+        (folder / "metrics.json").write_text(json.dumps(metrics))
+        return 0
+
+
+def test_few_runs_find_the_best(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    machine = Machine()
+    found = tuner(tmp_path, monkeypatch, machine)
+    found.tune()
+    assert machine.runs[0] == "profile_model_info" and len(machine.runs) <= 4  # two of them calibrate
+    assert found.optimal_ds_config is not None
+    assert found.optimal_ds_config["zero_optimization"]["stage"] == 0
+    size = found.optimal_ds_config["train_micro_batch_size_per_gpu"]
+    best = 1 / machine.each
+    assert size / (machine.fixed + machine.each * size) > 0.95 * best
+    assert "train_batch_size" not in found.optimal_ds_config and "autotuning" not in found.optimal_ds_config
+    found.print_tuning_results()
+    out = capsys.readouterr().out
+    assert "| tuning_space | num_experiments | best_metric_val | best_exp_name" in out and "| global" in out
+    folder = tmp_path / "autotuning_results"
+    assert json.loads((folder / "ds_config_optimal.json").read_text()) == found.optimal_ds_config
+    assert (
+        (folder / "cmd_optimal.txt")
+        .read_text()
+        .startswith("deepspeed --log_level=info --num_gpus=2 train.py")
+    )
+    assert (folder / "summary.txt").read_text() == out
+    assert (tmp_path / "autotuning_exps" / f"z0_gas1_tmbspg{size}.json").exists()
+    assert found.get_plateau_mbs("z0") <= size and found.get_model_num_params() == 1000
+    again = Machine()
+    tuner(tmp_path, monkeypatch, again).tune()  # resumes: all results are there
+    assert again.runs == []
+    tuner(tmp_path, monkeypatch, again, overwrite=True).tune()
+    assert len(again.runs) == len(machine.runs)
+
+
+def test_what_cannot_fit_is_never_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(fits=(2, 3), free=40 << 20)
+    found = tuner(tmp_path, monkeypatch, machine)
+    found.tune()
+    assert not any(name.startswith(("z0", "z1")) for name in machine.runs)
+    assert found.optimal_ds_config is not None
+    assert found.optimal_ds_config["train_micro_batch_size_per_gpu"] >= 24
+    assert found.get_min_max_micro_batch_size(3, 1, 1000) == (1, 34)
+
+
+def test_nothing_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(fits=())
+    found = tuner(tmp_path, monkeypatch, machine)
+    assert run_autotuning(found.args, {"localhost": [0, 1]}) == 1
+    assert machine.runs == ["profile_model_info"]
+
+
+@pytest.mark.parametrize("kind", ["gridsearch", "random", "model_based"])
+@pytest.mark.parametrize("metric", ["throughput", "latency"])
+def test_documented_tuners(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, metric: str) -> None:
+    machine = Machine()
+    section = {"max_train_batch_size": 16, "tuner_type": kind, "metric": metric}
+    found = tuner(tmp_path, monkeypatch, machine, **section)
+    found.tune()
+    size = found.optimal_ds_config["train_micro_batch_size_per_gpu"]  # type: ignore[index]
+    if kind == "model_based":
+        assert size == (8 if metric == "throughput" else 1)
+        return
+    assert len(machine.runs) == 1 + 4 * 3
+    assert size == (8 if metric == "throughput" else 1)
+    assert found.get_tuning_micro_batch_size_list(1, 48, 3) == [12, 24, 48]
+    exps = [found._experiment(Point(0, size)) for size in (1, 2, 4)]
+    for cls in (GridSearchTuner, RandomTuner):
+        one = cls(exps, found.rm, metric)
+        assert one.has_next() and one.tune(n_trials=2) == 2
+    learned = ModelBasedTuner(exps, found.rm, metric, {})
+    assert learned.tune() == 3 and learned.best_exp is not None
+
+
+def test_an_interruption_keeps_the_best(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    machine = Machine()
+    found = tuner(tmp_path, monkeypatch, machine)
+
+    def interrupted(*given: Any) -> int:
+        if len(machine.runs) == 2:
+            raise KeyboardInterrupt
+        return machine(*given)
+
+    monkeypatch.setattr(scheduler, "run_experiment", interrupted)
+    assert run_autotuning(found.args, {"localhost": [0, 1]}) == 130
+    assert "interrupted" in capsys.readouterr().out
+    assert (tmp_path / "autotuning_results" / "ds_config_optimal.json").exists()
+
+
+def test_a_script_with_a_batch_size_of_its_own_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    class Fixed(Machine):
+        def __call__(self, exp: dict[str, Any], *given: Any) -> int:
+            code = super().__call__(exp, *given)
+            file = Path(exp["result_dir"]) / "metrics.json"
+            file.write_text(json.dumps({**json.loads(file.read_text()), "samples": 1}))
+            return code
+
+    found = tuner(tmp_path, monkeypatch, Fixed())
+    with pytest.raises(ValueError, match="arg_mappings"):
+        found.tune()
+
+
+def test_machines_and_slots(tmp_path: Path) -> None:
+    rm = scheduler.ResourceManager(argparse.Namespace(), ["a", "b"], 4, str(tmp_path), str(tmp_path), None)
+    got = rm.resource_request({"num_nodes": 2, "num_gpus": 3})
+    assert [reservation.desc() for reservation in got] == ["a:0,1,2@", "b:0,1,2@"]
+    assert rm.status() == "a (1/4 free), b (1/4 free)"
+    assert rm.resource_request({"num_nodes": 1, "num_gpus": 2}) == []
+    scheduler.clean_up({}, got)
+    assert rm.status() == "a (4/4 free), b (4/4 free)"
+    rm.save_exp_results_to_database("hello", path=str(tmp_path / "db"))
+    assert json.loads((tmp_path / "db").read_text()) == {"message": "hello"}
+
+
+def test_runs_without_a_number_count_and_are_never_the_best(tmp_path, monkeypatch) -> None:
+    made: Any = tuner(tmp_path, monkeypatch, None)
+    assert (made.exp_num_nodes, made.exp_num_gpus) == (1, 2)
+    for name in ("first", "second"):
+        made.update_records("z0", {"name": name}, None, 1)
+    assert made.get_best_space_record("z0") is None
+    made.update_records("z0", {"name": "third"}, 3.5, 3)
+    assert made.get_best_space_record("z0") == ({"name": "third"}, 3.5, 3)
