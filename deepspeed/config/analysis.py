@@ -34,7 +34,7 @@ from deepspeed.config.problems import (
 )
 from deepspeed.config.reader import ConfigSource, Path, copy_containers
 from deepspeed.config.refusals import refusals, value_at
-from deepspeed.config.rules import check_rules
+from deepspeed.config.rules.all import check_rules
 from deepspeed.config.schema import TrainingConfig
 from deepspeed.config.section import LenientConfigModel, collect_notes, extra_facts, is_auto, note
 from deepspeed.config.sections.elasticity import ElasticityConfig, ElasticityConfigError, ElasticityError

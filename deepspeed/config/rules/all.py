@@ -9,15 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from deepspeed.config.findings import Finding, Rule
-from deepspeed.config.rules_of_data import curricula_fit, dropped_tokens, one_choice_of_samples
-from deepspeed.config.rules_of_optimizers import (
+from deepspeed.config.rules.data import curricula_fit, dropped_tokens, one_choice_of_samples
+from deepspeed.config.rules.findings import Finding, Rule
+from deepspeed.config.rules.optimizers import (
     arguments_make_sense,
     one_bit_needs_copies,
     optimizer_is_known,
     scheduler_is_known,
 )
-from deepspeed.config.rules_of_precision import (
+from deepspeed.config.rules.precision import (
     autocast_beside_16_bit,
     low_precision_masters,
     no_norm_wanted,
@@ -26,7 +26,7 @@ from deepspeed.config.rules_of_precision import (
     summed_gradients,
     unmanaged_accumulation,
 )
-from deepspeed.config.rules_of_zero import (
+from deepspeed.config.rules.zero import (
     compiled_passes,
     even_gathers,
     mics_needs_slices,

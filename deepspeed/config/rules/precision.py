@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from deepspeed.config.findings import AMP, BF16, FP16, OFFLOAD, STAGE, Finding, offload_device
+from deepspeed.config.rules.findings import AMP, BF16, FP16, OFFLOAD, STAGE, Finding, offload_device
 from deepspeed.config.schema import TrainingConfig
 
 

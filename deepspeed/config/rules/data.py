@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from deepspeed.config.findings import Finding
+from deepspeed.config.rules.findings import Finding
 from deepspeed.config.schema import TrainingConfig
 from deepspeed.config.sections.data import (
     CurriculumLegacyConfig,

@@ -16,8 +16,8 @@ from deepspeed.config.arguments import (
     wrong_schedule_arguments,
 )
 from deepspeed.config.constants import BUILT_IN_OPTIMIZERS, VALID_LR_SCHEDULES
-from deepspeed.config.findings import STAGE, Finding
 from deepspeed.config.problems import nearest, shown
+from deepspeed.config.rules.findings import STAGE, Finding
 from deepspeed.config.schema import TrainingConfig
 
 ONE_BIT = ("onebitadam", "onebitlamb", "zerooneadam", "diloco")

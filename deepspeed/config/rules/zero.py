@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from deepspeed.config.findings import OFFLOAD, STAGE, Finding, offload_device
+from deepspeed.config.rules.findings import OFFLOAD, STAGE, Finding, offload_device
 from deepspeed.config.schema import TrainingConfig
 
 GATHER_ALIGNMENT = 2

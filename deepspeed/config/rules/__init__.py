@@ -1,0 +1,1 @@
+"""Rules that tie several sections of a config together, by topic; `all` lists and runs them."""
