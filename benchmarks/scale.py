@@ -222,7 +222,7 @@ def saved(engine: Any, folder: Path, rank: int) -> dict[str, Any]:
 
 def loaded(engine: Any, folder: Path) -> dict[str, Any]:
     """Seconds of one rank's load, the files that it opened and what it read of them."""
-    from deepspeed.checkpoint import archive
+    from deepspeed.checkpoint.files import archive
 
     opened: dict[str, Any] = {}
 

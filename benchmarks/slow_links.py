@@ -56,7 +56,7 @@ class CodingTrainer(Trainer):
 
     def _count(self) -> None:
         try:
-            from deepspeed.ops import packets
+            from deepspeed.ops.formats import host_codecs as packets
         except ImportError:  # a peer has none
             return
         for name in CODERS:

@@ -30,6 +30,7 @@ from deepspeed.config.hidden import without_secrets
 from deepspeed.config.plan import Cadence
 from deepspeed.config.sections.checkpoint import CheckpointWriterType
 from deepspeed.data.loader import DeepSpeedDataLoader
+from deepspeed.parallel.tensor.described import is_split, universal_checkpoint_info
 
 if TYPE_CHECKING:
     from deepspeed.engine.base import EngineBase
@@ -207,9 +208,12 @@ def _curriculum(engine: EngineBase) -> dict[str, Any] | None:
 
 
 def _described(module: Any) -> dict[str, Any]:
-    """What the model says of how its parameters are split, as a dict or as a method that returns it."""
+    """How the model's parameters are split: what it says itself, as a dict or as a method that returns it; if nothing,
+    what their placements say."""
     found = getattr(module, UNIVERSAL_CHECKPOINT_INFO, None)
     found = found() if callable(found) else found
+    if found is None and is_split(module):
+        found = universal_checkpoint_info(module)
     return {UNIVERSAL_CHECKPOINT_INFO: dict(found)} if isinstance(found, Mapping) else {}
 
 

@@ -28,7 +28,7 @@ def at_info() -> Iterator[None]:
 
 
 def test_the_logger_is_one_and_keeps_to_itself(capsys: pytest.CaptureFixture[str]) -> None:
-    assert logger is deepspeed.base.logger is logging.getLogger("DeepSpeed")
+    assert logger is deepspeed.utils.logger is logging.getLogger("DeepSpeed")
     assert logger.name == "DeepSpeed" and not logger.propagate and logger.level == logging.WARNING
     logger.info("not shown")
     logger.warning("shown")

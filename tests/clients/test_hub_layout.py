@@ -15,7 +15,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 import deepspeed
-from deepspeed.checkpoint import hf_to_universal
+from deepspeed.tools import hf_to_universal
 from deepspeed.config.problems import DeepSpeedConfigError
 from deepspeed.inference.v2.config_v2 import RaggedInferenceEngineConfig
 from deepspeed.inference.v2.engine_factory import HuggingFaceCheckpointEngine, build_hf_engine

@@ -11,6 +11,10 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 import deepspeed
+from deepspeed.base.sharded import full_shape
+from deepspeed.checkpoint.foreign.splits import Described
+from deepspeed.checkpoint.placement import Placement, placement_of
+from deepspeed.parallel.tensor.described import universal_checkpoint_info
 from tests.clients.kit import LENGTH, VOCAB, clean_clients, llama, llama_config, lora
 from tests.pool import distributed
 
@@ -112,6 +116,26 @@ def train(engine: Any, first: int = 0, last: int = STEPS) -> tuple[list[float], 
     return losses, norms
 
 
+def boxes(placement: Placement) -> tuple[Any, ...]:
+    """What of the whole tensor a rank holds."""
+    return placement.boxes or (tuple((0, size) for size in placement.global_shape),)
+
+
+@distributed(world_size=2)
+def test_a_checkpoint_says_how_a_tp_plan_has_split(tmp_path: Path) -> None:
+    """Release 0.19's tools read it."""
+    with clean_clients():
+        engine = deepspeed.initialize(model=split("llama", tmp_path), config=config(1))[0]
+        engine.save_checkpoint(tmp_path / "saved", tag="now")
+        path = tmp_path / f"saved/now/mp_rank_{dist.get_rank():02d}_model_states.pt"
+        info = torch.load(path, weights_only=False)["universal_checkpoint_info"]
+        assert info == universal_checkpoint_info(engine.module)
+        by_rows = "".join(info["parameter_with_row_parallelism_patterns"])
+        assert "o_proj" in by_rows and "down_proj" in by_rows and "q_proj" not in by_rows
+        assert "norm" in "".join(info["tp_replicated_parameter_patterns"])
+        engine.destroy()
+
+
 @pytest.mark.parametrize(
     ("kind", "stage"),
     [
@@ -138,6 +162,11 @@ def test_split_models_train_like_whole_ones(kind: str, stage: int, tmp_path: Pat
         with torch.no_grad():
             mine, wanted = engine(**batch(9)).logits, model(**batch(9)).logits
         torch.testing.assert_close(mine, wanted, rtol=1e-4, atol=1e-4)
+        told = Described(universal_checkpoint_info(engine.module))
+        for name, param in engine.module.named_parameters():
+            own, shapes = placement_of(param), [tuple(full_shape(param))] * 2
+            if not own.boxes or len(own.boxes[0]) < 3:  # for stacked experts that form has no words
+                assert boxes(told.placements(name, shapes)[dist.get_rank()]) == boxes(own), name
         engine.save_16bit_model(tmp_path / "saved")
         if dist.get_rank() == 0:
             saved = torch.load(tmp_path / "saved" / "pytorch_model.bin")

@@ -303,7 +303,7 @@ def test_killed_during_the_meeting(tmp_path, moment):
         tmp_path,
         "shared_memory",
         f"""
-        from deepspeed.comm import hosts, shared_memory
+        from deepspeed.comm.transports import hosts, shared_memory
         def die(*arguments, **options):
             os.kill(os.getpid(), signal.SIGKILL)
         if rank == {dying} and {moment != "with the segment made"}:

@@ -43,7 +43,7 @@ from datetime import timedelta
 import torch
 import deepspeed
 from deepspeed import comm as dist
-from deepspeed.comm import hang_watch
+from deepspeed.comm.hangs import watch as hang_watch
 from deepspeed.comm.pending import explanation
 rank = int(os.environ["RANK"])
 dist.init_distributed("gloo", init_method=os.environ["TEST_STORE"], rank=rank, world_size=2, verbose=False,

@@ -55,7 +55,7 @@ def test_nothing_is_said_when_all_have_come(tmp_path: Path, monkeypatch: pytest.
 BODY = """
     import time
     from datetime import timedelta
-    from deepspeed.comm import waiting
+    from deepspeed.comm.hangs import stragglers as waiting
     waiting.WAIT_S = 2.0
     try: dist.init_distributed(timeout=timedelta(seconds=10))
     except Exception as error: print(type(error).__name__, str(error).splitlines()[0], flush=True)

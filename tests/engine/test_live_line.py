@@ -180,7 +180,7 @@ def test_level_of_the_environment_at_import() -> None:
     for text, level in (("debug", 10), ("ERROR", 40), ("loud", None), ("", None)):
         with environment(**{LEVEL_VARIABLE: text}):
             assert level_of_environment() == level
-    code = "from deepspeed.base import logger; print(logger.level)"
+    code = "from deepspeed.utils import logger; print(logger.level)"
     variables = {**os.environ, LEVEL_VARIABLE: "debug"}
     done = subprocess.run(
         [sys.executable, "-c", code], env=variables, cwd=ROOT, capture_output=True, check=True

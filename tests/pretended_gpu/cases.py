@@ -246,7 +246,7 @@ SPECIAL_BY_RANKS = ["mixture of experts", "pipeline", "tensor parallelism", "sta
 
 
 def main(names: list[str]) -> None:
-    deepspeed.base.logger.setLevel("ERROR")
+    deepspeed.utils.logger.setLevel("ERROR")
     deepspeed.init_distributed()
     for name in names:
         numbers = SPECIAL[name]() if name in SPECIAL else trained(TRAINED[name])

@@ -22,7 +22,7 @@ SCRIPT = """\
 import sys, time
 import torch
 import deepspeed
-from deepspeed.zero.gathering import roll
+from deepspeed.zero.gathering import termination_barrier as roll
 
 if sys.argv[2] == "through the store":
     roll.DIRECT_RANKS = 1

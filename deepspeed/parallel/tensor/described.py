@@ -13,7 +13,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from deepspeed.checkpoint import constants
-from deepspeed.parallel.tensor.cuts import Cut
+from deepspeed.checkpoint.placement import Placement, placement_of
+from deepspeed.parallel.tensor.cuts import AXIS, Cut
 from deepspeed.zero import params as zero_params
 
 CONVERSION = "conversion"
@@ -23,6 +24,33 @@ CONVERSION = "conversion"
 def conversion_of(param: Tensor) -> dict[str, Any] | None:
     """How the parts of ``param`` are joined; None: no parallel layer has described it."""
     return getattr(param, constants.DS_AUTOTP_UC_META, {}).get(CONVERSION)
+
+
+def is_split(model: nn.Module) -> bool:
+    """Whether tensor-parallel ranks hold different parts of any parameter."""
+    return any(AXIS in placement_of(param).split for param in model.parameters())
+
+
+def _derived(placement: Placement) -> dict[str, Any] | None:
+    """``conversion_of`` a parameter that something else than our layers has split: a ``tp_plan``, a client's layers.
+    None: all ranks hold all of it."""
+    shape, boxes = placement.global_shape, placement.boxes
+    if AXIS not in placement.split or not boxes:
+        return None
+    dims = [dim for dim, size in enumerate(shape) if any(box[dim] != (0, size) for box in boxes)]
+    made = {"partition_type": "", "partition_dim": dims[0], "sub_param_shape": None, "replicated": False}
+    if (
+        len(dims) > 1 or dims[0] > 1 or len(placement.split) > 1
+    ):  # also experts: stacked, or over their own ranks
+        made["partition_type"] = _UNSUPPORTED
+    elif len(boxes) > 1:
+        starts = [box[dims[0]][0] for box in boxes]
+        widths = {box[dims[0]][1] - box[dims[0]][0] for box in boxes}
+        steps = {high - low for low, high in zip(starts, starts[1:], strict=False)}
+        if len(widths) > 1 or steps != {shape[dims[0]] // len(boxes)}:
+            made["partition_type"] = _UNSUPPORTED
+        made["sub_param_shape"] = tuple(len(boxes) if dim == dims[0] else -1 for dim in range(2))
+    return made
 
 
 def description(
@@ -94,7 +122,7 @@ def universal_checkpoint_info(model: nn.Module) -> dict[str, Any]:
     row, copies, unsupported = [], [], []
     fused: dict[tuple[Any, ...], list[str]] = {}
     for name, param in model.named_parameters():
-        pattern, how = f"^{re.escape(name)}$", conversion_of(param)
+        pattern, how = f"^{re.escape(name)}$", conversion_of(param) or _derived(placement_of(param))
         if how is None or how["replicated"]:
             copies.append(pattern)
         elif how["partition_type"] == _UNSUPPORTED:

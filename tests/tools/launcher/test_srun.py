@@ -43,7 +43,7 @@ def test_the_code_is_that_of_the_first_line(ends: str, code: int) -> None:
         program = "import sys; sys.exit(143)"
     outside = f"""
         import os, sys
-        from deepspeed.tools.launcher import srun
+        from deepspeed.tools.launcher.hosts import srun
         sys.exit(srun.run([sys.executable, "-c", {textwrap.dedent(program)!r}], dict(os.environ)))
     """
     result = subprocess.run(
