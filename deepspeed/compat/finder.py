@@ -103,7 +103,8 @@ class DocumentedPaths(MetaPathFinder):
             return None
         if real is None:
             return None
-        return ModuleSpec(fullname, _SameModule(ours), is_package=real.submodule_search_locations is not None)
+        is_package = real.submodule_search_locations is not None
+        return ModuleSpec(fullname, _SameModule(ours), origin=real.origin, is_package=is_package)
 
     def _real_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None
@@ -131,7 +132,7 @@ class _SameModule(Loader):
         module.__spec__ = self.own_spec  # the import system has just set the documented path's
 
     def get_code(self, fullname: str) -> CodeType | None:
-        """Return the code of our module, for `python -m` with the documented path."""
+        """Return the code of our module, which runs under the documented path too."""
         spec = importlib.util.find_spec(self.ours)
         return spec.loader.get_code(self.ours) if spec and spec.loader else None  # type: ignore[attr-defined]
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import deepspeed.base as ds
+import deepspeed.utils as ds
 from deepspeed.zero import tensor_fragment
 
 

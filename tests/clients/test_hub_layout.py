@@ -15,12 +15,12 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 import deepspeed
-from deepspeed.tools import hf_to_universal
 from deepspeed.config.problems import DeepSpeedConfigError
 from deepspeed.inference.v2.config_v2 import RaggedInferenceEngineConfig
 from deepspeed.inference.v2.engine_factory import HuggingFaceCheckpointEngine, build_hf_engine
 from deepspeed.inference.v2.policy import InferenceV2Policy
 from deepspeed.parallel.pipeline.causal_lm import cut_causal_lm
+from deepspeed.tools import hf_to_universal
 from tests.pool import distributed
 
 transformers = pytest.importorskip("transformers", reason="the clients extra is not installed")

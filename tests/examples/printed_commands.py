@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
 
+from deepspeed.compat.finder import our_path
 from deepspeed.tools import ds
 from deepspeed.tools.launcher import runner
 from tests.examples.parsing import Wrong, after_parsing, refuse
@@ -213,7 +214,7 @@ class Checker:
     def module(self, name: str, words: Sequence[str]) -> None:
         if name == "package.train":  # the reader's
             return
-        spec = importlib.util.find_spec(name)
+        spec = importlib.util.find_spec(our_path(name) or name)
         if spec is None or spec.origin is None:
             raise Wrong(f"there is no module {name}")
         path = Path(spec.origin)

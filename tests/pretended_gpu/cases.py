@@ -161,7 +161,7 @@ def tensor_parallel() -> list[float]:
 
 def states() -> list[float]:
     """Reading and writing, gathering, moving to the host and back."""
-    from deepspeed import base as utils
+    from deepspeed import utils
 
     config = {**zero(3, **ALL_GATHERED), **optimizer("AdamW")}
     with deepspeed.zero.Init(config_dict_or_path={"train_micro_batch_size_per_gpu": 1, **config}):
