@@ -7,7 +7,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from deepspeed.checkpoint.placement import placement_of
 from deepspeed.comm.collectives import Communicator, Pending
+from deepspeed.config.problems import DeepSpeedConfigError
 from deepspeed.ops.update import UpdateContext
 from deepspeed.zero.norms import sum_of_squares
 from deepspeed.zero.placements import counted, in_parts, is_stack
@@ -70,6 +72,22 @@ class SegmentSums:
         for index, param in enumerate(store.params):
             for others in scopes.parts_of(param) if in_parts(param) else ():
                 self.members.setdefault(others, []).append(index)
+        self._refuse_copies()
+
+    def _refuse_copies(self) -> None:
+        """Collective. ConfigError: tensor-parallel ranks hold some elements twice, which sums would count twice."""
+        params = self.store.params
+        twice = torch.tensor([bool(placement_of(param).elsewhere) for param in params], dtype=torch.float32)
+        twice = twice.to(params[0].device)
+        for holders in self.members:
+            holders.all_reduce_max(twice).wait()
+        if twice.any():
+            shape = placement_of(params[int(twice.nonzero()[0])]).global_shape
+            raise DeepSpeedConfigError(
+                f"LAMB sums over whole weights, but tensor-parallel ranks hold some rows of a weight {shape} twice "
+                "(heads of keys and values that several ranks need): use no more tensor-parallel ranks than such "
+                "heads, or another optimizer"
+            )
 
     def __call__(self, masters: list[Tensor], sums: Tensor) -> Tensor:
         """``sums`` [n, k] fp64 over fragments -> the same over the parameters that they are parts of. Collective."""

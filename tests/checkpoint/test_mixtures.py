@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import shutil
 
 import pytest
 import torch
 from torch import nn
 
+import deepspeed
 from deepspeed.checkpoint.errors import CheckpointError
 from deepspeed.checkpoint.files.safe_types import allowed_types
 from deepspeed.checkpoint.names import CHECKSUMS, INDEX, SAVE
+from deepspeed.pipe import LayerSpec, PipelineModule
 from tests.checkpoint.models import Zoo, assert_equal, config, full_state, make_engine, train
 from tests.pool import distributed
 
@@ -55,6 +58,14 @@ def test_files_without_ids_load(tmp_path, stage):
     assert_equal(full_state(engine), saved)
 
 
+def damage_moments(path):
+    """Flip a bit in the last of the optimizer's tensors."""
+    data = bytearray(path.read_bytes())
+    moments = torch.load(path, mmap=True)["optimizer_state_dict"]["tensors"][-1]["data"]
+    data[bytes(data).index(moments.numpy().tobytes())] ^= 1
+    path.write_bytes(data)
+
+
 @distributed(world_size=2)
 def test_a_half_loaded_engine_refuses(tmp_path):
     engine = make_engine(config(2))
@@ -63,12 +74,7 @@ def test_a_half_loaded_engine_refuses(tmp_path):
     engine.save_checkpoint(tmp_path, tag="bad")
     saved = full_state(engine)
     if engine.global_rank == 0:
-        path = tmp_path / "bad/zero_pp_rank_1_mp_rank_00_optim_states.pt"
-        data = bytearray(path.read_bytes())
-        moments = torch.load(path, mmap=True)["optimizer_state_dict"]["tensors"][-1]["data"]
-        at = bytes(data).index(moments.numpy().tobytes())
-        data[at] ^= 1
-        path.write_bytes(data)
+        damage_moments(tmp_path / "bad/zero_pp_rank_1_mp_rank_00_optim_states.pt")
     torch.distributed.barrier()
     with pytest.raises(CheckpointError, match=r"nothing of|do.* not hold|missing|no checkpoint"):
         engine.load_checkpoint(tmp_path, tag="nowhere")
@@ -93,6 +99,23 @@ def test_a_half_loaded_engine_refuses(tmp_path):
     engine.load_checkpoint(tmp_path, tag="good")
     assert_equal(full_state(engine), saved)
     train(engine, 2, 3)
+
+
+@distributed(world_size=1)
+def test_a_half_loaded_pipeline_refuses(tmp_path):
+    model = PipelineModule([LayerSpec(nn.Linear, 4, 4)], num_stages=1, loss_fn=nn.functional.mse_loss)
+    engine, *_ = deepspeed.initialize(
+        model=model, model_parameters=model.parameters(), config={**config(1), "train_batch_size": 4}
+    )
+    batches = itertools.repeat((torch.ones(4, 4), torch.zeros(4, 4)))
+    engine.train_batch(batches)
+    engine.save_checkpoint(tmp_path, tag="bad")
+    damage_moments(next((tmp_path / "bad").glob("*optim_states.pt")))
+    with pytest.raises(CheckpointError, match="damaged"):
+        engine.load_checkpoint(tmp_path, tag="bad")
+    for refused in (engine.train_batch, engine.eval_batch):
+        with pytest.raises(CheckpointError, match="half loaded"):
+            refused(batches)
 
 
 @distributed(world_size=1)

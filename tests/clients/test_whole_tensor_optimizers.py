@@ -17,12 +17,15 @@ from tests.pool import distributed
 
 transformers = pytest.importorskip("transformers", reason="the clients extra is not installed")
 
+from tests.clients.kit import llama  # noqa: E402 - needs the extra
 from tests.clients.test_expert_parallel import loss_of, make  # noqa: E402 - needs the extra
 
 SECTIONS: dict[str, Any] = {
     "Muon": {"type": "Muon", "params": {"lr": 0.02}},
     "Lamb": {"type": "Lamb", "params": {"lr": 0.01, "weight_decay": 0.1}},
 }
+
+LAYERS: dict[str, Any] = {"tensor_parallel": {"autotp_size": 2}}
 
 
 def config(stage: int, size: int | None) -> dict[str, Any]:
@@ -59,16 +62,31 @@ def test_experts_on_two_ranks(name: str, stages: tuple[int, ...], optimizer: str
             torch.testing.assert_close(value, expected[key], rtol=1e-3, atol=1e-4, msg=f"{stage} {key}")
 
 
+@pytest.mark.parametrize("split", ["experts", "layers"])
 @distributed(world_size=2)
-def test_what_cannot_be_right_is_refused_at_stage_0() -> None:
+def test_what_cannot_be_right_is_refused_at_stage_0(split: str) -> None:
     def adafactor(params: Any) -> Any:
         return transformers.Adafactor(params, scale_parameter=True, relative_step=False, lr=0.01)
 
-    model = make("mixtral")
-    with pytest.raises(DeepSpeedConfigError, match=r"Adafactor .* such as model\.layers\.0\.mlp\.experts"):
+    model, part = (
+        (make("mixtral"), r"layers\.0\.mlp\.experts") if split == "experts" else (llama(), "embed_tokens")
+    )
+    chosen = config(0, 2) if split == "experts" else {**config(0, None), **LAYERS}
+    with pytest.raises(DeepSpeedConfigError, match=rf"Adafactor .* such as model\.{part}"):
         deepspeed.initialize(
-            model=model, model_parameters=model.parameters(), optimizer=adafactor, config=config(0, 2)
+            model=model, model_parameters=model.parameters(), optimizer=adafactor, config=chosen
         )
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+@distributed(world_size=2)
+def test_lamb_is_refused_where_ranks_hold_heads_twice(stage: int) -> None:
+    """Both need the one head of keys and values, rows of a fused projection that only one of them counts."""
+    sizes = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = transformers.FalconForCausalLM(transformers.FalconConfig(**sizes, multi_query=True))
+    chosen = {**config(stage, None), **LAYERS, "optimizer": SECTIONS["Lamb"]}
+    with pytest.raises(DeepSpeedConfigError, match="LAMB sums over whole weights"):
+        deepspeed.initialize(model=model, model_parameters=model.parameters(), config=chosen)
 
 
 @pytest.mark.parametrize("stage", [0, 2])
