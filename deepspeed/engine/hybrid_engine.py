@@ -17,6 +17,7 @@ from deepspeed.engine.module_method import ModuleMethod
 from deepspeed.inference.adapters import FusedAdapters
 from deepspeed.inference.generation.fused import FusedGeneration
 from deepspeed.inference.generation.joined_prompts import JoinedPrompts
+from deepspeed.inference.model.rotations import depends_on_length
 from deepspeed.inference.split.copy import SplitCopy
 from deepspeed.inference.split.layers import check_length, same_random_numbers, tensor_parallel_group
 from deepspeed.zero.gathering.gathered import unwrap_model_for_generation
@@ -108,25 +109,25 @@ class DeepSpeedHybridEngine(DeepSpeedEngine):
         settings = [kwargs.get("generation_config"), self.module.generation_config]
         ends = _tokens("eos_token_id", kwargs, settings)
         padding = sorted(_tokens("pad_token_id", kwargs, settings) or ends or {0})[0]
-        joined = JoinedPrompts(prompts, mask, padding, group)
+        apart = depends_on_length(self.module)
+        joined = JoinedPrompts(prompts, mask, padding, group, apart=apart)
         copied = self._present_copy(group)
         module: Any = copied.module.train(self.module.training)
         try:
             with torch.no_grad(), same_random_numbers(group):
-                tokens = type(module).generate(
-                    module,
-                    input_ids=joined.input_ids,
-                    attention_mask=joined.attention_mask,
-                    synced_gpus=False,
-                    **kwargs,
-                )
+                answers = [
+                    type(module).generate(
+                        module, input_ids=tokens, attention_mask=shown, synced_gpus=False, **kwargs
+                    )
+                    for tokens, shown in joined.batches
+                ]
         finally:
             copied.release()
-        if not isinstance(tokens, Tensor):
+        if not all(isinstance(each, Tensor) for each in answers):
             raise ValueError(
                 "hybrid_engine.inference_tp_size above 1 returns tokens only: leave out return_dict_in_generate"
             )
-        return joined.own(tokens, ends)
+        return joined.own(answers, ends)
 
     def _present_copy(self, group: Communicator) -> SplitCopy:
         """The split layers, with the weights of this moment. Collective."""

@@ -19,6 +19,7 @@ from deepspeed.inference.scheduling.requests import SamplingParams
 from deepspeed.inference.v2 import engine_v2
 from deepspeed.inference.v2.config_v2 import RaggedInferenceEngineConfig
 from deepspeed.inference.v2.engine_v2 import InferenceEngineV2
+from tests.pool import distributed
 
 transformers = pytest.importorskip("transformers", reason="the clients extra is not installed")
 
@@ -201,3 +202,17 @@ def test_the_trial_crosses_sliding_windows(name: str, layout: Any) -> None:
     with pytest.raises(LayoutError, match="blind: logits differ"):
         ModelRunner(model, layouts=(Blind,))
     assert windows == [getattr(each, "sliding_window", None) for each in (model.config, *model.modules())]
+
+
+@distributed(world_size=2)
+def test_prompts_of_ranks_that_share_layers_while_generating() -> None:
+    """The engine for rollouts joins them to one batch, padded to the longest."""
+    from tests.clients.test_hybrid_engine import engine_of as hybrid
+
+    tokens, model = PROMPTS[torch.distributed.get_rank()], longrope("phi3")
+    wanted = alone(model, tokens)
+    engine = hybrid(model, 0, inference_tp_size=2).eval()
+    greedy = transformers.GenerationConfig(max_new_tokens=NEW, do_sample=False, pad_token_id=0)
+    found = engine.generate(torch.tensor([tokens]), generation_config=greedy)
+    assert found[0, len(tokens) :].tolist() == wanted
+    engine.destroy()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -17,13 +19,16 @@ class JoinedPrompts:
         prompts: [rows, width], integers.
         mask: [rows, width], which of them are not padding; None: all.
         padding: the token that fills the left side.
+        apart: a batch for each rank, of the width of its prompts, where the model computes a row by what else is in its
+            batch (``Rotations``).
 
     Attributes:
-        input_ids: [rows of all ranks, widest], int64.
-        attention_mask: the same shape, int64.
+        batches: tokens and mask of each batch, [rows of all ranks, widest] int64 both.
     """
 
-    def __init__(self, prompts: Tensor, mask: Tensor | None, padding: int, group: Communicator) -> None:
+    def __init__(
+        self, prompts: Tensor, mask: Tensor | None, padding: int, group: Communicator, *, apart: bool = False
+    ) -> None:
         self._rows, self._width = prompts.shape
         sizes = _gathered(torch.tensor([self._rows, self._width], device=prompts.device), group)
         counts, widths = sizes[:, 0].tolist(), sizes[:, 1].tolist()
@@ -34,12 +39,18 @@ class JoinedPrompts:
         both[0, : self._rows, self._widest - self._width :] = prompts
         both[1, : self._rows, self._widest - self._width :] = 1 if mask is None else mask
         everyone = _gathered(both.flatten(), group).view(group.size, 2, most, self._widest)
-        filled = torch.cat([each[:, :count] for each, count in zip(everyone, counts, strict=True)], 1)
-        self.input_ids, self.attention_mask = filled.unbind()
+        ranks = [each[:, :count] for each, count in zip(everyone, counts, strict=True)]
+        if apart:
+            batches = [each[:, :, -width:] for each, width in zip(ranks, widths, strict=True)]
+            self._batch, self._before, self._total, self._widest = group.rank, 0, self._rows, self._width
+        else:
+            batches, self._batch = [torch.cat(ranks, 1)], 0
+        self.batches = [(tokens, shown) for tokens, shown in batches]
 
-    def own(self, tokens: Tensor, ends: set[int]) -> Tensor:
-        """This rank's rows of ``tokens [rows of all ranks * answers to each, length]``, without the columns that are
-        there only because another rank's prompts are wider or its answers longer."""
+    def own(self, answers: Sequence[Tensor], ends: set[int]) -> Tensor:
+        """This rank's rows of ``answers``, for each batch [rows * answers to each, length], without the columns that
+        are there only because another rank's prompts are wider or its answers longer."""
+        tokens = answers[self._batch]
         each = tokens.shape[0] // self._total
         rows = tokens[self._before * each : (self._before + self._rows) * each]
         rows = rows[:, self._widest - self._width :]

@@ -116,6 +116,14 @@ def _kinds(parameters: Any) -> Iterator[str]:
         yield from _kinds(each)
 
 
+def depends_on_length(module: nn.Module) -> bool:
+    """Whether tokens are rotated by the length of the longest sequence in the batch, as far as is known."""
+    try:
+        return bool(Rotations(module, getattr(module, "config", None)).lengths)
+    except LayoutError:
+        return True
+
+
 def _original_lengths(kinds: Any, config: Any) -> set[int]:
     """Where a rotary module of these types (one, or by the type of layer) switches."""
     parameters = _parameters(config)
