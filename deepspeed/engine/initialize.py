@@ -77,6 +77,8 @@ def initialize(
         parsed.applies_sparse_attention = False
     if optimizer is None:
         _check_optimizer(parsed)
+    if lr_scheduler is None and parsed.scheduler_name is not None:
+        _say_what_nobody_filled_in(parsed, "scheduler", parsed.scheduler_name)
     # What the engine builds must not be partitioned by a surrounding zero.Init.
     with suspended_init_context():
         dist.init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
@@ -110,21 +112,23 @@ def _arranged(model: Staged, given: Any, mpu: Any) -> Any:
 
 
 def _check_optimizer(config: DeepSpeedConfig) -> None:
-    """Say which of the optimizer's arguments no client has filled in. DeepSpeedConfigError: the config's optimizer is
-    unknown, or does not take its parameters."""
+    """DeepSpeedConfigError: the config's optimizer is unknown, or does not take its parameters."""
     if config.optimizer_name is None:
         return
-    written = config._param_dict["optimizer"].get("params") or {}
-    left = [
-        f"optimizer.params.{key}" for key, value in written.items() if is_auto(value) and key in FILLED_IN
-    ]
-    if left:
-        note(
-            f"{', '.join(left)}: 'auto', and no client filled it in; the default of {config.optimizer_name} is used"
-        )
+    _say_what_nobody_filled_in(config, "optimizer", config.optimizer_name)
     problems = check_optimizer(config.optimizer_name, config.optimizer_params)
     if problems:
         raise DeepSpeedConfigError("; ".join(problems))
+
+
+def _say_what_nobody_filled_in(config: DeepSpeedConfig, section: str, kind: str) -> None:
+    """Warn of arguments of the optimizer or schedule that are still "auto"."""
+    written = config._param_dict[section].get("params") or {}
+    left = [
+        f"{section}.params.{key}" for key, value in written.items() if is_auto(value) and key in FILLED_IN
+    ]
+    if left:
+        note(f"{', '.join(left)}: 'auto', and no client filled it in; the default of {kind} is used")
 
 
 def _kind(model: nn.Module, config: DeepSpeedConfig, trains: bool) -> type[DeepSpeedEngine]:

@@ -55,7 +55,14 @@ def test_a_section_beside_a_clients_optimizer_is_not_used(name: str, made: str) 
 
 @distributed(world_size=1)
 def test_a_learning_rate_that_nobody_fills_in_is_said() -> None:
-    settings = {"train_batch_size": 1, "optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}
+    settings: dict[str, Any] = {
+        "train_batch_size": 1,
+        "optimizer": {"type": "AdamW", "params": {"lr": "auto"}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}},
+    }
+    _, (_, of_schedule) = warned(model=nn.Linear(2, 2), config=settings)
+    assert of_schedule.startswith("scheduler.params.warmup_num_steps: 'auto', and no client filled it in")
+    del settings["scheduler"]
     engine, warnings = warned(model=nn.Linear(2, 2), config=settings)
     assert engine.get_lr() == [torch.optim.AdamW([torch.zeros(1)]).defaults["lr"]]
     (warning,) = warnings
