@@ -180,7 +180,9 @@ def build(args: argparse.Namespace) -> tuple[Service, HuggingFaceTokenizer, Gene
     )
     announcer = Alone() if group is None else Among(group, generator.runner.facts.device)
     service = Service(generator, max_requests=args.max_requests, announcer=announcer)
-    tokenizer = HuggingFaceTokenizer(AutoTokenizer.from_pretrained(args.model))
+    tokenizer = HuggingFaceTokenizer(
+        AutoTokenizer.from_pretrained(args.model), max_tokens=generator.scheduler.max_length
+    )
     return service, tokenizer, generator, group is None or group.rank == 0
 
 
