@@ -31,6 +31,7 @@ def long(head: bytes, unit: bytes, tail: bytes) -> bytes:
     return head + unit * ((SIZE - len(head) - len(tail)) // len(unit)) + tail
 
 
+KEYS = b",".join(b'"%x": 0' % number for number in range(60_000))
 HOSTILE: dict[str, bytes] = {
     "floats": filled(LIST, b"0.5"),
     "lists": filled(LIST, b"[]"),
@@ -45,11 +46,14 @@ HOSTILE: dict[str, bytes] = {
     "fewer objects": many(LIST, b'{"":1}', 30_000),
     "fewer messages": many(MESSAGES, b"1", 500_000),
     "fewer stops": many(b'{"prompt": "a", "stop": [', b"1", 500_000),
+    "keys": b'{"prompt": "a", ' + KEYS + b"}",
+    "keys of an option": b'{"prompt": "a", "stream_options": {' + KEYS + b"}}",
     # long
     "integer": long(b'{"prompt": "a", "seed": ', b"1", b"}"),
     "integers": filled(LIST, b"1" * 4300),
     "integer in a text": long(b'{"prompt": "a", "seed": "', b"1", b'"}'),
     "number in a text": long(b'{"prompt": "a", "temperature": "', b"1", b'"}'),
+    "name": long(b'{"prompt": "a", "', b"a", b'": 1}'),
     "escapes without end": long(b'{"prompt": "', b'\\"', b""),
     "half pairs": long(b'{"prompt": "', b"\\ud83d", b'"}'),
     "blanks": long(b'{"prompt": "a",', b" ", b'"n": 300}'),
@@ -79,7 +83,9 @@ def test_any_body_ends_soon(name: str) -> None:
     assert message and len(message) < 200
 
 
-@pytest.mark.parametrize("name", ["floats", "objects", "fewer tokens", "fewer lists", "fewer objects"])
+@pytest.mark.parametrize(
+    "name", ["floats", "objects", "fewer tokens", "fewer lists", "fewer objects", "keys", "name"]
+)
 def test_any_body_takes_less_than_100_mb(name: str) -> None:
     tracemalloc.start()
     try:

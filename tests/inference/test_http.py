@@ -136,6 +136,12 @@ def test_refusals() -> None:
             ({"prompt": "a", "max_tokens": 5000}, 400, "room for 1023 tokens"),
             ({"prompt": "a" * 1500}, 400, "room for 0 tokens"),
             ({"prompt": "a", "presence_penalty": 0.5}, 400, "presence_penalty"),
+            (
+                {"prompt": "a", "temperatur": 0.5},
+                400,
+                "unknown field 'temperatur': did you mean 'temperature'?",
+            ),
+            ({"prompt": "a", "n" * 1500: 1}, 400, "unknown field 'nnn"),
             ({"prompt": "a" * 3000}, 413, "2000 bytes"),
         ]
         for body, status, words in refused:

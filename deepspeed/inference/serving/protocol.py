@@ -7,43 +7,15 @@ import time
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, SkipValidation, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SkipValidation, ValidationError
 
 from deepspeed.inference.scheduling.requests import SamplingParams
 from deepspeed.inference.serving.bodies import RequestError, fields_of, kind_of
-
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "presence_penalty": (None, 0),
-    "frequency_penalty": (None, 0),
-    "logit_bias": (None, {}),
-    "suffix": (None, ""),
-    "tools": (None, []),
-    "functions": (None, []),
-    "response_format": (None, {"type": "text"}),
-    "top_logprobs": (None, 0),
-    "tool_choice": (None, "none", "auto"),
-    "function_call": (None, "none", "auto"),
-    "modalities": (None, ["text"]),
-    "audio": (None,),
-    "prediction": (None,),
-    "web_search_options": (None,),
-    "stop_token_ids": (None, []),
-    "bad_words": (None, []),
-    "prompt_logprobs": (None, 0),
-    "use_beam_search": (None, False),
-    "length_penalty": (None, 1),
-    "include_stop_str_in_output": (None, False),
-    "guided_json": (None,),
-    "guided_regex": (None,),
-    "guided_choice": (None,),
-    "guided_grammar": (None,),
-}
-"""Fields that would change an answer and are not known here, with the values that change nothing."""
+from deepspeed.inference.serving.fields import NAME_LENGTH, STREAM_OPTIONS, check_names
 
 _STOPS, _STOP_LENGTH = 16, 1000
-NAME_LENGTH = 64
 _COLDEST = 1e-5
 """Some clients write a temperature of 1e-8 and mean 0."""
 
@@ -71,7 +43,7 @@ class _Sampling(BaseModel):
     min_tokens: int = Field(default=0, ge=0)
     temperature: float = Field(default=1.0, ge=0)
     top_p: float = Field(default=1.0, gt=0, le=1)
-    top_k: int = Field(default=0, ge=0)
+    top_k: Annotated[int, BeforeValidator(lambda value: 0 if value == -1 else value)] = Field(default=0, ge=0)
     min_p: float = Field(default=0.0, ge=0, le=1)
     repetition_penalty: float = Field(default=1.0, gt=0)
     n: int = Field(default=1, ge=1, le=128)
@@ -86,13 +58,17 @@ class _Sampling(BaseModel):
 class CompletionRequest(_Sampling):
     prompt: SkipValidation[str | list[str] | list[int] | list[list[int]]]
     echo: bool = False
-    logprobs: int | None = Field(default=None, ge=0, le=1)
+    logprobs: Annotated[int | None, BeforeValidator(lambda value: None if value is False else value)] = Field(
+        default=None, ge=0, le=1
+    )
+    add_special_tokens: Literal[True] = True
 
 
 class ChatRequest(_Sampling):
     messages: SkipValidation[list[dict[str, Any]]]
     max_completion_tokens: int | None = Field(default=None, ge=1)
     logprobs: bool = False
+    add_special_tokens: Literal[False] = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,15 +86,14 @@ def parse(kind: type[_Sampling], body: bytes) -> Any:
     way that is not supported. Takes up to 0.2 s for 4 MiB."""
     # Many clients write null for what they do not set.
     fields = {name: value for name, value in fields_of(body).items() if value is not None}
-    for name, value in fields.items():
-        if name in _NEUTRAL and value not in _NEUTRAL[name]:
-            raise RequestError(f"{name} is not supported", name)
+    check_names(fields, kind.model_fields)
     try:
         request = kind.model_validate(fields)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         where = ".".join(str(part) for part in first["loc"])
         raise RequestError(f"{where}: {first['msg']}", where) from error
+    check_names(request.stream_options or {}, STREAM_OPTIONS, {}, inside="stream_options.")
     if request.best_of not in (None, request.n):
         raise RequestError("best_of is not supported, other than n", "best_of")
     stops_of(request)
