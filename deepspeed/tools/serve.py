@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import ipaddress
 import os
 import signal
@@ -55,6 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     signal.signal(signal.SIGTERM, _end)  # uvicorn sends it again when all connections are closed
     app = make_app(service.start(), tokenizer, settings)
+    gc.freeze()  # what is loaded now stays: a collection that went through it would stop all clients for 0.1 s
     try:
         uvicorn.run(
             app,
@@ -180,7 +182,9 @@ def build(args: argparse.Namespace) -> tuple[Service, HuggingFaceTokenizer, Gene
     )
     announcer = Alone() if group is None else Among(group, generator.runner.facts.device)
     service = Service(generator, max_requests=args.max_requests, announcer=announcer)
-    tokenizer = HuggingFaceTokenizer(AutoTokenizer.from_pretrained(args.model))
+    tokenizer = HuggingFaceTokenizer(
+        AutoTokenizer.from_pretrained(args.model), max_tokens=generator.scheduler.max_length
+    )
     return service, tokenizer, generator, group is None or group.rank == 0
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from deepspeed.inference.serving import protocol
 from deepspeed.inference.serving.service import Service
 from tests.inference.standin import REPLY, Bytes, Parrot
 from tests.inference.test_service import wait_for
@@ -135,11 +136,18 @@ def test_refusals() -> None:
             ({"prompt": "a", "max_tokens": 5000}, 400, "room for 1023 tokens"),
             ({"prompt": "a" * 1500}, 400, "room for 0 tokens"),
             ({"prompt": "a", "presence_penalty": 0.5}, 400, "presence_penalty"),
+            (
+                {"prompt": "a", "temperatur": 0.5},
+                400,
+                "unknown field 'temperatur': did you mean 'temperature'?",
+            ),
+            ({"prompt": "a", "n" * 1500: 1}, 400, "unknown field 'nnn"),
             ({"prompt": "a" * 3000}, 413, "2000 bytes"),
         ]
         for body, status, words in refused:
             found = running.post(body)
             assert found[0] == status and words in found[1]["error"]["message"], found
+            assert len(str(found)) < 500
         assert running.post({"prompt": "a", "max_tokens": 1, "presence_penalty": 0, "user": "me"})[0] == 200
         assert running.call("GET", "/v1/completions")[0] == 405
         for method, path, expected in (("GET", "/v1/nothing", 404), ("GET", "/v1/completions", 405)):
@@ -244,6 +252,11 @@ def test_what_nobody_should_send() -> None:
             (b'{"prompt": "a", "top_k": 1' + b"0" * 30 + b', "max_tokens": 1}', 200),
             (b'{"prompt": "a", "seed": -1' + b"0" * 30 + b', "max_tokens": 1}', 200),
             (deep, 400),
+            (b'{"prompt": [0.5, 0.5]}', 400),
+            (b'{"prompt": [[], []]}', 400),
+            (b'{"prompt": "a", "temperature": 1' + b"0" * 90 + b'.5, "max_tokens": 1}', 400),
+            (b'{"prompt": "a", "model": "\\ud800"}', 400),
+            (json.dumps({"prompt": "a", "model": "m" * 100_000}).encode(), 404),
             (json.dumps({"prompt": "a", "stop": ["x"] * 17}).encode(), 400),
             (json.dumps({"prompt": "a", "stop": "x" * 1001}).encode(), 400),
             (json.dumps({"prompt": "a", "tool_choice": "required"}).encode(), 400),
@@ -293,6 +306,71 @@ def test_a_tokenizer_that_takes_its_time_stops_nobody() -> None:
         assert running.post({"prompt": "a", "max_tokens": 1})[0] == 200
         leave.set()
         slow.join(30)
+        assert found == [200]
+
+
+def test_requests_are_parsed_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While long ones are parsed, as many as want to, others are answered."""
+    entered, leave, parse = threading.Semaphore(0), threading.Event(), protocol.parse
+
+    def slow(kind: Any, body: bytes) -> Any:
+        if len(body) > 100_000:
+            entered.release()
+            assert leave.wait(30)
+        return parse(kind, body)
+
+    monkeypatch.setattr(protocol, "parse", slow)
+    with server(max_length=512) as running:
+        found: list[int] = []
+        clients = [
+            threading.Thread(target=lambda: found.append(running.post({"prompt": "a" * 200_000})[0]))
+            for _ in range(4)
+        ]
+        for client in clients:
+            client.start()
+        assert entered.acquire(timeout=30) and entered.acquire(timeout=30)
+        assert running.call("GET", "/health")[0] == 200
+        assert running.post({"prompt": "a", "max_tokens": 1})[0] == 200
+        leave.set()
+        for client in clients:
+            client.join(30)
+        assert found == [400] * 4
+
+
+def test_prompts_after_one_that_does_not_fit_are_not_tokenized() -> None:
+    class Counting(Bytes):
+        encoded = 0
+
+        def encode(self, text: str) -> list[int]:
+            self.encoded += 1
+            return super().encode(text)
+
+    tokenizer = Counting()
+    with server(tokenizer=tokenizer) as running:
+        status, found = running.post({"prompt": ["a", "b" * 2000, *"cdef"], "max_tokens": 1})
+        assert status == 400 and "room for 0 tokens" in found["error"]["message"]
+        assert tokenizer.encoded == 2
+
+
+def test_requests_are_checked_beside_the_event_loop() -> None:
+    """The check reads the whole prompt for each of its sequences."""
+    entered, leave = threading.Event(), threading.Event()
+
+    class Slow(Parrot):
+        def check(self, prompt: Any, params: Any) -> None:
+            entered.set()
+            assert leave.wait(30)
+            super().check(prompt, params)
+
+    with server(Slow()) as running:
+        found: list[int] = []
+        body = {"prompt": "a", "max_tokens": 1, "n": 2}
+        client = threading.Thread(target=lambda: found.append(running.post(body)[0]))
+        client.start()
+        assert entered.wait(30)
+        assert running.call("GET", "/health")[0] == 200
+        leave.set()
+        client.join(30)
         assert found == [200]
 
 

@@ -24,6 +24,9 @@ from deepspeed.inference.serving.service import BusyError, ClosedError, Service,
 from deepspeed.inference.serving.text import TextStream
 from deepspeed.inference.serving.tokenizers import Tokenizer
 
+_LONG = 64 * 2**10
+"""Bytes of a request beyond which it is a long one: the longest short one takes some 0.1 s."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerSettings:
@@ -91,8 +94,10 @@ class _Server:
         self.tokenizer = tokenizer
         self.settings = settings
         self._began = int(time.time())
-        # Two: a long text keeps nobody waiting. Not as many as there are cores: each keeps memory of its own.
-        self._tokenizing = ThreadPoolExecutor(2, "tokenizing")
+        # Parsing and tokenizing. Long requests, which may take seconds, wait for each other only. Few threads: each
+        # keeps memory of its own.
+        self._short = ThreadPoolExecutor(2, "short-requests")
+        self._long = ThreadPoolExecutor(2, "long-requests")
 
     def model(self) -> dict[str, Any]:
         name = self.settings.model
@@ -116,12 +121,12 @@ class _Server:
         if not self.may_enter(request):
             return _no_entry()
         try:
-            parsed = protocol.parse(kind, await self._body(request))
+            body, loop = await self._body(request), asyncio.get_running_loop()
+            threads = self._long if len(body) > _LONG else self._short
+            parsed = await loop.run_in_executor(threads, protocol.parse, kind, body)
             if parsed.model and (refusal := self.unknown_model(parsed.model)):
                 return refusal
-            loop = asyncio.get_running_loop()  # long texts take a tokenizer seconds
-            choices = await loop.run_in_executor(self._tokenizing, self._choices, parsed)
-            sequences = self._submit(choices, protocol.stops_of(parsed))
+            sequences = await loop.run_in_executor(threads, self._begin, parsed, loop)
         except ClientDisconnect:
             return Response(status_code=499)  # nobody reads it
         except asyncio.TimeoutError:
@@ -163,11 +168,14 @@ class _Server:
 
         return await asyncio.wait_for(read(), self.settings.body_seconds)
 
+    def _begin(self, request: Any, loop: asyncio.AbstractEventLoop) -> list[_Sequence]:
+        """Tokenize and submit, on a thread beside ``loop``, where the updates arrive."""
+        return self._submit(self._choices(request), protocol.stops_of(request), loop)
+
     def _choices(self, request: Any) -> list[Choice]:
-        """On a thread beside the event loop."""
         settings, made = self.settings, []
         if isinstance(request, ChatRequest):
-            prompts = [("", self.tokenizer.chat(protocol.messages_of(request)))]
+            prompts = iter([("", self.tokenizer.chat(protocol.messages_of(request)))])
         else:
             given = protocol.prompts_of(request)
             if len(given) * request.n > self.service.max_requests:
@@ -175,7 +183,8 @@ class _Server:
                     f"{len(given)} prompts with n={request.n} are more than the {self.service.max_requests} sequences "
                     "that are served at one time"
                 )
-            prompts = [self._tokens(each, request.echo) for each in given]
+            # One by one: those after the first that does not fit are not tokenized.
+            prompts = (self._tokens(each, request.echo) for each in given)
         for prefix, tokens in prompts:
             room = settings.max_length - len(tokens)
             for index in range(request.n):
@@ -192,9 +201,11 @@ class _Server:
         text = prompt if isinstance(prompt, str) else self.tokenizer.decode(prompt) if echo else ""
         return text if echo else "", tokens
 
-    def _submit(self, choices: Sequence[Choice], stops: list[str]) -> list[_Sequence]:
+    def _submit(
+        self, choices: Sequence[Choice], stops: list[str], loop: asyncio.AbstractEventLoop
+    ) -> list[_Sequence]:
         """All or none."""
-        loop, made = asyncio.get_running_loop(), []
+        made = []
         try:
             for choice in choices:
                 made.append(_Sequence(self.service, choice, TextStream(self.tokenizer.decode, stops), loop))

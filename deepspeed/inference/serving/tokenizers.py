@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -14,18 +13,25 @@ class Tokenizer(Protocol):
 
 
 class HuggingFaceTokenizer:
-    """A tokenizer of Transformers. ``encode`` and ``chat`` may be called from several threads.
+    """A tokenizer of Transformers. Its methods may be called from several threads at once.
 
-    ``chat`` raises ValueError if it has no template for chats, or if the template refuses the messages.
+    Args:
+        tokenizer: nobody else may encode with it, as that may change what it pads and cuts.
+        max_tokens: of a prompt. ``encode`` and ``chat`` raise ValueError for a text that, by its length alone, must
+            have more; None: for none.
+
+    ``chat`` raises ValueError if the tokenizer has no template for chats, or if the template refuses the messages.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, max_tokens: int | None = None) -> None:
         self._tokenizer = tokenizer
-        self._lock = threading.Lock()  # encoding sets what it pads and cuts in the tokenizer
+        self._max_tokens = max_tokens
+        # Encodes, too: the first call sets that nothing is padded or cut, and later calls, which find it so, only read.
+        longest = characters_per_token(tokenizer)
+        self._max_characters = None if max_tokens is None or longest is None else max_tokens * longest
 
     def encode(self, text: str) -> list[int]:
-        with self._lock:
-            return list(self._tokenizer.encode(text))
+        return self._encode(text, add_special_tokens=True)
 
     def decode(self, tokens: list[int]) -> str:
         return self._tokenizer.decode(tokens, skip_special_tokens=True)
@@ -39,5 +45,24 @@ class HuggingFaceTokenizer:
             )
         except Exception as error:  # templates raise what they like
             raise ValueError(f"the chat template refuses the messages: {error}") from error
-        with self._lock:
-            return list(self._tokenizer.encode(text, add_special_tokens=False))
+        return self._encode(text, add_special_tokens=False)
+
+    def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        if self._max_characters is not None and len(text) > self._max_characters:
+            raise ValueError(
+                f"the prompt has {len(text):,} characters: more than {self._max_characters:,} do not fit in "
+                f"{self._max_tokens:,} tokens"
+            )
+        return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens, verbose=False))
+
+
+def characters_per_token(tokenizer: Any) -> int | None:
+    """The most characters of a text that can become one token: those of the longest in the vocabulary. None if there
+    is no such bound: the tokenizer drops characters, or joins runs of blanks, of unknown ones or of whole words."""
+    longest = max(map(len, tokenizer.get_vocab()), default=1)
+    # The last is for private use, and in no vocabulary.
+    for character in (" ", "\n", "a", "\ue000"):
+        run = character * (1000 + 4 * longest)  # WordPiece knows no words of more than 100 characters
+        if len(tokenizer.encode(run, add_special_tokens=False, verbose=False)) * longest < len(run):
+            return None
+    return longest

@@ -1,0 +1,121 @@
+"""Which fields of a request are known, and what is said of the others. Pure."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from deepspeed.inference.serving.bodies import RequestError
+
+HARMLESS = frozenset(
+    {
+        # OpenAI's: about billing, storage and caches
+        "metadata",
+        "parallel_tool_calls",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "safety_identifier",
+        "service_tier",
+        "store",
+        "user",
+        # of other servers, about when and how to compute
+        "cache_prompt",
+        "cache_salt",
+        "guided_decoding_backend",
+        "priority",
+        "request_id",
+    }
+)
+"""Accepted with any value, and without effect: no value of theirs changes an answer."""
+
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    # OpenAI's
+    "audio": (),
+    "frequency_penalty": (0,),
+    "function_call": ("none", "auto"),
+    "functions": ([],),
+    "logit_bias": ({},),
+    "modalities": (["text"],),
+    "prediction": (),
+    "presence_penalty": (0,),
+    "reasoning_effort": ("none",),
+    "response_format": ({"type": "text"},),
+    "suffix": ("",),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "top_logprobs": (0,),
+    "verbosity": ("medium",),
+    "web_search_options": (),
+    # of other servers
+    "add_generation_prompt": (True,),
+    "allowed_token_ids": (),
+    "bad_words": ([],),
+    "chat_template": (),
+    "chat_template_kwargs": ({},),
+    "continue_final_message": (False,),
+    "detokenize": (True,),
+    "documents": ([],),
+    "early_stopping": (False,),
+    "echo": (False,),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "include_stop_str_in_output": (False,),
+    "length_penalty": (1,),
+    "logits_processors": ([],),
+    "prompt_logprobs": (0,),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "stop_token_ids": ([],),
+    "structured_outputs": (),
+    "truncate_prompt_tokens": (),
+    "typical_p": (1,),
+    "use_beam_search": (False,),
+}
+"""Fields that would change an answer and are not supported, with the values that change nothing. Null is always one."""
+
+STREAM_OPTIONS = ("include_usage", "include_obfuscation", "continuous_usage_stats")
+"""The last two, padding of events against eavesdroppers and counts before the end, are accepted without effect."""
+
+_ALSO_CALLED = {
+    "max_length": "max_tokens",
+    "n_predict": "max_tokens",
+    "num_return_sequences": "n",
+    "stop_sequences": "stop",
+}
+_ELSEWHERE = {"messages": "/v1/chat/completions", "prompt": "/v1/completions"}
+NAME_LENGTH = 64
+
+
+def check_names(
+    values: Mapping[str, Any],
+    own: Collection[str],
+    neutral: Mapping[str, tuple[Any, ...]] = NEUTRAL,
+    *,
+    inside: str = "",
+) -> None:
+    """Check that each of ``values`` is a field of ``own``, harmless, or neutral. RequestError names the first that is
+    not. ``inside``: the field whose fields these are, with a dot."""
+    for name, value in values.items():
+        if value is None or name in own or (name in HARMLESS and not inside):
+            continue
+        short = inside + name[:NAME_LENGTH]
+        if name not in neutral:
+            raise RequestError(f"unknown field {short!r}{_hint(name, own, neutral)}", short)
+        if value not in neutral[name]:
+            other = " or ".join(json.dumps(each) for each in neutral[name])
+            raise RequestError(f"{short} is not supported{other and f', other than {other}'}", short)
+
+
+def _hint(name: str, own: Collection[str], neutral: Collection[str]) -> str:
+    if name in _ELSEWHERE and name not in own:
+        return f": it belongs to {_ELSEWHERE[name]}"
+    short = name[:NAME_LENGTH].lower()
+    known = [*own, *neutral]
+    alike = [_ALSO_CALLED.get(short, ""), *difflib.get_close_matches(short, known, n=1, cutoff=0.6)]
+    return next((f": did you mean {each!r}?" for each in alike if each in known), "")
