@@ -68,31 +68,3 @@ FORMATS = {
     12: Format(7, 4, 2048),
 }
 """By bits."""
-
-
-def pack(codes: Tensor, bits: int) -> Tensor:
-    """Codes [rows, n] as bytes [rows, n * bits / 8], the first code in the lowest bits."""
-    if bits == 8:
-        return codes.to(torch.uint8)
-    per = 24 // bits  # codes in three bytes
-    if bits == 4:
-        pairs = codes.unflatten(1, (-1, 2))
-        return (pairs[..., 0] | pairs[..., 1] << 4).to(torch.uint8)
-    parts = codes.unflatten(1, (-1, per))
-    shifts = torch.arange(0, 24, bits, dtype=torch.int32, device=codes.device)
-    words = (parts << shifts).sum(-1, dtype=torch.int32)
-    offsets = torch.arange(0, 24, 8, dtype=torch.int32, device=codes.device)
-    return ((words.unsqueeze(-1) >> offsets) & 0xFF).to(torch.uint8).flatten(1)
-
-
-def unpack(packed: Tensor, bits: int) -> Tensor:
-    """The opposite of `pack`, in int32."""
-    if bits == 8:
-        return packed.to(torch.int32)
-    if bits == 4:
-        wide = packed.to(torch.int32)
-        return torch.stack([wide & 0xF, wide >> 4], dim=-1).flatten(1)
-    parts = packed.unflatten(1, (-1, 3)).to(torch.int32)
-    words = parts[..., 0] | parts[..., 1] << 8 | parts[..., 2] << 16
-    shifts = torch.arange(0, 24, bits, dtype=torch.int32, device=packed.device)
-    return ((words.unsqueeze(-1) >> shifts) & ((1 << bits) - 1)).flatten(1)

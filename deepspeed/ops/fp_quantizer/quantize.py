@@ -10,7 +10,8 @@ from torch import Tensor
 
 from deepspeed.ops import gpu, native
 from deepspeed.ops.formats import small_floats_host as host
-from deepspeed.ops.formats.small_floats import FORMATS, Format, pack, unpack
+from deepspeed.ops.formats.packing import pack_bits, unpack_bits
+from deepspeed.ops.formats.small_floats import FORMATS, Format
 
 _SCALE_BYTES = 4
 
@@ -223,7 +224,7 @@ class FP_Quantize(Quantizer):
     def _encode(self, x: Tensor, form: Format, stochastic: bool) -> Tensor:
         if form.bits == 8 and not stochastic:  # torch's own conversion is the same, and faster
             return x.clamp_(-form.largest, form.largest).to(torch.float8_e4m3fn).view(torch.uint8)
-        return pack(form.encode(x, stochastic=stochastic), form.bits)
+        return pack_bits(form.encode(x, stochastic=stochastic), form.bits)
 
     def _in_torch(self, x: Tensor, form: Format, stochastic: bool) -> tuple[Tensor, Tensor]:
         groups = self._grouped(x)
@@ -255,7 +256,7 @@ class FP_Quantize(Quantizer):
         scale = scales.contiguous().view(torch.float32)
         if form.bits == 8:
             return codes.contiguous().view(torch.float8_e4m3fn).to(torch.float32).mul_(scale)
-        return form.table(codes.device)[unpack(codes, form.bits)].mul_(scale)
+        return form.table(codes.device)[unpack_bits(codes, form.bits).int()].mul_(scale)
 
 
 def _scales(groups: Tensor, form: Format) -> Tensor:
