@@ -59,7 +59,7 @@ class Grouping:
         return dim + 1, (*shape[:dim], shape[dim] // size, size, *shape[dim + 1 :])
 
 
-class Quantizer:
+class GroupwiseQuantizer:
     """``config``: ``num_bits``, ``group_size``, ``group_dim``, ``symmetric``. ValueError: see ``Grouping.of``."""
 
     def __init__(self, config: dict[str, Any]) -> None:
@@ -96,8 +96,8 @@ class Quantizer:
         return packed.flatten(dim - 1, dim), scale, least
 
 
-class DeQuantizer:
-    """``config``: as of the ``Quantizer``. ``dtype``: of the values."""
+class GroupwiseDequantizer:
+    """``config``: as of the ``GroupwiseQuantizer``. ``dtype``: of the values."""
 
     def __init__(self, config: dict[str, Any], dtype: torch.dtype) -> None:
         self.config = config
@@ -111,6 +111,10 @@ class DeQuantizer:
         levels = unpack_bits(tensor.reshape(grouped), grouping.num_bits, dim=dim).float()
         values = torch.addcmul(quant_min.float(), levels, quant_scale.float()).to(self.dtype)
         return values.flatten(dim - 1, dim)
+
+
+Quantizer, DeQuantizer = GroupwiseQuantizer, GroupwiseDequantizer
+"""The documented names."""
 
 
 def tensor_clamp(tensor: Tensor, min: float, max: float) -> Tensor:
