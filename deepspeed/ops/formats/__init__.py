@@ -1,7 +1,7 @@
 """Number formats of few bits: encoding, decoding, packing. Whoever stores or sends such numbers takes them from here.
 
 - `integers.py`: groups of integers with a scale, in fp32 arithmetic; `packing.py`: codes of 1 to 12 bits in bytes.
-- `small_floats.py`: floating-point numbers of 4 to 12 bits (frozen weights), with `small_floats_host.py` on the host.
+- `small_floats.py`: floating-point numbers of 4 to 12 bits with a scale per group (frozen weights).
 - `blockwise.py`: 8-bit states of optimizers, by the block.
 - `codecs.py`: quantized payloads for slow links, by the kernels that `host_codecs.py` calls.
 - `linear.py`: products with frozen weights that are stored in any of these.
