@@ -75,6 +75,11 @@ def test_causal_loss_and_16_bit() -> None:
     found = causal(part, targets, vocab_size=10, num_items_in_batch=torch.tensor(7))
     torch.testing.assert_close(found, shifted / 7, **CLOSE)
     assert causal(logits, targets).item() == logits.sum().item()  # whole ones
+    low = 5 * group.rank
+    told = VocabParallelCausalLMLoss(
+        group, vocab_start_index=low, vocab_end_index=low + 5, otherwise=causal.otherwise
+    )
+    assert told(logits, targets).item() == logits.sum().item()  # also at first
 
 
 def test_mistakes_and_one_rank() -> None:
