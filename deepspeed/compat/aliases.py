@@ -476,7 +476,7 @@ NAMES: dict[str, dict[str, str]] = {
         "MPS_Accelerator": "deepspeed.base.accelerator.torch_device",
     },
     "deepspeed.zero.gathering.init_context": {
-        "CUDAQuantizer": "deepspeed.comm.integers",
+        "CUDAQuantizer": "deepspeed.ops.formats.op_quantizer",
     },
     "deepspeed.zero.optimizer": {
         "get_alignment_padding": "deepspeed.compat.helpers.tensor_structures",

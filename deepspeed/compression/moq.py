@@ -23,7 +23,7 @@ from deepspeed.compression.utils import (
 Eigenvalues = Mapping[int, tuple[float, int]]
 
 
-class Quantizer:
+class MoQQuantizer:
     """Quantizes parameters in place, and lowers their bits step by step.
 
     A parameter says how far it is in its attributes ``start_bits`` (bits now), ``target_bits`` and ``q_period``: when
@@ -166,3 +166,7 @@ class Quantizer:
         """Less of the value itself."""
         if self.q_mixed_fp16:
             self.quantize_real_ratio = max(self.quantize_real_ratio - self.q_change_ratio, 0.0)
+
+
+Quantizer = MoQQuantizer
+"""The documented name."""

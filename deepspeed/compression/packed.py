@@ -13,15 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from deepspeed.compression.packing import Codes, Grid, pack_bits, unpack_bits
+from deepspeed.compression.packing import Codes, Grid
 from deepspeed.compression.techniques import Compressible, QuantAct
-from deepspeed.compression.utils import (
-    SYMMETRIC,
-    AsymQuantizer,
-    SymQuantizer,
-    asymmetric_levels,
-    symmetric_levels,
-)
+from deepspeed.compression.utils import SYMMETRIC, AsymQuantizer, SymQuantizer
+from deepspeed.ops.formats.integers import asymmetric_levels, symmetric_levels
+from deepspeed.ops.formats.packing import pack_bits, unpack_bits
 from deepspeed.ops.small_product import RUNS, QuantizedMatrix, quantized_product
 
 __all__ = ["PackedConv2d", "PackedEmbedding", "PackedLinear", "PackedWeight", "pack_weights"]

@@ -1,7 +1,8 @@
 """Weights as small integers: how they are cut down with their rows and columns, and how they lie in bytes.
 
 A weight of shape [rows, ...] is looked at as a matrix [rows, columns]. Its value is `level * scale`, or `level * scale
-+ zero point`, where the levels are integers and each group of consecutive elements has a scale (`utils.py` says which).
++ zero point`, where the levels are integers and each group of consecutive elements has a scale
+(`ops/formats/integers.py`).
 """
 
 from __future__ import annotations
@@ -10,52 +11,19 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
-from deepspeed.compression.utils import (
-    SYMMETRIC,
+from deepspeed.compression.utils import SYMMETRIC, quantizer_for
+from deepspeed.ops.formats.integers import (
     asymmetric_levels,
     binary_levels,
-    quantizer_for,
     symmetric_levels,
     ternary_levels,
 )
 
-__all__ = ["MOST_BITS", "Codes", "Grid", "pack_bits", "unpack_bits"]
+__all__ = ["MOST_BITS", "Codes", "Grid"]
 
 MOST_BITS = 8
 """Levels of more bits are not packed."""
-
-
-def pack_bits(codes: Tensor, bits: int) -> Tensor:
-    """Codes (uint8, below 2 to the power of ``bits``) [n] as bytes [ceil(n * bits / 8)], the first in the lowest
-    bits."""
-    if bits == 8:
-        return codes
-    if 8 % bits:
-        single = (codes[:, None] >> _steps(bits, 1, codes)) & 1
-        return pack_bits(single.flatten(), 1)
-    per = 8 // bits
-    parts = functional.pad(codes, (0, -codes.numel() % per)).view(-1, per)
-    packed = parts[:, 0].clone()
-    for i in range(1, per):
-        packed |= parts[:, i] << (bits * i)
-    return packed
-
-
-def unpack_bits(packed: Tensor, bits: int, count: int) -> Tensor:
-    """The opposite: codes [.., count] of bytes [.., ceil(count * bits / 8)]."""
-    if bits == 8:
-        return packed
-    if 8 % bits:
-        single = unpack_bits(packed, 1, count * bits).unflatten(-1, (count, bits))
-        return (single << _steps(bits, 1, packed)).sum(dim=-1, dtype=torch.uint8)
-    codes = (packed[..., None] >> _steps(8 // bits, bits, packed)) & (2**bits - 1)
-    return codes.flatten(-2)[..., :count]
-
-
-def _steps(count: int, step: int, like: Tensor) -> Tensor:
-    return torch.arange(0, count * step, step, dtype=torch.uint8, device=like.device)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,14 +1,7 @@
 """Fake quantization and top-k masks, with gradients that pass straight through (Bengio et al. 2013).
 
 Values are quantized in groups of consecutive elements that share a scale: `num_groups` must divide their number. The
-arithmetic is fp32 also for 16-bit tensors, and rounded once to their dtype. With b bits and q = 2**b:
-
-    symmetric    s * clamp(round(x / s), -q/2, q/2 - 1)              s = 2 max|x| / q
-    asymmetric   s * clamp(round((x - z) / s), 0, q - 1) + z         s = (max x - min x) / q, z = s round(min x / s)
-    ternary      a * sign(x) where |x| > 0.7 mean|x|, else 0         a = mean|x| of these (Li et al. 2016)
-    binary       mean|x| * (1 where x >= 0, else -1)                 (Rastegari et al. 2016)
-
-A group without a spread (all zeros; all equal, if asymmetric) is kept as it is.
+arithmetic is fp32 also for 16-bit tensors, and rounded once to their dtype: `deepspeed.ops.formats.integers`.
 """
 
 from __future__ import annotations
@@ -20,6 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Function
+
+from deepspeed.ops.formats.integers import (
+    Rounding,
+    asymmetric_levels,
+    binary_levels,
+    nearest,
+    stochastic,
+    symmetric_levels,
+    ternary_levels,
+)
 
 __all__ = [
     "AsymQuantizer",
@@ -75,63 +78,6 @@ def _grouped(values: Tensor, num_groups: int) -> Tensor:
     return values.detach().reshape(num_groups, -1).float()
 
 
-def _round(values: Tensor, rounding: str, generator: torch.Generator | None = None) -> Tensor:
-    """In place: to the nearest integer (ties to even), or to one of the two neighbours so that the mean is right."""
-    if rounding == STOCHASTIC:
-        noise = torch.rand(values.shape, generator=generator, device=values.device)
-        return values.add_(noise).floor_()
-    return values.round_()
-
-
-def symmetric_levels(
-    groups: Tensor,
-    bits: int,
-    largest: Tensor | None = None,
-    rounding: str = NEAREST,
-    generator: torch.Generator | None = None,
-) -> tuple[Tensor, Tensor]:
-    """(integers in floating point [groups, n], scale [groups, 1]) of `groups` [groups, n]."""
-    half = 2 ** (bits - 1)
-    if largest is None:
-        largest = groups.abs().amax(dim=-1, keepdim=True)  # several times as fast as a norm
-    scale = largest / half
-    return _round(groups / _divisor(scale), rounding, generator).clamp_(-half, half - 1), scale
-
-
-def asymmetric_levels(
-    groups: Tensor,
-    bits: int,
-    low: Tensor | None = None,
-    high: Tensor | None = None,
-    rounding: str = NEAREST,
-    generator: torch.Generator | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(integers in floating point [groups, n], scale, zero point [groups, 1]); value = integer * scale + zero point."""
-    if low is None or high is None:
-        low, high = torch.aminmax(groups, dim=-1, keepdim=True)
-    scale = (high - low) / 2**bits
-    divisor = _divisor(scale)
-    zero = torch.where(scale == 0, low, (low / divisor).round_() * scale)
-    return _round((groups - zero).div_(divisor), rounding, generator).clamp_(0, 2**bits - 1), scale, zero
-
-
-def ternary_levels(groups: Tensor) -> tuple[Tensor, Tensor]:
-    """(-1, 0 and 1 in floating point [groups, n], scale [groups, 1])."""
-    sizes = groups.abs()
-    kept = sizes > 0.7 * sizes.mean(dim=-1, keepdim=True)
-    scale = (sizes * kept).sum(dim=-1, keepdim=True) / kept.sum(dim=-1, keepdim=True).clamp_min(1)
-    return groups.sign() * kept, scale
-
-
-def binary_levels(groups: Tensor) -> tuple[Tensor, Tensor]:
-    """(-1 and 1 in floating point [groups, n], scale [groups, 1])."""
-    return torch.where(groups >= 0, 1.0, -1.0), groups.abs().mean(dim=-1, keepdim=True)
-
-
-def _divisor(scale: Tensor) -> Tensor:
-    return torch.where(scale == 0, 1.0, scale)
-
-
 def _bound(value: Any, like: Tensor) -> Tensor | None:
     """A given end of the range, for each group [groups, 1]."""
     if value is None:
@@ -139,8 +85,10 @@ def _bound(value: Any, like: Tensor) -> Tensor | None:
     return torch.as_tensor(value, dtype=torch.float32, device=like.device).detach().reshape(-1, 1)
 
 
-def _noise(seed: int | None, like: Tensor) -> torch.Generator | None:
-    return None if seed is None else torch.Generator(like.device).manual_seed(seed)
+def _rounding(name: str, seed: int | None, like: Tensor) -> Rounding:
+    if name != STOCHASTIC:
+        return nearest
+    return stochastic(None if seed is None else torch.Generator(like.device).manual_seed(seed))
 
 
 class _StraightThrough(Function):
@@ -172,7 +120,7 @@ class SymQuantizer(_StraightThrough):
         groups = _grouped(input, num_groups)
         low, high = _bound(min_value, groups), _bound(max_value, groups)
         largest = None if low is None or high is None else torch.maximum(low.abs(), high.abs())
-        levels, scale = symmetric_levels(groups, num_bits, largest, rounding, _noise(seed, groups))
+        levels, scale = symmetric_levels(groups, num_bits, largest, _rounding(rounding, seed, groups))
         return levels.mul_(scale).to(input.dtype).view(input.shape)
 
 
@@ -192,8 +140,8 @@ class AsymQuantizer(_StraightThrough):
     ) -> Tensor:
         groups = _grouped(input, num_groups)
         low, high = _bound(min_value, groups), _bound(max_value, groups)
-        generator = _noise(seed, groups)
-        levels, scale, zero = asymmetric_levels(groups, num_bits, low, high, rounding, generator)
+        how = _rounding(rounding, seed, groups)
+        levels, scale, zero = asymmetric_levels(groups, num_bits, low, high, how)
         return levels.mul_(scale).add_(zero).to(input.dtype).view(input.shape)
 
 

@@ -96,13 +96,17 @@ class QKVQuantConfig(DeepSpeedConfigModel):
     enabled: bool = Field(default=True, description="Turn it on.")
 
 
-class QuantizationConfig(DeepSpeedConfigModel):
+class InferenceQuantConfig(DeepSpeedConfigModel):
     """Quantization."""
 
     enabled: bool = Field(default=True, description="Turn it on.")
     activation: ActivationQuantConfig = Field(default=ActivationQuantConfig(), description="Activations.")
     weight: WeightQuantConfig = Field(default=WeightQuantConfig(), description="Weights.")
     qkv: QKVQuantConfig = Field(default=QKVQuantConfig(), description="Attention projections.")
+
+
+QuantizationConfig = InferenceQuantConfig
+"""The documented name."""
 
 
 class InferenceCheckpointConfig(DeepSpeedConfigModel):
@@ -167,7 +171,7 @@ class DeepSpeedInferenceConfig(DeepSpeedConfigModel):
         default=DeepSpeedMoEConfig(), description="Mixture of experts; a boolean stands for `enabled`."
     )
     keep_module_on_host: bool = Field(default=False, description="Leave weights in host memory.")
-    quant: QuantizationConfig = Field(default=QuantizationConfig(), description="Quantization.")
+    quant: InferenceQuantConfig = Field(default=InferenceQuantConfig(), description="Quantization.")
     checkpoint: str | list[str] | dict[str, Any] | None = Field(
         default=None,
         description="Weight files: a list, an object or a JSON file with it, a file, or a folder.",

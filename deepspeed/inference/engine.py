@@ -16,7 +16,7 @@ from deepspeed.config.problems import DeepSpeedConfigError
 from deepspeed.config.section import note
 from deepspeed.inference.config import DeepSpeedInferenceConfig
 from deepspeed.inference.generation.fused import FusedGeneration
-from deepspeed.inference.kernels import QuantizedLinear, inject_kernels
+from deepspeed.inference.kernels import IntegerLinear, inject_kernels
 from deepspeed.inference.loading import checkpoint_tensors, load_weights
 from deepspeed.inference.quantized.selection import quantize_as_configured, settings_of_integers
 from deepspeed.inference.split.layers import (
@@ -264,7 +264,7 @@ def _cast(module: nn.Module, dtype: torch.dtype) -> None:
     """Parameters, and buffers that are saved with them. Others are computed (frequencies of rotary positions, say), and
     keep the precision in which they were."""
     for layer in module.modules():
-        if isinstance(layer, QuantizedLinear):  # its scales keep their dtype
+        if isinstance(layer, IntegerLinear):  # its scales keep their dtype
             continue
         computed = layer._non_persistent_buffers_set
         for param in layer._parameters.values():

@@ -19,7 +19,7 @@ from deepspeed.ops.small_product import (
     takes_bfloat16,
 )
 
-__all__ = ["HostLinear", "QuantizedLinear", "inject_kernels", "quantize_linears"]
+__all__ = ["HostLinear", "IntegerLinear", "inject_kernels", "quantize_linears"]
 
 
 class HostLinear(nn.Linear):
@@ -31,7 +31,7 @@ class HostLinear(nn.Linear):
         return product(input, self.weight, self.bias, self.products)
 
 
-class QuantizedLinear(nn.Module):
+class IntegerLinear(nn.Module):
     """A linear layer with integer weights of 8 or 4 bits, and inputs and outputs of any floating-point dtype.
 
     Args:
@@ -130,7 +130,7 @@ def quantize_linears(module: nn.Module, bits: int, groups: int, dtype: torch.dty
                 f"quant.weight.q_groups={groups} does not divide the {columns} columns of a layer; use 1"
             )
         made = QuantizedMatrix.of(matrix, bits, columns // groups)
-        replaced = QuantizedLinear(made, layer.bias, dtype).train(layer.training)
+        replaced = IntegerLinear(made, layer.bias, dtype).train(layer.training)
         keep_hooks(layer, replaced)
         parent._modules[name] = replaced
         count, before = count + 1, before + weight.nbytes

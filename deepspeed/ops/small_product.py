@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from deepspeed.ops import gpu
+from deepspeed.ops.formats.integers import symmetric_levels
 from deepspeed.ops.host_graph import Matrix, Program, Step, Weights
 from deepspeed.ops.native import DTYPE_CODES, library
 
@@ -69,12 +70,10 @@ class QuantizedMatrix:
             raise ValueError(
                 f"a group of {group} columns: with {bits} bits a multiple of {run} that divides {padded} is needed"
             )
-        largest = 2 ** (bits - 1) - 1
         grouped = functional.pad(matrix.detach().float(), (0, padded - columns)).view(outputs, -1, group)
-        scales = grouped.abs().amax(-1) / largest
-        divisors = torch.where(scales == 0, torch.ones_like(scales), scales)
-        whole = (grouped / divisors[..., None]).round().clamp(-largest, largest).to(torch.int32)
-        return cls(bits, columns, cls.from_levels(whole.view(outputs, padded), bits), scales)
+        levels, scales = symmetric_levels(grouped, bits, narrow=True)
+        words = cls.from_levels(levels.to(torch.int32).view(outputs, padded), bits)
+        return cls(bits, columns, words, scales.squeeze(-1))
 
     @staticmethod
     def from_levels(whole: Tensor, bits: int) -> Tensor:
@@ -200,10 +199,8 @@ def product(input: Tensor, weight: Tensor, bias: Tensor | None, products: Produc
 def rounded_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """int8 [.., columns] and fp32 [.., 1]: numbers of 8 bits to nearest, the largest of a row becomes 127, and
     scales."""
-    wide = x.detach().float()
-    scales = wide.abs().amax(-1, keepdim=True) / 127
-    divisors = torch.where(scales == 0, torch.ones_like(scales), scales)
-    return (wide / divisors).round().clamp(-127, 127).to(torch.int8), scales
+    levels, scales = symmetric_levels(x.detach().float(), 8, narrow=True)
+    return levels.to(torch.int8), scales
 
 
 def rounded_product(input: Tensor, matrix: QuantizedMatrix, bias: Tensor | None) -> Tensor:

@@ -13,7 +13,43 @@ class LossScaleError(RuntimeError):
     """The scale cannot fall further, or too many steps in a row were skipped."""
 
 
-class LossScaler:
+class LossScalerBase:
+    """Holds the factor that losses are multiplied by, and never changes it by itself."""
+
+    def __init__(self, cur_scale: float) -> None:
+        self.scale = cur_scale
+
+    @property
+    def dynamic(self) -> bool:
+        return False
+
+    @property
+    def cur_scale(self) -> float:
+        return self.scale
+
+    @cur_scale.setter
+    def cur_scale(self, value: float) -> None:
+        self.scale = float(value)
+
+    @property
+    def loss_scale(self) -> float:
+        return self.scale
+
+    def update_scale(self, overflow: bool) -> None:
+        """Account for one optimizer step."""
+
+    def scale_loss(self, loss: Tensor) -> Tensor:
+        return loss * self.scale
+
+    def scale_gradient(self, module: Any, grad_in: tuple[Tensor, ...], grad_out: Any) -> tuple[Tensor, ...]:
+        """For a backward hook of a module: its input gradients, scaled."""
+        return tuple(grad * self.scale for grad in grad_in)
+
+    def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
+        self.scale_loss(loss).backward(retain_graph=retain_graph)
+
+
+class LossScaler(LossScalerBase):
     """Keeps the factor that losses are multiplied by and adapts it after overflows.
 
     Dynamic: each overflow uses up one of ``hysteresis`` tolerated ones, after which the scale is halved. It doubles at
@@ -26,7 +62,7 @@ class LossScaler:
 
     def __init__(self, plan: LossScalePlan) -> None:
         self.plan = plan
-        self.scale = plan.static if plan.static is not None else plan.initial
+        super().__init__(plan.static if plan.static is not None else plan.initial)
         self.tolerance_left = plan.hysteresis
         self.good_steps = 0
         """In a row."""
@@ -84,18 +120,6 @@ class LossScaler:
     # Documented names of the same values, of the scalers and of the ``loss_scale_config`` of optimizers ------
 
     @property
-    def cur_scale(self) -> float:
-        return self.scale
-
-    @cur_scale.setter
-    def cur_scale(self, value: float) -> None:
-        self.scale = float(value)
-
-    @property
-    def loss_scale(self) -> float:
-        return self.scale
-
-    @property
     def dynamic_loss_scale(self) -> bool:
         return self.dynamic
 
@@ -131,13 +155,3 @@ class LossScaler:
 
     def update_scale(self, overflow: bool) -> None:
         self.update(overflow)
-
-    def scale_loss(self, loss: Tensor) -> Tensor:
-        return loss * self.scale
-
-    def scale_gradient(self, module: Any, grad_in: tuple[Tensor, ...], grad_out: Any) -> tuple[Tensor, ...]:
-        """For a backward hook of a module: its input gradients, scaled."""
-        return tuple(grad * self.scale for grad in grad_in)
-
-    def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
-        self.scale_loss(loss).backward(retain_graph=retain_graph)

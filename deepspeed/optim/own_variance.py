@@ -14,36 +14,13 @@ from torch import Tensor
 
 from deepspeed.comm.collectives import Communicator
 from deepspeed.comm.compressed import EndToEnd, compressed_mean, part_numel
-from deepspeed.ops.formats.codecs import Codec, FloatCodec
+from deepspeed.ops.formats.codecs import RootCodec
 from deepspeed.optim.one_bit import pieces
 
 OWN_VARIANCE = "own_variance"
 """Entry of the state of a tensor: its variance as this rank's gradients continue it."""
 SUMS = 4096
 """Elements whose distance is a multiple of this are summed, each run of so many with one random sign."""
-
-
-class RootCodec(Codec):
-    """Squares as their roots, 8-bit floating-point numbers with a scale per block: within 13 % of what they were. What
-    would become 0, where a root is less than 1/229,376 of the largest of its block, becomes as large as that: dividing
-    by it stays harmless."""
-
-    __slots__ = ()
-    roots = FloatCodec()
-    least = 2.0**-9 / 448  # of e4m3, to the largest
-
-    def nbytes(self, numel: int) -> int:
-        return self.roots.nbytes(numel)
-
-    def pack(self, values: Tensor) -> Tensor:
-        roots = values.float().sqrt()
-        blocks = torch.nn.functional.pad(roots, (0, -roots.shape[-1] % self.roots.block))
-        blocks = blocks.unflatten(-1, (-1, self.roots.block))
-        least = blocks.amax(-1, keepdim=True).mul_(self.least)
-        return self.roots.encode(torch.maximum(blocks, least).flatten(-2)[..., : roots.shape[-1]])
-
-    def unpack(self, packets: Tensor, numel: int) -> Tensor:
-        return self.roots.decode(packets, numel).square_()
 
 
 def share_of_mean(grads: Sequence[Tensor], ranks: Communicator, seed: int) -> float:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from deepspeed.module_inject import LinearLayer
-from deepspeed.parallel.tensor.cross_entropy import VocabParallelCausalLMLoss
+from deepspeed.parallel.sequence.cross_entropy import VocabParallelCausalLMLoss
 from deepspeed.parallel.tensor.embedding import VocabParallelEmbedding
 from tests.parallel.tensor.blocks import tensor_parallel
 from tests.parallel.tensor.test_layers import own_part
@@ -39,7 +39,7 @@ def test_llama(tied: bool) -> None:
         weight=parts.get_input_embeddings().weight if tied else None,
         gather_in_evaluation=True,
     )
-    parts.loss_function = VocabParallelCausalLMLoss(group, parts.lm_head.cut, otherwise=parts.loss_function)
+    parts.loss_function = VocabParallelCausalLMLoss(group, otherwise=parts.loss_function)
 
     tokens = torch.randint(51, (2, 9), generator=torch.Generator().manual_seed(1))
     labels = tokens.masked_fill(tokens % 7 == 0, -100)

@@ -1,4 +1,4 @@
-"""MoQ: the documented Quantizer by itself, and in an engine by ``quantize_training``."""
+"""MoQ: the documented MoQQuantizer by itself, and in an engine by ``quantize_training``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 import deepspeed
-from deepspeed.compression.moq import Quantizer
+from deepspeed.compression.moq import MoQQuantizer
 from deepspeed.compression.utils import AsymQuantizer, SymQuantizer
 from deepspeed.zero.tensor_fragment import safe_get_full_fp32_param
 from tests.compression.models import Bert, batch
@@ -26,7 +26,7 @@ def parameter(start: int, target: int, period: int) -> Any:
 
 
 def test_bits_fall_and_periods_double() -> None:
-    quantizer, param = Quantizer(), parameter(8, 5, 2)
+    quantizer, param = MoQQuantizer(), parameter(8, 5, 2)
     bits = []
     for _ in range(12):
         quantizer.quantize([[param]], False, False)
@@ -37,26 +37,26 @@ def test_bits_fall_and_periods_double() -> None:
 
 
 def test_curvature_stretches_periods() -> None:
-    quantizer, param = Quantizer(q_eigenvalue=True, layer_num=1), parameter(8, 5, 2)
+    quantizer, param = MoQQuantizer(q_eigenvalue=True, layer_num=1), parameter(8, 5, 2)
     for _ in range(2):
         quantizer.quantize([[param]], False, True, {id(param): (0.6, 0)})
     assert (param.start_bits, param.q_period) == (7, 2 * 2 * 3)
     assert not quantizer.any_precision_switch()
-    assert Quantizer().any_precision_switch()
+    assert MoQQuantizer().any_precision_switch()
 
 
 @pytest.mark.parametrize(("q_type", "kind"), [(0, SymQuantizer), (1, AsymQuantizer)])
 def test_values(q_type: int, kind: Any) -> None:
     param = parameter(4, 4, 1)
     before = param.detach().clone()
-    Quantizer(q_groups=2, q_type=q_type).quantize([[param]], False, False)
+    MoQQuantizer(q_groups=2, q_type=q_type).quantize([[param]], False, False)
     assert torch.equal(param, kind.apply(before, 4, None, None, 2))
 
 
 def test_mixture() -> None:
     param = parameter(4, 4, 1)
     before = param.detach().clone()
-    quantizer = Quantizer(q_mixed_fp16=True, q_change_ratio=0.25)
+    quantizer = MoQQuantizer(q_mixed_fp16=True, q_change_ratio=0.25)
     quantizer.quantize([[param]], False, False)
     rounded = SymQuantizer.apply(before, 4)
     torch.testing.assert_close(param.detach(), 0.75 * before + 0.25 * rounded)

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 import deepspeed
 from deepspeed.compression import init_compression, redundancy_clean
 from deepspeed.compression.packed import PackedConv2d, PackedEmbedding, PackedLinear, PackedWeight
-from deepspeed.compression.packing import pack_bits, unpack_bits
 from deepspeed.compression.scheduler import compression_scheduler
 from deepspeed.config.sections.compression import get_compression_config
 from deepspeed.ops import small_product
+from deepspeed.ops.formats.packing import pack_bits, unpack_bits
 from tests.compression.models import (
     ACTIVATIONS,
     HEADS_HALF,

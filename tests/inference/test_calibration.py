@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from deepspeed.inference.kernels import QuantizedLinear
+from deepspeed.inference.kernels import IntegerLinear
 from deepspeed.inference.quantized.calibration import METHODS, _gptq, _largest, quantize_calibrated
 
 
@@ -84,7 +84,7 @@ def test_both_methods_are_nearer_than_rounding(width: int) -> None:
             report = quantize_calibrated(module, batches(), bits=4, method=method)
             errors[method] = float((module(unseen) - wanted).norm() / wanted.norm())
         assert len(report.errors) == 6 and f"by {method}" in str(report)
-        assert all(isinstance(block.down, QuantizedLinear) for block in module.blocks)
+        assert all(isinstance(block.down, IntegerLinear) for block in module.blocks)
         assert type(module.head) is nn.Linear and report.bytes_after < 0.2 * report.bytes_before * 128 / width
         assert module.blocks[0].up.weight.shape == (2 * width, width)
     assert errors["gptq"] < 0.8 * errors["nearest"] and errors["awq"] < 0.97 * errors["nearest"]

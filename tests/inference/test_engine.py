@@ -18,7 +18,7 @@ from deepspeed.config.problems import DeepSpeedConfigError
 from deepspeed.config.section import collect_notes
 from deepspeed.inference.config import DeepSpeedInferenceConfig
 from deepspeed.inference.engine import InferenceEngine
-from deepspeed.inference.kernels import HostLinear, QuantizedLinear, inject_kernels
+from deepspeed.inference.kernels import HostLinear, IntegerLinear, inject_kernels
 from deepspeed.ops import huge_pages as large_pages
 from deepspeed.ops import native
 from tests.pool import distributed
@@ -268,7 +268,7 @@ def test_weights_of_few_bits(bits: int, groups: int, error: float) -> None:
     quant = {"weight": {"num_bits": bits, "q_groups": groups}}
     engine = deepspeed.init_inference(module, dtype="int8", quant=quant)
     # Its weight is the table's.
-    assert isinstance(module.first, QuantizedLinear) and type(module.head) is nn.Linear
+    assert isinstance(module.first, IntegerLinear) and type(module.head) is nn.Linear
     assert module.first.words.nbytes == 96 * 128 * bits // 8 and module.first.scales.shape == (96, groups)
     torch.testing.assert_close(module.table.weight.float(), table, rtol=1e-2, atol=1e-2)
     for given in (tokens, tokens.repeat(4)):

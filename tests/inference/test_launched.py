@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from deepspeed.inference.cache.pages import LayerShape, PagedCache, Piece
-from deepspeed.inference.kernels import QuantizedLinear
+from deepspeed.inference.kernels import IntegerLinear
 from deepspeed.inference.model.attention import AttentionTerms
 from deepspeed.inference.model.decoder import Decoder, Layer, Norm, Watch
 from deepspeed.ops.host_graph import Activation
@@ -41,7 +41,7 @@ def _layer(fused: bool, normed: bool) -> Layer:
     heads = (_norm(SIZE), _norm(SIZE)) if normed else (None, None)
     down: Any = nn.Linear(INNER, WIDTH)
     if fused:
-        down = QuantizedLinear(QuantizedMatrix.of(down.weight, 8), down.bias, torch.float32)
+        down = IntegerLinear(QuantizedMatrix.of(down.weight, 8), down.bias, torch.float32)
     shape = LayerShape(KV_HEADS, SIZE, SIZE, torch.float32, torch.device("cpu"))
     return Layer(
         _norm(WIDTH),

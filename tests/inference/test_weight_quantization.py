@@ -107,6 +107,43 @@ def zero_config(folder: Path, offload: str, **section: Any) -> dict[str, Any]:
     }
 
 
+def test_nothing_made_for_a_product_is_kept_until_backward() -> None:
+    """Gradients are those of the values, and the only matrices that are saved are as small as the inputs."""
+    torch.manual_seed(0)
+    plain = nn.Linear(64, 48)
+    layer = QuantizedLinear(settings(4), plain)
+    with torch.no_grad():
+        plain.weight.copy_(layer.values())
+    plain.weight.requires_grad_(False)
+    x, y = (torch.linspace(-1, 1, 2 * 3 * 64).view(2, 3, 64).requires_grad_() for _ in range(2))
+    saved: list[int] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: (saved.append(t.numel()), t)[1], lambda t: t):
+        found = layer(x)
+    assert all(numel <= x.numel() for numel in saved)
+    wanted = plain(y)
+    assert torch.equal(found, wanted)
+    bias = layer.bias
+    grads = torch.autograd.grad(found.square().sum(), (x, bias))
+    for one, other in zip(grads, torch.autograd.grad(wanted.square().sum(), (y, bias)), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@distributed(world_size=2)
+def test_other_weights_train_through_frozen_ones_at_stage_3(tmp_path: Path) -> None:
+    module = Texts()
+    config = zero_config(tmp_path, "none", post_init_quant={"layers": settings(8)})
+    config["optimizer"] = {"type": "SGD", "params": {"lr": 0.1}}
+    engine = deepspeed.initialize(model=module, config=config)[0]
+    losses = []
+    for _ in range(4):
+        loss = nn.functional.cross_entropy(engine(TOKENS).float().flatten(0, 1), TOKENS.flatten())
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    assert type(module.layers[0]) is QuantizedLinear and losses == sorted(losses, reverse=True)
+    engine.destroy()
+
+
 @distributed(world_size=2)
 @pytest.mark.parametrize("offload", ["none", "cpu", "nvme"])
 def test_integers_are_what_stage_3_keeps_and_gathers(tmp_path: Path, offload: str) -> None:

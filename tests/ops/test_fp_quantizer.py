@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from deepspeed.ops import native
-from deepspeed.ops.formats.small_floats import FORMATS, pack, unpack
+from deepspeed.ops.formats.packing import pack_bits, unpack_bits
+from deepspeed.ops.formats.small_floats import FORMATS
 from deepspeed.ops.fp_quantizer import FP_Quantize, matmul_fp8
 from deepspeed.transforms.lora import QuantizationConfig
 
@@ -57,14 +58,16 @@ def test_every_number_and_what_lies_between_is_rounded_as_defined(bits: int) -> 
     quantizer = FP_Quantize(QuantizationConfig(group_size=len(within)))
     codes, scale = quantizer.quantize(within, q_bits=bits, return_meta_tensor=True)
     assert scale.tolist() == [[1.0]]
-    assert torch.equal(unpack(codes.view(1, -1), bits)[0], found[x.abs() <= LARGEST[bits]][: len(within)])
+    assert torch.equal(
+        unpack_bits(codes.view(1, -1), bits)[0].int(), found[x.abs() <= LARGEST[bits]][: len(within)]
+    )
 
 
 @pytest.mark.parametrize("bits", FORMATS)
 def test_every_code_is_read(bits: int) -> None:
     codes = torch.arange(1 << bits, dtype=torch.int32)
     quantizer = FP_Quantize(QuantizationConfig(group_size=len(codes)))
-    packed, values = pack(codes.view(1, -1), bits), torch.empty(len(codes))
+    packed, values = pack_bits(codes.view(1, -1), bits), torch.empty(len(codes))
     quantizer.dequantize(packed, fp_out=values, q_bits=bits, scale=torch.tensor([[0.5]]))
     expected = torch.tensor(by_definition(bits))
     expected = torch.cat([expected, -expected]) / 2
@@ -75,9 +78,9 @@ def test_every_code_is_read(bits: int) -> None:
 @pytest.mark.parametrize("bits", FORMATS)
 def test_packing(bits: int) -> None:
     codes = torch.randint(0, 1 << bits, (3, 24), dtype=torch.int32)
-    packed = pack(codes, bits)
+    packed = pack_bits(codes, bits)
     assert packed.dtype == torch.uint8 and packed.shape == (3, 24 * bits // 8)
-    assert torch.equal(unpack(packed, bits), codes)
+    assert torch.equal(unpack_bits(packed, bits).int(), codes)
     first = sum(int(code) << (bits * at) for at, code in enumerate(codes[0]))
     assert bytes(packed[0].tolist()) == first.to_bytes(24 * bits // 8, "little")
 
@@ -173,7 +176,7 @@ def test_every_bfloat16_by_definition(bits: int) -> None:
         quantizer = FP_Quantize(QuantizationConfig(group_size=len(x)))
         codes, scale = quantizer.quantize(x, q_bits=bits, return_meta_tensor=True)
         expected = FORMATS[bits].encode(x.float() / scale.view(()))
-        assert torch.equal(unpack(codes.view(1, -1), bits)[0], expected)
+        assert torch.equal(unpack_bits(codes.view(1, -1), bits)[0].int(), expected)
 
 
 def test_rows_of_a_choice() -> None:

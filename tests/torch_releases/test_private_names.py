@@ -88,13 +88,13 @@ OPTIONAL = ("torch._C._dynamo.eval_frame",)
 OVERRIDDEN: dict[tuple[str, str], tuple[type, str]] = {
     ("ElasticSupervisor", "_monitor_workers"): (LocalElasticAgent, "self worker_group"),
     ("ElasticSupervisor", "_restart_workers"): (LocalElasticAgent, "self worker_group"),
+    ("IntegerLinear", "_apply"): (nn.Module, "self fn recurse"),
     ("NumberedModules", "_get_abs_string_index"): (nn.ModuleList, "self idx"),
     ("NumberedModules", "_load_from_state_dict"): (
         nn.ModuleList,
         "self state_dict prefix local_metadata strict missing_keys unexpected_keys error_msgs",
     ),
     ("PackedWeight", "_apply"): (nn.Module, "self fn recurse"),
-    ("QuantizedLinear", "_apply"): (nn.Module, "self fn recurse"),
     ("RandomLayerTokenDrop", "_load_from_state_dict"): (
         nn.Module,
         "self state_dict prefix local_metadata strict missing_keys unexpected_keys error_msgs",

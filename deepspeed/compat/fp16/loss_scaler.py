@@ -1,9 +1,8 @@
-"""Documented loss scalers, for code that scales its losses itself. An engine makes its own from the ``fp16`` section;
-the rules of both are in ``optim/loss_scaler.py``."""
+"""Documented loss scalers, for code that scales its losses itself: constructors of the one in ``optim/loss_scaler.py``,
+which an engine makes from the ``fp16`` section."""
 
 from __future__ import annotations
 
-import abc
 import enum
 import math
 from collections.abc import Iterable, Mapping
@@ -16,6 +15,7 @@ from torch import Tensor
 from deepspeed.compat.helpers.gradient_checks import has_non_finite
 from deepspeed.config.plan import LossScalePlan
 from deepspeed.optim import loss_scaler as core
+from deepspeed.optim.loss_scaler import LossScalerBase
 
 INITIAL_LOSS_SCALE = "init_scale"
 SCALE_WINDOW = "scale_window"
@@ -43,34 +43,6 @@ LOSS_SCALE_PROFILE_DEFAULTS = {
     LossScaleProfile.FUSED: LossScaleProfileDefaults(2.0**32, 1000, 1.0, 2.0),
     LossScaleProfile.UNFUSED: LossScaleProfileDefaults(2.0**16, 1000, 0.25, 2.0),
 }
-
-
-class LossScalerBase(abc.ABC):  # noqa: B024 - others are registered as subclasses
-    """A scale that never changes by itself. Every scaler of this package is an instance."""
-
-    dynamic = False
-
-    def __init__(self, cur_scale: float) -> None:
-        self.cur_scale = cur_scale
-
-    @property
-    def loss_scale(self) -> float:
-        return self.cur_scale
-
-    def scale_gradient(self, module: Any, grad_in: tuple[Tensor, ...], grad_out: Any) -> tuple[Tensor, ...]:
-        return tuple(grad * self.loss_scale for grad in grad_in)
-
-    def update_scale(self, overflow: bool) -> None:  # noqa: B027 - nothing to do is a rule, too
-        pass
-
-    def scale_loss(self, loss: Tensor) -> Tensor:
-        return loss * self.loss_scale
-
-    def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
-        self.scale_loss(loss).backward(retain_graph=retain_graph)
-
-
-LossScalerBase.register(core.LossScaler)
 
 
 class LossScaler(LossScalerBase):
@@ -119,9 +91,6 @@ class DynamicLossScaler(core.LossScaler):
         return any(param.grad is not None and has_non_finite(param.grad) for param in params)
 
     has_overflow = has_overflow_serial
-
-
-LossScalerBase.register(DynamicLossScaler)
 
 
 class LossScaleConfig(core.LossScaler):

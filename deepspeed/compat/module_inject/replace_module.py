@@ -15,6 +15,7 @@ from deepspeed.checkpoint.foreign.plain_weights import tensors_of
 from deepspeed.compat.module_inject.inject import revert_layers
 from deepspeed.compat.module_inject.replace_policy import generic_policies, replace_policies
 from deepspeed.compat.module_inject.tensor_slicing import Loading, ReplaceWithTensorSlicing
+from deepspeed.ops.formats.integers import divisors, symmetric_levels
 
 __all__ = [
     "GroupQuantizer",
@@ -171,15 +172,10 @@ class GroupQuantizer:
             vars(kept)["scale"] = torch.empty(1)
             return kept
         groups = self.num_groups or inputs.shape[0] // self.group_size
-        scale = self._scales(inputs, groups)
-        half = 1 << (self.num_bits - 1)
-        codes = (inputs.reshape(groups, -1).float() / scale).round_().clamp_(-half, half - 1)
-        made = nn.Parameter(codes.to(torch.int8).reshape(inputs.shape), requires_grad=False)
-        halves = [self._scales(part, groups) for part in inputs.chunk(2, parallel_dim)]
-        vars(made)["scale"] = torch.cat([scale, *halves], 1)
+        rounded = [
+            symmetric_levels(part.reshape(groups, -1).float(), self.num_bits)
+            for part in (inputs, *inputs.chunk(2, parallel_dim))
+        ]
+        made = nn.Parameter(rounded[0][0].to(torch.int8).reshape(inputs.shape), requires_grad=False)
+        vars(made)["scale"] = torch.cat([divisors(scale) for _, scale in rounded], 1)
         return made
-
-    def _scales(self, inputs: Tensor, groups: int) -> Tensor:
-        """[groups, 1]; a group of zeros has 1."""
-        largest = inputs.reshape(groups, -1).abs().amax(1, keepdim=True).float()
-        return torch.where(largest > 0, largest / (1 << (self.num_bits - 1)), torch.ones_like(largest))

@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from deepspeed.base.logging import is_rank_zero
 from deepspeed.compression.eigenvalue import Eigenvalue
-from deepspeed.compression.moq import Quantizer
+from deepspeed.compression.moq import MoQQuantizer
 from deepspeed.config.problems import DeepSpeedConfigError
 from deepspeed.observe.monitor.monitor import Event
 from deepspeed.zero.gathering.gathered import GatheredParameters
@@ -135,7 +135,7 @@ class QuantizedUpdates:
         self.offset = section.quantize_schedule.schedule_offset
         algorithm = section.quantize_algo
         kind = section.quantize_type or algorithm.q_type
-        self.quantizer = engine.quantizer = Quantizer(
+        self.quantizer = engine.quantizer = MoQQuantizer(
             q_groups=section.quantize_groups,
             q_mixed_fp16=section.fp16_mixed_quantize.enabled,
             q_change_ratio=section.fp16_mixed_quantize.quantize_change_ratio,

@@ -19,14 +19,14 @@ import torch
 from torch import Tensor, nn
 
 from deepspeed.inference.cache.pages import LayerShape
-from deepspeed.inference.kernels import HostLinear, QuantizedLinear
+from deepspeed.inference.kernels import HostLinear, IntegerLinear
 from deepspeed.inference.model.attention import AttentionTerms
 from deepspeed.inference.model.facts import LayoutError
 from deepspeed.inference.model.listeners import harmless_forward
 from deepspeed.ops.host_graph import Activation, Matrix, Weights
 from deepspeed.ops.transformer.products import NativeLinear
 
-_LINEAR = (nn.Linear, NativeLinear, HostLinear, QuantizedLinear)
+_LINEAR = (nn.Linear, NativeLinear, HostLinear, IntegerLinear)
 _ROPE = {"default", "linear", "llama3", "yarn"}
 """Rotations that do not depend on the length of the sequence."""
 _ACTIVATIONS = {
@@ -182,7 +182,7 @@ def decoder_of(
 
 def matrix_of(linear: nn.Module) -> Matrix:
     """Its weights for the kernels."""
-    if isinstance(linear, QuantizedLinear):
+    if isinstance(linear, IntegerLinear):
         return linear.matrix.described(linear.bias)
     assert isinstance(linear, nn.Linear)
     kind = Weights.FLOAT32 if linear.weight.dtype is torch.float32 else Weights.BFLOAT16

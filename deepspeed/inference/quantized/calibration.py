@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from deepspeed.base.module_utils import keep_hooks
-from deepspeed.inference.kernels import QuantizedLinear
+from deepspeed.inference.kernels import IntegerLinear
 from deepspeed.ops.small_product import RUNS, QuantizedMatrix
 from deepspeed.zero.gather_units import blocks_of
 
@@ -36,7 +36,7 @@ _COLUMNS = 128
 """That GPTQ rounds before it tells the columns behind them."""
 
 
-class ScaledQuantizedLinear(QuantizedLinear):
+class ScaledIntegerLinear(IntegerLinear):
     """A layer whose weights were multiplied by ``factors`` [inputs], by which it divides its inputs."""
 
     factors: Tensor
@@ -204,7 +204,7 @@ def linears_of(block: nn.Module) -> Iterator[tuple[nn.Module, str, Any]]:
 
 def _quantized(
     layer: Any, inputs: Moments, bits: int, group: int, method: Method, dtype: torch.dtype
-) -> tuple[QuantizedLinear, float]:
+) -> tuple[IntegerLinear, float]:
     weight = layer.weight.detach().float()
     padded = -(-weight.shape[1] // group) * group
     extra = padded - weight.shape[1]
@@ -224,9 +224,9 @@ def _quantized(
     words = QuantizedMatrix.from_levels(levels.to(torch.int32), bits)
     matrix = QuantizedMatrix(bits, weight.shape[1], words, scales)
     made = (
-        QuantizedLinear(matrix, layer.bias, dtype)
+        IntegerLinear(matrix, layer.bias, dtype)
         if factors is None
-        else ScaledQuantizedLinear(matrix, layer.bias, dtype, factors[: weight.shape[1]].contiguous())
+        else ScaledIntegerLinear(matrix, layer.bias, dtype, factors[: weight.shape[1]].contiguous())
     )
     values = matrix.values(torch.float32)
     if factors is not None:

@@ -12,14 +12,14 @@ from torch import nn
 from deepspeed.config.sections.compression import WeightQuantConfig
 from deepspeed.config.sections.linear import QuantizationConfig
 from deepspeed.inference.config import DeepSpeedInferenceConfig, QuantTypeEnum
-from deepspeed.inference.kernels import QuantizedLinear, quantize_linears
+from deepspeed.inference.kernels import IntegerLinear, quantize_linears
 from deepspeed.ops.small_product import RUNS, QuantizedMatrix
 from deepspeed.parallel.tensor.layers import LinearAllreduce, LinearLayer
-from deepspeed.transforms.lora.quantization import frozen_linear, quantized
+from deepspeed.transforms.lora.quantization import FrozenLinear, quantized
 from deepspeed.transforms.weight_quantization.quantization import quantize_layers
 
 
-class QuantizedPart(QuantizedLinear):
+class QuantizedPart(IntegerLinear):
     """The integers of a layer that ranks share, in the place of its weight."""
 
     @property
@@ -78,7 +78,7 @@ def quantize_as_configured(
                 f"quant.activation: num_bits={activation.num_bits}, q_type={activation.q_type}: activations are "
                 "rounded to 8 bits, symmetric; set these, or 'enabled': false"
             )
-        layers = [layer for layer in module.modules() if isinstance(layer, QuantizedLinear)]
+        layers = [layer for layer in module.modules() if isinstance(layer, IntegerLinear)]
         for layer in layers:
             layer.rounds_inputs = True
         yield f"{len(layers)} layers round their inputs to 8 bits"
@@ -103,15 +103,6 @@ def quantize_parts(module: nn.Module, bits: int, groups: int, dtype: torch.dtype
         layer.weight = QuantizedPart(made, None, dtype)  # type: ignore[assignment]
         count += 1
     return count
-
-
-class FrozenLinear(nn.Linear):
-    """A linear layer whose weight is a ``QuantizedParameter``."""
-
-    weight: nn.Parameter
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return frozen_linear(input, self.weight, self.bias)
 
 
 def give_six_bits(module: nn.Module) -> str:

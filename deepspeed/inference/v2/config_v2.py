@@ -17,12 +17,16 @@ class DeepSpeedTPConfig(DeepSpeedConfigModel):
     tp_size: Int = Field(default=1, ge=1, description="Ranks that share each layer.")
 
 
-class QuantizationConfig(DeepSpeedConfigModel):
+class RaggedQuantConfig(DeepSpeedConfigModel):
     """Quantized weights."""
 
     quantization_mode: Literal["wf6af16"] | None = Field(
         default=None, description="`wf6af16`: 6-bit weights, fp16 activations."
     )
+
+
+QuantizationConfig = RaggedQuantConfig
+"""The documented name."""
 
 
 class RaggedInferenceEngineConfig(DeepSpeedConfigModel):
@@ -34,7 +38,7 @@ class RaggedInferenceEngineConfig(DeepSpeedConfigModel):
     state_manager: DSStateManagerConfig = Field(
         default=DSStateManagerConfig(), alias="manager", description="Sequences, tokens and caches."
     )
-    quantization: QuantizationConfig = Field(default=QuantizationConfig(), description="Quantized weights.")
+    quantization: RaggedQuantConfig = Field(default=RaggedQuantConfig(), description="Quantized weights.")
 
     @field_validator("tensor_parallel", mode="before")
     @classmethod

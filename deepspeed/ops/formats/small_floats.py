@@ -2,14 +2,24 @@
 
 The formats of 4, 6 and 8 bits are E2M1, E3M2 and E4M3 of the OCP specifications (Microscaling formats 1.0; 8-bit
 floating point 1.0, where the largest code of E4M3 is not a number); that of 12 bits is E7M4 in the same way.
+
+Groups of such numbers with a scale each are encoded and decoded by a kernel of the device, by one of the host in one
+pass over memory (``csrc/codec``), or in PyTorch: with the same bits, but for what is random.
 """
 
 from __future__ import annotations
 
+import ctypes
+import sys
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from deepspeed.ops import gpu, native
+from deepspeed.ops.formats.packing import pack_bits, unpack_bits
+
+_SCALE_BYTES = 4
 
 
 @dataclass(frozen=True)
@@ -70,29 +80,139 @@ FORMATS = {
 """By bits."""
 
 
-def pack(codes: Tensor, bits: int) -> Tensor:
-    """Codes [rows, n] as bytes [rows, n * bits / 8], the first code in the lowest bits."""
-    if bits == 8:
-        return codes.to(torch.uint8)
-    per = 24 // bits  # codes in three bytes
-    if bits == 4:
-        pairs = codes.unflatten(1, (-1, 2))
-        return (pairs[..., 0] | pairs[..., 1] << 4).to(torch.uint8)
-    parts = codes.unflatten(1, (-1, per))
-    shifts = torch.arange(0, 24, bits, dtype=torch.int32, device=codes.device)
-    words = (parts << shifts).sum(-1, dtype=torch.int32)
-    offsets = torch.arange(0, 24, 8, dtype=torch.int32, device=codes.device)
-    return ((words.unsqueeze(-1) >> offsets) & 0xFF).to(torch.uint8).flatten(1)
+@dataclass(frozen=True)
+class FloatGroups:
+    """Runs of ``size`` elements of a tensor with an fp32 scale each, which makes the largest of a group the largest of
+    ``form``. The last run is filled with zeros."""
+
+    form: Format
+    size: int
+
+    @property
+    def width(self) -> int:
+        """Bytes of a group's codes."""
+        return self.size * self.form.bits // 8
+
+    def encode(
+        self, values: Tensor, *, stochastic: bool = False, apart: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """uint8 codes [groups, width], with the scales at the end of each row unless these are ``apart``, and the
+        scales [groups, 1]. ``stochastic``: rounded at random, right in the mean."""
+        found = self._encode_on_gpu(values, stochastic)
+        if found is None and not stochastic:
+            both = self._encode_on_host(values, apart)
+            if both is not None:
+                return both
+        codes, scale = found or self._encode_in_torch(values, stochastic)
+        return (codes if apart else torch.cat([codes, scale.view(torch.uint8)], dim=1)), scale
+
+    def decode(self, packed: Tensor, out: Tensor, scale: Tensor | None = None) -> Tensor:
+        """``out`` with what ``packed`` stands for; ``scale``: the scales, if they were encoded ``apart``."""
+        if out.is_contiguous() and gpu.usable(packed, out, scale):
+            from deepspeed.ops.gpu import small_floats as kernels  # imports Triton
+
+            if kernels.takes(out, self.size):
+                kernels.decode(packed, scale, out, self.size, *self._constants[:3])
+                return out
+        codes, scales = self._parts(packed, scale)
+        if not _decode_on_host(out, codes, scales, self.size, self.form.bits):
+            out.copy_(self._values(codes, scales).flatten()[: out.numel()].view(out.shape))
+        return out
+
+    @property
+    def _constants(self) -> tuple[int, int, int, float]:
+        return self.form.exponent, self.form.mantissa, self.form.codes, self.form.largest
+
+    def _encode_on_gpu(self, values: Tensor, stochastic: bool) -> tuple[Tensor, Tensor] | None:
+        """Codes and scales; None: there is no kernel for it."""
+        if not gpu.usable(values):
+            return None
+        from deepspeed.ops.gpu import small_floats as kernels  # imports Triton
+
+        if not kernels.takes(values, self.size):
+            return None
+        seed = int(torch.randint(2**31, ()).item()) if stochastic else None
+        return kernels.encode(values, self.size, *self._constants, seed=seed)
+
+    def _encode_on_host(self, values: Tensor, apart: bool) -> tuple[Tensor, Tensor] | None:
+        """What ``encode`` returns; None: there is no kernel for it."""
+        if not native.is_native(values):
+            return None
+        groups, width = -(-values.numel() // self.size), self.width
+        rows = torch.empty(groups, width if apart else width + _SCALE_BYTES, dtype=torch.uint8)
+        scale = torch.empty(groups, 1)
+        scales = scale.view(torch.uint8) if apart else rows[:, width:]
+        if not _encode_on_host(values, rows[:, :width], scales, self.size, self.form.bits):
+            return None
+        return rows, scale if apart else scales.contiguous().view(torch.float32)
+
+    def _encode_in_torch(self, values: Tensor, stochastic: bool) -> tuple[Tensor, Tensor]:
+        flat = values.reshape(-1).to(torch.float32)
+        groups = torch.nn.functional.pad(flat, (0, -len(flat) % self.size)).view(-1, self.size)
+        top, largest = groups.abs().amax(1, keepdim=True), self.form.largest
+        scale = (top / largest).clamp(min=torch.finfo(torch.float32).tiny)
+        scale = torch.where(top > 0, scale, 1.0)
+        shares = groups / scale
+        if self.form.bits == 8 and not stochastic:  # torch's own conversion is the same, and faster
+            return shares.clamp_(-largest, largest).to(torch.float8_e4m3fn).view(torch.uint8), scale
+        return pack_bits(self.form.encode(shares, stochastic=stochastic), self.form.bits), scale
+
+    def _parts(self, packed: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Codes [groups, width] and scales [groups, 4], both uint8."""
+        if scale is None:
+            rows = packed.reshape(-1, self.width + _SCALE_BYTES)
+            return rows[:, : self.width], rows[:, self.width :]
+        codes = packed.view(torch.uint8).reshape(-1, self.width)
+        return codes, scale.float().reshape(-1, 1).view(torch.uint8)
+
+    def _values(self, codes: Tensor, scales: Tensor) -> Tensor:
+        """[groups, size] in fp32."""
+        scale = scales.contiguous().view(torch.float32)
+        if self.form.bits == 8:
+            return codes.contiguous().view(torch.float8_e4m3fn).to(torch.float32).mul_(scale)
+        return self.form.table(codes.device)[unpack_bits(codes, self.form.bits).int()].mul_(scale)
 
 
-def unpack(packed: Tensor, bits: int) -> Tensor:
-    """The opposite of `pack`, in int32."""
-    if bits == 8:
-        return packed.to(torch.int32)
-    if bits == 4:
-        wide = packed.to(torch.int32)
-        return torch.stack([wide & 0xF, wide >> 4], dim=-1).flatten(1)
-    parts = packed.unflatten(1, (-1, 3)).to(torch.int32)
-    words = parts[..., 0] | parts[..., 1] << 8 | parts[..., 2] << 16
-    shifts = torch.arange(0, 24, bits, dtype=torch.int32, device=packed.device)
-    return ((words.unsqueeze(-1) >> shifts) & ((1 << bits) - 1)).flatten(1)
+class _Groups(ctypes.Structure):
+    """``struct ds_float_groups``."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("codes", "scales")),
+        *((name, ctypes.c_int64) for name in ("stride", "scale_stride", "numel", "group")),
+        ("bits", ctypes.c_int32),
+    ]
+
+
+def _library(values: Tensor, codes: Tensor, scales: Tensor) -> ctypes.CDLL | None:
+    """None where the kernels cannot work on these."""
+    rows = all(
+        t.device.type == "cpu" and t.dtype is torch.uint8 and t.stride(-1) == 1 for t in (codes, scales)
+    )
+    return native.library() if rows and native.is_native(values) and sys.byteorder == "little" else None
+
+
+def _encode_on_host(values: Tensor, codes: Tensor, scales: Tensor, group: int, bits: int) -> bool:
+    """Write ``codes`` [groups, bytes] and ``scales`` [groups, 4], uint8, rows of any stride. False, and both are of no
+    use: the kernels cannot, or a value is not finite."""
+    lib = _library(values, codes, scales)
+    if lib is None:
+        return False
+    groups = _groups(codes, scales, values.numel(), group, bits)
+    code = native.DTYPE_CODES[values.dtype]
+    return not lib.ds_encode_floats(ctypes.byref(groups), values.data_ptr(), code, torch.get_num_threads())
+
+
+def _decode_on_host(values: Tensor, codes: Tensor, scales: Tensor, group: int, bits: int) -> bool:
+    """Write ``values``, of which there may be fewer than in all groups. False: the kernels cannot."""
+    lib = _library(values, codes, scales)
+    if lib is None or codes.shape[0] * group < values.numel():
+        return False
+    groups = _groups(codes, scales, values.numel(), group, bits)
+    code = native.DTYPE_CODES[values.dtype]
+    lib.ds_decode_floats(ctypes.byref(groups), values.data_ptr(), code, torch.get_num_threads())
+    return True
+
+
+def _groups(codes: Tensor, scales: Tensor, numel: int, group: int, bits: int) -> _Groups:
+    addresses = codes.data_ptr(), scales.data_ptr()
+    return _Groups(*addresses, codes.stride(0), scales.stride(0), numel, group, bits)

@@ -8,11 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepspeed.ops import gpu, native
-from deepspeed.ops.formats import small_floats_host as host
-from deepspeed.ops.formats.small_floats import FORMATS, Format, pack, unpack
-
-_SCALE_BYTES = 4
+from deepspeed.ops.formats.small_floats import FORMATS, FloatGroups
 
 
 class Quantizer(ABC):
@@ -91,10 +87,12 @@ class FP_Quantize(Quantizer):
         Raises:
             ValueError: other bits, or groups of codes that are not whole bytes.
         """
-        form = self._format(q_bits)
+        groups = self._groups(q_bits)
         self.orig_dtype, self.orig_shape = input.dtype, input.shape
         self.num_groups = -(-input.numel() // self.group_size)
-        codes, self.scale = self._packed(input.detach(), form, stochastic_mode, return_meta_tensor)
+        codes, self.scale = groups.encode(
+            input.detach(), stochastic=stochastic_mode, apart=return_meta_tensor
+        )
         if not return_meta_tensor:
             return codes
         same = q_bits == 8 and codes.numel() == input.numel()
@@ -125,19 +123,7 @@ class FP_Quantize(Quantizer):
                     "dequantize needs fp_out, or a tensor that this object has quantized before"
                 )
             fp_out = torch.empty(self.orig_shape, dtype=self.orig_dtype, device=input_q.device)
-        form = self._format(q_bits)
-        if fp_out.is_contiguous() and gpu.usable(input_q, fp_out, scale):
-            from deepspeed.ops.gpu import small_floats  # imports Triton
-
-            if small_floats.takes(fp_out, self.group_size):
-                parts = form.exponent, form.mantissa, form.codes
-                small_floats.decode(input_q, scale, fp_out, self.group_size, *parts)
-                return fp_out
-        codes, scales = self._parts(input_q, scale, form)
-        if not host.decode(fp_out, codes, scales, self.group_size, q_bits):
-            values = self._values(codes, scales, form)
-            fp_out.copy_(values.flatten()[: fp_out.numel()].view(fp_out.shape))
-        return fp_out
+        return self._groups(q_bits).decode(input_q, fp_out, scale)
 
     def selective_dequantize(
         self,
@@ -166,10 +152,7 @@ class FP_Quantize(Quantizer):
         if fp_out is None:
             shape = (len(chosen), *self.orig_shape[1:])
             fp_out = torch.empty(shape, dtype=self.orig_dtype, device=input_q.device)
-        codes, scales = self._parts(part, scale, self._format(q_bits))
-        if host.decode(fp_out, codes, scales, self.group_size, q_bits):
-            return fp_out
-        return fp_out.copy_(self._values(codes, scales, self._format(q_bits)).view(fp_out.shape))
+        return self._groups(q_bits).decode(part, fp_out, scale)
 
     def get_scales(self) -> Tensor | None:
         """The scales of what was quantized last, [groups, 1] in fp32."""
@@ -181,7 +164,7 @@ class FP_Quantize(Quantizer):
             self.scale = self.scale.to(*args, **kwargs)
         return self
 
-    def _format(self, bits: int) -> Format:
+    def _groups(self, bits: int) -> FloatGroups:
         if bits not in FORMATS:
             raise ValueError(
                 f"q_bits={bits}: there are floating-point numbers of {', '.join(map(str, FORMATS))} bits"
@@ -190,77 +173,4 @@ class FP_Quantize(Quantizer):
             raise ValueError(
                 f"group_size={self.group_size} with q_bits={bits}: groups have to be a multiple of 4 values"
             )
-        return FORMATS[bits]
-
-    def _packed(self, x: Tensor, form: Format, stochastic: bool, apart: bool) -> tuple[Tensor, Tensor]:
-        """Codes [groups, bytes], with scales at the end of each row unless these are ``apart``, and scales [groups, 1]:
-        by a kernel of the device, or of the host if it is to the nearest, or in PyTorch."""
-        found = self._on_gpu(x, form, stochastic)
-        if found is None and not stochastic:
-            both = self._on_host(x, form, apart)
-            if both is not None:
-                return both
-        codes, scale = found or self._in_torch(x, form, stochastic)
-        return (codes if apart else torch.cat([codes, scale.view(torch.uint8)], dim=1)), scale
-
-    def _on_gpu(self, x: Tensor, form: Format, stochastic: bool) -> tuple[Tensor, Tensor] | None:
-        """Codes and scales; None: there is no kernel for it."""
-        if not gpu.usable(x):
-            return None
-        from deepspeed.ops.gpu import small_floats  # imports Triton
-
-        if not small_floats.takes(x, self.group_size):
-            return None
-        seed = int(torch.randint(2**31, ()).item()) if stochastic else None
-        parts = form.exponent, form.mantissa, form.codes, form.largest
-        return small_floats.encode(x, self.group_size, *parts, seed=seed)
-
-    def _grouped(self, x: Tensor) -> Tensor:
-        flat = x.reshape(-1).to(torch.float32)
-        missing = -len(flat) % self.group_size
-        return torch.nn.functional.pad(flat, (0, missing)).view(-1, self.group_size)
-
-    def _encode(self, x: Tensor, form: Format, stochastic: bool) -> Tensor:
-        if form.bits == 8 and not stochastic:  # torch's own conversion is the same, and faster
-            return x.clamp_(-form.largest, form.largest).to(torch.float8_e4m3fn).view(torch.uint8)
-        return pack(form.encode(x, stochastic=stochastic), form.bits)
-
-    def _in_torch(self, x: Tensor, form: Format, stochastic: bool) -> tuple[Tensor, Tensor]:
-        groups = self._grouped(x)
-        scale = _scales(groups, form)
-        return self._encode(groups / scale, form, stochastic), scale
-
-    def _on_host(self, values: Tensor, form: Format, apart: bool) -> tuple[Tensor, Tensor] | None:
-        """What ``_packed`` returns; None: there is no kernel for it."""
-        if not native.is_native(values):
-            return None
-        width = self.group_size * form.bits // 8
-        rows = torch.empty(self.num_groups, width if apart else width + _SCALE_BYTES, dtype=torch.uint8)
-        scale = torch.empty(self.num_groups, 1)
-        scales = scale.view(torch.uint8) if apart else rows[:, width:]
-        if not host.encode(values, rows[:, :width], scales, self.group_size, form.bits):
-            return None
-        return rows, scale if apart else scales.contiguous().view(torch.float32)
-
-    def _parts(self, packed: Tensor, scale: Tensor | None, form: Format) -> tuple[Tensor, Tensor]:
-        """Codes [groups, bytes] and scales [groups, 4], both uint8."""
-        width = self.group_size * form.bits // 8
-        if scale is None:
-            rows = packed.reshape(-1, width + _SCALE_BYTES)
-            return rows[:, :width], rows[:, width:]
-        return packed.view(torch.uint8).reshape(-1, width), scale.float().reshape(-1, 1).view(torch.uint8)
-
-    def _values(self, codes: Tensor, scales: Tensor, form: Format) -> Tensor:
-        """[groups, group size] in fp32."""
-        scale = scales.contiguous().view(torch.float32)
-        if form.bits == 8:
-            return codes.contiguous().view(torch.float8_e4m3fn).to(torch.float32).mul_(scale)
-        return form.table(codes.device)[unpack(codes, form.bits)].mul_(scale)
-
-
-def _scales(groups: Tensor, form: Format) -> Tensor:
-    """[groups, 1]: what makes the largest of each group the largest of the format; 1 for zeros."""
-    top = groups.abs().amax(1, keepdim=True)
-    scale = top / form.largest
-    smallest = torch.finfo(torch.float32).tiny
-    return torch.where(top > 0, scale.clamp(min=smallest), 1.0)
+        return FloatGroups(FORMATS[bits], self.group_size)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from deepspeed.ops.formats.integers import asymmetric_levels, nearest, stochastic, symmetric_levels
+
 
 @torch.no_grad()
 def ds_quantizer(
@@ -23,21 +25,11 @@ def ds_quantizer(
     if not 1 <= bit_num <= 16:
         raise ValueError(f"bit_num={bit_num}: expected 1 to 16")
     values = input.float().reshape(groups, -1)
-    levels = 2**bit_num
+    rounding = stochastic() if sr else nearest
     if asym:
-        low, high = values.amin(dim=1, keepdim=True), values.amax(dim=1, keepdim=True)
-        step = _step((high - low) / (levels - 1))
-        rounded = _round((values - low) / step, stochastic=sr).clamp(0, levels - 1) * step + low
+        levels, scale, least = asymmetric_levels(values, bit_num, rounding=rounding, from_least=True)
+        rounded = levels * scale + least
     else:
-        step = _step(2 * values.abs().amax(dim=1, keepdim=True) / levels)
-        rounded = _round(values / step, stochastic=sr).clamp(-levels // 2, levels // 2 - 1) * step
+        levels, scale = symmetric_levels(values, bit_num, rounding=rounding)
+        rounded = levels * scale
     return input.copy_(rounded.view_as(input))
-
-
-def _step(size: Tensor) -> Tensor:
-    """1 where a group has only one value, which any step keeps."""
-    return torch.where(size == 0, torch.ones_like(size), size)
-
-
-def _round(values: Tensor, *, stochastic: bool) -> Tensor:
-    return torch.floor(values + torch.rand_like(values)) if stochastic else torch.round(values)

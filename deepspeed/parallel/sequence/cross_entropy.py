@@ -1,8 +1,8 @@
 """Cross-entropy where ranks share the vocabulary, the sequence, or both.
 
 Ranks of a tensor-parallel group have some words of every token of theirs, ranks of a sequence-parallel group all or
-some words of their own tokens. Losses of parts of a vocabulary are those of
-``deepspeed.parallel.tensor.cross_entropy``; here is what concerns the sequence, and the documented interface.
+some words of their own tokens. Losses of parts of a vocabulary are those of `deepspeed.parallel.split_vocabulary`; here
+is what concerns the sequence, and the documented interface.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from torch.autograd.function import once_differentiable
 from deepspeed.base.logging import warning_once
 from deepspeed.base.untraced import untraced
 from deepspeed.comm.collectives import Communicator
-from deepspeed.parallel.sequence.exchange import communicator_of, gather_lengths
-from deepspeed.parallel.sequence.vocabulary import VocabularyPart, vocabulary_part
-from deepspeed.parallel.tensor import cross_entropy as in_parts
+from deepspeed.parallel.sequence.exchange import gather_lengths
+from deepspeed.parallel.split_vocabulary import REDUCTIONS, VocabularyPart, cross_entropy, vocabulary_part
+from deepspeed.parallel.tensor.ranks import communicator_of
 
 __all__ = [
     "VocabParallelCausalLMLoss",
@@ -171,6 +171,8 @@ class VocabParallelCausalLMLoss:
     that is given. The first call finds out and checks which rank has which words; an object serves one head.
 
     ``sp_group`` stays None with an engine of ours, which joins the means of its sequence-parallel ranks itself.
+    ``otherwise``: the model's own loss function, for logits that are whole after all (an evaluation); needs the bounds
+    of the own words, or a call with logits in parts first.
     """
 
     def __init__(
@@ -181,10 +183,12 @@ class VocabParallelCausalLMLoss:
         vocab_end_index: int | None = None,
         ignore_index: int = -100,
         backend: str = "torch",
+        otherwise: Any | None = None,
     ) -> None:
         self.tp_group, self.sp_group = tp_group, sp_group
         self.vocab_start_index, self.vocab_end_index = vocab_start_index, vocab_end_index
         self.ignore_index, self.backend = ignore_index, backend
+        self.otherwise = otherwise
         self._part: VocabularyPart | None = None
 
     def __call__(
@@ -196,6 +200,15 @@ class VocabParallelCausalLMLoss:
         num_items_in_batch: Tensor | int | None = None,
         **kwargs: Any,
     ) -> Tensor:
+        if self.otherwise is not None and self._is_whole(logits):
+            return self.otherwise(
+                logits=logits,
+                labels=labels,
+                vocab_size=vocab_size,
+                shift_labels=shift_labels,
+                num_items_in_batch=num_items_in_batch,
+                **kwargs,
+            )
         if shift_labels is None:
             if labels is None:
                 raise ValueError("a loss needs labels or shift_labels")
@@ -212,6 +225,10 @@ class VocabParallelCausalLMLoss:
         if num_items_in_batch is None:
             return total
         return total / torch.as_tensor(num_items_in_batch, device=total.device).clamp_min(1)
+
+    def _is_whole(self, logits: Tensor) -> bool:
+        start, end = self.vocab_start_index, self.vocab_end_index
+        return start is not None and end is not None and logits.shape[-1] > end - start
 
     def _own_part(self, logits: Tensor) -> VocabularyPart:
         if self._part is None:
@@ -286,7 +303,7 @@ def _replaced(model: Any, loss: VocabParallelCausalLMLoss) -> Any:
 
 def check_reduction(reduction: str, gathers: bool = False) -> None:
     """ValueError: no such reduction, or one of the losses of tokens that are wanted each."""
-    if reduction not in ("mean", "sum", "none"):
+    if reduction not in REDUCTIONS:
         raise ValueError(f"reduction={reduction!r}: must be 'mean', 'sum' or 'none'")
     if gathers and reduction != "none":
         raise ValueError(f"gather_sequence_loss needs reduction='none', not {reduction!r}")
@@ -295,9 +312,7 @@ def check_reduction(reduction: str, gathers: bool = False) -> None:
 def _losses(logits: Tensor, target: Tensor, part: VocabularyPart, ignore_index: int) -> Tensor:
     words = target.long()
     part.check(words, ignore_index)
-    return in_parts.vocab_parallel_cross_entropy(
-        logits, words, part.group, run=part.run, ignore_index=ignore_index, reduction="none"
-    )
+    return cross_entropy(logits, words, part, ignore_index=ignore_index, reduction="none")
 
 
 def reduced(losses: Tensor, chosen: Tensor, reduction: str, sp_group: Any) -> Tensor:

@@ -16,10 +16,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 
 from deepspeed.base.untraced import untraced
-from deepspeed.comm.collectives import Communicator
 from deepspeed.parallel.sequence.cross_entropy import check_reduction, reduced
-from deepspeed.parallel.sequence.vocabulary import vocabulary_part
-from deepspeed.parallel.tensor.cross_entropy import row_runs
+from deepspeed.parallel.split_vocabulary import VocabularyPart, row_runs, vocabulary_part
 
 __all__ = ["vocab_parallel_linear_cross_entropy"]
 
@@ -71,7 +69,7 @@ def vocab_parallel_linear_cross_entropy(
     part.check(labels, ignore_index)
     tokens = labels.numel()
     words = hidden.shape[-1] if chunk_size is None else part.own * chunk_size // max(1, tokens)
-    task = _Task(part.group, part.first, max(1, words), _product_dtype(hidden, weight))
+    task = _Task(part, max(1, words), _product_dtype(hidden, weight))
     with torch.autocast(hidden.device.type, enabled=False):
         losses: Tensor = _LinearCrossEntropy.apply(  # pyright: ignore[reportAssignmentType]
             hidden.reshape(tokens, hidden.shape[-1]), weight, bias, labels, labels != ignore_index, task
@@ -87,9 +85,7 @@ def _product_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
 
 
 class _Task(NamedTuple):
-    group: Communicator
-    first: int
-    """The first of the own words."""
+    part: VocabularyPart
     words: int
     """At most so many have logits at a time."""
     dtype: torch.dtype
@@ -104,12 +100,6 @@ class _Task(NamedTuple):
         bias = None if bias is None else bias.to(self.dtype)
         made = linear(hidden, weight.to(self.dtype), bias)
         return made.to(self.wide)
-
-    def places(self, labels: Tensor, part: slice) -> tuple[Tensor, Tensor]:
-        """Which labels are among these own words, and where (0 for others)."""
-        place = labels - (self.first + part.start)
-        inside = (place >= 0) & (place < part.stop - part.start)
-        return inside, torch.where(inside, place, 0)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -131,16 +121,16 @@ class _LinearCrossEntropy(torch.autograd.Function):
         for part in row_runs(len(weight), task.words):
             logits = task.logits(inputs, weight[part], None if bias is None else bias[part])
             higher = torch.maximum(top, logits.amax(-1))
-            inside, place = task.places(labels, part)
+            inside, place = task.part.columns(labels, run=part)
             own = torch.where(inside, logits.gather(1, place[:, None]).squeeze(1), own)
             origin = higher.masked_fill(higher == -torch.inf, 0)  # nothing but excluded words so far
             total = total * (top - origin).exp() + logits.sub_(origin[:, None]).exp_().sum(-1)
             top = higher
         highest = top.clone()
-        task.group.all_reduce_max(highest).wait()
-        among, _ = task.places(labels, slice(0, len(weight)))
+        task.part.group.all_reduce_max(highest).wait()
+        among, _ = task.part.columns(labels)
         sums = torch.stack([total * (top - highest).exp(), torch.where(among, own - highest, 0)])
-        task.group.all_reduce(sums).wait()
+        task.part.group.all_reduce(sums).wait()
         log_total = sums[0].log()
         ctx.save_for_backward(hidden, weight, bias, labels, chosen, highest, log_total)
         ctx.task = task
@@ -161,7 +151,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             logits = task.logits(inputs, weight[part], None if bias is None else bias[part])
             wide = logits.sub_(highest[:, None]).sub_(log_total[:, None]).exp_().mul_(grad)
             wide.masked_fill_(~chosen[:, None], 0.0)  # a token without any word has no probabilities
-            inside, place = task.places(labels, part)
+            inside, place = task.part.columns(labels, run=part)
             wide.scatter_add_(1, place[:, None], torch.where(inside[:, None], -grad, 0))
             if of_bias is not None:
                 of_bias[part] = wide.sum(0)
@@ -172,5 +162,5 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 of_hidden += narrow @ weight[part].to(task.dtype)  # summed in fp32
         if not ctx.needs_input_grad[0]:
             return None, of_weight, of_bias, None, None, None
-        task.group.all_reduce(of_hidden).wait()
+        task.part.group.all_reduce(of_hidden).wait()
         return of_hidden.to(hidden.dtype), of_weight, of_bias, None, None, None

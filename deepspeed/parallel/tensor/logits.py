@@ -2,7 +2,7 @@
 
 The head of an unchanged model returns them while it trains. To the code of the model they have the shape of the whole
 logits: casts, scaling, capping, views and slices of positions work on the own part, and cross-entropy sums over ranks
-(``vocab_parallel_cross_entropy``). Whatever else reads them gets the whole logits, gathered then: a collective, so
+(`deepspeed.parallel.split_vocabulary`). Whatever else reads them gets the whole logits, gathered then: a collective, so
 that all ranks have to do the same with them.
 """
 
@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map
 
 from deepspeed.comm.collectives import Communicator
 from deepspeed.parallel.sequence.tiled.lazy_logits import FACTS, POINTWISE, picks_positions
-from deepspeed.parallel.tensor.cross_entropy import vocab_parallel_cross_entropy
+from deepspeed.parallel.split_vocabulary import VocabularyPart, cross_entropy
 from deepspeed.parallel.tensor.cuts import Cut
 from deepspeed.parallel.tensor.mappings import gather_from
 
@@ -210,11 +210,10 @@ def _cross_entropy(
     usual = weight is None and size_average is None and reduce is None and not target.is_floating_point()
     if not usual or logits.local.ndim != 2 or target.ndim != 1:
         return None
-    loss = vocab_parallel_cross_entropy(
+    loss = cross_entropy(
         logits.local,
         target,
-        logits.group,
-        cut=logits.cut,
+        VocabularyPart.of_cut(logits.cut, logits.group),
         ignore_index=ignore_index,
         label_smoothing=label_smoothing,
         reduction=reduction,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch.nn import functional
 from deepspeed.base.accelerator import get_accelerator
 from deepspeed.base.sharded import is_zero_param
 from deepspeed.config.sections.linear import QuantizationConfig
+from deepspeed.ops.formats.linear import frozen_linear as product_of_frozen
 from deepspeed.ops.fp_quantizer import FP_Quantize, Quantizer
 from deepspeed.zero.gathering.gathered import GatheredParameters
 
@@ -127,31 +129,16 @@ def _restored(
     return made
 
 
-class _FrozenLinear(torch.autograd.Function):
-    """``input @ weight.T`` for a weight that is fetched (dequantized) again in backward instead of kept."""
-
-    @staticmethod
-    def forward(ctx: Any, input: Tensor, weight: nn.Parameter) -> Tensor:
-        ctx.weight = weight
-        return functional.linear(input, _values(weight, input))
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        (grad,) = grads
-        return grad @ _values(ctx.weight, grad), None
-
-
 def _values(weight: nn.Parameter, like: Tensor) -> Tensor:
     own = weight.values_on(like.device) if isinstance(weight, QuantizedParameter) else weight.detach()
     return own.to(like.device, like.dtype)
 
 
 def frozen_linear(input: Tensor, weight: nn.Parameter, bias: Tensor | None = None) -> Tensor:
-    """A linear layer whose weight is frozen: quantized, in host memory, both or neither. Backward keeps nothing that
-    was made for the product."""
+    """A linear layer whose weight is frozen: quantized, in host memory, both or neither."""
     if not isinstance(weight, QuantizedParameter) and weight.device == input.device:
         return functional.linear(input, weight, bias)
-    out = _FrozenLinear.apply(input, weight)
+    out = product_of_frozen(input, partial(_values, weight))
     return out if bias is None else out + bias
 
 
@@ -186,7 +173,16 @@ def quantized_loaded(value: Any, config: QuantizationConfig | None) -> Any:
     return made
 
 
-class QuantizedLinear(nn.Linear):
+class FrozenLinear(nn.Linear):
+    """A linear layer whose weight is frozen, and may be a `QuantizedParameter`."""
+
+    weight: nn.Parameter
+
+    def forward(self, input: Tensor) -> Tensor:
+        return frozen_linear(input, self.weight, self.bias)
+
+
+class QuantizedLinear(FrozenLinear):
     """A linear layer whose weight is a `QuantizedParameter`.
 
     Its state dict has the quantized weight; loading takes that, or floating-point values [outputs, inputs].
@@ -208,16 +204,13 @@ class QuantizedLinear(nn.Linear):
     ) -> None:
         super().__init__(input_dim, output_dim, bias=bias, dtype=dtype)
         self.quantization_config = quantization_config or QuantizationConfig()
-        self.weight: nn.Parameter = quantized(self.weight.data, quantization_config)
+        self.weight = quantized(self.weight.data, quantization_config)
         self.register_load_state_dict_pre_hook(quantize_loaded)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "weight" and "quantization_config" in self.__dict__:
             value = quantized_loaded(value, self.quantization_config)
         super().__setattr__(name, value)
-
-    def forward(self, input: Tensor) -> Tensor:
-        return frozen_linear(input, self.weight, self.bias)
 
 
 def quantize_loaded(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:

@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
+from deepspeed.ops.formats.linear import frozen_linear
 from deepspeed.transforms.weight_quantization.utils import (
-    DeQuantizer,
-    Quantizer,
+    GroupwiseDequantizer,
+    GroupwiseQuantizer,
     concat_to_compat_param,
     parts_of_param,
 )
@@ -23,7 +23,9 @@ from deepspeed.transforms.weight_quantization.utils import (
 __all__ = ["QuantizedEmbedding", "QuantizedLinear", "get_quantize_weight_fn", "get_quantized_weight_wrapper"]
 
 
-def get_quantize_weight_fn(quantizer: Quantizer, pre_quant_weight: nn.Parameter) -> Callable[[], Tensor]:
+def get_quantize_weight_fn(
+    quantizer: GroupwiseQuantizer, pre_quant_weight: nn.Parameter
+) -> Callable[[], Tensor]:
     """A function that gives the weight's bytes."""
 
     def quantized() -> Tensor:
@@ -62,16 +64,18 @@ class _Stored(nn.Module):
         self.register_buffer(
             "like", torch.empty(0, dtype=weight.dtype, device=weight.device), persistent=False
         )
-        made = get_quantized_weight_wrapper(layer, weight, get_quantize_weight_fn(Quantizer(config), weight))
+        made = get_quantized_weight_wrapper(
+            layer, weight, get_quantize_weight_fn(GroupwiseQuantizer(config), weight)
+        )
         self._parameters["weight"] = made
 
     def values(self, dtype: torch.dtype | None = None) -> Tensor:
         """The weight in its own shape, made anew."""
         parts = parts_of_param(self.weight.detach(), self.config, self.full_shape, self.kept)
-        return DeQuantizer(self.config, dtype or self.like.dtype).dequantize(*parts)
+        return GroupwiseDequantizer(self.config, dtype or self.like.dtype).dequantize(*parts)
 
 
-class QuantizedLinear(_Stored, nn.Linear):
+class GroupwiseLinear(_Stored, nn.Linear):
     """In the place of ``pre_quant_layer``; its bias is the same. ValueError: groups do not divide the weight."""
 
     def __init__(self, config: dict[str, Any], pre_quant_layer: nn.Linear) -> None:
@@ -82,10 +86,13 @@ class QuantizedLinear(_Stored, nn.Linear):
         self.train(pre_quant_layer.training)
 
     def forward(self, input: Tensor) -> Tensor:
-        return functional.linear(input, self.values(input.dtype), self.bias)
+        return frozen_linear(input, self._values_for, self.bias)
+
+    def _values_for(self, like: Tensor) -> Tensor:
+        return self.values(like.dtype)
 
 
-class QuantizedEmbedding(_Stored, nn.Embedding):
+class GroupwiseEmbedding(_Stored, nn.Embedding):
     """In the place of ``pre_quant_layer``. ValueError: groups do not divide the weight."""
 
     def __init__(self, config: dict[str, Any], pre_quant_layer: nn.Embedding) -> None:
@@ -103,7 +110,12 @@ class QuantizedEmbedding(_Stored, nn.Embedding):
     def _rows(self, tokens: Tensor) -> Tensor:
         """Only what is looked up becomes values, if a row's groups are its own."""
         words, scale, least = parts_of_param(self.weight.detach(), self.config, self.full_shape, self.kept)
-        maker = DeQuantizer(self.config, self.like.dtype)
+        maker = GroupwiseDequantizer(self.config, self.like.dtype)
         if maker.grouping.group_dim % 2 == 0:
             return maker.dequantize(words, scale, least)[tokens]
         return maker.dequantize(words[tokens], scale[tokens], least[tokens])
+
+
+QuantizedLinear, QuantizedEmbedding = GroupwiseLinear, GroupwiseEmbedding
+"""The documented names. (`deepspeed.transforms.lora` has another documented ``QuantizedLinear``: made of sizes, with a
+weight of few-bit floating-point numbers. Both are products by ``ops/formats/linear.py``.)"""

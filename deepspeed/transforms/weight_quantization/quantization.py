@@ -11,12 +11,12 @@ from deepspeed.base.sharded import full_shape
 from deepspeed.config.plan import Plan
 from deepspeed.config.problems import DeepSpeedConfigError
 from deepspeed.config.sections.compression import WeightQuantConfig
-from deepspeed.transforms.weight_quantization.layers import QuantizedEmbedding, QuantizedLinear
+from deepspeed.transforms.weight_quantization.layers import GroupwiseEmbedding, GroupwiseLinear
 from deepspeed.transforms.weight_quantization.utils import Grouping, recursive_setattr
 from deepspeed.zero.gathering.gathered import GatheredParameters
 
 SECTION = "weight_quantization"
-_KINDS = (QuantizedLinear, QuantizedEmbedding)
+_KINDS = (GroupwiseLinear, GroupwiseEmbedding)
 
 
 class Context(Protocol):
@@ -76,7 +76,7 @@ def quantize_layers(
         if not fits:
             left.append(path)
             continue
-        kind: Any = QuantizedLinear if isinstance(layer, nn.Linear) else QuantizedEmbedding
+        kind: Any = GroupwiseLinear if isinstance(layer, nn.Linear) else GroupwiseEmbedding
         with GatheredParameters([weight]) if context is None else context.whole(weight):
             made = kind(chosen, layer)
             before += weight.nbytes

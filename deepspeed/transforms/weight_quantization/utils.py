@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from deepspeed.base.module_utils import keep_hooks
+from deepspeed.ops.formats.integers import levels_above
+from deepspeed.ops.formats.packing import pack_bits, unpack_bits
 
 ALIGN = 64
 """Bytes: where parts of a joined parameter start."""
@@ -57,7 +59,7 @@ class Grouping:
         return dim + 1, (*shape[:dim], shape[dim] // size, size, *shape[dim + 1 :])
 
 
-class Quantizer:
+class GroupwiseQuantizer:
     """``config``: ``num_bits``, ``group_size``, ``group_dim``, ``symmetric``. ValueError: see ``Grouping.of``."""
 
     def __init__(self, config: dict[str, Any]) -> None:
@@ -80,31 +82,22 @@ class Quantizer:
             )
         dim, shape = grouping.split(tensor.shape)
         grouped = tensor.detach().reshape(shape).float()
-        levels = 2**grouping.num_bits - 1
         if grouping.symmetric:
             middle = 2 ** (grouping.num_bits - 1)
             scale = grouped.abs().amax(dim, keepdim=True) / (middle - 1)
             least = -scale * middle
         else:
             least = grouped.amin(dim, keepdim=True)
-            scale = (grouped.amax(dim, keepdim=True) - least) / levels
+            scale = (grouped.amax(dim, keepdim=True) - least) / (2**grouping.num_bits - 1)
         kept = torch.float16 if tensor.dtype is torch.float16 else torch.float32
         scale, least = scale.to(kept), least.to(kept)
-        divisor = torch.where(scale == 0, torch.ones_like(scale), scale).float()
-        whole = tensor_clamp(tensor_round((grouped - least.float()) / divisor), 0, levels).to(torch.uint8)
-        return self._in_bytes(whole, dim, tensor.shape), scale, least
-
-    def _in_bytes(self, whole: Tensor, dim: int, shape: torch.Size) -> Tensor:
-        if self.grouping.num_bits == 8:
-            return whole.reshape(shape)
-        low, high = whole.unflatten(dim, (-1, 2)).unbind(dim + 1)
-        half = list(shape)
-        half[self.grouping.group_dim] //= 2
-        return (low | (high << 4)).reshape(half)
+        levels = levels_above(grouped, grouping.num_bits, scale.float(), least.float()).to(torch.uint8)
+        packed = pack_bits(levels, grouping.num_bits, dim)
+        return packed.flatten(dim - 1, dim), scale, least
 
 
-class DeQuantizer:
-    """``config``: as of the ``Quantizer``. ``dtype``: of the values."""
+class GroupwiseDequantizer:
+    """``config``: as of the ``GroupwiseQuantizer``. ``dtype``: of the values."""
 
     def __init__(self, config: dict[str, Any], dtype: torch.dtype) -> None:
         self.config = config
@@ -114,16 +107,14 @@ class DeQuantizer:
     def dequantize(self, tensor: Tensor, quant_scale: Tensor, quant_min: Tensor) -> Tensor:
         """The values, in the shape that was quantized."""
         grouping = self.grouping
-        shape = list(tensor.shape)
-        per_byte = 8 // grouping.num_bits
-        dim, grouped = grouping.split(tensor.shape, grouping.group_size // per_byte)
-        whole = tensor.reshape(grouped)
-        if per_byte == 2:
-            whole = torch.stack((whole & 15, whole >> 4), dim + 1).flatten(dim, dim + 1)
-            shape[grouping.group_dim] *= 2
-        return (
-            torch.addcmul(quant_min.float(), whole.float(), quant_scale.float()).to(self.dtype).reshape(shape)
-        )
+        dim, grouped = grouping.split(tensor.shape, grouping.group_size * grouping.num_bits // 8)
+        levels = unpack_bits(tensor.reshape(grouped), grouping.num_bits, dim=dim).float()
+        values = torch.addcmul(quant_min.float(), levels, quant_scale.float()).to(self.dtype)
+        return values.flatten(dim - 1, dim)
+
+
+Quantizer, DeQuantizer = GroupwiseQuantizer, GroupwiseDequantizer
+"""The documented names."""
 
 
 def tensor_clamp(tensor: Tensor, min: float, max: float) -> Tensor:

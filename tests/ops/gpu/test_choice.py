@@ -25,12 +25,12 @@ def _given(*shapes: tuple[int, ...], device: str, grad: bool = False) -> list[Te
 
 
 def integer_weights(device: str) -> list[Tensor]:
-    from deepspeed.inference.kernels import QuantizedLinear
+    from deepspeed.inference.kernels import IntegerLinear
     from deepspeed.ops.small_product import QuantizedMatrix
 
     x, weight, bias = _given((3, 200), (40, 200), (40,), device=device)
     layers = [
-        QuantizedLinear(QuantizedMatrix.of(weight, bits), bias, torch.float32).to(device) for bits in (8, 4)
+        IntegerLinear(QuantizedMatrix.of(weight, bits), bias, torch.float32).to(device) for bits in (8, 4)
     ]
     with torch.no_grad():
         return [layer(x) for layer in layers]

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from deepspeed.ops.adam.compact_adam import CompactAdam
-from deepspeed.ops.formats.small_floats import FORMATS, unpack
+from deepspeed.ops.formats.packing import unpack_bits
+from deepspeed.ops.formats.small_floats import FORMATS
 from deepspeed.ops.fp_quantizer import FP_Quantize
 from tests.ops.gpu.triton_kit import built, compiling, interpreted
 
@@ -71,7 +72,7 @@ def test_every_code_of_a_small_float(bits: int) -> None:
     else:
         words = sum(codes.view(-1, 24 // bits)[:, i] << (bits * i) for i in range(24 // bits))
         packed = torch.stack([words & 255, words >> 8 & 255, words >> 16], 1).to(torch.uint8)
-    assert torch.equal(unpack(packed.view(1, -1), bits)[0].long(), codes)
+    assert torch.equal(unpack_bits(packed.view(1, -1), bits)[0].long(), codes)
     out = torch.empty(2**bits)
     small_floats.decode(packed, torch.ones(1, 1), out, 2**bits, form.exponent, form.mantissa, form.codes)
     torch.testing.assert_close(out, form.table(torch.device("cpu")), rtol=0, atol=0, equal_nan=True)

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from deepspeed.comm.collectives import Communicator
 from deepspeed.comm.mesh import ProcessMesh
-from deepspeed.parallel.tensor.cross_entropy import vocab_parallel_cross_entropy
+from deepspeed.parallel.split_vocabulary import VocabularyPart, cross_entropy
 from deepspeed.parallel.tensor.cuts import Cut
 from deepspeed.parallel.tensor.embedding import VocabParallelEmbedding
 from deepspeed.parallel.tensor.layers import LinearAllreduce, LinearLayer, communicator_of
@@ -164,9 +164,9 @@ def split(
     )
     if sequence is not None:
         sum_gradients(model.norm, group)
-    cut = model.head.cut
-    model.loss = lambda logits, labels: vocab_parallel_cross_entropy(  # type: ignore[method-assign]
-        logits, labels, group, cut=cut.along(-1), label_smoothing=0.1, chunk_numel=64
+    part = VocabularyPart.of_cut(model.head.cut, group)
+    model.loss = lambda logits, labels: cross_entropy(  # type: ignore[method-assign]
+        logits, labels, part, label_smoothing=0.1, chunk_numel=64
     )
     return model
 

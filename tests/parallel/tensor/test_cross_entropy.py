@@ -8,11 +8,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from deepspeed.comm.collectives import Communicator
-from deepspeed.parallel.tensor.cross_entropy import (
-    VocabParallelCausalLMLoss,
-    VocabParallelCrossEntropy,
-    vocab_parallel_cross_entropy,
-)
+from deepspeed.parallel.sequence.cross_entropy import VocabParallelCausalLMLoss
+from deepspeed.parallel.split_vocabulary import VocabularyPart, cross_entropy, vocabulary_part
 from deepspeed.parallel.tensor.cuts import Cut
 from tests.parallel.tensor.blocks import tensor_parallel
 from tests.pool import distributed
@@ -48,8 +45,9 @@ def test_equals_torchs(vocabulary: int) -> None:
         (grad,) = torch.autograd.grad((weights * expected).sum(), logits)
         own = cut.take(logits.detach(), group.rank).clone().requires_grad_()
         group.reset_counters()
-        found = vocab_parallel_cross_entropy(
-            own, targets, group, cut=cut, label_smoothing=smoothing, reduction=reduction, chunk_numel=8
+        part = VocabularyPart.of_cut(cut, group)
+        found = cross_entropy(
+            own, targets, part, label_smoothing=smoothing, reduction=reduction, chunk_numel=8
         )
         assert group.collectives == {"all_reduce_max": 1, "all_reduce": 1}
         assert group.bytes_sent <= 2 * 15 * 4 * 4  # four numbers per token
@@ -59,34 +57,42 @@ def test_equals_torchs(vocabulary: int) -> None:
 
 
 @distributed(world_size=2)
-def test_modules_and_16_bit() -> None:
+def test_causal_loss_and_16_bit() -> None:
     group = tensor_parallel().communicator("tp")
     logits, targets = whole(10)
     part = logits.chunk(2, -1)[group.rank].clone().bfloat16().requires_grad_()
-    loss = VocabParallelCrossEntropy(group.group, label_smoothing=0.1)(part, targets)
+    words = vocabulary_part(5, group.group, device=part.device)
+    loss = cross_entropy(part, targets, words, label_smoothing=0.1)
     expected = torchs(logits.bfloat16().float(), targets, 0.1, "mean")
     torch.testing.assert_close(loss, expected, **CLOSE)
     (grad,) = torch.autograd.grad(loss, part)
     assert grad.dtype == torch.bfloat16
 
-    causal = VocabParallelCausalLMLoss(group, Cut.even(-1, 10, 2), otherwise=lambda logits, **_: logits.sum())
+    causal = VocabParallelCausalLMLoss(group, otherwise=lambda logits, **_: logits.sum())
     shifted = functional.cross_entropy(
         logits.bfloat16().float()[:, :-1].flatten(0, 1), targets[:, 1:].flatten(), reduction="sum"
     )
     found = causal(part, targets, vocab_size=10, num_items_in_batch=torch.tensor(7))
     torch.testing.assert_close(found, shifted / 7, **CLOSE)
     assert causal(logits, targets).item() == logits.sum().item()  # whole ones
+    low = 5 * group.rank
+    told = VocabParallelCausalLMLoss(
+        group, vocab_start_index=low, vocab_end_index=low + 5, otherwise=causal.otherwise
+    )
+    assert told(logits, targets).item() == logits.sum().item()  # also at first
 
 
 def test_mistakes_and_one_rank() -> None:
     logits, targets = whole(6)
-    alone = Communicator(None)
-    torch.testing.assert_close(
-        vocab_parallel_cross_entropy(logits, targets, None), torchs(logits, targets, 0.0, "mean")
-    )
+    alone = VocabularyPart(Communicator(None), 0, 6, 6)
+    torch.testing.assert_close(cross_entropy(logits, targets, alone), torchs(logits, targets, 0.0, "mean"))
     with pytest.raises(ValueError, match="reduction='max'"):
-        vocab_parallel_cross_entropy(logits, targets, alone, reduction="max")
+        cross_entropy(logits, targets, alone, reduction="max")
     with pytest.raises(ValueError, match="do not fit"):
-        vocab_parallel_cross_entropy(logits, targets[0], alone)
+        cross_entropy(logits, targets[0], alone)
+    with pytest.raises(ValueError, match="this rank has 6 words"):
+        cross_entropy(logits[..., :5], targets, alone)
+    with pytest.raises(ValueError, match="one run of the vocabulary"):
+        VocabularyPart.of_cut(Cut.even(-1, 6, 2), Communicator(None))
     with pytest.raises(IndexError, match="target 6 is outside the vocabulary of 6"):
-        vocab_parallel_cross_entropy(logits, targets.clamp_min(6), alone)
+        cross_entropy(logits, targets.clamp_min(6), alone)

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 from deepspeed.ops.formats.codecs import BlockCodec
+from deepspeed.ops.formats.integers import asymmetric_levels, divisors, symmetric_levels
+from deepspeed.ops.formats.packing import pack_bits, unpack_bits
 
 __all__ = [
     "Asymmetric",
@@ -137,9 +139,8 @@ def dequantize_int4_to_half_experimental(
     data_in: Tensor, scale_buffer: Tensor, min_val_buffer: Tensor, num_group: int, group_size: int
 ) -> Tensor:
     """The same for codes of 4 bits, two to a byte, the first in its *upper* half."""
-    data = data_in.view(torch.uint8).reshape(-1)
-    codes = torch.stack([data >> 4, data & 15], dim=-1).view(num_group, group_size)
-    return _from_least(codes, scale_buffer, min_val_buffer)
+    halves = unpack_bits(data_in.view(torch.uint8).reshape(-1, 1), 4).flip(-1)
+    return _from_least(halves.reshape(num_group, group_size), scale_buffer, min_val_buffer)
 
 
 class CUDAQuantizer:
@@ -173,15 +174,14 @@ def _encoded(values: Tensor, groups: int, bits: int, kind: QuantizationType) -> 
         return codes.contiguous().view(torch.int8), packets[:, :_SCALE_BYTES].contiguous().view(torch.float32)
     wide = rows.float()
     if kind is Symmetric:  # the codec takes even numbers only
-        scale = wide.abs().amax(1, keepdim=True) / 127
-        return (wide / torch.where(scale > 0, scale, 1.0)).round().clamp(-127, 127).to(torch.int8), scale
-    low, high = wide.amin(1, keepdim=True), wide.amax(1, keepdim=True)
-    scale = (high - low) / (2**bits - 1)
-    scale = torch.where(scale == 0, torch.ones_like(scale), scale)  # one value only, which any step keeps
+        levels, scale = symmetric_levels(wide, bits, narrow=True)
+        return levels.to(torch.int8), scale
+    levels, scale, low = asymmetric_levels(wide, bits, from_least=True)
+    scale = divisors(scale)  # one value only, which any step keeps
     half = 2 ** (bits - 1)
-    codes = (((wide - low) / scale).round() - half).clamp(-half, half - 1).to(torch.int8)
+    codes = levels.sub_(half).to(torch.int8)
     if bits == 4:
-        codes = codes[:, 0::2].bitwise_and(15) | (codes[:, 1::2] << 4)
+        codes = pack_bits(codes.view(torch.uint8) & 15, 4).view(torch.int8)
     return codes, torch.cat([scale, low + half * scale], dim=1)
 
 

@@ -1,0 +1,34 @@
+"""Products with frozen weights that are stored in few bits, in host memory, or both."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+
+def frozen_linear(input: Tensor, values: Callable[[Tensor], Tensor], bias: Tensor | None = None) -> Tensor:
+    """``functional.linear`` [.., outputs] of a weight that gets no gradient.
+
+    ``values``: gives the weight [outputs, inputs] in the dtype and on the device of a tensor. It is called again in
+    backward, so nothing that was made for the product is kept until then.
+    """
+    if not (torch.is_grad_enabled() and input.requires_grad):
+        return functional.linear(input, values(input), bias)
+    return _FrozenLinear.apply(input, values, bias)  # pyright: ignore[reportReturnType]
+
+
+class _FrozenLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, values: Callable[[Tensor], Tensor], bias: Tensor | None) -> Tensor:
+        ctx.values = values
+        return functional.linear(input, values(input), bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (grad,) = grads
+        of_bias = grad.reshape(-1, grad.shape[-1]).sum(0) if ctx.needs_input_grad[2] else None
+        return grad @ ctx.values(grad), None, of_bias

@@ -1,0 +1,63 @@
+"""Codes of 1 to 12 bits in bytes, one behind the other: the first in the lowest bits of the first byte."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+
+def pack_bits(codes: Tensor, bits: int, dim: int = -1) -> Tensor:
+    """uint8 with ``ceil(n * bits / 8)`` bytes along ``dim``, for the ``n`` integers below 2 to the power of ``bits``
+    that ``codes`` has there."""
+    if bits == 8:
+        return codes.to(torch.uint8)
+    dim, count = dim % codes.dim(), codes.shape[dim]
+    word = math.lcm(bits, 8)
+    if word > 8:
+        codes = codes.to(_holding(word))
+    each = _parts(codes, dim, word // bits)
+    words = each[0].clone()
+    for number, part in enumerate(each[1:], 1):
+        words |= part << (bits * number)
+    if word == 8:
+        return words.to(torch.uint8)
+    return _joined([(words >> shift) & 255 for shift in range(0, word, 8)], dim, -(-count * bits // 8)).to(
+        torch.uint8
+    )
+
+
+def unpack_bits(packed: Tensor, bits: int, count: int | None = None, dim: int = -1) -> Tensor:
+    """The opposite of `pack_bits`: ``count`` codes along ``dim`` (by default as many as there is room for), uint8, or
+    int32 for more than 8 bits."""
+    dim = dim % packed.dim()
+    if count is None:
+        count = packed.shape[dim] * 8 // bits
+    if bits == 8:
+        return packed.narrow(dim, 0, count)
+    word = math.lcm(bits, 8)
+    words = packed
+    if word > 8:
+        words, *others = _parts(packed.to(_holding(word)), dim, word // 8)
+        for number, part in enumerate(others, 1):
+            words = words | part << (8 * number)
+    mask = (1 << bits) - 1
+    codes = _joined([(words >> shift) & mask for shift in range(0, word, bits)], dim, count)
+    return codes.to(torch.uint8 if bits < 8 else torch.int32)
+
+
+def _holding(bits: int) -> torch.dtype:
+    return torch.int32 if bits < 32 else torch.int64
+
+
+def _parts(values: Tensor, dim: int, each: int) -> tuple[Tensor, ...]:
+    """Every ``each``-th along ``dim``, from the first, the second and so on; zeros at the end."""
+    if missing := -values.shape[dim] % each:
+        values = functional.pad(values, [0, 0] * (values.dim() - 1 - dim) + [0, missing])
+    return values.unflatten(dim, (-1, each)).unbind(dim + 1)
+
+
+def _joined(parts: list[Tensor], dim: int, count: int) -> Tensor:
+    return torch.stack(parts, dim + 1).flatten(dim, dim + 1).narrow(dim, 0, count)
