@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 
 class Tokenizer(Protocol):
+    """``specials``: the tokens that ``decode`` leaves out, and their texts."""
+
+    @property
+    def specials(self) -> Mapping[int, str]: ...
+
     def encode(self, text: str) -> list[int]: ...
     def decode(self, tokens: list[int]) -> str: ...
     def chat(self, messages: Sequence[dict[str, Any]]) -> list[int]: ...
@@ -21,6 +26,7 @@ class HuggingFaceTokenizer:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
+        self.specials = self._left_out()
         self._lock = threading.Lock()  # encoding sets what it pads and cuts in the tokenizer
 
     def encode(self, text: str) -> list[int]:
@@ -28,7 +34,8 @@ class HuggingFaceTokenizer:
             return list(self._tokenizer.encode(text))
 
     def decode(self, tokens: list[int]) -> str:
-        return self._tokenizer.decode(tokens, skip_special_tokens=True)
+        # Cleaning up would take back spaces that have been sent.
+        return self._tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
     def chat(self, messages: Sequence[dict[str, Any]]) -> list[int]:
         if not getattr(self._tokenizer, "chat_template", None):
@@ -41,3 +48,11 @@ class HuggingFaceTokenizer:
             raise ValueError(f"the chat template refuses the messages: {error}") from error
         with self._lock:
             return list(self._tokenizer.encode(text, add_special_tokens=False))
+
+    def _left_out(self) -> dict[int, str]:
+        known = self._tokenizer
+        added = {token: each.content for token, each in known.added_tokens_decoder.items() if each.special}
+        named = {token: known.convert_ids_to_tokens(token) for token in known.all_special_ids}
+        return {
+            token: text for token, text in {**named, **added}.items() if text and not self.decode([token])
+        }
