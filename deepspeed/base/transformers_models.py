@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 
 def text_config(config: Any) -> Any:
     """The part of a model's config that describes its language model; ``config`` itself where it has no parts."""
     return config.get_text_config() if hasattr(config, "get_text_config") else config
+
+
+def why_not_loaded(name: str, error: OSError) -> str:
+    """What to say of ``from_pretrained(name)`` that raised ``error``: Transformers takes each name that is no folder
+    for one of the hub, also a path, and speaks of its form."""
+    path = Path(name)
+    if path.is_dir():
+        return str(error)
+    if path.exists():
+        return "it is a file: give the folder that it is in"
+    if re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name):
+        return f"no such folder; as a name on the hub: {str(error).splitlines()[0]}"
+    return "no such folder"
 
 
 def attention_registries(purpose: str) -> tuple[Any, Any]:

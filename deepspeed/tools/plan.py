@@ -19,6 +19,7 @@ from torch import nn
 from deepspeed.base.accelerator import get_accelerator
 from deepspeed.base.extras import install_hint
 from deepspeed.base.tool_arguments import ArgumentParser, ends_quietly, positive
+from deepspeed.base.transformers_models import why_not_loaded
 from deepspeed.config.axes import axes_of
 from deepspeed.config.plan import make_plan
 from deepspeed.config.problems import DeepSpeedConfigError
@@ -342,7 +343,8 @@ def _from_hugging_face(name: str, dtype: torch.dtype) -> nn.Module:
     try:
         config = transformers.AutoConfig.from_pretrained(path.parent if path.name == "config.json" else name)
     except (OSError, ValueError) as error:
-        raise ModelError(f"--model {name}: {error}") from error
+        why = why_not_loaded(name, error) if isinstance(error, OSError) else error
+        raise ModelError(f"--model {name}: {why}") from error
     with torch.device("meta"):
         return _class_for(transformers, config)(config, dtype)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import ipaddress
 import os
 import signal
 import sys
@@ -14,12 +13,15 @@ from typing import Any
 import torch
 
 from deepspeed.base.extras import install_hint
+from deepspeed.base.logging import report
 from deepspeed.base.tool_arguments import ends_quietly
+from deepspeed.base.transformers_models import why_not_loaded
 from deepspeed.inference.entry import init_inference
 from deepspeed.inference.generation.generator import Generator
 from deepspeed.inference.serving.commands import Alone, Among
 from deepspeed.inference.serving.service import Service
 from deepspeed.inference.serving.tokenizers import HuggingFaceTokenizer
+from deepspeed.observe.live.access import check_token, is_local
 
 TOKEN_VARIABLE = "DS_SERVE_TOKEN"
 
@@ -36,16 +38,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         service, tokenizer, generator, leads = build(args)
     # Transformers' for a model that is not there, ours for what does not fit.
     except (OSError, ValueError) as error:
-        print(f"ds serve: {args.model}: {error}", file=sys.stderr)
+        why = why_not_loaded(args.model, error) if isinstance(error, OSError) else error
+        print(f"ds serve: {args.model}: {why}", file=sys.stderr)
         return 2
     if not leads:
         # The first rank finishes answers, and says when it ends.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         service.follow()
         return 0
-    import uvicorn
+    return _serve(args, service, tokenizer, generator)
 
-    from deepspeed.inference.serving.app import ServerSettings, make_app
+
+def _serve(
+    args: argparse.Namespace, service: Service, tokenizer: HuggingFaceTokenizer, generator: Generator
+) -> int:
+    """On the rank that hears clients."""
+    from deepspeed.inference.serving.app import ServerSettings, endpoints, make_app
+    from deepspeed.inference.serving.listening import make_listener
 
     settings = ServerSettings(
         model=args.name or args.model,
@@ -56,17 +65,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     signal.signal(signal.SIGTERM, _end)  # uvicorn sends it again when all connections are closed
     app = make_app(service.start(), tokenizer, settings)
-    gc.freeze()  # what is loaded now stays: a collection that went through it would stop all clients for 0.1 s
-    try:
-        uvicorn.run(
-            app,
-            host=args.host,
-            port=args.port,
-            log_level="warning",
-            http="h11",  # bounds the length of headers; another protocol that is installed may not
-            ws="none",
-            timeout_graceful_shutdown=round(args.drain_seconds),
+
+    def ready(address: str) -> None:
+        report(
+            f"ds serve: ready at {address}: model {settings.model}, {memory_line(generator)}; "
+            f"endpoints {', '.join(endpoints(app))}"
         )
+
+    listener = make_listener(
+        app, service, host=args.host, port=args.port, drain_seconds=args.drain_seconds, ready=ready
+    )
+    # What is loaded now stays until the end: the collector need not visit it, and would for a second after SIGTERM.
+    gc.freeze()
+    try:
+        listener.run()
     finally:
         service.close(timeout=args.drain_seconds)
     return 0 if service.failure is None else 1
@@ -86,7 +98,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--port", type=int, default=8000, help="port to listen on (default: %(default)s)")
     parser.add_argument(
         "--token",
-        default=os.environ.get(TOKEN_VARIABLE),
+        default=os.environ.get(TOKEN_VARIABLE) or None,
         help=f"API key that clients have to send (default: ${TOKEN_VARIABLE}); required if other hosts can connect",
     )
     parser.add_argument("--dtype", default="bf16", help="dtype of the weights (default: %(default)s)")
@@ -145,6 +157,11 @@ def problem_of(args: argparse.Namespace) -> str | None:
             f"--host {args.host} can be reached from other hosts: set --token or ${TOKEN_VARIABLE}, so that only those "
             "who know it are served"
         )
+    if args.token is not None:
+        try:
+            check_token(args.token, f"--token or ${TOKEN_VARIABLE}")
+        except ValueError as problem:
+            return str(problem)
     for package, extra in (("fastapi", "serve"), ("uvicorn", "serve"), ("transformers", "transformers")):
         try:
             __import__(package)
@@ -153,14 +170,18 @@ def problem_of(args: argparse.Namespace) -> str | None:
     return None
 
 
-def is_local(host: str) -> bool:
-    """Whether an address can be reached from this host only."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
+def memory_line(generator: Generator) -> str:
+    """What weights and cache take on this rank."""
+    runner = generator.runner
+    module = runner.module
+    tensors = {id(each): each for each in (*module.parameters(), *module.buffers())}.values()
+    weights = sum(each.nbytes for each in tensors)
+    cache = runner.cache
+    tokens = cache.num_blocks * cache.block_size
+    return (
+        f"weights {weights / 2**30:.2f} GiB and key-value cache {cache.nbytes / 2**30:.2f} GiB ({tokens:,} tokens) "
+        f"on {runner.facts.device}"
+    )
 
 
 def build(args: argparse.Namespace) -> tuple[Service, HuggingFaceTokenizer, Generator, bool]:

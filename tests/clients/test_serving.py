@@ -21,6 +21,8 @@ pytest.importorskip("fastapi", reason="the extra serve is not installed")
 uvicorn = pytest.importorskip("uvicorn", reason="the extra serve is not installed")
 
 from deepspeed.inference.serving.app import ServerSettings, make_app  # noqa: E402
+from deepspeed.inference.serving.tokenizers import HuggingFaceTokenizer  # noqa: E402
+from deepspeed.tools import plan  # noqa: E402
 from deepspeed.tools import serve as command  # noqa: E402
 from tests.clients.architectures import make  # noqa: E402
 from tests.inference.test_service import wait_for  # noqa: E402
@@ -48,6 +50,8 @@ def test_a_saved_model_answers(tmp_path: Path) -> None:
     args = command.parse([str(tmp_path), "--dtype", "fp32", "--max-length", "64", "--max-sequences", "4"])
     service, own, generator, leads = command.build(args)
     assert leads and command.problem_of(args) is None
+    weights = sum(each.nbytes for each in model.parameters()) / 2**30
+    assert command.memory_line(generator).startswith(f"weights {weights:.2f} GiB and key-value cache ")
     settings = ServerSettings(
         model="tiny", max_length=64, stop_token_ids=generator.runner.facts.stop_token_ids
     )
@@ -89,28 +93,46 @@ def test_answers_that_were_begun_are_finished_after_sigterm(tmp_path: Path) -> N
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     arguments = [str(tmp_path), "--dtype", "fp32", "--max-length", "2000", "--port", str(port)]
-    server = subprocess.Popen([sys.executable, "-m", "deepspeed.tools.serve", *arguments])
-
-    def connect() -> http.client.HTTPConnection:
-        return http.client.HTTPConnection("127.0.0.1", port, timeout=60)
-
-    def is_up() -> bool:
-        assert server.poll() is None
-        try:
-            connection = connect()
-            connection.request("GET", "/health")
-            return connection.getresponse().status == 200
-        except OSError:
-            return False
-
+    server = subprocess.Popen(
+        [sys.executable, "-m", "deepspeed.tools.serve", *arguments], stdout=subprocess.PIPE, text=True
+    )
+    assert server.stdout is not None
     try:
-        wait_for(is_up, 90)
-        connection = connect()
+        # Accepts requests as soon as it says so, on one line.
+        line = server.stdout.readline()
+        for words in (
+            f"ready at http://127.0.0.1:{port}: model {tmp_path}, weights ",
+            "/v1/chat/completions",
+        ):
+            assert words in line
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
         connection.request("POST", "/v1/completions", json.dumps({"prompt": "Hi", "max_tokens": 500}))
         time.sleep(0.3)
         server.send_signal(signal.SIGTERM)
         answer = connection.getresponse()
         assert answer.status == 200 and json.loads(answer.read())["usage"]["completion_tokens"] == 500
         assert server.wait(60) == 0
+        assert server.stdout.read() == ""
     finally:
         server.kill()
+
+
+def test_tokens_that_decode_leaves_out(tmp_path: Path) -> None:
+    """Also special tokens without a role; not tokens that were added and are shown."""
+    from tokenizers import Tokenizer, models
+
+    raw = Tokenizer(models.WordLevel({"a": 0, "?": 1}, unk_token="?"))
+    raw.add_tokens(["<think>"])
+    raw.add_special_tokens(["<|im_end|>", "<|other|>"])
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="<|im_end|>")
+    assert HuggingFaceTokenizer(fast).specials == {3: "<|im_end|>", 4: "<|other|>"}
+
+
+@pytest.mark.parametrize("name", ["./no-model", "/no/such/model", "runs/7/model"])
+def test_a_folder_that_is_not_there(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main([name]) == 2
+    assert capsys.readouterr().err == f"ds serve: {name}: no such folder\n"
+    config = tmp_path / "config.json"
+    config.write_text('{"train_batch_size": 1}')
+    assert plan.main(["--model", name, str(config)]) == 2
+    assert f"--model {name}: no such folder\n" in capsys.readouterr().err

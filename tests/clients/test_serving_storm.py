@@ -126,7 +126,7 @@ class Storm:
     def silent(self, source: random.Random) -> Any:
         """Promises a body and goes."""
         with socket.create_connection(("127.0.0.1", self.port)) as raw:
-            raw.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 100\r\n\r\n{")
+            raw.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{")
 
     def malformed(self, source: random.Random) -> Any:
         bodies = (b"{", b"\xff\x00", b"[]", b'{"prompt": 3}', b'{"prompt": "a", "n": -1}', b"")

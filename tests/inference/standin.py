@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from deepspeed.inference.cache.blocks import BlockManager, BlockPool
@@ -15,6 +15,8 @@ REPLY = "Grüße, wörld 🙂! "
 
 class Bytes:
     """One token for each byte of UTF-8."""
+
+    specials: Mapping[int, str] = {}
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())

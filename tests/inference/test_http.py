@@ -6,10 +6,11 @@ import contextlib
 import http.client
 import json
 import math
+import queue
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -20,14 +21,22 @@ from tests.inference.standin import REPLY, Bytes, Parrot
 from tests.inference.test_service import wait_for
 
 pytest.importorskip("fastapi", reason="the extra serve is not installed")
-uvicorn = pytest.importorskip("uvicorn", reason="the extra serve is not installed")
+pytest.importorskip("uvicorn", reason="the extra serve is not installed")
 
-from deepspeed.inference.serving.app import ServerSettings, make_app  # noqa: E402
+from deepspeed.inference.serving.app import ServerSettings, make_app
+from deepspeed.inference.serving.listening import HEADERS_S, Listener, make_listener
 
 
 class Running:
-    def __init__(self, engine: Parrot, port: int, service: Service) -> None:
-        self.engine, self.port, self.service = engine, port, service
+    def __init__(
+        self, engine: Parrot, service: Service, listener: Listener, address: str, thread: threading.Thread
+    ) -> None:
+        self.engine, self.service, self.listener, self.thread = engine, service, listener, thread
+        self.port = int(address.rpartition(":")[2])
+
+    def stop(self) -> None:
+        """As SIGTERM does."""
+        self.listener.should_exit = True
 
     def connect(self) -> http.client.HTTPConnection:
         return http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
@@ -47,20 +56,42 @@ class Running:
 
 @contextlib.contextmanager
 def server(
-    engine: Parrot | None = None, *, max_requests: int = 64, tokenizer: Bytes | None = None, **more: Any
+    engine: Parrot | None = None,
+    *,
+    max_requests: int = 64,
+    tokenizer: Bytes | None = None,
+    drain_seconds: float = 5.0,
+    headers_seconds: float = HEADERS_S,
+    ready: Callable[[str], None] | None = None,
+    **more: Any,
 ) -> Iterator[Running]:
     engine = engine or Parrot()
     service = Service(engine, max_requests=max_requests).start()
     settings = ServerSettings(**{"model": "parrot", "max_length": 1024, "stop_token_ids": (0,), **more})
     app = make_app(service, tokenizer or Bytes(), settings)
-    running = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="error"))
-    thread = threading.Thread(target=running.run, daemon=True)
+    addresses: queue.Queue[str] = queue.Queue()
+
+    def announce(address: str) -> None:
+        if ready is not None:
+            ready(address)
+        addresses.put(address)
+
+    listener = make_listener(
+        app,
+        service,
+        host="127.0.0.1",
+        port=0,
+        drain_seconds=drain_seconds,
+        headers_seconds=headers_seconds,
+        ready=announce,
+    )
+    thread = threading.Thread(target=listener.run, daemon=True)
     thread.start()
-    wait_for(lambda: running.started)
+    running = Running(engine, service, listener, addresses.get(timeout=30), thread)
     try:
-        yield Running(engine, running.servers[0].sockets[0].getsockname()[1], service)
+        yield running
     finally:
-        running.should_exit = True
+        running.stop()
         thread.join(30)
         service.close(drain=False)
 
@@ -262,8 +293,8 @@ def test_what_nobody_should_send() -> None:
             (json.dumps({"prompt": "a", "tool_choice": "required"}).encode(), 400),
             (json.dumps({"prompt": "a", "guided_json": {}}).encode(), 400),
             (json.dumps({"prompt": "a", "best_of": 3}).encode(), 400),
-            (json.dumps({"prompt": ["a"] * 50_000}).encode(), 429),
-            (json.dumps({"prompt": "a", "n": 128}).encode(), 429),
+            (json.dumps({"prompt": ["a"] * 50_000}).encode(), 400),
+            (json.dumps({"prompt": "a", "n": 128}).encode(), 400),
         ):
             found = running.post(body)
             assert found[0] == status, (body[:60], found)
@@ -272,7 +303,7 @@ def test_what_nobody_should_send() -> None:
 
 def test_a_body_that_does_not_come() -> None:
     with server(body_seconds=0.1) as running, socket.create_connection(("127.0.0.1", running.port)) as raw:
-        raw.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 100\r\n\r\n{")
+        raw.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{")
         raw.settimeout(10)
         assert raw.recv(100).startswith(b"HTTP/1.1 408")
 
@@ -415,7 +446,7 @@ def test_a_reader_that_does_not_read_stops_nobody() -> None:
         raw.connect(("127.0.0.1", running.port))
         body = json.dumps({"prompt": "a", "n": 8, "max_tokens": 1000, "stream": True, "logprobs": 1}).encode()
         raw.sendall(
-            b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: "
+            b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: "
             + f"{len(body)}\r\n\r\n".encode()
             + body
         )
@@ -460,7 +491,9 @@ def test_back_pressure() -> None:
             connection.request("POST", "/v1/completions", body)
             assert connection.getresponse().status == 200
         assert running.post({"prompt": "a", "max_tokens": 1})[0] == 429
-        assert running.post({"prompt": ["a", "b", "c"], "max_tokens": 1})[0] == 429
+        assert running.post({"prompt": ["a", "b"], "max_tokens": 1})[0] == 429
+        status, found = running.post({"prompt": ["a", "b", "c"], "max_tokens": 1})  # nor later
+        assert status == 400 and found["error"]["param"] == "prompt"
         for connection in held:
             connection.close()
         wait_for(lambda: not running.engine.has_work)

@@ -19,7 +19,17 @@ def test_beyond_this_host_a_token_is_needed(
     assert args.token == "secret" and "reached from other hosts" not in (command.problem_of(args) or "")
 
 
-def test_addresses_of_this_host() -> None:
-    local = {host: command.is_local(host) for host in ("localhost", "127.0.0.1", "127.3.2.1", "::1")}
-    assert all(local.values()), local
-    assert not any(map(command.is_local, ("0.0.0.0", "::", "10.0.0.1", "example.org")))
+def test_a_token_that_clients_cannot_send(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An empty variable is none, as usual; an empty option was meant to be something."""
+    monkeypatch.setenv(command.TOKEN_VARIABLE, "")
+    assert command.parse(["model"]).token is None
+    assert ds.main(["serve", "model", "--host", "0.0.0.0"]) == 2
+    assert "set --token or $DS_SERVE_TOKEN" in capsys.readouterr().err
+    assert ds.main(["serve", "model", "--token", ""]) == 2
+    assert "the token is empty" in capsys.readouterr().err
+    for token in ("Schlüssel", "two words", "line\n"):
+        monkeypatch.setenv(command.TOKEN_VARIABLE, token)
+        assert ds.main(["serve", "model"]) == 2
+        assert "$DS_SERVE_TOKEN: the token contains a space or" in capsys.readouterr().err

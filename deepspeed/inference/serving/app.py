@@ -14,15 +14,22 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from deepspeed.inference.serving import protocol
 from deepspeed.inference.serving.protocol import Answer, ChatRequest, Choice, CompletionRequest, RequestError
 from deepspeed.inference.serving.service import BusyError, ClosedError, Service, Ticket, Update
 from deepspeed.inference.serving.text import TextStream
 from deepspeed.inference.serving.tokenizers import Tokenizer
+from deepspeed.observe.live.access import check_token, names_this_machine
+
+_LINE_ENDS = str.maketrans({"\u0085": "\\u0085", "\u2028": "\\u2028", "\u2029": "\\u2029"})
+"""Many clients split events where Python's ``splitlines`` does; JSON lets these three stand in a text as they are."""
+
+_ECHOED = 8  # tokens of a prompt that the answer's first token is decoded with
 
 _LONG = 64 * 2**10
 """Bytes of a request beyond which it is a long one: the longest short one takes some 0.1 s."""
@@ -30,9 +37,9 @@ _LONG = 64 * 2**10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerSettings:
-    """``model``: the name in answers. ``token``: that clients have to send, None: none. ``max_length``: tokens of a
-    prompt and its answer. ``default_tokens``: of an answer if the client does not say. ``max_body_bytes``: of a
-    request; ``body_seconds``: in which it has to arrive."""
+    """``model``: the name in answers. ``token``: that clients have to send; None: none, and only requests to a name of
+    this machine are answered. ``max_length``: tokens of a prompt and its answer. ``default_tokens``: of an answer
+    if the client does not say. ``max_body_bytes``: of a request; ``body_seconds``: in which it has to arrive."""
 
     model: str
     max_length: int
@@ -42,11 +49,17 @@ class ServerSettings:
     max_body_bytes: int = 4 * 2**20
     body_seconds: float = 60.0
 
+    def __post_init__(self) -> None:
+        if self.token is not None:
+            check_token(self.token, "token")
+
 
 def make_app(service: Service, tokenizer: Tokenizer, settings: ServerSettings) -> FastAPI:
     """The application; whoever runs it starts and closes ``service``."""
     app = FastAPI(title="deepspeed", docs_url=None, redoc_url=None, openapi_url=None)
     server = _Server(service, tokenizer, settings)
+    if settings.token is None:
+        app.add_middleware(_ThisMachineOnly)
 
     @app.get("/health")
     async def health() -> Response:
@@ -86,6 +99,26 @@ def make_app(service: Service, tokenizer: Tokenizer, settings: ServerSettings) -
         return _refusal(problem.status_code, message, "invalid_request_error", headers=problem.headers)
 
     return app
+
+
+def endpoints(app: FastAPI) -> list[str]:
+    """The paths without a part that varies."""
+    paths = [getattr(route, "path", "{") for route in app.routes]
+    return [path for path in paths if "{" not in path]
+
+
+class _ThisMachineOnly:
+    """In front of a server without a token."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        answer = self._app
+        if scope["type"] == "http" and not names_this_machine(Headers(scope=scope).get("host", "")):
+            message = "the server is for this machine only, and the header Host names another: start it with a token"
+            answer = _refusal(403, message, "permission_error")
+        await answer(scope, receive, send)
 
 
 class _Server:
@@ -175,14 +208,11 @@ class _Server:
     def _choices(self, request: Any) -> list[Choice]:
         settings, made = self.settings, []
         if isinstance(request, ChatRequest):
+            self._check_count(1, request.n)
             prompts = iter([("", self.tokenizer.chat(protocol.messages_of(request)))])
         else:
             given = protocol.prompts_of(request)
-            if len(given) * request.n > self.service.max_requests:
-                raise BusyError(
-                    f"{len(given)} prompts with n={request.n} are more than the {self.service.max_requests} sequences "
-                    "that are served at one time"
-                )
+            self._check_count(len(given), request.n)
             # One by one: those after the first that does not fit are not tokenized.
             prompts = (self._tokens(each, request.echo) for each in given)
         for prefix, tokens in prompts:
@@ -193,6 +223,16 @@ class _Server:
                 )
                 made.append(Choice(len(made), tokens, params, prefix))
         return made
+
+    def _check_count(self, prompts: int, n: int) -> None:
+        """RequestError: more sequences than are ever served at one time."""
+        most = self.service.max_requests
+        if prompts * n > most:
+            raise RequestError(
+                f"prompts: {prompts}, n: {n}; their product is at most {most}, the sequences served at one time "
+                "(--max-requests)",
+                "n" if prompts <= most else "prompt",
+            )
 
     def _tokens(self, prompt: str | list[int], echo: bool) -> tuple[str, list[int]]:
         tokens = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
@@ -205,10 +245,15 @@ class _Server:
         self, choices: Sequence[Choice], stops: list[str], loop: asyncio.AbstractEventLoop
     ) -> list[_Sequence]:
         """All or none."""
+        self.service.check_room(len(choices))
         made = []
         try:
             for choice in choices:
-                made.append(_Sequence(self.service, choice, TextStream(self.tokenizer.decode, stops), loop))
+                before = choice.prompt[-_ECHOED:] if choice.prefix else ()
+                text = TextStream(
+                    self.tokenizer.decode, stops, specials=self.tokenizer.specials, before=before
+                )
+                made.append(_Sequence(self.service, choice, text, loop))
         except BaseException:
             for each in made:
                 each.cancel()
@@ -218,7 +263,7 @@ class _Server:
     async def _whole(
         self, request: Request, answer: Answer, sequences: Sequence[_Sequence], logprobs: bool
     ) -> Response:
-        finished = asyncio.ensure_future(asyncio.gather(*(each.read_all() for each in sequences)))
+        finished = asyncio.ensure_future(_read_all(sequences))
         gone = asyncio.ensure_future(_until_gone(request))
         try:
             await asyncio.wait({finished, gone}, return_when=asyncio.FIRST_COMPLETED)
@@ -308,24 +353,26 @@ class _Sequence:
         self._ticket: Ticket = service.submit(choice.prompt, choice.params, listen)
 
     async def read(self) -> AsyncIterator[tuple[str, bool]]:
-        """Pieces of text, and whether it is the last. ClosedError: the service failed."""
+        """Pieces of text, and whether it is the last. ClosedError: the service has ended or failed."""
         while self.reason is None:
             update = await self._updates.get()
             if update.error is not None:
+                self.cancel(update.reason or "failed")
                 raise update.error
             text = ""
             if update.token is not None:
                 self.new_tokens += 1
-                stops = update.token in self.choice.params.stop_token_ids
-                text = "" if stops else self._text.add(update.token)
                 if update.logprob is not None:
                     self.logprobs.append((self._text.piece(update.token), update.logprob))
+                stops = update.token in self.choice.params.stop_token_ids
+                text = "" if stops else self._text.add(update.token)
             if self._text.stopped:
                 self.reason = "stop"
-                self.cancel()
             elif update.reason is not None:
                 text += self._text.finish()
                 self.reason = "stop" if self._text.stopped else protocol.REASONS.get(update.reason, "stop")
+            if self.reason is not None:
+                self.cancel(self.reason)
             if text or self.reason is not None:
                 yield text, self.reason is not None
 
@@ -337,12 +384,17 @@ class _Sequence:
         taken, self.logprobs = self.logprobs, []
         return taken
 
-    def cancel(self) -> None:
-        self._service.cancel(self._ticket)
+    def cancel(self, reason: str = "cancelled") -> None:
+        """The first call's reason is counted."""
+        self._service.cancel(self._ticket, reason)
 
 
 class _TooLargeError(ValueError):
     pass
+
+
+async def _read_all(sequences: Sequence[_Sequence]) -> list[str]:
+    return await asyncio.gather(*(each.read_all() for each in sequences))
 
 
 async def _read_into(news: asyncio.Queue[Any], sequence: _Sequence) -> None:
@@ -366,7 +418,7 @@ def _usage(sequences: Sequence[_Sequence]) -> dict[str, int]:
 
 
 def _event(content: dict[str, Any]) -> str:
-    return f"data: {json.dumps(content, ensure_ascii=False)}\n\n"
+    return f"data: {json.dumps(content, ensure_ascii=False).translate(_LINE_ENDS)}\n\n"
 
 
 def _no_entry() -> Response:

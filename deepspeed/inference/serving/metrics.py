@@ -44,11 +44,16 @@ class Metrics:
         with self._lock:
             self._first_token.add(seconds)
 
-    def finished(self, reason: str, prompt_tokens: int, new_tokens: int, seconds: float) -> None:
+    def computed(self, prompt_tokens: int, new_tokens: int) -> None:
+        """The generator is done with a request."""
         with self._lock:
-            self._finished[reason] += 1
             self._tokens["prompt"] += prompt_tokens
             self._tokens["generated"] += new_tokens
+
+    def finished(self, reason: str, seconds: float) -> None:
+        """A request has ended for its client."""
+        with self._lock:
+            self._finished[reason] += 1
             self._whole.add(seconds)
 
     def text(self, now: Mapping[str, float]) -> str:

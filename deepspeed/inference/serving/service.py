@@ -40,7 +40,8 @@ class Engine(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """News of a request: a further token, or how it ended, or both."""
+    """News of a request: a further token, or how it ended, or both. ``error``: of a request that does not end by
+    itself."""
 
     token: int | None = None
     logprob: float | None = None
@@ -57,7 +58,8 @@ Listener = Callable[[Update], None]
 
 @dataclass(slots=True, eq=False)
 class Ticket:
-    """A request of a client. ``listener`` is called on the service's thread, and must return at once."""
+    """A request of a client. ``listener`` is called on the service's thread, and must return at once.
+    ``counted``: whether the metrics have it."""
 
     number: int
     prompt: Sequence[int]
@@ -66,6 +68,7 @@ class Ticket:
     arrived: float
     request: Request | None = None
     given: int = 0
+    counted: bool = False
 
 
 class Service:
@@ -100,7 +103,7 @@ class Service:
         return self
 
     def submit(self, prompt: Sequence[int], params: SamplingParams, listener: Listener) -> Ticket:
-        """Have a request served; ``listener`` is told.
+        """Have a request served; ``listener`` is told. Whoever submits calls ``cancel`` in the end.
 
         Raises:
             ValueError: the prompt is empty, or the request too long.
@@ -111,8 +114,7 @@ class Service:
         with self._changed:
             if self._closing or self.failure is not None:
                 raise ClosedError(self._why_closed())
-            if len(self._tickets) >= self.max_requests:
-                raise BusyError(f"{len(self._tickets)} requests are being served or wait: try again later")
+            self._check_room(1)
             self._last_number += 1
             ticket = Ticket(self._last_number, prompt, params, listener, time.monotonic())
             self._tickets[ticket.number] = ticket
@@ -120,28 +122,39 @@ class Service:
             self._changed.notify_all()
         return ticket
 
-    def cancel(self, ticket: Ticket) -> None:
-        """Nobody waits for it any more. Nothing happens if it has ended."""
+    def check_room(self, requests: int) -> None:
+        """BusyError: there is none for so many."""
+        with self._changed:
+            self._check_room(requests)
+
+    def cancel(self, ticket: Ticket, reason: str = "cancelled") -> None:
+        """The client is done with it: what is left of it is not served, and it is counted, once, by ``reason``. Only
+        the client knows that: the service may be ahead of what a stop text lets it read."""
         with self._changed:
             if ticket.number in self._tickets:
                 self._new.cancelled.append(ticket.number)
                 self._changed.notify_all()
+            if ticket.counted:
+                return
+            ticket.counted = True
+        self.metrics.finished(reason, time.monotonic() - ticket.arrived)
 
     def stream(self, prompt: Sequence[int], params: SamplingParams) -> Iterator[Update]:
         """The updates of one request, the last of which has a reason. A closed iterator cancels it; for the errors see
         ``submit``, and the service's failure is raised too."""
         updates: queue.SimpleQueue[Update] = queue.SimpleQueue()
-        ticket = self.submit(prompt, params, updates.put)
+        ticket, reason = self.submit(prompt, params, updates.put), "cancelled"
         try:
             while True:
                 update = updates.get()
+                reason = update.reason or reason
                 if update.error is not None:
                     raise update.error
                 yield update
                 if update.is_last:
                     return
         finally:
-            self.cancel(ticket)
+            self.cancel(ticket, reason)
 
     @property
     def healthy(self) -> bool:
@@ -153,7 +166,7 @@ class Service:
 
     def close(self, *, drain: bool = True, timeout: float | None = None) -> None:
         """Take no more requests; with ``drain`` serve those that are there, else cancel them. Waits for the end, at
-        most ``timeout`` seconds, after which what is left is cancelled."""
+        most ``timeout`` seconds, after which what is left is cancelled. Who waits for those is told a ClosedError."""
         with self._changed:
             self._closing = True
             if not drain:
@@ -235,7 +248,7 @@ class Service:
                 self._inform(ticket, Update(token, logprob, request.reason if last else None))
             ticket.given += len(new)
             if request.state is State.FINISHED:
-                self._end(ticket, request.reason or "stop")
+                self._end(ticket)
 
     def _cancel(self, number: int) -> None:
         ticket = self._tickets.get(number)
@@ -243,27 +256,33 @@ class Service:
             return
         if ticket.request is not None:
             self.engine.cancel(ticket.request)
-        self._inform(ticket, Update(reason="cancelled"))
-        self._end(ticket, "cancelled")
+        error = ClosedError(self._why_closed()) if self._closing else None
+        self._inform(ticket, Update(reason="cancelled", error=error))
+        self._end(ticket)
 
-    def _end(self, ticket: Ticket, reason: str) -> None:
+    def _end(self, ticket: Ticket) -> None:
         with self._changed:
             del self._tickets[ticket.number]
-        self.metrics.finished(reason, len(ticket.prompt), ticket.given, time.monotonic() - ticket.arrived)
+        self.metrics.computed(len(ticket.prompt), ticket.given)
 
     def _fail(self, error: BaseException) -> None:
         with self._changed:
             self.failure = error
             tickets = list(self._tickets.values())
         for ticket in tickets:
-            self._inform(ticket, Update(error=ClosedError(self._why_closed())))
-            self._end(ticket, "failed")
+            self._inform(ticket, Update(reason="failed", error=ClosedError(self._why_closed())))
+            self._end(ticket)
 
     def _inform(self, ticket: Ticket, update: Update) -> None:
         try:
             ticket.listener(update)
         except Exception:
             logger.exception(f"inference: the listener of request {ticket.number} raised")
+
+    def _check_room(self, requests: int) -> None:
+        there = len(self._tickets)
+        if there + requests > self.max_requests:
+            raise BusyError(f"{there} requests are being served or wait: try again later")
 
     def _why_closed(self) -> str:
         if self.failure is not None:

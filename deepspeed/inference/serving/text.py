@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 _INCOMPLETE = "\ufffd"
 _PATIENCE = 32  # tokens without the end of a character are no beginning of one
@@ -14,55 +14,85 @@ class TextStream:
     Args:
         decode: from tokens to text.
         stops: texts that end the result, and are not part of it.
+        specials: the tokens that ``decode`` leaves out, and their texts, which a stop may contain.
+        before: tokens that the text continues. Without them it begins as that of its first token does.
     """
 
-    def __init__(self, decode: Callable[[list[int]], str], stops: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        decode: Callable[[list[int]], str],
+        stops: Sequence[str] = (),
+        *,
+        specials: Mapping[int, str] | None = None,
+        before: Sequence[int] = (),
+    ) -> None:
         self._decode = decode
-        self._stops = [stop for stop in stops if stop]
-        self._tokens: list[int] = []  # those that may still change the text that follows
-        self._known = 0  # of them, so many are in the text already
-        self._held = ""  # text that may be the beginning of a stop
+        self._specials = specials or {}
+        names = self._specials.values()
+        # Stops with a special token in them are looked for where special tokens are seen, the others in the result.
+        self._marked = [stop for stop in stops if any(name in stop for name in names)]
+        self._stops = [stop for stop in stops if stop and stop not in self._marked]
+        # Tokens that may still change the text that follows.
+        self._tokens = [token for token in before if token not in self._specials]
+        self._known = len(self._tokens)  # so many of them are in the text already
+        self._held: list[tuple[str, bool]] = []  # characters that may begin a stop; whether they are shown
         self.stopped = False
 
     def add(self, token: int) -> str:
         """The text that is certain now and was not before."""
         if self.stopped:
             return ""
+        if token in self._specials:  # no context: at the beginning of a text, many tokens lose their space
+            return self._certain(self._specials[token], shown=False) if self._marked else ""
         self._tokens.append(token)
         new = self._new_text()
         pending = len(self._tokens) - self._known
-        # Part of a character: the rest comes with the next.
-        if new.endswith(_INCOMPLETE) and pending < _PATIENCE:
+        # Part of a character, the rest of which comes with the next; or no text, and so no context.
+        if (not new or new.endswith(_INCOMPLETE)) and pending < _PATIENCE:
             return ""
         # The last token's text can depend on the one before it (spaces): one is kept for that.
-        self._tokens, self._known = self._tokens[self._known :], len(self._tokens) - self._known
+        self._tokens, self._known = self._tokens[self._known :], pending
         return self._certain(new)
 
     def piece(self, token: int) -> str:
-        """The text of one token alone."""
-        return self._decode([token])
+        """The text of one token alone, were it the next."""
+        before = self._tokens[: self._known]
+        return self._decode([*before, token])[len(self._decode(before)) :]
 
     def finish(self) -> str:
         """The rest."""
         if self.stopped:
             return ""
         text = self._certain(self._new_text())
-        rest, self._held = self._held, ""
-        return text + ("" if self.stopped else rest)
+        rest, self._held = self._held, []
+        return text + _shown(rest)
 
     def _new_text(self) -> str:
         before = self._decode(self._tokens[: self._known])
         return self._decode(self._tokens)[len(before) :]
 
-    def _certain(self, new: str) -> str:
-        text = self._held + new
-        found = [at for at in (text.find(stop) for stop in self._stops) if at >= 0]
-        if found:
-            self.stopped, self._held = True, ""
-            return text[: min(found)]
-        held = max((_overlap(text, stop) for stop in self._stops), default=0)
-        self._held = text[len(text) - held :]
-        return text[: len(text) - held]
+    def _certain(self, new: str, *, shown: bool = True) -> str:
+        held = self._held + [(character, shown) for character in new]
+        end = begin = len(held)  # of the first stop; of what may become one
+        visible = [at for at, (_, seen) in enumerate(held) if seen]
+        for stops, places in ((self._stops, visible), (self._marked, range(len(held)))):
+            text = "".join(held[at][0] for at in places) if stops else ""
+            for stop in stops:
+                found, overlap = text.find(stop), _overlap(text, stop)
+                if found >= 0:
+                    end = min(end, places[found])
+                if overlap:
+                    begin = min(begin, places[len(text) - overlap])
+        self.stopped = end < len(held)
+        if self.stopped:
+            self._held = []
+            return _shown(held[:end])
+        self._held = held[begin:]
+        return _shown(held[:begin])
+
+
+def _shown(characters: Sequence[tuple[str, bool]]) -> str:
+    return "".join(character for character, shown in characters if shown)
 
 
 def _overlap(text: str, stop: str) -> int:

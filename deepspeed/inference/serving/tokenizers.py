@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 
 class Tokenizer(Protocol):
+    """``specials``: the tokens that ``decode`` leaves out, and their texts."""
+
+    @property
+    def specials(self) -> Mapping[int, str]: ...
+
     def encode(self, text: str) -> list[int]: ...
     def decode(self, tokens: list[int]) -> str: ...
     def chat(self, messages: Sequence[dict[str, Any]]) -> list[int]: ...
@@ -29,12 +34,14 @@ class HuggingFaceTokenizer:
         # Encodes, too: the first call sets that nothing is padded or cut, and later calls, which find it so, only read.
         longest = characters_per_token(tokenizer)
         self._max_characters = None if max_tokens is None or longest is None else max_tokens * longest
+        self.specials = self._left_out()
 
     def encode(self, text: str) -> list[int]:
         return self._encode(text, add_special_tokens=True)
 
     def decode(self, tokens: list[int]) -> str:
-        return self._tokenizer.decode(tokens, skip_special_tokens=True)
+        # Cleaning up would take back spaces that have been sent.
+        return self._tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
     def chat(self, messages: Sequence[dict[str, Any]]) -> list[int]:
         if not getattr(self._tokenizer, "chat_template", None):
@@ -54,6 +61,14 @@ class HuggingFaceTokenizer:
                 f"{self._max_tokens:,} tokens"
             )
         return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens, verbose=False))
+
+    def _left_out(self) -> dict[int, str]:
+        known = self._tokenizer
+        added = {token: each.content for token, each in known.added_tokens_decoder.items() if each.special}
+        named = {token: known.convert_ids_to_tokens(token) for token in known.all_special_ids}
+        return {
+            token: text for token, text in {**named, **added}.items() if text and not self.decode([token])
+        }
 
 
 def characters_per_token(tokenizer: Any) -> int | None:

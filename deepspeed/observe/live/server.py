@@ -11,7 +11,6 @@ import base64
 import contextlib
 import hashlib
 import hmac
-import ipaddress
 import json
 import os
 import re
@@ -24,6 +23,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
+from deepspeed.observe.live.access import check_token, is_local, names_this_machine
 from deepspeed.observe.live.history import History
 
 TOKEN_VARIABLE = "DEEPSPEED_LIVE_TOKEN"
@@ -33,17 +33,12 @@ REQUEST_S = 10.0  # a visitor that says nothing for so long is cut off
 MOST_VISITORS = 32
 
 
-def is_local(host: str) -> bool:
-    with contextlib.suppress(ValueError):
-        return ipaddress.ip_address(host).is_loopback
-    return host == "localhost"
-
-
 def token_for(host: str, folder: Path) -> str | None:
     """The token of a server at this address: the environment's, that in the folder, or a new one that is put there.
-    None: it needs none."""
+    None: it needs none. ValueError: no visitor could send it."""
     named = os.environ.get(TOKEN_VARIABLE)
     if named:
+        check_token(named, TOKEN_VARIABLE)
         return named
     if is_local(host):
         return None
@@ -55,6 +50,7 @@ def token_for(host: str, folder: Path) -> str | None:
     token = path.read_text(encoding="ascii").strip()
     if not token:
         raise ValueError(f"{path} is empty: remove it, or set {TOKEN_VARIABLE}")
+    check_token(token, str(path))
     return token
 
 
@@ -152,9 +148,7 @@ class PageServer:
         return 200, "application/json", body.encode()
 
     def _is_from_here(self, host: str) -> bool:
-        """Without a token: that no page of elsewhere has given its own name this machine's address."""
-        name = urlsplit(f"//{host}").hostname or ""
-        return self.token is not None or is_local(name)
+        return self.token is not None or names_this_machine(host)
 
     def _is_allowed(self, authorization: str) -> bool:
         if self.token is None:

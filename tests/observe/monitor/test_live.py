@@ -466,6 +466,7 @@ def test_a_token_is_wanted_and_never_logged(serve: Any, capfd: Any) -> None:
 def test_without_a_token_only_pages_of_this_machine_may_ask(serve: Any) -> None:
     made = serve()
     assert get(made.address + "/data", Host="evil.example:80")[0] == 403
+    assert get(made.address + "/data", Host="[")[0] == 403
     assert get(made.address + "/data", Host=f"localhost:{made.port}")[0] == 200
 
 
@@ -479,6 +480,9 @@ def test_which_servers_have_a_token(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert token_for("0.0.0.0", tmp_path / "run") == token  # kept across a resume
     monkeypatch.setenv(server.TOKEN_VARIABLE, "mine")
     assert token_for("0.0.0.0", tmp_path) == token_for("127.0.0.1", tmp_path) == "mine"
+    monkeypatch.setenv(server.TOKEN_VARIABLE, "Schlüssel")
+    with pytest.raises(ValueError, match=f"{server.TOKEN_VARIABLE}: the token contains"):
+        token_for("127.0.0.1", tmp_path)
 
 
 def test_a_used_port_gives_the_next_one(serve: Any) -> None:

@@ -1,0 +1,146 @@
+"""The connections of a server: when they are cut off, when they are accepted, and how they end. Imported only where
+uvicorn is installed."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from collections.abc import Callable
+from typing import Any
+
+import h11
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from deepspeed.inference.serving import protocol
+from deepspeed.inference.serving.service import Service
+
+HEADERS_S = 20.0
+"""In which the headers of a request have to arrive."""
+
+_LAST_WORDS_S = 2.0
+"""For the errors of answers that were cut short."""
+
+
+def make_listener(
+    app: Any,
+    service: Service,
+    *,
+    host: str,
+    port: int,
+    drain_seconds: float,
+    ready: Callable[[str], None],
+    headers_seconds: float = HEADERS_S,
+) -> Listener:
+    """A server of ``app``, not started; see ``Listener``."""
+
+    class Connection(_Connection):
+        seconds = headers_seconds
+
+    config = uvicorn.Config(
+        app,
+        host=host,
+        port=port,
+        log_level="warning",
+        http=Connection,
+        ws="none",
+        lifespan="off",  # it would be in the midst of it when a second Ctrl-C ends it
+    )
+    return Listener(config, service, drain_seconds, ready)
+
+
+class Listener(uvicorn.Server):
+    """
+    Args:
+        ready: called with the address once connections are accepted.
+        drain_seconds: for answers to be finished after SIGTERM or Ctrl-C. What is left is told so, and the connections
+            of clients that do not read that are closed.
+    """
+
+    def __init__(
+        self, config: uvicorn.Config, service: Service, drain_seconds: float, ready: Callable[[str], None]
+    ) -> None:
+        super().__init__(config)
+        self._service = service
+        self._drain_seconds = drain_seconds
+        self._ready = ready
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self.started:
+            self._ready(_address(self.config.host, self.servers[0].sockets[0].getsockname()[1]))
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        ending = asyncio.create_task(self._end_answers())
+        try:
+            await super().shutdown(sockets)  # waits until there are no connections
+        finally:
+            ending.cancel()
+            self._hang_up()  # there are some only after a second Ctrl-C
+            if self.server_state.tasks:
+                await asyncio.wait(set(self.server_state.tasks), timeout=_LAST_WORDS_S)
+            # Nobody is left to be served, and the service must not call a loop that is gone.
+            await asyncio.to_thread(self._service.close, drain=False)
+
+    async def _end_answers(self) -> None:
+        await asyncio.sleep(self._drain_seconds)
+        await asyncio.to_thread(self._service.close, drain=False)
+        await asyncio.sleep(_LAST_WORDS_S)
+        self._hang_up()
+
+    def _hang_up(self) -> None:
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()
+
+
+class _Connection(H11Protocol):
+    """It is cut off if the headers of a request take more than ``seconds``. h11 itself bounds their length; another
+    protocol that is installed may not."""
+
+    seconds = HEADERS_S
+    _deadline: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._watch()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._watch()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._rest()
+        super().connection_lost(exc)
+
+    def _watch(self) -> None:
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._rest()  # there is a request
+        elif self._deadline is None:
+            self._deadline = self.loop.call_later(self.seconds, self._cut_off)
+
+    def _rest(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+    def _cut_off(self) -> None:
+        if self.conn.our_state is h11.IDLE and self.conn.trailing_data[0]:
+            message = f"the headers were not there within {self.seconds:g} s"
+            body = json.dumps(protocol.error(message, "invalid_request_error")).encode()
+            headers = [
+                ("content-type", "application/json"),
+                ("content-length", str(len(body))),
+                ("connection", "close"),
+            ]
+            for event in (
+                h11.Response(status_code=408, headers=headers),
+                h11.Data(data=body),
+                h11.EndOfMessage(),
+            ):
+                self.transport.write(self.conn.send(event) or b"")
+        self.transport.close()
+
+
+def _address(host: str, port: int) -> str:
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

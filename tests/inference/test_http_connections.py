@@ -1,0 +1,213 @@
+"""Connections of the HTTP server: who is let in, how long they may take, and how they and the server end."""
+
+from __future__ import annotations
+
+import gc
+import json
+import socket
+import threading
+import time
+from typing import Any
+
+import pytest
+
+from tests.inference.standin import Bytes, Parrot
+from tests.inference.test_service import wait_for
+
+pytest.importorskip("fastapi", reason="the extra serve is not installed")
+pytest.importorskip("uvicorn", reason="the extra serve is not installed")
+
+from deepspeed.inference.serving import listening
+from deepspeed.inference.serving.app import ServerSettings
+from tests.inference.test_http import Running, events, reply, server
+
+BEGUN = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
+
+
+def raw(running: Running) -> socket.socket:
+    made = socket.create_connection(("127.0.0.1", running.port))
+    made.settimeout(10)
+    return made
+
+
+def asked(body: Any) -> bytes:
+    content = json.dumps(body).encode()
+    return BEGUN + f"Content-Length: {len(content)}\r\n\r\n".encode() + content
+
+
+def heard(connection: socket.socket, end: bytes) -> bytes:
+    """What comes until ``end``."""
+    found = b""
+    while end not in found:
+        part = connection.recv(65536)
+        assert part, found
+        found += part
+    return found
+
+
+def counts(running: Running) -> dict[str, int]:
+    """How many requests have ended, by reason."""
+    lines = [line for line in running.call("GET", "/metrics")[1].splitlines() if "requests_total{" in line]
+    return {line.split('"')[1]: int(line.split()[-1]) for line in lines}
+
+
+def test_without_a_token_only_names_of_this_machine_are_answered() -> None:
+    with server() as running:
+        for host in ("evil.example", "evil.example:80", "[", "", "10.0.0.1"):
+            status, found = running.call("GET", "/v1/models", Host=host)
+            assert status == 403 and "header Host" in found["error"]["message"], host
+            assert running.post({"prompt": "a", "max_tokens": 1}, Host=host)[0] == 403
+        for host in ("localhost", f"localhost:{running.port}", "127.0.0.1:80", "[::1]:80"):
+            assert running.call("GET", "/health", Host=host)[0] == 200, host
+    with server(token="secret") as running:
+        assert running.call("GET", "/v1/models", Host="evil.example")[0] == 401
+        assert running.call("GET", "/v1/models", Host="a.example", Authorization="Bearer secret")[0] == 200
+
+
+@pytest.mark.parametrize("token", ["", "sécret", "two words", "line\n"])
+def test_a_token_that_no_header_can_hold_is_refused(token: str) -> None:
+    with pytest.raises(ValueError, match="token: the token (is empty|contains a space or)"):
+        ServerSettings(model="parrot", max_length=8, token=token)
+
+
+def test_headers_that_never_end() -> None:
+    """The limit is that of all headers: what comes now and then does not put it off. Bodies have their own."""
+    with server(headers_seconds=0.3) as running:
+        with raw(running) as silent:
+            assert silent.recv(100) == b""
+        with raw(running) as slow:
+            began = time.monotonic()
+            slow.sendall(BEGUN)
+            time.sleep(0.15)
+            slow.sendall(b"X: 1\r\n")
+            answer = heard(slow, b"}}")
+            assert answer.startswith(b"HTTP/1.1 408") and b'"the headers were not there' in answer
+            assert time.monotonic() - began < 5
+        with raw(running) as second:
+            second.sendall(asked({"prompt": "a", "max_tokens": 1}))
+            assert heard(second, b"}}").startswith(b"HTTP/1.1 200")
+            second.sendall(BEGUN)
+            assert heard(second, b"}}").startswith(b"HTTP/1.1 408")
+        with raw(running) as patient:
+            whole = asked({"prompt": "a", "max_tokens": 1})
+            patient.sendall(whole[:-3])
+            time.sleep(0.5)
+            patient.sendall(whole[-3:])
+            assert heard(patient, b"}}").startswith(b"HTTP/1.1 200")
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_leaves_early_leaves_no_traceback(
+    stream: bool, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with server(Parrot(delay=0.005)) as running:
+        connection = raw(running)
+        connection.sendall(asked({"prompt": "a", "n": 2, "max_tokens": 1000, "stream": stream}))
+        wait_for(lambda: running.engine.has_work)
+        connection.close()
+        wait_for(lambda: not running.engine.has_work)
+        assert counts(running) == {"cancelled": 2}
+    gc.collect()
+    assert caplog.records == [] and "Traceback" not in "".join(capfd.readouterr())
+
+
+def test_the_end_of_a_drain(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """What is not finished then is told so, in the form of errors; a client that keeps its connection is cut off."""
+    monkeypatch.setattr(listening, "_LAST_WORDS_S", 0.2)
+    with server(Parrot(delay=0.01), drain_seconds=0.2) as running:
+        body = {"prompt": "a", "max_tokens": 1000}
+        found: list[Any] = []
+        waiting = threading.Thread(target=lambda: found.append(running.post(body)))
+        waiting.start()
+        stream, mute = raw(running), raw(running)
+        stream.sendall(asked({**body, "stream": True}))
+        mute.sendall(asked(body)[:-3])
+        wait_for(lambda: running.service.state()["requests"] == 2)
+        running.stop()
+        waiting.join(10)
+        ((status, answer),) = found
+        assert status == 503 and answer["error"]["type"] == "server_error"
+        assert "shutting down" in answer["error"]["message"]
+        text = b""
+        while part := stream.recv(65536):
+            text += part
+        last = text.decode().split("data: ")[-1].split("\n\n")[0]
+        assert json.loads(last) == answer and b"[DONE]" not in text
+        running.thread.join(10)
+        assert not running.thread.is_alive()
+        assert not running.engine.has_work
+        for each in (stream, mute):
+            each.close()
+    gc.collect()
+    assert caplog.records == [] and "Traceback" not in "".join(capfd.readouterr())
+
+
+def test_a_server_without_open_requests_ends_at_once() -> None:
+    """Connections that wait, or have not said yet what they want, keep it no time."""
+    with server() as running, raw(running) as used, raw(running), raw(running) as begun:
+        used.sendall(asked({"prompt": "a", "max_tokens": 1}))
+        assert heard(used, b"}}").startswith(b"HTTP/1.1 200")
+        begun.sendall(BEGUN)
+        began = time.monotonic()
+        running.stop()
+        running.thread.join(10)
+        assert time.monotonic() - began < 2
+
+
+def test_the_address_is_told_once_connections_are_accepted() -> None:
+    told: list[tuple[str, int]] = []
+
+    def ready(address: str) -> None:
+        with socket.create_connection(("127.0.0.1", int(address.rpartition(":")[2]))) as made:
+            told.append((address, made.getpeername()[1]))
+
+    with server(ready=ready) as running:
+        assert told == [(f"http://127.0.0.1:{running.port}", running.port)]
+
+
+def test_requests_that_a_stop_text_ended_are_counted_so() -> None:
+    """Also where the generator was ahead, and had ended the request for another reason."""
+    with server() as running:
+        for new in (7, 8, 50):
+            for stream in (True, False):
+                body = {"prompt": "a", "n": 2, "max_tokens": new, "stop": "ß", "stream": stream}
+                assert running.post(body)[0] == 200
+        assert running.post({"prompt": "a", "max_tokens": 3})[0] == 200
+        assert counts(running) == {"stop": 12, "length": 1}
+
+
+def test_requests_that_are_never_served_are_not_put_off() -> None:
+    """Too many for the server at any time: 400. Too many for now: 429, and none of them is begun or counted."""
+    with server(Parrot(delay=0.005), max_requests=2) as running:
+        chat = {"messages": [{"role": "user", "content": "a"}], "n": 3}
+        for path, body, field in (
+            ("/v1/completions", {"prompt": ["a", "b"], "n": 2}, "n"),
+            ("/v1/completions", {"prompt": ["a", "b", "c"]}, "prompt"),
+            ("/v1/chat/completions", chat, "n"),
+        ):
+            status, found = running.post(body, path)
+            assert (
+                status == 400
+                and found["error"]["param"] == field
+                and "at most 2" in found["error"]["message"]
+            )
+        with raw(running) as held:
+            held.sendall(asked({"prompt": "a", "max_tokens": 1000}))
+            wait_for(lambda: running.engine.has_work)
+            assert running.post({"prompt": "a", "n": 2})[0] == 429
+        wait_for(lambda: not running.engine.has_work)
+        assert counts(running) == {"cancelled": 1}
+
+
+def test_ends_of_lines_in_a_text_end_no_event() -> None:
+    class Lines(Bytes):
+        def decode(self, tokens: list[int]) -> str:
+            return super().decode(tokens).replace(",", "\u2028").replace("!", "\u2029").replace("G", "\u0085")
+
+    with server(tokenizer=Lines()) as running:
+        _, text = running.post({"prompt": "a", "max_tokens": 60, "stream": True})
+        assert all(line.startswith("data: ") for line in text.splitlines() if line)
+        said = "".join(part["choices"][0]["text"] for part in events(text))
+        assert said == Lines().decode(reply(60).encode().replace(b"\xef\xbf\xbd", b"")) and "\u2028" in said
