@@ -110,10 +110,10 @@ _SAFE: list[Any] = [
     slice,
     (_range, "builtins.range"),
     bytearray,
-    (LossScaler, "deepspeed.compat.fp16.loss_scaler.LossScaler"),
-    (DynamicLossScaler, "deepspeed.compat.fp16.loss_scaler.DynamicLossScaler"),
-    (FragmentAddress, "deepspeed.zero.tensor_fragment.fragment_address"),
-    (zero_stage, "deepspeed.config.sections.zero.ZeroStageEnum"),
+    (LossScaler, "deepspeed.runtime.fp16.loss_scaler.LossScaler"),
+    (DynamicLossScaler, "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler"),
+    (FragmentAddress, "deepspeed.utils.tensor_fragment.fragment_address"),
+    (zero_stage, "deepspeed.runtime.zero.config.ZeroStageEnum"),
 ]
 
 

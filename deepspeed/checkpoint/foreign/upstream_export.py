@@ -38,9 +38,9 @@ LAYOUT = "0.19.8"
 """Written as ``ds_version``, which tells a reader how to read the files."""
 
 CLASS_NAMES = {
-    LossScaler: "deepspeed.compat.fp16.loss_scaler.LossScaler",
-    DynamicLossScaler: "deepspeed.compat.fp16.loss_scaler.DynamicLossScaler",
-    FragmentAddress: "deepspeed.zero.tensor_fragment.fragment_address",
+    LossScaler: "deepspeed.runtime.fp16.loss_scaler.LossScaler",
+    DynamicLossScaler: "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
+    FragmentAddress: "deepspeed.utils.tensor_fragment.fragment_address",
 }
 """That release's names for the classes of the plain objects in its files."""
 
