@@ -83,7 +83,7 @@ def putting_in_place(staged: StagedFolder) -> Iterator[None]:
         staged.discard()
         raise
     staged.commit()
-    replace_file(staged.save_dir / names.LATEST_UNIVERSAL, staged.tag.encode(), alone=False)
+    replace_file(staged.save_dir / names.LATEST_UNIVERSAL, staged.tag.encode())
     wait_for_flushes()
 
 

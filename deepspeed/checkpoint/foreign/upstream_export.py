@@ -79,7 +79,7 @@ def export_checkpoint(
         staged.discard()
         raise
     staged.commit()
-    write_latest(Path(output_dir), staged.tag, alone=False)
+    write_latest(Path(output_dir), staged.tag)
     wait_for_flushes()
     return staged.final
 
