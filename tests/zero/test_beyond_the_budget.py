@@ -158,7 +158,7 @@ def test_gradients_with_a_graph_of_their_own_do_not_stay() -> None:
     """``loss.backward(create_graph=True)``: what is summed over ranks has no graph."""
     engine = start(Critic())
     engine(inputs(0, dist.get_rank())).mean().backward(create_graph=True)
-    grad = deepspeed.base.safe_get_full_grad(engine.module.inlet.weight)
+    grad = deepspeed.utils.safe_get_full_grad(engine.module.inlet.weight)
     assert grad is not None
     assert not grad.requires_grad
     engine.step()
@@ -298,13 +298,13 @@ def test_renormalization_with_16_bit_weights_leaves_other_masters_alone() -> Non
     model = Words()
     engine = start(model, lr=0.0, bf16={"enabled": True})
     weight = model.table.weight
-    before = deepspeed.base.safe_get_full_fp32_param(weight)
+    before = deepspeed.utils.safe_get_full_fp32_param(weight)
     exact = before + 1e-4 * torch.arange(7.0)  # not a number of 16 bits
-    deepspeed.base.safe_set_full_fp32_param(weight, exact)
+    deepspeed.utils.safe_set_full_fp32_param(weight, exact)
     ids = torch.tensor([[1, 2, 3]])
     engine.backward(engine(ids).float())
     engine.step()
-    after = deepspeed.base.safe_get_full_fp32_param(weight)
+    after = deepspeed.utils.safe_get_full_fp32_param(weight)
     seen = torch.zeros(13, dtype=torch.bool)
     seen[ids] = True
     assert torch.equal(after[~seen], exact[~seen])

@@ -91,7 +91,9 @@ def test_at_every_stage(world_size: int, stage: int, precision: str) -> None:
         engine.step()
         norms.append(engine.get_global_grad_norm())
     assert min(norms) > 2 * MAX_NORM  # every step clips
-    moments = [deepspeed.base.safe_get_full_optimizer_state(p, "exp_avg") for p in engine.module.parameters()]
+    moments = [
+        deepspeed.utils.safe_get_full_optimizer_state(p, "exp_avg") for p in engine.module.parameters()
+    ]
     # After clipping no gradient is longer than MAX_NORM, and neither is their moving average.
     length = torch.stack([m.float().norm() for m in moments]).norm()
     assert MAX_NORM / 30 < length < MAX_NORM

@@ -145,14 +145,14 @@ def test_full_values_and_edits() -> None:
     run(engine, 0, 2)
     weight = engine.module.twice.weight
     with deepspeed.zero.GatheredParameters(weight):
-        master = deepspeed.base.safe_get_full_fp32_param(weight)
+        master = deepspeed.utils.safe_get_full_fp32_param(weight)
         assert torch.equal(master, weight)
-    moment = deepspeed.base.safe_get_full_optimizer_state(weight, "exp_avg")
+    moment = deepspeed.utils.safe_get_full_optimizer_state(weight, "exp_avg")
     assert_ranks_agree({"master": master, "moment": moment})
     assert moment.abs().max() < 1  # not counted twice
     with deepspeed.zero.GatheredParameters(weight, modifier_rank=3):
         weight.data.fill_(float(dist.get_rank()))
-    assert (deepspeed.base.safe_get_full_fp32_param(weight) == 3).all()
+    assert (deepspeed.utils.safe_get_full_fp32_param(weight) == 3).all()
     engine.destroy()
     assert (engine.module.twice.weight == 3).all()
 

@@ -373,7 +373,7 @@ def test_momentum_stays_in_slices_and_the_wire_is_counted() -> None:
     before = wire.collectives["all_to_all"]
     run(engine, 1, 2)
     assert wire.collectives["all_to_all"] - before == 2  # there and back
-    momentum = deepspeed.base.safe_get_full_optimizer_state(
+    momentum = deepspeed.utils.safe_get_full_optimizer_state(
         engine.module.blocks[0].up.weight, "momentum_buffer"
     )
     assert momentum.shape == (24, 12)

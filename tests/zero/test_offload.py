@@ -275,17 +275,17 @@ def test_state_can_be_read_and_written_where_it_rests(tmp_path: Path) -> None:
         engine.backward(engine(batch(step, 0, engine.global_rank)))
         engine.step()
     weight = engine.module.twice.weight
-    moment = deepspeed.base.safe_get_full_optimizer_state(weight, "exp_avg")
+    moment = deepspeed.utils.safe_get_full_optimizer_state(weight, "exp_avg")
     assert moment.abs().max() > 0
-    deepspeed.base.safe_set_full_optimizer_state(weight, torch.ones(12, 12), "exp_avg")
-    assert torch.equal(deepspeed.base.safe_get_full_optimizer_state(weight, "exp_avg"), torch.ones(12, 12))
-    deepspeed.base.safe_set_full_optimizer_state(weight, torch.ones(12, 12), "exp_avg_sq")
-    deepspeed.base.safe_set_full_fp32_param(weight, torch.full((12, 12), 0.5))
+    deepspeed.utils.safe_set_full_optimizer_state(weight, torch.ones(12, 12), "exp_avg")
+    assert torch.equal(deepspeed.utils.safe_get_full_optimizer_state(weight, "exp_avg"), torch.ones(12, 12))
+    deepspeed.utils.safe_set_full_optimizer_state(weight, torch.ones(12, 12), "exp_avg_sq")
+    deepspeed.utils.safe_set_full_fp32_param(weight, torch.full((12, 12), 0.5))
     engine.backward(engine(batch(2, 0, engine.global_rank)))
     engine.step()
-    after = deepspeed.base.safe_get_full_optimizer_state(weight, "exp_avg")
+    after = deepspeed.utils.safe_get_full_optimizer_state(weight, "exp_avg")
     assert 0.8 < after.mean() < 1.0  # 0.9 * 1 + 0.1 * a clipped gradient
-    master = deepspeed.base.safe_get_full_fp32_param(weight)
+    master = deepspeed.utils.safe_get_full_fp32_param(weight)
     assert 0.4 < master.mean() < 0.5
     engine.destroy()
 

@@ -157,7 +157,7 @@ def test_gradients_add_up_in_the_dtype_asked_for(stage: int) -> None:
             x = torch.full((1, 4), 256.0 if micro == 0 else 1.0)
             engine.backward(engine(x).sum(), scale_wrt_gas=False)
             engine.step()
-        sums[name] = -deepspeed.base.safe_get_full_fp32_param(model.weight)[0, 0].item()
+        sums[name] = -deepspeed.utils.safe_get_full_fp32_param(model.weight)[0, 0].item()
         assert engine.get_global_grad_norm() == 2 * sums[name]
         engine.destroy()
     assert sums == {"bf16": 256.0, "fp32": 272.0}
@@ -174,7 +174,7 @@ def test_the_wire_rounds_to_the_dtype_asked_for() -> None:
     engine.backward(engine(x[dist.get_rank()]).sum())
     gradients = [part.expand(3, 5).bfloat16() for part in x]
     expected = ((gradients[0].float() + gradients[1].float()) / 2).bfloat16().float()  # rounded once
-    assert torch.equal(deepspeed.base.safe_get_full_grad(model.weight), expected)
+    assert torch.equal(deepspeed.utils.safe_get_full_grad(model.weight), expected)
     engine.destroy()
 
 
@@ -220,5 +220,5 @@ def test_backwards_without_a_sum_add_up_in_that_dtype_too(stage: int) -> None:
             engine.backward(engine(torch.full((1, 4), value)).sum())
     engine.backward(engine(torch.ones(1, 4)).sum())
     engine.step()
-    assert deepspeed.base.safe_get_full_fp32_param(model.weight)[0, 0].item() == -272.0
+    assert deepspeed.utils.safe_get_full_fp32_param(model.weight)[0, 0].item() == -272.0
     engine.destroy()

@@ -152,7 +152,7 @@ def test_submodules_called_directly() -> None:
     torch.testing.assert_close(logits, expected)
     engine.backward(logits.square().mean())
     expected.square().mean().backward()
-    grad = deepspeed.base.safe_get_full_grad(model.blocks[2].down.weight)
+    grad = deepspeed.utils.safe_get_full_grad(model.blocks[2].down.weight)
     torch.testing.assert_close(grad, reference.blocks[2].down.weight.grad)
     engine.destroy()
 
@@ -311,7 +311,7 @@ def test_gathered_parameters_keep_what_the_modifier_wrote(trained: bool) -> None
         weight.fill_(9.0)  # nobody is the modifier: not kept
     with deepspeed.zero.GatheredParameters(iter([weight])):
         assert weight.eq(0.25).all()
-    master = deepspeed.base.safe_get_full_fp32_param(weight)
+    master = deepspeed.utils.safe_get_full_fp32_param(weight)
     assert master.eq(0.25).all()
     with deepspeed.zero.GatheredParameters(engine.parameters()):
         assert all(p.shape == p.ds_shape for p in engine.parameters())

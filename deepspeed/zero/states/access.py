@@ -334,7 +334,7 @@ class StateAccess:
         for name in pending.get("used", ()):
             self.reducer.used[index_of[name]] = True
 
-    # By parameter (deepspeed.base.safe_get_*, safe_set_*) --------------------------------------------------
+    # By parameter (deepspeed.utils.safe_get_*, safe_set_*) --------------------------------------------------
 
     def full_master(self, param: nn.Parameter) -> Tensor | None:
         """[shape] in the master dtype. Collective."""

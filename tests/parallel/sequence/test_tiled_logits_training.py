@@ -66,7 +66,7 @@ def test_training_over_shards_is_that_on_whole_sequences() -> None:
     engine.set_gradient_accumulation_boundary(True)
     engine.allreduce_gradients()
     found = {
-        name: deepspeed.base.safe_get_full_grad(param) for name, param in engine.module.named_parameters()
+        name: deepspeed.utils.safe_get_full_grad(param) for name, param in engine.module.named_parameters()
     }
     assert_close({"loss": loss}, {"loss": torch.stack(losses).mean()})
     assert_close(found, {name: param.grad for name, param in plain.named_parameters()})

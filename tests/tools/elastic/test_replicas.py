@@ -61,7 +61,7 @@ def state_of(folder: Path, stage: int, steps: int, own: bool) -> tuple[int, dict
         found = {}
         for name, param in engine.module.named_parameters():
             found[name] = engine.whole_tensor(param).clone()
-            found[f"{name} exp_avg"] = deepspeed.base.safe_get_full_optimizer_state(param, "exp_avg").clone()
+            found[f"{name} exp_avg"] = deepspeed.utils.safe_get_full_optimizer_state(param, "exp_avg").clone()
         engine.destroy()
     return began, found, losses
 
