@@ -103,11 +103,12 @@ def take(path: Path, folder: Path) -> SaveLock:
 
 def abandoned(folder: Path) -> Iterator[SaveLock]:
     """The locks in ``folder`` whose process was killed, or gave up its save, each held by this process now."""
-    for path in folder.glob(f".*{SUFFIX}"):
-        with _guard:
-            found = _try_abandoned(path)
-        if found is not None:
-            yield found
+    for name in os.listdir(folder):
+        if name.startswith(".") and name.endswith(SUFFIX):
+            with _guard:
+                found = _try_abandoned(folder / name)
+            if found is not None:
+                yield found
 
 
 def _try(path: Path) -> SaveLock | Holder:

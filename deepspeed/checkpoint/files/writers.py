@@ -149,10 +149,12 @@ def _remove_abandoned(folder: Path) -> None:
 def _remove_abandoned_files(folder: Path, now: float) -> None:
     """``latest`` and its like under the names they have for some milliseconds, if these are an hour old; ``now`` is the
     time of the file system, which may be another machine's."""
-    for name in (LATEST, LATEST_UNIVERSAL, *SCRIPTS):
-        for path in folder.glob(f".{name}.*-*.tmp"):
+    beginnings = tuple(f".{name}." for name in (LATEST, LATEST_UNIVERSAL, *SCRIPTS))
+    for name in os.listdir(folder):
+        if name.startswith(beginnings) and name.endswith(".tmp"):
+            path = folder / name
             with suppress(OSError):
-                if now - path.stat().st_mtime > 3600:
+                if path.is_file() and now - path.stat().st_mtime > 3600:
                     path.unlink()
 
 
