@@ -61,6 +61,8 @@ STATE = {
     "config/section.py:_notes": "collects notes while one config is read, per thread",
     "zero/gathering/init_context.py:_active": "patches of an active zero.Init",
     # Resources of the process that end with it, or with their owner.
+    "checkpoint/files/locks.py:_own": "locks that this process holds, weakly: a lock belongs to the process",
+    "checkpoint/files/locks.py:_guard": "guards them: to close a file of one ends it",
     "checkpoint/files/flush.py:_pending": "files on their way to disk, in order: the process's end waits for them",
     "ops/aio/native_pins.py:get_native_pinned_memory()": "documented: the pinned memory of the process",
     "ops/aio/memory.py:_mappings": "addresses of page-locked memory that is in use",

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 
 class CheckpointError(ValueError):
@@ -25,6 +26,21 @@ class CheckpointTagError(CheckpointError, AssertionError):
 
 class CheckpointDegreesError(CheckpointError, RuntimeError):
     """Files of one checkpoint record different degrees of parallelism. A RuntimeError, too, as in release 0.19."""
+
+
+def mixed_saves(
+    path: Path, found: Mapping[str, Any] | None, expected: Mapping[str, Any] | None
+) -> CheckpointError:
+    """For a file at ``path`` of another save than the first model file beside it."""
+    return CheckpointError(
+        f"{path} is of {_save_in_words(found)}, but the first model file of that folder is of "
+        f"{_save_in_words(expected)}: the folder holds files of two saves (a copy that was not finished, or a file "
+        "that was left from before). Copy all files of one save again"
+    )
+
+
+def _save_in_words(save: Mapping[str, Any] | None) -> str:
+    return f"the save {save['id']} (global_steps {save['global_steps']})" if save else "a save without an id"
 
 
 @contextmanager

@@ -80,7 +80,7 @@ def save_weights(
         total = sum(shard.nbytes for shard in shards)
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
         path = folder / f"{filename}.index.json"
-        replace_file(path, (json.dumps(index, indent=2) + "\n").encode(), alone=False)
+        replace_file(path, (json.dumps(index, indent=2) + "\n").encode())
         paths.append(path)
     return paths
 

@@ -26,6 +26,8 @@ INDEX = "checkpoint_index"
 SAVE = "save"
 """Key of the index of every file: which save wrote it, ``{"id": text, "global_steps": number}``. All files of a save
 have the same random id."""
+SAVED_BY = "deepspeed_save"
+"""Key of the same in files of the layouts of release 0.19, which have no index; that release ignores it."""
 CHECKSUMS = "checkpoint_checksums"
 """Key of the hashes of every tensor in the same file."""
 
@@ -50,9 +52,9 @@ DOCUMENTED_KEYS = (
     DS_VERSION,
     "universal_checkpoint_info",
 )
-RESERVED_KEYS = frozenset((*DOCUMENTED_KEYS, "checkpoint_parallel_dimensions", INDEX, CHECKSUMS)) - {
-    "universal_checkpoint_info"
-}
+RESERVED_KEYS = frozenset(
+    (*DOCUMENTED_KEYS, "checkpoint_parallel_dimensions", INDEX, SAVED_BY, CHECKSUMS)
+) - {"universal_checkpoint_info"}
 """Keys that a client state must not contain, and that are left out when it is returned. What a model says of its
 parameters' splits comes from the client where the model does not say it itself."""
 

@@ -12,7 +12,7 @@ from deepspeed.checkpoint import names
 from deepspeed.checkpoint.catalog import Catalog, Source
 from deepspeed.checkpoint.directory import TABLES, Directory
 from deepspeed.checkpoint.directory import read as read_directory
-from deepspeed.checkpoint.errors import CheckpointError, CheckpointNotFoundError
+from deepspeed.checkpoint.errors import CheckpointError, CheckpointNotFoundError, mixed_saves
 from deepspeed.checkpoint.files.archive import Archive, open_archive
 from deepspeed.checkpoint.names import (
     CHECKSUMS,
@@ -294,15 +294,7 @@ def check_save(first: Mapping[str, Any], archive: Archive) -> None:
     """CheckpointError if ``archive`` is not of the save whose first file has the index ``first``."""
     expected, found = first.get(SAVE), (archive.content.get(INDEX) or {}).get(SAVE)
     if (found or {}).get("id") != (expected or {}).get("id"):
-        raise CheckpointError(
-            f"{archive.path} is of {_save_in_words(found)}, but the first model file of that folder is of "
-            f"{_save_in_words(expected)}: the folder holds files of two saves (a copy that was not finished, or a file "
-            "that was left from before). Copy all files of one save again"
-        )
-
-
-def _save_in_words(save: Mapping[str, Any] | None) -> str:
-    return f"the save {save['id']} (global_steps {save['global_steps']})" if save else "a save without an id"
+        raise mixed_saves(archive.path, found, expected)
 
 
 def _renaming(first: Mapping[str, Any], own_names: Iterable[str] | None) -> Rename | None:

@@ -150,7 +150,7 @@ def _check_moment(moment: tuple[Any, Any], ranks: Ranks) -> None:
 def _prepared(request: _Request, ranks: Ranks) -> StagedFolder:
     """An empty folder to write into. Collective."""
     folder = StagedFolder(request.save_dir, request.tag)
-    with ranks.together("preparing the checkpoint folder"):
+    with _abandoned_on_errors(folder, ranks), ranks.together("preparing the checkpoint folder"):
         if ranks.keeps_folder:
             folder.prepare()
     return folder
@@ -162,6 +162,7 @@ def _abandoned_on_errors(folder: StagedFolder, ranks: Ranks) -> Iterator[None]:
     try:
         yield
     except CommunicationError:
+        folder.leave()
         raise  # it is unknown what the other ranks are doing
     except Exception:
         if ranks.keeps_folder:

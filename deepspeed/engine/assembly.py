@@ -165,6 +165,8 @@ def _wire_step(
     """From summed gradients to published weights, and everything that reads and writes the state in between."""
     optimizer = store.optimizer
     before_step = [host.synchronize] if host is not None else []
+    if store.tier.on_file:
+        before_step.append(store.tier.check)
     after_publish = []
     if sharded is not None:
         before_step.append(sharded.before_step)
@@ -288,6 +290,7 @@ def shard_module(
             everyone=scopes[layout.scope].written_by,
             persistent=persistent,
             keep=storage.keep_persistent if persistent else storage.keep,
+            check=storage.check if storage.on_file and not persistent else None,
         )
         for layout, persistent in cut_sharded(specs, zero, scopes.shards(), traits_of(optimizer).grain)
     ]

@@ -69,6 +69,7 @@ def make_grad_buckets(
         scope = scopes[layout.scope]
         first_holder = scope.first_replica if plan.zero.shard_state else scope.first_holder
         rows_of = full_shape(first) if first in by_rows else None
+        kept_by = tier.of(layout)
         result.append(
             make(
                 layout,
@@ -82,10 +83,12 @@ def make_grad_buckets(
                 counts=first_holder,
                 accumulate_dtype=plan.precision.accumulate or layout.dtype,
                 keep_local=not plan.zero.shard_grads,
-                new_slice=partial(tier.of(layout).new_gradients, device=first.device),
+                new_slice=partial(kept_by.new_gradients, device=first.device),
                 host=host if off_host(first.device) and tier.takes(layout) else None,
             )
         )
+        if kept_by.on_file and not off_host(first.device):
+            result[-1].check = kept_by.check
     return result
 
 

@@ -78,19 +78,31 @@ def save_forever(folder: Path, tags: str, first: int) -> None:
     number = first
     while True:
         number += 1
-        model = nn.Linear(40, 40)
-        nn.init.constant_(model.weight, number)
-        nn.init.constant_(model.bias, number)
-        training = Training(
-            module=model,
-            state=None,
-            zero_stage=0,
-            bf16=False,
-            ds_config={},
-            header={"global_steps": number, "skipped_steps": 0, "global_samples": 0},
-        )
-        save(training, folder, tag_of(tags, number), PLACE, Ranks())
+        save_once(folder, tag_of(tags, number), number)
         forget_old(folder)
+
+
+def save_once(folder: Path, tag: str, number: int) -> None:
+    model = nn.Linear(40, 40)
+    nn.init.constant_(model.weight, number)
+    nn.init.constant_(model.bias, number)
+    training = Training(
+        module=model,
+        state=None,
+        zero_stage=0,
+        bf16=False,
+        ds_config={},
+        header={"global_steps": number, "skipped_steps": 0, "global_samples": 0},
+    )
+    save(training, folder, tag, PLACE, Ranks())
+
+
+def check_nothing_unfinished(folder: Path, number: int) -> None:
+    """After the next save, under whatever tag, what was killed has left nothing; one killed while it renamed ``latest``
+    leaves a file of some bytes for an hour."""
+    save_once(folder, "the_next", number + 1)
+    left = [path.name for path in folder.iterdir() if path.name.startswith(".")]
+    assert not [name for name in left if not name.startswith((".latest.", ".zero_to_"))], left
 
 
 def save_on_a_rank_forever(folder: Path, tags: str, first: int, rank: int, store: Path) -> None:
@@ -192,6 +204,7 @@ def main() -> None:
         assert found >= number, f"went back from {number} to {found}"
         saved += found > number
         number = found
+    check_nothing_unfinished(folder, number)
     print(f"{kills} kills, {in_between} in the middle of a save, {saved} with a newer checkpoint")
     assert in_between and saved
 

@@ -12,6 +12,8 @@ from torch import nn
 import deepspeed
 from deepspeed.checkpoint.errors import CheckpointError
 from deepspeed.checkpoint.files.safe_types import allowed_types
+from deepspeed.checkpoint.foreign.universal_export import convert
+from deepspeed.checkpoint.foreign.upstream_export import export_checkpoint
 from deepspeed.checkpoint.names import CHECKSUMS, INDEX, SAVE
 from deepspeed.pipe import LayerSpec, PipelineModule
 from tests.checkpoint.models import Zoo, assert_equal, config, full_state, make_engine, train
@@ -39,6 +41,43 @@ def test_a_file_of_another_save_is_refused(tmp_path, stage):
         torch.distributed.barrier()
     engine.load_checkpoint(tmp_path, tag="new")
     assert_equal(full_state(engine), saved)
+
+
+@pytest.mark.parametrize("layout", ["universal", "of release 0.19"])
+@distributed(world_size=1)
+def test_a_file_of_another_export_is_refused(tmp_path, layout):
+    """The layouts of release 0.19 have no index: an entry of their files says which save they were made of."""
+    engine = make_engine(config(2))
+    made = []
+    for tag in ("old", "new"):
+        train(engine, 0, 1)
+        engine.save_checkpoint(tmp_path, tag=tag)
+        if layout == "universal":
+            made.append(convert(tmp_path / tag, tmp_path / "made" / tag))
+        else:
+            made.append(export_checkpoint(tmp_path, tmp_path / "made", tag=tag))
+    saved = full_state(engine)
+    old, new = made
+    other = make_engine(config(2, checkpoint={"load_universal": layout == "universal"}), seed=9)
+    for path in sorted(new.rglob("*.pt")):
+        lone = path.parent.parent.name == "zero" and not (path.parent / "exp_avg.pt").exists()
+        if path.stem == "step" or lone:
+            continue  # a number alone has no place for an entry; files of weights without state are not read
+        shutil.copytree(new, tmp_path / "made/mixed", dirs_exist_ok=True)
+        shutil.copy(old / path.relative_to(new), tmp_path / "made/mixed" / path.relative_to(new))
+        (tmp_path / "made/latest_universal").write_text("mixed")
+        with pytest.raises(
+            CheckpointError, match=r"of the save \w{16} \(global_steps .*of the save \w{16} \(global_st"
+        ):
+            other.load_checkpoint(tmp_path / "made", tag=None if layout == "universal" else "mixed")
+    (tmp_path / "made/latest_universal").write_text("new")
+    universal = layout == "universal"
+    _, client_state = other.load_checkpoint(
+        tmp_path / "made", tag=None if universal else "new", load_module_only=not universal
+    )
+    assert client_state == {}
+    if universal:
+        assert_equal(full_state(other), saved)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])

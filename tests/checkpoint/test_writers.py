@@ -73,6 +73,7 @@ def test_what_a_crash_left_in_staging_is_cleared_away(tmp_path):
     staged = StagedFolder(tmp_path, "a")
     staged.prepare()
     (staged.staging / "half").write_text("x")
+    del staged  # and so its lock, as with the process (test_locks.py has real ones)
     save(tmp_path, "a", "one")
     assert content(tmp_path) == {"a/mp_rank_00_model_states.pt": "one"}
 

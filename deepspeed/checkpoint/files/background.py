@@ -112,6 +112,8 @@ def remove_older(save_dir: Path, keep: int, is_checkpoint: Callable[[Path], bool
         if path.is_dir() and not path.is_symlink() and path.name[0] != "." and is_checkpoint(path)
     ]
     newest_first = sorted(found, key=lambda path: path.stat().st_mtime_ns, reverse=True)
+    for aside in save_dir.glob(".*.removed"):  # of a process that was killed
+        shutil.rmtree(aside, ignore_errors=True)
     for path in newest_first[keep:]:
         # A crash while it is removed leaves no half of a checkpoint.
         aside = path.with_name(f".{path.name}.removed")

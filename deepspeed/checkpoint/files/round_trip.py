@@ -1,20 +1,75 @@
-"""What is saved must load back equal: compares the structure of a file with what was saved, and names what differs."""
+"""What is saved must load back equal: compares the structure of a file with what was saved, and names what differs.
+
+Most of a checkpoint is of types for which that is known (``is_plain``); what else there is, mostly in the client's own
+state, is compared.
+"""
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import chain
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+_LEAVES = {str, int, float, bool, type(None)}
+_SEQUENCES = {list, tuple, torch.Size}
+_MAPPINGS = {dict, OrderedDict}
+_KEYS = {str, int}
+_DTYPES = {
+    *(torch.float32, torch.float64, torch.float16, torch.bfloat16),
+    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
+}
+_LONGEST_INT = 2000  # bits; torch's reader knows those of up to 255 bytes
 
-def difference(saved: Any, loaded: Any, is_tensor: Callable[[Any], bool]) -> tuple[str, str] | None:
+
+def is_plain(value: Any, lazy: type) -> bool:
+    """Whether ``value`` loads back equal without a proof: numbers, ASCII text and strided tensors, also as ``lazy``
+    ones, in lists, tuples and dicts, all of exactly these types and without cycles. False where it is not known."""
+    inside: list[tuple[int, Iterator[Any]]] = [(0, iter((value,)))]  # the containers around what is looked at
+    around = {0}
+    while inside:
+        for item in inside[-1][1]:  # no call for each: it may be all of a model's names
+            kind = type(item)
+            if kind in _LEAVES:
+                if (kind is str and not item.isascii()) or (kind is int and item.bit_length() > _LONGEST_INT):
+                    return False
+            elif kind is Tensor or kind is lazy:
+                if item.dtype not in _DTYPES or (kind is Tensor and not _is_strided(item)):
+                    return False
+            else:
+                parts = _plain_parts(item, kind)
+                if parts is None or id(item) in around:
+                    return False
+                inside.append((id(item), iter(parts)))
+                around.add(id(item))
+                break
+        else:
+            around.discard(inside.pop()[0])
+    return True
+
+
+def _is_strided(tensor: Tensor) -> bool:
+    return tensor.layout == torch.strided and not tensor.is_quantized and tensor.device.type != "meta"
+
+
+def _plain_parts(value: Any, kind: type) -> Iterable[Any] | None:
+    """What a container of these types holds, keys too; None for anything else."""
+    if kind in _SEQUENCES:
+        return value
+    if kind in _MAPPINGS and set(map(type, value)) <= _KEYS:
+        attributes = vars(value) if kind is OrderedDict else {}  # a state dict has metadata there
+        return chain(value, value.values(), (attributes,) if attributes else ())
+    return None
+
+
+def difference(saved: Any, loaded: Any, lazy: type) -> tuple[str, str] | None:
     """Key path and description of the first part of ``loaded`` that differs from ``saved``, types included; None if
-    there is none. Tensors are compared without their values; ``is_tensor`` says what becomes one."""
-    return _Comparison(is_tensor).compare(saved, loaded, "")
+    there is none. Tensors are compared without their values; those of the type ``lazy`` become one."""
+    return _Comparison(lazy).compare(saved, loaded, "")
 
 
 def culprit(content: Any, fails: Callable[[Any], bool]) -> str:
@@ -53,12 +108,12 @@ def _children(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 class _Comparison:
-    def __init__(self, is_tensor: Callable[[Any], bool]) -> None:
-        self.is_tensor = is_tensor
+    def __init__(self, lazy: type) -> None:
+        self.lazy = lazy
         self.seen: set[tuple[int, int]] = set()
 
     def compare(self, saved: Any, loaded: Any, path: str) -> tuple[str, str] | None:
-        if self.is_tensor(saved) or isinstance(saved, Tensor):
+        if isinstance(saved, (self.lazy, Tensor)):
             return self._tensors(saved, loaded, path)
         if isinstance(saved, (torch.UntypedStorage, torch.TypedStorage)):
             return path, "is one of those bare storages; save tensors instead"
@@ -73,6 +128,8 @@ class _Comparison:
                 if _equal(saved, loaded)
                 else (path, f"is {saved!r:.200} and would load as {loaded!r:.200}")
             )
+        if is_plain(saved, self.lazy):
+            return None
         own, found = list(_children(saved)), list(_children(loaded))
         if len(own) != len(found) or getattr(saved, "maxlen", None) != getattr(loaded, "maxlen", None):
             return path, f"has {len(own)} parts, of which {len(found)} would be loaded"

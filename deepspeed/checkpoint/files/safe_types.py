@@ -12,7 +12,7 @@ import pathlib
 import types
 import uuid
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -142,16 +142,18 @@ def trusts_files() -> bool:
 def allowed_types() -> AbstractContextManager[None]:
     """While it is active, torch loads these classes too (and those of ``add_safe_globals``), and every enum that has
     been imported: to load one of its members is to look it up."""
-    enums = (
-        cls for cls in _members_of(enum.Enum) if f"{cls.__module__}.{cls.__qualname__}" not in _STOOD_FOR
-    )
-    return torch.serialization.safe_globals([*_SAFE, *enums])
+    return torch.serialization.safe_globals([*_SAFE, *_enums()])
 
 
-def _members_of(base: type[enum.Enum]) -> Iterator[type[enum.Enum]]:
-    """The enums below ``base`` that have members; one without would make new classes when it is called."""
-    for cls in base.__subclasses__():
-        if cls.__members__:
-            yield cls
-        else:
-            yield from _members_of(cls)
+def _enums() -> list[type[enum.Enum]]:
+    """All that have members; one without would make new classes when it is called. There are hundreds, and it is asked
+    for each file: no call for each."""
+    found: list[type[enum.Enum]] = []
+    without: list[type[enum.Enum]] = [enum.Enum]
+    while without:
+        for cls in without.pop().__subclasses__():
+            if not cls._member_map_:
+                without.append(cls)
+            elif f"{cls.__module__}.{cls.__qualname__}" not in _STOOD_FOR:
+                found.append(cls)
+    return found

@@ -9,8 +9,8 @@ from pathlib import Path
 from deepspeed.checkpoint.errors import CheckpointError, CheckpointNotFoundError, CheckpointTagError
 from deepspeed.checkpoint.names import LATEST, LATEST_UNIVERSAL, SCRIPTS
 
-_OUR_OWN = re.compile(r"\..+\.(tmp|old)")
-"""Hidden folders of a save in progress."""
+_OUR_OWN = re.compile(r"\..+\.(tmp|old|lock|removed)")
+"""Hidden folders and files of a save in progress."""
 
 _LONGEST_LATEST = 4096
 _LONGEST_NAME = 255

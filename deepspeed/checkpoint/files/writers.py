@@ -5,6 +5,9 @@
    renamed to it when there is none yet.
 3. ``latest`` is written under a temporary name and renamed over the old one, last of all.
 
+Meanwhile the folder is locked (``locks``): another job that saves under the same tag is told so, and the next save
+removes what a killed one has left, whatever their tags.
+
 Where the system cannot exchange two folders, the old one is renamed to a hidden name first; ``find_folder`` knows it.
 
 [Note: a power cut] A checkpoint that replaces an older one is flushed to disk before the older one is removed. One that
@@ -20,14 +23,16 @@ import os
 import shutil
 import sys
 import uuid
+from contextlib import suppress
 from pathlib import Path
 
 from deepspeed.base.logging import logger
 from deepspeed.checkpoint.errors import CheckpointError, CheckpointNotFoundError
+from deepspeed.checkpoint.files import locks
 from deepspeed.checkpoint.files.archive import naming
 from deepspeed.checkpoint.files.flush import flush, flush_later, flush_names
 from deepspeed.checkpoint.files.tags import check_tag, read_latest, shown
-from deepspeed.checkpoint.names import LATEST, is_ours
+from deepspeed.checkpoint.names import LATEST, LATEST_UNIVERSAL, SCRIPTS, is_ours
 
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
@@ -41,29 +46,47 @@ class StagedFolder:
     """
 
     def __init__(self, save_dir: Path, tag: str, *, alone: bool = True) -> None:
-        """``alone=False``: several processes may write the same folder at once; the last one wins."""
+        """``alone=False``: several processes may write the same folder at once; the last one wins. Else the second one
+        is refused."""
         self.save_dir = save_dir
         self.tag = check_tag(tag)
         self.final = _behind_links(save_dir / tag)
         self.staging = _hidden(self.final, "tmp") if alone else aside(self.final)
         self.displaced = _hidden(self.final, "old")
+        self._lock: locks.SaveLock | None = None
 
     def prepare(self) -> None:
-        """Remove what a crash left behind and create the staging folder."""
+        """Remove what killed saves left behind, under any tag, and create the staging folder.
+
+        CheckpointError: another process is writing this checkpoint, or the system refused.
+        """
         with naming(self.staging):
             self.final.parent.mkdir(parents=True, exist_ok=True)
             if self.final.exists() and not self.final.is_dir():
                 raise CheckpointError(f"{self.final} is a file: a checkpoint needs a folder of this name")
-            if self.displaced.exists():
-                if self.final.exists():
-                    shutil.rmtree(self.displaced)
-                else:
-                    os.rename(self.displaced, self.final)
-            _remove(self.staging)
-            self.staging.mkdir()
+            self._lock = locks.take(_with_suffix(self.staging, locks.SUFFIX), self.final)
+            try:
+                for folder in self._siblings():
+                    _remove_abandoned(folder)
+                _recover(self.final, self.displaced)
+                _remove(self.staging)
+                self.staging.mkdir()
+                _remove_abandoned_files(self.save_dir, os.stat(self.staging).st_mtime)
+            except BaseException:
+                self._release()
+                raise
+
+    def _siblings(self) -> set[Path]:
+        """Folders in which saves with tags like this one put theirs: for ``epoch1/step5`` also ``epoch2``."""
+        depth = self.tag.count("/")
+        return {self.final.parent, *(self.save_dir.glob("*/" * depth) if depth else [self.save_dir])}
 
     def commit(self) -> None:
         """Make the staged files the checkpoint; the one that was there before is removed."""
+        self._replace()
+        self._release()
+
+    def _replace(self) -> None:
         with naming(self.final):
             if not self.final.is_dir() and self._take_the_name():
                 flush_later([self.final])
@@ -89,8 +112,60 @@ class StagedFolder:
         return True
 
     def discard(self) -> None:
-        """Give up; the previous checkpoint was not touched."""
-        shutil.rmtree(self.staging, ignore_errors=True)
+        """Give up; the previous checkpoint was not touched. Nothing if it was not prepared: the staging folder may be
+        another job's then."""
+        if self._lock is not None:
+            shutil.rmtree(self.staging, ignore_errors=True)
+            self._release()
+
+    def leave(self) -> None:
+        """Give up, where other ranks may still be writing: the next save removes the staging folder."""
+        lock, self._lock = self._lock, None
+        if lock is not None:
+            lock.leave()
+
+    def _release(self) -> None:
+        lock, self._lock = self._lock, None
+        if lock is not None:
+            lock.release()
+
+
+def _remove_abandoned(folder: Path) -> None:
+    """The unfinished folders of saves that were killed; a checkpoint that one had moved away gets its name back."""
+    for lock in locks.abandoned(folder):
+        staging = _with_suffix(lock.path, ".tmp")
+        if staging.is_dir():
+            logger.info(f"{staging} is removed: it was left by {lock.holder}, which did not finish its save")
+        try:
+            _remove(staging)
+            _recover(folder / _with_suffix(lock.path, "").name[1:], _with_suffix(lock.path, ".old"))
+        except OSError as error:
+            logger.info(f"{staging} could not be removed: {error}")
+            lock.leave()
+        else:
+            lock.release()
+
+
+def _remove_abandoned_files(folder: Path, now: float) -> None:
+    """``latest`` and its like under the names they have for some milliseconds, if these are an hour old; ``now`` is the
+    time of the file system, which may be another machine's."""
+    beginnings = tuple(f".{name}." for name in (LATEST, LATEST_UNIVERSAL, *SCRIPTS))
+    for name in os.listdir(folder):
+        if name.startswith(beginnings) and name.endswith(".tmp"):
+            path = folder / name
+            with suppress(OSError):
+                if path.is_file() and now - path.stat().st_mtime > 3600:
+                    path.unlink()
+
+
+def _recover(final: Path, displaced: Path) -> None:
+    """After a crash between two renames: the checkpoint that was moved away gets its name back, or has a successor."""
+    if not displaced.exists():
+        return
+    if final.exists():
+        shutil.rmtree(displaced)
+    else:
+        os.rename(displaced, final)
 
 
 def find_folder(load_dir: Path, tag: str) -> Path:
@@ -119,14 +194,14 @@ def _is_latest(load_dir: Path, tag: str) -> bool:
         return False
 
 
-def write_latest(save_dir: Path, tag: str, *, alone: bool = True) -> None:
-    replace_file(save_dir / LATEST, tag.encode(), alone=alone)
+def write_latest(save_dir: Path, tag: str) -> None:
+    replace_file(save_dir / LATEST, tag.encode())
 
 
-def replace_file(path: Path, content: bytes, *, mode: int = 0o644, alone: bool = True) -> None:
-    """Write a small file so that at any instant either the old or the new content is there; ``alone=False``: even if
-    several processes write it at once."""
-    written = _hidden(path, "tmp") if alone else aside(path)
+def replace_file(path: Path, content: bytes, *, mode: int = 0o644) -> None:
+    """Write a small file so that at any instant either the old or the new content is there, even if several processes
+    write it at once."""
+    written = aside(path)
     try:
         with naming(path):
             with open(written, "wb") as file:
@@ -154,6 +229,11 @@ def aside(path: Path) -> Path:
 def _hidden(path: Path, suffix: str) -> Path:
     """A sibling that patterns such as ``global_step*`` do not match."""
     return path.parent / f".{path.name}.{suffix}"
+
+
+def _with_suffix(path: Path, suffix: str) -> Path:
+    """A hidden sibling with another suffix. ``Path.with_suffix`` takes a name of dots for one without."""
+    return path.parent / f"{path.name.rpartition('.')[0]}{suffix}"
 
 
 def _behind_links(folder: Path) -> Path:

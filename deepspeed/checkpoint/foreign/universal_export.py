@@ -28,7 +28,7 @@ from deepspeed.checkpoint.errors import CheckpointError
 from deepspeed.checkpoint.files.archive import LazyTensor, naming, read_archive, write_archive
 from deepspeed.checkpoint.files.flush import wait_for_flushes
 from deepspeed.checkpoint.files.writers import StagedFolder, replace_file
-from deepspeed.checkpoint.foreign.universal_format import COMMON, FOLDER, STEP, SUFFIX, is_universal
+from deepspeed.checkpoint.foreign.universal_format import COMMON, FOLDER, STEP, SUFFIX, is_universal, saved_by
 from deepspeed.checkpoint.foreign.upstream_export import CLASS_NAMES, LAYOUT, UpstreamFiles
 from deepspeed.checkpoint.load import Reader
 from deepspeed.checkpoint.reader import open_checkpoint
@@ -83,7 +83,7 @@ def putting_in_place(staged: StagedFolder) -> Iterator[None]:
         staged.discard()
         raise
     staged.commit()
-    replace_file(staged.save_dir / names.LATEST_UNIVERSAL, staged.tag.encode(), alone=False)
+    replace_file(staged.save_dir / names.LATEST_UNIVERSAL, staged.tag.encode())
     wait_for_flushes()
 
 
@@ -158,7 +158,7 @@ class _Conversion:
         return LazyTensor((prod(shape),) if self.flat else shape, dtype, parts)
 
     def _put(self, folder: Path, kind: str, tensor: LazyTensor, layout: Mapping[str, int]) -> None:
-        content = tensor if self.flat else {PARAM: tensor, **layout}
+        content = tensor if self.flat else {PARAM: tensor, **layout, **saved_by(self.catalog)}
         write_value(folder, kind, content)
 
     # Everything else ----------------------------------------------------------------------------------------
@@ -196,6 +196,7 @@ class _Conversion:
             "optimizer": None,
             "checkpoint_parallel_dimensions": {"pp_degree": 1, "tp_degree": ranks},
             names.DS_VERSION: LAYOUT,
+            **saved_by(self.catalog),
         }
         with naming(target):
             write_archive(target, content, class_names=CLASS_NAMES)
@@ -212,6 +213,7 @@ class _Conversion:
             "group_paddings": [0] * count,
             "partition_count": self.files.ranks if self.flat else [self.files.ranks] * count,
             names.DS_VERSION: LAYOUT,
+            **saved_by(self.catalog),
             "param_groups": groups,
         }
         if self.flat:

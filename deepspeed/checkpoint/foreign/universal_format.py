@@ -11,7 +11,7 @@ buffers and tied weights under their other names, which the model files hold as 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -21,10 +21,10 @@ from torch import Tensor
 
 from deepspeed.checkpoint.catalog import Catalog, Group, Source
 from deepspeed.checkpoint.constants import PARAM, VOCAB_TENSOR
-from deepspeed.checkpoint.errors import CheckpointError, CheckpointNotFoundError
+from deepspeed.checkpoint.errors import CheckpointError, CheckpointNotFoundError, mixed_saves
 from deepspeed.checkpoint.files.archive import Archive, open_archive
 from deepspeed.checkpoint.foreign.splits import Wanted
-from deepspeed.checkpoint.names import MODEL_SUFFIX, OPTIMIZER_STATE
+from deepspeed.checkpoint.names import MODEL_SUFFIX, OPTIMIZER_STATE, SAVE, SAVED_BY
 from deepspeed.checkpoint.shards import ShardIndex
 from deepspeed.checkpoint.state import MASTER
 
@@ -67,6 +67,8 @@ class UniversalFiles:
             self.left.discard(name)
             whole = self.wanted.placements.get(name) if self.wanted is not None else None
             held = _read_parameter(self.folder / name, self.kinds[name])
+            for archive in held.values():
+                check_saved_by(archive.path, archive.content, self.catalog.model_states)
             shape = whole.global_shape if whole is not None else None
             _add_parameter(self.catalog, name, held, self.shapes.get(name), shape)
 
@@ -127,6 +129,22 @@ def _kinds_of(folder: Path) -> list[str]:
 
 def _read_parameter(folder: Path, kinds: Iterable[str]) -> dict[str, Archive]:
     return {kind: open_archive(folder / f"{kind}{SUFFIX}") for kind in kinds}
+
+
+def saved_by(catalog: Catalog) -> dict[str, Any]:
+    """An entry for every file that is made of ``catalog``: which save of ours it is of; none if it is not of ours.
+
+    Files that hold a tensor alone have no place for it."""
+    save = catalog.index.get(SAVE) or catalog.model_states.get(SAVED_BY)
+    return {SAVED_BY: save} if save else {}
+
+
+def check_saved_by(path: Path, content: Any, first: Mapping[str, Any]) -> None:
+    """CheckpointError if this file's ``content`` and the ``first`` model file name different saves. Of files without a
+    name nothing is known: release 0.19 may have written them."""
+    found, expected = content.get(SAVED_BY) if isinstance(content, dict) else None, first.get(SAVED_BY)
+    if found and expected and found["id"] != expected["id"]:
+        raise mixed_saves(path, found, expected)
 
 
 def _add_parameter(
@@ -190,17 +208,32 @@ def _add_padded(
         catalog.add_fragment(kind, Source(ShardIndex(name, whole, (box,), 0, data.numel()), data, source))
 
 
+def of_one_save(
+    read: Callable[[Path], dict[str, Any]], first: Mapping[str, Any]
+) -> Callable[[Path], dict[str, Any]]:
+    """``read``, which refuses files of another save than the first model file."""
+
+    def read_checked(path: Path) -> dict[str, Any]:
+        content = read(path)
+        check_saved_by(path, content, first)
+        return content
+
+    return read_checked
+
+
 # What parameters share --------------------------------------------------------------------------------------
 
 
-def read_common(folder: Path) -> dict[str, Any]:
-    """What the optimizer's files held besides the tensors of parameters; empty if nothing was kept."""
+def read_common(folder: Path, first: Mapping[str, Any]) -> dict[str, Any]:
+    """What the optimizer's files held besides the tensors of parameters; empty if nothing was kept. ``first``: the
+    first model file beside it."""
     path = folder / FOLDER / COMMON
     if not path.is_file():
         return {}
     content = open_archive(path).content
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} holds a {type(content).__name__}, not an optimizer's state")
+    check_saved_by(path, content, first)
     return content
 
 

@@ -27,6 +27,7 @@ from deepspeed.checkpoint.files.archive import LazyTensor, naming, write_archive
 from deepspeed.checkpoint.files.flush import wait_for_flushes
 from deepspeed.checkpoint.files.safe_types import DynamicLossScaler, FragmentAddress, LossScaler
 from deepspeed.checkpoint.files.writers import StagedFolder, write_latest
+from deepspeed.checkpoint.foreign.universal_format import saved_by
 from deepspeed.checkpoint.foreign.upstream_format import round_robin
 from deepspeed.checkpoint.foreign.upstream_settings import UpstreamSettings, with_attributes
 from deepspeed.checkpoint.load import TORCH_OPTIONS, Reader
@@ -79,7 +80,7 @@ def export_checkpoint(
         staged.discard()
         raise
     staged.commit()
-    write_latest(Path(output_dir), staged.tag, alone=False)
+    write_latest(Path(output_dir), staged.tag)
     wait_for_flushes()
     return staged.final
 
@@ -132,7 +133,7 @@ class UpstreamFiles:
             write_archive(path, content, class_names=CLASS_NAMES)
 
     def _versions(self) -> dict[str, Any]:
-        return {names.DS_CONFIG: self.settings.raw, names.DS_VERSION: LAYOUT}
+        return {names.DS_CONFIG: self.settings.raw, names.DS_VERSION: LAYOUT, **saved_by(self.catalog)}
 
     # Model files --------------------------------------------------------------------------------------------
 

@@ -21,7 +21,12 @@ from deepspeed.checkpoint.catalog import Catalog, Group, Source
 from deepspeed.checkpoint.errors import CheckpointError, CheckpointNotFoundError
 from deepspeed.checkpoint.files.archive import Archive
 from deepspeed.checkpoint.foreign.splits import Shape, Wanted
-from deepspeed.checkpoint.foreign.universal_format import add_universal, is_universal, read_common
+from deepspeed.checkpoint.foreign.universal_format import (
+    add_universal,
+    is_universal,
+    of_one_save,
+    read_common,
+)
 from deepspeed.checkpoint.foreign.upstream_experts import KEYS, SavedExperts
 from deepspeed.checkpoint.foreign.upstream_parts import (
     Part,
@@ -71,6 +76,7 @@ def open_upstream(
         model_states={key: value for key, value in first.items() if key in RESERVED_KEYS and key != "module"},
         client_state={k: value for k, value in first.items() if k not in RESERVED_KEYS and k not in KEYS},
     )
+    read = of_one_save(read, first)
     if is_universal(folder):
         _add_universal(catalog, models, first, read, wanted)
         return catalog
@@ -196,7 +202,7 @@ def _add_universal(
             _add_module(catalog, part, lambda name: name not in trained)
     for name in trained:
         catalog.module.setdefault(name, [])
-    common = read_common(catalog.folder)
+    common = read_common(catalog.folder, first)
     catalog.scalars = _scalars(common.get("loss_scaler"))
     add_universal(catalog, groups, common, wanted)
 

@@ -67,6 +67,11 @@ class ParamStorage:
         transfer = swap.read(full, shard)
         return lambda: swap.finish(transfer)
 
+    def check(self) -> None:
+        """A slice is about to be accessed other than by ``read``. OSError: the file was truncated."""
+        if self.swap is not None:
+            self.swap.check()
+
     def close(self) -> None:
         if self.swap is not None:
             self.swap.close()

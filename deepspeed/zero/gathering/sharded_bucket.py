@@ -36,7 +36,8 @@ class ShardedBucket(ParamBucket):
 
     ``persistent`` buckets (small parameters) stay gathered and are refreshed after every update. ``communicator`` joins
     the ranks that hold one copy, ``everyone`` also those of its replicas (MiCS). ``keep`` creates ``shard`` from a
-    slice of the whole bucket: on the device, or where slices are offloaded to.
+    slice of the whole bucket: on the device, or where slices are offloaded to; ``check`` is called before a slice is
+    accessed there.
     """
 
     def __init__(
@@ -48,9 +49,11 @@ class ShardedBucket(ParamBucket):
         persistent: bool,
         everyone: Communicator | None = None,
         keep: Callable[[Tensor], Tensor] = torch.clone,
+        check: Callable[[], None] | None = None,
     ) -> None:
         super().__init__(layout, params, communicator)
         self.keep = keep
+        self.check = check
         self.everyone = everyone or communicator
         self.persistent = persistent
         self.lossy = False  # whether gathers round the weights
@@ -133,6 +136,8 @@ class ShardedBucket(ParamBucket):
     def own_slice(self) -> Tensor:
         """[shard_numel] this rank's slice on the device: ``shard`` itself, or a copy in its place in ``full``."""
         assert self.shard is not None and self.full is not None
+        if self.check is not None:
+            self.check()
         if self.shard.device == self.full.device:
             return self.shard
         start, stop = self.layout.shard_range(self.rank)
@@ -178,6 +183,8 @@ class ShardedBucket(ParamBucket):
     def local_part(self, position: int) -> Tensor:
         """This rank's part of one parameter, a 1-D view of the shard (possibly empty): its ``ds_tensor``."""
         assert self.shard is not None
+        if self.check is not None:
+            self.check()
         slot = self.layout.slots[position]
         start, stop = self.layout.shard_range(self.rank)
         low, high = max(start, slot.offset), min(stop, slot.end)

@@ -35,6 +35,9 @@ class GradBucket:
     """
 
     after_sum: Callable[[Tensor], None] | None = None
+    check: Callable[[], None] | None = (
+        None  # of the file that holds ``reduced``, before each round is added to it
+    )
 
     def __init__(
         self,
@@ -143,6 +146,8 @@ class GradBucket:
 
     def launch(self) -> None:
         """Start the sum over ranks of what arrived; missing gradients are zero."""
+        if self.check is not None:
+            self.check()
         if self.local is None:
             self._open()
         assert self.local is not None

@@ -2,9 +2,10 @@
 
 [Note: at rest] A tensor of ``SwapFile.new`` is a shared mapping of its part of the file. Reading or writing it goes
 through the page cache, whose memory the kernel reclaims at will, so code that touches state occasionally
-(checkpoints, ``safe_get_*``) needs no special case. The optimizer step and the gathers, which touch everything every
-time, bypass the page cache with ``read`` and ``write`` (io_uring and O_DIRECT where available). The kernel keeps
-both views coherent: direct transfers first write back the cached pages of their range, and drop them afterwards.
+(checkpoints, ``safe_get_*``) needs no special case, but for a call of ``check`` before. The optimizer step and the
+gathers, which touch everything every time, bypass the page cache with ``read`` and ``write`` (io_uring and O_DIRECT
+where available). The kernel keeps both views coherent: direct transfers first write back the cached pages of their
+range, and drop them afterwards.
 
 [Note: nothing is left over] The file is unlinked as soon as it is open. However the process dies, the space is freed,
 and a restart cannot find an old file.
@@ -116,6 +117,23 @@ class SwapFile:
             str(self.folder),
         )
 
+    def check(self) -> None:
+        """Call it before tensors at rest are accessed: to read a mapping beyond the end of its file ends the process.
+
+        OSError: the file is shorter than it was made, so that something else has truncated it.
+        """
+        if not self.close.alive:
+            return
+        size = os.fstat(self._fd).st_size
+        if size < self._grown:
+            raise OSError(
+                errno.EIO,
+                f"{self.key}: the swap file in {self.folder} was truncated from outside, to {size} of {self._grown} "
+                "bytes: what it held is lost. Load the last checkpoint in a new process, and see that nothing else "
+                "touches that folder and its disk",
+                str(self.folder),
+            )
+
     # Tensors at rest ----------------------------------------------------------------------------------------
 
     def new(self, numel: int, dtype: torch.dtype) -> Tensor:
@@ -149,6 +167,7 @@ class SwapFile:
     def _reserve(self, end: int) -> None:
         if end <= self._grown:
             return
+        self.check()  # to make it grow would hide that it is too short
         grow = max(end - self._grown, GROW_BYTES)
         try:
             os.posix_fallocate(self._fd, self._grown, grow)
@@ -202,6 +221,7 @@ class SwapFile:
         return self._start(True, buffer, resting)
 
     def _start(self, write: bool, buffer: Tensor, resting: Tensor) -> Transfer:
+        self.check()
         nbytes = buffer.numel() * buffer.element_size()
         offset = self.offset_of(resting)
         try:

@@ -40,6 +40,9 @@ class ResidentTier:
     cuts = False
     """Whether fragments may be owned in ``pieces``."""
 
+    on_file = False
+    """Whether any of what it keeps, gradients too, is mapped from a file."""
+
     def takes(self, layout: BucketLayout) -> bool:
         """Whether the state of this bucket is kept elsewhere."""
         return False
@@ -80,6 +83,9 @@ class ResidentTier:
 
     def forget_state(self) -> None:
         """All optimizer state has been dropped."""
+
+    def check(self) -> None:
+        """State is about to be accessed outside ``update``. OSError: the file that holds it is damaged."""
 
     def close(self) -> None:
         """The engine is done with the state."""
@@ -207,6 +213,7 @@ class OffloadedTier(ResidentTier):
         self.swap = swap
         self.weights_swap = weights_swap
         self.cuts = cuts and swap is not None
+        self.on_file = swap is not None or weights_swap is not None
         self.resident = resident
         self.group_numel = plan.sub_group_numel if cuts else sys.maxsize
         self.sub_groups: list[SubGroup] = []
@@ -309,6 +316,11 @@ class OffloadedTier(ResidentTier):
             sub_group.records = [r for r in sub_group.records if id(r.tensors[0]) in masters]
             sub_group.known &= masters
             sub_group.views = {}
+
+    def check(self) -> None:
+        for swap in (self.swap, self.weights_swap):
+            if swap is not None:
+                swap.check()
 
     def _store_new(self, sub_group: SubGroup) -> None:
         """Give state tensors without a place in the file one, together."""

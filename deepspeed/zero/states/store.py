@@ -48,7 +48,7 @@ class StateStore:
         self.by_group: list[list[OwnedFragment]] = []
         self.fragments: list[OwnedFragment] = []
         self._constructs = False  # whether the optimizer's step relies on state created by its constructor
-        self.settle: Callable[[], None] = _nothing
+        self.settle: Callable[[], None] = self.tier.check
         """Called before masters or state are read outside the step: some of what they are may be kept elsewhere."""
         self.admit(params, param_buckets, grad_buckets)
 
@@ -244,10 +244,6 @@ class _Lent:
     def __exit__(self, *exc: object) -> None:
         for group, kept in zip(self.groups, self.kept, strict=True):
             group[PARAMS] = kept
-
-
-def _nothing() -> None:
-    pass
 
 
 def _group_index(optimizer: torch.optim.Optimizer, params: Sequence[nn.Parameter]) -> list[int]:

@@ -1,0 +1,198 @@
+"""Lock files: which process is writing a checkpoint folder, and which folders a killed process left unfinished.
+
+While a folder is written, ``.TAG.lock`` beside it is locked and says who writes it. The lock ends with its process,
+however that ends, and works over NFS: so a lock file that can be locked belongs to a save that will not go on. Where a
+file system has no locks, saves go on without, and nothing is taken for abandoned.
+
+[Note: locks of POSIX] They belong to the process, not to the open file: a second ``open`` succeeds at locking what the
+same process holds, and any ``close`` of the file ends the lock. So a process looks among its own locks before it opens
+such a file. Processes forked from it, such as a loader's workers, do not hold the lock.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from io import FileIO
+from pathlib import Path
+from typing import Any
+from weakref import WeakValueDictionary
+
+from deepspeed.base.logging import warning_once
+from deepspeed.checkpoint.errors import CheckpointError
+
+SUFFIX = ".lock"
+
+_PATIENCE = 1.0
+"""Seconds to wait for a lock: another job may be looking whether it is abandoned."""
+
+_LONGEST = 1000
+_own: WeakValueDictionary[tuple[int, int], SaveLock] = WeakValueDictionary()
+_guard = threading.Lock()
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """The process that wrote a lock file, and when, in ISO format with the time zone."""
+
+    host: str
+    pid: int
+    since: str
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on {self.host}, since {self.since}"
+
+
+class SaveLock:
+    """A lock that this process holds, until ``release`` or ``leave``, or until nobody refers to it."""
+
+    def __init__(self, path: Path, file: FileIO | None, holder: Holder) -> None:
+        self.path = path
+        self.holder = holder
+        self._file = file  # None where the file system has no locks
+        if file is not None:
+            _own[_identity(os.fstat(file.fileno()))] = self
+
+    def release(self) -> None:
+        """Remove the file and end the lock."""
+        self._end(remove=True)
+
+    def leave(self) -> None:
+        """End the lock; the file stays, for ``abandoned``."""
+        self._end(remove=False)
+
+    def _end(self, *, remove: bool) -> None:
+        file, self._file = self._file, None
+        if file is None:
+            return
+        with _guard:
+            _own.pop(_identity(os.fstat(file.fileno())), None)
+            if remove:
+                with suppress(OSError):
+                    os.unlink(self.path)
+            file.close()
+
+
+def take(path: Path, folder: Path) -> SaveLock:
+    """Lock the file ``path``, which is made if needed, to write the checkpoint ``folder``.
+
+    CheckpointError: another process, or another save of this one, is writing it.
+    """
+    deadline = time.monotonic() + _PATIENCE
+    while True:
+        with _guard:
+            found = _try(path)
+        if isinstance(found, SaveLock):
+            return found
+        if time.monotonic() > deadline:
+            own = " (this process)" if found == _this_process(found.since) else ""
+            raise CheckpointError(
+                f"{folder} is being written by {found}{own}: two saves cannot write one checkpoint at once. Give each "
+                "job a save_dir or tags of its own, or end the other one"
+            )
+        time.sleep(_PATIENCE / 20)
+
+
+def abandoned(folder: Path) -> Iterator[SaveLock]:
+    """The locks in ``folder`` whose process was killed, or gave up its save, each held by this process now."""
+    for name in os.listdir(folder):
+        if name.startswith(".") and name.endswith(SUFFIX):
+            with _guard:
+                found = _try_abandoned(folder / name)
+            if found is not None:
+                yield found
+
+
+def _try(path: Path) -> SaveLock | Holder:
+    own = _held_here(path)
+    if own is not None:
+        return own.holder
+    while True:
+        file = FileIO(os.open(path, os.O_RDWR | os.O_CREAT, 0o644), "r+")
+        free = _lock(file, path)
+        holder = _this_process(datetime.now().astimezone().isoformat(timespec="seconds"))
+        if free is None:
+            file.close()
+            path.unlink(missing_ok=True)
+            return SaveLock(path, None, holder)
+        if not free:
+            other = _read(file) or Holder("an unknown host", 0, "a moment ago")
+            file.close()
+            return other
+        if _is_at(path, file):  # else its holder has removed it meanwhile
+            file.truncate(0)
+            file.write(json.dumps(asdict(holder)).encode())
+            return SaveLock(path, file, holder)
+        file.close()
+
+
+def _try_abandoned(path: Path) -> SaveLock | None:
+    if path.is_symlink() or _held_here(path) is not None:
+        return None
+    with suppress(OSError):
+        file = FileIO(os.open(path, os.O_RDWR), "r+")
+        holder = _read(file)  # another program may have lock files of such names
+        if holder is not None and _lock(file, path) and _is_at(path, file):
+            return SaveLock(path, file, holder)
+        file.close()
+    return None
+
+
+def _lock(file: FileIO, path: Path) -> bool | None:
+    """Whether the file could be locked; None, with a warning, where there are no locks."""
+    try:
+        import fcntl  # not on every system
+
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (ImportError, OSError) as error:
+        if getattr(error, "errno", None) in (errno.EAGAIN, errno.EACCES):
+            return False
+        warning_once(
+            f"files in {path.parent} cannot be locked ({error}): another job that saves under the same tag will not be "
+            "noticed, and what a killed save leaves behind is removed only by the next one of the same tag"
+        )
+        return None
+    return True
+
+
+def _read(file: FileIO) -> Holder | None:
+    """What the file says of its holder; None if it is not a lock file of ours."""
+    file.seek(0)
+    try:
+        found: Any = json.loads(file.read(_LONGEST))
+        return Holder(host=str(found["host"]), pid=int(found["pid"]), since=str(found["since"]))
+    except (ValueError, LookupError, TypeError):
+        return None
+
+
+def _held_here(path: Path) -> SaveLock | None:
+    try:
+        own = _own.get(_identity(os.stat(path)))
+    except OSError:
+        return None
+    return (
+        own if own is not None and own.holder.pid == os.getpid() else None
+    )  # a fork has a copy of the table
+
+
+def _is_at(path: Path, file: FileIO) -> bool:
+    try:
+        return _identity(os.stat(path)) == _identity(os.fstat(file.fileno()))
+    except FileNotFoundError:
+        return False
+
+
+def _identity(stat: os.stat_result) -> tuple[int, int]:
+    return stat.st_dev, stat.st_ino
+
+
+def _this_process(since: str) -> Holder:
+    return Holder(socket.gethostname(), os.getpid(), since)
