@@ -23,7 +23,8 @@ from deepspeed.config.axes import axes_of
 from deepspeed.config.plan import make_plan
 from deepspeed.config.problems import DeepSpeedConfigError
 from deepspeed.config.reader import UnreadableConfig
-from deepspeed.parallel.expert.stacked import spread_on_paper, stacked_experts
+from deepspeed.parallel.expert.spreading import spread_on_paper
+from deepspeed.parallel.expert.stacked import stacked_experts
 from deepspeed.planning import report
 from deepspeed.planning.activations import shape_of
 from deepspeed.planning.advice import advise
