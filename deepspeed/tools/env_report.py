@@ -7,6 +7,7 @@ communication backends). ``[WARNING]`` lines say what to install or change for a
 
 from __future__ import annotations
 
+import argparse
 import importlib.metadata
 import os
 import platform
@@ -254,6 +255,10 @@ def _environment_hints() -> Iterator[str]:
 # --- Command line ---------------------------------------------------------------------------------
 
 
+def parse_arguments(args: list[str] | None = None) -> argparse.Namespace:
+    return parsers.report().parse_args(args)
+
+
 def main(
     hide_operator_status: bool = False,
     hide_errors_and_warnings: bool = False,
@@ -267,7 +272,7 @@ def main(
 
 @ends_quietly
 def cli_main(args: list[str] | None = None) -> None:
-    arguments = parsers.report().parse_args(args)
+    arguments = parse_arguments(args)
     main(
         hide_operator_status=arguments.hide_operator_status,
         hide_errors_and_warnings=arguments.hide_errors_and_warnings,

@@ -15,14 +15,14 @@ from deepspeed.inference import kernel_speed
 from deepspeed.observe import op_speed as speed
 from deepspeed.ops import native
 from deepspeed.ops.op_builder import ALL_OPS
-from deepspeed.tools import env_report, parsers
+from deepspeed.tools import env_report
 
 SMALL = {"COLUMNS": 128, "OUTPUTS": 256, "CONTEXT": 64, "VOCABULARY": 500, "BEYOND_CACHES": 1 << 20}
 INTEGERS = {"int8": 8, "int4": 4, "bf16": 8}  # kind of weights -> bits
 
 
 def report(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    options = parsers.report().parse_args(list(arguments))
+    options = env_report.parse_arguments(list(arguments))
     env_report.main(**vars(options))
     return capsys.readouterr().out
 
