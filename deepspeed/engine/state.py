@@ -15,7 +15,6 @@ from deepspeed.checkpoint import names
 from deepspeed.checkpoint.files.writers import set_mode
 from deepspeed.config.sections.offload import OffloadDeviceEnum, OffloadStateTypeEnum
 from deepspeed.engine import checkpoints as engine_checkpoint
-from deepspeed.engine import loading as engine_loading
 from deepspeed.engine import weights as engine_weights
 from deepspeed.engine.base import EngineBase
 from deepspeed.zero.offload.state_moves import HasMovableStates
@@ -59,7 +58,9 @@ class EngineState(EngineBase):
         custom_load_fn: Callable[..., Any] | None = None,
     ) -> tuple[str | None, dict[str, Any] | None]:
         """``(path, client_state)``, or ``(None, None)`` when there is nothing to load. Collective."""
-        result = engine_loading.load_checkpoint(
+        from deepspeed.engine.loading import load_checkpoint  # readers of every format, for those who load
+
+        result = load_checkpoint(
             self,
             load_dir,
             tag,

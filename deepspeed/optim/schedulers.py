@@ -12,8 +12,8 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from deepspeed.base.logging import logger
 from deepspeed.config.arguments import WHOLE_NUMBERS
+from deepspeed.config.constants import VALID_LR_SCHEDULES
 from deepspeed.config.deepspeed_config import DeepSpeedConfig, DeepSpeedConfigError
-from deepspeed.optim import lr_schedules
 
 
 def resolve_scheduler(
@@ -74,12 +74,14 @@ def _warn_of_another(client: Any, optimizer: Any, own: Any) -> None:
 
 
 def _find(name: str) -> Any:
-    if name in lr_schedules.VALID_LR_SCHEDULES:
+    if name in VALID_LR_SCHEDULES:
+        from deepspeed.optim import lr_schedules  # for configs that name one of ours
+
         return getattr(lr_schedules, name)
     kind = getattr(torch.optim.lr_scheduler, name, None)
     if kind is None:
         raise DeepSpeedConfigError(
-            f"scheduler.type={name!r} is unknown: use one of {', '.join(lr_schedules.VALID_LR_SCHEDULES)} or the name "
+            f"scheduler.type={name!r} is unknown: use one of {', '.join(VALID_LR_SCHEDULES)} or the name "
             "of a class in torch.optim.lr_scheduler."
         )
     return kind

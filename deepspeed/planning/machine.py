@@ -96,3 +96,12 @@ def free_disk(folders: Iterable[Path]) -> int | None:
         there = next(p for p in (folder.absolute(), *folder.absolute().parents) if p.exists())
         free[os.stat(there).st_dev] = shutil.disk_usage(there).free
     return sum(free.values()) if free else None
+
+
+def neighbours() -> int:
+    """Ranks on this host, as far as a launcher tells; if too low, fewer runs are refused."""
+    for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"):
+        text = os.environ.get(name, "")
+        if text.isdigit() and int(text) > 0:
+            return int(text)
+    return 1

@@ -1,33 +1,18 @@
-"""The memory that a run would need at each ZeRO stage, for the autotuner: planned where the model is, before it is
-trained."""
+"""Notes for the autotuner about the model, made where the model is, before it is trained."""
 
 from __future__ import annotations
 
-import copy
-import json
 from collections.abc import Sequence
-from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from deepspeed.base.accelerator import get_accelerator
 from deepspeed.base.logging import is_rank_zero
-from deepspeed.base.sharded import full_numel
 from deepspeed.config.plan import Plan
-from deepspeed.config.problems import DeepSpeedConfigError
-from deepspeed.planning.fits import request_of
-from deepspeed.planning.ledger import Place
-from deepspeed.planning.machine import free_now
-from deepspeed.planning.request import Request, answer
-from deepspeed.planning.variants import note_variants, refuse_beyond
 
 if TYPE_CHECKING:
     from deepspeed.comm.mesh import ProcessMesh
     from deepspeed.config.deepspeed_config import DeepSpeedConfig
-
-STAGES = (0, 1, 2, 3)
 
 
 def note_stages(
@@ -38,43 +23,10 @@ def note_stages(
     mesh: ProcessMesh,
     model_parameters: Sequence[Any] | None,
 ) -> None:
-    """Write what is known about the model to ``autotuning.model_info_path``: its parameters, and by stage the bytes
-    that the ranks of a node need together at the peak, without activations, beside those that are free."""
+    """Write the memory that each ZeRO stage would need, on rank 0, if the autotuner asks for it."""
     tuning = config.autotuning_config
-    if not (tuning.enabled and tuning.model_info_path and tuning.model_info and tuning.model_info.profile):
-        return
-    if not is_rank_zero():
-        return
-    here = free_now(plan, get_accelerator().device_name().partition(":")[0])
-    request = request_of(module, plan, config, optimizer, mesh, model_parameters, here)
-    params = list(module.parameters())
-    info = {
-        "num_params": sum(map(full_numel, params)),
-        "trainable_num_params": sum(full_numel(param) for param in params if param.requires_grad),
-        "ranks_per_node": request.ranks_per_node,
-        "device_type": request.device_type,
-        "stages": {str(stage): planned(request, stage) for stage in STAGES},
-        **note_variants(request, tuning.variants),
-    }
-    path = Path(tuning.model_info_path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(info, indent=2), encoding="utf-8")
-    refuse_beyond(tuning.memory_per_rank, info["stages"][str(plan.zero.stage)], request.ranks_per_node)
+    asked = tuning.enabled and tuning.model_info_path and tuning.model_info and tuning.model_info.profile
+    if asked and is_rank_zero():
+        from deepspeed.planning.model_info import write_model_info  # the planner
 
-
-def planned(request: Request, stage: int) -> dict[str, Any]:
-    """Bytes needed and available per place at this stage; or why the config cannot be used there."""
-    config = copy.deepcopy(dict(request.config))
-    zero = config.get("zero_optimization")
-    config["zero_optimization"] = {**(zero if isinstance(zero, dict) else {}), "stage": stage}
-    try:
-        found = answer(replace(request, config=config))
-    except (DeepSpeedConfigError, ValueError, NotImplementedError) as error:
-        return {"error": str(error)}
-    near = found.setting.near
-    return {
-        "near": near.name.lower(),
-        "need": {place.name.lower(): found.need(place)[0] for place in Place},
-        "free": {place.name.lower(): found.capacity.of(place) for place in Place},
-        "fits": not found.lacking(),
-    }
+        write_model_info(module, plan, config, optimizer, mesh, model_parameters)

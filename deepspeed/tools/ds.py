@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import argparse
 import difflib
 import importlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
 from deepspeed.base.tool_arguments import ends_quietly
+from deepspeed.tools import parsers
 from deepspeed.tools.launcher import runner
 from deepspeed.tools.launcher.shim import USAGE_ERROR
 
@@ -22,6 +24,8 @@ class Tool(NamedTuple):
     function: str
     arguments: str
     purpose: str
+    parser: Callable[[], argparse.ArgumentParser] | None = None
+    """Of a tool whose module imports torch: help and wrong arguments end before that import."""
 
 
 TOOLS = {
@@ -30,9 +34,14 @@ TOOLS = {
         "main",
         "CONFIG --model MODEL --gpus N",
         "predict the memory per rank before anything is allocated, and the step time",
+        parsers.plan,
     ),
     "check": Tool(
-        "deepspeed.tools.config.command", "main", "CONFIG", "report all errors in a config at once"
+        "deepspeed.tools.config.command",
+        "main",
+        "CONFIG",
+        "report all errors in a config at once",
+        parsers.check,
     ),
     "diff": Tool(
         "deepspeed.tools.diff",
@@ -63,12 +72,14 @@ TOOLS = {
         "cli_main",
         "[--bench]",
         "report versions, devices and the path each op takes",
+        parsers.report,
     ),
     "serve": Tool(
         "deepspeed.tools.serve",
         "main",
         "MODEL",
         "serve a model over HTTP with an OpenAI-compatible API",
+        parsers.serve,
     ),
     "stacks": Tool(
         "deepspeed.tools.stacks",
@@ -93,6 +104,7 @@ TOOLS = {
         "main",
         "-c CONFIG [-w N]",
         "compute the batch size and numbers of ranks of an `elasticity` section",
+        parsers.elastic,
     ),
     "ssh": Tool(
         "deepspeed.tools.ssh_all",
@@ -105,12 +117,14 @@ TOOLS = {
         "main",
         "--folder DIR --io_size 1G",
         "benchmark reads or writes of files",
+        parsers.io,
     ),
     "nvme_tune": Tool(
         "deepspeed.tools.nvme.tune",
         "main",
         "--nvme_dir DIR",
         "find the best `aio` section for a storage device",
+        parsers.nvme_tune,
     ),
 }
 
@@ -149,8 +163,11 @@ def run_tool(name: str, arguments: Sequence[str] | None = None) -> int | None:
 
     @ends_quietly
     def run() -> int | None:  # importing torch takes seconds, in which Ctrl-C may come too
-        tool = getattr(importlib.import_module(TOOLS[name].module), TOOLS[name].function)
-        result: int | None = tool(arguments)
+        tool = TOOLS[name]
+        if tool.parser is not None:
+            tool.parser().parse_args(arguments)
+        work = getattr(importlib.import_module(tool.module), tool.function)
+        result: int | None = work(arguments)
         return result
 
     return run()

@@ -22,10 +22,11 @@ import torch.distributed
 
 from deepspeed.base.accelerator import get_accelerator, host_memory
 from deepspeed.base.numa import available_cores, cpu_name, format_range_list, get_numa_cores
-from deepspeed.base.tool_arguments import ArgumentParser, ends_quietly
+from deepspeed.base.tool_arguments import ends_quietly
 from deepspeed.observe import op_speed as speed
 from deepspeed.ops import native
 from deepspeed.ops.op_builder import ALL_OPS
+from deepspeed.tools import parsers
 from deepspeed.version import __version__, git_branch, git_hash
 
 GREEN, RED, YELLOW, END = "\033[92m", "\033[91m", "\033[93m", "\033[0m"
@@ -255,25 +256,7 @@ def _environment_hints() -> Iterator[str]:
 
 
 def parse_arguments(args: list[str] | None = None) -> argparse.Namespace:
-    parser = ArgumentParser(
-        prog="ds_report", description="Report which ops can be used on this machine, and the environment."
-    )
-    parser.add_argument("--hide_operator_status", action="store_true", help="leave out the table of ops")
-    parser.add_argument(
-        "--hide_errors_and_warnings",
-        action="store_true",
-        help="leave out the lines that start with [WARNING]",
-    )
-    parser.add_argument(
-        "--bench",
-        action="store_true",
-        help="time each op and each inference kernel on the path it takes here, against memory bandwidth and PyTorch's "
-        "operations (half a minute at most)",
-    )
-    parser.add_argument(
-        "--bench_dir", help="folder for the file used to time async_io (default: a temporary one)"
-    )
-    return parser.parse_args(args)
+    return parsers.report().parse_args(args)
 
 
 def main(

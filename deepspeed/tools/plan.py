@@ -18,13 +18,14 @@ from torch import nn
 
 from deepspeed.base.accelerator import get_accelerator
 from deepspeed.base.extras import install_hint
-from deepspeed.base.tool_arguments import ArgumentParser, ends_quietly, positive
+from deepspeed.base.tool_arguments import ends_quietly
 from deepspeed.base.transformers_models import why_not_loaded
 from deepspeed.config.axes import axes_of
 from deepspeed.config.plan import make_plan
 from deepspeed.config.problems import DeepSpeedConfigError
 from deepspeed.config.reader import UnreadableConfig
-from deepspeed.parallel.expert.stacked import spread_on_paper, stacked_experts
+from deepspeed.parallel.expert.spreading import spread_on_paper
+from deepspeed.parallel.expert.stacked import stacked_experts
 from deepspeed.planning import report
 from deepspeed.planning.activations import shape_of
 from deepspeed.planning.advice import advise
@@ -37,111 +38,18 @@ from deepspeed.planning.step_time.calibration import CalibrationError
 from deepspeed.planning.step_time.shapes import build_shape, is_shape
 from deepspeed.planning.step_time.user_model import NoSuchFunction, call_of
 from deepspeed.planning.variants import put
+from deepspeed.tools import parsers
 from deepspeed.tools.config.clients import read_any, read_client
 from deepspeed.zero.replica_groups import expert_parallel_size, scope_name
 
 if TYPE_CHECKING:
     from deepspeed.tools.plan_time import Times
-
-EPILOG = """\
-The model is built on the meta device: no weights are read and nothing is allocated. MODEL is a Hugging Face folder or
-config.json, a name that transformers knows, module:function (called without arguments, returns an nn.Module), or a
-shape: gpt:LAYERSxWIDTHxHEADS, or gpt:10m to gpt:70b.
-
-Model states, buckets, gathers and offload buffers are counted exactly; activations are estimated from the shape of a
-Hugging Face model, and marked as such. The exit code is 1 if the run does not fit into the available memory, and 2 for
-errors. --device-memory, --host-memory and --disk describe a machine other than this one.
-
-examples:
-  ds plan ds_config.json --model ./Llama-3.1-8B --gpus 8 --micro-batch 1 --sequence 4096 --device-memory 80G
-  ds plan ds_config.json --model train:build_model --gpus 2 --device cpu
-  ds plan ds_config.json --model . --gpus 8 --nodes 2 --set zero_optimization.stage=3
-  ds plan ds_config.json --model gpt:70b --gpus 8 --nodes 8 --on H100 --network NDR --sequence 4096 --choices
-  ds plan ds_config.json --model gpt:10m --sequence 256 --calibrate here.json
-  ds plan ds_config.json --model gpt:10m --sequence 256 --nodes 4 --calibration here.json --network 100Mbit
-"""
-
-_SIZES = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-def parser() -> argparse.ArgumentParser:
-    made = ArgumentParser(
-        prog="ds plan",
-        description="Predict the bytes per rank on device, host and disk, by kind and phase, whether they fit, and\n"
-        "the cheapest change that makes them fit.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    made.add_argument(
-        "config",
-        help="JSON or HJSON file, urlsafe-base64 JSON text, or a config file of Accelerate or TrainingArguments",
-    )
-    made.add_argument(
-        "--model",
-        required=True,
-        help="Hugging Face folder, config.json or name, module:function, or a shape such as gpt:7b",
-    )
-    made.add_argument("--gpus", type=positive, default=1, metavar="N", help="ranks per node (default: 1)")
-    made.add_argument("--nodes", type=positive, default=1, metavar="M", help="number of nodes (default: 1)")
-    made.add_argument(
-        "--micro-batch",
-        type=positive,
-        metavar="B",
-        help="samples per micro-batch (default: the config's, else 1)",
-    )
-    made.add_argument(
-        "--sequence", type=positive, metavar="S", help="tokens per sample, for activations and time"
-    )
-    made.add_argument("--checkpointing", action="store_true", help="the model uses activation checkpointing")
-    made.add_argument("--zero-init", action="store_true", help="the model is built under zero.Init (stage 3)")
-    made.add_argument(
-        "--dtype",
-        choices=_DTYPES,
-        default="fp32",
-        help="dtype in which the training script builds the model",
-    )
-    made.add_argument(
-        "--device", help="type of device, such as cuda or cpu (default: the one of this machine, else cuda)"
-    )
-    made.add_argument(
-        "--device-memory", type=_bytes, metavar="SIZE", help="memory of each device, such as 80G"
-    )
-    made.add_argument(
-        "--host-memory",
-        type=_bytes,
-        metavar="SIZE",
-        help="memory of each node (default: what is available on this machine)",
-    )
-    made.add_argument("--disk", type=_bytes, metavar="SIZE", help="space for swap files on each node")
-    made.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="change a key of the config, such as bf16.enabled=true (can be repeated)",
-    )
-    made.add_argument(
-        "--link-mbits",
-        type=_positive_number,
-        metavar="RATE",
-        help="Mbit/s between nodes: also predict the step time, with and without options that send less",
-    )
-    made.add_argument(
-        "--compute-seconds",
-        type=_positive_number,
-        default=1.0,
-        metavar="T",
-        help="with --link-mbits: compute time of a step (default: 1)",
-    )
-    made.add_argument("--json", action="store_true", help="print one JSON object with bytes as numbers")
-    time_options.add_options(made)
-    return made
 
 
 @ends_quietly
 def main(argv: Sequence[str] | None = None) -> int:
-    args = parser().parse_args(argv)
+    args = parsers.plan().parse_args(argv)
     try:
         time_options.check(args)
         if args.calibrate is not None:
@@ -375,23 +283,6 @@ def _set(config: dict[str, Any], text: str) -> None:
         put(config, key, json.loads(value))
     except json.JSONDecodeError:
         put(config, key, value)
-
-
-def _positive_number(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r}: expected a number above 0")
-    return value
-
-
-def _bytes(text: str) -> int:
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGT]?)(i?B)?", text, re.IGNORECASE)
-    if match is None:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected a size such as 80G or 512M (binary units)")
-    return int(float(match[1]) * _SIZES[match[2].upper()])
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -22,14 +21,13 @@ from deepspeed.inference.serving.commands import Alone, Among
 from deepspeed.inference.serving.service import Service
 from deepspeed.inference.serving.tokenizers import HuggingFaceTokenizer
 from deepspeed.observe.live.access import check_token, is_local
-
-TOKEN_VARIABLE = "DS_SERVE_TOKEN"
+from deepspeed.tools import parsers
 
 
 @ends_quietly
 def main(argv: Sequence[str] | None = None) -> int:
     """Serves until it is told to stop. Returns 2 for arguments that do not fit together."""
-    args = parse(argv)
+    args = parsers.serve().parse_args(argv)
     problem = problem_of(args)
     if problem is not None:
         print(f"ds serve: {problem}", file=sys.stderr)
@@ -88,78 +86,16 @@ def _end(*_: Any) -> None:
     raise SystemExit(0)
 
 
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="ds serve", description="Serve a causal Transformers model over HTTP."
-    )
-    parser.add_argument("model", help="folder written by save_pretrained, or a model name on the hub")
-    parser.add_argument("--name", help="model name in responses (default: as given)")
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
-    parser.add_argument("--port", type=int, default=8000, help="port to listen on (default: %(default)s)")
-    parser.add_argument(
-        "--token",
-        default=os.environ.get(TOKEN_VARIABLE) or None,
-        help=f"API key that clients have to send (default: ${TOKEN_VARIABLE}); required if other hosts can connect",
-    )
-    parser.add_argument("--dtype", default="bf16", help="dtype of the weights (default: %(default)s)")
-    parser.add_argument(
-        "--tp-size",
-        type=int,
-        default=1,
-        help="ranks that share each layer; start the server with `deepspeed`",
-    )
-    parser.add_argument(
-        "--token-budget", type=int, default=512, help="tokens per forward (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--short-share",
-        type=float,
-        default=0.5,
-        help="fraction of the tokens for prompts that short prompts may use to overtake long ones; 0: serve in order "
-        "of arrival (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--max-sequences", type=int, default=64, help="most sequences served at a time (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--max-requests", type=int, default=256, help="most requests served or waiting (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--max-length",
-        type=int,
-        help="most tokens of prompt and answer together (default: the model's, up to 2048)",
-    )
-    parser.add_argument(
-        "--default-tokens",
-        type=int,
-        default=1024,
-        help="most tokens of an answer if the request does not say (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--cache-gb",
-        type=float,
-        help="size of the key-value cache (default: what fits in 0.4 of free memory)",
-    )
-    parser.add_argument(
-        "--drain-seconds",
-        type=float,
-        default=30,
-        help="time to finish answers after SIGTERM (default: %(default)s)",
-    )
-    parser.add_argument("--local_rank", type=int, default=-1, help=argparse.SUPPRESS)
-    return parser.parse_args(argv)
-
-
 def problem_of(args: argparse.Namespace) -> str | None:
     """Why a server is not to be started like this."""
     if not is_local(args.host) and not args.token:
         return (
-            f"--host {args.host} can be reached from other hosts: set --token or ${TOKEN_VARIABLE}, so that only those "
-            "who know it are served"
+            f"--host {args.host} can be reached from other hosts: set --token or ${parsers.TOKEN_VARIABLE}, "
+            "so that only those who know it are served"
         )
     if args.token is not None:
         try:
-            check_token(args.token, f"--token or ${TOKEN_VARIABLE}")
+            check_token(args.token, f"--token or ${parsers.TOKEN_VARIABLE}")
         except ValueError as problem:
             return str(problem)
     for package, extra in (("fastapi", "serve"), ("uvicorn", "serve"), ("transformers", "transformers")):

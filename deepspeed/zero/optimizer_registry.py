@@ -6,6 +6,7 @@ found without building anything (`check_optimizer`), so that they can be reporte
 
 from __future__ import annotations
 
+import importlib
 import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -15,17 +16,7 @@ import torch
 
 from deepspeed.config.arguments import TAKES_AUTO, remedy, wrong_optimizer_arguments
 from deepspeed.config.problems import MOST_LISTED, DeepSpeedConfigError, cut, nearest, shown
-from deepspeed.ops.adagrad import Adagrad
-from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
-from deepspeed.ops.adam.compact_adam import CompactAdam
-from deepspeed.ops.lamb import FusedLamb
-from deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
-from deepspeed.ops.sgd import SGD
 from deepspeed.optim.elementwise import is_elementwise
-from deepspeed.optim.local_steps import DiLoCo
-from deepspeed.optim.mu_parametrization import mu_adam, mu_adamw, mu_sgd
-from deepspeed.optim.onebit import OnebitAdam, OnebitLamb, ZeroOneAdam
-from deepspeed.zero.muon.muon_optimizer import build_muon
 
 __all__ = ["available_names", "build_optimizer", "check_optimizer", "is_elementwise"]
 
@@ -34,35 +25,47 @@ OptimizerClass = Callable[..., torch.optim.Optimizer]
 
 @dataclass(frozen=True, slots=True)
 class BuiltIn:
-    cls: OptimizerClass
+    """Where an optimizer is defined, as "module:name" under `deepspeed`: only the one that a run uses is imported."""
+
+    path: str
     extra_keys: tuple[str, ...] = ()
     """Keys that choose the implementation and are no arguments of the class."""
     torch_name: str | None = None
     """Class of torch.optim that takes over where a key is given that only it knows."""
-    host_cls: OptimizerClass | None = None
+    host_path: str | None = None
     """What scripts expect in its place where the update is offloaded to host memory; the arithmetic is the same."""
+
+    @property
+    def cls(self) -> OptimizerClass:
+        return _imported(self.path)
+
+
+def _imported(path: str) -> OptimizerClass:
+    module, name = path.split(":")
+    return getattr(importlib.import_module(f"deepspeed.{module}"), name)
 
 
 _COMPACT_KEYS = ("state_bits", "stochastic_rounding")
 _ADAM_KEYS = ("torch_adam", "adam_w_mode", "fp32_optimizer_states", *_COMPACT_KEYS)
+_FUSED_ADAM, _HOST_ADAM = "ops.adam.fused_adam:FusedAdam", "ops.adam.cpu_adam:DeepSpeedCPUAdam"
 
 BUILT_IN: dict[str, BuiltIn] = {
-    "adam": BuiltIn(FusedAdam, _ADAM_KEYS, host_cls=DeepSpeedCPUAdam),
-    "adamw": BuiltIn(FusedAdam, _ADAM_KEYS, host_cls=DeepSpeedCPUAdam),
-    "fusedadam": BuiltIn(FusedAdam, _ADAM_KEYS),
-    "lamb": BuiltIn(FusedLamb),
-    "fusedlamb": BuiltIn(FusedLamb),
-    "lion": BuiltIn(FusedLion, host_cls=DeepSpeedCPULion),
-    "adagrad": BuiltIn(Adagrad, torch_name="Adagrad"),
-    "sgd": BuiltIn(SGD, torch_name="SGD"),
-    "muon": BuiltIn(build_muon),
-    "muadam": BuiltIn(mu_adam),
-    "muadamw": BuiltIn(mu_adamw),
-    "musgd": BuiltIn(mu_sgd),
-    "onebitadam": BuiltIn(OnebitAdam),
-    "onebitlamb": BuiltIn(OnebitLamb),
-    "zerooneadam": BuiltIn(ZeroOneAdam),
-    "diloco": BuiltIn(DiLoCo),
+    "adam": BuiltIn(_FUSED_ADAM, _ADAM_KEYS, host_path=_HOST_ADAM),
+    "adamw": BuiltIn(_FUSED_ADAM, _ADAM_KEYS, host_path=_HOST_ADAM),
+    "fusedadam": BuiltIn(_FUSED_ADAM, _ADAM_KEYS),
+    "lamb": BuiltIn("ops.lamb:FusedLamb"),
+    "fusedlamb": BuiltIn("ops.lamb:FusedLamb"),
+    "lion": BuiltIn("ops.lion:FusedLion", host_path="ops.lion:DeepSpeedCPULion"),
+    "adagrad": BuiltIn("ops.adagrad:Adagrad", torch_name="Adagrad"),
+    "sgd": BuiltIn("ops.sgd:SGD", torch_name="SGD"),
+    "muon": BuiltIn("zero.muon.muon_optimizer:build_muon"),
+    "muadam": BuiltIn("optim.mu_parametrization:mu_adam"),
+    "muadamw": BuiltIn("optim.mu_parametrization:mu_adamw"),
+    "musgd": BuiltIn("optim.mu_parametrization:mu_sgd"),
+    "onebitadam": BuiltIn("optim.onebit:OnebitAdam"),
+    "onebitlamb": BuiltIn("optim.onebit:OnebitLamb"),
+    "zerooneadam": BuiltIn("optim.onebit:ZeroOneAdam"),
+    "diloco": BuiltIn("optim.local_steps:DiLoCo"),
 }
 
 
@@ -127,12 +130,12 @@ def _resolve(name: str, settings: dict[str, Any], on_host: bool) -> OptimizerCla
         return _torch_class(name)  # type: ignore[return-value]  # checked before
     if built_in.torch_name is not None and not settings.keys() <= _arguments(built_in.cls).keys():
         return getattr(torch.optim, built_in.torch_name)
-    host_cls = built_in.host_cls if on_host else None
-    if built_in.cls is FusedAdam:
-        return _adam(name.lower(), settings, on_host=host_cls is not None)
-    if host_cls is not None:
+    host_path = built_in.host_path if on_host else None
+    if built_in.path == _FUSED_ADAM:
+        return _adam(name.lower(), settings, on_host=host_path is not None)
+    if host_path is not None:
         settings.pop("set_grad_none", None)
-        return host_cls
+        return _imported(host_path)
     return built_in.cls
 
 
@@ -146,13 +149,13 @@ def _adam(key: str, settings: dict[str, Any], *, on_host: bool) -> OptimizerClas
     if compact.get("state_bits", 32) == 8 or compact.get("stochastic_rounding"):
         settings.pop("set_grad_none", None)
         settings.update({"state_bits": 32, **compact}, adam_w_mode=decoupled)
-        return CompactAdam
+        return _imported("ops.adam.compact_adam:CompactAdam")
     if on_host or not fp32_states:
         settings.update(adamw_mode=decoupled, fp32_optimizer_states=fp32_states)
         settings.pop("set_grad_none", None)
-        return DeepSpeedCPUAdam
+        return _imported(_HOST_ADAM)
     settings["adam_w_mode"] = decoupled
-    return FusedAdam
+    return _imported(_FUSED_ADAM)
 
 
 def _torch_class(name: str) -> OptimizerClass | None:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 import deepspeed
-from deepspeed.engine.observers.out_of_memory import request_of
+from deepspeed.engine.observers.planned_memory import request_of
 from deepspeed.planning.request import answer
 from tests.pool import distributed
 

@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup
 from deepspeed.comm.hangs.history import History
 from deepspeed.comm.links import Sent, far_share
 from deepspeed.comm.pending import Pending
-from deepspeed.comm.transports import exchanged_sums, gloo, hierarchical, hosts, process_group, shared_memory
+from deepspeed.comm.transports import exchanged_sums, gloo, hosts, process_group, shared_memory
 
 
 class AllGather(Protocol):
@@ -173,6 +173,8 @@ def _gloo_transport(channel: gloo.GlooChannel) -> Transport:
 def _hierarchical_transport(
     channel: shared_memory.SharedMemoryChannel, gloo_channel: gloo.GlooChannel, fallback: Transport
 ) -> Transport:
+    from deepspeed.comm.transports import hierarchical  # for ranks on several hosts
+
     levels = hierarchical.TwoLevels(channel, gloo_channel)
     return Transport(
         name="hierarchical",

@@ -6,6 +6,7 @@ They subscribe to the engine's events; the engine does not know them by name.
 from __future__ import annotations
 
 import math
+import sys
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -13,9 +14,7 @@ from deepspeed.base.logging import is_rank_zero, print_json_dist
 from deepspeed.base.memory import see_memory_usage
 from deepspeed.config.hidden import without_secrets
 from deepspeed.engine.observers.buffer_dtypes import BufferDtypeAdvice
-from deepspeed.engine.observers.compression import attach_compression
 from deepspeed.engine.observers.data_efficiency import attach_data_efficiency
-from deepspeed.engine.observers.experts import watch_experts
 from deepspeed.engine.observers.hang_names import NamesOfEngine
 from deepspeed.engine.observers.out_of_memory import OutOfMemoryAdvice
 from deepspeed.engine.observers.progress.curves import Curves
@@ -44,7 +43,12 @@ def attach_observers(engine: EngineBase) -> None:
     if config.dump_state:
         print_json_dist(without_secrets(config._param_dict), ranks=[0])
     _attach_between_ranks(engine)
-    attach_compression(engine)
+    engine.compression_scheduler = None
+    # A module can be prepared only after what prepares it was imported.
+    if "compression_training" in config._param_dict or "deepspeed.compression.techniques" in sys.modules:
+        from deepspeed.engine.observers.compression import attach_compression
+
+        attach_compression(engine)
     attach_data_efficiency(engine)
     engine.quantizer = None
     if config._schema.quantize_training is not None:
@@ -94,6 +98,8 @@ def _attach_monitors(engine: EngineBase, clock: WallClock | None) -> None:
     if engine.monitor.enabled and is_rank_zero():
         Curves(engine, engine.monitor, clock)
     if engine.monitor.enabled or config.wall_clock_breakdown:
+        from deepspeed.engine.observers.experts import watch_experts
+
         watch_experts(engine, _enabled_monitor(engine))
 
 

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 def attach_compression(engine: EngineBase) -> None:
     """Give the engine its ``compression_scheduler``, if its config has techniques and its module is prepared."""
-    engine.compression_scheduler = None
     section = get_compression_config(engine._config._param_dict)
     asked = [
         each for each in keys.TECHNIQUES if section[each][keys.SHARED_PARAMETERS][keys.TECHNIQUE_ENABLED]

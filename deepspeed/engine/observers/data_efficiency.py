@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from deepspeed.data.curriculum_scheduler import CurriculumScheduler
 from deepspeed.data.requests import varies_batches
-from deepspeed.transforms.truncation import CurriculumLength, cut
 
 if TYPE_CHECKING:
+    from deepspeed.data.curriculum_scheduler import CurriculumScheduler
     from deepspeed.engine.base import EngineBase
 
 
@@ -23,6 +22,8 @@ class ReadsBatches(Protocol):
 def attach_data_efficiency(engine: EngineBase) -> None:
     """Create the documented attributes, and change inputs and observe steps as the config asks."""
     if engine._config.curriculum_enabled_legacy:
+        from deepspeed.data.curriculum_scheduler import CurriculumScheduler
+
         _grow_sequences(engine, CurriculumScheduler(engine._config.curriculum_params_legacy or {}))
     section = engine._config.data_efficiency_config
     routing = section["data_routing"]
@@ -39,6 +40,8 @@ def attach_data_efficiency(engine: EngineBase) -> None:
 def _grow_sequences(engine: Any, scheduler: CurriculumScheduler) -> None:
     """Sequences of at most the difficulty. The stages of a pipeline cut the batch as they read it: inputs and labels
     are on different stages."""
+    from deepspeed.transforms.truncation import CurriculumLength, cut
+
     engine.curriculum_scheduler_legacy = scheduler
     reads_batches = isinstance(engine, ReadsBatches)
     if reads_batches:

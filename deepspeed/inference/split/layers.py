@@ -17,7 +17,7 @@ from deepspeed.comm.mesh import ProcessMesh
 from deepspeed.config.problems import DeepSpeedConfigError
 from deepspeed.config.sections.expert import AutoEPConfig
 from deepspeed.config.sections.tensor import TPTrainingConfig
-from deepspeed.parallel.expert.stacked import ExpertParallelism
+from deepspeed.parallel.expert.spreading import ExpertParallelism
 from deepspeed.parallel.tensor.applying import Became, apply_plan
 from deepspeed.parallel.tensor.planning.plan import PlanError
 from deepspeed.parallel.tensor.planning.planner import plan_module

@@ -35,6 +35,8 @@ MOST_CURVES = 2000
 SHOWN_LOSSES = 60
 ENTRY_S = 2.0
 """How often `ds top` looks."""
+_NOT_OF_STEPS = ("now", "step", "hang", "memory", "ended")
+"""What is known of a run that has not taken a step."""
 
 
 class Recorder:
@@ -257,7 +259,10 @@ class Recorder:
     # ---- what is true now
 
     def _summary(self) -> dict[str, Any]:
-        """For `ds top`."""
+        """For `ds top`. Before the first step, the record still describes the run before this one."""
+        if not self._begun:
+            state = {name: value for name, value in self.history.state.items() if name in _NOT_OF_STEPS}
+            return {**state, "run": self._run, "losses": []}
         return {**self.history.state, "losses": [row[LOSS] for row in self.history.newest(SHOWN_LOSSES)]}
 
 

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterable
 from typing import Any
 
 from deepspeed.base.logging import is_rank_zero
 from deepspeed.observe.monitor.base import Backend, Event, Monitor
-from deepspeed.observe.monitor.comet import CometMonitor
-from deepspeed.observe.monitor.csv_monitor import csvMonitor
-from deepspeed.observe.monitor.tensorboard import TensorBoardMonitor
-from deepspeed.observe.monitor.trackio import TrackioMonitor
-from deepspeed.observe.monitor.wandb import WandbMonitor
 
 __all__ = ["Event", "Monitor", "MonitorMaster"]
 
@@ -26,17 +22,21 @@ class MonitorMaster(Monitor):
     def __init__(self, monitor_config: Any) -> None:
         super().__init__(monitor_config)
         self.enabled: bool = monitor_config.enabled
-        self.tb_monitor = self._make(TensorBoardMonitor)
-        self.wandb_monitor = self._make(WandbMonitor)
-        self.csv_monitor = self._make(csvMonitor)
-        self.comet_monitor = self._make(CometMonitor)
-        self.trackio_monitor = self._make(TrackioMonitor)
+        self.tb_monitor = self._make("tensorboard", "tensorboard:TensorBoardMonitor")
+        self.wandb_monitor = self._make("wandb", "wandb:WandbMonitor")
+        self.csv_monitor = self._make("csv_monitor", "csv_monitor:csvMonitor")
+        self.comet_monitor = self._make("comet", "comet:CometMonitor")
+        self.trackio_monitor = self._make("trackio", "trackio:TrackioMonitor")
         self._listeners: list[Monitor] = []
 
-    def _make(self, kind: type[Backend]) -> Any:
-        section = getattr(self.monitor_config, kind.key)
+    def _make(self, key: str, path: str) -> Any:
+        """The backend of a section. ``path``: "module:class" in this folder, imported if the section is enabled."""
+        section = getattr(self.monitor_config, key)
         # None on the other ranks: scripts ask for a backend before they use its client's own writer, which rank 0 has.
-        return kind(section) if section.enabled and is_rank_zero() else None
+        if not section.enabled or not is_rank_zero():
+            return None
+        module, name = path.split(":")
+        return getattr(importlib.import_module(f"deepspeed.observe.monitor.{module}"), name)(section)
 
     @property
     def backends(self) -> list[Backend]:

@@ -4,17 +4,20 @@ documented file of each expert."""
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch.distributed as dist
 from torch import nn
 
 from deepspeed.comm.mesh import ProcessMesh
-from deepspeed.parallel.expert.layer import MoE
-from deepspeed.parallel.expert.sharded_moe import MOELayer
 from deepspeed.parallel.expert.stacked import is_spread
 from deepspeed.zero.gathering.gathered import GatheredParameters
+
+if TYPE_CHECKING:
+    from deepspeed.parallel.expert.layer import MoE
+    from deepspeed.parallel.expert.sharded_moe import MOELayer
 
 
 def place_experts(module: nn.Module, mesh: ProcessMesh) -> list[int]:
@@ -28,18 +31,29 @@ def place_experts(module: nn.Module, mesh: ProcessMesh) -> list[int]:
         # Asked of the class: some wrappers forward what they do not have to a module that is passed here as well.
         if hasattr(type(each), "set_deepspeed_parallelism") and not _is_ours(each):
             each.set_deepspeed_parallelism(mesh.data_before_experts)  # type: ignore[operator]
-    return [layer.num_experts for layer in module.modules() if isinstance(layer, MoE)]
+    return [layer.num_experts for layer in module.modules() if _is_moe(layer)]
 
 
 def _is_ours(layer: nn.Module) -> TypeGuard[MoE]:
     """Not a layer that only inherits from ``MoE`` and has experts, and a way to them, of its own."""
-    return isinstance(layer, MoE) and "deepspeed_moe" in layer._modules
+    return _is_moe(layer) and "deepspeed_moe" in layer._modules
+
+
+def _is_moe(layer: nn.Module) -> TypeGuard[MoE]:
+    """Such a layer exists only where its class has been imported; other models do not wait for that import."""
+    known = sys.modules.get("deepspeed.parallel.expert.layer")
+    return known is not None and isinstance(layer, known.MoE)
+
+
+def _is_gated(layer: nn.Module) -> TypeGuard[MOELayer]:
+    known = sys.modules.get("deepspeed.parallel.expert.sharded_moe")
+    return known is not None and isinstance(layer, known.MOELayer)
 
 
 def watched_layers(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """The modules whose ``watch`` is told where tokens go, by path, in order."""
     for path, each in module.named_modules():
-        if isinstance(each, MOELayer) or is_spread(each):
+        if _is_gated(each) or is_spread(each):
             yield path, each
 
 

@@ -1,47 +1,24 @@
-"""Expert parallelism for Transformers models from the config alone: section ``expert_parallel``.
+"""Finds stacked experts: modules with the weights of all experts of a layer, [experts, ..], as Transformers has them.
 
-Since release 5 the experts of such a model are one module with stacked weights [experts, ..], called with the tokens
-and what the router chose. Router, shared experts and losses stay as they are: each rank keeps a run of the experts, and
-their forward sends the tokens there.
+Every engine looks for them; ``spreading.py`` puts them on several ranks.
 """
 
 from __future__ import annotations
 
-import functools
-import types
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING
 
-import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from deepspeed.base.sharded import full_shape
-from deepspeed.base.untraced import untraced
-from deepspeed.checkpoint.placement import EXPERTS, interval, place
-from deepspeed.comm.collectives import Communicator
-from deepspeed.comm.mesh import ProcessMesh
-from deepspeed.config.problems import DeepSpeedConfigError
-from deepspeed.config.sections.expert import AutoEPConfig
-from deepspeed.parallel.expert.dispatch import Order, Trip, combine, parts_of, permute, through
-from deepspeed.parallel.expert.grouped import grouped_linear
 from deepspeed.zero.placements import STACKED
 
-KEY = "expert_parallel.autoep_size"
+if TYPE_CHECKING:
+    from deepspeed.comm.collectives import Communicator
+
 _FLAGS = ("num_experts", "has_gate", "has_bias", "is_transposed")
 """What the experts of Transformers say about their weights."""
-
-
-class Context(Protocol):
-    """The part of a ``TransformContext`` used here."""
-
-    mesh: ProcessMesh
-
-    def whole(self, *tensors: Tensor) -> AbstractContextManager[Any]: ...
-    def became(self, old: nn.Parameter, *new: nn.Parameter) -> None: ...
-    def say(self, text: str) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -73,135 +50,3 @@ def mark_stacks(model: nn.Module) -> None:
 def is_spread(module: nn.Module) -> bool:
     """Whether its tokens go to experts on other ranks."""
     return isinstance(getattr(module, "_ds_spread", None), Spread)
-
-
-class ExpertParallelism:
-    """Spreads the experts of every layer over ``autoep_size`` ranks."""
-
-    name = "expert_parallel"
-    after: tuple[str, ...] = ()
-    before: tuple[str, ...] = ()
-
-    def __init__(self, config: AutoEPConfig) -> None:
-        self.config = config
-
-    def apply(self, module: nn.Module, context: Context) -> None:
-        """Raises DeepSpeedConfigError: no experts that can be spread, or a size that does not divide them."""
-        size, mesh = int(self.config.autoep_size), context.mesh
-        layers = _layers_to_spread(module, size, mesh)
-        try:
-            sharing = mesh.sharing_experts(size)
-        except ValueError as error:
-            raise DeepSpeedConfigError(f"{KEY}: {error}") from error
-        ranks, number = mesh.among(sharing), sharing.index(mesh.global_rank)
-        for _, experts in layers:
-            total = int(experts.num_experts)  # type: ignore[arg-type]
-            _keep_own(experts, size, number, context)
-            triton = not self.config.disable_triton_grouped_mm
-            _send_tokens(experts, Spread(ranks, total, f"ep_size_{size}", triton))
-        context.say(f"experts of {len(layers)} layers, each spread over {size} rank{'s' if size > 1 else ''}")
-
-
-def spread_on_paper(module: nn.Module, size: int) -> int:
-    """Leave the first of ``size`` ranks' experts in a module on the meta device, for a plan of its memory. Returns how
-    many layers have experts. DeepSpeedConfigError as with ``ExpertParallelism``."""
-    layers = _layers_to_spread(module, size)
-    for _, experts in layers:
-        _keep_own(experts, size, 0, _Paper())
-    return len(layers)
-
-
-class _Paper:
-    mesh: Any = None
-
-    def whole(self, *tensors: Tensor) -> AbstractContextManager[Any]:
-        return nullcontext()
-
-    def became(self, old: nn.Parameter, *new: nn.Parameter) -> None:
-        pass
-
-    def say(self, text: str) -> None:
-        pass
-
-
-def _layers_to_spread(
-    module: nn.Module, size: int, mesh: ProcessMesh | None = None
-) -> list[tuple[str, nn.Module]]:
-    """May be none on a stage of a pipeline. Collective over stages."""
-    layers = list(stacked_experts(module))
-    stages = [bool(layers)] * (mesh.size("pp") if mesh is not None else 1)
-    if mesh is not None and len(stages) > 1:
-        dist.all_gather_object(stages, bool(layers), group=mesh.group("pp"))
-    if not any(stages):
-        raise DeepSpeedConfigError(
-            f"expert_parallel.enabled: {type(module).__name__} has no experts with stacked weights as Transformers "
-            "5 has them; remove the section, or build its layers with deepspeed.parallel.expert.layer.MoE"
-        )
-    for path, experts in layers:
-        total = int(experts.num_experts)  # type: ignore[arg-type]
-        if total % size:
-            fitting = [n for n in range(1, total + 1) if total % n == 0]
-            raise DeepSpeedConfigError(
-                f"{KEY}={size} does not divide the {total} experts of {path}: use one of {fitting}"
-            )
-    return layers
-
-
-def _keep_own(experts: nn.Module, size: int, number: int, context: Context) -> None:
-    """Of every stacked weight the rows of this rank's experts."""
-    total = int(experts.num_experts)  # type: ignore[arg-type]
-    local = total // size
-    for name, old in list(experts.named_parameters(recurse=False)):
-        if full_shape(old)[0] != total:
-            continue
-        with context.whole(old), torch.no_grad():
-            own = old[number * local : (number + 1) * local].detach().clone()
-        new = nn.Parameter(own, requires_grad=old.requires_grad)
-        new.allreduce = False  # type: ignore[attr-defined]
-        new.group_name = f"ep_size_{size}"  # type: ignore[attr-defined]
-        if size > 1:
-            place(new, interval(own.shape, 0, [local] * size, number, axis=EXPERTS))
-        setattr(experts, name, new)
-        context.became(old, new)
-    experts.num_experts = local  # type: ignore[assignment]
-
-
-def _send_tokens(experts: nn.Module, spread: Spread) -> None:
-    experts._ds_spread = spread  # type: ignore[assignment]
-    experts.watch = None  # type: ignore[assignment]
-    experts.forward = types.MethodType(_forward, experts)
-
-
-@untraced
-def _forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """The sum [tokens, hidden] of the chosen experts' outputs times ``top_k_weights`` [tokens, k]. A choice of
-    ``num_experts`` or more is none."""
-    spread: Spread = self._ds_spread
-    chosen = top_k_index.clamp(max=spread.total)
-    parts = parts_of(len(chosen), spread.ranks, hidden_states.device)
-    orders = [Order.sort(chosen[part], spread.total) for part in parts]
-    if self.watch is not None:
-        self.watch.routed(sum(order.counts for order in orders), chosen < spread.total, self.training)
-    trips = Trip.plan([order.counts for order in orders], spread.ranks, self.watch)
-    rows = [permute(hidden_states[part], order) for part, order in zip(parts, orders, strict=True)]
-    outputs = through(rows, trips, functools.partial(_compute, self))
-    made = [
-        combine(each, top_k_weights[part], order)
-        for each, part, order in zip(outputs, parts, orders, strict=True)
-    ]
-    return made[0] if len(made) == 1 else torch.cat(made)
-
-
-def _compute(experts: Any, rows: Tensor, counts: list[int]) -> Tensor:
-    """Each local expert's run of ``rows``."""
-    first = "gate_up_proj" if experts.has_gate else "up_proj"
-    activate: Callable[[Tensor], Tensor] = experts._apply_gate if experts.has_gate else experts.act_fn
-    outputs = _mapped(experts, "down_proj", activate(_mapped(experts, first, rows, counts)), counts)
-    return experts.post_expert_norm(outputs) if getattr(experts, "has_post_expert_norm", False) else outputs
-
-
-def _mapped(experts: Any, name: str, rows: Tensor, counts: list[int]) -> Tensor:
-    weight = getattr(experts, name)
-    bias = getattr(experts, f"{name}_bias") if experts.has_bias else None
-    weight = weight if experts.is_transposed else weight.transpose(1, 2)
-    return grouped_linear(rows, weight, counts, bias, triton=experts._ds_spread.triton)

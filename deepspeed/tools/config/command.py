@@ -6,8 +6,9 @@ import os
 import sys
 from collections.abc import Sequence
 
-from deepspeed.base.tool_arguments import ArgumentParser, ends_quietly, positive
+from deepspeed.base.tool_arguments import ends_quietly
 from deepspeed.config.reader import UnreadableConfig
+from deepspeed.tools import parsers
 from deepspeed.tools.config.check import check_config, check_source
 from deepspeed.tools.config.clients import client_of, read_any
 from deepspeed.tools.config.fix import CannotFix, corrected, start_text, unified, write_fixed
@@ -41,33 +42,7 @@ def fix_file(path: str, world_size: int | None = None, *, output: str | None = N
 
 @ends_quietly
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = ArgumentParser(
-        prog="ds_check",
-        description="Check a DeepSpeed config: report all misspelt keys, wrong values and impossible combinations at "
-        "once, and the resulting batch sizes. The exit code is 1 if there are errors.",
-    )
-    parser.add_argument(
-        "config",
-        help="JSON or HJSON file, urlsafe-base64 JSON text, a file written by `accelerate config`, or "
-        "TrainingArguments with a deepspeed key, as JSON or YAML",
-    )
-    parser.add_argument(
-        "--gpus",
-        "--ranks",
-        type=positive,
-        metavar="N",
-        help="number of ranks of the job (default: from the environment, else 1)",
-    )
-    parser.add_argument(
-        "--fix",
-        action="store_true",
-        help="correct what is unambiguous: misspelt keys, deprecated spellings, values of the wrong type. Shows the "
-        "changes and keeps the original file as CONFIG.bak",
-    )
-    parser.add_argument(
-        "--output", metavar="FILE", help="with --fix: write to FILE and leave CONFIG unchanged"
-    )
-    parser.add_argument("--no-color", action="store_true", help="print plain text even on a terminal")
+    parser = parsers.check()
     args = parser.parse_args(argv)
     if args.output is not None and not args.fix:
         parser.error("--output goes with --fix")

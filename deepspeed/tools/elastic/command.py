@@ -6,35 +6,19 @@ import json
 import sys
 from collections.abc import Sequence
 
-from deepspeed.base.tool_arguments import ArgumentParser, ends_quietly
+from deepspeed.base.tool_arguments import ends_quietly
 from deepspeed.config.deepspeed_config import DeepSpeedConfigError, load_source
 from deepspeed.config.elastic_batch import ELASTICITY, compute_elastic_config
 from deepspeed.config.sections.elasticity import ElasticityError
+from deepspeed.tools import parsers
 from deepspeed.version import __version__
 
 RULE = "-" * 42
 
 
-def parser() -> ArgumentParser:
-    made = ArgumentParser(
-        prog="ds_elastic",
-        description="Print the batch size and the numbers of ranks that an `elasticity` section results in.",
-    )
-    made.add_argument("-c", "--config", required=True, metavar="FILE", help="the config, in JSON or HJSON")
-    made.add_argument(
-        "-w",
-        "--world-size",
-        type=int,
-        default=0,
-        metavar="N",
-        help="number of ranks: also print the micro-batch size (version 0.2 needs it, here or in WORLD_SIZE)",
-    )
-    return made
-
-
 @ends_quietly
 def main(argv: Sequence[str] | None = None) -> int:
-    args = parser().parse_args(argv)
+    args = parsers.elastic().parse_args(argv)
     try:
         config = load_source(args.config).data
         answer = compute_elastic_config(config, __version__, world_size=args.world_size)

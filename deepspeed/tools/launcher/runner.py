@@ -101,7 +101,11 @@ def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("user_script", help="script to run in every rank")
     parser.add_argument("user_args", nargs=argparse.REMAINDER, help="arguments of the script")
     parser.set_defaults(master_port_given=False, num_gpus_given=False, launcher_given=False)
-    return parser.parse_args(_with_joined_values(parser, sys.argv[1:] if args is None else args))
+    given = sys.argv[1:] if args is None else args
+    if not given:
+        parser.print_help(sys.stderr)
+        parser.exit(USAGE_ERROR)
+    return parser.parse_args(_with_joined_values(parser, given))
 
 
 def _with_joined_values(parser: argparse.ArgumentParser, args: Sequence[str]) -> list[str]:

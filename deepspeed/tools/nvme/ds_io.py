@@ -9,73 +9,10 @@ import os
 import sys
 from collections.abc import Sequence
 
-from deepspeed.base.tool_arguments import ArgumentParser, ends_quietly
-from deepspeed.tools.nvme.engines import ENGINES, HANDLES, Transfer
-from deepspeed.tools.nvme.measure import Plan, aio_section, byte_count, check_devices, speeds, summary
-
-
-def parser() -> argparse.ArgumentParser:
-    made = ArgumentParser(
-        prog="ds_io",
-        description="Time reads or writes of files with one configuration, and print it as an `aio` section.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    where = made.add_mutually_exclusive_group(required=True)
-    where.add_argument("--folder", help="directory for the files")
-    where.add_argument(
-        "--folder_to_device_mapping",
-        nargs="+",
-        metavar="FOLDER:DEVICES",
-        help="directories and the accelerators that use each, such as /nvme0:0,1 /nvme1:2,3",
-    )
-    made.add_argument("--io_size", type=_bytes, required=True, help="bytes per file (K, M, G)")
-    made.add_argument("--fast_io_size", type=_bytes, default="64M", help="bytes that torch_fastio buffers")
-    made.add_argument("--read", action="store_true", help="time reads instead of writes")
-    made.add_argument(
-        "--multi_process", type=_count, default=1, help="processes per folder, with one file each"
-    )
-    made.add_argument("--block_size", type=_bytes, default="1M", help="bytes per request")
-    made.add_argument("--queue_depth", type=_count, default=32, help="requests in flight")
-    made.add_argument("--single_submit", action="store_true", help="one system call per request")
-    made.add_argument(
-        "--sequential_requests", action="store_true", help="do not overlap submission and waiting"
-    )
-    made.add_argument(
-        "--validate", action="store_true", help="verify the transferred bytes, within the measured time"
-    )
-    made.add_argument("--engine", choices=ENGINES, default="aio_handle")
-    made.add_argument("--loops", type=_count, default=3)
-    made.add_argument("--io_parallel", type=_count, default=1, help="threads that share one transfer")
-    made.add_argument("--gpu", action="store_true", help="use tensors on the accelerator")
-    made.add_argument("--use_gds", action="store_true", help="use GPUDirect Storage")
-    made.add_argument(
-        "--slow_bounce_buffer", action="store_true", help="use pageable instead of page-locked host memory"
-    )
-    made.add_argument(
-        "--torch_legacy_save", action="store_true", help="use torch's legacy format instead of zip files"
-    )
-    made.add_argument(
-        "--use_accelerator_pin_memory",
-        action="store_true",
-        help="use memory pinned for the accelerator (locked memory already is, if there is an accelerator)",
-    )
-    made.add_argument("--warmup_loops", type=int, default=1)
-    made.add_argument("--include_warmup_time", action="store_true")
-    made.add_argument("--different_file_each_iteration", action="store_true")
-    return made
-
-
-def _bytes(text: str) -> int:
-    try:
-        return byte_count(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-
-
-def _count(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected an integer of at least 1")
-    return int(text)
+from deepspeed.base.tool_arguments import ends_quietly
+from deepspeed.tools import parsers
+from deepspeed.tools.nvme.engines import HANDLES, Transfer
+from deepspeed.tools.nvme.measure import Plan, aio_section, check_devices, speeds, summary
 
 
 def plans(args: argparse.Namespace) -> list[Plan]:
@@ -120,7 +57,7 @@ def _devices(text: str) -> list[tuple[str, int]]:
 
 @ends_quietly
 def main(arguments: Sequence[str] | None = None) -> int:
-    args = parser().parse_args(arguments)
+    args = parsers.io().parse_args(arguments)
     try:
         check_devices(args.gpu)
         to_do = plans(args)

@@ -16,7 +16,6 @@ from deepspeed.ops.gds.gds import gds_handle
 from deepspeed.ops.io import FastFileWriter, FastFileWriterConfig
 
 HANDLES = ("aio_handle", "aio_basic")
-ENGINES = (*HANDLES, "torch_io", "torch_fastio")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,19 +16,6 @@ from tqdm import tqdm
 from deepspeed.base.accelerator import get_accelerator
 from deepspeed.tools.nvme.engines import Transfer, make_file, prepare
 
-_UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
-
-
-def byte_count(text: str) -> int:
-    """`400M` -> 419430400. ValueError for anything but a positive integer, optionally followed by K, M, G or T."""
-    number, factor = text.strip().upper().removesuffix("B"), 1
-    if number and number[-1] in _UNITS:
-        number, factor = number[:-1], _UNITS[number[-1]]
-    if not number.isdigit() or int(number) == 0:
-        raise ValueError(f"{text!r}: expected a number of bytes, such as 1048576, 400M or 1G")
-    return int(number) * factor
-
-
 FLAGS = ("single_submit", "overlap_events")
 """Settings that are true or false."""
 

@@ -15,9 +15,10 @@ from typing import Any
 
 from tqdm import tqdm
 
-from deepspeed.base.tool_arguments import ArgumentParser, ends_quietly
+from deepspeed.base.tool_arguments import ends_quietly
+from deepspeed.tools import parsers
 from deepspeed.tools.nvme.engines import Transfer
-from deepspeed.tools.nvme.measure import FLAGS, Plan, aio_section, byte_count, check_devices, speeds
+from deepspeed.tools.nvme.measure import FLAGS, Plan, aio_section, check_devices, speeds
 
 DEFAULT_SPACE: dict[str, list[Any]] = {
     "block_size": ["1M", "8M"],
@@ -27,36 +28,6 @@ DEFAULT_SPACE: dict[str, list[Any]] = {
     "single_submit": [False],
 }
 _OTHER_NAMES = {"io_parallel": "intra_op_parallelism"}
-
-
-def parser() -> argparse.ArgumentParser:
-    made = ArgumentParser(
-        prog="ds_nvme_tune",
-        description="Try configurations of `aio_handle` and print the best as an `aio` section.",
-    )
-    made.add_argument("--nvme_dir", nargs="+", required=True, help="writable directories, one per device")
-    made.add_argument(
-        "--sweep_config", type=Path, help="JSON file that maps the name of a setting to a list of values"
-    )
-    made.add_argument("--no_read", action="store_true", help="do not measure reads")
-    made.add_argument("--no_write", action="store_true", help="do not measure writes")
-    made.add_argument(
-        "--io_size", default="400M", help="bytes to move per measurement (default: %(default)s)"
-    )
-    made.add_argument("--gpu", action="store_true", help="use tensors on the GPU")
-    made.add_argument("--gds", action="store_true", help="use GPUDirect Storage")
-    made.add_argument(
-        "--flush_page_cache", action="store_true", help="empty the page cache before each read (needs root)"
-    )
-    made.add_argument(
-        "--log_dir",
-        type=Path,
-        default=Path("_aio_bench_logs"),
-        help="folder for logs (default: ./%(default)s)",
-    )
-    made.add_argument("--loops", type=int, default=1, help="repetitions (default: %(default)s)")
-    made.add_argument("--verbose", action="store_true", help="print each measurement")
-    return made
 
 
 def space_of(config: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -78,7 +49,7 @@ def _value(name: str, value: Any) -> Any:
         if text not in ("true", "false"):
             raise ValueError(f"sweep configuration: {name} = {value!r}: expected true or false")
         return text == "true"
-    return byte_count(text)
+    return parsers.byte_count(text)
 
 
 def sweep(args: argparse.Namespace, space: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -105,7 +76,7 @@ def sweep(args: argparse.Namespace, space: list[dict[str, Any]]) -> list[dict[st
 
 def _speed(args: argparse.Namespace, settings: Mapping[str, Any], kind: str) -> float:
     transfer = Transfer(
-        io_size=byte_count(args.io_size),
+        io_size=parsers.byte_count(args.io_size),
         read=kind == "read",
         device=0 if args.gpu or args.gds else None,
         gds=args.gds,
@@ -137,7 +108,7 @@ def best(results: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
 
 @ends_quietly
 def main(arguments: Sequence[str] | None = None) -> int:
-    args = parser().parse_args(arguments)
+    args = parsers.nvme_tune().parse_args(arguments)
     try:
         return _tune(args)
     except (OSError, ValueError, NotImplementedError) as error:

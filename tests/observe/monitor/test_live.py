@@ -211,6 +211,27 @@ def test_repeated_steps_replace_those_before_a_resume(tmp_path: Path, clock: Clo
     assert follower.history.state["run"] == {"ranks": 1}
 
 
+def test_a_run_that_starts_is_not_shown_as_the_one_before(tmp_path: Path, clock: Clock) -> None:
+    earlier = Recorder(tmp_path, {"name": "earlier"}, now=clock)
+    record(earlier, clock, range(1, 6))
+    earlier.put_event("saved", 5, "a/global_step5")
+    earlier.look(last=True)
+    folder = tmp_path / "jobs"
+    later = Recorder(tmp_path, {"name": "later"}, entry=jobs.Entry({}, folder), now=clock)
+    later.look()
+    (job,) = jobs.running_jobs(folder)
+    assert job["run"] == {"name": "later"} and job["losses"] == [] and job["step"] == 0
+    assert not {"loss", "lr", "step_s", "samples_s", "saved"} & set(job)
+    assert "starts" in top.row_of(job, clock())
+    clock.s += 60
+    record(later, clock, [6])
+    clock.s += 60
+    later.look()
+    (job,) = jobs.running_jobs(folder)
+    assert job["step"] == 6 and len(job["losses"]) == 6  # it continued
+    later.look(last=True)
+
+
 def test_a_resume_in_one_process_is_noticed_by_its_steps(tmp_path: Path, clock: Clock) -> None:
     recording = Recorder(tmp_path, {}, now=clock)
     record(recording, clock, [*range(1, 7), *range(4, 10)])

@@ -113,7 +113,7 @@ def test_a_plan_that_fails_stops_nothing_and_is_reported(room: Any, monkeypatch:
         raise RuntimeError("a bug")
 
     told = []
-    monkeypatch.setattr(fits, "answer", broken)
+    monkeypatch.setattr("deepspeed.planning.run_plan.answer", broken)
     monkeypatch.setattr(fits.logger, "exception", lambda text: told.append((text, sys.exc_info()[1])))
     check(config_for(1))
     [(text, error)] = told
@@ -159,7 +159,7 @@ def test_only_what_is_trained_has_states(room: Any) -> None:
 def test_it_costs_nothing_where_there_is_room(room: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Counted: no plan is made, and no operator runs."""
     made: list[Any] = []
-    monkeypatch.setattr(fits, "answer", made.append)
+    monkeypatch.setattr("deepspeed.planning.run_plan.answer", made.append)
     with torch.device("meta"):
         model = Gpt(blocks=19, width=512)
     assert sum(p.numel() for p in model.parameters()) > 10**7

@@ -9,7 +9,7 @@ import pytest
 
 from deepspeed.config.deepspeed_config import DeepSpeedConfig
 from deepspeed.tools.nvme import ds_io, tune
-from deepspeed.tools.nvme.measure import byte_count
+from deepspeed.tools.parsers import byte_count
 
 
 def test_byte_counts() -> None:

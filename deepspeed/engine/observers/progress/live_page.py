@@ -24,9 +24,10 @@ from deepspeed.base.accelerator.host_memory import resident_bytes
 from deepspeed.base.logging import is_rank_zero, logger
 from deepspeed.base.sharded import full_numel
 from deepspeed.config.sections.monitor import LiveConfig
+from deepspeed.engine.observers.planned_memory import ledger_of, now_and_most
 from deepspeed.engine.observers.progress.curves import PREFIX, TIMERS
 from deepspeed.engine.observers.progress.live_line import memory_of, tokens_per_sample, total_steps
-from deepspeed.engine.observers.progress.start_report import held_bytes, ledger_of, now_and_most
+from deepspeed.engine.observers.progress.start_report import held_bytes
 from deepspeed.engine.observers.progress.step_parts import StepParts
 from deepspeed.observe.live.jobs import Entry
 from deepspeed.observe.live.ranks import RankStates

@@ -11,12 +11,8 @@ import torch
 from deepspeed import version
 from deepspeed.base.logging import is_rank_zero, log_dist, logger, report, wants_reports
 from deepspeed.base.sharded import full_numel
-from deepspeed.engine.observers.out_of_memory import request_of
 from deepspeed.engine.observers.progress.live_line import VARIABLE, Form, asked_form, made_by_client
 from deepspeed.ops.multi_tensor import MultiTensorOptimizer
-from deepspeed.planning.ledger import TRAINING, Ledger, Phase, Place
-from deepspeed.planning.report import size
-from deepspeed.planning.request import answer
 from deepspeed.zero.offload.tiers import OffloadedTier
 from deepspeed.zero.precision import precision_table
 
@@ -108,6 +104,9 @@ def _parameters(engine: EngineBase, core: TrainingCore) -> str:
 
 def _memory(engine: EngineBase) -> str:
     """What this rank holds now, and what the plan predicts: for now, and the peak without activations."""
+    # The planner, for those who read these lines.
+    from deepspeed.engine.observers.planned_memory import ledger_of, now_and_most, size
+
     text = ""
     try:
         text = f"; this rank holds {size(held_bytes(engine))}"
@@ -116,18 +115,6 @@ def _memory(engine: EngineBase) -> str:
         logger.debug(f"the memory of this run could not be planned: {error}")
         return text
     return f"{text} (planned {size(now)}; {size(most)} in training, activations apart)"
-
-
-def ledger_of(engine: EngineBase) -> Ledger:
-    """The plan of this rank. Any error that a plan can have."""
-    return answer(request_of(engine)).ledger
-
-
-def now_and_most(ledger: Ledger, places: tuple[Place, ...] = (Place.DEVICE, Place.HOST)) -> tuple[int, int]:
-    """What a plan takes there now, and at its peak in training without activations."""
-    now = sum(ledger.total(Phase.READY, place, estimates=False) for place in places)
-    most = max(sum(ledger.total(phase, place, estimates=False) for place in places) for phase in TRAINING)
-    return now, most
 
 
 def held_bytes(engine: EngineBase) -> int:

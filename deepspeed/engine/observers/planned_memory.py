@@ -1,0 +1,64 @@
+"""The memory that a run plans: now, at its peak, and the cheapest change that lowers this."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from deepspeed.base.sharded import is_zero_param
+from deepspeed.planning.activations import shape_of
+from deepspeed.planning.advice import cheapest_saving
+from deepspeed.planning.ledger import TRAINING, Ledger, Phase, Place
+from deepspeed.planning.report import size
+from deepspeed.planning.request import Request, answer
+
+if TYPE_CHECKING:
+    from deepspeed.engine.base import EngineBase
+
+
+def request_of(engine: EngineBase) -> Request:
+    """The planner request that corresponds to this run, with its batch sizes as they are by now."""
+    batch = {
+        "train_batch_size": engine.train_batch_size(),
+        "train_micro_batch_size_per_gpu": engine.train_micro_batch_size_per_gpu(),
+        "gradient_accumulation_steps": engine.gradient_accumulation_steps(),
+    }
+    return Request(
+        module=engine.module,
+        config={**engine._config._param_dict, **batch},
+        ranks=engine.seq_dp_world_size,
+        ranks_per_sequence=engine.mesh.size("sp"),
+        device_type=engine.device.type,
+        optimizer=engine.basic_optimizer,
+        zero_init=any(is_zero_param(param) for param in engine.module.parameters()),
+        shape=shape_of(getattr(engine.module, "config", None)),
+    )
+
+
+def ledger_of(engine: EngineBase) -> Ledger:
+    """The plan of this rank. Any error that a plan can have."""
+    return answer(request_of(engine)).ledger
+
+
+def now_and_most(ledger: Ledger, places: tuple[Place, ...] = (Place.DEVICE, Place.HOST)) -> tuple[int, int]:
+    """What a plan takes there now, and at its peak in training without activations."""
+    now = sum(ledger.total(Phase.READY, place, estimates=False) for place in places)
+    most = max(sum(ledger.total(phase, place, estimates=False) for place in places) for phase in TRAINING)
+    return now, most
+
+
+def remedy(engine: EngineBase) -> str:
+    """What to change, in a sentence or two. Computes a plan for each change tried; uses hardly any memory."""
+    planned = answer(request_of(engine))
+    place = planned.setting.near
+    need, phase = planned.ledger.peak(place)
+    lines = [f"out of memory: this run plans {size(need)} per rank ({phase.value}), without activations."]
+    found = cheapest_saving(planned, place)
+    if found is not None:
+        change, after = found
+        lines.append(f"The cheapest change that lowers this: {change}, then {size(after)}.")
+    micro_batch = planned.config.train_micro_batch_size_per_gpu
+    smaller = f"train_micro_batch_size_per_gpu below {micro_batch}" if micro_batch > 1 else "shorter inputs"
+    lines.append(
+        f"Activations shrink with {smaller} or activation checkpointing. `ds plan` lists every part."
+    )
+    return " ".join(lines)

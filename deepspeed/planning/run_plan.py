@@ -1,0 +1,88 @@
+"""The plan of a run that is about to start: its request, and what is said if its model states do not fit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from deepspeed.base.accelerator import get_accelerator
+from deepspeed.base.sharded import is_zero_param
+from deepspeed.config.plan import Plan
+from deepspeed.planning import report
+from deepspeed.planning.activations import shape_of
+from deepspeed.planning.advice import advise
+from deepspeed.planning.ledger import Place
+from deepspeed.planning.machine import Capacity, neighbours
+from deepspeed.planning.request import Answer, Request, answer
+
+if TYPE_CHECKING:
+    from deepspeed.comm.mesh import ProcessMesh
+    from deepspeed.config.deepspeed_config import DeepSpeedConfig
+
+
+def shortage(
+    module: nn.Module,
+    plan: Plan,
+    config: DeepSpeedConfig,
+    optimizer: Any,
+    mesh: ProcessMesh,
+    model_parameters: Sequence[Any] | None,
+    capacity: Capacity,
+    near: int,
+    skip: str,
+) -> str | None:
+    """Say what does not fit ``capacity`` with ``near`` ranks on this host, and what to change; None if all fits.
+    ``skip``: environment variable that starts the run anyway."""
+    planned = answer(request_of(module, plan, config, optimizer, mesh, model_parameters, capacity))
+    return _message(planned, skip) if _lacking(planned, near) else None
+
+
+def request_of(
+    module: nn.Module,
+    plan: Plan,
+    config: DeepSpeedConfig,
+    optimizer: Any,
+    mesh: ProcessMesh,
+    model_parameters: Sequence[Any] | None,
+    capacity: Capacity,
+) -> Request:
+    """What ``initialize`` is about to build, as a request to the planner."""
+    ranks = mesh.size("dp", "sp")
+    return Request(
+        module=module,
+        config=config._param_dict,
+        ranks=ranks,
+        ranks_per_sequence=mesh.size("sp"),
+        nodes=max(1, ranks // neighbours()),
+        device_type=get_accelerator().device_name().partition(":")[0],
+        optimizer=optimizer if isinstance(optimizer, torch.optim.Optimizer) else None,
+        trained=model_parameters if optimizer is None and config.optimizer_name is not None else [],
+        zero_init=any(is_zero_param(param) for param in module.parameters()),
+        shape=shape_of(getattr(module, "config", None)),
+        micro_batch=config.train_micro_batch_size_per_gpu,
+        capacity=capacity,
+        follow_disk=True,
+    )
+
+
+def _lacking(planned: Answer, near: int) -> bool:
+    have = planned.capacity
+    in_use = planned.request.zero_init and planned.plan.param_offload is not None
+    for place in Place:
+        limit = have.of(place)
+        # A model built on storage has already taken its share.
+        if limit is None or place is Place.DISK and in_use:
+            continue
+        if planned.ledger.states(place) * (1 if place is Place.DEVICE else near) > limit:
+            return True
+    return False
+
+
+def _message(planned: Answer, skip: str) -> str:
+    lines = ["the model states do not fit on this machine.", "", report.full_report(planned, None)]
+    lines += report.advice_lines(advise(planned))
+    lines.append(f"(`ds plan` shows the same for any number of ranks; {skip}=1 starts the run anyway)")
+    return "\n".join(lines)
