@@ -81,7 +81,6 @@ STATE = {
     "base/accelerator/pin_memory_tracker.py:_total": "documented: a count of the process, for the log",
     "base/logging.py:_once()": "what log_dist_once and warning_once have said",
     # Computed once from what does not change while the process runs.
-    "compat/later.py:make()": "stand-ins of names",
     "comm/transports/shared_memory.py:_library()": "native library",
     "config/keys.py:homes()": "of a schema",
     "config/keys.py:keys_of()": "of a schema",
