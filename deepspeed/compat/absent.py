@@ -15,6 +15,7 @@ INSTEAD = {
     "deepspeed.datastates": "datastates_ckpt in the config makes engine.save_checkpoint() write in the background.",
     "deepspeed.env_report": "ds_report prints what is known about the device and its libraries.",
     "deepspeed.inference": "deepspeed.init_inference and build_hf_engine make all parts of their engines.",
+    "deepspeed.inference.v2": "build_hf_engine runs Transformers models as they are, on a paged cache of its own.",
     "deepspeed.io": "The writers of deepspeed.io manage their buffers themselves.",
     "deepspeed.model_implementations": "deepspeed.init_inference runs models as they are.",
     "deepspeed.module_inject": "init_inference and tensor_parallel.autotp_size find a model's layers by its graph.",
