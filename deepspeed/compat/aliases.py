@@ -236,6 +236,7 @@ NAMES: dict[str, dict[str, str]] = {
         "HFGPT2LayerPolicy": "deepspeed.compat.module_inject.replace_policy",
     },
     "deepspeed.module_inject.replace_module": {
+        "revert_transformer_layer": "deepspeed.compat.module_inject.inject:revert_layers",
         "replace_transformer_layer": "deepspeed.compat.module_inject.replacing",
     },
     "deepspeed.ops": {
