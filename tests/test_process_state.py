@@ -37,7 +37,6 @@ STATE = {
     "ops/formats/blockwise.py:OF_PARAMS": "a frozen value",
     "ops/formats/blockwise.py:SIGNED": "a frozen value",
     "ops/formats/blockwise.py:UNSIGNED": "a frozen value",
-    "compat/runtime_comm/coalesced_collectives.py:_CODEC": "how 4 bits are packed: holds nothing else",
     "ops/update.py:FOREIGN": "a frozen value",
     "engine/python_gc.py:python_gc_manager": "how many engines want the interpreter's collector off",
     "zero/gradients/reducer.py:_OWN_REFERENCES": "a constant of the interpreter",
@@ -62,7 +61,6 @@ STATE = {
     "zero/gathering/init_context.py:_active": "patches of an active zero.Init",
     # Resources of the process that end with it, or with their owner.
     "checkpoint/files/flush.py:_pending": "files on their way to disk, in order: the process's end waits for them",
-    "ops/aio/native_pins.py:get_native_pinned_memory()": "documented: the pinned memory of the process",
     "ops/aio/memory.py:_mappings": "addresses of page-locked memory that is in use",
     "zero/gathering/shard_server.py:_open": "open servers, weakly, for the end of the process",
     "ops/adam/cpu_adam.py:DeepSpeedCPUAdam._ids": "numbers of optimizers, so that none occurs twice",
