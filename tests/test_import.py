@@ -153,14 +153,6 @@ def test_config_arguments() -> None:
     assert args.deepspeed is True and args.deepspeed_config == "ds.json"
 
 
-def test_a_later_feature_is_refused_by_name() -> None:
-    from deepspeed.runtime.zero.contiguous_memory_allocator import ContiguousMemoryAllocator
-
-    assert inspect.signature(ContiguousMemoryAllocator).parameters
-    with pytest.raises(NotImplementedError, match="ContiguousMemoryAllocator"):
-        ContiguousMemoryAllocator(1, None, None)
-
-
 def test_console_scripts_exist() -> None:
     text = (ROOT / "pyproject.toml").read_text()
     section = text.split("[project.scripts]")[1].split("\n[")[0]

@@ -37,7 +37,6 @@ STATE = {
     "ops/formats/blockwise.py:OF_PARAMS": "a frozen value",
     "ops/formats/blockwise.py:SIGNED": "a frozen value",
     "ops/formats/blockwise.py:UNSIGNED": "a frozen value",
-    "compat/runtime_comm/coalesced_collectives.py:_CODEC": "how 4 bits are packed: holds nothing else",
     "ops/update.py:FOREIGN": "a frozen value",
     "engine/python_gc.py:python_gc_manager": "how many engines want the interpreter's collector off",
     "zero/gradients/reducer.py:_OWN_REFERENCES": "a constant of the interpreter",
@@ -64,7 +63,6 @@ STATE = {
     "checkpoint/files/locks.py:_own": "locks that this process holds, weakly: a lock belongs to the process",
     "checkpoint/files/locks.py:_guard": "guards them: to close a file of one ends it",
     "checkpoint/files/flush.py:_pending": "files on their way to disk, in order: the process's end waits for them",
-    "ops/aio/native_pins.py:get_native_pinned_memory()": "documented: the pinned memory of the process",
     "ops/aio/memory.py:_mappings": "addresses of page-locked memory that is in use",
     "zero/gathering/shard_server.py:_open": "open servers, weakly, for the end of the process",
     "ops/adam/cpu_adam.py:DeepSpeedCPUAdam._ids": "numbers of optimizers, so that none occurs twice",
@@ -83,7 +81,6 @@ STATE = {
     "base/accelerator/pin_memory_tracker.py:_total": "documented: a count of the process, for the log",
     "base/logging.py:_once()": "what log_dist_once and warning_once have said",
     # Computed once from what does not change while the process runs.
-    "compat/later.py:make()": "stand-ins of names",
     "comm/transports/shared_memory.py:_library()": "native library",
     "config/keys.py:homes()": "of a schema",
     "config/keys.py:keys_of()": "of a schema",

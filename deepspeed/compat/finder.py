@@ -1,10 +1,12 @@
-"""The import hook behind `aliases.py` and `later.py`.
+"""The import hook behind `aliases.py`.
 
-It handles the module paths in their tables:
+It handles the module paths in its tables:
 
 - a row of `MODULES`: the import returns our module object itself;
 - a module of ours for which the tables have further names: loaded as usual, it asks them for names it lacks;
 - a path that is only in the tables: an empty module that asks them for everything.
+
+What release 0.19 had and this release has not is refused with what to use instead (`absent.py`).
 
 A package of ours also imports a submodule of it when that is asked for as an attribute: clients write
 `deepspeed.elasticity.config.ElasticityError` after only `import deepspeed`.
@@ -14,16 +16,15 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import opcode
 import sys
 from collections.abc import Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
-from types import CodeType, ModuleType
+from types import CodeType, FrameType, ModuleType
 from typing import Any
 
-from deepspeed.compat import later
 from deepspeed.compat.aliases import MODULES, NAMES, SUBMODULES
-from deepspeed.compat.later_table import LATER
 
 
 def install() -> None:
@@ -44,12 +45,12 @@ def our_path(documented: str) -> str | None:
 
 
 _TABLED: dict[str, list[str]] = {}
-for _path in dict.fromkeys([*NAMES, *SUBMODULES, *LATER]):
+for _path in dict.fromkeys([*NAMES, *SUBMODULES]):
     _TABLED.setdefault(our_path(_path) or _path, []).append(_path)
 # Parents of documented paths, of which some exist only so: `deepspeed.runtime` for `deepspeed.runtime.engine`.
 _PACKAGES = {
     path.rsplit(".", depth)[0]
-    for path in (*NAMES, *SUBMODULES, *LATER, *MODULES, *_TABLED)
+    for path in (*NAMES, *SUBMODULES, *MODULES, *_TABLED)
     for depth in range(1, path.count("."))
 }
 _DOCUMENTED: dict[str, list[str]] = {}
@@ -63,36 +64,66 @@ def documented_paths(module: str) -> list[str]:
 
 
 def lookup(module: str, name: str) -> Any:
-    """Return a documented name that `module` does not define itself. AttributeError if no table has it."""
+    """Return a documented name that `module` does not define itself.
+
+    AttributeError if no table has it; it says what to use instead where `absent.INSTEAD` knows.
+    """
     for path in documented_paths(module):
         if target := NAMES.get(path, {}).get(name):
             ours, _, renamed = target.partition(":")
             return getattr(importlib.import_module(ours), renamed or name)
-        if name in SUBMODULES.get(path, ()) or f"{path}.{name}" in LATER:
+        if name in SUBMODULES.get(path, ()):
             return importlib.import_module(f"{path}.{name}")
-        if path in LATER and name in later.names(path):
-            return later.make(path, name)
-    raise AttributeError(f"module {module!r} has no attribute {name!r}")
+    raise AttributeError(f"module {module!r} has no attribute {name!r}{_instead(module, name)}")
+
+
+def _instead(module: str, name: str) -> str:
+    """Return what to use instead of a name that `module` lacks, to be added to an error; empty if nothing is known."""
+    from deepspeed.compat.absent import instead
+
+    found = (
+        instead(f"{path}.{name}") for path in (*_also_documented(module), *reversed(documented_paths(module)))
+    )
+    return next(filter(None, found), "")
+
+
+def _also_documented(module: str) -> list[str]:
+    """Return the documented paths of a module below a row of `MODULES`."""
+    ours, tail = module, ""
+    while "." in ours and ours not in _DOCUMENTED:
+        ours, _, last = ours.rpartition(".")
+        tail = f".{last}{tail}"
+    return [path + tail for path in _DOCUMENTED.get(ours, ())]
 
 
 class DocumentedPaths(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
+        """Return the spec of a path below `deepspeed`; ModuleNotFoundError if it is known what to use instead."""
         if not fullname.startswith("deepspeed."):
             return None
+        spec = self._spec(fullname, path, target)
+        if spec is None and (hint := _instead(*fullname.rsplit(".", 1))):
+            raise ModuleNotFoundError(f"No module named {fullname!r}{hint}", name=fullname)
+        return spec
+
+    def _spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None
+    ) -> ModuleSpec | None:
         if ours := our_path(fullname):
             return self._same_module(fullname, ours)
         real = self._real_spec(fullname, path, target)
-        is_package = real is not None and bool(real.origin and real.submodule_search_locations)
-        if fullname not in _TABLED and fullname not in _PACKAGES and not is_package:
-            return real
+        in_a_table = fullname in _TABLED or fullname in _PACKAGES
         if real is None or real.origin is None:  # nothing, or a folder without __init__.py
+            if not in_a_table:
+                return real
             tabled = ModuleSpec(fullname, _OnlyTabled(), is_package=True)
             if real is not None:
                 tabled.submodule_search_locations = real.submodule_search_locations
             return tabled
-        if (fullname in _TABLED or is_package) and real.loader is not None:
+        is_package = bool(real.submodule_search_locations)
+        if real.loader is not None and (in_a_table or is_package or _also_documented(fullname)):
             real.loader = _WithTabledNames(real.loader)
         return real
 
@@ -142,7 +173,7 @@ class _OnlyTabled(Loader):
         return None
 
     def exec_module(self, module: ModuleType) -> None:
-        module.__doc__ = "Documented module whose names are elsewhere or come later."
+        module.__doc__ = "Documented module whose names are elsewhere."
         _ask_tables(module)
 
 
@@ -168,9 +199,17 @@ def submodule(package: ModuleType, name: str) -> ModuleType | None:
     if name.startswith("_") or not hasattr(package, "__path__"):
         return None
     for path in (f"{parent}.{name}" for parent in documented_paths(package.__name__)):
-        if importlib.util.find_spec(path) is not None:
+        if exists(path):
             return importlib.import_module(path)
     return None
+
+
+def exists(path: str) -> bool:
+    """Return whether a module can be imported under this path."""
+    try:
+        return importlib.util.find_spec(path) is not None
+    except ModuleNotFoundError:
+        return False
 
 
 def _ask_tables(module: ModuleType) -> None:
@@ -188,8 +227,18 @@ def _ask_tables(module: ModuleType) -> None:
         except AttributeError as error:
             value = submodule(module, name)
             if value is None:
-                raise (refusal or error) from None  # the module knows better what it has instead
+                refusal = refusal or error  # the module knows better what it has instead
+                if _imports_a_name(sys._getframe(1)):  # whose own error would not say what to use
+                    raise ImportError(
+                        f"cannot import name {name!r}: {refusal}", name=module.__name__
+                    ) from None
+                raise refusal from None
         setattr(module, name, value)
         return value
 
     vars(module)["__getattr__"] = missing
+
+
+def _imports_a_name(frame: FrameType) -> bool:
+    """Whether the frame executes `from module import name`."""
+    return frame.f_code.co_code[frame.f_lasti] == opcode.opmap["IMPORT_FROM"]

@@ -13,16 +13,9 @@ import torch.distributed as dist
 from torch import nn
 
 from deepspeed.base import compiler
-from deepspeed.base.torch import (
-    is_functorch_transforming,
-    jit_script_compat,
-    register_grad_hook,
-    required_torch_version,
-)
 from deepspeed.comm import bwc
 from deepspeed.comm import documented_groups as groups
 from deepspeed.comm.sparse_tensor import SparseTensor
-from deepspeed.comm.topology import _prime_factors
 from deepspeed.compat import offload_states, torch_autocast
 from deepspeed.compat import runtime_utils as ds
 from deepspeed.compat import zero_utils as zero
@@ -31,7 +24,6 @@ from deepspeed.compat.swap_tensor import utils as swapping
 from deepspeed.compression.helper import convert_conv1d_to_linear, recursive_getattr, recursive_setattr
 from deepspeed.config import getters as config_getters
 from deepspeed.config.deepspeed_config import DeepSpeedConfig
-from deepspeed.ops.io.utils import bytes_to_tensor, required_minimum_torch_version, tensor_to_bytes
 from deepspeed.zero.tensor_norms import norm_with_experts
 from tests.pool import distributed
 
@@ -127,27 +119,6 @@ def test_structures_of_tensors() -> None:
     assert len(ds.align_dense_tensors([torch.ones(8)], 4)) == 1
 
 
-def test_dense_tensors_by_dtype() -> None:
-    from deepspeed.zero.optimizer import split_half_float_double
-
-    whole = [
-        torch.ones(2, dtype=dtype) for dtype in (torch.bfloat16, torch.float32, torch.int8, torch.float32)
-    ]
-    lists = split_half_float_double([*whole, torch.ones(2).to_sparse()])
-    assert [[id(t) for t in some] for some in lists] == [[id(whole[1]), id(whole[3])], [id(whole[0])]]
-
-
-def test_sparse_and_dense_by_dtype() -> None:
-    from deepspeed.engine.engine import split_half_float_double_sparse
-
-    dense = [torch.ones(2, dtype=dtype) for dtype in (torch.bfloat16, torch.float32, torch.bfloat16)]
-    sparse = SparseTensor(torch.eye(3))
-    found, whole = split_half_float_double_sparse([dense[0], sparse, *dense[1:]])
-    assert [(dtype, len(some)) for dtype, some in found] == [(torch.float32, 1)]
-    assert found[0][1][0] is sparse
-    assert [(dtype, len(some)) for dtype, some in whole] == [(torch.bfloat16, 2), (torch.float32, 1)]
-
-
 def test_tensors_and_other_values() -> None:
     from deepspeed.transforms.recompute import checkpointing
 
@@ -162,16 +133,6 @@ def test_tensors_and_other_values() -> None:
     assert detached[0].is_leaf and detached[0].requires_grad and not detached[2].requires_grad
     with pytest.raises(TypeError, match="not a list"):
         checkpointing.detach_variable([weight])
-
-
-def test_sizes_and_homes_of_flat_groups() -> None:
-    from deepspeed.zero.optimizer import get_alignment_padding, lcm, move_to_cpu
-
-    flat = [torch.ones(5), torch.ones(2)]
-    assert [get_alignment_padding(flat, n) for n in (1, 4, 7)] == [0, 1, 0]
-    assert lcm(4, 6) == 12
-    move_to_cpu(flat)
-    assert [t.device.type for t in flat] == ["cpu", "cpu"]
 
 
 def test_decorators_of_the_compiler() -> None:
@@ -288,38 +249,6 @@ def test_conv1d_becomes_a_linear_that_computes_the_same() -> None:
 
 
 # --- torch, bytes, numbers, model-parallel units ---------------------------------------------------
-
-
-def test_torch_helpers() -> None:
-    major, minor = map(int, torch.__version__.split(".")[:2])
-    assert required_torch_version(min_version=2.6) and required_torch_version(min_version=f"{major}.{minor}")
-    assert not required_torch_version(min_version=f"{major}.{minor + 1}")
-    assert required_torch_version(min_version="2.6", max_version=f"{major}.{minor}")
-    assert not required_torch_version(max_version="2.5")
-    assert required_minimum_torch_version(2, 6) and not required_minimum_torch_version(99, 0)
-    with pytest.raises(AssertionError):
-        required_torch_version()
-    assert not is_functorch_transforming()
-    seen: list[bool] = []
-    torch.func.vmap(lambda x: (seen.append(is_functorch_transforming()), x)[1])(torch.ones(2))
-    assert seen == [True]
-    weight, calls = torch.ones(2, requires_grad=True), []
-    handle = register_grad_hook(weight, calls.append)
-    (weight * 2).sum().backward()
-    handle.remove()
-    (weight * 2).sum().backward()
-    assert len(calls) == 1 and calls[0] is weight
-    assert jit_script_compat(len) is len
-
-
-def test_bytes_and_factors() -> None:
-    tensor = torch.randn(3, 2, dtype=torch.bfloat16)
-    raw = tensor_to_bytes(tensor.t())
-    assert torch.equal(bytes_to_tensor(raw).view(torch.bfloat16), tensor.t().reshape(-1))
-    assert bytes_to_tensor(b"").numel() == 0
-    assert [_prime_factors(n) for n in (1, 2, 12, 97, 360)] == [[], [2], [2, 2, 3], [97], [2, 2, 2, 3, 3, 5]]
-    with pytest.raises(ValueError, match="positive"):
-        _prime_factors(0)
 
 
 def test_model_parallel_units_of_all_times() -> None:

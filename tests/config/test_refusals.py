@@ -132,7 +132,6 @@ environment) or a call of the client; otherwise the key that `ds_check` names, a
 ROWS: dict[str, tuple[Row, ...]] = {
     "observe/audit/compare.py:compare": ("call",),
     "transforms/compile/backend.py:make_backend": ("call",),
-    "transforms/compile/init_z1_and_2.py:init_z1_and_2": ("call",),
     "transforms/compile/init_z3.py:init_z3": ("call",),
     "transforms/compile/schedule.py:_period": ("call",),
     "compression/compress.py:_refuse_split": ("model",),

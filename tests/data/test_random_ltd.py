@@ -21,7 +21,6 @@ from deepspeed.data.data_routing.helper import (
 from deepspeed.data.data_routing.layer_token_lr import LayerTokenLR
 from deepspeed.data.data_routing.sampling import Place, TokenSampler
 from deepspeed.data.data_routing.scheduler import BaseScheduler, RandomLTDScheduler
-from deepspeed.data.data_routing.utils import bsh_decoder_gather, bsh_decoder_scatter
 from deepspeed.observe.flops.profiler import FlopsProfiler
 from deepspeed.ops.random_ltd.dropping_utils import (
     GatherTokens,
@@ -109,15 +108,6 @@ def test_gradients_of_each_operation_alone() -> None:
     assert torch.autograd.gradgradcheck(
         lambda x, y: ScatterTokens.apply(x, y**2, indices, True), (whole, part)
     )
-
-
-def test_the_plain_forms() -> None:
-    hidden, mask = torch.randn(2, 8, 3), torch.randn(1, 1, 8, 8)
-    part, kept, small = bsh_decoder_gather(3, hidden, mask)
-    assert torch.equal(part, torch.stack([row[k] for row, k in zip(hidden, kept, strict=True)]))
-    assert torch.equal(small, mask[:, :, :3, :3])
-    results = ScatterTokens.apply(hidden, part + 1, torch.stack(kept), True)
-    assert torch.equal(bsh_decoder_scatter(hidden.clone(), part + 1, kept), results)
 
 
 # Which tokens ----------------------------------------------------------------------------------------------

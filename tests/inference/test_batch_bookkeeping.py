@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from deepspeed.engine import hybrid_engine_graph as graphs
 from deepspeed.engine.rollout.continuous_batching import (
     ContinuousBatchRequest,
     ContinuousBatchScheduler,
@@ -113,44 +112,3 @@ def _forward(input_ids: torch.Tensor, **_: Any) -> torch.Tensor:
     else:
         again()
     return output
-
-
-def test_single_tokens_are_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
-    device = _Recorded()
-    monkeypatch.setattr(graphs, "get_accelerator", lambda: device)
-    cache = graphs.DecodeGraphCache(_forward, max_positions=3)
-    for start in (1, 5):  # the second sequence captures nothing
-        cache.begin_sequence(2)
-        prompt = torch.arange(4).view(1, 4)
-        assert torch.equal(cache(input_ids=prompt), prompt * 2)
-        for step in range(2):
-            token = torch.tensor([[start + step]])
-            assert cache(input_ids=token).item() == 2 * (start + step)
-        with pytest.raises(RuntimeError, match="begun with 2 steps"):
-            cache(input_ids=prompt[:, :1])
-        assert cache.captured_positions == device.captured == 2
-    for steps in (None, 0, 4):
-        cache.begin_sequence(steps)
-        assert cache(input_ids=torch.tensor([[3]])).item() == 6 and cache.captured_positions == 2
-    cache.begin_sequence(3)
-    assert cache.captured_positions == 0
-
-
-def test_without_graphs_decoding_goes_on() -> None:
-    cache = graphs.DecodeGraphCache(_forward, max_positions=3)
-    cache.begin_sequence(2)
-    assert [cache(input_ids=torch.tensor([[each]])).item() for each in (1, 2)] == [2, 4]
-    assert cache.captured_positions == 0
-
-
-def test_when_graphs_are_possible() -> None:
-    steps = graphs.decode_steps_from_generate_kwargs
-    assert steps({"max_new_tokens": 8, "min_new_tokens": 8}) == 7
-    assert [
-        steps(each) for each in ({}, {"max_new_tokens": 8}, {"max_new_tokens": 8, "min_new_tokens": 2})
-    ] == [None] * 3
-    section = SimpleNamespace(release_inference_cache=False, inference_tp_size=1)
-    assert "stage 3" in str(graphs.validate_cuda_graph_support(section, 3))
-    assert "on CUDA devices" in str(graphs.validate_cuda_graph_support(section, 2))
-    section.inference_tp_size = 2
-    assert "inference_tp_size=2" in str(graphs.validate_cuda_graph_support(section, 2))

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from deepspeed.compat.module_inject.module_quantize import quantize_module
 from deepspeed.compression.helper import convert_conv1d_to_linear, module_replacement
 from deepspeed.inference.kernels import quantize_linears
 from deepspeed.parallel.tensor.applying import apply_plan
@@ -64,16 +63,11 @@ def split(model: nn.Module) -> None:
     run_ranks(2, work)
 
 
-def as_modules_of_linear(model: nn.Module) -> None:
-    quantize_module(model, nn.Linear, lambda layer: nn.Linear(WIDTH, WIDTH))
-
-
 TRANSFORMS: dict[str, Callable[[Any], Any]] = {
     "tensor parallelism": split,
     "compression": lambda model: module_replacement(model, "down"),
     "8-bit kernels": lambda model: quantize_linears(model, 8, 1, torch.float32),
     "quantized weights": lambda model: recursive_setattr(model, "down", nn.Linear(WIDTH, WIDTH)),
-    "a user's quantization": as_modules_of_linear,
 }
 
 

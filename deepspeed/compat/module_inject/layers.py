@@ -2,53 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from deepspeed.comm.collectives import Communicator
-from deepspeed.compat.module_inject.plain_layers import EmbeddingLayer, Normalize, OPTEmbedding, RMSNormalize
 from deepspeed.config.sections.tensor import AUTOTP_MODE
-from deepspeed.parallel.tensor.cuts import Cut
 from deepspeed.parallel.tensor.described import universal_checkpoint_info
 from deepspeed.parallel.tensor.fused_layers import SubParamLinearAllreduce, SubParamLinearLayer
 from deepspeed.parallel.tensor.layers import LinearAllreduce, LinearLayer
 from deepspeed.parallel.tensor.layers import TensorParallelLayer as TensorParallel_Layer
-from deepspeed.parallel.tensor.mappings import copy_to, gather_from, reduce_from
-from deepspeed.parallel.tensor.ranks import communicator_of
 
 __all__ = [
-    "ColumnParallel",
-    "Conv_LinearALlreduce",
-    "EmbeddingLayer",
-    "GatherFromTensorParallelRegion",
     "GatherReplacedLayerParams",
     "GateUpPack_LinearLayer",
     "LinearAllreduce",
     "LinearLayer",
     "LmHeadLinearAllreduce",
-    "Normalize",
-    "OPTEmbedding",
-    "RMSNormalize",
-    "RowParallel",
     "SubParamLinearAllreduce",
     "SubParamLinearLayer",
     "TensorParallel_Layer",
     "VocabParallelLinear",
-    "add_bias",
     "collect_autotp_universal_checkpoint_info",
-    "conv_LinearLayer",
     "get_auto_tp_mode",
     "is_autotp_training_mode",
     "set_autotp_mode",
 ]
 
-conv_LinearLayer = LinearLayer
-Conv_LinearALlreduce = LinearAllreduce
-"""Both know Transformers' ``Conv1D``."""
 
 collect_autotp_universal_checkpoint_info = universal_checkpoint_info
 
@@ -66,13 +48,6 @@ def get_auto_tp_mode() -> AUTOTP_MODE:
 
 def is_autotp_training_mode() -> bool:
     return True
-
-
-def add_bias(input: Tensor, bias: Tensor | None) -> Tensor:
-    """``input``, to which ``bias`` is added in place where autograd allows it; None adds nothing."""
-    if bias is None:
-        return input
-    return input + bias if torch.is_grad_enabled() else input.add_(bias)
 
 
 class LmHeadLinearAllreduce(LinearAllreduce):
@@ -108,30 +83,6 @@ class GateUpPack_LinearLayer(SubParamLinearLayer):
 
     def __init__(self, module: nn.Module, mp_group: Group = None, **kwargs: Any) -> None:
         super().__init__(module, mp_group, (2, -1), 0, **kwargs)
-
-
-class RowParallel:
-    """``apply(group, input, is_inference_mode)``: the sum over the ranks; its gradient passes as it is."""
-
-    @staticmethod
-    def apply(group: Group, input: Tensor, is_inference_mode: bool = False) -> Tensor:
-        return reduce_from(input, communicator_of(group))
-
-
-class ColumnParallel:
-    """``apply(group, input)``: ``input`` itself; its gradient is summed over the ranks."""
-
-    @staticmethod
-    def apply(group: Group, input: Tensor) -> Tensor:
-        return copy_to(input, communicator_of(group))
-
-
-class GatherFromTensorParallelRegion:
-    """``apply(group, input, partition_sizes)``: the parts of all ranks, of these extents, along the last dim."""
-
-    @staticmethod
-    def apply(group: Group, input: Tensor, partition_sizes: Sequence[int]) -> Tensor:
-        return gather_from(input, communicator_of(group), Cut.of_sizes(-1, partition_sizes))
 
 
 class GatherReplacedLayerParams:

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from deepspeed.base.types import ActivationFuncType, NormType
+from deepspeed.compat.types import ActivationFuncType, NormType
 
 __all__ = ["DSPolicy", "TransformerPolicy"]
 

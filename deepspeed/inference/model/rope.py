@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-__all__ = ["rope_theta", "rope_theta_of_attention", "scaled_rope"]
+__all__ = ["rope_theta", "scaled_rope"]
 
 _SECTIONS = ("rope_parameters", "rope_scaling")
 _UNSCALED = (None, "default")
@@ -42,18 +42,6 @@ def rope_theta(config: Any) -> float:
     raise ValueError(
         f"{type(config).__name__} has no rope_theta, also not in rope_parameters or rope_scaling"
     )
-
-
-def rope_theta_of_attention(self_attn: Any) -> float:
-    """Of an attention module: its config's, or its own attribute, as modules of old releases have.
-
-    AttributeError: neither has one. ValueError: the config scales positions.
-    """
-    config = getattr(self_attn, "config", None)
-    own = getattr(config, "rope_theta", None)
-    if scaled_rope(config) is None and own is None and not any("rope_theta" in s for s in _flat(config)):
-        return self_attn.rope_theta
-    return rope_theta(config)
 
 
 def scaled_rope(config: Any) -> str | None:

@@ -1,1 +1,1 @@
-"""FastGen: so far its configuration."""
+"""FastGen: the ragged engine, its configuration, and where its weights come from."""

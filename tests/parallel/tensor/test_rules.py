@@ -81,7 +81,7 @@ def test_documented_paths() -> None:
     from deepspeed.compat.module_inject.layers import LinearLayer
 
     assert deepspeed.compat.module_inject.LinearLayer is LinearLayer
-    from deepspeed.compat.module_inject import auto_tp
+    from deepspeed.module_inject import auto_tp
 
     assert auto_tp.TPLayerSpec is TPLayerSpec and auto_tp.AutoTPConfig is AutoTPConfig
 

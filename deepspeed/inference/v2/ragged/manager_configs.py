@@ -6,8 +6,7 @@ from enum import Enum
 
 from pydantic import Field, PositiveInt, ValidationInfo, field_validator
 
-from deepspeed.config.section import DeepSpeedConfigModel
-from deepspeed.inference.v2.inference_utils import DtypeEnum
+from deepspeed.config.section import DeepSpeedConfigModel, DtypeEnum
 
 
 class KVCacheType(Enum):

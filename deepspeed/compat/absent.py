@@ -1,13 +1,12 @@
-"""Signatures of documented names that come later, by module; `later.py` explains the lines.
-
-What clients are known to import is listed here, the rest of the documented interface in `later_names.txt`.
+"""Names of release 0.19 that this release does not have: what to use instead, and the few that public scripts import
+without calling them, which therefore exist and are refused when called.
 """
 
 from __future__ import annotations
 
-import os
+from typing import Any, NoReturn
 
-# Path prefix -> what to do until then. The longest match is quoted in the refusal.
+# Path prefix -> what to use. The longest match is quoted.
 INSTEAD = {
     "deepspeed.checkpoint": "load_checkpoint() takes a checkpoint of any world size and stage, without conversion.",
     "deepspeed.checkpoint.autoep": "Checkpoints hold whole experts: any number of ranks loads them.",
@@ -16,13 +15,14 @@ INSTEAD = {
     "deepspeed.datastates": "datastates_ckpt in the config makes engine.save_checkpoint() write in the background.",
     "deepspeed.env_report": "ds_report prints what is known about the device and its libraries.",
     "deepspeed.inference": "deepspeed.init_inference and build_hf_engine make all parts of their engines.",
+    "deepspeed.inference.v2": "build_hf_engine runs Transformers models as they are, on a paged cache of its own.",
     "deepspeed.io": "The writers of deepspeed.io manage their buffers themselves.",
     "deepspeed.model_implementations": "deepspeed.init_inference runs models as they are.",
     "deepspeed.module_inject": "init_inference and tensor_parallel.autotp_size find a model's layers by its graph.",
     "deepspeed.module_inject.auto_ep": "The config section expert_parallel spreads experts over ranks.",
     "deepspeed.moe": "The config section expert_parallel spreads the experts of Transformers models over ranks.",
     "deepspeed.nvme": "The commands ds_io and ds_nvme_tune measure and tune file access.",
-    "deepspeed.ops.adam": "Use ZenFlowSelectiveAdamW; the engine's own serves every stage.",
+    "deepspeed.ops.adam": "The engine itself does this with zero_optimization.zenflow in the config.",
     "deepspeed.ops.fp_quantizer": "Use deepspeed.ops.fp_quantizer.matmul_fp8.",
     "deepspeed.ops.op_builder": "Nothing is compiled at run time here: a builder's load() returns what is installed.",
     "deepspeed.ops.transformer": "Use DeepSpeedTransformerLayer.",
@@ -30,6 +30,13 @@ INSTEAD = {
     "deepspeed.runtime.activation_checkpointing": "deepspeed.checkpointing.configure() and checkpoint() do this.",
     "deepspeed.runtime.base_optimizer": "Gradients are reduced by hooks of the engine; plain loss.backward() works.",
     "deepspeed.runtime.checkpoint_engine": "engine.save_checkpoint() does this, as checkpoint.writer says.",
+    "deepspeed.runtime.checkpoint_engine.nebula_checkpoint_engine": "Set checkpoint.writer in the config.",
+    "deepspeed.runtime.comm.coalesced_collectives": "Set zero_quantized_gradients in the config.",
+    "deepspeed.runtime.hybrid_engine_graph": "The hybrid engine generates with a paged cache.",
+    "deepspeed.runtime.superoffload": "offload_optimizer.super_offload in the config does this.",
+    "deepspeed.runtime.weight_quantizer": "Set quant in the config of init_inference.",
+    "deepspeed.utils.pin_memory": "get_accelerator().pin_memory() pins tensors.",
+    "deepspeed.utils.static_cache": "Use the StaticCache of Transformers.",
     "deepspeed.runtime.comm": "CompressedBackend works on every process group; see also deepspeed.comm.",
     "deepspeed.runtime.compiler": "Use torch.compiler, or engine.compile().",
     "deepspeed.runtime.compression": "CompressedBackend of deepspeed.runtime.comm needs no CuPy.",
@@ -41,46 +48,49 @@ INSTEAD = {
     "deepspeed.runtime.utils": "The engine does this itself; training scripts have no need of it.",
     "deepspeed.runtime.zenflow": "The engine does this itself with zero_optimization.zenflow in the config.",
     "deepspeed.runtime.zero": "Use deepspeed.zero.GatheredParameters and deepspeed.utils.safe_get_full_fp32_param.",
+    "deepspeed.utils.link_hp_params": "Engines link by themselves; see deepspeed.utils.safe_get_full_fp32_param.",
     "deepspeed.utils.mixed_precision_linkage": "Engines link by themselves; see safe_get_full_fp32_param.",
     "deepspeed.utils.tensor_fragment": "Use deepspeed.utils.safe_get_full_fp32_param and its siblings.",
     "deepspeed.utils.zero_to_fp32": "Use get_fp32_state_dict_from_zero_checkpoint().",
 }
 
-LATER: dict[str, tuple[str, ...]] = {
-    "deepspeed.runtime.torch_autocast": ("def is_autocast_initialized()",),
-    "deepspeed.runtime.zenflow.engine_stage3": ("def configure_zenflow(optimizer_z3, zenflow_config)",),
-    "deepspeed.runtime.zero.partitioned_param_coordinator": (
-        "class PartitionedParameterCoordinator(prefetch_bucket_sz, max_reuse_distance_in_numel, "
-        "max_available_parameters_in_numel, allgather_stream, inflight_param_registry, "
-        "prefetch_nvme=False, timers=None, zero_quantized_weights=False, "
-        "zero_quantized_nontrainable_weights=False, fast_sharding_for_leaf_module=False, "
-        "log_trace_cache_warnings=False): is_complete_trace is_invalid_trace is_record_trace "
-        "trace_prologue record_module record_parameters construct_parameter_trace_from_module_trace "
-        "reset_step fetch_sub_module release_sub_module release_and_reset_all "
-        "release_backward_leftovers _invalidate_trace",
-    ),
-    "deepspeed.utils.mixed_precision_linkage": (
-        "def link_hp_params(lp_param_list, flat_hp_partition, gradient_dict, offload_gradient_dict, use_offload, "
-        "param_group_index, partition_start, partition_size, dp_group)",
-        "def lazy_init_hp_params_optimizer_state(lp_param_list, flat_hp_partition, optimizer_state)",
-    ),
-}
+
+class FeatureNotAvailableError(NotImplementedError):
+    """A documented feature was called that this release does not have."""
 
 
-def _read_rows(path: str) -> dict[str, list[str]]:
-    """`[module]`, then one row per line; an indented line continues the row above."""
-    rows: dict[str, list[str]] = {}
-    current: list[str] = []
-    with open(path, encoding="utf-8") as file:
-        for line in file:
-            if line.startswith("["):
-                current = rows.setdefault(line.strip()[1:-1], [])
-            elif line.startswith(" "):
-                current[-1] += f" {line.strip()}"
-            elif line.strip() and not line.startswith("#"):
-                current.append(line.strip())
-    return rows
+def instead(path: str) -> str:
+    """Return the sentence of `INSTEAD` for a dotted path, led by a full stop; empty if there is none."""
+    prefixes = [prefix for prefix in INSTEAD if f"{path}.".startswith(f"{prefix}.")]
+    return f". {INSTEAD[max(prefixes, key=len)]}" if prefixes else ""
 
 
-for _module, _rows in _read_rows(os.path.join(os.path.dirname(__file__), "later_names.txt")).items():
-    LATER[_module] = (*LATER.get(_module, ()), *_rows)
+def _refuse(path: str) -> NoReturn:
+    raise FeatureNotAvailableError(f"{path} is not part of this release{instead(path)}")
+
+
+def graph_process(replay_first_step: Any, func: Any, *args: Any, **kwargs: Any) -> NoReturn:
+    """Raise FeatureNotAvailableError: nothing here captures CUDA graphs for a caller."""
+    _refuse("deepspeed.runtime.utils.graph_process")
+
+
+def link_hp_params(*args: Any, **kwargs: Any) -> NoReturn:
+    """Raise FeatureNotAvailableError: engines link weights and master weights themselves."""
+    _refuse("deepspeed.utils.link_hp_params")
+
+
+def parse_optim_states(files: Any, ds_checkpoint_dir: Any) -> NoReturn:
+    """Raise FeatureNotAvailableError: files of optimizer states are read whole, by their descriptions."""
+    _refuse("deepspeed.utils.zero_to_fp32.parse_optim_states")
+
+
+class NebulaCheckpointEngine:
+    """Raises FeatureNotAvailableError when made: the Nebula service is not supported."""
+
+    def __init__(self, config_params: Any = None) -> None:
+        _refuse("deepspeed.runtime.checkpoint_engine.nebula_checkpoint_engine.NebulaCheckpointEngine")
+
+
+def is_enabled() -> bool:
+    """Return False: communication does not use the mori backend."""
+    return False

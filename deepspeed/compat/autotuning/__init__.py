@@ -1,1 +1,0 @@
-"""Documented names of the autotuner."""

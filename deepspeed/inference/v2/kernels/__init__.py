@@ -1,1 +1,0 @@
-"""Single steps of a decoder, by their documented names."""
