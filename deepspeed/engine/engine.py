@@ -35,7 +35,6 @@ from deepspeed.engine.assembly import (
 )
 from deepspeed.engine.data import EngineData
 from deepspeed.engine.module_checks import check_module, lay_out_contiguously, require_module
-from deepspeed.engine.module_method import ModuleMethod
 from deepspeed.engine.observers.attach import attach_observers
 from deepspeed.engine.observers.progress.start_report import log_start
 from deepspeed.engine.optimizer import (
@@ -48,6 +47,7 @@ from deepspeed.engine.optimizer import (
 )
 from deepspeed.engine.patches import tell_patches
 from deepspeed.engine.python_gc import python_gc_manager
+from deepspeed.engine.stand_in import MethodStandIn
 from deepspeed.engine.step_notes import StepNotes
 from deepspeed.optim.schedulers import advance, resolve_scheduler
 from deepspeed.parallel.expert.placement import place_experts, watched_layers, write_experts
@@ -136,7 +136,6 @@ class DeepSpeedEngine(EngineData):
             configure_zenflow(self)
         self._plain_backward = PlainBackward(self._begin_plain_backward, self._end_plain_backward)
         self._begin_counting()
-        self._module_zero_grad = ModuleMethod(self.module, "zero_grad", self._clear_module)
         # For single files; the safety of the folder does not depend on it.
         self.checkpoint_engine = create_checkpoint_engine(self._config, None, 0, False, False)
         self.background_writer = engine_checkpoint.create_background_writer(self)
@@ -191,6 +190,7 @@ class DeepSpeedEngine(EngineData):
         find_placements(model.parameters(), self.mesh, self.scopes)
         check_ranks_agree(model, self.scopes.everyone)
         self._broadcast_model()
+        self._zero_grads = [MethodStandIn(model, "zero_grad", self._zero_module)]
 
     def _broadcast_model(self) -> None:
         """Make the weights the same on every rank; trainers replace it whose weights are already."""
@@ -223,7 +223,9 @@ class DeepSpeedEngine(EngineData):
             )
             self.optimizer = self.core.optimizer
             self._step_notes = StepNotes(self.basic_optimizer, self.clock)
+            self._zero_grads.append(MethodStandIn(self.basic_optimizer, "zero_grad", self._zero_optimizer))
             if isinstance(self.optimizer, ZeroOptimizer):
+                self.optimizer.clock = self.clock
                 self.optimizer.differentiate = weakref.WeakMethod(self.backward)
                 self.optimizer.allgather_bucket_size = int(self._config.zero_config.allgather_bucket_size)
                 self.optimizer.beside_engine = self._step_notes.beside_engine
@@ -276,7 +278,7 @@ class DeepSpeedEngine(EngineData):
                     outputs = module(*inputs, **kwargs)
         except BaseException as error:
             if recorded:  # an evaluation is not part of a batch
-                self._abandon_batch(error)
+                self.abandon_update(error)
             raise
         finally:
             checkpointing.end_forward(before)
@@ -297,7 +299,7 @@ class DeepSpeedEngine(EngineData):
             return chain(inputs, kwargs, facts)
         except BaseException as error:
             if torch.is_grad_enabled():
-                self._abandon_batch(error)
+                self.abandon_update(error)
             raise
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
@@ -333,7 +335,7 @@ class DeepSpeedEngine(EngineData):
             (scaled_loss(divided, scale) if tells else divided).backward(retain_graph=retain_graph)
             self._end_backward()
         except BaseException as error:
-            self._abandon_batch(error)
+            self.abandon_update(error)
             raise
         finally:
             plain.paused = False
@@ -372,12 +374,15 @@ class DeepSpeedEngine(EngineData):
     def _recover(self) -> None:
         """Notice a plain ``loss.backward()`` that raised since the last call (Note: a backward that fails)."""
         if self._plain_backward.failed:
-            self._abandon_batch()
+            self.abandon_update()
 
-    def _abandon_batch(self, error: BaseException | None = None) -> None:
-        """Return to where the batch began: what its micro-batches accumulated is dropped and they do not count, so
-        the next batch trains as if this one had never happened. Either every rank calls this or none: this rank joins
-        any sums and gathers that the others may wait for, unless ``error`` shows that they cannot."""
+    def abandon_update(self, error: BaseException | None = None) -> None:
+        """Drop the micro-batches of an unfinished update: the next one trains as if they had never been. After an
+        exception in forward, backward or step the engine calls this itself, with the ``error``.
+
+        Either every rank calls this or none: this rank joins any sums and gathers that the others may wait for, unless
+        ``error`` shows that they cannot.
+        """
         self.events.emit("on_error", error=error)
         if isinstance(error, CommunicationError) or (
             self.scopes.share_weights and error is not None and not isinstance(error, Exception)
@@ -422,7 +427,7 @@ class DeepSpeedEngine(EngineData):
                 self._take_model_step(core, lr_kwargs or {})
             self.clock.tick()
         except BaseException as error:
-            self._abandon_batch(error)
+            self.abandon_update(error)
             raise
         finally:
             self.clock.stepping = False
@@ -449,20 +454,33 @@ class DeepSpeedEngine(EngineData):
         )
 
     def zero_grad(self) -> None:
-        """Drop every gradient, including those already accumulated or reduced."""
+        """Drop every gradient, including those already reduced. Between the micro-batches of an update it does nothing:
+        there it is a leftover of a loop that updated after each of them, and ``abandon_update`` drops them."""
         self._recover()
+        if self.clock.mid_update:
+            return
         if self.core is not None:
             self.core.reducer.clear()
         for param in self.module.parameters():
             param.grad = None
 
-    def _clear_module(self, set_to_none: bool = True) -> None:
-        """``module.zero_grad()``: from stage 1 on gradients are kept elsewhere than in ``param.grad``. Between the
-        micro-batches of an update those stay, as in 0.19 from stage 2 on: there it is a leftover of a loop that updated
-        after each of them."""
-        type(self.module).zero_grad(self.module, set_to_none)
-        if self.clock.position == 0:
+    def _zero_module(self, *args: Any, **kwargs: Any) -> None:
+        """Answer ``module.zero_grad()``: from stage 1 on gradients are kept elsewhere than in ``param.grad``."""
+        self._recover()
+        if not self.clock.mid_update:
+            type(self.module).zero_grad(self.module, *args, **kwargs)
             self.zero_grad()
+
+    def _zero_optimizer(self, *args: Any, **kwargs: Any) -> None:
+        """Answer ``zero_grad()`` of the optimizer that ``engine.optimizer`` is or wraps. What it does to ``param.grad``
+        at stage 0 counts as if assigned (``GradReducer``)."""
+        self._recover()
+        if self.clock.mid_update:
+            return
+        optimizer: Any = self.basic_optimizer
+        type(optimizer).zero_grad(optimizer, *args, **kwargs)
+        if self.core is not None and not self.core.reducer.expose:
+            self.core.reducer.clear()
 
     def train(self, mode: bool = True) -> DeepSpeedEngine:
         nn.Module.train(self, mode)
@@ -574,7 +592,8 @@ class DeepSpeedEngine(EngineData):
         """
         self._destroyed = True
         self.events.emit("on_destroy")
-        self._module_zero_grad.remove()
+        for stand_in in self._zero_grads:
+            stand_in.remove()
         self._network.leave()
         groups.leave(self.mesh)
         checkpointing.leave(self._checkpointing)

@@ -268,7 +268,7 @@ def test_a_second_engine_of_one_model_gets_all_gradients(stage: int) -> None:
             with pytest.raises(RuntimeError, match=r"another engine of parameter 0\.weight"):
                 first.backward(first(torch.ones(2, WIDTH)).sum())
             first.destroy()
-            assert deepspeed.base.safe_get_full_fp32_param(model[0].weight) is not None
+            assert deepspeed.utils.safe_get_full_fp32_param(model[0].weight) is not None
             _trained(second, 9)
         second.destroy()
     for alone, after in zip(*weights, strict=True):
