@@ -100,8 +100,6 @@ class EngineBase(EngineAccessors, nn.Module):
     def _begin_counting(self) -> None:
         """Initialize the counters: nothing has happened yet."""
         self._no_sync = False
-        # asked for in every backward, where a property would be one more call
-        self._scales_loss = self.core is not None and self.core.scaler.plan.active
         self._scaled_loss = False  # engine.scale was called, and its backward has not ended
         self._step_applied = False
         self._global_norm: float | None = None

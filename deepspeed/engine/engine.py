@@ -243,15 +243,13 @@ class DeepSpeedEngine(EngineData):
         self.lr_scheduler = resolve_scheduler(
             self._config, self.client_lr_scheduler, self.basic_optimizer, client_optimizer
         )
-        self._scales_loss = self.core is not None and self.core.scaler.plan.active
 
     # The training step --------------------------------------------------------------------------------------
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """``module(*inputs, **kwargs)`` in the configured precision; a plain ``loss.backward()`` on what it returns
         divides gradients by the accumulation steps and reduces them, just as ``engine.backward(loss)`` does."""
-        if self._plain_backward.open:
-            self._recover()
+        self._recover()
         precision = self.plan.precision
         if self._input_chain is not None:
             inputs, kwargs = self._transform_inputs(self._input_chain, inputs, kwargs)
@@ -261,8 +259,8 @@ class DeepSpeedEngine(EngineData):
             inputs = cast_inputs(inputs, precision.param)
             if precision.cast_kwargs:
                 kwargs = cast_inputs(kwargs, precision.param)
-        module: Any = self._modules["module"]  # in every step: the attribute is found by two calls
-        recorded, sharded = torch.is_grad_enabled(), self.sharded
+        module, sharded = self.module, self.sharded
+        recorded = torch.is_grad_enabled()
         if sharded is not None:
             gathering = sharded.coordinator
             if module.training:
@@ -309,10 +307,9 @@ class DeepSpeedEngine(EngineData):
         False, and multiplied by the loss scale; the returned loss is divided but not multiplied. One of 16 bits is
         divided in fp32. May be called several times per step.
         """
-        core = self.core or self._require_core("backward")
+        core = self._require_core("backward")
         plain = self._plain_backward
-        if plain.open:
-            self._recover()
+        self._recover()
         _check_graph(loss)
         if loss.numel() != 1:
             raise ValueError(
@@ -331,8 +328,8 @@ class DeepSpeedEngine(EngineData):
                     divided = at_least_fp32(divided) * self.loss_weight()
             scale = core.scaler.scale
             core.reducer.before_backward()
-            tells = scale != 1.0 or self._scales_loss
-            (scaled_loss(divided, scale) if tells else divided).backward(retain_graph=retain_graph)
+            scales = scale != 1.0 or core.scaler.plan.active
+            (scaled_loss(divided, scale) if scales else divided).backward(retain_graph=retain_graph)
             self._end_backward()
         except BaseException as error:
             self.abandon_update(error)
@@ -415,12 +412,11 @@ class DeepSpeedEngine(EngineData):
             raise AssertionError(
                 "It is illegal to call Engine.step() inside no_sync context manager: leave it before the update."
             )
-        core = self.core or self._require_core("step")
-        if self._plain_backward.open:
-            self._recover()
+        core = self._require_core("step")
+        self._recover()
         self._network.phase = "step"
         self.events.emit("before_step")
-        vars(self)["_step_applied"] = False  # nn.Module examines an attribute that is set: three calls
+        self._step_applied = False
         self.clock.stepping = True
         try:
             if self.clock.at_boundary:
@@ -446,12 +442,9 @@ class DeepSpeedEngine(EngineData):
             self.skipped_steps += 1
         elif self.lr_scheduler is not None:
             advance(self.lr_scheduler, lr_kwargs, self.train_batch_size())
-        vars(self).update(
-            _global_norm=result.norm,
-            _step_applied=result.applied,
-            global_steps=self.global_steps + 1,
-            global_samples=self.global_samples + self.train_batch_size(),
-        )
+        self._global_norm, self._step_applied = result.norm, result.applied
+        self.global_steps += 1
+        self.global_samples += self.train_batch_size()
 
     def zero_grad(self) -> None:
         """Drop every gradient, including those already reduced. Between the micro-batches of an update it does nothing:
