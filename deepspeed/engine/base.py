@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from deepspeed.config.deepspeed_config import DeepSpeedConfig
     from deepspeed.engine.assembly import TrainingCore
     from deepspeed.transforms import Transforms
-    from deepspeed.transforms.compile.backend import CompileWork
     from deepspeed.zero.gathering.sharded_model import ShardedModel
     from deepspeed.zero.replica_groups import Scopes
 
@@ -71,6 +70,7 @@ class EngineBase(EngineAccessors, nn.Module):
     optimizer: Any
     lr_scheduler: Any
     training_dataloader: Any
+    collate_fn: Callable[..., Any] | None
     core: TrainingCore | None
     """None without an optimizer, and after ``destroy``: such an engine only runs forward."""
     _destroyed = False
@@ -104,8 +104,6 @@ class EngineBase(EngineAccessors, nn.Module):
         self._step_applied = False
         self._global_norm: float | None = None
         self._averages: bool | None = None
-        self._is_compiled = False
-        self.compile_work: CompileWork | None = None
         self.parts = {}
         self._guards_states = False
         self.half_loaded = HalfLoaded(self.events)

@@ -24,6 +24,7 @@ from deepspeed.comm.init import network_of
 from deepspeed.config.constants import ROUTE_EVAL, ROUTE_TRAIN  # noqa: F401 - documented here too
 from deepspeed.config.deepspeed_config import DeepSpeedConfig
 from deepspeed.config.plan import Plan, make_plan
+from deepspeed.data.loader import DeepSpeedDataLoader
 from deepspeed.engine import checkpoints as engine_checkpoint
 from deepspeed.engine.assembly import (
     TrainingCore,
@@ -33,7 +34,9 @@ from deepspeed.engine.assembly import (
     make_mesh,
     shard_module,
 )
+from deepspeed.engine.compiling import Compilation
 from deepspeed.engine.data import EngineData
+from deepspeed.engine.delegation import answered_by
 from deepspeed.engine.module_checks import check_module, lay_out_contiguously, require_module
 from deepspeed.engine.observers.attach import attach_observers
 from deepspeed.engine.observers.progress.start_report import log_start
@@ -48,6 +51,7 @@ from deepspeed.engine.optimizer import (
 from deepspeed.engine.patches import tell_patches
 from deepspeed.engine.python_gc import python_gc_manager
 from deepspeed.engine.stand_in import MethodStandIn
+from deepspeed.engine.state import EngineState
 from deepspeed.engine.step_notes import StepNotes
 from deepspeed.optim.schedulers import advance, resolve_scheduler
 from deepspeed.parallel.expert.placement import place_experts, watched_layers, write_experts
@@ -74,7 +78,7 @@ DeepSpeedSchedulerCallable = Callable[[Optimizer], Any]
 MEMORY_OPT_ALLREDUCE_SIZE = 500_000_000
 
 
-class DeepSpeedEngine(EngineData):
+class DeepSpeedEngine(EngineState):
     """A module with its optimizer, trained over all data-parallel ranks as the configuration says.
 
     Attribute access falls through to the wrapped module. The parts are built by ``engine/assembly.py``; the
@@ -112,6 +116,7 @@ class DeepSpeedEngine(EngineData):
             self._config.gradient_accumulation_steps, managed=self.plan.managed_accumulation
         )
         self.events = Events()
+        self.compilation = Compilation(self)
 
         require_optimizer(self.plan, optimizer is not None or self._config.optimizer_name is not None)
         require_module(model)
@@ -168,8 +173,7 @@ class DeepSpeedEngine(EngineData):
         self.module_transforms = transform_module(
             model, self.plan, self._config, self.mesh, from_config(self._config)
         )
-        inputs = self.module_transforms.inputs
-        self._input_chain = InputChain(inputs) if inputs else None
+        self.data = EngineData(self, self.module_transforms.inputs)
         self.module_transforms.successors.in_optimizer(optimizer)
         return self.module_transforms.successors.in_parameters(model_parameters)
 
@@ -251,8 +255,8 @@ class DeepSpeedEngine(EngineData):
         divides gradients by the accumulation steps and reduces them, just as ``engine.backward(loss)`` does."""
         self._recover()
         precision = self.plan.precision
-        if self._input_chain is not None:
-            inputs, kwargs = self._transform_inputs(self._input_chain, inputs, kwargs)
+        if self.data.inputs is not None:
+            inputs, kwargs = self._transform_inputs(self.data.inputs, inputs, kwargs)
         self._network.phase = "forward"
         self.events.emit("before_forward", inputs=inputs, kwargs=kwargs)
         if precision.cast_inputs and precision.param is not None:
@@ -544,6 +548,30 @@ class DeepSpeedEngine(EngineData):
         """Change the micro-batch size and keep the accumulation steps."""
         self._config.train_micro_batch_size_per_gpu = micro_batch_size
         self._config.train_batch_size = micro_batch_size * self.clock.steps * self.dp_world_size
+
+    # What parts answer ----------------------------------------------------------------------------------------
+
+    deepspeed_io = answered_by("data", EngineData.deepspeed_io)
+    set_data_post_process_func = answered_by("data", EngineData.set_data_post_process_func)
+    set_custom_curriculum_learning_schedule = answered_by(
+        "data", EngineData.set_custom_curriculum_learning_schedule
+    )
+    add_input_transform = answered_by("data", EngineData.add_input_transform)
+    remove_input_transform = answered_by("data", EngineData.remove_input_transform)
+    compile = answered_by("compilation", Compilation.compile)  # type: ignore[assignment]
+    follow_passes = answered_by("compilation", Compilation.follow_passes)
+    register_compile_pass = answered_by("compilation", Compilation.register_compile_pass)
+    get_compile_time = answered_by("compilation", Compilation.get_compile_time)
+    is_deepcompile_enabled = answered_by("compilation", Compilation.is_deepcompile_enabled)
+    is_deepcompile_active = answered_by("compilation", Compilation.is_deepcompile_active)
+
+    @property
+    def is_compiled(self) -> bool:
+        return self.compilation.compiled
+
+    def _own_loader(self, dataset: Any) -> DeepSpeedDataLoader:
+        """The loader of ``training_data``."""
+        return self.deepspeed_io(dataset)
 
     # The end ------------------------------------------------------------------------------------------------
 
