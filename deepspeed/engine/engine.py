@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -34,6 +35,7 @@ from deepspeed.engine.assembly import (
     make_mesh,
     shard_module,
 )
+from deepspeed.engine.base import EngineBase
 from deepspeed.engine.compiling import Compilation
 from deepspeed.engine.data import EngineData
 from deepspeed.engine.delegation import answered_by
@@ -50,8 +52,9 @@ from deepspeed.engine.optimizer import (
 )
 from deepspeed.engine.patches import tell_patches
 from deepspeed.engine.python_gc import python_gc_manager
+from deepspeed.engine.sparse_sums import SparseSums
 from deepspeed.engine.stand_in import MethodStandIn
-from deepspeed.engine.state import EngineState
+from deepspeed.engine.state import Checkpoints, StateMoves
 from deepspeed.engine.step_notes import StepNotes
 from deepspeed.optim.schedulers import advance, resolve_scheduler
 from deepspeed.parallel.expert.placement import place_experts, watched_layers, write_experts
@@ -78,7 +81,7 @@ DeepSpeedSchedulerCallable = Callable[[Optimizer], Any]
 MEMORY_OPT_ALLREDUCE_SIZE = 500_000_000
 
 
-class DeepSpeedEngine(EngineState):
+class DeepSpeedEngine(EngineBase):
     """A module with its optimizer, trained over all data-parallel ranks as the configuration says.
 
     Attribute access falls through to the wrapped module. The parts are built by ``engine/assembly.py``; the
@@ -117,6 +120,9 @@ class DeepSpeedEngine(EngineState):
         )
         self.events = Events()
         self.compilation = Compilation(self)
+        self.checkpoints = Checkpoints(self)
+        self.moves = StateMoves(self)
+        self.sparse_sums = SparseSums(self)
 
         require_optimizer(self.plan, optimizer is not None or self._config.optimizer_name is not None)
         require_module(model)
@@ -564,6 +570,43 @@ class DeepSpeedEngine(EngineState):
     get_compile_time = answered_by("compilation", Compilation.get_compile_time)
     is_deepcompile_enabled = answered_by("compilation", Compilation.is_deepcompile_enabled)
     is_deepcompile_active = answered_by("compilation", Compilation.is_deepcompile_active)
+
+    save_checkpoint = answered_by("checkpoints", Checkpoints.save_checkpoint)
+    store_checkpoint = save_checkpoint
+    load_checkpoint = answered_by("checkpoints", Checkpoints.load_checkpoint)
+    save_16bit_model = answered_by("checkpoints", Checkpoints.save_16bit_model)
+    save_fp16_model = answered_by("checkpoints", Checkpoints.save_fp16_model)
+    module_state_dict = answered_by("checkpoints", Checkpoints.module_state_dict)
+    load_module_state_dict = answered_by("checkpoints", Checkpoints.load_module_state_dict)
+    whole_tensor = answered_by("checkpoints", Checkpoints.whole_tensor)
+    _consolidated_16bit_state_dict = answered_by("checkpoints", Checkpoints._consolidated_16bit_state_dict)
+    _zero3_consolidated_16bit_state_dict = answered_by(
+        "checkpoints", Checkpoints._zero3_consolidated_16bit_state_dict
+    )
+    _get_ckpt_name = answered_by("checkpoints", Checkpoints._get_ckpt_name)
+    _get_all_ckpt_names = answered_by("checkpoints", Checkpoints._get_all_ckpt_names)
+    _get_zero_ckpt_name = answered_by("checkpoints", Checkpoints._get_zero_ckpt_name)
+    _get_optimizer_ckpt_name = answered_by("checkpoints", Checkpoints._get_optimizer_ckpt_name)
+    _change_recovery_script_permissions = answered_by(
+        "checkpoints", Checkpoints._change_recovery_script_permissions
+    )
+    all_gather_scalar = answered_by("sparse_sums", SparseSums.all_gather_scalar)
+    sparse_all_gather = answered_by("sparse_sums", SparseSums.sparse_all_gather)
+    sparse_allreduce = answered_by("sparse_sums", SparseSums.sparse_allreduce)
+    sparse_allreduce_bucket = answered_by("sparse_sums", SparseSums.sparse_allreduce_bucket)
+    sparse_allreduce_no_retain = answered_by("sparse_sums", SparseSums.sparse_allreduce_no_retain)
+    offload_states = answered_by("moves", StateMoves.offload_states)
+    reload_states = answered_by("moves", StateMoves.reload_states)
+
+    @functools.cached_property
+    def save_non_zero_checkpoint(self) -> bool:
+        """Whether this rank writes a file with model states. Scripts that write files themselves set it."""
+        return engine_checkpoint.writes_model_file(self)
+
+    @functools.cached_property
+    def save_zero_checkpoint(self) -> bool:
+        """Whether this rank writes a file with its part of what the optimizer keeps."""
+        return bool(self.zero_optimization()) and self.state_access is not None
 
     @property
     def is_compiled(self) -> bool:
