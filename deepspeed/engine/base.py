@@ -97,7 +97,6 @@ class EngineBase(EngineAccessors, nn.Module):
 
     def _begin_counting(self) -> None:
         """Initialize the counters: nothing has happened yet."""
-        self._no_sync = False
         self._scaled_loss = False  # engine.scale was called, and its backward has not ended
         self._step_applied = False
         self._global_norm: float | None = None

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +34,6 @@ from deepspeed.engine.assembly import (
     shard_module,
 )
 from deepspeed.engine.base import EngineBase
-from deepspeed.engine.compiling import Compilation
-from deepspeed.engine.data import EngineData
-from deepspeed.engine.delegation import answered_by
 from deepspeed.engine.module_checks import check_module, lay_out_contiguously, require_module
 from deepspeed.engine.observers.attach import attach_observers
 from deepspeed.engine.observers.progress.start_report import log_start
@@ -50,12 +45,16 @@ from deepspeed.engine.optimizer import (
     require_trainable,
     resolve_optimizer,
 )
+from deepspeed.engine.parts.accumulation import MEMORY_OPT_ALLREDUCE_SIZE, Accumulation  # noqa: F401 - documented here too
+from deepspeed.engine.parts.compiling import Compilation
+from deepspeed.engine.parts.data import EngineData
+from deepspeed.engine.parts.sparse_sums import SparseSums
+from deepspeed.engine.parts.state import Checkpoints, StateMoves
 from deepspeed.engine.patches import tell_patches
 from deepspeed.engine.python_gc import python_gc_manager
-from deepspeed.engine.sparse_sums import SparseSums
 from deepspeed.engine.stand_in import MethodStandIn
-from deepspeed.engine.state import Checkpoints, StateMoves
 from deepspeed.engine.step_notes import StepNotes
+from deepspeed.engine.surface import EngineSurface
 from deepspeed.optim.schedulers import advance, resolve_scheduler
 from deepspeed.parallel.expert.placement import place_experts, watched_layers, write_experts
 from deepspeed.parallel.expert.stacked import mark_stacks
@@ -78,14 +77,14 @@ from deepspeed.zero.replica_groups import Scopes
 DeepSpeedOptimizerCallable = Callable[[Any], Optimizer]
 DeepSpeedSchedulerCallable = Callable[[Optimizer], Any]
 
-MEMORY_OPT_ALLREDUCE_SIZE = 500_000_000
 
-
-class DeepSpeedEngine(EngineBase):
+class DeepSpeedEngine(EngineSurface, EngineBase):
     """A module with its optimizer, trained over all data-parallel ranks as the configuration says.
 
-    Attribute access falls through to the wrapped module. The parts are built by ``engine/assembly.py``; the
-    path of gradients is described in ``docs/life_of_a_step.md``.
+    Attribute access falls through to the wrapped module. It owns ``clock``, ``events``, the training ``core`` (built by
+    ``engine/assembly.py``; None without an optimizer), ``sharded`` at stage 3, and the parts that answer what
+    ``engine/surface.py`` lists: ``accumulation``, ``data``, ``compilation``, ``checkpoints``, ``moves`` and
+    ``sparse_sums``. The path of gradients is described in ``docs/life_of_a_step.md``.
     """
 
     def __init__(
@@ -105,37 +104,46 @@ class DeepSpeedEngine(EngineBase):
         dont_change_device: bool = False,
     ) -> None:
         super().__init__()
+        # What the config decides comes first: all that follows reads the plan.
         self.config = config
         self._config = config_class or DeepSpeedConfig(
             config, mpu, mesh_device, client_optimizer=optimizer is not None
         )
         apply_log_level(self._config.log_level)
         self.plan: Plan = make_plan(self._config)
+        # Then the ranks: the module is changed and sharded by this rank's place among them.
         dist.init_distributed(dist_init_required=dist_init_required)
         self.mpu = mpu
         self._find_place(args, mesh_device)
         self.device = self._choose_device(model, dont_change_device)
+        # What the engine owns from the start: transforms and the training core are given clock and events.
         self.clock = AccumulationClock(
             self._config.gradient_accumulation_steps, managed=self.plan.managed_accumulation
         )
         self.events = Events()
+        self.accumulation = Accumulation(self)
         self.compilation = Compilation(self)
         self.checkpoints = Checkpoints(self)
         self.moves = StateMoves(self)
         self.sparse_sums = SparseSums(self)
 
+        # Mistaken arguments are refused before the module is touched.
         require_optimizer(self.plan, optimizer is not None or self._config.optimizer_name is not None)
         require_module(model)
         if model_parameters is not None:
             model_parameters = list(model_parameters)  # it may be a generator, but is read twice
+        # Transforms replace layers and parameters, so they precede whatever looks at these.
         model_parameters = self._transform_module(model, optimizer, model_parameters)
         check_module(model)
         if not self.plan.zero.shard_params:
             make_whole(model)
+        # The memory is counted while nothing of it is taken on the device.
         note_stages(model, self.plan, self._config, optimizer, self.mesh, model_parameters)
         check_fits(model, self.plan, self._config, optimizer, self.mesh, model_parameters)
+        # Masters and buckets copy the weights: by then these are on the device, in their dtype, equal on all ranks.
         self._take_module(model, move=not dont_change_device)
         self._build_training(optimizer, model_parameters)
+        # The schedule sets rates in the optimizer's groups, and a loader of varying batches wraps the schedule.
         self.client_lr_scheduler = lr_scheduler
         self.lr_scheduler = resolve_scheduler(self._config, lr_scheduler, self.basic_optimizer, optimizer)
 
@@ -150,6 +158,7 @@ class DeepSpeedEngine(EngineBase):
         # For single files; the safety of the folder does not depend on it.
         self.checkpoint_engine = create_checkpoint_engine(self._config, None, 0, False, False)
         self.background_writer = engine_checkpoint.create_background_writer(self)
+        # Observers come last: they read all of the above, and the report says what was made.
         attach_observers(self)
         tell_patches(self)
         log_start(self)
@@ -418,7 +427,7 @@ class DeepSpeedEngine(EngineBase):
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         """On a boundary: clip, update, clear gradients, advance the schedule; otherwise count the micro-batch."""
-        if self._no_sync:
+        if self.accumulation.sums_wait:
             raise AssertionError(
                 "It is illegal to call Engine.step() inside no_sync context manager: leave it before the update."
             )
@@ -493,124 +502,6 @@ class DeepSpeedEngine(EngineBase):
 
     def eval(self) -> DeepSpeedEngine:
         return self.train(False)
-
-    # Accumulation -------------------------------------------------------------------------------------------
-
-    def is_gradient_accumulation_boundary(self) -> bool:
-        return self.clock.at_boundary
-
-    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Set whether the next backward is the last before an update, instead of counting micro-batches."""
-        self.clock.force(is_boundary)
-
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Backwards inside only accumulate on this rank; the next one outside sums over ranks. Allowed at any stage;
-        with sharded gradients it costs a full gradient buffer."""
-        if self._no_sync:
-            raise AssertionError(
-                "engine.no_sync() is already active: no_sync context manager reentry is unsupported."
-            )
-        core = self._require_core("no_sync")
-        self._no_sync = True
-        core.reducer.sync_enabled = False
-        try:
-            yield
-        finally:
-            self._no_sync = False
-            core.reducer.sync_enabled = True
-
-    @contextlib.contextmanager
-    def coalesce_grad_reduction(self) -> Iterator[None]:
-        """Sum the gradients of several backwards over ranks once, on exit."""
-        with self.no_sync():
-            yield
-        self.allreduce_gradients()
-
-    def allreduce_gradients(self, bucket_size: int = MEMORY_OPT_ALLREDUCE_SIZE) -> None:
-        """Sum over ranks what has so far only been accumulated locally."""
-        self._require_core("allreduce_gradients").reducer.finish()
-
-    def set_all_reduce_hook(self, all_reduce_hook: Callable[[Tensor], None] | None) -> None:
-        """Call ``all_reduce_hook`` with every tensor of summed gradients that stays on this rank, to change in place:
-        for instance to average it with other replicas, which are no part of the data-parallel group (``mpu``)."""
-        self._require_core("set_all_reduce_hook").reducer.call_after_sums(all_reduce_hook)
-
-    def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Change the global batch by changing the accumulation steps; ValueError if it is not a multiple.
-
-        Best called between updates: gradients already accumulated keep the weight they had.
-        """
-        per_step = self.train_micro_batch_size_per_gpu() * self.dp_world_size
-        if train_batch_size < 1 or train_batch_size % per_step:
-            raise ValueError(
-                f"train_batch_size={train_batch_size} is not a multiple of micro-batch x data-parallel ranks = "
-                f"{self.train_micro_batch_size_per_gpu()} x {self.dp_world_size}"
-            )
-        self._config.train_batch_size = train_batch_size
-        self._config.gradient_accumulation_steps = self.clock.steps = train_batch_size // per_step
-
-    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
-        """Change the micro-batch size and keep the accumulation steps."""
-        self._config.train_micro_batch_size_per_gpu = micro_batch_size
-        self._config.train_batch_size = micro_batch_size * self.clock.steps * self.dp_world_size
-
-    # What parts answer ----------------------------------------------------------------------------------------
-
-    deepspeed_io = answered_by("data", EngineData.deepspeed_io)
-    set_data_post_process_func = answered_by("data", EngineData.set_data_post_process_func)
-    set_custom_curriculum_learning_schedule = answered_by(
-        "data", EngineData.set_custom_curriculum_learning_schedule
-    )
-    add_input_transform = answered_by("data", EngineData.add_input_transform)
-    remove_input_transform = answered_by("data", EngineData.remove_input_transform)
-    compile = answered_by("compilation", Compilation.compile)  # type: ignore[assignment]
-    follow_passes = answered_by("compilation", Compilation.follow_passes)
-    register_compile_pass = answered_by("compilation", Compilation.register_compile_pass)
-    get_compile_time = answered_by("compilation", Compilation.get_compile_time)
-    is_deepcompile_enabled = answered_by("compilation", Compilation.is_deepcompile_enabled)
-    is_deepcompile_active = answered_by("compilation", Compilation.is_deepcompile_active)
-
-    save_checkpoint = answered_by("checkpoints", Checkpoints.save_checkpoint)
-    store_checkpoint = save_checkpoint
-    load_checkpoint = answered_by("checkpoints", Checkpoints.load_checkpoint)
-    save_16bit_model = answered_by("checkpoints", Checkpoints.save_16bit_model)
-    save_fp16_model = answered_by("checkpoints", Checkpoints.save_fp16_model)
-    module_state_dict = answered_by("checkpoints", Checkpoints.module_state_dict)
-    load_module_state_dict = answered_by("checkpoints", Checkpoints.load_module_state_dict)
-    whole_tensor = answered_by("checkpoints", Checkpoints.whole_tensor)
-    _consolidated_16bit_state_dict = answered_by("checkpoints", Checkpoints._consolidated_16bit_state_dict)
-    _zero3_consolidated_16bit_state_dict = answered_by(
-        "checkpoints", Checkpoints._zero3_consolidated_16bit_state_dict
-    )
-    _get_ckpt_name = answered_by("checkpoints", Checkpoints._get_ckpt_name)
-    _get_all_ckpt_names = answered_by("checkpoints", Checkpoints._get_all_ckpt_names)
-    _get_zero_ckpt_name = answered_by("checkpoints", Checkpoints._get_zero_ckpt_name)
-    _get_optimizer_ckpt_name = answered_by("checkpoints", Checkpoints._get_optimizer_ckpt_name)
-    _change_recovery_script_permissions = answered_by(
-        "checkpoints", Checkpoints._change_recovery_script_permissions
-    )
-    all_gather_scalar = answered_by("sparse_sums", SparseSums.all_gather_scalar)
-    sparse_all_gather = answered_by("sparse_sums", SparseSums.sparse_all_gather)
-    sparse_allreduce = answered_by("sparse_sums", SparseSums.sparse_allreduce)
-    sparse_allreduce_bucket = answered_by("sparse_sums", SparseSums.sparse_allreduce_bucket)
-    sparse_allreduce_no_retain = answered_by("sparse_sums", SparseSums.sparse_allreduce_no_retain)
-    offload_states = answered_by("moves", StateMoves.offload_states)
-    reload_states = answered_by("moves", StateMoves.reload_states)
-
-    @functools.cached_property
-    def save_non_zero_checkpoint(self) -> bool:
-        """Whether this rank writes a file with model states. Scripts that write files themselves set it."""
-        return engine_checkpoint.writes_model_file(self)
-
-    @functools.cached_property
-    def save_zero_checkpoint(self) -> bool:
-        """Whether this rank writes a file with its part of what the optimizer keeps."""
-        return bool(self.zero_optimization()) and self.state_access is not None
-
-    @property
-    def is_compiled(self) -> bool:
-        return self.compilation.compiled
 
     def _own_loader(self, dataset: Any) -> DeepSpeedDataLoader:
         """The loader of ``training_data``."""

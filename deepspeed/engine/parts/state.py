@@ -73,6 +73,14 @@ class Checkpoints:
         self._engine.events.emit("on_load", load_dir=load_dir, tag=tag)
         return result
 
+    def writes_model_file(self) -> bool:
+        """Whether this rank writes a file with model states."""
+        return engine_checkpoint.writes_model_file(self._engine)
+
+    def writes_optimizer_file(self) -> bool:
+        """Whether this rank writes a file with its part of what the optimizer keeps."""
+        return bool(self._engine.zero_optimization()) and self._engine.state_access is not None
+
     def _get_ckpt_name(
         self, checkpoints_path: str | os.PathLike[str], tag: str, mp_placeholder: str | None = None
     ) -> str:
