@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,10 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from deepspeed import comm as dist
 from deepspeed.base.events import Events
 from deepspeed.base.exceptions import NoOptimizerError
-from deepspeed.comm.sparse_tensor import SparseTensor, gather_rows
 from deepspeed.config.plan import GradientPlan, Plan
 from deepspeed.config.problems import DeepSpeedConfigError
 from deepspeed.engine.accessors import EngineAccessors
@@ -33,7 +31,6 @@ if TYPE_CHECKING:
     from deepspeed.config.deepspeed_config import DeepSpeedConfig
     from deepspeed.engine.assembly import TrainingCore
     from deepspeed.transforms import Transforms
-    from deepspeed.transforms.compile.backend import CompileWork
     from deepspeed.zero.gathering.sharded_model import ShardedModel
     from deepspeed.zero.replica_groups import Scopes
 
@@ -71,6 +68,7 @@ class EngineBase(EngineAccessors, nn.Module):
     optimizer: Any
     lr_scheduler: Any
     training_dataloader: Any
+    collate_fn: Callable[..., Any] | None
     core: TrainingCore | None
     """None without an optimizer, and after ``destroy``: such an engine only runs forward."""
     _destroyed = False
@@ -99,17 +97,11 @@ class EngineBase(EngineAccessors, nn.Module):
 
     def _begin_counting(self) -> None:
         """Initialize the counters: nothing has happened yet."""
-        self._no_sync = False
-        # asked for in every backward, where a property would be one more call
-        self._scales_loss = self.core is not None and self.core.scaler.plan.active
         self._scaled_loss = False  # engine.scale was called, and its backward has not ended
         self._step_applied = False
         self._global_norm: float | None = None
         self._averages: bool | None = None
-        self._is_compiled = False
-        self.compile_work: CompileWork | None = None
         self.parts = {}
-        self._guards_states = False
         self.half_loaded = HalfLoaded(self.events)
         self.global_steps = 0
         self.global_samples = 0
@@ -267,44 +259,6 @@ class EngineBase(EngineAccessors, nn.Module):
             return set()
         weights = sparse_parameters(self.module)
         return {name for name, param in self.module.named_parameters() if param in weights}
-
-    # For gradients of rows that a script keeps apart; those of the module's parameters are summed by backward.
-
-    def all_gather_scalar(self, value: Tensor, dp_group: Any) -> list[Tensor]:
-        """``value`` of every rank of the group. Collective, as what follows."""
-        return gather_rows(value, dp_group) if value.dim() else gather_rows(value.unsqueeze(0), dp_group)
-
-    def sparse_all_gather(self, value: Tensor, dp_group: Any) -> list[Tensor]:
-        """The rows of every rank of the group, of which each may have another number."""
-        return gather_rows(value, dp_group)
-
-    def sparse_allreduce(
-        self, sparse: SparseTensor, dp_group: Any, dp_world_size: int | None = None
-    ) -> SparseTensor:
-        """Make ``sparse`` the mean over the group (the sum, without ``gradient_average``): the rows of all ranks, sent
-        as ``communication_data_type``."""
-        indices, values, _ = sparse.parts()
-        ranks = dp_world_size or dist.get_world_size(group=dp_group)
-        sent = values.to(self.communication_data_type) / (ranks if self.gradient_average else 1)
-        sparse.indices = torch.cat(gather_rows(indices, dp_group))
-        sparse.values = torch.cat(gather_rows(sent, dp_group)).to(values.dtype)
-        return sparse
-
-    def sparse_allreduce_bucket(
-        self, bucket: Iterable[SparseTensor], dp_group: Any, dp_world_size: int | None = None
-    ) -> list[SparseTensor]:
-        return [self.sparse_allreduce(sparse, dp_group, dp_world_size) for sparse in bucket]
-
-    def sparse_allreduce_no_retain(
-        self, bucket: Iterable[SparseTensor], dp_group: Any, dp_world_size: int | None = None
-    ) -> None:
-        """The same, written to the tensors, sparse or dense, that the ``SparseTensor`` were made of."""
-        for sparse in self.sparse_allreduce_bucket(bucket, dp_group, dp_world_size):
-            original = sparse.orig_dense_tensor
-            if original is not None and original.is_sparse:
-                original.data = sparse.to_coo_tensor()
-            elif original is not None:
-                original.copy_(sparse.to_dense())
 
     @property
     def state_access(self) -> Any:

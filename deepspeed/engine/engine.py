@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from deepspeed.comm.init import network_of
 from deepspeed.config.constants import ROUTE_EVAL, ROUTE_TRAIN  # noqa: F401 - documented here too
 from deepspeed.config.deepspeed_config import DeepSpeedConfig
 from deepspeed.config.plan import Plan, make_plan
+from deepspeed.data.loader import DeepSpeedDataLoader
 from deepspeed.engine import checkpoints as engine_checkpoint
 from deepspeed.engine.assembly import (
     TrainingCore,
@@ -33,9 +33,8 @@ from deepspeed.engine.assembly import (
     make_mesh,
     shard_module,
 )
-from deepspeed.engine.data import EngineData
+from deepspeed.engine.base import EngineBase
 from deepspeed.engine.module_checks import check_module, lay_out_contiguously, require_module
-from deepspeed.engine.module_method import ModuleMethod
 from deepspeed.engine.observers.attach import attach_observers
 from deepspeed.engine.observers.progress.start_report import log_start
 from deepspeed.engine.optimizer import (
@@ -46,9 +45,16 @@ from deepspeed.engine.optimizer import (
     require_trainable,
     resolve_optimizer,
 )
+from deepspeed.engine.parts.accumulation import MEMORY_OPT_ALLREDUCE_SIZE, Accumulation  # noqa: F401 - documented here too
+from deepspeed.engine.parts.compiling import Compilation
+from deepspeed.engine.parts.data import EngineData
+from deepspeed.engine.parts.sparse_sums import SparseSums
+from deepspeed.engine.parts.state import Checkpoints, StateMoves
 from deepspeed.engine.patches import tell_patches
 from deepspeed.engine.python_gc import python_gc_manager
+from deepspeed.engine.stand_in import MethodStandIn
 from deepspeed.engine.step_notes import StepNotes
+from deepspeed.engine.surface import EngineSurface
 from deepspeed.optim.schedulers import advance, resolve_scheduler
 from deepspeed.parallel.expert.placement import place_experts, watched_layers, write_experts
 from deepspeed.parallel.expert.stacked import mark_stacks
@@ -71,14 +77,14 @@ from deepspeed.zero.replica_groups import Scopes
 DeepSpeedOptimizerCallable = Callable[[Any], Optimizer]
 DeepSpeedSchedulerCallable = Callable[[Optimizer], Any]
 
-MEMORY_OPT_ALLREDUCE_SIZE = 500_000_000
 
-
-class DeepSpeedEngine(EngineData):
+class DeepSpeedEngine(EngineSurface, EngineBase):
     """A module with its optimizer, trained over all data-parallel ranks as the configuration says.
 
-    Attribute access falls through to the wrapped module. The parts are built by ``engine/assembly.py``; the
-    path of gradients is described in ``docs/life_of_a_step.md``.
+    Attribute access falls through to the wrapped module. It owns ``clock``, ``events``, the training ``core`` (built by
+    ``engine/assembly.py``; None without an optimizer), ``sharded`` at stage 3, and the parts that answer what
+    ``engine/surface.py`` lists: ``accumulation``, ``data``, ``compilation``, ``checkpoints``, ``moves`` and
+    ``sparse_sums``. The path of gradients is described in ``docs/life_of_a_step.md``.
     """
 
     def __init__(
@@ -98,33 +104,46 @@ class DeepSpeedEngine(EngineData):
         dont_change_device: bool = False,
     ) -> None:
         super().__init__()
+        # What the config decides comes first: all that follows reads the plan.
         self.config = config
         self._config = config_class or DeepSpeedConfig(
             config, mpu, mesh_device, client_optimizer=optimizer is not None
         )
         apply_log_level(self._config.log_level)
         self.plan: Plan = make_plan(self._config)
+        # Then the ranks: the module is changed and sharded by this rank's place among them.
         dist.init_distributed(dist_init_required=dist_init_required)
         self.mpu = mpu
         self._find_place(args, mesh_device)
         self.device = self._choose_device(model, dont_change_device)
+        # What the engine owns from the start: transforms and the training core are given clock and events.
         self.clock = AccumulationClock(
             self._config.gradient_accumulation_steps, managed=self.plan.managed_accumulation
         )
         self.events = Events()
+        self.accumulation = Accumulation(self)
+        self.compilation = Compilation(self)
+        self.checkpoints = Checkpoints(self)
+        self.moves = StateMoves(self)
+        self.sparse_sums = SparseSums(self)
 
+        # Mistaken arguments are refused before the module is touched.
         require_optimizer(self.plan, optimizer is not None or self._config.optimizer_name is not None)
         require_module(model)
         if model_parameters is not None:
             model_parameters = list(model_parameters)  # it may be a generator, but is read twice
+        # Transforms replace layers and parameters, so they precede whatever looks at these.
         model_parameters = self._transform_module(model, optimizer, model_parameters)
         check_module(model)
         if not self.plan.zero.shard_params:
             make_whole(model)
+        # The memory is counted while nothing of it is taken on the device.
         note_stages(model, self.plan, self._config, optimizer, self.mesh, model_parameters)
         check_fits(model, self.plan, self._config, optimizer, self.mesh, model_parameters)
+        # Masters and buckets copy the weights: by then these are on the device, in their dtype, equal on all ranks.
         self._take_module(model, move=not dont_change_device)
         self._build_training(optimizer, model_parameters)
+        # The schedule sets rates in the optimizer's groups, and a loader of varying batches wraps the schedule.
         self.client_lr_scheduler = lr_scheduler
         self.lr_scheduler = resolve_scheduler(self._config, lr_scheduler, self.basic_optimizer, optimizer)
 
@@ -136,10 +155,10 @@ class DeepSpeedEngine(EngineData):
             configure_zenflow(self)
         self._plain_backward = PlainBackward(self._begin_plain_backward, self._end_plain_backward)
         self._begin_counting()
-        self._module_zero_grad = ModuleMethod(self.module, "zero_grad", self._clear_module)
         # For single files; the safety of the folder does not depend on it.
         self.checkpoint_engine = create_checkpoint_engine(self._config, None, 0, False, False)
         self.background_writer = engine_checkpoint.create_background_writer(self)
+        # Observers come last: they read all of the above, and the report says what was made.
         attach_observers(self)
         tell_patches(self)
         log_start(self)
@@ -169,8 +188,7 @@ class DeepSpeedEngine(EngineData):
         self.module_transforms = transform_module(
             model, self.plan, self._config, self.mesh, from_config(self._config)
         )
-        inputs = self.module_transforms.inputs
-        self._input_chain = InputChain(inputs) if inputs else None
+        self.data = EngineData(self, self.module_transforms.inputs)
         self.module_transforms.successors.in_optimizer(optimizer)
         return self.module_transforms.successors.in_parameters(model_parameters)
 
@@ -191,6 +209,7 @@ class DeepSpeedEngine(EngineData):
         find_placements(model.parameters(), self.mesh, self.scopes)
         check_ranks_agree(model, self.scopes.everyone)
         self._broadcast_model()
+        self._zero_grads = [MethodStandIn(model, "zero_grad", self._zero_module)]
 
     def _broadcast_model(self) -> None:
         """Make the weights the same on every rank; trainers replace it whose weights are already."""
@@ -223,7 +242,9 @@ class DeepSpeedEngine(EngineData):
             )
             self.optimizer = self.core.optimizer
             self._step_notes = StepNotes(self.basic_optimizer, self.clock)
+            self._zero_grads.append(MethodStandIn(self.basic_optimizer, "zero_grad", self._zero_optimizer))
             if isinstance(self.optimizer, ZeroOptimizer):
+                self.optimizer.clock = self.clock
                 self.optimizer.differentiate = weakref.WeakMethod(self.backward)
                 self.optimizer.allgather_bucket_size = int(self._config.zero_config.allgather_bucket_size)
                 self.optimizer.beside_engine = self._step_notes.beside_engine
@@ -241,26 +262,24 @@ class DeepSpeedEngine(EngineData):
         self.lr_scheduler = resolve_scheduler(
             self._config, self.client_lr_scheduler, self.basic_optimizer, client_optimizer
         )
-        self._scales_loss = self.core is not None and self.core.scaler.plan.active
 
     # The training step --------------------------------------------------------------------------------------
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """``module(*inputs, **kwargs)`` in the configured precision; a plain ``loss.backward()`` on what it returns
         divides gradients by the accumulation steps and reduces them, just as ``engine.backward(loss)`` does."""
-        if self._plain_backward.open:
-            self._recover()
+        self._recover()
         precision = self.plan.precision
-        if self._input_chain is not None:
-            inputs, kwargs = self._transform_inputs(self._input_chain, inputs, kwargs)
+        if self.data.inputs is not None:
+            inputs, kwargs = self._transform_inputs(self.data.inputs, inputs, kwargs)
         self._network.phase = "forward"
         self.events.emit("before_forward", inputs=inputs, kwargs=kwargs)
         if precision.cast_inputs and precision.param is not None:
             inputs = cast_inputs(inputs, precision.param)
             if precision.cast_kwargs:
                 kwargs = cast_inputs(kwargs, precision.param)
-        module: Any = self._modules["module"]  # in every step: the attribute is found by two calls
-        recorded, sharded = torch.is_grad_enabled(), self.sharded
+        module, sharded = self.module, self.sharded
+        recorded = torch.is_grad_enabled()
         if sharded is not None:
             gathering = sharded.coordinator
             if module.training:
@@ -276,7 +295,7 @@ class DeepSpeedEngine(EngineData):
                     outputs = module(*inputs, **kwargs)
         except BaseException as error:
             if recorded:  # an evaluation is not part of a batch
-                self._abandon_batch(error)
+                self.abandon_update(error)
             raise
         finally:
             checkpointing.end_forward(before)
@@ -297,7 +316,7 @@ class DeepSpeedEngine(EngineData):
             return chain(inputs, kwargs, facts)
         except BaseException as error:
             if torch.is_grad_enabled():
-                self._abandon_batch(error)
+                self.abandon_update(error)
             raise
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
@@ -307,10 +326,9 @@ class DeepSpeedEngine(EngineData):
         False, and multiplied by the loss scale; the returned loss is divided but not multiplied. One of 16 bits is
         divided in fp32. May be called several times per step.
         """
-        core = self.core or self._require_core("backward")
+        core = self._require_core("backward")
         plain = self._plain_backward
-        if plain.open:
-            self._recover()
+        self._recover()
         _check_graph(loss)
         if loss.numel() != 1:
             raise ValueError(
@@ -329,11 +347,11 @@ class DeepSpeedEngine(EngineData):
                     divided = at_least_fp32(divided) * self.loss_weight()
             scale = core.scaler.scale
             core.reducer.before_backward()
-            tells = scale != 1.0 or self._scales_loss
-            (scaled_loss(divided, scale) if tells else divided).backward(retain_graph=retain_graph)
+            scales = scale != 1.0 or core.scaler.plan.active
+            (scaled_loss(divided, scale) if scales else divided).backward(retain_graph=retain_graph)
             self._end_backward()
         except BaseException as error:
-            self._abandon_batch(error)
+            self.abandon_update(error)
             raise
         finally:
             plain.paused = False
@@ -372,12 +390,15 @@ class DeepSpeedEngine(EngineData):
     def _recover(self) -> None:
         """Notice a plain ``loss.backward()`` that raised since the last call (Note: a backward that fails)."""
         if self._plain_backward.failed:
-            self._abandon_batch()
+            self.abandon_update()
 
-    def _abandon_batch(self, error: BaseException | None = None) -> None:
-        """Return to where the batch began: what its micro-batches accumulated is dropped and they do not count, so
-        the next batch trains as if this one had never happened. Either every rank calls this or none: this rank joins
-        any sums and gathers that the others may wait for, unless ``error`` shows that they cannot."""
+    def abandon_update(self, error: BaseException | None = None) -> None:
+        """Drop the micro-batches of an unfinished update: the next one trains as if they had never been. After an
+        exception in forward, backward or step the engine calls this itself, with the ``error``.
+
+        Either every rank calls this or none: this rank joins any sums and gathers that the others may wait for, unless
+        ``error`` shows that they cannot.
+        """
         self.events.emit("on_error", error=error)
         if isinstance(error, CommunicationError) or (
             self.scopes.share_weights and error is not None and not isinstance(error, Exception)
@@ -406,23 +427,22 @@ class DeepSpeedEngine(EngineData):
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         """On a boundary: clip, update, clear gradients, advance the schedule; otherwise count the micro-batch."""
-        if self._no_sync:
+        if self.accumulation.sums_wait:
             raise AssertionError(
                 "It is illegal to call Engine.step() inside no_sync context manager: leave it before the update."
             )
-        core = self.core or self._require_core("step")
-        if self._plain_backward.open:
-            self._recover()
+        core = self._require_core("step")
+        self._recover()
         self._network.phase = "step"
         self.events.emit("before_step")
-        vars(self)["_step_applied"] = False  # nn.Module examines an attribute that is set: three calls
+        self._step_applied = False
         self.clock.stepping = True
         try:
             if self.clock.at_boundary:
                 self._take_model_step(core, lr_kwargs or {})
             self.clock.tick()
         except BaseException as error:
-            self._abandon_batch(error)
+            self.abandon_update(error)
             raise
         finally:
             self.clock.stepping = False
@@ -441,28 +461,38 @@ class DeepSpeedEngine(EngineData):
             self.skipped_steps += 1
         elif self.lr_scheduler is not None:
             advance(self.lr_scheduler, lr_kwargs, self.train_batch_size())
-        vars(self).update(
-            _global_norm=result.norm,
-            _step_applied=result.applied,
-            global_steps=self.global_steps + 1,
-            global_samples=self.global_samples + self.train_batch_size(),
-        )
+        self._global_norm, self._step_applied = result.norm, result.applied
+        self.global_steps += 1
+        self.global_samples += self.train_batch_size()
 
     def zero_grad(self) -> None:
-        """Drop every gradient, including those already accumulated or reduced."""
+        """Drop every gradient, including those already reduced. Between the micro-batches of an update it does nothing:
+        there it is a leftover of a loop that updated after each of them, and ``abandon_update`` drops them."""
         self._recover()
+        if self.clock.mid_update:
+            return
         if self.core is not None:
             self.core.reducer.clear()
         for param in self.module.parameters():
             param.grad = None
 
-    def _clear_module(self, set_to_none: bool = True) -> None:
-        """``module.zero_grad()``: from stage 1 on gradients are kept elsewhere than in ``param.grad``. Between the
-        micro-batches of an update those stay, as in 0.19 from stage 2 on: there it is a leftover of a loop that updated
-        after each of them."""
-        type(self.module).zero_grad(self.module, set_to_none)
-        if self.clock.position == 0:
+    def _zero_module(self, *args: Any, **kwargs: Any) -> None:
+        """Answer ``module.zero_grad()``: from stage 1 on gradients are kept elsewhere than in ``param.grad``."""
+        self._recover()
+        if not self.clock.mid_update:
+            type(self.module).zero_grad(self.module, *args, **kwargs)
             self.zero_grad()
+
+    def _zero_optimizer(self, *args: Any, **kwargs: Any) -> None:
+        """Answer ``zero_grad()`` of the optimizer that ``engine.optimizer`` is or wraps. What it does to ``param.grad``
+        at stage 0 counts as if assigned (``GradReducer``)."""
+        self._recover()
+        if self.clock.mid_update:
+            return
+        optimizer: Any = self.basic_optimizer
+        type(optimizer).zero_grad(optimizer, *args, **kwargs)
+        if self.core is not None and not self.core.reducer.expose:
+            self.core.reducer.clear()
 
     def train(self, mode: bool = True) -> DeepSpeedEngine:
         nn.Module.train(self, mode)
@@ -473,66 +503,9 @@ class DeepSpeedEngine(EngineData):
     def eval(self) -> DeepSpeedEngine:
         return self.train(False)
 
-    # Accumulation -------------------------------------------------------------------------------------------
-
-    def is_gradient_accumulation_boundary(self) -> bool:
-        return self.clock.at_boundary
-
-    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Set whether the next backward is the last before an update, instead of counting micro-batches."""
-        self.clock.force(is_boundary)
-
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Backwards inside only accumulate on this rank; the next one outside sums over ranks. Allowed at any stage;
-        with sharded gradients it costs a full gradient buffer."""
-        if self._no_sync:
-            raise AssertionError(
-                "engine.no_sync() is already active: no_sync context manager reentry is unsupported."
-            )
-        core = self._require_core("no_sync")
-        self._no_sync = True
-        core.reducer.sync_enabled = False
-        try:
-            yield
-        finally:
-            self._no_sync = False
-            core.reducer.sync_enabled = True
-
-    @contextlib.contextmanager
-    def coalesce_grad_reduction(self) -> Iterator[None]:
-        """Sum the gradients of several backwards over ranks once, on exit."""
-        with self.no_sync():
-            yield
-        self.allreduce_gradients()
-
-    def allreduce_gradients(self, bucket_size: int = MEMORY_OPT_ALLREDUCE_SIZE) -> None:
-        """Sum over ranks what has so far only been accumulated locally."""
-        self._require_core("allreduce_gradients").reducer.finish()
-
-    def set_all_reduce_hook(self, all_reduce_hook: Callable[[Tensor], None] | None) -> None:
-        """Call ``all_reduce_hook`` with every tensor of summed gradients that stays on this rank, to change in place:
-        for instance to average it with other replicas, which are no part of the data-parallel group (``mpu``)."""
-        self._require_core("set_all_reduce_hook").reducer.call_after_sums(all_reduce_hook)
-
-    def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Change the global batch by changing the accumulation steps; ValueError if it is not a multiple.
-
-        Best called between updates: gradients already accumulated keep the weight they had.
-        """
-        per_step = self.train_micro_batch_size_per_gpu() * self.dp_world_size
-        if train_batch_size < 1 or train_batch_size % per_step:
-            raise ValueError(
-                f"train_batch_size={train_batch_size} is not a multiple of micro-batch x data-parallel ranks = "
-                f"{self.train_micro_batch_size_per_gpu()} x {self.dp_world_size}"
-            )
-        self._config.train_batch_size = train_batch_size
-        self._config.gradient_accumulation_steps = self.clock.steps = train_batch_size // per_step
-
-    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
-        """Change the micro-batch size and keep the accumulation steps."""
-        self._config.train_micro_batch_size_per_gpu = micro_batch_size
-        self._config.train_batch_size = micro_batch_size * self.clock.steps * self.dp_world_size
+    def _own_loader(self, dataset: Any) -> DeepSpeedDataLoader:
+        """The loader of ``training_data``."""
+        return self.deepspeed_io(dataset)
 
     # The end ------------------------------------------------------------------------------------------------
 
@@ -574,7 +547,8 @@ class DeepSpeedEngine(EngineData):
         """
         self._destroyed = True
         self.events.emit("on_destroy")
-        self._module_zero_grad.remove()
+        for stand_in in self._zero_grads:
+            stand_in.remove()
         self._network.leave()
         groups.leave(self.mesh)
         checkpointing.leave(self._checkpointing)

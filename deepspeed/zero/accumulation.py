@@ -39,6 +39,12 @@ class AccumulationClock:
         return self.position + 1 >= self.steps
 
     @property
+    def mid_update(self) -> bool:
+        """Whether there are micro-batches whose update is still to come: some were counted since the last boundary, or
+        the caller has said that the last backward was not the boundary. ``zero_grad`` keeps gradients meanwhile."""
+        return self.position > 0 or self._forced is False
+
+    @property
     def micro_steps(self) -> int:
         """Total number of micro-batches."""
         return self._micro_steps

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from deepspeed.optim.base import ZeROOptimizer
+from deepspeed.zero.accumulation import AccumulationClock
 from deepspeed.zero.bucket import ParamBucket
 from deepspeed.zero.gathering.leaf_modules import z3_leaf_module
 from deepspeed.zero.norms import clip_coefficient
@@ -47,6 +48,8 @@ class ZeroOptimizer(HasMovableStates, ZeROOptimizer):
         """Gives the ``backward`` of the engine, which sets this."""
         self.beside_engine: Callable[[], None] = lambda: None
         """Told of a ``step`` that a script calls here; set by the engine, which steps without it."""
+        self.clock: AccumulationClock | None = None
+        """The engine's, which sets this."""
 
     # What optimizers have -----------------------------------------------------------------------------------
 
@@ -86,7 +89,9 @@ class ZeroOptimizer(HasMovableStates, ZeROOptimizer):
         self.executor.reducer.clear()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        self.executor.reducer.clear()
+        """Drop all gradients, except between the micro-batches of an update, as ``engine.zero_grad`` does."""
+        if self.clock is None or not self.clock.mid_update:
+            self.executor.reducer.clear()
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's shard: its part of each parameter by name with its interval, groups, and the loss scale."""

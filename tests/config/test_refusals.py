@@ -223,7 +223,7 @@ ROWS: dict[str, tuple[Row, ...]] = {
         "data",
     ),
     "data/data_sampling/variable_batch_size_and_lr.py:_packs": ("data",),
-    "engine/engine.py:DeepSpeedEngine.set_train_batch_size": ("call",),
+    "engine/parts/accumulation.py:Accumulation.set_train_batch_size": ("call",),
     "engine/base.py:EngineBase.communication_data_type": ("call",),
     "engine/base.py:EngineBase.random_ltd_initialize": ("call",),
     "engine/optimizer.py:check_optimizer": ("optimizer",),

@@ -84,7 +84,7 @@ def test_a_length_that_changes_by_step() -> None:
     ]  # an update after every second micro-batch; longer than it is at the end
     engine.train()
     engine.remove_input_transform("curriculum")
-    assert engine._input_chain is None
+    assert engine.data.inputs is None
     with pytest.raises(KeyError):
         engine.remove_input_transform("curriculum")
     engine.destroy()
@@ -95,7 +95,7 @@ def test_cut_short_first_then_into_shards() -> None:
     """In this order whatever the order in which they were added."""
     engine = start(2, Sequences(), sequence_parallel_size=2)
     engine.add_input_transform(Truncation())
-    assert [each.name for each in engine._input_chain.transforms] == ["curriculum", "sequence_parallel"]
+    assert [each.name for each in engine.data.inputs.transforms] == ["curriculum", "sequence_parallel"]
     ids = tokens(0)
     with torch.no_grad():
         loss = engine(ids)
@@ -107,7 +107,7 @@ def test_cut_short_first_then_into_shards() -> None:
     engine.add_input_transform(SequenceShards(engine.mesh, name="again", after=("curriculum",)))
     with pytest.raises(ValueError, match="runs before 'sequence_parralel'.*did you mean 'sequence_parallel'"):
         engine.add_input_transform(Truncation("other", before=("sequence_parralel",)))
-    assert [each.name for each in engine._input_chain.transforms][-1] == "again"
+    assert [each.name for each in engine.data.inputs.transforms][-1] == "again"
     engine.destroy()
 
 
@@ -159,7 +159,7 @@ def test_observers_see_what_the_module_gets() -> None:
 def test_without_transforms_nothing_is_called() -> None:
     engine = start(0)
     calls: list[Any] = []
-    assert isinstance(engine.module, Model) and engine._input_chain is None
+    assert isinstance(engine.module, Model) and engine.data.inputs is None
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(type(engine), "_transform_inputs", lambda *args: calls.append(args))
         engine(tokens(0))

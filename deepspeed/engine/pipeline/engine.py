@@ -169,7 +169,7 @@ class PipelineEngine(ByInstructions):
             core.reducer.sync_enabled = True
             core.reducer.finish()  # while the stages before this one are still at their last backwards
         except BaseException as error:
-            self._abandon_batch(error)
+            self.abandon_update(error)
             self._connections.clear()
             raise
         finally:

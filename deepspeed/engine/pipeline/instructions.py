@@ -124,7 +124,7 @@ class ByInstructions(StageEngine):
         except BaseException as error:
             self._pipe_buffers = {}
             if core is not None:
-                self._abandon_batch(error)
+                self.abandon_update(error)
             raise
         finally:
             self._at_hand, self._instruction = {}, None

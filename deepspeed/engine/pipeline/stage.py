@@ -64,7 +64,8 @@ class StageEngine(PipelineFacts):
         """PipelineError: micro-batches were accumulated, but not updated with."""
         if self.clock.position:
             raise PipelineError(
-                f"{self.clock.position} micro-batches of an unfinished batch were accumulated: call zero_grad() first"
+                f"{self.clock.position} micro-batches of an unfinished batch were accumulated: call abandon_update() "
+                "first, which drops them"
             )
 
     def begin(self, action: Action) -> None:
@@ -148,7 +149,7 @@ class StageEngine(PipelineFacts):
             backward_from(outputs, gradients)
             self._end_backward()
         except BaseException as error:
-            self._abandon_batch(error)
+            self.abandon_update(error)
             raise
         finally:
             plain.paused = False

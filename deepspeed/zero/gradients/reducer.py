@@ -170,7 +170,7 @@ class GradReducer:
         self._running = True
         exposed, self._exposed = self._exposed, []
         if exposed and all(param.grad is None for param in exposed):
-            self.clear()  # the caller zeroed them through its own optimizer
+            self.clear()  # the caller set each to None, or its optimizer did: what it assigns counts
         for param in exposed:
             param.grad = None
         while self._shown:
@@ -221,7 +221,7 @@ class GradReducer:
         if bucket.views and grad.data_ptr() == bucket.views[position].data_ptr():
             raise RuntimeError(
                 "a second backward added to gradients that were already summed over ranks. Run the forward through "
-                "the engine (engine(...)), or call engine.zero_grad() before this backward."
+                "the engine (engine(...)), or call engine.abandon_update() before this backward, which drops them."
             )
         return False
 
@@ -465,7 +465,7 @@ class GradReducer:
         self._begin()
 
     def clear(self) -> None:
-        """Drop all gradients (after the step, or ``zero_grad``)."""
+        """Drop all gradients (after the step, or ``zero_grad`` outside of an update)."""
         for bucket in self.buckets:
             if bucket.in_flight is not None:
                 self.abandon()  # a backward failed and was not noticed until now

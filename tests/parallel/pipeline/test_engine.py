@@ -294,6 +294,22 @@ def test_evaluation() -> None:
 
 
 @distributed(world_size=2)
+def test_an_unfinished_batch_is_abandoned_before_the_next() -> None:
+    module = PipelineModule(layers(), num_stages=2, loss_fn=loss_of)
+    engine, plain = make_engine(module), Plain(layers(), lr=0.01)
+    engine.micro_steps = 1  # as loaded from the middle of a batch
+    with pytest.raises(
+        PipelineError, match=r"1 micro-batches of an unfinished batch .* call abandon_update\(\)"
+    ):
+        engine.train_batch(batches(0))
+    engine.abandon_update()
+    engine.train_batch(batches(0))
+    plain.step([batches(0)])
+    compare(engine, plain)
+    engine.destroy()
+
+
+@distributed(world_size=2)
 def test_data_of_the_engine_and_a_batch_function() -> None:
     source = torch.Generator().manual_seed(1)
     data = [{"ids": torch.randint(VOCABULARY, (LENGTH + 1,), generator=source)} for _ in range(6)]

@@ -115,7 +115,7 @@ class Timeline:
         ) in during:  # one that subscribes to the event that is emitted now is told of it, too
             engine.events.on(event, subscriber)
         self._subscriptions += during
-        if not engine._is_compiled:
+        if not engine.compilation.compiled:
             self._watch_modules(recorder)
         self._watch_collectives(recorder)
         self._watch_pipeline(recorder)

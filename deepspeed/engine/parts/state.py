@@ -1,13 +1,13 @@
-"""What a client does with the state of an engine between steps: save, load, export, move."""
+"""The parts of an engine that handle its state between steps: ``engine.checkpoints`` saves, loads and exports it,
+``engine.moves`` lends its memory."""
 
 from __future__ import annotations
 
-import functools
 import glob
 import os
 from collections.abc import Callable, Container
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -16,14 +16,17 @@ from deepspeed.checkpoint.files.writers import set_mode
 from deepspeed.config.sections.offload import OffloadDeviceEnum, OffloadStateTypeEnum
 from deepspeed.engine import checkpoints as engine_checkpoint
 from deepspeed.engine import weights as engine_weights
-from deepspeed.engine.base import EngineBase
 from deepspeed.zero.offload.state_moves import HasMovableStates
 
+if TYPE_CHECKING:
+    from deepspeed.engine.base import EngineBase
 
-class EngineState(EngineBase):
-    """Part of ``DeepSpeedEngine``."""
 
-    # Checkpoints --------------------------------------------------------------------------------------------
+class Checkpoints:
+    """Saving, loading and exporting, over the functions of ``checkpoints.py``, ``loading.py`` and ``weights.py``."""
+
+    def __init__(self, engine: EngineBase) -> None:
+        self._engine = engine
 
     def save_checkpoint(
         self,
@@ -34,14 +37,12 @@ class EngineState(EngineBase):
         exclude_frozen_parameters: bool = False,
     ) -> bool:
         """Write everything needed to resume to ``save_dir/tag``. Collective; see ``docs/checkpoints.md``."""
-        self.half_loaded.refuse()
+        self._engine.half_loaded.refuse()
         done = engine_checkpoint.save_checkpoint(
-            self, save_dir, tag, client_state, save_latest, exclude_frozen_parameters
+            self._engine, save_dir, tag, client_state, save_latest, exclude_frozen_parameters
         )
-        self.events.emit("on_save", save_dir=save_dir, tag=tag)
+        self._engine.events.emit("on_save", save_dir=save_dir, tag=tag)
         return done
-
-    store_checkpoint = save_checkpoint
 
     def _change_recovery_script_permissions(self, dst: str) -> None:
         """Let a shell run the script at ``dst``, if the file system has permissions."""
@@ -61,7 +62,7 @@ class EngineState(EngineBase):
         from deepspeed.engine.loading import load_checkpoint  # readers of every format, for those who load
 
         result = load_checkpoint(
-            self,
+            self._engine,
             load_dir,
             tag,
             load_module_strict=load_module_strict,
@@ -70,18 +71,16 @@ class EngineState(EngineBase):
             load_module_only=load_module_only,
             custom_load_fn=custom_load_fn,
         )
-        self.events.emit("on_load", load_dir=load_dir, tag=tag)
+        self._engine.events.emit("on_load", load_dir=load_dir, tag=tag)
         return result
 
-    @functools.cached_property
-    def save_non_zero_checkpoint(self) -> bool:
+    def writes_model_file(self) -> bool:
         """Whether this rank writes a file with model states."""
-        return engine_checkpoint.writes_model_file(self)
+        return engine_checkpoint.writes_model_file(self._engine)
 
-    @functools.cached_property
-    def save_zero_checkpoint(self) -> bool:
+    def writes_optimizer_file(self) -> bool:
         """Whether this rank writes a file with its part of what the optimizer keeps."""
-        return bool(self.zero_optimization()) and self.state_access is not None
+        return bool(self._engine.zero_optimization()) and self._engine.state_access is not None
 
     def _get_ckpt_name(
         self, checkpoints_path: str | os.PathLike[str], tag: str, mp_placeholder: str | None = None
@@ -89,49 +88,53 @@ class EngineState(EngineBase):
         """The file with this rank's model states; ``mp_placeholder`` stands for the number of its model-parallel rank
         (``"*"``: a pattern for those of all)."""
         place = None if mp_placeholder is None else str(mp_placeholder)
-        return engine_checkpoint.model_path(self, checkpoints_path, tag, place)
+        return engine_checkpoint.model_path(self._engine, checkpoints_path, tag, place)
 
     def _get_all_ckpt_names(self, checkpoints_path: str | os.PathLike[str], tag: str) -> list[str]:
         """The files with the model states of all model-parallel ranks, in the order of the ranks."""
-        return names.by_rank(glob.glob(self._get_ckpt_name(checkpoints_path, tag, mp_placeholder="*")))
+        return names.by_rank(
+            glob.glob(self._engine._get_ckpt_name(checkpoints_path, tag, mp_placeholder="*"))
+        )
 
     def _get_zero_ckpt_name(self, checkpoints_path: str | os.PathLike[str], tag: str) -> str:
         """The file with this rank's part of what the optimizer keeps."""
-        return engine_checkpoint.optimizer_path(self, checkpoints_path, tag)
+        return engine_checkpoint.optimizer_path(self._engine, checkpoints_path, tag)
 
     def _get_optimizer_ckpt_name(
         self, checkpoints_path: str | os.PathLike[str], tag: str, expp_rank: int
     ) -> str:
         """The same: experts' states lie with all others, whatever ``expp_rank`` is."""
-        return engine_checkpoint.optimizer_path(self, checkpoints_path, tag)
+        return engine_checkpoint.optimizer_path(self._engine, checkpoints_path, tag)
 
     def save_16bit_model(
         self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
     ) -> bool:
         """Write the model's weights in their own dtype, from rank 0."""
-        self.half_loaded.refuse()
-        return engine_weights.save_16bit_model(self, save_dir, save_filename, exclude_frozen_parameters)
+        self._engine.half_loaded.refuse()
+        return engine_weights.save_16bit_model(
+            self._engine, save_dir, save_filename, exclude_frozen_parameters
+        )
 
     def save_fp16_model(self, save_dir: str, save_filename: str = "pytorch_model.bin") -> bool:
-        return self.save_16bit_model(save_dir, save_filename)
+        return self._engine.save_16bit_model(save_dir, save_filename)  # which a trainer may have replaced
 
     def _zero3_consolidated_16bit_state_dict(
         self, exclude_frozen_parameters: bool = False
     ) -> dict[str, Tensor] | None:
         """Stage 3: the whole model on rank 0, None on the others. Collective."""
-        return engine_weights.zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters)
+        return engine_weights.zero3_consolidated_16bit_state_dict(self._engine, exclude_frozen_parameters)
 
     def _consolidated_16bit_state_dict(
         self, exclude_frozen_parameters: bool = False
     ) -> dict[str, Tensor] | None:
         """The same at any stage."""
-        return engine_weights.consolidated_16bit_state_dict(self, exclude_frozen_parameters)
+        return engine_weights.consolidated_16bit_state_dict(self._engine, exclude_frozen_parameters)
 
     def whole_tensor(self, param: Tensor, value: Tensor | None = None) -> Tensor:
         """The tensor of which ``param`` is this rank's part [shape: that before tensor parallelism; for experts the
         number of different ones first], on every rank, without gradient. ``value``: a tensor that lies as the part
         does, such as ``safe_get_full_grad(param)``, instead of the weights. Collective."""
-        return engine_weights.whole(self, param, value)
+        return engine_weights.whole(self._engine, param, value)
 
     def module_state_dict(
         self,
@@ -141,7 +144,7 @@ class EngineState(EngineBase):
         exclude_frozen_parameters: bool = False,
     ) -> dict[str, Any]:
         return engine_weights.module_state_dict(
-            self, destination, prefix, keep_vars, exclude_frozen_parameters
+            self._engine, destination, prefix, keep_vars, exclude_frozen_parameters
         )
 
     def load_module_state_dict(
@@ -155,7 +158,7 @@ class EngineState(EngineBase):
     ) -> None:
         """Load ``checkpoint["module"]``; the optimizer's master weights follow."""
         engine_weights.load_module_state_dict(
-            self,
+            self._engine,
             checkpoint,
             strict,
             custom_load_fn,
@@ -164,7 +167,13 @@ class EngineState(EngineBase):
             allowed_missing_keys,
         )
 
-    # Lending the device's memory ----------------------------------------------------------------------------
+
+class StateMoves:
+    """Lends the device's memory to something else between steps."""
+
+    def __init__(self, engine: EngineBase) -> None:
+        self._engine = engine
+        self._guards = False
 
     def offload_states(
         self,
@@ -192,15 +201,16 @@ class EngineState(EngineBase):
         self._movable_states().reload_states(non_blocking)
 
     def _movable_states(self) -> HasMovableStates:
-        if self.plan.param_offload is not None:
+        optimizer = self._engine.optimizer
+        if self._engine.plan.param_offload is not None:
             raise AssertionError("offload_states() cannot be combined with zero_optimization.offload_param")
-        if not isinstance(self.optimizer, HasMovableStates):
+        if not isinstance(optimizer, HasMovableStates):
             raise AssertionError(
-                f"offload_states() moves state that the engine holds, but its optimizer is {self.optimizer!r:.60}: "
+                f"offload_states() moves state that the engine holds, but its optimizer is {optimizer!r:.60}: "
                 "use ZeRO stage 1, 2 or 3"
             )
-        if not self._guards_states:
-            self._guards_states = True
+        if not self._guards:
+            self._guards = True
             for event in ("before_forward", "before_step"):
-                self.events.on(event, self.optimizer.mover.refuse_while_away)
-        return self.optimizer
+                self._engine.events.on(event, optimizer.mover.refuse_while_away)
+        return optimizer

@@ -1,28 +1,33 @@
-"""The engine's half that makes loaders of its data, and changes what its forward gets."""
+"""The part of an engine that makes loaders of its data and changes what its forward gets: ``engine.data``."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sized
-from typing import Any
+from collections.abc import Callable, Sequence, Sized
+from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import DataLoader
 
 from deepspeed.config.constants import ROUTE_TRAIN
 from deepspeed.data.loader import DeepSpeedDataLoader
 from deepspeed.data.requests import has_curriculum, varies_batches
-from deepspeed.engine.compiling import EngineCompile
 from deepspeed.transforms import InputChain, InputTransform
 
+if TYPE_CHECKING:
+    from deepspeed.engine.base import EngineBase
 
-class EngineData(EngineCompile):
-    """``deepspeed_io`` with its samplers, and transforms of inputs."""
 
-    collate_fn: Callable[..., Any] | None
-    _input_chain: InputChain | None
+class EngineData:
+    """``deepspeed_io`` with its samplers, and transforms of inputs.
 
-    def _own_loader(self, dataset: Any) -> DeepSpeedDataLoader:
-        """The loader of ``training_data``."""
-        return self.deepspeed_io(dataset)
+    Args:
+        engine: the loaders' sizes and ranks are its.
+        transforms: of inputs, from the start.
+    """
+
+    def __init__(self, engine: EngineBase, transforms: Sequence[InputTransform]) -> None:
+        self._engine = engine
+        self.inputs = InputChain(transforms) if transforms else None
+        """What changes the inputs of every forward, if anything does."""
 
     def deepspeed_io(
         self,
@@ -40,41 +45,43 @@ class EngineData(EngineCompile):
                 f"the loader of an engine is made of a data set, and this is a {type(dataset).__name__}: pass its "
                 "data set (loader.dataset) and collate_fn=, or leave training_data= out and iterate over your loader."
             )
-        micro = batch_size or self.train_micro_batch_size_per_gpu()
-        collate_fn, drop_last = collate_fn or self.collate_fn, bool(self.dataloader_drop_last())
+        engine = self._engine
+        micro = batch_size or engine.train_micro_batch_size_per_gpu()
+        collate_fn, drop_last = collate_fn or engine.collate_fn, bool(engine.dataloader_drop_last())
         if route == ROUTE_TRAIN and data_sampler is None:
-            if varies_batches(self._config):
+            if varies_batches(engine._config):
                 from deepspeed.data.data_sampling import variable_batch_size_and_lr
 
-                return variable_batch_size_and_lr.engine_loader(self, dataset, collate_fn=collate_fn)
-            if isinstance(dataset, Sized) and has_curriculum(self._config):
+                return variable_batch_size_and_lr.engine_loader(engine, dataset, collate_fn=collate_fn)
+            if isinstance(dataset, Sized) and has_curriculum(engine._config):
                 data_sampler = self._curriculum_sampler(len(dataset), micro, drop_last)
         if num_local_io_workers is None and data_sampler is not None:
             num_local_io_workers = _workers_of(data_sampler)
         return DeepSpeedDataLoader(
             dataset=dataset,
             batch_size=micro,
-            pin_memory=pin_memory and self.device.type != "cpu",
-            local_rank=self.local_rank,
-            tput_timer=getattr(self, "tput_timer", None) if route == ROUTE_TRAIN else None,
+            pin_memory=pin_memory and engine.device.type != "cpu",
+            local_rank=engine.local_rank,
+            tput_timer=getattr(engine, "tput_timer", None) if route == ROUTE_TRAIN else None,
             collate_fn=collate_fn,
             num_local_io_workers=num_local_io_workers,
             data_sampler=data_sampler,
-            data_parallel_world_size=self.mesh.size("dp"),
-            data_parallel_rank=self.mesh.rank("dp"),
+            data_parallel_world_size=engine.mesh.size("dp"),
+            data_parallel_rank=engine.mesh.rank("dp"),
             dataloader_drop_last=drop_last,
         )
 
     def _curriculum_sampler(self, samples: int, micro: int, drop_last: bool) -> Any:
         from deepspeed.data.data_sampling.data_sampler import curriculum_sampler
 
-        section, steps = self._config.data_efficiency_config, self.clock.steps
-        return curriculum_sampler(section, samples, micro, self.mesh, steps, self.global_rank, drop_last)
+        engine = self._engine
+        section, steps = engine._config.data_efficiency_config, engine.clock.steps
+        return curriculum_sampler(section, samples, micro, engine.mesh, steps, engine.global_rank, drop_last)
 
     def set_data_post_process_func(self, post_process_func: Callable[..., Any]) -> None:
         """Apply ``post_process_func(batch, sampler_state)`` to every batch of the engine's own loader."""
-        if self.training_dataloader is not None:
-            self.training_dataloader.post_process_func = post_process_func
+        if self._engine.training_dataloader is not None:
+            self._engine.training_dataloader.post_process_func = post_process_func
 
     def set_custom_curriculum_learning_schedule(
         self, schedule_func_dict: dict[str, Callable[[int], int]]
@@ -83,7 +90,7 @@ class EngineData(EngineCompile):
         RuntimeError: the engine's own loader has no curriculum."""
         from deepspeed.data.data_sampling.data_sampler import DeepSpeedDataSampler
 
-        sampler = getattr(self.training_dataloader, "data_sampler", None)
+        sampler = getattr(self._engine.training_dataloader, "data_sampler", None)
         if not isinstance(sampler, DeepSpeedDataSampler):
             raise RuntimeError(
                 "set_custom_curriculum_learning_schedule() needs training_data= of deepspeed.initialize and "
@@ -94,16 +101,16 @@ class EngineData(EngineCompile):
     def add_input_transform(self, transform: InputTransform) -> None:
         """Change the inputs of every forward from now on, in training and evaluation. ValueError: its name is taken,
         or no order fits it and those that are there."""
-        present = self._input_chain.transforms if self._input_chain is not None else []
-        self._input_chain = InputChain([*present, transform])
+        present = self.inputs.transforms if self.inputs is not None else []
+        self.inputs = InputChain([*present, transform])
 
     def remove_input_transform(self, name: str) -> None:
         """The opposite. KeyError: there is none of this name."""
-        present = self._input_chain.transforms if self._input_chain is not None else []
+        present = self.inputs.transforms if self.inputs is not None else []
         left = [transform for transform in present if transform.name != name]
         if len(left) == len(present):
             raise KeyError(name)
-        self._input_chain = InputChain(left) if left else None
+        self.inputs = InputChain(left) if left else None
 
 
 def _workers_of(sampler: Any) -> int | None:

@@ -1,4 +1,4 @@
-"""The engine's half that compiles its module (docs/compile.md)."""
+"""The part of an engine that compiles its module (docs/compile.md): ``engine.compilation``."""
 
 from __future__ import annotations
 
@@ -6,15 +6,22 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from deepspeed.base.logging import logger
-from deepspeed.engine.state import EngineState
 
 if TYPE_CHECKING:
     from deepspeed.config.sections.compile import CompileConfig
+    from deepspeed.engine.base import EngineBase
+    from deepspeed.transforms.compile.backend import CompileWork
     from deepspeed.transforms.compile.passes.contract import PassContract
 
 
-class EngineCompile(EngineState):
+class Compilation:
     """``compile`` and what is asked about it."""
+
+    def __init__(self, engine: EngineBase) -> None:
+        self._engine = engine
+        self.compiled = False
+        self.work: CompileWork | None = None
+        """The graphs of ``compile.deepcompile``, once it has begun."""
 
     def compile(
         self,
@@ -34,7 +41,7 @@ class EngineCompile(EngineState):
         Raises:
             ValueError: the schedule is not one, or names a pass that is unknown or does not fit the stage.
         """
-        if self._is_compiled:
+        if self.compiled:
             return
         if compiled_autograd_enabled:
             raise NotImplementedError(
@@ -45,19 +52,20 @@ class EngineCompile(EngineState):
         given = options.pop("backend", None)
         if given is not None and backend is not None:
             logger.warning("engine.compile(): backend= is used, not the backend in compile_kwargs")
-        options["backend"] = backend or given or self.accelerator.get_compile_backend()
+        options["backend"] = backend or given or self._engine.accelerator.get_compile_backend()
         if self.is_deepcompile_enabled():
-            config = self._config.compile_config
+            config = self._engine._config.compile_config
             options["backend"] = self.follow_passes(options["backend"], config, options, schedule)
             for of_inductor in ("mode", "options"):  # the backend has taken them
                 options.pop(of_inductor, None)
         elif schedule is not None:
             logger.warning("engine.compile(schedule=) has no effect without compile.deepcompile: true")
-        if self.sharded is not None:
-            self.sharded.offload.compile_units(**options)
+        sharded = self._engine.sharded
+        if sharded is not None:
+            sharded.offload.compile_units(**options)
         else:
-            self.module.compile(**options)
-        self._is_compiled = True
+            self._engine.module.compile(**options)
+        self.compiled = True
 
     def follow_passes(
         self, backend: str, config: CompileConfig, compile_kwargs: Mapping[str, Any], schedule: Any = None
@@ -67,17 +75,13 @@ class EngineCompile(EngineState):
         from deepspeed.transforms.compile.backend import CompileWork, make_backend
         from deepspeed.transforms.compile.schedule import default_schedule, read_schedule
 
-        stage = self._config.zero_optimization_stage
+        stage = self._engine._config.zero_optimization_stage
         periods = read_schedule(default_schedule(config, stage) if schedule is None else schedule, stage)
         work = CompileWork(debug_log=config.debug_log)
         made = make_backend(backend, config, compile_kwargs, work)
-        PassSchedule(self, periods, work)
-        self.compile_work = work
+        PassSchedule(self._engine, periods, work)
+        self.work = work
         return made
-
-    @property
-    def is_compiled(self) -> bool:
-        return self._is_compiled
 
     def register_compile_pass(
         self, pass_name: str, pass_fn: Callable[..., Any], contract: PassContract | None = None
@@ -90,12 +94,12 @@ class EngineCompile(EngineState):
 
     def get_compile_time(self) -> list[tuple[str, int, int, float]]:
         """``("fwd" or "bwd", index, graph_id, seconds)`` of each graph compiled with ``compile.deepcompile``."""
-        return list(self.compile_work.times) if self.compile_work is not None else []
+        return list(self.work.times) if self.work is not None else []
 
     def is_deepcompile_enabled(self) -> bool:
         """Whether the config asks for it."""
-        return self._config.compile_config.deepcompile
+        return self._engine._config.compile_config.deepcompile
 
     def is_deepcompile_active(self) -> bool:
         """Whether the module has been compiled with it."""
-        return self.compile_work is not None
+        return self.work is not None

@@ -1,0 +1,85 @@
+"""The part of an engine that says which backward is the last of an update, and when gradients are summed over ranks:
+``engine.accumulation``."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from deepspeed.engine.base import EngineBase
+
+MEMORY_OPT_ALLREDUCE_SIZE = 500_000_000
+
+
+class Accumulation:
+    """What a client says about boundaries, sums and the size of a batch, over the engine's clock and reducer."""
+
+    def __init__(self, engine: EngineBase) -> None:
+        self._engine = engine
+        self.sums_wait = False
+        """Inside ``no_sync``."""
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        return self._engine.clock.at_boundary
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """Set whether the next backward is the last before an update, instead of counting micro-batches."""
+        self._engine.clock.force(is_boundary)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards inside only accumulate on this rank; the next one outside sums over ranks. Allowed at any stage;
+        with sharded gradients it costs a full gradient buffer."""
+        if self.sums_wait:
+            raise AssertionError(
+                "engine.no_sync() is already active: no_sync context manager reentry is unsupported."
+            )
+        core = self._engine._require_core("no_sync")
+        self.sums_wait = True
+        core.reducer.sync_enabled = False
+        try:
+            yield
+        finally:
+            self.sums_wait = False
+            core.reducer.sync_enabled = True
+
+    @contextlib.contextmanager
+    def coalesce_grad_reduction(self) -> Iterator[None]:
+        """Sum the gradients of several backwards over ranks once, on exit."""
+        with self._engine.no_sync():
+            yield
+        self._engine.allreduce_gradients()
+
+    def allreduce_gradients(self, bucket_size: int = MEMORY_OPT_ALLREDUCE_SIZE) -> None:
+        """Sum over ranks what has so far only been accumulated locally."""
+        self._engine._require_core("allreduce_gradients").reducer.finish()
+
+    def set_all_reduce_hook(self, all_reduce_hook: Callable[[Tensor], None] | None) -> None:
+        """Call ``all_reduce_hook`` with every tensor of summed gradients that stays on this rank, to change in place:
+        for instance to average it with other replicas, which are no part of the data-parallel group (``mpu``)."""
+        self._engine._require_core("set_all_reduce_hook").reducer.call_after_sums(all_reduce_hook)
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Change the global batch by changing the accumulation steps; ValueError if it is not a multiple.
+
+        Best called between updates: gradients already accumulated keep the weight they had.
+        """
+        engine = self._engine
+        per_step = engine.train_micro_batch_size_per_gpu() * engine.dp_world_size
+        if train_batch_size < 1 or train_batch_size % per_step:
+            raise ValueError(
+                f"train_batch_size={train_batch_size} is not a multiple of micro-batch x data-parallel ranks = "
+                f"{engine.train_micro_batch_size_per_gpu()} x {engine.dp_world_size}"
+            )
+        engine._config.train_batch_size = train_batch_size
+        engine._config.gradient_accumulation_steps = engine.clock.steps = train_batch_size // per_step
+
+    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
+        """Change the micro-batch size and keep the accumulation steps."""
+        engine = self._engine
+        engine._config.train_micro_batch_size_per_gpu = micro_batch_size
+        engine._config.train_batch_size = micro_batch_size * engine.clock.steps * engine.dp_world_size
