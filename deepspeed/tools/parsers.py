@@ -12,7 +12,9 @@ from pathlib import Path
 
 from deepspeed.base.tool_arguments import ArgumentParser, positive
 from deepspeed.planning.step_time import options as time_options
-from deepspeed.tools.nvme.ds_aio_constants import VALID_ENGINES
+
+IO_ENGINES = ("aio_handle", "aio_basic", "torch_io", "torch_fastio")
+"""Ways in which `ds_io` accesses files."""
 
 TOKEN_VARIABLE = "DS_SERVE_TOKEN"
 """Environment variable with the API key of `ds serve`."""
@@ -271,7 +273,7 @@ def io() -> argparse.ArgumentParser:
     made.add_argument(
         "--validate", action="store_true", help="verify the transferred bytes, within the measured time"
     )
-    made.add_argument("--engine", choices=VALID_ENGINES, default="aio_handle", help="how files are accessed")
+    made.add_argument("--engine", choices=IO_ENGINES, default="aio_handle", help="how files are accessed")
     made.add_argument("--loops", type=_count, default=3, help="measured repetitions")
     made.add_argument("--io_parallel", type=_count, default=1, help="threads that share one transfer")
     made.add_argument("--gpu", action="store_true", help="use tensors on the accelerator")
