@@ -241,6 +241,9 @@ NAMES: dict[str, dict[str, str]] = {
     "deepspeed.ops.op_builder.async_io": {
         "AsyncIOBuilder": "deepspeed.ops.op_builder",
     },
+    "deepspeed.ops.op_builder.evoformer_attn": {
+        "EvoformerAttnBuilder": "deepspeed.ops.op_builder",
+    },
     "deepspeed.ops.op_builder.gds": {
         "GDSBuilder": "deepspeed.ops.op_builder",
     },
