@@ -236,6 +236,7 @@ class DeepSpeedConfig:
         self.log_level = c.log_level
         self.monitor_config = DeepSpeedMonitorConfig(**{name: getattr(c, name) for name in MONITORS})
         self.live_config = c.monitor.live
+        self.curve_axis = c.monitor.x
         self.flops_profiler_config = c.flops_profiler
         self.timers_config = c.timers.throughput
         self.gradient_compression = c.gradient_compression

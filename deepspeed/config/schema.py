@@ -304,7 +304,9 @@ class TrainingConfig(LenientConfigModel):
     csv_monitor: CSVConfig = Field(default=CSVConfig(), description="Curves in CSV files.")
     comet: CometConfig = Field(default=CometConfig(), description="Curves for Comet.")
     trackio: TrackioConfig = Field(default=TrackioConfig(), description="Curves for Trackio.")
-    monitor: MonitorConfig = Field(default=MonitorConfig(), description="The live page; see live.md.")
+    monitor: MonitorConfig = Field(
+        default=MonitorConfig(), description="The live page (see live.md); the x axis of the curves."
+    )
     comm: CommConfig = Field(default=CommConfig(), description="Communication.")
     comms_logger: CommsLoggerConfig | None = Field(default=None, description="Log of communication.")
     elasticity: ElasticityConfig | None = Field(default=None, description="Elastic batch size.")

@@ -90,6 +90,8 @@ class EngineBase(EngineAccessors, nn.Module):
     """How much the micro-batch that is trained now counts in its batch, if they vary; 1: as one of equal ones."""
     agreed_loss: Tensor | None = None
     """Of the batch that ends, in an engine whose ranks agree on it before the update."""
+    curve_axis: Any = None
+    """Of what the engine writes to its monitors."""
     live_page: Any = None
     """With ``monitor.live``."""
     flops_profiler: Any = None

@@ -547,7 +547,12 @@ def test_one_thread_lives_as_long_as_an_engine() -> None:
 
     off = engine(hang_report_seconds=0)
     assert not watching()
-    one, two = engine(), engine(hang_report_seconds=7)
+    one = engine()
+    watch = hang_watch._watch  # a rank that is stopped from here on is known by name
+    assert watch is not None and watch._read_addresses([watch.rank]) == {
+        watch.rank: (watch.host, os.getpid())
+    }
+    two = engine(hang_report_seconds=7)
     assert len(watching()) == 1 and hang_watch._watch is not None and hang_watch._watch.seconds == 7
     one.destroy()
     assert len(watching()) == 1

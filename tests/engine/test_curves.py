@@ -1,8 +1,10 @@
-"""What the engine writes to monitors by itself: each documented event, on rank 0, with samples as the x axis."""
+"""What the engine writes to monitors by itself: each documented event, on rank 0, and over which x axis."""
 
 from __future__ import annotations
 
 import csv
+import itertools
+import types
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,9 @@ import torch
 import torch.distributed as dist
 
 import deepspeed
+from deepspeed.base.accelerator.host_memory import resident_bytes
 from deepspeed.base.logging import logger
+from deepspeed.engine.observers.progress import readings
 from tests.pool import distributed, run
 from tests.zero.models import batch, config_for, make_zoo
 
@@ -19,23 +23,25 @@ ELAPSED = {
     f"elapsed_time_ms_{part}"
     for part in ("forward", "backward", "backward_inner", "backward_allreduce", "step", "data")
 }
+NUMBERS = {"train_loss", "lr", "grad_norm", "samples_per_second", "tokens_per_second", "memory_gib"}
 ALONE = {"elapsed_time_ms_exposed_communication"}  # zero on one rank
 
 
-def curves(folder: Path) -> dict[str, list[tuple[int, float]]]:
+def curves(folder: Path, x: str = "Samples") -> dict[str, list[tuple[int, float]]]:
     found = {}
-    for file in (folder / "job").glob("Train_Samples_*.csv"):
+    for file in (folder / "job").glob(f"Train_{x}_*.csv"):
         with open(file, newline="") as text:
             rows = list(csv.reader(text))[1:]
-        found[file.stem.removeprefix("Train_Samples_")] = [(int(x), float(y)) for x, y in rows]
+        found[file.stem.removeprefix(f"Train_{x}_")] = [(int(x), float(y)) for x, y in rows]
     return found
 
 
+def csv_section(folder: Path) -> dict[str, Any]:
+    return {"enabled": True, "output_path": str(folder), "job_name": "job"}
+
+
 def start(folder: Path, stage: int = 1, **more: Any) -> Any:
-    config = {
-        **config_for(stage),
-        "csv_monitor": {"enabled": True, "output_path": str(folder), "job_name": "job"},
-    }
+    config = {**config_for(stage), "csv_monitor": csv_section(folder)}
     return deepspeed.initialize(model=make_zoo(), config={**config, **more})[0]
 
 
@@ -63,11 +69,75 @@ def test_loss_and_rate_of_every_step(tmp_path: Path, stage: int) -> None:
     else:
         found = curves(folder)
         samples = [engine.train_batch_size() * step for step in (1, 2, 3)]
-        assert found.keys() == {"train_loss", "lr", "bytes_sent_within_host", "bytes_sent_across_hosts"}
+        assert found.keys() == NUMBERS | {"bytes_sent_within_host", "bytes_sent_across_hosts"}
         for name, values in (("train_loss", losses), ("lr", rates)):
             assert [x for x, _ in found[name]] == samples
             assert [y for _, y in found[name]] == pytest.approx(values, rel=1e-6)
         assert engine.losses == pytest.approx(losses[-1])
+    engine.destroy()
+
+
+@distributed(world_size=2)
+def test_norm_speed_and_memory_of_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The norm is the engine's, speeds are over all ranks since the step before, memory is this process's."""
+    now_s = itertools.count()
+    monkeypatch.setattr(readings, "time", types.SimpleNamespace(perf_counter=lambda: next(now_s) ** 2.0))
+    folder = tmp_path / str(dist.get_rank())
+    engine = start(folder, 2, gradient_accumulation_steps=2)
+    norms = []
+    for step in range(4):
+        for micro in range(2):
+            engine.backward(engine(batch(step, micro, dist.get_rank())))
+            engine.step()
+        norms.append(engine.get_global_grad_norm())
+    if dist.get_rank() == 0:
+        found, size = curves(folder), engine.train_batch_size()
+        assert [y for _, y in found["grad_norm"]] == pytest.approx(norms, rel=1e-6)
+        speeds = [size / seconds for seconds in (1.0, 3.0, 5.0)]
+        assert found["samples_per_second"] == [
+            (n * size, pytest.approx(speed)) for n, speed in enumerate(speeds, 2)
+        ]
+        assert [y for _, y in found["tokens_per_second"]] == pytest.approx([7 * speed for speed in speeds])
+        assert [2**30 * y for _, y in found["memory_gib"]][-1] == pytest.approx(resident_bytes(), rel=0.1)
+    engine.destroy()
+
+
+def train_lengths(engine: Any, lengths: list[int]) -> None:
+    for length in lengths:
+        engine.backward(engine(batch(0, 0, 0)[:, :length]))
+        engine.step()
+
+
+@distributed(world_size=1)
+def test_curves_over_steps_or_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The names say what x is; a count of tokens goes on after a checkpoint, also one that does not have it."""
+    size = 2  # samples in a step
+    for x, points in (("steps", [1, 2, 3, 4, 5]), ("tokens", [14, 26, 36, 44, 58])):
+        engine = start(tmp_path / x, monitor={"x": x})
+        train_lengths(engine, [7, 6, 5])
+        engine.save_checkpoint(str(tmp_path / f"{x}_checkpoint"))
+        engine.destroy()
+        engine = start(tmp_path / x, monitor={"x": x})
+        engine.load_checkpoint(str(tmp_path / f"{x}_checkpoint"))
+        train_lengths(engine, [4, 7])
+        found = curves(tmp_path / x, x.capitalize())
+        assert found.keys() == NUMBERS and not curves(tmp_path / x)
+        assert [at for at, _ in found["train_loss"]] == points and engine.train_batch_size() == size
+        engine.destroy()
+    engine = start(tmp_path / "other", monitor={"x": "tokens"})
+    engine.load_checkpoint(str(tmp_path / "steps_checkpoint"))
+    train_lengths(engine, [6, 7])
+    assert [at for at, _ in curves(tmp_path / "other", "Tokens")["lr"]] == [4 * size * 6, 4 * size * 6 + 14]
+    engine.destroy()
+    told: list[str] = []
+    monkeypatch.setattr(logger, "warning", lambda text, *args, **_: told.append(text))
+    config = {**config_for(1), "monitor": {"x": "tokens"}, "csv_monitor": csv_section(tmp_path / "no_tokens")}
+    engine = deepspeed.initialize(model=torch.nn.Linear(3, 1), config=config)[0]
+    for _ in range(2):
+        engine.backward(engine(torch.ones(2, 3)).sum())
+        engine.step()
+    assert [at for at, _ in curves(tmp_path / "no_tokens")["lr"]] == [size, 2 * size]
+    assert ["monitor.x is 'tokens'" in text for text in told] == [True]
     engine.destroy()
 
 
@@ -82,7 +152,7 @@ def test_loss_of_a_plain_backward(tmp_path: Path) -> None:
         module.forward = lambda ids, inner=inner, wrap=wrap: wrap(inner(ids))  # type: ignore[method-assign]
         config = {
             **config_for(2),
-            "csv_monitor": {"enabled": True, "output_path": str(tmp_path / str(number)), "job_name": "job"},
+            "csv_monitor": csv_section(tmp_path / str(number)),
             "wall_clock_breakdown": True,
         }
         engine = deepspeed.initialize(model=module, config=config)[0]
@@ -135,7 +205,7 @@ def test_times_of_the_parts_of_a_step(tmp_path: Path, asked: dict[str, Any]) -> 
         engine.backward(engine(batch(step, 0, 0)))
         engine.step()
     found = curves(tmp_path)
-    assert found.keys() == {"train_loss", "lr"} | ELAPSED | ALONE
+    assert found.keys() == NUMBERS | ELAPSED | ALONE
     assert all(value == 0 for name in ALONE for _, value in found[name])
     for name in ELAPSED:
         assert len(found[name]) == 2 and all(value > 0 for _, value in found[name])

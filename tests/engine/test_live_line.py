@@ -24,15 +24,14 @@ from deepspeed.base.events import Events
 from deepspeed.base.logging import LEVEL_VARIABLE, level_of_environment, logger, report
 from deepspeed.base.terminal import StatusLine, another_display_is_active
 from deepspeed.engine.observers.progress import live_line
-from deepspeed.engine.observers.progress.curves import LossMeter
 from deepspeed.engine.observers.progress.live_line import (
     Display,
     Form,
     LiveLine,
     choose_display,
     made_by_client,
-    total_steps,
 )
+from deepspeed.engine.observers.progress.readings import LossMeter, total_steps
 from deepspeed.engine.observers.progress.start_report import held_bytes
 from tests.pool import distributed
 from tests.zero.models import batch, config_for, make_zoo

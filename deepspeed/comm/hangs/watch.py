@@ -74,6 +74,9 @@ class Watch:
         self._thread = threading.Thread(target=self._run, name="deepspeed hang watch", daemon=True)
 
     def start(self) -> None:
+        """Say where this rank runs before it can be stopped, or killed, in the middle of its first step."""
+        with contextlib.suppress(Exception):  # the thread tries again, and says what is wrong
+            self._ask(self._arrive)
         self._thread.start()
 
     def stop(self) -> None:
@@ -170,6 +173,9 @@ class Watch:
 
     # ---- through the store
 
+    def _arrive(self) -> None:
+        self._store = self._join()
+
     def _ask(self, question: Callable[..., None], *arguments: Any) -> bool:
         """Run it beside this thread: a store whose process is stopped does not answer. False: it has not."""
         if self._asked is not None and self._asked.is_alive():
@@ -191,11 +197,7 @@ class Watch:
 
     def _exchange(self, waited_s: float) -> None:
         if self._store is None:
-            self._store = clone(self._of_group)
-            self._store.set(f"{KEY}/who/{self.rank}", json.dumps([self.host, self.pid]))
-            self._round = int(self._store.add(f"{KEY}/round", 0))
-            if self._round and not self._store.check([f"{KEY}/{self._round}/text"]):
-                self._round -= 1  # one that is going on
+            self._store = self._join()
         if not self._addresses:
             self._addresses.update(self._read_addresses([0]))
         round_ = int(self._store.add(f"{KEY}/round", 0))
@@ -210,6 +212,15 @@ class Watch:
             self._reported_s = max(waited_s, self.seconds / AGAIN)
         if self._open is not None:
             self._follow(*self._open)
+
+    def _join(self) -> Any:
+        """Say where this rank runs; returns the store."""
+        store = clone(self._of_group)
+        store.set(f"{KEY}/who/{self.rank}", json.dumps([self.host, self.pid]))
+        self._round = int(store.add(f"{KEY}/round", 0))
+        if self._round and not store.check([f"{KEY}/{self._round}/text"]):
+            self._round -= 1  # one that is going on
+        return store
 
     def _follow(self, round_: int, since: float) -> None:
         """Report, or wait for the report. Rank 0 does it; if it does not answer, the first one that does."""

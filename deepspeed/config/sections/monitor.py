@@ -1,5 +1,5 @@
 """The sections `tensorboard`, `wandb`, `csv_monitor`, `comet` and `trackio`: where training curves are written;
-`monitor`: the live page."""
+`monitor`: the live page, and the x axis of the curves."""
 
 from __future__ import annotations
 
@@ -118,6 +118,11 @@ class MonitorConfig(DeepSpeedConfigModel):
 
     live: Annotated[LiveConfig, BeforeValidator(_live_switch), Says("true, false or an object")] = Field(
         default=LiveConfig(), description="The live page and its record; `true` takes the defaults."
+    )
+    x: Literal["samples", "steps", "tokens"] = Field(
+        default="samples",
+        description="What the engine's curves are drawn over, in all monitors; their names then begin with "
+        "`Train/Samples/`, `Train/Steps/` or `Train/Tokens/`.",
     )
 
 

@@ -17,8 +17,10 @@ from deepspeed.engine.observers.buffer_dtypes import BufferDtypeAdvice
 from deepspeed.engine.observers.data_efficiency import attach_data_efficiency
 from deepspeed.engine.observers.hang_names import NamesOfEngine
 from deepspeed.engine.observers.out_of_memory import OutOfMemoryAdvice
+from deepspeed.engine.observers.progress.curve_axis import CurveAxis
 from deepspeed.engine.observers.progress.curves import Curves
 from deepspeed.engine.observers.progress.live_line import attach_live_line
+from deepspeed.engine.observers.progress.readings import StepReader
 from deepspeed.engine.observers.progress.wall_clock import WallClock
 from deepspeed.engine.python_gc import python_gc_manager
 from deepspeed.observe.monitor.monitor import MonitorMaster
@@ -88,16 +90,20 @@ def _attach_monitors(engine: EngineBase, clock: WallClock | None) -> None:
     """What shows a run as curves."""
     config = engine._config
     engine.monitor = MonitorMaster(config.monitor_config)
+    engine.curve_axis = CurveAxis(engine, config.curve_axis)
     engine.live_page = None
-    if config.live_config.enabled and engine.core is not None:
+    live = config.live_config.enabled and engine.core is not None
+    watched = live or engine.monitor.enabled
+    reader = StepReader(engine, engine.curve_axis) if watched and is_rank_zero() else None
+    if live:
         from deepspeed.engine.observers.progress.live_page import (
             LivePage,  # a web server, for those who want one
         )
 
-        engine.live_page = LivePage(engine, config.live_config)
-    if engine.monitor.enabled and is_rank_zero():
-        Curves(engine, engine.monitor, clock)
-    if engine.monitor.enabled or config.wall_clock_breakdown:
+        engine.live_page = LivePage(engine, config.live_config, reader)
+    if reader is not None:
+        Curves(engine, engine.monitor, reader, clock)
+    if watched or config.wall_clock_breakdown:
         from deepspeed.engine.observers.experts import watch_experts
 
         watch_experts(engine, _enabled_monitor(engine))

@@ -20,7 +20,7 @@ from deepspeed.checkpoint.placement import placement_of
 from deepspeed.config.plan import Cadence
 from deepspeed.config.sections.audit import AuditConfig
 from deepspeed.engine.observers.folders import make_folder
-from deepspeed.engine.observers.progress.curves import LossMeter
+from deepspeed.engine.observers.progress.readings import LossMeter
 from deepspeed.engine.observers.reduction_proof import ReductionProof
 from deepspeed.observe.audit.fingerprints import Fingerprints, batch_entry, entry
 from deepspeed.observe.audit.records import GRADIENT, MASTER, WEIGHT, RecordFile

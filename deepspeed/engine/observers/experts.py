@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from deepspeed.base.logging import is_rank_zero, log_dist
-from deepspeed.observe.monitor.monitor import Event, MonitorMaster
+from deepspeed.observe.monitor.monitor import MonitorMaster
 from deepspeed.parallel.expert.metrics import Watch
 from deepspeed.parallel.expert.placement import numbers_in_model, watched_layers
 
@@ -61,10 +61,8 @@ class ExpertLoads:
             values = {"exchange_ms": milliseconds}
             for loads in _of_all_stages(self.engine, self._loads()):
                 values |= loads
-            samples = self.engine.global_samples
             if is_rank_zero():
-                events: list[Event] = [(PREFIX + name, value, samples) for name, value in values.items()]
-                self.monitor.write_events(events)
+                self.monitor.write_events(self.engine.curve_axis.events(values, PREFIX))
         for watch in self.watches.values():
             watch.reset()
 

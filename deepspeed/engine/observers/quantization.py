@@ -15,7 +15,6 @@ from deepspeed.base.logging import is_rank_zero
 from deepspeed.compression.eigenvalue import Eigenvalue
 from deepspeed.compression.moq import MoQQuantizer
 from deepspeed.config.problems import DeepSpeedConfigError
-from deepspeed.observe.monitor.monitor import Event
 from deepspeed.zero.gathering.gathered import GatheredParameters
 
 if TYPE_CHECKING:
@@ -112,11 +111,8 @@ class Curvature:
             return
         self._new = False
         by_block = {block: value for value, block in self.values.values()}
-        samples = self.engine.global_samples
-        events: list[Event] = [
-            (f"{PREFIX}{block}", value, samples) for block, value in sorted(by_block.items())
-        ]
-        self.engine.monitor.write_events(events)
+        values = {str(block): value for block, value in sorted(by_block.items())}
+        self.engine.monitor.write_events(self.engine.curve_axis.events(values, PREFIX))
 
 
 class QuantizedUpdates:

@@ -12,7 +12,6 @@ from deepspeed.data.data_routing.basic_layer import RandomLayerTokenDrop
 from deepspeed.data.data_routing.layer_token_lr import LayerTokenLR
 from deepspeed.data.data_routing.sampling import Place, TokenSampler
 from deepspeed.data.data_routing.scheduler import RandomLTDScheduler
-from deepspeed.engine.observers.progress.curves import PREFIX
 
 if TYPE_CHECKING:
     from deepspeed.engine.base import EngineBase
@@ -101,9 +100,7 @@ class RandomLTD:
             "random_ltd_reserved_length": state["current_value"],
             "consumed_layer_tokens": state["consumed_layer_tokens"],
         }
-        engine.monitor.write_events(
-            [(PREFIX + name, value, engine.global_samples) for name, value in values.items()]
-        )
+        engine.monitor.write_events(engine.curve_axis.events(values))
 
     def _learning_rate(self) -> None:
         asked = self.section["layer_token_lr_schedule"]

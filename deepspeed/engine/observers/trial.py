@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sized
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +33,8 @@ class Trial:
       what of ``exposed_comm`` was within ``step``, where that is known.
 
     In a run that profiles the model, ``activation_mem_per_gpu`` is added to ``model_info_path``: bytes that the first
-    forward keeps for the backward.
+    forward keeps for the backward; ``samples_per_rank`` of the data set, None if it is not the engine's or has no
+    length.
     """
 
     def __init__(self, engine: EngineBase, clock: WallClock | None = None) -> None:
@@ -79,7 +80,12 @@ class Trial:
             known = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
             known["activation_mem_per_gpu"] = sum(self.kept.values())
             known["micro_batch"] = self.samples
+            known["samples_per_rank"] = self._samples_per_rank()
             path.write_text(json.dumps(known, indent=2), encoding="utf-8")
+
+    def _samples_per_rank(self) -> int | None:
+        data = getattr(self.engine.training_dataloader, "dataset", None)
+        return len(data) // self.engine.mesh.size("dp") if isinstance(data, Sized) else None
 
     def step(self, **_: Any) -> None:
         done = self.engine.global_steps

@@ -49,6 +49,7 @@ class Step(NamedTuple):
     time: float
     seconds: float | None
     samples: int
+    tokens: int | None
     loss: float | None
     rate: float | None
     norm: float | None
@@ -84,6 +85,7 @@ class Window:
         self.last = 0
         self.began = self.ended = self.seconds = 0.0
         self.samples = 0
+        self.tokens: int | None = None
         self.low, self.high = math.inf, -math.inf
         self.rate: float | None = None
         self.loss, self.norm = Mean(), Mean()
@@ -104,6 +106,8 @@ class Window:
         self.seconds += seconds
         self.active_s += seconds
         self.samples += step.samples
+        if step.tokens is not None:
+            self.tokens = (self.tokens or 0) + step.tokens
         self.rate = step.rate
         self.norm.add(step.norm)
         self.loss.add(step.loss)
@@ -113,12 +117,11 @@ class Window:
             for mean, value in zip(self.spans, step.spans, strict=True):
                 mean.add(value)
 
-    def take(self, tokens_per_sample: int | None, memory: int | None) -> Row:
+    def take(self, memory: int | None) -> Row:
         """The row of what was added; the window is empty then."""
         loss = self.loss.value()
-        tokens = None if tokens_per_sample is None else self.samples * tokens_per_sample
         row: Row = [
-            round(self.ended, 1), self.first, self.last, short(self.seconds), self.samples, tokens,
+            round(self.ended, 1), self.first, self.last, short(self.seconds), self.samples, self.tokens,
             short(loss), short(None if loss is None else self.low), short(None if loss is None else self.high),
             short(self.rate), short(self.norm.value()), memory, *(short(mean.value()) for mean in self.spans),
         ]  # fmt: skip

@@ -59,7 +59,6 @@ class Recorder:
         now: Callable[[], float] = time.time,
     ) -> None:
         self.history = History()
-        self.tokens_per_sample: int | None = None
         self._queue: deque[tuple[str, Any]] = deque(maxlen=LONGEST_QUEUE)
         self._run, self._measure, self._entry, self._now = run, measure, entry, now
         self._file = RecordFile(folder)
@@ -208,7 +207,7 @@ class Recorder:
 
     def _take_window(self) -> None:
         if self._window.first is not None:
-            self._add(self._window.take(self.tokens_per_sample, self._memory))
+            self._add(self._window.take(self._memory))
 
     def _take_curves(self, values: dict[str, Any]) -> None:
         for name, value in values.items():

@@ -37,7 +37,8 @@ def given_config(arguments: Sequence[str]) -> dict[str, Any]:
     if given is None:
         raise ValueError(
             "autotuning changes the config that the script is given, and there is none among its arguments: pass "
-            "--deepspeed_config FILE, or --deepspeed FILE to a script of the Trainer"
+            "--deepspeed_config FILE, or --deepspeed FILE to a script of the Trainer. A script that names the file in "
+            "deepspeed.initialize(config=...) has to take the name from such an argument"
         )
     return read_config(given).data
 

@@ -82,6 +82,8 @@ class Autotuner(Results):
         self.choices = self._space = choices_of(self.user_config, section.tuning_space, fast=section.fast)
         self.memory = MemoryNeeds(asked=self._on_paper(), limit=section.memory_per_rank)
         self._peaks: dict[Point, int] = {}
+        self._samples_per_rank: int | None = None  # of the data set, as far as runs show it
+        self._followed: set[int] = set()  # micro-batches that the script gave the model as it was told
         self.search = Search(section.metric, lambda point: self.memory.plan_of(point), self._data_parallel())
 
     @property
@@ -111,6 +113,9 @@ class Autotuner(Results):
         whole = self.max_train_batch_size()
         if whole is not None:
             most = min(most, whole // (self.get_gas_from_user_config() * self._data_parallel()))
+        samples = self._samples_per_rank or self.model_info.get("samples_per_rank")
+        if samples is not None:  # a larger micro-batch is never full
+            most = min(most, samples)
         return max(most, 1)
 
     def min_train_micro_batch_size_per_gpu(self) -> int:
@@ -346,13 +351,26 @@ class Autotuner(Results):
             return None
         samples = metrics.get("samples")
         if samples and samples != point.size:
-            self._sizes_are_fixed(samples, point.size)
+            if not self._ends_the_data(samples, point.size):
+                self._sizes_are_fixed(samples, point.size)
+            self._samples_per_rank = samples
+            logger.info(
+                "autotuning: %s: the data set has only %d samples for each rank", exp["name"], samples
+            )
+            self.search.measured(point)
+            return None
+        self._followed.add(point.size)
         self.search.measured(point, metrics["latency"], metrics.get("breakdown"))
         self._peaks[point] = int(metrics.get("peak_memory") or 0)
         value = metrics.get(self.metric())
         space = f"z{point.stage}"
         self.update_records(space, exp, value, len(self.records.get(space, [])) + 1)
         return value
+
+    def _ends_the_data(self, samples: int, size: int) -> bool:
+        """Whether fewer samples than asked for are all that there are, rather than a size that the script has fixed: it
+        has followed others, and this is not the only one that it ever gave."""
+        return samples < size and bool(self._followed) and self._followed != {samples}
 
     def _sizes_are_fixed(self, samples: int, size: int) -> None:
         raise AutotuningError(

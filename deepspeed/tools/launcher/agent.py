@@ -27,7 +27,7 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousIn
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 from deepspeed.tools.launcher.errors import LaunchError
-from deepspeed.tools.launcher.failures import Failure, in_order, show, write_report
+from deepspeed.tools.launcher.failures import Failure, departures, in_order, show, write_report
 from deepspeed.tools.launcher.output import Prefixed
 from deepspeed.tools.launcher.processes import (
     ERROR_REPORT,
@@ -38,7 +38,7 @@ from deepspeed.tools.launcher.processes import (
     kill_descendants,
     own_folder,
 )
-from deepspeed.tools.launcher.shim import ERROR_FILE
+from deepspeed.tools.launcher.shim import ERROR_FILE, SCRIPT_ENDED
 
 logger = logging.getLogger("deepspeed.tools.launcher")
 
@@ -113,6 +113,7 @@ class RankFiles(LogsSpecs):
         for local_rank, env in envs.items():
             folder = self._run_dir / str(local_rank)
             folder.mkdir(exist_ok=True)
+            (folder / SCRIPT_ENDED).unlink(missing_ok=True)
             error_files[local_rank] = env[ERROR_FILE] = str(folder / ERROR_REPORT)
             if self._log_dir is not None:
                 stdouts[local_rank] = str(self._log_dir / f"{self._started}_rank{env['RANK']}{again}.log")
@@ -148,15 +149,19 @@ class Supervisor(LocalElasticAgent):
         self.watch = ExitWatch({})
         self.run_dir = run_dir
         self.stopped_at: float | None = None  # when the agent began to stop ranks
+        self._ended_well: dict[int, float] = {}  # rank -> when its script had ended without a failure
 
     def failures(self, result: RunResult) -> list[Failure]:
         """How ranks failed, the cause first; what they printed has been printed."""
         if self.output is not None:
             self.output.drain()
-        return in_order(
+        failures = [
             Failure.of(rank, process, self.watch.ended_at.get(process.local_rank), self.stopped_at)
             for rank, process in result.failures.items()
-        )
+        ]
+        gone = departures(failures, self._ended_well.items())
+        left = {failure.rank for failure in gone}
+        return in_order([*gone, *(failure for failure in failures if failure.rank not in left)])
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         workers: dict[int, Any] = super()._start_workers(worker_group)  # pyright: ignore[reportCallIssue]
@@ -166,6 +171,7 @@ class Supervisor(LocalElasticAgent):
         object.__setattr__(context, "close", functools.partial(self._close, context, context.close))
         with holding_signals():  # from here on torch's handlers raise
             self.watch = ExitWatch(context.pids())
+            self._ended_well = {}
             end_failed_ranks(self.run_dir, context.pids(), self.watch.ended_at)
         return workers
 
@@ -175,6 +181,19 @@ class Supervisor(LocalElasticAgent):
         grace = grace_seconds(os.getpid() if death_sig is not None else None)
         close(death_sig, min(timeout, grace))
         _list_stopped(context)
+        for worker in self._worker_group.workers:
+            ended_at = self._ended_well_at(worker.local_rank, context)
+            if ended_at is not None and ended_at < self.stopped_at:
+                self._ended_well[worker.global_rank] = ended_at
+
+    def _ended_well_at(self, local_rank: int, context: Any) -> float | None:
+        """When a rank's script ended without a failure, in seconds since the epoch; None if it did not. A program that
+        is no script counts by its exit code."""
+        try:
+            return float((self.run_dir / str(local_rank) / SCRIPT_ENDED).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            done = context.subprocess_handlers[local_rank].proc.poll() == 0
+            return self.watch.ended_at.get(local_rank) if done else None
 
 
 def _list_stopped(context: Any) -> None:

@@ -16,6 +16,7 @@ from deepspeed.tools.launcher.constants import SLURM_LAUNCHER
 from deepspeed.tools.launcher.errors import LaunchError
 from deepspeed.tools.launcher.hostfile import (
     apply_num_nodes_and_gpus,
+    checked_slots,
     fetch_hostfile,
     parse_inclusion_exclusion,
 )
@@ -38,6 +39,7 @@ ACCELERATOR_FILES = (
 )
 
 
+MOST_NODES = 100_000
 NO_HOSTFILE = ("", os.devnull)
 """What scripts give for ``--hostfile`` to say that there is none."""
 
@@ -52,6 +54,8 @@ def choose_devices(args: argparse.Namespace) -> OrderedDict[str, list[int]]:
     given = getattr(args, "num_gpus_given", args.num_gpus != -1)  # the default, -1, stands for "all"
     if args.num_gpus < 1 and given:
         raise LaunchError(f"--num_gpus={args.num_gpus}: at least one rank is needed")
+    if given:
+        checked_slots(args.num_gpus, f"--num_gpus={args.num_gpus}")
     hosts = fetch_hostfile(args.hostfile)
     if hosts is None and args.launcher == SLURM_LAUNCHER:
         hosts = slurm_hosts(args)
@@ -76,6 +80,8 @@ def _same_on_each(here: OrderedDict[str, list[int]], args: argparse.Namespace) -
             f"--num_nodes={args.num_nodes}: which machines? Name them in a --hostfile, or start each with "
             "--no_ssh --node_rank N --master_addr ADDRESS"
         )
+    if args.num_nodes > MOST_NODES:
+        raise LaunchError(f"--num_nodes={args.num_nodes}: at most {MOST_NODES} machines")
     (slots,) = here.values()
     return OrderedDict((f"node-{node}", slots) for node in range(args.num_nodes))
 

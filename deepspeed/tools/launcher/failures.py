@@ -43,7 +43,13 @@ class Failure:
     on_screen: bool  # the rank printed its traceback itself
     lost_peer: bool = False  # its message says that it failed because another rank had
     stopped: bool = False  # by the agent, because another rank had failed
+    left: bool = False  # it ended with exit code 0 while the others went on, which then lost it
     host: str = ""  # where several machines are reported together
+
+    @classmethod
+    def by_leaving(cls, rank: int, at: float) -> Failure:
+        """Of a rank that ended as if all were done."""
+        return cls(rank, at, 0, "", "", first=False, on_screen=False, left=True)
 
     @classmethod
     def of(
@@ -79,7 +85,9 @@ class Failure:
 
     @property
     def command_exit_code(self) -> int:
-        """What a shell would report: 128 + N for signal N."""
+        """What a shell would report: 128 + N for signal N. Never 0."""
+        if self.left:
+            return 1
         return self.exit_code if self.exit_code >= 0 else 128 - self.exit_code
 
     @property
@@ -112,6 +120,18 @@ def in_order(failures: Iterable[Failure]) -> list[Failure]:
     return sorted(failures, key=moment)
 
 
+def departures(failures: Iterable[Failure], ended_well: Iterable[tuple[int, float]]) -> list[Failure]:
+    """Ranks that ended with exit code 0 before others failed because a peer was gone, where nothing else is the cause.
+
+    ``ended_well``: rank and time in seconds of those that did.
+    """
+    causes = [failure for failure in failures if not failure.stopped]
+    if not causes or not all(failure.lost_peer for failure in causes):
+        return []
+    began = min(failure.at for failure in causes)
+    return [Failure.by_leaving(rank, at) for rank, at in ended_well if at <= began]
+
+
 def _is_refused_option(failure: Failure) -> bool:
     """Whether a script may have failed on its arguments: argparse and click exit with 2, others name the option."""
     return failure.exit_code == USAGE_ERROR or LOCAL_RANK_OPTION in failure.message
@@ -130,6 +150,12 @@ def told(failures: Sequence[Failure], script: str) -> list[str]:
     """Who failed first, and of what, and the others; ``failures`` in order."""
     first, *others = failures
     lines = [f"rank {first.place} of {script} failed first: {first.how}"]
+    if first.left:
+        gone = [failure for failure in failures if failure.left]
+        places = ", ".join(failure.place for failure in sorted(gone, key=lambda failure: failure.rank))
+        several = "s" if len(gone) > 1 else ""
+        lines = [f"rank{several} {places} of {script} ended with code 0 while others were training"]
+        others = [failure for failure in others if not failure.left]
     ends: dict[str, list[Failure]] = {}
     for failure in others:
         if failure.stopped:

@@ -16,6 +16,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from deepspeed.tools.launcher.errors import LaunchError
 
 HOST_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:@-]*")
+MOST_SLOTS = 4096
+"""Of one machine; what is larger is a mistake, and would be counted slot by slot."""
+MOST_DIGITS = 5
 HOST_LINE = re.compile(r"^(\S+)\s+slots=(\d+)\s*$")
 
 
@@ -45,7 +48,8 @@ def _parse_hostfile(hostfile_lines: Iterable[str]) -> OrderedDict[str, int]:
         match = HOST_LINE.match(text)
         if match is None:
             raise LaunchError(f"hostfile line {number} is {text!r}; each line must read 'HOST slots=N'")
-        host, slots = match.group(1), int(match.group(2))
+        host = match.group(1)
+        slots = checked_slots(match.group(2), f"hostfile line {number}, {text!r}")
         if host in hosts:
             raise LaunchError(
                 f"hostfile line {number} names host {host!r} a second time; write one line per host"
@@ -54,6 +58,18 @@ def _parse_hostfile(hostfile_lines: Iterable[str]) -> OrderedDict[str, int]:
     if not hosts:
         raise LaunchError("the hostfile names no host; write at least one line 'HOST slots=N'")
     return hosts
+
+
+def checked_slots(given: str | int, where: str) -> int:
+    """The number of slots of one machine. Raises LaunchError, which begins with ``where``, if it can be none."""
+    digits = str(given).lstrip("0")
+    if not digits:
+        raise LaunchError(f"{where}: a host has at least one slot; remove one that is not to be used")
+    if len(digits) > len(str(MOST_SLOTS)) or int(digits) > MOST_SLOTS:
+        raise LaunchError(
+            f"{where}: a host has at most {MOST_SLOTS} slots, one for each of its devices or ranks"
+        )
+    return int(digits)
 
 
 def checked_host(host: str) -> str:
@@ -83,6 +99,8 @@ def parse_ranges(text: str) -> list[int]:
         bounds = part.strip().split("-")
         if not (1 <= len(bounds) <= 2 and all(bound.strip().isdigit() for bound in bounds)):
             raise LaunchError(f"{text!r} is not a list of numbers and ranges such as 0,2-5 (at {part!r})")
+        if any(len(bound.strip().lstrip("0")) > MOST_DIGITS for bound in bounds):
+            raise LaunchError(f"{part.strip()!r} in {text!r}: numbers have at most {MOST_DIGITS} digits")
         low, high = int(bounds[0]), int(bounds[-1])
         if high < low:
             raise LaunchError(f"the range {part.strip()!r} in {text!r} runs backwards")
@@ -152,9 +170,22 @@ def parse_inclusion_exclusion(
 def apply_num_nodes_and_gpus(
     active_resources: Mapping[str, Sequence[int]], num_nodes: int, num_gpus: int
 ) -> OrderedDict[str, list[int]]:
-    """The first ``num_nodes`` hosts, with the first ``num_gpus`` of the slots of each; not positive: all."""
+    """The first ``num_nodes`` hosts, with the first ``num_gpus`` of the slots of each; not positive: all. Raises
+    LaunchError if there are not as many."""
+    if num_nodes > len(active_resources):
+        raise LaunchError(
+            f"--num_nodes={num_nodes}: only {_counted(len(active_resources), 'host')} to use "
+            f"({', '.join(list(active_resources)[:8])}); name more in the hostfile, or ask for fewer"
+        )
     hosts = list(active_resources.items())[: num_nodes if num_nodes > 0 else None]
+    for host, slots in hosts:
+        if num_gpus > len(slots):
+            raise LaunchError(f"--num_gpus={num_gpus}: host {host!r} has only {_counted(len(slots), 'slot')}")
     return OrderedDict((host, list(slots[: num_gpus if num_gpus > 0 else None])) for host, slots in hosts)
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
 def _spell(slots: Sequence[int]) -> str:

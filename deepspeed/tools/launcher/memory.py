@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +11,6 @@ from pathlib import Path
 from deepspeed.base.constants import ELASTIC_PROGRESS, ELASTIC_STATE
 from deepspeed.tools.launcher.processes import memory_folder, own_folder
 
-OWNER = "owner"
 NO_STEP = 0
 _STEPS = struct.Struct("<q")
 
@@ -33,34 +31,7 @@ class Memory:
 
 @contextlib.contextmanager
 def memory() -> Iterator[Memory]:
-    """This process's folder, as long as the context lasts; folders whose owner has ended are removed."""
-    import fcntl  # not on Windows
-
-    place = memory_folder()
-    _remove_orphans(place)
-    with own_folder(place) as folder:
-        # The lock says that the owner lives: process numbers do not, where containers share the memory.
-        owner = os.open(folder / OWNER, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(owner, fcntl.LOCK_EX)
-            os.environ[ELASTIC_STATE] = str(folder)
-            yield Memory(folder)
-        finally:
-            os.close(owner)
-
-
-def _remove_orphans(place: Path) -> None:
-    import fcntl
-
-    for folder in place.glob("deepspeed_launch_*"):
-        try:
-            owner = os.open(folder / OWNER, os.O_RDWR)
-        except OSError:  # another user's, or one that is being made
-            continue
-        try:
-            fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(folder, ignore_errors=True)
-        except BlockingIOError:
-            pass
-        finally:
-            os.close(owner)
+    """This process's folder, as long as the context lasts."""
+    with own_folder(memory_folder()) as folder:
+        os.environ[ELASTIC_STATE] = str(folder)
+        yield Memory(folder)

@@ -23,6 +23,8 @@ DEFAULT_GRACE_S = 2.5
 COLLECT_EVERY_S = 5.0
 LOOK_EVERY_S = 0.25
 ERROR_REPORT = "error.json"  # of a rank, in its folder
+FOLDER_PREFIX = "deepspeed_launch_"
+OWNER = "owner"  # of such a folder: locked as long as its launcher lives
 
 
 def grace_seconds(launcher_pid: int | None = None) -> float:
@@ -43,7 +45,7 @@ def grace_seconds(launcher_pid: int | None = None) -> float:
 
 def run_dir_prefix(launcher_pid: int) -> str:
     """Prefix of the temporary folder for the error reports of a launcher's ranks."""
-    return f"deepspeed_launch_{launcher_pid}_"
+    return f"{FOLDER_PREFIX}{launcher_pid}_"
 
 
 def memory_folder() -> Path:
@@ -61,15 +63,54 @@ def folders_of(launcher_pid: int) -> list[Path]:
 
 @contextmanager
 def own_folder(place: Path | None = None) -> Iterator[Path]:
-    """A temporary folder of this launcher, removed at the end, whichever signal that is."""
-    folder = None
+    """A temporary folder of this launcher, removed at the end, whichever signal that is; if it is SIGKILL, by the next
+    launcher."""
+    place = Path(tempfile.gettempdir()) if place is None else place
+    _remove_stale(place)
+    folder = lock = None
     try:
         with holding_signals():
             folder = Path(tempfile.mkdtemp(prefix=run_dir_prefix(os.getpid()), dir=place))
+            lock = _own(folder)
         yield folder
     finally:
         if folder is not None:
             remove(folder)
+        if lock is not None:
+            os.close(lock)
+
+
+def _own(folder: Path) -> int | None:
+    """A descriptor that locks the folder until this process ends, however it ends: ids of processes do not tell who
+    lives where containers share a folder. None where there are no such locks."""
+    try:
+        import fcntl
+
+        new = folder / f"{OWNER}.new"
+        lock = os.open(new, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        new.rename(folder / OWNER)  # nobody sees it unlocked
+    except (ImportError, OSError):
+        return None
+    return lock
+
+
+def _remove_stale(place: Path) -> None:
+    """Remove the folders of launchers that were killed: those whose lock nobody holds any more."""
+    for folder in place.glob(FOLDER_PREFIX + "*"):
+        try:
+            import fcntl
+
+            lock = os.open(folder / OWNER, os.O_RDWR)
+        except (ImportError, OSError):  # another user's, or one that is being made
+            continue
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(folder, ignore_errors=True)
+        except OSError:
+            pass  # its launcher lives
+        finally:
+            os.close(lock)
 
 
 def remove(folder: Path) -> None:

@@ -25,6 +25,7 @@ PR_SET_PDEATHSIG = 1
 LINUX = sys.platform.startswith("linux")
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 FIRST_FAILURE = "first_failure"
+SCRIPT_ENDED = "script_ended"  # of a rank: when its script ended without a failure
 LOCAL_RANK_OPTION = "--local_rank"
 SIGKILL = 9  # not in `signal` on Windows
 INTERRUPTED = 128 + signal.SIGINT
@@ -77,6 +78,8 @@ def main() -> None:
         if end.code not in (None, 0):
             _tell_the_interpreter(end)
             report_exit(end, options.own_log)
+        else:
+            record_end()
         raise
     except KeyboardInterrupt as interrupt:
         _tell_the_interpreter(interrupt)
@@ -85,6 +88,7 @@ def main() -> None:
         _tell_the_interpreter(error)
         report(error, options.own_log, options.of_a_peer)
         sys.exit(1)
+    record_end()
 
 
 def _tell_the_interpreter(error: BaseException) -> None:
@@ -209,6 +213,18 @@ def report_exit(end: SystemExit, own_log: bool) -> None:
         )
     if text and not (first or own_log):
         end.code = 1
+
+
+def record_end() -> None:
+    """Tells the launcher that the script has ended well, before exit handlers close what others may still use."""
+    path = os.environ.get(ERROR_FILE)
+    if not path:
+        return
+    try:
+        with open(os.path.join(os.path.dirname(path), SCRIPT_ENDED), "w", encoding="utf-8") as file:
+            file.write(repr(time.time()))
+    except OSError:  # the folder is gone or full: only a message is less exact
+        pass
 
 
 def _write(path: str, *, message: str, origin: str, callstack: str, time: float, **facts: Any) -> None:

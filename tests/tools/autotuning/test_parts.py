@@ -259,6 +259,34 @@ def test_a_script_with_a_batch_size_of_its_own_is_told(
         found.tune()
 
 
+@pytest.mark.parametrize("known", [True, False])
+def test_micro_batches_end_where_the_data_do(
+    known: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    """Where the engine has the data set, none beyond it is tried; where the script has it, the first one that is not
+    full is no fault of the script."""
+
+    class Small(Machine):
+        def __call__(self, exp: dict[str, Any], *given: Any) -> int:
+            code, size = super().__call__(exp, *given), exp["ds_config"]["train_micro_batch_size_per_gpu"]
+            sizes.append(size)
+            path = exp["ds_config"]["autotuning"].get("model_info_path")
+            if path and known:
+                info = {**json.loads(Path(path).read_text()), "samples_per_rank": 6}
+                Path(path).write_text(json.dumps(info))
+            file = Path(exp["result_dir"]) / "metrics.json"
+            file.write_text(json.dumps({**json.loads(file.read_text()), "samples": min(6, size)}))
+            return code
+
+    sizes: list[int] = []
+    found = tuner(tmp_path, monkeypatch, Small())
+    found.tune()
+    best = json.loads((tmp_path / "autotuning_results" / "ds_config_optimal.json").read_text())
+    assert best["train_micro_batch_size_per_gpu"] == max(size for size in sizes if size <= 6) > 1
+    assert sum(size > 6 for size in sizes) == (0 if known else 1), sizes
+    assert found.max_train_micro_batch_size_per_gpu() == 6
+
+
 def test_machines_and_slots(tmp_path: Path) -> None:
     rm = scheduler.ResourceManager(argparse.Namespace(), ["a", "b"], 4, str(tmp_path), str(tmp_path), None)
     got = rm.resource_request({"num_nodes": 2, "num_gpus": 3})

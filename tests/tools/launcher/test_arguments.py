@@ -85,6 +85,11 @@ def test_options_for_the_launcher_below_may_be_a_word_of_their_own():
         ("--master_port 99999 train.py", "--master_port=99999"),
         ("--master_port 0 train.py", "--master_port=0"),
         ("--num_gpus -2 train.py", "--num_gpus=-2"),
+        ("--num_gpus 99999999999 train.py", "--num_gpus=99999999999: a host has at most 4096 slots"),
+        (
+            "--no_ssh --node_rank 0 --num_nodes 99999999999 train.py",
+            "--num_nodes=99999999999: at most 100000",
+        ),
     ],
 )
 def test_refusals_name_the_option(script, arguments, named):

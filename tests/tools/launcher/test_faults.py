@@ -40,6 +40,8 @@ def fail():
                 time.sleep(0.5)
         case "exit":
             sys.exit(3)
+        case "leave":
+            sys.exit(0)
         case "text":
             raise SystemExit("out of luck")
         case "thread":  # keeps the process, as a logger's thread does that uploads its last lines
@@ -66,6 +68,7 @@ HOW = {
     "raise": (1, "ZeroDivisionError: out of luck (exit code 1)"),
     "finally": (1, "ZeroDivisionError: out of luck (exit code 1)"),
     "exit": (3, "exit code 3"),
+    "leave": (1, "ended with code 0 while others were training"),
     "text": (1, "out of luck (exit code 1)"),
     "thread": (1, "ZeroDivisionError: out of luck (exit code 1)"),
     "os._exit": (3, "exit code 3"),
@@ -89,8 +92,10 @@ def over_at_once(folder, stage: int, fault: str, culprit: int, ranks: int = 2) -
     took_s = time.time() - float((folder / "failed").read_text())
     code, how = HOW[fault]
     assert result.returncode == code, result.stderr
-    assert f"rank {culprit} of train.py failed first: {how}" in result.stderr, result.stderr
-    assert took_s < LIMIT_S, result.stderr
+    failed = "" if fault == "leave" else "failed first: "
+    assert f"rank {culprit} of train.py {failed}{how}" in result.stderr, result.stderr
+    # One that leaves is no failure, which would end the others: they end once they miss it.
+    assert took_s < LIMIT_S or fault == "leave", result.stderr
     if fault in ("raise", "thread"):
         assert result.stderr.count("Traceback (most") == 1 and "pair.cc" not in result.stderr
     if fault == "text":
@@ -98,7 +103,9 @@ def over_at_once(folder, stage: int, fault: str, culprit: int, ranks: int = 2) -
     return took_s
 
 
-@pytest.mark.parametrize("stage, fault, culprit", [(3, "exit", 1), (3, "segv", 0), (2, "thread", 1)])
+@pytest.mark.parametrize(
+    "stage, fault, culprit", [(1, "leave", 1), (3, "exit", 1), (3, "segv", 0), (2, "thread", 1)]
+)
 def test_the_rank_that_failed_is_named_at_once(tmp_path, stage, fault, culprit):
     over_at_once(tmp_path, stage, fault, culprit)
 

@@ -11,11 +11,13 @@ import pytest
 from deepspeed.tools.launcher import runner
 from deepspeed.tools.launcher.hostfile import (
     _parse_hostfile,
+    apply_num_nodes_and_gpus,
     fetch_hostfile,
     parse_inclusion_exclusion,
     parse_node_config,
     parse_node_config_list,
     parse_range_list,
+    parse_ranges,
     parse_resource_filter,
 )
 
@@ -40,6 +42,9 @@ def test_missing_hostfile_is_none():
         (["worker-0 slots=x"], "slots=x"),
         (["worker-0 slots=1 max_slots=2"], "max_slots"),
         (["worker-0 slots=1", "worker-0 slots=2"], "second time"),
+        (["worker-0 slots=0"], "line 1, 'worker-0 slots=0': a host has at least one slot"),
+        (["worker-0 slots=99999999999"], "at most 4096 slots"),
+        ([f"worker-0 slots={'9' * 5000}"], "at most 4096 slots"),
         ([], "no host"),
         (["# only a comment"], "no host"),
     ],
@@ -104,6 +109,18 @@ def test_inclusion_exclusion_takes_slot_counts():
     assert parse_inclusion_exclusion(fetch_hostfile("/does/not/exist") or {"localhost": 2}, "", "") == {
         "localhost": [0, 1]
     }
+
+
+def test_more_hosts_or_slots_than_there_are():
+    """Not as many as there are, silently."""
+    pool = {"worker-0": [0, 1], "worker-1": [0]}
+    assert apply_num_nodes_and_gpus(pool, 2, 1) == {"worker-0": [0], "worker-1": [0]}
+    with pytest.raises(ValueError, match="--num_nodes=5: only 2 hosts to use .worker-0, worker-1."):
+        apply_num_nodes_and_gpus(pool, 5, -1)
+    with pytest.raises(ValueError, match="--num_gpus=2: host 'worker-1' has only 1 slot$"):
+        apply_num_nodes_and_gpus(pool, -1, 2)
+    with pytest.raises(ValueError, match="at most 5 digits"):
+        parse_ranges("0-99999999999")
 
 
 def test_node_specs():

@@ -159,6 +159,29 @@ def test_nothing_outlives_a_kill_at_the_start(tmp_path, signum, after_s):
     assert marked(value) == []
 
 
+def test_the_folder_of_a_launcher_that_was_killed_is_removed_by_the_next(tmp_path: Path) -> None:
+    """Not that of one that lives, whatever its process id says, nor one that is no launcher's."""
+    hold = (
+        "import pathlib, sys, time; from deepspeed.tools.launcher.processes import own_folder\n"
+        "with own_folder(pathlib.Path(sys.argv[1])) as folder: print(folder, flush=True); time.sleep(60)"
+    )
+    other = subprocess.Popen(
+        [sys.executable, "-c", hold, str(tmp_path)], stdout=subprocess.PIPE, env=environment(), text=True
+    )
+    assert other.stdout is not None
+    held = Path(other.stdout.readline().strip())
+    (held / "0").mkdir()
+    foreign = tmp_path / "deepspeed_launch_1_x"
+    foreign.mkdir()
+    with processes.own_folder(tmp_path) as mine:
+        assert held.exists() and mine.exists()
+    other.kill()
+    other.communicate()
+    with processes.own_folder(tmp_path) as mine:
+        assert set(tmp_path.iterdir()) == {mine, foreign}
+    assert set(tmp_path.iterdir()) == {foreign}
+
+
 def test_a_daemon_of_a_run_that_succeeds_is_left_alone(tmp_path):
     (tmp_path / "daemon.py").write_text(
         "import subprocess\n"

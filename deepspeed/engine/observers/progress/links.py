@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 from deepspeed.base.logging import is_rank_zero, log_dist
 from deepspeed.comm.links import Sent
 from deepspeed.comm.record import convert_size
-from deepspeed.engine.observers.progress.curves import PREFIX
 from deepspeed.observe.monitor.monitor import MonitorMaster
 
 if TYPE_CHECKING:
@@ -64,10 +63,8 @@ class BytesByLink:
                 ranks=[0],
             )
         if self.monitor is not None:
-            samples = engine.global_samples
-            self.monitor.write_events(
-                [
-                    (f"{PREFIX}bytes_sent_within_host", float(self.last.within), samples),
-                    (f"{PREFIX}bytes_sent_across_hosts", float(self.last.across), samples),
-                ]
-            )
+            sent = {
+                "bytes_sent_within_host": float(self.last.within),
+                "bytes_sent_across_hosts": float(self.last.across),
+            }
+            self.monitor.write_events(engine.curve_axis.events(sent))

@@ -15,15 +15,15 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
-
-from deepspeed.base.accelerator import get_accelerator
-from deepspeed.base.accelerator.host_memory import resident_bytes
 from deepspeed.base.logging import is_rank_zero, logger, report, wants_reports
 from deepspeed.base.memory import GIB
 from deepspeed.base.terminal import StatusLine, another_display_is_active, is_terminal
-from deepspeed.engine.observers.progress.curves import LossMeter
+from deepspeed.engine.observers.progress.readings import (
+    LossMeter,
+    memory_of,
+    tokens_per_sample,
+    total_steps,
+)
 
 if TYPE_CHECKING:
     from deepspeed.engine.base import EngineBase
@@ -256,28 +256,6 @@ class LiveLine:
     def close(self, **_: Any) -> None:
         if self.status is not None:
             self.status.close()
-
-
-def tokens_per_sample(inputs: list[Any]) -> int | None:
-    """Sequence length, if the inputs look like tokens: a 2-D integer tensor."""
-    for value in inputs:
-        if isinstance(value, Tensor) and value.dim() == 2 and value.dtype in (torch.int64, torch.int32):
-            return value.shape[1]
-    return None
-
-
-def total_steps(scheduler: Any) -> int | None:
-    """Optimizer steps of the whole run, if the learning-rate schedule says."""
-    for name in ("total_num_steps", "total_steps"):
-        value = getattr(scheduler, name, None)
-        if isinstance(value, int) and value > 0:
-            return value
-    return None
-
-
-def memory_of(device: torch.device) -> int:
-    """Bytes: peak allocated memory of a device, or on CPUs the memory the process holds."""
-    return resident_bytes() if device.type == "cpu" else get_accelerator().max_memory_allocated()
 
 
 def attach_live_line(engine: EngineBase) -> LiveLine | None:

@@ -1,8 +1,7 @@
 """``monitor.live``: what the record and the page of a run get from the engine.
 
 A step costs a few reads of the clock and one entry in a queue; everything else is done by threads
-(``observe/live/recorder.py``, ``ranks.py``). The loss is the one that the curves of all monitors read, before the
-update.
+(``observe/live/recorder.py``, ``ranks.py``). The numbers of a step are those of ``StepReader``, as for all monitors.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ import sys
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,12 +19,13 @@ import torch
 
 from deepspeed.base.accelerator import get_accelerator
 from deepspeed.base.accelerator.host_memory import resident_bytes
-from deepspeed.base.logging import is_rank_zero, logger
+from deepspeed.base.logging import logger
 from deepspeed.base.sharded import full_numel
 from deepspeed.config.sections.monitor import LiveConfig
 from deepspeed.engine.observers.planned_memory import ledger_of, now_and_most
-from deepspeed.engine.observers.progress.curves import PREFIX, TIMERS
-from deepspeed.engine.observers.progress.live_line import memory_of, tokens_per_sample, total_steps
+from deepspeed.engine.observers.progress.curve_axis import PREFIXES
+from deepspeed.engine.observers.progress.curves import MEMORY, NUMBERS, TIMERS
+from deepspeed.engine.observers.progress.readings import StepReader, memory_of, total_steps
 from deepspeed.engine.observers.progress.start_report import held_bytes
 from deepspeed.engine.observers.progress.step_parts import StepParts
 from deepspeed.observe.live.jobs import Entry
@@ -34,17 +33,19 @@ from deepspeed.observe.live.ranks import RankStates
 from deepspeed.observe.live.record import Step
 from deepspeed.observe.live.recorder import Recorder, Sink
 from deepspeed.observe.live.server import TOKEN_FILE, TOKEN_VARIABLE, PageServer, token_for
-from deepspeed.observe.monitor.base import Event
 from deepspeed.planning.ledger import Place
 
 if TYPE_CHECKING:
     from deepspeed.engine.base import EngineBase
 
-LOSS = f"{PREFIX}train_loss"
-OWN = frozenset({LOSS, f"{PREFIX}lr", *(PREFIX + name for name in TIMERS.values())})
+OWN = frozenset(
+    prefix + name
+    for prefix in PREFIXES.values()
+    for name in (*NUMBERS, MEMORY, *TIMERS.values())
+    if NUMBERS.get(name) != "scale"
+)
 """Curves that the record has by itself."""
 
-LOOK_S = 10.0  # between two looks at the shape of the inputs
 ARRIVALS = 21
 
 PEAK_TFLOPS = {
@@ -87,21 +88,17 @@ class Pulse:
 
 
 class LivePage:
-    """On every rank; the record and the page on rank 0."""
+    """On every rank; the record and the page on rank 0, which has a ``reader``."""
 
-    def __init__(self, engine: EngineBase, config: LiveConfig) -> None:
-        self.engine, self.config = engine, config
+    def __init__(self, engine: EngineBase, config: LiveConfig, reader: StepReader | None) -> None:
+        self.engine, self.config, self.reader = engine, config, reader
         self.pulse = Pulse(engine)
         self.ranks = RankStates(self.pulse.say)
         self.recorder: Recorder | None = None
         self.server: PageServer | None = None
         self._parts: StepParts | None = None
-        self._samples = engine.global_samples
-        self._loss: float | None = None
-        self._fresh = True
-        self._look_due_s = 0.0
         engine.monitor.enabled = True  # on every rank: observers of experts communicate for their events
-        if is_rank_zero():
+        if reader is not None:
             self._begin_recording()
         self.end = weakref.finalize(engine, _end, self.ranks, self.recorder, self.server)
         """Also at the end of the process."""
@@ -120,7 +117,7 @@ class LivePage:
 
         self.recorder = Recorder(folder, facts, measure, entry=entry)
         self.recorder.history.tell(run=facts)
-        engine.monitor.also_to(_Losses(self, self.recorder))
+        engine.monitor.also_to(Sink(self.recorder, OWN))
         if self.config.serve:
             self._serve(self.recorder, folder)
             entry.facts["address"] = self.server.address if self.server is not None else None
@@ -159,40 +156,30 @@ class LivePage:
             events.on("on_save", self.after_save)
             events.on("on_load", self.after_load)
             events.on("on_error", self.after_error)
-            events.on("before_forward", self.look_at_inputs)
             self.recorder.start()
 
     def after_step(self, **_: Any) -> None:
-        engine = self.engine
-        number = engine.global_steps
+        number = self.engine.global_steps
         if number == self.pulse.step:  # not a boundary
             return
-        seconds = self.pulse.end_step(number)
-        if self.recorder is None:
+        self.pulse.end_step(number)
+        reading = self.reader.latest if self.reader is not None else None
+        if self.recorder is None or reading is None:
             return
-        rates = engine.get_lr()
+        known = reading.seconds is not None  # what took no known time does not count for the speed
         self.recorder.put_step(
             Step(
                 number,
                 time.time(),
-                None if self._fresh else seconds,  # the first one waits for more than a step
-                0 if self._fresh else engine.global_samples - self._samples,
-                self._loss,
-                rates[0] if rates else None,
-                engine.get_global_grad_norm(),
+                reading.seconds,
+                reading.samples if known else 0,
+                reading.tokens if known or reading.tokens is None else 0,
+                reading.loss,
+                reading.rate,
+                reading.norm,
                 self._parts.take() if self._parts is not None else None,
             )
         )
-        self._samples, self._loss, self._fresh = engine.global_samples, None, False
-        if self.pulse.ended_s >= self._look_due_s:
-            self._look_due_s = self.pulse.ended_s + LOOK_S
-            engine.events.on("before_forward", self.look_at_inputs)
-
-    def look_at_inputs(self, *, inputs: Any = (), kwargs: Any = {}, **_: Any) -> None:  # noqa: B006 - read only
-        """Once, and again after a while: sequences may become longer."""
-        self.engine.events.off("before_forward", self.look_at_inputs)
-        if self.recorder is not None:
-            self.recorder.tokens_per_sample = tokens_per_sample([kwargs.get("input_ids"), *inputs])
 
     def after_save(self, *, save_dir: Any, tag: Any, **_: Any) -> None:
         assert self.recorder is not None
@@ -201,7 +188,6 @@ class LivePage:
 
     def after_load(self, *, load_dir: Any, tag: Any, **_: Any) -> None:
         """Steps and samples have jumped."""
-        self._samples, self._fresh = self.engine.global_samples, True
         self.pulse.step = self.engine.global_steps
         assert self.recorder is not None
         self.recorder.put_event("loaded", self.engine.global_steps, _where(load_dir, tag))
@@ -213,21 +199,6 @@ class LivePage:
 
     def close(self, **_: Any) -> None:
         self.end()
-
-
-class _Losses(Sink):
-    """Also keeps the loss of the step that ends."""
-
-    def __init__(self, page: LivePage, recorder: Recorder) -> None:
-        super().__init__(recorder, OWN)
-        self._page = weakref.ref(page)
-
-    def write_events(self, event_list: Iterable[Event]) -> None:
-        events = list(event_list)
-        page = self._page()
-        if page is not None and events and events[0][0] == LOSS:
-            page._loss = events[0][1]
-        super().write_events(events)
 
 
 class _Skipped:

@@ -13,13 +13,12 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from typing import TextIO
 
 from deepspeed.tools.launcher import shim
+from deepspeed.tools.launcher.processes import own_folder
 from deepspeed.tools.launcher.shim import USAGE_ERROR
 from deepspeed.tools.launcher.supervision import NODE_REPORT, supervise
 
@@ -42,8 +41,8 @@ def main() -> int:
             file=sys.stderr,
         )
         return USAGE_ERROR
-    with tempfile.TemporaryDirectory(prefix=f"deepspeed_node_{os.getpid()}_") as folder:
-        report = Path(folder, "failures.json")
+    with own_folder() as folder:
+        report = folder / "failures.json"
         environment = {**os.environ, **request["environment"], NODE_REPORT: str(report)}
         command = [sys.executable, "-u", "-m", "deepspeed.tools.launcher.launch", *request["arguments"]]
         code = supervise(

@@ -1,0 +1,59 @@
+"""The x axis of what the engine writes to the monitors: ``monitor.x``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from deepspeed.base.logging import logger
+from deepspeed.observe.monitor.monitor import Event
+
+if TYPE_CHECKING:
+    from deepspeed.engine.base import EngineBase
+
+SAMPLES, STEPS, TOKENS = "samples", "steps", "tokens"
+PREFIXES = {SAMPLES: "Train/Samples/", STEPS: "Train/Steps/", TOKENS: "Train/Tokens/"}
+"""How the names of the engine's curves begin, by their x axis (``monitor.x``)."""
+
+
+class CurveAxis:
+    """The x axis of everything that the engine writes to its monitors: samples, steps or tokens so far, of all ranks.
+
+    Tokens go into checkpoints. After a checkpoint that does not have them, the samples so far count as long as those
+    of the next step.
+    """
+
+    def __init__(self, engine: EngineBase, x: str = SAMPLES) -> None:
+        self._engine, self.x = engine, x
+        self._tokens, self._at_samples = 0, 0
+        self.counts_tokens = x == TOKENS
+        if self.counts_tokens:
+            engine.parts["curve_axis"] = self
+
+    def events(self, values: Mapping[str, Any], prefix: str | None = None) -> list[Event]:
+        """One point of each curve. ``prefix``: of the names, by default the one that says what x is."""
+        x = {SAMPLES: self._engine.global_samples, STEPS: self._engine.global_steps, TOKENS: self._tokens}[
+            self.x
+        ]
+        prefix = PREFIXES[self.x] if prefix is None else prefix
+        return [(prefix + name, value, x) for name, value in values.items()]
+
+    def advance(self, samples: int, tokens: int | None) -> None:
+        """Count the tokens of the step that has just ended."""
+        if tokens is None:
+            self.x, self.counts_tokens = SAMPLES, False
+            logger.warning(
+                "monitor.x is 'tokens', but the model's inputs are no token ids (2-D integers, batch x sequence) that "
+                "the engine sees: curves are drawn over samples; set monitor.x to 'samples' or 'steps'"
+            )
+            return
+        before = self._engine.global_samples - samples
+        if self._at_samples != before:
+            self._tokens = round(before * tokens / samples)
+        self._tokens, self._at_samples = self._tokens + tokens, self._engine.global_samples
+
+    def state_dict(self) -> dict[str, int]:
+        return {"tokens": self._tokens, "samples": self._at_samples}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        self._tokens, self._at_samples = int(state["tokens"]), int(state["samples"])

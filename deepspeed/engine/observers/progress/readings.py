@@ -1,0 +1,202 @@
+"""What an optimizer step says of itself on rank 0: the one source of the monitors' curves and of the live page.
+
+The progress line, which reads only the steps that it shows, uses the same functions.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from deepspeed.base.accelerator import get_accelerator
+from deepspeed.base.accelerator.host_memory import resident_bytes
+
+if TYPE_CHECKING:
+    from deepspeed.engine.base import EngineBase
+    from deepspeed.engine.observers.progress.curve_axis import CurveAxis
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """One optimizer step. None: not known.
+
+    ``seconds``: since the end of the step before; None for the first one of a process or after a load, which waits for
+    more than a step. ``samples``, ``tokens``: in this step, over all ranks. ``loss``: of this rank, before the update.
+    ``norm``: of all gradients, before clipping. ``scale``: of the loss, under fp16, for the next step.
+    """
+
+    step: int
+    seconds: float | None
+    samples: int
+    tokens: int | None
+    loss: float | None
+    rate: float | None
+    norm: float | None
+    scale: float | None
+
+    @property
+    def samples_per_s(self) -> float | None:
+        return self.samples / self.seconds if self.seconds else None
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        return self.tokens / self.seconds if self.seconds and self.tokens is not None else None
+
+
+class StepReader:
+    """Reads every optimizer step once, before the other observers on rank 0 that ask for ``latest``."""
+
+    def __init__(self, engine: EngineBase, axis: CurveAxis) -> None:
+        self.engine, self.axis = engine, axis
+        self.latest: Reading | None = None
+        """Of the step that has just ended; None between the micro-batches of a step."""
+        self._meter = LossMeter(engine, always=True)
+        self._loss: float | None = None
+        self._rows = self._tokens = 0  # of this rank, in this step
+        self._begin()
+        engine.events.on("before_forward", self._count_tokens)
+        engine.events.on("at_boundary", self._read_loss)
+        engine.events.on("after_step", self._read)
+        engine.events.on("on_load", self._begin)
+
+    def _begin(self, **_: Any) -> None:
+        """Also after a load: steps and samples have jumped."""
+        self._step, self._samples = self.engine.global_steps, self.engine.global_samples
+        self._ended_s: float | None = None
+
+    def _count_tokens(self, *, inputs: Any = (), kwargs: Any = {}, **_: Any) -> None:  # noqa: B006 - read only
+        if torch.is_grad_enabled() and (ids := _token_ids([kwargs.get("input_ids"), *inputs])) is not None:
+            self._rows += ids.shape[0]
+            self._tokens += ids.numel()
+
+    def _read_loss(self, **_: Any) -> None:
+        """Before the update: the step waits for the end of backward anyway, for the gradient norm."""
+        self._loss = self._meter.take()
+
+    def _read(self, **_: Any) -> None:
+        engine = self.engine
+        self.latest = None
+        if engine.global_steps == self._step:  # not a boundary
+            return
+        now = time.perf_counter()
+        samples = engine.global_samples - self._samples
+        tokens = round(samples * self._tokens / self._rows) if self._rows else None
+        rates = engine.get_lr()
+        scaler = engine.core.scaler if engine.core is not None else None
+        self.latest = Reading(
+            step=engine.global_steps,
+            seconds=None if self._ended_s is None else now - self._ended_s,
+            samples=samples,
+            tokens=tokens,
+            loss=self._loss,
+            rate=rates[0] if rates else None,
+            norm=engine.get_global_grad_norm(),
+            scale=scaler.scale if scaler is not None and scaler.plan.active else None,
+        )
+        self._loss, self._rows, self._tokens = None, 0, 0
+        self._step, self._samples, self._ended_s = engine.global_steps, engine.global_samples, now
+        if self.axis.counts_tokens:
+            self.axis.advance(samples, tokens)
+
+
+class LossMeter:
+    """The loss of one optimizer step, as this rank sees it: the sum of the losses it back-propagated.
+
+    ``engine.backward`` divides each micro-batch's loss by the accumulation steps unless told not to, so the sum is the
+    mean over micro-batches, or the sum of what the client divided itself. A plain ``loss.backward()`` does not reveal
+    which tensor it started from: then it is the mean of the losses that the forward passes returned. An engine whose
+    ranks agree on the loss of a batch, as that of pipelines does, says it itself (``engine.agreed_loss``).
+
+    Nothing is read from the device before ``take``. Only steps between ``listen`` and ``take`` are observed.
+    """
+
+    def __init__(self, engine: EngineBase, *, always: bool = False) -> None:
+        self._engine, self._events = engine, engine.events
+        self._always = always
+        self.listening = False
+        self._told: list[Tensor] = []
+        self._returned: list[Tensor] = []
+        if always:
+            self.listen()
+
+    def listen(self) -> None:
+        """Start observing; a meter that does not listen is never called and costs nothing."""
+        if not self.listening:
+            self.listening = True
+            self._events.on("after_forward", self._after_forward)
+            self._events.on("after_backward", self._after_backward)
+
+    def forget(self) -> None:
+        """Drop what was observed, and stop listening unless it listens permanently."""
+        self._told, self._returned = [], []
+        if self.listening and not self._always:
+            self.listening = False
+            self._events.off("after_forward", self._after_forward)
+            self._events.off("after_backward", self._after_backward)
+
+    def take(self) -> float | None:
+        """The loss since the last call, None if no tensor that could be one was seen. Waits for the device."""
+        told, returned = self._told, self._returned
+        self.forget()
+        if self._engine.agreed_loss is not None:
+            return float(self._engine.agreed_loss)
+        if told:
+            return float(sum(loss.float() for loss in told))
+        if returned:
+            return float(sum(loss.float() for loss in returned)) / len(returned)
+        return None
+
+    def _after_forward(self, *, outputs: Any, **_: Any) -> None:
+        if torch.is_grad_enabled() and (loss := loss_of(outputs)) is not None:
+            self._returned.append(loss.detach())
+
+    def _after_backward(self, *, share: Tensor | None = None, **_: Any) -> None:
+        if share is not None:
+            self._told.append(share.detach())
+
+
+def loss_of(outputs: Any) -> Tensor | None:
+    """The tensor in a module's outputs that appears to be the loss: one element, requiring a gradient, and the only
+    output, named ``loss``, or first in a tuple."""
+    if isinstance(outputs, Mapping):
+        outputs = outputs.get("loss")
+    elif isinstance(outputs, (tuple, list)):
+        outputs = outputs[0] if outputs else None
+    elif not isinstance(outputs, Tensor):
+        outputs = getattr(outputs, "loss", None)
+    if isinstance(outputs, Tensor) and outputs.numel() == 1 and outputs.requires_grad:
+        return outputs
+    return None
+
+
+def tokens_per_sample(inputs: list[Any]) -> int | None:
+    """Sequence length, if the inputs look like tokens."""
+    ids = _token_ids(inputs)
+    return None if ids is None else ids.shape[1]
+
+
+def _token_ids(inputs: list[Any]) -> Tensor | None:
+    """The first 2-D integer tensor, (batch, sequence)."""
+    for value in inputs:
+        if isinstance(value, Tensor) and value.dim() == 2 and value.dtype in (torch.int64, torch.int32):
+            return value
+    return None
+
+
+def total_steps(scheduler: Any) -> int | None:
+    """Optimizer steps of the whole run, if the learning-rate schedule says."""
+    for name in ("total_num_steps", "total_steps"):
+        value = getattr(scheduler, name, None)
+        if isinstance(value, int) and value > 0:
+            return value
+    return None
+
+
+def memory_of(device: torch.device) -> int:
+    """Bytes: peak allocated memory of a device, or on CPUs the memory the process holds."""
+    return resident_bytes() if device.type == "cpu" else get_accelerator().max_memory_allocated()
