@@ -38,6 +38,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         nargs="?",
         help="a rank, or the command or launcher that started it (default: all of your ranks)",
     )
+    parser.add_argument(
+        "--all", action="store_true", help="print the stacks of threads without code of the script, too"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object per rank")
     options = parser.parse_args(argv)
     processes = ranks_of_user()
@@ -55,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.json:
             print(json.dumps(answer or {"pid": process, "state": state_of(process)}))
         else:
-            print("\n".join(told(process, answer)))
+            print("\n".join(told(process, answer, every=options.all)))
     return 0
 
 
@@ -101,8 +104,8 @@ def state_of(process: int) -> str:
     return STATES.get(letter, "running native code that holds the interpreter's lock")
 
 
-def told(process: int, answer: dict[str, Any] | None) -> list[str]:
-    """The lines about one rank."""
+def told(process: int, answer: dict[str, Any] | None, *, every: bool = False) -> list[str]:
+    """The lines about one rank. ``every``: threads that run no code of the script are more than named."""
     if answer is None:
         return [f"== process {process} does not answer: {state_of(process)}", ""]
     facts = [answer["position"], f"in {answer['call']}" if answer["call"] else answer["doing"]]
@@ -115,8 +118,12 @@ def told(process: int, answer: dict[str, Any] | None) -> list[str]:
         ranks = ", ".join(map(str, group["ranks"]))
         lines.append(f"last collectives of ranks {ranks} ({group['count']} in all):")
         lines += [f"  #{number} {_call(call)}" for number, call in enumerate(calls, first)]
-    for thread in answer["threads"]:
+    shown = [thread for thread in answer["threads"] if every or thread["of_user"]]
+    for thread in shown:
         lines += [f"thread {thread['name']}, innermost last:", *_indented(thread["stack"])]
+    others = [thread["name"] for thread in answer["threads"] if thread not in shown]
+    if others:
+        lines.append(f"threads without code of the script (--all prints them): {', '.join(others)}")
     return [*lines, ""]
 
 

@@ -615,6 +615,8 @@ def test_ds_stacks_asks_every_rank() -> None:
     network.hang_report_seconds = 60.0
     hang_watch.begin(network, histories)
     communicator().all_reduce(torch.ones(6)).wait()
+    ended = threading.Event()
+    threading.Thread(target=ended.wait, name="parked", daemon=True).start()  # as those of libraries
     pids: list[Any] = [None, None]
     torch.distributed.all_gather_object(pids, os.getpid())
     torch.distributed.barrier()
@@ -630,9 +632,14 @@ def test_ds_stacks_asks_every_rank() -> None:
                 and "thread MainThread" in text
             )
             assert "test_ds_stacks_asks_every_rank" in text
+            names = [thread["name"] for thread in answer["threads"]]
+            assert names[-1] in text and "parked" in text.rpartition("(--all prints them): ")[2]
+            assert "thread parked, innermost last" not in text
+            assert "thread parked, innermost last" in "\n".join(stacks.told(pid, answer, every=True))
         parent = os.getppid()
         assert set(pids) <= set(stacks.descendants(parent))
     torch.distributed.barrier()
+    ended.set()
     hang_watch.leave(network)
     assert stacks.ask(os.getpid()) is None
 

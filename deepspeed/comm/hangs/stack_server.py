@@ -19,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 
 from deepspeed.base.constants import RANK_SOCKET
-from deepspeed.comm.hangs.thread_states import Standing, stack_of, threads
+from deepspeed.comm.hangs.thread_states import Standing, runs_users_code, stack_of, threads
 
 _CREDENTIALS = struct.Struct("3i")  # process, user, group
 _ANSWER_S = 2.0
@@ -79,5 +79,8 @@ class StackServer:
             connection.sendall(json.dumps(self._record()).encode())
 
     def _record(self) -> dict[str, object]:
-        stacks = [{"name": name, "stack": stack_of(frames)} for name, frames in threads()]
+        stacks = [
+            {"name": name, "stack": stack_of(frames), "of_user": number == 0 or runs_users_code(frames)}
+            for number, (name, frames) in enumerate(threads())  # the first is the main one
+        ]
         return {**asdict(self._standing()), "threads": stacks}

@@ -157,6 +157,12 @@ def threads() -> Iterator[tuple[str, list[FrameType]]]:
             yield names.get(ident, f"thread {ident}"), frames_of(ident)
 
 
+def runs_users_code(frames: list[FrameType]) -> bool:
+    """Whether a line of the script, or of a module that is not installed, is running: not so in threads of ours, of the
+    launcher and of libraries."""
+    return any(not frame.f_code.co_filename.startswith(_NOT_THE_USERS) for frame in frames)
+
+
 # ---- reading frames
 
 
