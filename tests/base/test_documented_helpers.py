@@ -124,10 +124,6 @@ def test_tensors_and_other_values() -> None:
 
     weight = torch.ones(2, requires_grad=True)
     given = (weight * 2, "text", torch.zeros(1), None)
-    tensors, others, flags = checkpointing.extract_tensors(given)
-    assert (len(tensors), others, flags) == (2, ("text", None), (True, False, True, False))
-    merged = checkpointing.merge_tensors(tensors, others, flags)
-    assert all(a is b for a, b in zip(merged, given, strict=True))
     detached = checkpointing.detach_variable(given)
     assert detached[1::2] == ("text", None)
     assert detached[0].is_leaf and detached[0].requires_grad and not detached[2].requires_grad
@@ -149,13 +145,9 @@ def test_decorators_of_the_compiler() -> None:
     assert compiler.enable(min_version="99.0")(two)() == 2
 
 
-def test_autocast_and_timers() -> None:
-    from deepspeed.utils.config import get_timers_config
-
+def test_autocast() -> None:
     with torch.autocast("cpu", dtype=torch.float16):
         assert torch_autocast.get_autocast_dtype() is torch.float16
-    assert get_timers_config({}).enabled and get_timers_config(None).synchronized
-    assert not get_timers_config({"timers": {"throughput": {"enabled": False}}}).enabled
 
 
 @distributed(world_size=2)

@@ -180,7 +180,7 @@ def test_impossible_codecs(options: dict[str, int]) -> None:
         codec_named("pigeon")
 
 
-@pytest.mark.parametrize("name", ["compressed.CompressedBackend", "nccl.NcclBackend", "hccl.HcclBackend"])
+@pytest.mark.parametrize("name", ["compressed.CompressedBackend", "nccl.NcclBackend"])
 @distributed(world_size=[1, 2, 3])
 def test_documented_compressed_all_reduce(world_size: int, name: str) -> None:
     """Equal to the arithmetic of the paper on all ranks' values, over several calls with what they keep."""

@@ -214,7 +214,10 @@ class Checker:
     def module(self, name: str, words: Sequence[str]) -> None:
         if name == "package.train":  # the reader's
             return
-        spec = importlib.util.find_spec(our_path(name) or name)
+        try:
+            spec = importlib.util.find_spec(our_path(name) or name)
+        except ModuleNotFoundError as error:
+            raise Wrong(f"there is no module {name}") from error
         if spec is None or spec.origin is None:
             raise Wrong(f"there is no module {name}")
         path = Path(spec.origin)

@@ -425,7 +425,7 @@ def test_a_client_that_leaves_before_the_first_event() -> None:
         time.sleep(0.05)  # the server hears of it while the tokenizer works
         leave.set()
         wait_for(lambda: 'reason="cancelled"} 1' in running.call("GET", "/metrics")[1])
-        assert not running.engine.has_work
+        wait_for(lambda: not running.engine.has_work)
 
 
 def test_cancelled_while_the_prompt_is_computed() -> None:

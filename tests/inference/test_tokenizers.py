@@ -15,6 +15,8 @@ class Pieces:
     """In place of a tokenizer of Transformers: ``width`` characters become a token. ``encoded``: lengths of texts."""
 
     chat_template = "any"
+    added_tokens_decoder: dict[int, Any] = {}
+    all_special_ids: list[int] = []
 
     def __init__(self, width: int) -> None:
         self.width = width

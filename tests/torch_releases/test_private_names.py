@@ -37,7 +37,6 @@ NAMES: dict[str, str | None] = {
     "torch._dynamo.config.ignore_logger_methods": None,
     "torch._dynamo.list_backends": "exclude_tags",
     "torch._dynamo.mark_dynamic": "t index",
-    "torch._dynamo.mark_static_address": "t",
     "torch._foreach_add": None,
     "torch._foreach_add_": None,
     "torch._foreach_copy_": None,
@@ -54,7 +53,6 @@ NAMES: dict[str, str | None] = {
     "torch._inductor.list_mode_options": "mode",
     "torch._int_mm": None,
     "torch._scaled_mm": None,  # products of 8-bit floats: ops/float8.py
-    "torch._subclasses.fake_tensor.FakeTensor": None,  # told apart: a tensor without memory
     "torch._subclasses.fake_tensor.FakeTensorMode": None,  # a context manager: planning/counted.py
     "torch._subclasses.fake_tensor.unset_fake_temporarily": "",
     "torch._utils._flatten_dense_tensors": "tensors",
