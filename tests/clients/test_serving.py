@@ -22,7 +22,7 @@ uvicorn = pytest.importorskip("uvicorn", reason="the extra serve is not installe
 
 from deepspeed.inference.serving.app import ServerSettings, make_app  # noqa: E402
 from deepspeed.inference.serving.tokenizers import HuggingFaceTokenizer  # noqa: E402
-from deepspeed.tools import plan  # noqa: E402
+from deepspeed.tools import parsers, plan  # noqa: E402
 from deepspeed.tools import serve as command  # noqa: E402
 from tests.clients.architectures import make  # noqa: E402
 from tests.inference.test_service import wait_for  # noqa: E402
@@ -47,7 +47,9 @@ def save_model(folder: Path) -> tuple[Any, Any]:
 
 def test_a_saved_model_answers(tmp_path: Path) -> None:
     model, tokenizer = save_model(tmp_path)
-    args = command.parse([str(tmp_path), "--dtype", "fp32", "--max-length", "64", "--max-sequences", "4"])
+    args = parsers.serve().parse_args(
+        [str(tmp_path), "--dtype", "fp32", "--max-length", "64", "--max-sequences", "4"]
+    )
     service, own, generator, leads = command.build(args)
     assert leads and command.problem_of(args) is None
     weights = sum(each.nbytes for each in model.parameters()) / 2**30
