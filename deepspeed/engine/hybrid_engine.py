@@ -49,6 +49,7 @@ class DeepSpeedHybridEngine(DeepSpeedEngine):
             note("hybrid_engine.enable_cuda_graph has no effect: forwards are not captured as CUDA graphs")
         self.adapters = FusedAdapters(model)
         self._inference_group = self._ranks_that_share_layers(section.inference_tp_size)
+        self._batch_per_rank = self._inference_group is not None and depends_on_length(model)
         self._split_copy: SplitCopy | None = None
         self._generation = FusedGeneration()
         # Scripts ask whether an engine has it, and call it for what the model does by itself.
@@ -109,8 +110,7 @@ class DeepSpeedHybridEngine(DeepSpeedEngine):
         settings = [kwargs.get("generation_config"), self.module.generation_config]
         ends = _tokens("eos_token_id", kwargs, settings)
         padding = sorted(_tokens("pad_token_id", kwargs, settings) or ends or {0})[0]
-        apart = depends_on_length(self.module)
-        joined = JoinedPrompts(prompts, mask, padding, group, apart=apart)
+        joined = JoinedPrompts(prompts, mask, padding, group, apart=self._batch_per_rank)
         copied = self._present_copy(group)
         module: Any = copied.module.train(self.module.training)
         try:

@@ -62,9 +62,8 @@ def check_fits(
         n for n in (have.host, have.device, have.disk) if n
     ):
         return
-    from deepspeed.planning.run_plan import (
-        shortage,  # the planner, for runs of which this bound is not enough
-    )
+    # The planner, for runs of which this bound is not enough.
+    from deepspeed.planning.run_plan import shortage
 
     try:
         message = shortage(module, plan, config, optimizer, mesh, model_parameters, have, near, SKIP)

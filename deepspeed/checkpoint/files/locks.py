@@ -178,9 +178,8 @@ def _held_here(path: Path) -> SaveLock | None:
         own = _own.get(_identity(os.stat(path)))
     except OSError:
         return None
-    return (
-        own if own is not None and own.holder.pid == os.getpid() else None
-    )  # a fork has a copy of the table
+    # A fork has a copy of the table.
+    return own if own is not None and own.holder.pid == os.getpid() else None
 
 
 def _is_at(path: Path, file: FileIO) -> bool:

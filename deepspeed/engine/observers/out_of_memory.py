@@ -34,9 +34,8 @@ class OutOfMemoryAdvice:
         if self.given or not is_out_of_memory(error):
             return
         self.given = True
-        from deepspeed.engine.observers.planned_memory import (
-            remedy,  # the planner, for runs that need its advice
-        )
+        # The planner, for runs that need its advice.
+        from deepspeed.engine.observers.planned_memory import remedy
 
         try:
             logger.error(remedy(self.engine))

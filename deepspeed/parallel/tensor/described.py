@@ -38,19 +38,18 @@ def _derived(placement: Placement) -> dict[str, Any] | None:
     if AXIS not in placement.split or not boxes:
         return None
     dims = [dim for dim, size in enumerate(shape) if any(box[dim] != (0, size) for box in boxes)]
-    made = {"partition_type": "", "partition_dim": dims[0], "sub_param_shape": None, "replicated": False}
-    if (
-        len(dims) > 1 or dims[0] > 1 or len(placement.split) > 1
-    ):  # also experts: stacked, or over their own ranks
-        made["partition_type"] = _UNSUPPORTED
-    elif len(boxes) > 1:
-        starts = [box[dims[0]][0] for box in boxes]
-        widths = {box[dims[0]][1] - box[dims[0]][0] for box in boxes}
-        steps = {high - low for low, high in zip(starts, starts[1:], strict=False)}
-        if len(widths) > 1 or steps != {shape[dims[0]] // len(boxes)}:
-            made["partition_type"] = _UNSUPPORTED
-        made["sub_param_shape"] = tuple(len(boxes) if dim == dims[0] else -1 for dim in range(2))
-    return made
+    dim, step = dims[0], shape[dims[0]] // len(boxes)
+    low, high = boxes[0][dim]
+    even = all(box[dim] == (low + n * step, high + n * step) for n, box in enumerate(boxes))
+    # Others are of experts, stacked or over their own ranks, or of matrices of different sizes side by side.
+    has_words = len(dims) == 1 and dim < 2 and len(placement.split) == 1 and even
+    sides = tuple(len(boxes) if side == dim else -1 for side in range(2))
+    return {
+        "partition_type": AXIS if has_words else _UNSUPPORTED,
+        "partition_dim": dim,
+        "sub_param_shape": sides if len(boxes) > 1 else None,
+        "replicated": False,
+    }
 
 
 def description(

@@ -35,9 +35,8 @@ class GradBucket:
     """
 
     after_sum: Callable[[Tensor], None] | None = None
-    check: Callable[[], None] | None = (
-        None  # of the file that holds ``reduced``, before each round is added to it
-    )
+    check: Callable[[], None] | None = None
+    """Of the file that holds ``reduced``, before each round is added to it."""
 
     def __init__(
         self,

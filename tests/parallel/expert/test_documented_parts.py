@@ -1,4 +1,4 @@
-"""Router, experts and orders of tokens that scripts use by themselves, against loops over tokens."""
+"""The section for experts, read and checked by the functions of its documented module."""
 
 from __future__ import annotations
 
