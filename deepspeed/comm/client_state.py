@@ -1,4 +1,4 @@
-"""What a client library must be told about the process group that was created for it."""
+"""Announcement of the process group to the client library for which it was created."""
 
 from __future__ import annotations
 

@@ -221,8 +221,8 @@ class Communicator:
         self._cpu_transport = None
 
     def sent_by_link(self) -> Sent:
-        """What this rank has sent within its host and across; see ``links.py``. Through gloo and shared memory for all
-        engines that use the group."""
+        """Return the bytes that this rank has sent within its host and across (``links.py``); through gloo and shared
+        memory, of all engines that use the group."""
         if self._wires is None:
             return Sent()
         elsewhere = any(transport.name == "process_group" for transport in self._transports.values())
@@ -253,11 +253,12 @@ class Communicator:
             history.calls.append((operation, numel, dtype, root, self._network.phase))
 
     def transport_name(self, device_type: str) -> str:
-        """Which transport moves tensors of this device: gloo, shared_memory, hierarchical or process_group."""
+        """Return the transport that moves tensors of this device: gloo, shared_memory, hierarchical or
+        process_group."""
         return self._transport_for(device_type).name
 
     def is_faster_than_its_group(self) -> bool:
-        """Whether CPU tensors are moved by something other than the process group's own operations."""
+        """Return whether CPU tensors are moved by something other than the process group's own operations."""
         return (self._cpu_transport or self._transport_for("cpu")).name != "process_group"
 
     def prepare(self) -> Communicator:
@@ -268,8 +269,8 @@ class Communicator:
         return self
 
     def works_in_background(self, device_type: str) -> bool:
-        """Whether an asynchronous operation can be issued without waiting for others, and finishes
-        regardless of what this rank does next."""
+        """Return whether an asynchronous operation can be issued without waiting for others, and finishes regardless of
+        what this rank does next."""
         if self._wires is None or self.size == 1:
             return True
         transport = self._transports.get(device_type) or self._wires.chosen(
@@ -327,8 +328,8 @@ def _single(output: Tensor, input: Tensor, scale: float) -> Pending:
 
 
 class Network:
-    """How one engine communicates: what its config says, the log of its calls, and its communicators, whose counters
-    are its own. The documented functions, which belong to no engine, have one too."""
+    """Communication of one engine: its settings, the log of its calls, and its communicators, whose counters are its
+    own. The documented functions, which belong to no engine, have one too."""
 
     def __init__(self, *, shared_memory: bool = True, log: CommsLogger = PROCESS_LOG) -> None:
         self.shared_memory = shared_memory
@@ -356,15 +357,15 @@ class Network:
         return list(self._communicators.values())
 
     def sent_by_link(self) -> Sent:
-        """What this rank has sent so far."""
+        """Return the bytes that this rank has sent so far."""
         return sum((known.sent_by_link() for known in self.communicators()), Sent())
 
     def may_share_memory(self) -> bool:
         return self.shared_memory and os.environ.get("DS_SHM", "1") != "0"
 
     def use_shared_memory(self, wanted: bool) -> None:
-        """Whether tensors may move through shared memory between ranks on the same host. All ranks call this at the
-        same point. What other networks of the same groups use stays open."""
+        """Set whether tensors may move through shared memory between ranks on the same host. All ranks call this at the
+        same point. Memory that other networks of the same groups use stays open."""
         if wanted != self.shared_memory:
             for known in self._communicators.values():
                 known.choose_again()
@@ -379,7 +380,7 @@ class Network:
 
 
 class _ProcessNetwork(Network):
-    """That of the documented functions, which follow the newest config that says how to communicate."""
+    """The network of the documented functions, which follow the newest config that says how to communicate."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -472,7 +472,9 @@ def _zero_param_parallel_is_initialized() -> bool:
 
 
 def _get_zero_param_intra_parallel_group() -> ProcessGroup | None:
-    """What ``_create_zero_param_parallel_group`` made; None: nothing, and all ranks in the functions below."""
+    """Return the group made by ``_create_zero_param_parallel_group``; None: none was made, and the functions below use
+    all ranks.
+    """
     return _made("parameters")
 
 

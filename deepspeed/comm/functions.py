@@ -119,7 +119,7 @@ def is_available() -> bool:
 
 
 def is_initialized() -> bool:
-    """Whether the default process group exists, no matter who created it."""
+    """Return whether the default process group exists, no matter who created it."""
     exists = dist.is_available() and dist.is_initialized()
     if exists:
         tell_accelerate(dist.get_backend())  # it asks here, and creates no group if one exists

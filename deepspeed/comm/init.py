@@ -113,7 +113,7 @@ def _choose_transports(config: DeepSpeedConfig) -> None:
 
 
 def _wants_shared_memory(config: DeepSpeedConfig) -> bool | None:
-    """What the config says; None: nothing."""
+    """Return the config's choice; None: it makes none."""
     section: CommConfig | None = getattr(config, "comm_config", None)
     given = section is not None and "shared_memory" in section.model_fields_set
     return section.shared_memory if section is not None and given else None

@@ -1,4 +1,4 @@
-"""What was sent within a host, and across: the two kinds of links that a step pays for.
+"""Bytes sent within a host and across: the two kinds of links that a step pays for.
 
 Transports count what they move: gloo every message, by whether the peer is on this host, shared memory what the other
 ranks of the host read of this one's. Of a collective that somebody else carries out (NCCL) only the payload is known:
@@ -32,8 +32,8 @@ class Sent:
 
 
 def far_share(ranks: Sequence[int], rank: int, blocks: Sequence[Sequence[int]] | None) -> float:
-    """Which share of the others in a group is on other hosts. ``ranks``: all of them, by global number; ``rank``: this
-    one within the group; ``blocks``: ranks within the group by host, None: as LOCAL_WORLD_SIZE says."""
+    """Return the share of the group's other ranks that are on other hosts. ``ranks``: all of them, by global number;
+    ``rank``: this one within the group; ``blocks``: ranks within the group by host, None: as LOCAL_WORLD_SIZE says."""
     if len(ranks) < 2:
         return 0.0
     if blocks is not None:

@@ -95,7 +95,7 @@ def paused_log() -> Iterator[None]:
 
 
 def recording(log: CommsLogger, op_name: str) -> bool:
-    """Whether a call of this operation should be recorded now."""
+    """Return whether a call of this operation should be recorded now."""
     return not _paused and log.wants(op_name)
 
 

@@ -18,7 +18,7 @@ _SOURCE_LINE = re.compile(r"\[[^\]]*\.cc:\d+\]\s*")  # where in gloo's source it
 
 
 class _Explanation:
-    """What the last report about a hang said, while it lasts (hang_watch.py)."""
+    """The text of the last report about a hang, while it lasts (hang_watch.py)."""
 
     __slots__ = ("text",)
 
@@ -49,7 +49,7 @@ class CommunicationError(RuntimeError):
 
 
 def is_peer_failure(error: Exception) -> bool:
-    """Whether an error of torch.distributed says that another rank exited or did not answer."""
+    """Return whether an error of torch.distributed says that another rank exited or did not answer."""
     return isinstance(error, RuntimeError) and _PEER_FAILURE.search(str(error)) is not None
 
 

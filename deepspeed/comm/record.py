@@ -114,7 +114,7 @@ class CommsLogger:
         self.prof_ops = [name for name in self.prof_ops if name not in stopped]
 
     def wants(self, op_name: str) -> bool:
-        """Whether calls of this operation are recorded."""
+        """Return whether calls of this operation are recorded."""
         return self.enabled and (self.prof_all or op_name in self.prof_ops)
 
     def append(

@@ -1,5 +1,5 @@
-"""What threads of all ranks tell each other while training communicates: through the process group's store, because
-the order of collectives belongs to training."""
+"""Messages between threads of all ranks while training communicates: through the process group's store, because the
+order of collectives belongs to training."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class StoreExchange:
         self._round = 0
 
     def combine(self, own: bytes, join: Callable[[list[bytes]], bytes]) -> bytes:
-        """What ``join`` makes of all ranks' bytes, in rank order; rank 0 calls it, and it must not fail.
+        """Return ``join`` of all ranks' bytes, in rank order; rank 0 calls it, and it must not fail.
 
         CommunicationError: a rank has not come in time, or has gone.
         """

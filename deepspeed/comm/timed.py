@@ -1,4 +1,4 @@
-"""How long a rank waits for others: collectives that are timed where they are asked for and where they are finished.
+"""Time that a rank waits for others: collectives that are timed where they are issued and where they are waited for.
 
 A network whose engine wants a breakdown of its steps makes these communicators; all others make plain ones, so that
 who does not ask pays nothing. On a host the time of the call counts, on a device the time for which its stream stands

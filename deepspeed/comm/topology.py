@@ -69,7 +69,9 @@ class ProcessTopology:
     def get_rank_repr(
         self, rank: int, omit_axes: Sequence[str] = (DATA, PIPE), inner_sep: str = "_", outer_sep: str = "-"
     ) -> str:
-        """Where a rank is, for names of files: "model_00" by default, with every axis such as "pipe_01-model_00"."""
+        """Return a rank's coordinates for file names: "model_00" by default, with every axis such as
+        "pipe_01-model_00".
+        """
         coord = self.get_coord(rank)
         shown = [axis for axis in self.axes if axis not in omit_axes]
         return outer_sep.join(f"{axis}{inner_sep}{getattr(coord, axis):02d}" for axis in shown)
@@ -79,7 +81,7 @@ class ProcessTopology:
         return self.dims[self.axes.index(axis)] if axis in self.axes else 0
 
     def get_coord(self, rank: int) -> Any:
-        """Where a rank is, as a named tuple. ValueError: there is no such rank."""
+        """Return a rank's coordinates as a named tuple. ValueError: there is no such rank."""
         if not 0 <= rank < len(self._places):
             raise ValueError(f"rank {rank} is outside the topology of {self.world_size()} ranks")
         return self._places[rank]
@@ -226,7 +228,7 @@ class PipelineParallelGrid:
         return self.pp_proc_group
 
     def _is_grid_valid(self) -> bool:
-        """Whether the topology has a place for every rank, and no more."""
+        """Return whether the topology has a place for every rank, and no more."""
         return self._topo.world_size() == self.world_size
 
     get_pipeline_model_parallel_rank = get_pipe_parallel_rank

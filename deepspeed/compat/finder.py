@@ -240,5 +240,5 @@ def _ask_tables(module: ModuleType) -> None:
 
 
 def _imports_a_name(frame: FrameType) -> bool:
-    """Whether the frame executes `from module import name`."""
+    """Return whether the frame executes `from module import name`."""
     return frame.f_code.co_code[frame.f_lasti] == opcode.opmap["IMPORT_FROM"]

@@ -1,4 +1,4 @@
-"""What this installation was built from and for: version, commit, torch, accelerator, native ops.
+"""Version, commit, torch, accelerator and native ops of this installation.
 
 Nothing here is compiled for a particular torch release, so `torch_info` describes the installed torch.
 """

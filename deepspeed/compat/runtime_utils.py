@@ -199,6 +199,6 @@ def copy_to_device(item: Any, device: torch.device | str | int, criterion_func: 
 
 
 def count_used_parameters_in_backward(parameters: Iterable[Any]) -> int:
-    """How many of ``parameters`` the running backward will reach: for hooks. Where torch cannot tell, how many require
-    gradients. RuntimeError: no backward is running."""
+    """Count the ``parameters`` that the running backward will reach: for hooks. Where torch cannot tell, those that
+    require gradients. RuntimeError: no backward is running."""
     return count_parameters(parameters, exact=check_internal_apis_for_count_used_parameters())

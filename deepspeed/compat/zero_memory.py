@@ -1,4 +1,4 @@
-"""How much memory the model states of ZeRO stages 2 and 3 need: the documented estimators and their tables.
+"""Memory of the model states of ZeRO stages 2 and 3: the documented estimators and their tables.
 
 They count model states only (weights, gradients, masters, moments; Rajbhandari et al. 2020, section 3.1): mixed
 precision with Adam, that is 2 bytes per parameter for the 16-bit weights, 2 for their gradients, and 16 for fp32

@@ -31,7 +31,7 @@ __all__ = [
 
 
 def is_zero_supported_optimizer(optimizer: Any) -> bool:
-    """Whether ZeRO knows that this optimizer is elementwise, so that it can step on slices."""
+    """Return whether ZeRO knows that this optimizer is elementwise, so that it can step on shards."""
     return is_elementwise(optimizer)
 
 
@@ -64,12 +64,12 @@ def assert_ints_same_as_other_ranks(ints: Sequence[int]) -> None:
 
 
 def is_builtin_type(obj: Any) -> bool:
-    """Whether the object is of a built-in Python type."""
+    """Return whether the object is of a built-in Python type."""
     return type(obj).__module__ in ("__builtin__", "builtins")
 
 
 def isinstance_namedtuple(obj: object) -> bool:
-    """Whether this is an instance of a named tuple."""
+    """Return whether this is an instance of a named tuple."""
     return isinstance(obj, tuple) and hasattr(obj, "_asdict") and hasattr(obj, "_fields")
 
 

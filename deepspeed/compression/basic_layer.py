@@ -200,7 +200,7 @@ class Conv2dLayer_Compress(Compressible, nn.Conv2d):
         return F.conv2d(inputs, weight, bias, self.stride, 0, self.dilation, self.groups)
 
     def _pads(self) -> list[int]:
-        """Of the last dimension first, as ``F.pad`` takes them."""
+        """Return the padding, of the last dimension first, as ``F.pad`` takes it."""
         pads: list[int] = []
         for dim in (1, 0):
             if self.padding == "same":

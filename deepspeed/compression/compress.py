@@ -98,7 +98,7 @@ def _tell(group: str, pattern: str, names: Sequence[str]) -> None:
 def get_compress_methods(
     model: nn.Module, compress_methods: Mapping[str, Any], mpu: Any = None
 ) -> list[list[Any]]:
-    """What to do with which modules: rows of [names by pattern, names of related modules by pattern, {technique:
+    """Return the methods and their modules: rows of [names by pattern, names of related modules by pattern, {technique:
     parameters of the group and shared ones}].
 
     ``compress_methods``: the section ``compression_training``.

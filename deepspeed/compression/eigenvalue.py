@@ -62,7 +62,7 @@ class Eigenvalue:
         return [self.nan_to_num(each / norm) for each in v]
 
     def inner_product(self, xs: Sequence[Tensor], ys: Sequence[Tensor]) -> Tensor:
-        """Of two vectors given in parts, a scalar in fp32."""
+        """Return the inner product of two vectors given in parts, a scalar in fp32."""
         return torch.stack([(x.float() * y.float()).sum() for x, y in zip(xs, ys, strict=True)]).sum()
 
     def get_layers(self, module: nn.Module) -> Any:

@@ -122,9 +122,9 @@ def _compressed_class(module: nn.Module, mpu: Any = None) -> type[Compressible] 
 
 
 def is_module_compressible(module: nn.Module, mpu: Any = None) -> bool:
-    """Whether the module is a linear layer, embedding, convolution or batch norm, or one of `mpu`'s parallel linears;
-    not a subclass with its own forward, not the output layer of `nn.MultiheadAttention`, which is not called, and not
-    an embedding with `max_norm`, which changes its table in forward."""
+    """Return whether the module is a linear layer, embedding, convolution or batch norm, or one of `mpu`'s parallel
+    linears; not a subclass with its own forward, not the output layer of `nn.MultiheadAttention`, which is not called,
+    and not an embedding with `max_norm`, which changes its table in forward."""
     return isinstance(module, Compressible) or _compressed_class(module, mpu) is not None
 
 
@@ -237,7 +237,7 @@ def fix_compression(
 
 
 class Pruner(Protocol):
-    """What a training loop tells a pruner."""
+    """Calls of a training loop to a pruner."""
 
     def on_step_begin(self, local_step: int) -> None: ...
     def on_before_optimizer_step(self) -> None: ...

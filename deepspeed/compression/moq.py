@@ -71,7 +71,7 @@ class MoQQuantizer:
         """Of a parameter: a block in which all of it is there, and after which what it was set to stays."""
 
     def any_precision_switch(self) -> bool:
-        """Whether a parameter may lose a bit in the next call, so that eigenvalues are of use."""
+        """Return whether a parameter may lose a bit in the next call, so that eigenvalues are of use."""
         if self.layer_num == 0:
             return True
         return any(self._switches(param, self.qsteps + 1) for param in self._seen.values()) or not self._seen

@@ -25,7 +25,7 @@ __all__ = ["PackedConv2d", "PackedEmbedding", "PackedLinear", "PackedWeight", "p
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """How a weight lies in bytes. ``in_runs``: as the kernels of small products read it; else code behind code."""
+    """Byte layout of a weight. ``in_runs``: as the kernels of small products read it; else code behind code."""
 
     codes: Codes
     shape: tuple[int, ...]
@@ -42,8 +42,8 @@ class Packing:
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """How a layer's inputs are quantized. ``fixed``: the range is the buffer ``x_min_max``; else each token or image
-    has its own."""
+    """Quantization of a layer's inputs. ``fixed``: the range is the buffer ``x_min_max``; else each token or image has
+    its own."""
 
     bits: int
     symmetric: bool
@@ -51,7 +51,7 @@ class Inputs:
 
 
 class PackedWeight(nn.Module):
-    """What packed layers share.
+    """Common part of packed layers.
 
     Buffers: ``weight_packed`` (uint8, or int32 for the kernels), ``weight_scales`` (fp32 [groups]); asymmetric ones
     have ``weight_zeros`` [groups]; where columns were taken out of groups, ``weight_groups`` (int16) has the group of
@@ -179,7 +179,7 @@ class PackedLinear(PackedWeight, nn.Linear):
         return functional.linear(self._quantized_input(input, rows), self.weight, self.bias)
 
     def _multiplies_integers(self, input: Tensor) -> bool:
-        """Whether inputs and weights are integers, on the host, and each output has one scale."""
+        """Return whether inputs and weights are integers, on the host, and each output has one scale."""
         if (
             self.inputs is None
             or self.inputs.bits > 8

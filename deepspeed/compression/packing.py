@@ -28,7 +28,7 @@ MOST_BITS = 8
 
 @dataclass(frozen=True, slots=True)
 class Codes:
-    """Which codes, from 0 on, stand for which levels: level = ``first`` + ``step`` * code."""
+    """Codes, from 0 on, and the levels they stand for: level = ``first`` + ``step`` * code."""
 
     bits: int
     first: int
@@ -95,7 +95,7 @@ class Grid:
 
     @property
     def aligned(self) -> bool:
-        """Whether groups are whole rows, or rows whole groups."""
+        """Return whether groups are whole rows, or rows whole groups."""
         groups = self.scales.numel()
         return self.shape[0] % groups == 0 or groups % self.shape[0] == 0
 
@@ -127,7 +127,7 @@ class Grid:
         self.levels = torch.where(gone, level, self.levels)
 
     def _per_element(self, of_groups: Tensor) -> Tensor:
-        """Of the shape of the levels."""
+        """Expand values per group to the shape of the levels."""
         rows, columns = (
             torch.arange(size, device=of_groups.device) if left is None else left
             for size, left in zip(self.shape, (self.rows, self.columns), strict=True)

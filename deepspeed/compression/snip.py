@@ -25,7 +25,7 @@ Choice = Callable[[Mapping[str, Tensor], float], Sequence[Tensor]]
 
 
 def largest(parts: Mapping[str, Tensor], share: float) -> Sequence[Tensor]:
-    """Of all scores together."""
+    """Return the largest ``share`` of all scores together."""
     return top_mask(torch.cat(list(parts.values())), share).split([part.numel() for part in parts.values()])
 
 
@@ -71,13 +71,13 @@ class SnipMomentum:
         """Which of all scores stay; another one where the modules are not all on this rank."""
 
     def fits(self, weight: Tensor) -> bool:
-        """Whether a weight consists of whole blocks."""
+        """Return whether a weight consists of whole blocks."""
         rows, columns = weight.shape[0], weight[0].numel()
         return columns % self.m == 0 and (self.keeps_n_of_m or rows % self.n == 0)
 
     @property
     def active(self) -> bool:
-        """Whether this step scores weights."""
+        """Return whether this step scores weights."""
         return self.begin <= self.step <= self.end
 
     def on_step_begin(self, local_step: int) -> None:
@@ -121,7 +121,7 @@ class SnipMomentum:
             buffer.copy_((mask & buffer.view(mask.shape)).view(buffer.shape))
 
     def _importance(self, score: Tensor) -> Tensor:
-        """Of each block the mean score; of each M the sum of the scores that would go."""
+        """Return the mean score of each block; for each M, the sum of the scores that would go."""
         flat = score.flatten(1)
         rows, columns = flat.shape
         if not self.keeps_n_of_m:
@@ -146,6 +146,6 @@ def scores_of(module: Compressible) -> Tensor:
 
 
 def mask_of(module: Compressible) -> Tensor:
-    """Which weights of a module are kept, boolean and writable."""
+    """Return which weights of a module are kept, boolean and writable."""
     held: Any = module._buffers[MASK]
     return held

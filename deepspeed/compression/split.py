@@ -23,13 +23,13 @@ if TYPE_CHECKING:
     from deepspeed.parallel.tensor.layers import TensorParallelLayer
 
     class _Split(TensorParallelLayer, Compressible):
-        """What an object of these classes has as bases: a split layer, and the compressed layer that it was."""
+        """Bases of an object of these classes: a split layer, and the compressed layer that it was."""
 else:
     _Split = nn.Module
 
 
 class _InParts(_Split):
-    """What all of them have in common; first among the bases."""
+    """Common part of all of them; first among the bases."""
 
     def _adopt(self, module: nn.Module) -> None:
         super()._adopt(module)

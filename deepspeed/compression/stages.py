@@ -28,8 +28,8 @@ def methods_here(
     look_up: Callable[[nn.Module], Methods],
     has: Callable[[nn.Module], bool],
 ) -> tuple[Methods, Parted]:
-    """What ``look_up`` finds in the whole of ``model`` (rows of `get_compress_methods`), as far as it is on this rank.
-    ``has``: whether a module found under a name is the one meant, and no stand-in for one of another stage.
+    """Return the part of what ``look_up`` finds in the whole of ``model`` (rows of `get_compress_methods`) that is on
+    this rank. ``has``: whether a module found under a name is the one meant, and no stand-in for one of another stage.
 
     A module whose related ones are on other stages is in a row without them, and they are in one without techniques.
     """

@@ -1,4 +1,4 @@
-"""What a compressed module carries: how its weight, its input and its masks are changed in forward.
+"""State of a compressed module: how its weight, its input and its masks are changed in forward.
 
 The module's own ``weight`` stays what it is: a parameter under its own name, trained in full precision. Forward
 computes with ``compressed_weight()`` instead. The schedule switches each technique on (``..._enabled``) and says how
@@ -175,7 +175,7 @@ class Compressible(nn.Module):
         self.weight_quantization_enabled_in_forward = False
 
     def compressed_weight(self) -> Tensor:
-        """What forward computes with."""
+        """Return the weight with which forward computes."""
         return self.compressed(self.weight)
 
     def compressed(self, weight: Tensor) -> Tensor:
@@ -188,7 +188,7 @@ class Compressible(nn.Module):
         return weight
 
     def changes_weight(self) -> bool:
-        """Whether ``compressed`` does anything at this step."""
+        """Return whether ``compressed`` does anything at this step."""
         return self._quantizes_in_forward() or any(self._prunes(kind) for kind in _PRUNING)
 
     def _quantizes_in_forward(self) -> bool:

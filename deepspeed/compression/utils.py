@@ -185,7 +185,7 @@ Quantizers = type[SymQuantizer] | type[AsymQuantizer] | type[TernaryQuantizer] |
 
 
 def quantizer_for(bits: int, kind: str) -> Quantizers:
-    """What quantizes weights to `bits`: two bits are ternary and one is binary, whatever the `kind`."""
+    """Return the quantizer of weights to `bits`: two bits are ternary and one is binary, whatever the `kind`."""
     if bits <= 2:
         return TernaryQuantizer if bits == 2 else BinaryQuantizer
     if kind not in (SYMMETRIC, ASYMMETRIC):

@@ -1,4 +1,4 @@
-"""How difficulty grows with the steps of a curriculum (Li, Zhang and He 2022, the pacing functions of its appendix)."""
+"""Schedules of a curriculum's difficulty (Li, Zhang and He 2022, the pacing functions of its appendix)."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class CurriculumScheduler:
 
     @property
     def lacks_function(self) -> bool:
-        """Whether the schedule is custom, and its function has not been given."""
+        """Return whether the schedule is custom and its function has not been given."""
         return self.state["schedule_type"] == CUSTOM and self.custom_get_difficulty is None
 
     def get_state(self) -> dict[str, Any]:

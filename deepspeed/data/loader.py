@@ -92,8 +92,8 @@ class EpochSampler(Sampler[int]):
 
 @dataclass
 class Position:
-    """What the next batch depends on. The loader's parts share this object rather than the loader: a reference
-    cycle through worker processes would make their shutdown wait for timeouts."""
+    """Position on which the next batch depends. The loader's parts share this object rather than the loader: a
+    reference cycle through worker processes would make their shutdown wait for timeouts."""
 
     seed: int
     world_size: int
@@ -306,7 +306,7 @@ class DeepSpeedDataLoader:
     # ---- position ------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the next batch is: plain numbers, plus whatever the client's sampler or data set adds."""
+        """Return the position of the next batch: plain numbers, plus whatever the client's sampler or data set adds."""
         start = self._sampler_start
         if self._dataset_has_state:
             start = self.dataset.state_dict()
@@ -324,12 +324,12 @@ class DeepSpeedDataLoader:
 
     @property
     def _dataset_has_state(self) -> bool:
-        """Whether the data set is iterable and knows its position; in worker processes it is out of reach."""
+        """Return whether the data set is iterable and knows its position; in worker processes it is out of reach."""
         return self.iterable and hasattr(self.dataset, "load_state_dict") and self.num_local_io_workers == 0
 
     @property
     def _workers_have_state(self) -> bool:
-        """Whether worker processes tell where in an iterable data set they are."""
+        """Return whether worker processes tell where in an iterable data set they are."""
         return self.iterable and self.num_local_io_workers > 0 and stream_position.is_available()
 
     def _workers_state(self) -> dict[str, Any] | None:
@@ -420,7 +420,7 @@ def _innermost(sampler: Any) -> Any:
 
 
 def _epoch_start(sampler: Any) -> dict[str, Any]:
-    """What has to be restored for the sampler to yield the same epoch again."""
+    """Return the state to restore for the sampler to yield the same epoch again."""
     sampler = _innermost(sampler)
     start: dict[str, Any] = {}
     if hasattr(sampler, "state_dict"):
@@ -446,7 +446,7 @@ def _restore_epoch_start(sampler: Any, start: dict[str, Any]) -> None:
 
 
 class _Rest(Sampler[Any]):
-    """What a sampler yields after the part already taken; an EpochSampler skips that part itself."""
+    """Sampler of what another yields after the part already taken; an EpochSampler skips that part itself."""
 
     def __init__(self, sampler: Any, position: Position) -> None:
         self.sampler, self.position = sampler, position

@@ -31,8 +31,8 @@ class PackedRows:
 
 
 def plan_rows(lengths: Sequence[int], max_length: int) -> list[list[int]]:
-    """Which documents go into which row of ``max_length`` tokens: long ones first, each into the fullest row that has
-    room for it (best fit). The rows, and the documents in each, are in the order of the documents.
+    """Assign documents to rows of ``max_length`` tokens: long ones first, each into the fullest row that has room for
+    it (best fit). The rows, and the documents in each, are in the order of the documents.
 
     ValueError: a document is longer than a row.
     """
@@ -107,7 +107,8 @@ def _row(values: Any) -> Tensor:
 
 
 def document_mask(position_ids: Tensor) -> Tensor:
-    """Who sees whom, bool [rows, 1, tokens, tokens]: tokens of the same document that are not later; True: seen.
+    """Return the attention mask, bool [rows, 1, tokens, tokens], True where a token sees another: tokens of the same
+    document that are not later.
 
     As `torch.nn.functional.scaled_dot_product_attention` and Transformers (with `attn_implementation="sdpa"`) take it.
     """

@@ -1,4 +1,4 @@
-"""What a config asks of the engine's own loader. The samplers themselves are imported where one is asked for."""
+"""Requests of a config to the engine's own loader. The samplers themselves are imported where one is asked for."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ def _asks_for(config: _Config, way: str) -> bool:
 
 
 def has_curriculum(config: _Config) -> bool:
-    """Whether samples are chosen by their difficulty."""
+    """Return whether samples are chosen by their difficulty."""
     return _asks_for(config, "curriculum_learning")
 
 
 def varies_batches(config: _Config) -> bool:
-    """Whether batches are made by tokens. DeepSpeedConfigError: and by a curriculum."""
+    """Return whether batches are made by tokens. DeepSpeedConfigError: and by a curriculum."""
     if not _asks_for(config, "dynamic_batching"):
         return False
     if config.data_efficiency_config["data_sampling"]["curriculum_learning"]["enabled"]:

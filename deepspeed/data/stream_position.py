@@ -22,7 +22,7 @@ TORCHDATA = "torchdata"
 
 
 def is_available() -> bool:
-    """Whether torchdata is installed (the extra `data`)."""
+    """Return whether torchdata is installed (the extra `data`)."""
     return importlib.util.find_spec(TORCHDATA) is not None
 
 
@@ -71,7 +71,7 @@ class _Samples(Iterator[Any]):
         return sample
 
     def _owner(self) -> Any:
-        """Who knows the position; None: nobody."""
+        """Return the object that knows the position; None: none does."""
         for owner in (self._samples, self._dataset):
             if hasattr(owner, "state_dict") and hasattr(owner, "load_state_dict"):
                 return owner

@@ -1,4 +1,4 @@
-"""How fast each op is on this machine: short measurements for `ds_report --bench`, on the path that the op takes."""
+"""Speed of each op on this machine: short measurements for `ds_report --bench`, on the path that the op takes."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ OPTIMIZERS: dict[str, Callable[..., MultiTensorOptimizer]] = {
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """How much was moved in how many seconds; `what` names the work."""
+    """Work done in a number of seconds; `what` names it."""
 
     what: str
     nbytes: int

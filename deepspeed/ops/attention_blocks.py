@@ -19,7 +19,7 @@ _aten = torch.ops.aten
 
 
 class Order(enum.Enum):
-    """What a row sees by its place alone."""
+    """Visibility of columns to a row by position alone."""
 
     CAUSAL = "rows and columns are the same tokens; each sees itself and those before it"
 

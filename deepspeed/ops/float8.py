@@ -47,7 +47,7 @@ def _power_of_two(exponent: Tensor) -> Tensor:
 
 
 def has_float8_products(device: torch.device) -> bool:
-    """Whether ``device`` multiplies such matrices itself: NVIDIA's from compute capability 8.9 on."""
+    """Return whether ``device`` multiplies such matrices itself: NVIDIA's from compute capability 8.9 on."""
     if device.type != "cuda" or torch.version.hip is not None or not torch.cuda.is_available():
         return False
     return torch.cuda.get_device_capability(device) >= (8, 9)

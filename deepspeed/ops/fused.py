@@ -1,4 +1,4 @@
-"""What FusedAdam and FusedLion have in common: the methods of an interface that is older than `torch.optim`'s."""
+"""Common part of FusedAdam and FusedLion: the methods of an interface that is older than `torch.optim`'s."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ __all__ = ["Activation", "Matrix", "PagedLayer", "PagedPiece", "Program", "Step"
 
 
 class Weights(enum.IntEnum):
-    """How a matrix is stored."""
+    """Storage formats of a matrix."""
 
     BFLOAT16 = 0
     INT8 = 1
@@ -328,7 +328,7 @@ class Program:
 
 
 def bind(made: PagedLayer | _Rotary, pages: tuple[Tensor, Tensor]) -> None:
-    """Where an operation finds keys [blocks, kv heads, size, block size] and values. They must outlive its use."""
+    """Bind an operation to its keys [blocks, kv heads, size, block size] and values. They must outlive its use."""
     keys, values = pages
     made.keys, made.values = keys.data_ptr(), values.data_ptr()
     made.block_size = keys.shape[3]

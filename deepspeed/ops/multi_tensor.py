@@ -127,8 +127,7 @@ class Table:
         return [int(self.states[i]["step"]) for i in indices]
 
     def is_current(self, low_precision: Sequence[Tensor | None] | None) -> bool:
-        """Whether state, low-precision copies and all addresses except those of gradients match the
-        table."""
+        """Return whether state, low-precision copies and all addresses except those of gradients match the table."""
         if (low_precision is None) != (self.low_precision is None):
             return False
         if low_precision is not None and not _same(low_precision, self.low_precision or ()):
@@ -159,7 +158,7 @@ class Table:
 
 
 def result_of(closure: Callable[[], Any] | None) -> Any:
-    """What the closure of a ``step`` returns, with gradients; None without one."""
+    """Return the result of the closure of a ``step``, run with gradients; None without one."""
     if closure is None:
         return None
     with torch.enable_grad():
@@ -167,7 +166,7 @@ def result_of(closure: Callable[[], Any] | None) -> Any:
 
 
 def fits_kernel(tensor: Tensor, device: torch.device) -> bool:
-    """Whether a kernel on `device` can work on this tensor's memory."""
+    """Return whether a kernel on `device` can work on this tensor's memory."""
     return tensor.device == device and tensor.dtype in native.DTYPE_CODES and tensor.is_contiguous()
 
 
@@ -317,7 +316,7 @@ class MultiTensorOptimizer(torch.optim.Optimizer):
         self._tables.clear()
 
     def _own_context(self) -> UpdateContext:
-        """What ``step`` itself, to which all tensors are whole, knows about this update."""
+        """Return the context of ``step`` itself, to which all tensors are whole."""
         return ALONE
 
     def step_fragments(

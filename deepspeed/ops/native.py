@@ -131,13 +131,12 @@ def isa() -> str | None:
 
 
 def path_of_ops() -> str:
-    """What `ds_report` prints for operations on the host: the instruction set, or "torch" for the
-    fallback."""
+    """Return what `ds_report` prints for operations on the host: the instruction set, or "torch" for the fallback."""
     return isa() or "torch"
 
 
 def is_native(tensor: Tensor) -> bool:
-    """Whether the kernels can work on this tensor's memory: on the CPU, contiguous, fp32, bf16 or fp16."""
+    """Return whether the kernels can work on this tensor's memory: on the CPU, contiguous, fp32, bf16 or fp16."""
     return tensor.device.type == "cpu" and tensor.dtype in DTYPE_CODES and tensor.is_contiguous()
 
 

@@ -31,7 +31,7 @@ class PagedPieces:
 
 
 def takes(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether the kernel is there for a cache of this dtype on this device."""
+    """Return whether there is a kernel for a cache of this dtype on this device."""
     return device.type == "cpu" and dtype in DTYPE_CODES and library() is not None
 
 

@@ -18,7 +18,7 @@ class _Uploaded(NamedTuple):
 
 
 class Round(NamedTuple):
-    """What one run of the kernel updates: tensors with the same count of steps."""
+    """Tensors that one run of the kernel updates: those with the same count of steps."""
 
     steps: int
     segments: Tensor

@@ -116,7 +116,9 @@ def _unpacked(words: Tensor, bits: int) -> Tensor:
 
 
 def by_kernel(kind: Weights, rows: int) -> bool:
-    """Whether a product of ``rows`` rows is computed by the host kernel, or by torch: the one place that decides it."""
+    """Return whether a product of ``rows`` rows is computed by the host kernel, or by torch: the one place that decides
+    it.
+    """
     return 1 <= rows <= most_rows(kind) and library() is not None
 
 
@@ -133,7 +135,7 @@ def program_rows(kind: Weights) -> int:
 
 
 def takes_bfloat16(weight: Tensor) -> bool:
-    """Whether ``product`` has a kernel for such a weight."""
+    """Return whether ``product`` has a kernel for such a weight."""
     return (
         weight.device.type == "cpu"
         and weight.dtype is torch.bfloat16

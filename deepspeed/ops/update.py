@@ -41,7 +41,7 @@ class WholeMatrixUpdate(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateTraits:
-    """What an optimizer's update is, and what it needs besides tensors and their gradients."""
+    """Traits of an optimizer's update: what it needs besides tensors and their gradients."""
 
     fused: bool = True
     """Whether it has ``step_fragments``: one pass over memory, without copies of gradients."""
@@ -72,12 +72,12 @@ class UpdateTraits:
 
     @property
     def joins_ranks(self) -> bool:
-        """Whether the update is collective, so that ranks without a fragment participate as well."""
+        """Return whether the update is collective, so that ranks without a fragment participate as well."""
         return self.segment_sums or self.whole_matrices or self.own_communication
 
     @property
     def needs_context(self) -> bool:
-        """Whether an ``UpdateContext`` can make a difference to it."""
+        """Return whether an ``UpdateContext`` can make a difference to it."""
         return self.joins_ranks or self.gradient_norm
 
 
@@ -87,7 +87,7 @@ FOREIGN = UpdateTraits(fused=False)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateContext:
-    """What an update can ask of whoever holds the tensors, as far as its traits say that it does. None: the tensors are
+    """Services of whoever holds the tensors to an update, as far as its traits ask for them. None: the tensors are
     whole, and nobody knows more."""
 
     gradient_norm: float | None = None
@@ -117,7 +117,7 @@ class Fragments(Protocol):
     def grads(self) -> Sequence[Tensor]: ...
     @property
     def lows(self) -> Sequence[Tensor | None]:
-        """Where not None, receives the updated master rounded to its dtype."""
+        """Return the tensors that receive the updated master rounded to their dtype; None where there is none."""
         ...
 
     @property
@@ -157,14 +157,15 @@ class CommunicatingOptimizer(FragmentOptimizer, Protocol):
     """One with ``own_communication``. An engine calls these methods at the same time on every rank."""
 
     def keeps_own_gradients(self) -> bool:
-        """Whether, once the coming step is applied, the following gradients should be left as they are on each rank.
+        """Return whether, once the coming step is applied, the following gradients should be left as they are on each
+        rank.
 
         They are as soon as every rank says so, and summed again as soon as one does not; the update is told which by
         ``UpdateContext.holders``. Asked before each step, maybe repeatedly."""
         ...
 
     def own_state(self) -> dict[str, Any]:
-        """What a checkpoint must hold of this rank besides the groups and the state by parameter: plain values and
+        """Return the rank's own state for a checkpoint, besides the groups and the state by parameter: plain values and
         tensors."""
         ...
 
@@ -189,6 +190,6 @@ class DebtKeeper(Protocol):
 
 
 def traits_of(optimizer: Any) -> UpdateTraits:
-    """What ``optimizer`` declares, FOREIGN if it declares nothing."""
+    """Return the traits that ``optimizer`` declares, FOREIGN if it declares none."""
     declared = getattr(optimizer, "update_traits", None)
     return declared if isinstance(declared, UpdateTraits) else FOREIGN

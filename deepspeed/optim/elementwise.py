@@ -1,4 +1,4 @@
-"""Whether an optimizer treats every element independently, so that ZeRO may partition its tensors anywhere.
+"""Test of whether an optimizer treats every element independently, so that ZeRO may partition its tensors anywhere.
 
 Decided by trial, not by a list: a small matrix is updated once as a whole and once as two flat pieces.
 Optimizers that use norms, rows or matrices (LAMB, LARS, Adafactor, Muon, Shampoo), or need a closure or

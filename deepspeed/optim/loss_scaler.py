@@ -75,7 +75,7 @@ class LossScaler(LossScalerBase):
 
     @property
     def spent(self) -> bool:
-        """Whether an overflow would have no effect any more, as the scale cannot fall."""
+        """Return whether another overflow would change nothing, since the scale cannot fall further."""
         return not self.dynamic or (self.tolerance_left <= 1 and self.scale <= self.plan.minimum)
 
     def update(self, overflow: bool) -> None:

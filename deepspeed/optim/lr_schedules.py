@@ -121,7 +121,7 @@ def _warmup_fraction(iteration: int, num_steps: int, kind: str) -> float:
 
 
 class _Schedule:
-    """What all schedules share: the iteration, its state, and writing rates into the groups."""
+    """Common part of all schedules: the iteration, its state, and writing rates into the groups."""
 
     def __init__(self, optimizer: Any, last_batch_iteration: int) -> None:
         self.optimizer = get_torch_optimizer(optimizer)

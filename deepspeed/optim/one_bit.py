@@ -1,4 +1,4 @@
-"""What the 1-bit optimizers share: counting updates, one's own gradients, errors, and what each rank saves."""
+"""Common part of the 1-bit optimizers: update counts, local gradients, errors, and the state that each rank saves."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class OneBitOptimizer(MultiTensorOptimizer):
     # Subclasses -----------------------------------------------------------------------------------------------
 
     def warms_up(self, update: int) -> bool:
-        """Whether this update needs the sum of gradients in full."""
+        """Return whether this update needs the sum of gradients in full."""
         raise NotImplementedError
 
     def update_own(

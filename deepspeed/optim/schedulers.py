@@ -55,7 +55,7 @@ def advance(schedule: Any, lr_kwargs: Mapping[str, Any], samples: int) -> None:
 
 @lru_cache(maxsize=16)
 def _needs_argument(step: Callable[..., Any]) -> bool:
-    """Whether the method ``step`` has a parameter, besides its object, that must be given by place."""
+    """Return whether the method ``step`` has a parameter, besides its object, that must be given by position."""
     own = list(inspect.signature(step).parameters.values())[1:]
     by_place = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return any(param.kind in by_place and param.default is param.empty for param in own)

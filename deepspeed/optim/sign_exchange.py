@@ -45,7 +45,7 @@ class Line:
             self.members.append(id(found))
 
     def starts(self) -> dict[int, int]:
-        """Where each member begins."""
+        """Return the start of each member."""
         found, position = {}, 0
         for member, numel in zip(self.members, self.numels, strict=False):
             found[member] = position

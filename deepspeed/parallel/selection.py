@@ -120,5 +120,5 @@ FROM_CONFIG: tuple[Factory, ...] = (
 
 
 def from_config(config: DeepSpeedConfig) -> list[ModuleTransform]:
-    """What the config asks for, in the order above."""
+    """Return the transforms that the config asks for, in the order above."""
     return [made for make in FROM_CONFIG if (made := make(config)) is not None]

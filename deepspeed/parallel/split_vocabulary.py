@@ -50,8 +50,8 @@ class VocabularyPart:
     def columns(
         self, words: Tensor, chosen: Tensor | None = None, run: slice | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Which ``words`` (that are ``chosen``) are among this rank's own, or a ``run`` of these, and in which column
-        of its logits (0 for others)."""
+        """Return which ``words`` (of those ``chosen``) belong to this rank, or to a ``run`` of its words, and their
+        column in its logits (0 for others)."""
         run = run or slice(0, self.own)
         column = words - (self.first + run.start)
         inside = (column >= 0) & (column < run.stop - run.start)
@@ -169,14 +169,16 @@ def cross_entropy(
 def log_probabilities(
     logits: Tensor, words: Tensor, part: VocabularyPart, ignore_index: int = -100
 ) -> Tensor:
-    """Of ``words`` [rows, k] by ``logits`` [rows, own], fp32 (fp64), 0 for ``ignore_index``. Collective."""
+    """Return the log-probabilities of ``words`` [rows, k] under ``logits`` [rows, own], fp32 (fp64), 0 for
+    ``ignore_index``. Collective.
+    """
     found: Tensor = _LogProbs.apply(logits, words, words != ignore_index, part)  # pyright: ignore
     return found
 
 
 @untraced
 def entropy(logits: Tensor, group: Communicator) -> Tensor:
-    """Of each row of ``logits`` [rows, own] in nats. Collective."""
+    """Return the entropy of each row of ``logits`` [rows, own] in nats. Collective."""
     found: Tensor = _Entropy.apply(logits, group)  # pyright: ignore[reportAssignmentType]
     return found
 
@@ -198,8 +200,8 @@ def row_runs(count: int, rows: int) -> list[slice]:
 
 @dataclass(frozen=True)
 class _Softmax:
-    """Of logits [rows, own]: the highest of each row and the logarithm of the sum of exponentials relative to it.
-    (Their sum would lose the second where the first is large.)"""
+    """Normalizer of logits [rows, own]: the maximum of each row and the logarithm of the sum of exponentials relative
+    to it. (Their sum would lose the second where the first is large.)"""
 
     logits: Tensor
     top: Tensor
@@ -232,7 +234,7 @@ def _tops(group: Communicator, *all_logits: Tensor) -> Tensor:
 
 
 def _softmaxes(group: Communicator, *all_logits: Tensor) -> list[_Softmax]:
-    """Of logits of equal shape, in two collectives."""
+    """Return the normalizers of logits of equal shape, in two collectives."""
     tops = _tops(group, *all_logits)
     dtype = tops.dtype
     totals = torch.zeros_like(tops)
@@ -383,7 +385,7 @@ class _Divergence(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """Of p: p (log p - log q - KL); of q: q - p."""
+        """Compute the gradients of p: p (log p - log q - KL), and of q: q - p."""
         of_p, of_q, *statistics, divergence = ctx.saved_tensors
         p, q = _Softmax(of_p, *statistics[::2]), _Softmax(of_q, *statistics[1::2])
         needed = ctx.needs_input_grad

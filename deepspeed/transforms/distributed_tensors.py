@@ -44,7 +44,7 @@ def is_dtensor(value: object) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How a parameter lies as a DTensor: its mesh, the placements over it, and shape and stride of the whole."""
+    """Layout of a parameter as a DTensor: its mesh, the placements over it, and shape and stride of the whole."""
 
     mesh: DeviceMesh
     placements: tuple[Any, ...]
@@ -242,7 +242,7 @@ def _remove_hooks(param: Any) -> None:
 def _distribute_state(
     owner: nn.Module, state: dict[str, Any], prefix: str, local_metadata: Mapping[str, Any]
 ) -> None:
-    """What ``module.state_dict()`` shows: DTensors, as before. Not where parameters themselves are asked for
+    """Show DTensors in ``module.state_dict()``, as before. Not where parameters themselves are asked for
     (``keep_vars``), nor where they are sharded further."""
     for name, value, layout in _entries(owner, state, prefix):
         if not isinstance(value, nn.Parameter) and not is_zero_param(owner._parameters[name]):
@@ -250,7 +250,7 @@ def _distribute_state(
 
 
 def _take_parts(owner: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """What ``module.load_state_dict`` may be given besides parts: DTensors and whole tensors."""
+    """Accept DTensors and whole tensors besides parts in ``module.load_state_dict``."""
     for name, value, _layout in _entries(owner, state, prefix):
         if is_dtensor(value):
             state[prefix + name] = value.to_local()  # type: ignore[attr-defined]

@@ -52,7 +52,7 @@ class ModuleTransform(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransformReport:
-    """What one transform did. ``renamed``: tensors of its result's state dict that exports keep under new names."""
+    """Report of one transform. ``renamed``: tensors of its result's state dict that exports keep under new names."""
 
     name: str
     summary: str
@@ -65,7 +65,7 @@ class TransformReport:
 
 
 class TransformContext:
-    """What a transform knows, and where it says what it did.
+    """Context of a transform: what it knows, and where it reports.
 
     ``plan``, ``config`` and ``mesh`` are those of the engine to be.
     """
@@ -165,7 +165,7 @@ def _is_taken(module: nn.Module) -> bool:
 
 
 def transforms_of(module: nn.Module) -> Transforms:
-    """What was requested for, or done to, this module; empty if nothing was."""
+    """Return the transforms that were requested for, or done to, this module; empty if there are none."""
     return vars(module).get(_RECORD) or Transforms()
 
 

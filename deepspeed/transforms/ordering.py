@@ -29,7 +29,7 @@ INPUT_ORDER = ("curriculum", "sequence_parallel")
 
 
 class Ordered(Protocol):
-    """What has a place in an order. ``after`` and ``before`` name transforms that need not be present."""
+    """Member of an order. ``after`` and ``before`` name transforms that need not be present."""
 
     @property
     def name(self) -> str: ...

@@ -50,7 +50,7 @@ class ProgressiveLayerDrop:
 
 
 def keep_probability(layer: int, layers: int, theta: float) -> float:
-    """Of the ``layer``-th of ``layers``, counted from 1."""
+    """Return the keep probability of the ``layer``-th of ``layers``, counted from 1."""
     return 1.0 - layer / layers * (1.0 - theta)
 
 
@@ -140,7 +140,7 @@ class LayerDrop:
 
 
 def takes_theta(module: nn.Module) -> bool:
-    """Whether the model drops layers itself: its forward names ``pld_theta``, or takes any keyword. (Those of
+    """Return whether the model drops layers itself: its forward names ``pld_theta``, or takes any keyword. (Those of
     Transformers take any, and ignore it.)"""
     parameters = inspect.signature(module.forward).parameters
     anything = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())

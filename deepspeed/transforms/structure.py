@@ -1,4 +1,4 @@
-"""What a module consists of at one moment: to see what a transform changed, and to take it back."""
+"""Snapshot of a module's structure: to see what a transform changed, and to undo it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Changes:
 
 
 class Structure:
-    """Which modules, parameters and buffers a module has. Refers to them, and copies no values."""
+    """The modules, parameters and buffers that a module has. Refers to them, and copies no values."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -54,7 +54,7 @@ class Structure:
         """Shapes of the state dict."""
 
     def changes_to(self, now: Structure) -> Changes:
-        """What happened between this structure and ``now``, one of the same module."""
+        """Return the changes between this structure and ``now``, one of the same module."""
         places = {
             path: each
             for path, each in now.modules.items()
@@ -91,7 +91,7 @@ class Structure:
 
 
 def _own(module: nn.Module) -> tuple[Any, ...]:
-    """What a module has apart from the content of its children; comparable."""
+    """Return a comparable key of what a module has apart from the content of its children."""
     tensors = [
         (name, id(tensor), _kind(tensor) if tensor is not None else None)
         for table in (module._parameters, module._buffers)

@@ -1,4 +1,4 @@
-"""What became of parameters that an optimizer may hold already."""
+"""Successors of parameters that an optimizer may hold already."""
 
 from __future__ import annotations
 

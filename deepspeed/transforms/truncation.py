@@ -44,7 +44,7 @@ class CurriculumLength:
 
 
 def takes_length(module: nn.Module) -> bool:
-    """Whether the module's forward cuts sequences itself, when it is told how long they may be."""
+    """Return whether the module's forward cuts sequences itself, when it is told how long they may be."""
     parameters = inspect.signature(module.forward).parameters
     if ARGUMENT in parameters:
         return True

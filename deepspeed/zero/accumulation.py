@@ -40,8 +40,9 @@ class AccumulationClock:
 
     @property
     def mid_update(self) -> bool:
-        """Whether there are micro-batches whose update is still to come: some were counted since the last boundary, or
-        the caller has said that the last backward was not the boundary. ``zero_grad`` keeps gradients meanwhile."""
+        """Return whether there are micro-batches whose update is still to come: some were counted since the last
+        boundary, or the caller has said that the last backward was not the boundary. ``zero_grad`` keeps gradients
+        meanwhile."""
         return self.position > 0 or self._forced is False
 
     @property

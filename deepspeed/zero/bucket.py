@@ -66,7 +66,7 @@ class ParamBucket:
         param.data = view
 
     def note_addresses(self, apart: Container[int] = ()) -> None:
-        """Where the parameters are now is where they belong, but for those at the positions ``apart``."""
+        """Record the current addresses of the parameters as their proper ones, except at the positions ``apart``."""
         addresses = map(_address, self.params)
         self._addresses = [_NOWHERE if i in apart else address for i, address in enumerate(addresses)]
 

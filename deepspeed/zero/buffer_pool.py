@@ -37,8 +37,8 @@ class BufferPool:
         return torch.empty(numel, dtype=dtype, device=device)
 
     def parts(self, buffer: Tensor, user: Hashable, cut: Callable[[Tensor], list[Tensor]]) -> list[Tensor]:
-        """What ``cut`` makes of a lent buffer for this user: views of it. Kept as long as the buffer is, since steps
-        repeat; to be dropped when the buffer is given back."""
+        """Return the views that ``cut`` makes of a lent buffer for this user. Kept as long as the buffer is, since
+        steps repeat; dropped when the buffer is given back."""
         known = vars(buffer).setdefault(_PARTS, {})
         parts = known.get(user)
         if parts is None:
@@ -65,7 +65,7 @@ class BufferPool:
             event.wait()
 
     def devices(self) -> set[torch.device]:
-        """Of the free buffers."""
+        """Return the devices of the free buffers."""
         return {device for (_, device), free in self._free.items() if free}
 
     def clear(self) -> None:

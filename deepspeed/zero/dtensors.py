@@ -15,7 +15,8 @@ Interval = tuple[int, int]
 
 
 def placement_of_dtensor(tensor: DTensor, axes: Sequence[str] | None = None) -> Placement:
-    """Where the local part of a DTensor lies. ``axes``: our names of the dims of its mesh, by default their own.
+    """Return the placement of the local part of a DTensor. ``axes``: our names of the dims of its mesh, by default
+    their own.
 
     Dims of the mesh split one after the other, each what the ones before it left, into chunks as ``torch.chunk`` makes
     them. ValueError: a placement that is neither ``Shard`` nor ``Replicate`` (partial sums), or a strided shard (the
@@ -56,7 +57,7 @@ def _dim(how: Layout, ndim: int) -> int | None:
 
 
 def _factor(how: Layout) -> int:
-    """How many matrices lie side by side."""
+    """Return how many matrices lie side by side."""
     return int(how.split_factor) if isinstance(how, _StridedShard) else 1
 
 

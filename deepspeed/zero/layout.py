@@ -1,4 +1,4 @@
-"""How parameters are laid out in buckets and sharded across ranks: pure arithmetic, no torch.distributed.
+"""Layout of parameters in buckets and shards across ranks: pure arithmetic, no torch.distributed.
 
 A *bucket* is a run of parameters of one gather unit that share a communicator, a dtype and a wire dtype, laid end
 to end, padded, and divided evenly among the ranks of its group: rank ``r`` owns slice ``r`` (ZeRO, Rajbhandari et al.
@@ -25,7 +25,7 @@ NOBODY = -1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParamSpec:
-    """What the layout needs to know about one parameter; ``index`` is its position in the engine's list."""
+    """Description of one parameter for the layout; ``index`` is its position in the engine's list."""
 
     index: int
     name: str
@@ -47,7 +47,7 @@ class ParamSpec:
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """Where one parameter is inside its bucket: elements ``[offset, offset + numel)``."""
+    """Position of one parameter inside its bucket: elements ``[offset, offset + numel)``."""
 
     param: int
     offset: int
@@ -103,7 +103,7 @@ class BucketLayout:
         return [(rank, *cut.interval(rank, slot.numel)) for rank in cut.shards(0, slot.numel)]
 
     def cut_of(self, slot: Slot) -> Cut:
-        """How one parameter is divided among the shards."""
+        """Return how one parameter is divided among the shards."""
         return Cut(slot.offset, self.shard_numel, self.num_shards)
 
     def owned(self, rank: int) -> tuple[Fragment, ...]:

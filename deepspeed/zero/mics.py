@@ -80,4 +80,4 @@ class MiCS_Init(Init):
 
 
 class MiCS_Optimizer(DeepSpeedZeroOptimizer_Stage3):
-    """What the engine returns at stage 3 with ``mics_shard_size``."""
+    """The optimizer that the engine returns at stage 3 with ``mics_shard_size``."""

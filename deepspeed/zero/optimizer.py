@@ -173,11 +173,11 @@ class ZeroOptimizer(HasMovableStates, ZeROOptimizer):
 
     @property
     def low_precision_dtype(self) -> torch.dtype:
-        """Of the model's own weights."""
+        """Return the dtype of the model's own weights."""
         return self.executor.plan.precision.param or torch.float32
 
     def needs_scaler(self) -> bool:
-        """Whether a loss has to be multiplied by the loss scale before its backward (fp16)."""
+        """Return whether a loss has to be multiplied by the loss scale before its backward (fp16)."""
         return self.executor.scaler.plan.active
 
     def scale_if_loss(self, value: Any) -> Any:
@@ -194,12 +194,14 @@ class ZeroOptimizer(HasMovableStates, ZeROOptimizer):
 
     @property
     def overflow(self) -> bool:
-        """Whether the last step was skipped because of a non-finite gradient."""
+        """Return whether the last step was skipped because of a non-finite gradient."""
         return self.last is not None and not self.last.applied
 
     @property
     def check_grad_overflow(self) -> bool:
-        """Whether steps with non-finite gradients are skipped: always in fp16, as ``bf16.check_grad_overflow`` says."""
+        """Return whether steps with non-finite gradients are skipped: always in fp16, as ``bf16.check_grad_overflow``
+        says.
+        """
         return self.executor.plan.precision.check_overflow
 
     def check_overflow(self, *_: Any, **__: Any) -> bool:

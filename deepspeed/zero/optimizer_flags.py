@@ -49,7 +49,9 @@ def set_optimizer_flags(config_class: Any, model: torch.nn.Module) -> None:
 
 
 def _heads(name: str, shape: torch.Size, model: torch.nn.Module) -> int | None:
-    """How many heads the outputs of a matrix are; None: it is no such projection, or its shape says something else."""
+    """Return how many heads the outputs of a matrix form; None: it is no such projection, or its shape says something
+    else.
+    """
     config = getattr(model, "config", None)
     config = getattr(config, "text_config", None) or config
     layer = name.removesuffix(".weight").rpartition(".")[2]

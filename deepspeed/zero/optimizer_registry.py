@@ -25,7 +25,8 @@ OptimizerClass = Callable[..., torch.optim.Optimizer]
 
 @dataclass(frozen=True, slots=True)
 class BuiltIn:
-    """Where an optimizer is defined, as "module:name" under `deepspeed`: only the one that a run uses is imported."""
+    """Location of an optimizer's class, as "module:name" under `deepspeed`: only the one that a run uses is
+    imported."""
 
     path: str
     extra_keys: tuple[str, ...] = ()
@@ -91,7 +92,7 @@ def build_optimizer(
 
 
 def check_optimizer(name: Any, params: Any = None) -> list[str]:
-    """What is wrong with an `optimizer` section, as messages to its author; empty if nothing is."""
+    """Return the mistakes of an `optimizer` section, as messages to its author; empty if there are none."""
     if not isinstance(name, str) or not name:
         return [f"optimizer.type={name!r} must be the name of an optimizer"]
     if params is not None and not isinstance(params, dict):

@@ -20,7 +20,9 @@ from deepspeed.base.sharded import full_numel, full_shape, is_zero_param
 
 
 class ZeroParamStatus(enum.Enum):
-    """Whether the whole parameter is in memory; one per parameter, following the status of its home."""
+    """Status of a parameter: whether the whole of it is in memory; one per parameter, following the status of its
+    owner.
+    """
 
     AVAILABLE = 1
     NOT_AVAILABLE = 2
@@ -40,7 +42,7 @@ class ZeRORuntimeException(RuntimeError):
 
 
 class Home(Protocol):
-    """What holds the slices of a partitioned parameter; ``position`` identifies it there."""
+    """Owner of the slices of a partitioned parameter; ``position`` identifies the parameter there."""
 
     communicator: Any
     """Of the ranks that together hold the parameter."""
@@ -95,8 +97,8 @@ _ATTRIBUTES = (
 
 
 def is_cast(tensor: Tensor) -> bool:
-    """Whether a dtype for the model is meant for this tensor: not for integers, nor for quantized values, such as
-    frozen weights in 8 bits, which are nothing without their scales."""
+    """Return whether a dtype for the model is meant for this tensor: not for integers, nor for quantized values, such
+    as frozen weights in 8 bits, which are nothing without their scales."""
     return tensor.is_floating_point() and (tensor.itemsize > 1 or tensor.requires_grad)
 
 

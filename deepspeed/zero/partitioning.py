@@ -1,4 +1,4 @@
-"""How parameters are partitioned: from a module and a plan to bucket layouts. No allocation, no communication.
+"""Partitioning of parameters: from a module and a plan to bucket layouts. No allocation, no communication.
 
 Both the engine and the memory planner (``deepspeed/planning``) start here, so what is planned is what is built.
 """

@@ -59,14 +59,14 @@ def find_placements(params: Iterable[Tensor], mesh: ProcessMesh, scopes: Scopes)
 
 
 def is_stack(param: Tensor) -> bool:
-    """Whether the first dim of a parameter numbers experts, each of which has a matrix of its own."""
+    """Return whether the first dim of a parameter numbers experts, each of which has a matrix of its own."""
     stacked = bool(getattr(param, STACKED, False)) or not getattr(param, "allreduce", True)
     return stacked and len(full_shape(param)) > 2
 
 
 def in_parts(param: Tensor, *, matrices: bool = False) -> bool:
-    """Whether the rank holds a part of a tensor, whatever splits it, or with ``matrices`` parts of matrices: a run of
-    stacked ones is whole. The slices of ZeRO do not count."""
+    """Return whether the rank holds a part of a tensor, whatever splits it, or with ``matrices`` parts of matrices: a
+    run of stacked ones is whole. The shards of ZeRO do not count."""
     placement, own = placement_of(param), tuple(full_shape(param))
     whole = placement.global_shape
     if EXPERTS in placement.split and len(whole) > len(
@@ -114,7 +114,7 @@ def counted(param: Tensor, values: Tensor, start: int) -> list[Tensor]:
 
 
 def _regions(placement: Placement, start: int, stop: int) -> list[Region]:
-    """Of the elements ``[start, stop)`` those that no other rank counts."""
+    """Return the regions of the elements ``[start, stop)`` that no other rank counts."""
     return without(regions(placement.index("", start, stop)), placement.elsewhere)
 
 
@@ -133,8 +133,8 @@ def _read_marks(params: Sequence[Tensor], mesh: ProcessMesh) -> None:
 
 
 def _count_once(params: Sequence[Tensor], mesh: ProcessMesh) -> None:
-    """Of copies on several ranks those of the first of ``tp`` count; of a weight that stages tie without a scope of its
-    own, those of the stage that does not mark it ``ds_pipe_replicated``."""
+    """Decide which copy counts: of copies on several ranks those of the first of ``tp``; of a weight that stages tie
+    without a replica group of its own, those of the stage that does not mark it ``ds_pipe_replicated``."""
     first = mesh.rank("tp") == 0
     for param in params:
         tied = bool(getattr(param, "ds_pipe_replicated", False)) and not hasattr(param, SHARED_BY)

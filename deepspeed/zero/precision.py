@@ -47,8 +47,8 @@ def _is_low(dtype: torch.dtype | None) -> bool:
 
 
 def _has_statistics(module: nn.Module) -> bool:
-    """Whether it normalizes by running statistics: BatchNorm, SyncBatchNorm, InstanceNorm with statistics, and
-    other packages' classes modeled on them."""
+    """Return whether the module normalizes by running statistics: BatchNorm, SyncBatchNorm, InstanceNorm with
+    statistics, and other packages' classes modeled on them."""
     buffers = module._buffers
     return buffers.get("running_mean") is not None and buffers.get("running_var") is not None
 

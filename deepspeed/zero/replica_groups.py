@@ -1,4 +1,4 @@
-"""Which ranks hold the same weights, per kind of weights.
+"""Groups of ranks that hold the same weights, per kind of weights.
 
 A *scope* is the ranks over which the gradients of a bucket are summed, how one copy of its states is sharded among
 them, and by what the mean divides. Dense weights have one scope, all data-parallel ranks (times those that share a
@@ -97,12 +97,12 @@ class Scope:
 
     @property
     def first_replica(self) -> bool:
-        """Whether this rank's copy counts where each slice must count once (norms)."""
+        """Return whether this rank's copy counts where each slice must count once (norms)."""
         return self.divided or self.replicas.rank == 0
 
     @property
     def first_holder(self) -> bool:
-        """Whether this is the first of the ranks that hold the same, where each has all of it."""
+        """Return whether this is the first of the ranks that hold the same, where each has all of it."""
         return self.shard.rank == 0 and self.first_replica
 
     @property
@@ -155,8 +155,8 @@ class Scopes:
 
     @property
     def share_weights(self) -> bool:
-        """Whether another rank holds some of the weights of this one, so that the sums of their gradients wait for it:
-        also a rank of another stage (ties) or with other parts of the rest of the model (tokens divided)."""
+        """Return whether another rank holds some of the weights of this one, so that the sums of their gradients wait
+        for it: also a rank of another stage (ties) or with other parts of the rest of the model (tokens divided)."""
         return any(scope.everyone.size > 1 for scope in self._known.values())
 
     @cached_property
@@ -244,7 +244,7 @@ def _communicator(ranks: tuple[int, ...], everyone: Communicator) -> Communicato
 
 
 class ScopeTable(Protocol):
-    """What most parts need of ``Scopes``: those of a plan have no ranks behind them."""
+    """Interface of ``Scopes`` that most parts use: those of a plan have no ranks behind them."""
 
     @property
     def everyone(self) -> Communicator: ...

@@ -39,7 +39,7 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True)
 class GradReport:
-    """What all ranks must know at a boundary: who used which parameter, the norm, late arrivals, and which of the
+    """Report that all ranks agree on at a boundary: who used which parameter, the norm, late arrivals, and which of the
     parameters not trained yet have a gradient (``woken``). ``changes``: some rank of the whole model has either, and
     all must report again. ``own``: every rank's optimizer wants the next gradients unsummed."""
 

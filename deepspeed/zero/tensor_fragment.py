@@ -44,7 +44,7 @@ def _access(param: nn.Parameter) -> StateAccess | None:
 
 
 def is_kept_by_engine(param: nn.Parameter) -> bool:
-    """Whether an engine keeps state for the parameter."""
+    """Return whether an engine keeps state for the parameter."""
     return _access(param) is not None
 
 

@@ -22,7 +22,7 @@ CLIP_EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_
 
 
 def is_model_parallel_parameter(p: Tensor) -> bool:
-    """Whether the ranks of a model-parallel group hold pieces of this parameter (and not a copy each)."""
+    """Return whether the ranks of a model-parallel group hold pieces of this parameter (and not a copy each)."""
     marked = getattr(p, "model_parallel", False) or getattr(p, "tensor_model_parallel", False)
     placed: Placement | None = getattr(p, ATTRIBUTE, None)
     return bool(marked or (placed is not None and "tp" in placed.split))

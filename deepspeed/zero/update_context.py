@@ -1,4 +1,4 @@
-"""What the engine does for an optimizer's update, by the optimizer protocol (``deepspeed/ops/update.py``)."""
+"""Services of the engine to an optimizer's update, by the optimizer protocol (``deepspeed/ops/update.py``)."""
 
 from __future__ import annotations
 

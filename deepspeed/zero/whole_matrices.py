@@ -40,7 +40,7 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """Where one matrix is: its parts in order, and the rank that assembles it."""
+    """Location of one matrix: its parts in order, and the rank that assembles it."""
 
     param: int
     shape: tuple[int, ...]
@@ -152,8 +152,8 @@ class OwnMatrices:
 
 
 def matrix_shape(param: Tensor) -> tuple[int, ...]:
-    """How an update sees a parameter: [rows, all others], or a stack [experts, rows, all others]. Vectors as they
-    are."""
+    """Return the shape in which an update sees a parameter: [rows, all others], or a stack [experts, rows, all others].
+    Vectors as they are."""
     shape = tuple(full_shape(param))
     kept = 2 if is_stack(param) else 1
     return shape if len(shape) <= kept else (*shape[:kept], math.prod(shape[kept:]))

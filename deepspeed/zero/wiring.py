@@ -1,4 +1,4 @@
-"""How the parts that move gradients and weights are made and connected: one place, for a run and for its plan.
+"""Construction and wiring of the parts that move gradients and weights: one place, for a run and for its plan.
 
 ``engine/assembly.py`` hands in real ranks and memory; ``planning/rehearsal.py`` hands in ranks that answer
 immediately and memory that is only counted. So what is planned is what is built.
@@ -171,13 +171,13 @@ def make_reducer(
 
 
 def cadence(plan: Plan, coordinator: ParamCoordinator | None) -> Cadence:
-    """How often gradients travel. At stage 3, with room for every parameter there is also room for whole gradients
-    between micro-batches: then each is communicated only once per step."""
+    """Choose how often gradients travel. At stage 3, with room for every parameter there is also room for whole
+    gradients between micro-batches: then each is communicated only once per step."""
     if coordinator is None:
         return plan.zero.cadence
     return Cadence.AT_BOUNDARY if coordinator.keeps_all else Cadence.EVERY_MICRO_BATCH
 
 
 def live_budget(zero: DeepSpeedZeroConfig) -> LiveBudget:
-    """How much may be gathered at a time."""
+    """Return how much may be gathered at a time."""
     return LiveBudget(max_live=int(zero.max_live_parameters), max_reuse=int(zero.max_reuse_distance))

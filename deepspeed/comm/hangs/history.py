@@ -33,7 +33,7 @@ class History:
         self.calls: deque[Call] = deque(maxlen=LENGTH)
 
     def as_record(self) -> dict[str, Any]:
-        """What the other ranks get to see, as plain values."""
+        """Return what other ranks get to see, as plain values."""
         calls, count = list(self.calls), self.count
         return {
             "name": self.name,

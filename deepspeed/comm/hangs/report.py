@@ -1,4 +1,4 @@
-"""Who waits for whom: compares what the ranks say about themselves, and puts it into words. Pure.
+"""Explanation of who waits for whom: compares the ranks' descriptions of themselves and words the result. Pure.
 
 The n-th collective of a group has to be the same on every rank of it. So the first one in which two ranks differ is
 where they parted, and a rank that has issued fewer than the others is the one they wait for, unless it waits itself.
@@ -86,7 +86,7 @@ def _headline(
 def _histories(
     standings: Mapping[int, Standing],
 ) -> dict[tuple[str, tuple[int, ...]], dict[int, dict[str, Any]]]:
-    """Of each group, what its members issued."""
+    """Return, for each group, the calls that its members issued."""
     found: dict[tuple[str, tuple[int, ...]], dict[int, dict[str, Any]]] = {}
     for rank, each in standings.items():
         for group in each.groups:

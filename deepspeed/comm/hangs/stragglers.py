@@ -128,7 +128,7 @@ def common_key(name: str) -> str:
 
 
 def _count(call: str) -> int:
-    """How often this rank has reached ``call`` in this group: its n-th visit matches the others' n-th."""
+    """Count how often this rank has reached ``call`` in this group: its n-th visit matches the others' n-th."""
     global _visits
     if _visits[0] is not dist.group.WORLD:
         _visits = (dist.group.WORLD, Counter())

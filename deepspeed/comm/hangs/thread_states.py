@@ -1,4 +1,4 @@
-"""Where the threads of this process stand, in words: read from their frames, and only when someone asks.
+"""Description of where the threads of this process stand, read from their frames, only when someone asks.
 
 A rank that hangs cannot say why, but its frames can: which operation it waits in, with which tensor and among whom,
 which module was running, and which line of the user's script led there. Reading them costs a running step nothing.
@@ -55,7 +55,7 @@ _STORING = (
 
 
 class Names(Protocol):
-    """What an engine calls the things that are found in frames."""
+    """Names that an engine gives to the things found in frames."""
 
     def of_module(self, module: torch.nn.Module) -> str | None: ...
     def of_parameters(self, holder: Any) -> list[str]: ...
@@ -88,7 +88,7 @@ class Standing:
 
 
 def main_frames() -> list[FrameType]:
-    """Of the main thread, innermost first."""
+    """Return the frames of the main thread, innermost first."""
     return frames_of(threading.main_thread().ident)
 
 
@@ -103,7 +103,7 @@ def frames_of(thread: int | None) -> list[FrameType]:
 
 
 def is_communicating(frames: list[FrameType]) -> bool:
-    """Whether the innermost code waits for other ranks."""
+    """Return whether the innermost code waits for other ranks."""
     if not frames:
         return False
     innermost = frames[0]
@@ -158,8 +158,8 @@ def threads() -> Iterator[tuple[str, list[FrameType]]]:
 
 
 def runs_users_code(frames: list[FrameType]) -> bool:
-    """Whether a line of the script, or of a module that is not installed, is running: not so in threads of ours, of the
-    launcher and of libraries."""
+    """Return whether a line of the script, or of a module that is not installed, is running: not so in threads of ours,
+    of the launcher and of libraries."""
     return any(not frame.f_code.co_filename.startswith(_NOT_THE_USERS) for frame in frames)
 
 
@@ -278,7 +278,7 @@ def _module_names(frames: list[FrameType], known: list[Names]) -> Iterator[str]:
 
 
 def _parameter_names(frames: list[FrameType], known: list[Names]) -> list[str]:
-    """Of the innermost bucket that a function works on."""
+    """Return the parameter names of the innermost bucket that a function works on."""
     for frame in frames:
         here = _locals(frame)
         for holder in (here.get("self"), here.get("bucket"), here.get("grads")):
@@ -291,7 +291,7 @@ def _parameter_names(frames: list[FrameType], known: list[Names]) -> list[str]:
 
 
 def _quietly(read: Callable[[], Any]) -> Any:
-    """What is read may be changing; None then."""
+    """Call ``read`` and return its result, or None if it fails because the data is changing."""
     with contextlib.suppress(Exception):
         return read()
     return None

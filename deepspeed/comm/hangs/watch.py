@@ -140,7 +140,7 @@ class Watch:
             self._report_alone(waited_s)
 
     def _waited_s(self) -> float:
-        """How long this rank has stood in communication without progress."""
+        """Return how many seconds this rank has stood in communication without progress."""
         state = self._progress()
         now = time.monotonic()
         if state is None or state != self._last:  # elsewhere, or further
@@ -148,7 +148,7 @@ class Watch:
         return now - self._since
 
     def _progress(self) -> Any:
-        """What changes as communication goes on; None while this rank does something else."""
+        """Return a value that changes as communication proceeds; None while this rank does something else."""
         frames = main_frames()
         counts = [(each.name, each.count) for each in self._histories()]
         # the code runs ahead of a device, and waits for it in any place
@@ -275,7 +275,7 @@ class Watch:
         return ""
 
     def _silence(self, rank: int) -> str:
-        """What is known of a rank that does not answer."""
+        """Describe what is known of a rank that does not answer."""
         if rank not in self._addresses:
             return (
                 f"{ABSENT} yet, or none any more: it is before deepspeed.initialize, or after engine.destroy"
@@ -304,7 +304,7 @@ def _state_of(pid: int) -> str:
 
 
 def _torch_counts() -> list[int]:
-    """How many collectives torch has begun in each group."""
+    """Return how many collectives torch has begun in each group."""
     counts = []
     groups: list[Any] = list(dist.distributed_c10d._world.pg_map)
     for group in groups:

@@ -1,4 +1,4 @@
-"""What a transport is, and which one moves the tensors of a group.
+"""The interface of a transport, and the choice of the one that moves the tensors of a group.
 
 Each operation is a small object with one call (`AllGather`, `ReduceScatter`, ...); gloo, the process group's own
 operations and shared memory are siblings with the same calls.
@@ -73,7 +73,7 @@ class Transport:
 
 
 class User(Protocol):
-    """Who keeps what `Wires.transport` returned."""
+    """Owner of what `Wires.transport` returned."""
 
     def choose_again(self) -> None: ...
 
@@ -104,7 +104,7 @@ class Wires:
         return found
 
     def chosen(self, device_type: str, *, may_share_memory: bool) -> Transport | None:
-        """What `transport` has returned before; None: nothing."""
+        """Return the transport that `transport` has returned before; None: nothing."""
         return self._transports.get((device_type, may_share_memory))
 
     def _over_process_group(self, may_share_memory: bool) -> Transport:
@@ -131,7 +131,7 @@ class Wires:
         return found if self._shared is None else found + Sent(self._shared.sent, 0)
 
     def far_share(self) -> float:
-        """Which share of the other ranks is on other hosts."""
+        """Return the share of the other ranks that are on other hosts."""
         blocks = None if self._gloo is None else self._gloo.blocks
         return far_share(self.ranks, self.group.rank(), blocks)
 
@@ -225,7 +225,7 @@ def _process_group_transport(group: ProcessGroup, ranks: tuple[int, ...]) -> Tra
 
 
 def is_gloo(group: ProcessGroup) -> bool:
-    """Whether gloo moves this group's CPU tensors."""
+    """Return whether gloo moves this group's CPU tensors."""
     try:
         return "Gloo" in type(group._get_backend(torch.device("cpu"))).__name__
     except RuntimeError:  # the group has no backend for CPU tensors

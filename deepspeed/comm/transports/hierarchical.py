@@ -93,11 +93,11 @@ class HierarchicalAllGather:
         self.levels = levels
 
     def __call__(self, output: Tensor, input: Tensor) -> Pending:
-        """What crosses between hosts is under way before anybody waits."""
+        """Gather ``input`` of all ranks into ``output``; transfers between hosts are in flight before anybody waits."""
         return OrderedPending(self.begin(output, input, self.levels.gloo.next_tag()))
 
     def begin(self, output: Tensor, input: Tensor, tag: int) -> Callable[[], None]:
-        """What finishes it."""
+        """Start the gather and return the function that finishes it."""
         levels = self.levels
         slices = output.view(levels.num_hosts, levels.local_size, -1)
         own = slices[levels.host, levels.local_rank]

@@ -71,11 +71,11 @@ class _Peer:
             raise self.error(operation, _GONE if found else "it did not come within the timeout")
 
     def left(self, operation: str) -> CommunicationError:
-        """What is to be raised where its end is closed."""
+        """Return the error to raise where the peer's end is closed."""
         return self.error(operation, _GONE if self.gone() else "it has closed its end of the connection")
 
     def gone(self) -> bool:
-        """Whether its process has ended, or ends within a moment."""
+        """Return whether the peer's process has ended, or ends within a moment."""
         poll = select.poll()
         poll.register(self.process, select.POLLIN)
         return bool(poll.poll(_GOING_MS))
@@ -275,8 +275,8 @@ def _tell(end: _End, number: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Record:
-    """What a rank tells the others: where it is, and by key, which descriptors a sender opens: the end of the pipe of
-    notes where it writes, and of freed blocks where it reads."""
+    """A rank's announcement to the others: its host, and by key, which descriptors a sender opens: the write end of the
+    pipe of notes, and the read end of that of freed blocks."""
 
     host: bytes
     pid: int
@@ -331,7 +331,7 @@ def connect(
 
 
 def _is_possible() -> bool:
-    """Whether this system has what it takes."""
+    """Return whether this system has the needed calls."""
     if not sys.platform.startswith("linux"):
         return False
     try:
@@ -359,7 +359,7 @@ def _pipes(keys: Sequence[Hashable]) -> dict[Hashable, tuple[tuple[int, int], tu
 
 
 def _may_look_into(pid: int) -> bool:
-    """Whether descriptors of another process can be opened."""
+    """Return whether descriptors of another process can be opened."""
     try:
         return bool(os.listdir(f"/proc/{pid}/fd"))
     except OSError:

@@ -1,4 +1,4 @@
-"""Which ranks of a group share a host, and the shared memory between them."""
+"""Ranks of a group that share a host, and the shared memory between them."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def _say_why_not(attached: list[_Record]) -> None:
 
 
 class _Record:
-    """What a rank tells the others before they share memory."""
+    """A rank's announcement to the others before they share memory."""
 
     _LAYOUT = struct.Struct("=?qqq64s128s")
 

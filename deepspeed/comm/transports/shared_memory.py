@@ -68,7 +68,7 @@ _OPERATION = struct.Struct("@PPPPdqiiii")
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """How an operation describes itself (struct ds_shm_call)."""
+    """Description of an operation (struct ds_shm_call)."""
 
     count: int
     kind: int
@@ -131,7 +131,7 @@ def _library() -> ctypes.CDLL | None:
 
 
 def is_available() -> bool:
-    """Whether this build and platform can communicate through shared memory at all."""
+    """Return whether this build and platform can communicate through shared memory at all."""
     return _library() is not None
 
 
@@ -359,7 +359,7 @@ class SharedMemoryBarrier:
 
 
 def can_reduce(input: torch.dtype, output: torch.dtype) -> bool:
-    """Whether the native code sums these; it converts dtypes only between fp32, bf16 and fp16."""
+    """Return whether the native code can sum these dtypes; it converts only between fp32, bf16 and fp16."""
     return input in _DTYPES and (input == output or {input, output} <= native.DTYPE_CODES.keys())
 
 

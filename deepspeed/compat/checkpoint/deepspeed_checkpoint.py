@@ -129,7 +129,7 @@ class DeepSpeedCheckpoint:
         return {tp: self._files_of_layer(self.layer_keys[layer], tp) for tp in range(self.tp_degree)}
 
     def _files_of_layer(self, key: str, tp_index: int) -> list[str]:
-        """Of the ranks that are joined to rank ``tp_index``."""
+        """Return the files of the ranks that are joined to rank ``tp_index``."""
         files = get_files_with_prefix(self.layer_files, f"{key}-model_")
         return partition_data(files, self.tp_degree)[tp_index]
 
@@ -190,7 +190,7 @@ class DeepSpeedCheckpoint:
         return [self.mp_rank_files[number] for number in numbers]
 
     def get_2d_parallel_state(self, tp_index: int, pp_index: int) -> dict[str, Any]:
-        """What these files hold, joined by ``merge_state``."""
+        """Return the content of these files, joined by ``merge_state``."""
         return reduce(
             merge_state, (read_states(path) for path in self.get_2d_parallel_files(tp_index, pp_index))
         )
@@ -214,7 +214,8 @@ class DeepSpeedCheckpoint:
         return self.global_state[ARGS_KEY]
 
     def get_checkpoint_info(self, info_key: str = CHECKPOINT_INFO_KEY) -> Any:
-        """What the client saved under ``checkpoint_info`` (or ``universal_checkpoint_info``), None if nothing."""
+        """Return what the client saved under ``checkpoint_info`` (or ``universal_checkpoint_info``), None if
+        nothing."""
         return self.global_state.get(info_key)
 
     def validate_files(self) -> None:

@@ -55,7 +55,7 @@ class model_3d_desc:
         return self.pp_degree * self.tp_degree * self.dp_degree
 
     def is_valid(self, pp_index: int, tp_index: int, dp_index: int) -> tuple[bool, list[str]]:
-        """Whether there is such a rank; if not, why."""
+        """Return whether there is such a rank; if not, why."""
         problems = [
             f"{what} indexing error: index {index} >= degree {degree}"
             for (what, degree), index in zip(self._degrees(), (pp_index, tp_index, dp_index), strict=True)
@@ -64,7 +64,7 @@ class model_3d_desc:
         return not problems, problems
 
     def can_reshape(self, target_3d_desc: model_3d_desc) -> tuple[bool, list[str]]:
-        """Whether every degree of the target divides this one's; if not, why."""
+        """Return whether every degree of the target divides this one's; if not, why."""
         problems: list[str] = []
         for (what, own), (_, wanted) in zip(self._degrees(), target_3d_desc._degrees(), strict=True):
             if wanted > own:
@@ -152,6 +152,8 @@ def _recorded_degrees(model_state_metadata: Sequence[tuple[str, dict[str, Any]]]
 
 
 def _files_of_a_layer(file_list: Sequence[str]) -> int:
-    """Of any one: a layer without weights, which may be the first, has no file."""
+    """Return the number of files of a layer, from any that has one: a layer without weights, which may be the first,
+    has no file.
+    """
     numbers = [match[1] for path in file_list if (match := _LAYER_FILE.match(os.path.basename(path)))]
     return numbers.count(numbers[0]) if numbers else 0

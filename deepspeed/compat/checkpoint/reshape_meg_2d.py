@@ -1,4 +1,4 @@
-"""Which ranks of a grid of pipeline stages and tensor-parallel ranks make up each rank of a smaller grid."""
+"""Mapping of a grid of pipeline stages and tensor-parallel ranks to a smaller grid."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class meg_2d_parallel_map:
         self.map.setdefault(self._key(pp_index, tp_index), []).extend(data)
 
     def get_data(self, pp_index: int | None = None, tp_index: int | None = None) -> list[Any]:
-        """What the places of a stage, of a tensor-parallel rank, or (both) one place hold, end to end; of all places
-        by default. IndexError: there is no such place; KeyError: it holds nothing."""
+        """Return the data of a stage, of a tensor-parallel rank, or (both) of one place, end to end; of all places by
+        default. IndexError: there is no such place; KeyError: it holds nothing."""
         self._check(pp_index or 0, tp_index or 0)
         stages = range(self.pp_degree) if pp_index is None else [pp_index]
         ranks = range(self.tp_degree) if tp_index is None else [tp_index]
@@ -94,8 +94,8 @@ def reshape_meg_2d_parallel(
 def get_mpu_ranks(
     tp_size: int = 1, pp_size: int = 1, dp_size: int = 1, virtual_pp_size: int | None = None
 ) -> tuple[list[list[int]], list[list[int]], list[list[int]]]:
-    """How Megatron-LM groups ``tp_size * pp_size * dp_size`` ranks: tensor-parallel neighbours, replicas (all stages
-    and all tensor-parallel ranks of each, which are pipelines where ``tp_size`` is 1), and data-parallel groups.
+    """Return Megatron-LM's groups of ``tp_size * pp_size * dp_size`` ranks: tensor-parallel neighbours, replicas (all
+    stages and all tensor-parallel ranks of each, which are pipelines where ``tp_size`` is 1), and data-parallel groups.
 
     ``virtual_pp_size`` changes which layers a rank has, not the groups.
     """

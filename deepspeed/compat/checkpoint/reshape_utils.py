@@ -115,5 +115,7 @@ def _under(key_list: Sequence[Any]) -> str:
 
 
 def read_states(path: str) -> dict[str, Any]:
-    """What a checkpoint file holds. CheckpointError: it is damaged or holds anything but plain data and tensors."""
+    """Read the content of a checkpoint file. CheckpointError: it is damaged or holds anything but plain data and
+    tensors.
+    """
     return read_archive(Path(path))

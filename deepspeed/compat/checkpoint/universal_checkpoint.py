@@ -1,4 +1,5 @@
-"""What a model says of its parameters for universal checkpoints, and loading one parameter from such a checkpoint."""
+"""A model's description of its parameters for universal checkpoints, and loading one parameter from such a
+checkpoint."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ MIN_LOSS_SCALE = "min_scale"
 
 
 class LossScaleProfile(str, enum.Enum):
-    """Which defaults a scale has without ``dynamic_loss_args``."""
+    """Profiles of a scale's defaults without ``dynamic_loss_args``."""
 
     FUSED = "fused"
     UNFUSED = "unfused"
@@ -87,7 +87,7 @@ class DynamicLossScaler(core.LossScaler):
         )
 
     def has_overflow_serial(self, params: Iterable[Tensor]) -> bool:
-        """Whether a gradient of this rank is not finite."""
+        """Return whether a gradient of this rank is not finite."""
         return any(param.grad is not None and has_non_finite(param.grad) for param in params)
 
     has_overflow = has_overflow_serial

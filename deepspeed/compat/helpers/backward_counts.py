@@ -10,14 +10,14 @@ from torch import Tensor
 
 
 def check_internal_apis_for_count_used_parameters() -> bool:
-    """Whether this torch can tell which parameters a running backward will reach."""
+    """Return whether this torch can tell which parameters a running backward will reach."""
     return hasattr(torch.autograd.graph, "_get_grad_fn_or_grad_acc") and all(
         hasattr(torch._C, name) for name in ("_current_graph_task_id", "_will_engine_execute_node")
     )
 
 
 def count_parameters(parameters: Iterable[Any], exact: bool) -> int:
-    """How many of ``parameters`` the running backward reaches; not ``exact``: how many require gradients."""
+    """Count the ``parameters`` that the running backward reaches; not ``exact``: those that require gradients."""
     trainable = [p for p in parameters if isinstance(p, Tensor) and p.requires_grad]
     if not exact:
         return len(trainable)

@@ -38,7 +38,7 @@ def _numel(param: Tensor) -> int:
 
 
 def get_grad_zeros(parameters: Tensor | Iterable[Tensor], mpu: Any = None) -> Tensor:
-    """How many elements of the gradients are exactly 0, over the ranks of a model-parallel unit: 0-dim fp32."""
+    """Count the elements of the gradients that are exactly 0, over the ranks of a model-parallel unit: 0-dim fp32."""
     params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     grads = [param.grad for param in params if param.grad is not None]
     zeros = sum(grad.numel() - int(torch.count_nonzero(grad)) for grad in grads)
@@ -68,7 +68,7 @@ def has_non_finite(tensor: Tensor) -> bool:
 
 
 class CheckOverflow:
-    """Whether any gradient is not finite, on any rank."""
+    """Check for gradients that are not finite, on any rank."""
 
     def __init__(
         self,
@@ -91,7 +91,7 @@ class CheckOverflow:
         return self.has_overflow(params)
 
     def check_using_norm(self, norm_group: Iterable[float | Tensor], reduce_overflow: bool = True) -> bool:
-        """Whether any of the norms, in which -1 also stands for "not finite", indicates an overflow.
+        """Return whether any of the norms, in which -1 also stands for "not finite", indicates an overflow.
 
         Args:
             reduce_overflow: Ask all ranks. Otherwise only those this rank shares a layer with: the ranks of the
@@ -106,11 +106,11 @@ class CheckOverflow:
         return overflow if self.mpu is None else self._anywhere(overflow, self.mpu.get_model_parallel_group())
 
     def has_overflow_serial(self, params: Iterable[Tensor]) -> bool:
-        """Whether a gradient on this rank is not finite."""
+        """Return whether a gradient on this rank is not finite."""
         return any(self._has_inf_or_nan(param.grad) for param in params if param.grad is not None)
 
     def has_overflow(self, params: Iterable[Tensor], has_moe_params: bool | None = None) -> bool:
-        """Whether a gradient on any rank is not finite; every rank takes part."""
+        """Return whether a gradient on any rank is not finite; every rank takes part."""
         return self._anywhere(self.has_overflow_serial(params))
 
     def _anywhere(self, overflow: bool, group: Any = None) -> bool:

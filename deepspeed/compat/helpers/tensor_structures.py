@@ -23,7 +23,9 @@ def get_tensor_bytes(item: Any) -> int:
 
 
 def compare_tensors_in_structures(inputs1: Any, inputs2: Any) -> bool:
-    """Whether two structures of dicts, lists and tuples have the same form and their tensors are equal elementwise."""
+    """Return whether two structures of dicts, lists and tuples have the same form and their tensors are equal
+    elementwise.
+    """
     if type(inputs1) is not type(inputs2):
         return False
     if isinstance(inputs1, Tensor):
@@ -87,7 +89,7 @@ def extract_tensors(all_objects: Any) -> tuple[Any, Any, Any]:
 
 
 def merge_tensors(tensor_objects: Any, non_tensor_objects: Any, tensor_flags: Any) -> tuple[Any, ...]:
-    """What `extract_tensors` took apart."""
+    """Join what `extract_tensors` took apart."""
     tensors, others = iter(tensor_objects), iter(non_tensor_objects)
     return tuple(next(tensors) if is_tensor else next(others) for is_tensor in tensor_flags)
 
@@ -109,12 +111,12 @@ def move_to_cpu(tensor_list: Sequence[Tensor]) -> None:
 
 
 def maybe_loss_for_backward(value: Any) -> bool:
-    """Whether the value may be a loss: a one-element tensor with a graph."""
+    """Return whether the value may be a loss: a one-element tensor with a graph."""
     return isinstance(value, Tensor) and value.numel() == 1 and value.grad_fn is not None
 
 
 def is_transformers_cache(obj: Any) -> bool:
-    """Whether this is a key-value cache of transformers (which is not imported to find out)."""
+    """Return whether this is a key-value cache of transformers (which is not imported to find out)."""
     module = sys.modules.get("transformers.cache_utils")
     return module is not None and isinstance(obj, module.Cache)
 

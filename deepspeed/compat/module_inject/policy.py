@@ -1,5 +1,5 @@
-"""What a policy says about a layer of a model: where its weights are. Engines here follow the model's graph and need
-none; policies name layers (in ``injection_policy``) and are there for scripts that read them."""
+"""Policies: descriptions of a model's layer and of where its weights are. Engines here follow the model's graph and
+need none; policies name layers (in ``injection_policy``) and are there for scripts that read them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class DSPolicy(ABC):
 
 
 class TransformerPolicy(DSPolicy):
-    """Of a layer with attention and a feed-forward part.
+    """Policy of a layer with attention and a feed-forward part.
 
     ``linear_layer``: weights are [outputs, inputs]. ``pre_attn_norm``: norms stand before attention and feed-forward
     part. ``split_qkv``: the fused projection has queries, keys and values one after the other.

@@ -1,4 +1,4 @@
-"""How wide each tensor-parallel rank's part is, for scripts that cut weights themselves.
+"""Widths of each tensor-parallel rank's part, for scripts that cut weights themselves.
 
 The numbers of a model come with the call, as an ``AutoTPMeta``, or are set once and hold for the process, as
 documented. Layers of engines carry their own ``Cut`` and read none of them.
@@ -66,7 +66,7 @@ class AutoTPMeta:
 
     @classmethod
     def from_model_config(cls, model_config: Any, tp_grain_size: int = 1) -> AutoTPMeta:
-        """Of a model of Transformers by its config, or the text part's; None: nothing is known."""
+        """Make the description of a Transformers model from its config, or the text part's; None: nothing is known."""
         config = getattr(model_config, "text_config", None) or model_config
         return cls(
             num_kv_heads=_first(config, _KV_HEADS),
@@ -122,7 +122,7 @@ def get_shard_size(
     *,
     meta: AutoTPMeta | None = None,
 ) -> int:
-    """How much of ``total_size`` one rank has: ``rank``, or this one in ``mp_group``, or in the job.
+    """Return the part of ``total_size`` that one rank has: ``rank``, or this one in ``mp_group``, or in the job.
 
     Layers that consist of ``num_kv_heads`` groups of attention heads are cut between those; the first ranks have one
     more if there is a rest. Others (of the feed-forward part and the vocabulary, by ``name``) are cut in multiples of

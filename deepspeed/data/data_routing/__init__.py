@@ -1,1 +1,1 @@
-"""Which tokens go through which layers: random layerwise token dropping."""
+"""Routing of tokens through layers: random layerwise token dropping."""

@@ -1,5 +1,5 @@
-"""What else a layer is given per token: masks, positions, their embeddings. Of all of it the layer gets the part of the
-tokens that it keeps.
+"""Arguments that a layer is given per token: masks, positions, their embeddings. The layer gets the part of each that
+belongs to the tokens that it keeps.
 
 Names and shapes say what an argument is. With B sequences of S tokens:
 
@@ -33,7 +33,7 @@ _OF_OTHERS = ("encoder_", "cross_")
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """How tokens lie in a tensor. ``batch``: its dimension of sequences, None: none; ``tokens``: its dimensions of
+    """Layout of tokens in a tensor. ``batch``: its dimension of sequences, None: none; ``tokens``: its dimensions of
     tokens; ``pairs``: the last two are (queries, keys)."""
 
     batch: int | None
@@ -150,7 +150,8 @@ class Kept:
 
 
 def has_common_tokens(batch: Batch, arguments: Mapping[str, Any]) -> bool:
-    """Whether an argument has tokens but no batch dimension, so that all sequences have to keep the same ones."""
+    """Return whether an argument has tokens but no batch dimension, so that all sequences have to keep the same
+    ones."""
     return any(
         name != "cache_position" and (form := batch.form(name, tensor)) is not None and form.batch is None
         for key, value in arguments.items()

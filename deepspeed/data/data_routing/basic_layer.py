@@ -80,7 +80,7 @@ class RandomLayerTokenDrop(nn.Module):
         self.curr_seq, self.curr_micro_batch = hidden_stats.shape[:2]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the layer returns; the first of a tuple are the activations."""
+        """Run the layer on the kept tokens and return what it returns; the first of a tuple are the activations."""
         scheduler = self.random_ltd_scheduler
         if scheduler is None or not self.training:
             if self.training and not self.claimed:
@@ -113,7 +113,7 @@ class RandomLayerTokenDrop(nn.Module):
         )
 
     def _kept(self, hidden: Tensor, named: Mapping[str, Any]) -> Kept:
-        """Which tokens, in this forward."""
+        """Choose the tokens to keep in this forward."""
         assert self.random_ltd_scheduler is not None
         self._check_cache(named)
         batch = Batch(self.curr_micro_batch, self.curr_seq, self.batch_first)

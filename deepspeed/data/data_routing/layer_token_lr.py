@@ -39,7 +39,7 @@ class LayerTokenLR:
         self._follow()
 
     def factor(self, tokens: int) -> float:
-        """Of the full rate, after so many layer tokens."""
+        """Return the factor of the full rate after so many layer tokens."""
         if tokens < self.warmup:
             if self.warmup_type == "log":
                 return math.log(tokens + 1) / math.log(self.warmup + 1)

@@ -1,4 +1,4 @@
-"""Which tokens a layer keeps, as a function of where training is: no random state is read or left behind.
+"""Choice of the tokens that a layer keeps, as a function of where training is: no random state is read or left behind.
 
 So the tokens are the same when a layer is computed again in backward, on the ranks that share a layer, after a resume,
 and for any number of ranks: a row of the global batch keeps the same tokens wherever it is computed.
@@ -22,8 +22,8 @@ _POSITION_BITS = 24
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a forward stands. ``step``: updates done so far; ``part``: which of the micro-batches of all ranks in this
-    step."""
+    """Position of a forward in training. ``step``: updates done so far; ``part``: which of the micro-batches of all
+    ranks in this step."""
 
     step: int
     part: int

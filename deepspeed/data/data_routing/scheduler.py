@@ -1,4 +1,4 @@
-"""How many tokens the dropping layers keep at each step (Yao et al.: Random-LTD, 2022)."""
+"""Schedule of the number of tokens that the dropping layers keep at each step (Yao et al.: Random-LTD, 2022)."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ class RandomLTDScheduler(BaseScheduler):
             state[CONSUMED_LAYER_TOKENS] += self.layer_tokens(longest)
 
     def layer_tokens(self, longest: int | None = None) -> int:
-        """Of a step with the present length."""
+        """Return the layer tokens of a step with the present length."""
         dropping = self.random_ltd_layer_num
         whole = self.state[MAX_VALUE] if longest is None else min(longest, self.state[MAX_VALUE])
         kept = min(self.state[CURRENT_VALUE], whole)

@@ -1,1 +1,1 @@
-"""Which samples, in which order: measuring them, sampling by difficulty, batches by length."""
+"""Selection and order of samples: measuring them, sampling by difficulty, batches by length."""

@@ -1,4 +1,4 @@
-"""What an engine has to know of variable batches while it trains: how much each micro-batch counts."""
+"""Variable batches as the engine sees them while it trains: how much each micro-batch counts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from deepspeed.data.data_sampling.variable_batch_loader import VariableBatchLoad
 
 
 def reads_batches(engine: Any) -> bool:
-    """Whether the engine is a pipeline's, which reads whole batches itself."""
+    """Return whether the engine is a pipeline's, which reads whole batches itself."""
     return hasattr(type(engine), "train_batch")
 
 

@@ -47,7 +47,7 @@ class MetricIndex:
         self._ends = np.cumsum(self._samples.sizes, dtype=np.int64) if self._values is not None else None
 
     def accepted(self, difficulty: int) -> int:
-        """How many samples, the first of the order, are no more difficult than this value or percentile."""
+        """Count the samples, the first of the order, that are no more difficult than this value or percentile."""
         if self._values is None:
             return len(self.order) * min(max(int(difficulty), 0), 100) // 100
         assert self._ends is not None
@@ -131,7 +131,7 @@ def newly_accepted(
 
 
 def _origin(path: str) -> tuple[str, int]:
-    """What tells an index file from another one of the same size."""
+    """Return an identity that tells an index file from another one of the same size."""
     with open(f"{path}.bin", "rb") as stream:
         begin = stream.read(1 << 16)
     return hashlib.blake2b(begin, digest_size=8).hexdigest(), os.path.getsize(f"{path}.bin")

@@ -168,7 +168,7 @@ class DataAnalyzer:
         save_path: str,
         worker_id: int,
     ) -> list[dict[str, Any]]:
-        """What a part keeps of each metric while it reads: an open file, or a sum."""
+        """Open what a part keeps of each metric while it reads: a file, or a sum."""
         results: list[dict[str, Any]] = []
         for name, kind, dtype in zip(metric_names, metric_types, metric_dtypes, strict=True):
             folder = _part_folder(save_path, name, worker_id, thread_id)

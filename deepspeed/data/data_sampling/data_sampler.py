@@ -194,7 +194,7 @@ class DeepSpeedDataSampler:
         self._remember(batch)
 
     def sample_from_clusters(self) -> np.ndarray:
-        """How many samples of the next batch come from each cluster."""
+        """Draw how many samples of the next batch come from each cluster."""
         sizes = np.array([len(samples) for samples in self._samples], dtype=np.float64)
         left = self.total_samples - self.consumed_samples - len(self.batch)
         return self._source(0).multinomial(min(self.global_batch_size, left), sizes / sizes.sum())
@@ -269,7 +269,9 @@ class DeepSpeedDataSampler:
     # Position -----------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """What the next batch depends on: a few numbers per cluster, and the rest of the current global batch."""
+        """Return the state on which the next batch depends: a few numbers per cluster, and the rest of the current
+        global batch.
+        """
         return copy.deepcopy({**self._state(), "batch": self.batch.tolist()})
 
     def _state(self) -> dict[str, Any]:

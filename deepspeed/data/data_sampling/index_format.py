@@ -1,4 +1,4 @@
-"""What the two kinds of indexed files have in common: names, codes of dtypes, documents."""
+"""Common part of the two kinds of indexed files: names, codes of dtypes, documents."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def data_file_path(prefix_path: str | Path) -> str:
 
 
 def create_doc_idx(sizes: Sequence[int]) -> list[int]:
-    """Where documents begin in a list of sentences whose documents are separated by empty ones."""
+    """Return the starts of the documents in a list of sentences whose documents are separated by empty ones."""
     return [0, *(index + 1 for index, size in enumerate(sizes) if size == 0)]
 
 

@@ -1,4 +1,4 @@
-"""What metrics are computed of, and what they may return."""
+"""Arguments of metric functions, and what they may return."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def numpy_dtype(dtype: Any, name: str) -> Any:
 
 
 def checked_values(values: Any, dtype: Any, name: str) -> np.ndarray:
-    """What a metric function returned, as an array. TypeError: its dtype is not ``dtype``, if that is given."""
+    """Return the result of a metric function as an array. TypeError: its dtype is not ``dtype``, if that is given."""
     array = values.detach().cpu().numpy() if isinstance(values, torch.Tensor) else np.asarray(values)
     wanted = np.dtype(numpy_dtype(dtype if dtype is not None else array.dtype, name))
     if array.dtype != wanted:

@@ -1,4 +1,4 @@
-"""How many tokens each sequence of a data set has: read from the files of an analysis, or counted."""
+"""Number of tokens of each sequence of a data set: read from the files of an analysis, or counted."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ class TokenBatches(Sequence[tuple[int, list[int]]]):
         return np.diff(total[np.concatenate(([0], self.ends))])
 
     def units(self, weighting: str) -> np.ndarray:
-        """How much each pack counts: its sequences, its tokens, or its tokens but the first of each sequence."""
+        """Return the weight of each pack: its sequences, its tokens, or its tokens but the first of each sequence."""
         if weighting == "tokens":
             return self._sums(self.lengths)
         if weighting == "predictions":
@@ -192,7 +192,7 @@ def _equal_packs(
 
 
 def _rows_that_fit(lengths: np.ndarray, max_tokens: int, most: int, columns: int) -> int:
-    """How many rows of ``columns`` sequences can be dealt before a column is full; at least 1."""
+    """Return how many rows of ``columns`` sequences can be dealt before a column is full; at least 1."""
     tried = min(_ROWS, most)
     while True:
         sums = lengths[: tried * columns].reshape(tried, columns).cumsum(0)

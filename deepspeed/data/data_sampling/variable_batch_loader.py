@@ -104,7 +104,7 @@ class VariableBatchLoader(DeepSpeedDataLoader):
 
     @property
     def micro_batches(self) -> int:
-        """Of one batch, on all ranks."""
+        """Return the number of micro-batches of one batch, on all ranks."""
         return self.per_batch // self.batch_size
 
     def keep_weights(self) -> None:
@@ -146,7 +146,7 @@ class VariableBatchLoader(DeepSpeedDataLoader):
 
 
 def units_of(packs: TokenBatches, weighting: str) -> np.ndarray | None:
-    """What `VariableBatchLoader` takes as ``units``. ValueError: the weighting is unknown."""
+    """Return the ``units`` of `VariableBatchLoader`. ValueError: the weighting is unknown."""
     if weighting not in WEIGHTINGS:
         raise ValueError(f"loss_weighting={weighting!r} is not one of {', '.join(WEIGHTINGS)}")
     return None if weighting == "none" else packs.units(weighting)

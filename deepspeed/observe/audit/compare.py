@@ -1,4 +1,4 @@
-"""What is different between two recorded runs, in the order in which a step computes it.
+"""Differences between two recorded runs, in the order in which a step computes them.
 
 Where both runs do the same arithmetic, every bit counts. Elsewhere (another number of ranks, another precision) numbers
 are compared within a tolerance:

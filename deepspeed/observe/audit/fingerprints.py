@@ -65,15 +65,16 @@ class Fingerprints:
 
 
 def entry(start: int, numel: int, part: Tensor) -> list[Any]:
-    """What is written of a part: [start, elements, hash, squares, [signed sums]]."""
+    """Return the record of a part: [start, elements, hash, squares, [signed sums]]."""
     bits = int(part[1:2].view(torch.int64).item()) & _MASK
     squares, _, *sketch = part.tolist()
     return [start, numel, f"{bits:016x}", squares, sketch]
 
 
 def batch_entry(fingerprints: Fingerprints, tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """Of the inputs of one forward: the sum of the hashes of their samples, by name, and under "" that of the samples
-    as they stand beside each other. Sums, since another number of ranks sees the samples in other batches."""
+    """Return the fingerprints of the inputs of one forward: the sum of the hashes of their samples, by name, and under
+    "" that of the samples as they stand beside each other. Sums, since another number of ranks sees the samples in
+    other batches."""
     found: dict[str, str] = {}
     together: dict[int, Tensor] = {}
     for number, (name, tensor) in enumerate(tensors.items()):

@@ -44,7 +44,7 @@ class Amount:
 
 @dataclass
 class Record:
-    """What one module did itself, without the modules inside it; its time includes them."""
+    """Counts of one module without the modules inside it; its time includes them."""
 
     forward: Amount = field(default_factory=Amount)
     backward: Amount = field(default_factory=Amount)
@@ -69,7 +69,7 @@ _RECORD = "_flops_record"
 
 
 def record_of(module: nn.Module) -> Record | None:
-    """What was counted for the module; None if it is not being profiled."""
+    """Return the counts of the module; None if it is not being profiled."""
     return vars(module).get(_RECORD)
 
 
@@ -79,7 +79,7 @@ def forget(model: nn.Module) -> None:
 
 
 class Makers:
-    """Which module made which autograd nodes, by the numbers that nodes have in the thread that makes them."""
+    """Modules that made autograd nodes, by the numbers that nodes have in the thread that makes them."""
 
     def __init__(self) -> None:
         self.task = NONE_RUNS
@@ -209,7 +209,7 @@ class Counter(TorchDispatchMode):
             self._makers.setdefault(threading.get_ident(), Makers()).note(record)
 
     def _maker(self) -> Record | None:
-        """Of the autograd node that is evaluated; None: no module that is profiled."""
+        """Return the counts of the module whose autograd node is evaluated; None: no module that is profiled."""
         node = torch._C._current_autograd_node()
         if node is None:
             return None
@@ -277,7 +277,8 @@ class Counter(TorchDispatchMode):
 
 
 def load_dispatch() -> None:
-    """What torch imports at the first operation that any dispatch mode sees takes seconds; they are no module's."""
+    """Import what torch imports at the first operation under any dispatch mode: it takes seconds that are no
+    module's."""
 
     class Nothing(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

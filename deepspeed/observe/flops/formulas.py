@@ -1,4 +1,4 @@
-"""How many multiply-accumulates (MACs) and floating-point operations (flops) each operation of torch takes.
+"""Formulas for the multiply-accumulates (MACs) and floating-point operations (flops) of each operation of torch.
 
 MACs are those of products: matrices, convolutions, attention, recurrent layers. Flops are two per MAC, and what the
 documented profile also counts: the bias of a convolution or a recurrent layer, activations, softmax, pooling and
@@ -17,7 +17,7 @@ from torch import Tensor
 
 
 class Work(NamedTuple):
-    """What one operation takes."""
+    """Cost of one operation."""
 
     macs: int
     flops: int

@@ -1,4 +1,4 @@
-"""Which bytes are alive while a profile runs: every storage that an operation makes, until it is freed.
+"""Bytes alive while a profile runs: every storage that an operation makes, until it is freed.
 
 Storages are followed by weak references, so that what the script keeps, autograd keeps or a module returns is seen
 alike. On the meta device a storage has a size and no memory: the numbers are the same.
@@ -36,7 +36,9 @@ class LiveBytes:
         self.spans.append(Span(self.now, self.now))
 
     def leave(self) -> tuple[int, int]:
-        """Of the innermost span: (bytes that it made and left alive, the most that were alive at once in it)."""
+        """Close the innermost span and return (bytes that it made and left alive, the most that were alive at once in
+        it).
+        """
         span = self.spans.pop()
         if self.spans and span.most > self.spans[-1].most:
             self.spans[-1].most = span.most
@@ -72,7 +74,7 @@ class LiveBytes:
 
 
 def _key(tensor: Tensor) -> int | None:
-    """Of its storage, as long as that lives; None: it has none of its own."""
+    """Return the key of the tensor's storage, valid as long as that lives; None: it has none of its own."""
     try:
         return tensor.untyped_storage()._cdata
     except (NotImplementedError, RuntimeError):

@@ -104,7 +104,7 @@ class FlopsProfiler:
 
     @property
     def totals(self) -> Totals:
-        """Of the whole model: up to now while it counts, else of the last profile."""
+        """Return the totals of the whole model: up to now while it counts, else of the last profile."""
         return self._totals if self._totals is not None else self._sum()
 
     # Totals ---------------------------------------------------------------------------------------------------
@@ -162,7 +162,7 @@ class FlopsProfiler:
         return self.totals.params
 
     def is_expert_tensor_parallelism_enabled(self) -> bool:
-        """Whether experts are split over tensor-parallel ranks."""
+        """Return whether experts are split over tensor-parallel ranks."""
         return any(
             getattr(module, "enable_expert_tensor_parallelism", False) for module in self.model.modules()
         )

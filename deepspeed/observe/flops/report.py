@@ -64,7 +64,7 @@ class Times:
 
 @dataclass(frozen=True)
 class Ranks:
-    """Where the engine runs that was profiled."""
+    """Ranks of the profiled engine."""
 
     world: int
     data: int
@@ -82,7 +82,7 @@ class Ranks:
 
 @dataclass(frozen=True)
 class Totals:
-    """What one rank did for one micro-batch."""
+    """Work of one rank for one micro-batch."""
 
     params: int
     forward: Amount
@@ -178,7 +178,7 @@ def _iteration(flops: int, times: Times, recompute: float, ranks: Ranks | None) 
 
 
 def _counted(totals: Totals, times: Times | None, ranks: Ranks | None) -> list[str]:
-    """What the documented lines take for granted, counted instead."""
+    """Return lines with counted values of what the documented lines assume."""
     lines = []
     back = totals.backward.flops
     if back:

@@ -1,4 +1,4 @@
-"""What was counted, summed over the tree of modules."""
+"""Counts summed over the tree of modules."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from deepspeed.observe.flops.counting import Amount, Record, record_of
 
 
 def records_in(module: nn.Module) -> Iterator[Record]:
-    """Of the module and all inside it, each once."""
+    """Yield the records of the module and all inside it, each once."""
     for inside in module.modules():
         record = record_of(inside)
         if record is not None:
@@ -71,7 +71,9 @@ def peak_bytes(module: nn.Module) -> int:
 
 
 def weight_bytes(module: nn.Module) -> int:
-    """Of its parameters and buffers, each counted once; those that ZeRO has partitioned count whole."""
+    """Return the bytes of the module's parameters and buffers, each counted once; those that ZeRO has partitioned count
+    whole.
+    """
     weights = sum(full_numel(param) * param.element_size() for param in module.parameters())
     return weights + sum(buffer.numel() * buffer.element_size() for buffer in module.buffers())
 

@@ -1,4 +1,4 @@
-"""Who may talk to an HTTP server of this package: addresses of this machine, names of it, tokens."""
+"""Access rules of the HTTP servers of this package: addresses and names of this machine, tokens."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from urllib.parse import urlsplit
 
 
 def is_local(host: str) -> bool:
-    """Whether an address or name can be reached from this machine only."""
+    """Return whether an address or name can be reached from this machine only."""
     with contextlib.suppress(ValueError):
         return ipaddress.ip_address(host).is_loopback
     return host == "localhost"
 
 
 def names_this_machine(header: str) -> bool:
-    """Whether a request with this header ``Host`` was meant for this machine.
+    """Return whether a request with this header ``Host`` was meant for this machine.
 
     A server without a token refuses others: a page of elsewhere can give its own name this machine's address, and its
     script may then read what a browser here fetches.

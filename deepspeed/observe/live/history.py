@@ -1,4 +1,6 @@
-"""What the page knows about a run, in a bounded amount of memory, and what is new since a visitor asked last."""
+"""Recent history of a run for the live page, in a bounded amount of memory, with queries for what is new since a
+visitor asked last.
+"""
 
 from __future__ import annotations
 
@@ -72,7 +74,7 @@ class History:
             self._thin_out()
 
     def tell(self, **state: Any) -> None:
-        """What is true now; replaces what was told under the same name."""
+        """Set facts that hold now; replaces earlier ones of the same name."""
         with self._lock:
             self._state |= state
 
@@ -135,12 +137,12 @@ class History:
             return [row for _, row in self._rows[-count:]]
 
     def seconds(self) -> float:
-        """Of all steps."""
+        """Return the seconds of all steps."""
         with self._lock:
             return sum(row[SECONDS] or 0.0 for _, row in self._rows)
 
     def answer(self, epoch: int, since: int) -> dict[str, Any]:
-        """What is new since ``(epoch, since)`` of an earlier answer; everything if it is too old."""
+        """Return what is new since ``(epoch, since)`` of an earlier answer; everything if it is too old."""
         with self._lock:
             if epoch != self.epoch or not 0 <= since <= self._number:
                 since = -1
@@ -171,8 +173,8 @@ def _until(row: Row, step: int) -> Row:
 
 
 def standing_of(rows: list[Row], run: dict[str, Any]) -> dict[str, Any]:
-    """What the newest rows say. Speeds are those of the last seconds, or of the last step if it took longer; ``mfu`` is
-    the share of what the devices can do that went into the model's own work."""
+    """Summarize the newest rows. Speeds are those of the last seconds, or of the last step if it took longer; ``mfu``
+    is the share of the devices' peak that went into the model's own work."""
     recent: list[Row] = []
     seconds = 0.0
     for row in reversed(rows):

@@ -1,4 +1,4 @@
-"""Which runs this user has on this machine: a folder in memory with a small file for each, kept by its rank 0.
+"""Registry of this user's runs on this machine: a folder in memory with a small file for each, kept by its rank 0.
 
 A file whose process has ended, or whose number another process has by now, is removed by whoever looks.
 """
@@ -74,7 +74,7 @@ class Entry:
 def running_jobs(
     folder: Path | None = None, started: Callable[[int], float | None] | None = None
 ) -> list[dict[str, Any]]:
-    """What the runs of this user said last, oldest first."""
+    """Return the last entries of this user's runs, oldest first."""
     folder = folder or runtime_folder()
     found = []
     if not folder.is_dir() or folder.lstat().st_uid != os.getuid():

@@ -1,4 +1,4 @@
-"""What every rank says about itself every other second, through the store of the default process group.
+"""Status of every rank, exchanged every other second through the store of the default process group.
 
 No collective, and nothing in a step: a thread of each rank puts a line of JSON there, that of rank 0 reads them all.
 Rank 0 notes when a line was new, by its own clock: a rank whose line stays the same has ended, is stopped or cannot be

@@ -57,7 +57,7 @@ class Step(NamedTuple):
 
 
 class Mean:
-    """Of the values that are known and finite."""
+    """Mean of the values that are known and finite."""
 
     __slots__ = ("count", "total")
 
@@ -164,7 +164,7 @@ def as_line(entry: Row | Item) -> bytes:
 
 
 def read_record(path: Path) -> Iterator[Row | Item]:
-    """What is in a record. Lines that a crash or a full disk has cut off are passed over.
+    """Yield the rows and items of a record. Lines that a crash or a full disk has cut off are skipped.
 
     ValueError: it is not a record, or one of a later release.
     """
@@ -173,7 +173,7 @@ def read_record(path: Path) -> Iterator[Row | Item]:
 
 
 def read_more(path: Path, offset: int) -> tuple[list[Row | Item], int]:
-    """What has come behind ``offset``, and where it ends."""
+    """Return the entries behind ``offset``, and the offset of their end."""
     with open(path, "rb") as file:
         file.seek(offset)
         data = file.read()
@@ -207,7 +207,7 @@ class RecordFile:
         self._torn = False
 
     def open(self) -> list[Row | Item]:
-        """What is there already. InUse: another job has it open."""
+        """Open the file and return what it holds already. InUse: another job has it open."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         file = open(self.path, "ab", buffering=0)  # noqa: SIM115 - as long as the run
         if not _lock(file):
@@ -262,7 +262,7 @@ class RecordFile:
 
 
 def _lock(file: Any) -> bool:
-    """Whether no other run has it, as far as this system can tell."""
+    """Lock the file; return whether no other run has it, as far as this system can tell."""
     try:
         import fcntl  # not on every system
     except ImportError:

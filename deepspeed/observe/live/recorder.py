@@ -142,7 +142,7 @@ class Recorder:
                 self._entry.remove()
 
     def _open(self, now: float) -> bool:
-        """Whether the record is open, or never will be."""
+        """Open the record once; return whether it is open, or never will be."""
         self._opened_s = now if self._opened_s is None else self._opened_s
         try:
             self.history.take(self._file.open())

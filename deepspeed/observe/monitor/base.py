@@ -1,4 +1,4 @@
-"""What the monitors share: rank 0 writes, and a backend that cannot be written to never stops training."""
+"""Common part of the monitors: rank 0 writes, and a backend that cannot be written to never stops training."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class Backend(Monitor):
         return self._is_open and (not self._resting_until_s or time.monotonic() >= self._resting_until_s)
 
     def _try(self, act: Callable[[], Any]) -> bool:
-        """Whether ``act`` succeeded."""
+        """Call ``act`` and return whether it succeeded."""
         try:
             act()
         except Exception as error:  # anything a client library raises; training does not depend on it

@@ -1,4 +1,4 @@
-"""What the monitors need from outside, and where they write."""
+"""Dependencies and output folders of the monitors."""
 
 from __future__ import annotations
 

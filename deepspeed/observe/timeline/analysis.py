@@ -1,4 +1,4 @@
-"""Who waited for what: from the intervals of all ranks to sums per step, per bucket or module, and per rank."""
+"""Analysis of waiting: from the intervals of all ranks to sums per step, per bucket or module, and per rank."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Wait:
 
 @dataclass(frozen=True)
 class Lateness:
-    """How long a rank waited for a collective that another rank was the last to ask for."""
+    """Time that a rank waited for a collective that another rank was the last to issue."""
 
     waiting: int
     late: int
@@ -101,8 +101,8 @@ def longest_waits(traces: Sequence[RankTrace]) -> list[Wait]:
 
 
 def late_ranks(traces: Sequence[RankTrace]) -> list[Lateness]:
-    """Who waited for whom, the longest first: the part of the waiting for a collective before the last rank asked for
-    it."""
+    """Return the waits caused by late ranks, the longest first: the part of the waiting for a collective before the
+    last rank issued it."""
     asked: dict[tuple[str, str, int], dict[int, float]] = defaultdict(dict)
     waited: dict[tuple[str, str, int], dict[int, list[Interval]]] = defaultdict(lambda: defaultdict(list))
     subjects: dict[tuple[str, str, int], str] = {}
@@ -148,7 +148,7 @@ def merged(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def subtract(intervals: Iterable[Interval], others: Sequence[Interval]) -> list[Interval]:
-    """What of the union is in none of ``others``, which are merged."""
+    """Return the parts of the union of ``intervals`` that are in none of ``others``, which are merged."""
     found: list[Interval] = []
     for begin, end in merged(intervals):
         for low, high in others:

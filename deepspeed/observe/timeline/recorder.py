@@ -66,7 +66,7 @@ class Recorder:
 
     @contextmanager
     def about(self, name: str) -> Iterator[None]:
-        """What this thread asks of others inside the block is for ``name``."""
+        """Attribute this thread's communication inside the block to ``name``."""
         names = self._names()
         names.append(name)
         try:

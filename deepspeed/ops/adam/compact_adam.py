@@ -142,7 +142,9 @@ class CompactAdam(MultiTensorAdam):
                         self._take_back(state, name)
 
     def _take_back(self, state: dict[str, Any], name: str) -> None:
-        """What was loaded are codes, which have been made floats (whole numbers: nothing is lost), or values."""
+        """Restore a state tensor from what was loaded: codes, which loading has made floats (whole numbers: nothing is
+        lost), or values.
+        """
         loaded = state[name]
         state[name] = loaded.to(torch.uint8)
         if name + SCALE not in state:  # of another Adam

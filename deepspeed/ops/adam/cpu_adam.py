@@ -57,7 +57,7 @@ class DeepSpeedCPUAdam(MultiTensorAdam):
 
     @property
     def fp32_optimizer_states(self) -> bool:
-        """Whether the moments are fp32, whatever dtype the parameters have."""
+        """Return whether the moments are fp32, whatever dtype the parameters have."""
         return self.defaults["fp32_optimizer_states"]
 
     @torch.no_grad()

@@ -1,4 +1,4 @@
-"""What moves bytes between memory and files: the native engine, or Python threads where it is missing.
+"""Transfer of bytes between memory and files: the native engine, or Python threads where it is missing.
 
 Both take an address, a length, a path and an offset, start immediately, and report when the operation is waited for.
 """
@@ -37,7 +37,7 @@ class Options:
 
 
 class Failure(Exception):
-    """What went wrong at which byte of the file; the handle knows the rest. `detail`: what errno cannot express."""
+    """Failure of a transfer at one byte of the file; the handle adds the rest. `detail`: what errno cannot express."""
 
     def __init__(self, errno: int, offset: int, detail: str = "") -> None:
         super().__init__(errno, offset, detail)

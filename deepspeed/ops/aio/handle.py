@@ -93,7 +93,7 @@ class aio_handle:  # documented name
 
     @property
     def backend(self) -> str:
-        """What moves the bytes here: io_uring, libaio, threads (native) or python."""
+        """Return the engine that moves the bytes: io_uring, libaio, threads (native) or python."""
         return self._engine().backend
 
     # ---- transfers -----------------------------------------------------------------------------------------
@@ -251,7 +251,7 @@ class aio_handle:  # documented name
         return self._locked.free(tensor)
 
     def is_pinned(self, buffer: Tensor) -> bool:
-        """Whether the tensor, or what it is a view of, is locked memory of any handle or memory pinned by torch."""
+        """Return whether the tensor, or its base, is locked memory of any handle or memory pinned by torch."""
         return self._locked.holds(buffer) or is_locked(buffer) or is_pinned(buffer)
 
 

@@ -25,12 +25,12 @@ _mappings: set[int] = set()
 
 
 def is_locked(tensor: Tensor) -> bool:
-    """Whether the tensor, or what it is a view of, is in a mapping of `LockedMemory`."""
+    """Return whether the tensor, or its base, is in a mapping of `LockedMemory`."""
     return tensor.device.type == "cpu" and tensor.untyped_storage().data_ptr() in _mappings
 
 
 def is_pinned(tensor: Tensor) -> bool:
-    """Whether a device can access this host memory directly (False if there is no such device)."""
+    """Return whether a device can access this host memory directly (False if there is no such device)."""
     return tensor.device.type == "cpu" and get_accelerator().device_name() != "cpu" and tensor.is_pinned()
 
 

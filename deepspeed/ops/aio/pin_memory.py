@@ -26,5 +26,5 @@ class pin_handle:
         return self._locked.free(locked_tensor)
 
     def is_pinned(self, buffer: Tensor) -> bool:
-        """Whether the tensor, or what it is a view of, is locked memory of any handle or memory pinned by torch."""
+        """Return whether the tensor, or its base, is locked memory of any handle or memory pinned by torch."""
         return self._locked.holds(buffer) or is_locked(buffer) or is_pinned(buffer)

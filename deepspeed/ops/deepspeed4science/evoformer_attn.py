@@ -158,7 +158,7 @@ def DS4Sci_EvoformerAttention(Q: Tensor, K: Tensor, V: Tensor, biases: Sequence[
 
 
 def _in_kernel(q: Tensor, k: Tensor, v: Tensor, *biases: Tensor | None) -> bool:
-    """Whether the GPU's kernels compute these."""
+    """Return whether the GPU's kernels compute these."""
     if not usable(q, k, v, *biases):
         return False
     from deepspeed.ops.gpu.softmax_steps import takes

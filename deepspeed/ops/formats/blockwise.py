@@ -44,7 +44,7 @@ class Code:
     signed: bool
 
     def below(self, dither: Tensor) -> Tensor:
-        """Of 32 bits those that are added below a code's last one."""
+        """Return the bits of 32 that are added below a code's last one."""
         return dither >> (32 - self.shift)
 
 
@@ -122,9 +122,9 @@ def _per_element(scales: Tensor, numel: int) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Sequence:
-    """What an update and an element add to a number of 32 bits: multiples of irrational parts of 2**32, so that the
-    numbers of one element, and those of one update, fill the range evenly (H. Weyl 1916). Rounding errors cancel sooner
-    than with independent random numbers, of which many are alike by chance."""
+    """Increments of an update and of an element in a sequence of 32-bit numbers: multiples of irrational parts of
+    2**32, so that the numbers of one element, and those of one update, fill the range evenly (H. Weyl 1916). Rounding
+    errors cancel sooner than with independent random numbers, of which many are alike by chance."""
 
     update: int
     element: int

@@ -36,7 +36,7 @@ _SCALE_BYTES = 4
 
 
 class QuantizationType(enum.IntEnum):
-    """Whether a group's numbers are spaced evenly around 0, or from its least to its greatest value."""
+    """Range of a group's codes: evenly spaced around 0, or from its least to its greatest value."""
 
     Symmetric = 0
     Asymmetric = 1

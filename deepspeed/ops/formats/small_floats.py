@@ -135,7 +135,7 @@ class FloatGroups:
         return kernels.encode(values, self.size, *self._constants, seed=seed)
 
     def _encode_on_host(self, values: Tensor, apart: bool) -> tuple[Tensor, Tensor] | None:
-        """What ``encode`` returns; None: there is no kernel for it."""
+        """Encode on the host as ``encode`` does; None: there is no kernel for it."""
         if not native.is_native(values):
             return None
         groups, width = -(-values.numel() // self.size), self.width

@@ -12,7 +12,7 @@ from deepspeed.ops.formats.small_floats import FORMATS, FloatGroups
 
 
 class Quantizer(ABC):
-    """What quantizes and dequantizes; ``group_size`` values share a scale."""
+    """Base of quantizers; ``group_size`` values share a scale."""
 
     def __init__(self, group_size: int = 512) -> None:
         self.group_size = group_size
@@ -106,7 +106,7 @@ class FP_Quantize(Quantizer):
         q_mantisa_bits: int = 3,
         scale: Tensor | None = None,
     ) -> Tensor:
-        """What a quantized tensor stands for.
+        """Return the values of a quantized tensor.
 
         Args:
             input_q: from `quantize`.

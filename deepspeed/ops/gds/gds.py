@@ -25,7 +25,7 @@ def why_not() -> str:
 
 
 def is_available() -> bool:
-    """Whether `gds_handle` can be created."""
+    """Return whether `gds_handle` can be created."""
     return not why_not()
 
 

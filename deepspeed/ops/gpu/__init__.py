@@ -46,16 +46,17 @@ def _runs_on(device: torch.device) -> bool:
 
 
 def offered() -> bool:
-    """Whether these kernels are for the GPU of this process, as far as that is known before one of them has run."""
+    """Return whether these kernels are for the GPU of this process, as far as that is known before one of them has
+    run."""
     if not _has_triton() or torch.version.cuda is None or not torch.cuda.is_available():
         return False
     return torch.cuda.get_device_capability()[0] >= OLDEST
 
 
 def usable(*tensors: Tensor | None) -> bool:
-    """Whether the kernels of this package take these tensors: all on one GPU on which a first small kernel has given
-    what it should. ``None`` stands for a tensor that is left out. False inside a graph that torch compiles: its own
-    compiler makes the kernels there."""
+    """Return whether the kernels of this package take these tensors: all on one GPU on which a first small kernel has
+    given the right result. ``None`` stands for a tensor that is left out. False inside a graph that torch compiles: its
+    own compiler makes the kernels there."""
     given = [tensor for tensor in tensors if tensor is not None]
     if not given or not given[0].is_cuda or not _has_triton() or torch.compiler.is_compiling():
         return False

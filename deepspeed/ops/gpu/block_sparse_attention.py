@@ -47,7 +47,7 @@ def _listed(columns, start, count, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
 
 @triton.jit
 def _list_of(starts, row, BLOCK: tl.constexpr):
-    """Where the list of one block row begins, and its length in tokens."""
+    """Return the start of one block row's list, and its length in tokens."""
     first = tl.load(starts + row)
     return first, ((tl.load(starts + row + 1) - first) * BLOCK).to(tl.int32)
 
@@ -62,7 +62,7 @@ def _rows_in(tile, BLOCK: tl.constexpr, ROWS: tl.constexpr):
 
 @triton.jit
 def _own(heads, block_rows, BLOCK: tl.constexpr, ROWS: tl.constexpr):
-    """What a program computes: of which sequence and head, and `_rows_in` its tile."""
+    """Return the program's sequence and head, and `_rows_in` its tile."""
     tiles = block_rows * ((BLOCK + ROWS - 1) // ROWS)
     sequence, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
     row, rows, inside = _rows_in(tile, BLOCK, ROWS)
@@ -356,7 +356,7 @@ def _positions_gradient(
     BY_HEAD: tl.constexpr,
     DOT: tl.constexpr,
 ):
-    """Of some rows and columns, summed over the sequences and heads that share them."""
+    """Sum the gradient of some rows and columns over the sequences and heads that share them."""
     tile, part = tl.program_id(0) // parts, tl.program_id(0) % parts
     row, rows, inside = _rows_in(tile, BLOCK, ROWS)
     first, count = _list_of(starts, row, BLOCK)
@@ -421,9 +421,9 @@ class Layout(NamedTuple):
 
 
 class Added(NamedTuple):
-    """What is added to the scores: ``keys`` [batch, tokens] and ``scores`` [tokens, tokens], which have no gradient,
-    and ``positions`` [1 or batch, 1 or heads, tokens, tokens], which may have one. Nobody sees a later token if
-    ``causal``."""
+    """Terms added to the scores: ``keys`` [batch, tokens] and ``scores`` [tokens, tokens], which have no gradient, and
+    ``positions`` [1 or batch, 1 or heads, tokens, tokens], which may have one. Nobody sees a later token if ``causal``.
+    """
 
     keys: Tensor | None = None
     scores: Tensor | None = None

@@ -191,7 +191,7 @@ CODES = (1, 4, 8)
 
 
 def takes(packets: Tensor, values: Tensor, block: int) -> bool:
-    """Whether there is a kernel for packets and values of such types and sizes."""
+    """Return whether there is a kernel for payload and values of such types and sizes."""
     whole = packets.is_contiguous() and packets.storage_offset() % 4 == 0 and packets.shape[-1] % 4 == 0
     return whole and values.is_contiguous() and values.dtype in FLOATS and block <= LARGEST_BLOCK
 

@@ -24,7 +24,7 @@ def mixed(x):
 
 @triton.jit
 def kept(index, seed_low, seed_high, limit):
-    """Which elements with ``index`` (int64) are kept; ``limit``: the probability of the others times 2^32."""
+    """Return which elements with ``index`` (int64) are kept; ``limit``: the probability of the others times 2^32."""
     high = mixed(seed_high.to(tl.uint32) + (index >> 32).to(tl.uint32))
     random = mixed(index.to(tl.uint32) ^ mixed(seed_low.to(tl.uint32) + high))
     return random >= limit.to(tl.uint32)
@@ -42,12 +42,12 @@ def _dropout_kernel(x, residual, out, numel, seed_low, seed_high, limit, scale, 
 
 
 def takes(x: Tensor, residual: Tensor | None = None) -> bool:
-    """Whether there is a kernel for these types."""
+    """Return whether there is a kernel for these types."""
     return x.dtype in FLOATS and (residual is None or residual.dtype is x.dtype)
 
 
 def arguments(ratio: float, seed: int) -> tuple[int, int, int, float]:
-    """What kernels are told: the seed's halves and the limit, as int32, and the factor of what is kept."""
+    """Return the kernels' arguments: the seed's halves and the limit, as int32, and the factor of the kept elements."""
     return signed(seed), signed(seed >> 32), signed(int(ratio * 2**32)), 1.0 / (1.0 - ratio)
 
 

@@ -36,7 +36,7 @@ _LOG2E = tl.constexpr(LOG2E)
 
 @triton.jit
 def _head(tokens, sequence, head, heads, size: tl.constexpr):
-    """Where the numbers of one head of one sequence begin, in [sequences, tokens, heads, size]."""
+    """Return the offset of one head of one sequence in [sequences, tokens, heads, size]."""
     return sequence.to(tl.int64) * tokens * heads * size + head * size
 
 
@@ -273,7 +273,7 @@ def _pairs_gradient(
     COLUMNS: tl.constexpr,
     DOT: tl.constexpr,
 ):
-    """Of some queries and keys of one head, summed over the sequences of one element of the batch."""
+    """Sum the gradient of some queries and keys of one head over the sequences of one element of the batch."""
     of_rows, of_columns = tl.cdiv(rows, ROWS), tl.cdiv(keys, COLUMNS)
     tile, plane = tl.program_id(0) % (of_rows * of_columns), tl.program_id(0) // (of_rows * of_columns)
     row = tile // of_columns * ROWS + tl.arange(0, ROWS)

@@ -70,7 +70,7 @@ def _swiglu_backward_kernel(grad, gate, up, of_gate, of_up, numel, BLOCK: tl.con
 
 
 def takes(gate: Tensor, up: Tensor | None = None) -> bool:
-    """Whether there is a kernel for these types."""
+    """Return whether there is a kernel for these types."""
     return gate.dtype in FLOATS and (up is None or up.dtype in FLOATS)
 
 

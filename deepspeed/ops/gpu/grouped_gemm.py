@@ -123,7 +123,7 @@ def _matrices_kernel(
 
 
 def takes(*tensors: Tensor | None) -> bool:
-    """Whether there is a kernel for the type of these, which is one."""
+    """Return whether there is a kernel for the dtype that all of these have."""
     kinds = {tensor.dtype for tensor in tensors if tensor is not None}
     return len(kinds) == 1 and kinds <= FLOATS.keys()
 
@@ -215,8 +215,8 @@ def _types(rows: Tensor) -> dict[str, Any]:
 
 
 def _tile(rows: Tensor, each: int) -> dict[str, Any]:
-    """Of `product`, whose runs have ``each`` rows on average. Large tiles read factors more rarely, but are filled by
-    long runs only."""
+    """Choose the tile of `product` for groups of ``each`` rows on average. Large tiles read factors more rarely, but
+    are filled by large groups only."""
     if rows.dtype is torch.float32:
         return {"ROWS": 64, "INNER": 32, "OUTER": 64, "num_warps": 4, "num_stages": 3}
     if each <= 16:

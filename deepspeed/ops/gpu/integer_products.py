@@ -106,7 +106,7 @@ def _integers_kernel(
 
 
 def takes(input: Tensor, bias: Tensor | None) -> bool:
-    """Whether there is a kernel for these types."""
+    """Return whether there is a kernel for these types."""
     return input.dtype in FLOATS and (bias is None or bias.dtype in FLOATS)
 
 
@@ -149,7 +149,8 @@ _WORDS = 32
 
 
 def takes_integers(bits: int, scales: Tensor, group: int) -> bool:
-    """Whether a tile of words has one scale, so that integers can be summed before they are multiplied with it."""
+    """Return whether a tile of words has one scale, so that integers can be summed before they are multiplied with
+    it."""
     return scales.shape[1] == 1 or group * bits // 32 % _WORDS == 0
 
 

@@ -132,7 +132,7 @@ def _backward_kernel(
 
 
 def takes(x: Tensor, *others: Tensor | None) -> bool:
-    """Whether there is a kernel for such types and for rows of such a size."""
+    """Return whether there is a kernel for such types and for rows of such a size."""
     kinds = {x.dtype, *(other.dtype for other in others if other is not None)}
     return kinds <= FLOATS.keys() and 0 < x.shape[-1] <= LONGEST
 

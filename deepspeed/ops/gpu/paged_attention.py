@@ -46,7 +46,9 @@ _ITEM = tl.constexpr(6)  # numbers of an item of work
 
 @triton.jit
 def _rows_of(pieces, piece, first, kv_head, GROUP: tl.constexpr, ROWS: tl.constexpr):
-    """Of each row of a program: the token of its piece, from number ``first`` on; the head; and whether it exists."""
+    """Return, for each row of a program, the token of its piece (from number ``first`` on), the head, and whether it
+    exists.
+    """
     row = tl.arange(0, ROWS)
     token, head = first + row // GROUP, kv_head * GROUP + row % GROUP
     inside = (row < ROWS // GROUP * GROUP) & (token < tl.load(pieces + 3 * piece + 1))
@@ -274,7 +276,7 @@ class PagedPieces:
 
 
 def _multiples(first: int, end: int, split: int) -> range:
-    """Where parts begin: at the same positions for every token of a sequence."""
+    """Return the starts of the parts: the same positions for every token of a sequence."""
     return range(first // split * split, end, split)
 
 

@@ -103,7 +103,7 @@ def _rotary_kernel(
 
 
 def takes(*tensors: Tensor | None) -> bool:
-    """Whether there is a kernel for these types."""
+    """Return whether there is a kernel for these types."""
     return all(tensor is None or tensor.dtype in FLOATS for tensor in tensors)
 
 

@@ -38,7 +38,7 @@ def _ordered(score):
 
 @triton.jit
 def _above(logits, size, factor, most, least, wanted, COUNT: tl.constexpr, BLOCK: tl.constexpr):
-    """Of scores that are ordered at ``least`` or above, the bound such that those at it or above are ``wanted``
+    """Find, for scores that are ordered at ``least`` or above, the bound such that those at it or above are ``wanted``
     (COUNT), or such that those at it or below have more than the share ``wanted`` of the mass."""
     low, high = tl.cast(least, tl.int64), tl.cast(_ordered(most), tl.int64)
     total = 0.0
@@ -127,7 +127,7 @@ def _draw_kernel(
 
 
 def takes(logits: Tensor) -> bool:
-    """Whether there is a kernel for these."""
+    """Return whether there is a kernel for these."""
     return logits.dtype in FLOATS and logits.dim() == 2 and logits.stride(1) == 1
 
 

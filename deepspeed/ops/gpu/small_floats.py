@@ -135,7 +135,7 @@ def _decode_kernel(
 
 
 def takes(tensor: Tensor, group: int) -> bool:
-    """Whether there is a kernel for values of this type, in groups of this size."""
+    """Return whether there is a kernel for values of this type, in groups of this size."""
     return tensor.dtype in FLOATS and group <= LARGEST_GROUP
 
 

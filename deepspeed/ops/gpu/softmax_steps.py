@@ -1,4 +1,4 @@
-"""What Triton attention kernels share: steps of a softmax whose scores never exist at once, and how wide tiles are.
+"""Common part of the Triton attention kernels: steps of a softmax whose scores are never materialized, and tile sizes.
 
 Scores are in units of log 2 here (``exp2`` is what a GPU computes), and in fp32. M. Milakov, N. Gimelshein: Online
 normalizer calculation for softmax, 2018; T. Dao: FlashAttention-2, 2023.
@@ -51,8 +51,9 @@ def finite(lse):
 
 @triton.jit
 def scores_gradient(weights, left, right, spread):
-    """Of rows of ``left`` to rows of ``right``: those of the gradient of the output and values, whichever way the
-    weights lie. ``spread``, the product of output and its gradient of each row, broadcasts to them."""
+    """Return the gradient of the scores between rows of ``left`` and rows of ``right``: those of the gradient of the
+    output and values, whichever way the weights lie. ``spread``, the product of output and its gradient of each row,
+    broadcasts to them."""
     return weights * (tl.dot(left, tl.trans(right), input_precision="ieee") - spread)
 
 
@@ -86,5 +87,5 @@ def power_of_two(n: int, least: int = 16) -> int:
 
 
 def takes(dtype: torch.dtype, *sizes: int) -> bool:
-    """Whether attention kernels take tensors of this dtype and these head sizes."""
+    """Return whether attention kernels take tensors of this dtype and these head sizes."""
     return dtype in FLOATS and all(0 < size <= 256 for size in sizes)

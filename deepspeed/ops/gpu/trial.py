@@ -24,7 +24,7 @@ def _trial_kernel(x, out, SIZE: tl.constexpr):
 
 
 def passes(device: torch.device) -> bool:
-    """Whether the kernel compiles, runs and gives what it should on ``device``."""
+    """Return whether the kernel compiles, runs and gives the right result on ``device``."""
     try:
         x = torch.arange(_SIZE, dtype=torch.float32, device=device)
         out = torch.zeros_like(x)

@@ -23,5 +23,5 @@ def operand_type(dtype: torch.dtype) -> tl.dtype:
 
 
 def product_precision() -> str:
-    """How products of fp32 are computed: as torch has been told to."""
+    """Return the precision of fp32 products that torch has been set to."""
     return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"

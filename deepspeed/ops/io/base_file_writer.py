@@ -1,4 +1,4 @@
-"""What all writers share: the path and the context-manager protocol."""
+"""Common part of all writers: the path and the context-manager protocol."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ class DeepSpeedCPULion(MultiTensorLion):
 
     @property
     def fp32_optimizer_states(self) -> bool:
-        """Whether the momentum is fp32, whatever dtype the parameters have."""
+        """Return whether the momentum is fp32, whatever dtype the parameters have."""
         return self.defaults["fp32_optimizer_states"]
 
 

@@ -25,7 +25,7 @@ class FPQuantizerBuilder(ALL_OPS["fp_quantizer"]):
 
     @staticmethod
     def get_default_quant_dtype() -> torch.dtype:
-        """Of quantized tensors."""
+        """Return the default dtype of quantized tensors."""
         return torch.uint8
 
     @staticmethod

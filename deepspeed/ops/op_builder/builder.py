@@ -41,7 +41,7 @@ class OpBuilder:
         return list(self.OP.sources)
 
     def is_compatible(self, verbose: bool = False) -> bool:
-        """Whether the op can be used here, on any path; ``verbose`` logs why not."""
+        """Return whether the op can be used here, on any path; ``verbose`` logs why not."""
         reason = self.why_not()
         if reason and verbose:
             logger.warning(reason)
@@ -56,8 +56,8 @@ class OpBuilder:
         return ""
 
     def path(self) -> str:
-        """What runs the op here: ``native AVX-512``, ``triton``, ``pytorch``, ...; empty if nothing does. If
-        PyTorch computes a part of it, what the kernels compute follows in parentheses.
+        """Return what runs the op here: ``native AVX-512``, ``triton``, ``pytorch``, ...; empty if nothing does. If
+        PyTorch computes a part of it, the part that the kernels compute follows in parentheses.
         """
         if self.why_not():
             return ""
@@ -65,7 +65,7 @@ class OpBuilder:
         return f"{found} ({self.OP.part})" if found and self.OP.part else found or PYTORCH
 
     def _kernels(self) -> str:
-        """What kernels of the op run here; empty if none do."""
+        """Return the kernels of the op that run here; empty if none do."""
         kinds, accelerator = self.OP.runs_on, get_accelerator()
         if "cuFile" in kinds:
             return "cuFile"
@@ -77,7 +77,7 @@ class OpBuilder:
         return ""
 
     def hint(self) -> str:
-        """How to get a faster path than the current one; empty if there is none."""
+        """Return how to get a faster path than the current one; empty if there is none."""
         on_gpu = get_accelerator().device_name() == "cuda"
         if "triton" in self.OP.runs_on and on_gpu and importlib.util.find_spec("triton") is None:
             command = install_hint("triton", extra="triton")
@@ -117,12 +117,12 @@ class OpBuilder:
 
     @staticmethod
     def is_rocm_pytorch() -> bool:
-        """Whether torch was built for ROCm."""
+        """Return whether torch was built for ROCm."""
         return torch.version.hip is not None
 
     @staticmethod
     def installed_rocm_version() -> tuple[int, int]:
-        """Of the ROCm for which torch was built; (0, 0) if for none."""
+        """Return the ROCm version for which torch was built; (0, 0) if for none."""
         major, minor, *_ = (torch.version.hip or "0.0").split(".")
         return int(major), int(minor)
 

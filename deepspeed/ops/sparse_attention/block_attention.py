@@ -28,7 +28,7 @@ _CHUNK = 1 << 19
 
 @dataclass(frozen=True)
 class Masks:
-    """What is added to the scores besides the layout: ``keys`` [batch, columns], ``scores`` [rows, columns] (floats;
+    """Masks added to the scores besides the layout: ``keys`` [batch, columns], ``scores`` [rows, columns] (floats;
     -inf: not seen); ``causal``: no token sees a later one. ``positions`` [1 or batch, 1 or heads, rows, columns]: has a
     gradient; only where ``takes_positions``."""
 
@@ -84,8 +84,8 @@ def block_attention(
 
 
 def takes_positions(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Whether `block_attention` adds positions to the scores of these, of a square layout (else: by way of the scores'
-    blocks)."""
+    """Return whether `block_attention` adds positions to the scores of these, of a square layout (else: by way of the
+    scores' blocks)."""
     return gpu_attention.runs_here(query, key, value)
 
 

@@ -12,12 +12,12 @@ from deepspeed.ops.sparse_attention.tiles import TilePlan
 
 
 def runs_here(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Whether the kernels compute these."""
+    """Return whether the kernels compute these."""
     return usable(query, key, value) and fits(query, key, value)
 
 
 def fits(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Whether the kernels take these shapes and dtypes."""
+    """Return whether the kernels take these shapes and dtypes."""
     from deepspeed.ops.gpu.softmax_steps import takes
 
     return (

@@ -67,7 +67,7 @@ class RowLists:
 
 
 def runs_here(query: Tensor, key: Tensor, value: Tensor, block: int) -> bool:
-    """Whether the kernel computes these."""
+    """Return whether the kernel computes these."""
     return (
         query.device.type == "cpu"
         and query.dtype in native.DTYPE_CODES

@@ -51,7 +51,7 @@ class MatMul:
         self._index = BlockIndex(layout, block)
 
     def make_lut(self, dtype: torch.dtype | None, device: torch.device) -> BlockIndex:
-        """Where the blocks are, on ``device``; made once and kept."""
+        """Return the positions of the blocks, on ``device``; made once and kept."""
         self._index = self._index.to(torch.device(device))
         return self._index
 

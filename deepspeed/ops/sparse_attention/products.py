@@ -15,7 +15,7 @@ _CHUNK = 1 << 22
 
 
 class BlockIndex:
-    """Where the blocks of a layout are. ValueError: the layout has no three dimensions."""
+    """Index of a layout's blocks. ValueError: the layout has no three dimensions."""
 
     def __init__(self, layout: Tensor, block: int) -> None:
         if layout.dim() != 3:

@@ -45,7 +45,7 @@ class Softmax:
         return _RowSoftmax.apply(x, index)
 
     def make_lut(self, device: torch.device) -> BlockIndex:
-        """Where the blocks are, on ``device``; made once and kept."""
+        """Return the positions of the blocks, on ``device``; made once and kept."""
         self._index = self._index.to(torch.device(device))
         return self._index
 
@@ -88,7 +88,7 @@ class Softmax:
 
 
 def as_bias(mask: Tensor, mode: str, name: str, dtype: torch.dtype) -> Tensor:
-    """What is added to the scores for a mask of this mode. ValueError: another mode."""
+    """Return the term added to the scores for a mask of this mode. ValueError: another mode."""
     if mode not in ("add", "mul"):
         raise ValueError(f"{name}_mode={mode!r} is unknown: use 'add' or 'mul'")
     if mode == "mul" or mask.dtype == torch.bool:

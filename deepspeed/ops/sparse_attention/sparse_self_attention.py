@@ -59,8 +59,8 @@ class SparseSelfAttention(nn.Module):
         return self.master_layout[..., : L // block, : L // block]
 
     def get_ops(self, H: int, L: int) -> tuple[MatMul, MatMul, Softmax]:
-        """What the attention consists of for ``L`` tokens: query times key, weights times value, softmax. ValueError:
-        the layout has not ``H`` heads."""
+        """Return the operations of the attention for ``L`` tokens: query times key, softmax, weights times value.
+        ValueError: the layout has not ``H`` heads."""
         self._forget_if_changed(H)
         if L not in self._ops:
             layout, block = self.get_layout(L), self.sparsity_config.block
@@ -133,7 +133,8 @@ class SparseSelfAttention(nn.Module):
         return block_attention(query, key, value, self.plan(heads, length), masks, scale)
 
     def plan(self, heads: int, length: int) -> TilePlan:
-        """How the layout for ``length`` tokens is computed; made once. ValueError: it has not ``heads`` heads."""
+        """Plan the computation of the layout for ``length`` tokens; made once. ValueError: it has not ``heads``
+        heads."""
         self._forget_if_changed(heads)
         if length not in self._plans:
             self._plans[length] = TilePlan(self.get_layout(length), self.sparsity_config.block)
@@ -163,7 +164,7 @@ class SparseSelfAttention(nn.Module):
         return weighted(weights, value)
 
     def _forget_if_changed(self, heads: int) -> None:
-        """What was compiled is of another layout after a checkpoint was loaded or the module was moved."""
+        """Drop compiled plans if the layout changed: a checkpoint was loaded or the module was moved."""
         layout = self.master_layout
         if layout.shape[0] != heads:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""Which blocks of an attention matrix are computed: the documented patterns, and the class to derive others from.
+"""Patterns of computed blocks of an attention matrix: the documented ones, and the class to derive others from.
 
 A layout is an int64 tensor [heads, block rows, block columns] that is 1 where the block is computed. Rows are queries,
 columns keys. Layouts tell of whole blocks only: what a token sees inside a block on the diagonal is the matter of an

@@ -1,4 +1,4 @@
-"""How a layout is computed: rows that see nearly the same blocks share one dense product, made once per layout.
+"""Tiling of a layout: rows that see nearly the same blocks share one dense product, made once per layout.
 
 Products of single blocks of 16 tokens leave a processor idle. So columns that many neighbouring rows have in common
 are computed for all of these at once. Of what remains, neighbouring rows are joined to a *tile*, whose columns are all
@@ -71,7 +71,7 @@ class Pattern:
 
 
 class TilePlan:
-    """How a layout [heads, block rows, block columns] is computed.
+    """Plan of the computation of a layout [heads, block rows, block columns].
 
     ``blocks``: blocks that exist, over all heads. ``computed``: blocks that tiles compute, including those that are
     masked.
@@ -94,7 +94,7 @@ class TilePlan:
 
     @cached_property
     def patterns(self) -> list[Pattern]:
-        """What the tiles are. Not made where the host's kernel walks the blocks."""
+        """Return the patterns of the tiles. Not made where the host's kernel walks the blocks."""
         alike = len(self._heads_of) == 1
         return [
             Pattern(None if alike else torch.tensor(heads), _tiles(flags, self.block))

@@ -62,7 +62,7 @@ class TransformersSparseAttention:
         return found[:1].expand(heads, blocks, blocks)
 
     def plan(self, length: int, heads: int) -> TilePlan:
-        """How the layout for ``length`` tokens, a multiple of the block, is computed; made once."""
+        """Plan the computation of the layout for ``length`` tokens, a multiple of the block; made once."""
         layout = self.layout(length, heads)
         if (length, heads) not in self._plans:
             self._plans[length, heads] = TilePlan(layout, self.config.block)
@@ -136,7 +136,7 @@ class TransformersSparseAttention:
 
 
 def takes_attention(model: nn.Module) -> bool:
-    """Whether this is a model of Transformers whose attention can be chosen by name."""
+    """Return whether this is a model of Transformers whose attention can be chosen by name."""
     config = getattr(model, "config", None)
     return config is not None and getattr(text_config(config), "_attn_implementation", None) is not None
 

@@ -1,4 +1,4 @@
-"""What stands between the parts of a transformer layer: dropout, the sum with the residual, and the norm of the sum."""
+"""The step between the parts of a transformer layer: dropout, the sum with the residual, and the norm of the sum."""
 
 from __future__ import annotations
 

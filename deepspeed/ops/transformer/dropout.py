@@ -42,7 +42,7 @@ def dropout(x: Tensor, ratio: float, residual: Tensor | None = None) -> Tensor:
 
 
 def runs_here(x: Tensor, ratio: float) -> bool:
-    """Whether the native pass or the kernel takes it."""
+    """Return whether the native pass or the kernel takes it."""
     if x.dtype not in native.DTYPE_CODES or ratio >= 1.0 or torch.compiler.is_compiling():
         return False
     if x.is_cuda:  # a captured graph would drop the same elements at every replay

@@ -47,8 +47,8 @@ class NativeLinear(nn.Linear):
 
 
 def runs_here(one: Tensor, other: Tensor) -> bool:
-    """Whether the native library computes products of rows of the one with the other matrix, and faster than torch.
-    Whoever watches torch's operations sees torch's."""
+    """Return whether the native library computes products of rows of the one with the other matrix, and faster than
+    torch. Under a mode that watches torch's operations torch's are used."""
     return (
         one.device.type == other.device.type == "cpu"
         and one.dtype is other.dtype is torch.float32
@@ -62,7 +62,7 @@ def runs_here(one: Tensor, other: Tensor) -> bool:
 
 
 def is_faster() -> bool:
-    """Whether this processor has vectors of which torch's products use a half."""
+    """Return whether this processor has vectors of which torch's products use only half."""
     lib = native.library()
     return lib is not None and bool(lib.ds_matrix_product_is_fast())
 

@@ -88,7 +88,7 @@ class DroppedWeights(torch.autograd.Function):
 
 
 def _again(ctx: Any, x: Tensor, kept: Tensor | None) -> Tensor:
-    """What forward dropped, dropped from ``x``."""
+    """Apply the dropout of forward to ``x`` again."""
     if kept is None:
         return dropped(x, ctx.ratio, ctx.seed)
     return torch.ops.aten.native_dropout_backward(x, kept, ctx.scale)

@@ -45,7 +45,7 @@ class TransformerConfig:
 
 
 class DeepSpeedTransformerConfig(TransformerConfig):
-    """What a `DeepSpeedTransformerLayer` is.
+    """Config of a `DeepSpeedTransformerLayer`.
 
     Args:
         batch_size, max_seq_length, local_rank, fp16, training: accepted for compatibility: the inputs tell the size
@@ -119,7 +119,7 @@ class DeepSpeedTransformerConfig(TransformerConfig):
 
     @classmethod
     def from_dict(cls, json_object: Mapping[str, Any]) -> DeepSpeedTransformerConfig:
-        """Of names and values; other names than the arguments' become attributes as well."""
+        """Make a config from names and values; names that are no arguments become attributes as well."""
         config = cls()
         for name, value in json_object.items():
             setattr(config, name, value)
@@ -216,7 +216,7 @@ class DeepSpeedTransformerLayer(nn.Module):
                 getattr(self, f"{name}{stem}").copy_(value)
 
     def parts(self) -> tuple[list[Tensor], list[Tensor]]:
-        """What `load_parts` takes: views of the parameters."""
+        """Return the arguments of `load_parts`: views of the parameters."""
         found = []
         for stem in ("w", "b"):
             fused, *rest = (getattr(self, f"{name}{stem}").detach() for name in _PARTS)

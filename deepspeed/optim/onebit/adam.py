@@ -100,7 +100,7 @@ class OnebitAdam(OneBitOptimizer, MultiTensorAdam):
 
     @property
     def adam_freeze_key(self) -> bool:
-        """Whether the variance is frozen."""
+        """Return whether the variance is frozen."""
         return self.updates >= self.freeze_step
 
     def warms_up(self, update: int) -> bool:
@@ -217,7 +217,7 @@ def adam_defaults(
 
 
 def corrections(group: dict[str, Any], step: float, variance_steps: float) -> tuple[float, float]:
-    """What the variance is divided by, and the learning rate; ``variance_steps``: updates of the variance so far."""
+    """Return the divisor of the variance, and the learning rate; ``variance_steps``: updates of the variance so far."""
     beta1, beta2 = group["betas"]
     first, second = 1.0, 1.0
     if group["bias_correction"]:
@@ -241,7 +241,7 @@ def plain_step(
     rate: float,
     decay: float,
 ) -> None:
-    """What ``frozen_step`` does, by PyTorch."""
+    """Do the arithmetic of ``frozen_step`` in PyTorch."""
     step = (momentum / root(variance, variance_correction, eps)).mul_(rate)
     param.mul_(decay).sub_(step.to(param.dtype))
     round_into(low, param)

@@ -110,7 +110,7 @@ class OnebitLamb(OneBitOptimizer, FusedLamb):
 
     @property
     def lamb_freeze_key(self) -> bool:
-        """Whether variances and trust ratios are frozen."""
+        """Return whether variances and trust ratios are frozen."""
         return self.updates >= self.freeze_step
 
     def warms_up(self, update: int) -> bool:

@@ -25,8 +25,8 @@ def _write(master: Tensor, low: Tensor | None, value: Tensor) -> None:
 
 
 def is_variance_update(update: int, scaler: int) -> bool:
-    """Whether update number ``update`` (from 1) changes the variance: every one, for ``scaler`` of them; then every
-    second, for as many; then every fourth, and so on."""
+    """Return whether update number ``update`` (from 1) changes the variance: every one, for ``scaler`` of them; then
+    every second, for as many; then every fourth, and so on."""
     end, interval = 0, 1
     while True:
         first = (end // interval + 1) * interval
@@ -119,7 +119,7 @@ class ZeroOneAdam(OneBitOptimizer, MultiTensorAdam):
 
     @property
     def freeze_key(self) -> bool:
-        """Whether the variance is frozen."""
+        """Return whether the variance is frozen."""
         return self.updates >= self.var_freeze_step
 
     def warms_up(self, update: int) -> bool:
@@ -129,7 +129,7 @@ class ZeroOneAdam(OneBitOptimizer, MultiTensorAdam):
         self.variance_updates += 1
 
     def exchanges_at(self, update: int) -> bool:
-        """Whether the ranks exchange signs in an update that is no variance update."""
+        """Return whether the ranks exchange signs in an update that is no variance update."""
         frozen = self.var_freeze_step
         if update <= frozen:
             return True

@@ -37,7 +37,7 @@ class Order:
 
     @classmethod
     def of(cls, routes: Routes, tokens: slice = slice(None)) -> Order:
-        """Of some of the tokens."""
+        """Sort the choices of ``tokens`` (a slice of them) by expert."""
         count = len(routes.exp_counts)
         return cls.sort(torch.where(routes.kept[tokens], routes.experts[tokens], count), count)
 
@@ -217,7 +217,7 @@ class Trip:
         return torch.cat([runs[e * size + place] for place in range(size) for e in range(local)])
 
     def swap(self, rows: Tensor, there: bool) -> tuple[Tensor, Pending]:
-        """What will be received, in the order of ranks."""
+        """Start the exchange of ``rows`` and return the tensor to be received, in rank order, with its handle."""
         width, theirs = rows.shape[1], [sum(run) for run in self.received]
         sent, received = (self.sent, theirs) if there else (theirs, self.sent)
         got = rows.new_empty(sum(received), width)
@@ -241,7 +241,7 @@ class _Flight:
         self._under_way: tuple[Tensor, Pending, Tensor] | None = None
 
     def depart(self, rows: Tensor, there: bool) -> Tensor:
-        """What will be received, in the order of ranks."""
+        """Send ``rows`` and return the tensor to be received, in rank order."""
         rows = (rows if there else self.trip._by_rank(rows)).contiguous()
         got, pending = self.trip.swap(rows, there)
         self._under_way = got, pending, rows

@@ -1,4 +1,4 @@
-"""How many tokens each expert was chosen for."""
+"""Counts of the tokens routed to each expert."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ class Experts(nn.Module):
             number_experts(self.deepspeed_experts.parameters())
 
     def divide_tokens(self, divide: bool) -> None:
-        """Whether tensor-parallel ranks have copies of these experts, and each takes a part of the tokens."""
+        """Set whether tensor-parallel ranks, which hold copies of these experts, each take a part of the tokens."""
         for param in self.deepspeed_experts.parameters():
             setattr(param, DIVIDED, divide)
 

@@ -1,4 +1,4 @@
-"""What a mixture of experts tells whoever watches it: who chose which expert, and how long the exchange took."""
+"""Statistics of a mixture of experts for observers: tokens per expert, and time spent in the exchange."""
 
 from __future__ import annotations
 

@@ -58,7 +58,8 @@ def watched_layers(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def numbers_in_model(paths: Sequence[str], mesh: ProcessMesh) -> list[int]:
-    """What number each of these layers has among those of all pipeline stages, of which each rank knows its own.
+    """Return the number of each of these layers among those of all pipeline stages; each rank knows only its own
+    layers.
 
     A ``PipelineModule`` names layers by their place in the whole model, which stages need not hold in order. Where
     stages give their layers the same names, those of earlier stages come first. Collective over the stages.

@@ -1,4 +1,4 @@
-"""Which token goes to which expert: the documented ways of choosing, as lists of choices instead of one-hot products.
+"""Routing of tokens to experts: the documented gating functions, as lists of choices instead of one-hot products.
 
 top-1: W. Fedus et al.: Switch Transformers, 2021. top-2: D. Lepikhin et al.: GShard, 2020. top-k with capacity, random
 token selection and residual experts: S. Rajbhandari et al.: DeepSpeed-MoE, ICML 2022.
@@ -19,7 +19,7 @@ DROP_POLICIES = ("probs", "position")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Routes:
-    """What a router decided about ``S`` tokens with ``k`` choices each, among ``E`` experts.
+    """Decision of a router for ``S`` tokens with ``k`` choices each among ``E`` experts.
 
     ``experts`` [S, k], int64; ``weights`` [S, k], the factor on the expert's output, with gradient, 0 where ``kept``
     [S, k] is False (no room, or not a token). ``exp_counts`` [E], int64: how many tokens chose each expert, before any
@@ -172,8 +172,8 @@ def _shares(counts: Tensor, gates: Tensor) -> Tensor:
 
 
 def _fits(experts: Tensor, used: Tensor, count: int, capacity: int, priority: Tensor | None) -> Tensor:
-    """Which choices [n, k] find room, if each expert takes ``capacity`` of them: the first, or those of the highest
-    ``priority`` [n * k]."""
+    """Return which choices [n, k] fit if each expert takes ``capacity`` of them: the first ones, or those of the
+    highest ``priority`` [n * k]."""
     flat = torch.where(used, experts, count).reshape(-1)
     if priority is None:
         return (_places(flat) < capacity).view_as(experts)

@@ -217,7 +217,7 @@ class TopKGate(nn.Module):
         sparse_routes: bool = False,
         use_tutel: bool = False,
     ) -> Gating:
-        """What ``top1gating`` returns, for tokens [S, model_dim]."""
+        """Route tokens [S, model_dim]; returns the same as ``top1gating``."""
         return _documented(self.routes(input, used_token), self.ep_group, sparse_routes or use_tutel)
 
     def routes(self, input: Tensor, used_token: Tensor | None = None) -> Routes:

@@ -113,7 +113,7 @@ def _layers_to_spread(
 
 
 def _keep_own(experts: nn.Module, size: int, number: int, context: Context) -> None:
-    """Of every stacked weight the rows of this rank's experts."""
+    """Keep, of every stacked weight, only the rows of this rank's experts."""
     total = int(experts.num_experts)  # type: ignore[arg-type]
     local = total // size
     for name, old in list(experts.named_parameters(recurse=False)):

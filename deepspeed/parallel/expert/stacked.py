@@ -48,5 +48,5 @@ def mark_stacks(model: nn.Module) -> None:
 
 
 def is_spread(module: nn.Module) -> bool:
-    """Whether its tokens go to experts on other ranks."""
+    """Return whether the module's tokens go to experts on other ranks."""
     return isinstance(getattr(module, "_ds_spread", None), Spread)

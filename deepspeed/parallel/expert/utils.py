@@ -15,13 +15,13 @@ MAX_GROUP_SIZE = 178956971
 
 
 def has_moe_layers(m: nn.Module) -> tuple[bool, int]:
-    """Whether ``m`` has mixture-of-experts layers, and the number of experts of the last of them (0 without)."""
+    """Return whether ``m`` has mixture-of-experts layers, and the number of experts of the last of them (0 without)."""
     counts = [layer.num_experts for layer in m.modules() if isinstance(layer, MoE)]
     return bool(counts), counts[-1] if counts else 0
 
 
 def is_moe_param(param: Tensor) -> bool:
-    """Whether ranks hold different experts under this parameter: its mark ``allreduce`` is False."""
+    """Return whether ranks hold different experts under this parameter: its mark ``allreduce`` is False."""
     return not getattr(param, "allreduce", True)
 
 
@@ -67,12 +67,12 @@ def split_params_into_different_moe_groups_for_optimizer(
 
 
 def is_moe_param_group(param_group: dict[str, Any]) -> bool:
-    """Whether a group was marked as one of experts."""
+    """Return whether a parameter group is marked as one of experts."""
     return bool(param_group.get("moe", False))
 
 
 def configure_moe_param_groups(model_parameters: Sequence[Any]) -> list[Any]:
-    """What an optimizer takes, parameters or groups, with experts in groups of their own; unchanged if there are
+    """Return the parameters or groups for an optimizer with experts in groups of their own; unchanged if there are
     none."""
     given = list(model_parameters)
     groups = given if given and isinstance(given[0], dict) else [{"params": given}]

@@ -1,4 +1,4 @@
-"""What a causal language model consists of, seen from its own forward: blocks, what runs before them, and what after.
+"""Anatomy of a causal language model, read from its own forward: blocks, what runs before them, and what after.
 
 One forward of two short sequences tells. Nothing is known about any architecture: a model whose hidden states do not
 simply go from one block to the next is refused.

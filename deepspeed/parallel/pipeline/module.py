@@ -366,7 +366,9 @@ class PipelineModule(Partitioned, nn.Module):
     # Checkpoint files of layers -------------------------------------------------------------------------------
 
     def ckpt_prefix(self, checkpoints_path: str, tag: str) -> str:
-        """Where this rank's part of the model belongs: the folder of the tag, and the place but for the replica."""
+        """Return the path prefix of this rank's part of the model: the tag's folder and the rank's coordinates without
+        the replica.
+        """
         place = self._topo.get_rank_repr(rank=self._grid.global_rank, omit_axes=("data",))
         return os.path.join(checkpoints_path, str(tag), place)
 
@@ -472,7 +474,7 @@ def _refuse_shared_experts(key: str, name: str, param: nn.Parameter, stages: Seq
 
 
 def _is_shared(name: str, layer: nn.Module) -> bool:
-    """Whether a tensor of ``layer`` is in a list of which other replicas have other parts."""
+    """Return whether other replicas hold other parts of a tensor of ``layer``."""
     return any(name.startswith(f"{path}.") for path, _ in shared_lists(layer))
 
 

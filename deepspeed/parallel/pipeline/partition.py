@@ -1,4 +1,4 @@
-"""Which layers are on which stage: pure arithmetic over weights of layers."""
+"""Assignment of layers to stages: pure arithmetic over weights of layers."""
 
 from __future__ import annotations
 

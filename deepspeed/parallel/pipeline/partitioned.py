@@ -1,4 +1,4 @@
-"""How a ``PipelineModule`` decides which layers each stage holds; trainers override it under these names."""
+"""The methods by which a ``PipelineModule`` assigns layers to stages; trainers override them under these names."""
 
 from __future__ import annotations
 

@@ -61,8 +61,8 @@ class WholeModel(nn.ModuleList):
         return forward_input
 
     def example(self, given: Any = None) -> Any:
-        """What the first layer may get, on the meta device: ``given`` if anything is, else what the model accepts:
-        tokens, or vectors as wide as its first weight.
+        """Return an input of the first layer on the meta device: ``given`` unless None, otherwise one that the model
+        accepts: tokens, or vectors as wide as its first weight.
 
         PipelineError: nothing was given, and it accepts neither.
         """

@@ -59,7 +59,7 @@ Layer = nn.Module | LayerSpec | Callable[[Any], Any]
 
 
 def type_name(layer: Layer) -> str:
-    """What ``type:regex`` looks at: the name of the class, or of the function."""
+    """Return the name that ``type:regex`` matches: of the class, or of the function."""
     if isinstance(layer, LayerSpec):
         return layer.typename.__name__
     if isinstance(layer, nn.Module):

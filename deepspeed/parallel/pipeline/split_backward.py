@@ -66,12 +66,13 @@ class _PutOff:
         self.own, self.form, self.numbers, self.queue = own, form, numbers, queue
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _PutOff:
-        """Of a copied module, such as an average of the weights: it does all of its backward at once."""
+        """Return a handle for a copied module, such as an average of the weights: it does all of its backward at
+        once."""
         return _PutOff(copy.deepcopy(self.own, memo), self.form, self.numbers, WeightQueue(_nowhere))
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the weight, which autocast may have narrowed for the product."""
+        """Return the dtype of the weight in the product, to which autocast may have narrowed it."""
         weight: Any = self.own.weight
         return weight.dtype
 
@@ -143,7 +144,7 @@ def split_layers(module: nn.Module, numbers: Mapping[int, int], queue: WeightQue
 
 
 def _nowhere(number: int, grad: Tensor) -> None:
-    """Of a queue that is never active."""
+    """Ignore a gradient: the sink of a queue that is never active."""
 
 
 def join_layers(layers: list[nn.Module]) -> None:

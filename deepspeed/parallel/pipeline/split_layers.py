@@ -18,13 +18,15 @@ Memory = Callable[[tuple[int, ...], Tensor], Tensor]
 
 
 class SplitLayer(Protocol):
-    """What is kept of a weight is its shape: it may be elsewhere when its gradient is computed."""
+    """A layer whose backward can be split in two. Only the shape of a weight is kept: the weight may be elsewhere when
+    its gradient is computed.
+    """
 
     narrows: bool
     """Whether ``torch.autocast`` lets it compute in the narrower dtype."""
 
     def takes(self, inputs: Tensor) -> bool:
-        """Whether a call with ``inputs`` comes apart."""
+        """Return whether a call with ``inputs`` can be split."""
         ...
 
     def forward(self, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor: ...
@@ -169,7 +171,7 @@ class _Convolution:
 
 
 def _shape_of(layer: Any) -> tuple[int, ...]:
-    """Of the weight, which may be elsewhere now."""
+    """Return the shape of the whole weight, even while it is released."""
     first, second = layer.out_channels, layer.in_channels
     if layer.transposed:
         first, second = second, first

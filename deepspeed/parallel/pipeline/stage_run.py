@@ -17,10 +17,10 @@ from deepspeed.parallel.pipeline.schedules.orders import Action, Kind
 
 
 class StageWork(Protocol):
-    """What a stage computes. An action names its micro-batch and its chunk."""
+    """The computation of a stage. An action names its micro-batch and its chunk."""
 
     def begin(self, action: Action) -> None:
-        """What follows, waits included, belongs to ``action``."""
+        """Attribute what follows, waits included, to ``action``."""
         ...
 
     def load(self) -> tuple[Any, Any]:
@@ -119,7 +119,7 @@ class StageRun:
         return self.results
 
     def buffers(self, micro_batches: int) -> dict[str, list[Any]]:
-        """What is held now, at ``chunk * micro_batches + micro_batch``; None: nothing."""
+        """Return what is held now, at index ``chunk * micro_batches + micro_batch``; None where nothing is held."""
         found: dict[str, list[Any]] = {
             name: [None] * (micro_batches * len(self.links)) for name in ("inputs", "outputs", "labels")
         }

@@ -1,4 +1,4 @@
-"""Which rank computes which heads of an attention, and which part of the sequence: pure arithmetic."""
+"""Assignment of attention heads and parts of the sequence to ranks: pure arithmetic."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class HeadAssignment:
         return tuple(keys.index(head // group) for head in self.queries_of(rank))
 
     def group_of(self, rank: int) -> int | None:
-        """How many heads of this rank share each of its heads of keys; None if they differ."""
+        """Return how many query heads of this rank share each of its key heads; None if the numbers differ."""
         positions, count = self.key_of_query(rank), len(self.keys_of(rank))
         size = len(positions) // count
         regular = tuple(at for at in range(count) for _ in range(size))

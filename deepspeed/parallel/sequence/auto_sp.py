@@ -49,7 +49,7 @@ def auto_wrap_model_for_sp(model: nn.Module, process_group: Any) -> nn.Module:
 
 
 def _has_class_token(model: nn.Module, path: str) -> bool:
-    """Whether the encoder around an attention module has a class token of its own."""
+    """Return whether the encoder around an attention module has a class token."""
     names = path.split(".")
     for depth in reversed(range(len(names))):
         around = model.get_submodule(".".join(names[:depth]))

@@ -57,7 +57,7 @@ def _token_embedding(model: nn.Module, modules: dict[str, nn.Module]) -> str | N
 
 
 def _is_encoder(modules: dict[str, nn.Module]) -> bool:
-    """Whether a model of pixels has no tables but those of positions."""
+    """Return whether a vision model has no embedding tables but those of positions."""
     tables = [path for path, each in modules.items() if isinstance(each, nn.Embedding)]
     return _sees_pixels(modules[""]) and all("pos" in each for each in tables)
 

@@ -1,4 +1,4 @@
-"""Where images and text become one sequence: visual tokens of all ranks take their places among those of the text.
+"""Fusion of images and text into one sequence: visual tokens of all ranks take their places among those of the text.
 
 A rank holds a shard of the visual tokens, and the whole text. It gets its shard of the sequence of both.
 """

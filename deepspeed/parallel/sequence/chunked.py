@@ -65,7 +65,7 @@ class ChunkedCall:
 
     @cached_property
     def starts(self) -> list[int]:
-        """Where each chunk begins in the sequence."""
+        """Return the start of each chunk in the sequence."""
         sizes = [sum(lengths) for lengths in self.chunks]
         return [sum(sizes[:at]) for at in range(len(sizes))]
 
@@ -76,19 +76,19 @@ class ChunkedCall:
 
     @property
     def widths(self) -> list[int]:
-        """Of queries, keys and values of all heads."""
+        """Return the widths of queries, keys and values over all heads."""
         return [self.heads * self.size, self.kv_heads * self.size, self.kv_heads * self.size]
 
     def exchange(self, at: int) -> Exchange:
         return Exchange(self.comm, tuple(self.chunks[at]))
 
     def heads_of_all(self) -> list[tuple[tuple[int, ...], ...]]:
-        """Which heads of queries, keys and values this rank sends to whom."""
+        """Return the heads of queries, keys and values that this rank sends to each other rank."""
         keys = self.plan.keys(self.comm.rank)
         return [self.plan.queries(self.comm.rank), keys, keys]
 
     def tables(self, at: int, like: Tensor) -> Rotary | None:
-        """Of one chunk, as [1, 1, tokens, rotated size] in the dtype of the heads."""
+        """Return the rotary tables of one chunk, as [1, 1, tokens, rotated size] in the dtype of the heads."""
         if self.rotary is None:
             return None
         stop = self.starts[at] + sum(self.chunks[at])
@@ -129,7 +129,8 @@ def chunked_self_attention(
 
 @dataclass(eq=False)
 class _Kept:
-    """What backward needs of one chunk: [batch, own heads, all tokens of the chunk, size] each, and the input."""
+    """Saved tensors of one chunk for backward: [batch, own heads, all tokens of the chunk, size] each, and the
+    input."""
 
     q: SequenceChunk
     k: SequenceChunk

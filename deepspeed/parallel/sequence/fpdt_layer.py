@@ -38,7 +38,7 @@ __all__ = [
 
 
 class FPDT_InputConstruct(nn.Module):
-    """What one rank gets of a batch, so that chunks of the sequence can be exchanged one after another.
+    """One rank's part of a batch, arranged so that chunks of the sequence can be exchanged one after another.
 
     Each chunk of ``args.ds_sequence_parallel_fpdt_chunk_size`` tokens is shared by all ranks; a rank holds its part of
     each chunk, one after another. Lengths that chunks or ranks do not divide are shared as evenly as can be.

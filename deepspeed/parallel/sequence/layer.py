@@ -285,7 +285,9 @@ def pre_all2all_fun(permute_idx: Permutation, inp_shape: Sequence[int], input: T
 
 
 def post_all2all(permute_idx: Permutation, res_shape: Sequence[int]) -> Callable[[Tensor], Tensor]:
-    """What an all-to-all's result is put through: permuted if ``permute_idx`` is given, then in ``res_shape``."""
+    """Return a function for an all-to-all's result: permutes by ``permute_idx`` if given, then reshapes to
+    ``res_shape``.
+    """
 
     def finish(input: Tensor) -> Tensor:
         permuted = input if permute_idx is None else input.permute(*permute_idx)

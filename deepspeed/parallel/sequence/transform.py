@@ -126,8 +126,8 @@ class ShardOfInputs:
 
 
 def _falls_back(module: nn.Module) -> bool:
-    """Whether the forward takes its loss from ``loss_function``, which Transformers has be the causal one for a class
-    whose name says no kind (GPT-2)."""
+    """Return whether the forward takes its loss from ``loss_function``, which Transformers sets to the causal one for a
+    class whose name says no kind (GPT-2)."""
     forward: Any = inspect.unwrap(type(module).forward)
     code = getattr(forward, "__code__", None)
     return code is not None and "loss_function" in code.co_names
@@ -154,7 +154,7 @@ def shard_of_pair(
 
 
 def _balances(module: Any, batch: Mapping[str, Any]) -> bool:
-    """Whether this forward has a loss that balances experts."""
+    """Return whether this forward has a load-balancing loss of experts."""
     asked = batch.get("output_router_logits")
     config = module.config.get_text_config()
     return bool(getattr(config, "output_router_logits", False) if asked is None else asked)

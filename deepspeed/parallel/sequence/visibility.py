@@ -1,4 +1,4 @@
-"""Which token sees which, for a whole sequence: what attention masks of shards cannot say."""
+"""Visibility between tokens of a whole sequence, which attention masks of shards cannot express."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Visibility:
             raise ValueError("sequence parallelism has sliding windows for causal attention only")
 
     def is_plain(self, length: int) -> bool:
-        """Whether all of ``length`` tokens are one document without padding and window."""
+        """Return whether all ``length`` tokens are one document without padding and window."""
         return (
             self.documents is None and self.valid is None and (self.window is None or self.window >= length)
         )
@@ -69,7 +69,7 @@ class Visibility:
         return self.mask(rows, columns, device)
 
     def is_empty(self, rows: range, columns: range) -> bool:
-        """Whether order and window alone leave nothing to see."""
+        """Return whether order and window alone leave nothing to see."""
         if not self.causal:
             return False
         too_far = self.window is not None and columns.stop - 1 <= rows.start - self.window

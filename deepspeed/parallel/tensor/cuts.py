@@ -1,4 +1,4 @@
-"""How one tensor is cut over the ranks that share a layer.
+"""Division of one tensor over the ranks that share a layer.
 
 Pure arithmetic, but for ``take`` and ``joined``, which slice tensors. One description serves a layer's weights, its
 outputs and its ``Placement``: for every rank the intervals of the whole dim that it holds, in its own order. So fused
@@ -96,7 +96,7 @@ class Cut:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the ranks hold consecutive runs, in rank order, without overlap."""
+        """Return whether the ranks hold consecutive runs, in rank order, without overlap."""
         position = 0
         for low, high in (part for rank in self.parts for part in rank):
             if low != position:
@@ -109,7 +109,7 @@ class Cut:
         return Cut(dim, self.size, self.parts)
 
     def shared(self) -> tuple[Interval, ...]:
-        """What more than one rank holds, ascending."""
+        """Return the intervals that more than one rank holds, ascending."""
         edges = sorted({edge for rank in self.parts for part in rank for edge in part})
         found: list[Interval] = []
         for low, high in zip(edges, edges[1:], strict=False):
@@ -121,12 +121,14 @@ class Cut:
         return tuple(found)
 
     def elsewhere(self, rank: int) -> tuple[Interval, ...]:
-        """What ``rank`` holds, but an earlier rank too: those elements count there."""
+        """Return the intervals that ``rank`` shares with an earlier rank: those elements are counted there."""
         earlier = [part for each in self.parts[:rank] for part in each]
         return _overlaps(self.parts[rank], earlier)
 
     def local(self, rank: int, intervals: Sequence[Interval]) -> tuple[tuple[Interval, Interval], ...]:
-        """Where the rank's own tensor has parts of ``intervals``: pairs of (own interval, interval of the whole)."""
+        """Return the parts of ``intervals`` in the rank's own tensor, as pairs of (own interval, interval of the
+        whole).
+        """
         found: list[tuple[Interval, Interval]] = []
         position = 0
         for low, high in self.parts[rank]:
@@ -162,7 +164,7 @@ class Cut:
         return whole
 
     def placement(self, shape: Sequence[int], rank: int) -> Placement:
-        """Of the rank's part of a tensor of ``shape`` (the whole one's)."""
+        """Return the placement of the rank's part of a tensor whose whole shape is ``shape``."""
         shape = tuple(shape)
         dim = self.dim % len(shape)
         if shape[dim] != self.size:
@@ -179,7 +181,7 @@ class Cut:
 
 
 def replicated(shape: Sequence[int], rank: int) -> Placement:
-    """Of a tensor that every tensor-parallel rank holds whole."""
+    """Return the placement of a tensor that every tensor-parallel rank holds whole."""
     return Placement(global_shape=tuple(shape), replicated=(AXIS,), counts=rank == 0)
 
 

@@ -1,5 +1,5 @@
-"""What parallel layers say about their parameters in the form of release 0.19: a dict on each parameter, and from all
-of them the ``universal_checkpoint_info`` of a model, by which tools of that release join the files of the ranks.
+"""Descriptions of parallel layers' parameters in the form of release 0.19: a dict on each parameter, and from all of
+them the ``universal_checkpoint_info`` of a model, by which tools of that release join the files of the ranks.
 
 Our own checkpoints need neither: they record a ``Placement`` for every tensor.
 """
@@ -22,12 +22,12 @@ CONVERSION = "conversion"
 
 
 def conversion_of(param: Tensor) -> dict[str, Any] | None:
-    """How the parts of ``param`` are joined; None: no parallel layer has described it."""
+    """Return how the parts of ``param`` are joined; None: no parallel layer has described it."""
     return getattr(param, constants.DS_AUTOTP_UC_META, {}).get(CONVERSION)
 
 
 def is_split(model: nn.Module) -> bool:
-    """Whether tensor-parallel ranks hold different parts of any parameter."""
+    """Return whether tensor-parallel ranks hold different parts of any parameter."""
     return any(AXIS in placement_of(param).split for param in model.parameters())
 
 
@@ -116,8 +116,8 @@ def describe(
 
 
 def universal_checkpoint_info(model: nn.Module) -> dict[str, Any]:
-    """How the ranks' parts of every parameter of ``model`` are joined, by regular expressions for their names. What no
-    list has is joined along its first dim."""
+    """Return how the ranks' parts of every parameter of ``model`` are joined, by regular expressions for their names.
+    Parameters in no list are joined along their first dim."""
     row, copies, unsupported = [], [], []
     fused: dict[tuple[Any, ...], list[str]] = {}
     for name, param in model.named_parameters():

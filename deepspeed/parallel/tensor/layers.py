@@ -37,7 +37,7 @@ __all__ = ["LinearAllreduce", "LinearLayer", "SharedInput", "TensorParallelLayer
 
 
 class InputRule(Protocol):
-    """What becomes of the input of a column-parallel layer on its way in."""
+    """Processing of a column-parallel layer's input."""
 
     def __call__(self, inputs: Tensor, group: Communicator, sequence: SequenceRegion | None, /) -> Tensor: ...
 
@@ -93,7 +93,7 @@ class TensorParallelLayer(nn.Module):
     keep_module_on_host: bool = False
 
     def __init__(self, mp_group: Communicator | ProcessGroup | None = None, **kwargs: Any) -> None:
-        """Of a layer of one's own. ``name``: of the layer."""
+        """Initialize a layer of the user's. ``name``: of the layer."""
         super().__init__()
         self.group = communicator_of(mp_group)
         self.name = kwargs.get("name")
@@ -113,7 +113,7 @@ class TensorParallelLayer(nn.Module):
 
     @classmethod
     def set_keep_module_on_host(cls, value: bool) -> None:
-        """Whether ``move`` leaves tensors in host memory."""
+        """Set whether ``move`` leaves tensors in host memory."""
         cls.keep_module_on_host = value
 
     def move(self, tensor: Tensor) -> Tensor:
@@ -213,12 +213,12 @@ class OfLayer:
 
 
 def _of_no_layer(name: str) -> OfLayer:
-    """What is left of it in a parameter that was pickled."""
+    """Stand in for the layer's description in a parameter that was pickled."""
     return OfLayer(nn.Module(), name)
 
 
 class _ParallelLinear(TensorParallelLayer):
-    """What both kinds have in common. ``transposed``: the weight is [inputs, outputs]."""
+    """Common part of column- and row-parallel linear layers. ``transposed``: the weight is [inputs, outputs]."""
 
     weight: nn.Parameter
     bias: nn.Parameter | None
@@ -263,7 +263,7 @@ class _ParallelLinear(TensorParallelLayer):
             describe(param, cuts.get(name), kind, is_bias=name == "bias", shape=shape)
 
     def _cuts(self) -> dict[str, Cut]:
-        """Of the parameters of which each rank has a part."""
+        """Return the cuts of the parameters that are split over ranks."""
         return {"weight": self.cut, **({"bias": self.cut.along(0)} if self._splits_bias else {})}
 
     def gather_params(self, params_list: Sequence[nn.Parameter]) -> None:
@@ -465,7 +465,7 @@ class LinearAllreduce(_ParallelLinear):
 
 
 def _is_transposed(module: nn.Module) -> bool:
-    """Whether the weight is [inputs, outputs]. ValueError: what the layer computes is not known."""
+    """Return whether the weight is [inputs, outputs]. ValueError: the layer's computation is not known."""
     if isinstance(module, nn.Linear) and (type(module).forward is nn.Linear.forward or forms_of(module)):
         return False
     if any(base.__name__ == "Conv1D" and hasattr(module, "nf") for base in type(module).__mro__):

@@ -170,7 +170,7 @@ def _in_parts(logits: LogitsInParts, func: Any, rest: tuple[Any, ...], kwargs: d
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether an operation with it treats every element of the logits alike."""
+    """Return whether an operation with ``value`` treats every element of the logits alike."""
     if isinstance(value, Tensor):
         return value.ndim == 0 and not isinstance(value, LogitsInParts)
     return value is None or isinstance(

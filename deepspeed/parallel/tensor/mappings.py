@@ -326,7 +326,7 @@ class Scattering(NamedTuple):
 
 
 def begin_reduce_scatter(tensor: Tensor, group: Communicator, dim: int) -> Scattering:
-    """What ``scatter_sequence`` gives, once it has been waited for."""
+    """Start ``scatter_sequence`` and return a handle whose result is the same once waited for."""
     dim = dim % tensor.dim()
     run = -(-tensor.shape[dim] // group.size)
     whole = _padded(tensor, dim, run * group.size)

@@ -59,8 +59,8 @@ class _ColumnProduct(torch.autograd.Function):
 def begin_gradients(
     ctx: Any, grad: Tensor, group: Communicator, sequence: SequenceRegion | None = None
 ) -> tuple[tuple[Tensor | None, Tensor | None, Tensor | None], Any]:
-    """Of a product that saved its inputs and weight: the gradients of input, weight and bias, as far as they are
-    needed, and what to wait for before the input's is read (None: it is not needed)."""
+    """Start the backward of a product that saved its inputs and weight: returns the gradients of input, weight and
+    bias, as far as needed, and the handle to wait for before the input's is read (None: it is not needed)."""
     inputs, weight = ctx.saved_tensors
     needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
     own = pending = grad_weight = grad_bias = None

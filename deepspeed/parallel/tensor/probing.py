@@ -11,7 +11,8 @@ from deepspeed.base.sharded import full_shape
 
 
 def transposed_by_trial(layer: nn.Module) -> bool | None:
-    """Whether ``layer(x)`` is ``x @ weight + bias`` (True), ``x @ weight.t() + bias`` (False), or neither (None).
+    """Return whether ``layer(x)`` is ``x @ weight + bias`` (True), ``x @ weight.t() + bias`` (False), or neither
+    (None).
 
     Tried in fp64 with other weights, so that no values decide; only layers with ``weight`` [2-D], and maybe ``bias``,
     as their only parameters are.

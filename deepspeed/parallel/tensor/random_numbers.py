@@ -1,4 +1,5 @@
-"""Which modules of a tensor-parallel block draw the same random numbers on all ranks, and which draw different ones.
+"""Random numbers in a tensor-parallel block: modules that draw the same on all ranks, and modules that draw different
+ones.
 
 A dropout of replicated tensors has to be the same everywhere, as on one rank; one of tensors in parts has to differ.
 """

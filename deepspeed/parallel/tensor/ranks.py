@@ -12,7 +12,7 @@ __all__ = ["communicator_of", "init_tp_mesh_device"]
 
 
 def communicator_of(group: Communicator | ProcessGroup | None) -> Communicator:
-    """Of a process group; None is one rank alone."""
+    """Return the communicator of a process group; None is one rank alone."""
     if isinstance(group, Communicator):
         return group
     if group is None or group.size() == 1:

@@ -1,4 +1,4 @@
-"""Whether the ranks that share each layer were given the same batch."""
+"""Check that the ranks that share each layer were given the same batch."""
 
 from __future__ import annotations
 

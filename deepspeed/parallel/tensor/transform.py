@@ -66,7 +66,7 @@ class TensorParallelism:
 
 
 def _hint(module: nn.Module) -> str:
-    """What else can be done about a model that cannot be followed."""
+    """Return advice on what else can be done about a model that cannot be traced."""
     from deepspeed.ops.sparse_attention import SparseSelfAttention
 
     if not any(isinstance(each, SparseSelfAttention) for each in module.modules()):

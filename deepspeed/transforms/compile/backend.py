@@ -79,7 +79,7 @@ def register_compile_pass(name: str, opt_pass_fn: GraphPass, contract: PassContr
 
 @dataclass
 class CompileWork:
-    """What one engine's compilation runs over each graph now, and what it has cost.
+    """Passes of one engine's compilation over each graph, and their cost.
 
     ``times``: ``(phase, index, graph_id, seconds)`` of each graph; phase is "fwd" or "bwd".
     """

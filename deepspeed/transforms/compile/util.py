@@ -1,4 +1,4 @@
-"""What client code asks before it compiles."""
+"""Queries of client code before it compiles."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from deepspeed.base.logging import log_dist
 
 
 def is_deepcompile_supported() -> bool:
-    """Whether ``compile.deepcompile`` works here: wherever ``torch.compile`` does."""
+    """Return whether ``compile.deepcompile`` works here: wherever ``torch.compile`` does."""
     return is_compile_supported()
 
 

@@ -122,7 +122,7 @@ def _in_place_of(
             return isinstance(instance, (original, LoRAOptimizedLinear))
 
     class Linear(original, metaclass=OfLinear):  # type: ignore[misc, valid-type]
-        """What ``torch.nn.Linear`` is meanwhile; its instances are of other classes."""
+        """Replacement of ``torch.nn.Linear`` in the meantime; its instances are of other classes."""
 
         def __new__(
             cls, in_features: int, out_features: int, bias: bool = True, device: Any = None, dtype: Any = None

@@ -162,8 +162,8 @@ def quantized_whole(weight: nn.Parameter, config: QuantizationConfig) -> Quantiz
 
 
 def quantized_loaded(value: Any, config: QuantizationConfig | None) -> Any:
-    """What becomes the weight of a layer when a loader sets it: a plain parameter with values, quantized. The loader's
-    notes on the parameter stay."""
+    """Return the value to store when a loader sets a layer's weight: a plain parameter with values is quantized. The
+    loader's notes on the parameter stay."""
     plain = isinstance(value, nn.Parameter) and not isinstance(value, QuantizedParameter)
     if not plain or not value.is_floating_point() or value.is_meta or is_zero_param(value):
         return value

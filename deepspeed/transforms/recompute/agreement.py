@@ -40,7 +40,7 @@ class Ranks:
         return values.tolist()
 
     def alike(self, number: int) -> bool:
-        """Whether it is the same on all ranks. Collective."""
+        """Return whether ``number`` is the same on all ranks. Collective."""
         high, low = self.largest([number, -number])
         return high == -low
 

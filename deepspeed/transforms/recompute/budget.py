@@ -39,7 +39,9 @@ NOTHING: frozenset[Key] = frozenset()
 
 
 class Budget:
-    """What the blocks of one model keep. ``limit``: at most 1: a share of keeping everything; else bytes."""
+    """Budget of activations that the blocks of one model keep. ``limit``: at most 1: a share of keeping everything;
+    else bytes.
+    """
 
     def __init__(self, limit: float, ranks: Ranks | None) -> None:
         self.limit = limit
@@ -50,7 +52,7 @@ class Budget:
         self.counting: Count | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Budget:
-        """Of a copy of the model, with blocks of its own."""
+        """Return the budget of a copy of the model, with blocks of its own."""
         made = memo[id(self)] = Budget(self.limit, self.ranks)
         made.choice = self.choice
         made.chosen = {copy.deepcopy(block, memo): chosen for block, chosen in self.chosen.items()}
@@ -138,7 +140,7 @@ class Count:
 
 
 def _kind(block: nn.Module, inputs: Any) -> Any:
-    """What makes calls alike: class, weights, and the inputs' shapes."""
+    """Return the key under which calls are alike: class, weights, and the inputs' shapes."""
     weights = tuple((name, p.requires_grad) for name, p in block.named_parameters())
     sizes = tuple(getattr(p, "ds_shape", p.shape) for p in block.parameters())
     leaves = tree_leaves(inputs)
@@ -281,7 +283,7 @@ def refuse_own_checkpoints(module: nn.Module) -> None:
 
 
 def report(choice: Choice) -> str:
-    """What is kept and what is recomputed, as text of a few lines."""
+    """Describe in a few lines what is kept and what is recomputed."""
     counted = choice.counted
     lines = [
         f"memory budget: {_size(choice.budget)} of {_size(counted.everything)} that everything takes; "

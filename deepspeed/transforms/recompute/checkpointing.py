@@ -61,7 +61,7 @@ SECTION = "activation_checkpointing"
 
 @dataclass(eq=False)
 class Settings:
-    """What one engine, or the process, was configured with."""
+    """Settings of one engine, or of the process."""
 
     configured: bool = False
     mpu: Any = None
@@ -163,7 +163,7 @@ def _section_of(config: Any) -> DeepSpeedActivationCheckpointingConfig:
 
 
 class _State:
-    """Who owns the settings in force. ``process``: what was configured before there was an engine with its own."""
+    """Owner of the settings in force. ``process``: what was configured before there was an engine with its own."""
 
     def __init__(self) -> None:
         self.process = Settings()
@@ -241,7 +241,7 @@ def __getattr__(name: str) -> Any:
 
 
 def is_configured() -> bool:
-    """Whether ``configure`` has been called."""
+    """Return whether ``configure`` has been called."""
     return _current().configured
 
 
@@ -310,7 +310,7 @@ class _Region:
         return tuple(flat)
 
     def result(self, leaves: tuple[Any, ...]) -> Any:
-        """What the function returned, except that a list or tuple of one element becomes that element (as
+        """Return the function's result, except that a list or tuple of one element becomes that element (as
         documented).
         """
         outputs = tree_unflatten(leaves, self._output_spec)

@@ -1,4 +1,4 @@
-"""Which results to keep and which to recompute: the fewest FLOPs within a number of bytes.
+"""Choice of the results to keep and those to recompute: the fewest FLOPs within a number of bytes.
 
 Two knapsacks. In one block every operation's result can be kept for its bytes or recomputed for its FLOPs; the best
 sets for all sizes are the block's *ways* to run, beside keeping everything as autograd does. Over the blocks, one way
@@ -60,7 +60,7 @@ class Counted:
 
     @property
     def flops(self) -> int:
-        """Of the blocks, forward and backward (twice as many)."""
+        """Return the FLOPs of the blocks, forward and backward (twice as many)."""
         return 3 * sum(self.kinds[b.kind].flops * b.calls for b in self.blocks)
 
 
@@ -80,7 +80,7 @@ class Choice:
 
     @property
     def extra_share(self) -> float:
-        """Of all FLOPs of the blocks' forward and backward."""
+        """Return the recomputed share of all FLOPs of the blocks' forward and backward."""
         return self.extra / self.counted.flops if self.counted.flops else 0.0
 
 

@@ -1,4 +1,4 @@
-"""How the inputs of a checkpointed region are kept until backward recomputes it.
+"""Storage of the inputs of a checkpointed region until backward recomputes it.
 
 Used as saved-tensors hooks: ``pack`` when autograd saves an input, ``unpack`` when backward asks for it.
 Three things can be done to an input, alone or together: partition it across a group of ranks that all
@@ -93,7 +93,7 @@ class InHost:
 
 
 def leaves_device(device: torch.device) -> bool:
-    """Whether host memory is another one."""
+    """Return whether host memory is apart from the memory of ``device``."""
     return device.type != "cpu"
 
 

@@ -32,7 +32,7 @@ __all__ = [
 
 @dataclass
 class CheckpointActivationOffloadStats:
-    """What was done since the start or the last ``reset``."""
+    """Statistics since the start or the last ``reset``."""
 
     saved_tensors_seen: int = 0
     marked_tensors: int = 0
@@ -270,7 +270,7 @@ class _Contexts:
             _layer_class().__call__, self._plain_call = self._plain_call, None
 
     def patch(self, stays: bool = False) -> bool:
-        """Whether there are such layers: those of a model have imported their class."""
+        """Replace the class where layers of a model have imported it; return whether there are such layers."""
         self._stays = self._stays or stays
         kind = _layer_class()
         if kind is None:

@@ -1,4 +1,6 @@
-"""What one call of a block computes and keeps for backward, counted while it runs: on a device, or on paper (meta)."""
+"""Record of what one call of a block computes and keeps for backward, counted while it runs: on a device, or simulated
+on the meta device.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,7 @@ class BlockRecord:
 
 
 def is_counted(func: Any) -> bool:
-    """Whether an operation has a number: checkpoints add some ``detach`` of their own."""
+    """Return whether an operation has a number: checkpoints add some ``detach`` of their own."""
     return func is not torch.ops.aten.detach.default and func.namespace != "prim"
 
 
@@ -186,7 +188,7 @@ def _can_be_kept(func: Any, args: Any, kwargs: Any) -> bool:
 
 
 def _draws(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether it draws random numbers. Attention can, and does so only with dropout."""
+    """Return whether the operation draws random numbers. Attention can, and does so only with dropout."""
     if torch.Tag.nondeterministic_seeded not in func.tags:
         return False
     arguments = func._schema.arguments
@@ -206,7 +208,7 @@ def _address(tensor: Tensor) -> tuple[int, int]:
 
 
 def flops_of(func: Any, args: Any, kwargs: Any, outputs: Any) -> int:
-    """Of products, convolutions and attention, by torch's formulas; 0 for all else."""
+    """Return the FLOPs of products, convolutions and attention, by torch's formulas; 0 for all else."""
     from torch.utils.flop_counter import flop_registry
 
     name = func._schema.name

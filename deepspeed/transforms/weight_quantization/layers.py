@@ -50,7 +50,7 @@ _BECAME = "_ds_quantized"
 
 
 class _Stored(nn.Module):
-    """What both kinds of layers have: the weight's bytes, and its values."""
+    """Common part of both kinds of layers: the weight's bytes, and its values."""
 
     weight: nn.Parameter
     like: Tensor

@@ -1,4 +1,4 @@
-"""Which layers of a model get weights of few bits: by the section ``weight_quantization``."""
+"""Choice of the layers of a model that get weights of few bits: by the section ``weight_quantization``."""
 
 from __future__ import annotations
 

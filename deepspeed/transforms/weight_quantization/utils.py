@@ -48,7 +48,7 @@ class Grouping:
         return made
 
     def fits(self, shape: torch.Size | tuple[int, ...]) -> bool:
-        """Whether groups divide such a tensor."""
+        """Return whether groups divide such a tensor."""
         return -len(shape) <= self.group_dim < len(shape) and shape[self.group_dim] % self.group_size == 0
 
     def split(

@@ -1,4 +1,4 @@
-"""How the shards of a bucket are gathered if ranks need not agree on an order: copied, read, or fetched."""
+"""Gathering the shards of a bucket where ranks need not agree on an order: copied, read, or fetched."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the config says about gathering at stage 3: modules gathered as a whole, parameters that stay gathered."""
+"""Rules of the config for gathering at stage 3: modules gathered as a whole, parameters that stay gathered."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ NVME_PATH = "zero_optimization.offload_param.nvme_path"
 
 
 class DeepSpeedTensorOverride(Enum):
-    """What a context changes about tensors created inside it."""
+    """Modes of a context that changes tensors created inside it."""
 
     dtype = 1
     device = 2
@@ -354,7 +354,8 @@ def _wrap_init(cls: Any) -> None:
 
 
 def _builds_children(cls: type) -> bool:
-    """Whether ``cls``'s own constructor is torch's, and not a container's (those only keep what they are given)."""
+    """Return whether ``cls``'s own constructor is torch's, and not a container's (those only keep what they are
+    given)."""
     own = cls is not nn.Module and "__init__" in cls.__dict__
     return (
         own and cls.__module__.startswith("torch.nn.modules.") and not cls.__module__.endswith(".container")

@@ -63,7 +63,7 @@ class LaunchOrder:
 
     @property
     def begun(self) -> bool:
-        """Whether anything has happened in this segment."""
+        """Return whether anything has happened in this segment."""
         return bool(self.cursor or self.record[-1])
 
     @property

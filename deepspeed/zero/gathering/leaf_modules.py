@@ -25,12 +25,12 @@ class LeafModuleSection(Protocol):
 
 
 def z3_leaf_module(model: nn.Module) -> bool:
-    """Whether this module itself is a leaf."""
+    """Return whether this module itself is a leaf."""
     return bool(getattr(model, MARK, False))
 
 
 def z3_leaf_parameter(model: nn.Parameter) -> bool:
-    """Whether ZeRO stage 3 gathers this parameter with its leaf."""
+    """Return whether ZeRO stage 3 gathers this parameter with its leaf."""
     return hasattr(model, PARAMETER_MARK)
 
 

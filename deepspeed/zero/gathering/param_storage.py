@@ -1,4 +1,4 @@
-"""Where stage 3 keeps its slices (``offload_param``): on the device, in host memory, or in a file."""
+"""Storage of stage 3's shards (``offload_param``): on the device, in host memory, or in a file."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class ParamStorage:
 
     @property
     def on_file(self) -> bool:
-        """Whether slices are stored in a file."""
+        """Return whether shards are stored in a file."""
         return self.swap is not None
 
     @property

@@ -1,4 +1,4 @@
-"""What a gather is for. Whoever begins a pass says so, once; nothing below asks the grad mode.
+"""Phases of a pass, for which a gather is. Whoever begins a pass says so, once; nothing below asks the grad mode.
 
 | who enters | phase |
 |---|---|

@@ -29,7 +29,7 @@ from deepspeed.zero.replica_groups import Levels, Scope, ScopeTable
 
 
 class Piece:
-    """What this rank contributes to gathers of one bucket, and how a whole bucket is made of all contributions.
+    """Contribution of this rank to gathers of one bucket, and how a whole bucket is made of all contributions.
 
     ``data`` [groups, packet]: bytes, or numbers of the bucket where there is no ``codec``.
     """

@@ -1,4 +1,4 @@
-"""Where ranks find out whether all of them are about to do the same thing.
+"""Agreement between ranks that all of them are about to do the same thing.
 
 All ranks train together; evaluation and generation may run on a single rank, or on all for different lengths of time,
 and this is not known in advance. Before the first gather of such a pass a rank sends one small message to rank 0: what

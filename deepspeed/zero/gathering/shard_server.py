@@ -124,7 +124,7 @@ class ShardServer:
             target.copy_(host)
 
     def meet(self, visit: Visit) -> list[int] | None:
-        """Whether all ranks are about to do what ``visit`` says, and in what order (``Meeting``)."""
+        """Return the common order if all ranks are about to do what ``visit`` says, otherwise None (``Meeting``)."""
         if self.communicator.rank == 0:
             return self.meeting.attend(0, visit)
         message = visit.pack()

@@ -50,7 +50,7 @@ class ShardServers:
         bucket.communicator.count_fetch(full)
 
     def is_exact(self, index: int) -> bool:
-        """Whether a gather gives what the slices hold, in every phase."""
+        """Return whether a gather gives the exact values of the shards, in every phase."""
         return True
 
     def advance(self) -> None:

@@ -169,11 +169,12 @@ class ShardedBucket(ParamBucket):
 
     @property
     def first_replica(self) -> bool:
-        """Whether this rank's slice is the first of those that hold the same (runs of neighbours hold one copy)."""
+        """Return whether this rank's shard is the first of those that hold the same (runs of neighbours hold one
+        copy)."""
         return self.everyone.rank < self.communicator.size
 
     def cut_of(self, position: int) -> Cut:
-        """How one parameter is divided among the slices."""
+        """Return how one parameter is divided among the shards."""
         return self.layout.cut_of(self.layout.slots[position])
 
     def owners(self, position: int) -> list[tuple[int, int, int]]:

@@ -126,7 +126,7 @@ class ShardedModel:
 
 
 class GatherLinks:
-    """How this rank reaches the slices of the others."""
+    """Ways by which this rank reaches the shards of the others."""
 
     def __init__(self, scopes: ScopeTable, packing: Packing) -> None:
         self.scopes = scopes

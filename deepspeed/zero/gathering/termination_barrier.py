@@ -1,4 +1,5 @@
-"""Who has left, where so many ranks serve slices that telling each other directly would take too many connections.
+"""Registry of ranks that have left, where so many ranks serve shards that telling each other directly would take too
+many connections.
 
 With N ranks that is N - 1 connections and threads on each of them, all at the end. Here each rank adds one to a number
 in the process group's store and waits for a key that the last one sets.

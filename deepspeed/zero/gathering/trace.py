@@ -32,7 +32,7 @@ class UseTrace:
 
     @property
     def begun(self) -> bool:
-        """Whether any bucket was used in this step."""
+        """Return whether any bucket was used in this step."""
         return bool(self._now)
 
     def use(self, b: int) -> None:

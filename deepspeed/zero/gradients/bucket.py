@@ -95,7 +95,7 @@ class GradBucket:
             self.written[position] = True
 
     def accumulated_in_place(self, position: int, grad: Tensor) -> bool:
-        """Whether autograd added to the exposed gradient itself: then the local sum already contains it."""
+        """Return whether autograd added to the exposed gradient itself: then the local sum already contains it."""
         return self.local is not None and grad.data_ptr() == self.views[position].data_ptr()
 
     def _open(self, lasting: bool = False) -> None:
@@ -136,8 +136,8 @@ class GradBucket:
         return self._formats[1]
 
     def sum_over_ranks(self, yes: bool) -> None:
-        """Whether later launches sum over ranks or keep this rank's own sum. The scratch memory of the former way is
-        released."""
+        """Set whether later launches sum over ranks or keep this rank's own sum. The scratch memory of the former way
+        is released."""
         chosen = self._formats[yes]
         assert chosen is not None, "checked by check_whole"
         self.over_ranks = chosen
@@ -158,7 +158,7 @@ class GradBucket:
         self.in_flight = self.over_ranks.start(self.local, kept, *self.factors)
 
     def _can_keep(self) -> bool:
-        """Whether the sum may be written to its final place at once."""
+        """Return whether the sum may be written to its final place at once."""
         return (
             not self.keep_local
             and self.reduced is None
@@ -173,7 +173,7 @@ class GradBucket:
 
     @property
     def borrows(self) -> bool:
-        """Whether the sum in flight holds memory that the next bucket could use."""
+        """Return whether the sum in flight holds memory that the next bucket could use."""
         return self.in_flight is not None and (not self.keep_local or self.in_flight.wire is not self.local)
 
     def collect(self) -> None:

@@ -63,10 +63,10 @@ class ErrorFeedback:
 
 
 class Keeper(Protocol):
-    """Of a wire format: what it took away from this rank's gradients, and adds to the next."""
+    """Error feedback of a wire format: what it took away from this rank's gradients, and adds to the next."""
 
     def kept(self) -> dict[str, Any] | None:
-        """What a checkpoint must hold of it; None: nothing yet."""
+        """Return its state for a checkpoint; None: nothing yet."""
         ...
 
     def restore(self, kept: Mapping[str, Any], device: torch.device) -> None: ...
@@ -186,8 +186,8 @@ class CompressedSum:
 
 
 def codec_for(layout: BucketLayout, bits: int, *, random: bool = False, rank: int = 0) -> BlockCodec | None:
-    """How slices of a bucket travel in ``bits`` per element; None: as they are. Norms and biases would lose more than
-    they save. ``random``: rounded at random, on each ``rank`` otherwise."""
+    """Return the codec for slices of a bucket in ``bits`` per element; None: they travel as they are. Norms and biases
+    would lose more than they save. ``random``: rounded at random, differently on each ``rank``."""
     worth_it = layout.num_shards > 1 and layout.dtype.is_floating_point and layout.shard_numel >= BLOCK
     if not bits or not worth_it:
         return None

@@ -33,7 +33,7 @@ from deepspeed.zero.layout import NOBODY
 
 
 def _own_references() -> int:
-    """What ``sys.getrefcount`` says of an object that nobody else holds, as `GradReducer.before_backward` asks it."""
+    """Return ``sys.getrefcount`` of an object that nobody else holds, as `GradReducer.before_backward` asks it."""
     held = [object()]
     last = held.pop()
     return sys.getrefcount(last)
@@ -116,7 +116,7 @@ class GradReducer:
         self._begin()
 
     def _count_arrivals(self) -> None:
-        """How many arrivals fill each bucket."""
+        """Count how many arrivals fill each bucket."""
         self._to_arrive = [
             sum(self._expected[slot.param] for slot in bucket.layout.slots if slot.param != NOBODY)
             for bucket in self.buckets

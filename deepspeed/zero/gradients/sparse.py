@@ -1,5 +1,5 @@
-"""Which parameters have a gradient of rows: ``sparse_gradients`` communicates only these (``RowSum``), and some
-optimizers take only these."""
+"""Detection of parameters whose gradient has few rows: ``sparse_gradients`` communicates only these (``RowSum``), and
+some optimizers take only these."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which columns of the weights are updated at once (ZenFlow): those with the largest gradients.
+"""Choice of the columns of the weights that are updated at once (ZenFlow): those with the largest gradients.
 
 Columns are those of a weight [rows, columns]; one with more dimensions counts as [first, product of the others], and
 vectors are always updated at once. A column's importance is the sum of its squared gradients, over all ranks that
@@ -30,7 +30,7 @@ def columns_of(shape: Sequence[int]) -> int:
 
 
 def number_chosen(num_columns: int, topk_ratio: float) -> int:
-    """Of so many columns: the ratio of them, and one at least."""
+    """Return the number of columns to choose of ``num_columns``: the ratio of them, and at least one."""
     return min(num_columns, max(1, round(topk_ratio * num_columns)))
 
 
@@ -43,7 +43,7 @@ class ColumnChoice:
         self.ratio = ratio
 
     def everything(self, owned: OwnedFragment) -> bool:
-        """Whether all elements of the fragment are always chosen."""
+        """Return whether all elements of the fragment are always chosen."""
         return self.ratio >= 1.0 or columns_of(full_shape(self.store.params[owned.param_index])) == 0
 
     def column_of_each(self, owned: OwnedFragment, device: torch.device) -> Tensor:
@@ -84,7 +84,7 @@ class ColumnChoice:
         return mask
 
     def _share(self, held: float, whole: float) -> float:
-        """Of all ranks together, so that they decide alike."""
+        """Average a share over all ranks, so that they decide alike."""
         both = torch.tensor([held, whole], dtype=torch.float64, device=self.store.params[0].device)
         for communicator in (self.scopes.everyone, *self.scopes.across.values()):
             if communicator.size > 1:

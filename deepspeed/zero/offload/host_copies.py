@@ -11,7 +11,7 @@ from deepspeed.base.accelerator import get_accelerator
 
 
 def off_host(device: torch.device) -> bool:
-    """Whether memory of ``device`` is not host memory, so that offloading from it means copying."""
+    """Return whether memory of ``device`` is not host memory, so that offloading from it means copying."""
     return device.type != "cpu"
 
 

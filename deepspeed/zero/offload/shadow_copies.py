@@ -138,7 +138,7 @@ def options_of_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 
 
 def runs_ahead(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether its update can be run on twins."""
+    """Return whether the optimizer's update can be run on shadow copies."""
     if not isinstance(optimizer, MultiTensorOptimizer):
         return False
     traits = optimizer.update_traits

@@ -86,7 +86,7 @@ class Speculation:
         self._worker = host_worker("super_offload", cores)
 
     def attach(self, store: StateStore, scaler: LossScaler) -> None:
-        """Whose masters are updated. Called before the first backward."""
+        """Attach the store whose masters are updated. Called before the first backward."""
         self._store, self._scaler = store, scaler
 
     # While backward runs ------------------------------------------------------------------------------------
@@ -119,7 +119,9 @@ class Speculation:
         self.rolled_back += 1
 
     def _twins_of(self, bucket: GradBucket) -> list[Twin]:
-        """Of the fragments on the host that have state; one without it is left to the step, which creates it."""
+        """Return the shadow copies of the fragments on the host that have state; one without it is left to the step,
+        which creates it.
+        """
         assert self._store is not None
         if self._fragments != len(self._store.fragments):
             self._fragments = len(self._store.fragments)
@@ -161,7 +163,7 @@ class Speculation:
         )
 
     def _adapt(self, *, failed: bool) -> None:
-        """Where steps clip one after another, speculating only costs: pause for 1, 2, 4, ... of them."""
+        """Pause speculation for 1, 2, 4, ... steps where steps clip one after another: it only costs there."""
         if failed:
             self._pause = min(LONGEST_PAUSE, max(1, 2 * self._pause))
             self._paused = self._pause

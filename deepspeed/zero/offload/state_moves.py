@@ -104,7 +104,7 @@ class StateMover:
                 yield from grads.held()
 
     def devices(self, kind: Kind) -> set[torch.device]:
-        """Where the states of a kind are now."""
+        """Return the devices on which the states of a kind are now."""
         if kind is Kind.contiguous_grad_buffer:
             return {device for bucket in self.grad_buckets for device in bucket.pool.devices()}
         return {tensor.device for tensor in self._tensors(kind) if tensor.numel()}
@@ -117,7 +117,9 @@ class StateMover:
 
 
 class HasMovableStates:
-    """What ``engine.offload_states`` acts on: the optimizer, or the sharded model of an engine that has none."""
+    """Owner of states that ``engine.offload_states`` moves: the optimizer, or the sharded model of an engine that has
+    none.
+    """
 
     mover: StateMover
 

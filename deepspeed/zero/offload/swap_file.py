@@ -200,7 +200,7 @@ class SwapFile:
         return offset + address - start if address < start + nbytes else None
 
     def holds(self, tensor: Tensor) -> bool:
-        """Whether the tensor is stored here."""
+        """Return whether the tensor is stored in this file."""
         return self._find(tensor.data_ptr()) is not None
 
     def offset_of(self, resting: Tensor) -> int:

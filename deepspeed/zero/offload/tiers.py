@@ -1,4 +1,4 @@
-"""Where master weights and optimizer state are kept, and how they reach the processor for the update.
+"""Tiers in which master weights and optimizer state are kept, and how they reach the processor for the update.
 
 ``ResidentTier``: they are kept where the update happens. ``OffloadedTier`` (ZeRO-Offload, Ren et al. 2021;
 ZeRO-Infinity, Rajbhandari et al. 2021): they are kept in host memory or on storage, and the host updates them
@@ -44,7 +44,7 @@ class ResidentTier:
     """Whether any of what it keeps, gradients too, is mapped from a file."""
 
     def takes(self, layout: BucketLayout) -> bool:
-        """Whether the state of this bucket is kept elsewhere."""
+        """Return whether the state of this bucket is kept elsewhere."""
         return False
 
     def of(self, layout: BucketLayout) -> ResidentTier:
@@ -52,7 +52,7 @@ class ResidentTier:
         return self if self.takes(layout) else ResidentTier()
 
     def own_master(self, weights: Tensor) -> bool:
-        """Whether these weights need a separate master even if they have the master dtype."""
+        """Return whether these weights need a separate master even if they have the master dtype."""
         return False
 
     def pieces(self, fragment: Fragment) -> Sequence[Fragment]:
@@ -297,7 +297,7 @@ class OffloadedTier(ResidentTier):
         sub_group.views = {}  # the staged weights follow the records
 
     def _stages(self, owned: OwnedFragment) -> bool:
-        """Whether the refreshed weights pass through the slot on their way to where they belong."""
+        """Return whether the refreshed weights pass through the slot on their way to their owner."""
         low = owned.low
         return low is not None and (off_host(low.device) or self._rests(low))
 

@@ -73,7 +73,7 @@ class Piece:
 
     @property
     def weights(self) -> Tensor:
-        """What the model computes with."""
+        """Return the weights that the model computes with."""
         return self.owned.master if self.owned.low is None else self.owned.low
 
     def load(self, device: torch.device) -> None:
@@ -168,7 +168,9 @@ class ZenFlow:
         return self.in_round >= self.interval
 
     def _pieces_of(self, used: Sequence[bool]) -> list[Piece]:
-        """Of the fragments that are updated; those met for the first time are chosen whole or not at all."""
+        """Return the pieces of the fragments that are updated; those met for the first time are chosen whole or not at
+        all.
+        """
         present = [owned for owned in self.store.fragments if used[owned.param_index]]
         wanted = {id(owned) for owned in present}
         self.store.ensure_state(lambda owned: id(owned) in wanted)
@@ -194,7 +196,7 @@ class ZenFlow:
 
     @property
     def _home(self) -> torch.device:
-        """Where packed values are between steps."""
+        """Return the device of packed values between steps."""
         return torch.device("cpu") if self.plan.offload else self.device
 
     def _update_chosen(self, pieces: Sequence[Piece], grad_scale: float) -> None:
@@ -322,7 +324,7 @@ class ZenFlow:
             self.note()
 
     def note(self) -> None:
-        """What is in the store now is known; called when the weights have been published, which writes to them."""
+        """Record the store's versions as known; called when the weights have been published, which writes to them."""
         for piece in self._pieces.values():
             piece.note()
 
@@ -368,7 +370,7 @@ class ZenFlow:
     # Checkpoints --------------------------------------------------------------------------------------------
 
     def saved(self) -> dict[str, Any]:
-        """What a checkpoint must hold of this rank besides masters and state."""
+        """Return this rank's state for a checkpoint, besides masters and optimizer state."""
         self.settle()
         step = 1 + sorted(["step", *self.optimizer.state_names]).index("step")
         pieces = [
@@ -447,7 +449,7 @@ def _nbytes(tensors: Sequence[Tensor]) -> int:
 
 
 def _wire_dtype(owned: OwnedFragment) -> torch.dtype:
-    """That of gradients, unless it cannot hold them without a loss scale."""
+    """Return the dtype of gradients, unless it cannot hold them without a loss scale."""
     dtype = owned.grad_bucket.dtype
     return torch.float32 if dtype is torch.float16 else dtype
 

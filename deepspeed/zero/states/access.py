@@ -107,8 +107,8 @@ class StateAccess:
         return self._each(self.store.fragments)
 
     def distinct_shards(self) -> Iterator[tuple[ShardIndex, dict[str, Tensor]]]:
-        """Of ``shards`` those of which this rank is the first to hold them: of MiCS's replicas and, at stage 0, of all
-        ranks with the same weights."""
+        """Yield the ``shards`` that this rank is the first to hold: of MiCS's replicas and, at stage 0, of all ranks
+        with the same weights."""
         self.store.settle()
         return self._each(owned for owned in self.store.fragments if owned.grad_bucket.counts)
 
@@ -127,7 +127,7 @@ class StateAccess:
         return self.index_of(owned), {k: t for k, t in tensors.items() if k not in own} if own else tensors
 
     def cuts(self) -> dict[str, Cut]:
-        """How each parameter is divided among the ranks that share one copy, by name."""
+        """Return how each parameter is divided among the ranks that share one copy, by name."""
         return {
             self.names[slot.param]: bucket.layout.cut_of(slot)
             for bucket in self.store.param_buckets
@@ -310,7 +310,7 @@ class StateAccess:
         return {"local": local, "late": late, "reduced": reduced, "layouts": layouts, "used": used}
 
     def _layout(self, bucket: GradBucket) -> list[Any]:
-        """Which elements the slice of a bucket holds."""
+        """Return the elements that the slice of a bucket holds."""
         trained = [slot for slot in bucket.layout.slots if slot.param != NOBODY]
         slots = [[self.names[slot.param], slot.offset, slot.numel] for slot in trained]
         return [bucket.start, bucket.stop, slots]

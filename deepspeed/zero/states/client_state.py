@@ -127,5 +127,5 @@ def _whole(value: Any, shape: torch.Size) -> Any:
 
 
 def has_hooks(optimizer: Any) -> bool:
-    """Whether it is a torch-style optimizer, not merely an object with parameter groups."""
+    """Return whether it is a torch-style optimizer, not merely an object with parameter groups."""
     return hasattr(optimizer, "register_load_state_dict_post_hook")

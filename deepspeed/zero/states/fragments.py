@@ -1,4 +1,4 @@
-"""What a rank owns of a parameter, and the lists and sub-groups in which the step takes it."""
+"""Fragments that a rank owns of parameters, and the lists and sub-groups in which the step takes them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an optimizer with communication of its own does not share with other ranks: saved by each rank, and restored.
+"""State of a communicating optimizer that differs between ranks: saved by each rank, and restored.
 
 Everything else in its state is the same on all ranks that hold the same weights, and is saved once (``StateAccess``).
 """
@@ -120,7 +120,7 @@ class OwnState:
         return [(names[o.param_index], o, store.state_of(o)) for o in store.fragments]
 
     def _same_pieces(self, saved: Mapping[str, Any]) -> bool:
-        """Whether another run cut the parameters as this one does, in this order. Those without own state say
+        """Return whether another run cut the parameters as this one does, in this order. Those without own state say
         nothing."""
         known = set(self.access.names)
         theirs = [
@@ -137,8 +137,8 @@ class OwnState:
         return theirs == [piece for piece in mine if piece in used]
 
     def _whole(self) -> bool:
-        """Whether parameters are in one piece here: the optimizer then knows how to share the debts of another number
-        of ranks that had them so as well."""
+        """Return whether parameters are in one piece here: the optimizer then knows how to share the debts of another
+        number of ranks that had them so as well."""
         return all(
             owned.fragment.numel == full_shape(self.store.params[owned.param_index]).numel()
             for _, owned, _ in self._states()
@@ -175,7 +175,7 @@ class OwnState:
 
     @torch.no_grad()
     def _owe(self, saved: Sequence[Mapping[str, Any]]) -> None:
-        """What averaging ranks owed is owed by every sender now: their mean is the same."""
+        """Make every sender owe what averaging ranks owed: the mean is the same."""
         kind = self.store.traits.rank_state[0]
         for part in saved:
             for name, owned, state in self._states():
@@ -185,7 +185,9 @@ class OwnState:
 
 
 def _pieces(saved: Mapping[str, Any], name: str) -> list[tuple[int, Mapping[str, Any]]]:
-    """Of a parameter, with where they begin; without a list there is one, in our first checkpoints the whole."""
+    """Return the pieces of a parameter with their starts; without a list there is one, in our first checkpoints the
+    whole.
+    """
     found = saved[BY_PARAMETER].get(name, ())
     pieces = [found] if isinstance(found, Mapping) else found
     return [(int(piece.get(START, 0)), piece) for piece in pieces]

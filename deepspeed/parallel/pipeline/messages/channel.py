@@ -42,7 +42,7 @@ _SAME = -1
 
 
 class Outlet(Protocol):
-    """Where a stage puts what the next one gets."""
+    """The sending end of a link between stages."""
 
     def send(self, value: Any) -> None: ...
 
@@ -50,7 +50,7 @@ class Outlet(Protocol):
 
 
 class Inlet(Protocol):
-    """Where a stage gets what the one before has put."""
+    """The receiving end of a link between stages."""
 
     def expect(self, messages: int) -> None: ...
 

@@ -94,7 +94,7 @@ class Connections:
         )
 
     def named(self) -> Iterator[tuple[str, Inlet | Outlet]]:
-        """What each channel to or from a neighbour carries, and the channel."""
+        """Yield each channel to or from a neighbour with a name that says what it carries."""
         for links in self.links:
             for name, channel in (
                 ("activations", links.inputs),

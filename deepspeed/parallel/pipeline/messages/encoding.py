@@ -1,5 +1,5 @@
-"""What stages send each other, as numbers and bytes: any nest of tuples, lists and dicts of tensors, None, bool, int,
-float and str.
+"""Encoding of messages between stages as numbers and bytes: any nest of tuples, lists and dicts of tensors, None, bool,
+int, float and str.
 
 A message is *described* by a list of int64: the nest, what is no tensor, and of each tensor dtype, shape and whether
 its gradient comes back. Two messages with equal descriptions differ only in the bytes of their tensors.
@@ -94,7 +94,7 @@ def _describe(value: Any, words: list[int], tensors: list[Tensor]) -> None:
 
 
 def specs(words: Sequence[int]) -> list[TensorSpec]:
-    """Of the tensors of a description."""
+    """Decode the tensor specs of a description."""
     found: list[TensorSpec] = []
 
     def tensor(dtype: torch.dtype, shape: tuple[int, ...], needs_grad: bool) -> None:

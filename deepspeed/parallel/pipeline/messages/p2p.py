@@ -31,7 +31,7 @@ _state = _State()
 
 
 def can_send_recv() -> bool:
-    """Whether torch.distributed sends to a single rank: always, in the releases of torch that are supported."""
+    """Return whether torch.distributed can send to a single rank: always, in the supported releases of torch."""
     return True
 
 
@@ -82,8 +82,8 @@ def send_obj(msg: Any, dest: int) -> None:
 
 
 def recv_obj(sender: int) -> Any:
-    """What the rank ``sender`` sends with ``send_obj``; tensors in it are on this rank's device. It is unpickled, which
-    can run code: the ranks of a job trust each other."""
+    """Receive what rank ``sender`` sends with ``send_obj``; tensors arrive on this rank's device. The message is
+    unpickled, which can run code: the ranks of a job trust each other."""
     message: list[Any] = [None]
     dist.recv_object_list(message, sender, device=_device())
     return _moved(message[0])
@@ -105,7 +105,7 @@ def _start(work: Any, tensor: Tensor) -> Any:
 
 
 def _device() -> torch.device:
-    """Where objects are sent from: backends of devices send from these only."""
+    """Return the device from which objects are sent: device backends send from their own memory only."""
     if dist.get_backend() == "gloo":
         return torch.device("cpu")
     return torch.device(get_accelerator().current_device_name())

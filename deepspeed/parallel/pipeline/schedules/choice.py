@@ -1,4 +1,4 @@
-"""Which order a batch follows: the one that ``pipeline.schedule`` names, or the best for measured durations."""
+"""Choice of the order for a batch: the one that ``pipeline.schedule`` names, or the best for measured durations."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SPLIT_WARM, _SPLIT, _WHOLE, _CHOSEN = range(4)  # what "auto" learns from each 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How the layers lie: ``chunks`` per stage, which go round and round, or forth and back (``zigzag``)."""
+    """Arrangement of the layers: ``chunks`` per stage, assigned round-robin, or forth and back (``zigzag``)."""
 
     stages: int
     chunks: int = 1
@@ -104,12 +104,12 @@ class OrderChoice:
 
     @property
     def timed(self) -> bool:
-        """Whether the next batch is to be measured."""
+        """Return whether the next batch is to be timed."""
         return self.phase in (_SPLIT, _WHOLE)
 
     @property
     def may_split(self) -> bool:
-        """Whether an order with split backwards may come."""
+        """Return whether an order with split backwards is possible."""
         return self.chosen.startswith("zero-bubble") or self.phase != _CHOSEN
 
     def order(self, micro_batches: int) -> Order:

@@ -135,7 +135,7 @@ class PipeSchedule(ABC):
         """One list of instructions per step."""
 
     def num_pipe_buffers(self) -> int:
-        """How many micro-batches the stage holds at a time, at most."""
+        """Return the maximum number of micro-batches that the stage holds at a time."""
         return self.micro_batches
 
     @property
@@ -172,7 +172,7 @@ class PipeSchedule(ABC):
         return micro_batch_id % self.num_pipe_buffers()
 
     def _before_forward(self, buffer: int) -> list[PipeInstruction]:
-        """What brings inputs (and labels) into a buffer."""
+        """Return the instructions that bring inputs (and labels) into a buffer."""
         found: list[PipeInstruction] = []
         if not self.is_first_stage:
             found.append(RecvActivation(buffer))
@@ -303,7 +303,7 @@ class DualPipeVSchedule(PipeSchedule):
         return [*([LoadMicroBatch(buffer)] if reads else []), ForwardPass(buffer, phase=own.phase)]
 
     def _exchanged(self, done: dict[int, _Computation]) -> list[PipeInstruction]:
-        """What this stage sends and receives of what all stages have computed."""
+        """Return the sends and receives of this stage for what all stages have computed."""
         found: list[tuple[tuple[bool, int, int], PipeInstruction]] = []
         for sender, made in done.items():
             onward = (made.phase == 0) is not made.is_backward  # to the next rank
@@ -321,7 +321,7 @@ _OURS = {kind.__name__: (kind, kind.steps) for kind in (TrainSchedule, Inference
 
 
 def replaced(name: str) -> bool:
-    """Whether a trainer has put a class, or ``steps``, of its own in the place of the schedule ``name``."""
+    """Return whether a trainer has replaced the schedule ``name``, or its ``steps``."""
     kind, steps = _OURS[name]
     return globals()[name] is not kind or kind.steps is not steps
 
@@ -342,7 +342,7 @@ class _Computation(NamedTuple):
 
 
 def _v_rounds(stages: int, micro_batches: int, forward_only: bool) -> Iterator[dict[int, _Computation]]:
-    """What each stage computes, round by round: whatever is ready, backwards first."""
+    """Yield the computations of each stage, round by round: whatever is ready, backwards first."""
     last = stages - 1
     kinds = [(kind, phase) for kind in (True, False) for phase in (1, 0)]
     following = {

@@ -116,7 +116,7 @@ def _greedy(empty: Order, durations: Durations, limit: int) -> Order:
 
 @dataclass(slots=True)
 class _Stage:
-    """What a stage has done, and what it has left to do."""
+    """State of a stage in the greedy run: actions done and actions left."""
 
     left: dict[tuple[Kind, int], int]
     """Of each kind and chunk the next micro-batch: they keep their order."""
@@ -132,7 +132,7 @@ class _Stage:
 
 
 class _Candidate(NamedTuple):
-    """What a stage would do next. The smallest is done first; no two are the same up to the action."""
+    """A possible next action of a stage. The smallest is taken first; no two compare equal before the action."""
 
     start: float
     rank: int  # B goes before F, F before W
@@ -175,7 +175,7 @@ class _GreedyRun:
         return replace(self._empty, actions=tuple(tuple(stage.done) for stage in self._stages))
 
     def _next(self, number: int) -> _Candidate | None:
-        """What a stage would do next, when it could begin, and how much others wait for it."""
+        """Return the stage's best next action, with the time it could begin and how many others wait for it."""
         stage = self._stages[number]
         candidates = []
         for (kind, chunk), micro_batch in stage.left.items():

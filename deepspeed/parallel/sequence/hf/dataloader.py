@@ -51,7 +51,7 @@ class UlyssesSPDataLoaderAdapter:
         return len(self.dl) * self.sp_world_size
 
     def __getattr__(self, name: str) -> Any:
-        """What the loader has besides: its dataset, samplers, ``set_epoch``."""
+        """Forward any other attribute to the loader: its dataset, samplers, ``set_epoch``."""
         if name == "dl":
             raise AttributeError(name)
         return getattr(self.dl, name)

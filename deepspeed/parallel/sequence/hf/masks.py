@@ -1,4 +1,4 @@
-"""What a Transformers model says about its attention mask, kept until the whole sequence is known.
+"""The attention mask that a Transformers model asks for, kept until the whole sequence is known.
 
 A mask that a model makes of its shard of a sequence knows nothing of the others: a document that begins elsewhere, or
 padding there. So the registered mask function makes none. It returns a `MaskRequest`, which goes through the model in
@@ -71,7 +71,7 @@ class MaskRequest:
         return self._sequence
 
     def is_packed(self) -> bool:
-        """Whether documents begin within this shard."""
+        """Return whether documents begin within this shard."""
         parts = parts_of_mask(self.arguments.get("mask_function"))
         return not parts.isdisjoint(
             {"packed_sequence_mask_function", "packed_sequence_compatibility_function"}

@@ -164,7 +164,7 @@ def _own(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def is_sharded(name: str) -> bool:
-    """Whether the attention that a model finds under this name is that of sequence parallelism."""
+    """Return whether the attention function registered under this name is that of sequence parallelism."""
     functions, _ = attention_registries("sequence parallelism of Transformers' models")
     return name == NAME or (name in functions.valid_keys() and _own(functions[name]) is not functions[name])
 

@@ -136,7 +136,7 @@ def attention_modules(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def in_chunks(module: nn.Module, chunk: int, proven: set[Any]) -> ChunkedForward:
-    """What takes the place of ``module.forward``. ``proven``: kinds of modules for which the two have been compared.
+    """Return a replacement for ``module.forward``. ``proven``: kinds of modules for which the two have been compared.
 
     NotInChunks: it computes something else (see the head of this file), or cannot be run on hidden states and tables
     of rotary positions.

@@ -226,7 +226,9 @@ def _integers(value: Any) -> bool:
 def _weights(
     reduction: str | None, lengths: Sequence[int], labels: Tensor | None, mask: Tensor | None, dim: int
 ) -> list[float] | None:
-    """Of each tile's number: 1 for sums, its share of the tokens that count for means; None: nothing is reduced."""
+    """Return the weight of each tile's loss: 1 for sums, its share of the counted tokens for means; None: nothing is
+    reduced.
+    """
     if reduction not in REDUCTIONS:
         raise ValueError(f'output_reduction={reduction!r}: it is "mean", "sum" or None')
     if reduction is None:

@@ -152,7 +152,8 @@ def _flattens(logits: LazyLogits, shape: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 def picks_positions(index: Any, dims: int, kinds: tuple[type, ...]) -> bool:
-    """Whether an index of a tensor with ``dims`` dimensions has only parts of ``kinds``, and the last dim whole."""
+    """Return whether an index of a tensor with ``dims`` dims has only parts of ``kinds`` and takes the last dim
+    whole."""
     parts = index if isinstance(index, tuple) else (index,)
     if any(not (isinstance(part, kinds) or part is Ellipsis) for part in parts):
         return False

@@ -17,7 +17,7 @@ from deepspeed.parallel.sequence.tiled.per_token import NotPerToken, check_per_t
 
 
 class Says(Protocol):
-    """What this transform needs of a ``TransformContext``."""
+    """The part of a ``TransformContext`` that this transform uses."""
 
     def say(self, text: str) -> None: ...
 

@@ -1,4 +1,4 @@
-"""Whether a module treats every token by itself, found out by running it on tensors without values."""
+"""Test of whether a module treats every token independently, by running it on meta tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a recomputation has to find as the first run found it: random states and autocast."""
+"""The state that a recomputation must find as the first run found it: random states and autocast."""
 
 from __future__ import annotations
 

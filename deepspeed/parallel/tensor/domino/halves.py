@@ -45,7 +45,7 @@ def through_sublayers(
     last: Callable[[Tensor], Tensor],
     weights: Iterable[Tensor],
 ) -> tuple[Tensor, ...]:
-    """What ``last`` makes of each half behind the last sublayer. ``weights``: all that it is computed with."""
+    """Run both halves through the sublayers and return ``last`` of each. ``weights``: all that it is computed with."""
     if torch.is_grad_enabled() and any(each.requires_grad for each in (*halves, *weights)):
         anchor = torch.empty((), requires_grad=True)  # autograd sees no weight from outside
         return _Halves.apply(sublayers, group, last, anchor, *halves)
@@ -93,7 +93,7 @@ class _Halves(torch.autograd.Function):
 
 
 class _Piece:
-    """What one half computes between two sums; with ``records``, a graph from leaves to outputs."""
+    """Computation of one half between two sums; with ``records``, a graph from leaves to outputs."""
 
     def __init__(
         self, function: Callable[..., tuple[Tensor, ...]], inputs: Sequence[Tensor], records: bool
@@ -105,7 +105,7 @@ class _Piece:
             self.outputs = function(*self.leaves)
 
     def backward(self, grads: Sequence[Tensor]) -> list[Tensor]:
-        """Of the outputs -> of the inputs. Once."""
+        """Compute the gradients of the inputs from those of the outputs. Once."""
         torch.autograd.backward(self.outputs, list(grads))
         found = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in self.leaves]
         del self.leaves, self.outputs

@@ -178,7 +178,7 @@ class ShardedAttention(DominoModule):
     def domino_core_attention_forward(
         self, mixed_x_layer: Tensor, attention_mask: Tensor | None, rotary_pos_emb: Any = None
     ) -> Tensor:
-        """What the fused projection put out -> [sequence, batch, heads * channels]."""
+        """Compute the attention of the fused projection's output -> [sequence, batch, heads * channels]."""
         mixed = mixed_x_layer.unflatten(2, (self.heads, 3 * self.channels))
         query, key, value = mixed.split(self.channels, dim=3)
         if rotary_pos_emb is not None:
@@ -356,7 +356,7 @@ def _norm(config: Any) -> nn.LayerNorm:
 
 
 def _masks(mask: Tensor | None, halves: Sequence[Tensor]) -> Sequence[Tensor | None]:
-    """Of each half: a mask [batch or 1, ...] is that of the whole batch."""
+    """Return the mask of each half; a mask [batch or 1, ...] covers the whole batch."""
     sizes = [half.shape[1] for half in halves]
     if mask is None or mask.shape[0] != sum(sizes) or len(sizes) == 1:
         return [mask] * len(sizes)

@@ -21,7 +21,7 @@ _NO_WIDTHS = ("head", "num", "position", "rotary", "window", "layer", "buckets")
 
 @dataclass(frozen=True, slots=True)
 class _Ratios:
-    """Of each rank: its part of the heads, and of those that heads share. ``width``: inputs of the row layer;
+    """Ratios of each rank: its part of the heads, and of those that heads share. ``width``: inputs of the row layer;
     ``shared_width``: outputs that make the shared keys."""
 
     heads: tuple[Fraction, ...]
@@ -37,8 +37,8 @@ def changes(
     soft: dict[Axis, Tensor],
     fixed: Container[str] = (),
 ) -> tuple[AttributeChange, ...]:
-    """What changes in the modules that own the layers of ``regions``, but for the paths in ``fixed``. (Numbers that fit
-    no part stay: such a part does not run on paper then.)"""
+    """Return the attribute changes in the modules that own the layers of ``regions``, except at the paths in ``fixed``.
+    (Numbers that fit no part stay: such a part then fails the simulated run.)"""
     found: dict[tuple[str, str, bool], AttributeChange] = {}
     for region in regions:
         ratios = _ratios(region, followed, soft)

@@ -50,7 +50,7 @@ class TPLayerSpec:
         return 1 if self.partition_type is PartitionType.ROW else 0
 
     def has_unequal_sub_params(self) -> bool:
-        """Whether ``shape`` gives extents."""
+        """Return whether ``shape`` gives extents."""
         return isinstance(self._at_dim(), tuple)
 
     def get_sub_param_sizes(self) -> tuple[int, ...] | None:
@@ -59,14 +59,16 @@ class TPLayerSpec:
         return found if isinstance(found, tuple) else None
 
     def get_num_sub_params(self) -> int | None:
-        """How many matrices lie side by side, if ``shape`` says so."""
+        """Return the number of matrices that lie side by side, if ``shape`` says so."""
         found = self._at_dim()
         if isinstance(found, tuple):
             return len(found)
         return found if found is not None and found > 0 else None
 
     def matches(self, param_name: str, model_type: str | None = None) -> bool:
-        """Whether the rule is for this parameter. A rule for some types of model is for none whose type is unknown."""
+        """Return whether the rule applies to this parameter. A rule for some model types does not apply when the type
+        is unknown.
+        """
         if self.model_types and str(model_type).lower() not in map(str.lower, self.model_types):
             return False
         return any(re.match(pattern, param_name) for pattern in self.patterns)

@@ -1,4 +1,4 @@
-"""Whether a rank's part of a model runs, on paper: every tensor of it has the shape that its labels say.
+"""Simulated run of a rank's part of a model: every tensor of it must have the shape that its labels say.
 
 The model with this rank's weights and numbers is followed as the whole one was. The two graphs must have the same
 operations, and each tensor must be as large as the channels that the rank holds of it. What does not fit (a number of
@@ -130,7 +130,9 @@ def _held(solution: Solution, rank: int) -> Tensor:
 
 
 def _steps(run: Trace) -> Iterator[Node]:
-    """What computes: a forward may move data differently where there is nothing to repeat (one query for each key)."""
+    """Yield the nodes that compute: a forward may move data differently where there is nothing to repeat (one query per
+    key).
+    """
     return (
         node
         for node in run.graph.nodes

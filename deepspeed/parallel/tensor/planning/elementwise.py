@@ -79,7 +79,7 @@ class Elementwise(Tracker):
         return Value(shape, learned=learned)
 
     def _adopts(self, base: Tensor, value: Value) -> bool:
-        """Whether each element of ``value`` meets one label only, and some."""
+        """Return whether each element of ``value`` meets at most one label, and some do."""
         ids, base = torch.broadcast_tensors(value.ids, base)  # type: ignore[arg-type]
         if bool((base == NONE).any()):
             return False

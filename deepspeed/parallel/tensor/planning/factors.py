@@ -36,7 +36,9 @@ def factors(trace: Trace) -> dict[str, str]:
 
 
 def _ends(node: Node) -> list[Node]:
-    """Where the values of ``node`` go, looking through what does not change them, or scales all of them alike."""
+    """Return the consumers of ``node``'s values, looking through nodes that do not change them, or scale all of them
+    alike.
+    """
     ends: list[Node] = []
     left = list(node.users)
     while left:

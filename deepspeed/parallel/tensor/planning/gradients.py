@@ -1,4 +1,4 @@
-"""Where gradients have to be summed, so that what all ranks have gets the whole gradient, once.
+"""Places where gradients are summed, so that tensors held by all ranks get the whole gradient, once.
 
 Going backward through the graph: a tensor that all ranks have has its *whole* gradient on each of them, or only the
 *part* of this rank's heads. A column-parallel layer can sum that of its input; where a tensor is used in a split region
@@ -30,7 +30,9 @@ class Sums:
 
 
 def find_sums(trace: Trace, followed: Followed) -> Sums:
-    """Where to sum. PlanError: a tensor is used inside and outside of split regions, and nothing can be put between."""
+    """Find the places for sums. PlanError: a tensor is used inside and outside of split regions, and nothing can be put
+    between.
+    """
     later: set[str] = set()  # column layers whose input is summed further back
     while True:
         run = _Backward(trace, followed, later)

@@ -43,7 +43,7 @@ class Labels:
 
     @property
     def united(self) -> int:
-        """How often labels were united so far: for ``components``."""
+        """Return how often labels were united so far: for ``components``."""
         return len(self._left)
 
     def unite(self, first: Tensor, second: Tensor) -> None:
@@ -78,7 +78,7 @@ class Labels:
         return one
 
     def any_soft(self, labels: Tensor) -> bool:
-        """Whether some of these are of what several ranks may have."""
+        """Return whether any of these labels belong to elements that several ranks may hold."""
         return bool(self._soft[labels].any())
 
     def stick(self, labels: Tensor, reason: str) -> None:
@@ -106,5 +106,5 @@ class Labels:
 
 
 def varies(ids: Tensor, dim: int) -> bool:
-    """Whether elements that differ only in their position along ``dim`` are different ones."""
+    """Return whether elements that differ only in their position along ``dim`` are different ones."""
     return ids.shape[dim] > 1 and bool((ids != ids.narrow(dim, 0, 1)).any())

@@ -58,8 +58,8 @@ def _follow_part(trace: Trace, solution: Solution, rank: int) -> Followed:
 def _orders(
     region: Region, solution: Solution, roots: Tensor, local: Followed, local_roots: Tensor, rank: int
 ) -> Iterator[tuple[Axis, Tensor]]:
-    """Of each dim that gives channels to the region's sums: the positions of the whole dim, in the order of the rank's
-    own. Nothing for what cannot be told apart."""
+    """Yield, for each dim that feeds channels to the region's sums, the positions of the whole dim in the order of the
+    rank's own. Nothing for channels that cannot be told apart."""
     row = region.rows[0]
     if row not in local.axis_labels:
         return

@@ -1,4 +1,4 @@
-"""What becomes of each weight of a model that tensor-parallel ranks share."""
+"""The plan for each weight of a model that tensor-parallel ranks share."""
 
 from __future__ import annotations
 
@@ -65,8 +65,8 @@ class VocabularyPlan:
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """What a plan was made from. ``module``: on paper, with one block for all that are alike; ``inputs``: of its
-    forward, on paper; ``buffers``: those of the user's module that have values, by name."""
+    """Source of a plan. ``module``: on the meta device, with one block for all that are alike; ``inputs``: of its
+    forward, on the meta device; ``buffers``: those of the user's module that have values, by name."""
 
     module: nn.Module
     inputs: Mapping[str, Tensor]
@@ -97,7 +97,9 @@ class TensorParallelPlan:
     example: Example | None = field(default=None, compare=False, repr=False)
 
     def within(self, module: nn.Module) -> TensorParallelPlan:
-        """What of the plan concerns ``module``, which has some of the parameters and modules, by the same names."""
+        """Return the part of the plan that concerns ``module``, which has some of the parameters and modules by the
+        same names.
+        """
         params = {name for name, _ in module.named_parameters(remove_duplicate=False)}
         paths = {path for path, _ in module.named_modules(remove_duplicate=False)}
 

@@ -37,7 +37,8 @@ def plan_module(
     rules: Rules | None = None,
     grain: int = 1,
 ) -> TensorParallelPlan:
-    """How ``ranks`` ranks share ``module``: from one run of it on paper, without communication, the same on all ranks.
+    """Plan how ``ranks`` ranks share ``module``: from one simulated run of it, without communication, the same on all
+    ranks.
 
     Args:
         inputs: arguments for the run, on the meta device; by default made for a model of Transformers.

@@ -1,4 +1,4 @@
-"""What was asked for besides the model's graph: rules of the user, of a preset, or of the model's author.
+"""Requests beside the model's graph: rules of the user, of a preset, or of the model's author.
 
 The graph is what is believed. A rule of the user chooses among what the graph allows; one that it contradicts is
 refused by name. Only for a model whose forward cannot be followed are rules the whole plan (``plan_by_rules``).
@@ -61,7 +61,7 @@ class Rules:
 
 
 def rules_of(module: nn.Module, section: TPTrainingConfig) -> Rules:
-    """What the section ``tensor_parallel`` asks for, parameter by parameter.
+    """Return what the section ``tensor_parallel`` asks for, parameter by parameter.
 
     PlanError: rules contradict each other, or a preset is for other models. ValueError: ``strict_mode``, and a linear
     layer has no rule.
@@ -126,8 +126,8 @@ def _injected(policy: tuple[Any, ...] | None, names: Sequence[str]) -> dict[str,
 
 
 def author_rules(module: nn.Module, ranks: int) -> Rules | None:
-    """Of ``base_model_tp_plan``, as Transformers' models have it; None if the model has none, or its heads cannot be
-    dealt evenly."""
+    """Return the rules of ``base_model_tp_plan``, as Transformers' models have it; None if the model has none, or its
+    heads cannot be dealt evenly."""
     config = getattr(module, "config", None)
     heads = [getattr(config, name, None) for name in ("num_attention_heads", "num_key_value_heads")]
     if any(isinstance(count, int) and count % ranks for count in heads):
@@ -147,7 +147,7 @@ def author_rules(module: nn.Module, ranks: int) -> Rules | None:
 
 
 def _carried_rules(module: nn.Module) -> Rules | None:
-    """Of a module that is none of Transformers' classes but carries a plan like theirs."""
+    """Return the rules of a module that is none of Transformers' classes but carries a plan like theirs."""
     specs = TPPlanConverter.convert(_get_hf_tp_plan(module) or {}) or []
     found: dict[str, Rule] = {}
     for name, _ in module.named_parameters():
@@ -300,7 +300,7 @@ def _layers_beside(module: nn.Module, named: Mapping[str, Rule]) -> dict[str, Ru
 
 
 def linear_dims(layer: nn.Module, *, try_it: bool = False) -> tuple[int, int] | None:
-    """Where outputs and inputs are in the weight of a linear layer; None if it is none that can be split.
+    """Return the dims of outputs and inputs in the weight of a linear layer; None if the layer cannot be split.
 
     ``try_it``: someone says that it is one, of whatever class.
     """

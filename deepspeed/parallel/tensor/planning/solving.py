@@ -56,8 +56,8 @@ class Solution:
 
 
 def solve(trace: Trace, ranks: int, *, whole: Mapping[str, str], grain: int = 1) -> Solution:
-    """What ``ranks`` ranks can split. ``whole``: parameters that are to stay whole, and why. ``grain``: channels that
-    do not depend on each other are dealt in multiples of this where that fits."""
+    """Find what ``ranks`` ranks can split. ``whole``: parameters that are to stay whole, and why. ``grain``: channels
+    that do not depend on each other are dealt in multiples of this where that fits."""
     reasons = dict(whole)
     soft: dict[Axis, Tensor] = {}
     arguments: set[str] = set()

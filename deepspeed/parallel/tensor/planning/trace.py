@@ -85,7 +85,7 @@ def _is_list_of_numbers(value: Any) -> bool:
 
 
 def _dim_of(index: tuple[Any, ...], place: int, ndim: int) -> int:
-    """Which dim of the result the entry ``place`` of ``index`` gives."""
+    """Return the dim of the result that entry ``place`` of ``index`` gives."""
     taken = sum(each is not None and each is not Ellipsis for each in index)
     dim = 0
     for each in index[:place]:
@@ -146,7 +146,7 @@ def example_inputs(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _writes_into_others(graph: torch.fx.Graph) -> bool:
-    """Whether something is written into a part of a tensor, or into one that is used besides."""
+    """Return whether something is written into a part of a tensor, or into one that is used besides."""
     order = {node: number for number, node in enumerate(graph.nodes)}
     for node, number in order.items():
         schema = getattr(node.target, "_schema", None)
@@ -159,7 +159,7 @@ def _writes_into_others(graph: torch.fx.Graph) -> bool:
 
 
 def _is_fresh(node: torch.fx.Node) -> bool:
-    """Whether the result has memory of its own, or is what was written before."""
+    """Return whether the result has memory of its own, or is what was written before."""
     schema = getattr(node.target, "_schema", None)
     return schema is not None and (
         schema.is_mutable or all(argument.alias_info is None for argument in schema.arguments)

@@ -1,4 +1,4 @@
-"""What the rules of all families of operations share."""
+"""Common part of the rules of all families of operations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is known of the tensors of a graph, and which operations are of one family."""
+"""Facts about the tensors of a graph, and the families of operations."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MOST = 1 << 22
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """What is known of a tensor of the graph.
+    """Facts about one tensor of the graph.
 
     PLAIN: every rank has it; ``ids``, if any, tell which elements are copies of each other. FREE: elements of one
     parameter (``ids`` are labels of its own), which may be cut if their users ask for it. SPLIT: ``ids`` are labels.
@@ -99,19 +99,21 @@ KEEPS_SHAPE = frozenset("softmax _softmax log_softmax _log_softmax cumsum".split
 
 
 def source(node: Node) -> Node:
-    """Where the same values come from."""
+    """Return the node from which the same values come."""
     while node.op == "call_function" and operation_name(node) in IDENTITY and isinstance(node.args[0], Node):
         node = node.args[0]
     return node
 
 
 def is_move(node: Node) -> bool:
-    """Whether it computes nothing."""
+    """Return whether the node computes nothing."""
     return operation_name(node) in MOVES | IDENTITY or operation_name(node) == "getitem"
 
 
 def is_elementwise(node: Node, *, moves: bool = False) -> bool:
-    """Whether each element of the result comes from elements at its place. ``moves``: or from elsewhere, unchanged."""
+    """Return whether each element of the result depends only on elements at its place. ``moves``: or elsewhere,
+    unchanged.
+    """
     name = operation_name(node)
     pointwise = name in POINTWISE or torch.Tag.pointwise in getattr(node.target, "tags", ())
     return pointwise or name in IDENTITY or (moves and (name in MOVES or name in ("getitem", "roll")))
@@ -146,7 +148,7 @@ def plain_value(node: Node, learned: bool = False) -> Any:
 
 
 def copies_along(shape: tuple[int, ...], dims: set[int]) -> Tensor | None:
-    """Which elements are copies of each other if they differ only along ``dims`` (counted from the end)."""
+    """Return which elements are copies of each other if they differ only along ``dims`` (counted from the end)."""
     sizes = [size if dim - len(shape) in dims else 1 for dim, size in enumerate(shape)]
     if prod(sizes) == prod(shape) or prod(shape) > MOST:
         return None

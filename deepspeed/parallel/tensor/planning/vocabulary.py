@@ -31,7 +31,7 @@ class _Uses:
 
 
 def find_vocabulary(run: Trace, ranks: int, whole: Container[str]) -> tuple[VocabularyPlan, ...]:
-    """What can be spread. ``whole``: names of parameters that are to stay whole."""
+    """Find the vocabularies that can be split. ``whole``: names of parameters that are to stay whole."""
     uses: dict[str, _Uses] = defaultdict(_Uses)
     for node in run.graph.nodes:
         if node.op == "call_function":
@@ -90,14 +90,14 @@ def _note(run: Trace, node: Node, uses: dict[str, _Uses]) -> None:
 
 
 def _origin(node: Node) -> Node:
-    """Of a weight, possibly transposed."""
+    """Return the node of a weight, possibly transposed."""
     while node.op == "call_function" and operation_name(node) in ("t", "numpy_T", "transpose"):
         node = node.args[0]  # type: ignore[assignment]
     return node
 
 
 def _is_input(run: Trace, node: object) -> bool:
-    """Whether the numbers of tokens come from an input of the model as they are."""
+    """Return whether the token ids come from an input of the model unchanged."""
     while (
         isinstance(node, Node)
         and node.op == "call_function"
@@ -113,7 +113,7 @@ def _is_weight(node: Node, place: Node) -> bool:
 
 
 def _is_result(node: Node) -> bool:
-    """Whether results of the model, and nothing else, come from it element by element."""
+    """Return whether results of the model, and nothing else, come from the node element by element."""
     reached, seen = False, set()
     pending = list(node.users)
     while pending:
@@ -137,7 +137,7 @@ def _bias_of(run: Trace, node: Node) -> str | None:
 
 
 def _path(node: Node) -> str:
-    """Of the innermost module that the node is in."""
+    """Return the path of the innermost module that contains the node."""
     stack = list((node.meta.get("nn_module_stack") or {}).values())
     return stack[-1][0].removeprefix("module").removeprefix(".") if stack else ""
 

@@ -1,1 +1,1 @@
-"""What is done to a model's graph, and its inputs, before it is compiled."""
+"""Passes over a model's graph and its inputs before it is compiled."""

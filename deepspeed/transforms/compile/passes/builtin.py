@@ -1,4 +1,4 @@
-"""What the passes that come with the package have in common.
+"""Common part of the passes that come with the package.
 
 [Note: settings, not rewriting] DeepSpeed's own passes write communication into a model's graph. Here parameters are
 gathered and released around compiled blocks, and states move between steps, so the same passes name *settings* of that

@@ -1,4 +1,6 @@
-"""What a pass needs of the passes before it, and which it cannot run with; schedules are checked against it."""
+"""Contracts of passes: what each needs of the passes before it, and which it cannot run with; schedules are checked
+against them.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is known about the graphs of a compiled function."""
+"""Facts about the graphs of a compiled function."""
 
 from __future__ import annotations
 
