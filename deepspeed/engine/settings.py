@@ -1,203 +1,200 @@
-"""Config getters of the engine as one table: ``engine.zero_optimization_stage()`` reads ``config.zero_config.stage``.
-
-A row is ``name -> path`` into the ``DeepSpeedConfig``; for a missing section the getter returns None.
-"""
+"""Getters of the config's values: ``engine.zero_optimization_stage()`` returns ``config.zero_optimization_stage``."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from operator import not_
+from typing import Any, TypeVar, overload
 
-_ACCESSORS: dict[str, str] = {
-    # batch and loop
-    "train_batch_size": "train_batch_size",
-    "train_micro_batch_size_per_gpu": "train_micro_batch_size_per_gpu",
-    "managed_gradient_accumulation": "managed_gradient_accumulation",
-    "steps_per_print": "steps_per_print",
-    "wall_clock_breakdown": "wall_clock_breakdown",
-    "memory_breakdown": "memory_breakdown",
-    "dump_state": "dump_state",
-    "log_level": "log_level",
-    "dataloader_drop_last": "dataloader_drop_last",
-    # optimizer, schedule, gradients
-    "optimizer_name": "optimizer_name",
-    "optimizer_params": "optimizer_params",
-    "optimizer_legacy_fusion": "optimizer_legacy_fusion",
-    "scheduler_name": "scheduler_name",
-    "scheduler_params": "scheduler_params",
-    "gradient_clipping": "gradient_clipping",
-    "gradient_predivide_factor": "gradient_predivide_factor",
-    "sparse_gradients_enabled": "sparse_gradients_enabled",
-    "zero_allow_untested_optimizer": "zero_allow_untested_optimizer",
-    "zero_force_ds_cpu_optimizer": "zero_force_ds_cpu_optimizer",
-    # precision
-    "fp16_enabled": "float16_config.enabled",
-    "fp16_auto_cast": "float16_config.auto_cast",
-    "fp16_master_weights_and_gradients": "float16_config.fp16_master_weights_and_grads",
-    "loss_scale": "float16_config.loss_scale",
-    "bfloat16_enabled": "bfloat16_config.enabled",
-    "bfloat16_master_weights_and_gradients": "bfloat16_config.bf16_master_weights_and_grads",
-    "bfloat16_optimizer_states": "bfloat16_config.bf16_optimizer_states",
-    "bf16_master_weights_and_gradients": "bfloat16_config.bf16_master_weights_and_grads",
-    "bf16_optimizer_states": "bfloat16_config.bf16_optimizer_states",
-    "amp_enabled": "amp.enabled",
-    "amp_params": "amp.params",
-    "torch_autocast_enabled": "torch_autocast.enabled",
-    "torch_autocast_dtype": "torch_autocast.dtype",
-    "torch_autocast_lower_precision_safe_modules": "torch_autocast.lower_precision_safe_modules",
-    # ZeRO
-    "zero_optimization": "zero_enabled",
-    "zero_optimization_stage": "zero_optimization_stage",
-    "zero_offload_optimizer": "zero_config.offload_optimizer",
-    "zero_offload_param": "zero_config.offload_param",
-    "zero_reduce_bucket_size": "zero_config.reduce_bucket_size",
-    "zero_allgather_bucket_size": "zero_config.allgather_bucket_size",
-    "zero_multi_rank_bucket_allreduce": "zero_config.use_multi_rank_bucket_allreduce",
-    "zero_overlap_comm": "zero_config.overlap_comm",
-    "zero_reduce_scatter": "zero_config.reduce_scatter",
-    "zero_contiguous_gradients": "zero_config.contiguous_gradients",
-    "zero_allgather_partitions": "zero_config.allgather_partitions",
-    "zero_round_robin_gradients": "zero_config.round_robin_gradients",
-    "zero_ignore_unused_parameters": "zero_config.ignore_unused_parameters",
-    "zero_load_from_fp32_weights": "zero_config.load_from_fp32_weights",
-    "zero_elastic_checkpoint": "zero_config.elastic_checkpoint",
-    "zero_sub_group_size": "zero_config.sub_group_size",
-    "zero_prefetch_bucket_size": "zero_config.prefetch_bucket_size",
-    "zero_max_live_parameters": "zero_config.max_live_parameters",
-    "zero_max_reuse_distance": "zero_config.max_reuse_distance",
-    "zero_param_persistence_threshold": "zero_config.param_persistence_threshold",
-    "zero_model_persistence_threshold": "zero_config.model_persistence_threshold",
-    "zero_gather_16bit_weights_on_model_save": "zero_config.gather_16bit_weights_on_model_save",
-    "zero_hpz_partition_size": "zero_config.zero_hpz_partition_size",
-    "zero_quantized_weights": "zero_config.zero_quantized_weights",
-    "zero_quantized_nontrainable_weights": "zero_config.zero_quantized_nontrainable_weights",
-    "zero_quantized_gradients": "zero_config.zero_quantized_gradients",
-    "zero_legacy_stage1": "zero_config.legacy_stage1",
-    "zero_log_trace_cache_warnings": "zero_config.log_trace_cache_warnings",
-    "zero_module_granularity_threshold": "zero_config.module_granularity_threshold",
-    "zero_allgather_sequential": "zero_config.allgather_sequential",
-    "zero_save_muon_momentum_buffer_in_memory": "zero_config.save_muon_momentum_buffer_in_memory",
-    "zeropp_loco_param": "zero_config.zeropp_loco_param",
-    "is_sanity_checks_enabled": "zero_config.enable_sanity_checks",
-    "zenflow_config": "zero_config.zenflow",
-    "mics_shard_size": "zero_config.mics_shard_size",
-    # the rest
-    "aio_config": "aio_config",
-    "checkpoint_tag_validation_enabled": "checkpoint_tag_validation_enabled",
-    "checkpoint_tag_validation_fail": "checkpoint_tag_validation_fail",
-    "use_node_local_storage": "use_node_local_storage",
-    "load_universal_checkpoint": "load_universal_checkpoint",
-    "checkpoint_serialization_enabled": "checkpoint_config.checkpoint_serialization",
-    "elasticity_enabled": "elasticity_enabled",
-    "tensor_parallel_config": "tensor_parallel_config",
-    "autotp_size": "tensor_parallel_config.autotp_size",
-    "activation_checkpointing_config": "activation_checkpointing_config",
-    "graph_harvesting": "graph_harvesting",
-    "pld_enabled": "pld_enabled",
-    "pld_params": "pld_params",
-    "pld_theta": "pld_config.theta",
-    "pld_gamma": "pld_config.gamma",
-    "curriculum_enabled_legacy": "curriculum_enabled_legacy",
-    "curriculum_params_legacy": "curriculum_params_legacy",
-    "data_efficiency_enabled": "data_efficiency_enabled",
-    "data_efficiency_config": "data_efficiency_config",
-    "data_sampling_enabled": "data_efficiency_config.data_sampling.enabled",
-    "data_sampling_config": "data_efficiency_config.data_sampling",
-    "curriculum_learning_enabled": "data_efficiency_config.data_sampling.curriculum_learning.enabled",
-    "curriculum_learning_config": "data_efficiency_config.data_sampling.curriculum_learning",
-    "random_ltd_enabled": "data_efficiency_config.data_routing.random_ltd.enabled",
-    "random_ltd_config": "data_efficiency_config.data_routing.random_ltd",
-    "eigenvalue_verbose": "eigenvalue_config.verbose",
-    "eigenvalue_max_iter": "eigenvalue_config.max_iter",
-    "eigenvalue_tol": "eigenvalue_config.tol",
-    "eigenvalue_stability": "eigenvalue_config.stability",
-    "eigenvalue_gas_boundary_resolution": "eigenvalue_config.gas_boundary_resolution",
-    "eigenvalue_layer_name": "eigenvalue_config.layer_name",
-    "eigenvalue_layer_num": "eigenvalue_config.layer_num",
-    "flops_profiler_enabled": "flops_profiler_config.enabled",
-    "flops_profiler_profile_step": "flops_profiler_config.profile_step",
-    "flops_profiler_module_depth": "flops_profiler_config.module_depth",
-    "flops_profiler_top_modules": "flops_profiler_config.top_modules",
-    "flops_profiler_detailed": "flops_profiler_config.detailed",
-    "flops_profiler_output_file": "flops_profiler_config.output_file",
-    "flops_profiler_recompute_fwd_factor": "flops_profiler_config.recompute_fwd_factor",
-    "autotuning_enabled": "autotuning_config.enabled",
-    "autotuning_start_profile_step": "autotuning_config.start_profile_step",
-    "autotuning_end_profile_step": "autotuning_config.end_profile_step",
-    "autotuning_metric": "autotuning_config.metric",
-    "autotuning_metric_path": "autotuning_config.metric_path",
-    "autotuning_model_info_path": "autotuning_config.model_info_path",
-    "autotuning_profile_model_info": "autotuning_config.model_info.profile",
-}
+_V = TypeVar("_V")
 
 
-class EngineAccessors:
-    """Mixin with one method per row of the table, and the few getters that return more than a config value."""
+@overload
+def setting(path: str) -> Callable[[Any], Any]: ...
+@overload
+def setting(
+    path: str, kind: Callable[[Any], _V], derive: Callable[[Any], _V] | None = None
+) -> Callable[[Any], _V]: ...
+def setting(path: str, kind: Any = None, derive: Callable[[Any], Any] | None = None) -> Callable[[Any], Any]:
+    """Make a method of the engine that returns the value at ``path`` in its ``DeepSpeedConfig``.
+
+    Args:
+        path: attributes or keys of dicts, joined by dots. Below a section that is missing the value is None.
+        kind: type of what the method returns, for type checkers; default: any.
+        derive: makes what the method returns of the value; default: the value itself.
+    """
+    parts = path.split(".")
+
+    def getter(self: Any) -> Any:
+        value = self._config
+        for part in parts:
+            value = value.get(part) if isinstance(value, dict) else getattr(value, part, None)
+        return value if derive is None else derive(value)
+
+    getter.__doc__ = (
+        f"Return {'the value' if derive is None else 'what follows from the value'} of ``{path}``."
+    )
+    return getter
+
+
+class EngineSettings:
+    """The getters of ``DeepSpeedEngine``: a row for each, with where its value stands in the config."""
 
     _config: Any
-    monitor: Any = None
-    torch_autocast_z0_gradscaler: Any = None  # the engine's own loss scaler also serves autocast
 
-    def gradient_accumulation_steps(self) -> int:
-        return self._config.gradient_accumulation_steps
+    train_batch_size = setting("train_batch_size", int)
+    train_micro_batch_size_per_gpu = setting("train_micro_batch_size_per_gpu", int)
+    gradient_accumulation_steps = setting("gradient_accumulation_steps", int)
+    managed_gradient_accumulation = setting("managed_gradient_accumulation", bool)
+    steps_per_print = setting("steps_per_print")
+    wall_clock_breakdown = setting("wall_clock_breakdown", bool)
+    memory_breakdown = setting("memory_breakdown", bool)
+    dump_state = setting("dump_state", bool)
+    log_level = setting("log_level")
+    dataloader_drop_last = setting("dataloader_drop_last", bool)
 
-    def zero_optimization_partition_gradients(self) -> bool:
-        return self._config.zero_optimization_stage >= 2
+    optimizer_name = setting("optimizer_name")
+    optimizer_params = setting("optimizer_params")
+    optimizer_legacy_fusion = setting("optimizer_legacy_fusion", bool)
+    scheduler_name = setting("scheduler_name")
+    scheduler_params = setting("scheduler_params")
+    gradient_clipping = setting("gradient_clipping", float)
+    postscale_gradients = setting("prescale_gradients", bool, not_)
+    gradient_predivide_factor = setting("gradient_predivide_factor", float)
+    sparse_gradients_enabled = setting("sparse_gradients_enabled", bool)
+    zero_allow_untested_optimizer = setting("zero_allow_untested_optimizer", bool)
+    zero_force_ds_cpu_optimizer = setting("zero_force_ds_cpu_optimizer", bool)
 
-    def zero_optimization_partition_weights(self) -> bool:
-        return self._config.zero_optimization_stage >= 3
+    fp16_enabled = setting("float16_config.enabled", bool)
+    fp16_auto_cast = setting("float16_config.auto_cast", bool)
+    fp16_master_weights_and_gradients = setting("float16_config.fp16_master_weights_and_grads", bool)
+    loss_scale = setting("float16_config.loss_scale", float)
+    dynamic_loss_scale = setting("float16_config.loss_scale", bool, lambda scale: scale == 0)
+    initial_dynamic_scale = setting("float16_config.initial_scale_power", float, lambda power: 2.0**power)
+    bfloat16_enabled = setting("bfloat16_config.enabled", bool)
+    bfloat16_master_weights_and_gradients = setting("bfloat16_config.bf16_master_weights_and_grads", bool)
+    bfloat16_optimizer_states = setting("bfloat16_config.bf16_optimizer_states", bool)
+    bf16_master_weights_and_gradients = setting("bfloat16_config.bf16_master_weights_and_grads", bool)
+    bf16_optimizer_states = setting("bfloat16_config.bf16_optimizer_states", bool)
+    amp_enabled = setting("amp.enabled", bool)
+    amp_params = setting("amp.params")
+    torch_autocast_enabled = setting("torch_autocast.enabled", bool)
+    torch_autocast_dtype = setting("torch_autocast.dtype")
+    torch_autocast_lower_precision_safe_modules = setting("torch_autocast.lower_precision_safe_modules")
 
-    def zero_cpu_offload(self) -> bool:
-        offload = self._config.zero_config.offload_optimizer
-        return offload is not None and str(getattr(offload.device, "value", offload.device)) == "cpu"
+    zero_optimization = setting("zero_enabled", bool)
+    zero_optimization_stage = setting("zero_optimization_stage", int)
+    zero_optimization_partition_gradients = setting("zero_optimization_stage", bool, lambda stage: stage >= 2)
+    zero_optimization_partition_weights = setting("zero_optimization_stage", bool, lambda stage: stage >= 3)
+    is_first_weights_partition_group = zero_optimization_partition_weights
+    zero_offload_optimizer = setting("zero_config.offload_optimizer")
+    zero_offload_param = setting("zero_config.offload_param")
+    swap_tensor_config = zero_offload_param
+    zero_cpu_offload = setting("zero_config.offload_optimizer.device", bool, lambda device: device == "cpu")
+    zero_nvme_offload_optimizer = setting(
+        "zero_config.offload_optimizer.device", bool, lambda device: device == "nvme"
+    )
+    zero_use_cpu_optimizer = setting(
+        "zero_config.offload_optimizer.device", bool, lambda device: device not in (None, "none")
+    )
+    zero_partial_offload = setting(
+        "zero_config.offload_optimizer.ratio", float, lambda ratio: 1.0 if ratio is None else ratio
+    )
+    cpuadam_cores_perc = setting(
+        "zero_config.offload_optimizer.cpuadam_cores_perc", float, lambda perc: 0.9 if perc is None else perc
+    )
+    super_offload = setting("zero_config.offload_optimizer.super_offload", bool, bool)
+    zero_reduce_bucket_size = setting("zero_config.reduce_bucket_size", int)
+    zero_allgather_bucket_size = setting("zero_config.allgather_bucket_size", int)
+    zero_multi_rank_bucket_allreduce = setting("zero_config.use_multi_rank_bucket_allreduce", bool)
+    zero_overlap_comm = setting("zero_config.overlap_comm")
+    zero_reduce_scatter = setting("zero_config.reduce_scatter", bool)
+    zero_contiguous_gradients = setting("zero_config.contiguous_gradients", bool)
+    zero_allgather_partitions = setting("zero_config.allgather_partitions", bool)
+    zero_round_robin_gradients = setting("zero_config.round_robin_gradients", bool)
+    zero_ignore_unused_parameters = setting("zero_config.ignore_unused_parameters", bool)
+    zero_load_from_fp32_weights = setting("zero_config.load_from_fp32_weights", bool)
+    zero_elastic_checkpoint = setting("zero_config.elastic_checkpoint", bool)
+    zero_sub_group_size = setting("zero_config.sub_group_size", int)
+    zero_prefetch_bucket_size = setting("zero_config.prefetch_bucket_size", int)
+    zero_max_live_parameters = setting("zero_config.max_live_parameters", int)
+    zero_max_reuse_distance = setting("zero_config.max_reuse_distance", int)
+    zero_param_persistence_threshold = setting("zero_config.param_persistence_threshold", int)
+    zero_model_persistence_threshold = setting("zero_config.model_persistence_threshold", int)
+    zero_gather_16bit_weights_on_model_save = setting("zero_config.gather_16bit_weights_on_model_save", bool)
+    zero_hpz_partition_size = setting("zero_config.zero_hpz_partition_size", int)
+    zero_quantized_weights = setting("zero_config.zero_quantized_weights", bool)
+    zero_quantized_nontrainable_weights = setting("zero_config.zero_quantized_nontrainable_weights", bool)
+    zero_quantized_gradients = setting("zero_config.zero_quantized_gradients", bool)
+    zero_legacy_stage1 = setting("zero_config.legacy_stage1", bool)
+    zero_log_trace_cache_warnings = setting("zero_config.log_trace_cache_warnings", bool)
+    zero_module_granularity_threshold = setting("zero_config.module_granularity_threshold", int)
+    zero_allgather_sequential = setting("zero_config.allgather_sequential", bool)
+    zero_save_muon_momentum_buffer_in_memory = setting(
+        "zero_config.save_muon_momentum_buffer_in_memory", bool
+    )
+    zeropp_loco_param = setting("zero_config.zeropp_loco_param")
+    is_sanity_checks_enabled = setting("zero_config.enable_sanity_checks", bool)
+    zenflow_config = setting("zero_config.zenflow")
+    mics_shard_size = setting("zero_config.mics_shard_size", int)
 
-    def zero_use_cpu_optimizer(self) -> bool:
-        offload = self._config.zero_config.offload_optimizer
-        return offload is not None and str(getattr(offload.device, "value", offload.device)) != "none"
-
-    def zero_nvme_offload_optimizer(self) -> bool:
-        offload = self._config.zero_config.offload_optimizer
-        return offload is not None and str(getattr(offload.device, "value", offload.device)) == "nvme"
-
-    def zero_partial_offload(self) -> float:
-        """The share of the optimizer's states that is offloaded, where any is."""
-        offload = self._config.zero_config.offload_optimizer
-        return 1.0 if offload is None else offload.ratio
-
-    def cpuadam_cores_perc(self) -> float:
-        """The share of the host's cores for SuperOffload's updates."""
-        offload = self._config.zero_config.offload_optimizer
-        return 0.9 if offload is None else offload.cpuadam_cores_perc
-
-    def is_first_weights_partition_group(self) -> bool:
-        return self.zero_optimization_partition_weights()
-
-    def eigenvalue_enabled(self) -> bool:
-        section = self._config.eigenvalue_config
-        return section is not None and bool(section.enabled)
-
-    def super_offload(self) -> bool:
-        offload = self._config.zero_config.offload_optimizer
-        return offload is not None and offload.super_offload
-
-    def swap_tensor_config(self) -> Any:
-        """The section that says where parameters are swapped to: ``offload_param``."""
-        return self._config.zero_config.offload_param
+    aio_config = setting("aio_config")
+    checkpoint_tag_validation_enabled = setting("checkpoint_tag_validation_enabled", bool)
+    checkpoint_tag_validation_fail = setting("checkpoint_tag_validation_fail", bool)
+    use_node_local_storage = setting("use_node_local_storage", bool)
+    load_universal_checkpoint = setting("load_universal_checkpoint", bool)
+    checkpoint_serialization_enabled = setting("checkpoint_config.checkpoint_serialization", bool)
+    elasticity_enabled = setting("elasticity_enabled", bool)
+    tensor_parallel_config = setting("tensor_parallel_config")
+    autotp_size = setting("tensor_parallel_config.autotp_size", int)
+    activation_checkpointing_config = setting("activation_checkpointing_config")
+    graph_harvesting = setting("graph_harvesting", bool)
+    pld_enabled = setting("pld_enabled", bool)
+    pld_params = setting("pld_params")
+    pld_theta = setting("pld_config.theta")
+    pld_gamma = setting("pld_config.gamma")
+    curriculum_enabled_legacy = setting("curriculum_enabled_legacy", bool)
+    curriculum_params_legacy = setting("curriculum_params_legacy")
+    data_efficiency_enabled = setting("data_efficiency_enabled", bool)
+    data_efficiency_config = setting("data_efficiency_config")
+    data_sampling_enabled = setting("data_efficiency_config.data_sampling.enabled", bool)
+    data_sampling_config = setting("data_efficiency_config.data_sampling")
+    curriculum_learning_enabled = setting(
+        "data_efficiency_config.data_sampling.curriculum_learning.enabled", bool
+    )
+    curriculum_learning_config = setting("data_efficiency_config.data_sampling.curriculum_learning")
+    random_ltd_enabled = setting("data_efficiency_config.data_routing.random_ltd.enabled", bool)
+    random_ltd_config = setting("data_efficiency_config.data_routing.random_ltd")
+    eigenvalue_enabled = setting("eigenvalue_config.enabled", bool, bool)
+    eigenvalue_verbose = setting("eigenvalue_config.verbose")
+    eigenvalue_max_iter = setting("eigenvalue_config.max_iter")
+    eigenvalue_tol = setting("eigenvalue_config.tol")
+    eigenvalue_stability = setting("eigenvalue_config.stability")
+    eigenvalue_gas_boundary_resolution = setting("eigenvalue_config.gas_boundary_resolution")
+    eigenvalue_layer_name = setting("eigenvalue_config.layer_name")
+    eigenvalue_layer_num = setting("eigenvalue_config.layer_num")
+    flops_profiler_enabled = setting("flops_profiler_config.enabled", bool)
+    flops_profiler_profile_step = setting("flops_profiler_config.profile_step", int)
+    flops_profiler_module_depth = setting("flops_profiler_config.module_depth", int)
+    flops_profiler_top_modules = setting("flops_profiler_config.top_modules", int)
+    flops_profiler_detailed = setting("flops_profiler_config.detailed", bool)
+    flops_profiler_output_file = setting("flops_profiler_config.output_file")
+    flops_profiler_recompute_fwd_factor = setting("flops_profiler_config.recompute_fwd_factor", float)
+    autotuning_enabled = setting("autotuning_config.enabled", bool)
+    autotuning_start_profile_step = setting("autotuning_config.start_profile_step", int)
+    autotuning_end_profile_step = setting("autotuning_config.end_profile_step", int)
+    autotuning_metric = setting("autotuning_config.metric", str)
+    autotuning_metric_path = setting("autotuning_config.metric_path")
+    autotuning_model_info_path = setting("autotuning_config.model_info_path")
+    autotuning_profile_model_info = setting("autotuning_config.model_info.profile")
 
     def is_elastic_model_parallel_supported(self) -> bool:
-        """Version 0.2 of the elasticity algorithm supports model-parallel ranks."""
+        """Return whether elasticity is on in version 0.2, which supports model-parallel ranks."""
         section = self._config.elasticity_config
         return section is not None and section.enabled and section.version == 0.2
 
-    def postscale_gradients(self) -> bool:
-        return not self._config.prescale_gradients
-
-    def dynamic_loss_scale(self) -> bool:
-        return self._config.float16_config.loss_scale == 0
-
-    def initial_dynamic_scale(self) -> float:
-        return 2.0**self._config.float16_config.initial_scale_power
-
     def dynamic_loss_scale_args(self) -> dict[str, Any]:
+        """Return the arguments of the dynamic loss scaler."""
         section = self._config.float16_config
         return {
             "init_scale": 2**section.initial_scale_power,
@@ -208,23 +205,10 @@ class EngineAccessors:
         }
 
     def get_batch_info(self) -> tuple[Any, Any, Any]:
-        """The three getters themselves, as documented: (train batch, micro batch, accumulation steps)."""
-        return self.train_batch_size, self.train_micro_batch_size_per_gpu, self.gradient_accumulation_steps  # type: ignore[attr-defined]
+        """Return three getters, as documented: of the train batch, the micro-batch and the accumulation steps."""
+        return self.train_batch_size, self.train_micro_batch_size_per_gpu, self.gradient_accumulation_steps
 
 
-def _getter(name: str, path: str) -> Any:
-    parts = path.split(".")
-
-    def getter(self: EngineAccessors) -> Any:
-        value: Any = self._config
-        for part in parts:
-            value = value.get(part) if isinstance(value, dict) else getattr(value, part, None)
-        return value
-
-    getter.__name__ = getter.__qualname__ = name
-    getter.__doc__ = f"Value of ``{path}`` in the configuration."
-    return getter
-
-
-for _name, _path in _ACCESSORS.items():
-    setattr(EngineAccessors, _name, _getter(_name, _path))
+for _name, _method in list(vars(EngineSettings).items()):
+    if getattr(_method, "__name__", "") == "getter":
+        _method.__name__, _method.__qualname__ = _name, f"EngineSettings.{_name}"
