@@ -38,7 +38,7 @@ STATE = {
     "ops/formats/blockwise.py:SIGNED": "a frozen value",
     "ops/formats/blockwise.py:UNSIGNED": "a frozen value",
     "ops/update.py:FOREIGN": "a frozen value",
-    "engine/python_gc.py:python_gc_manager": "how many engines want the interpreter's collector off",
+    "base/python_gc.py:python_gc_manager": "how many engines want the interpreter's collector off",
     "zero/gradients/reducer.py:_OWN_REFERENCES": "a constant of the interpreter",
     "ops/direct_updates.py:_made": "documented: optimizers of the ops by the caller's numbers",
     "zero/gradients/backward.py:_NewestScale.scale": "what engines multiplied the loss of the newest backward by",

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -10,13 +11,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from deepspeed.base.sharded import full_numel, is_zero_param
-from deepspeed.checkpoint.placement import placement_of
-from deepspeed.comm.collectives import Communicator
 from deepspeed.comm.mesh import ProcessMesh
 from deepspeed.config.axes import Axes
 from deepspeed.config.plan import Plan
-from deepspeed.engine.optimizer import check_optimizer
+from deepspeed.engine.optimizer import (
+    check_made_for_host,
+    check_membership,
+    check_optimizer,
+    left_out,
+    require_trainable,
+    resolve_optimizer,
+)
+from deepspeed.engine.step_notes import StepNotes
 from deepspeed.ops.adam.multi_tensor_adam import MultiTensorAdam
 from deepspeed.ops.update import traits_of
 from deepspeed.optim.loss_scaler import LossScaler
@@ -42,6 +48,7 @@ from deepspeed.zero.optimizer import (
     UnfusedOptimizer,
     ZeroOptimizer,
 )
+from deepspeed.zero.optimizer_flags import set_state_dtype
 from deepspeed.zero.params import CHECKS_WRITES
 from deepspeed.zero.partitioning import (
     TrainedParams,
@@ -52,13 +59,13 @@ from deepspeed.zero.partitioning import (
     with_frozen,
 )
 from deepspeed.zero.pending_params import LateParams
-from deepspeed.zero.replica_groups import DENSE, Scopes, scope_name
+from deepspeed.zero.replica_groups import Scopes
 from deepspeed.zero.states.access import StateAccess
 from deepspeed.zero.states.client_state import ClientState, has_hooks
 from deepspeed.zero.states.rank_state import OwnState
 from deepspeed.zero.states.store import PARAMS, StateStore
 from deepspeed.zero.step import StepExecutor
-from deepspeed.zero.wiring import BROADCAST_NUMEL, live_budget, make_grad_buckets, make_reducer
+from deepspeed.zero.wiring import live_budget, make_grad_buckets, make_reducer
 
 if TYPE_CHECKING:
     from deepspeed.config.deepspeed_config import DeepSpeedConfig
@@ -81,6 +88,22 @@ class TrainingCore:
     client_state: ClientState | None
     late_params: LateParams
     optimizer: ZeroOptimizer | torch.optim.Optimizer
+    notes: StepNotes
+
+    def close(self, *, own_weights: bool) -> None:
+        """Stop updates and the threads behind them, and give the client's optimizer its state back; ``own_weights``:
+        also give every parameter memory of its own (at stage 3 the sharded model does)."""
+        self.notes.remove()
+        self.executor.close()
+        if self.client_state is not None:
+            self.client_state.release(self.store.optimizer)
+        self.store.tier.close()
+        for param in self.store.params:
+            if vars(param).get("_ds_state_access") is self.access:  # not that of an engine made since
+                del param._ds_state_access  # type: ignore[attr-defined]
+        if own_weights:
+            for bucket in self.store.param_buckets:
+                bucket.destroy()
 
 
 def make_mesh(axes: Axes, mpu: Any = None, mesh_device: Any = None) -> ProcessMesh:
@@ -93,6 +116,51 @@ def make_mesh(axes: Axes, mpu: Any = None, mesh_device: Any = None) -> ProcessMe
         return ProcessMesh.from_device_mesh(mesh_device)
     assert axes.layout is not None
     return ProcessMesh.from_layout(axes.layout)
+
+
+def build_training(
+    module: nn.Module,
+    client: Any,
+    model_parameters: list[Any] | None,
+    config: DeepSpeedConfig,
+    plan: Plan,
+    scopes: Scopes,
+    clock: AccumulationClock,
+    backward: Callable[..., Any],
+) -> tuple[torch.optim.Optimizer | None, Any, TrainingCore | None, ShardedModel | None]:
+    """Build the optimizer and everything between gradients and updated weights.
+
+    Returns the client's optimizer or the one that the config names, what clients get as ``engine.optimizer``, the core
+    (the three are None without anything to train) and, at stage 3, the sharded parameters.
+
+    Args:
+        client: an optimizer, a callable that makes one of ``model_parameters``, or None for the config's.
+        model_parameters: parameters or groups to train; None: those of ``module``.
+        backward: bound method of the engine for ``optimizer.backward(loss)``; its owner is not kept alive.
+
+    Raises:
+        DeepSpeedConfigError, ValueError, TypeError: the optimizer does not fit the module or the plan.
+    """
+    basic = resolve_optimizer(config, plan, client, model_parameters, module)
+    require_trainable(plan, basic)
+    if basic is not None:
+        check_membership(basic, module)
+    if client is not None:
+        check_made_for_host(basic, plan)
+    elif basic is not None:
+        set_state_dtype(basic, plan.precision.state)
+    # Parameters are sharded before buckets of their gradients are made: these follow the shards.
+    sharded = shard_module(module, basic, plan, config, scopes) if plan.zero.shard_params else None
+    if basic is None:
+        return None, sharded.offload if sharded is not None else None, None, sharded
+    spare = left_out(model_parameters, module, basic) if client is None else []
+    core = build_core(module, basic, plan, scopes, clock, sharded, spare)
+    if isinstance(core.optimizer, ZeroOptimizer):
+        core.optimizer.clock = clock
+        core.optimizer.differentiate = weakref.WeakMethod(backward)
+        core.optimizer.allgather_bucket_size = int(config.zero_config.allgather_bucket_size)
+        core.optimizer.beside_engine = core.notes.beside_engine
+    return basic, core.optimizer, core, sharded
 
 
 def build_core(
@@ -142,8 +210,9 @@ def build_core(
     store = StateStore(
         optimizer, trained.params, weights, grads, master_dtype=plan.precision.master, tier=tier
     )
+    notes = StepNotes(optimizer, clock)
     core = _wire_step(
-        module, plan, scopes, trained, reducer, store, make_grads, sharded, host, spare, speculation
+        module, plan, scopes, trained, reducer, store, make_grads, sharded, host, spare, speculation, notes
     )
     reducer.install_hooks()
     return core
@@ -161,6 +230,7 @@ def _wire_step(
     host: HostCopies | None,
     spare: Sequence[nn.Parameter],
     speculation: Speculation | None,
+    notes: StepNotes,
 ) -> TrainingCore:
     """From summed gradients to published weights, and everything that reads and writes the state in between."""
     optimizer = store.optimizer
@@ -174,8 +244,10 @@ def _wire_step(
     scaler = LossScaler(plan.precision.loss_scale)
     publisher = WeightPublisher(store.param_buckets, after_publish)
     access = StateAccess(store, reducer, scaler, publisher, scopes, trained.names, trained.shared)
-    make_late = partial(_late_buckets, module, plan, scopes, reducer, store, make_grads, sharded is not None)
-    late_params = LateParams(module, plan, reducer, store, publisher, access, make_late, spare)
+    make_pending = partial(
+        _pending_buckets, module, plan, scopes, reducer, store, make_grads, sharded is not None
+    )
+    late_params = LateParams(module, plan, reducer, store, publisher, access, make_pending, spare)
     make_executor = _kind_of_executor(plan, speculation)
     by_rows = stepped_by_rows(module, optimizer)
     executor = make_executor(
@@ -194,6 +266,7 @@ def _wire_step(
         client_state=ClientState(optimizer, access) if observed else None,
         late_params=late_params,
         optimizer=_facade(plan, optimizer, executor, access, sharded, speculation),
+        notes=notes,
     )
 
 
@@ -311,7 +384,7 @@ def shard_module(
     return sharded
 
 
-def _late_buckets(
+def _pending_buckets(
     module: nn.Module,
     plan: Plan,
     scopes: Scopes,
@@ -323,7 +396,7 @@ def _late_buckets(
 ) -> tuple[Sequence[ParamBucket], Sequence[GradBucket]]:
     """Buckets for parameters that start training later, numbered after those that the store has."""
     if sharded:
-        weights = _renumber_homes(store, reducer, added)
+        weights = _renumber_owners(store, reducer, added)
     else:
         weights = _whole_buckets(module, plan, scopes, added, store.traits.grain, store)
     known = {id(grads.layout): grads for grads in reducer.buckets}
@@ -331,14 +404,14 @@ def _late_buckets(
     return weights, [known.get(id(bucket.layout)) or next(new) for bucket in weights]
 
 
-def _renumber_homes(store: StateStore, reducer: GradReducer, added: TrainedParams) -> list[ParamBucket]:
+def _renumber_owners(store: StateStore, reducer: GradReducer, added: TrainedParams) -> list[ParamBucket]:
     """Stage 3: the buckets exist, but number the parameters differently or not at all."""
     number = {id(param): index for index, param in enumerate(added.params, len(store.params))}
-    homes: dict[int, ParamBucket] = {id(p.ds_home): p.ds_home for p in added.params}  # type: ignore[attr-defined]
-    for home in homes.values():
-        trained = home in store.param_buckets
-        old, params = home.layout, home.params
-        home.renumber(
+    owners: dict[int, ParamBucket] = {id(p.ds_home): p.ds_home for p in added.params}  # type: ignore[attr-defined]
+    for owner in owners.values():
+        trained = owner in store.param_buckets
+        old, params = owner.layout, owner.params
+        owner.renumber(
             old.renumbered(
                 lambda i, slot, params=params, trained=trained: number.get(
                     id(params[i]), slot.param if trained else NOBODY
@@ -347,8 +420,8 @@ def _renumber_homes(store: StateStore, reducer: GradReducer, added: TrainedParam
         )
         for grads in reducer.buckets:
             if grads.layout is old:
-                grads.layout = home.layout
-    return sorted(homes.values(), key=lambda home: home.layout.index)
+                grads.layout = owner.layout
+    return sorted(owners.values(), key=lambda owner: owner.layout.index)
 
 
 def _facade(
@@ -399,69 +472,3 @@ def _stage_0_kind(plan: Plan, optimizer: torch.optim.Optimizer) -> type[ZeroOpti
     ):
         return BF16_Optimizer
     return FusedOptimizer if adam else UnfusedOptimizer
-
-
-def broadcast_weights(module: nn.Module, scopes: Scopes) -> None:
-    """Every rank starts from the weights of the first rank that holds the same ones, and from the buffers of the first
-    rank: one flat broadcast per scope and dtype, and one per axis over which placements say that weights are equal."""
-    by_scope: dict[str, list[torch.Tensor]] = {DENSE: list(module.buffers())}
-    for param in module.parameters():
-        if not is_zero_param(param):  # those sharded by zero.Init came from the first rank already
-            by_scope.setdefault(scope_name(param), []).append(param.data)
-    for name, tensors in sorted(by_scope.items()):
-        if scopes[name].everyone.size > 1:
-            _broadcast(tensors, scopes[name].everyone)
-    for axis, others in scopes.across.items():
-        equal = [p.data for p in module.parameters() if axis in placement_of(p).replicated]
-        _broadcast([data for data in equal if data.numel()], others)
-
-
-def _broadcast(tensors: Iterable[torch.Tensor], communicator: Communicator) -> None:
-    by_kind: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
-    for tensor in tensors:
-        if tensor.numel():
-            by_kind.setdefault((tensor.dtype, tensor.device), []).append(tensor)
-    with torch.no_grad():
-        for group in by_kind.values():
-            for batch in _batches(group, BROADCAST_NUMEL):
-                flat = torch.cat([t.reshape(-1) for t in batch])
-                communicator.broadcast(flat.view(torch.uint8), src=0).wait()
-                if communicator.rank:
-                    for tensor, value in zip(batch, flat.split([t.numel() for t in batch]), strict=True):
-                        tensor.copy_(value.view(tensor.shape))
-
-
-def _batches(tensors: Sequence[torch.Tensor], numel: int) -> Iterable[list[torch.Tensor]]:
-    batch: list[torch.Tensor] = []
-    size = 0
-    for tensor in tensors:
-        if batch and size + tensor.numel() > numel:
-            yield batch
-            batch, size = [], 0
-        batch.append(tensor)
-        size += tensor.numel()
-    if batch:
-        yield batch
-
-
-def check_ranks_agree(module: nn.Module, communicator: Communicator) -> None:
-    """Require that all ranks built the same model with the same frozen parameters; says which rank differs and how."""
-    if communicator.size == 1:
-        return
-    params = list(module.parameters())
-    counts = [len(params), sum(map(full_numel, params)), sum(p.requires_grad for p in params)]
-    device = params[0].device if params else torch.device("cpu")
-    extremes = torch.tensor([*counts, *(-count for count in counts)], dtype=torch.int64, device=device)
-    communicator.all_reduce_max(extremes).wait()
-    highest, lowest = extremes.view(2, -1).tolist()
-    if highest == [-value for value in lowest]:
-        return
-    every = torch.empty(len(counts) * communicator.size, dtype=torch.int64, device=device)
-    communicator.all_gather(every, torch.tensor(counts, dtype=torch.int64, device=device)).wait()
-    rows = every.view(-1, len(counts)).tolist()
-    listing = "; ".join(
-        f"rank {r}: {n} parameters, {e} elements, {t} trainable" for r, (n, e, t) in enumerate(rows)
-    )
-    raise RuntimeError(
-        f"ranks disagree on the model ({listing}); build the same model with the same frozen parameters on every rank."
-    )

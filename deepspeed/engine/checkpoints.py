@@ -33,7 +33,7 @@ from deepspeed.data.loader import DeepSpeedDataLoader
 from deepspeed.parallel.tensor.described import is_split, universal_checkpoint_info
 
 if TYPE_CHECKING:
-    from deepspeed.engine.base import EngineBase
+    from deepspeed.engine.interface import Engine
 
 
 RANDOM_LTD = "random_ltd"
@@ -41,9 +41,9 @@ PARTS = "engine_parts"
 """Key of the index: what observers keep."""
 
 
-def create_background_writer(engine: EngineBase) -> BackgroundWriter | None:
-    """What writes checkpoints while training continues, if the config asks for that. After the first step, when there
-    is a state, it fetches the memory for a copy."""
+def create_background_writer(engine: Engine) -> BackgroundWriter | None:
+    """Create the writer of checkpoints while training continues, if the config asks for it. After the first step, when
+    there is a state, it fetches the memory for a copy."""
     writer = engine._config.checkpoint_config.writer
     decoupled = writer is not None and writer.decoupled
     if not decoupled and engine._config.datastates_config is False:
@@ -63,12 +63,10 @@ def create_background_writer(engine: EngineBase) -> BackgroundWriter | None:
     return made
 
 
-def model_path(
-    engine: EngineBase, folder: str | os.PathLike[str], tag: str, mp_rank: str | None = None
-) -> str:
+def model_path(engine: Engine, folder: str | os.PathLike[str], tag: str, mp_rank: str | None = None) -> str:
     """The file of the checkpoint ``tag`` with this rank's model states; ``mp_rank``: instead of its own number."""
     place = Place.on(engine.mesh, ranks_of(engine))
-    partitioned = engine.zero_optimization_partition_weights()
+    partitioned = engine.plan.zero.shard_params
     name = (
         names.zero_model_file(place.dp_rank, place.mp_rank)
         if partitioned
@@ -79,25 +77,23 @@ def model_path(
     return os.path.join(folder, str(tag), name)
 
 
-def optimizer_path(engine: EngineBase, folder: str | os.PathLike[str], tag: str) -> str:
+def optimizer_path(engine: Engine, folder: str | os.PathLike[str], tag: str) -> str:
     """The file of the checkpoint ``tag`` with this rank's part of the optimizer's state (stage 0: the model's file)."""
-    if not engine.zero_optimization():
+    if not engine._config.zero_enabled:
         return model_path(engine, folder, tag)
     place = Place.on(engine.mesh, ranks_of(engine))
-    name = names.optim_file(place.dp_rank, place.mp_rank, bf16=bool(engine.bfloat16_enabled()))
+    name = names.optim_file(place.dp_rank, place.mp_rank, bf16=bool(engine._config.bfloat16_config.enabled))
     return os.path.join(folder, str(tag), name)
 
 
-def writes_model_file(engine: EngineBase) -> bool:
-    """Whether this rank writes a file with model states: every rank with parts of the weights, else one for all of
-    them (with node-local storage, one of every machine)."""
-    return bool(
-        engine.zero_optimization_partition_weights() or Place.on(engine.mesh, ranks_of(engine)).writes_model
-    )
+def writes_model_file(engine: Engine) -> bool:
+    """Return whether this rank writes a file with model states: every rank with parts of the weights, else one for all
+    of them (with node-local storage, one of every machine)."""
+    return bool(engine.plan.zero.shard_params or Place.on(engine.mesh, ranks_of(engine)).writes_model)
 
 
 def save_checkpoint(
-    engine: EngineBase,
+    engine: Engine,
     save_dir: str | os.PathLike[str],
     tag: str | None = None,
     client_state: Mapping[str, Any] | None = None,
@@ -136,7 +132,7 @@ def save_checkpoint(
 
 
 def _save(
-    engine: EngineBase,
+    engine: Engine,
     client_state: Mapping[str, Any],
     save_dir: Path,
     tag: str,
@@ -161,14 +157,14 @@ def _save(
         )
 
 
-def training_of(engine: EngineBase, client_state: Mapping[str, Any], *, exclude_frozen: bool) -> Training:
-    """What a checkpoint of the engine holds."""
+def training_of(engine: Engine, client_state: Mapping[str, Any], *, exclude_frozen: bool) -> Training:
+    """Collect what a checkpoint of the engine holds."""
     originals = engine.module_transforms.originals
     return Training(
         module=engine.module,
         state=engine.state_access,
-        zero_stage=engine.zero_optimization_stage(),
-        bf16=bool(engine.bfloat16_enabled()),
+        zero_stage=engine._config.zero_optimization_stage,
+        bf16=bool(engine._config.bfloat16_config.enabled),
         ds_config=without_secrets(engine._config._param_dict),
         header={
             "lr_scheduler": state_of(engine.lr_scheduler),
@@ -177,17 +173,17 @@ def training_of(engine: EngineBase, client_state: Mapping[str, Any], *, exclude_
             "global_samples": engine.global_samples,
             "data_sampler": _curriculum(engine),
             RANDOM_LTD: state_of(getattr(engine, "random_ltd_scheduler", None)),
-            "sparse_tensor_module_names": sorted(engine.sparse_tensor_module_names),
+            "sparse_tensor_module_names": sorted(engine.facts.sparse_tensor_module_names),
             **_described(engine.module),
         },
         client_state=client_state,
         positions={
-            "micro_steps": engine.micro_steps,
-            "accumulation_steps": engine.gradient_accumulation_steps(),
+            "micro_steps": engine.clock.micro_steps,
+            "accumulation_steps": engine._config.gradient_accumulation_steps,
             "accumulated": engine.clock.position,
             "world_size": engine.world_size,
-            "fp16": bool(engine.fp16_enabled()),
-            "dynamic_loss_scale": bool(engine.dynamic_loss_scale()),
+            "fp16": bool(engine._config.float16_config.enabled),
+            "dynamic_loss_scale": bool(not engine._config.float16_config.loss_scale),
             "optimizer_order": optimizer_order(engine),
             "sums_gradients": engine.core is None or engine.core.reducer.cadence is not Cadence.NEVER,
             **({ORIGINALS: originals.packed()} if originals is not None else {}),
@@ -201,15 +197,15 @@ def training_of(engine: EngineBase, client_state: Mapping[str, Any], *, exclude_
     )
 
 
-def _curriculum(engine: EngineBase) -> dict[str, Any] | None:
+def _curriculum(engine: Engine) -> dict[str, Any] | None:
     """The position in a curriculum, under its documented key; what is loaded is the loader's own position."""
     loader = engine.training_dataloader
     return loader.sampler_position() if isinstance(loader, DeepSpeedDataLoader) else None
 
 
 def _described(module: Any) -> dict[str, Any]:
-    """How the model's parameters are split: what it says itself, as a dict or as a method that returns it; if nothing,
-    what their placements say."""
+    """Describe how the model's parameters are split: as it says itself, by a dict or a method that returns it; if not,
+    as their placements say."""
     found = getattr(module, UNIVERSAL_CHECKPOINT_INFO, None)
     found = found() if callable(found) else found
     if found is None and is_split(module):
@@ -217,17 +213,17 @@ def _described(module: Any) -> dict[str, Any]:
     return {UNIVERSAL_CHECKPOINT_INFO: dict(found)} if isinstance(found, Mapping) else {}
 
 
-def ranks_of(engine: EngineBase) -> Ranks:
-    return Ranks(node_local=bool(engine.use_node_local_storage()))
+def ranks_of(engine: Engine) -> Ranks:
+    return Ranks(node_local=bool(engine._config.use_node_local_storage))
 
 
-def _tag_validation(engine: EngineBase) -> str:
-    if not engine.checkpoint_tag_validation_enabled():
+def _tag_validation(engine: Engine) -> str:
+    if not engine._config.checkpoint_tag_validation_enabled:
         return "IGNORE"
-    return "FAIL" if engine.checkpoint_tag_validation_fail() else "WARN"
+    return "FAIL" if engine._config.checkpoint_tag_validation_fail else "WARN"
 
 
-def optimizer_order(engine: EngineBase) -> list[list[str]]:
+def optimizer_order(engine: Engine) -> list[list[str]]:
     """Names of the optimizer's parameters by group, in the client's order."""
     known = {id(param): name for param, name in engine.param_names.items()}
     groups = engine.basic_optimizer.param_groups if engine.basic_optimizer is not None else []

@@ -1,10 +1,8 @@
-"""The training engine: ``forward``, ``backward``, ``step``, saving and loading. Everything else is delegated."""
+"""The training engine: what it owns, then ``forward``, ``backward`` and ``step``. Everything else its parts do."""
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,67 +23,54 @@ from deepspeed.config.deepspeed_config import DeepSpeedConfig
 from deepspeed.config.plan import Plan, make_plan
 from deepspeed.data.loader import DeepSpeedDataLoader
 from deepspeed.engine import checkpoints as engine_checkpoint
-from deepspeed.engine.assembly import (
-    TrainingCore,
-    broadcast_weights,
-    build_core,
-    check_ranks_agree,
-    make_mesh,
-    shard_module,
-)
-from deepspeed.engine.base import EngineBase
-from deepspeed.engine.module_checks import check_module, lay_out_contiguously, require_module
-from deepspeed.engine.observers.attach import attach_observers
+from deepspeed.engine import module as modules
+from deepspeed.engine.assembly import TrainingCore, build_training, make_mesh
+from deepspeed.engine.half_loaded import HalfLoaded
+from deepspeed.engine.observers.attach import Observed, attach_observers
 from deepspeed.engine.observers.progress.start_report import log_start
-from deepspeed.engine.optimizer import (
-    check_made_for_host,
-    check_membership,
-    left_out,
-    require_optimizer,
-    require_trainable,
-    resolve_optimizer,
-)
+from deepspeed.engine.optimizer import no_training, require_optimizer
 from deepspeed.engine.parts.accumulation import MEMORY_OPT_ALLREDUCE_SIZE, Accumulation  # noqa: F401 - documented here too
 from deepspeed.engine.parts.compiling import Compilation
 from deepspeed.engine.parts.data import EngineData
+from deepspeed.engine.parts.facts import Facts
 from deepspeed.engine.parts.sparse_sums import SparseSums
 from deepspeed.engine.parts.state import Checkpoints, StateMoves
-from deepspeed.engine.patches import tell_patches
-from deepspeed.engine.python_gc import python_gc_manager
-from deepspeed.engine.stand_in import MethodStandIn
-from deepspeed.engine.step_notes import StepNotes
+from deepspeed.engine.parts.zero_grads import ZeroGrads
+from deepspeed.engine.patches import warn_of_patches
 from deepspeed.engine.surface import EngineSurface
 from deepspeed.optim.schedulers import advance, resolve_scheduler
-from deepspeed.parallel.expert.placement import place_experts, watched_layers, write_experts
-from deepspeed.parallel.expert.stacked import mark_stacks
 from deepspeed.parallel.selection import from_config
 from deepspeed.planning.fits import check_fits
 from deepspeed.planning.stages import note_stages
-from deepspeed.transforms import ForwardFacts, InputChain, transform_module
+from deepspeed.transforms import transform_module
 from deepspeed.transforms.recompute import checkpointing
 from deepspeed.zero.accumulation import AccumulationClock
-from deepspeed.zero.gathering.phases import Phase
-from deepspeed.zero.gathering.sharded_model import ShardedModel
 from deepspeed.zero.gathering.standalone_shard import make_whole
-from deepspeed.zero.gradients.backward import PlainBackward, at_least_fp32, correction, scaled_loss
-from deepspeed.zero.optimizer import ZeroOptimizer
-from deepspeed.zero.optimizer_flags import set_state_dtype
-from deepspeed.zero.placements import find_placements
-from deepspeed.zero.precision import autocast_context, cast_inputs, cast_module
-from deepspeed.zero.replica_groups import Scopes
+from deepspeed.zero.gradients.backward import (
+    PlainBackward,
+    at_least_fp32,
+    check_graph,
+    check_scalar,
+    correction,
+    scaled_loss,
+)
+from deepspeed.zero.precision import autocast_context, cast_inputs
+from deepspeed.zero.replica_groups import broadcast_weights, check_ranks_agree
 
 DeepSpeedOptimizerCallable = Callable[[Any], Optimizer]
 DeepSpeedSchedulerCallable = Callable[[Optimizer], Any]
 
 
-class DeepSpeedEngine(EngineSurface, EngineBase):
+class DeepSpeedEngine(EngineSurface, Observed, nn.Module):
     """A module with its optimizer, trained over all data-parallel ranks as the configuration says.
 
-    Attribute access falls through to the wrapped module. It owns ``clock``, ``events``, the training ``core`` (built by
-    ``engine/assembly.py``; None without an optimizer), ``sharded`` at stage 3, and the parts that answer what
-    ``engine/surface.py`` lists: ``accumulation``, ``data``, ``compilation``, ``checkpoints``, ``moves`` and
-    ``sparse_sums``. The path of gradients is described in ``docs/life_of_a_step.md``.
+    Attribute access falls through to the wrapped module. ``engine/surface.py`` lists the documented methods that its
+    parts answer; the path of gradients is described in ``docs/life_of_a_step.md``.
     """
+
+    module: nn.Module
+    torch_autocast_z0_gradscaler: Any = None  # the engine's own loss scaler also serves autocast
+    _destroyed = False
 
     def __init__(
         self,
@@ -115,56 +100,45 @@ class DeepSpeedEngine(EngineSurface, EngineBase):
         dist.init_distributed(dist_init_required=dist_init_required)
         self.mpu = mpu
         self._find_place(args, mesh_device)
-        self.device = self._choose_device(model, dont_change_device)
-        # What the engine owns from the start: transforms and the training core are given clock and events.
+        self.device = modules.choose_device(model, self.local_rank, keep=dont_change_device)
+        # Clock, events and counters exist before all that is given them or subscribes to them.
         self.clock = AccumulationClock(
             self._config.gradient_accumulation_steps, managed=self.plan.managed_accumulation
         )
         self.events = Events()
-        self.accumulation = Accumulation(self)
-        self.compilation = Compilation(self)
-        self.checkpoints = Checkpoints(self)
-        self.moves = StateMoves(self)
-        self.sparse_sums = SparseSums(self)
-
+        self._begin_counting()
+        self._own_parts()
         # Mistaken arguments are refused before the module is touched.
         require_optimizer(self.plan, optimizer is not None or self._config.optimizer_name is not None)
-        require_module(model)
+        modules.require_module(model)
         if model_parameters is not None:
             model_parameters = list(model_parameters)  # it may be a generator, but is read twice
         # Transforms replace layers and parameters, so they precede whatever looks at these.
         model_parameters = self._transform_module(model, optimizer, model_parameters)
-        check_module(model)
+        modules.check_module(model)
         if not self.plan.zero.shard_params:
             make_whole(model)
         # The memory is counted while nothing of it is taken on the device.
         note_stages(model, self.plan, self._config, optimizer, self.mesh, model_parameters)
         check_fits(model, self.plan, self._config, optimizer, self.mesh, model_parameters)
         # Masters and buckets copy the weights: by then these are on the device, in their dtype, equal on all ranks.
-        self._take_module(model, move=not dont_change_device)
-        self._build_training(optimizer, model_parameters)
+        self._take_module(model, None if dont_change_device else self.device)
+        self._take_training(optimizer, model_parameters)
         # The schedule sets rates in the optimizer's groups, and a loader of varying batches wraps the schedule.
         self.client_lr_scheduler = lr_scheduler
         self.lr_scheduler = resolve_scheduler(self._config, lr_scheduler, self.basic_optimizer, optimizer)
-
         self.collate_fn = collate_fn
         self.training_dataloader = self._own_loader(training_data) if training_data is not None else None
-        if self.plan.zenflow is not None:
-            from deepspeed.engine.zenflow import configure_zenflow
-
-            configure_zenflow(self)
-        self._plain_backward = PlainBackward(self._begin_plain_backward, self._end_plain_backward)
-        self._begin_counting()
         # For single files; the safety of the folder does not depend on it.
         self.checkpoint_engine = create_checkpoint_engine(self._config, None, 0, False, False)
         self.background_writer = engine_checkpoint.create_background_writer(self)
         # Observers come last: they read all of the above, and the report says what was made.
         attach_observers(self)
-        tell_patches(self)
+        warn_of_patches(self)
         log_start(self)
 
     def _find_place(self, args: Any, mesh_device: Any) -> None:
-        """Which rank this is, and among whom."""
+        """Find which rank this is, and among whom."""
         self._network = network_of(self._config)
         self.mesh = make_mesh(self.plan.axes, self.mpu, mesh_device).in_network(self._network)
         self.mesh.data_before_experts = self._config.use_data_before_expert_parallel_
@@ -180,6 +154,30 @@ class DeepSpeedEngine(EngineSurface, EngineBase):
         self.seq_dp_world_size = self.mesh.size("dp", "sp")  # ranks that share gradients and state
         self.mp_world_size = self.mesh.size("tp")
 
+    def _begin_counting(self) -> None:
+        """Initialize the counters: nothing has happened yet."""
+        self.global_steps = 0
+        self.global_samples = 0
+        self.skipped_steps = 0
+        self.losses: Tensor | float = 0.0
+        self.warn_unscaled_loss = True
+        self.enable_backward_allreduce = True
+        self.pipeline_parallelism = False
+
+    def _own_parts(self) -> None:
+        """Create the parts, which find the rest of the engine when they are asked."""
+        self.facts = Facts(self)
+        self.accumulation = Accumulation(self)
+        self.zero_grads = ZeroGrads(self)
+        self.compilation = Compilation(self)
+        self.checkpoints = Checkpoints(self)
+        self.moves = StateMoves(self)
+        self.sparse_sums = SparseSums(self)
+        self.half_loaded = HalfLoaded(self.events)
+        self._plain_backward = PlainBackward(self._begin_plain_backward, self._end_plain_backward)
+        self.parts: dict[str, Any] = {}
+        """Observers whose ``state_dict`` of plain numbers goes into checkpoints."""
+
     def _transform_module(
         self, model: nn.Module, optimizer: Any, model_parameters: list[Any] | None
     ) -> list[Any] | None:
@@ -192,62 +190,29 @@ class DeepSpeedEngine(EngineSurface, EngineBase):
         self.module_transforms.successors.in_optimizer(optimizer)
         return self.module_transforms.successors.in_parameters(model_parameters)
 
-    def _take_module(self, model: nn.Module, *, move: bool) -> None:
-        """Put the module on the device, in the plan's dtypes, and make it the same on every rank."""
-        if move:
-            model.to(self.device)
-        cast_module(model, self.plan.precision)
-        lay_out_contiguously(model)
+    def _take_module(self, model: nn.Module, device: torch.device | None) -> None:
+        """Put the module on ``device`` (None: it stays), in the plan's dtypes, and make it the same on every rank."""
+        self.num_experts, self.has_moe_layers = modules.take_module(model, self.plan, self.mesh, device)
         self.module = model
-        self.num_experts = place_experts(model, self.mesh)
-        mark_stacks(model)
-        self.has_moe_layers = bool(self.num_experts) or any(True for _ in watched_layers(model))
         checkpointing.keep_layers(self._checkpointing, model)
-        self.scopes = Scopes(
-            self.mesh, int(self._config.zero_config.mics_shard_size), self.plan.packing.group
-        ).find(model.parameters())
-        find_placements(model.parameters(), self.mesh, self.scopes)
+        mics_shard_size = int(self._config.zero_config.mics_shard_size)
+        self.scopes = modules.find_scopes(model, self.plan, self.mesh, mics_shard_size)
         check_ranks_agree(model, self.scopes.everyone)
         self._broadcast_model()
-        self._zero_grads = [MethodStandIn(model, "zero_grad", self._zero_module)]
+        self.zero_grads.answer_for_module()
 
     def _broadcast_model(self) -> None:
         """Make the weights the same on every rank; trainers replace it whose weights are already."""
         broadcast_weights(self.module, self.scopes)
 
-    def _build_training(self, optimizer: Any, model_parameters: list[Any] | None) -> None:
-        """Build the optimizer and everything between gradients and updated weights."""
+    def _take_training(self, optimizer: Any, params: list[Any] | None) -> None:
+        """Build what trains the module: the optimizer and everything between gradients and updated weights."""
         self.client_optimizer = optimizer
-        self.basic_optimizer = resolve_optimizer(
-            self._config, self.plan, optimizer, model_parameters, self.module
+        self.basic_optimizer, self.optimizer, self.core, self.sharded = build_training(
+            self.module, optimizer, params, self._config, self.plan, self.scopes, self.clock, self.backward
         )
-        require_trainable(self.plan, self.basic_optimizer)
-        if self.basic_optimizer is not None:
-            check_membership(self.basic_optimizer, self.module)
-        if optimizer is not None:
-            check_made_for_host(self.basic_optimizer, self.plan)
-        elif self.basic_optimizer is not None:
-            set_state_dtype(self.basic_optimizer, self.plan.precision.state)
-        self.sharded: ShardedModel | None = None
-        if self.plan.zero.shard_params:
-            self.sharded = shard_module(
-                self.module, self.basic_optimizer, self.plan, self._config, self.scopes
-            )
-        self.core: TrainingCore | None = None
-        self.optimizer: Any = self.sharded.offload if self.sharded is not None else None
-        if self.basic_optimizer is not None:
-            spare = left_out(model_parameters, self.module, self.basic_optimizer) if optimizer is None else []
-            self.core = build_core(
-                self.module, self.basic_optimizer, self.plan, self.scopes, self.clock, self.sharded, spare
-            )
-            self.optimizer = self.core.optimizer
-            self._step_notes = StepNotes(self.basic_optimizer, self.clock)
-            self._zero_grads.append(MethodStandIn(self.basic_optimizer, "zero_grad", self._zero_optimizer))
-            if isinstance(self.optimizer, ZeroOptimizer):
-                self.optimizer.clock = self.clock
-                self.optimizer.differentiate = weakref.WeakMethod(self.backward)
-                self.optimizer.allgather_bucket_size = int(self._config.zero_config.allgather_bucket_size)
-                self.optimizer.beside_engine = self._step_notes.beside_engine
+        if self.core is not None:
+            self.zero_grads.answer_for_optimizer()
         self.param_names = {param: name for name, param in self.module.named_parameters()}
 
     def _configure_optimizer(self, client_optimizer: Any, model_parameters: Any = None) -> None:
@@ -258,7 +223,7 @@ class DeepSpeedEngine(EngineSurface, EngineBase):
                 "_configure_optimizer() gives an optimizer to an engine that deepspeed.initialize() made without one, "
                 "at stages 0 to 2: pass this one to deepspeed.initialize(optimizer=...)"
             )
-        self._build_training(client_optimizer, None if model_parameters is None else list(model_parameters))
+        self._take_training(client_optimizer, None if model_parameters is None else list(model_parameters))
         self.lr_scheduler = resolve_scheduler(
             self._config, self.client_lr_scheduler, self.basic_optimizer, client_optimizer
         )
@@ -271,7 +236,7 @@ class DeepSpeedEngine(EngineSurface, EngineBase):
         self._recover()
         precision = self.plan.precision
         if self.data.inputs is not None:
-            inputs, kwargs = self._transform_inputs(self.data.inputs, inputs, kwargs)
+            inputs, kwargs = self.data.transform(inputs, kwargs)
         self._network.phase = "forward"
         self.events.emit("before_forward", inputs=inputs, kwargs=kwargs)
         if precision.cast_inputs and precision.param is not None:
@@ -281,18 +246,11 @@ class DeepSpeedEngine(EngineSurface, EngineBase):
         module, sharded = self.module, self.sharded
         recorded = torch.is_grad_enabled()
         if sharded is not None:
-            gathering = sharded.coordinator
-            if module.training:
-                gathering.trains_in_eval_mode = False
-            trains = recorded and (module.training or gathering.trains_in_eval_mode)
-            gathering.this_thread.told = Phase.FORWARD if trains else Phase.EVALUATION
+            sharded.coordinator.begin_forward(training=module.training)
         before = checkpointing.begin_forward(self._checkpointing)
         try:
-            if precision.autocast is None:
+            with autocast_context(precision, self.device.type):
                 outputs = module(*inputs, **kwargs)
-            else:
-                with autocast_context(precision, self.device.type):
-                    outputs = module(*inputs, **kwargs)
         except BaseException as error:
             if recorded:  # an evaluation is not part of a batch
                 self.abandon_update(error)
@@ -300,24 +258,11 @@ class DeepSpeedEngine(EngineSurface, EngineBase):
         finally:
             checkpointing.end_forward(before)
             if sharded is not None:
-                sharded.coordinator.this_thread.told = None
+                sharded.coordinator.end_forward()
         if recorded and self.core is not None and not inside_transform():
             self._plain_backward.watch(outputs)
         self.events.emit("after_forward", outputs=outputs)
         return outputs
-
-    def _transform_inputs(
-        self, chain: InputChain, inputs: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        facts = ForwardFacts(
-            training=self.module.training, step=self.global_steps, micro_step=self.clock.micro_steps
-        )
-        try:
-            return chain(inputs, kwargs, facts)
-        except BaseException as error:
-            if torch.is_grad_enabled():
-                self.abandon_update(error)
-            raise
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
         """Back-propagate ``loss`` (a scalar) and reduce gradients as the plan says.
@@ -326,15 +271,9 @@ class DeepSpeedEngine(EngineSurface, EngineBase):
         False, and multiplied by the loss scale; the returned loss is divided but not multiplied. One of 16 bits is
         divided in fp32. May be called several times per step.
         """
-        core = self._require_core("backward")
-        plain = self._plain_backward
+        core, plain = self._require_core("backward"), self._plain_backward
         self._recover()
-        _check_graph(loss)
-        if loss.numel() != 1:
-            raise ValueError(
-                f"the loss must be a scalar, not of shape {tuple(loss.shape)}: reduce it with mean() or sum(), or call "
-                "engine.scale(output).backward(gradient) if you have the gradient of an output"
-            )
+        check_scalar(loss)
         self._network.phase = "backward"
         plain.paused = True  # also while an observer differentiates the loss
         try:
@@ -362,7 +301,7 @@ class DeepSpeedEngine(EngineSurface, EngineBase):
         core = self._require_core("backward")
         self._recover()
         share = 1.0 / self.clock.steps if self.clock.managed else 1.0
-        if not self._scaled_loss:
+        if not self._plain_backward.scaled:
             share *= correction(core.scaler.scale, active=core.scaler.plan.active)
         self._network.phase = "backward"
         self.events.emit("before_backward", loss=None)
@@ -373,17 +312,65 @@ class DeepSpeedEngine(EngineSurface, EngineBase):
         self.events.emit("after_backward", loss=None, share=None)
 
     def _backward_epilogue(self) -> None:
-        """What the documents call after the ``loss.backward()`` of a loss of several engines. The gradients are already
-        reduced when autograd returns, so this only notices a backward that failed on its way to this engine."""
+        """Notice a backward that failed on its way to this engine: the gradients of a loss of several engines, after
+        whose ``loss.backward()`` this is called, are already reduced when autograd returns."""
         self._require_core("backward")
         self._recover()
 
     def _end_backward(self) -> None:
-        if self._scaled_loss:
-            self._scaled_loss = False
+        self._plain_backward.scaled = False
         assert self.core is not None
         self.events.emit("before_reduction")
         self.core.reducer.flush()
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """``loss`` times the current loss scale, for ``engine.scale(loss).backward()``. It may have any shape if
+        ``backward`` gets the gradient of the same shape: ``engine.scale(output).backward(gradient)``."""
+        core = self._require_core("scale")
+        self._recover()
+        check_graph(loss)
+        self._plain_backward.scaled = True
+        return scaled_loss(loss, core.scaler.scale)
+
+    def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
+        """On a boundary: clip, update, clear gradients, advance the schedule; otherwise count the micro-batch."""
+        if self.accumulation.sums_wait:
+            raise AssertionError(
+                "It is illegal to call Engine.step() inside no_sync context manager: leave it before the update."
+            )
+        core = self._require_core("step")
+        self._recover()
+        self._network.phase = "step"
+        self.events.emit("before_step")
+        self.facts.applied = False
+        self.clock.stepping = True
+        try:
+            if self.clock.at_boundary:
+                self._take_model_step(core, lr_kwargs or {})
+            self.clock.tick()
+        except BaseException as error:
+            self.abandon_update(error)
+            raise
+        finally:
+            self.clock.stepping = False
+            self._network.phase = ""
+        self.events.emit("after_step")
+
+    def _take_model_step(self, core: TrainingCore, lr_kwargs: dict[str, Any]) -> None:
+        self.events.emit("at_boundary")
+        result = core.executor.step()
+        if result.norm == 0.0 and core.reducer.used and not any(core.reducer.used):
+            core.notes.no_gradient()
+        core.reducer.clear()
+        if self.optimizer is not self.basic_optimizer:
+            self.optimizer.last = result
+        if not result.applied:
+            self.skipped_steps += 1
+        elif self.lr_scheduler is not None:
+            advance(self.lr_scheduler, lr_kwargs, self.train_batch_size())
+        self.facts.norm, self.facts.applied = result.norm, result.applied
+        self.global_steps += 1
+        self.global_samples += self.train_batch_size()
 
     # After an exception --------------------------------------------------------------------------------------
 
@@ -405,7 +392,6 @@ class DeepSpeedEngine(EngineSurface, EngineBase):
         ):
             return  # the other ranks are gone, or this one was asked to terminate
         self._plain_backward.forget()
-        self._scaled_loss = False
         if self.core is None:
             if self.sharded is not None:
                 self.sharded.abandon()
@@ -416,128 +402,13 @@ class DeepSpeedEngine(EngineSurface, EngineBase):
             self.core.reducer.abandon()  # sums whose turn came among the remaining gathers
         self.clock.rewind()
 
-    def scale(self, loss: Tensor) -> Tensor:
-        """``loss`` times the current loss scale, for ``engine.scale(loss).backward()``. It may have any shape if
-        ``backward`` gets the gradient of the same shape: ``engine.scale(output).backward(gradient)``."""
-        core = self._require_core("scale")
-        self._recover()
-        _check_graph(loss)
-        self._scaled_loss = True
-        return scaled_loss(loss, core.scaler.scale)
-
-    def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
-        """On a boundary: clip, update, clear gradients, advance the schedule; otherwise count the micro-batch."""
-        if self.accumulation.sums_wait:
-            raise AssertionError(
-                "It is illegal to call Engine.step() inside no_sync context manager: leave it before the update."
-            )
-        core = self._require_core("step")
-        self._recover()
-        self._network.phase = "step"
-        self.events.emit("before_step")
-        self._step_applied = False
-        self.clock.stepping = True
-        try:
-            if self.clock.at_boundary:
-                self._take_model_step(core, lr_kwargs or {})
-            self.clock.tick()
-        except BaseException as error:
-            self.abandon_update(error)
-            raise
-        finally:
-            self.clock.stepping = False
-            self._network.phase = ""
-        self.events.emit("after_step")
-
-    def _take_model_step(self, core: TrainingCore, lr_kwargs: dict[str, Any]) -> None:
-        self.events.emit("at_boundary")
-        result = core.executor.step()
-        if result.norm == 0.0 and core.reducer.used and not any(core.reducer.used):
-            self._step_notes.no_gradient()
-        core.reducer.clear()
-        if self.optimizer is not self.basic_optimizer:
-            self.optimizer.last = result
-        if not result.applied:
-            self.skipped_steps += 1
-        elif self.lr_scheduler is not None:
-            advance(self.lr_scheduler, lr_kwargs, self.train_batch_size())
-        self._global_norm, self._step_applied = result.norm, result.applied
-        self.global_steps += 1
-        self.global_samples += self.train_batch_size()
-
-    def zero_grad(self) -> None:
-        """Drop every gradient, including those already reduced. Between the micro-batches of an update it does nothing:
-        there it is a leftover of a loop that updated after each of them, and ``abandon_update`` drops them."""
-        self._recover()
-        if self.clock.mid_update:
-            return
-        if self.core is not None:
-            self.core.reducer.clear()
-        for param in self.module.parameters():
-            param.grad = None
-
-    def _zero_module(self, *args: Any, **kwargs: Any) -> None:
-        """Answer ``module.zero_grad()``: from stage 1 on gradients are kept elsewhere than in ``param.grad``."""
-        self._recover()
-        if not self.clock.mid_update:
-            type(self.module).zero_grad(self.module, *args, **kwargs)
-            self.zero_grad()
-
-    def _zero_optimizer(self, *args: Any, **kwargs: Any) -> None:
-        """Answer ``zero_grad()`` of the optimizer that ``engine.optimizer`` is or wraps. What it does to ``param.grad``
-        at stage 0 counts as if assigned (``GradReducer``)."""
-        self._recover()
-        if self.clock.mid_update:
-            return
-        optimizer: Any = self.basic_optimizer
-        type(optimizer).zero_grad(optimizer, *args, **kwargs)
-        if self.core is not None and not self.core.reducer.expose:
-            self.core.reducer.clear()
+    # Modes, and the end ---------------------------------------------------------------------------------------
 
     def train(self, mode: bool = True) -> DeepSpeedEngine:
         nn.Module.train(self, mode)
         if self.sharded is not None:
             self.sharded.coordinator.trains_in_eval_mode = False  # what it announces counts from here on
         return self
-
-    def eval(self) -> DeepSpeedEngine:
-        return self.train(False)
-
-    def _own_loader(self, dataset: Any) -> DeepSpeedDataLoader:
-        """The loader of ``training_data``."""
-        return self.deepspeed_io(dataset)
-
-    # The end ------------------------------------------------------------------------------------------------
-
-    def layer_writer(self, exclude_frozen: bool) -> Callable[[Path], None] | None:
-        """Writes the file of each expert, where weights are whole (stages 0 to 2)."""
-        if not self.num_experts or self.plan.zero.shard_params:
-            return None
-        return self._expert_writer(exclude_frozen)
-
-    def _expert_writer(self, exclude_frozen: bool) -> Callable[[Path], None]:
-        files = self.checkpoint_engine
-
-        def write(folder: Path) -> None:
-            write_experts(
-                self.module,
-                self.mesh,
-                lambda state, name: files.save(state, str(folder / name)),
-                exclude_frozen,
-            )
-            if info := files.get_commit_info():
-                files.commit(info)  # all of them are in the folder before it gets its name
-
-        return write
-
-    def empty_partition_cache(self) -> None:
-        """Stage 3: release every parameter that is gathered and not in use."""
-        if self.sharded is not None:
-            self.sharded.transitions.release_all()
-
-    def collect_python_gc(self) -> int:
-        """Collect cyclic garbage now, for ``disable_python_gc``; returns the number of objects."""
-        return python_gc_manager.collect()
 
     def destroy(self) -> None:
         """Remove hooks and give every parameter its own memory back; the module can then be used without the engine.
@@ -547,46 +418,44 @@ class DeepSpeedEngine(EngineSurface, EngineBase):
         """
         self._destroyed = True
         self.events.emit("on_destroy")
-        for stand_in in self._zero_grads:
-            stand_in.remove()
+        self.zero_grads.remove()
         self._network.leave()
         groups.leave(self.mesh)
         checkpointing.leave(self._checkpointing)
         core, self.core = self.core, None
         sharded, self.sharded = self.sharded, None
         if core is not None:
-            self._step_notes.remove()
-            core.executor.close()
-            if core.client_state is not None:
-                core.client_state.release(core.store.optimizer)
-            core.store.tier.close()
-            for param in core.store.params:
-                if vars(param).get("_ds_state_access") is core.access:  # not that of an engine made since
-                    del param._ds_state_access  # type: ignore[attr-defined]
+            core.close(own_weights=sharded is None)
         if sharded is not None:
             sharded.destroy()
-        elif core is not None:
-            for bucket in core.store.param_buckets:
-                bucket.destroy()
         if self.background_writer is not None:
             self.background_writer.close()
         engine_checkpoint.wait_for_flushes()
 
-    # Plumbing -----------------------------------------------------------------------------------------------
+    # What it has ----------------------------------------------------------------------------------------------
 
-    def _choose_device(self, model: nn.Module, keep: bool) -> torch.device:
-        if keep:
-            first = next(model.parameters(), None)
-            return first.device if first is not None else torch.device("cpu")
-        if self.accelerator.device_name() != "cpu":
-            self.accelerator.set_device(self.local_rank)
-        return torch.device(self.accelerator.device_name(self.local_rank))
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            module = self.__dict__.get("_modules", {}).get("module")
+            if module is None or name.startswith("__"):
+                raise
+            return getattr(module, name)
 
+    def _require_core(self, what: str) -> TrainingCore:
+        """Return the core. RuntimeError, which names the method ``what``: this engine does not train."""
+        if self.core is None:
+            raise no_training(
+                what, destroyed=self._destroyed, configured=self._config.optimizer_name is not None
+            )
+        return self.core
 
-def _check_graph(loss: Any) -> None:
-    if not isinstance(loss, Tensor):
-        raise TypeError(f"the loss must be a tensor, not {type(loss).__name__}")
-    if not loss.requires_grad:
-        raise RuntimeError(
-            "the loss does not require grad: it was computed under no_grad, or no trainable parameter took part in it"
-        )
+    @property
+    def state_access(self) -> Any:
+        """Access to weights, gradients and optimizer state by parameter (``zero/states/access.py``), or None."""
+        return self.core.access if self.core is not None else None
+
+    def _own_loader(self, dataset: Any) -> DeepSpeedDataLoader:
+        """Make the loader of ``training_data``."""
+        return self.deepspeed_io(dataset)

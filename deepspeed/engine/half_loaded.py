@@ -1,4 +1,4 @@
-"""What a load that failed has left in an engine is not trained.
+"""Guard against training what a load that failed has left in an engine.
 
 [Note: after the first write] Names, files and what they must hold are checked before anything is written. What is found
 later (damaged tensors, which are verified as they are read; another shape; the model's own code; another rank's error)

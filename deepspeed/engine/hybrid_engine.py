@@ -73,8 +73,8 @@ class DeepSpeedHybridEngine(DeepSpeedEngine):
         return tensor_parallel_group(size)
 
     def generate(self, *inputs: Any, **kwargs: Any) -> Any:
-        """What the module's ``generate`` returns. At stage 3 a collective on entry and exit: all ranks call it, though
-        with prompts and lengths of their own.
+        """Return what the module's ``generate`` returns. At stage 3 a collective on entry and exit: all ranks call it,
+        though with prompts and lengths of their own.
 
         With ``inference_tp_size`` above 1 a collective at every stage; the ranks that share layers give the same
         settings, ``input_ids`` and ``attention_mask`` are their own, and the result is the tensor of tokens.

@@ -33,12 +33,12 @@ from deepspeed.engine.checkpoints import PARTS, RANDOM_LTD, optimizer_order, ran
 from deepspeed.engine.weights import gathered
 
 if TYPE_CHECKING:
-    from deepspeed.engine.base import EngineBase
+    from deepspeed.engine.interface import Engine
 
 
 @all_ranks_come("load_checkpoint")
 def load_checkpoint(
-    engine: EngineBase,
+    engine: Engine,
     load_dir: str | os.PathLike[str],
     tag: str | None = None,
     load_module_strict: bool = True,
@@ -62,7 +62,7 @@ def load_checkpoint(
     ranks = ranks_of(engine)
     if engine.background_writer is not None:
         engine.background_writer.wait()
-    tag, plain = _locate(ranks, Path(load_dir), tag, universal=engine.load_universal_checkpoint())
+    tag, plain = _locate(ranks, Path(load_dir), tag, universal=engine._config.load_universal_checkpoint)
     if tag is None and plain is None:
         return None, None
     if plain is not None:
@@ -85,7 +85,7 @@ def load_checkpoint(
 
 
 def _load(
-    engine: EngineBase, catalog: Catalog, what: _What, call: _Call, notes: Sequence[str] = ()
+    engine: Engine, catalog: Catalog, what: _Selection, call: _Call, notes: Sequence[str] = ()
 ) -> tuple[str, dict[str, Any]]:
     """Collective. Everything that can be found out without writing comes first; if something fails after that, the
     engine does not train until a load succeeds."""
@@ -118,7 +118,7 @@ def _load(
 
 
 def _refuse_strangers(restorer: Restorer, ranks: Ranks) -> None:
-    """What a model and a checkpoint have in common is something. Collective."""
+    """Refuse a checkpoint that has no parameter in common with the model. Collective."""
     own, found = restorer.own_parameters, restorer.in_common()
     loaded, expected = ranks.any_each([found, len(own)])
     if loaded or not expected:
@@ -132,9 +132,9 @@ def _refuse_strangers(restorer: Restorer, ranks: Ranks) -> None:
     )
 
 
-def _rounds(engine: EngineBase, catalog: Catalog, call: _Call) -> bool:
-    """Whether weights alone would be less precise than the masters that the checkpoint also has, the same on all
-    ranks."""
+def _rounds(engine: Engine, catalog: Catalog, call: _Call) -> bool:
+    """Return, the same on all ranks, whether weights alone would be less precise than the masters that the checkpoint
+    also has."""
     wanted = (
         call.plain is None
         and call.custom is None
@@ -177,7 +177,7 @@ def _found_by_all(ranks: Ranks, find: Callable[[], Path | None]) -> Path | None:
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """What ``load_checkpoint`` was called for: a ``tag`` in ``load_dir``, or ``plain`` weights."""
+    """Arguments of ``load_checkpoint``: a ``tag`` in ``load_dir``, or ``plain`` weights."""
 
     ranks: Ranks
     load_dir: Path
@@ -187,7 +187,7 @@ class _Call:
     custom: Callable[..., Any] | None
 
 
-def _open(engine: EngineBase, what: _What, call: _Call) -> Catalog:
+def _open(engine: Engine, what: _Selection, call: _Call) -> Catalog:
     """Collective. CheckpointError: files are missing or damaged, or ranks find different saves."""
     with call.ranks.together("reading the checkpoint"):
         catalog = _catalog(engine, what, call)
@@ -202,7 +202,7 @@ def _open(engine: EngineBase, what: _What, call: _Call) -> Catalog:
     return catalog
 
 
-def _catalog(engine: EngineBase, what: _What, call: _Call) -> Catalog:
+def _catalog(engine: Engine, what: _Selection, call: _Call) -> Catalog:
     own_names = engine.module.state_dict(keep_vars=True).keys() | engine.param_names.values()
     if call.plain is not None:
         return open_plain(call.plain, engine.module, own_names)
@@ -223,7 +223,7 @@ def _laid_out(catalog: Catalog) -> AbstractContextManager[None]:
 
 
 def _fetch(
-    engine: EngineBase, restorer: Restorer, what: _What, ranks: Ranks, *, everything: bool = False
+    engine: Engine, restorer: Restorer, what: _Selection, ranks: Ranks, *, everything: bool = False
 ) -> None:
     """Bring here what this rank reads of files that only some ranks hold: all of them, where the module's own code
     looks for what it wants."""
@@ -236,7 +236,7 @@ def _fetch(
 
 
 def _restore(
-    engine: EngineBase, restorer: Restorer, what: _What, ranks: Ranks, custom: Callable[..., Any] | None
+    engine: Engine, restorer: Restorer, what: _Selection, ranks: Ranks, custom: Callable[..., Any] | None
 ) -> None:
     """Weights, buffers and the optimizer's state. Collective."""
     with gathered(engine, modified=custom is not None), ranks.together("loading the checkpoint"):
@@ -258,7 +258,7 @@ def _restore(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _What:
+class _Selection:
     """``masters``: weights come from the fp32 masters where there are any. ``everything``: an exact
     resume."""
 
@@ -270,16 +270,16 @@ class _What:
 
 
 def _what_to_load(
-    engine: EngineBase,
+    engine: Engine,
     optimizer: bool,
     scheduler: bool,
     module_only: bool,
     custom: Callable[..., Any] | None,
-) -> _What:
+) -> _Selection:
     trains = engine.state_access is not None
     optimizer = optimizer and trains and not module_only
     exact = optimizer or bool(engine._config.zero_config.load_from_fp32_weights)
-    return _What(
+    return _Selection(
         masters=trains and exact and not module_only and custom is None,
         optimizer=optimizer,
         scheduler=scheduler and not module_only,
@@ -311,7 +311,7 @@ def _agreed_tag(ranks: Ranks, load_dir: Path, tag: str | None, *, universal: boo
     return own
 
 
-def _resume(engine: EngineBase, catalog: Catalog, ranks: Ranks, what: _What, report: Report) -> None:
+def _resume(engine: Engine, catalog: Catalog, ranks: Ranks, what: _Selection, report: Report) -> None:
     """Everything except weights and optimizer state."""
     saved = catalog.model_states
     if what.scheduler and isinstance(engine.lr_scheduler, Loads):
@@ -323,16 +323,16 @@ def _resume(engine: EngineBase, catalog: Catalog, ranks: Ranks, what: _What, rep
         _resume_own(engine, catalog, ranks, what, report)
 
 
-def _resume_own(engine: EngineBase, catalog: Catalog, ranks: Ranks, what: _What, report: Report) -> None:
-    """What is not the client's."""
+def _resume_own(engine: Engine, catalog: Catalog, ranks: Ranks, what: _Selection, report: Report) -> None:
+    """Restore the engine's own part: counters, clock and data."""
     saved = catalog.model_states
     if what.counters:
         engine.global_steps = int(saved["global_steps"])
         engine.global_samples = int(
-            saved.get("global_samples", engine.global_steps * engine.train_batch_size())
+            saved.get("global_samples", engine.global_steps * engine._config.train_batch_size)
         )
         engine.skipped_steps = int(saved.get("skipped_steps", 0))
-        engine.micro_steps = engine.global_steps * engine.gradient_accumulation_steps()
+        engine.clock.micro_steps = engine.global_steps * engine._config.gradient_accumulation_steps
         schedule = getattr(engine, "random_ltd_scheduler", None)
         if schedule is not None and saved.get(RANDOM_LTD) is not None:
             schedule.load_state_dict(materialize(saved[RANDOM_LTD]))
@@ -347,15 +347,15 @@ def _resume_own(engine: EngineBase, catalog: Catalog, ranks: Ranks, what: _What,
         _load_rank_state(engine, catalog, ranks)
 
 
-def _load_loss_scale(engine: EngineBase, catalog: Catalog) -> None:
+def _load_loss_scale(engine: Engine, catalog: Catalog) -> None:
     # Our first checkpoints record in the index whether it was dynamic, and do so only for fp16.
     before = bool(catalog.index.get("fp16") and catalog.index.get("dynamic_loss_scale"))
     dynamic = catalog.scalars.get("dynamic", before)
     engine.state_access.load_scalars({**catalog.scalars, "dynamic": dynamic})
 
 
-def _load_own_state(engine: EngineBase, catalog: Catalog, ranks: Ranks, report: Report) -> None:
-    """What ranks do not share, and whether gradients are summed: as every rank reads in the same index."""
+def _load_own_state(engine: Engine, catalog: Catalog, ranks: Ranks, report: Report) -> None:
+    """Load what ranks do not share, and whether gradients are summed, which every rank reads in the same index."""
     core = engine.core
     if core is None or not core.own_state.takes_part:
         return
@@ -369,16 +369,16 @@ def _load_own_state(engine: EngineBase, catalog: Catalog, ranks: Ranks, report: 
     core.reducer.change_cadence(engine.plan.zero.cadence if sums else Cadence.NEVER)
 
 
-def _load_accumulation(engine: EngineBase, catalog: Catalog, ranks: Ranks, report: Report) -> None:
+def _load_accumulation(engine: Engine, catalog: Catalog, ranks: Ranks, report: Report) -> None:
     """Gradients of the micro-batches since the last update, if this run accumulates in the same way."""
     index, state = catalog.index, engine.state_access
     same = (
         index.get("world_size") == engine.world_size
-        and index.get("accumulation_steps") == engine.gradient_accumulation_steps()
+        and index.get("accumulation_steps") == engine._config.gradient_accumulation_steps
     )
     state.load_pending_gradients(None)
     if same:
-        engine.micro_steps = int(index["micro_steps"])
+        engine.clock.micro_steps = int(index["micro_steps"])
         engine.clock.position = int(index.get("accumulated", engine.clock.position))
     if not index.get("pending"):
         return
@@ -391,13 +391,13 @@ def _load_accumulation(engine: EngineBase, catalog: Catalog, ranks: Ranks, repor
         if isinstance(error, CheckpointError):
             raise
         state.load_pending_gradients(None)
-        steps = engine.gradient_accumulation_steps()
+        steps = engine._config.gradient_accumulation_steps
         dropped = int(index.get("accumulated", int(index["micro_steps"]) % int(index["accumulation_steps"])))
-        engine.micro_steps = int(index["micro_steps"]) // int(index["accumulation_steps"]) * steps
+        engine.clock.micro_steps = int(index["micro_steps"]) // int(index["accumulation_steps"]) * steps
         report.notes.append(f"{dropped} micro-batches since the last update are dropped: {error}")
 
 
-def _load_rank_state(engine: EngineBase, catalog: Catalog, ranks: Ranks) -> None:
+def _load_rank_state(engine: Engine, catalog: Catalog, ranks: Ranks) -> None:
     """Each rank resumes its own random state, if the checkpoint had that rank; data positions are global."""
     number = Place.on(engine.mesh, ranks).number
     saved = catalog.files.rank_state(number)

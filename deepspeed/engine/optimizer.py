@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from deepspeed.base.exceptions import NoOptimizerError
 from deepspeed.base.staged import Staged, is_idle
 from deepspeed.config.plan import Plan
 from deepspeed.config.problems import DeepSpeedConfigError
@@ -177,4 +178,23 @@ def _check_parts(optimizer: torch.optim.Optimizer, plan: Plan, trained: TrainedP
         f"{type(optimizer).__name__} does not update elements independently, but {len(cut)} tensors are split over "
         f"tensor- or expert-parallel ranks, such as {cut[0]}; use another optimizer, or set "
         "zero_allow_untested_optimizer: true to try."
+    )
+
+
+def no_training(what: str, *, destroyed: bool, configured: bool) -> RuntimeError:
+    """Return the error of ``engine.what()`` in an engine that trains nothing: it was ``destroyed``, all parameters were
+    frozen although the config has an optimizer (``configured``), or it was given none."""
+    if destroyed:
+        return RuntimeError(
+            f"engine.{what}() after engine.destroy(): this engine trains no more. Make another one of its module with "
+            "deepspeed.initialize, or call destroy() later."
+        )
+    if configured:
+        return NoOptimizerError(
+            f"engine.{what}() needs trainable parameters: all of the model were frozen (requires_grad=False) when "
+            "deepspeed.initialize was called, so the engine only runs forward. Unfreeze some before that call."
+        )
+    return NoOptimizerError(
+        f"engine.{what}() needs an optimizer and trainable parameters: pass optimizer=, or model_parameters= with an "
+        "'optimizer' section in the config, to deepspeed.initialize. Without them the engine only runs forward."
     )

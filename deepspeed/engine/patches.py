@@ -49,18 +49,18 @@ MODULES: dict[str, dict[str, str]] = {
 """Module -> name in it -> what does the same."""
 
 
-def tell_patches(engine: Any) -> None:
+def warn_of_patches(engine: Any) -> None:
     """Warn once of each name that a trainer has replaced, or overridden in a subclass, without effect."""
     for name, instead in ENGINE.items():
         found = getattr(type(engine), name, None)
         if found is not None and not getattr(found, "__module__", "").startswith("deepspeed."):
-            _tell(f"{type(engine).__name__}.{name}", instead)
+            _notify(f"{type(engine).__name__}.{name}", instead)
     for path, names in MODULES.items():
         own = vars(sys.modules.get(path, sys))
         for name, instead in names.items():
             if not getattr(own.get(name), "__module__", "deepspeed.").startswith("deepspeed."):
-                _tell(f"{path}.{name}", instead)
+                _notify(f"{path}.{name}", instead)
 
 
-def _tell(name: str, instead: str) -> None:
+def _notify(name: str, instead: str) -> None:
     warning_once(f"{name} was replaced, which has no effect: nothing here calls it; {instead}")

@@ -1,4 +1,4 @@
-"""The beginning of a run: where it goes on from, and what keeps it going on."""
+"""The beginning of a run: the state that it resumes from, and what keeps states for the next."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def begin_run(engine: DeepSpeedEngine) -> None:
     replicas = _replicas(engine, memory)
     if replicas is not None and (tag := replicas.newest()) is not None:
         engine.load_checkpoint(str(replicas.folder), tag)
-        reporter(engine)(f"going on after step {engine.global_steps}, from the state in memory")
+        reporter(engine)(f"resumed at step {engine.global_steps}, from the state in memory")
     elif settings.resume and settings.folder is not None:
         _resume(engine, Path(settings.folder))
     if memory is not None:
@@ -56,6 +56,6 @@ def _replicas(engine: DeepSpeedEngine, memory: str | None) -> Replicas | None:
 def _resume(engine: DeepSpeedEngine, folder: Path) -> None:
     if Ranks().any((folder / LATEST).exists()):
         engine.load_checkpoint(str(folder))
-        reporter(engine)(f"checkpoint.resume: going on after step {engine.global_steps}")
+        reporter(engine)(f"checkpoint.resume: resumed at step {engine.global_steps}")
     else:
         reporter(engine)(f"checkpoint.resume: there is no checkpoint in {folder} yet: the run begins")

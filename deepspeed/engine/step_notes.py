@@ -1,4 +1,4 @@
-"""What an engine says once about steps that go past it, or that have nothing to apply."""
+"""Warnings, given once, about steps that bypass the engine or have nothing to apply."""
 
 from __future__ import annotations
 

@@ -23,16 +23,16 @@ from deepspeed.zero.gathering.gathered import GatheredParameters
 from deepspeed.zero.placements import whole_tensor
 
 if TYPE_CHECKING:
-    from deepspeed.engine.base import EngineBase
+    from deepspeed.engine.interface import Engine
 
 
-def gathered(engine: EngineBase, *, modified: bool) -> GatheredParameters:
+def gathered(engine: Engine, *, modified: bool) -> GatheredParameters:
     """Gather partitioned parameters inside the block if their values are about to be ``modified``. Collective."""
     return GatheredParameters(list(engine.module.parameters()), modifier_rank=0, enabled=modified)
 
 
 def module_state_dict(
-    engine: EngineBase,
+    engine: Engine,
     destination: Any = None,
     prefix: str = "",
     keep_vars: bool = False,
@@ -48,7 +48,7 @@ def module_state_dict(
 
 
 def load_module_state_dict(
-    engine: EngineBase,
+    engine: Engine,
     checkpoint: Mapping[str, Any],
     strict: bool = True,
     custom_load_fn: Callable[..., Any] | None = None,
@@ -76,7 +76,7 @@ def load_module_state_dict(
 
 
 def save_16bit_model(
-    engine: EngineBase,
+    engine: Engine,
     save_dir: str | os.PathLike[str],
     save_filename: str = "pytorch_model.bin",
     exclude_frozen_parameters: bool = False,
@@ -89,7 +89,7 @@ def save_16bit_model(
     as they are written; if ``stage3_gather_16bit_weights_on_model_save`` is off, nothing is written and False is
     returned.
     """
-    if ShardedWeights(engine.module) and not engine.zero_gather_16bit_weights_on_model_save():
+    if ShardedWeights(engine.module) and not engine._config.zero_config.gather_16bit_weights_on_model_save:
         logger.warning(
             f"{save_filename} is not written: zero_optimization.stage3_gather_16bit_weights_on_model_save is false. "
             "Set it, or use zero_to_fp32.py on a checkpoint"
@@ -110,7 +110,7 @@ def save_16bit_model(
 
 
 def zero3_consolidated_16bit_state_dict(
-    engine: EngineBase, exclude_frozen_parameters: bool = False
+    engine: Engine, exclude_frozen_parameters: bool = False
 ) -> dict[str, Tensor] | None:
     """The whole model on rank 0's host, None on the others. Collective. ValueError if the stage is not 3.
 
@@ -123,7 +123,7 @@ def zero3_consolidated_16bit_state_dict(
 
 
 def consolidated_16bit_state_dict(
-    engine: EngineBase, exclude_frozen_parameters: bool = False
+    engine: Engine, exclude_frozen_parameters: bool = False
 ) -> dict[str, Tensor] | None:
     """The whole model's state dict on rank 0's host in the weights' own dtype, None on the others, as it would be
     without transforms of the module. Collective."""
@@ -138,7 +138,7 @@ def consolidated_16bit_state_dict(
     return made | {alias: made[name] for alias, name in source.aliases.items() if name in made}
 
 
-def whole(engine: EngineBase, param: Tensor, value: Tensor | None = None) -> Tensor:
+def whole(engine: Engine, param: Tensor, value: Tensor | None = None) -> Tensor:
     """The whole tensor of which ``param``, or ``value`` in its place, is this rank's part. Collective."""
     if value is not None:
         return whole_tensor(value, engine.scopes, of=param)
@@ -154,7 +154,7 @@ class _WholeWeights:
     A tensor is whole only until the next one is requested. ``aliases``: other name -> name.
     """
 
-    def __init__(self, engine: EngineBase, exclude_frozen: bool) -> None:
+    def __init__(self, engine: Engine, exclude_frozen: bool) -> None:
         state = module_state_dict(engine, keep_vars=True, exclude_frozen_parameters=exclude_frozen)
         self.scopes = engine.scopes
         shared = shared_names(engine.module)

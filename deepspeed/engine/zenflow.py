@@ -1,27 +1,28 @@
-"""What an engine tells about ZenFlow."""
+"""ZenFlow in an engine: the attributes that scripts read."""
 
 from __future__ import annotations
 
-from deepspeed.engine.base import EngineBase
+from typing import TYPE_CHECKING, Any
+
 from deepspeed.zero.offload.zenflow import ZenFlowStepExecutor
 
+if TYPE_CHECKING:
+    from deepspeed.engine.interface import Engine
 
-def configure_zenflow(engine: EngineBase) -> None:
+
+def configure_zenflow(engine: Any) -> None:
     """Tell ZenFlow the length of an epoch, and set the documented attributes: ``engine.zenflow`` (whether it is on),
     and if so ``auto_update``, ``update_interval``, ``select_strategy``, ``select_interval``, ``overlap_step``,
     ``full_warm_up_rounds``."""
     executor = engine.core.executor if engine.core is not None else None
-    on = isinstance(executor, ZenFlowStepExecutor)
-    attributes = vars(engine)
-    attributes["zenflow"] = on
-    if not isinstance(executor, ZenFlowStepExecutor):
-        return
+    engine.zenflow = isinstance(executor, ZenFlowStepExecutor)
     section = engine._config.zero_config.zenflow
-    assert section is not None
+    if not isinstance(executor, ZenFlowStepExecutor) or section is None:
+        return
     if engine.training_dataloader is not None:
-        batches = len(engine.training_dataloader) // engine.gradient_accumulation_steps()
+        batches = len(engine.training_dataloader) // engine._config.gradient_accumulation_steps
         executor.zenflow.steps_per_epoch = section.steps_per_epoch = max(1, batches)
-    attributes["auto_update"] = section.update_interval == "auto"
+    engine.auto_update = section.update_interval == "auto"
     for name in (
         "update_interval",
         "select_strategy",
@@ -29,11 +30,11 @@ def configure_zenflow(engine: EngineBase) -> None:
         "overlap_step",
         "full_warm_up_rounds",
     ):
-        attributes[name] = getattr(section, name)
+        setattr(engine, name, getattr(section, name))
 
 
-def is_zenflow_update_boundary(engine: EngineBase) -> bool:
-    """Whether the next step is the last one of a round, so that the host is given its gradients."""
+def is_zenflow_update_boundary(engine: Engine) -> bool:
+    """Return whether the next step is the last one of a round, so that the host is given its gradients."""
     executor = engine.core.executor if engine.core is not None else None
     if not isinstance(executor, ZenFlowStepExecutor):
         return False

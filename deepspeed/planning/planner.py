@@ -22,8 +22,7 @@ from deepspeed.planning.rehearsal import Rehearsal, SumScratch
 from deepspeed.planning.states import OptimizerFacts
 from deepspeed.zero.layout import BucketLayout
 from deepspeed.zero.partitioning import cut_sharded, cut_whole
-from deepspeed.zero.replica_groups import DENSE, expert_parallel_size
-from deepspeed.zero.wiring import BROADCAST_NUMEL
+from deepspeed.zero.replica_groups import BROADCAST_NUMEL, DENSE, expert_parallel_size
 
 if TYPE_CHECKING:
     from deepspeed.config.sections.zero import DeepSpeedZeroConfig

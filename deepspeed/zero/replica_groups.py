@@ -19,7 +19,9 @@ from functools import cached_property
 from typing import NamedTuple, Protocol
 
 import torch
+from torch import nn
 
+from deepspeed.base.sharded import full_numel, is_zero_param
 from deepspeed.checkpoint.placement import EXPERTS, placement_of
 from deepspeed.comm.collectives import Communicator
 from deepspeed.comm.groups import new_group
@@ -36,6 +38,8 @@ SHARED = "shared by stages: "
 DIVIDED = "ds_tokens_divided"
 """Attribute of an expert's parameter that is True where tensor-parallel ranks hold copies, and each takes a part of the
 tokens: the gradients of all of them add up."""
+BROADCAST_NUMEL = 16 * 1024 * 1024
+"""Elements that leave the first rank together when an engine starts."""
 _IN_PARTS = ", tokens divided"
 _EXPERT_GROUP = re.compile(rf"ep_size_(\d+)(?:{_IN_PARTS})?")
 
@@ -250,3 +254,72 @@ class ScopeTable(Protocol):
     def everyone(self) -> Communicator: ...
 
     def __getitem__(self, name: str) -> Scope: ...
+
+
+# The same weights in a group --------------------------------------------------------------------------------
+
+
+def broadcast_weights(module: nn.Module, scopes: Scopes) -> None:
+    """Every rank starts from the weights of the first rank that holds the same ones, and from the buffers of the first
+    rank: one flat broadcast per scope and dtype, and one per axis over which placements say that weights are equal."""
+    by_scope: dict[str, list[torch.Tensor]] = {DENSE: list(module.buffers())}
+    for param in module.parameters():
+        if not is_zero_param(param):  # those sharded by zero.Init came from the first rank already
+            by_scope.setdefault(scope_name(param), []).append(param.data)
+    for name, tensors in sorted(by_scope.items()):
+        if scopes[name].everyone.size > 1:
+            _broadcast(tensors, scopes[name].everyone)
+    for axis, others in scopes.across.items():
+        equal = [p.data for p in module.parameters() if axis in placement_of(p).replicated]
+        _broadcast([data for data in equal if data.numel()], others)
+
+
+def _broadcast(tensors: Iterable[torch.Tensor], communicator: Communicator) -> None:
+    by_kind: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+    for tensor in tensors:
+        if tensor.numel():
+            by_kind.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+    with torch.no_grad():
+        for group in by_kind.values():
+            for batch in _batches(group, BROADCAST_NUMEL):
+                flat = torch.cat([t.reshape(-1) for t in batch])
+                communicator.broadcast(flat.view(torch.uint8), src=0).wait()
+                if communicator.rank:
+                    for tensor, value in zip(batch, flat.split([t.numel() for t in batch]), strict=True):
+                        tensor.copy_(value.view(tensor.shape))
+
+
+def _batches(tensors: Sequence[torch.Tensor], numel: int) -> Iterable[list[torch.Tensor]]:
+    batch: list[torch.Tensor] = []
+    size = 0
+    for tensor in tensors:
+        if batch and size + tensor.numel() > numel:
+            yield batch
+            batch, size = [], 0
+        batch.append(tensor)
+        size += tensor.numel()
+    if batch:
+        yield batch
+
+
+def check_ranks_agree(module: nn.Module, communicator: Communicator) -> None:
+    """Require that all ranks built the same model with the same frozen parameters; says which rank differs and how."""
+    if communicator.size == 1:
+        return
+    params = list(module.parameters())
+    counts = [len(params), sum(map(full_numel, params)), sum(p.requires_grad for p in params)]
+    device = params[0].device if params else torch.device("cpu")
+    extremes = torch.tensor([*counts, *(-count for count in counts)], dtype=torch.int64, device=device)
+    communicator.all_reduce_max(extremes).wait()
+    highest, lowest = extremes.view(2, -1).tolist()
+    if highest == [-value for value in lowest]:
+        return
+    every = torch.empty(len(counts) * communicator.size, dtype=torch.int64, device=device)
+    communicator.all_gather(every, torch.tensor(counts, dtype=torch.int64, device=device)).wait()
+    rows = every.view(-1, len(counts)).tolist()
+    listing = "; ".join(
+        f"rank {r}: {n} parameters, {e} elements, {t} trainable" for r, (n, e, t) in enumerate(rows)
+    )
+    raise RuntimeError(
+        f"ranks disagree on the model ({listing}); build the same model with the same frozen parameters on every rank."
+    )

@@ -40,9 +40,6 @@ from deepspeed.zero.replica_groups import Scope, ScopeTable
 if TYPE_CHECKING:
     from deepspeed.config.sections.zero import DeepSpeedZeroConfig
 
-BROADCAST_NUMEL = 16 * 1024 * 1024
-"""Elements that leave the first rank together when an engine starts."""
-
 
 def make_grad_buckets(
     buckets: Sequence[ParamBucket],

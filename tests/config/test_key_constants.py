@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import deepspeed
+from deepspeed.base.python_gc import python_gc_manager
 from deepspeed.config import constants
-from deepspeed.engine.python_gc import python_gc_manager
 from tests.pool import distributed
 
 
@@ -65,7 +65,7 @@ def test_collection_of_garbage_is_off_while_engines_want_it() -> None:
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_a_child_collects_its_garbage() -> None:
     """A worker of a data loader, for example."""
-    manager = importlib.import_module("deepspeed.engine.python_gc").PythonGCManager()
+    manager = importlib.import_module("deepspeed.base.python_gc").PythonGCManager()
     held = manager.acquire()
     try:
         child = os.fork()

@@ -30,7 +30,7 @@ def test_the_same_command_begins_and_goes_on(tmp_path: Path) -> None:
         last = result.stdout.splitlines()[-1]
         assert f"step {steps}: loss" in last
         losses.append(float(last.split()[-1]))
-    assert "going on after step 20" in result.stdout + result.stderr
+    assert "resumed at step 20" in result.stdout + result.stderr
     assert losses[1] < losses[0]
     assert (tmp_path / "run/latest").read_text() == "global_step300"
     assert len(list((tmp_path / "run").glob("global_step*"))) == 2

@@ -1,1 +1,1 @@
-"""What reports on a run: progress, curves, timers, the lines at the start."""
+"""Observers of a run: progress, curves, timers, the lines at the start."""

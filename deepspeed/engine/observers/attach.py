@@ -8,10 +8,12 @@ from __future__ import annotations
 import math
 import sys
 import weakref
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from deepspeed.base.logging import is_rank_zero, print_json_dist
 from deepspeed.base.memory import see_memory_usage
+from deepspeed.base.python_gc import python_gc_manager
 from deepspeed.config.hidden import without_secrets
 from deepspeed.engine.observers.buffer_dtypes import BufferDtypeAdvice
 from deepspeed.engine.observers.data_efficiency import attach_data_efficiency
@@ -22,15 +24,35 @@ from deepspeed.engine.observers.progress.curves import Curves
 from deepspeed.engine.observers.progress.live_line import attach_live_line
 from deepspeed.engine.observers.progress.readings import StepReader
 from deepspeed.engine.observers.progress.wall_clock import WallClock
-from deepspeed.engine.python_gc import python_gc_manager
 from deepspeed.observe.monitor.monitor import MonitorMaster
 from deepspeed.observe.timer import SynchronizedWallClockTimer, ThroughputTimer
 
 if TYPE_CHECKING:
-    from deepspeed.engine.base import EngineBase
+    from torch import Tensor
+
+    from deepspeed.engine.interface import Engine
 
 
-def attach_observers(engine: EngineBase) -> None:
+class Observed:
+    """Attributes of an engine that observers set, where the config asks for them."""
+
+    timers: Any
+    tput_timer: Any
+    monitor: Any = None
+    live_page: Any = None
+    curve_axis: Any = None
+    flops_profiler: Any = None
+    compression_scheduler: Any
+    quantizer: Any
+    random_ltd: Any = None
+    random_ltd_scheduler: Any
+    loss_weight: Callable[[], float] | None = None
+    """Weight of the present micro-batch in its batch, if they vary; 1: that of one of equal ones."""
+    agreed_loss: Tensor | None = None
+    """Loss of the batch that ends, in an engine whose ranks agree on it before the update."""
+
+
+def attach_observers(engine: Engine) -> None:
     """Create the documented attributes (``timers``, ``tput_timer``, ``monitor``, ``flops_profiler``) and subscribe what
     the config asks for."""
     config = engine._config
@@ -52,6 +74,10 @@ def attach_observers(engine: EngineBase) -> None:
 
         attach_compression(engine)
     attach_data_efficiency(engine)
+    if engine.plan.zenflow is not None:
+        from deepspeed.engine.zenflow import configure_zenflow
+
+        configure_zenflow(engine)
     engine.quantizer = None
     if config._schema.quantize_training is not None:
         from deepspeed.engine.observers.quantization import attach_quantization
@@ -65,13 +91,14 @@ def attach_observers(engine: EngineBase) -> None:
     attach_live_line(engine)
 
 
-def _attach_clocks(engine: EngineBase) -> WallClock | None:
-    """What measures time: timers, throughput, the profiler. Returns the clock of the breakdown, if there is one."""
+def _attach_clocks(engine: Engine) -> WallClock | None:
+    """Attach what measures time: timers, throughput, the profiler. Returns the clock of the breakdown, if there is
+    one."""
     config = engine._config
     engine.timers = SynchronizedWallClockTimer()  # loops time their own parts with it, too
     engine.tput_timer = ThroughputTimer(
         config.timers_config,
-        batch_size=engine.train_batch_size(),
+        batch_size=engine._config.train_batch_size,
         steps_per_output=_print_interval(engine),
         monitor_memory=False,
     )
@@ -86,8 +113,8 @@ def _attach_clocks(engine: EngineBase) -> WallClock | None:
     return clock
 
 
-def _attach_monitors(engine: EngineBase, clock: WallClock | None) -> None:
-    """What shows a run as curves."""
+def _attach_monitors(engine: Engine, clock: WallClock | None) -> None:
+    """Attach monitors and the live page, which show a run as curves."""
     config = engine._config
     engine.monitor = MonitorMaster(config.monitor_config)
     engine.curve_axis = CurveAxis(engine, config.curve_axis)
@@ -109,8 +136,8 @@ def _attach_monitors(engine: EngineBase, clock: WallClock | None) -> None:
         watch_experts(engine, _enabled_monitor(engine))
 
 
-def _attach_records(engine: EngineBase, clock: WallClock | None) -> None:
-    """What writes files about a run, to be read afterwards."""
+def _attach_records(engine: Engine, clock: WallClock | None) -> None:
+    """Attach what writes files about a run: trials, audits, timelines."""
     config = engine._config
     if config.autotuning_config.enabled and config.autotuning_config.metric_path:
         from deepspeed.engine.observers.trial import Trial
@@ -126,8 +153,8 @@ def _attach_records(engine: EngineBase, clock: WallClock | None) -> None:
         Timeline(engine, config.trace_config)
 
 
-def _attach_between_ranks(engine: EngineBase) -> None:
-    """What compares ranks, and counts what they send."""
+def _attach_between_ranks(engine: Engine) -> None:
+    """Attach what compares ranks, and counts what they send."""
     if engine.mesh.size("tp") > 1:
         from deepspeed.engine.observers.same_inputs import SameInputs
 
@@ -140,11 +167,11 @@ def _attach_between_ranks(engine: EngineBase) -> None:
         BytesByLink(engine, speaks=speaks, monitor=_enabled_monitor(engine))
 
 
-def _enabled_monitor(engine: EngineBase) -> MonitorMaster | None:
+def _enabled_monitor(engine: Engine) -> MonitorMaster | None:
     return engine.monitor if engine.monitor.enabled else None
 
 
-def _print_interval(engine: EngineBase) -> int | None:
+def _print_interval(engine: Engine) -> int | None:
     """Steps between progress lines, None for no lines (``steps_per_print`` may be null or infinite)."""
     every = engine._config.steps_per_print
     return None if every is None or math.isinf(every) else max(1, int(every))
@@ -153,7 +180,7 @@ def _print_interval(engine: EngineBase) -> int | None:
 class Throughput:
     """Runs ``engine.tput_timer`` from each training forward pass to the end of the step."""
 
-    def __init__(self, engine: EngineBase) -> None:
+    def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.step = engine.global_steps
         engine.events.on("before_forward", self.begin)

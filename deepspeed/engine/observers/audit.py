@@ -26,14 +26,14 @@ from deepspeed.observe.audit.fingerprints import Fingerprints, batch_entry, entr
 from deepspeed.observe.audit.records import GRADIENT, MASTER, WEIGHT, RecordFile
 
 if TYPE_CHECKING:
-    from deepspeed.engine.base import EngineBase
+    from deepspeed.engine.interface import Engine
 
 
 class Audit:
     """Records the steps that the section asks for; after the last one it is gone. Between them a forward costs a
     call."""
 
-    def __init__(self, engine: EngineBase, config: AuditConfig) -> None:
+    def __init__(self, engine: Engine, config: AuditConfig) -> None:
         self.engine, self.config = engine, config
         if engine.core is None:
             logger.warning("audit: this engine has no optimizer, so that there are no steps to record")
@@ -146,7 +146,7 @@ class Audit:
         }
 
     def _weights(self) -> dict[str, Any]:
-        """What the next forward reads, of each parameter that is whole here; this rank's part of the others."""
+        """Return what the next forward reads, of each parameter that is whole here; this rank's shard of the others."""
         found = {}
         for name, param in self._params():
             whole = param.numel() == full_numel(param)
@@ -171,17 +171,17 @@ def label(name: str, param: Tensor) -> str:
     )
 
 
-def has_plain_gradients(engine: EngineBase) -> bool:
-    """Whether the sum of gradients can be read before the update: not where each rank updates with its own, or where
-    an update on the host has begun already."""
+def has_plain_gradients(engine: Engine) -> bool:
+    """Return whether the sum of gradients can be read before the update: not where each rank updates with its own, or
+    where an update on the host has begun already."""
     plan, core = engine.plan, engine.core
     assert core is not None
     speculates = plan.state_offload is not None and plan.state_offload.speculate
     return core.reducer.cadence is not Cadence.NEVER and plan.zenflow is None and not speculates
 
 
-def facts_of(engine: EngineBase) -> dict[str, Any]:
-    """What `ds diff` has to know about the run of this rank."""
+def facts_of(engine: Engine) -> dict[str, Any]:
+    """Return what `ds diff` has to know about the run of this rank."""
     assert engine.core is not None
     modules = dict(engine.module.named_modules(remove_duplicate=False))
     parameters = {
@@ -201,15 +201,15 @@ def facts_of(engine: EngineBase) -> dict[str, Any]:
     }
 
 
-def numerics_of(engine: EngineBase) -> dict[str, Any]:
+def numerics_of(engine: Engine) -> dict[str, Any]:
     """Two runs for which all of this is equal compute the same bits, at whatever stage."""
     plan, core = engine.plan, engine.core
     assert core is not None
-    precision, accumulation = plan.precision, engine.gradient_accumulation_steps()
+    precision, accumulation = plan.precision, engine._config.gradient_accumulation_steps
     return {
         "data-parallel ranks": engine.seq_dp_world_size,
         "model-parallel ranks": [engine.mesh.size(axis) for axis in ("tp", "pp", "sp")],
-        "micro-batch": engine.train_micro_batch_size_per_gpu(),
+        "micro-batch": engine._config.train_micro_batch_size_per_gpu,
         "accumulation steps": accumulation,
         "precision": precision.name,
         "dtypes": [

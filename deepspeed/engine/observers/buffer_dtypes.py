@@ -10,17 +10,17 @@ from torch import nn
 from deepspeed.base.logging import logger
 
 if TYPE_CHECKING:
-    from deepspeed.engine.base import EngineBase
+    from deepspeed.engine.interface import Engine
 
 SIGNS = ("same dtype", "expected scalar type", "should be the same", "same data type")
-"""What torch's messages contain when the operands of an operation differ in dtype."""
+"""Parts of torch's messages when the operands of an operation differ in dtype."""
 SHOWN = 3
 
 
 class BufferDtypeAdvice:
     """Logs the remedy where it may be one, once per engine."""
 
-    def __init__(self, engine: EngineBase) -> None:
+    def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.given = False
         engine.events.on("on_error", self.look)
@@ -35,7 +35,7 @@ class BufferDtypeAdvice:
         if not names:
             return
         self.given = True
-        name = "bf16" if self.engine.bfloat16_enabled() else "fp16"
+        name = "bf16" if self.engine._config.bfloat16_config.enabled else "fp16"
         more = ", ..." if len(names) > SHOWN else ""
         logger.error(
             f"the weights of this model are in {name}, but buffers keep the dtype that they have, as in release 0.19: "

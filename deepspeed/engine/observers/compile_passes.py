@@ -18,7 +18,7 @@ from deepspeed.zero.optimizer import ZeroOptimizer
 
 if TYPE_CHECKING:
     from deepspeed.base.accelerator.abstract_accelerator import DeepSpeedAccelerator
-    from deepspeed.engine.base import EngineBase
+    from deepspeed.engine.interface import Engine
 
 _MARGIN = 0.1
 """Share of the free memory that stays free when parameters are kept gathered."""
@@ -30,7 +30,7 @@ _STATES = (OffloadStateTypeEnum.optim_states, OffloadStateTypeEnum.hp_params)
 class PassSchedule:
     """Makes the settings of each period when its step has come, on all ranks between two steps."""
 
-    def __init__(self, engine: EngineBase, periods: Sequence[Period], work: CompileWork) -> None:
+    def __init__(self, engine: Engine, periods: Sequence[Period], work: CompileWork) -> None:
         self.engine = engine
         self.periods = list(periods)
         self.work = work

@@ -18,10 +18,10 @@ from deepspeed.config.problems import DeepSpeedConfigError
 from deepspeed.config.sections.compression import get_compression_config
 
 if TYPE_CHECKING:
-    from deepspeed.engine.base import EngineBase
+    from deepspeed.engine.interface import Engine
 
 
-def attach_compression(engine: EngineBase) -> None:
+def attach_compression(engine: Engine) -> None:
     """Give the engine its ``compression_scheduler``, if its config has techniques and its module is prepared."""
     section = get_compression_config(engine._config._param_dict)
     asked = [
@@ -52,7 +52,7 @@ def attach_compression(engine: EngineBase) -> None:
 
 
 def _find_pruners(
-    engine: EngineBase, shared: Mapping[str, Any], stages: Communicator | None
+    engine: Engine, shared: Mapping[str, Any], stages: Communicator | None
 ) -> list[SnipMomentum]:
     """Those that `init_compression` has made; new ones where the prepared modules have been put into another model,
     such as a pipeline. All stages have them, as they choose together."""
@@ -78,9 +78,7 @@ class CompressionSchedule:
     """Keeps ``scheduler`` at the engine's step, the pruners of its module, and the weights that are to be quantized
     after an update instead of in forward (``quantize_weight_in_forward: false``)."""
 
-    def __init__(
-        self, engine: EngineBase, scheduler: compression_scheduler, pruners: list[SnipMomentum]
-    ) -> None:
+    def __init__(self, engine: Engine, scheduler: compression_scheduler, pruners: list[SnipMomentum]) -> None:
         self.engine = engine
         self.scheduler = engine.compression_scheduler = scheduler
         self.pruners = pruners

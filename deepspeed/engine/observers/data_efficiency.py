@@ -9,7 +9,7 @@ from deepspeed.data.requests import varies_batches
 
 if TYPE_CHECKING:
     from deepspeed.data.curriculum_scheduler import CurriculumScheduler
-    from deepspeed.engine.base import EngineBase
+    from deepspeed.engine.interface import Engine
 
 
 @runtime_checkable
@@ -19,7 +19,7 @@ class ReadsBatches(Protocol):
     change_batch: Callable[[Any], Any] | None
 
 
-def attach_data_efficiency(engine: EngineBase) -> None:
+def attach_data_efficiency(engine: Engine) -> None:
     """Create the documented attributes, and change inputs and observe steps as the config asks."""
     if engine._config.curriculum_enabled_legacy:
         from deepspeed.data.curriculum_scheduler import CurriculumScheduler

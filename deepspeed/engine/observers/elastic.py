@@ -13,7 +13,7 @@ from deepspeed.engine.checkpoints import training_of
 
 if TYPE_CHECKING:
     from deepspeed.checkpoint.replicas import Replicas
-    from deepspeed.engine.base import EngineBase
+    from deepspeed.engine.interface import Engine
 
 _STEPS = struct.Struct("<q")
 
@@ -24,7 +24,7 @@ class ElasticRun:
     state is kept.
     """
 
-    def __init__(self, engine: EngineBase, memory: Path, replicas: Replicas | None) -> None:
+    def __init__(self, engine: Engine, memory: Path, replicas: Replicas | None) -> None:
         self.engine = engine
         self.replicas = replicas
         self.step = engine.global_steps

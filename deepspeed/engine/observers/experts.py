@@ -1,4 +1,4 @@
-"""What happens to the tokens of mixtures of experts, for the monitors and the breakdown of times."""
+"""Loads of experts: the tokens that each got, for the monitors and the breakdown of times."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from deepspeed.parallel.expert.metrics import Watch
 from deepspeed.parallel.expert.placement import numbers_in_model, watched_layers
 
 if TYPE_CHECKING:
-    from deepspeed.engine.base import EngineBase
+    from deepspeed.engine.interface import Engine
 
 PREFIX = "Train/Experts/"
 
 
-def watch_experts(engine: EngineBase, monitor: MonitorMaster | None) -> None:
+def watch_experts(engine: Engine, monitor: MonitorMaster | None) -> None:
     """Attach ``ExpertLoads`` if the module, or another stage of the pipeline, has any mixture of experts."""
     layers = dict(watched_layers(engine.module))
     numbers = numbers_in_model(list(layers), engine.mesh)
@@ -41,7 +41,7 @@ class ExpertLoads:
     """
 
     def __init__(
-        self, engine: EngineBase, layers: Mapping[int, Any], monitor: MonitorMaster | None, *, timed: bool
+        self, engine: Engine, layers: Mapping[int, Any], monitor: MonitorMaster | None, *, timed: bool
     ) -> None:
         self.engine, self.monitor, self.timed = engine, monitor, timed
         self.watches = {number: Watch() for number in layers}
@@ -67,7 +67,7 @@ class ExpertLoads:
             watch.reset()
 
     def _loads(self) -> dict[str, float]:
-        """Of this stage. Collective, one sum for all layers."""
+        """Return the loads of this stage. Collective, one sum for all layers."""
         used = [
             (n, w.chosen, w.kept)
             for n, w in self.watches.items()
@@ -88,7 +88,7 @@ class ExpertLoads:
         return values
 
 
-def _of_all_stages(engine: EngineBase, value: Any) -> list[Any]:
+def _of_all_stages(engine: Engine, value: Any) -> list[Any]:
     """Collective over the stages of a pipeline."""
     found = [value] * engine.mesh.size("pp")
     if len(found) > 1:

@@ -1,4 +1,4 @@
-"""What an engine calls the modules and buckets that a report about a hang finds in the frames of a rank."""
+"""Names of modules and buckets for a report about a hang, which finds these in the frames of a rank."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 if TYPE_CHECKING:
-    from deepspeed.engine.base import EngineBase
+    from deepspeed.engine.interface import Engine
 
 
 class NamesOfEngine:
     """Read by another thread, while a rank stands still; does not keep the engine alive."""
 
-    def __init__(self, engine: EngineBase) -> None:
+    def __init__(self, engine: Engine) -> None:
         self._engine = weakref.ref(engine)
 
     def of_module(self, module: nn.Module) -> str | None:
@@ -27,7 +27,7 @@ class NamesOfEngine:
         return next((name for name, each in engine.module.named_modules() if each is module), None)
 
     def of_parameters(self, holder: Any) -> list[str]:
-        """Of a bucket of weights or gradients: whatever has a layout."""
+        """Return the parameters of ``holder``: a bucket of weights or gradients, or whatever has a layout."""
         engine = self._engine()
         if engine is None:
             return []

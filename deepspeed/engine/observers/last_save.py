@@ -26,7 +26,7 @@ from deepspeed.config.sections.checkpoint import OF_SLURM
 from deepspeed.engine.checkpoints import wait_for_flushes
 
 if TYPE_CHECKING:
-    from deepspeed.engine.base import EngineBase
+    from deepspeed.engine.interface import Engine
 
 GRACE_S = 30.0  # what Slurm and Kubernetes give by default
 BYTES_PER_S = 100e6  # of a slow disk that all ranks of a machine share
@@ -40,7 +40,7 @@ OF_LAUNCHER = "deepspeed_launch_"
 class LastSave:
     """Saves and ends the program, on all ranks after the same step."""
 
-    def __init__(self, engine: EngineBase) -> None:
+    def __init__(self, engine: Engine) -> None:
         settings = engine._config.checkpoint_config
         self.engine = engine
         assert settings.folder is not None  # a rule of the config
@@ -71,7 +71,7 @@ class LastSave:
             self._save_and_end(reason)
 
     def _wish(self) -> int:
-        """What this rank knows."""
+        """Return this rank's reason to save now."""
         if self._signalled:
             return SIGTERM
         ahead = STEPS_AHEAD * self._longest + 2 * self._size / BYTES_PER_S
@@ -146,7 +146,7 @@ def _deadline(limit: float | str | None) -> float | None:
     return float(limit) + (float(began) if began else time.time())
 
 
-def _bytes_of(engine: EngineBase) -> int:
+def _bytes_of(engine: Engine) -> int:
     """About what this rank writes."""
     state = engine.state_access
     own = sum(t.nbytes for _, tensors in state.shards() for t in tensors.values()) if state else 0

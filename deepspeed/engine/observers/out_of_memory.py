@@ -9,14 +9,14 @@ import torch
 from deepspeed.base.logging import logger
 
 if TYPE_CHECKING:
-    from deepspeed.engine.base import EngineBase
+    from deepspeed.engine.interface import Engine
 
 SIGNS = ("out of memory", "not enough memory", "can't allocate memory", "cannot allocate memory")
-"""What the messages of allocators contain that raise a plain RuntimeError: torch's for the host, and drivers'."""
+"""Parts of the messages of allocators that raise a plain RuntimeError: torch's for the host, and drivers'."""
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Whether an allocation failed, on a device or on the host."""
+    """Return whether ``error`` is that of a failed allocation, on a device or on the host."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     return isinstance(error, RuntimeError) and any(sign in str(error).lower() for sign in SIGNS)
@@ -25,7 +25,7 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 class OutOfMemoryAdvice:
     """Logs the remedy on the rank that ran out of memory, once per engine."""
 
-    def __init__(self, engine: EngineBase) -> None:
+    def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.given = False
         engine.events.on("on_error", self.look)

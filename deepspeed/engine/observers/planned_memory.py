@@ -12,15 +12,15 @@ from deepspeed.planning.report import size
 from deepspeed.planning.request import Request, answer
 
 if TYPE_CHECKING:
-    from deepspeed.engine.base import EngineBase
+    from deepspeed.engine.interface import Engine
 
 
-def request_of(engine: EngineBase) -> Request:
+def request_of(engine: Engine) -> Request:
     """The planner request that corresponds to this run, with its batch sizes as they are by now."""
     batch = {
-        "train_batch_size": engine.train_batch_size(),
-        "train_micro_batch_size_per_gpu": engine.train_micro_batch_size_per_gpu(),
-        "gradient_accumulation_steps": engine.gradient_accumulation_steps(),
+        "train_batch_size": engine._config.train_batch_size,
+        "train_micro_batch_size_per_gpu": engine._config.train_micro_batch_size_per_gpu,
+        "gradient_accumulation_steps": engine._config.gradient_accumulation_steps,
     }
     return Request(
         module=engine.module,
@@ -34,20 +34,20 @@ def request_of(engine: EngineBase) -> Request:
     )
 
 
-def ledger_of(engine: EngineBase) -> Ledger:
+def ledger_of(engine: Engine) -> Ledger:
     """The plan of this rank. Any error that a plan can have."""
     return answer(request_of(engine)).ledger
 
 
 def now_and_most(ledger: Ledger, places: tuple[Place, ...] = (Place.DEVICE, Place.HOST)) -> tuple[int, int]:
-    """What a plan takes there now, and at its peak in training without activations."""
+    """Return the bytes that a plan takes in ``places`` now, and at its peak in training without activations."""
     now = sum(ledger.total(Phase.READY, place, estimates=False) for place in places)
     most = max(sum(ledger.total(phase, place, estimates=False) for place in places) for phase in TRAINING)
     return now, most
 
 
-def remedy(engine: EngineBase) -> str:
-    """What to change, in a sentence or two. Computes a plan for each change tried; uses hardly any memory."""
+def remedy(engine: Engine) -> str:
+    """Say in a sentence or two what to change. Computes a plan for each change tried; uses hardly any memory."""
     planned = answer(request_of(engine))
     place = planned.setting.near
     need, phase = planned.ledger.peak(place)

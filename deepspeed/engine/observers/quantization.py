@@ -19,12 +19,12 @@ from deepspeed.zero.gathering.gathered import GatheredParameters
 
 if TYPE_CHECKING:
     from deepspeed.config.sections.compression import EigenvalueConfig, QuantizeTrainingConfig
-    from deepspeed.engine.base import EngineBase
+    from deepspeed.engine.interface import Engine
 
 PREFIX = "Train/Eigenvalues/ModelBlockParam_"
 
 
-def attach_quantization(engine: EngineBase) -> None:
+def attach_quantization(engine: Engine) -> None:
     """Give the engine its ``quantizer`` and the measurement of eigenvalues, if its config asks for them."""
     section = engine._config._schema.quantize_training
     if section is None or engine.core is None:
@@ -43,7 +43,7 @@ class Curvature:
     ``values``: ``{id(parameter): (eigenvalue relative to the largest, block)}`` of the last measurement.
     """
 
-    def __init__(self, engine: EngineBase, section: EigenvalueConfig) -> None:
+    def __init__(self, engine: Engine, section: EigenvalueConfig) -> None:
         self.engine = engine
         self.values: dict[int, tuple[float, int]] = {}
         self.measure = Eigenvalue(**section.model_dump(exclude={"enabled"}))
@@ -118,9 +118,7 @@ class Curvature:
 class QuantizedUpdates:
     """Quantizes all matrices that the optimizer updates, from ``schedule_offset`` on. Part of checkpoints."""
 
-    def __init__(
-        self, engine: EngineBase, section: QuantizeTrainingConfig, curvature: Curvature | None
-    ) -> None:
+    def __init__(self, engine: Engine, section: QuantizeTrainingConfig, curvature: Curvature | None) -> None:
         if engine.plan.precision.master is None:
             raise DeepSpeedConfigError(
                 "quantize_training.enabled=true with training in fp32: it quantizes 16-bit weights beside which the "

@@ -14,7 +14,7 @@ from deepspeed.data.data_routing.sampling import Place, TokenSampler
 from deepspeed.data.data_routing.scheduler import RandomLTDScheduler
 
 if TYPE_CHECKING:
-    from deepspeed.engine.base import EngineBase
+    from deepspeed.engine.interface import Engine
 
 SECTION = "data_efficiency.data_routing.random_ltd"
 
@@ -29,7 +29,7 @@ class RandomLTD:
     DeepSpeedConfigError: the section does not fit itself, the module or the way in which ranks share work.
     """
 
-    def __init__(self, engine: EngineBase, section: dict[str, Any], seed: int) -> None:
+    def __init__(self, engine: Engine, section: dict[str, Any], seed: int) -> None:
         _check_axes(engine)
         section["global_batch_size"] = engine._config.train_batch_size
         section["micro_batch_size"] = engine._config.train_micro_batch_size_per_gpu
@@ -47,7 +47,7 @@ class RandomLTD:
         engine.events.on("after_step", self.write)
 
     def place(self) -> Place:
-        """Where a forward or its repetition in backward stands."""
+        """Return where a forward, or its recomputation in backward, stands in the run."""
         mesh, position = self.engine.mesh, self.engine.clock.position
         return Place(self.engine.global_steps, position * mesh.size("dp") + mesh.rank("dp"))
 
@@ -123,7 +123,7 @@ class RandomLTD:
         )
 
 
-def _check_axes(engine: EngineBase) -> None:
+def _check_axes(engine: Engine) -> None:
     for axis, key, why in (
         (
             "sp",

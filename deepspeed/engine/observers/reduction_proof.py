@@ -19,13 +19,13 @@ from deepspeed.zero.gradients.bucket import GradBucket
 from deepspeed.zero.layout import NOBODY
 
 if TYPE_CHECKING:
-    from deepspeed.engine.base import EngineBase
+    from deepspeed.engine.interface import Engine
 
 
 class ReductionProof:
     """Looks at ``buckets`` gradient buckets of each step, at others in the next. Every rank looks at the same ones."""
 
-    def __init__(self, engine: EngineBase, buckets: int) -> None:
+    def __init__(self, engine: Engine, buckets: int) -> None:
         self.engine = engine
         self.buckets = buckets if _applies(engine) else 0
         self.step = 0
@@ -62,7 +62,7 @@ class ReductionProof:
         return see
 
     def check(self) -> list[dict[str, Any]]:
-        """What was found, by bucket. All gradients are summed. Collective."""
+        """Return the findings by bucket, after all gradients are summed. Collective."""
         core = self.engine.core
         assert core is not None
         found = []
@@ -77,7 +77,7 @@ class ReductionProof:
         self._handles, self._seen, self._passes, self._chosen = [], {}, {}, []
 
     def _any_late(self) -> bool:
-        """Whether gradients arrived after their bucket was summed, on any rank: they are added later."""
+        """Return whether gradients arrived after their bucket was summed, on any rank: they are added later."""
         core = self.engine.core
         assert core is not None
         late = torch.tensor([float(core.reducer.has_late())], device=core.reducer.device)
@@ -111,7 +111,7 @@ class ReductionProof:
             seen = torch.zeros(2, full_numel(param), dtype=torch.float64, device=param.device)
         if everyone.size > 1:
             dist.all_reduce(seen, group=everyone.group)
-        before, after = self.engine.gradient_rule.factors(self.engine.scopes.of(param).divisor)
+        before, after = self.engine.facts.gradient_rule().factors(self.engine.scopes.of(param).divisor)
         expected, size = seen * (before * after)
         whole = core.access.full_gradient(param)
         if whole is None or not param.numel() and not full_numel(param):
@@ -132,7 +132,7 @@ def _trained(bucket: GradBucket) -> list[int]:
     return [slot.param for slot in bucket.layout.slots if slot.param != NOBODY and slot.numel]
 
 
-def _applies(engine: EngineBase) -> bool:
-    """Whether sums are plain ones: not where packets of a few bits travel, or nothing does."""
+def _applies(engine: Engine) -> bool:
+    """Return whether sums are plain ones: not where quantized payloads are sent, or nothing is."""
     core = engine.core
     return core is not None and not engine.plan.packing.loses and core.reducer.cadence is not Cadence.NEVER

@@ -9,7 +9,7 @@ from deepspeed.parallel.tensor.layers import TensorParallelLayer
 from deepspeed.parallel.tensor.same_inputs import differing_inputs
 
 if TYPE_CHECKING:
-    from deepspeed.engine.base import EngineBase
+    from deepspeed.engine.interface import Engine
 
 
 DOCUMENTED = "Data inconsistency within the TP group. Please check the Dataloader implementation to ensure consistency."
@@ -31,7 +31,7 @@ class SameInputs:
     rank of the group. The layers of others may know what to do with different ones: a warning.
     """
 
-    def __init__(self, engine: EngineBase) -> None:
+    def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.group = engine.mesh.communicator("tp")
         engine.events.on("before_forward", self.compare)

@@ -17,7 +17,7 @@ from deepspeed.observe.flops.profiler import FlopsProfiler
 from deepspeed.observe.timer import STEP_WAITS
 
 if TYPE_CHECKING:
-    from deepspeed.engine.base import EngineBase
+    from deepspeed.engine.interface import Engine
     from deepspeed.engine.observers.progress.wall_clock import WallClock
 
 
@@ -37,7 +37,7 @@ class Trial:
     length.
     """
 
-    def __init__(self, engine: EngineBase, clock: WallClock | None = None) -> None:
+    def __init__(self, engine: Engine, clock: WallClock | None = None) -> None:
         self.engine = engine
         self.clock = clock
         self.breakdown: dict[str, float] = {}
@@ -119,7 +119,7 @@ class Trial:
                 flops = totals.forward.flops + totals.backward.flops + totals.recomputed.flops
             result = {
                 "latency": seconds,
-                "throughput": engine.train_batch_size() / seconds,
+                "throughput": engine._config.train_batch_size / seconds,
                 "flops": flops / seconds,
                 "samples": self.samples,
                 "breakdown": {name: ms / steps for name, ms in self.breakdown.items()},

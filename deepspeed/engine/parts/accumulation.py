@@ -9,16 +9,18 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from deepspeed.zero.tensor_norms import clip_grad_norm_
+
 if TYPE_CHECKING:
-    from deepspeed.engine.base import EngineBase
+    from deepspeed.engine.interface import Engine
 
 MEMORY_OPT_ALLREDUCE_SIZE = 500_000_000
 
 
 class Accumulation:
-    """What a client says about boundaries, sums and the size of a batch, over the engine's clock and reducer."""
+    """Control of boundaries, sums and the size of a batch, over the engine's clock and reducer."""
 
-    def __init__(self, engine: EngineBase) -> None:
+    def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self.sums_wait = False
         """Inside ``no_sync``."""
@@ -58,6 +60,12 @@ class Accumulation:
         """Sum over ranks what has so far only been accumulated locally."""
         self._engine._require_core("allreduce_gradients").reducer.finish()
 
+    def clip_fp32_gradients(self) -> None:
+        """Clip what is in ``param.grad`` now (stage 0). ``step`` itself clips at every stage."""
+        engine = self._engine
+        if engine._config.gradient_clipping > 0:
+            clip_grad_norm_(engine.module.parameters(), engine._config.gradient_clipping, mpu=engine.mpu)
+
     def set_all_reduce_hook(self, all_reduce_hook: Callable[[Tensor], None] | None) -> None:
         """Call ``all_reduce_hook`` with every tensor of summed gradients that stays on this rank, to change in place:
         for instance to average it with other replicas, which are no part of the data-parallel group (``mpu``)."""
@@ -69,11 +77,11 @@ class Accumulation:
         Best called between updates: gradients already accumulated keep the weight they had.
         """
         engine = self._engine
-        per_step = engine.train_micro_batch_size_per_gpu() * engine.dp_world_size
+        per_step = engine._config.train_micro_batch_size_per_gpu * engine.dp_world_size
         if train_batch_size < 1 or train_batch_size % per_step:
             raise ValueError(
                 f"train_batch_size={train_batch_size} is not a multiple of micro-batch x data-parallel ranks = "
-                f"{engine.train_micro_batch_size_per_gpu()} x {engine.dp_world_size}"
+                f"{engine._config.train_micro_batch_size_per_gpu} x {engine.dp_world_size}"
             )
         engine._config.train_batch_size = train_batch_size
         engine._config.gradient_accumulation_steps = engine.clock.steps = train_batch_size // per_step

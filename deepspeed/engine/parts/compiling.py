@@ -9,7 +9,7 @@ from deepspeed.base.logging import logger
 
 if TYPE_CHECKING:
     from deepspeed.config.sections.compile import CompileConfig
-    from deepspeed.engine.base import EngineBase
+    from deepspeed.engine.interface import Engine
     from deepspeed.transforms.compile.backend import CompileWork
     from deepspeed.transforms.compile.passes.contract import PassContract
 
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 class Compilation:
     """``compile`` and what is asked about it."""
 
-    def __init__(self, engine: EngineBase) -> None:
+    def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self.compiled = False
+        self.is_compiled = False
         self.work: CompileWork | None = None
         """The graphs of ``compile.deepcompile``, once it has begun."""
 
@@ -41,7 +41,7 @@ class Compilation:
         Raises:
             ValueError: the schedule is not one, or names a pass that is unknown or does not fit the stage.
         """
-        if self.compiled:
+        if self.is_compiled:
             return
         if compiled_autograd_enabled:
             raise NotImplementedError(
@@ -65,7 +65,7 @@ class Compilation:
             sharded.offload.compile_units(**options)
         else:
             self._engine.module.compile(**options)
-        self.compiled = True
+        self.is_compiled = True
 
     def follow_passes(
         self, backend: str, config: CompileConfig, compile_kwargs: Mapping[str, Any], schedule: Any = None
@@ -97,9 +97,9 @@ class Compilation:
         return list(self.work.times) if self.work is not None else []
 
     def is_deepcompile_enabled(self) -> bool:
-        """Whether the config asks for it."""
+        """Return whether the config asks for ``compile.deepcompile``."""
         return self._engine._config.compile_config.deepcompile
 
     def is_deepcompile_active(self) -> bool:
-        """Whether the module has been compiled with it."""
+        """Return whether the module has been compiled with it."""
         return self.work is not None

@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence, Sized
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch.utils.data import DataLoader
 
 from deepspeed.config.constants import ROUTE_TRAIN
+from deepspeed.config.problems import DeepSpeedConfigError
 from deepspeed.data.loader import DeepSpeedDataLoader
 from deepspeed.data.requests import has_curriculum, varies_batches
-from deepspeed.transforms import InputChain, InputTransform
+from deepspeed.transforms import ForwardFacts, InputChain, InputTransform
 
 if TYPE_CHECKING:
-    from deepspeed.engine.base import EngineBase
+    from deepspeed.engine.interface import Engine
 
 
 class EngineData:
@@ -24,10 +26,27 @@ class EngineData:
         transforms: of inputs, from the start.
     """
 
-    def __init__(self, engine: EngineBase, transforms: Sequence[InputTransform]) -> None:
+    def __init__(self, engine: Engine, transforms: Sequence[InputTransform]) -> None:
         self._engine = engine
         self.inputs = InputChain(transforms) if transforms else None
-        """What changes the inputs of every forward, if anything does."""
+        """Transforms of the inputs of every forward, if there are any."""
+
+    def transform(
+        self, inputs: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Change the arguments of a forward that begins now. An error in a transform drops the unfinished update."""
+        if self.inputs is None:
+            return inputs, kwargs
+        engine = self._engine
+        facts = ForwardFacts(
+            training=engine.module.training, step=engine.global_steps, micro_step=engine.clock.micro_steps
+        )
+        try:
+            return self.inputs(inputs, kwargs, facts)
+        except BaseException as error:
+            if torch.is_grad_enabled():
+                engine.abandon_update(error)
+            raise
 
     def deepspeed_io(
         self,
@@ -46,8 +65,8 @@ class EngineData:
                 "data set (loader.dataset) and collate_fn=, or leave training_data= out and iterate over your loader."
             )
         engine = self._engine
-        micro = batch_size or engine.train_micro_batch_size_per_gpu()
-        collate_fn, drop_last = collate_fn or engine.collate_fn, bool(engine.dataloader_drop_last())
+        micro = batch_size or engine._config.train_micro_batch_size_per_gpu
+        collate_fn, drop_last = collate_fn or engine.collate_fn, bool(engine._config.dataloader_drop_last)
         if route == ROUTE_TRAIN and data_sampler is None:
             if varies_batches(engine._config):
                 from deepspeed.data.data_sampling import variable_batch_size_and_lr
@@ -98,6 +117,18 @@ class EngineData:
             )
         sampler.set_custom_curriculum_learning_schedule(schedule_func_dict)
 
+    def random_ltd_initialize(self) -> None:
+        """Have the converted layers drop tokens; ``convert_to_random_ltd(engine, ...)`` calls it.
+
+        DeepSpeedConfigError: the config does not ask for it, or for other layers than there are.
+        """
+        if self._engine.random_ltd is None:
+            raise DeepSpeedConfigError(
+                "random_ltd_initialize() needs data_efficiency.data_routing.random_ltd: set enabled to true there, in "
+                "data_routing and in data_efficiency"
+            )
+        self._engine.random_ltd.initialize()
+
     def add_input_transform(self, transform: InputTransform) -> None:
         """Change the inputs of every forward from now on, in training and evaluation. ValueError: its name is taken,
         or no order fits it and those that are there."""
@@ -114,7 +145,7 @@ class EngineData:
 
 
 def _workers_of(sampler: Any) -> int | None:
-    """That a sampler of ours asks for."""
+    """Return the number of workers that a sampler of ours asks for."""
     from deepspeed.data.data_sampling.data_sampler import DeepSpeedDataSampler
 
     return sampler.num_workers if isinstance(sampler, DeepSpeedDataSampler) else None

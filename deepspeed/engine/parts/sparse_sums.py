@@ -12,14 +12,14 @@ from deepspeed import comm as dist
 from deepspeed.comm.sparse_tensor import SparseTensor, gather_rows
 
 if TYPE_CHECKING:
-    from deepspeed.engine.base import EngineBase
+    from deepspeed.engine.interface import Engine
 
 
 class SparseSums:
     """Sums of ``SparseTensor`` that a script keeps apart; the gradients of the module's parameters are summed by
     ``backward``. Every method is collective over ``dp_group``."""
 
-    def __init__(self, engine: EngineBase) -> None:
+    def __init__(self, engine: Engine) -> None:
         self._engine = engine
 
     def all_gather_scalar(self, value: Tensor, dp_group: Any) -> list[Tensor]:
@@ -37,8 +37,8 @@ class SparseSums:
         as ``communication_data_type``."""
         indices, values, _ = sparse.parts()
         ranks = dp_world_size or dist.get_world_size(group=dp_group)
-        sent = values.to(self._engine.communication_data_type) / (
-            ranks if self._engine.gradient_average else 1
+        sent = values.to(self._engine.facts.communication_data_type) / (
+            ranks if self._engine.facts.gradient_average else 1
         )
         sparse.indices = torch.cat(gather_rows(indices, dp_group))
         sparse.values = torch.cat(gather_rows(sent, dp_group)).to(values.dtype)

@@ -6,26 +6,29 @@ from __future__ import annotations
 import glob
 import os
 from collections.abc import Callable, Container
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from deepspeed.base.python_gc import python_gc_manager
 from deepspeed.checkpoint import names
 from deepspeed.checkpoint.files.writers import set_mode
 from deepspeed.config.sections.offload import OffloadDeviceEnum, OffloadStateTypeEnum
 from deepspeed.engine import checkpoints as engine_checkpoint
 from deepspeed.engine import weights as engine_weights
+from deepspeed.parallel.expert.placement import write_experts
 from deepspeed.zero.offload.state_moves import HasMovableStates
 
 if TYPE_CHECKING:
-    from deepspeed.engine.base import EngineBase
+    from deepspeed.engine.interface import Engine
 
 
 class Checkpoints:
     """Saving, loading and exporting, over the functions of ``checkpoints.py``, ``loading.py`` and ``weights.py``."""
 
-    def __init__(self, engine: EngineBase) -> None:
+    def __init__(self, engine: Engine) -> None:
         self._engine = engine
 
     def save_checkpoint(
@@ -74,13 +77,15 @@ class Checkpoints:
         self._engine.events.emit("on_load", load_dir=load_dir, tag=tag)
         return result
 
-    def writes_model_file(self) -> bool:
-        """Whether this rank writes a file with model states."""
+    @cached_property
+    def save_non_zero_checkpoint(self) -> bool:
+        """True: this rank writes a file with model states. Scripts that write files themselves set it."""
         return engine_checkpoint.writes_model_file(self._engine)
 
-    def writes_optimizer_file(self) -> bool:
-        """Whether this rank writes a file with its part of what the optimizer keeps."""
-        return bool(self._engine.zero_optimization()) and self._engine.state_access is not None
+    @cached_property
+    def save_zero_checkpoint(self) -> bool:
+        """True: this rank writes a file with its part of what the optimizer keeps."""
+        return bool(self._engine._config.zero_enabled) and self._engine.core is not None
 
     def _get_ckpt_name(
         self, checkpoints_path: str | os.PathLike[str], tag: str, mp_placeholder: str | None = None
@@ -130,6 +135,30 @@ class Checkpoints:
         """The same at any stage."""
         return engine_weights.consolidated_16bit_state_dict(self._engine, exclude_frozen_parameters)
 
+    def layer_writer(self, exclude_frozen: bool) -> Callable[[Path], None] | None:
+        """Return what also writes the files of single layers into the folder of a checkpoint: here those of experts,
+        where weights are whole (stages 0 to 2); None: there are none."""
+        engine = self._engine
+        if not engine.num_experts or engine.plan.zero.shard_params:
+            return None
+        return partial(self.write_experts, exclude_frozen=exclude_frozen)
+
+    def write_experts(self, folder: Path, *, exclude_frozen: bool) -> None:
+        """Write the file of each expert whose first holder is this rank."""
+        engine, files = self._engine, self._engine.checkpoint_engine
+        write_experts(
+            engine.module,
+            engine.mesh,
+            lambda state, name: files.save(state, str(folder / name)),
+            exclude_frozen,
+        )
+        if info := files.get_commit_info():
+            files.commit(info)  # all of them are in the folder before it gets its name
+
+    def of_all_stages(self, weights: Any) -> Any:
+        """Return ``weights`` of this rank's module, with those of the other stages of a pipeline, for an export."""
+        return weights
+
     def whole_tensor(self, param: Tensor, value: Tensor | None = None) -> Tensor:
         """The tensor of which ``param`` is this rank's part [shape: that before tensor parallelism; for experts the
         number of different ones first], on every rank, without gradient. ``value``: a tensor that lies as the part
@@ -169,9 +198,9 @@ class Checkpoints:
 
 
 class StateMoves:
-    """Lends the device's memory to something else between steps."""
+    """Lends memory to something else between steps."""
 
-    def __init__(self, engine: EngineBase) -> None:
+    def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._guards = False
 
@@ -199,6 +228,15 @@ class StateMoves:
     def reload_states(self, non_blocking: bool = False) -> None:
         """Bring back what ``offload_states`` moved."""
         self._movable_states().reload_states(non_blocking)
+
+    def empty_partition_cache(self) -> None:
+        """Release every parameter that is gathered and not in use (stage 3)."""
+        if self._engine.sharded is not None:
+            self._engine.sharded.transitions.release_all()
+
+    def collect_python_gc(self) -> int:
+        """Collect cyclic garbage now, for ``disable_python_gc``; returns the number of objects."""
+        return python_gc_manager.collect()
 
     def _movable_states(self) -> HasMovableStates:
         optimizer = self._engine.optimizer

@@ -27,8 +27,8 @@ class DualPipeVModule(PipelineModule):
 
 
 class DualPipeVEngine(PipelineEngine):
-    """What ``deepspeed.initialize`` makes of a ``DualPipeVModule``. A batch, of training and of evaluation, has at
-    least two micro-batches per stage; ValueError otherwise."""
+    """The engine of a ``DualPipeVModule``. A batch, of training and of evaluation, has at least two micro-batches per
+    stage; ValueError otherwise."""
 
     def _schedule(self, asked: str) -> str:
         return "zero-bubble-v" if asked == "1f1b" else asked  # the default, which is for other modules

@@ -12,18 +12,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from deepspeed.base.logging import log_dist
-from deepspeed.config.problems import DeepSpeedConfigError
 from deepspeed.data.loader import DeepSpeedDataLoader, EpochSampler, RepeatingLoader
 from deepspeed.engine.pipeline.instructions import ByInstructions
 from deepspeed.parallel.pipeline.errors import PipelineError
 from deepspeed.parallel.pipeline.messages import p2p
 from deepspeed.parallel.pipeline.messages.channel import Inlet, Outlet
-from deepspeed.parallel.pipeline.messages.connections import Connections
 from deepspeed.parallel.pipeline.messages.values import mean_of
 from deepspeed.parallel.pipeline.module import PipelineModule
 from deepspeed.parallel.pipeline.schedules import orders
-from deepspeed.parallel.pipeline.schedules.choice import Layout, OrderChoice
-from deepspeed.parallel.pipeline.schedules.orders import Action, Kind, Order, stage_on_chain
+from deepspeed.parallel.pipeline.schedules.choice import OrderChoice
+from deepspeed.parallel.pipeline.schedules.orders import Action, Kind, Order
 from deepspeed.parallel.pipeline.split_backward import WeightQueue, join_layers, split_layers
 from deepspeed.parallel.pipeline.stage_run import StageRun
 from deepspeed.parallel.pipeline.whole_model import WholeModel
@@ -44,32 +42,12 @@ class PipelineEngine(ByInstructions):
     def __init__(self, has_bool_tensors: bool = False, *super_args: Any, **super_kwargs: Any) -> None:
         _find_idle(super_kwargs.get("model"))
         super().__init__(*super_args, **super_kwargs)
-        module = self._checked_module()
-        self.pipeline_parallelism = True
-        self.grid = module.mpu()
-        self.stage_id = self.grid.get_stage_id()
-        self.num_stages = self.grid.get_pipe_parallel_world_size()
-        self.layout = Layout(self.num_stages, module.chunks, module.zigzag)
-        self.loss_stage = stage_on_chain(self.num_stages * module.chunks - 1, self.num_stages, module.zigzag)
-        """The stage of the last layer."""
-        self.batch_fn: Callable[[Any], Any] | None = module.batch_fn
-        self.data_iterator: Iterator[Any] | None = None
+        module, section = self.stage_module, self._config.pipeline
         self.has_attention_mask = False
-        self._reports: dict[str, float] = {}
-        self._additional: dict[str, Tensor] = {}
         self._run: StageRun | None = None
-        section = self._config.pipeline
         self._configure_module(module, section)
         if self.training_dataloader is not None:
             self.set_dataloader(self.training_dataloader)
-        self._connections = Connections(
-            self.layout,
-            self.stage_id,
-            self.grid.pp_group,
-            self.grid.get_pipe_parallel_group(),
-            self.device,
-            may_share_memory=self._network.may_share_memory(),
-        )
         if self.is_pipe_parallel:
             p2p.init_process_groups(self.grid)
         self._choice = OrderChoice(
@@ -83,31 +61,19 @@ class PipelineEngine(ByInstructions):
         self._prepare_training()
 
     def _prepare_training(self) -> None:
-        """What a batch needs of the optimizer, if there is one."""
-        module = self.stage_module
-        self._weights = WeightQueue(self.core.reducer.add if self.core is not None else _nowhere)
+        """Make what a batch needs of the optimizer, if there is one."""
         self._split: list[nn.Module] = []
         if self.core is not None:
+            self._stage.weights = WeightQueue(self.core.reducer.add)
             self._order(self.clock.steps)  # what does not fit is told at once
             if self._choice.may_split:
                 numbers = {id(param): number for number, param in enumerate(self.core.reducer.params)}
-                self._split = split_layers(module, numbers, self._weights)
+                self._split = split_layers(self.stage_module, numbers, self._stage.weights)
             if said := self.when_gradients_are_summed():
                 log_dist(said, ranks=[0])
 
-    def _checked_module(self) -> PipelineModule:
-        """TypeError, DeepSpeedConfigError: it cannot be trained here."""
-        if not isinstance(self.module, PipelineModule):
-            raise TypeError(f"PipelineEngine takes a PipelineModule, not {type(self.module).__name__}")
-        if not self.clock.managed:
-            raise DeepSpeedConfigError(
-                "managed_gradient_accumulation=false: a pipeline counts the micro-batches of a batch itself; leave it "
-                "true"
-            )
-        return self.module
-
     def _configure_module(self, module: PipelineModule, section: dict[str, Any]) -> None:
-        """What the config's section ``pipeline`` says of the module."""
+        """Apply the config's section ``pipeline`` to the module."""
         if section["activation_checkpoint_interval"] > 0:
             module.set_checkpoint_interval(section["activation_checkpoint_interval"])
         is_default = module.activation_checkpoint_func is checkpointing.checkpoint
@@ -124,7 +90,7 @@ class PipelineEngine(ByInstructions):
         return found
 
     def pipe_channels(self) -> Iterator[tuple[str, Inlet | Outlet]]:
-        """What each channel to or from a neighbour carries, and the channel."""
+        """Iterate over the channels to and from neighbours: what each carries, and the channel."""
         return self._connections.named()
 
     # A batch --------------------------------------------------------------------------------------------------
@@ -144,24 +110,24 @@ class PipelineEngine(ByInstructions):
         if data_iter is not None:
             self.set_dataiterator(data_iter)
         self._compute_loss = True
-        self._additional = {}
+        self._batch_losses.begin_batch()
         self.train()
         if self._replaced("TrainSchedule"):
             return self._train_by_instructions()
         count = self.clock.steps
         order = self._order(count)
         core.reducer.sync_enabled = False  # replicas, and stages with common weights, meet when all is there
-        self._summed_in = self._overlapped(order)
+        self._stage.summed_in = self._overlapped(order)
         try:
-            self._weights.active = order.split
+            self._stage.weights.active = order.split
             run = StageRun(
-                self,
+                self._stage,
                 self._links,
                 self.stage_id,
                 training=True,
                 split=order.split,
                 timed=self._choice.timed,
-                on_backward=self._count_micro_batch,
+                on_backward=self._stage.count_micro_batch,
             )
             self._run = run
             losses = run.run(order.actions[self.stage_id])
@@ -174,21 +140,19 @@ class PipelineEngine(ByInstructions):
             raise
         finally:
             self._run = None
-            self._action = None
-            self._weights.active = False
-            self._weights.clear()
+            self._stage.end_batch()
             core.reducer.sync_enabled = True
-        loss = self.agreed_loss = self._agree_on_losses(losses, count)
+        loss = self.agreed_loss = self._batch_losses.agree(losses, count)
         super().step()
         self._choice.learn(run.seconds, self.stage_id, self.device)
         return loss
 
     def _schedule(self, asked: str) -> str:
-        """What ``pipeline.schedule`` stands for here."""
+        """Return the schedule that ``pipeline.schedule`` stands for here."""
         return asked
 
     def _order(self, micro_batches: int) -> Order:
-        """Of the next batch, as the key ``pipeline.schedule`` says."""
+        """Return the order of the next batch, as the key ``pipeline.schedule`` says."""
         return self._choice.order(micro_batches)
 
     def _overlapped(self, order: Order) -> Action | None:
@@ -233,7 +197,7 @@ class PipelineEngine(ByInstructions):
                 else:
                     results = self._evaluate(count)
         finally:
-            self._action = None
+            self._stage.end_batch()
             self.train(mode)
             self.data_iterator, self._compute_loss = iterator, True
         outputs, self.outputs = self.outputs, None
@@ -244,12 +208,13 @@ class PipelineEngine(ByInstructions):
         """On the last stage: the result of each of ``count`` micro-batches."""
         layout = self.layout
         order = orders.forward_only(layout.stages, count, layout.chunks, zigzag=layout.zigzag)
-        run = StageRun(self, self._links, self.stage_id, training=False)
+        run = StageRun(self._stage, self._links, self.stage_id, training=False)
         return run.run(order.actions[self.stage_id])
 
     def _reduced(
         self, results: list[Any], count: int, compute_loss: bool, reduce_output: str | None, bcast_loss: bool
     ) -> Any:
+        agreed = self._batch_losses
         if not compute_loss:
             if not self.has_loss:
                 return None
@@ -257,22 +222,22 @@ class PipelineEngine(ByInstructions):
         if reduce_output is None:
             losses = torch.stack([loss.float() for loss in results]) if results else torch.zeros(count)
             if bcast_loss:
-                losses = self._from_last_stage(losses.to(self.device))
+                losses = agreed.from_last_stage(losses.to(self.device))
             return list(losses) if bcast_loss or self.has_loss else None
-        loss = self._mean_over_replicas(self._mean_loss(results))
+        loss = agreed.over_replicas(agreed.mean(results))
         if bcast_loss:
-            return self._from_last_stage(loss)
+            return agreed.from_last_stage(loss)
         return loss if self.has_loss else None
 
     @property
     def pipe_buffers(self) -> dict[str, list[Any]]:
-        """What this stage holds of the batch that is being trained, at ``chunk * micro_batches + micro_batch``: inputs,
-        outputs, labels; None where it holds nothing, as after a batch. Gradients and losses ("grads", "losses") are
-        used as they come. With a schedule of instructions: its buffers, into which the instructions write."""
+        """Buffers of this stage for the batch that is being trained, at ``chunk * micro_batches + micro_batch``:
+        inputs, outputs, labels; None where it holds nothing, as after a batch. Gradients and losses ("grads", "losses")
+        are used as they come. With a schedule of instructions: its buffers, into which the instructions write."""
         if self._run is None and self._pipe_buffers:
             return self._pipe_buffers
         count = self.micro_batches
-        run = self._run or StageRun(self, self._links, self.stage_id, training=True)
+        run = self._run or StageRun(self._stage, self._links, self.stage_id, training=True)
         held = run.buffers(count)
         others = ("output_tensors", "grads", "losses")
         return held | {name: [None] * (count * len(self._links)) for name in others}
@@ -314,12 +279,11 @@ class PipelineEngine(ByInstructions):
         return WholeModel(weights, self.grid.pp_group, self.grid.get_pipe_parallel_group(), self.device)
 
     def layer_writer(self, exclude_frozen: bool) -> Callable[[Path], None]:
-        """Writes the files of this stage's layers ("layer_03-model_00-model_states.pt"), and of its experts."""
-        experts = self._expert_writer(exclude_frozen)
+        """Return what writes the files of this stage's layers ("layer_03-model_00-model_states.pt") and experts."""
 
         def write(folder: Path) -> None:
             self.stage_module.save_state_dict(folder, self.checkpoint_engine, exclude_frozen)
-            experts(folder)
+            self.checkpoints.write_experts(folder, exclude_frozen=exclude_frozen)
 
         return write
 
@@ -338,6 +302,11 @@ class PipelineEngine(ByInstructions):
         join_layers(self._split)
         self._connections.close()
         super().destroy()
+
+    def get_additional_losses(self) -> dict[str, float] | None:
+        """Return what ``PipelineModule.get_additional_losses`` reported in the last batch: means over micro-batches and
+        replicas, by name."""
+        return dict(self._batch_losses.reports) or None
 
     # Reports --------------------------------------------------------------------------------------------------
 
@@ -360,7 +329,3 @@ def _find_idle(model: Any) -> None:
     own = any(param.requires_grad for param in model.parameters())
     dist.all_gather_object(trained, own, group=model.mpu().get_pipe_parallel_group())
     model.idle = any(trained) and not own
-
-
-def _nowhere(number: int, grad: Tensor) -> None:
-    """An engine without an optimizer only evaluates."""

@@ -1,23 +1,62 @@
-"""What scripts read from the engine of a pipeline: where a stage stands, and the numbers of its batches."""
+"""The engine of a pipeline without its schedule: where this stage stands, its data, and the numbers of its batches."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from typing import Any
 
 from torch import Tensor
 
+from deepspeed.config.problems import DeepSpeedConfigError
 from deepspeed.engine.engine import DeepSpeedEngine
-
-if TYPE_CHECKING:
-    from deepspeed.comm.topology import PipelineParallelGrid
+from deepspeed.parallel.pipeline.errors import PipelineError
+from deepspeed.parallel.pipeline.messages.connections import Connections
+from deepspeed.parallel.pipeline.module import PipelineModule
+from deepspeed.parallel.pipeline.schedules.choice import Layout
+from deepspeed.parallel.pipeline.schedules.orders import stage_on_chain
+from deepspeed.parallel.pipeline.stage_run import Links
 
 
 class PipelineFacts(DeepSpeedEngine):
-    """Attributes of ``PipelineEngine`` that follow from others."""
+    """The base of ``PipelineEngine`` that its parts (``stage.py``) and its instructions see."""
 
-    grid: PipelineParallelGrid
-    stage_id: int
-    num_stages: int
+    change_batch: Callable[[Any], Any] | None = None
+    """Applied to every pair (inputs, labels) that is read, after ``batch_fn``."""
+    outputs: Any = None
+    """Outputs of the last stage for the last micro-batch of an evaluation."""
+    _compute_loss: bool = True
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        module = self._checked_module()
+        self.pipeline_parallelism = True
+        self.grid = module.mpu()
+        self.stage_id = self.grid.get_stage_id()
+        self.num_stages = self.grid.get_pipe_parallel_world_size()
+        self.layout = Layout(self.num_stages, module.chunks, module.zigzag)
+        self.loss_stage = stage_on_chain(self.num_stages * module.chunks - 1, self.num_stages, module.zigzag)
+        """The stage of the last layer."""
+        self.batch_fn: Callable[[Any], Any] | None = module.batch_fn
+        self.data_iterator: Iterator[Any] | None = None
+        self._connections = Connections(
+            self.layout,
+            self.stage_id,
+            self.grid.pp_group,
+            self.grid.get_pipe_parallel_group(),
+            self.device,
+            may_share_memory=self._network.may_share_memory(),
+        )
+
+    def _checked_module(self) -> PipelineModule:
+        """TypeError, DeepSpeedConfigError: it cannot be trained here."""
+        if not isinstance(self.module, PipelineModule):
+            raise TypeError(f"PipelineEngine takes a PipelineModule, not {type(self.module).__name__}")
+        if not self.clock.managed:
+            raise DeepSpeedConfigError(
+                "managed_gradient_accumulation=false: a pipeline counts the micro-batches of a batch itself; leave it "
+                "true"
+            )
+        return self.module
 
     def when_gradients_are_summed(self) -> str:
         """With ZeRO 2 and 3, and what it costs; empty where nothing is to be said."""
@@ -33,7 +72,7 @@ class PipelineFacts(DeepSpeedEngine):
 
     @property
     def micro_batches(self) -> int:
-        """Of a batch: the accumulation steps. Setting them changes the size of the batch."""
+        """Micro-batches of a batch: the accumulation steps. Setting them changes the size of the batch."""
         return self.clock.steps
 
     @micro_batches.setter
@@ -68,7 +107,7 @@ class PipelineFacts(DeepSpeedEngine):
 
     @property
     def agg_train_loss(self) -> Tensor | None:
-        """What ``train_batch`` returned last; None before the first batch."""
+        """Loss that ``train_batch`` returned last; None before the first batch."""
         return self.agreed_loss
 
     @agg_train_loss.setter
@@ -83,3 +122,43 @@ class PipelineFacts(DeepSpeedEngine):
 
     def is_last_stage(self) -> bool:
         return self.stage_id == self.num_stages - 1
+
+    @property
+    def _links(self) -> list[Links]:
+        return self._connections.links
+
+    @property
+    def stage_module(self) -> PipelineModule:
+        """The wrapped module."""
+        module = self.module
+        assert isinstance(module, PipelineModule)
+        return module
+
+    @property
+    def has_loss(self) -> bool:
+        """True: the last layer is on this stage, that of the loss and of the outputs."""
+        return self.stage_id == self.loss_stage
+
+    def _check_batch_begins(self) -> None:
+        """PipelineError: micro-batches were accumulated, but not updated with."""
+        if self.clock.position:
+            raise PipelineError(
+                f"{self.clock.position} micro-batches of an unfinished batch were accumulated: call abandon_update() "
+                "first, which drops them"
+            )
+
+    def _next_batch(self) -> Any:
+        """Read the next pair (inputs, labels), after ``batch_fn`` and ``change_batch``. PipelineError: it is none."""
+        if self.data_iterator is None:
+            raise PipelineError(
+                "there is no data: give train_batch(data_iter=...), set_dataloader() or training_data= of initialize"
+            )
+        batch = next(self.data_iterator)
+        if self.batch_fn is not None:
+            batch = self.batch_fn(batch)
+        if not isinstance(batch, (tuple, list)) or len(batch) != 2:
+            raise PipelineError(
+                f"a micro-batch of a pipeline is a pair (inputs, labels), not {type(batch).__name__}: "
+                "set_batch_fn() can make one"
+            )
+        return self.change_batch(batch) if self.change_batch is not None else batch

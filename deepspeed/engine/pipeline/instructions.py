@@ -19,12 +19,14 @@ from torch import Tensor
 
 from deepspeed.base.logging import log_dist
 from deepspeed.base.memory import see_memory_usage
-from deepspeed.engine.pipeline.stage import StageEngine
+from deepspeed.engine.pipeline.facts import PipelineFacts
+from deepspeed.engine.pipeline.stage import BatchLosses, Stage
 from deepspeed.parallel.pipeline.errors import PipelineError
 from deepspeed.parallel.pipeline.messages.values import tensors_in, without_graph, writable
 from deepspeed.parallel.pipeline.schedules import instructions as schedule
 from deepspeed.parallel.pipeline.schedules.instructions import PipeInstruction, PipeSchedule
 from deepspeed.parallel.pipeline.schedules.orders import Action, Kind
+from deepspeed.parallel.pipeline.split_backward import WeightQueue
 
 BATCH_INPUT_TIMER = "batch_input"
 TRAIN_BATCH_TIMER = "train_batch"
@@ -42,11 +44,12 @@ TIMERS: dict[type[PipeInstruction], str] = {
     schedule.RecvActivation: PIPE_RECV_INPUT_TIMER,
     schedule.RecvGrad: PIPE_RECV_GRAD_TIMER,
 }
-"""What is timed with ``wall_clock_breakdown``."""
+"""Instructions that are timed with ``wall_clock_breakdown``."""
 
 
-class ByInstructions(StageEngine):
-    """The part of ``PipelineEngine`` that carries out the instructions of a schedule."""
+class ByInstructions(PipelineFacts):
+    """The base of ``PipelineEngine`` that carries out the instructions of a schedule: a base and not a part, because
+    trainers override its methods and call them with ``super()``."""
 
     _INSTRUCTION_MAP: ClassVar[dict[type[PipeInstruction], Callable[..., Any]]]
     """Class of an instruction -> function of the engine and the instruction's arguments. A trainer may put its own
@@ -56,7 +59,7 @@ class ByInstructions(StageEngine):
     grad_layer: Any = None
     """The gradients of the outputs at hand: a tensor, or a tuple of those of the tensors that require one."""
     eval_return_logits = False
-    """Whether ``outputs`` is to hold those of the last stage after an evaluation."""
+    """True: ``outputs`` holds those of the last stage after an evaluation."""
     is_pipe_partitioned = False
     is_grad_partitioned = False
     """Messages are whole: ranks of tensor parallelism have the same ones."""
@@ -68,11 +71,14 @@ class ByInstructions(StageEngine):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.fwd_outputs: list[Any] = []
-        """Of the last schedule, on the last stage: what each forward returned, without its graph."""
+        """Results of each forward of the last schedule, on the last stage, without their graphs."""
         self._pipe_buffers: dict[str, list[Any]] = {}
         self._at_hand: dict[int, tuple[Any, Any]] = {}
         """By buffer: ``loss`` and ``grad_layer`` after its last instruction."""
-        self._losses: list[Any] = []
+        self._batch_losses = BatchLosses(self)
+        self._stage = Stage(self, self._batch_losses, WeightQueue(_no_gradient))
+        self._results: list[Any] = []
+        """Losses, or outputs, of the micro-batches of the schedule at hand."""
         self._mean: Tensor | None = None
         """The loss of the batch, once all ranks have agreed on it."""
         self._instruction: PipeInstruction | None = None
@@ -81,8 +87,8 @@ class ByInstructions(StageEngine):
     # A schedule -----------------------------------------------------------------------------------------------
 
     def _replaced(self, name: str) -> bool:
-        """Whether a trainer has put something of its own in the place of the schedule ``name``, or of what carries its
-        instructions out; says once what."""
+        """Return whether a trainer has replaced the schedule ``name``, or what carries its instructions out; says once
+        what."""
         found = [kind.__name__ for kind, do in OURS.items() if self._INSTRUCTION_MAP.get(kind) is not do]
         names = ("_exec_schedule", *(do.__name__ for do in OURS.values()))
         kind, here, own = type(self), vars(self), vars(ByInstructions)
@@ -111,10 +117,10 @@ class ByInstructions(StageEngine):
         core = self.core if torch.is_grad_enabled() else None
         if core is not None:
             self._check_batch_begins()
-            self._additional = {}
+            self._batch_losses.begin_batch()
             core.reducer.sync_enabled = False  # replicas meet at ReduceGrads
         self._reserve_pipe_buffers(pipe_schedule.num_pipe_buffers())
-        self.fwd_outputs, self._losses, self._mean = [], [], None
+        self.fwd_outputs, self._results, self._mean = [], [], None
         self.loss = self.grad_layer = None
         try:
             for step in pipe_schedule:
@@ -152,7 +158,7 @@ class ByInstructions(StageEngine):
         if timer is not None:
             timer.stop()
         if self.loss is not before:
-            self._losses.append(without_graph(self.loss))
+            self._results.append(without_graph(self.loss))
         if buffer is not None:
             self._at_hand[buffer] = (self.loss, self.grad_layer)
 
@@ -165,18 +171,18 @@ class ByInstructions(StageEngine):
         """On the last stage: the result of each micro-batch."""
         self.eval_return_logits = return_logits
         self._exec_schedule(schedule.InferenceSchedule(micro_batches, self.num_stages, self.stage_id))
-        return self._losses
+        return self._results
 
     def _mean_of_batch(self) -> Tensor:
         """Over micro-batches and replicas. Collective over all ranks, once per batch."""
         if self._mean is None:
-            self._mean = self.agreed_loss = self._agree_on_losses(self._losses, self.micro_batches)
+            self._mean = self.agreed_loss = self._batch_losses.agree(self._results, self.micro_batches)
         return self._mean
 
     # Instructions ---------------------------------------------------------------------------------------------
 
     def _exec_load_micro_batch(self, buffer_id: int) -> None:
-        inputs, labels = self.load()
+        inputs, labels = self._stage.load()
         if self.is_first_stage():
             self.pipe_buffers["inputs"][buffer_id] = inputs
         if self.has_loss:
@@ -190,10 +196,10 @@ class ByInstructions(StageEngine):
     def _exec_forward_pass(self, buffer_id: int) -> None:
         buffers = self.pipe_buffers
         inputs = buffers["inputs"][buffer_id]
-        outputs = self.layers_forward(writable(inputs) if torch.is_grad_enabled() else inputs)
+        outputs = self._stage.layers_forward(writable(inputs) if torch.is_grad_enabled() else inputs)
         buffers["outputs"][buffer_id] = outputs
         if self.has_loss:
-            self.loss = self.loss_of(outputs, buffers["labels"][buffer_id])
+            self.loss = self._stage.loss_of(outputs, buffers["labels"][buffer_id])
             self.fwd_outputs.append(without_graph(self.loss))
 
     def _exec_send_activations(self, buffer_id: int) -> None:
@@ -212,9 +218,9 @@ class ByInstructions(StageEngine):
         outputs = self.pipe_buffers["outputs"]
         gradients = (self.grad_layer,) if isinstance(self.grad_layer, Tensor) else self.grad_layer or ()
         result = self.loss if self.has_loss else outputs[buffer_id]
-        self.backward_stage(Action(Kind.BACKWARD, buffer_id), result, gradients)
+        self._stage.backward_stage(Action(Kind.BACKWARD, buffer_id), result, gradients)
         outputs[buffer_id] = self.grad_layer = None
-        self._count_micro_batch()
+        self._stage.count_micro_batch()
 
     def _exec_send_grads(self, buffer_id: int) -> None:
         outlet, inputs = self._links[0].input_gradients, self.pipe_buffers["inputs"]
@@ -251,7 +257,7 @@ class ByInstructions(StageEngine):
 
     def position_in_batch(self) -> str:
         if self._instruction is None:
-            return super().position_in_batch()
+            return self._stage.position()
         return f"stage {self.stage_id}, {self._instruction!r}"
 
     def mem_status(self, msg: str, print_rank: int = -1, reset_max: bool = False) -> None:
@@ -268,6 +274,10 @@ class ByInstructions(StageEngine):
         self.events.emit("before_backward", loss=None)
         core.reducer.before_backward()
         return None
+
+
+def _no_gradient(number: int, grad: Tensor) -> None:
+    """Drop a gradient: an engine without an optimizer only evaluates."""
 
 
 OURS: dict[type[PipeInstruction], Callable[..., Any]] = {

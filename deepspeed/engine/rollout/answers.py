@@ -1,4 +1,4 @@
-"""Where answers end, and what is behind the end."""
+"""Ends of answers, and the padding behind them."""
 
 from __future__ import annotations
 

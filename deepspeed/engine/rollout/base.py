@@ -1,4 +1,4 @@
-"""What is asked of a rollout engine, and what it returns."""
+"""The interface of rollout engines: their requests and their results."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 @dataclass
 class RolloutConfig:
-    """Which engine generates: ``hybrid_engine`` (the model's own ``generate``), ``serving`` (continuous batching) or
+    """The engine that generates: ``hybrid_engine`` (the model's own ``generate``), ``serving`` (continuous batching) or
     ``serving_ahead`` (the same while training goes on). ``use_graph_capture`` has no effect."""
 
     engine: str = "hybrid_engine"
@@ -20,7 +20,7 @@ class RolloutConfig:
 
 @dataclass
 class SamplingConfig:
-    """How tokens are drawn.
+    """Parameters of sampling.
 
     Attributes:
         max_new_tokens: of an answer.

@@ -1,4 +1,4 @@
-"""Which requests share a batch that decodes, and in which of its rows.
+"""Slots of a decoding batch: which requests hold them, in which rows.
 
 Only the bookkeeping, for a decoding loop of one's own: it says which rows of the cache stay, whose answers are complete
 and who moves in. ``RolloutConfig("serving")`` batches continuously by itself.
@@ -22,7 +22,7 @@ class ContinuousBatchRequest:
 
 @dataclass(frozen=True)
 class ContinuousBatchUpdate:
-    """What has changed.
+    """A change of the batch.
 
     Attributes:
         active: who is in the batch now, by row.
@@ -69,12 +69,12 @@ class ContinuousBatchScheduler:
 
     @property
     def active(self) -> tuple[ContinuousBatchRequest, ...]:
-        """Who decodes, by row."""
+        """Requests that decode, by row."""
         return tuple(self._rows)
 
     @property
     def pending(self) -> tuple[ContinuousBatchRequest, ...]:
-        """Who waits, in order."""
+        """Requests that wait, in order."""
         return tuple(self._waiting)
 
     def submit(self, request: ContinuousBatchRequest) -> None:

@@ -105,8 +105,8 @@ class HybridEngineRollout(RolloutEngine):
         return batch
 
     def get_last_profile(self) -> dict[str, Any] | None:
-        """How long each part of the last ``generate`` took, in milliseconds, the answers' length with their padding,
-        and how many tokens that is in a second. None: before the first one, or without ``enable_profiling``."""
+        """Milliseconds of each part of the last ``generate``, the length of the answers with their padding, and tokens
+        per second. None: before the first one, or without ``enable_profiling``."""
         return None if self._last_profile is None else dict(self._last_profile)
 
     def _mark(self) -> None:

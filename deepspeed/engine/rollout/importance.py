@@ -9,9 +9,9 @@ from torch import Tensor
 def importance_weights(
     training: Tensor, rollout: Tensor, mask: Tensor, *, cap: float = 2.0, level: str = "token"
 ) -> Tensor:
-    """How much more probable an answer is for the model that learns than for the one that gave it, at most ``cap``
-    (truncated importance sampling, E. L. Ionides, 2008): what the loss of a rollout that is behind is multiplied by.
-    The cap keeps a rare token from deciding the step; the bias that it leaves is small where the two are near.
+    """Return importance weights: how much more probable each answer is for the model that learns than for the one that
+    gave it, at most ``cap`` (truncated importance sampling, E. L. Ionides, 2008). They multiply the loss of a stale
+    rollout. The cap keeps a rare token from deciding the step; the bias that it leaves is small where the two are near.
 
     Args:
         training: [rows, length] log-probabilities of the answers' tokens by the weights at the beginning of the update.
@@ -38,8 +38,8 @@ def importance_weights(
 
 
 def rollout_mismatch(training: Tensor, rollout: Tensor, mask: Tensor) -> dict[str, float]:
-    """How far the log-probabilities that generation had are from those of the training forward, with the same weights:
-    what another order of sums, or another precision, makes of them.
+    """Measure how far the log-probabilities of generation are from those of the training forward with the same weights:
+    the effect of another order of sums, or of another precision.
 
     Args:
         training: [rows, length] log-probabilities of the answers' tokens, by the model that learns.

@@ -17,7 +17,7 @@ from deepspeed.engine.rollout.base import RolloutBatch
 
 @dataclass
 class ResponseTokenBatch:
-    """What a causal model is to predict in a rollout: logits at position ``i`` are for ``target_ids[:, i]``.
+    """Targets of a causal model in a rollout: logits at position ``i`` are for ``target_ids[:, i]``.
 
     Attributes:
         input_ids: [rows, length], the rollout's.
@@ -52,8 +52,8 @@ class ResponseTokenBatch:
         )
 
     def select_causal_logits(self, logits: Tensor) -> Tensor:
-        """Of logits [rows, length, vocabulary] those that have a target. ValueError: another number of rows or
-        positions."""
+        """Select, from logits [rows, length, vocabulary], those that have a target. ValueError: another number of rows
+        or positions."""
         if logits.dim() != 3 or logits.shape[:2] != self.input_ids.shape:
             rows = tuple(self.input_ids.shape)
             raise ValueError(f"logits {tuple(logits.shape)} do not fit the rows and sequence length {rows}")

@@ -88,7 +88,7 @@ class ServingRolloutAhead(RolloutEngine):
         _check_ranks(engine)
         self.engine = engine
         self.step = 0
-        """Of the weights that it generates with."""
+        """Training step of the weights that it generates with."""
         self._server = _Server(tokenizer, cfg or ServingRolloutConfig())
         self._worker = ThreadPoolExecutor(1, "rollout")
         self._running: Future[RolloutBatch] | None = None
@@ -97,12 +97,12 @@ class ServingRolloutAhead(RolloutEngine):
 
     @property
     def weight_bytes(self) -> int:
-        """Of the copy."""
+        """Bytes of the copy of the weights."""
         return sum(param.nbytes for param in self._copy.parameters())
 
     @property
     def in_progress(self) -> bool:
-        """Whether answers are asked for and not taken."""
+        """True: answers were requested and have not been taken."""
         return self._running is not None
 
     def sync_weights(self, step: int) -> None:
@@ -260,8 +260,8 @@ def _whole(engine: Any) -> Iterator[nn.Module]:
 def _copy_of(module: nn.Module) -> nn.Module:
     """With weights of its own that no engine knows. ``copy.deepcopy`` alone would bring along what an engine has made
     of the parameters."""
-    twins: dict[int, Tensor] = {
+    copies: dict[int, Tensor] = {
         id(param): nn.Parameter(param.detach().clone(), requires_grad=False) for param in module.parameters()
     }
-    twins |= {id(buffer): buffer.detach().clone() for buffer in module.buffers()}
-    return copy.deepcopy(module, {**twins}).eval()
+    copies |= {id(buffer): buffer.detach().clone() for buffer in module.buffers()}
+    return copy.deepcopy(module, {**copies}).eval()

@@ -96,7 +96,7 @@ class History:
         self._keep_curves([each for each in self._curves if each[1]["step"] <= step])
         ranks = self._state.get("run", {}).get("ranks")
         on = f" on {ranks} rank{'' if ranks == 1 else 's'}" if ranks else ""
-        text = f"goes on after step {step}{on}"
+        text = f"resumed at step {step}{on}"
         self._add_event({"event": "resume", "t": entry["t"], "step": step, "text": text})
         self.epoch += 1
 

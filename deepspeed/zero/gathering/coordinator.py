@@ -109,6 +109,18 @@ class ParamCoordinator:
 
     # Forward ------------------------------------------------------------------------------------------------
 
+    def begin_forward(self, *, training: bool) -> None:
+        """Note what the engine is about to run in this thread: a forward, or an evaluation; ``training``: the mode of
+        its module."""
+        if training:
+            self.trains_in_eval_mode = False
+        trains = torch.is_grad_enabled() and (training or self.trains_in_eval_mode)
+        self.this_thread.told = Phase.FORWARD if trains else Phase.EVALUATION
+
+    def end_forward(self) -> None:
+        """Note that modules are called by themselves from now on."""
+        self.this_thread.told = None
+
     def enter(self, needs: list[int], phase: Phase = Phase.FORWARD, root: Hashable = None) -> None:
         """A call begins. ``phase`` and ``root`` apply to outermost calls, except to those inside a backward."""
         frames = self.this_thread.frames

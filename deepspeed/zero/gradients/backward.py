@@ -34,6 +34,26 @@ def output_tensors(value: Any) -> Iterable[Tensor]:
     return (tensor for tensor in tensors_in(value) if tensor.grad_fn is not None)
 
 
+def check_graph(loss: Any) -> None:
+    """TypeError, RuntimeError: ``loss`` is no tensor with a graph."""
+    if not isinstance(loss, Tensor):
+        raise TypeError(f"the loss must be a tensor, not {type(loss).__name__}")
+    if not loss.requires_grad:
+        raise RuntimeError(
+            "the loss does not require grad: it was computed under no_grad, or no trainable parameter took part in it"
+        )
+
+
+def check_scalar(loss: Any) -> None:
+    """Do what ``check_graph`` does. ValueError: ``loss`` has more than one element."""
+    check_graph(loss)
+    if loss.numel() != 1:
+        raise ValueError(
+            f"the loss must be a scalar, not of shape {tuple(loss.shape)}: reduce it with mean() or sum(), or call "
+            "engine.scale(output).backward(gradient) if you have the gradient of an output"
+        )
+
+
 class GraphTask:
     """One backward of autograd in progress; created inside one of its hooks.
 
@@ -109,24 +129,24 @@ class PlainBackward:
 
     Registered on outputs rather than on parameters because reentrant checkpointing runs nested graph tasks: only
     the outermost one reaches the outputs. ``paused``: the engine itself runs a backward. After a backward that raised,
-    ``failed`` is True until ``forget`` is called or the next backward begins. ``open``: one has begun and has not ended
-    well; while there is none, nothing can have failed.
+    ``failed`` is True until ``forget`` is called or the next backward begins. ``scaled``: the loss of the next backward
+    was multiplied by the loss scale already.
     """
 
     def __init__(self, begin: Callable[[], None], end: Callable[[], None]) -> None:
         self.begin = begin
         self.end = end
         self.paused = False
+        self.scaled = False
         self._task: GraphTask | None = None
         self._end_failed = False
-        self.open = False
 
     @property
     def failed(self) -> bool:
         return self._end_failed or (self._task is not None and self._task.failed)
 
     def forget(self) -> None:
-        self._task, self._end_failed, self.open = None, False, False
+        self._task, self._end_failed, self.scaled = None, False, False
 
     def watch(self, outputs: Any) -> None:
         for tensor in output_tensors(outputs):
@@ -137,13 +157,11 @@ class PlainBackward:
             return
         self.begin()
         self._task = GraphTask(self._over)
-        self.open = True
 
     def _over(self) -> None:
         self._task = None
         try:
             self.end()
-            self.open = False
         except BaseException:
             self._end_failed = True
             raise

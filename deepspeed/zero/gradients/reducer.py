@@ -19,6 +19,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from enum import Enum
 from typing import Protocol
 
 import torch
@@ -40,6 +41,17 @@ def _own_references() -> int:
 
 
 _OWN_REFERENCES = _own_references()
+
+
+class Progress(Enum):
+    """How far the reducer is with the backward at hand."""
+
+    IDLE = "no backward has begun since the last one ended"
+    ANNOUNCED = (
+        "`before_backward` was called and no gradient has arrived; the caller will call `flush` at its end"
+    )
+    ACCUMULATING = "gradients arrive and are added up on this rank only"
+    SUMMING = "gradients arrive, and buckets that are full are summed over ranks"
 
 
 class LaunchTurns(Protocol):
@@ -98,8 +110,6 @@ class GradReducer:
         self._shown: list[Tensor] = []  # these views, until the next backward
         self._late: dict[int, Tensor] = {}
         self._after_sum: Callable[[Tensor], None] | None = None
-        self.managed = False  # whether the caller calls flush() at the end of the running backward
-        self._running = False  # between the beginning of a backward and its flush
         self._lost = ""  # name of a parameter that another engine trains by now
         self._lay_out()
 
@@ -153,21 +163,20 @@ class GradReducer:
         self._last: int | None = None  # the bucket that was launched last
         self._completed: list[int] = []
         self._launched = [False] * len(self.buckets)
-        self._sync: bool | None = None
+        self._progress = Progress.IDLE
         self._share = 1.0
 
-    def before_backward(self, *, managed: bool = True, share: float = 1.0) -> None:
-        """Withdraw exposed gradients, so that autograd hands over new tensors instead of adding in place. Those that a
-        script holds stay what they are, in memory of their own: the sums are written again.
+    def before_backward(self, *, share: float = 1.0) -> None:
+        """Announce a backward, at whose end the caller will ``flush``; ``share``: factor of all its gradients, if the
+        caller has not divided the loss.
 
-        ``managed``: the caller will ``flush`` when the backward ends. ``share``: factor of all gradients of this
-        backward, whose loss the caller has not divided.
+        Exposed gradients are withdrawn, so that autograd hands over new tensors instead of adding in place. Those that
+        a script holds stay what they are, in memory of their own: the sums are written again.
         """
         if self._lost:
             raise self._retired()
-        self.managed = managed
         self._share = share
-        self._running = True
+        self._progress = Progress.ANNOUNCED
         exposed, self._exposed = self._exposed, []
         if exposed and all(param.grad is None for param in exposed):
             self.clear()  # the caller set each to None, or its optimizer did: what it assigns counts
@@ -189,24 +198,28 @@ class GradReducer:
         self.used[index] = True
         if self._share != 1.0:
             grad = grad * self._share  # not in place: several parameters may have been given one tensor
-        if self._sync is None:
-            self._sync = self.will_sync()
-            self._running = True
-            if not self.managed:
-                self._schedule_flush()
+        if self._progress is Progress.IDLE:
+            self._schedule_flush()
+        sums = self._progress is Progress.SUMMING or self._decide()
         self._arrived[index] += 1
         if self._launched[b]:
             late = self._late.get(index)
             self._late[index] = grad.detach().clone() if late is None else late.add_(grad.detach())
             return
         if not in_place:
-            self.buckets[b].accept(position, grad, lasting=not self._sync)
+            self.buckets[b].accept(position, grad, lasting=not sums)
         if self._arrived[index] <= self._expected[index]:
             self._missing[b] -= 1
             if self._missing[b] == 0:
                 self._completed.append(b)
-                if self._sync and (self.overlap or not self.buckets[b].keep_local):
+                if sums and (self.overlap or not self.buckets[b].keep_local):
                     self._launch_full()
+
+    def _decide(self) -> bool:
+        """Return whether this backward sums over ranks; its first gradient, or its end if there is none, decides it."""
+        if self._progress is Progress.IDLE or self._progress is Progress.ANNOUNCED:
+            self._progress = Progress.SUMMING if self.will_sync() else Progress.ACCUMULATING
+        return self._progress is Progress.SUMMING
 
     def add(self, index: int, grad: Tensor) -> None:
         """Add a gradient that was computed outside of a backward, while sums wait (``sync_enabled`` is False)."""
@@ -264,12 +277,8 @@ class GradReducer:
 
     def flush(self) -> None:
         """End of a backward: launch what is left, wait for all, expose or drop the results."""
-        self.managed = False
-        if self._sync is None:
-            self._sync = self.will_sync()
-        if self._sync:
+        if self._decide():
             self._reduce_rest()
-        self._running = False
         self._begin()
         if self.expose:
             self._expose()
@@ -316,7 +325,7 @@ class GradReducer:
         if cadence is self.cadence:
             return
         self.check_cadence(cadence)
-        if self._running or any(bucket.local is not None for bucket in self.buckets):
+        if self._progress is not Progress.IDLE or any(bucket.local is not None for bucket in self.buckets):
             raise RuntimeError("the cadence of sums changes between two steps, not between micro-batches")
         self.cadence = cadence
         self._set_formats()
@@ -359,8 +368,8 @@ class GradReducer:
             self._take_assigned()
         for bucket in self.buckets:
             if bucket.local is not None or bucket.reduced is None:
-                self._sync = True
                 self.before_backward()
+                self._progress = Progress.SUMMING
                 self.flush()
                 return
 
@@ -404,7 +413,7 @@ class GradReducer:
     def reduce_late(self) -> None:
         """Sum what arrived after its bucket was launched. Every rank calls this, or none (``GradReport``)."""
         self.before_backward()
-        self._running = False
+        self._progress = Progress.IDLE
         for index, grad in self._late.items():
             b, position = self._place[index]
             self.buckets[b].accept(position, grad)
@@ -455,9 +464,7 @@ class GradReducer:
         The sums of that backward are completed first and their results dropped. So all ranks have joined the same
         number, wherever each one failed, and no memory is reused while another rank is still writing to it.
         """
-        running, self._running = self._running, False
-        self.managed = False
-        if running and (self._sync or (self._sync is None and self.will_sync())):
+        if self._progress is not Progress.IDLE and self._decide():
             self._launch_rest()
         for bucket in self.buckets:
             bucket.abandon()

@@ -9,11 +9,11 @@ from deepspeed.base.logging import logger
 from deepspeed.observe.monitor.monitor import Event
 
 if TYPE_CHECKING:
-    from deepspeed.engine.base import EngineBase
+    from deepspeed.engine.interface import Engine
 
 SAMPLES, STEPS, TOKENS = "samples", "steps", "tokens"
 PREFIXES = {SAMPLES: "Train/Samples/", STEPS: "Train/Steps/", TOKENS: "Train/Tokens/"}
-"""How the names of the engine's curves begin, by their x axis (``monitor.x``)."""
+"""Prefixes of the names of the engine's curves, by their x axis (``monitor.x``)."""
 
 
 class CurveAxis:
@@ -23,7 +23,7 @@ class CurveAxis:
     of the next step.
     """
 
-    def __init__(self, engine: EngineBase, x: str = SAMPLES) -> None:
+    def __init__(self, engine: Engine, x: str = SAMPLES) -> None:
         self._engine, self.x = engine, x
         self._tokens, self._at_samples = 0, 0
         self.counts_tokens = x == TOKENS

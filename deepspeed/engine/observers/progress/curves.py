@@ -1,4 +1,4 @@
-"""What the engine itself writes to the monitors at each optimizer step."""
+"""Curves that the engine itself writes to the monitors at each optimizer step."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from deepspeed.observe.timer import (
 )
 
 if TYPE_CHECKING:
-    from deepspeed.engine.base import EngineBase
+    from deepspeed.engine.interface import Engine
     from deepspeed.engine.observers.progress.wall_clock import WallClock
 
 TIMERS = {
@@ -38,19 +38,19 @@ NUMBERS = {
     "tokens_per_second": "tokens_per_s",
     "loss_scale": "scale",
 }
-"""Of a ``Reading``, by the names of the curves."""
+"""Names of curves -> fields of a ``Reading``."""
 
 MEMORY = "memory_gib"
 
 
 class Curves:
-    """What every optimizer step says of itself, for the monitors; on rank 0.
+    """Writer of the readings of every optimizer step to the monitors, on rank 0.
 
     ``clock``: who takes the times, if someone does.
     """
 
     def __init__(
-        self, engine: EngineBase, monitor: MonitorMaster, reader: StepReader, clock: WallClock | None
+        self, engine: Engine, monitor: MonitorMaster, reader: StepReader, clock: WallClock | None
     ) -> None:
         self.engine, self.monitor, self.reader, self.clock = engine, monitor, reader, clock
         # The live page has the other numbers by itself, and measures memory less often.

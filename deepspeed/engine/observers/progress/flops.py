@@ -15,14 +15,14 @@ from deepspeed.observe.flops.profiler import FlopsProfiler
 from deepspeed.observe.flops.report import Ranks, Times
 
 if TYPE_CHECKING:
-    from deepspeed.engine.base import EngineBase
+    from deepspeed.engine.interface import Engine
 
 
 class FlopsOfOneStep:
     """Profiles the step ``profile_step`` on every rank: what it counts and times is the mean of the step's
     micro-batches. Rank 0 prints it. Before that step it costs one call per forward, after it nothing."""
 
-    def __init__(self, engine: EngineBase) -> None:
+    def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.config = engine._config.flops_profiler_config
         load_dispatch()  # now, and not within a step that is timed
@@ -60,14 +60,14 @@ class FlopsOfOneStep:
 
     def stop(self, **_: Any) -> None:
         """The update is next: it is timed, and not counted."""
-        self.profiler.stop_profile(self.engine.gradient_accumulation_steps())
+        self.profiler.stop_profile(self.engine._config.gradient_accumulation_steps)
         self._begin("step")
 
     def report(self, **_: Any) -> None:
         if self.profiler.started:  # not a boundary
             return
         self._end("step")
-        passes = self.engine.gradient_accumulation_steps()
+        passes = self.engine._config.gradient_accumulation_steps
         seconds = self._seconds
         self.profiler.times = Times(
             seconds["forward"] / passes, seconds["backward"] / passes, seconds["step"]
@@ -97,7 +97,7 @@ class FlopsOfOneStep:
             engine.world_size,
             engine.dp_world_size,
             engine.mp_world_size,
-            engine.train_micro_batch_size_per_gpu(),
+            engine._config.train_micro_batch_size_per_gpu,
             sum(row[1] for row in by_rank),
             by_rank,
             engine.mesh.size("dp"),
@@ -119,7 +119,7 @@ class FlopsOfOneStep:
         self.give_up()
 
     def _all_ranks(self) -> tuple[tuple[int, ...], ...]:
-        """What each rank has and did: collective."""
+        """Return the parameters and the work of each rank. Collective."""
         done = self.profiler.totals
         own = (
             done.params,

@@ -1,5 +1,5 @@
-"""What an optimizer step sends within a host and across: for ``wall_clock_breakdown``, the monitors and the log of
-communication."""
+"""Bytes that an optimizer step sends within a host and across: for ``wall_clock_breakdown``, the monitors and the log
+of communication."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from deepspeed.comm.record import convert_size
 from deepspeed.observe.monitor.monitor import MonitorMaster
 
 if TYPE_CHECKING:
-    from deepspeed.engine.base import EngineBase
+    from deepspeed.engine.interface import Engine
 
 
 class Totals:
-    """Of ``steps`` together. The log keeps it when the engine has gone."""
+    """Bytes sent in ``steps`` steps together. The log keeps it when the engine has gone."""
 
     def __init__(self) -> None:
         self.sent, self.steps = Sent(), 0
@@ -32,12 +32,12 @@ class Totals:
 
 
 class BytesByLink:
-    """Of this rank: ``last`` is what the last step sent, from the end of the one before.
+    """Counter of the bytes of this rank: ``last`` is what the last step sent, from the end of the one before.
 
     ``speaks``: a line for each step on rank 0. ``monitor``: two curves of rank 0.
     """
 
-    def __init__(self, engine: EngineBase, *, speaks: bool, monitor: MonitorMaster | None) -> None:
+    def __init__(self, engine: Engine, *, speaks: bool, monitor: MonitorMaster | None) -> None:
         self.engine, self.speaks = engine, speaks
         self.monitor = monitor if is_rank_zero() else None
         self.number = engine.global_steps

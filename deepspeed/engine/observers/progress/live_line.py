@@ -1,4 +1,4 @@
-"""How a run is doing, on one line: by default a status line on a terminal, else a line in the log every so often.
+"""The progress of a run on one line: by default a status line on a terminal, else a line in the log every so often.
 
 Between two lines a step only reads the clock; loss and inputs are examined only in the step before a line is shown.
 """
@@ -26,7 +26,7 @@ from deepspeed.engine.observers.progress.readings import (
 )
 
 if TYPE_CHECKING:
-    from deepspeed.engine.base import EngineBase
+    from deepspeed.engine.interface import Engine
 
 VARIABLE = "DEEPSPEED_PROGRESS"
 """Environment variable: 0 or off for no progress and no start lines, line, bar, or auto (the default)."""
@@ -63,7 +63,7 @@ class Display:
 
 
 def asked_form() -> Form | None:
-    """What the environment asks for, None if it does not say."""
+    """Return the form that the environment asks for, None if it does not say."""
     return _FORM_OF.get(os.environ.get(VARIABLE, "").strip().lower())
 
 
@@ -86,7 +86,7 @@ def choose_display(steps_per_print: float | None, log_level: str | None, *, clie
 
 
 def made_by_client() -> bool:
-    """Whether a client library is, directly or indirectly, the caller of the function that calls this."""
+    """Return whether a client library is, directly or indirectly, the caller of the function that calls this."""
     frame = sys._getframe(1)
     while frame is not None:
         if str(frame.f_globals.get("__name__", "")).partition(".")[0] in CLIENTS:
@@ -161,9 +161,7 @@ class LiveLine:
         now_s: the clock.
     """
 
-    def __init__(
-        self, engine: EngineBase, display: Display, now_s: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, engine: Engine, display: Display, now_s: Callable[[], float] = time.monotonic) -> None:
         self.engine = engine
         self.every = display.every
         self.status = StatusLine() if display.form is Form.BAR else None
@@ -258,7 +256,7 @@ class LiveLine:
             self.status.close()
 
 
-def attach_live_line(engine: EngineBase) -> LiveLine | None:
+def attach_live_line(engine: Engine) -> LiveLine | None:
     """A line for this engine on rank 0, unless disabled."""
     config = engine._config
     display = choose_display(config.steps_per_print, config.log_level, client=made_by_client())

@@ -36,7 +36,7 @@ from deepspeed.observe.live.server import TOKEN_FILE, TOKEN_VARIABLE, PageServer
 from deepspeed.planning.ledger import Place
 
 if TYPE_CHECKING:
-    from deepspeed.engine.base import EngineBase
+    from deepspeed.engine.interface import Engine
 
 OWN = frozenset(
     prefix + name
@@ -56,9 +56,9 @@ PEAK_TFLOPS = {
 
 
 class Pulse:
-    """What a rank says of itself, on every rank: written by the training thread, read by another."""
+    """The state of a rank, on every rank: written by the training thread, read by another."""
 
-    def __init__(self, engine: EngineBase) -> None:
+    def __init__(self, engine: Engine) -> None:
         self.step = engine.global_steps
         self._arrivals_s: deque[float] = deque(maxlen=ARRIVALS)
         self.ended_s = self._ready_s = time.perf_counter()
@@ -90,7 +90,7 @@ class Pulse:
 class LivePage:
     """On every rank; the record and the page on rank 0, which has a ``reader``."""
 
-    def __init__(self, engine: EngineBase, config: LiveConfig, reader: StepReader | None) -> None:
+    def __init__(self, engine: Engine, config: LiveConfig, reader: StepReader | None) -> None:
         self.engine, self.config, self.reader = engine, config, reader
         self.pulse = Pulse(engine)
         self.ranks = RankStates(self.pulse.say)
@@ -204,7 +204,7 @@ class LivePage:
 class _Skipped:
     """Updates skipped so far; does not keep the engine alive."""
 
-    def __init__(self, engine: EngineBase) -> None:
+    def __init__(self, engine: Engine) -> None:
         self._engine = weakref.ref(engine)
 
     def __call__(self) -> int:
@@ -220,9 +220,10 @@ def _end(ranks: RankStates, recorder: Recorder | None, server: PageServer | None
         server.close()
 
 
-def facts_of(engine: EngineBase, peak_tflops: float | None) -> dict[str, Any]:
-    """What stays the same in this process. ``flops_per_token``: 6 per trained weight, 4 per frozen one (no gradient of
-    its own), attention apart; only where this rank has the whole model and every token meets every weight."""
+def facts_of(engine: Engine, peak_tflops: float | None) -> dict[str, Any]:
+    """Return what stays the same in this process. ``flops_per_token``: 6 per trained weight, 4 per frozen one (no
+    gradient of its own), attention apart; only where this rank has the whole model and every token meets every
+    weight."""
     trained = sum(full_numel(p) for p in engine.module.parameters() if p.requires_grad)
     frozen = sum(full_numel(p) for p in engine.module.parameters()) - trained
     whole = engine.mesh.size("tp") == 1 and engine.mesh.size("pp") == 1 and not engine.has_moe_layers
@@ -233,7 +234,7 @@ def facts_of(engine: EngineBase, peak_tflops: float | None) -> dict[str, Any]:
         "device": engine.device.type,
         "stage": engine.plan.zero.stage,
         "precision": engine.plan.precision.name,
-        "batch": engine.train_batch_size(),
+        "batch": engine._config.train_batch_size,
         "parameters": trained + frozen,
         "total_steps": total_steps(engine.lr_scheduler),
         "flops_per_token": 6 * trained + 4 * frozen if whole else None,
@@ -251,7 +252,7 @@ def _peak_flops(device: torch.device, tflops: float | None) -> float | None:
     return None if tflops is None else 1e12 * tflops
 
 
-def _plan(engine: EngineBase) -> dict[str, Any]:
+def _plan(engine: Engine) -> dict[str, Any]:
     """``now`` and ``most`` as in the start report; ``line``: what memory is compared with. On CPUs that is of the whole
     process, which also has Python and the libraries."""
     try:

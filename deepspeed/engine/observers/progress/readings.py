@@ -1,4 +1,4 @@
-"""What an optimizer step says of itself on rank 0: the one source of the monitors' curves and of the live page.
+"""Readings of an optimizer step on rank 0: the one source of the monitors' curves and of the live page.
 
 The progress line, which reads only the steps that it shows, uses the same functions.
 """
@@ -17,7 +17,7 @@ from deepspeed.base.accelerator import get_accelerator
 from deepspeed.base.accelerator.host_memory import resident_bytes
 
 if TYPE_CHECKING:
-    from deepspeed.engine.base import EngineBase
+    from deepspeed.engine.interface import Engine
     from deepspeed.engine.observers.progress.curve_axis import CurveAxis
 
 
@@ -51,10 +51,10 @@ class Reading:
 class StepReader:
     """Reads every optimizer step once, before the other observers on rank 0 that ask for ``latest``."""
 
-    def __init__(self, engine: EngineBase, axis: CurveAxis) -> None:
+    def __init__(self, engine: Engine, axis: CurveAxis) -> None:
         self.engine, self.axis = engine, axis
         self.latest: Reading | None = None
-        """Of the step that has just ended; None between the micro-batches of a step."""
+        """Reading of the step that has just ended; None between the micro-batches of a step."""
         self._meter = LossMeter(engine, always=True)
         self._loss: float | None = None
         self._rows = self._tokens = 0  # of this rank, in this step
@@ -115,7 +115,7 @@ class LossMeter:
     Nothing is read from the device before ``take``. Only steps between ``listen`` and ``take`` are observed.
     """
 
-    def __init__(self, engine: EngineBase, *, always: bool = False) -> None:
+    def __init__(self, engine: Engine, *, always: bool = False) -> None:
         self._engine, self._events = engine, engine.events
         self._always = always
         self.listening = False

@@ -18,10 +18,10 @@ from deepspeed.zero.precision import precision_table
 
 if TYPE_CHECKING:
     from deepspeed.engine.assembly import TrainingCore
-    from deepspeed.engine.base import EngineBase
+    from deepspeed.engine.interface import Engine
 
 
-def precision_rows(engine: EngineBase) -> list[tuple[str, set[torch.dtype]]]:
+def precision_rows(engine: Engine) -> list[tuple[str, set[torch.dtype]]]:
     """Kinds of tensors and the dtypes they actually have, or (state, before the first step) will have."""
     rows = [("parameters", {p.dtype for p in engine.module.parameters()})]
     core = engine.core
@@ -51,15 +51,15 @@ def _coming_states(optimizer: torch.optim.Optimizer, masters: set[torch.dtype]) 
     return {torch.float32 if wide and dtype.itemsize < 4 else dtype for dtype in masters}
 
 
-def log_start(engine: EngineBase) -> None:
+def log_start(engine: Engine) -> None:
     """Three lines about what was decided, on rank 0, unless disabled; details at level INFO."""
     say = reporter(engine)
     zero = engine.plan.zero
     say(
         f"DeepSpeed info: version={version}, torch={torch.__version__}, ranks={engine.world_size}, "
         f"device={engine.device}, ZeRO stage={zero.stage}, precision={engine.plan.precision.name}, "
-        f"batch={engine.train_batch_size()} = {engine.train_micro_batch_size_per_gpu()} per rank x "
-        f"{engine.gradient_accumulation_steps()} micro-batches x {engine.dp_world_size} data-parallel ranks"
+        f"batch={engine._config.train_batch_size} = {engine._config.train_micro_batch_size_per_gpu} per rank x "
+        f"{engine._config.gradient_accumulation_steps} micro-batches x {engine.dp_world_size} data-parallel ranks"
     )
     for transformed in engine.module_transforms.reports:
         say(transformed.line())
@@ -80,19 +80,19 @@ def log_start(engine: EngineBase) -> None:
     log_dist("dtypes:\n" + precision_table(precision_rows(engine)), ranks=[0])
 
 
-def reporter(engine: EngineBase) -> Callable[[str], None]:
+def reporter(engine: Engine) -> Callable[[str], None]:
     """``report``, or the log at level INFO if a client has its own report or none is wanted."""
     if _wanted(engine) and (asked_form() is not None or not made_by_client()):
         return report
     return lambda text: log_dist(text, ranks=[0])
 
 
-def _wanted(engine: EngineBase) -> bool:
-    """Whether neither the environment nor the level of the log silences the lines of the start."""
+def _wanted(engine: Engine) -> bool:
+    """Return whether neither the environment nor the level of the log silences the lines of the start."""
     return asked_form() is not Form.NONE and wants_reports(engine._config.log_level)
 
 
-def _parameters(engine: EngineBase, core: TrainingCore) -> str:
+def _parameters(engine: Engine, core: TrainingCore) -> str:
     trained = sum(full_numel(p) for p in core.trained.params)
     frozen = sum(full_numel(p) for p in engine.module.parameters()) - trained
     buckets = len(core.param_buckets)
@@ -102,8 +102,8 @@ def _parameters(engine: EngineBase, core: TrainingCore) -> str:
     )
 
 
-def _memory(engine: EngineBase) -> str:
-    """What this rank holds now, and what the plan predicts: for now, and the peak without activations."""
+def _memory(engine: Engine) -> str:
+    """Describe what this rank holds now, and what the plan predicts: for now, and the peak without activations."""
     # The planner, for those who read these lines.
     from deepspeed.engine.observers.planned_memory import ledger_of, now_and_most, size
 
@@ -117,7 +117,7 @@ def _memory(engine: EngineBase) -> str:
     return f"{text} (planned {size(now)}; {size(most)} in training, activations apart)"
 
 
-def held_bytes(engine: EngineBase) -> int:
+def held_bytes(engine: Engine) -> int:
     """Memory of this rank's parameters, buffers, master weights, gradients and optimizer state, each counted once."""
     tensors: list[Any] = [*engine.module.parameters(), *engine.module.buffers()]
     if engine.sharded is not None:
@@ -135,8 +135,8 @@ def held_bytes(engine: EngineBase) -> int:
     return sum(sizes.values())
 
 
-def _connections(engine: EngineBase) -> str:
-    """How gradients are communicated, and where the user can watch the progress."""
+def _connections(engine: Engine) -> str:
+    """Describe how gradients are communicated, and where the user can watch the progress."""
     communicator = engine.mesh.communicator("dp", "sp")
     if communicator.size == 1:
         transport = "one rank, nothing is sent"

@@ -1,4 +1,4 @@
-"""Where the time of each step goes, without waiting for a device: marks at the engine's events.
+"""Times of the parts of each step, without waiting for a device: marks at the engine's events.
 
 On a device the marks are events of its stream, which are read a step later, when the device has passed them. So a step
 has the parts of the one before it there; a mean over a second does not notice.
@@ -16,7 +16,7 @@ from deepspeed.base.accelerator import get_accelerator
 from deepspeed.observe.live.record import SPANS
 
 if TYPE_CHECKING:
-    from deepspeed.engine.base import EngineBase
+    from deepspeed.engine.interface import Engine
 
 ENDS: dict[str, tuple[tuple[str, str], ...]] = {
     "after_forward": (("before_forward", "forward"),),
@@ -33,7 +33,7 @@ MOST_UNREAD = 1024  # marks of a device; many micro-batches: the first ones have
 class StepParts:
     """Sums of forward, backward, its inner part and exposed reduction, and update, over the micro-batches of a step."""
 
-    def __init__(self, engine: EngineBase) -> None:
+    def __init__(self, engine: Engine) -> None:
         self._on_host = get_accelerator().use_host_timers()
         self._at: dict[str, Any] = {}
         self._ms = dict.fromkeys(SPANS, 0.0)

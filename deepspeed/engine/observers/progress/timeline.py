@@ -35,7 +35,7 @@ from deepspeed.observe.timeline.recorder import (
 )
 
 if TYPE_CHECKING:
-    from deepspeed.engine.base import EngineBase
+    from deepspeed.engine.interface import Engine
 
 OPERATIONS = (
     "all_gather",
@@ -52,7 +52,7 @@ OUTSIDE, DATA = "outside the engine", "data and script"
 class Timeline:
     """Records from the first forward of the first step to the end of the last one."""
 
-    def __init__(self, engine: EngineBase, config: TraceConfig) -> None:
+    def __init__(self, engine: Engine, config: TraceConfig) -> None:
         self.engine, self.config = engine, config
         self.folder = make_folder("trace.path", config.path)
         self.recorder: Recorder | None = None
@@ -115,7 +115,7 @@ class Timeline:
         ) in during:  # one that subscribes to the event that is emitted now is told of it, too
             engine.events.on(event, subscriber)
         self._subscriptions += during
-        if not engine.compilation.compiled:
+        if not engine.compilation.is_compiled:
             self._watch_modules(recorder)
         self._watch_collectives(recorder)
         self._watch_pipeline(recorder)
@@ -229,7 +229,7 @@ class Timeline:
             self.recorder.add(BACKWARD, name, begin, now)
 
     def _subject(self, recorder: Recorder) -> str:
-        """What is being done: a bucket, a module, or a phase."""
+        """Return the subject of the work at hand: a bucket, a module, or a phase."""
         if name := recorder.subject():
             return name
         if self._differentiated is not None:
@@ -288,7 +288,7 @@ class Timeline:
         """Waiting for other stages. The class is asked: an engine has the attributes of its module, too."""
         if not hasattr(type(self.engine), "pipe_channels"):
             return
-        for name, channel in self.engine.pipe_channels():
+        for name, channel in self.engine.pipe_channels():  # type: ignore[attr-defined]
             peer = getattr(channel, "peer", None)
             method = "receive" if hasattr(channel, "receive") else "flush"
             if peer is not None:  # not between two pieces of this rank

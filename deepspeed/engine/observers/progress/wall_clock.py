@@ -22,12 +22,12 @@ from deepspeed.observe.timer import (
 )
 
 if TYPE_CHECKING:
-    from deepspeed.engine.base import EngineBase
+    from deepspeed.engine.interface import Engine
 
 EVERY = 10
 """Steps after which the ranks tell each other their times, where `steps_per_print` says nothing."""
 MOST_RANKS = 16
-"""Of more ranks than this, only those with the least and the most of a time are shown."""
+"""Ranks whose times are all shown; of more, only those with the least and the most of a time."""
 APART = (EXPOSED_COMMUNICATION_TIMER, DATA_TIMER)
 """Times in which ranks differ."""
 
@@ -50,7 +50,7 @@ class WallClock:
         ("before_step", "after_step", STEP_GLOBAL_TIMER),
     )
 
-    def __init__(self, engine: EngineBase, interval: int | None = None) -> None:
+    def __init__(self, engine: Engine, interval: int | None = None) -> None:
         self.engine = engine
         self.elapsed_ms: dict[str, float] = {}
         self.step_waits_ms: float | None = None

@@ -1,12 +1,24 @@
-"""What a module must satisfy before an engine can be built around it."""
+"""The module of an engine: what it must satisfy, and how it gets onto this rank."""
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from deepspeed.base.accelerator import get_accelerator
 from deepspeed.base.sharded import is_zero_param
+from deepspeed.config.plan import Plan
+from deepspeed.parallel.expert.placement import place_experts, watched_layers
+from deepspeed.parallel.expert.stacked import mark_stacks
+from deepspeed.zero.placements import find_placements
+from deepspeed.zero.precision import cast_module
+from deepspeed.zero.replica_groups import Scopes
+
+if TYPE_CHECKING:
+    from deepspeed.comm.mesh import ProcessMesh
 
 _SHOWN = 3
 
@@ -73,3 +85,41 @@ def lay_out_contiguously(module: nn.Module) -> None:
         for param in module.parameters():
             if param.requires_grad and not is_zero_param(param) and not param.is_contiguous():
                 param.data = param.data.contiguous()
+
+
+# Onto this rank ---------------------------------------------------------------------------------------------
+
+
+def choose_device(model: nn.Module, local_rank: int, *, keep: bool) -> torch.device:
+    """Return the device to train on, and make it the current one; ``keep``: the one that ``model`` is on."""
+    if keep:
+        first = next(model.parameters(), None)
+        return first.device if first is not None else torch.device("cpu")
+    accelerator = get_accelerator()
+    if accelerator.device_name() != "cpu":
+        accelerator.set_device(local_rank)
+    return torch.device(accelerator.device_name(local_rank))
+
+
+def take_module(
+    model: nn.Module, plan: Plan, mesh: ProcessMesh, device: torch.device | None
+) -> tuple[list[int], bool]:
+    """Put ``model`` on ``device`` (None: it stays), in the plan's dtypes, and keep this rank's experts.
+
+    Returns the number of experts of each mixture-of-experts layer, in the order of the module, and whether there is any
+    such layer, also one whose experts others place.
+    """
+    if device is not None:
+        model.to(device)
+    cast_module(model, plan.precision)
+    lay_out_contiguously(model)
+    num_experts = place_experts(model, mesh)
+    mark_stacks(model)
+    return num_experts, bool(num_experts) or any(True for _ in watched_layers(model))
+
+
+def find_scopes(model: nn.Module, plan: Plan, mesh: ProcessMesh, mics_shard_size: int) -> Scopes:
+    """Find the ranks that hold the same of each parameter, and note what part of it they hold."""
+    scopes = Scopes(mesh, mics_shard_size, plan.packing.group).find(model.parameters())
+    find_placements(model.parameters(), mesh, scopes)
+    return scopes

@@ -1,0 +1,116 @@
+"""The engine as its parts and its observers see it. The engine imports these, so that they cannot import its class."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
+
+    from deepspeed.base.accelerator.abstract_accelerator import DeepSpeedAccelerator
+    from deepspeed.base.events import Events
+    from deepspeed.checkpoint.files.background import BackgroundWriter
+    from deepspeed.comm.collectives import Network
+    from deepspeed.comm.mesh import ProcessMesh
+    from deepspeed.comm.sparse_tensor import SparseTensor
+    from deepspeed.config.deepspeed_config import DeepSpeedConfig
+    from deepspeed.config.plan import Plan
+    from deepspeed.engine.assembly import TrainingCore
+    from deepspeed.engine.half_loaded import HalfLoaded
+    from deepspeed.transforms import Transforms
+    from deepspeed.zero.accumulation import AccumulationClock
+    from deepspeed.zero.gathering.sharded_model import ShardedModel
+    from deepspeed.zero.replica_groups import Scopes
+
+
+class Engine(Protocol):
+    """The members of ``DeepSpeedEngine`` (``engine/engine.py``, which says what each is) that they use."""
+
+    _config: DeepSpeedConfig
+    plan: Plan
+    events: Events
+    clock: AccumulationClock
+    half_loaded: HalfLoaded
+    facts: Any  # parts.facts.Facts and parts.compiling.Compilation, which import this module
+    compilation: Any
+
+    accelerator: DeepSpeedAccelerator
+    mesh: ProcessMesh
+    _network: Network
+    scopes: Scopes
+    device: torch.device
+    local_rank: int
+    global_rank: int
+    world_size: int
+    dp_world_size: int
+    seq_dp_world_size: int
+    mp_world_size: int
+    mpu: Any
+
+    module: nn.Module
+    module_transforms: Transforms
+    param_names: dict[nn.Parameter, str]
+    num_experts: list[int]
+    has_moe_layers: bool
+    basic_optimizer: Optimizer | None
+    optimizer: Any
+    lr_scheduler: Any
+    training_dataloader: Any
+    collate_fn: Callable[..., Any] | None
+    core: TrainingCore | None
+    sharded: ShardedModel | None
+    checkpoint_engine: Any
+    background_writer: BackgroundWriter | None
+
+    global_steps: int
+    global_samples: int
+    skipped_steps: int
+    losses: Tensor | float
+
+    parts: dict[str, Any]
+    timers: Any
+    tput_timer: Any
+    monitor: Any
+    live_page: Any
+    curve_axis: Any
+    flops_profiler: Any
+    compression_scheduler: Any
+    quantizer: Any
+    random_ltd: Any
+    random_ltd_scheduler: Any
+    loss_weight: Callable[[], float] | None
+    agreed_loss: Tensor | None
+
+    # Training
+    def _require_core(self, what: str) -> TrainingCore: ...
+    def _recover(self) -> None: ...
+    def abandon_update(self, error: BaseException | None = None) -> None: ...
+    def no_sync(self) -> AbstractContextManager[None]: ...
+    def allreduce_gradients(self) -> None: ...
+    def zero_grad(self) -> None: ...
+    def sparse_allreduce(self, sparse: SparseTensor, *args: Any, **kwargs: Any) -> SparseTensor: ...
+    def sparse_allreduce_bucket(
+        self, bucket: Iterable[SparseTensor], *args: Any, **kwargs: Any
+    ) -> list[SparseTensor]: ...
+
+    # State
+    def save_checkpoint(self, save_dir: str, *args: Any, **kwargs: Any) -> bool: ...
+    def save_16bit_model(self, save_dir: str, *args: Any, **kwargs: Any) -> bool: ...
+    def layer_writer(self, exclude_frozen: bool) -> Callable[[Path], None] | None: ...
+    def of_all_stages(self, weights: Any) -> Any: ...
+    def _get_ckpt_name(self, checkpoints_path: Any, tag: str, mp_placeholder: str | None = None) -> str: ...
+
+    # Facts
+    @property
+    def state_access(self) -> Any: ...
+    def position_in_batch(self) -> str: ...
+    def is_gradient_accumulation_boundary(self) -> bool: ...
+    def was_step_applied(self) -> bool: ...
+    def get_global_grad_norm(self) -> float | None: ...
+    def get_lr(self) -> list[float]: ...
+    def get_mom(self) -> list[Any]: ...

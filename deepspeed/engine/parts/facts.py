@@ -1,0 +1,149 @@
+"""The part of an engine that answers questions about it: ``engine.facts``."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from deepspeed.config.plan import GradientPlan
+from deepspeed.transforms.progressive_layer_drop import LayerDropInputs, ProgressiveLayerDrop
+from deepspeed.zero.gradients.sparse import sparse_parameters
+
+if TYPE_CHECKING:
+    from deepspeed.engine.interface import Engine
+
+
+class Facts:
+    """The last step, the optimizer's groups, dtypes, and the groups of ranks."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self.norm: float | None = None
+        """Gradient norm of the last step."""
+        self.applied = False
+        """True: the last step updated the weights."""
+        self._averages: bool | None = None
+
+    # The last step and the optimizer --------------------------------------------------------------------------
+
+    def get_global_grad_norm(self) -> float | None:
+        """Return the gradient norm before clipping at the last step (inf if it was skipped); None before the first."""
+        return self.norm
+
+    def was_step_applied(self) -> bool:
+        """Return whether the last ``step()`` updated the weights."""
+        return self.applied
+
+    def _groups(self) -> list[dict[str, Any]]:
+        optimizer = self._engine.basic_optimizer
+        return optimizer.param_groups if optimizer is not None else []
+
+    def get_lr(self) -> list[float]:
+        """Return the learning rate of each group."""
+        return [group["lr"] for group in self._groups()]
+
+    def get_type(self) -> list[Any]:
+        """Return the ``type`` of each group, None where it has none."""
+        return [group.get("type") for group in self._groups()]
+
+    def get_mom(self) -> list[Any]:
+        """Return the betas of each group, or its momentum if it has no betas."""
+        return [group.get("betas", group.get("momentum")) for group in self._groups()]
+
+    def get_wall_clock_timers(self) -> dict[str, float]:
+        """Return the mean milliseconds of each timer (needs ``wall_clock_breakdown``)."""
+        return {name: timer.mean() for name, timer in self._engine.timers.get_timers().items()}
+
+    def position_in_batch(self) -> str:
+        """Describe, for a report about a hang, where in a batch an engine is that runs whole batches."""
+        return ""
+
+    # The module -----------------------------------------------------------------------------------------------
+
+    @property
+    def progressive_layer_drop(self) -> ProgressiveLayerDrop | None:
+        """Schedule of progressive layer dropping, if the config asks for it."""
+        inputs = self._engine.module_transforms.inputs
+        return next((each.schedule for each in inputs if isinstance(each, LayerDropInputs)), None)
+
+    def get_pld_theta(self) -> float | None:
+        """Return the share of layers that progressive layer dropping keeps now; None without it."""
+        schedule = self.progressive_layer_drop
+        return schedule.get_theta() if schedule is not None else None
+
+    def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
+        """Return (model dtype, dtype in which gradients accumulate)."""
+        precision = self._engine.plan.precision
+        model = precision.param or torch.float32
+        return model, precision.accumulate or model
+
+    @property
+    def sparse_tensor_module_names(self) -> set[str]:
+        """Names, as ``emb.weight``, of embeddings of whose gradients only the used rows are sent
+        (``sparse_gradients``)."""
+        engine = self._engine
+        if not engine._config.sparse_gradients_enabled:
+            return set()
+        weights = sparse_parameters(engine.module)
+        return {name for name, param in engine.module.named_parameters() if param in weights}
+
+    # Sums of gradients ----------------------------------------------------------------------------------------
+
+    @property
+    def communication_data_type(self) -> torch.dtype:
+        """Dtype of gradients on the wire. ValueError: set to another one."""
+        precision = self._engine.plan.precision
+        return precision.reduce or precision.param or torch.float32
+
+    @communication_data_type.setter
+    def communication_data_type(self, value: torch.dtype) -> None:
+        if value != self.communication_data_type:
+            raise ValueError(
+                f"communication_data_type={value} cannot be set on an engine, whose buffers are made for "
+                f"{self.communication_data_type}: set the config key communication_data_type before initialize."
+            )
+
+    @property
+    def gradient_average(self) -> bool:
+        """True: the gradients of a step are averaged over the ranks; False: summed. The config says it first
+        (``gradient_allreduce_op``); it can be set at the stages and with the sections with which that can be "sum"."""
+        return self._engine.plan.gradients.mean if self._averages is None else self._averages
+
+    @gradient_average.setter
+    def gradient_average(self, value: bool) -> None:
+        if bool(value) == self.gradient_average:
+            return
+        engine = self._engine
+        if engine._config.zero_optimization_stage == 3 or engine._config.zero_config.zenflow is not None:
+            raise ValueError(
+                f"gradient_average={value!r}: with ZeRO stage 3 or ZenFlow gradients are always averaged. Scale the "
+                "loss instead, or use a lower stage."
+            )
+        buckets = engine._require_core("gradient_average").reducer.buckets
+        self._averages = bool(value)
+        for bucket in buckets:
+            bucket.factors = self.gradient_rule().factors(engine.scopes[bucket.layout.scope].divisor)
+
+    def gradient_rule(self) -> GradientPlan:
+        """Return the rule by which gradients are summed: as planned, or as ``gradient_average`` has been set."""
+        return replace(self._engine.plan.gradients, mean=self.gradient_average)
+
+    # Groups of ranks ------------------------------------------------------------------------------------------
+
+    @property
+    def expert_parallel_group(self) -> dict[str, Any]:
+        """Name of a group of experts -> the ranks that share one set of them; empty without experts."""
+        return self._expert_groups(same=False)
+
+    @property
+    def expert_data_parallel_group(self) -> dict[str, Any]:
+        """Name of a group of experts -> the ranks that hold the same ones; empty without experts."""
+        return self._expert_groups(same=True)
+
+    def _expert_groups(self, *, same: bool) -> dict[str, Any]:
+        module, mesh = self._engine.module, self._engine.mesh
+        experts = [p for p in module.parameters() if not getattr(p, "allreduce", True)]
+        sizes = {name: int(name.rpartition("_")[2]) for name in sorted({str(p.group_name) for p in experts})}  # type: ignore[attr-defined]
+        return {name: mesh.among(mesh.sharing_experts(size, same=same)).group for name, size in sizes.items()}
