@@ -20,6 +20,7 @@ STATE = {
     "transforms/compile/backend.py:opt_passes": "documented: the passes by name, registered for the process",
     "transforms/compile/passes/contract.py:_pass_contracts": "what registered passes need, by name",
     "comm/functions.py:backend": "holds nothing",
+    "comm/hangs/history.py:watch_ends": "what ends that thread, set when it is first imported",
     "comm/hangs/watch.py:_watch": "the thread that explains hangs, as long as an engine wants it",
     "comm/hangs/watch.py:_lock": "guards its start and end",
     "comm/transports/hosts.py:_random_identity()": "tells this process's host from others",
@@ -58,7 +59,7 @@ STATE = {
     "transforms/recompute/offload_activations.py:_contexts": "open contexts, and the patch while there are",
     "inference/model/packed.py:_running": "the forward whose layers call our attention, per thread",
     "config/section.py:_notes": "collects notes while one config is read, per thread",
-    "zero/gathering/init_context.py:_active": "patches of an active zero.Init",
+    "zero/gathering/active_contexts.py:active_contexts": "patches of an active zero.Init",
     # Resources of the process that end with it, or with their owner.
     "checkpoint/files/locks.py:_own": "locks that this process holds, weakly: a lock belongs to the process",
     "checkpoint/files/locks.py:_guard": "guards them: to close a file of one ends it",

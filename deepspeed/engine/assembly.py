@@ -23,17 +23,12 @@ from deepspeed.optim.loss_scaler import LossScaler
 from deepspeed.zero.accumulation import AccumulationClock
 from deepspeed.zero.bucket import ParamBucket, WeightPublisher
 from deepspeed.zero.buffer_pool import BufferPool
-from deepspeed.zero.gathering.gather_rules import mark_leaves
-from deepspeed.zero.gathering.param_storage import ParamStorage
-from deepspeed.zero.gathering.sharded_bucket import ShardedBucket
-from deepspeed.zero.gathering.sharded_model import ShardedModel
 from deepspeed.zero.gradients.bucket import GradBucket
 from deepspeed.zero.gradients.reducer import GradReducer
 from deepspeed.zero.gradients.sparse import sparse_parameters, stepped_by_rows
 from deepspeed.zero.layout import NOBODY
 from deepspeed.zero.offload.host_copies import HostCopies
 from deepspeed.zero.offload.state_moves import StateMover
-from deepspeed.zero.offload.tiers import ResidentTier, make_tier
 from deepspeed.zero.optimizer import (
     BF16_Optimizer,
     DeepSpeedZeroOptimizer,
@@ -42,26 +37,24 @@ from deepspeed.zero.optimizer import (
     UnfusedOptimizer,
     ZeroOptimizer,
 )
-from deepspeed.zero.params import CHECKS_WRITES
 from deepspeed.zero.partitioning import (
     TrainedParams,
-    cut_sharded,
     cut_whole,
     param_specs,
     trained_params,
-    with_frozen,
 )
 from deepspeed.zero.pending_params import LateParams
 from deepspeed.zero.replica_groups import DENSE, Scopes, scope_name
 from deepspeed.zero.states.access import StateAccess
 from deepspeed.zero.states.client_state import ClientState, has_hooks
 from deepspeed.zero.states.rank_state import OwnState
-from deepspeed.zero.states.store import PARAMS, StateStore
+from deepspeed.zero.states.resident import ResidentTier
+from deepspeed.zero.states.store import StateStore
 from deepspeed.zero.step import StepExecutor
-from deepspeed.zero.wiring import BROADCAST_NUMEL, live_budget, make_grad_buckets, make_reducer
+from deepspeed.zero.wiring import BROADCAST_NUMEL, make_grad_buckets, make_reducer
 
 if TYPE_CHECKING:
-    from deepspeed.config.deepspeed_config import DeepSpeedConfig
+    from deepspeed.zero.gathering.sharded_model import ShardedModel
     from deepspeed.zero.offload.speculation import Speculation
     from deepspeed.zero.offload.zenflow import ZenFlowState
 
@@ -113,14 +106,7 @@ def build_core(
     else:
         weights = list[ParamBucket](sharded.trained_buckets)
     device = next((p.device for p in (*trained.params, *module.parameters())), torch.device("cpu"))
-    tier = make_tier(
-        plan.state_offload,
-        device,
-        [bucket.layout for bucket in weights],
-        weights_swap=sharded.storage.swap if sharded is not None else None,
-        elementwise=not traits_of(optimizer).joins_ranks,
-        grain=traits_of(optimizer).grain,
-    )
+    tier = _tier(plan, optimizer, weights, device, sharded)
     # With ZenFlow gradients add up on the device, and go to the host once per round.
     host = HostCopies(device) if plan.state_offload is not None and plan.zenflow is None else None
     speculation = _speculation(plan, optimizer, clock)
@@ -197,7 +183,30 @@ def _wire_step(
     )
 
 
-# What only SuperOffload and ZenFlow need is imported where the plan has them.
+# What only some plans need is imported where the plan has it.
+
+
+def _tier(
+    plan: Plan,
+    optimizer: torch.optim.Optimizer,
+    weights: Sequence[ParamBucket],
+    device: torch.device,
+    sharded: ShardedModel | None,
+) -> ResidentTier:
+    """Where master weights and optimizer state are kept."""
+    if plan.state_offload is None:
+        return ResidentTier()
+    from deepspeed.zero.offload.tiers import make_tier
+
+    traits = traits_of(optimizer)
+    return make_tier(
+        plan.state_offload,
+        device,
+        [bucket.layout for bucket in weights],
+        weights_swap=sharded.storage.swap if sharded is not None else None,
+        elementwise=not traits.joins_ranks,
+        grain=traits.grain,
+    )
 
 
 def _speculation(
@@ -263,52 +272,6 @@ def _whole_buckets(
     for bucket in buckets:
         bucket.flatten(flat=plan.state_offload is not None)
     return buckets
-
-
-def shard_module(
-    module: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-    plan: Plan,
-    config: DeepSpeedConfig,
-    scopes: Scopes,
-) -> ShardedModel:
-    """Stage 3: shard every parameter of ``module`` and install the hooks that gather them around their use."""
-    held = [p for group in (optimizer.param_groups if optimizer is not None else []) for p in group[PARAMS]]
-    trained = (
-        trained_params(module, optimizer.param_groups) if optimizer is not None else TrainedParams.none()
-    )
-    everything = with_frozen(module, trained)
-    zero = config.zero_config
-    mark_leaves(module, zero)
-    specs = param_specs(module, everything, plan)
-    storage = ParamStorage(plan.param_offload)
-    buckets = [
-        ShardedBucket(
-            layout,
-            everything.params,
-            scopes[layout.scope].shard,
-            everyone=scopes[layout.scope].written_by,
-            persistent=persistent,
-            keep=storage.keep_persistent if persistent else storage.keep,
-            check=storage.check if storage.on_file and not persistent else None,
-        )
-        for layout, persistent in cut_sharded(specs, zero, scopes.shards(), traits_of(optimizer).grain)
-    ]
-    known = {id(p) for p in held if p.requires_grad}
-    sharded = ShardedModel(
-        module,
-        buckets,
-        scopes,
-        trained={bucket.layout.index for bucket in buckets if any(id(p) in known for p in bucket.params)},
-        budget=live_budget(zero),
-        prefetch_numel=int(zero.prefetch_bucket_size),
-        storage=storage,
-        packing=plan.packing,
-    )
-    if zero.enable_sanity_checks:
-        for param in everything.params:
-            setattr(param, CHECKS_WRITES, True)
-    return sharded
 
 
 def _late_buckets(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -24,14 +24,12 @@ from deepspeed.config.constants import ROUTE_EVAL, ROUTE_TRAIN  # noqa: F401 - d
 from deepspeed.config.deepspeed_config import DeepSpeedConfig
 from deepspeed.config.plan import Plan, make_plan
 from deepspeed.data.loader import DeepSpeedDataLoader
-from deepspeed.engine import checkpoints as engine_checkpoint
 from deepspeed.engine.assembly import (
     TrainingCore,
     broadcast_weights,
     build_core,
     check_ranks_agree,
     make_mesh,
-    shard_module,
 )
 from deepspeed.engine.base import EngineBase
 from deepspeed.engine.module_checks import check_module, lay_out_contiguously, require_module
@@ -65,14 +63,16 @@ from deepspeed.transforms import ForwardFacts, InputChain, transform_module
 from deepspeed.transforms.recompute import checkpointing
 from deepspeed.zero.accumulation import AccumulationClock
 from deepspeed.zero.gathering.phases import Phase
-from deepspeed.zero.gathering.sharded_model import ShardedModel
-from deepspeed.zero.gathering.standalone_shard import make_whole
 from deepspeed.zero.gradients.backward import PlainBackward, at_least_fp32, correction, scaled_loss
 from deepspeed.zero.optimizer import ZeroOptimizer
 from deepspeed.zero.optimizer_flags import set_state_dtype
+from deepspeed.zero.params import make_whole
 from deepspeed.zero.placements import find_placements
 from deepspeed.zero.precision import autocast_context, cast_inputs, cast_module
 from deepspeed.zero.replica_groups import Scopes
+
+if TYPE_CHECKING:
+    from deepspeed.zero.gathering.sharded_model import ShardedModel
 
 DeepSpeedOptimizerCallable = Callable[[Any], Optimizer]
 DeepSpeedSchedulerCallable = Callable[[Optimizer], Any]
@@ -157,7 +157,7 @@ class DeepSpeedEngine(EngineSurface, EngineBase):
         self._begin_counting()
         # For single files; the safety of the folder does not depend on it.
         self.checkpoint_engine = create_checkpoint_engine(self._config, None, 0, False, False)
-        self.background_writer = engine_checkpoint.create_background_writer(self)
+        self.background_writer = self.checkpoints.new_writer()
         # Observers come last: they read all of the above, and the report says what was made.
         attach_observers(self)
         tell_patches(self)
@@ -230,6 +230,8 @@ class DeepSpeedEngine(EngineSurface, EngineBase):
             set_state_dtype(self.basic_optimizer, self.plan.precision.state)
         self.sharded: ShardedModel | None = None
         if self.plan.zero.shard_params:
+            from deepspeed.zero.gathering.sharded_model import shard_module
+
             self.sharded = shard_module(
                 self.module, self.basic_optimizer, self.plan, self._config, self.scopes
             )
@@ -570,7 +572,7 @@ class DeepSpeedEngine(EngineSurface, EngineBase):
                 bucket.destroy()
         if self.background_writer is not None:
             self.background_writer.close()
-        engine_checkpoint.wait_for_flushes()
+        self.checkpoints.wait_for_flushes()
 
     # Plumbing -----------------------------------------------------------------------------------------------
 

@@ -20,8 +20,6 @@ from deepspeed.config.plan import Cadence, Plan
 from deepspeed.ops.formats.codecs import BLOCK, BlockCodec
 from deepspeed.zero.bucket import ParamBucket
 from deepspeed.zero.buffer_pool import BufferPool
-from deepspeed.zero.gathering.coordinator import LiveBudget, ParamCoordinator
-from deepspeed.zero.gathering.scheduled_gather import ScheduledGather
 from deepspeed.zero.gradients.bucket import GradBucket
 from deepspeed.zero.gradients.quantized_sum import (
     CompressedSum,
@@ -34,11 +32,11 @@ from deepspeed.zero.gradients.reducer import GradReducer
 from deepspeed.zero.gradients.sums import DenseSum, GradientSum, GroupSum, LocalSum, ReplicatedSum, RowSum
 from deepspeed.zero.layout import BucketLayout
 from deepspeed.zero.offload.host_copies import HostCopies, off_host
-from deepspeed.zero.offload.tiers import ResidentTier
 from deepspeed.zero.replica_groups import Scope, ScopeTable
+from deepspeed.zero.states.resident import ResidentTier
 
 if TYPE_CHECKING:
-    from deepspeed.config.sections.zero import DeepSpeedZeroConfig
+    from deepspeed.zero.gathering.coordinator import ParamCoordinator
 
 BROADCAST_NUMEL = 16 * 1024 * 1024
 """Elements that leave the first rank together when an engine starts."""
@@ -152,8 +150,7 @@ def make_reducer(
 ) -> GradReducer:
     """``coordinator``: of the parameters, where stage 3 has sharded them. ``device``: where messages about gradients
     are built (default: where the gradients are). Hooks are installed by the caller."""
-    gatherer = coordinator.gatherer if coordinator is not None else None
-    turns = gatherer if isinstance(gatherer, ScheduledGather) else None  # its gathers are collectives too
+    turns = coordinator.gatherer.turns if coordinator is not None else None
     reducer = GradReducer(
         params,
         buckets,
@@ -176,8 +173,3 @@ def cadence(plan: Plan, coordinator: ParamCoordinator | None) -> Cadence:
     if coordinator is None:
         return plan.zero.cadence
     return Cadence.AT_BOUNDARY if coordinator.keeps_all else Cadence.EVERY_MICRO_BATCH
-
-
-def live_budget(zero: DeepSpeedZeroConfig) -> LiveBudget:
-    """How much may be gathered at a time."""
-    return LiveBudget(max_live=int(zero.max_live_parameters), max_reuse=int(zero.max_reuse_distance))
