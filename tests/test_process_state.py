@@ -46,7 +46,6 @@ STATE = {
     "zero/gradients/backward.py:_NewestScale.task": "which backward that is: engines it reaches divide by the scale",
     "base/accelerator/select.py:ds_accelerator": "the accelerator of this process",
     # Which engine is the newest, for documented functions that name none; engines are not kept alive.
-    "transforms/recompute/checkpointing.py:_running": "whose forward runs, per thread",
     "transforms/recompute/checkpointing.py:_state": "settings before any engine, and the newest engine's",
     "comm/documented_groups.py:_registered": "the newest engine's mesh, and sizes set by hand",
     "parallel/sequence/hf/parallel_state_sp.py:_state": "groups of a module that is a model-parallel unit",
@@ -56,6 +55,8 @@ STATE = {
     "compat/module_inject/tp_shard.py:_numbers": "documented: numbers of the model that scripts cut themselves",
     "compat/utils/debug.py:_names": "names of the model registered last, weakly",
     # Active only inside a with statement.
+    "transforms/recompute/scope.py:PROCESS": "stands for the settings of the process",
+    "transforms/recompute/scope.py:running": "whose forward runs, per thread",
     "transforms/recompute/offload_activations.py:_contexts": "open contexts, and the patch while there are",
     "inference/model/packed.py:_running": "the forward whose layers call our attention, per thread",
     "config/section.py:_notes": "collects notes while one config is read, per thread",

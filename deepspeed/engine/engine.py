@@ -60,7 +60,7 @@ from deepspeed.parallel.selection import from_config
 from deepspeed.planning.fits import check_fits
 from deepspeed.planning.stages import note_stages
 from deepspeed.transforms import ForwardFacts, InputChain, transform_module
-from deepspeed.transforms.recompute import checkpointing
+from deepspeed.transforms.recompute import scope as recompute_scope
 from deepspeed.zero.accumulation import AccumulationClock
 from deepspeed.zero.gathering.phases import Phase
 from deepspeed.zero.gradients.backward import PlainBackward, at_least_fp32, correction, scaled_loss
@@ -170,7 +170,7 @@ class DeepSpeedEngine(EngineSurface, EngineBase):
         self.mesh.data_before_experts = self._config.use_data_before_expert_parallel_
         groups.follow(self.mesh)
         shared = self.mesh.communicator("tp") if self.mpu is None and self.mesh.size("tp") > 1 else None
-        self._checkpointing = checkpointing.settings_for(self._config, self.mpu, self._network, shared)
+        self._checkpointing = recompute_scope.settings_for(self._config, self.mpu, self._network, shared)
         self.accelerator = get_accelerator()
         given = getattr(args, "local_rank", None)  # OmegaConf has None for what is not there
         self.local_rank = int(given) if given is not None and int(given) >= 0 else dist.get_local_rank()
@@ -202,7 +202,7 @@ class DeepSpeedEngine(EngineSurface, EngineBase):
         self.num_experts = place_experts(model, self.mesh)
         mark_stacks(model)
         self.has_moe_layers = bool(self.num_experts) or any(True for _ in watched_layers(model))
-        checkpointing.keep_layers(self._checkpointing, model)
+        self._checkpointing.keep_layers(model)
         self.scopes = Scopes(
             self.mesh, int(self._config.zero_config.mics_shard_size), self.plan.packing.group
         ).find(model.parameters())
@@ -288,7 +288,7 @@ class DeepSpeedEngine(EngineSurface, EngineBase):
                 gathering.trains_in_eval_mode = False
             trains = recorded and (module.training or gathering.trains_in_eval_mode)
             gathering.this_thread.told = Phase.FORWARD if trains else Phase.EVALUATION
-        before = checkpointing.begin_forward(self._checkpointing)
+        before = recompute_scope.begin_forward(self._checkpointing)
         try:
             if precision.autocast is None:
                 outputs = module(*inputs, **kwargs)
@@ -300,7 +300,7 @@ class DeepSpeedEngine(EngineSurface, EngineBase):
                 self.abandon_update(error)
             raise
         finally:
-            checkpointing.end_forward(before)
+            recompute_scope.end_forward(before)
             if sharded is not None:
                 sharded.coordinator.this_thread.told = None
         if recorded and self.core is not None and not inside_transform():
@@ -553,7 +553,7 @@ class DeepSpeedEngine(EngineSurface, EngineBase):
             stand_in.remove()
         self._network.leave()
         groups.leave(self.mesh)
-        checkpointing.leave(self._checkpointing)
+        self._checkpointing.leave()
         core, self.core = self.core, None
         sharded, self.sharded = self.sharded, None
         if core is not None:

@@ -18,16 +18,15 @@ from deepspeed.engine.observers.data_efficiency import attach_data_efficiency
 from deepspeed.engine.observers.hang_names import NamesOfEngine
 from deepspeed.engine.observers.out_of_memory import OutOfMemoryAdvice
 from deepspeed.engine.observers.progress.curve_axis import CurveAxis
-from deepspeed.engine.observers.progress.curves import Curves
 from deepspeed.engine.observers.progress.live_line import attach_live_line
 from deepspeed.engine.observers.progress.readings import StepReader
-from deepspeed.engine.observers.progress.wall_clock import WallClock
 from deepspeed.engine.python_gc import python_gc_manager
 from deepspeed.observe.monitor.monitor import MonitorMaster
 from deepspeed.observe.timer import SynchronizedWallClockTimer, ThroughputTimer
 
 if TYPE_CHECKING:
     from deepspeed.engine.base import EngineBase
+    from deepspeed.engine.observers.progress.wall_clock import WallClock
 
 
 def attach_observers(engine: EngineBase) -> None:
@@ -75,7 +74,11 @@ def _attach_clocks(engine: EngineBase) -> WallClock | None:
         steps_per_output=_print_interval(engine),
         monitor_memory=False,
     )
-    clock = WallClock(engine, _print_interval(engine)) if config.wall_clock_breakdown else None
+    clock = None
+    if config.wall_clock_breakdown:
+        from deepspeed.engine.observers.progress.wall_clock import WallClock
+
+        clock = WallClock(engine, _print_interval(engine))
     if _print_interval(engine):
         Throughput(engine)
     if config.flops_profiler_config.enabled and config.flops_profiler_config.profile_step >= 0:
@@ -102,6 +105,8 @@ def _attach_monitors(engine: EngineBase, clock: WallClock | None) -> None:
 
         engine.live_page = LivePage(engine, config.live_config, reader)
     if reader is not None:
+        from deepspeed.engine.observers.progress.curves import Curves
+
         Curves(engine, engine.monitor, reader, clock)
     if watched or config.wall_clock_breakdown:
         from deepspeed.engine.observers.experts import watch_experts

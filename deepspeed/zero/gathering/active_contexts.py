@@ -10,6 +10,10 @@ from typing import Any, Protocol
 class Context(Protocol):
     """``zero.Init``, as it is known here."""
 
+    overrides: Any
+    dtype: Any
+    device: Any
+
     def patch_init_and_builtins(self) -> None: ...
     def _post_init_method(self, module: Any) -> None: ...
 
