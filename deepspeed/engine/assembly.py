@@ -20,6 +20,7 @@ from deepspeed.engine.optimizer import check_optimizer
 from deepspeed.ops.adam.multi_tensor_adam import MultiTensorAdam
 from deepspeed.ops.update import traits_of
 from deepspeed.optim.loss_scaler import LossScaler
+from deepspeed.transforms.recompute.scope import PROCESS, Held
 from deepspeed.zero.accumulation import AccumulationClock
 from deepspeed.zero.bucket import ParamBucket, WeightPublisher
 from deepspeed.zero.buffer_pool import BufferPool
@@ -54,6 +55,7 @@ from deepspeed.zero.step import StepExecutor
 from deepspeed.zero.wiring import BROADCAST_NUMEL, make_grad_buckets, make_reducer
 
 if TYPE_CHECKING:
+    from deepspeed.config.deepspeed_config import DeepSpeedConfig
     from deepspeed.zero.gathering.sharded_model import ShardedModel
     from deepspeed.zero.offload.speculation import Speculation
     from deepspeed.zero.offload.zenflow import ZenFlowState
@@ -86,6 +88,15 @@ def make_mesh(axes: Axes, mpu: Any = None, mesh_device: Any = None) -> ProcessMe
         return ProcessMesh.from_device_mesh(mesh_device)
     assert axes.layout is not None
     return ProcessMesh.from_layout(axes.layout)
+
+
+def recompute_settings(config: DeepSpeedConfig, mpu: Any, network: Any, tensor_ranks: Any) -> Held:
+    """Those of activation checkpointing: the engine's own if its config has the section."""
+    if not config.activation_checkpointing_config.model_fields_set:
+        return PROCESS
+    from deepspeed.transforms.recompute import checkpointing
+
+    return checkpointing.settings_for(config, mpu, network, tensor_ranks)
 
 
 def build_core(

@@ -30,6 +30,7 @@ from deepspeed.engine.assembly import (
     build_core,
     check_ranks_agree,
     make_mesh,
+    recompute_settings,
 )
 from deepspeed.engine.base import EngineBase
 from deepspeed.engine.module_checks import check_module, lay_out_contiguously, require_module
@@ -170,7 +171,7 @@ class DeepSpeedEngine(EngineSurface, EngineBase):
         self.mesh.data_before_experts = self._config.use_data_before_expert_parallel_
         groups.follow(self.mesh)
         shared = self.mesh.communicator("tp") if self.mpu is None and self.mesh.size("tp") > 1 else None
-        self._checkpointing = recompute_scope.settings_for(self._config, self.mpu, self._network, shared)
+        self._checkpointing = recompute_settings(self._config, self.mpu, self._network, shared)
         self.accelerator = get_accelerator()
         given = getattr(args, "local_rank", None)  # OmegaConf has None for what is not there
         self.local_rank = int(given) if given is not None and int(given) >= 0 else dist.get_local_rank()

@@ -26,12 +26,13 @@ NOT_IN_A_PLAIN_RUN = (
     "deepspeed.comm.transports.process_group", "deepspeed.comm.transports.shared_memory",
     "deepspeed.compression", "deepspeed.engine.hybrid_engine", "deepspeed.engine.loading", "deepspeed.engine.pipeline",
     "deepspeed.inference", "deepspeed.observe.audit", "deepspeed.observe.flops", "deepspeed.observe.live",
-    "deepspeed.ops.aio", "deepspeed.ops.formats", "deepspeed.ops.lamb", "deepspeed.ops.lion", "deepspeed.ops.sparse_attention", "deepspeed.optim.lr_schedules",
+    "deepspeed.ops.formats", "deepspeed.ops.lamb", "deepspeed.ops.lion", "deepspeed.ops.sparse_attention",
+    "deepspeed.optim.lr_schedules",
     "deepspeed.optim.onebit", "deepspeed.parallel.expert.layer", "deepspeed.parallel.pipeline",
     "deepspeed.parallel.sequence", "deepspeed.parallel.tensor.mappings", "deepspeed.planning.planner",
     "deepspeed.tools", "deepspeed.transforms.recompute.checkpointing", "deepspeed.zero.gathering.scheduled_gather",
     "deepspeed.zero.gathering.shard_server", "deepspeed.zero.gradients.quantized_sum", "deepspeed.zero.muon",
-    "deepspeed.zero.offload.swap_file", "deepspeed.zero.offload.tiers", "deepspeed.zero.offload.zenflow",
+    "deepspeed.zero.offload.tiers", "deepspeed.zero.offload.zenflow",
 )  # fmt: skip
 
 START = """

@@ -36,12 +36,3 @@ begin_forward = running.set
 """An engine's forward begins: its settings are in force until ``end_forward`` is called with what this returns."""
 
 end_forward = running.reset
-
-
-def settings_for(config: Any, mpu: Any, network: Any, tensor_ranks: Any = None) -> Held:
-    """Those of a new engine: its own if its config has the section."""
-    if not config.activation_checkpointing_config.model_fields_set:
-        return PROCESS
-    from deepspeed.transforms.recompute import checkpointing
-
-    return checkpointing.settings_for(config, mpu, network, tensor_ranks)
