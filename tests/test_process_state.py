@@ -20,6 +20,7 @@ STATE = {
     "transforms/compile/backend.py:opt_passes": "documented: the passes by name, registered for the process",
     "transforms/compile/passes/contract.py:_pass_contracts": "what registered passes need, by name",
     "comm/functions.py:backend": "holds nothing",
+    "comm/hangs/history.py:watch_ends": "what ends that thread, set when it is first imported",
     "comm/hangs/watch.py:_watch": "the thread that explains hangs, as long as an engine wants it",
     "comm/hangs/watch.py:_lock": "guards its start and end",
     "comm/transports/hosts.py:_random_identity()": "tells this process's host from others",
@@ -45,7 +46,6 @@ STATE = {
     "zero/gradients/backward.py:_NewestScale.task": "which backward that is: engines it reaches divide by the scale",
     "base/accelerator/select.py:ds_accelerator": "the accelerator of this process",
     # Which engine is the newest, for documented functions that name none; engines are not kept alive.
-    "transforms/recompute/checkpointing.py:_running": "whose forward runs, per thread",
     "transforms/recompute/checkpointing.py:_state": "settings before any engine, and the newest engine's",
     "comm/documented_groups.py:_registered": "the newest engine's mesh, and sizes set by hand",
     "parallel/sequence/hf/parallel_state_sp.py:_state": "groups of a module that is a model-parallel unit",
@@ -55,10 +55,12 @@ STATE = {
     "compat/module_inject/tp_shard.py:_numbers": "documented: numbers of the model that scripts cut themselves",
     "compat/utils/debug.py:_names": "names of the model registered last, weakly",
     # Active only inside a with statement.
+    "transforms/recompute/scope.py:PROCESS": "stands for the settings of the process",
+    "transforms/recompute/scope.py:running": "whose forward runs, per thread",
     "transforms/recompute/offload_activations.py:_contexts": "open contexts, and the patch while there are",
     "inference/model/packed.py:_running": "the forward whose layers call our attention, per thread",
     "config/section.py:_notes": "collects notes while one config is read, per thread",
-    "zero/gathering/init_context.py:_active": "patches of an active zero.Init",
+    "zero/gathering/active_contexts.py:active_contexts": "patches of an active zero.Init",
     # Resources of the process that end with it, or with their owner.
     "checkpoint/files/locks.py:_own": "locks that this process holds, weakly: a lock belongs to the process",
     "checkpoint/files/locks.py:_guard": "guards them: to close a file of one ends it",

@@ -11,7 +11,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -19,15 +19,16 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from deepspeed.base.accelerator import get_accelerator
-from deepspeed.comm.hangs import watch as hang_watch
-from deepspeed.comm.hangs.history import UNEVEN, History
-from deepspeed.comm.hangs.thread_states import Names
+from deepspeed.comm.hangs.history import UNEVEN, History, watch_ends
 from deepspeed.comm.links import Sent
 from deepspeed.comm.logging import PROCESS_LOG, measured, recording
 from deepspeed.comm.pending import DONE, CommunicationError, OrderedPending, Pending
 from deepspeed.comm.record import CommsLogger
 from deepspeed.comm.reduction import sum_in_order
 from deepspeed.comm.transports.choice import AllGather, AllReduce, ReduceScatter, Transport, Wires, is_gloo
+
+if TYPE_CHECKING:
+    from deepspeed.comm.hangs.thread_states import Names
 
 __all__ = [
     "AllGather",
@@ -373,7 +374,7 @@ class Network:
 
     def leave(self) -> None:
         """Its engine goes, and needs no watch for hangs any more."""
-        hang_watch.leave(self)
+        watch_ends.leave(self)
 
     def forget(self, group: ProcessGroup) -> None:
         self._communicators.pop(group, None)
@@ -438,7 +439,7 @@ def _is_registered(group: ProcessGroup) -> bool:
 def forget_communicators(group: ProcessGroup | None = None) -> None:
     """Drop what is kept for a destroyed group (None: for all groups)."""
     if group is None:
-        hang_watch.end()
+        watch_ends.end()
         OrderedPending.forget_all()
     for known in list(_wires) if group is None else [group]:
         process_network.forget(known)

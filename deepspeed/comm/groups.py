@@ -11,6 +11,10 @@ from torch.distributed import ProcessGroup
 
 from deepspeed.base.constants import default_pg_timeout
 
+# torch 2.13 renamed the flat forms and warns about the old names.
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 
 def default_timeout() -> timedelta:
     """The timeout that every group gets: that of the default group, as set by `init_distributed(timeout=...)` or

@@ -20,12 +20,9 @@ from deepspeed.base.environment import Identity
 from deepspeed.base.logging import logger
 from deepspeed.comm.client_state import tell_accelerate
 from deepspeed.comm.collectives import Network, histories, process_network, use_shared_memory
-from deepspeed.comm.hangs import watch as hang_watch
-from deepspeed.comm.hangs.stragglers import start_of_all
 from deepspeed.comm.logging import PROCESS_LOG, configure, set_newest_log
 from deepspeed.comm.pending import CommunicationError
 from deepspeed.comm.record import CommsLogger
-from deepspeed.comm.timed import TimedCommunicator
 
 if TYPE_CHECKING:
     from deepspeed.config.deepspeed_config import DeepSpeedConfig
@@ -134,8 +131,13 @@ def network_of(config: DeepSpeedConfig) -> Network:
     network = Network(shared_memory=shared, log=log)
     network.hang_report_seconds = config.comm_config.hang_report_seconds
     if config.wall_clock_breakdown:
+        from deepspeed.comm.timed import TimedCommunicator
+
         network.makes = TimedCommunicator
-    hang_watch.begin(network, histories)
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        from deepspeed.comm.hangs import watch
+
+        watch.begin(network, histories)
     return network
 
 
@@ -208,6 +210,8 @@ def _make_default_group(
     if init_method is None and world_size == 1:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
         return
+    from deepspeed.comm.hangs.stragglers import start_of_all
+
     by_environment = init_method in (None, "env://")
     where = (os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")) if by_environment else (None, None)
     try:

@@ -18,10 +18,9 @@ from torch.distributed import ProcessGroup
 from deepspeed.base.accelerator import get_accelerator
 from deepspeed.comm.backend import Backend
 from deepspeed.comm.collectives import Communicator, communicator, forget_communicators
-from deepspeed.comm.groups import default_timeout
+from deepspeed.comm.groups import all_gather_single, default_timeout, reduce_scatter_single
 from deepspeed.comm.pending import Pending
 from deepspeed.comm.reduce_op import ReduceOp, to_torch
-from deepspeed.comm.transports.process_group import all_gather_single, reduce_scatter_single
 
 _SUM = ReduceOp.SUM
 _UNSUMMED = frozenset((torch.bool, torch.complex32, torch.complex64, torch.complex128))  # left to gloo

@@ -16,11 +16,11 @@ import torch
 
 from deepspeed.config.axes import Axes
 from deepspeed.config.sections.aio import storage_options
-from deepspeed.ops.aio.engine import Options
-from deepspeed.ops.formats.codecs import Codec, codec_named
 
 if TYPE_CHECKING:
     from deepspeed.config.deepspeed_config import DeepSpeedConfig
+    from deepspeed.ops.aio.engine import Options
+    from deepspeed.ops.formats.codecs import Codec
 
 
 class Cadence(enum.Enum):
@@ -261,6 +261,8 @@ def _packing(config: DeepSpeedConfig) -> Packing:
     section = config.gradient_compression
     if section is None:
         return packing
+    from deepspeed.ops.formats.codecs import codec_named
+
     codec = codec_named(section.codec, float(section.share))
     random = section.rounding == "stochastic"
     return replace(packing, codec=codec, keeps_errors=section.error_feedback, random=random)

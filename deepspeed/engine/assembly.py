@@ -26,20 +26,16 @@ from deepspeed.engine.step_notes import StepNotes
 from deepspeed.ops.adam.multi_tensor_adam import MultiTensorAdam
 from deepspeed.ops.update import traits_of
 from deepspeed.optim.loss_scaler import LossScaler
+from deepspeed.transforms.recompute.scope import PROCESS, Held
 from deepspeed.zero.accumulation import AccumulationClock
 from deepspeed.zero.bucket import ParamBucket, WeightPublisher
 from deepspeed.zero.buffer_pool import BufferPool
-from deepspeed.zero.gathering.gather_rules import mark_leaves
-from deepspeed.zero.gathering.param_storage import ParamStorage
-from deepspeed.zero.gathering.sharded_bucket import ShardedBucket
-from deepspeed.zero.gathering.sharded_model import ShardedModel
 from deepspeed.zero.gradients.bucket import GradBucket
 from deepspeed.zero.gradients.reducer import GradReducer
 from deepspeed.zero.gradients.sparse import sparse_parameters, stepped_by_rows
 from deepspeed.zero.layout import NOBODY
 from deepspeed.zero.offload.host_copies import HostCopies
 from deepspeed.zero.offload.state_moves import StateMover
-from deepspeed.zero.offload.tiers import ResidentTier, make_tier
 from deepspeed.zero.optimizer import (
     BF16_Optimizer,
     DeepSpeedZeroOptimizer,
@@ -49,26 +45,25 @@ from deepspeed.zero.optimizer import (
     ZeroOptimizer,
 )
 from deepspeed.zero.optimizer_flags import set_state_dtype
-from deepspeed.zero.params import CHECKS_WRITES
 from deepspeed.zero.partitioning import (
     TrainedParams,
-    cut_sharded,
     cut_whole,
     param_specs,
     trained_params,
-    with_frozen,
 )
 from deepspeed.zero.pending_params import LateParams
 from deepspeed.zero.replica_groups import Scopes
 from deepspeed.zero.states.access import StateAccess
 from deepspeed.zero.states.client_state import ClientState, has_hooks
 from deepspeed.zero.states.rank_state import OwnState
-from deepspeed.zero.states.store import PARAMS, StateStore
+from deepspeed.zero.states.resident import ResidentTier
+from deepspeed.zero.states.store import StateStore
 from deepspeed.zero.step import StepExecutor
-from deepspeed.zero.wiring import live_budget, make_grad_buckets, make_reducer
+from deepspeed.zero.wiring import make_grad_buckets, make_reducer
 
 if TYPE_CHECKING:
     from deepspeed.config.deepspeed_config import DeepSpeedConfig
+    from deepspeed.zero.gathering.sharded_model import ShardedModel
     from deepspeed.zero.offload.speculation import Speculation
     from deepspeed.zero.offload.zenflow import ZenFlowState
 
@@ -150,7 +145,11 @@ def build_training(
     elif basic is not None:
         set_state_dtype(basic, plan.precision.state)
     # Parameters are sharded before buckets of their gradients are made: these follow the shards.
-    sharded = shard_module(module, basic, plan, config, scopes) if plan.zero.shard_params else None
+    sharded: ShardedModel | None = None
+    if plan.zero.shard_params:
+        from deepspeed.zero.gathering.sharded_model import shard_module
+
+        sharded = shard_module(module, basic, plan, config, scopes)
     if basic is None:
         return None, sharded.offload if sharded is not None else None, None, sharded
     spare = left_out(model_parameters, module, basic) if client is None else []
@@ -161,6 +160,15 @@ def build_training(
         core.optimizer.allgather_bucket_size = int(config.zero_config.allgather_bucket_size)
         core.optimizer.beside_engine = core.notes.beside_engine
     return basic, core.optimizer, core, sharded
+
+
+def recompute_settings(config: DeepSpeedConfig, mpu: Any, network: Any, tensor_ranks: Any) -> Held:
+    """Those of activation checkpointing: the engine's own if its config has the section."""
+    if not config.activation_checkpointing_config.model_fields_set:
+        return PROCESS
+    from deepspeed.transforms.recompute import checkpointing
+
+    return checkpointing.settings_for(config, mpu, network, tensor_ranks)
 
 
 def build_core(
@@ -181,14 +189,7 @@ def build_core(
     else:
         weights = list[ParamBucket](sharded.trained_buckets)
     device = next((p.device for p in (*trained.params, *module.parameters())), torch.device("cpu"))
-    tier = make_tier(
-        plan.state_offload,
-        device,
-        [bucket.layout for bucket in weights],
-        weights_swap=sharded.storage.swap if sharded is not None else None,
-        elementwise=not traits_of(optimizer).joins_ranks,
-        grain=traits_of(optimizer).grain,
-    )
+    tier = _tier(plan, optimizer, weights, device, sharded)
     # With ZenFlow gradients add up on the device, and go to the host once per round.
     host = HostCopies(device) if plan.state_offload is not None and plan.zenflow is None else None
     speculation = _speculation(plan, optimizer, clock)
@@ -270,7 +271,30 @@ def _wire_step(
     )
 
 
-# What only SuperOffload and ZenFlow need is imported where the plan has them.
+# What only some plans need is imported where the plan has it.
+
+
+def _tier(
+    plan: Plan,
+    optimizer: torch.optim.Optimizer,
+    weights: Sequence[ParamBucket],
+    device: torch.device,
+    sharded: ShardedModel | None,
+) -> ResidentTier:
+    """Where master weights and optimizer state are kept."""
+    if plan.state_offload is None:
+        return ResidentTier()
+    from deepspeed.zero.offload.tiers import make_tier
+
+    traits = traits_of(optimizer)
+    return make_tier(
+        plan.state_offload,
+        device,
+        [bucket.layout for bucket in weights],
+        weights_swap=sharded.storage.swap if sharded is not None else None,
+        elementwise=not traits.joins_ranks,
+        grain=traits.grain,
+    )
 
 
 def _speculation(
@@ -336,52 +360,6 @@ def _whole_buckets(
     for bucket in buckets:
         bucket.flatten(flat=plan.state_offload is not None)
     return buckets
-
-
-def shard_module(
-    module: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-    plan: Plan,
-    config: DeepSpeedConfig,
-    scopes: Scopes,
-) -> ShardedModel:
-    """Stage 3: shard every parameter of ``module`` and install the hooks that gather them around their use."""
-    held = [p for group in (optimizer.param_groups if optimizer is not None else []) for p in group[PARAMS]]
-    trained = (
-        trained_params(module, optimizer.param_groups) if optimizer is not None else TrainedParams.none()
-    )
-    everything = with_frozen(module, trained)
-    zero = config.zero_config
-    mark_leaves(module, zero)
-    specs = param_specs(module, everything, plan)
-    storage = ParamStorage(plan.param_offload)
-    buckets = [
-        ShardedBucket(
-            layout,
-            everything.params,
-            scopes[layout.scope].shard,
-            everyone=scopes[layout.scope].written_by,
-            persistent=persistent,
-            keep=storage.keep_persistent if persistent else storage.keep,
-            check=storage.check if storage.on_file and not persistent else None,
-        )
-        for layout, persistent in cut_sharded(specs, zero, scopes.shards(), traits_of(optimizer).grain)
-    ]
-    known = {id(p) for p in held if p.requires_grad}
-    sharded = ShardedModel(
-        module,
-        buckets,
-        scopes,
-        trained={bucket.layout.index for bucket in buckets if any(id(p) in known for p in bucket.params)},
-        budget=live_budget(zero),
-        prefetch_numel=int(zero.prefetch_bucket_size),
-        storage=storage,
-        packing=plan.packing,
-    )
-    if zero.enable_sanity_checks:
-        for param in everything.params:
-            setattr(param, CHECKS_WRITES, True)
-    return sharded
 
 
 def _pending_buckets(

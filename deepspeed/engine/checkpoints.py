@@ -20,7 +20,6 @@ from deepspeed.checkpoint.constants import UNIVERSAL_CHECKPOINT_INFO
 from deepspeed.checkpoint.contents import Files, Place, Training
 from deepspeed.checkpoint.errors import CheckpointError
 from deepspeed.checkpoint.files.background import BackgroundWriter, without_collections
-from deepspeed.checkpoint.files.flush import wait_for_flushes as wait_for_flushes
 from deepspeed.checkpoint.originals import ORIGINALS
 from deepspeed.checkpoint.ranks import Ranks
 from deepspeed.checkpoint.save import check_client_state, save
@@ -41,13 +40,9 @@ PARTS = "engine_parts"
 """Key of the index: what observers keep."""
 
 
-def create_background_writer(engine: Engine) -> BackgroundWriter | None:
-    """Create the writer of checkpoints while training continues, if the config asks for it. After the first step, when
-    there is a state, it fetches the memory for a copy."""
-    writer = engine._config.checkpoint_config.writer
-    decoupled = writer is not None and writer.decoupled
-    if not decoupled and engine._config.datastates_config is False:
-        return None
+def new_background_writer(engine: Engine) -> BackgroundWriter:
+    """Return the writer of checkpoints while training continues. After the first step, when there is a state, it
+    fetches the memory for a copy."""
     made = BackgroundWriter()
 
     def after_step(**_: Any) -> None:

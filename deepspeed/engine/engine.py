@@ -22,9 +22,8 @@ from deepspeed.config.constants import ROUTE_EVAL, ROUTE_TRAIN  # noqa: F401 - d
 from deepspeed.config.deepspeed_config import DeepSpeedConfig
 from deepspeed.config.plan import Plan, make_plan
 from deepspeed.data.loader import DeepSpeedDataLoader
-from deepspeed.engine import checkpoints as engine_checkpoint
 from deepspeed.engine import module as modules
-from deepspeed.engine.assembly import TrainingCore, build_training, make_mesh
+from deepspeed.engine.assembly import TrainingCore, build_training, make_mesh, recompute_settings
 from deepspeed.engine.half_loaded import HalfLoaded
 from deepspeed.engine.observers.attach import Observed, attach_observers
 from deepspeed.engine.observers.progress.start_report import log_start
@@ -43,9 +42,8 @@ from deepspeed.parallel.selection import from_config
 from deepspeed.planning.fits import check_fits
 from deepspeed.planning.stages import note_stages
 from deepspeed.transforms import transform_module
-from deepspeed.transforms.recompute import checkpointing
+from deepspeed.transforms.recompute import scope as recompute_scope
 from deepspeed.zero.accumulation import AccumulationClock
-from deepspeed.zero.gathering.standalone_shard import make_whole
 from deepspeed.zero.gradients.backward import (
     PlainBackward,
     at_least_fp32,
@@ -54,6 +52,7 @@ from deepspeed.zero.gradients.backward import (
     correction,
     scaled_loss,
 )
+from deepspeed.zero.params import make_whole
 from deepspeed.zero.precision import autocast_context, cast_inputs
 from deepspeed.zero.replica_groups import broadcast_weights, check_ranks_agree
 
@@ -131,7 +130,7 @@ class DeepSpeedEngine(EngineSurface, Observed, nn.Module):
         self.training_dataloader = self._own_loader(training_data) if training_data is not None else None
         # For single files; the safety of the folder does not depend on it.
         self.checkpoint_engine = create_checkpoint_engine(self._config, None, 0, False, False)
-        self.background_writer = engine_checkpoint.create_background_writer(self)
+        self.background_writer = self.checkpoints.new_writer()
         # Observers come last: they read all of the above, and the report says what was made.
         attach_observers(self)
         warn_of_patches(self)
@@ -144,7 +143,7 @@ class DeepSpeedEngine(EngineSurface, Observed, nn.Module):
         self.mesh.data_before_experts = self._config.use_data_before_expert_parallel_
         groups.follow(self.mesh)
         shared = self.mesh.communicator("tp") if self.mpu is None and self.mesh.size("tp") > 1 else None
-        self._checkpointing = checkpointing.settings_for(self._config, self.mpu, self._network, shared)
+        self._checkpointing = recompute_settings(self._config, self.mpu, self._network, shared)
         self.accelerator = get_accelerator()
         given = getattr(args, "local_rank", None)  # OmegaConf has None for what is not there
         self.local_rank = int(given) if given is not None and int(given) >= 0 else dist.get_local_rank()
@@ -194,7 +193,7 @@ class DeepSpeedEngine(EngineSurface, Observed, nn.Module):
         """Put the module on ``device`` (None: it stays), in the plan's dtypes, and make it the same on every rank."""
         self.num_experts, self.has_moe_layers = modules.take_module(model, self.plan, self.mesh, device)
         self.module = model
-        checkpointing.keep_layers(self._checkpointing, model)
+        self._checkpointing.keep_layers(model)
         mics_shard_size = int(self._config.zero_config.mics_shard_size)
         self.scopes = modules.find_scopes(model, self.plan, self.mesh, mics_shard_size)
         check_ranks_agree(model, self.scopes.everyone)
@@ -247,7 +246,7 @@ class DeepSpeedEngine(EngineSurface, Observed, nn.Module):
         recorded = torch.is_grad_enabled()
         if sharded is not None:
             sharded.coordinator.begin_forward(training=module.training)
-        before = checkpointing.begin_forward(self._checkpointing)
+        before = recompute_scope.begin_forward(self._checkpointing)
         try:
             with autocast_context(precision, self.device.type):
                 outputs = module(*inputs, **kwargs)
@@ -256,7 +255,7 @@ class DeepSpeedEngine(EngineSurface, Observed, nn.Module):
                 self.abandon_update(error)
             raise
         finally:
-            checkpointing.end_forward(before)
+            recompute_scope.end_forward(before)
             if sharded is not None:
                 sharded.coordinator.end_forward()
         if recorded and self.core is not None and not inside_transform():
@@ -421,7 +420,7 @@ class DeepSpeedEngine(EngineSurface, Observed, nn.Module):
         self.zero_grads.remove()
         self._network.leave()
         groups.leave(self.mesh)
-        checkpointing.leave(self._checkpointing)
+        self._checkpointing.leave()
         core, self.core = self.core, None
         sharded, self.sharded = self.sharded, None
         if core is not None:
@@ -430,7 +429,7 @@ class DeepSpeedEngine(EngineSurface, Observed, nn.Module):
             sharded.destroy()
         if self.background_writer is not None:
             self.background_writer.close()
-        engine_checkpoint.wait_for_flushes()
+        self.checkpoints.wait_for_flushes()
 
     # What it has ----------------------------------------------------------------------------------------------
 

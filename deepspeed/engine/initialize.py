@@ -20,7 +20,7 @@ from deepspeed.engine.engine import DeepSpeedEngine
 from deepspeed.engine.run import begin_run
 from deepspeed.parallel.tensor.init_utils import with_recorded_size
 from deepspeed.transforms.distributed_tensors import take_distributed
-from deepspeed.zero.gathering.init_context import suspended_init_context
+from deepspeed.zero.gathering.active_contexts import active_contexts
 from deepspeed.zero.optimizer_registry import check_optimizer
 
 
@@ -80,7 +80,7 @@ def initialize(
     if lr_scheduler is None and parsed.scheduler_name is not None:
         _say_what_nobody_filled_in(parsed, "scheduler", parsed.scheduler_name)
     # What the engine builds must not be partitioned by a surrounding zero.Init.
-    with suspended_init_context():
+    with active_contexts.suspending():
         dist.init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
         trains = optimizer is not None or parsed.optimizer_name is not None
         engine = _kind(model, parsed, trains)(

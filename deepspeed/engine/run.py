@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING
 
 from deepspeed.base.constants import ELASTIC_STATE
 from deepspeed.base.logging import logger
-from deepspeed.checkpoint.names import LATEST
-from deepspeed.checkpoint.ranks import Ranks
 from deepspeed.engine.observers.progress.start_report import reporter
 
 if TYPE_CHECKING:
@@ -54,6 +52,9 @@ def _replicas(engine: DeepSpeedEngine, memory: str | None) -> Replicas | None:
 
 
 def _resume(engine: DeepSpeedEngine, folder: Path) -> None:
+    from deepspeed.checkpoint.names import LATEST
+    from deepspeed.checkpoint.ranks import Ranks
+
     if Ranks().any((folder / LATEST).exists()):
         engine.load_checkpoint(str(folder))
         reporter(engine)(f"checkpoint.resume: resumed at step {engine.global_steps}")

@@ -30,7 +30,7 @@ from deepspeed.inference.split.rank_files import save_parts
 from deepspeed.inference.streaming import StreamedWeights, blocks_ahead
 from deepspeed.inference.weight_stores import make_store
 from deepspeed.ops.huge_pages import collapse, weights_of
-from deepspeed.zero.gathering.standalone_shard import make_whole
+from deepspeed.zero.params import make_whole
 
 __all__ = ["InferenceEngine"]
 

@@ -14,8 +14,9 @@ from deepspeed.planning.ledger import FROM_READY, STEADY, TRAINING, Kind, Ledger
 from deepspeed.planning.states import OptimizerFacts, StateSize
 from deepspeed.zero.layout import BucketLayout, Fragment, round_up
 from deepspeed.zero.offload import swap_file
-from deepspeed.zero.offload.tiers import ALIGN, OffloadedTier, ResidentTier, make_tier
+from deepspeed.zero.offload.tiers import ALIGN, OffloadedTier, make_tier
 from deepspeed.zero.states.fragments import sub_groups
+from deepspeed.zero.states.resident import ResidentTier
 
 
 @dataclass(slots=True)

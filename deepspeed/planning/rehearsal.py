@@ -32,12 +32,12 @@ from deepspeed.zero.gathering.param_storage import ParamStorage
 from deepspeed.zero.gathering.scheduled_gather import GatherChannel
 from deepspeed.zero.gathering.shard_servers import ShardServers
 from deepspeed.zero.gathering.sharded_bucket import ShardedBucket, Status
-from deepspeed.zero.gathering.sharded_model import GatherLinks, make_gatherer
+from deepspeed.zero.gathering.sharded_model import GatherLinks, live_budget, make_gatherer
 from deepspeed.zero.gradients.reducer import GradReducer
 from deepspeed.zero.layout import BucketLayout
-from deepspeed.zero.offload.tiers import ResidentTier
 from deepspeed.zero.replica_groups import Scope, expert_parallel_size
-from deepspeed.zero.wiring import live_budget, make_grad_buckets, make_reducer
+from deepspeed.zero.states.resident import ResidentTier
+from deepspeed.zero.wiring import make_grad_buckets, make_reducer
 
 if TYPE_CHECKING:
     from deepspeed.config.sections.zero import DeepSpeedZeroConfig

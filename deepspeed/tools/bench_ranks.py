@@ -25,9 +25,8 @@ from torch import Tensor
 
 from deepspeed.base.accelerator import get_accelerator
 from deepspeed.comm.collectives import Communicator, Network
+from deepspeed.comm.groups import all_gather_single, reduce_scatter_single
 from deepspeed.comm.init import init_distributed
-from deepspeed.comm.transports.exchanged_sums import all_gather_single
-from deepspeed.comm.transports.process_group import reduce_scatter_single
 
 STEP = 4
 """Powers of two from one size to the next."""

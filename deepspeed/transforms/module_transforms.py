@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor, nn
 
+from deepspeed.base.sharded import is_zero_param
 from deepspeed.checkpoint.originals import Expression, Originals
 from deepspeed.comm.mesh import ProcessMesh
 from deepspeed.config.plan import Plan
@@ -18,8 +19,6 @@ from deepspeed.transforms.inputs import InputTransform
 from deepspeed.transforms.ordering import INPUT_ORDER, MODULE_ORDER, in_order
 from deepspeed.transforms.structure import Changes, Structure, count
 from deepspeed.transforms.successors import Successors
-from deepspeed.zero.gathering.gathered import GatheredParameters
-from deepspeed.zero.gathering.sharded_bucket import ShardedBucket
 from deepspeed.zero.tensor_fragment import is_kept_by_engine
 
 if TYPE_CHECKING:
@@ -83,6 +82,8 @@ class TransformContext:
 
     def whole(self, *tensors: Tensor) -> AbstractContextManager[Any]:
         """A block in which tensors that ``zero.Init`` partitioned can be read in full. Collective."""
+        from deepspeed.zero.gathering.gathered import GatheredParameters
+
         return GatheredParameters(list(tensors))
 
     def became(self, old: nn.Parameter, *new: nn.Parameter) -> None:
@@ -159,7 +160,7 @@ def request(module: nn.Module, transform: ModuleTransform) -> None:
 
 def _is_taken(module: nn.Module) -> bool:
     return any(
-        is_kept_by_engine(param) or isinstance(vars(param).get("ds_home"), ShardedBucket)
+        is_kept_by_engine(param) or (is_zero_param(param) and not vars(param)["ds_home"].alone)
         for param in module.parameters()
     )
 

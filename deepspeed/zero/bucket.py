@@ -41,6 +41,9 @@ class ParamBucket:
         self.shard: Tensor | None = None
         self._addresses: list[int] = []
 
+    def evict(self) -> None:
+        """Give back what is gathered and can be gathered again; without sharded weights there is nothing."""
+
     def renumber(self, layout: BucketLayout) -> None:
         """The same layout with different parameter indices."""
         self.layout = layout

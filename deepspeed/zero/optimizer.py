@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -17,12 +17,13 @@ from torch import Tensor, nn
 from deepspeed.optim.base import ZeROOptimizer
 from deepspeed.zero.accumulation import AccumulationClock
 from deepspeed.zero.bucket import ParamBucket
-from deepspeed.zero.gathering.leaf_modules import z3_leaf_module
 from deepspeed.zero.norms import clip_coefficient
 from deepspeed.zero.offload.state_moves import HasMovableStates, StateMover
-from deepspeed.zero.parameter_offload import DeepSpeedZeRoOffload
 from deepspeed.zero.states.access import JOINED, StateAccess
 from deepspeed.zero.step import StepExecutor, StepResult
+
+if TYPE_CHECKING:
+    from deepspeed.zero.parameter_offload import DeepSpeedZeRoOffload
 
 
 class ZeroOptimizer(HasMovableStates, ZeROOptimizer):
@@ -379,8 +380,7 @@ class DeepSpeedZeroOptimizer_Stage3(ZeroOptimizer):
     @property
     def leaf_parameters(self) -> dict[nn.Module, list[nn.Parameter]]:
         """The parameters of each module that is gathered as one (``set_z3_leaf_modules``)."""
-        modules = self.parameter_offload.module.modules()
-        return {module: list(module.parameters()) for module in modules if z3_leaf_module(module)}
+        return self.parameter_offload.leaf_parameters
 
     def get_full_hp_param(self, param: nn.Parameter, optim_state_key: str | None = None) -> Tensor | None:
         """The whole fp32 weight, or the state ``optim_state_key`` (``exp_avg``, ...). Collective."""

@@ -22,7 +22,7 @@ from deepspeed.base.transforms import call_outside_transforms, inside_transform
 from deepspeed.base.untraced import untraced
 from deepspeed.zero.gather_units import blocks_of
 from deepspeed.zero.gathering.coordinator import ParamCoordinator, recording
-from deepspeed.zero.gathering.leaf_modules import z3_leaf_module
+from deepspeed.zero.gathering.leaf_modules import get_z3_leaf_modules, z3_leaf_module
 from deepspeed.zero.gathering.phases import Phase
 from deepspeed.zero.gradients.backward import output_tensors, tensors_in
 from deepspeed.zero.offload.state_moves import HasMovableStates, StateMover
@@ -82,6 +82,11 @@ class DeepSpeedZeRoOffload(HasMovableStates):
     def persistent_parameters(self) -> list[nn.Parameter]:
         """The parameters that stay gathered (``stage3_param_persistence_threshold``)."""
         return [p for bucket in self.param_coordinator.buckets if bucket.persistent for p in bucket.params]
+
+    @property
+    def leaf_parameters(self) -> dict[nn.Module, list[nn.Parameter]]:
+        """The parameters of each module that is gathered as one (``set_z3_leaf_modules``)."""
+        return {leaf: list(leaf.parameters()) for leaf in get_z3_leaf_modules(self.module)}
 
     # Hooks --------------------------------------------------------------------------------------------------
 

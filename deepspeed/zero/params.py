@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from deepspeed.base.logging import log_dist
 from deepspeed.base.sharded import full_numel, full_shape, is_zero_param
 
 
@@ -48,6 +49,8 @@ class Home(Protocol):
     """Of the ranks that together hold the parameter."""
     everyone: Any
     """Of all ranks that hold a copy of it."""
+    alone: bool
+    """Whether the parameter is sharded by itself, by ``zero.Init``: no engine has it yet."""
 
     def local_part(self, position: int) -> Tensor: ...
     def read_param(self, position: int, out: Tensor) -> None: ...
@@ -211,6 +214,22 @@ def read_full(param: Tensor, out: Tensor) -> None:
 
 
 # Documented methods of a partitioned parameter --------------------------------------------------------------
+
+
+def make_whole(module: nn.Module) -> None:
+    """Turn what ``zero.Init`` partitioned into ordinary parameters, for users that gather nothing. What a stage-3
+    engine holds stays as it is. Collective."""
+    held = [param for param in module.parameters() if is_zero_param(param) and vars(param)["ds_home"].alone]
+    for param in held:
+        whole = torch.empty(full_shape(param), dtype=param.dtype, device=param.device)
+        read_full(param, whole)
+        forget(param)
+        param.data = whole
+    if held:
+        log_dist(
+            f"{len(held)} parameters, which zero.Init had partitioned, are whole: only stage 3 gathers",
+            ranks=[0],
+        )
 
 
 def partition_numel(param: Any) -> int:

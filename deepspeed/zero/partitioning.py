@@ -15,7 +15,6 @@ from torch import nn
 from deepspeed.base.sharded import full_numel
 from deepspeed.config.plan import Plan
 from deepspeed.zero.gather_units import assign_units
-from deepspeed.zero.gathering.gather_rules import persistence_threshold
 from deepspeed.zero.gradients.sparse import sparse_parameters
 from deepspeed.zero.layout import BucketLayout, CutPolicy, ParamSpec, cut
 from deepspeed.zero.precision import wire_dtypes
@@ -139,3 +138,21 @@ def cut_sharded(
         (layout, all(slot.numel <= policy.persist_numel for slot in layout.slots))
         for layout in cut(specs, policy, ranks)
     ]
+
+
+def persistence_threshold(numels: Iterable[int], threshold: int, most: int) -> int:
+    """Largest size up to ``threshold`` such that all parameters of at most that size hold at most ``most`` elements.
+
+    Small parameters come first, because each costs a gather and takes little memory; parameters of one size persist
+    together or not at all, so the result does not depend on their order.
+    """
+    sizes = sorted(n for n in numels if 0 < n <= threshold)
+    if sum(sizes) <= most:
+        return threshold
+    fitting, total = 0, 0
+    for size in sorted(set(sizes)):
+        total += size * sizes.count(size)
+        if total > most:
+            break
+        fitting = size
+    return fitting

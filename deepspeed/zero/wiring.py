@@ -6,7 +6,6 @@ immediately and memory that is only counted. So what is planned is what is built
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Container, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
@@ -17,28 +16,18 @@ from torch import nn
 from deepspeed.base.sharded import full_shape
 from deepspeed.comm.collectives import Communicator
 from deepspeed.config.plan import Cadence, Plan
-from deepspeed.ops.formats.codecs import BLOCK, BlockCodec
 from deepspeed.zero.bucket import ParamBucket
 from deepspeed.zero.buffer_pool import BufferPool
-from deepspeed.zero.gathering.coordinator import LiveBudget, ParamCoordinator
-from deepspeed.zero.gathering.scheduled_gather import ScheduledGather
 from deepspeed.zero.gradients.bucket import GradBucket
-from deepspeed.zero.gradients.quantized_sum import (
-    CompressedSum,
-    ErrorFeedback,
-    QuantizedSum,
-    at_random,
-    codec_for,
-)
 from deepspeed.zero.gradients.reducer import GradReducer
 from deepspeed.zero.gradients.sums import DenseSum, GradientSum, GroupSum, LocalSum, ReplicatedSum, RowSum
 from deepspeed.zero.layout import BucketLayout
 from deepspeed.zero.offload.host_copies import HostCopies, off_host
-from deepspeed.zero.offload.tiers import ResidentTier
 from deepspeed.zero.replica_groups import Scope, ScopeTable
+from deepspeed.zero.states.resident import ResidentTier
 
 if TYPE_CHECKING:
-    from deepspeed.config.sections.zero import DeepSpeedZeroConfig
+    from deepspeed.zero.gathering.coordinator import ParamCoordinator
 
 
 def make_grad_buckets(
@@ -118,23 +107,12 @@ def own_sum(layout: BucketLayout, scope: Scope, pool: BufferPool, plan: Plan) ->
 
 def _sum_of_one_copy(layout: BucketLayout, scope: Scope, pool: BufferPool, plan: Plan) -> GradientSum:
     """Over the ranks that share one."""
-    result: GradientSum = DenseSum(layout, scope.shard, pool, scatter=plan.zero.reduce_scatter)
-    packing, chosen = plan.packing, plan.packing.codec
-    if chosen is not None:
-        if scope.shard.size == 1 or layout.padded_numel < BLOCK * scope.shard.size:
-            return result
-        if packing.random and isinstance(chosen, BlockCodec):
-            chosen = at_random(chosen, layout, scope.everyone.rank)
-        if not plan.zero.shard_state:
-            return CompressedSum(scope.shard, chosen, keeps_errors=packing.keeps_errors)
-        encode = ErrorFeedback(chosen, 0.0, sys.maxsize) if packing.keeps_errors else None
-        return QuantizedSum(layout, scope.shard, chosen, levels=scope.levels, encode=encode)
-    codec = codec_for(layout, packing.gradients, random=packing.random, rank=scope.everyone.rank)
-    if codec is not None:
-        feedback = packing.feedback
-        encode = ErrorFeedback(codec, *feedback) if feedback is not None else None
-        result = QuantizedSum(layout, scope.shard, codec, levels=scope.levels, encode=encode)
-    return result
+    if plan.packing.codec is not None or plan.packing.gradients:
+        from deepspeed.zero.gradients.quantized_sum import encoded_sum
+
+        if (encoded := encoded_sum(layout, scope, plan)) is not None:
+            return encoded
+    return DenseSum(layout, scope.shard, pool, scatter=plan.zero.reduce_scatter)
 
 
 def make_reducer(
@@ -149,8 +127,7 @@ def make_reducer(
 ) -> GradReducer:
     """``coordinator``: of the parameters, where stage 3 has sharded them. ``device``: where messages about gradients
     are built (default: where the gradients are). Hooks are installed by the caller."""
-    gatherer = coordinator.gatherer if coordinator is not None else None
-    turns = gatherer if isinstance(gatherer, ScheduledGather) else None  # its gathers are collectives too
+    turns = coordinator.gatherer.turns if coordinator is not None else None
     reducer = GradReducer(
         params,
         buckets,
@@ -173,8 +150,3 @@ def cadence(plan: Plan, coordinator: ParamCoordinator | None) -> Cadence:
     if coordinator is None:
         return plan.zero.cadence
     return Cadence.AT_BOUNDARY if coordinator.keeps_all else Cadence.EVERY_MICRO_BATCH
-
-
-def live_budget(zero: DeepSpeedZeroConfig) -> LiveBudget:
-    """Return how much may be gathered at a time."""
-    return LiveBudget(max_live=int(zero.max_live_parameters), max_reuse=int(zero.max_reuse_distance))

@@ -1,6 +1,6 @@
 """What a start imports, counted: modules of ours and their lines, after `initialize` of a plain run.
 
-The ceilings leave a tenth of room. A feature that is imported where its part of the plan asks for it does not touch
+The ceilings leave a little room. A feature that is imported where its part of the plan asks for it does not touch
 them; one that every run needs raises them on purpose.
 """
 
@@ -16,18 +16,23 @@ import pytest
 
 from tests.pool import free_port
 
-CEILINGS = {0: (340, 49_500), 2: (340, 49_500), 3: (340, 49_500)}
+CEILINGS = {0: (245, 32_500), 2: (245, 32_500), 3: (265, 35_500)}
 """By stage: modules, lines."""
 
 NOT_IN_A_PLAIN_RUN = (
     "deepspeed.tools.autotuning", "deepspeed.checkpoint.foreign", "deepspeed.checkpoint.load",
-    "deepspeed.comm.transports.hierarchical",
+    "deepspeed.checkpoint.save", "deepspeed.comm.hangs.watch", "deepspeed.comm.timed",
+    "deepspeed.comm.transports.gloo", "deepspeed.comm.transports.hierarchical",
+    "deepspeed.comm.transports.process_group", "deepspeed.comm.transports.shared_memory",
     "deepspeed.compression", "deepspeed.engine.hybrid_engine", "deepspeed.engine.loading", "deepspeed.engine.pipeline",
     "deepspeed.inference", "deepspeed.observe.audit", "deepspeed.observe.flops", "deepspeed.observe.live",
-    "deepspeed.ops.lamb", "deepspeed.ops.lion", "deepspeed.ops.sparse_attention", "deepspeed.optim.lr_schedules",
+    "deepspeed.ops.formats", "deepspeed.ops.lamb", "deepspeed.ops.lion", "deepspeed.ops.sparse_attention",
+    "deepspeed.optim.lr_schedules",
     "deepspeed.optim.onebit", "deepspeed.parallel.expert.layer", "deepspeed.parallel.pipeline",
     "deepspeed.parallel.sequence", "deepspeed.parallel.tensor.mappings", "deepspeed.planning.planner",
-    "deepspeed.tools", "deepspeed.zero.muon", "deepspeed.zero.offload.zenflow",
+    "deepspeed.tools", "deepspeed.transforms.recompute.checkpointing", "deepspeed.zero.gathering.scheduled_gather",
+    "deepspeed.zero.gathering.shard_server", "deepspeed.zero.gradients.quantized_sum", "deepspeed.zero.muon",
+    "deepspeed.zero.offload.tiers", "deepspeed.zero.offload.zenflow",
 )  # fmt: skip
 
 START = """

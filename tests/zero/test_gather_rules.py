@@ -9,8 +9,13 @@ import torch
 from torch import Tensor, nn
 
 import deepspeed
-from deepspeed.zero.gathering.gather_rules import fine_grained, persistence_threshold
-from deepspeed.zero.gathering.leaf_modules import get_z3_leaf_modules, z3_leaf_module, z3_leaf_parameter
+from deepspeed.zero.gathering.leaf_modules import (
+    fine_grained,
+    get_z3_leaf_modules,
+    z3_leaf_module,
+    z3_leaf_parameter,
+)
+from deepspeed.zero.partitioning import persistence_threshold
 from tests.pool import distributed
 from tests.zero.models import config_for
 

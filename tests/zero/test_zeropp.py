@@ -17,7 +17,7 @@ from deepspeed.config.problems import DeepSpeedConfigError
 from deepspeed.ops.adam import FusedAdam
 from deepspeed.ops.formats.codecs import BlockCodec, seed_of
 from deepspeed.zero.gathering import sharded_model
-from deepspeed.zero.gradients.quantized_sum import keeper_of
+from deepspeed.zero.gradients.sums import keeper_of
 from deepspeed.zero.norms import clip_coefficient
 from tests.pool import distributed
 from tests.zero.models import Block, assert_same, config_for, engine_losses, make_zoo

@@ -7,9 +7,6 @@ from typing import Any
 
 import torch
 
-from deepspeed.checkpoint.files.archive import naming, write_archive
-from deepspeed.checkpoint.files.flush import flush
-from deepspeed.checkpoint.files.safe_types import allowed_types, trusts_files
 from deepspeed.checkpoint.storage.checkpoint_engine import CheckpointCommitInfo, CheckpointEngine
 
 
@@ -21,11 +18,19 @@ class TorchCheckpointEngine(CheckpointEngine):
         self.set_commit_info(info)
 
     def save(self, state_dict: Any, path: str) -> None:
+        from deepspeed.checkpoint.files.archive import (  # an engine has one from the start
+            naming,
+            write_archive,
+        )
+        from deepspeed.checkpoint.files.flush import flush
+
         with naming(Path(path)):
             write_archive(Path(path), state_dict)
             flush(Path(path))
 
     def load(self, path: str, map_location: Any = None) -> Any:
+        from deepspeed.checkpoint.files.safe_types import allowed_types, trusts_files
+
         with allowed_types():
             return torch.load(path, map_location=map_location, weights_only=not trusts_files())
 

@@ -7,6 +7,7 @@ issue the collectives of a group in one order, so the n-th of one rank belongs t
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,6 +20,18 @@ UNEVEN = -1
 
 Call = tuple[str, int, torch.dtype | None, int | None, str]
 """Operation, elements, dtype, root within the group, and the part of the step that issued it."""
+
+
+class WatchEnds:
+    """What ends the watch for hangs (watch.py), which sets both: a rank alone has no watch and does not import it."""
+
+    leave: Callable[[Any], None] = staticmethod(lambda network: None)
+    """A network needs no watch any more."""
+    end: Callable[[], None] = staticmethod(lambda: None)
+    """The process groups go."""
+
+
+watch_ends = WatchEnds()
 
 
 class History:

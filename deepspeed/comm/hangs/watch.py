@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from deepspeed.base.logging import logger
 from deepspeed.comm.groups import default_timeout
-from deepspeed.comm.hangs.history import History
+from deepspeed.comm.hangs.history import History, watch_ends
 from deepspeed.comm.hangs.report import ABSENT, GONE, STOPPED, explain
 from deepspeed.comm.hangs.stack_server import StackServer
 from deepspeed.comm.hangs.stragglers import clone, quietly, store_of_default_group
@@ -358,3 +358,6 @@ def end() -> None:
         ending, _watch = _watch, None
     if ending is not None:
         ending.stop()
+
+
+watch_ends.leave, watch_ends.end = leave, end

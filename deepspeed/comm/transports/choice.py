@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -18,7 +18,11 @@ from torch.distributed import ProcessGroup
 from deepspeed.comm.hangs.history import History
 from deepspeed.comm.links import Sent, far_share
 from deepspeed.comm.pending import Pending
-from deepspeed.comm.transports import exchanged_sums, gloo, hosts, process_group, shared_memory
+
+if TYPE_CHECKING:
+    from deepspeed.comm.transports import gloo, shared_memory
+
+# A group imports what moves its bytes when its first message does: a rank alone sends none.
 
 
 class AllGather(Protocol):
@@ -111,6 +115,8 @@ class Wires:
         return _process_group_transport(self.group, self.ranks)
 
     def _over_gloo(self, may_share_memory: bool) -> Transport:
+        from deepspeed.comm.transports import gloo, hosts
+
         if self._gloo is None:
             self._gloo = gloo.GlooChannel(self.group, self.ranks)
         met = hosts.meet(self._gloo, may_share_memory)
@@ -156,6 +162,8 @@ class Wires:
 
 
 def _gloo_transport(channel: gloo.GlooChannel) -> Transport:
+    from deepspeed.comm.transports import gloo
+
     return Transport(
         name="gloo",
         background=False,
@@ -193,6 +201,8 @@ def _hierarchical_transport(
 
 def _shared_memory_transport(channel: shared_memory.SharedMemoryChannel, fallback: Transport) -> Transport:
     """`fallback` reduces the dtypes that the native code cannot."""
+    from deepspeed.comm.transports import shared_memory
+
     return Transport(
         name="shared_memory",
         background=True,
@@ -209,6 +219,8 @@ def _shared_memory_transport(channel: shared_memory.SharedMemoryChannel, fallbac
 
 
 def _process_group_transport(group: ProcessGroup, ranks: tuple[int, ...]) -> Transport:
+    from deepspeed.comm.transports import exchanged_sums, process_group
+
     exchanged = exchanged_sums.ExchangedSum(group, ranks)
     return Transport(
         name="process_group",

@@ -23,13 +23,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from deepspeed.base.accelerator import get_accelerator
-from deepspeed.comm.groups import new_group
+from deepspeed.comm.groups import all_gather_single, new_group
 from deepspeed.comm.pending import DONE, CommunicationError, Pending
 from deepspeed.comm.reduction import accumulation_dtype, sum_in_order
 from deepspeed.comm.transports import hosts
-
-# torch 2.13 renamed the flat form and warns about the old name.
-all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 SCRATCH_BYTES = 32 << 20
 """Of what is sent at a time; with what is received and summed up to three times as much is taken."""

@@ -9,12 +9,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp, Work
 
+from deepspeed.comm.groups import all_gather_single, reduce_scatter_single
 from deepspeed.comm.pending import CommunicationError, Pending
 from deepspeed.comm.reduction import accumulation_dtype
-from deepspeed.comm.transports.exchanged_sums import ExchangedSum, all_gather_single
-
-# torch 2.13 renamed the flat forms and warns about the old names.
-reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+from deepspeed.comm.transports.exchanged_sums import ExchangedSum
 
 
 class _GroupOperation:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import Field, model_validator
 
 from deepspeed.config.section import Int, LenientConfigModel
-from deepspeed.ops.aio.engine import Options
+
+if TYPE_CHECKING:
+    from deepspeed.ops.aio.engine import Options
 
 
 class AioConfig(LenientConfigModel):
@@ -39,4 +41,6 @@ def get_aio_config(param_dict: Mapping[str, Any]) -> dict[str, Any]:
 
 def storage_options(settings: Mapping[str, Any]) -> Options:
     """Options of a file I/O engine, from the values of the section."""
+    from deepspeed.ops.aio.engine import Options
+
     return Options(**{name: settings[name] for name in Options.__dataclass_fields__})

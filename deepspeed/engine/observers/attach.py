@@ -20,10 +20,8 @@ from deepspeed.engine.observers.data_efficiency import attach_data_efficiency
 from deepspeed.engine.observers.hang_names import NamesOfEngine
 from deepspeed.engine.observers.out_of_memory import OutOfMemoryAdvice
 from deepspeed.engine.observers.progress.curve_axis import CurveAxis
-from deepspeed.engine.observers.progress.curves import Curves
 from deepspeed.engine.observers.progress.live_line import attach_live_line
 from deepspeed.engine.observers.progress.readings import StepReader
-from deepspeed.engine.observers.progress.wall_clock import WallClock
 from deepspeed.observe.monitor.monitor import MonitorMaster
 from deepspeed.observe.timer import SynchronizedWallClockTimer, ThroughputTimer
 
@@ -31,6 +29,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from deepspeed.engine.interface import Engine
+    from deepspeed.engine.observers.progress.wall_clock import WallClock
 
 
 class Observed:
@@ -102,7 +101,11 @@ def _attach_clocks(engine: Engine) -> WallClock | None:
         steps_per_output=_print_interval(engine),
         monitor_memory=False,
     )
-    clock = WallClock(engine, _print_interval(engine)) if config.wall_clock_breakdown else None
+    clock = None
+    if config.wall_clock_breakdown:
+        from deepspeed.engine.observers.progress.wall_clock import WallClock
+
+        clock = WallClock(engine, _print_interval(engine))
     if _print_interval(engine):
         Throughput(engine)
     if config.flops_profiler_config.enabled and config.flops_profiler_config.profile_step >= 0:
@@ -129,6 +132,8 @@ def _attach_monitors(engine: Engine, clock: WallClock | None) -> None:
 
         engine.live_page = LivePage(engine, config.live_config, reader)
     if reader is not None:
+        from deepspeed.engine.observers.progress.curves import Curves
+
         Curves(engine, engine.monitor, reader, clock)
     if watched or config.wall_clock_breakdown:
         from deepspeed.engine.observers.experts import watch_experts

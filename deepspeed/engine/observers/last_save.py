@@ -22,8 +22,8 @@ from deepspeed import comm as dist
 from deepspeed.base.constants import JOB_STARTED, STOP_GRACE_FILE, TIME_IS_UP
 from deepspeed.base.logging import log_dist, logger
 from deepspeed.checkpoint.errors import CheckpointError
+from deepspeed.checkpoint.files.flush import wait_for_flushes
 from deepspeed.config.sections.checkpoint import OF_SLURM
-from deepspeed.engine.checkpoints import wait_for_flushes
 
 if TYPE_CHECKING:
     from deepspeed.engine.interface import Engine

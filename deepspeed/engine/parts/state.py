@@ -13,16 +13,28 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from deepspeed.base.python_gc import python_gc_manager
-from deepspeed.checkpoint import names
-from deepspeed.checkpoint.files.writers import set_mode
 from deepspeed.config.sections.offload import OffloadDeviceEnum, OffloadStateTypeEnum
-from deepspeed.engine import checkpoints as engine_checkpoint
-from deepspeed.engine import weights as engine_weights
-from deepspeed.parallel.expert.placement import write_experts
 from deepspeed.zero.offload.state_moves import HasMovableStates
 
 if TYPE_CHECKING:
+    from types import ModuleType
+
+    from deepspeed.checkpoint.files.background import BackgroundWriter
     from deepspeed.engine.interface import Engine
+
+# Formats and files are imported by the first call that needs them: many runs save at the end, or never.
+
+
+def _saving() -> ModuleType:
+    from deepspeed.engine import checkpoints
+
+    return checkpoints
+
+
+def _weights() -> ModuleType:
+    from deepspeed.engine import weights
+
+    return weights
 
 
 class Checkpoints:
@@ -30,6 +42,20 @@ class Checkpoints:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
+
+    def new_writer(self) -> BackgroundWriter | None:
+        """What writes checkpoints while training continues, if the config asks for that."""
+        config = self._engine._config
+        writer = config.checkpoint_config.writer
+        if (writer is None or not writer.decoupled) and config.datastates_config is False:
+            return None
+        return _saving().new_background_writer(self._engine)
+
+    def wait_for_flushes(self) -> None:
+        """Return when all that was saved is on disk. CheckpointError: something could not be stored."""
+        from deepspeed.checkpoint.files.flush import wait_for_flushes
+
+        wait_for_flushes()
 
     def save_checkpoint(
         self,
@@ -41,7 +67,7 @@ class Checkpoints:
     ) -> bool:
         """Write everything needed to resume to ``save_dir/tag``. Collective; see ``docs/checkpoints.md``."""
         self._engine.half_loaded.refuse()
-        done = engine_checkpoint.save_checkpoint(
+        done = _saving().save_checkpoint(
             self._engine, save_dir, tag, client_state, save_latest, exclude_frozen_parameters
         )
         self._engine.events.emit("on_save", save_dir=save_dir, tag=tag)
@@ -49,6 +75,8 @@ class Checkpoints:
 
     def _change_recovery_script_permissions(self, dst: str) -> None:
         """Let a shell run the script at ``dst``, if the file system has permissions."""
+        from deepspeed.checkpoint.files.writers import set_mode
+
         set_mode(Path(dst), 0o744)
 
     def load_checkpoint(
@@ -80,7 +108,7 @@ class Checkpoints:
     @cached_property
     def save_non_zero_checkpoint(self) -> bool:
         """True: this rank writes a file with model states. Scripts that write files themselves set it."""
-        return engine_checkpoint.writes_model_file(self._engine)
+        return _saving().writes_model_file(self._engine)
 
     @cached_property
     def save_zero_checkpoint(self) -> bool:
@@ -93,32 +121,32 @@ class Checkpoints:
         """The file with this rank's model states; ``mp_placeholder`` stands for the number of its model-parallel rank
         (``"*"``: a pattern for those of all)."""
         place = None if mp_placeholder is None else str(mp_placeholder)
-        return engine_checkpoint.model_path(self._engine, checkpoints_path, tag, place)
+        return _saving().model_path(self._engine, checkpoints_path, tag, place)
 
     def _get_all_ckpt_names(self, checkpoints_path: str | os.PathLike[str], tag: str) -> list[str]:
         """The files with the model states of all model-parallel ranks, in the order of the ranks."""
+        from deepspeed.checkpoint import names
+
         return names.by_rank(
             glob.glob(self._engine._get_ckpt_name(checkpoints_path, tag, mp_placeholder="*"))
         )
 
     def _get_zero_ckpt_name(self, checkpoints_path: str | os.PathLike[str], tag: str) -> str:
         """The file with this rank's part of what the optimizer keeps."""
-        return engine_checkpoint.optimizer_path(self._engine, checkpoints_path, tag)
+        return _saving().optimizer_path(self._engine, checkpoints_path, tag)
 
     def _get_optimizer_ckpt_name(
         self, checkpoints_path: str | os.PathLike[str], tag: str, expp_rank: int
     ) -> str:
         """The same: experts' states lie with all others, whatever ``expp_rank`` is."""
-        return engine_checkpoint.optimizer_path(self._engine, checkpoints_path, tag)
+        return _saving().optimizer_path(self._engine, checkpoints_path, tag)
 
     def save_16bit_model(
         self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
     ) -> bool:
         """Write the model's weights in their own dtype, from rank 0."""
         self._engine.half_loaded.refuse()
-        return engine_weights.save_16bit_model(
-            self._engine, save_dir, save_filename, exclude_frozen_parameters
-        )
+        return _weights().save_16bit_model(self._engine, save_dir, save_filename, exclude_frozen_parameters)
 
     def save_fp16_model(self, save_dir: str, save_filename: str = "pytorch_model.bin") -> bool:
         return self._engine.save_16bit_model(save_dir, save_filename)  # which a trainer may have replaced
@@ -127,13 +155,13 @@ class Checkpoints:
         self, exclude_frozen_parameters: bool = False
     ) -> dict[str, Tensor] | None:
         """Stage 3: the whole model on rank 0, None on the others. Collective."""
-        return engine_weights.zero3_consolidated_16bit_state_dict(self._engine, exclude_frozen_parameters)
+        return _weights().zero3_consolidated_16bit_state_dict(self._engine, exclude_frozen_parameters)
 
     def _consolidated_16bit_state_dict(
         self, exclude_frozen_parameters: bool = False
     ) -> dict[str, Tensor] | None:
         """The same at any stage."""
-        return engine_weights.consolidated_16bit_state_dict(self._engine, exclude_frozen_parameters)
+        return _weights().consolidated_16bit_state_dict(self._engine, exclude_frozen_parameters)
 
     def layer_writer(self, exclude_frozen: bool) -> Callable[[Path], None] | None:
         """Return what also writes the files of single layers into the folder of a checkpoint: here those of experts,
@@ -145,6 +173,8 @@ class Checkpoints:
 
     def write_experts(self, folder: Path, *, exclude_frozen: bool) -> None:
         """Write the file of each expert whose first holder is this rank."""
+        from deepspeed.parallel.expert.placement import write_experts
+
         engine, files = self._engine, self._engine.checkpoint_engine
         write_experts(
             engine.module,
@@ -163,7 +193,7 @@ class Checkpoints:
         """The tensor of which ``param`` is this rank's part [shape: that before tensor parallelism; for experts the
         number of different ones first], on every rank, without gradient. ``value``: a tensor that lies as the part
         does, such as ``safe_get_full_grad(param)``, instead of the weights. Collective."""
-        return engine_weights.whole(self._engine, param, value)
+        return _weights().whole(self._engine, param, value)
 
     def module_state_dict(
         self,
@@ -172,7 +202,7 @@ class Checkpoints:
         keep_vars: bool = False,
         exclude_frozen_parameters: bool = False,
     ) -> dict[str, Any]:
-        return engine_weights.module_state_dict(
+        return _weights().module_state_dict(
             self._engine, destination, prefix, keep_vars, exclude_frozen_parameters
         )
 
@@ -186,7 +216,7 @@ class Checkpoints:
         allowed_missing_keys: Any = None,
     ) -> None:
         """Load ``checkpoint["module"]``; the optimizer's master weights follow."""
-        engine_weights.load_module_state_dict(
+        _weights().load_module_state_dict(
             self._engine,
             checkpoint,
             strict,

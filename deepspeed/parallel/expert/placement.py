@@ -13,7 +13,6 @@ from torch import nn
 
 from deepspeed.comm.mesh import ProcessMesh
 from deepspeed.parallel.expert.stacked import is_spread
-from deepspeed.zero.gathering.gathered import GatheredParameters
 
 if TYPE_CHECKING:
     from deepspeed.parallel.expert.layer import MoE
@@ -89,6 +88,8 @@ def write_experts(
     """``write(state dict, file name)`` for each expert of which this rank is the first holder. A file holds the weights
     of one expert of one layer under their names in the whole model. Sharded ones are gathered: collective; an error is
     raised when all have been passed."""
+    from deepspeed.zero.gathering.gathered import GatheredParameters
+
     failed: Exception | None = None
     for path, layer in module.named_modules():
         if not _is_ours(layer):

@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,6 +39,7 @@ from deepspeed.transforms.recompute.rng import (
     reseed_tensor_parallel,
     seed_model_parallel,
 )
+from deepspeed.transforms.recompute.scope import PROCESS, begin_forward, end_forward, running
 
 __all__ = [
     "CheckpointFunction",
@@ -84,6 +84,18 @@ class Settings:
                 group = getattr(self.mpu, getter)()
                 return Communicator(None) if group is None else self.network.communicator(group)
         return self.tensor_ranks or Communicator(None)
+
+    def keep_layers(self, module: Any) -> None:
+        """Inputs of layers that ``module`` checkpoints itself are kept in host memory too, if this says so."""
+        if self is not _state.process and self.section.cpu_checkpointing:
+            self.layers = keep_inputs_of_layers(module, lambda: _keeping_inputs(self))
+
+    def leave(self) -> None:
+        """Their engine is destroyed: the functions here act on the one before it."""
+        for handle in self.layers:
+            handle.remove()
+        self.layers = []
+        _state.engines.remove(self)
 
     def keeper(self) -> KeptInputs:
         section = self.section
@@ -171,25 +183,25 @@ class _State:
 
 
 _state = _State()
-_running: ContextVar[Settings | None] = ContextVar("deepspeed_checkpointing", default=None)
 
 
 def _current() -> Settings:
     """Those of the engine whose forward, or recomputation, runs; else of the newest; else of the process."""
-    return _running.get() or _state.engines.get() or _state.process
+    found = running.get()
+    if found is PROCESS:
+        return _state.process
+    return found or _state.engines.get() or _state.process
 
 
 def settings_for(
     config: Any, mpu: Any, network: Network, tensor_ranks: Communicator | None = None
 ) -> Settings:
-    """Those of a new engine. An engine whose config has no section has the process's.
+    """Those of a new engine whose config has the section.
 
     If there is no other engine with its own, it takes over what the process was told before: what ``configure`` was
     given stays in force, and random states that were seeded are its own. Else it starts with a copy of the newest's.
     """
     given: DeepSpeedActivationCheckpointingConfig = config.activation_checkpointing_config
-    if not given.model_fields_set:
-        return _state.process
     newest, settings = _state.engines.get(), _state.process
     if newest is not None or not settings.configured:
         tracker = settings.tracker if newest is None else newest.tracker.copy()
@@ -197,26 +209,6 @@ def settings_for(
     settings.tensor_ranks = tensor_ranks
     _state.engines.add(settings)
     return settings
-
-
-def keep_layers(settings: Settings, module: Any) -> None:
-    """Inputs of layers that ``module`` checkpoints itself are kept in host memory too, if these settings say so."""
-    if settings is not _state.process and settings.section.cpu_checkpointing:
-        settings.layers = keep_inputs_of_layers(module, lambda: _keeping_inputs(settings))
-
-
-def leave(settings: Settings) -> None:
-    """Their engine is destroyed: the functions here act on the one before it."""
-    for handle in settings.layers:
-        handle.remove()
-    settings.layers = []
-    _state.engines.remove(settings)
-
-
-begin_forward = _running.set
-"""An engine's forward begins: its settings are in force until ``end_forward`` is called with what this returns."""
-
-end_forward = _running.reset
 
 
 @contextlib.contextmanager

@@ -9,15 +9,19 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from deepspeed.zero.gathering.phases import Phase
-from deepspeed.zero.gathering.shard_servers import ShardServers
 from deepspeed.zero.gathering.sharded_bucket import ShardedBucket, Status
 
 if TYPE_CHECKING:
+    from deepspeed.zero.gathering.shard_servers import ShardServers
     from deepspeed.zero.gathering.transitions import Transitions
+    from deepspeed.zero.gradients.reducer import LaunchTurns
 
 
 class LocalGather:
     """One rank: the slice is everything."""
+
+    turns: LaunchTurns | None = None
+    """Whose turn it is, if its gathers are collectives too, in one order with the sums of gradients."""
 
     def __init__(self, buckets: Sequence[ShardedBucket]) -> None:
         self.buckets = list(buckets)

@@ -7,9 +7,8 @@ names are looked up here, when a context is entered.
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from deepspeed.comm.collectives import Communicator, communicator
 from deepspeed.config import reader as config_reader
 from deepspeed.config.problems import DeepSpeedConfigError
 from deepspeed.config.sections.aio import get_aio_config, storage_options
+from deepspeed.zero.gathering.active_contexts import active_contexts
 from deepspeed.zero.gathering.gathered import GatheredParameters
 from deepspeed.zero.gathering.standalone_shard import shard_alone
 from deepspeed.zero.offload.swap_file import SwapFile
@@ -88,20 +88,6 @@ class DeepSpeedTensorOverride(Enum):
 DEFAULT_TENSOR_OVERRIDES = frozenset(DeepSpeedTensorOverride)
 
 
-class _Active:
-    """The patches of the active contexts (process-wide by nature): a stack whose innermost context is in effect."""
-
-    def __init__(self) -> None:
-        self.contexts: list[Init] = []
-        self.restores: list[Callable[[], None]] = []
-        self.suspended = 0
-        self.composing = 0
-        """Constructors of torch's own classes that are running now (Note: torch's composites)."""
-
-
-_active = _Active()
-
-
 def zero_wrapper_for_fp_tensor_constructor(
     fn: Callable[..., Tensor], target_fp_dtype: torch.dtype, target_device: torch.device | None = None
 ) -> Callable[..., Tensor]:
@@ -156,24 +142,24 @@ class InsertPostInitMethodToModuleSubClasses:
 
     def __enter__(self) -> Any:
         if self.enabled:
-            _active.contexts.append(self)  # type: ignore[arg-type]
-            _unpatch()
+            active_contexts.contexts.append(self)  # type: ignore[arg-type]
+            active_contexts.unpatch()
             _patch()
         return self
 
     def __exit__(self, exc_type: Any, exc_value: Any, traceback: Any) -> None:
         if self.enabled:
-            _unpatch()
-            _active.contexts.pop()
-            if _active.contexts and not _active.suspended:
+            active_contexts.unpatch()
+            active_contexts.contexts.pop()
+            if active_contexts.contexts and not active_contexts.suspended:
                 _patch()
 
     def patch_init_and_builtins(self) -> None:
-        _unpatch()
+        active_contexts.unpatch()
         _patch()
 
     def unpatch_init_and_builtins(self) -> None:
-        _unpatch()
+        active_contexts.unpatch()
 
 
 class Init(InsertPostInitMethodToModuleSubClasses):
@@ -280,7 +266,7 @@ class Init(InsertPostInitMethodToModuleSubClasses):
 
 
 def _patch() -> None:
-    context = _active.contexts[-1]
+    context = active_contexts.contexts[-1]
     for cls in get_all_subclasses(nn.Module, include_root=False):
         if "__init__" in cls.__dict__:
             _wrap_init(cls)
@@ -295,11 +281,6 @@ def _patch() -> None:
             _replace(torch, name, wrapped)
 
 
-def _unpatch() -> None:
-    while _active.restores:
-        _active.restores.pop()()
-
-
 def _replace(owner: Any, name: str, value: Any) -> None:
     missing = object()
     before = owner.__dict__.get(name, missing)
@@ -311,7 +292,7 @@ def _replace(owner: Any, name: str, value: Any) -> None:
             setattr(owner, name, before)
 
     setattr(owner, name, value)
-    _active.restores.append(restore)
+    active_contexts.restores.append(restore)
 
 
 def _init_subclass(cls: type, **kwargs: Any) -> None:
@@ -335,20 +316,20 @@ def _wrap_init(cls: Any) -> None:
         # A constructor calls those of its base classes: the outermost one has the last word.
         depth = module.__dict__.get(_DEPTH, 0)
         module.__dict__[_DEPTH] = depth + 1
-        _active.composing += torchs_own
+        active_contexts.composing += torchs_own
         try:
             original(module, *args, **kwargs)
         finally:
-            _active.composing -= torchs_own
+            active_contexts.composing -= torchs_own
             if depth:
                 module.__dict__[_DEPTH] = depth
             else:
                 module.__dict__.pop(_DEPTH, None)
-        if depth or _active.composing or not _active.contexts or _active.suspended:
+        if depth or active_contexts.composing or not active_contexts.contexts or active_contexts.suspended:
             return
         composite = any(map(_builds_children, type(module).__mro__))
         for part in reversed(list(module.modules())) if composite else [module]:
-            _active.contexts[-1]._post_init_method(part)
+            active_contexts.contexts[-1]._post_init_method(part)
 
     _replace(cls, "__init__", __init__)
 
@@ -376,32 +357,20 @@ def _to_empty_sharded(
 ) -> nn.Module:
     """``module.to_empty`` of a module built on ``meta`` (``torch.nn.utils.skip_init``): shard what it makes."""
     _to_empty(self, device=device, recurse=recurse)
-    if _active.contexts and not _active.suspended:
+    if active_contexts.contexts and not active_contexts.suspended:
         for part in self.modules() if recurse else [self]:
-            _active.contexts[-1]._post_init_method(part)
+            active_contexts.contexts[-1]._post_init_method(part)
     return self
 
 
 def shutdown_init_context() -> None:
     """Suspend the active contexts (``initialize`` builds its own tensors)."""
-    _active.suspended += 1
-    _unpatch()
+    active_contexts.suspend()
 
 
 def restore_init_context() -> None:
     """Undo ``shutdown_init_context``."""
-    _active.suspended = max(0, _active.suspended - 1)
-    if _active.contexts and not _active.suspended:
-        _patch()
-
-
-@contextlib.contextmanager
-def suspended_init_context() -> Iterator[None]:
-    shutdown_init_context()
-    try:
-        yield
-    finally:
-        restore_init_context()
+    active_contexts.resume()
 
 
 def read_config(config: Any) -> dict[str, Any]:

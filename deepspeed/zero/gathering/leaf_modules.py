@@ -8,9 +8,14 @@ order.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import nn
+
+from deepspeed.base.sharded import full_numel
+
+if TYPE_CHECKING:
+    from deepspeed.config.sections.zero import DeepSpeedZeroConfig
 
 MARK = "_z3_leaf"
 PARAMETER_MARK = "ds_z3_leaf_module"  # set on parameters by ZeRO stage 3
@@ -140,3 +145,29 @@ def _mark(
     for module in found:
         set_z3_leaf_module(module, flag)
     return found
+
+
+def mark_leaves(module: nn.Module, zero: DeepSpeedZeroConfig) -> None:
+    """Mark the leaf modules that the config asks for, and the parameters of all leaves (``z3_leaf_parameter``)."""
+    apply_zero_leaf_module_config(module, zero.leaf_module)
+    if zero.module_granularity_threshold > 0:
+        for fine in fine_grained(module, zero.module_granularity_threshold):
+            set_z3_leaf_module(fine, True)
+    for name, leaf in module.named_modules():
+        if z3_leaf_module(leaf):
+            for param in leaf.parameters():
+                setattr(param, PARAMETER_MARK, name)
+
+
+def fine_grained(module: nn.Module, threshold: int) -> list[nn.Module]:
+    """The outermost modules with fewer than ``threshold`` parameter elements per module in them.
+
+    The documented measure is elements / (1 + descendants). Modules that are never called themselves (``ModuleList``)
+    and those without children are skipped: there is nothing to join.
+    """
+    descendants = sum(1 for _ in module.modules()) - 1
+    elements = sum(full_numel(p) for p in module.parameters())
+    called = type(module).forward is not nn.Module.forward
+    if called and descendants and 0 < elements < threshold * (1 + descendants):
+        return [module]
+    return [found for child in module.children() for found in fine_grained(child, threshold)]

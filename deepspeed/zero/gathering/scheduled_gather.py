@@ -90,6 +90,7 @@ class ScheduledGather(FetchingGather):
         everyone: Communicator,
     ) -> None:
         super().__init__(buckets, server)
+        self.turns = self
         self.channels = channels
         self.everyone = everyone
         self.prefetch_numel = prefetch_numel

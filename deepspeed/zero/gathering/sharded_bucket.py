@@ -40,6 +40,8 @@ class ShardedBucket(ParamBucket):
     accessed there.
     """
 
+    alone = False
+
     def __init__(
         self,
         layout: BucketLayout,
@@ -64,6 +66,9 @@ class ShardedBucket(ParamBucket):
         self.views: list[Tensor] = []
         self._empty = torch.empty(0, dtype=layout.dtype, device=self.device)
         self.nbytes = layout.padded_numel * self._empty.element_size()  # of the whole bucket
+
+    def evict(self) -> None:
+        self.transitions.evict(self.layout.index)
 
     def flatten(self) -> None:
         """Partition the parameters (whole, or sharded one by one under ``zero.Init``) into this bucket's slices.

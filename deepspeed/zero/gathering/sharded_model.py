@@ -4,25 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from deepspeed.comm.collectives import Communicator
 from deepspeed.comm.groups import default_timeout
-from deepspeed.config.plan import Packing
+from deepspeed.config.plan import Packing, Plan
+from deepspeed.ops.update import traits_of
 from deepspeed.zero import params as zero_params
 from deepspeed.zero.gathering.coordinator import LiveBudget, ParamCoordinator
 from deepspeed.zero.gathering.embedding_norms import RowNorms
 from deepspeed.zero.gathering.gather import FetchingGather, LocalGather, ReadingGather
+from deepspeed.zero.gathering.leaf_modules import mark_leaves
 from deepspeed.zero.gathering.param_storage import ParamStorage
-from deepspeed.zero.gathering.quantized_gather import PacketServers, PieceChannel, make_pieces
-from deepspeed.zero.gathering.scheduled_gather import GatherChannel, ScheduledGather
-from deepspeed.zero.gathering.shard_servers import ShardServers
 from deepspeed.zero.gathering.sharded_bucket import ShardedBucket
 from deepspeed.zero.offload.host_copies import off_host
 from deepspeed.zero.parameter_offload import DeepSpeedZeRoOffload
+from deepspeed.zero.partitioning import TrainedParams, cut_sharded, param_specs, trained_params, with_frozen
 from deepspeed.zero.replica_groups import DENSE, Scopes, ScopeTable
+
+if TYPE_CHECKING:
+    from deepspeed.config.deepspeed_config import DeepSpeedConfig
+    from deepspeed.config.sections.zero import DeepSpeedZeroConfig
+    from deepspeed.zero.gathering.scheduled_gather import GatherChannel
+    from deepspeed.zero.gathering.shard_servers import ShardServers
+
+# What only several ranks need, or only their collectives, is imported where such a gatherer is made.
 
 
 class ShardedModel:
@@ -125,6 +134,57 @@ class ShardedModel:
         self.storage.close()
 
 
+def shard_module(
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    plan: Plan,
+    config: DeepSpeedConfig,
+    scopes: Scopes,
+) -> ShardedModel:
+    """Stage 3: shard every parameter of ``module`` and install the hooks that gather them around their use."""
+    held = [p for group in (optimizer.param_groups if optimizer is not None else []) for p in group["params"]]
+    trained = (
+        trained_params(module, optimizer.param_groups) if optimizer is not None else TrainedParams.none()
+    )
+    everything = with_frozen(module, trained)
+    zero = config.zero_config
+    mark_leaves(module, zero)
+    specs = param_specs(module, everything, plan)
+    storage = ParamStorage(plan.param_offload)
+    buckets = [
+        ShardedBucket(
+            layout,
+            everything.params,
+            scopes[layout.scope].shard,
+            everyone=scopes[layout.scope].written_by,
+            persistent=persistent,
+            keep=storage.keep_persistent if persistent else storage.keep,
+            check=storage.check if storage.on_file and not persistent else None,
+        )
+        for layout, persistent in cut_sharded(specs, zero, scopes.shards(), traits_of(optimizer).grain)
+    ]
+    known = {id(p) for p in held if p.requires_grad}
+    sharded = ShardedModel(
+        module,
+        buckets,
+        scopes,
+        trained={bucket.layout.index for bucket in buckets if any(id(p) in known for p in bucket.params)},
+        budget=live_budget(zero),
+        prefetch_numel=int(zero.prefetch_bucket_size),
+        storage=storage,
+        packing=plan.packing,
+    )
+    if zero.enable_sanity_checks:
+        for param in everything.params:
+            setattr(param, zero_params.CHECKS_WRITES, True)
+    return sharded
+
+
+def live_budget(zero: DeepSpeedZeroConfig) -> LiveBudget:
+    """How much may be gathered at a time."""
+    return LiveBudget(max_live=int(zero.max_live_parameters), max_reuse=int(zero.max_reuse_distance))
+
+
 class GatherLinks:
     """Ways by which this rank reaches the shards of the others."""
 
@@ -142,6 +202,9 @@ class GatherLinks:
 
     def server(self, buckets: Sequence[ShardedBucket]) -> ShardServers:
         """Fetches whole buckets from the ranks that hold their slices. Collective."""
+        from deepspeed.zero.gathering.quantized_gather import PacketServers, make_pieces
+        from deepspeed.zero.gathering.shard_servers import ShardServers
+
         timeout_s = default_timeout().total_seconds()
         pieces = make_pieces(buckets, self.scopes, self.packing)
         if pieces:
@@ -150,6 +213,8 @@ class GatherLinks:
 
     def channels(self, buckets: Sequence[ShardedBucket], server: ShardServers) -> list[GatherChannel]:
         """By bucket, the ranks that hold one copy of it, for gathers alone. Collective."""
+        from deepspeed.zero.gathering.quantized_gather import PacketServers, PieceChannel
+
         names = sorted({bucket.layout.scope for bucket in buckets})
         plain = {name: _second_group(self.scopes[name].shard) for name in names}
         result: list[GatherChannel] = [plain[bucket.layout.scope] for bucket in buckets]
@@ -182,6 +247,8 @@ def make_gatherer(
         return LocalGather(buckets)
     server = links.server(buckets)
     if prefers_collectives(device.type):
+        from deepspeed.zero.gathering.scheduled_gather import ScheduledGather
+
         return ScheduledGather(
             buckets,
             links.channels(buckets, server),

@@ -10,7 +10,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from deepspeed.base.logging import log_dist
 from deepspeed.comm.collectives import Communicator
 from deepspeed.zero import params as zero_params
 
@@ -18,6 +17,7 @@ from deepspeed.zero import params as zero_params
 class SoloShard:
     """Owns ``shard`` [ceil(numel / ranks)]: the documented ``ds_tensor`` of a parameter made under ``zero.Init``."""
 
+    alone = True
     persistent = False
 
     def __init__(
@@ -90,19 +90,3 @@ def shard_alone(
         zero_params.convert(param, SoloShard(param, communicator, everyone, keep), 0)
         param.data = torch.empty(0, dtype=param.dtype, device=param.device)
     zero_params.mark([param], zero_params.ZeroParamStatus.NOT_AVAILABLE)
-
-
-def make_whole(module: nn.Module) -> None:
-    """Turn what ``zero.Init`` partitioned into ordinary parameters, for users that gather nothing. What a stage-3
-    engine holds stays as it is. Collective."""
-    held = [param for param in module.parameters() if isinstance(getattr(param, "ds_home", None), SoloShard)]
-    for param in held:
-        whole = torch.empty(zero_params.full_shape(param), dtype=param.dtype, device=param.device)
-        zero_params.read_full(param, whole)
-        zero_params.forget(param)
-        param.data = whole
-    if held:
-        log_dist(
-            f"{len(held)} parameters, which zero.Init had partitioned, are whole: only stage 3 gathers",
-            ranks=[0],
-        )

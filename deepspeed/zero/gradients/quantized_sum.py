@@ -10,6 +10,7 @@ groups: a slow link between groups then carries as many bytes as with one rank p
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Protocol
@@ -19,10 +20,11 @@ from torch import Tensor
 
 from deepspeed.comm.collectives import Communicator, Pending
 from deepspeed.comm.compressed import EndToEnd, compressed_mean, part_numel
+from deepspeed.config.plan import Plan
 from deepspeed.ops.formats.codecs import BLOCK, BlockCodec, Codec, seed_of
 from deepspeed.zero.gradients.sums import GradientSum, InFlight
 from deepspeed.zero.layout import BucketLayout
-from deepspeed.zero.replica_groups import Levels
+from deepspeed.zero.replica_groups import Levels, Scope
 
 
 class Encoder(Protocol):
@@ -62,16 +64,6 @@ class ErrorFeedback:
         self.sums, self.error = int(kept["sums"]), kept["error"].to(device)
 
 
-class Keeper(Protocol):
-    """Error feedback of a wire format: what it took away from this rank's gradients, and adds to the next."""
-
-    def kept(self) -> dict[str, Any] | None:
-        """Return its state for a checkpoint; None: nothing yet."""
-        ...
-
-    def restore(self, kept: Mapping[str, Any], device: torch.device) -> None: ...
-
-
 class QuantizedSum:
     """Replaces ``DenseSum`` where each rank of ``ranks`` keeps one slice."""
 
@@ -88,6 +80,7 @@ class QuantizedSum:
         self.codec = codec
         self.levels = levels
         self.encode = encode or codec.encode
+        self.keeper = encode if isinstance(encode, ErrorFeedback) else None
         self.mine = slice(*layout.shard_range(ranks.rank))
         self.numel = layout.shard_numel
 
@@ -131,18 +124,6 @@ class QuantizedSum:
         return finish
 
 
-def keeper_of(over_ranks: GradientSum) -> Keeper | None:
-    """The one inside of a format and those that it wraps."""
-    found: Any = over_ranks
-    while found is not None:
-        if isinstance(found, CompressedSum):
-            return found if found.keeps_errors else None
-        if isinstance(found, QuantizedSum):
-            return found.encode if isinstance(found.encode, ErrorFeedback) else None
-        found = getattr(found, "inner", None) or getattr(found, "dense", None)
-    return None
-
-
 class CompressedSum:
     """Replaces ``DenseSum`` where every rank keeps the whole sum (stage 0): each serves a part, and both ways are
     encoded (``compressed_mean``). ``keeps_errors``: what either takes away is added to the next sum."""
@@ -151,6 +132,7 @@ class CompressedSum:
         self.ranks = ranks
         self.codec = codec
         self.keeps_errors = keeps_errors
+        self.keeper = self if keeps_errors else None
         self.worker_error: Tensor | None = None
         self.server_error: Tensor | None = None
 
@@ -198,3 +180,23 @@ def codec_for(layout: BucketLayout, bits: int, *, random: bool = False, rank: in
 def at_random(codec: BlockCodec, layout: BucketLayout, rank: int) -> BlockCodec:
     """``codec``, rounding at random, on each ``rank`` and for each bucket otherwise."""
     return replace(codec, seed=seed_of(layout.index, rank))
+
+
+def encoded_sum(layout: BucketLayout, scope: Scope, plan: Plan) -> GradientSum | None:
+    """The sum of a bucket whose gradients travel encoded; None: this bucket's do not, as it is too small or its dtype
+    has no such format."""
+    packing, chosen = plan.packing, plan.packing.codec
+    if chosen is None:
+        codec = codec_for(layout, packing.gradients, random=packing.random, rank=scope.everyone.rank)
+        if codec is None:
+            return None
+        encode = ErrorFeedback(codec, *packing.feedback) if packing.feedback is not None else None
+        return QuantizedSum(layout, scope.shard, codec, levels=scope.levels, encode=encode)
+    if scope.shard.size == 1 or layout.padded_numel < BLOCK * scope.shard.size:
+        return None
+    if packing.random and isinstance(chosen, BlockCodec):
+        chosen = at_random(chosen, layout, scope.everyone.rank)
+    if not plan.zero.shard_state:
+        return CompressedSum(scope.shard, chosen, keeps_errors=packing.keeps_errors)
+    encode = ErrorFeedback(chosen, 0.0, sys.maxsize) if packing.keeps_errors else None
+    return QuantizedSum(layout, scope.shard, chosen, levels=scope.levels, encode=encode)

@@ -57,6 +57,9 @@ class Progress(Enum):
 class LaunchTurns(Protocol):
     """Decides when a sum may start if other collectives (the gathers of stage 3) take turns with the sums."""
 
+    start_sum: Callable[[int], None]
+    """``GradReducer.launch``."""
+
     def sum_ready(self, b: int) -> None:
         """Bucket ``b`` is complete on this rank; calls ``GradReducer.launch(b)``, now or later."""
 

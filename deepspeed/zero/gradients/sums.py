@@ -9,8 +9,8 @@ replaces the plain one. A new format is a class with a ``start`` method; ``wirin
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -46,6 +46,26 @@ class GradientSum(Protocol):
         scope starts the same sums in the same order.
         """
         ...
+
+
+class Keeper(Protocol):
+    """Of a wire format: what it took away from this rank's gradients, and adds to the next."""
+
+    def kept(self) -> dict[str, Any] | None:
+        """What a checkpoint must hold of it; None: nothing yet."""
+        ...
+
+    def restore(self, kept: Mapping[str, Any], device: torch.device) -> None: ...
+
+
+def keeper_of(over_ranks: GradientSum) -> Keeper | None:
+    """The one inside of a format and those that it wraps; formats that may keep errors have ``keeper``."""
+    found: Any = over_ranks
+    while found is not None:
+        if hasattr(found, "keeper"):
+            return found.keeper
+        found = getattr(found, "inner", None) or getattr(found, "dense", None)
+    return None
 
 
 class DenseSum:

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from deepspeed.config.sections.offload import OffloadDeviceEnum, OffloadStateTypeEnum
 from deepspeed.zero.bucket import ParamBucket
-from deepspeed.zero.gathering.sharded_bucket import ShardedBucket
 from deepspeed.zero.gradients.bucket import GradBucket
 from deepspeed.zero.offload.host_copies import host_empty, off_host
 from deepspeed.zero.states.store import StateStore
@@ -61,8 +60,7 @@ class StateMover:
             return []
         if kind is Kind.lp_params:
             for bucket in self.weights:
-                if isinstance(bucket, ShardedBucket):
-                    bucket.transitions.evict(bucket.layout.index)
+                bucket.evict()
         tensors = [tensor for tensor in self._tensors(kind) if off_host(tensor.device)]
         with self._links_kept():
             for group in by_storage(tensors):

@@ -1,8 +1,8 @@
-"""Tiers in which master weights and optimizer state are kept, and how they reach the processor for the update.
+"""Master weights and optimizer state outside the device, and how they reach the processor for the update.
 
-``ResidentTier``: they are kept where the update happens. ``OffloadedTier`` (ZeRO-Offload, Ren et al. 2021;
-ZeRO-Infinity, Rajbhandari et al. 2021): they are kept in host memory or on storage, and the host updates them
-sub-group by sub-group, while the next one is read and the previous one is written.
+``OffloadedTier`` (ZeRO-Offload, Ren et al. 2021; ZeRO-Infinity, Rajbhandari et al. 2021): they are kept in host memory
+or on storage, and the host updates them sub-group by sub-group, while the next one is read and the previous one is
+written. ``states/resident.py`` has what keeps them where the update happens.
 
 [Note: resting tensors] The optimizer keys its state by tensor object, so the objects stay and their memory changes:
 ``tensor.data`` is a mapping of the swap file between steps (an access reads the file) and a part of a slot while
@@ -26,69 +26,10 @@ from deepspeed.ops.aio.memory import LockedMemory
 from deepspeed.zero.layout import BucketLayout, Fragment, round_up
 from deepspeed.zero.offload.host_copies import host_empty, off_host
 from deepspeed.zero.offload.swap_file import PAGE, SwapFile, Transfer
-from deepspeed.zero.states.fragments import GroupTensors, OwnedFragment, sub_groups
+from deepspeed.zero.states.fragments import OwnedFragment, sub_groups
+from deepspeed.zero.states.resident import Groups, ResidentTier, StateOf
 
 ALIGN = 64  # bytes; alignment of every tensor in a slot
-
-Groups = list[GroupTensors]
-StateOf = Callable[[OwnedFragment], dict[str, Any]]
-
-
-class ResidentTier:
-    """State and masters are kept where they are updated: nothing moves."""
-
-    cuts = False
-    """Whether fragments may be owned in ``pieces``."""
-
-    on_file = False
-    """Whether any of what it keeps, gradients too, is mapped from a file."""
-
-    def takes(self, layout: BucketLayout) -> bool:
-        """Return whether the state of this bucket is kept elsewhere."""
-        return False
-
-    def of(self, layout: BucketLayout) -> ResidentTier:
-        """The tier that places the masters of this bucket."""
-        return self if self.takes(layout) else ResidentTier()
-
-    def own_master(self, weights: Tensor) -> bool:
-        """Return whether these weights need a separate master even if they have the master dtype."""
-        return False
-
-    def pieces(self, fragment: Fragment) -> Sequence[Fragment]:
-        """The fragment in the pieces to be owned; an offloading tier splits large ones."""
-        return [fragment]
-
-    def masters(self, weights: Tensor, dtype: torch.dtype) -> Tensor:
-        """[n] copy of ``weights`` in the master dtype, where the tier keeps masters."""
-        return weights.to(dtype, copy=True)
-
-    def new_gradients(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """[numel] undefined memory for the summed gradients of a bucket on ``device``."""
-        return torch.empty(numel, dtype=dtype, device=device)
-
-    def adopt(self, groups: Sequence[Sequence[OwnedFragment]], state_of: StateOf) -> None:
-        """Take over these fragments, by optimizer group. Called when their masters exist."""
-
-    def update(self, groups: Groups, apply: Callable[[Groups], None]) -> None:
-        """``apply`` the optimizer to ``groups``, in as many parts as fit."""
-        apply(groups)
-
-    def batches(self, groups: list[list[OwnedFragment]]) -> Iterator[list[list[OwnedFragment]]]:
-        """``groups`` in parts whose state may be in memory at the same time."""
-        yield groups
-
-    def rest(self) -> None:
-        """State was created or replaced outside ``update``: move it to where it is stored."""
-
-    def forget_state(self) -> None:
-        """All optimizer state has been dropped."""
-
-    def check(self) -> None:
-        """State is about to be accessed outside ``update``. OSError: the file that holds it is damaged."""
-
-    def close(self) -> None:
-        """The engine is done with the state."""
 
 
 @dataclass(slots=True)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from deepspeed.base.sharded import full_shape
 from deepspeed.ops.update import DebtKeeper
-from deepspeed.zero.gradients.quantized_sum import Keeper, keeper_of
+from deepspeed.zero.gradients.sums import Keeper, keeper_of
 from deepspeed.zero.states.access import StateAccess
 from deepspeed.zero.states.fragments import OwnedFragment
 

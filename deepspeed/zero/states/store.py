@@ -14,9 +14,9 @@ from deepspeed.optim.first_state import constructed_state, first_state
 from deepspeed.zero.bucket import ParamBucket
 from deepspeed.zero.gradients.bucket import GradBucket
 from deepspeed.zero.layout import Fragment
-from deepspeed.zero.offload.tiers import ResidentTier
 from deepspeed.zero.states.fragments import GroupTensors as GroupTensors
 from deepspeed.zero.states.fragments import OwnedFragment as OwnedFragment
+from deepspeed.zero.states.resident import ResidentTier
 
 PARAMS = "params"
 

@@ -13,7 +13,6 @@ from deepspeed.base.logging import is_rank_zero, log_dist, logger, report, wants
 from deepspeed.base.sharded import full_numel
 from deepspeed.engine.observers.progress.live_line import VARIABLE, Form, asked_form, made_by_client
 from deepspeed.ops.multi_tensor import MultiTensorOptimizer
-from deepspeed.zero.offload.tiers import OffloadedTier
 from deepspeed.zero.precision import precision_table
 
 if TYPE_CHECKING:
@@ -73,10 +72,10 @@ def log_start(engine: Engine) -> None:
         say(connections)
     if engine.live_page is not None and is_rank_zero():  # asked for: also under a client
         (report if _wanted(engine) else say)(engine.live_page.line())
-    if isinstance(core.store.tier, OffloadedTier):
+    if kept := core.store.tier.describe():
         native = core.store.traits.fused
         note = "" if native else "; torch's own update is slower there than an optimizer of this package"
-        log_dist(core.store.tier.describe() + note, ranks=[0])
+        log_dist(kept + note, ranks=[0])
     log_dist("dtypes:\n" + precision_table(precision_rows(engine)), ranks=[0])
 
 

@@ -1,0 +1,57 @@
+"""The ``zero.Init`` contexts that are active now. ``initialize`` suspends them without importing stage 3."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+
+class Context(Protocol):
+    """``zero.Init``, as it is known here."""
+
+    overrides: Any
+    dtype: Any
+    device: Any
+
+    def patch_init_and_builtins(self) -> None: ...
+    def _post_init_method(self, module: Any) -> None: ...
+
+
+class ActiveContexts:
+    """The patches of the active contexts (process-wide by nature): a stack whose innermost context is in effect."""
+
+    def __init__(self) -> None:
+        self.contexts: list[Context] = []
+        self.restores: list[Callable[[], None]] = []
+        self.suspended = 0
+        self.composing = 0
+        """Constructors of torch's own classes that are running now (Note: torch's composites)."""
+
+    def unpatch(self) -> None:
+        """Take back every replaced name."""
+        while self.restores:
+            self.restores.pop()()
+
+    def suspend(self) -> None:
+        """What is built until ``resume`` is not partitioned; calls nest."""
+        self.suspended += 1
+        self.unpatch()
+
+    def resume(self) -> None:
+        """Undo one ``suspend``."""
+        self.suspended = max(0, self.suspended - 1)
+        if self.contexts and not self.suspended:
+            self.contexts[-1].patch_init_and_builtins()
+
+    @contextlib.contextmanager
+    def suspending(self) -> Iterator[None]:
+        """A block whose modules and tensors are not partitioned."""
+        self.suspend()
+        try:
+            yield
+        finally:
+            self.resume()
+
+
+active_contexts = ActiveContexts()
