@@ -59,8 +59,8 @@ from deepspeed.optim.schedulers import advance, resolve_scheduler
 from deepspeed.parallel.expert.placement import place_experts, watched_layers, write_experts
 from deepspeed.parallel.expert.stacked import mark_stacks
 from deepspeed.parallel.selection import from_config
-from deepspeed.planning.fits import check_fits
-from deepspeed.planning.stages import note_stages
+from deepspeed.planning.fits import check_fits, write_model_info_if_tuning
+from deepspeed.planning.run_spec import RunSpec
 from deepspeed.transforms import ForwardFacts, InputChain, transform_module
 from deepspeed.transforms.recompute import checkpointing
 from deepspeed.zero.accumulation import AccumulationClock
@@ -138,8 +138,16 @@ class DeepSpeedEngine(EngineSurface, EngineBase):
         if not self.plan.zero.shard_params:
             make_whole(model)
         # The memory is counted while nothing of it is taken on the device.
-        note_stages(model, self.plan, self._config, optimizer, self.mesh, model_parameters)
-        check_fits(model, self.plan, self._config, optimizer, self.mesh, model_parameters)
+        run = RunSpec(
+            module=model,
+            plan=self.plan,
+            config=self._config,
+            mesh=self.mesh,
+            optimizer=optimizer,
+            model_parameters=model_parameters,
+        )
+        write_model_info_if_tuning(run)
+        check_fits(run)
         # Masters and buckets copy the weights: by then these are on the device, in their dtype, equal on all ranks.
         self._take_module(model, move=not dont_change_device)
         self._build_training(optimizer, model_parameters)

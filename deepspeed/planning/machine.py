@@ -40,7 +40,7 @@ def free_now(plan: Plan, device_type: str) -> Capacity:
     return Capacity(_device(device_type, total=False), host, free_disk(swap_folders(plan)))
 
 
-def all_there_is(plan: Plan, device_type: str) -> Capacity:
+def total_capacity(plan: Plan, device_type: str) -> Capacity:
     """What no run can exceed: whole devices, the machine's memory and swap space; for disks the free space."""
     return Capacity(_device(device_type, total=True), _host_total(), free_disk(swap_folders(plan)))
 
