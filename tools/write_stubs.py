@@ -2,7 +2,7 @@
 
     python tools/write_stubs.py FOLDER
 
-An import hook answers these paths at run time (`deepspeed/compat/finder.py`), but editors and type checkers run no hooks.
+An import hook answers these paths at run time (`deepspeed/compat/finder.py`), which type checkers do not run.
 CMake calls this script when a wheel is built, so that `deepspeed.runtime.zero.partition_parameters` resolves in them
 too. The tree keeps no stubs. Only the standard library is imported: a build environment has no torch.
 """
