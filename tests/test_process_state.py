@@ -87,7 +87,7 @@ STATE = {
     "config/keys.py:homes()": "of a schema",
     "config/keys.py:keys_of()": "of a schema",
     "checkpoint/foreign/upstream_format.py:_unhashed()": "of a class",
-    "planning/counted.py:choice_within()": "of a model on paper and a budget: advice asks again for each change",
+    "planning/counted.py:choice_within()": "of a model of fake tensors and a budget: advice asks again for each change",
     "planning/machine.py:_host_total()": "of the machine",
     "planning/journal.py:SILENT": "holds nothing",
     "planning/step_time/calibrated.py:UNLIMITED": "a frozen value",

@@ -13,6 +13,7 @@ from typing import Any, TextIO
 import torch.distributed
 
 from deepspeed.base.environment import this_process
+from deepspeed.base.progress_bars import LineBreaks
 
 log_levels = {
     "debug": logging.DEBUG,
@@ -46,11 +47,20 @@ def write_safely(text: str, stream: TextIO | None) -> bool:
 
 class _StdoutHandler(logging.StreamHandler):
     """Writes to the current ``sys.stdout``, not to what it was at import (it is often redirected
-    later).
+    later), and never on the line of a progress bar.
     """
 
     def __init__(self) -> None:
         logging.Handler.__init__(self)
+        self._breaks = LineBreaks()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        stream = self.stream
+        if stream is not None and self._breaks.needed(stream):
+            write_safely("\n", stream)
+        super().emit(record)
+        if stream is not None:
+            self._breaks.written(stream)
 
     @property
     def stream(self) -> TextIO:  # pyright: ignore[reportIncompatibleVariableOverride]

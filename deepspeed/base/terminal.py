@@ -10,6 +10,7 @@ import sys
 from typing import TextIO
 
 from deepspeed.base.logging import logger, write_safely
+from deepspeed.base.progress_bars import open_bars
 
 ERASE_TO_END = "\x1b[K"
 
@@ -23,9 +24,8 @@ def is_terminal(stream: TextIO | None) -> bool:
 
 
 def another_display_is_active() -> bool:
-    """Whether a tqdm or rich progress bar is on the screen now: then the script shows its own progress."""
-    tqdm = getattr(sys.modules.get("tqdm"), "tqdm", None)
-    if len(getattr(tqdm, "_instances", None) or ()):
+    """Tell whether a tqdm or rich progress bar is on the screen now: then the script shows its own progress."""
+    if open_bars():
         return True
     console = getattr(sys.modules.get("rich"), "_console", None)
     return bool(getattr(console, "_live", None) or getattr(console, "_live_stack", None))

@@ -39,8 +39,8 @@ from deepspeed.engine.patches import warn_of_patches
 from deepspeed.engine.surface import EngineSurface
 from deepspeed.optim.schedulers import advance, resolve_scheduler
 from deepspeed.parallel.selection import from_config
-from deepspeed.planning.fits import check_fits
-from deepspeed.planning.stages import note_stages
+from deepspeed.planning.fits import check_fits, write_model_info_if_tuning
+from deepspeed.planning.run_spec import RunSpec
 from deepspeed.transforms import transform_module
 from deepspeed.transforms.recompute import scope as recompute_scope
 from deepspeed.zero.accumulation import AccumulationClock
@@ -118,8 +118,16 @@ class DeepSpeedEngine(EngineSurface, Observed, nn.Module):
         if not self.plan.zero.shard_params:
             make_whole(model)
         # The memory is counted while nothing of it is taken on the device.
-        note_stages(model, self.plan, self._config, optimizer, self.mesh, model_parameters)
-        check_fits(model, self.plan, self._config, optimizer, self.mesh, model_parameters)
+        run = RunSpec(
+            module=model,
+            plan=self.plan,
+            config=self._config,
+            mesh=self.mesh,
+            optimizer=optimizer,
+            model_parameters=model_parameters,
+        )
+        write_model_info_if_tuning(run)
+        check_fits(run)
         # Masters and buckets copy the weights: by then these are on the device, in their dtype, equal on all ranks.
         self._take_module(model, None if dont_change_device else self.device)
         self._take_training(optimizer, model_parameters)

@@ -49,8 +49,8 @@ def shape_of(config: Any) -> TransformerShape | None:
 
 
 def _mlp_tensors(activation: str) -> int:
-    """A gate, its activation, the other half and their product; a GELU written out in Python keeps every intermediate;
-    a fused one its input and output."""
+    """Count the MLP's kept tensors: a gate, its activation, the other half and their product; a GELU written out in
+    Python keeps every intermediate; a fused one its input and output."""
     if "silu" in activation or "swi" in activation or "glu" in activation:
         return 4
     return 8 if activation in ("gelu_new", "gelu_fast", "quick_gelu") else 2
@@ -96,5 +96,6 @@ def activation_bytes(
 
 
 def budgeted_bytes(everything: int, limit: float) -> int:
-    """What remains of ``everything`` within ``activation_checkpointing.memory_budget``: a share, or bytes above 1."""
+    """Return the part of ``everything`` bytes that remains within ``activation_checkpointing.memory_budget``: a share,
+    or bytes above 1."""
     return int(limit * everything) if limit <= 1 else min(int(limit), everything)

@@ -1,4 +1,4 @@
-"""What to change if a plan does not fit: the cheapest of the known remedies, each checked by planning again."""
+"""Advice for a plan that does not fit: the cheapest of the known remedies, each checked by planning again."""
 
 from __future__ import annotations
 
@@ -211,7 +211,7 @@ def _small_states(*, masters: bool) -> Callable[[Request], Request | None]:
 
 
 def hidden_updates(current: Answer) -> list[tuple[str, Answer]]:
-    """Where the host updates while the device waits: the changes that let it work beside the device, each with its
+    """Return the changes that let the host update beside a device that waits for it now, each with its
     plan. They need more memory, so a machine may have too little for one of them."""
     offload = current.plan.state_offload
     waits = current.setting.apart and offload is not None and offload.folder is None

@@ -1,5 +1,5 @@
-"""Activations that are counted: one forward of the model on paper, in which ``activation_checkpointing.memory_budget``
-chooses what each block keeps, as it will in the first forward of a run."""
+"""Activations that are counted: one forward of the model on fake tensors, in which
+``activation_checkpointing.memory_budget`` chooses what each block keeps, as it will in the first forward of a run."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from deepspeed.zero.precision import autocast_context, cast_module
 
 
 class CannotCount(RuntimeError):
-    """The forward of the model does not run on paper; the text says why."""
+    """The forward of the model does not run on fake tensors; the text says why."""
 
 
 @functools.lru_cache(maxsize=4)
 def choice_within(
     module: nn.Module, limit: float, micro_batch: int, sequence: int, precision: PrecisionPlan
 ) -> Choice:
-    """What the blocks of ``module`` keep within the budget ``limit`` of ``micro_batch`` x ``sequence`` tokens.
+    """Choose what the blocks of ``module`` keep within the budget ``limit`` of ``micro_batch`` x ``sequence`` tokens.
 
     Attention is that of CPUs, which keeps what flash attention of GPUs keeps. DeepSpeedConfigError: the budget cannot
     be held. CannotCount: the model takes no ``input_ids``, or computes with values.

@@ -1,22 +1,15 @@
-"""Refusing early: a run whose model states cannot fit ends with an error before ``initialize`` allocates anything."""
+"""Checks of a run before ``initialize`` allocates anything: an error if its model states cannot fit, and for the
+autotuner the memory of every stage."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
-
-from torch import nn
 
 from deepspeed.base.accelerator import get_accelerator
-from deepspeed.base.logging import logger
+from deepspeed.base.logging import is_rank_zero, logger
 from deepspeed.base.sharded import full_numel
-from deepspeed.config.plan import Plan
-from deepspeed.planning.machine import all_there_is, neighbours
-
-if TYPE_CHECKING:
-    from deepspeed.comm.mesh import ProcessMesh
-    from deepspeed.config.deepspeed_config import DeepSpeedConfig
+from deepspeed.planning.machine import neighbours, total_capacity
+from deepspeed.planning.run_spec import RunSpec
 
 SKIP = "DS_SKIP_MEMORY_CHECK"
 """Environment variable that lets a run start without this check."""
@@ -29,14 +22,7 @@ class MemoryPlanError(ValueError):
     """Model states do not fit the device, the host or the disk; the message holds the plan and what to change."""
 
 
-def check_fits(
-    module: nn.Module,
-    plan: Plan,
-    config: DeepSpeedConfig,
-    optimizer: Any,
-    mesh: ProcessMesh,
-    model_parameters: Sequence[Any] | None = None,
-) -> None:
+def check_fits(run: RunSpec) -> None:
     """Raise MemoryPlanError if the model states cannot fit, whatever else the run does. Local; allocates nothing.
 
     Only what must exist is counted (weights, masters, gradients, optimizer state; no activations, buffers or
@@ -44,20 +30,15 @@ def check_fits(
     for disks is it the free space. Call it before the first collective of ``initialize``, so that no rank has taken
     disk space before the others have checked.
 
-    Args:
-        optimizer: the client's optimizer, or None for the one the config names. What a callable will return, or
-            without either what is trained, is not known: then only weights count.
-        model_parameters: what the config's optimizer will train; default: whatever requires a gradient.
-
-    A plan that cannot be made stops no run, but is an error of this package: every rank reports it as one, with its
-    traceback.
+    Without an optimizer, or with a callable that makes it, what is trained is not known: then only weights count. A
+    plan that cannot be made stops no run, but is an error of this package: every rank logs it with its traceback.
     """
     if os.environ.get(SKIP):
         return
     device_type = get_accelerator().device_name().partition(":")[0]
     near = neighbours()
-    have = all_there_is(plan, device_type)
-    numel = sum(full_numel(param) for param in module.parameters())
+    have = total_capacity(run.plan, device_type)
+    numel = sum(full_numel(param) for param in run.module.parameters())
     if 2 * near * numel * MOST_BYTES_PER_PARAMETER <= min(
         n for n in (have.host, have.device, have.disk) if n
     ):
@@ -66,7 +47,7 @@ def check_fits(
     from deepspeed.planning.run_plan import shortage
 
     try:
-        message = shortage(module, plan, config, optimizer, mesh, model_parameters, have, near, SKIP)
+        message = shortage(run, have, near, SKIP)
     except Exception:
         logger.exception(
             f"the memory of this run could not be planned, so it starts unchecked ({SKIP}=1 skips the check)"
@@ -74,3 +55,13 @@ def check_fits(
         return
     if message is not None:
         raise MemoryPlanError(message)
+
+
+def write_model_info_if_tuning(run: RunSpec) -> None:
+    """Write the memory that each ZeRO stage would need, on rank 0, if the autotuner asks for it."""
+    tuning = run.config.autotuning_config
+    asked = tuning.enabled and tuning.model_info_path and tuning.model_info and tuning.model_info.profile
+    if asked and is_rank_zero():
+        from deepspeed.planning.model_info import write_model_info  # the planner
+
+        write_model_info(run)

@@ -1,4 +1,4 @@
-"""Who is told what a rehearsed step does, in the order of the thread that trains."""
+"""Listeners that are told what a rehearsed step does, in the order of the thread that trains."""
 
 from __future__ import annotations
 

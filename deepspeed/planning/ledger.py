@@ -32,7 +32,7 @@ FROM_READY = (Phase.READY, *TRAINING)
 
 
 class Kind(enum.Enum):
-    """What memory is used for. Kinds in ``ESTIMATED`` are formulas for what depends on the model's code; all others are
+    """Uses of memory. Kinds in ``ESTIMATED`` are formulas for what depends on the model's code; all others are
     exact."""
 
     PARAMETERS = "parameters"

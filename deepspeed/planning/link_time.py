@@ -1,4 +1,4 @@
-"""How long a step takes over a slow link between nodes: as the config is, and with each option that sends less.
+"""Step time over a slow link between nodes: as the config is, and with each option that sends less.
 
 What a node sends is what it exchanges with other nodes: sums and gathers are taken among the ranks of a node first, as
 the collectives of this package do on CPUs and NCCL does on GPUs. Nothing is assumed to be hidden behind arithmetic,
@@ -73,7 +73,8 @@ class LinkTimes:
 
 
 def link_times(found: Answer, compute: float, bandwidth: float) -> LinkTimes:
-    """For the nodes of the request. ``bandwidth``: of a node's link, bytes per second."""
+    """Compute step times over the links between the request's nodes. ``bandwidth``: of a node's link, bytes per
+    second."""
     nodes, setting = found.request.nodes, found.setting
     specs = setting.facts.specs[: setting.facts.trained]
     numel = sum(spec.numel for spec in specs)

@@ -1,4 +1,4 @@
-"""How much memory there is: on a device, on the host, on the disks of the swap folders."""
+"""Memory capacity: on a device, on the host, on the disks of the swap folders."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Capacity:
 
 
 def free_now(plan: Plan, device_type: str) -> Capacity:
-    """What could be allocated right now."""
+    """Return the bytes that could be allocated now."""
     limit = _container_limit()
     host = machine_available_bytes()
     if limit is not None:
@@ -40,8 +40,9 @@ def free_now(plan: Plan, device_type: str) -> Capacity:
     return Capacity(_device(device_type, total=False), host, free_disk(swap_folders(plan)))
 
 
-def all_there_is(plan: Plan, device_type: str) -> Capacity:
-    """What no run can exceed: whole devices, the machine's memory and swap space; for disks the free space."""
+def total_capacity(plan: Plan, device_type: str) -> Capacity:
+    """Return the bytes that no run can exceed: whole devices, the machine's memory and swap space; for disks the free
+    space."""
     return Capacity(_device(device_type, total=True), _host_total(), free_disk(swap_folders(plan)))
 
 
@@ -61,7 +62,7 @@ def _container_use() -> int:
 
 
 def _cgroup_number(*names: str) -> int | None:
-    """A figure for this container (cgroup v2, then v1); None if there is none."""
+    """Read a figure of this container (cgroup v2, then v1); None if there is none."""
     for name in names:
         try:
             text = (_CGROUP / name).read_text().strip()

@@ -1,4 +1,4 @@
-"""What the planner has to know about a model: its parameters in order, and which are gathered together in forward."""
+"""Facts about a model that a plan needs: its parameters in order, and which are gathered together in forward."""
 
 from __future__ import annotations
 
@@ -83,7 +83,8 @@ def hooked_modules(module: nn.Module) -> list[nn.Module]:
 
 
 def _hooked(module: nn.Module) -> list[tuple[nn.Module, list[nn.Parameter]]]:
-    """With their parameters: blocks and leaves are hooked as a whole, other modules with the parameters they own."""
+    """Return the hooked modules with their parameters: blocks and leaves are hooked as a whole, other modules with the
+    parameters they own."""
     whole = set(blocks_of(module))
     found: list[tuple[nn.Module, list[nn.Parameter]]] = []
     seen: set[nn.Module] = set()

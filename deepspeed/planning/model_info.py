@@ -5,45 +5,31 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-from torch import nn
+from typing import Any
 
 from deepspeed.base.accelerator import get_accelerator
 from deepspeed.base.sharded import full_numel
-from deepspeed.config.plan import Plan
 from deepspeed.config.problems import DeepSpeedConfigError
 from deepspeed.planning.ledger import Place
 from deepspeed.planning.machine import free_now
 from deepspeed.planning.request import Request, answer
 from deepspeed.planning.run_plan import request_of
+from deepspeed.planning.run_spec import RunSpec
 from deepspeed.planning.variants import note_variants, refuse_beyond
-
-if TYPE_CHECKING:
-    from deepspeed.comm.mesh import ProcessMesh
-    from deepspeed.config.deepspeed_config import DeepSpeedConfig
 
 STAGES = (0, 1, 2, 3)
 
 
-def write_model_info(
-    module: nn.Module,
-    plan: Plan,
-    config: DeepSpeedConfig,
-    optimizer: Any,
-    mesh: ProcessMesh,
-    model_parameters: Sequence[Any] | None,
-) -> None:
+def write_model_info(run: RunSpec) -> None:
     """Write what is known about the model to ``autotuning.model_info_path``: its parameters, and by stage the bytes
     that the ranks of a node need together at the peak, without activations, beside those that are free."""
-    tuning = config.autotuning_config
+    tuning = run.config.autotuning_config
     assert tuning.model_info_path
-    here = free_now(plan, get_accelerator().device_name().partition(":")[0])
-    request = request_of(module, plan, config, optimizer, mesh, model_parameters, here)
-    params = list(module.parameters())
+    here = free_now(run.plan, get_accelerator().device_name().partition(":")[0])
+    request = request_of(run, here)
+    params = list(run.module.parameters())
     info = {
         "num_params": sum(map(full_numel, params)),
         "trainable_num_params": sum(full_numel(param) for param in params if param.requires_grad),
@@ -55,11 +41,11 @@ def write_model_info(
     path = Path(tuning.model_info_path)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(info, indent=2), encoding="utf-8")
-    refuse_beyond(tuning.memory_per_rank, info["stages"][str(plan.zero.stage)], request.ranks_per_node)
+    refuse_beyond(tuning.memory_per_rank, info["stages"][str(run.plan.zero.stage)], request.ranks_per_node)
 
 
 def planned(request: Request, stage: int) -> dict[str, Any]:
-    """Bytes needed and available per place at this stage; or why the config cannot be used there."""
+    """Return bytes needed and available per place at this stage, or why the config cannot be used there."""
     config = copy.deepcopy(dict(request.config))
     zero = config.get("zero_optimization")
     config["zero_optimization"] = {**(zero if isinstance(zero, dict) else {}), "stage": stage}

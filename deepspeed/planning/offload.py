@@ -1,4 +1,4 @@
-"""Where masters and optimizer state are stored (``zero/offload/tiers.py``): the host memory and files this takes."""
+"""Host memory and files that offloaded masters and optimizer state take (``zero/offload/tiers.py``)."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ class BucketUse:
 
     @property
     def state_place(self) -> Place:
-        """Where masters and state stored with the weights are: a file holds only what was put there."""
+        """Place of masters and state that are stored with the weights: a file holds only what was put there."""
         return Place.HOST if self.place is Place.DISK else self.place
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PaperFragment:
-    """What ``OwnedFragment`` will be: its sizes and places, without tensors."""
+class SimulatedFragment:
+    """An ``OwnedFragment`` to be: its sizes and places, without tensors."""
 
     fragment: Fragment
     separate: bool
@@ -66,7 +66,7 @@ class PaperFragment:
         return self.fragment.numel
 
 
-class Paper:
+class CountedMemory:
     """Memory and files that are counted, not allocated."""
 
     def __init__(self, device_type: str) -> None:
@@ -97,7 +97,7 @@ class Offload:
     """Places masters and state of the trained buckets in ``ledger``, as ``StateStore`` and its tier do."""
 
     ledger: Ledger
-    paper: Paper
+    memory: CountedMemory
     plan: Plan
     optimizer: OptimizerFacts
     apart: bool
@@ -109,8 +109,8 @@ class Offload:
         return self.tier.takes(layout)
 
     def files_gradients(self, layout: BucketLayout) -> bool:
-        """Whether its summed slice is stored in the file (``OffloadedTier.new_gradients``); at stage 1 it is part of
-        the whole gradient."""
+        """Tell whether its summed slice is stored in the file (``OffloadedTier.new_gradients``); at stage 1 it is part
+        of the whole gradient."""
         return self._swaps and not self.apart and self.plan.zero.shard_grads and self.takes(layout)
 
     def gradient_bytes(self, layout: BucketLayout) -> int:
@@ -131,7 +131,7 @@ class Offload:
 
     def _tier(self, layouts: Sequence[BucketLayout]) -> ResidentTier:
         """The run's own choice, without opening a file."""
-        paper: Any = self.paper
+        memory: Any = self.memory
         return make_tier(
             self.plan.state_offload,
             torch.device("meta" if self.apart else "cpu"),
@@ -139,10 +139,10 @@ class Offload:
             weights_swap=None,
             elementwise=self.optimizer.elementwise,
             grain=self.optimizer.grain,
-            open_swap=lambda *_: paper,
+            open_swap=lambda *_: memory,
         )
 
-    def _own(self, bucket: BucketUse, group_of: Sequence[int]) -> list[PaperFragment]:
+    def _own(self, bucket: BucketUse, group_of: Sequence[int]) -> list[SimulatedFragment]:
         """Count masters of one bucket, and state that stays with them; returns what goes through slots."""
         layout, tier = bucket.layout, self.tier.of(bucket.layout)
         fragments = [f for f in layout.owned(0) if f.param < len(group_of)]
@@ -155,7 +155,7 @@ class Offload:
             self._masters(bucket, fragments, dtype.itemsize, taken)
         pieces = [piece for fragment in fragments for piece in tier.pieces(fragment)]
         owned = [
-            PaperFragment(
+            SimulatedFragment(
                 fragment=piece,
                 separate=separate,
                 storage=layout.index if bucket.flat else (layout.index, piece.param),
@@ -169,7 +169,7 @@ class Offload:
         ]
         offload, near = self.plan.state_offload, Place.DEVICE if self.apart else bucket.state_place
         if offload is not None and (offload.speculate or self.plan.zenflow is not None):
-            self._twins(owned, bucket.state_place, here=taken or not self.apart)
+            self._shadow_copies(owned, bucket.state_place, here=taken or not self.apart)
         if self.plan.zenflow is not None:
             self._columns(owned, self.plan.zenflow, near, Place.HOST if self.apart else near)
         if taken:
@@ -179,8 +179,9 @@ class Offload:
             self.ledger.add(TRAINING, bucket.state_place, Kind.STATE, nbytes)
         return []
 
-    def _twins(self, owned: Sequence[PaperFragment], place: Place, *, here: bool) -> None:
-        """What ``Speculation`` updates ahead of the step: copies of masters and state, and the rounded weights."""
+    def _shadow_copies(self, owned: Sequence[SimulatedFragment], place: Place, *, here: bool) -> None:
+        """Count what ``Speculation`` updates ahead of the step: copies of masters and state, and the rounded
+        weights."""
         if here and self.optimizer.elementwise:
             each = (
                 one.master_size + sum(one.state.per_element) + one.separate * one.low_size for one in owned
@@ -188,7 +189,7 @@ class Offload:
             nbytes = sum(size * one.numel for size, one in zip(each, owned, strict=True))
             self.ledger.add(STEADY, Place.HOST if self.apart else place, Kind.STATE, nbytes)
 
-    def _columns(self, owned: Sequence[PaperFragment], flow: ZenFlow, near: Place, host: Place) -> None:
+    def _columns(self, owned: Sequence[SimulatedFragment], flow: ZenFlow, near: Place, host: Place) -> None:
         """ZenFlow: what is packed of the chosen columns with their positions, the sum of the deferred gradients, and
         their mean on the host."""
         numel = sum(one.numel for one in owned)
@@ -204,14 +205,14 @@ class Offload:
         offload = self.plan.state_offload
         for numel in numels:
             if taken and offload is not None and self._swaps:
-                self.paper.file("optimizer", numel * size)
+                self.memory.file("optimizer", numel * size)
                 self.storing = max(self.storing, min(numel, offload.sub_group_numel) * size)
             elif taken and offload is not None:
-                self.paper.host(self.ledger, FROM_READY, Kind.MASTERS, numel * size, pin=offload.pin)
+                self.memory.host(self.ledger, FROM_READY, Kind.MASTERS, numel * size, pin=offload.pin)
             else:
                 self.ledger.add(FROM_READY, bucket.state_place, Kind.MASTERS, numel * size)
 
-    def _pass_through_slots(self, owned: list[PaperFragment], gradients: Sequence[int]) -> None:
+    def _pass_through_slots(self, owned: list[SimulatedFragment], gradients: Sequence[int]) -> None:
         """Sub-groups, their records in the file, and the host memory that they pass through. ``gradients``: bytes of
         the slices that are also stored in the file."""
         if not owned or not isinstance(self.tier, OffloadedTier):
@@ -235,10 +236,12 @@ class Offload:
             _in_slot([*records, (0, n)] if n else records) + s
             for records, n, s in zip(masters, states, staged, strict=True)
         ]
-        self.ledger.add([Phase.INITIALIZE, Phase.READY], Place.DISK, Kind.SWAP, self.paper.grown("optimizer"))
+        self.ledger.add(
+            [Phase.INITIALIZE, Phase.READY], Place.DISK, Kind.SWAP, self.memory.grown("optimizer")
+        )
         for nbytes in (*gradients, *filter(None, states)):
-            self.paper.file("optimizer", nbytes)
-        self.ledger.add(TRAINING, Place.DISK, Kind.SWAP, self.paper.grown("optimizer"))
+            self.memory.file("optimizer", nbytes)
+        self.ledger.add(TRAINING, Place.DISK, Kind.SWAP, self.memory.grown("optimizer"))
         self._slots([Phase.FIRST_UPDATE], first)
         self._slots(STEADY, later)
         # The first update creates state in ordinary memory and copies it to the file, one sub-group at a time.
@@ -249,12 +252,12 @@ class Offload:
         count = self.plan.state_offload.slots if self.plan.state_offload is not None else 1
         for slot in range(count):
             nbytes = round_up(max(sub_groups[slot::count], default=0), swap_file.PAGE)
-            self.paper.host(self.ledger, phases, Kind.STAGING, nbytes, pin=True)
+            self.memory.host(self.ledger, phases, Kind.STAGING, nbytes, pin=True)
 
 
-def _master_records(group: Sequence[PaperFragment]) -> list[tuple[int, int]]:
-    """A sub-group's masters in the file, ``(offset in the page, bytes)``: those of one bucket are contiguous, including
-    the gaps between them."""
+def _master_records(group: Sequence[SimulatedFragment]) -> list[tuple[int, int]]:
+    """Return a sub-group's masters in the file, ``(offset in the page, bytes)``: those of one bucket are contiguous,
+    including the gaps between them."""
     spans: dict[Any, tuple[int, int]] = {}
     for one in group:
         if one.separate:

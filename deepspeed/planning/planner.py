@@ -17,7 +17,7 @@ from deepspeed.ops.native import DEVICE_PIECE
 from deepspeed.planning.journal import SILENT, Journal, Notebook
 from deepspeed.planning.ledger import FROM_READY, TRAINING, Kind, Ledger, Phase, Place
 from deepspeed.planning.model import ModelFacts
-from deepspeed.planning.offload import BucketUse, Offload, Paper
+from deepspeed.planning.offload import BucketUse, CountedMemory, Offload
 from deepspeed.planning.rehearsal import Rehearsal, SumScratch
 from deepspeed.planning.states import OptimizerFacts
 from deepspeed.zero.layout import BucketLayout
@@ -49,7 +49,7 @@ class Setting:
 
     @property
     def apart(self) -> bool:
-        """Whether the device has its own memory."""
+        """True if the device has its own memory."""
         return self.device_type != "cpu"
 
     @property
@@ -85,7 +85,7 @@ class Setting:
 
     @cached_property
     def rehearsed(self) -> Rehearsed:
-        """Once for what the steps need and for how long they take."""
+        """The rehearsal's result, shared by the memory plan and the step time."""
         notebook = Notebook()
         peaks = rehearsal_of(self, notebook).run()
         return Rehearsed(peaks=peaks, notebook=notebook)
@@ -106,7 +106,7 @@ def plan_memory(setting: Setting) -> Ledger:
     _building(ledger, setting, buckets)
     _weights(ledger, setting, buckets)
     offload = Offload(
-        ledger, Paper(setting.device_type), setting.plan, setting.optimizer, apart=setting.apart
+        ledger, CountedMemory(setting.device_type), setting.plan, setting.optimizer, apart=setting.apart
     )
     offload.place_states([bucket for bucket in buckets if bucket.trained], setting.facts.group_of)
     _gradients(ledger, setting, buckets, offload)
@@ -144,7 +144,7 @@ def cut_buckets(setting: Setting) -> list[BucketUse]:
 
 
 class _Resting:
-    """Where slices of stage 3 are stored, in order of placement (``ParamStorage.keep``)."""
+    """Places of stage-3 slices, decided in order of placement (``ParamStorage.keep``)."""
 
     def __init__(self, plan: ParamOffload | None, setting: Setting) -> None:
         self.plan = plan
@@ -208,7 +208,7 @@ def _casting(whole: Sequence[int], parts: Sequence[int]) -> int:
 
 
 def _init_place(setting: Setting) -> Place:
-    """Where ``zero.Init`` leaves a parameter's slices: where the config offloads them to."""
+    """Return the place where ``zero.Init`` leaves a parameter's slices: the one the config offloads them to."""
     offload = setting.plan.param_offload
     if offload is None:
         return setting.near
@@ -232,10 +232,10 @@ def _built_in_slices(
     if place is Place.HOST and setting.apart:
         ledger.add([Phase.INITIALIZE], place, Kind.PARAMETERS, sum(parts))
     elif place is Place.DISK:
-        paper = Paper(setting.device_type)
+        memory = CountedMemory(setting.device_type)
         for nbytes in parts:
-            paper.file("init", nbytes)
-        ledger.add([Phase.BUILD, Phase.INITIALIZE], place, Kind.SWAP, paper.grown("init"))
+            memory.file("init", nbytes)
+        ledger.add([Phase.BUILD, Phase.INITIALIZE], place, Kind.SWAP, memory.grown("init"))
 
 
 def _broadcast(setting: Setting) -> int:
@@ -274,18 +274,18 @@ def _weights(ledger: Ledger, setting: Setting, buckets: Sequence[BucketUse]) -> 
             ledger.add(FROM_READY, near, Kind.PARAMETERS, numel * bucket.layout.dtype.itemsize)
         return
     offload = setting.plan.param_offload
-    paper = Paper(setting.device_type)
+    memory = CountedMemory(setting.device_type)
     for bucket in buckets:
         if bucket.place is Place.DISK:
-            paper.file("param", bucket.resting_bytes)
+            memory.file("param", bucket.resting_bytes)
         elif bucket.place is Place.HOST and setting.apart and offload is not None:
-            paper.host(ledger, FROM_READY, Kind.PARAMETERS, bucket.resting_bytes, pin=offload.pin)
+            memory.host(ledger, FROM_READY, Kind.PARAMETERS, bucket.resting_bytes, pin=offload.pin)
         else:
             ledger.add(FROM_READY, bucket.place, Kind.PARAMETERS, bucket.resting_bytes)
         if bucket.persistent:
             whole = bucket.layout.padded_numel * bucket.layout.dtype.itemsize
             ledger.add(FROM_READY, near, Kind.PARAMETERS, whole)
-    ledger.add((Phase.INITIALIZE, *FROM_READY), Place.DISK, Kind.SWAP, paper.grown("param"))
+    ledger.add((Phase.INITIALIZE, *FROM_READY), Place.DISK, Kind.SWAP, memory.grown("param"))
 
 
 def _gradients(ledger: Ledger, setting: Setting, buckets: Sequence[BucketUse], offload: Offload) -> None:
@@ -302,7 +302,7 @@ def _gradients(ledger: Ledger, setting: Setting, buckets: Sequence[BucketUse], o
         elif not leaves and not offload.files_gradients(layout):
             ledger.add(TRAINING, near, Kind.GRADIENTS, nbytes)
         if leaves and plan.state_offload is not None:
-            offload.paper.host(ledger, TRAINING, Kind.GRADIENTS, nbytes, pin=plan.state_offload.pin)
+            offload.memory.host(ledger, TRAINING, Kind.GRADIENTS, nbytes, pin=plan.state_offload.pin)
             late = max(late, nbytes)
     if setting.micro_batches > 1 and plan.zero.shard_grads:  # the second round is added through a copy
         ledger.add([Phase.BACKWARD], Place.HOST, Kind.STAGING, late)
@@ -318,7 +318,7 @@ def _moving(ledger: Ledger, setting: Setting) -> None:
 
 
 def rehearsal_of(setting: Setting, journal: Journal = SILENT) -> Rehearsal:
-    """A rehearsal of its buckets; ``journal`` is told what happens in which order."""
+    """Make a rehearsal of the setting's buckets; ``journal`` is told what happens in which order."""
     buckets = setting.buckets
     return Rehearsal(
         layouts=[bucket.layout for bucket in buckets],

@@ -92,7 +92,7 @@ class Meter:
                 self.peaks[phase] = self.now.copy()
 
 
-class PaperPool(BufferPool):
+class SimulatedPool(BufferPool):
     """The real pool, counted."""
 
     def __init__(self, meter: Meter) -> None:
@@ -124,7 +124,7 @@ class PaperPool(BufferPool):
 
 
 class SumScratch(Enum):
-    """What a sum over ranks needs besides its tensor, by where the ranks are."""
+    """Scratch memory of a sum over ranks, by where the ranks are."""
 
     NONE = auto()
     """They share host memory."""
@@ -134,7 +134,7 @@ class SumScratch(Enum):
     """Ranks in host memory that share none (``comm/transports/gloo.py``)."""
 
 
-class PaperCommunicator(Communicator):
+class SimulatedCommunicator(Communicator):
     """Other ranks that answer immediately. ``apart``: how far each is from the next."""
 
     def __init__(
@@ -202,7 +202,7 @@ class PaperCommunicator(Communicator):
         output_counts: Sequence[int] | None = None,
         input_counts: Sequence[int] | None = None,
     ) -> Pending:
-        """Of packets: what is sent, what is received, and what is decoded of one of them."""
+        """Count packets: what is sent, what is received, and what is decoded of one of them."""
         packed = input.nbytes + output.nbytes
         self.meter.change(Kind.COMMUNICATION, packed)
         self.meter.change(Kind.COMMUNICATION, -packed)
@@ -212,10 +212,10 @@ class PaperCommunicator(Communicator):
         return self._tell("broadcast", tensor.nbytes)
 
 
-class PaperChannel(PaperCommunicator):
+class SimulatedChannel(SimulatedCommunicator):
     """The ranks among which a bucket is gathered: its slice has no memory, but its layout has a size."""
 
-    def __init__(self, bucket: ShardedBucket, near: PaperCommunicator) -> None:
+    def __init__(self, bucket: ShardedBucket, near: SimulatedCommunicator) -> None:
         super().__init__(near.size, near.meter, journal=near.journal, apart=near.apart)
         self.bucket = bucket
 
@@ -223,7 +223,7 @@ class PaperChannel(PaperCommunicator):
         return self._tell("all_gather", self.bucket.nbytes)
 
 
-class PaperScopes:
+class SimulatedScopes:
     """The scopes of rank 0. ``shards``: ranks that share one copy, by scope. ``scratch``: as in the communicators.
     ``group``: neighbours among them that hold a copy of their own (hpZ)."""
 
@@ -237,10 +237,10 @@ class PaperScopes:
         journal: Journal = SILENT,
         group: int = 1,
     ) -> None:
-        self.everyone = PaperCommunicator(everyone, meter, journal=journal)
+        self.everyone = SimulatedCommunicator(everyone, meter, journal=journal)
         self.journal = journal
         self.group = group
-        self.near: dict[str, PaperCommunicator] = {}
+        self.near: dict[str, SimulatedCommunicator] = {}
         """By scope: the ranks among which gathers stay."""
         self._known = {
             name: self._scope(name, size, everyone // expert_parallel_size(name, everyone), meter, scratch)
@@ -250,12 +250,12 @@ class PaperScopes:
     def _scope(self, name: str, size: int, holders: int, meter: Meter, scratch: SumScratch) -> Scope:
         apart = self.everyone.size // holders  # experts are spread over neighbours
         whole, shard, replicas = (
-            PaperCommunicator(ranks, meter, scratch=scratch, journal=self.journal, apart=apart * steps)
+            SimulatedCommunicator(ranks, meter, scratch=scratch, journal=self.journal, apart=apart * steps)
             for ranks, steps in ((holders, 1), (size, 1), (holders // size, size))
         )
         self.near[name] = shard
         if in_groups(size, self.group):
-            self.near[name] = PaperCommunicator(self.group, meter, journal=self.journal, apart=apart)
+            self.near[name] = SimulatedCommunicator(self.group, meter, journal=self.journal, apart=apart)
         return Scope(name, whole, shard, replicas, divisor=self.everyone.size)
 
     def __getitem__(self, name: str) -> Scope:
@@ -263,11 +263,11 @@ class PaperScopes:
 
 
 def in_groups(shards: int, group: int) -> bool:
-    """Whether ranks that share a copy are several groups of several (``Scope.grouped``)."""
+    """Tell whether the ranks that share a copy are several groups of several (``Scope.grouped``)."""
     return 1 < group < shards and shards % group == 0
 
 
-class PaperBucket(ShardedBucket):
+class SimulatedBucket(ShardedBucket):
     """A bucket of parameters that is gathered and released without memory."""
 
     def __init__(
@@ -302,10 +302,10 @@ class PaperBucket(ShardedBucket):
         return self.nothing
 
 
-class PaperServers(ShardServers):
+class SimulatedServers(ShardServers):
     """Other ranks' slices arrive immediately."""
 
-    def __init__(self, buckets: Sequence[ShardedBucket], scopes: PaperScopes) -> None:
+    def __init__(self, buckets: Sequence[ShardedBucket], scopes: SimulatedScopes) -> None:
         self.buckets, self.servers = list(buckets), {}
         self.scopes = scopes
 
@@ -316,21 +316,21 @@ class PaperServers(ShardServers):
             near.journal.collective("fetch", bucket.nbytes, near.size, near.apart).wait()
 
 
-class PaperLinks(GatherLinks):
+class SimulatedLinks(GatherLinks):
     """Ranks that answer immediately."""
 
-    def __init__(self, scopes: PaperScopes) -> None:
+    def __init__(self, scopes: SimulatedScopes) -> None:
         super().__init__(scopes, Packing())
-        self.paper = scopes
+        self.simulated = scopes
 
     def server(self, buckets: Sequence[ShardedBucket]) -> ShardServers:
-        return PaperServers(buckets, self.paper)
+        return SimulatedServers(buckets, self.simulated)
 
     def channels(self, buckets: Sequence[ShardedBucket], server: ShardServers) -> list[GatherChannel]:
-        return [PaperChannel(bucket, self.paper.near[bucket.layout.scope]) for bucket in buckets]
+        return [SimulatedChannel(bucket, self.simulated.near[bucket.layout.scope]) for bucket in buckets]
 
 
-class PaperStorage(ParamStorage):
+class SimulatedStorage(ParamStorage):
     """Files without bytes."""
 
     def __init__(self, plan: ParamOffload | None) -> None:
@@ -372,7 +372,7 @@ class Rehearsal:
 
     def run(self) -> dict[Phase, Counter[Kind]]:
         with torch.inference_mode(False), torch.enable_grad():
-            scopes = PaperScopes(
+            scopes = SimulatedScopes(
                 self.shards,
                 self.everyone,
                 self.meter,
@@ -382,12 +382,12 @@ class Rehearsal:
             )
             params = self._params()
             buckets = [
-                PaperBucket(layout, params, scopes[layout.scope].shard, self.meter, persistent=persistent)
+                SimulatedBucket(layout, params, scopes[layout.scope].shard, self.meter, persistent=persistent)
                 for layout, persistent in zip(self.layouts, self.persistent, strict=True)
             ]
             coordinator = self._coordinator(buckets, scopes) if self.plan.zero.shard_params else None
             clock = AccumulationClock(min(self.micro_batches, 2))  # the first represents all before the last
-            pool = PaperPool(self.meter)
+            pool = SimulatedPool(self.meter)
             reducer = self._reducer(buckets, params, scopes, coordinator, clock, pool)
             known = {slot.param for bucket in reducer.buckets for slot in bucket.layout.slots}
             arrive = Arrivals(reducer, params, self.calls, known, self.meter)
@@ -403,13 +403,13 @@ class Rehearsal:
     def _step(
         self,
         step: int,
-        buckets: Sequence[PaperBucket],
+        buckets: Sequence[SimulatedBucket],
         coordinator: ParamCoordinator | None,
         reducer: GradReducer,
         arrive: Arrivals,
         clock: AccumulationClock,
     ) -> None:
-        """Its micro-batches, and what the update does to gathered parameters."""
+        """Run the step's micro-batches, and what the update does to gathered parameters."""
         self.journal.begin_step()
         for _ in range(clock.steps):
             self.journal.begin_micro_batch()
@@ -440,11 +440,11 @@ class Rehearsal:
             for numel, dtype in (slots.get(i, (0, torch.float32)) for i in range(max(slots, default=-1) + 1))
         ]
 
-    def _coordinator(self, buckets: Sequence[PaperBucket], scopes: PaperScopes) -> ParamCoordinator:
+    def _coordinator(self, buckets: Sequence[SimulatedBucket], scopes: SimulatedScopes) -> ParamCoordinator:
         gatherer = make_gatherer(
             buckets,
-            PaperLinks(scopes),
-            PaperStorage(self.plan.param_offload),
+            SimulatedLinks(scopes),
+            SimulatedStorage(self.plan.param_offload),
             device=META if self.apart else HERE,
             prefetch_numel=int(self.zero.prefetch_bucket_size),
         )
@@ -452,12 +452,12 @@ class Rehearsal:
 
     def _reducer(
         self,
-        buckets: Sequence[PaperBucket],
+        buckets: Sequence[SimulatedBucket],
         params: Sequence[nn.Parameter],
-        scopes: PaperScopes,
+        scopes: SimulatedScopes,
         coordinator: ParamCoordinator | None,
         clock: AccumulationClock,
-        pool: PaperPool,
+        pool: SimulatedPool,
     ) -> GradReducer:
         """Sums of rows are planned as the dense sums that they may have to be."""
         grads = make_grad_buckets(
@@ -477,8 +477,8 @@ class Rehearsal:
             device=HERE,
         )
 
-    def _needs(self, buckets: Sequence[PaperBucket]) -> list[list[int]]:
-        """By call: the buckets that have to be whole."""
+    def _needs(self, buckets: Sequence[SimulatedBucket]) -> list[list[int]]:
+        """Return, by call, the buckets that have to be whole."""
         place = {slot.param: b for b, bucket in enumerate(buckets) for slot in bucket.layout.slots}
         found = [list(dict.fromkeys(place[i] for i in call if i in place)) for call in self.calls]
         return [[b for b in needs if not buckets[b].persistent] for needs in found]
@@ -486,7 +486,7 @@ class Rehearsal:
     def _forward(
         self, coordinator: ParamCoordinator | None, needs: Sequence[list[int]], arrive: Any
     ) -> Tensor:
-        """A chain of scalars, one link per call; backward through it acts like the hooks in a model."""
+        """Compute a chain of scalars, one link per call; backward through it acts like the hooks in a model."""
         link = torch.zeros((), requires_grad=True)
         for call, buckets in enumerate(needs):
             frame: Frame | None = None
@@ -558,7 +558,7 @@ class Arrivals:
 
 
 def _first_uses(calls: Sequence[Sequence[int]], known: set[int]) -> list[list[int]]:
-    """By call: the parameters in ``known`` that it is the first to use."""
+    """Return, by call, the parameters in ``known`` that it is the first to use."""
     seen: set[int] = set()
     result: list[list[int]] = []
     for call in calls:

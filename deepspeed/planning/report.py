@@ -128,7 +128,7 @@ def advice_lines(advice: Advice) -> Iterator[str]:
 
 
 def waiting_lines(answer: Answer) -> Iterator[str]:
-    """What would hide an update on the host, and whether this machine has the memory for it."""
+    """Yield what would hide an update on the host, and whether this machine has the memory for it."""
     changes = hidden_updates(answer)
     if changes:
         yield f"the {answer.request.device_type} waits while the host updates; beside it the host would work with"

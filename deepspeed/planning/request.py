@@ -62,7 +62,7 @@ class Request:
 
     @property
     def all_ranks(self) -> int:
-        """With those that have other parts of the model."""
+        """Ranks, with those that have other parts of the model."""
         return self.ranks * self.split.ways
 
     @property
@@ -242,7 +242,7 @@ def _activations(ledger: Ledger, request: Request, setting: Setting, config: Dee
 def _counted(
     ledger: Ledger, request: Request, setting: Setting, config: DeepSpeedConfig, limit: float, sequence: int
 ) -> bool:
-    """Enter what the blocks keep within the budget, by a forward on paper; False: there is none."""
+    """Enter what the blocks keep within the budget, by a forward on fake tensors; False: it cannot run there."""
     from deepspeed.planning.counted import CannotCount, choice_within
     from deepspeed.transforms.recompute.budget import report
 
@@ -252,7 +252,7 @@ def _counted(
             choice = choice_within(request.module, limit, batch, sequence, setting.plan.precision)
     except CannotCount as problem:
         ledger.notes.append(
-            f"the memory budget was not counted, as the forward does not run on paper: {problem}"
+            f"the memory budget was not counted, as the forward does not run on fake tensors: {problem}"
         )
         return False
     ledger.add(STEADY[:2], setting.near, Kind.COUNTED_ACTIVATIONS, choice.peak)

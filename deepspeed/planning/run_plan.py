@@ -2,66 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
-
 import torch
-from torch import nn
 
 from deepspeed.base.accelerator import get_accelerator
 from deepspeed.base.sharded import is_zero_param
-from deepspeed.config.plan import Plan
 from deepspeed.planning import report
 from deepspeed.planning.activations import shape_of
 from deepspeed.planning.advice import advise
 from deepspeed.planning.ledger import Place
 from deepspeed.planning.machine import Capacity, neighbours
 from deepspeed.planning.request import Answer, Request, answer
-
-if TYPE_CHECKING:
-    from deepspeed.comm.mesh import ProcessMesh
-    from deepspeed.config.deepspeed_config import DeepSpeedConfig
+from deepspeed.planning.run_spec import RunSpec
 
 
-def shortage(
-    module: nn.Module,
-    plan: Plan,
-    config: DeepSpeedConfig,
-    optimizer: Any,
-    mesh: ProcessMesh,
-    model_parameters: Sequence[Any] | None,
-    capacity: Capacity,
-    near: int,
-    skip: str,
-) -> str | None:
+def shortage(run: RunSpec, capacity: Capacity, near: int, skip: str) -> str | None:
     """Say what does not fit ``capacity`` with ``near`` ranks on this host, and what to change; None if all fits.
     ``skip``: environment variable that starts the run anyway."""
-    planned = answer(request_of(module, plan, config, optimizer, mesh, model_parameters, capacity))
+    planned = answer(request_of(run, capacity))
     return _message(planned, skip) if _lacking(planned, near) else None
 
 
-def request_of(
-    module: nn.Module,
-    plan: Plan,
-    config: DeepSpeedConfig,
-    optimizer: Any,
-    mesh: ProcessMesh,
-    model_parameters: Sequence[Any] | None,
-    capacity: Capacity,
-) -> Request:
-    """What ``initialize`` is about to build, as a request to the planner."""
+def request_of(run: RunSpec, capacity: Capacity) -> Request:
+    """Return the request to the planner that describes ``run`` on a machine of this capacity."""
+    optimizer, config, mesh = run.optimizer, run.config, run.mesh
     ranks = mesh.size("dp", "sp")
     return Request(
-        module=module,
+        module=run.module,
         config=config._param_dict,
         ranks=ranks,
         ranks_per_sequence=mesh.size("sp"),
         nodes=max(1, ranks // neighbours()),
         device_type=get_accelerator().device_name().partition(":")[0],
         optimizer=optimizer if isinstance(optimizer, torch.optim.Optimizer) else None,
-        trained=model_parameters if optimizer is None and config.optimizer_name is not None else [],
-        zero_init=any(is_zero_param(param) for param in module.parameters()),
-        shape=shape_of(getattr(module, "config", None)),
+        trained=run.model_parameters if optimizer is None and config.optimizer_name is not None else [],
+        zero_init=any(is_zero_param(param) for param in run.module.parameters()),
+        shape=shape_of(getattr(run.module, "config", None)),
         micro_batch=config.train_micro_batch_size_per_gpu,
         capacity=capacity,
         follow_disk=True,

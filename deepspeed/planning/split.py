@@ -1,4 +1,4 @@
-"""What one rank has of a model whose layers are divided among others: tensor-parallel parts, a stage of a pipeline."""
+"""The share of one rank in a model whose layers are divided: tensor-parallel parts, a stage of a pipeline."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class Split:
 
     @property
     def ways(self) -> int:
-        """How many different parts there are."""
+        """Number of different parts."""
         return self.tensor * self.stages
 
     def facts(self, facts: ModelFacts, module: nn.Module) -> ModelFacts:
-        """Of a rank of that stage: every matrix is cut, other parameters are whole."""
+        """Return the facts for a rank of that stage: every matrix is cut, other parameters are whole."""
         if self.ways == 1:
             return facts
         first, stop = self._calls(facts)
@@ -60,7 +60,8 @@ class Split:
         return bounds[self.stage], bounds[self.stage + 1]
 
     def shape(self, shape: TransformerShape) -> TransformerShape:
-        """The same for activations. Norms and residuals are whole everywhere; logits are on the last stage."""
+        """Return the shape whose activations a rank of that stage holds. Norms and residuals are whole everywhere;
+        logits are on the last stage."""
         last = self.stage == self.stages - 1
         return replace(
             shape,

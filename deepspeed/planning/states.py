@@ -1,4 +1,4 @@
-"""What an optimizer keeps for each element, found by letting a stand-in take one step on a tiny matrix."""
+"""Bytes of optimizer state per element, measured by one step of a stand-in on a tiny matrix."""
 
 from __future__ import annotations
 

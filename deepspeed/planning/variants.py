@@ -1,4 +1,4 @@
-"""Changes of a config on paper, for the autotuner: what each would need, send and update."""
+"""Planned changes of a config, for the autotuner: what each would need, send and update."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumul
 
 
 def note_variants(request: Request, variants: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What is known before the model is touched: `variants` in their order, how many blocks it has, and what this
-    process takes without the model."""
+    """Return what is known before the model is touched: `variants` in their order, how many blocks it has, and what
+    this process takes without the model."""
     weights = sum(p.numel() * p.element_size() for p in request.module.parameters() if p.device.type == "cpu")
     return {
         "variants": [{"changes": dict(changes), **planned_variant(request, changes)} for changes in variants],

@@ -146,7 +146,8 @@ def _free_bytes() -> float:
 def _call(
     operation: str, wire: Communicator | None, numel: int, dtype: torch.dtype, device: torch.device
 ) -> Callable[[], Any] | None:
-    """What issues one call and returns its handle; None: this transport does not have the operation."""
+    """Return a function that issues one call and returns its handle; None: this transport does not have the
+    operation."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
     whole = torch.zeros(numel, dtype=dtype, device=device)
     part = torch.zeros(numel // ranks, dtype=dtype, device=device)

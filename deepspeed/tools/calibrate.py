@@ -165,7 +165,7 @@ def _run(asked: Asked, ranks: int, threads: int, place: Place | None) -> dict[st
 
 
 def _start(command: list[str], ranks: int, threads: int, place: Place | None) -> None:
-    """To the end of all. CalibrationError: one failed, with the end of what it printed."""
+    """Start the ranks and wait for all of them. CalibrationError: one failed, with the end of what it printed."""
     port = find_free("127.0.0.1")
     with tempfile.TemporaryFile("w+") as log:
         running = []

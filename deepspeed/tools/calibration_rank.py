@@ -82,7 +82,7 @@ def _now() -> float:
 
 
 def timed(trained: Trained, steps: int, warmup: int, seconds: float, world: Communicator) -> list[Parts]:
-    """Of ``steps``, or of more where they are short, since their times vary."""
+    """Time ``steps`` steps, or more where they are short, since their times vary."""
     taken = [sum(trained.step()) for _ in range(warmup)]
     slowest = torch.tensor([taken[-1] if taken else seconds], device=trained.device)
     world.all_reduce_max(slowest).wait()
@@ -91,7 +91,7 @@ def timed(trained: Trained, steps: int, warmup: int, seconds: float, world: Comm
 
 
 def medians(rows: Sequence[Parts]) -> dict[str, float]:
-    """As ``calibration.Steps``."""
+    """Return the medians of the rows as ``calibration.Steps`` has them."""
     whole = [sum(row) for row in rows]
     forward, backward, update = (statistics.median(row[i] for row in rows) for i in range(3))
     step = statistics.median(whole)
@@ -121,7 +121,7 @@ class CallTimes:
             self._handles.append(owner.register_forward_hook(partial(self._watch, number)))
 
     def begin(self, times: list[float], number: int) -> None:
-        """From now on time belongs to this call."""
+        """Count time from now on for this call."""
         now = _now()
         if self._running is not None:
             running, last = self._running
@@ -147,7 +147,7 @@ class CallTimes:
 
 
 def shares_of(trained: Trained, repeats: int = 4) -> tuple[list[float], list[float]]:
-    """Of each call in the time of forward and backward."""
+    """Return the share of each call in the time of forward and backward."""
     times = CallTimes(trained.module)
     for _ in range(repeats):
         times.measure(trained)
@@ -165,7 +165,7 @@ def _normal(values: Sequence[float]) -> list[float]:
 
 
 def lines(world: Communicator, device: torch.device) -> dict[str, dict[str, float]]:
-    """Of each operation: a line through its times, by the bytes that a rank sends."""
+    """Fit, for each operation, a line through its times, by the bytes that a rank sends."""
     made = {
         "all_gather": lambda n: _gather(world, n, device),
         "reduce_scatter": lambda n: _scatter(world, n, device),

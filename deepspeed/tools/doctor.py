@@ -67,7 +67,7 @@ class Finding(NamedTuple):
 def collect(
     port: int, folder: str, token: str = "", back_to: Sequence[Any] = (), names: Sequence[str] = ()
 ) -> Facts:
-    """What this machine says about itself. ``token``: a file that machines with the same folder see; ``back_to``:
+    """Collect the facts of this machine. ``token``: a file that machines with the same folder see; ``back_to``:
     address and port at which the first machine listens; ``names``: of the machines."""
     open_files, locked = _limit("RLIMIT_NOFILE"), _limit("RLIMIT_MEMLOCK")
     return {
@@ -133,7 +133,7 @@ def _reaches(address: str, port: int) -> str:
 
 
 def findings_of(facts: Facts, machine: str) -> Iterator[Finding]:
-    """Of one machine by itself."""
+    """Return the findings of one machine by itself."""
     yield _installed(facts, machine)
     yield _rendezvous_port(facts, machine)
     yield _shared_memory(facts, machine)
@@ -181,7 +181,7 @@ def _shared_memory(facts: Facts, machine: str) -> Finding:
 
 
 def _network_interface(facts: Facts, machine: str) -> Finding:
-    """Whether the interfaces that the environment chooses exist."""
+    """Check that the interfaces that the environment chooses exist."""
     interfaces, chosen = facts["interfaces"], facts["chosen"]
     wrong = [name for name, value in chosen.items() if not _names_one(value, interfaces)]
     written = ", ".join(f"{name}={value}" for name, value in chosen.items()) or "not chosen"
@@ -220,7 +220,7 @@ def _folder(facts: Facts, machine: str) -> Finding:
 
 
 def findings_of_names(facts: Facts, machine: str) -> Iterator[Finding]:
-    """How one of several machines sees their names."""
+    """Check how one of several machines resolves their names."""
     unknown = ", ".join(facts["unknown"])
     yield _line(
         not unknown,
@@ -243,7 +243,8 @@ def findings_of_names(facts: Facts, machine: str) -> Iterator[Finding]:
 
 
 def findings_between(first: Facts, other: Facts, machine: str, offset_s: float) -> Iterator[Finding]:
-    """What only the comparison with the first machine shows. ``offset_s``: how far the other clock is ahead."""
+    """Return the findings that only a comparison with the first machine shows. ``offset_s``: how far the other clock is
+    ahead."""
     differing = [
         f"{name} {other['versions'].get(name) or 'missing'} (here {version or 'missing'})"
         for name, version in first["versions"].items()
@@ -285,7 +286,7 @@ def findings_between(first: Facts, other: Facts, machine: str, offset_s: float) 
 
 
 def findings_of_pairs(found: Mapping[Pair, float | str]) -> Iterator[Finding]:
-    """Of each pair both directions. Slow is what is slow beside the others."""
+    """Compare the speed of each pair, both directions: slow is what is slow beside the others."""
     slow_ones = set(slow(found))
     for one, other in dict.fromkeys(tuple(sorted(pair)) for pair in found):
         both = [(one, other, found.get((one, other), "")), (other, one, found.get((other, one), ""))]
@@ -316,7 +317,7 @@ def _limit_line(value: int | None, least: int, machine: str, check: str, remedy:
 
 
 def _names_one(value: str, interfaces: Sequence[str]) -> bool:
-    """Whether a list as gloo and NCCL read it (prefixes; ^ excludes, = is exact) fits any interface."""
+    """Tell whether a list as gloo and NCCL read it (prefixes; ^ excludes, = is exact) fits any interface."""
     names = [name for name in value.lstrip("^=").split(",") if name]
     if value.startswith("^"):
         return any(not interface.startswith(tuple(names)) for interface in interfaces)
@@ -438,7 +439,7 @@ def _token(folder: str) -> Any:
 def _facts_of(
     host: str, ssh: Sequence[str], asked: Mapping[str, Any], folder: str
 ) -> tuple[Facts | str, float]:
-    """Its facts and how far its clock is ahead of ours, or why there are none."""
+    """Return a machine's facts and how far its clock is ahead of ours, or why there are none."""
     words = [sys.executable, "-m", "deepspeed.tools.doctor", "--facts", json.dumps(asked)]
     path = os.pathsep.join(filter(None, (str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH"))))
     command = f"cd {shlex.quote(folder)} && PYTHONPATH={shlex.quote(path)} {shlex.join(words)}"

@@ -130,7 +130,7 @@ TOOLS = {
 
 
 def usage() -> str:
-    """What `ds` alone prints."""
+    """Return what `ds` alone prints."""
     rows = [(f"ds {name} {tool.arguments}", tool.purpose) for name, tool in TOOLS.items()]
     rows.append(("ds [options] script.py ...", "run a script on every device, as `deepspeed` does"))
     width = max(len(call) for call, _ in rows)

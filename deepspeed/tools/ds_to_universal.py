@@ -74,12 +74,12 @@ def main(args: argparse.Namespace) -> None:
 
 
 def atoi(text: str) -> int | str:
-    """A number if ``text`` is one, else the text."""
+    """Return a number if ``text`` is one, else the text."""
     return int(text) if text.isdigit() else text
 
 
 def natural_keys(text: str) -> list[int | str]:
-    """A key by which ``file10`` is sorted after ``file2``."""
+    """Return a key by which ``file10`` is sorted after ``file2``."""
     return [atoi(part) for part in re.split(r"(\d+)", text)]
 
 

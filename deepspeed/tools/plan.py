@@ -76,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _times(args: argparse.Namespace, found: Answer) -> Iterator[tuple[str, LinkTimes | Times]]:
-    """What is said about time, by its name in JSON."""
+    """Yield the predicted times, by their names in JSON."""
     link = _link_times(args, found)
     if link is not None:
         yield "link", link

@@ -49,7 +49,7 @@ def run_calibration(args: argparse.Namespace, config: Mapping[str, Any]) -> list
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Times:
-    """What was predicted: of the config as it is, and of the ways there are besides."""
+    """Predicted times: of the config as it is, and of the alternatives."""
 
     where: str
     step: StepTime

@@ -84,7 +84,7 @@ def descendants(pid: int) -> list[int]:
 
 
 def ask(process: int) -> dict[str, Any] | None:
-    """What a rank says; None: nothing in time."""
+    """Return what a rank answers; None: nothing in time."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.settimeout(ANSWER_S)
         try:
@@ -96,7 +96,7 @@ def ask(process: int) -> dict[str, Any] | None:
 
 
 def state_of(process: int) -> str:
-    """What the kernel says."""
+    """Return the state of the process as the kernel reports it."""
     try:
         letter = Path(f"/proc/{process}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
     except OSError:

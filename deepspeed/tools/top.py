@@ -93,7 +93,7 @@ def _keep_showing(ranks: bool) -> None:
 
 
 def _rich() -> Any:
-    """A console of `rich`, None where it is not installed."""
+    """Return a console of `rich`, None where it is not installed."""
     try:
         from rich.console import Console
     except ImportError:
@@ -102,7 +102,7 @@ def _rich() -> Any:
 
 
 def _pretty(jobs: list[Job], ranks: bool) -> Any:
-    """The same as ``plain``, by `rich`."""
+    """Render the page as ``plain`` does, by `rich`."""
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
@@ -192,7 +192,7 @@ def _ranks(job: Job) -> str:
 
 
 def notes(jobs: list[Job], ranks: bool, now: float) -> Iterator[str]:
-    """What does not fit into a row: hangs, last checkpoints, ranks."""
+    """Return what does not fit into a row: hangs, last checkpoints, ranks."""
     for job in jobs:
         name = f"{(job.get('run') or {}).get('name', '?')} ({job['pid']})"
         if job.get("saved"):

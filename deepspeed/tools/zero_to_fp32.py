@@ -198,7 +198,7 @@ def natural_keys(text: str) -> list[int | str]:
 
 
 def command_parser(description: str) -> argparse.ArgumentParser:
-    """What this command and ``zero_to_torch.py`` are asked."""
+    """Return the parser of this command and of ``zero_to_torch.py``."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("checkpoint_dir", help="folder of checkpoints that contains the file 'latest'")
     parser.add_argument("output_dir", help="folder for the weights")

@@ -14,6 +14,7 @@ import torch.distributed as dist
 import deepspeed.base
 from deepspeed.base import logging as ds_logging
 from deepspeed.base.logging import LoggerFactory, log_dist, log_dist_once, logger, print_dist, warning_once
+from tests import forked
 from tests.pool import distributed
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -132,3 +133,31 @@ logger.error("loud")
     )
     assert done.returncode == 0, done.stderr
     assert "loud" in done.stdout and "quiet" not in done.stdout
+
+
+BAR = """
+import os, sys
+from tqdm import tqdm
+from deepspeed.base.logging import logger
+if sys.argv[1] == "pipe":
+    end, sink = os.pipe()
+else:
+    sink, end = os.open(sys.argv[1], os.O_WRONLY | os.O_CREAT), os.open(sys.argv[1], os.O_RDONLY)
+screen = os.dup(1)
+os.dup2(sink, 1), os.dup2(sink, 2)
+for step in tqdm(range(3), file=sys.stderr, mininterval=0, ncols=40):
+    logger.warning("line %d", step)
+    logger.warning("again %d", step)
+logger.warning("the end")
+os.write(screen, os.read(end, 1 << 16))
+"""
+
+
+@pytest.mark.parametrize("sink", ["log", "pipe"])
+def test_a_log_line_never_shares_its_line_with_a_bar(sink: str, tmp_path: Path) -> None:
+    """Output and errors in one file, as `python train.py > log 2>&1` has them, or in one pipe."""
+    done = forked.run(["-c", BAR, sink], env=dict(os.environ), cwd=tmp_path)
+    lines = done.stdout.split("\n")
+    logged = [line for line in lines if "WARNING" in line]
+    assert len(logged) == 7 and all(line.startswith("[2") for line in logged), lines
+    assert sum("%|" in line for line in lines) >= 2 and "" not in lines[:-2], lines

@@ -70,7 +70,7 @@ def planned(model: Any, limit: float, **more: Any) -> Answer:
 @pytest.mark.parametrize("bf16", [False, True])
 @pytest.mark.parametrize("name", MODELS)
 def test_a_plan_shows_what_the_first_forward_chooses(name: str, bf16: bool) -> None:
-    """On paper, before anything is allocated."""
+    """With fake tensors, before anything is allocated."""
     with torch.device("meta"):
         empty: Any = MODELS[name]()
     found = planned(empty, 0.6, bf16={"enabled": bf16})
@@ -95,10 +95,10 @@ def test_a_plan_of_a_budget_that_cannot_be_held() -> None:
         planned(empty, 0.01)
 
 
-def test_a_forward_that_does_not_run_on_paper_is_estimated() -> None:
+def test_a_forward_that_does_not_run_on_fake_tensors_is_estimated() -> None:
     with torch.device("meta"):
         empty: Any = MODELS["gpt2"]()
     empty.register_forward_pre_hook(lambda *_: torch.ones(1).to(empty.lm_head.weight.device)[0].item() / 0)
     found = planned(empty, 0.6)
     assert found.ledger.entries[Phase.FORWARD, found.setting.near, Kind.ACTIVATIONS] > 0
-    assert any("does not run on paper" in note for note in found.ledger.notes)
+    assert any("does not run on fake tensors" in note for note in found.ledger.notes)

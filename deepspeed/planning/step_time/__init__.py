@@ -1,1 +1,1 @@
-"""How long a step takes: predicted for machines and networks that need not be there."""
+"""Predicted step time, for machines and networks that need not be there."""

@@ -16,7 +16,8 @@ from deepspeed.planning.step_time.work import Work
 
 
 def costs_of(found: Calibration) -> Costs:
-    """Of collectives between hosts. What a sum costs beyond a gather of as many bytes is added up by the ranks."""
+    """Return the costs of collectives between hosts. What a sum costs beyond a gather of as many bytes is added up by
+    the ranks."""
     gather, scatter = found.lines["all_gather"], found.lines["reduce_scatter"]
     return Costs(
         start={name: line.start for name, line in found.lines.items()},
@@ -26,7 +27,7 @@ def costs_of(found: Calibration) -> Costs:
 
 
 def busy(found: Calibration, ranks_beside: int) -> float:
-    """How much longer a rank computes where so many share the processors that the calibration had."""
+    """Return the factor by which a rank computes longer where so many share the processors that the calibration had."""
     if found.device_type != "cpu":
         return 1.0
     return max(1.0, ranks_beside * found.threads / found.cores)
@@ -64,7 +65,7 @@ UNLIMITED = Network(name="none", rate=1e12)
 
 
 def work_of(found: Calibration, setting: Setting, flops: Sequence[float], ranks_beside: int) -> Work:
-    """For a rank of ``setting``, of ``ranks_beside`` on its machine.
+    """Return the work of a rank of ``setting``, of ``ranks_beside`` on its machine.
 
     The model that was measured takes what it took; another one as long as its operations take at the rate that was
     measured. Ranks that communicate compute longer: their threads also copy what they send and receive.
@@ -107,8 +108,8 @@ def _work_of(found: Calibration, setting: Setting, flops: Sequence[float], ranks
 
 
 def _stretch(found: Calibration, setting: Setting, flops: Sequence[float]) -> float:
-    """How much longer than ``_work_of`` says two ranks of the calibration must have computed, for the simulation of
-    their step to take what it took.
+    """Return the factor by which, compared to ``_work_of``, two ranks of the calibration must have computed, for the
+    simulation of their step to take what it took.
 
     Only where this model was measured at this stage: what another one exchanges while it computes says nothing.
     """
@@ -137,8 +138,8 @@ def predicted(
     ranks_per_node: int,
     ranks_beside: int | None = None,
 ) -> StepTime:
-    """A step of ``setting`` on machines like the calibrated one. ``ranks_beside``: of how many ranks the processors are
-    shared; default: those of a node."""
+    """Predict the step time of ``setting`` on machines like the calibrated one. ``ranks_beside``: of how many ranks the
+    processors are shared; default: those of a node."""
     beside = ranks_per_node if ranks_beside is None else ranks_beside
     work = work_of(found, setting, flops, beside)
     return step_time(setting, work, Machine(fabric=fabric_of(found, network, ranks_per_node)))

@@ -1,4 +1,4 @@
-"""What a short training on one and two ranks has measured, as a small JSON file."""
+"""Measurements of a short training on one and two ranks, as a small JSON file."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Calibration:
         Path(path).write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n", encoding="utf-8")
 
     def lines_of_text(self) -> list[str]:
-        """For people."""
+        """Describe the calibration for people."""
         result = [
             f"calibrated {self.date} on {self.machine} ({self.device_type}, {self.threads} threads a rank)",
             f"{self.model}, {self.elements:,} parameters, {self.tokens} tokens, {self.precision}",

@@ -1,4 +1,4 @@
-"""How a model could be trained on so many ranks: every way that the axes allow, what it needs, how long a step takes.
+"""Ways to train a model on so many ranks: each that the axes allow, its memory and its step time.
 
 All ways train the same batch. Closed formulas rank them all; the best, and plain ZeRO at each stage, are then planned
 and simulated.
@@ -217,7 +217,7 @@ class Search:
     # What the formulas say ----------------------------------------------------------------------------------
 
     def _rough(self, way: Way) -> tuple[bool, float]:
-        """Whether it seems not to fit, and about how long a step takes."""
+        """Estimate whether it fails to fit, and the step time."""
         numel = self._numel(way.experts) / (way.tensor * way.stages)
         data = self.request.ranks // (way.tensor * way.stages)
         weights, gradients, states = 2.0 * numel, 2.0 * numel, 12.0 * numel
@@ -336,7 +336,7 @@ def _divides(size: int, shape: TransformerShape) -> bool:
 
 
 def samples_of(found: Answer) -> int:
-    """Of a step of the config as it is, over all ranks."""
+    """Return the samples of one step of the config as it is, over all ranks."""
     config, request = found.config, found.request
     data = request.ranks // request.ranks_per_sequence
     return config.train_micro_batch_size_per_gpu * config.gradient_accumulation_steps * data

@@ -1,4 +1,4 @@
-"""What a collective puts on which link, and what it costs the ranks besides."""
+"""Load of a collective on each link, and what it costs the ranks besides."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class Group:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Costs:
-    """Of a collective on its ranks. ``start``: seconds, by operation. ``byte``: seconds per byte that a rank sends,
-    where nothing but the ranks limits it; ``sum``: what adding up costs besides, on the thread that waits."""
+    """Costs of a collective on its ranks. ``start``: seconds, by operation. ``byte``: seconds per byte that a rank
+    sends, where nothing but the ranks limits it; ``sum``: what adding up costs besides, on the thread that waits."""
 
     start: Mapping[str, float] = field(default_factory=dict)
     byte: float = 0.0

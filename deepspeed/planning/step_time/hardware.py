@@ -135,7 +135,8 @@ Thing = TypeVar("Thing", Network, Device)
 
 
 def network(name: str) -> Network:
-    """A known name (any case), a rate such as "100Mbit" or "40Gbit", or a JSON file with the fields of ``Network``."""
+    """Look up a network: a known name (any case), a rate such as "100Mbit" or "40Gbit", or a JSON file with the fields
+    of ``Network``."""
     text = name.lower()
     for unit, factor in (("mbit", 1e6), ("gbit", 1e9)):
         if text.endswith(unit):
@@ -156,7 +157,7 @@ def _of_rate(name: str, number: str, factor: float) -> Network:
 
 
 def device(name: str) -> Device:
-    """A known name (any case), or a JSON file with the fields of ``Device``."""
+    """Look up a device: a known name (any case), or a JSON file with the fields of ``Device``."""
     return _found(name, DEVICES, Device, "--on")
 
 

@@ -61,7 +61,8 @@ def check(args: argparse.Namespace) -> None:
 
 
 def device_memory(args: argparse.Namespace) -> int | None:
-    """Of the device that --on names; then the host is not this one either. TimeError: there is no such device."""
+    """Return the memory in bytes of the device that --on names, or None without it. TimeError: there is no such
+    device."""
     try:
         return None if args.on is None else device(args.on).memory
     except HardwareError as error:

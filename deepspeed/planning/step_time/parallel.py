@@ -40,7 +40,7 @@ ALIKE = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """Where it runs: devices by name, or machines like the one that was calibrated."""
+    """Hardware of a job: devices by name, or machines like the one that was calibrated."""
 
     network: Network
     ranks_per_node: int
@@ -71,7 +71,8 @@ class Job:
         *,
         again: bool,
     ) -> float:
-        """By closed formulas, with nothing hidden. ``way``: tensor, stages, sequence; ``numel``: of a rank's part."""
+        """Estimate the step time by closed formulas, with nothing hidden. ``way``: tensor, stages, sequence; ``numel``:
+        of a rank's part."""
         tensor, stages, sequence = way
         tokens = self.tokens / sequence
         rate = self._rate()
@@ -105,7 +106,7 @@ class Job:
 def seconds_of(
     found: Sequence[Answer], job: Job, tensor: int = 1, stages: int = 1, sequence: int = 1, experts: int = 1
 ) -> StepTime:
-    """Of plans of a rank on the first stage and on the last (one, if they are the same)."""
+    """Return the step time, from plans of a rank on the first stage and on the last (one, if they are the same)."""
     works = [_work(each, job, tensor, sequence, experts) for each in found]
     settings = [each.setting for each in found]
     if stages == 1:
@@ -138,7 +139,7 @@ def _work(found: Answer, job: Job, tensor: int, sequence: int, experts: int) -> 
 def _exchanges(
     setting: Setting, job: Job, tokens: int, tensor: int, sequence: int, experts: int
 ) -> list[list[Exchange]]:
-    """By call: what a block exchanges in one direction."""
+    """Return, by call, what a block exchanges in one direction."""
     per_block: list[Exchange] = []
     shape, item = job.shape, job.item
     if shape is not None and tensor > 1:
@@ -161,7 +162,7 @@ def _exchanges(
 
 
 def _accumulated(setting: Setting, work: Work, machine: Machine, model_ranks: int) -> StepTime:
-    """Of many micro-batches a few are simulated: one more takes as long as the one before it."""
+    """Simulate a few of many micro-batches: one more takes as long as the one before it."""
     count = setting.micro_batches
     if count <= ALIKE + 1:
         return run(program_of(setting), setting, work, machine, model_ranks)

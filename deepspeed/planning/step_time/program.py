@@ -1,4 +1,4 @@
-"""What one rank does in a step, in order: written down while the engine's own code runs on paper.
+"""The events of one rank in a step, in order, recorded while the engine's own code is rehearsed.
 
 A program is a list of micro-batches, each a list of events of the thread that trains: it computes a call, starts a
 collective, or waits for one. Who gathers what when, how buckets fill, which sums may be in flight and what is waited

@@ -136,7 +136,7 @@ def random_batch(
 
 
 def shape_flops(shape: TransformerShape, tokens: int) -> float:
-    """Of a forward, by the closed formula: two per weight of a matrix and token, attention left out."""
+    """Return the FLOPs of a forward by the closed formula: two per weight of a matrix and token, attention left out."""
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     gates = 3 if shape.mlp_tensors == 4 else 2
     layer = shape.hidden * (2 * queries + 2 * keys) + gates * shape.hidden * shape.intermediate

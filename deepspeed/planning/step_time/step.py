@@ -45,13 +45,14 @@ class StepTime:
 
     @property
     def reason(self) -> str:
-        """What it waits for, in words; "" if it hardly waits."""
+        """Name what it waits for; "" if it hardly waits."""
         return IN_WORDS.get(self.waits_for, self.waits_for) if self.exposed > 0.01 * self.seconds else ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """Where a step runs. ``device``: None for ranks on processors, which have nothing beside them to copy to."""
+    """Hardware that a step runs on. ``device``: None for ranks on processors, which have nothing beside them to copy
+    to."""
 
     fabric: Fabric
     device: Device | None = None
@@ -145,7 +146,7 @@ class Builder:
             self._pass_all(exchange.operation, self.fabric.parts(exchange.operation, exchange.nbytes, group))
 
     def _pass_all(self, name: str, parts: Sequence[Passage]) -> None:
-        """Of a collective that is waited for where it is started."""
+        """Time a collective that is waited for where it is started."""
         for part in parts:
             self.last = (self._put(name, part.resource, part.nbytes, self.last, self._latency(part)),)
             if part.work:
@@ -215,7 +216,7 @@ class Builder:
 
 
 class Wire:
-    """How many bytes a gather really sends: packets of a few bits (qwZ). Sums are recorded as they travel."""
+    """Bytes that a gather really sends: packets of a few bits (qwZ). Sums are recorded as they travel."""
 
     def __init__(self, plan: Plan) -> None:
         bits = plan.packing.weights

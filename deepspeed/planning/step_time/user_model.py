@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 class NoSuchFunction(ValueError):
-    """What is named cannot be imported."""
+    """The named function cannot be imported."""
 
 
 def call_of(name: str) -> Callable[[], Any]:
@@ -33,8 +33,8 @@ def call_of(name: str) -> Callable[[], Any]:
 
 
 def loss_of(model: Callable[..., Any], batch: Any) -> Tensor:
-    """Of a batch: keyword arguments in a dict, positional ones in a tuple. The model returns the loss, or something
-    with a ``loss``, or a tuple that begins with it."""
+    """Return the loss of a batch: keyword arguments in a dict, positional ones in a tuple. The model returns the loss,
+    or something with a ``loss``, or a tuple that begins with it."""
     result = model(**batch) if isinstance(batch, dict) else model(*batch)
     loss = getattr(result, "loss", None)
     if loss is None:

@@ -1,4 +1,4 @@
-"""How long a rank computes: each call of the model forward and backward, and an update of an element."""
+"""Compute time of a rank: each call of the model forward and backward, and an update of an element."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def layer_calls(facts: ModelFacts) -> list[int]:
 def _matrix_weights(
     module: nn.Module, facts: ModelFacts, shape: TransformerShape | None
 ) -> tuple[list[float], float]:
-    """By parameter: how many weights a token is multiplied with; and those of a tied head."""
+    """Count, by parameter, the weights that a token is multiplied with, and those of a tied head."""
     tables = {id(part.weight): part for part in module.modules() if isinstance(part, nn.Embedding)}
     params = dict(module.named_parameters(remove_duplicate=False))
     largest = max((part.num_embeddings for part in tables.values()), default=0)
@@ -129,7 +129,8 @@ def expert_sizes(facts: ModelFacts, ranks: int) -> int:
 
 
 def work_of_device(device: Device, flops: Sequence[float], *, recompute: bool = False) -> Work:
-    """By the device's rate. ``recompute``: activations are checkpointed, so that backward repeats forward."""
+    """Compute the work from the device's rate. ``recompute``: activations are checkpointed, so that backward repeats
+    forward."""
     rate = device.flops * device.share
     forward = [each / rate + device.launch for each in flops]
     again = BACKWARD + (1.0 if recompute else 0.0)

@@ -73,7 +73,7 @@ def value_of(arguments: Sequence[str], name: str) -> str | None:
 
 
 def with_value(arguments: Sequence[str], name: str, value: str) -> list[str]:
-    """The same arguments with this value of one of them, which is added at the end if it is not there."""
+    """Return the arguments with this value of one of them, which is added at the end if it is not there."""
     changed = list(arguments)
     for place, argument in enumerate(changed):
         if argument.startswith(f"{name}="):
@@ -104,14 +104,14 @@ def arguments_for(
 
 
 def start_command(args: Any, devices: str) -> list[str]:
-    """What starts the script, with the script: `accelerate launch` starts its ranks itself."""
+    """Return the command that starts the script: `accelerate launch` starts its ranks itself."""
     if is_accelerate(args):
         return list(ACCELERATE)
     return [*launcher_command(args, devices), args.user_script]
 
 
 def is_accelerate(args: Any) -> bool:
-    """Whether the script is a command: `deepspeed --autotuning tune accelerate launch train.py`."""
+    """Tell whether the script is a command: `deepspeed --autotuning tune accelerate launch train.py`."""
     return Path(args.user_script).name == "accelerate" and list(args.user_args[:1]) == ["launch"]
 
 

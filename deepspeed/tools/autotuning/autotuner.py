@@ -80,7 +80,7 @@ class Autotuner(Results):
         )
         self.rm.overwrite = section.overwrite
         self.choices = self._space = choices_of(self.user_config, section.tuning_space, fast=section.fast)
-        self.memory = MemoryNeeds(asked=self._on_paper(), limit=section.memory_per_rank)
+        self.memory = MemoryNeeds(asked=self._to_plan(), limit=section.memory_per_rank)
         self._peaks: dict[Point, int] = {}
         self._samples_per_rank: int | None = None  # of the data set, as far as runs show it
         self._followed: set[int] = set()  # micro-batches that the script gave the model as it was told
@@ -88,11 +88,11 @@ class Autotuner(Results):
 
     @property
     def model_info(self) -> dict[str, Any]:
-        """What the first run wrote about the model."""
+        """Return what the first run wrote about the model."""
         return self.memory.info
 
-    def _on_paper(self) -> list[dict[str, Any]]:
-        return self.choices.on_paper(self._stages())
+    def _to_plan(self) -> list[dict[str, Any]]:
+        return self.choices.to_plan(self._stages())
 
     # What the section says ------------------------------------------------------------------------------------
 
@@ -258,7 +258,7 @@ class Autotuner(Results):
     def get_tuning_micro_batch_size_list(
         self, min_micro_batch_size: int, max_micro_batch_size: int, num_tuning_micro_batch_sizes: int
     ) -> list[int]:
-        """So many sizes, the largest first halved and halved again, in ascending order."""
+        """Return so many sizes, the largest first halved and halved again, in ascending order."""
         if min_micro_batch_size <= 0 or max_micro_batch_size < min_micro_batch_size:
             return []
         given = self.user_config.get("train_micro_batch_size_per_gpu")
@@ -368,8 +368,8 @@ class Autotuner(Results):
         return value
 
     def _ends_the_data(self, samples: int, size: int) -> bool:
-        """Whether fewer samples than asked for are all that there are, rather than a size that the script has fixed: it
-        has followed others, and this is not the only one that it ever gave."""
+        """Tell whether fewer samples than asked for are all that there are, rather than a size that the script has
+        fixed: it has followed others, and this is not the only one that it ever gave."""
         return samples < size and bool(self._followed) and self._followed != {samples}
 
     def _sizes_are_fixed(self, samples: int, size: int) -> None:
@@ -443,7 +443,7 @@ class Autotuner(Results):
             self.search.measured(point)
 
     def _calibrate(self) -> None:
-        """A second size beside the first: what of a micro-batch's time and memory grows with it."""
+        """Run a second size beside the first, to learn what of a micro-batch's time and memory grows with it."""
         first = self.search.best()
         self.memory.learn(self._peaks)  # what the plan has missed, before a larger run is started
         _, most = self.get_min_max_micro_batch_size(

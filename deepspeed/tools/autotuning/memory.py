@@ -1,4 +1,4 @@
-"""What a point of the space needs, from the plans of the first run and the peaks of the first two."""
+"""Memory of a point of the space, from the plans of the first run and the peaks of the first two."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class MemoryNeeds:
         return {"need": self._of_rank(plan, "need"), "fits": plan["fits"]}
 
     def _of_rank(self, plan: Mapping[str, Any], what: str) -> int:
-        """Its bytes where the model computes: ranks of a node share the host."""
+        """Return a rank's bytes where the model computes: ranks of a node share the host."""
         sharing = self.info["ranks_per_node"] if plan["near"] == "host" else 1
         return plan[what][plan["near"]] // sharing
 
@@ -87,7 +87,7 @@ class MemoryNeeds:
         return self.states(point) + self.apart + self.per_sample(point) * point.size
 
     def can_fit(self, point: Point) -> bool:
-        """Whether the plan allows it; True before anything was planned."""
+        """Tell whether the plan allows it; True before anything was planned."""
         plan = self.planned(point)
         free = self.free()
         if plan is None:
@@ -118,7 +118,7 @@ class MemoryNeeds:
         self.apart = max(0, round(low - explained))
 
     def plan_of(self, point: Point) -> Planned:
-        """For the model of the step's time."""
+        """Return the plan's figures of a point, for the model of the step time."""
         plan = self.planned(point) or {}
         sent = float(plan.get("sent", 0.0))
         if point.stage >= 2:  # planned for one micro-batch: what is summed in each is sent more often

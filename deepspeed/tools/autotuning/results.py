@@ -1,4 +1,4 @@
-"""What the autotuner found: records of its runs, the best of them, why it is, and the files and tables that say so."""
+"""Results of the autotuner: records of its runs, the best of them and why, and the files and tables that say so."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ class Results:
         return {part: seconds * 1e3 / samples for part, seconds in self.search.parts(point).as_dict().items()}
 
     def why(self) -> list[str]:
-        """What makes the best better than the runs behind it, and what was not run, and for what reason."""
+        """Say what makes the best better than the runs behind it, and what was not run, and why."""
         measured = [(n, self.points[n]) for n, *_ in self._measured() if n in self.points]
         if not measured:
             return []
@@ -199,7 +199,7 @@ class Results:
         return [f"Why {best}:", *lines] if lines else []
 
     def _draw(self) -> str:
-        """A picture of the runs; returns what to say about it."""
+        """Draw the runs; return what to say about it."""
         try:
             from deepspeed.tools.autotuning.picture import draw
         except ImportError:

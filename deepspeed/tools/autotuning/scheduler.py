@@ -38,7 +38,7 @@ class Node:
         self.idle_slots = list(range(max_slots))
 
     def reserve_slots(self, slot_request: int) -> list[int]:
-        """So many slots, no longer free; an empty list if there are too few."""
+        """Reserve so many slots; an empty list if there are too few."""
         if len(self.idle_slots) < slot_request:
             return []
         taken, self.idle_slots = self.idle_slots[:slot_request], self.idle_slots[slot_request:]
@@ -59,7 +59,7 @@ class Reservation:
         self.node.restore_slots(self.slots)
 
     def desc(self) -> str:
-        """As ``--include`` takes it: ``host:0,1``."""
+        """Return the slots as ``--include`` takes them: ``host:0,1``."""
         return f"{self.node.host}:{','.join(map(str, self.slots))}@"
 
 
@@ -168,7 +168,7 @@ class ResourceManager:
         return []
 
     def status(self) -> str:
-        """How many slots of each machine are free."""
+        """Return the number of free slots of each machine."""
         return ", ".join(f"{node.host} ({len(node.idle_slots)}/{node.max_slots} free)" for node in self.nodes)
 
     def save_exp_results_to_database(
@@ -207,7 +207,7 @@ class ResourceManager:
 
 
 def metrics_of(exp: Mapping[str, Any]) -> dict[str, Any] | None:
-    """What the run measured; None if it has not ended well."""
+    """Return the metrics of the run; None if it has not succeeded."""
     try:
         return json.loads((Path(exp["result_dir"]) / METRICS).read_text(encoding="utf-8"))
     except (OSError, json.JSONDecodeError):
@@ -258,7 +258,7 @@ def run_experiment(
 
 
 def environment_for(config: Path, more: Mapping[str, str]) -> dict[str, str]:
-    """That of a run: scripts of Accelerate find their config there."""
+    """Return the environment of a run: scripts of Accelerate find their config there."""
     environment = {**os.environ, **more}
     if ACCELERATE_CONFIG in environment:
         environment[ACCELERATE_CONFIG] = str(config)

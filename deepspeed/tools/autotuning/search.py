@@ -1,4 +1,4 @@
-"""Which config is worth a run, by a model of the step's time that is fitted to the runs so far."""
+"""Choice of the next config to run, by a model of the step time that is fitted to the runs so far."""
 
 from __future__ import annotations
 
@@ -51,11 +51,11 @@ class Search:
         return model
 
     def parts(self, point: Point) -> Parts:
-        """Of a measured point."""
+        """Return the parts of a measured step."""
         return parts_of(*self.runs[point])
 
     def best(self) -> Point:
-        """Of the measured ones."""
+        """Return the measured point that is best by the metric."""
         ended = [point for point, (seconds, _) in self.runs.items() if seconds < math.inf]
         return max(ended, key=lambda point: self.score(point, self.runs[point][0]))
 
@@ -94,7 +94,7 @@ class Search:
             return round(score(point), 9), -len(point.choices), -point.stage
 
         def cheapest(among: Sequence[Point]) -> Point:
-            """Of those that nearly are the best, the one with the shortest steps."""
+            """Return, of the points that are nearly the best, the one with the shortest steps."""
             top = score(max(among, key=rank))
             near = [point for point in among if score(point) >= (1 - NEARLY) * top]
             return min(near, key=lambda point: (round(model.seconds(point), 9), *(-x for x in rank(point))))

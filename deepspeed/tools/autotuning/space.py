@@ -1,6 +1,6 @@
-"""What can be tuned: points of the space, and the choices beside stage and batch sizes.
+"""The search space: its points, and the choices beside stage and batch sizes.
 
-Choices that *make room* change what fits, so that all their combinations are looked at on paper. Others only change
+Choices that *make room* change what fits, so that all their combinations are planned. Others only change
 how fast the same work goes: they are tried one at a time, from the best point so far, if the part of the step that they
 can save is worth it.
 """
@@ -50,7 +50,7 @@ def _plain(value: Any) -> str:
 
 
 def changes_of(choices: Iterable[Choice]) -> dict[str, Any]:
-    """What they change together."""
+    """Return what they change together."""
     return {key: value for choice in choices for key, value in choice.changes}
 
 
@@ -116,8 +116,9 @@ class Choices:
                 if _allowed(stage, changes_of(chosen)):
                     yield (*room, *(choice for choice in chosen if choice.changes))
 
-    def on_paper(self, stages: Iterable[int]) -> list[dict[str, Any]]:
-        """What the first run plans: all that makes room, plain and with one of the other choices."""
+    def to_plan(self, stages: Iterable[int]) -> list[dict[str, Any]]:
+        """Return the variants that the first run plans: all that makes room, plain and with one of the other
+        choices."""
         found: list[dict[str, Any]] = []
         for stage in stages:
             for room in self.rooms(stage):
@@ -133,7 +134,7 @@ def _allowed(stage: int, changes: Mapping[str, Any]) -> bool:
 
 
 def key_of(point: Point) -> dict[str, Any]:
-    """What of a point the memory plan depends on."""
+    """Return the part of a point that the memory plan depends on."""
     changes = {key: value for key, value in point.changes.items() if not key.isupper()}
     return {"zero_optimization.stage": point.stage, **changes}
 

@@ -1,4 +1,4 @@
-"""How long a step of any point of the space will take, from what was measured at a few.
+"""Predicted step time of any point of the space, from what was measured at a few.
 
 A step consists of its micro-batches' computing, which `StepTime` learns from two sizes; of exposed communication, which
 goes with the bytes that the plan says are sent; of the update, which goes with the elements that a rank updates; and of
@@ -26,7 +26,7 @@ SPLIT_COSTS = 0.1
 
 @dataclass(frozen=True)
 class Planned:
-    """What the plan says about a point: bytes sent in a step, elements that a rank updates, bytes needed."""
+    """The plan's figures for a point: bytes sent in a step, elements that a rank updates, bytes needed."""
 
     sent: float = 0.0
     owned: float = 0.0
@@ -56,8 +56,8 @@ class Parts:
 
 
 def parts_of(seconds: float, breakdown: Mapping[str, float] | None) -> Parts:
-    """Of a measured step. ``breakdown``: milliseconds by the names of `wall_clock_breakdown`; None: only the whole is
-    known."""
+    """Split a measured step into its parts. ``breakdown``: milliseconds by the names of `wall_clock_breakdown`; None:
+    only the whole is known."""
     if not breakdown:
         return Parts(seconds)
     exposed = min(breakdown.get("exposed_comm", 0.0) / 1e3, seconds)
@@ -103,7 +103,7 @@ class StepModel:
             self.corrections[point] = seconds / expected if expected > 0 else 1.0
 
     def expected(self, point: Point) -> Parts:
-        """Before corrections."""
+        """Return the parts of a step before corrections."""
         planned, changes = self.planned(point), point.changes
         split = int(changes.get(TENSOR) or 1)
         compute = point.gas * self.time.seconds(point.stage, point.size)
@@ -118,11 +118,12 @@ class StepModel:
         return Parts(compute, self.rates["exposed"] * planned.sent, update, data)
 
     def seconds(self, point: Point) -> float:
-        """Of one step."""
+        """Return the predicted seconds of one step."""
         return self.expected(point).total * self._correction(point)
 
     def _correction(self, point: Point) -> float:
-        """That of the same point, else of the same choices, if possible at the same stage, at the nearest size."""
+        """Return the correction of the same point, else of the same choices, if possible at the same stage, at the
+        nearest size."""
         alike = [at for at in self.corrections if at.choices == point.choices]
         if not alike:
             return 1.0

@@ -30,7 +30,7 @@ def search_error(filename: str) -> str | None:
 
 
 def was_interrupted(filename: str) -> bool:
-    """Whether the log says that its run was interrupted from the keyboard; True without a log."""
+    """Tell whether the log says that its run was interrupted from the keyboard; True without a log."""
     path = Path(filename)
     return not path.exists() or "KeyboardInterrupt" in path.read_text(encoding="utf-8", errors="replace")
 
@@ -110,7 +110,7 @@ def set_val_by_key(d: dict[str, Any], k: str, vv: Any) -> None:
 
 
 def validate_ds_config(config: Mapping[str, Any]) -> bool:
-    """Whether the ZeRO section asks for nothing that its stage does not have."""
+    """Tell whether the ZeRO section asks for nothing that its stage does not have."""
     zero = config.get("zero_optimization") or {}
     stage = zero.get("stage", 0)
 
@@ -182,8 +182,8 @@ def canonical_name(
     prefix: str = "",
     omit_val: bool = False,
 ) -> str:
-    """A short name of a config: ``z1_gas4_tmbspg2``. The stage comes first, of other keys (``tuning_keys``: only those)
-    the initials of their words."""
+    """Return a short name of a config: ``z1_gas4_tmbspg2``. The stage comes first, of other keys (``tuning_keys``: only
+    those) the initials of their words."""
     found = dict(_leaves(config))
     names = []
     for key in tuning_keys if tuning_keys is not None else sorted(found):

@@ -57,12 +57,12 @@ def check_config(
 
 
 def check_source(source: ConfigSource, world_size: int | None = None) -> ConfigReport:
-    """The same for a DeepSpeed config that has been read."""
+    """Check a DeepSpeed config that has been read."""
     return _checked(source, *_ranks(world_size))
 
 
 def _checked_for(client: ClientConfig, source: ConfigSource, ranks: int, origin: str) -> ConfigReport:
-    """What the client refuses, then what we refuse, under the names used in the client's file."""
+    """Check what the client refuses, then what we refuse, under the names used in the client's file."""
     if not client.source.data:
         return ConfigReport(source.name, ranks, origin, client.errors, client.warnings, client=client.client)
     report = _checked(client.source, ranks, origin)

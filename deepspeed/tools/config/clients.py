@@ -75,13 +75,13 @@ class ClientConfig:
     """Key of the config -> the field of the client's file that it comes from."""
 
     def renamed(self, problem: Problem) -> Problem:
-        """The same problem under the name used in the client's file."""
+        """Return the problem under the name used in the client's file."""
         origin = self.origins.get(problem.key)
         return replace(problem, key=origin, place=None) if origin else problem
 
 
 def client_of(data: Mapping[str, Any]) -> str | None:
-    """Which client's file this is; None for a DeepSpeed config."""
+    """Return whose client's file this is; None for a DeepSpeed config."""
     if "distributed_type" in data or isinstance(data.get("deepspeed_config"), Mapping):
         return ACCELERATE
     return TRAINER if "deepspeed" in data else None

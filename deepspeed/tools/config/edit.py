@@ -27,7 +27,7 @@ class Edit:
 
 @dataclass(frozen=True)
 class Span:
-    """Where a key of an object and its value are: [begin, end) in the text."""
+    """The interval of a key of an object, and of its value: [begin, end) in the text."""
 
     key: tuple[int, int]
     value: tuple[int, int]

@@ -126,7 +126,7 @@ def _renames_to(problem: Problem, new: Path) -> bool:
 
 
 def _leads_to_key(data: Any, path: Path) -> bool:
-    """Whether the path ends at a key that is present in the config."""
+    """Tell whether the path ends at a key that is present in the config."""
     for part in path[:-1]:
         if not (isinstance(data, Mapping) and part in data):
             return False
@@ -152,7 +152,7 @@ def _deprecated(data: Mapping[str, Any], model: type[BaseModel], path: Path) -> 
 
 
 def _successor(path: Path, value: Any, siblings: Mapping[str, Any], model: type[BaseModel]) -> Iterator[Edit]:
-    """A deprecated key under its new name; one that has no effect, or is switched off, is removed."""
+    """Return a deprecated key under its new name; one that has no effect, or is switched off, is removed."""
     table = keys_of(model)
     facts = extra_facts(table[str(path[-1])].field)
     target = facts.get("new_param")

@@ -1,4 +1,4 @@
-"""What was found in a config, and its text for a person."""
+"""The findings of a config check, and their text."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ STAGES = (
 
 @dataclass(frozen=True)
 class ConfigReport:
-    """What was found in a config, and what a run would do with it."""
+    """The findings of a config check, and what a run would do with the config."""
 
     source: str
     ranks: int
@@ -93,7 +93,7 @@ def report_lines(report: ConfigReport, style: Style) -> Iterator[str]:
 
 
 def summary(report: ConfigReport) -> Iterator[tuple[str, str]]:
-    """What the config amounts to, as (label, text)."""
+    """Summarize the config, as (label, text)."""
     config = report.config
     assert config is not None
     if report.batch is not None:

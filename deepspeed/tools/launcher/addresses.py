@@ -14,7 +14,8 @@ SSH_TIMEOUT_S = 30.0
 
 
 def master_address(hosts: Sequence[str], ssh: Sequence[str]) -> str:
-    """An address of the first host that the others can reach; ``ssh`` is the command that takes a host and a command.
+    """Find an address of the first host that the others can reach; ``ssh`` is the command that takes a host and a
+    command.
 
     The name's own address if it has one on the network; else this machine's address towards the second host, or, for
     a name that only ssh knows, the first address that the host itself reports.

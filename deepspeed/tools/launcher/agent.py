@@ -45,7 +45,7 @@ logger = logging.getLogger("deepspeed.tools.launcher")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeJob:
-    """What one machine runs."""
+    """The part of a job that one machine runs."""
 
     command: tuple[str, ...]  # program and arguments of every rank; ranks differ only in their environment
     ranks: int  # on this machine
@@ -92,7 +92,7 @@ class OneMachine(RendezvousHandler):
 
 
 class RankFiles(LogsSpecs):
-    """Where each rank writes: its error report always, its output only if a log folder is given."""
+    """The files that a rank writes: its error report always, its output only if a log folder is given."""
 
     def __init__(self, run_dir: Path, log_dir: Path | None, output: Prefixed | None = None) -> None:
         super().__init__()
@@ -152,7 +152,7 @@ class Supervisor(LocalElasticAgent):
         self._ended_well: dict[int, float] = {}  # rank -> when its script had ended without a failure
 
     def failures(self, result: RunResult) -> list[Failure]:
-        """How ranks failed, the cause first; what they printed has been printed."""
+        """Return how ranks failed, the cause first; what they printed has been printed."""
         if self.output is not None:
             self.output.drain()
         failures = [

@@ -1,4 +1,4 @@
-"""Which devices a job runs on: command line, hostfile, CUDA_VISIBLE_DEVICES and hardware together."""
+"""Selection of a job's devices: command line, hostfile, CUDA_VISIBLE_DEVICES and hardware together."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def choose_devices(args: argparse.Namespace) -> OrderedDict[str, list[int]]:
 
 
 def _same_on_each(here: OrderedDict[str, list[int]], args: argparse.Namespace) -> OrderedDict[str, list[int]]:
-    """With ``--no_ssh --num_nodes N`` and no hostfile: N machines like this one."""
+    """Return N machines like this one, for ``--no_ssh --num_nodes N`` without a hostfile."""
     if args.num_nodes <= 1:
         return here
     if not args.no_ssh:
@@ -153,7 +153,7 @@ def accelerator_count() -> int | None:
 
 
 def is_this_machine(host: str) -> bool:
-    """Whether ``host`` is a name or address of this machine."""
+    """Tell whether ``host`` is a name or address of this machine."""
     if host in (THIS_MACHINE, socket.gethostname(), socket.getfqdn()):
         return True
     try:

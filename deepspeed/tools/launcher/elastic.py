@@ -91,7 +91,7 @@ class ElasticSupervisor(Supervisor):
 
 
 def supervise(job: NodeJob) -> int:
-    """As `deepspeed.tools.launcher.agent.supervise`, of an elastic job."""
+    """Supervise an elastic job, as `deepspeed.tools.launcher.agent.supervise` does another."""
     with memory() as kept:
 
         def make(job: NodeJob, run_dir: Path) -> Supervisor:

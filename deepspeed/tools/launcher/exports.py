@@ -1,4 +1,4 @@
-"""Which environment variables a job's other machines get: those of this process that matter there, and those of
+"""Environment variables for a job's other machines: those of this process that matter there, and those of
 ``.deepspeed_env`` files."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How ranks failed: which one was the cause, and what is told of the others. No torch."""
+"""Failures of ranks: which one was the cause, and what is reported of the others. No torch."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _OF_A_PEER = re.compile(OF_A_PEER, re.IGNORECASE)
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """How one rank failed."""
+    """The failure of one rank."""
 
     rank: int
     at: float  # seconds since the epoch
@@ -48,7 +48,7 @@ class Failure:
 
     @classmethod
     def by_leaving(cls, rank: int, at: float) -> Failure:
-        """Of a rank that ended as if all were done."""
+        """Return the failure of a rank that exited with 0 before the others were done."""
         return cls(rank, at, 0, "", "", first=False, on_screen=False, left=True)
 
     @classmethod
@@ -85,7 +85,7 @@ class Failure:
 
     @property
     def command_exit_code(self) -> int:
-        """What a shell would report: 128 + N for signal N. Never 0."""
+        """Return the code that a shell would report: 128 + N for signal N. Never 0."""
         if self.left:
             return 1
         return self.exit_code if self.exit_code >= 0 else 128 - self.exit_code
@@ -133,7 +133,8 @@ def departures(failures: Iterable[Failure], ended_well: Iterable[tuple[int, floa
 
 
 def _is_refused_option(failure: Failure) -> bool:
-    """Whether a script may have failed on its arguments: argparse and click exit with 2, others name the option."""
+    """Tell whether a script may have failed on its arguments: argparse and click exit with 2, others name the
+    option."""
     return failure.exit_code == USAGE_ERROR or LOCAL_RANK_OPTION in failure.message
 
 
@@ -147,14 +148,14 @@ def _in_one_line(message: str) -> str:
 
 
 def told(failures: Sequence[Failure], script: str) -> list[str]:
-    """Who failed first, and of what, and the others; ``failures`` in order."""
+    """Report which rank failed first and why, then the others; ``failures`` in order."""
     first, *others = failures
     lines = [f"rank {first.place} of {script} failed first: {first.how}"]
     if first.left:
         gone = [failure for failure in failures if failure.left]
         places = ", ".join(failure.place for failure in sorted(gone, key=lambda failure: failure.rank))
         several = "s" if len(gone) > 1 else ""
-        lines = [f"rank{several} {places} of {script} ended with code 0 while others were training"]
+        lines = [f"rank{several} {places} of {script} exited with code 0 while others were training"]
         others = [failure for failure in others if not failure.left]
     ends: dict[str, list[Failure]] = {}
     for failure in others:
@@ -200,7 +201,7 @@ def write_report(path: Path, failures: Iterable[Failure]) -> None:
 
 
 def read_report(text: str, host: str) -> list[Failure]:
-    """What `write_report` wrote on ``host``; empty if it is no such text."""
+    """Return what `write_report` wrote on ``host``; empty if it is no such text."""
     try:
         return [Failure(**{**entry, "host": host}) for entry in json.loads(text)]
     except (ValueError, TypeError):

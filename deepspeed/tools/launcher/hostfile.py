@@ -1,4 +1,4 @@
-"""Which devices of which machines: hostfiles (``worker-0 slots=4``) and the include and exclude grammar.
+"""Selection of devices on machines: hostfiles (``worker-0 slots=4``) and the include and exclude grammar.
 Pure.
 
     NODE_SPEC[@NODE_SPEC ...]   with NODE_SPEC = NAME[:SLOT[,SLOT ...]]; a slot may be a range such as 0-3

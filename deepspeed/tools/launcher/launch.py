@@ -141,7 +141,8 @@ def decode_world_info(encoded: str) -> dict[str, list[int]]:
 
 
 def pid_file(main_pid: int) -> Path:
-    """Where ``--save_pid`` writes this launcher's process id; ``main_pid`` is that of the `deepspeed` command."""
+    """Return the path at which ``--save_pid`` writes this launcher's process id; ``main_pid`` is that of the
+    `deepspeed` command."""
     folder = "/tmp" if os.path.isdir("/tmp") else tempfile.gettempdir()
     return Path(folder, f"{main_pid}.ds")
 
@@ -283,7 +284,7 @@ def terminate_process_tree(pid: int) -> None:
 
 
 def _end(signum: int, frame: FrameType | None) -> None:
-    """So that folders are removed, which the signal alone would leave."""
+    """Exit by an exception, so that folders are removed, which the signal alone would leave."""
     sys.exit(128 + signum)
 
 

@@ -1,4 +1,4 @@
-"""What MPI launchers and Slurm start for every rank: sets the rank's environment and becomes the user's program.
+"""The program that MPI launchers and Slurm start for every rank: it sets the rank's environment and becomes the user's.
 
 python -m deepspeed.tools.launcher.launcher_helper --launcher=mpich --world_info=... script.py [ARGUMENT ...]
 """

@@ -17,7 +17,7 @@ CANDIDATES = 4096
 
 
 def is_free(address: str, port: int) -> bool:
-    """Whether a server could listen on ``address``:``port`` now. An address of another machine counts as
+    """Tell whether a server could listen on ``address``:``port`` now. An address of another machine counts as
     free.
     """
     try:

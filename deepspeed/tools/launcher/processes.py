@@ -49,7 +49,8 @@ def run_dir_prefix(launcher_pid: int) -> str:
 
 
 def memory_folder() -> Path:
-    """Where ranks of an elastic job keep their state: shared memory, or what DEEPSPEED_ELASTIC_MEMORY names."""
+    """Return the folder in which ranks of an elastic job keep their state: shared memory, or what
+    DEEPSPEED_ELASTIC_MEMORY names."""
     own = os.environ.get("DEEPSPEED_ELASTIC_MEMORY")
     shared = Path("/dev/shm")
     return Path(own) if own else shared if shared.is_dir() else Path(tempfile.gettempdir())
@@ -63,8 +64,8 @@ def folders_of(launcher_pid: int) -> list[Path]:
 
 @contextmanager
 def own_folder(place: Path | None = None) -> Iterator[Path]:
-    """A temporary folder of this launcher, removed at the end, whichever signal that is; if it is SIGKILL, by the next
-    launcher."""
+    """Make a temporary folder of this launcher, removed at the end, whichever signal that is; if it is SIGKILL, by the
+    next launcher."""
     place = Path(tempfile.gettempdir()) if place is None else place
     _remove_stale(place)
     folder = lock = None
@@ -81,8 +82,8 @@ def own_folder(place: Path | None = None) -> Iterator[Path]:
 
 
 def _own(folder: Path) -> int | None:
-    """A descriptor that locks the folder until this process ends, however it ends: ids of processes do not tell who
-    lives where containers share a folder. None where there are no such locks."""
+    """Return a descriptor that locks the folder until this process ends, however it ends: ids of processes do not tell
+    who lives where containers share a folder. None where there are no such locks."""
     try:
         import fcntl
 

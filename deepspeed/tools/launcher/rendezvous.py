@@ -1,4 +1,4 @@
-"""Where the machines of an elastic job meet: torch's dynamic rendezvous, over a store that outlives any of them.
+"""The rendezvous of an elastic job's machines: torch's dynamic rendezvous, over a store that outlives any of them.
 
     python -m deepspeed.tools.launcher.rendezvous PORT PARENT_PID
 
@@ -121,7 +121,7 @@ def meet(job: NodeJob, kept: Memory) -> RendezvousHandler:
 
 
 def _heartbeats() -> dict[str, Any]:
-    """How soon a machine counts as gone; releases of torch before 2.7 cannot be told."""
+    """Return the heartbeats after which a machine counts as gone; torch before 2.7 takes no such setting."""
     known = inspect.signature(DynamicRendezvousHandler.from_backend).parameters
     wanted = {"keep_alive_interval": HEARTBEAT_S, "keep_alive_max_attempt": HEARTBEATS}
     return {name: value for name, value in wanted.items() if name in known}

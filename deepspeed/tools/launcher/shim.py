@@ -33,7 +33,7 @@ USAGE_ERROR = 2  # exit code of commands that are called incorrectly
 
 
 class Options(NamedTuple):
-    """How this machine's ranks are started; the same for all of them."""
+    """The options of this machine's ranks, the same for all of them."""
 
     local_rank_argument: bool = True
     own_log: bool = False  # standard output is this rank's file: standard error goes there, too

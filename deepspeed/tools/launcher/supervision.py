@@ -118,5 +118,5 @@ def _reader(process: subprocess.Popen[bytes], errors_to: Callable[[bytes], None]
 
 
 def _end_with_this_process(own_pid: int) -> Callable[[], None] | None:
-    """What a child does before it becomes the command: the kernel ends it when this process ends (Linux)."""
+    """Prepare a child before it becomes the command: the kernel ends it when this process ends (Linux)."""
     return (lambda: die_with_parent(own_pid, signal.SIGTERM)) if LINUX else None

@@ -1,4 +1,4 @@
-"""What `ds_io` can time: the same read or write done by a handle, a fast writer, or plain torch."""
+"""The engines that `ds_io` can time: the same read or write done by a handle, a fast writer, or plain torch."""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ class Transfer:
 
 
 def prepare(transfer: Transfer) -> Callable[[str], object]:
-    """A function that does the transfer with the file at a given path. Tensors and threads are created in advance."""
+    """Return a function that does the transfer with the file at a given path. Tensors and threads are created in
+    advance."""
     handle = transfer.handle()
     buffer = _buffer(transfer, handle)
     if transfer.engine == "torch_io":

@@ -22,7 +22,7 @@ FLAGS = ("single_submit", "overlap_events")
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What one process does in its folder."""
+    """The work of one process in its folder."""
 
     transfer: Transfer
     folder: str

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import deepspeed
 from deepspeed.planning.ledger import Kind, Ledger, Phase, Place
-from deepspeed.planning.offload import Paper
+from deepspeed.planning.offload import CountedMemory
 from deepspeed.planning.request import Request, answer
 from tests.planning.memory.models import MODELS, NOTHING_KEPT, config_for
 from tests.planning.memory.test_engines import planned, train_step
@@ -120,8 +120,8 @@ def test_zenflow_keeps_sums_and_chosen_columns_on_the_device() -> None:
 
 def test_pinned_memory_comes_in_powers_of_two() -> None:
     ledger = Ledger()
-    paper = Paper("cuda")
-    paper.host(ledger, [Phase.STEP], Kind.MASTERS, 5 << 20, pin=True)
-    paper.host(ledger, [Phase.STEP], Kind.MASTERS, 4 << 20, pin=True)
-    paper.host(ledger, [Phase.STEP], Kind.MASTERS, 5 << 20, pin=False)
+    memory = CountedMemory("cuda")
+    memory.host(ledger, [Phase.STEP], Kind.MASTERS, 5 << 20, pin=True)
+    memory.host(ledger, [Phase.STEP], Kind.MASTERS, 4 << 20, pin=True)
+    memory.host(ledger, [Phase.STEP], Kind.MASTERS, 5 << 20, pin=False)
     assert ledger.kinds(Phase.STEP, Place.HOST) == {Kind.MASTERS: 14 << 20, Kind.PINNING: 3 << 20}

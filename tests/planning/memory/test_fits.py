@@ -16,6 +16,7 @@ from deepspeed.planning import fits, machine
 from deepspeed.planning.fits import MemoryPlanError, check_fits
 from deepspeed.planning.ledger import Place
 from deepspeed.planning.machine import Capacity
+from deepspeed.planning.run_spec import RunSpec
 from tests.planning.memory.models import Gpt, config_for
 from tests.pool import distributed
 
@@ -30,6 +31,19 @@ class Mesh:
         return self._size
 
 
+def spec(
+    model: nn.Module, config: DeepSpeedConfig, mesh: Any, optimizer: Any = None, trained: Any = None
+) -> RunSpec:
+    return RunSpec(
+        module=model,
+        plan=make_plan(config),
+        config=config,
+        mesh=mesh,
+        optimizer=optimizer,
+        model_parameters=trained,
+    )
+
+
 def check(
     config: dict[str, Any], ranks: int = 1, model: nn.Module | None = None, optimizer: Any = None
 ) -> None:
@@ -37,13 +51,13 @@ def check(
         with torch.device("meta"):
             model = Gpt(blocks=12, width=256)  # 3.4 million parameters, 55 MB of states in fp32
     parsed = DeepSpeedConfig(config)
-    check_fits(model, make_plan(parsed), parsed, optimizer, Mesh(ranks))  # type: ignore[arg-type]
+    check_fits(spec(model, parsed, Mesh(ranks), optimizer))
 
 
 @pytest.fixture
 def room(monkeypatch: pytest.MonkeyPatch) -> Any:
     def give(host: int, disk: int | None = None) -> None:
-        monkeypatch.setattr(fits, "all_there_is", lambda plan, device_type: Capacity(None, host, disk))
+        monkeypatch.setattr(fits, "total_capacity", lambda plan, device_type: Capacity(None, host, disk))
         monkeypatch.setattr("deepspeed.planning.request.free_disk", lambda folders: disk)
         monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
         monkeypatch.delenv("LOCAL_SIZE", raising=False)
@@ -150,9 +164,9 @@ def test_only_what_is_trained_has_states(room: Any) -> None:
         model = Gpt(blocks=12, width=256)
     few = [{"params": list(model.norm.parameters())}, model.blocks[0].up.weight]
     parsed = DeepSpeedConfig(config_for(1))
-    check_fits(model, make_plan(parsed), parsed, None, Mesh(), few)  # type: ignore[arg-type]
+    check_fits(spec(model, parsed, Mesh(), trained=few))
     with pytest.raises(MemoryPlanError):
-        check_fits(model, make_plan(parsed), parsed, None, Mesh())  # type: ignore[arg-type]
+        check_fits(spec(model, parsed, Mesh()))
     assert list(few[0]) == ["params"]  # nothing was added to the client's dict
 
 
@@ -164,13 +178,13 @@ def test_it_costs_nothing_where_there_is_room(room: Any, monkeypatch: pytest.Mon
         model = Gpt(blocks=19, width=512)
     assert sum(p.numel() for p in model.parameters()) > 10**7
     config = DeepSpeedConfig(config_for(3))
-    plan = make_plan(config)
+    run = spec(model, config, Mesh(2))
     room(1 << 50, 1 << 50)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        check_fits(model, plan, config, None, Mesh(2))  # type: ignore[arg-type]
+        check_fits(run)
     assert made == [] and list(profile.key_averages()) == []
     room(100 * MIB)
-    check_fits(model, plan, config, None, Mesh(2))  # type: ignore[arg-type]
+    check_fits(run)
     assert len(made) == 1
 
 
@@ -197,7 +211,7 @@ def test_what_there_is(tmp_path: Path) -> None:
         config_for(1, offload_optimizer={"device": "nvme", "nvme_path": str(tmp_path / "not" / "there")})
     )
     here = machine.free_now(make_plan(parsed), "cpu")
-    whole = machine.all_there_is(make_plan(parsed), "cpu")
+    whole = machine.total_capacity(make_plan(parsed), "cpu")
     assert here.device is None
     assert 0 < (here.of(Place.HOST) or 0) <= (whole.of(Place.HOST) or 0)
     assert (here.of(Place.DISK) or 0) > 0

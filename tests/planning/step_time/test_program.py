@@ -11,7 +11,7 @@ import torch
 
 import deepspeed
 from deepspeed.planning.ledger import Phase
-from deepspeed.planning.rehearsal import PaperPool, Rehearsal
+from deepspeed.planning.rehearsal import Rehearsal, SimulatedPool
 from deepspeed.planning.request import Request, answer
 from deepspeed.planning.step_time.program import Compute, Program, Start, Update, Wait, program_of
 from tests.planning.memory.models import MODELS, NOTHING_KEPT, VOCABULARY, Gpt, config_for
@@ -124,7 +124,7 @@ def test_no_more_steps_are_rehearsed_than_say_something_new(
         short = answer(request)
         assert len(counts) == 2
         with monkeypatch.context() as patched:
-            patched.setattr(PaperPool, "sizes", lambda self: object())
+            patched.setattr(SimulatedPool, "sizes", lambda self: object())
             whole = answer(request)
         assert len(counts) == 2 + 3
         assert short.ledger.entries == whole.ledger.entries

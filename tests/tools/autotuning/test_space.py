@@ -41,7 +41,7 @@ PARAMS = 20_000_000
 
 
 def test_the_space() -> None:
-    assert choices_of({}, {}, fast=True).on_paper([1]) == [{"zero_optimization.stage": 1}]
+    assert choices_of({}, {}, fast=True).to_plan([1]) == [{"zero_optimization.stage": 1}]
     wide = choices_of({}, {}, fast=False)
     assert not any(
         choice.changes
@@ -58,7 +58,7 @@ def test_the_space() -> None:
     left = choices_of(given, {TENSOR: [1, 2], THREADS: [1, 3]}, fast=False)
     assert {key for room in left.rooms(3) for c in room for key, _ in c.changes} == {BUDGET, TENSOR}
     assert {choice.changes[0][0] for choice in left.fines(3)} == {PREFETCH, THREADS}
-    assert len(list(left.everything(3))) == 2 * 3 * 3 * 3 and len(left.on_paper([3])) == 6 * (1 + 2 + 2)
+    assert len(list(left.everything(3))) == 2 * 3 * 3 * 3 and len(left.to_plan([3])) == 6 * (1 + 2 + 2)
     for numel, kept in ((10**6, set()), (10**7, {BUCKET, PREFETCH}), (10**9, {BUCKET, PREFETCH})):
         assert {c.changes[0][0] for c in without_same_sizes(wide, numel, ()).fines(3)} == kept
     assert len(list(without_same_sizes(wide, 10**7, ()).fines(3))) == 2

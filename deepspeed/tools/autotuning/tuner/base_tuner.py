@@ -1,4 +1,4 @@
-"""What all tuners share: run experiments until enough have been tried, and keep the best."""
+"""The base of all tuners: run experiments until enough have been tried, and keep the best."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from deepspeed.tools.autotuning.utils import write_experiments
 
 
 def better(metric: str, one: float | None, other: float | None) -> bool:
-    """Whether the first value of the metric is better; no value is worse than any."""
+    """Tell whether the first value of the metric is better; no value is worse than any."""
     if one is None or other is None:
         return one is not None
     return one < other if metric == "latency" else one > other
@@ -33,7 +33,7 @@ class BaseTuner:
         self.best_metric_val: float | None = None
 
     def has_next(self) -> bool:
-        """Whether experiments are left."""
+        """Tell whether experiments are left."""
         return len(self.all_exps) > 0
 
     def next_batch(self, sample_size: int) -> list[dict[str, Any]]:

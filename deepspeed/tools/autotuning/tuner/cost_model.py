@@ -46,7 +46,7 @@ class XGBoostCostModel:
             left = left - self.RATE * _leaf(tree, rows)
 
     def predict(self, xs: Any) -> np.ndarray:
-        """What is expected of each row."""
+        """Return the expected value of each row."""
         rows = np.asarray(xs, dtype=np.float64)
         rows = rows.reshape(len(rows), -1)
         total = np.full(len(rows), self._base)
@@ -104,7 +104,7 @@ class StepTime:
         return (self.fixed + self.per_sample * size) or 1e-9
 
     def seconds(self, stage: int, size: int) -> float:
-        """Of one micro-batch."""
+        """Return the seconds of one micro-batch."""
         return self.factor(stage) * self._alike(size)
 
     def factor(self, stage: int) -> float:

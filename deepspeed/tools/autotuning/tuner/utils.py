@@ -28,7 +28,7 @@ def feature_to_index(feature: Sequence[int], dims: Sequence[int]) -> int:
 
 
 def dict_to_dims(tuning_space: Mapping[str, Any]) -> list[int]:
-    """How many values each key has, at any depth."""
+    """Return the number of values of each key, at any depth."""
     dims: list[int] = []
     for value in tuning_space.values():
         dims += dict_to_dims(value) if isinstance(value, Mapping) else [len(get_list(value))]

@@ -63,7 +63,7 @@ class MultiNodeRunner(ABC):
 
     @abstractmethod
     def backend_exists(self) -> bool:
-        """Whether the program is installed here."""
+        """Tell whether the program is installed here."""
 
     @abstractmethod
     def get_cmd(
@@ -82,7 +82,7 @@ class MultiNodeRunner(ABC):
 
     @property
     def name(self) -> str:
-        """As `--launcher` takes it."""
+        """Name of the launcher, as `--launcher` takes it."""
         return type(self).__name__
 
     def validate_args(self) -> None:  # noqa: B027 - most have no limits
@@ -153,7 +153,7 @@ def _double_quoted(text: str) -> str:
 
 
 def _for_pdsh(text: str) -> str:
-    """A word for the remote shell; pdsh itself replaces ``%h``, ``%n`` and ``%u``."""
+    """Quote a word for the remote shell; pdsh itself replaces ``%h``, ``%n`` and ``%u``."""
     return shlex.quote(text).replace("%", "%%")
 
 

@@ -1,4 +1,4 @@
-"""How fast the machines of a job send to each other: every pair for a moment, those that share no machine at once.
+"""Bandwidth between the machines of a job: every pair for a moment, those that share no machine at once.
 
 Each machine runs this module (over ssh), which listens at its own address until its input ends, and is told to whom to
 send. A connection has to begin with the secret of this measurement; what follows is counted and nothing else.

@@ -1,4 +1,5 @@
-"""What the built-in ssh launcher starts on every machine: `deepspeed.tools.launcher.launch`, until the connection ends.
+"""The program that the built-in ssh launcher starts on every machine: `deepspeed.tools.launcher.launch`, until the
+connection ends.
 
 Its one line of standard input is a request as JSON: environment variables and arguments stand on no command line, where
 other users of the machine could read them. After it, each line is the name of a signal for the launcher. When the input

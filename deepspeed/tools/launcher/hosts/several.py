@@ -34,7 +34,7 @@ Start = tuple[Callable[[], int], ports.Reservation]
 
 
 def prepare(args: argparse.Namespace, active: Mapping[str, Sequence[int]]) -> Start:
-    """What runs the job on these hosts, and the port it holds meanwhile; see
+    """Return the runner of the job on these hosts, and the port it holds meanwhile; see
     `deepspeed.tools.launcher.runner.prepare`."""
     hosts = [checked_host(host) for host in active]
     name = _launcher_of(args)

@@ -62,7 +62,7 @@ class Node:
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What is the same on all machines."""
+    """The settings of a job that all machines share."""
 
     script: str
     environment: Mapping[str, str]
@@ -75,7 +75,7 @@ class Job:
     min_nodes: int = 0  # an elastic job goes on with as many machines
 
     def command(self, node: Node) -> list[str]:
-        """How the remote end is started: without ssh on this machine."""
+        """Return the command that starts the remote end: without ssh on this machine."""
         start = [sys.executable, "-u", "-m", "deepspeed.tools.launcher.hosts.remote"]
         if node.local and self.venv_script is None:
             return start
@@ -135,7 +135,7 @@ class _Connection:
             self._send(signal.Signals(signum).name.encode() + b"\n")
 
     def start_anew(self) -> None:
-        """Of an elastic job: another machine is gone."""
+        """Restart an elastic job: another machine is gone."""
         if self.node.exit_code is None:
             self._send(START_ANEW.name.encode() + b"\n")
 
@@ -211,7 +211,7 @@ class _Machines:
         return sum(each.node.exit_code is None for each in self.running)
 
     def goes_on_without(self, node: Node) -> bool:
-        """Whether the job does so, of a machine that has failed."""
+        """Give up a machine that has failed if the job may continue without it; return whether it does."""
         left = self.left()
         if (
             not self._job.min_nodes
@@ -224,7 +224,7 @@ class _Machines:
         logger.warning(
             "%s", _of_silent(node, True) if not node.failures else f"{node.host}: its ranks failed"
         )
-        logger.warning("the job goes on with %d machines", left)
+        logger.warning("the job continues with %d machines", left)
         for (
             each
         ) in self.running:  # without a word from the machine that is gone, their ranks would wait for it
