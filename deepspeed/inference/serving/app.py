@@ -73,14 +73,14 @@ def make_app(service: Service, tokenizer: Tokenizer, settings: ServerSettings) -
 
     @app.get("/v1/models")
     async def models(request: Request) -> Response:
-        if not server.may_enter(request):
-            return _no_entry()
+        if not server.authorize(request):
+            return _unauthorized()
         return JSONResponse({"object": "list", "data": [server.model()]})
 
     @app.get("/v1/models/{name:path}")
     async def model(request: Request, name: str) -> Response:
-        if not server.may_enter(request):
-            return _no_entry()
+        if not server.authorize(request):
+            return _unauthorized()
         try:
             server.check_model(name)
         except _ModelError as problem:
@@ -96,7 +96,7 @@ def make_app(service: Service, tokenizer: Tokenizer, settings: ServerSettings) -
         return await server.answer(request, ChatRequest)
 
     @app.exception_handler(HTTPException)
-    async def no_such_way(request: Request, problem: HTTPException) -> Response:
+    async def not_found(request: Request, problem: HTTPException) -> Response:
         message = f"{request.method} {request.url.path}: {problem.detail}"
         return _refusal(problem.status_code, message, "invalid_request_error", headers=problem.headers)
 
@@ -143,7 +143,7 @@ class _Server:
         if name != self.settings.model:
             raise _ModelError(f"there is no model {name!r}, only {self.settings.model!r}")
 
-    def may_enter(self, request: Request) -> bool:
+    def authorize(self, request: Request) -> bool:
         token = self.settings.token
         if token is None:
             return True
@@ -151,8 +151,8 @@ class _Server:
         return hmac.compare_digest(given.encode(), f"Bearer {token}".encode())
 
     async def answer(self, request: Request, kind: Any) -> Response:
-        if not self.may_enter(request):
-            return _no_entry()
+        if not self.authorize(request):
+            return _unauthorized()
         try:
             body, loop = await self._body(request), asyncio.get_running_loop()
             threads = self._long if sum(map(len, body)) > LONG else self._short
@@ -450,7 +450,7 @@ def _unknown_model(problem: _ModelError) -> Response:
     return _refusal(404, str(problem), "invalid_request_error", "model", code="model_not_found")
 
 
-def _no_entry() -> Response:
+def _unauthorized() -> Response:
     return _refusal(401, "the token in the header Authorization is missing or wrong", "authentication_error")
 
 
