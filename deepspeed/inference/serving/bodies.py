@@ -22,14 +22,14 @@ LONG = 64 * 2**10
 _PIECE = 64 * 2**10
 """Bytes checked in one call of C: less than 2 ms, after which other threads get their turn."""
 
-_NO_MARKS = bytes(set(range(256)) - set(b'"[{,'))
+_NO_MARKS = b"".join(bytes([each]) for each in range(256) if each not in b'"[{,')
 
 # A high surrogate without a low one after it, or a low one without a high one before it.
 _HALF_PAIR = re.compile(
     rb"\\u[dD](?:[89abAB]..(?!\\u[dD][c-fC-F])|[c-fC-F]..(?<!\\u[dD][89abAB]..\\u....))", re.DOTALL
 )
 _HIGH = re.compile(rb"\\u[dD][89abAB]")
-_PAIR_BYTES = len(r"\ud83d\ude42")
+_PAIR_BYTES = 12  # of \ud83d\ude42
 
 _parsing = threading.Lock()
 """Held while a long body is parsed: the event loop, which waits for the interpreter lock several times in a request,
