@@ -32,7 +32,7 @@ class FusedAdapters:
         return len(self._layers)
 
     def whole(self) -> bool:
-        """Whether all of adapters and of the weights that they adapt is here, not only this rank's parts."""
+        """Return whether this rank holds all of the adapters and of the weights they adapt, not only its shards."""
         return all(
             param.numel() == getattr(param, "ds_numel", param.numel())
             for layer, _ in self._layers

@@ -1,4 +1,4 @@
-"""What `init_inference` takes: as keyword arguments, as a dict, or as a JSON file."""
+"""Arguments of `init_inference`: as keyword arguments, as a dict, or as a JSON file."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ QuantizationConfig = InferenceQuantConfig
 
 
 class InferenceCheckpointConfig(DeepSpeedConfigModel):
-    """Where weights come from and go to."""
+    """Source of the weights, and folder to save them to."""
 
     checkpoint_dir: str | None = Field(default=None, description="Folder to load from.")
     save_mp_checkpoint_path: str | None = Field(default=None, description="Folder for the sharded weights.")

@@ -103,11 +103,11 @@ class InferenceEngine(nn.Module):
     # ---------------------------------------------------------------------------------------------- running
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """What the module returns. Ranks that share its layers are given the same inputs."""
+        """Run the module and return its output. Ranks that share its layers are given the same inputs."""
         return self.module(*inputs, **kwargs)
 
     def generate(self, *inputs: Any, **kwargs: Any) -> Any:
-        """What the module's ``generate`` returns, with all that it knows: sampling, beams, streamers, left padding.
+        """Call the module's ``generate``, with all of its features: sampling, beams, streamers, left padding.
         Ranks that share its layers draw the same random numbers.
 
         Raises:
@@ -256,7 +256,7 @@ def _summed_layers(config: DeepSpeedInferenceConfig) -> tuple[str, ...]:
 
 
 def _compute_dtype() -> torch.dtype:
-    """Of activations between quantized weights."""
+    """Return the dtype of activations between quantized weights."""
     return torch.bfloat16 if get_accelerator().is_bf16_supported() else torch.float16
 
 

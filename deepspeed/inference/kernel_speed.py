@@ -1,4 +1,4 @@
-"""How fast the kernels of inference are on this machine, each beside PyTorch's operations for the same: for
+"""Speed of the inference kernels on this machine, each compared with the equivalent PyTorch operations: for
 ``ds_report --bench``.
 
 A case is what one forward asks of one kernel, in the sizes of a small model that decodes ``ROWS`` sequences. Weights
@@ -55,7 +55,8 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class KernelSpeed:
-    """Of one call. ``share``: of the memory stream, None if memory is not what limits it. ``times``: how many times
+    """Speed of one call. ``share``: of the memory stream, None if memory is not what limits it. ``times``: how many
+    times
     faster than PyTorch's operations, None if these are what runs."""
 
     name: str
@@ -92,7 +93,7 @@ class Machine:
         return torch.randn(shape, device=self.device, dtype=self.dtype)
 
     def seconds(self, call: Call, *, cold: bool = False) -> float:
-        """Of a call. ``cold``: what it reads is in memory, not in caches."""
+        """Measure the seconds of a call. ``cold``: its inputs are in memory, not in caches."""
         synchronize = (lambda: None) if self.is_host else get_accelerator().synchronize
         before = self._other.sum if cold else (lambda: None)
         return seconds_of(call, synchronize, before=before, span=SECONDS)
@@ -275,7 +276,7 @@ def _plainly(batch: PackedBatch) -> PackedBatch:
 
 
 def _gate(machine: Machine) -> Iterator[Case]:
-    """Of a gated MLP, between its products."""
+    """Yield the case of the activation of a gated MLP, between its matrix products."""
     gate, up = machine.draw(ROWS, OUTPUTS), machine.draw(ROWS, OUTPUTS)
     kernel = None
     if machine.native:

@@ -99,7 +99,7 @@ def inject_kernels(module: nn.Module) -> str:
 
 
 def _is_right(layer: nn.Linear) -> bool:
-    """Whether the kernel gives what the layer does, for one row."""
+    """Return whether the kernel's output is the layer's, for one row."""
     row = torch.linspace(-1, 1, layer.in_features, dtype=torch.bfloat16)[None]
     with torch.no_grad():
         wanted, found = layer(row).float(), product(row, layer.weight, layer.bias).float()

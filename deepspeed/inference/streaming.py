@@ -106,12 +106,12 @@ class StreamedWeights:
 
     @property
     def bytes_streamed(self) -> int:
-        """Of one pass over the model."""
+        """Return the bytes read in one pass over the model."""
         return sum(unit.region.numel() for unit in self.units)
 
     @property
     def bytes_held(self) -> int:
-        """Of the buffers on the device."""
+        """Return the bytes of the buffers on the device."""
         return sum(slot.buffer.numel() for slot in self._slots)
 
     def destroy(self) -> None:
@@ -248,7 +248,8 @@ class StreamedWeights:
 
 
 def blocks_ahead(module: nn.Module, zero: DeepSpeedZeroConfig) -> int:
-    """How many blocks are read ahead: as many as ``stage3_prefetch_bucket_size`` elements are, if it is given, else
+    """Return how many blocks are read ahead: as many as ``stage3_prefetch_bucket_size`` elements are, if it is
+    given, else
     one."""
     if "prefetch_bucket_size" not in zero.model_fields_set:
         return 1

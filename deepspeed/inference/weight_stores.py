@@ -1,4 +1,4 @@
-"""Where the weights of a model rest that is larger than its device: a file, or the memory of the host.
+"""Stores for the weights of a model larger than its device: a file, or host memory.
 
 A store hands out flat regions of bytes, and fills buffers on the device from them in the background.
 """
@@ -31,7 +31,7 @@ class WeightStore(Protocol):
 
     @property
     def readable(self) -> bool:
-        """Whether modules can compute with resting weights as they are."""
+        """Return whether modules can compute with stored weights as they are."""
         ...
 
     def region(self, nbytes: int) -> Tensor:
@@ -43,7 +43,7 @@ class WeightStore(Protocol):
         ...
 
     def finish(self, ticket: Any) -> None:
-        """What the current stream does from now on sees the buffer filled."""
+        """Make later work of the current stream wait until the buffer is filled."""
         ...
 
     def close(self) -> None: ...
@@ -132,7 +132,7 @@ class HostStore:
 
 
 def make_store(zero: DeepSpeedZeroConfig, device: torch.device) -> WeightStore | None:
-    """What the section ``zero`` of `init_inference` asks for; None: the weights stay where they are.
+    """Make the store that the section ``zero`` of `init_inference` asks for; None: the weights stay where they are.
 
     DeepSpeedConfigError: stage 3 without ``offload_param``, or without the folder for files.
     """

@@ -113,7 +113,10 @@ def test_answers_that_were_begun_are_finished_after_sigterm(tmp_path: Path) -> N
         server.send_signal(signal.SIGTERM)
         answer = connection.getresponse()
         assert answer.status == 200 and json.loads(answer.read())["usage"]["completion_tokens"] == 500
+        # Now there is no open request.
+        began = time.monotonic()
         assert server.wait(60) == 0
+        assert time.monotonic() - began < 2
         assert server.stdout.read() == ""
     finally:
         server.kill()

@@ -216,6 +216,10 @@ def test_a_thousand_requests(tmp_path: Path) -> None:
             f"{sum(storm.counts.values())} requests {storm.counts}, own memory {memory:.0f} MB, then",
             resident(server.pid),
         )
+        # SIGTERM without open requests
+        began = time.monotonic()
+        server.terminate()
+        assert server.wait(60) == 0 and time.monotonic() - began < 2
     finally:
         server.terminate()
         server.wait(60)

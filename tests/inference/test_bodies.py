@@ -122,6 +122,13 @@ def test_the_first_error_is_named() -> None:
         assert words in read(text.encode()), (text, read(text.encode()))
 
 
+@pytest.fixture(params=[1, 7, 2**16])
+def piece(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bytes that are checked at once."""
+    monkeypatch.setattr(bodies, "_PIECE", request.param)
+
+
+@pytest.mark.usefixtures("piece")
 def test_bodies_are_read_as_json_is() -> None:
     source = random.Random(5)
 
@@ -155,6 +162,7 @@ def parts_and_values(value: Any) -> tuple[int, int]:
     return parts, max(0, len(inner) - 1) + sum(count for _, count in counts)
 
 
+@pytest.mark.usefixtures("piece")
 def test_only_what_is_outside_of_texts_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     value = {"a": ["[[[,,,", '"{,\\', "\\\\", ',\\"', [1, 2, [], {}], {"b,": "]", "c[": None}]}
     body = json.dumps(value).encode()
@@ -173,6 +181,7 @@ def test_only_what_is_outside_of_texts_is_counted(monkeypatch: pytest.MonkeyPatc
                 fields_of(body)
 
 
+@pytest.mark.usefixtures("piece")
 def test_half_pairs_of_surrogates_are_refused() -> None:
     """Exactly those texts that have no UTF-8."""
     pieces = (r"\ud83d", r"\uDE42", r"\u0041", r"\\", r"\"", "u", "🙂")

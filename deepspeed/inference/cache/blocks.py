@@ -45,7 +45,7 @@ class BlockPool:
         return len(self._unused)
 
     def uses(self, block: int) -> int:
-        """How many sequences have ``block``."""
+        """Return the number of sequences that use ``block``."""
         return self._uses[block]
 
     def allocate(self, count: int = 1) -> list[int]:
@@ -161,7 +161,7 @@ class BlockManager:
         return table.published * self.block_size
 
     def found_in_use(self, tokens: Sequence[int]) -> int:
-        """How many blocks ``adopt`` would share with others who use them: they cost nothing."""
+        """Count the blocks that ``adopt`` would share with running sequences: they cost nothing."""
         return sum(self.pool.uses(block) > 0 for _, block in self._found(tokens))
 
     def _found(self, tokens: Sequence[int]) -> Iterator[tuple[int, int]]:

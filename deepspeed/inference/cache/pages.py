@@ -16,7 +16,8 @@ from deepspeed.ops.paged_attention import takes
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """What one layer keeps for a token: ``heads`` keys of ``key_size`` and values of ``value_size`` numbers."""
+    """Key-value entry of one token in one layer: ``heads`` keys of ``key_size`` and values of ``value_size``
+    numbers."""
 
     heads: int
     key_size: int
@@ -26,7 +27,7 @@ class LayerShape:
 
     @classmethod
     def of(cls, key: Tensor, value: Tensor) -> LayerShape:
-        """Of a layer's ``key`` and ``value`` [.., heads, tokens, size]. ValueError: not as many heads of each."""
+        """Derive it from a layer's ``key`` and ``value`` [.., heads, tokens, size]. ValueError: their heads differ."""
         if key.shape[-3] != value.shape[-3]:
             raise ValueError(f"{key.shape[-3]} heads of keys, {value.shape[-3]} of values")
         return cls(key.shape[-3], key.shape[-1], value.shape[-1], key.dtype, key.device)
@@ -110,7 +111,7 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
 
 
 def block_bytes(shapes: Mapping[int, LayerShape], block_size: int) -> int:
-    """Of one block, over all layers."""
+    """Return the bytes of one block, over all layers."""
     return block_size * sum(shape.token_bytes for shape in shapes.values())
 
 

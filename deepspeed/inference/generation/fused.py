@@ -72,7 +72,7 @@ class FusedGeneration:
         self._acting: type[Any] = type(None)
 
     def generate(self, module: Any, *inputs: Any, **kwargs: Any) -> Any:
-        """What the ``generate`` of the module's class returns, in evaluation mode and with whole weights."""
+        """Run the ``generate`` of the module's class, in evaluation mode and with whole weights."""
         plain = type(module).generate
         runner = self._runner_of(module) if _is_plain(module, inputs, kwargs) else None
         if runner is None:
@@ -111,13 +111,13 @@ class FusedGeneration:
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
-    """Of the module, without a forward in the place of that of its class."""
+    """Return the module's attributes, without a forward that replaces its class's."""
     own = vars(module)
     return {name: value for name, value in own.items() if name != "forward"} if "forward" in own else own
 
 
 def _is_plain(module: Any, inputs: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a call asks for the most probable tokens or for samples, and for nothing but tokens."""
+    """Return whether a call asks for greedy or sampled tokens and nothing else."""
     if module.training or not kwargs.keys() <= _ARGUMENTS or len(inputs) > 1:
         return False
     configs = (kwargs.get("generation_config"), getattr(module, "generation_config", None))
@@ -212,7 +212,7 @@ class _Rows:
         raise RuntimeError("the model's own attention does not use this cache")
 
     def takes(self, arguments: Mapping[str, Any]) -> bool:
-        """Whether the first forward of a call is of rows that are padded at the left, and few enough."""
+        """Return whether the first forward of a call has left-padded rows, and few enough of them."""
         tokens, mask = arguments.get("input_ids"), arguments.get("attention_mask")
         if not arguments.keys() <= _FORWARD or any(arguments.get(name) for name in _UNWANTED):
             return False

@@ -90,7 +90,7 @@ class Generator:
 
     @property
     def counts(self) -> Counts:
-        """Of all forwards so far."""
+        """Return the counts of all forwards so far."""
         return self.scheduler.counts
 
     @property

@@ -103,7 +103,7 @@ class Sampler:
         return chosen
 
     def _seed_of(self, request: Request) -> int:
-        """Of 63 bits, whatever number a client thought of."""
+        """Reduce the seed of a client, any integer, to 63 bits."""
         seed = request.params.seed
         return (seed if seed is not None else self.seed * 1_000_003 + request.id) % 2**63
 

@@ -24,7 +24,7 @@ _USUAL = ("_sample", "_prefill", "prepare_inputs_for_generation", "_update_model
 
 
 def is_usual(kind: type[Any]) -> bool:
-    """Whether the loop of models of this class is that of Transformers."""
+    """Return whether models of this class use the token loop of Transformers."""
     from transformers import GenerationMixin
 
     return all(getattr(kind, name, None) is getattr(GenerationMixin, name, None) for name in _USUAL)
@@ -41,7 +41,7 @@ class Chosen:
 
 
 def takes(config: Any, criteria: Any, others: Sequence[Any]) -> bool:
-    """Whether nothing is wanted that has no place here. ``others``: what else the loop is given."""
+    """Return whether this loop supports all that is asked for. ``others``: further arguments of the loop."""
     padded = isinstance(getattr(config, "_pad_token_tensor", None), Tensor)
     return not any(others) and (padded or not _has_ends(criteria))
 
@@ -80,5 +80,5 @@ def _choose(scores: Tensor, samples: bool | None) -> Tensor:
 
 
 def _has_ends(criteria: Any) -> bool:
-    """Whether one of them is a token that ends a row."""
+    """Return whether one of them is a token that ends a row."""
     return any(hasattr(each, "eos_token_id") for each in criteria)

@@ -20,7 +20,7 @@ _KERNEL_TOKENS = 8
 
 @dataclass(frozen=True, slots=True)
 class AttentionTerms:
-    """What a layer says about its attention.
+    """Attention parameters of a layer.
 
     ``window``: a token sees itself and the ``window - 1`` before it; None: all before it. ``softcap``: scores s become
     softcap * tanh(s / softcap). ``sinks`` [heads]: scores that take part in the softmax without a value.
@@ -90,7 +90,8 @@ class PackedBatch:
         return [torch.tensor(piece.blocks, device=self.device) for piece in self.pieces]
 
     def mask(self, piece: int, window: int | None) -> Tensor | None:
-        """Which keys the tokens of a piece see: bool [tokens, keys] of the keys from ``first_key`` on; None: all."""
+        """Return the keys that the tokens of a chunk see: bool [tokens, keys] of the keys from ``first_key`` on;
+        None: all."""
         known = (piece, window)
         if known not in self._masks:
             self._masks[known] = self._mask(self.pieces[piece], window)

@@ -108,7 +108,7 @@ class Decoder:
 
 
 class Watch:
-    """Whether modules are still what they were found to be; asked before every forward, so in few steps."""
+    """Check that modules are unchanged since they were analysed; runs before every forward, so in few steps."""
 
     def __init__(self, module: nn.Module) -> None:
         modules = list(module.modules())
@@ -124,7 +124,7 @@ class Watch:
         self._children = [(each._modules, tuple(each._modules.values())) for each in modules if each._modules]
 
     def addresses(self) -> list[int]:
-        """Of all weights: others than before if weights were moved or replaced."""
+        """Return the addresses of all weights; they differ once weights were moved or replaced."""
         found = [kind.get(name) for kind, name in self._tensors]
         return [0 if tensor is None else tensor.data_ptr() for tensor in found]
 
@@ -148,7 +148,7 @@ def decoder_of(
     *,
     on_host: bool = True,
 ) -> Decoder:
-    """What ``module``, a causal model of Transformers, consists of. ``shapes`` and ``terms``: what its layers keep and
+    """Analyse ``module``, a causal model of Transformers. ``shapes`` and ``terms``: what its layers keep and
     say about their attention. ``on_host``: for the host's kernels, which know two types of weights.
 
     LayoutError: it is not of the usual build, or not on the host.

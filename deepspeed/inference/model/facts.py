@@ -1,4 +1,4 @@
-"""What the runner has to know of a causal model of Transformers."""
+"""Properties of a causal model of Transformers that the runner needs."""
 
 from __future__ import annotations
 

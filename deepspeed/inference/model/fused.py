@@ -99,11 +99,11 @@ class DecoderProgram:
         self._logits = self._build()
 
     def takes(self, cache: PagedCache, rows: int, positions: int) -> bool:
-        """Whether it can run such a forward."""
+        """Return whether it can run such a forward."""
         return cache is self.cache and rows <= self.rows and positions <= self.positions
 
     def is_current(self) -> bool:
-        """Whether the weights are where they were, and the modules what they were."""
+        """Return whether weights and modules are unchanged since the decoder was built."""
         watch = self.decoder.watch
         return not watch.is_disturbed() and watch.addresses() == self._addresses
 

@@ -1,4 +1,4 @@
-"""Who wants to hear of the calls of a module, or has put something in the place of its forward."""
+"""Hooks on the calls of a module, and replacements of its forward."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _ORIGINAL = "original_forward"
 
 
 def is_heard(module: nn.Module) -> bool:
-    """Whether somebody does, of this module and none inside it."""
+    """Return whether this module itself, not one inside it, has hooks."""
     found = vars(module).get("forward")
     hooked = module._forward_pre_hooks or module._forward_hooks
     return bool(hooked) or (found is not None and harmless_forward(module) is not found)
 
 
 def harmless_forward(module: nn.Module) -> Any:
-    """What stands in the place of the module's own forward and calls it, as it is, whenever logits are asked for; or
+    """Return the function that replaces the module's forward and calls it unchanged whenever logits are asked for; or
     None. TRL's trainers have such a one: log-probabilities of given tokens without the logits, where an argument
     says so."""
     found = vars(module).get("forward")

@@ -58,7 +58,7 @@ class PackedLayout:
         """By the number of the layer, once they are learned."""
 
     def learn(self, pieces: Sequence[Piece], block_size: int) -> dict[int, LayerShape]:
-        """What the layers keep of a token, from a forward that keeps nothing.
+        """Derive the layers' key-value entries of a token from a forward without a cache.
 
         LayoutError: layers compute attention of their own, or of a kind that is not known here.
         ImportError: Transformers is too old.

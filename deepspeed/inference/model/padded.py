@@ -28,7 +28,7 @@ class PaddedLayout:
         self.facts = facts
 
     def learn(self, pieces: Sequence[Piece], block_size: int) -> dict[int, LayerShape]:
-        """What the layers keep of a token, from a forward over a cache of Transformers.
+        """Derive the layers' key-value entries of a token from a forward over a cache of Transformers.
 
         LayoutError: the model keeps none, or not as many layers as it has.
         """

@@ -16,7 +16,8 @@ _UNSCALED = (None, "default")
 
 
 def rope_theta(config: Any) -> float:
-    """Of a model's config. ValueError: it has none, another one for each type of layer, or scales positions, which one
+    """Return the RoPE base of a model's config. ValueError: it has none, another one for each type of layer, or
+    scales positions, which one
     base cannot say."""
     kind = scaled_rope(config)
     if kind is not None:
@@ -45,7 +46,7 @@ def rope_theta(config: Any) -> float:
 
 
 def scaled_rope(config: Any) -> str | None:
-    """How positions are scaled ("linear", "yarn", ..); None: not at all."""
+    """Return how positions are scaled ("linear", "yarn", ..); None: not at all."""
     kinds = {each.get("rope_type", each.get("type")) for each in _flat(config)} - set(_UNSCALED)
     return min(kinds) if kinds else None
 

@@ -56,7 +56,7 @@ class Rotations:
         self.restarts = "original_max_position_embeddings" in names
 
     def span(self, length: int) -> int:
-        """Of a sequence of ``length`` tokens."""
+        """Return the span of a sequence of ``length`` tokens."""
         return bisect_left(self.lengths, length)
 
     def check_growth(self, length: int, longest: int) -> None:
@@ -117,7 +117,7 @@ def _kinds(parameters: Any) -> Iterator[str]:
 
 
 def depends_on_length(module: nn.Module) -> bool:
-    """Whether tokens are rotated by the length of the longest sequence in the batch, as far as is known."""
+    """Return whether rotations depend on the longest sequence of the batch, as far as is known."""
     try:
         return bool(Rotations(module, getattr(module, "config", None)).lengths)
     except LayoutError:
@@ -125,7 +125,7 @@ def depends_on_length(module: nn.Module) -> bool:
 
 
 def _original_lengths(kinds: Any, config: Any) -> set[int]:
-    """Where a rotary module of these types (one, or by the type of layer) switches."""
+    """Return the lengths at which a rotary module of these types (one, or by the type of layer) switches."""
     parameters = _parameters(config)
     if isinstance(kinds, Mapping):
         return {

@@ -59,7 +59,7 @@ class ModelRunner:
 
     @property
     def block_bytes(self) -> int:
-        """Of one block of the cache, over all layers of this rank."""
+        """Return the bytes of one block of the cache, over all layers of this rank."""
         return block_bytes(self.shapes, self.block_size)
 
     @property
@@ -125,14 +125,14 @@ class ModelRunner:
         )
 
     def _plain_logits(self) -> list[list[Tensor]]:
-        """Of the trial's sequences, for each span."""
+        """Compute the logits of the trial's sequences, for each span."""
         spans = range(len(self.rotations.lengths) + 1)
         return [plain_logits(self.module, self.facts, self.rotations, span) for span in spans]
 
     def _tried(
         self, layout: Layout, expected: Sequence[Sequence[Tensor]]
     ) -> tuple[dict[int, LayerShape], float]:
-        """What ``layout`` learns, and its largest error."""
+        """Return what ``layout`` learns, and its largest error."""
         shapes = layout.learn(learning_pieces(self.facts), BLOCK_SIZE)
         forward = partial(self._forward, layout)
         errors = [error_of(forward, shapes, self.facts, each, span) for span, each in enumerate(expected)]

@@ -34,7 +34,7 @@ Forward = Callable[[Sequence[Piece], PagedCache], Tensor]
 
 
 class Layout(Protocol):
-    """How a model is given the tokens of many sequences."""
+    """Layout of the tokens of many sequences in one forward."""
 
     @property
     def name(self) -> str: ...
@@ -65,7 +65,8 @@ def narrow_windows(module: nn.Module) -> Iterator[bool]:
 
 
 def tolerance(dtype: torch.dtype) -> float:
-    """Of the error of logits relative to their norm; in 16 bits, tokens may go to other experts."""
+    """Return the largest error of logits relative to their norm that passes; in 16 bits, tokens may go to other
+    experts."""
     return 2e-4 if dtype.itemsize >= 4 else 0.1
 
 

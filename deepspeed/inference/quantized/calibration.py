@@ -134,7 +134,8 @@ def quantize_calibrated(
 
 @dataclass(eq=False, slots=True)
 class Moments:
-    """Of a layer's inputs: ``second`` fp32 [inputs, inputs], the sum of x x^T; ``absolute`` [inputs], of |x|."""
+    """Moments of a layer's inputs: ``second`` fp32 [inputs, inputs], the sum of x x^T; ``absolute`` [inputs], of
+    |x|."""
 
     second: Tensor
     absolute: Tensor

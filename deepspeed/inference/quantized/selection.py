@@ -1,4 +1,4 @@
-"""Which linear layers of a model get integer weights, by the keys ``dtype`` and ``quant`` of `init_inference`."""
+"""Selection of the linear layers that get integer weights, by the keys ``dtype`` and ``quant`` of `init_inference`."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Which tokens of which requests a forward computes: pure, without a model."""
+"""Choice of the requests and tokens of each forward: pure, without a model."""

@@ -1,4 +1,4 @@
-"""What is asked of the engine, and how far it is."""
+"""Requests to the engine, their sampling parameters and their progress."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from deepspeed.inference.cache.blocks import BlockTable
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How the tokens of one request are chosen. The names and meanings are those of Transformers' generation.
+    """Sampling parameters of one request. The names and meanings are those of Transformers' generation.
 
     Args:
         max_new_tokens: at most so many.

@@ -1,4 +1,4 @@
-"""Which tokens the next forward computes.
+"""Scheduler of tokens: chooses those that the next forward computes.
 
 Dynamic SplitFuse (C. Holmes et al.: DeepSpeed-FastGen, 2024): each forward has the same number of tokens as far as work
 is there. Every request that generates gets its one token first; what is left of the budget goes to prompts, the longest
@@ -34,7 +34,8 @@ help neither."""
 
 @dataclass(slots=True)
 class Counts:
-    """Of all forwards so far. ``full``: those with as many tokens as the budget; ``short``: those with fewer although
+    """Counts of all forwards so far. ``full``: those with as many tokens as the budget; ``short``: those with fewer
+    although
     requests were waiting (for blocks, or because of ``max_sequences``). ``overtaking_tokens``: of short prompts, before
     the turn that their arrival gave them."""
 
@@ -198,7 +199,8 @@ class Scheduler:
     def _overtaking(
         self, request: Request, shortest: deque[Request], budget: int, chunks: dict[int, Chunk]
     ) -> int:
-        """How many tokens those get that go before ``request``, the shortest first. ``shortest``: those that have not
+        """Schedule prompts that overtake ``request``, the shortest first, and return their tokens. ``shortest``:
+        those that have not
         been looked at."""
         taken = 0
         while shortest and shortest[0].pending * _MUCH_SHORTER <= request.pending:
@@ -302,7 +304,7 @@ def _arrival(request: Request) -> int:
 
 
 def _length(request: Request) -> tuple[int, int]:
-    """What is left to compute; among equals the first to arrive."""
+    """Sort key: tokens left to compute, then order of arrival."""
     return request.pending, request.id
 
 

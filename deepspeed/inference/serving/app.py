@@ -20,6 +20,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from deepspeed.inference.serving import protocol
+from deepspeed.inference.serving.bodies import LONG
 from deepspeed.inference.serving.protocol import Answer, ChatRequest, Choice, CompletionRequest, RequestError
 from deepspeed.inference.serving.service import BusyError, ClosedError, Service, Ticket, Update
 from deepspeed.inference.serving.text import TextStream
@@ -30,9 +31,6 @@ _LINE_ENDS = str.maketrans({"\u0085": "\\u0085", "\u2028": "\\u2028", "\u2029": 
 """Many clients split events where Python's ``splitlines`` does; JSON lets these three stand in a text as they are."""
 
 _ECHOED = 8  # tokens of a prompt that the answer's first token is decoded with
-
-_LONG = 64 * 2**10
-"""Bytes of a request beyond which it is a long one: the longest short one takes some 0.1 s."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,15 +73,19 @@ def make_app(service: Service, tokenizer: Tokenizer, settings: ServerSettings) -
 
     @app.get("/v1/models")
     async def models(request: Request) -> Response:
-        if not server.may_enter(request):
-            return _no_entry()
+        if not server.authorize(request):
+            return _unauthorized()
         return JSONResponse({"object": "list", "data": [server.model()]})
 
     @app.get("/v1/models/{name:path}")
     async def model(request: Request, name: str) -> Response:
-        if not server.may_enter(request):
-            return _no_entry()
-        return server.unknown_model(name) or JSONResponse(server.model())
+        if not server.authorize(request):
+            return _unauthorized()
+        try:
+            server.check_model(name)
+        except _ModelError as problem:
+            return _unknown_model(problem)
+        return JSONResponse(server.model())
 
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
@@ -94,7 +96,7 @@ def make_app(service: Service, tokenizer: Tokenizer, settings: ServerSettings) -
         return await server.answer(request, ChatRequest)
 
     @app.exception_handler(HTTPException)
-    async def no_such_way(request: Request, problem: HTTPException) -> Response:
+    async def not_found(request: Request, problem: HTTPException) -> Response:
         message = f"{request.method} {request.url.path}: {problem.detail}"
         return _refusal(problem.status_code, message, "invalid_request_error", headers=problem.headers)
 
@@ -136,14 +138,12 @@ class _Server:
         name = self.settings.model
         return {"id": name, "object": "model", "created": self._began, "owned_by": "deepspeed"}
 
-    def unknown_model(self, name: str) -> Response | None:
-        """The refusal of a name that is not the model's."""
-        if name == self.settings.model:
-            return None
-        message = f"there is no model {name!r}, only {self.settings.model!r}"
-        return _refusal(404, message, "invalid_request_error", "model", code="model_not_found")
+    def check_model(self, name: str) -> None:
+        """_ModelError: there is no model of this name."""
+        if name != self.settings.model:
+            raise _ModelError(f"there is no model {name!r}, only {self.settings.model!r}")
 
-    def may_enter(self, request: Request) -> bool:
+    def authorize(self, request: Request) -> bool:
         token = self.settings.token
         if token is None:
             return True
@@ -151,15 +151,12 @@ class _Server:
         return hmac.compare_digest(given.encode(), f"Bearer {token}".encode())
 
     async def answer(self, request: Request, kind: Any) -> Response:
-        if not self.may_enter(request):
-            return _no_entry()
+        if not self.authorize(request):
+            return _unauthorized()
         try:
             body, loop = await self._body(request), asyncio.get_running_loop()
-            threads = self._long if len(body) > _LONG else self._short
-            parsed = await loop.run_in_executor(threads, protocol.parse, kind, body)
-            if parsed.model and (refusal := self.unknown_model(parsed.model)):
-                return refusal
-            sequences = await loop.run_in_executor(threads, self._begin, parsed, loop)
+            threads = self._long if sum(map(len, body)) > LONG else self._short
+            begun = await loop.run_in_executor(threads, self._begin, kind, body, loop)
         except ClientDisconnect:
             return Response(status_code=499)  # nobody reads it
         except asyncio.TimeoutError:
@@ -167,6 +164,8 @@ class _Server:
             return _refusal(408, f"the request was not there within {seconds:g} s", "invalid_request_error")
         except _TooLargeError as problem:
             return _refusal(413, str(problem), "invalid_request_error")
+        except _ModelError as problem:
+            return _unknown_model(problem)
         except RequestError as problem:
             return _refusal(400, str(problem), "invalid_request_error", problem.field)
         except ValueError as problem:
@@ -175,35 +174,47 @@ class _Server:
             return _refusal(429, str(problem), "rate_limit_error", headers={"Retry-After": "1"})
         except ClosedError as problem:
             return _refusal(503, str(problem), "server_error")
-        answer = Answer(kind is ChatRequest, parsed.model or self.settings.model)
-        logprobs = protocol.wants_logprobs(parsed)
-        if parsed.stream:
-            counted = bool((parsed.stream_options or {}).get("include_usage"))
-            events = self._events(answer, sequences, logprobs, counted)
-            return _EventStream(events, sequences)
-        return await self._whole(request, answer, sequences, logprobs)
+        answer = Answer(kind is ChatRequest, self.settings.model)
+        if begun.stream:
+            events = self._events(answer, begun.sequences, begun.logprobs, begun.counted)
+            return _EventStream(events, begun.sequences)
+        return await self._whole(request, answer, begun.sequences, begun.logprobs)
 
-    async def _body(self, request: Request) -> bytes:
-        """TimeoutError: it does not come."""
+    async def _body(self, request: Request) -> list[bytes]:
+        """Read the parts of a body. TimeoutError: they do not come in time. _TooLargeError: they are too long."""
         most = self.settings.max_body_bytes
         too_large = _TooLargeError(f"a request has at most {most} bytes")
         announced = request.headers.get("content-length", "")
         if announced.isdecimal() and int(announced) > most:
             raise too_large  # before memory is taken for it
 
-        async def read() -> bytes:
-            body = bytearray()
+        async def read() -> list[bytes]:
+            parts, size = [], 0
             async for part in request.stream():
-                body += part
-                if len(body) > most:
+                parts.append(part)
+                size += len(part)
+                if size > most:
                     raise too_large
-            return bytes(body)
+            return parts
 
         return await asyncio.wait_for(read(), self.settings.body_seconds)
 
-    def _begin(self, request: Any, loop: asyncio.AbstractEventLoop) -> list[_Sequence]:
-        """Tokenize and submit, on a thread beside ``loop``, where the updates arrive."""
-        return self._submit(self._choices(request), protocol.stops_of(request), loop)
+    def _begin(self, kind: Any, body: list[bytes], loop: asyncio.AbstractEventLoop) -> _Begun:
+        """Parse, tokenize and submit, on a thread beside ``loop``, where the updates arrive.
+
+        What is parsed, up to 500,000 values, is freed here too, which takes 10 ms: errors leave without their frames.
+        """
+        try:
+            return self._submitted(protocol.parse(kind, b"".join(body)), loop)
+        except (ValueError, BusyError, ClosedError) as problem:
+            problem.__context__ = None
+            raise problem.with_traceback(None) from None
+
+    def _submitted(self, request: Any, loop: asyncio.AbstractEventLoop) -> _Begun:
+        self.check_model(request.model or self.settings.model)
+        sequences = self._submit(self._choices(request), protocol.stops_of(request), loop)
+        counted = bool((request.stream_options or {}).get("include_usage"))
+        return _Begun(sequences, request.stream, counted, protocol.wants_logprobs(request))
 
     def _choices(self, request: Any) -> list[Choice]:
         settings, made = self.settings, []
@@ -389,8 +400,22 @@ class _Sequence:
         self._service.cancel(self._ticket, reason)
 
 
+@dataclass(frozen=True, slots=True)
+class _Begun:
+    """A submitted request: its sequences, and how it is to be answered. ``counted``: a stream ends with its usage."""
+
+    sequences: list[_Sequence]
+    stream: bool
+    counted: bool
+    logprobs: bool
+
+
 class _TooLargeError(ValueError):
     pass
+
+
+class _ModelError(ValueError):
+    """A request names another model."""
 
 
 async def _read_all(sequences: Sequence[_Sequence]) -> list[str]:
@@ -421,7 +446,11 @@ def _event(content: dict[str, Any]) -> str:
     return f"data: {json.dumps(content, ensure_ascii=False).translate(_LINE_ENDS)}\n\n"
 
 
-def _no_entry() -> Response:
+def _unknown_model(problem: _ModelError) -> Response:
+    return _refusal(404, str(problem), "invalid_request_error", "model", code="model_not_found")
+
+
+def _unauthorized() -> Response:
     return _refusal(401, "the token in the header Authorization is missing or wrong", "authentication_error")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 from typing import Any, NoReturn
 
 MOST_PARTS = 2**16
@@ -15,10 +16,24 @@ MOST_VALUES = 2**19
 _LONGEST_INTEGER = 100
 """Digits. The time to parse one grows with their square."""
 
+LONG = 64 * 2**10
+"""Bytes of a body beyond which it is a long one: the longest short one takes some 0.1 s."""
+
+_PIECE = 64 * 2**10
+"""Bytes checked in one call of C: less than 2 ms, after which other threads get their turn."""
+
+_NO_MARKS = b"".join(bytes([each]) for each in range(256) if each not in b'"[{,')
+
 # A high surrogate without a low one after it, or a low one without a high one before it.
 _HALF_PAIR = re.compile(
     rb"\\u[dD](?:[89abAB]..(?!\\u[dD][c-fC-F])|[c-fC-F]..(?<!\\u[dD][89abAB]..\\u....))", re.DOTALL
 )
+_HIGH = re.compile(rb"\\u[dD][89abAB]")
+_PAIR_BYTES = 12  # of \ud83d\ude42
+
+_parsing = threading.Lock()
+"""Held while a long body is parsed: the event loop, which waits for the interpreter lock several times in a request,
+then waits for one such thread at a time."""
 
 
 class RequestError(ValueError):
@@ -31,11 +46,14 @@ class RequestError(ValueError):
 
 def fields_of(body: bytes) -> dict[str, Any]:
     """Parse a body. RequestError: it is no JSON object in UTF-8, or has more parts or values than a request needs."""
-    # Afterwards each quotation mark begins or ends a text, and each backslash begins an escape.
-    plain = body.replace(rb"\\", b"__").replace(rb"\"", b"__")
-    _check_size(plain)
-    if _HALF_PAIR.search(plain):
-        raise RequestError("body: an escape is one half of a surrogate pair")
+    if len(body) <= LONG:
+        return _fields_of(body)
+    with _parsing:
+        return _fields_of(body)
+
+
+def _fields_of(body: bytes) -> dict[str, Any]:
+    _check(body)
     try:
         # Functions of Python: while they are called, other threads get their turn.
         fields = json.loads(body.decode(), parse_int=_integer, parse_float=_number, parse_constant=_refuse)
@@ -48,16 +66,39 @@ def fields_of(body: bytes) -> dict[str, Any]:
     return fields
 
 
-def _check_size(plain: bytes) -> None:
-    """Count before anything is built, in calls of milliseconds each."""
-    marks = plain.translate(None, delete=bytes(set(range(256)) - set(b'"[{,')))
-    texts = marks.count(b'"') // 2
-    if texts <= MOST_PARTS:
-        marks = b"".join(marks.split(b'"')[::2])  # those that are in no text
-    if texts + marks.count(b"[") + marks.count(b"{") > MOST_PARTS:
-        raise RequestError(f"body: more than {MOST_PARTS:,} texts, lists and objects")
-    if marks.count(b",") >= MOST_VALUES:
-        raise RequestError(f"body: more than {MOST_VALUES:,} values")
+def _check(body: bytes) -> None:
+    """Count parts and values, and look for half pairs, before anything is built; piece by piece, as each call holds
+    the interpreter lock."""
+    quotes = brackets = commas = 0
+    rest = b""
+    for begin in range(0, len(body), _PIECE):
+        # Afterwards each quotation mark begins or ends a text, and each backslash begins an escape.
+        piece = rest + body[begin : begin + _PIECE]
+        piece = piece.replace(rb"\\", b"__").replace(rb"\"", b"__")
+        if begin + _PIECE < len(body):
+            piece, rest = _cut_before_escape(piece)
+        marks, inside = piece.translate(None, delete=_NO_MARKS), quotes % 2
+        quotes += marks.count(b'"')
+        if quotes // 2 <= MOST_PARTS:
+            marks = b"".join(marks.split(b'"')[inside::2])  # those that are in no text
+        brackets += marks.count(b"[") + marks.count(b"{")
+        commas += marks.count(b",")
+        if quotes // 2 + brackets > MOST_PARTS:
+            raise RequestError(f"body: more than {MOST_PARTS:,} texts, lists and objects")
+        if commas >= MOST_VALUES:
+            raise RequestError(f"body: more than {MOST_VALUES:,} values")
+        if _HALF_PAIR.search(piece):
+            raise RequestError("body: an escape is one half of a surrogate pair")
+
+
+def _cut_before_escape(piece: bytes) -> tuple[bytes, bytes]:
+    """Split off an escape at the end that may be incomplete, together with the first half of its surrogate pair."""
+    end = piece.find(b"\\", max(0, len(piece) - _PAIR_BYTES))
+    if end < 0:
+        return piece, b""
+    if end >= _PAIR_BYTES // 2 and _HIGH.match(piece, end - _PAIR_BYTES // 2):
+        end -= _PAIR_BYTES // 2
+    return piece[:end], piece[end:]
 
 
 def _integer(digits: str) -> int:

@@ -1,4 +1,4 @@
-"""What the ranks of one server do before each forward: the same on all of them.
+"""Commands that all ranks of one server carry out before each forward.
 
 Tensor-parallel ranks run the same scheduler; they need to know the same requests at the same time. The first rank hears
 from clients, and tells the others what it heard before each forward.

@@ -1,4 +1,4 @@
-"""Which fields of a request are known, and what is said of the others. Pure."""
+"""Known fields of a request, and the errors for all others. Pure."""
 
 from __future__ import annotations
 

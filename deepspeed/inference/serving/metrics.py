@@ -11,7 +11,7 @@ _BOUNDS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 
 
 class Histogram:
-    """Of seconds."""
+    """Histogram of durations in seconds."""
 
     def __init__(self) -> None:
         self.counts = [0] * (len(_BOUNDS) + 1)
@@ -31,7 +31,7 @@ class Histogram:
 
 
 class Metrics:
-    """What has happened; safe to use from several threads."""
+    """Counters of requests and tokens; thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -29,7 +29,7 @@ REASONS = {"stop": "stop", "length": "length"}
 
 
 class _Sampling(BaseModel):
-    """What both kinds of request have. ``top_k``, ``min_p``, ``repetition_penalty`` and ``min_tokens`` are beyond
+    """Fields of both kinds of request. ``top_k``, ``min_p``, ``repetition_penalty`` and ``min_tokens`` are beyond
     OpenAI's.
 
     Lists are checked by the functions below, which end at the first error: pydantic would make one for each element
@@ -162,7 +162,7 @@ def _text_of(part: Any, where: str) -> str:
 
 
 def wants_logprobs(request: _Sampling) -> bool:
-    """Of completions, 0 asks for those of the tokens of the answer; of chats, True does."""
+    """Return whether log-probabilities are asked for: by 0 in completions, by True in chats."""
     asked = getattr(request, "logprobs", None)
     return asked is not None and asked is not False
 
@@ -182,7 +182,8 @@ def stops_of(request: _Sampling) -> list[str]:
 def params_of(
     request: _Sampling, index: int, room: int, default: int, stop_token_ids: tuple[int, ...]
 ) -> SamplingParams:
-    """Of the sequence ``index`` of a prompt, after which ``room`` tokens fit; ``default`` if the request does not say
+    """Return the parameters of the sequence ``index`` of a prompt, after which ``room`` tokens fit; ``default`` if
+    the request does not say
     how many. RequestError: more are asked for than fit."""
     asked = getattr(request, "max_completion_tokens", None) or request.max_tokens
     if room < 1 or (asked is not None and asked > room):
@@ -206,7 +207,7 @@ def params_of(
 
 @dataclass(slots=True)
 class Answer:
-    """What all parts of one answer have in common."""
+    """Common fields of all parts of one answer."""
 
     chat: bool
     model: str
@@ -228,7 +229,7 @@ class Answer:
     def choice(
         self, index: int, text: str, reason: str | None, logprobs: Sequence[tuple[str, float]] | None
     ) -> dict[str, Any]:
-        """Of a whole answer."""
+        """Make a choice of a whole answer."""
         content: dict[str, Any] = {"text": text}
         if self.chat:
             content = {"message": {"role": "assistant", "content": text}}
@@ -242,7 +243,7 @@ class Answer:
         logprobs: Sequence[tuple[str, float]] | None,
         first: bool,
     ) -> dict[str, Any]:
-        """Of a stream."""
+        """Make a choice of one event of a stream."""
         content: dict[str, Any] = {"text": text}
         if self.chat:
             role = {"role": "assistant"} if first else {}

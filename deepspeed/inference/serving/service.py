@@ -184,7 +184,7 @@ class Service:
     # ------------------------------------------------------------------------------------------- the thread
 
     def follow(self) -> None:
-        """What the other ranks do, until the first one ends."""
+        """Run the generator on a rank other than the first, until that one ends."""
         requests: dict[int, Request] = {}
         while True:
             commands = self._announcer.announce(Commands())
@@ -201,14 +201,14 @@ class Service:
 
     def _run(self) -> None:
         try:
-            while self._turn():
+            while self._run_once():
                 pass
         except BaseException as error:
             logger.exception("inference: the generator failed")
             self._fail(error)
 
-    def _turn(self) -> bool:
-        """What is new, then a forward if there is work. False: the service has ended."""
+    def _run_once(self) -> bool:
+        """Carry out new commands, then a forward if there is work. Returns False once the service has ended."""
         commands = self._announcer.announce(self._take_new())
         for number, prompt, params in commands.submitted:
             self._tickets[number].request = self.engine.submit(prompt, params)
@@ -218,7 +218,7 @@ class Service:
             return False
         if self.engine.has_work:
             self.engine.step()
-            self._tell()
+            self._notify()
         return True
 
     def _take_new(self) -> Commands:
@@ -234,7 +234,7 @@ class Service:
     def _has_news(self) -> bool:
         return bool(self._new.submitted or self._new.cancelled or self._closing)
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         for ticket in list(self._tickets.values()):
             request = ticket.request
             if request is None:

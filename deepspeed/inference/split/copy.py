@@ -41,11 +41,11 @@ class SplitCopy:
     """
 
     def __init__(self, module: nn.Module, group: Communicator, *, pinned: bool, layers_at_once: int) -> None:
-        twins = {
+        copies = {
             id(param): nn.Parameter(param.detach(), requires_grad=False) for param in module.parameters()
         }
-        sources = {id(twins[id(param)]): param for param in module.parameters()}
-        memo: dict[int, object] = {**twins, **{id(buffer): buffer for buffer in module.buffers()}}
+        sources = {id(copies[id(param)]): param for param in module.parameters()}
+        memo: dict[int, object] = {**copies, **{id(buffer): buffer for buffer in module.buffers()}}
         self.module = copy.deepcopy(module, memo)
         self._pinned = pinned
         cut: dict[int, nn.Parameter] = {}
@@ -56,9 +56,9 @@ class SplitCopy:
         split_over(self.module, group, became=became)
         self._blocks = _blocks(module, layers_at_once)
         self._weights: dict[int, _Weight] = {}
-        for twin, source in sources.items():
-            held = cut.get(twin, twins[id(source)])
-            self._weights[id(source)] = _Weight(source, held, held.shape, twin in cut)
+        for copied, source in sources.items():
+            held = cut.get(copied, copies[id(source)])
+            self._weights[id(source)] = _Weight(source, held, held.shape, copied in cut)
         self.release()
 
     def fill(self, *, whole: bool) -> None:

@@ -82,7 +82,7 @@ def split_over(
 
 
 class _OnlyExperts:
-    """What spreading experts asks of an engine that trains; here there is none."""
+    """Stand-in for the training engine that distributing experts asks for."""
 
     def __init__(self, mesh: ProcessMesh) -> None:
         self.mesh = mesh
@@ -133,7 +133,8 @@ def same_random_numbers(group: Communicator | None) -> Iterator[None]:
 
 
 def check_length(inputs: tuple[Any, ...], kwargs: dict[str, Any], longest: int, kept: int = 0) -> None:
-    """Of the prompts of a call of ``generate``. RuntimeError: more than ``longest`` tokens, of which ``kept`` are for
+    """Check the prompts of a call of ``generate``. RuntimeError: more than ``longest`` tokens, of which ``kept`` are
+    for
     the answer."""
     given = kwargs.get("input_ids", inputs[0] if inputs else None)
     if isinstance(given, torch.Tensor) and given.dim() == 2 and given.shape[1] > longest - kept:

@@ -88,7 +88,7 @@ def _described(placement: Placement) -> list[Any]:
 
 
 def _new_parts(every: Sequence[Mapping[str, Any]], rank: int) -> dict[str, Any]:
-    """What a rank has that no earlier one does."""
+    """Return the parts of a rank that no earlier one has."""
     return {
         name: described
         for name, described in every[rank].items()

@@ -131,7 +131,8 @@ class InferenceEngineV2:
     def query(
         self, uid: int, max_request_tokens: int, max_request_blocks: int | Tensor
     ) -> tuple[int, Tensor]:
-        """How many of ``max_request_tokens`` further tokens of a sequence can be put with at most so many further
+        """Return how many of ``max_request_tokens`` further tokens of a sequence can be put with at most so many
+        further
         blocks, and how many blocks [cache groups] these take."""
         sequence = self._sequences.get(uid)
         if sequence is None and len(self._sequences) >= self._config.state_manager.max_tracked_sequences:
@@ -143,7 +144,7 @@ class InferenceEngineV2:
         return tokens, torch.tensor([self._blocks.blocks_for(max(0, tokens - room))])
 
     def can_schedule(self, uids: Iterable[int], lengths: Iterable[int]) -> SchedulingResult:
-        """Whether so many tokens of these sequences can be put at once."""
+        """Return whether so many tokens of these sequences can be put at once."""
         manager = self._config.state_manager
         uids, lengths = [int(uid) for uid in uids], list(lengths)
         if len(uids) > manager.max_ragged_sequence_count:
@@ -274,7 +275,7 @@ class InferenceEngineV2:
         return [uid for uid, each in self._sequences.items() if uid not in busy and each.table.blocks]
 
     def _idle_blocks(self, uids: Sequence[int]) -> int:
-        """That would be free if all of these moved."""
+        """Count the blocks that would be free if all of these moved."""
         uses: Counter[int] = Counter()
         for uid in self._idle(uids):
             uses.update(self._sequences[uid].table.blocks)

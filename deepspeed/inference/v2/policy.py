@@ -22,7 +22,7 @@ class InferenceV2Policy:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the weights, as the model's config says; fp32 if it does not."""
+        """Return the dtype of the weights, as the model's config says; fp32 if it does not."""
         found: Any = getattr(self._checkpoint_engine.model_config, "dtype", None)
         return found if isinstance(found, torch.dtype) else torch.float32
 

@@ -1,4 +1,4 @@
-"""Whether a batch can be run."""
+"""Results of the check whether a batch can be run."""
 
 from __future__ import annotations
 

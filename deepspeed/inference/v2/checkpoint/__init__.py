@@ -1,1 +1,1 @@
-"""Where the weights of a FastGen engine come from."""
+"""Sources of the weights of a FastGen engine."""

@@ -1,4 +1,4 @@
-"""What a source of weights is."""
+"""Interface of a source of weights."""
 
 from __future__ import annotations
 

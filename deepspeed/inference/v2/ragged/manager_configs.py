@@ -1,4 +1,4 @@
-"""What the ragged engine keeps per sequence: the key-value cache, and how many sequences and tokens fit."""
+"""State of the ragged engine per sequence: the key-value cache, and how many sequences and tokens fit."""
 
 from __future__ import annotations
 
