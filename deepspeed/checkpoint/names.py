@@ -9,6 +9,8 @@ from collections.abc import Iterable
 LATEST = "latest"
 LATEST_UNIVERSAL = "latest_universal"
 """The same for universal checkpoints (`load_universal`)."""
+UNIVERSAL_FOLDER = "zero"
+"""Folder of a universal checkpoint that holds a folder per parameter."""
 RECOVERY_SCRIPT = "zero_to_fp32.py"
 SCRIPTS = (RECOVERY_SCRIPT, "zero_to_torch.py")
 """Stored beside the checkpoints, for a shell."""

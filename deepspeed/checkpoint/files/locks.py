@@ -61,6 +61,11 @@ class SaveLock:
         if file is not None:
             _own[_identity(os.fstat(file.fileno()))] = self
 
+    @property
+    def works(self) -> bool:
+        """Whether it keeps other processes out: False where the file system has no locks."""
+        return self._file is not None
+
     def release(self) -> None:
         """Remove the file and end the lock."""
         self._end(remove=True)
@@ -99,6 +104,13 @@ def take(path: Path, folder: Path) -> SaveLock:
                 "job a save_dir or tags of its own, or end the other one"
             )
         time.sleep(_PATIENCE / 20)
+
+
+def take_if_free(path: Path) -> SaveLock | None:
+    """Lock the file ``path``, which is made if needed; None if another save holds it, or there are no locks."""
+    with _guard:
+        found = _try(path)
+    return found if isinstance(found, SaveLock) and found.works else None
 
 
 def abandoned(folder: Path) -> Iterator[SaveLock]:

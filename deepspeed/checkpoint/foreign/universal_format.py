@@ -24,12 +24,11 @@ from deepspeed.checkpoint.constants import PARAM, VOCAB_TENSOR
 from deepspeed.checkpoint.errors import CheckpointError, CheckpointNotFoundError, mixed_saves
 from deepspeed.checkpoint.files.archive import Archive, open_archive
 from deepspeed.checkpoint.foreign.splits import Wanted
-from deepspeed.checkpoint.names import MODEL_SUFFIX, OPTIMIZER_STATE, SAVE, SAVED_BY
+from deepspeed.checkpoint.names import MODEL_SUFFIX, OPTIMIZER_STATE, SAVE, SAVED_BY, UNIVERSAL_FOLDER
 from deepspeed.checkpoint.shards import ShardIndex
 from deepspeed.checkpoint.state import MASTER
 
-FOLDER = "zero"
-"""Where the parameters' folders are."""
+FOLDER = UNIVERSAL_FOLDER
 COMMON = "optimizer_state.pt"
 STEP = "step"
 SUFFIX = ".pt"
