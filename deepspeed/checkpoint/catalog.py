@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from deepspeed.checkpoint.files.archive import Archive
+from deepspeed.checkpoint.files.archive_reader import Archive
 from deepspeed.checkpoint.shards import Piece, ShardIndex
 from deepspeed.checkpoint.state import MASTER
 

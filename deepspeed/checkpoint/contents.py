@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from deepspeed.checkpoint import directory, names
 from deepspeed.checkpoint.errors import CheckpointError
-from deepspeed.checkpoint.files.archive import hash_tensor
+from deepspeed.checkpoint.files.hashing import hash_tensor
 from deepspeed.checkpoint.numbered import names_elsewhere
 from deepspeed.checkpoint.own_format import (
     DIRECTORIES,

@@ -24,7 +24,8 @@ from torch import Tensor
 
 from deepspeed.checkpoint.catalog import Catalog, Group, Source
 from deepspeed.checkpoint.errors import CheckpointError
-from deepspeed.checkpoint.files.archive import Archive, LazyTensor
+from deepspeed.checkpoint.files.archive_reader import Archive
+from deepspeed.checkpoint.files.archive_writer import LazyTensor
 from deepspeed.checkpoint.shards import ShardIndex
 from deepspeed.checkpoint.state import MASTER, ParamEntry
 

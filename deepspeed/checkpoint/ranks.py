@@ -13,7 +13,8 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.base.accelerator import get_accelerator
 from deepspeed.checkpoint.errors import FailedElsewhere
-from deepspeed.checkpoint.files.archive import packed, unpacked
+from deepspeed.checkpoint.files.archive_reader import unpacked
+from deepspeed.checkpoint.files.archive_writer import packed
 from deepspeed.comm.store_exchange import StoreExchange
 
 MESSAGE_BYTES = 4096

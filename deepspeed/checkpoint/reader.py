@@ -10,7 +10,7 @@ from typing import Any
 from deepspeed.checkpoint import names
 from deepspeed.checkpoint.catalog import Catalog
 from deepspeed.checkpoint.errors import CheckpointError, CheckpointNotFoundError, laid_out
-from deepspeed.checkpoint.files.archive import Archive, open_archive
+from deepspeed.checkpoint.files.archive_reader import Archive, open_archive
 from deepspeed.checkpoint.foreign import upstream_format
 from deepspeed.checkpoint.foreign.splits import Wanted
 from deepspeed.checkpoint.names import DS_VERSION, INDEX, model_ranks, optim_ranks

@@ -13,7 +13,7 @@ from deepspeed.base.logging import logger
 from deepspeed.checkpoint import names
 from deepspeed.checkpoint.contents import Files, Place, Report, Training
 from deepspeed.checkpoint.errors import CheckpointError, CheckpointTagError
-from deepspeed.checkpoint.files.archive import naming, write_archive
+from deepspeed.checkpoint.files.archive_writer import naming, write_archive
 from deepspeed.checkpoint.files.background import BackgroundWriter, remove_older
 from deepspeed.checkpoint.files.flush import flush, flush_later, wait_for_flushes
 from deepspeed.checkpoint.files.tags import check_tag

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from deepspeed.base.accelerator import get_accelerator
-from deepspeed.checkpoint.files.archive import LazyTensor
+from deepspeed.checkpoint.files.archive_writer import LazyTensor
 from deepspeed.ops.native import copy_bytes
 
 _ALIGNMENT = 64

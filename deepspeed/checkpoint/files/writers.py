@@ -30,7 +30,7 @@ from pathlib import Path
 from deepspeed.base.logging import logger
 from deepspeed.checkpoint.errors import CheckpointError, CheckpointNotFoundError
 from deepspeed.checkpoint.files import locks
-from deepspeed.checkpoint.files.archive import naming
+from deepspeed.checkpoint.files.archive_writer import naming
 from deepspeed.checkpoint.files.flush import flush, flush_later, flush_names
 from deepspeed.checkpoint.files.tags import check_tag, read_latest, shown
 from deepspeed.checkpoint.names import LATEST, LATEST_UNIVERSAL, SCRIPTS, UNIVERSAL_FOLDER, is_ours

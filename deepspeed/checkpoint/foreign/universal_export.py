@@ -25,7 +25,8 @@ from deepspeed.checkpoint import names
 from deepspeed.checkpoint.catalog import Catalog, Source
 from deepspeed.checkpoint.constants import CAT_DIM, PARAM, PARAM_N_SUB_PARAMS
 from deepspeed.checkpoint.errors import CheckpointError
-from deepspeed.checkpoint.files.archive import LazyTensor, naming, read_archive, write_archive
+from deepspeed.checkpoint.files.archive_reader import read_archive
+from deepspeed.checkpoint.files.archive_writer import LazyTensor, naming, write_archive
 from deepspeed.checkpoint.files.flush import wait_for_flushes
 from deepspeed.checkpoint.files.writers import StagedFolder, replace_file
 from deepspeed.checkpoint.foreign.universal_format import COMMON, FOLDER, STEP, SUFFIX, is_universal, saved_by

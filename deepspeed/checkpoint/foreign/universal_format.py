@@ -22,7 +22,7 @@ from torch import Tensor
 from deepspeed.checkpoint.catalog import Catalog, Group, Source
 from deepspeed.checkpoint.constants import PARAM, VOCAB_TENSOR
 from deepspeed.checkpoint.errors import CheckpointError, CheckpointNotFoundError, mixed_saves
-from deepspeed.checkpoint.files.archive import Archive, open_archive
+from deepspeed.checkpoint.files.archive_reader import Archive, open_archive
 from deepspeed.checkpoint.foreign.splits import Wanted
 from deepspeed.checkpoint.names import MODEL_SUFFIX, OPTIMIZER_STATE, SAVE, SAVED_BY, UNIVERSAL_FOLDER
 from deepspeed.checkpoint.shards import ShardIndex

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from deepspeed.checkpoint.catalog import Catalog, Group, Source
 from deepspeed.checkpoint.errors import CheckpointError, CheckpointNotFoundError
-from deepspeed.checkpoint.files.archive import Archive
+from deepspeed.checkpoint.files.archive_reader import Archive
 from deepspeed.checkpoint.foreign.splits import Shape, Wanted
 from deepspeed.checkpoint.foreign.universal_format import (
     add_universal,

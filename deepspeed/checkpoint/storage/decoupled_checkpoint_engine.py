@@ -7,7 +7,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from deepspeed.checkpoint.files.archive import naming, write_archive
+from deepspeed.checkpoint.files.archive_writer import naming, write_archive
 from deepspeed.checkpoint.files.flush import flush
 from deepspeed.checkpoint.files.snapshot import Snapshot
 from deepspeed.checkpoint.storage.checkpoint_engine import CheckpointCommitInfo

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from deepspeed.checkpoint.files.archive import naming, write_archive
+from deepspeed.checkpoint.files.archive_writer import naming, write_archive
 from deepspeed.checkpoint.files.flush import flush
 from deepspeed.checkpoint.files.safe_types import allowed_types, trusts_files
 from deepspeed.checkpoint.storage.checkpoint_engine import CheckpointCommitInfo, CheckpointEngine
