@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,6 +27,7 @@ from deepspeed.checkpoint.own_format import (
 from deepspeed.checkpoint.placement import EXPERTS, NUMBERED_EXPERTS, placement_of
 from deepspeed.checkpoint.ranks import Ranks
 from deepspeed.checkpoint.renaming import WRAPPER, wrapper_of
+from deepspeed.checkpoint.save_ids import new_id, save_entry
 from deepspeed.checkpoint.sharded_weights import ShardedWeights
 from deepspeed.checkpoint.shards import Cut, ShardIndex
 from deepspeed.checkpoint.state import ParamEntry, TrainingState
@@ -93,9 +93,9 @@ class Training:
     rank_state: Mapping[str, Any] = field(default_factory=dict)
     own_state: Mapping[str, Any] | None = None
     """What this rank's optimizer does not share with others, in a file of its own; None on all ranks or on none."""
-    write_layers: Callable[[Path], None] | None = None
-    """Writes the documented files of single layers into a folder (pipelines). It gathers weights, which no rank leaves
-    early, whatever fails."""
+    write_layers: Callable[[Path, Mapping[str, Any]], None] | None = None
+    """Writes the documented files of single layers into a folder (pipelines), marked with the save that they are of. It
+    gathers weights, which no rank leaves early, whatever fails."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +126,7 @@ class Files:
         self._describe(training.module, training.state, exclude_frozen)
         self.values = self._values(training)
         # What ranks find out when they meet:
+        self.save_number = new_id()
         self.save: dict[str, Any] = {}
         self.pending = False
         self.rank_states: list[dict[str, Any]] = []
@@ -289,9 +290,9 @@ class Files:
 
         What grows with the number of ranks is what rank 0 receives where ranks have no files of their own (stage 0):
         their random states."""
-        pending, number = ranks.largest([self.values["pending"] is not None, new_id()])
+        pending, number = ranks.largest([self.values["pending"] is not None, self.save_number])
         self.pending = bool(pending)
-        self.save = {"id": f"{number:016x}", "global_steps": self.moment[0]}
+        self.save = save_entry(number, self.moment[0])
         buffers = list(self.values["buffers"])
         if self.place.stages > 1:
             self._meet_stages(ranks, dict(zip(buffers, report.buffer_hashes, strict=True)))
@@ -451,11 +452,6 @@ class Files:
         if self.parts:
             return {"rank_state": dict(self.values["rank_state"])}
         return {"rank_states": self.rank_states}
-
-
-def new_id() -> int:
-    """A random number of 62 bits; the largest of all ranks' is the id of a save."""
-    return secrets.randbits(62)
 
 
 def module_state(module: nn.Module, *, exclude: list[str] | None = None) -> dict[str, Any]:

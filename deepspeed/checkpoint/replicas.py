@@ -142,7 +142,7 @@ class Replicas:
 
     # Between machines ---------------------------------------------------------------------------------------
 
-    def _exchange(self, staging: Path) -> None:
+    def _exchange(self, staging: Path, save: Mapping[str, Any]) -> None:
         """Give the next machine this machine's files. Every rank calls it."""
         own = _sizes(staging) if self.ranks.keeps_folder else {}
         reports = self.ranks.gather(own)

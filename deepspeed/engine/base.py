@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -149,8 +149,8 @@ class EngineBase(EngineAccessors, nn.Module):
     def micro_steps(self, value: int) -> None:
         self.clock.micro_steps = value
 
-    def layer_writer(self, exclude_frozen: bool) -> Callable[[Path], None] | None:
-        """What also writes the files of single layers into the folder of a checkpoint, if this engine has any."""
+    def layer_writer(self, exclude_frozen: bool) -> Callable[[Path, Mapping[str, Any]], None] | None:
+        """Return what writes the files of single layers into the folder of a save, if this engine has any."""
         return None
 
     def position_in_batch(self) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from deepspeed.base.accelerator import get_accelerator
 from deepspeed.base.events import Events
 from deepspeed.base.logging import apply_log_level
 from deepspeed.base.transforms import inside_transform
+from deepspeed.checkpoint.save_ids import marked
 from deepspeed.checkpoint.storage.utils import create_checkpoint_engine
 from deepspeed.comm import documented_groups as groups
 from deepspeed.comm.collectives import CommunicationError
@@ -509,20 +510,20 @@ class DeepSpeedEngine(EngineSurface, EngineBase):
 
     # The end ------------------------------------------------------------------------------------------------
 
-    def layer_writer(self, exclude_frozen: bool) -> Callable[[Path], None] | None:
-        """Writes the file of each expert, where weights are whole (stages 0 to 2)."""
+    def layer_writer(self, exclude_frozen: bool) -> Callable[[Path, Mapping[str, Any]], None] | None:
+        """Return what writes the file of each expert, where weights are whole (stages 0 to 2)."""
         if not self.num_experts or self.plan.zero.shard_params:
             return None
         return self._expert_writer(exclude_frozen)
 
-    def _expert_writer(self, exclude_frozen: bool) -> Callable[[Path], None]:
+    def _expert_writer(self, exclude_frozen: bool) -> Callable[[Path, Mapping[str, Any]], None]:
         files = self.checkpoint_engine
 
-        def write(folder: Path) -> None:
+        def write(folder: Path, save: Mapping[str, Any]) -> None:
             write_experts(
                 self.module,
                 self.mesh,
-                lambda state, name: files.save(state, str(folder / name)),
+                lambda state, name: files.save(marked(state, save), str(folder / name)),
                 exclude_frozen,
             )
             if info := files.get_commit_info():
