@@ -223,6 +223,7 @@ def _make_default_group(
             )
     except (RuntimeError, ValueError, OSError) as error:
         raise _rendezvous_error(error, rank, world_size, init_method) from error
+    hang_watch.arrive()
 
 
 def _await_rank_zero(address: str | None, port: str | None) -> None:
