@@ -1,5 +1,5 @@
-"""What a checkpoint folder holds, by parameter name, regardless of what wrote it. Nothing is read until it is
-requested."""
+"""The catalog of a checkpoint folder: what it holds, by parameter name, regardless of what wrote it. Nothing is read
+until it is requested."""
 
 from __future__ import annotations
 

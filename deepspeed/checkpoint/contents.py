@@ -1,4 +1,4 @@
-"""What is in each file of a checkpoint: from a rank's live memory, or from a copy of it."""
+"""The content of each file of a checkpoint: from a rank's live memory, or from a copy of it."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ class Training:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What a rank tells the others of its files: what they hold, by key of the directory, and hashes of its
+    """A rank's report on its files to the others: what they hold, by key of the directory, and hashes of its
     buffers."""
 
     held: dict[str, directory.Contents]
@@ -261,12 +261,12 @@ class Files:
     # Among ranks --------------------------------------------------------------------------------------------
 
     def report(self) -> Report:
-        """What this rank tells the others."""
+        """Return what this rank tells the others."""
         hashes = [hash_tensor(buffer) for buffer in self.values["buffers"].values()]
         return Report({} if self.node_local else self._held(), hashes)
 
     def _held(self) -> dict[str, directory.Contents]:
-        """What this rank's files hold of each parameter, by key of the directory."""
+        """Return what this rank's files hold of each parameter, by key of the directory."""
         found: dict[str, directory.Contents] = {}
         if self.optimizer_files and self.shapes is not None:
             found[OPTIMIZER_DIRECTORY] = self._contents(self.shapes, self.cuts, self.held_shards)
@@ -374,7 +374,7 @@ class Files:
         return {**content, names.INDEX: self._begun_index()}
 
     def _begun_index(self) -> dict[str, Any]:
-        """What the index of every file begins with."""
+        """Return the entries that the index of every file begins with."""
         return {"format": names.FORMAT, names.SAVE: self.save}
 
     def _optim_states(self) -> dict[str, Any]:
@@ -387,7 +387,7 @@ class Files:
         return content
 
     def _boxes(self, held: Iterable[str]) -> dict[str, Any]:
-        """Where tensors of the state dict lie in larger ones."""
+        """Return where tensors of the state dict lie in larger ones."""
         placements = {name: self.placements[name] for name in held if name in self.placements}
         return {name: (p.global_shape, p.boxes) for name, p in placements.items() if p.boxes}
 

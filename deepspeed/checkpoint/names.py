@@ -103,7 +103,8 @@ def buffers_file(rank: int) -> str:
 
 
 def own_state_file(rank: int) -> str:
-    """What the optimizer of ``rank`` does not share with other ranks (error feedback)."""
+    """Return the name of the file of what the optimizer of ``rank`` does not share with other ranks (error
+    feedback)."""
     return f"own_state_rank_{rank}.pt"
 
 
@@ -120,7 +121,7 @@ def by_numbers(paths: Iterable[str]) -> list[str]:
 
 
 def is_ours(name: str) -> bool:
-    """Whether a file in a checkpoint folder was written by us (the client's own files stay where they are)."""
+    """Return whether a file in a checkpoint folder was written by us (the client's own files stay where they are)."""
     return _OURS.fullmatch(name) is not None
 
 

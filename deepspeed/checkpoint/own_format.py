@@ -128,7 +128,7 @@ def _run(kind: str, dtype: torch.dtype, parts: list[tuple[int, Tensor]]) -> dict
 
 
 def _same_bits(master: Tensor, weight: Tensor | None, index: ShardIndex) -> bool:
-    """Whether the model's own weight equals the master bit for bit (NaN included)."""
+    """Return whether the model's own weight equals the master bit for bit (NaN included)."""
     if weight is None or weight.dtype != master.dtype or weight.numel() != index.local_numel:
         return False
     part = weight.detach().reshape(-1)[index.start : index.stop]

@@ -127,7 +127,7 @@ class Replicas:
         return tag
 
     def _kept(self) -> dict[str, State]:
-        """What this machine has, by tag."""
+        """Return what this machine has, by tag."""
         found = {}
         for folder in self.folder.iterdir():
             if not folder.is_dir() or folder.name.startswith("."):

@@ -25,7 +25,7 @@ from deepspeed.comm import CommunicationError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Request:
-    """What one call of ``save`` asks for."""
+    """The arguments of one call of ``save``."""
 
     save_dir: Path
     tag: str

@@ -107,7 +107,7 @@ def _refuse_what_does_not_load(path: Path, content: Any, *, compare: bool) -> No
 
 
 def _is_state_dict(content: Any) -> bool:
-    """Whether it is weights only, which could lose nothing but their names."""
+    """Return whether it is weights only, which could lose nothing but their names."""
     return isinstance(content, dict) and all(
         isinstance(name, str) and isinstance(value, (Tensor, LazyTensor)) for name, value in content.items()
     )
@@ -181,7 +181,7 @@ class _Plan:
         self.__name__ = pickle.__name__
 
     def is_plain(self, value: Any) -> bool:
-        """Whether it is a strided tensor with its own memory; others reduce themselves to such tensors."""
+        """Return whether it is a strided tensor with its own memory; others reduce themselves to such tensors."""
         return (
             isinstance(value, Tensor)
             and type(value) in (Tensor, torch.nn.Parameter, torch.nn.Buffer)
@@ -257,7 +257,7 @@ def _of_storages(persistent_id: Callable[[Any, Any], Any]) -> Callable[[Any, Any
 
 
 def _with_grad(reduced: Any, requires_grad: bool) -> Any:
-    """How to rebuild a tensor, as torch pickles it, with this flag."""
+    """Return how to rebuild a tensor, as torch pickles it, with this flag."""
     function, (storage, offset, size, stride, _, *rest) = reduced
     return function, (storage, offset, size, stride, requires_grad, *rest)
 
@@ -319,7 +319,7 @@ class Sink:
 
 
 def _needs(value: Any, classes: list[str]) -> bool:
-    """Whether pickling ``value`` alone names one of ``classes``."""
+    """Return whether pickling ``value`` alone names one of ``classes``."""
     names: set[str] = set()
 
     def note(obj: Any) -> None:

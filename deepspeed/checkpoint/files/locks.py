@@ -63,7 +63,7 @@ class SaveLock:
 
     @property
     def works(self) -> bool:
-        """Whether it keeps other processes out: False where the file system has no locks."""
+        """Return whether it keeps other processes out: False where the file system has no locks."""
         return self._file is not None
 
     def release(self) -> None:
@@ -159,7 +159,7 @@ def _try_abandoned(path: Path) -> SaveLock | None:
 
 
 def _lock(file: FileIO, path: Path) -> bool | None:
-    """Whether the file could be locked; None, with a warning, where there are no locks."""
+    """Lock the file; False if another process has; None, with a warning, where there are no locks."""
     try:
         import fcntl  # not on every system
 
@@ -176,7 +176,7 @@ def _lock(file: FileIO, path: Path) -> bool | None:
 
 
 def _read(file: FileIO) -> Holder | None:
-    """What the file says of its holder; None if it is not a lock file of ours."""
+    """Return what the file says of its holder; None if it is not a lock file of ours."""
     file.seek(0)
     try:
         found: Any = json.loads(file.read(_LONGEST))

@@ -41,7 +41,7 @@ class Snapshot:
 
     @property
     def nbytes(self) -> int:
-        """Of the memory that is kept."""
+        """The size of the memory that is kept."""
         return self._memory.numel()
 
     def prepare(self, contents: Mapping[str, Any]) -> None:

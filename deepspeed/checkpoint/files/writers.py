@@ -180,8 +180,8 @@ def _remove_stale(folder: Path, now: float) -> None:
 
 
 def _is_stale(staging: Path, final: Path, now: float) -> bool:
-    """Whether this is a folder of our own, all of it old: it holds files of a checkpoint, and others only if they were
-    carried over from the former checkpoint at ``final``."""
+    """Return whether it is a folder of ours, all of it old: it holds files of a checkpoint, and others only if they
+    were carried over from the former checkpoint at ``final``."""
     if staging.is_symlink():
         return False
     try:
@@ -296,7 +296,7 @@ def _with_suffix(path: Path, suffix: str) -> Path:
 
 
 def _behind_links(folder: Path) -> Path:
-    """Where the folder itself is: its replacement must be stored next to it, and the link to it stays."""
+    """Resolve a link to a folder: its replacement must be stored next to it, and the link to it stays."""
     if not os.path.islink(folder):
         return folder
     try:

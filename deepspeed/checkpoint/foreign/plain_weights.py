@@ -41,7 +41,7 @@ def find_plain(path: Path) -> Path | None:
 
 
 def find_universal_weights(folder: Path) -> Path | None:
-    """Where the universal checkpoint in ``folder`` has its parameters, if it holds nothing else."""
+    """Return where the universal checkpoint in ``folder`` has its parameters, if it holds nothing else."""
     return folder / FOLDER if has_only_parameters(folder) else None
 
 

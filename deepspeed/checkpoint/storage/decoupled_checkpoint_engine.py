@@ -15,7 +15,7 @@ from deepspeed.checkpoint.storage.fast_checkpoint_engine import FastCheckpointEn
 
 
 class DecoupledEvent(enum.Enum):
-    """What a writer is asked for."""
+    """A request to a writer."""
 
     SAVE_EVENT = 1
     COMMIT_EVENT = 2
