@@ -222,12 +222,12 @@ def saved(engine: Any, folder: Path, rank: int) -> dict[str, Any]:
 
 def loaded(engine: Any, folder: Path) -> dict[str, Any]:
     """Seconds of one rank's load, the files that it opened and what it read of them."""
-    from deepspeed.checkpoint.files import archive
+    from deepspeed.checkpoint.files import archive_reader
 
     opened: dict[str, Any] = {}
 
     def opening(path: Path) -> Any:
-        opened[path.name] = archive.open_archive(path)
+        opened[path.name] = archive_reader.open_archive(path)
         return opened[path.name]
 
     with ExitStack() as stack:

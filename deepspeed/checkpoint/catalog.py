@@ -1,5 +1,5 @@
-"""What a checkpoint folder holds, by parameter name, regardless of what wrote it. Nothing is read until it is
-requested."""
+"""The catalog of a checkpoint folder: what it holds, by parameter name, regardless of what wrote it. Nothing is read
+until it is requested."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from deepspeed.checkpoint.files.archive import Archive
+from deepspeed.checkpoint.files.archive_reader import Archive
 from deepspeed.checkpoint.shards import Piece, ShardIndex
 from deepspeed.checkpoint.state import MASTER
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from deepspeed.checkpoint.catalog import Source
 from deepspeed.checkpoint.errors import CheckpointNotFoundError
-from deepspeed.checkpoint.files.archive import LazyTensor
+from deepspeed.checkpoint.files.archive_writer import LazyTensor
 from deepspeed.checkpoint.files.tags import read_latest
 from deepspeed.checkpoint.files.writers import find_folder
 from deepspeed.checkpoint.load import Reader

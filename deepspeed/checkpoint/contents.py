@@ -1,8 +1,7 @@
-"""What is in each file of a checkpoint: from a rank's live memory, or from a copy of it."""
+"""The content of each file of a checkpoint: from a rank's live memory, or from a copy of it."""
 
 from __future__ import annotations
 
-import secrets
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 
 from deepspeed.checkpoint import directory, names
 from deepspeed.checkpoint.errors import CheckpointError
-from deepspeed.checkpoint.files.archive import hash_tensor
+from deepspeed.checkpoint.files.hashing import hash_tensor
 from deepspeed.checkpoint.numbered import names_elsewhere
 from deepspeed.checkpoint.own_format import (
     DIRECTORIES,
@@ -28,6 +27,7 @@ from deepspeed.checkpoint.own_format import (
 from deepspeed.checkpoint.placement import EXPERTS, NUMBERED_EXPERTS, placement_of
 from deepspeed.checkpoint.ranks import Ranks
 from deepspeed.checkpoint.renaming import WRAPPER, wrapper_of
+from deepspeed.checkpoint.save_ids import new_id, save_entry
 from deepspeed.checkpoint.sharded_weights import ShardedWeights
 from deepspeed.checkpoint.shards import Cut, ShardIndex
 from deepspeed.checkpoint.state import ParamEntry, TrainingState
@@ -93,14 +93,14 @@ class Training:
     rank_state: Mapping[str, Any] = field(default_factory=dict)
     own_state: Mapping[str, Any] | None = None
     """What this rank's optimizer does not share with others, in a file of its own; None on all ranks or on none."""
-    write_layers: Callable[[Path], None] | None = None
-    """Writes the documented files of single layers into a folder (pipelines). It gathers weights, which no rank leaves
-    early, whatever fails."""
+    write_layers: Callable[[Path, Mapping[str, Any]], None] | None = None
+    """Writes the documented files of single layers into a folder (pipelines), marked with the save that they are of. It
+    gathers weights, which no rank leaves early, whatever fails."""
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What a rank tells the others of its files: what they hold, by key of the directory, and hashes of its
+    """A rank's report on its files to the others: what they hold, by key of the directory, and hashes of its
     buffers."""
 
     held: dict[str, directory.Contents]
@@ -126,6 +126,7 @@ class Files:
         self._describe(training.module, training.state, exclude_frozen)
         self.values = self._values(training)
         # What ranks find out when they meet:
+        self.save_number = new_id()
         self.save: dict[str, Any] = {}
         self.pending = False
         self.rank_states: list[dict[str, Any]] = []
@@ -260,12 +261,12 @@ class Files:
     # Among ranks --------------------------------------------------------------------------------------------
 
     def report(self) -> Report:
-        """What this rank tells the others."""
+        """Return what this rank tells the others."""
         hashes = [hash_tensor(buffer) for buffer in self.values["buffers"].values()]
         return Report({} if self.node_local else self._held(), hashes)
 
     def _held(self) -> dict[str, directory.Contents]:
-        """What this rank's files hold of each parameter, by key of the directory."""
+        """Return what this rank's files hold of each parameter, by key of the directory."""
         found: dict[str, directory.Contents] = {}
         if self.optimizer_files and self.shapes is not None:
             found[OPTIMIZER_DIRECTORY] = self._contents(self.shapes, self.cuts, self.held_shards)
@@ -289,9 +290,9 @@ class Files:
 
         What grows with the number of ranks is what rank 0 receives where ranks have no files of their own (stage 0):
         their random states."""
-        pending, number = ranks.largest([self.values["pending"] is not None, new_id()])
+        pending, number = ranks.largest([self.values["pending"] is not None, self.save_number])
         self.pending = bool(pending)
-        self.save = {"id": f"{number:016x}", "global_steps": self.moment[0]}
+        self.save = save_entry(number, self.moment[0])
         buffers = list(self.values["buffers"])
         if self.place.stages > 1:
             self._meet_stages(ranks, dict(zip(buffers, report.buffer_hashes, strict=True)))
@@ -373,7 +374,7 @@ class Files:
         return {**content, names.INDEX: self._begun_index()}
 
     def _begun_index(self) -> dict[str, Any]:
-        """What the index of every file begins with."""
+        """Return the entries that the index of every file begins with."""
         return {"format": names.FORMAT, names.SAVE: self.save}
 
     def _optim_states(self) -> dict[str, Any]:
@@ -386,7 +387,7 @@ class Files:
         return content
 
     def _boxes(self, held: Iterable[str]) -> dict[str, Any]:
-        """Where tensors of the state dict lie in larger ones."""
+        """Return where tensors of the state dict lie in larger ones."""
         placements = {name: self.placements[name] for name in held if name in self.placements}
         return {name: (p.global_shape, p.boxes) for name, p in placements.items() if p.boxes}
 
@@ -451,11 +452,6 @@ class Files:
         if self.parts:
             return {"rank_state": dict(self.values["rank_state"])}
         return {"rank_states": self.rank_states}
-
-
-def new_id() -> int:
-    """A random number of 62 bits; the largest of all ranks' is the id of a save."""
-    return secrets.randbits(62)
 
 
 def module_state(module: nn.Module, *, exclude: list[str] | None = None) -> dict[str, Any]:

@@ -1,4 +1,5 @@
-"""Which file of a checkpoint holds which interval of a parameter, so that a loader opens only the files it needs.
+"""The directory: which file of a checkpoint holds which interval of a parameter, so that a loader opens only the
+files it needs.
 
 One file of each checkpoint contains it, in one of two forms:
 
@@ -30,14 +31,14 @@ TABLES = ("first_rows", "rows")
 
 @dataclass(slots=True)
 class Held:
-    """What one rank's file holds: a row of three numbers and the kinds of state for each fragment."""
+    """The content of one rank's file: a row of three numbers and the kinds of state for each fragment."""
 
     rows: list[tuple[int, int, int]] = field(default_factory=list)
     kinds: list[tuple[str, ...]] = field(default_factory=list)
     has_boxes: bool = False
 
     def follows(self, cuts: Sequence[Cut], numels: Sequence[int], file: int) -> bool:
-        """Whether the file with this number holds what the parameters' ``cuts`` say, and nothing else."""
+        """Return whether the file with this number holds what the parameters' ``cuts`` say, and nothing else."""
         if self.has_boxes:
             return False
         found: dict[int, list[tuple[int, int]]] = {}
@@ -197,7 +198,7 @@ class Directory(Protocol):
 
 
 def read(packed: Mapping[str, Any], verify: Callable[[Tensor], Any]) -> Directory:
-    """What ``make`` made. ``verify`` is called with each part of a table before it is used."""
+    """Read what ``make`` made. ``verify`` is called with each part of a table before it is used."""
     return Computed(packed) if "cuts" in packed else Listed(packed, verify)
 
 

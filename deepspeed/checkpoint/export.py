@@ -14,7 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from deepspeed.checkpoint.files.archive import LazyTensor, Sink, naming, write_archive
+from deepspeed.checkpoint.files.archive_writer import LazyTensor, Sink, naming, write_archive
 from deepspeed.checkpoint.files.flush import flush
 from deepspeed.checkpoint.files.writers import aside, replace_file
 

@@ -37,7 +37,7 @@ and what loads one again leaves them out."""
 
 @dataclass(slots=True)
 class Report:
-    """What was restored, for the log and for tests."""
+    """A report on what was restored, for the log and for tests."""
 
     parameters: int = 0
     of_parameters: int = 0
@@ -118,7 +118,7 @@ class Restorer:
 
     @property
     def rewrites_names(self) -> bool:
-        """Whether the module's own code must see everything that was saved, under the old names."""
+        """Return whether the module's own code must see everything that was saved, under the old names."""
         return _rewrites_names(self.module) and not self.parts
 
     @property
@@ -131,7 +131,7 @@ class Restorer:
         return {name: value for name, value in self.catalog.extra.items() if isinstance(value, dict)}
 
     def in_common(self) -> int:
-        """How many of the module's parameters the checkpoint has."""
+        """Count how many of the module's parameters the checkpoint has."""
         return sum(self.catalog.find([name]) is not None for name in self.own_parameters)
 
     @property
@@ -285,7 +285,7 @@ class Restorer:
             )
 
     def _has_state(self, name: str | None) -> bool:
-        """Whether the saved parameter ``name`` has optimizer state; one that never had a gradient has none."""
+        """Return whether the saved parameter ``name`` has optimizer state; one that never had a gradient has none."""
         kinds = self.catalog.fragments.get(name or "", {})
         return any(kind != MASTER for kind in kinds) or bool(self.catalog.values.get(name or ""))
 
@@ -473,12 +473,12 @@ def _matching(number: int, members: set[str], groups: list[Group]) -> Group | No
 
 
 def _added(key: str, value: Any, group: dict[str, Any]) -> bool:
-    """Whether a saved option only fills a place that this optimizer does not have."""
+    """Return whether a saved option only fills a place that this optimizer does not have."""
     return key not in group and key in TORCH_OPTIONS and value == TORCH_OPTIONS[key]
 
 
 def _rewrites_names(module: nn.Module) -> bool:
-    """Whether loading runs the model author's code, which may rename or reshape what was saved."""
+    """Return whether loading runs the model author's code, which may rename or reshape what was saved."""
     for child in module.modules():
         if not all(getattr(hook, "keeps_names", False) for hook in child._load_state_dict_pre_hooks.values()):
             return True

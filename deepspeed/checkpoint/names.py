@@ -9,6 +9,8 @@ from collections.abc import Iterable
 LATEST = "latest"
 LATEST_UNIVERSAL = "latest_universal"
 """The same for universal checkpoints (`load_universal`)."""
+UNIVERSAL_FOLDER = "zero"
+"""Folder of a universal checkpoint that holds a folder per parameter."""
 RECOVERY_SCRIPT = "zero_to_fp32.py"
 SCRIPTS = (RECOVERY_SCRIPT, "zero_to_torch.py")
 """Stored beside the checkpoints, for a shell."""
@@ -101,7 +103,8 @@ def buffers_file(rank: int) -> str:
 
 
 def own_state_file(rank: int) -> str:
-    """What the optimizer of ``rank`` does not share with other ranks (error feedback)."""
+    """Return the name of the file of what the optimizer of ``rank`` does not share with other ranks (error
+    feedback)."""
     return f"own_state_rank_{rank}.pt"
 
 
@@ -118,7 +121,7 @@ def by_numbers(paths: Iterable[str]) -> list[str]:
 
 
 def is_ours(name: str) -> bool:
-    """Whether a file in a checkpoint folder was written by us (the client's own files stay where they are)."""
+    """Return whether a file in a checkpoint folder was written by us (the client's own files stay where they are)."""
     return _OURS.fullmatch(name) is not None
 
 

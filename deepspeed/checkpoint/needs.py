@@ -1,4 +1,4 @@
-"""Which shards of a checkpoint this rank will read, decided when only the first file is open."""
+"""The shards of a checkpoint that this rank will read, decided when only the first file is open."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ class NumberedModules(nn.ModuleList):
     _load_from_state_dict.keeps_names = True  # type: ignore[attr-defined]
 
     def _has(self, name: str) -> bool:
-        """Whether some rank has a module of this name."""
+        """Return whether some rank has a module of this name."""
         number = name.partition(".")[0]
         return number.isdigit() and int(number) < self.total
 

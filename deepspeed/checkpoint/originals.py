@@ -1,4 +1,4 @@
-"""How the weights of a transformed module give those of the module that its author wrote.
+"""Expressions that turn the weights of a transformed module into those of the module that its author wrote.
 
 An *expression* names tensors of the transformed module's state dict and says how they make one tensor of the original.
 Expressions are plain data: a checkpoint records them, and whoever exports it needs neither the model nor the transform.
@@ -40,7 +40,7 @@ class Expression:
         return list(dict.fromkeys(name for child in self._children() for name in child.names()))
 
     def dtype(self, dtype_of: Callable[[str], torch.dtype]) -> torch.dtype:
-        """That of the most precise tensor in it."""
+        """The dtype of the most precise tensor in it."""
         return reduce(torch.promote_types, map(dtype_of, self.names()))
 
     def substituted(self, table: Mapping[str, Expression]) -> Expression:
@@ -167,7 +167,7 @@ KINDS: dict[str, type[Expression]] = {
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """What an export holds: tensors in the original's order; ``aliases``: other name -> name in ``tensors``."""
+    """The content of an export: tensors in the original's order; ``aliases``: other name -> name in ``tensors``."""
 
     tensors: dict[str, Expression]
     aliases: dict[str, str]

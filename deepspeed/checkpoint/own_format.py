@@ -24,7 +24,8 @@ from torch import Tensor
 
 from deepspeed.checkpoint.catalog import Catalog, Group, Source
 from deepspeed.checkpoint.errors import CheckpointError
-from deepspeed.checkpoint.files.archive import Archive, LazyTensor
+from deepspeed.checkpoint.files.archive_reader import Archive
+from deepspeed.checkpoint.files.archive_writer import LazyTensor
 from deepspeed.checkpoint.shards import ShardIndex
 from deepspeed.checkpoint.state import MASTER, ParamEntry
 
@@ -127,7 +128,7 @@ def _run(kind: str, dtype: torch.dtype, parts: list[tuple[int, Tensor]]) -> dict
 
 
 def _same_bits(master: Tensor, weight: Tensor | None, index: ShardIndex) -> bool:
-    """Whether the model's own weight equals the master bit for bit (NaN included)."""
+    """Return whether the model's own weight equals the master bit for bit (NaN included)."""
     if weight is None or weight.dtype != master.dtype or weight.numel() != index.local_numel:
         return False
     part = weight.detach().reshape(-1)[index.start : index.stop]

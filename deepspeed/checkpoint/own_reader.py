@@ -13,7 +13,7 @@ from deepspeed.checkpoint.catalog import Catalog, Source
 from deepspeed.checkpoint.directory import TABLES, Directory
 from deepspeed.checkpoint.directory import read as read_directory
 from deepspeed.checkpoint.errors import CheckpointError, CheckpointNotFoundError, mixed_saves
-from deepspeed.checkpoint.files.archive import Archive, open_archive
+from deepspeed.checkpoint.files.archive_reader import Archive, open_archive
 from deepspeed.checkpoint.names import (
     CHECKSUMS,
     DS_VERSION,

@@ -13,7 +13,8 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.base.accelerator import get_accelerator
 from deepspeed.checkpoint.errors import FailedElsewhere
-from deepspeed.checkpoint.files.archive import packed, unpacked
+from deepspeed.checkpoint.files.archive_reader import unpacked
+from deepspeed.checkpoint.files.archive_writer import packed
 from deepspeed.comm.store_exchange import StoreExchange
 
 MESSAGE_BYTES = 4096
@@ -54,7 +55,8 @@ class Ranks:
         return values
 
     def agree(self, value: Any) -> bool:
-        """Whether ``value``, by its text, is the same on all ranks; what is sent does not grow with their number."""
+        """Return whether ``value``, by its text, is the same on all ranks; what is sent does not grow with their
+        number."""
         return all(self.agree_each([value]))
 
     def agree_each(self, values: list[Any]) -> list[bool]:
@@ -67,7 +69,7 @@ class Ranks:
         return [extremes[i] == -extremes[count + i] for i in range(count)]
 
     def any(self, value: bool) -> bool:
-        """Whether it is true on any rank."""
+        """Return whether it is true on any rank."""
         return self.any_each([value])[0]
 
     def any_each(self, values: Sequence[bool | int]) -> list[bool]:
@@ -75,7 +77,8 @@ class Ranks:
         return [bool(value) for value in self.largest(values)]
 
     def largest(self, values: Sequence[int]) -> list[int]:
-        """Of each of ``values`` [below 2**63] the largest of all ranks; every rank passes the same number of them."""
+        """Return the largest of all ranks of each of ``values`` [below 2**63]; every rank passes the same number of
+        them."""
         return self._reduce([int(value) for value in values], dist.ReduceOp.MAX)
 
     def longest(self, value: list[str]) -> list[str] | None:
@@ -172,7 +175,7 @@ class StoreRanks(Ranks):
 
 
 def _largest(found: list[bytes]) -> bytes:
-    """Of lists of one length, element by element."""
+    """Return the largest of several lists of one length, element by element."""
     return json.dumps([max(each) for each in zip(*map(json.loads, found), strict=True)]).encode()
 
 

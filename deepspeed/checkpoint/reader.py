@@ -10,12 +10,13 @@ from typing import Any
 from deepspeed.checkpoint import names
 from deepspeed.checkpoint.catalog import Catalog
 from deepspeed.checkpoint.errors import CheckpointError, CheckpointNotFoundError, laid_out
-from deepspeed.checkpoint.files.archive import Archive, open_archive
+from deepspeed.checkpoint.files.archive_reader import Archive, open_archive
 from deepspeed.checkpoint.foreign import upstream_format
 from deepspeed.checkpoint.foreign.splits import Wanted
 from deepspeed.checkpoint.names import DS_VERSION, INDEX, model_ranks, optim_ranks
 from deepspeed.checkpoint.own_reader import OwnReader, check_save
 from deepspeed.checkpoint.renaming import renamed, renaming
+from deepspeed.checkpoint.save_ids import save_of
 
 
 def open_checkpoint(
@@ -56,6 +57,14 @@ def _head(folder: Path) -> Archive:
         if (folder / name).is_file():
             return open_archive(folder / name)
     return open_archive(_files(folder)[0][0])
+
+
+def save_of_folder(folder: Path) -> Mapping[str, Any] | None:
+    """Return which save the first model file in ``folder`` is of; None if there is none, or it does not say."""
+    try:
+        return save_of(_head(folder).content)
+    except CheckpointNotFoundError:
+        return None
 
 
 def _open_upstream(

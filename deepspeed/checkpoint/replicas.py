@@ -127,7 +127,7 @@ class Replicas:
         return tag
 
     def _kept(self) -> dict[str, State]:
-        """What this machine has, by tag."""
+        """Return what this machine has, by tag."""
         found = {}
         for folder in self.folder.iterdir():
             if not folder.is_dir() or folder.name.startswith("."):
@@ -142,7 +142,7 @@ class Replicas:
 
     # Between machines ---------------------------------------------------------------------------------------
 
-    def _exchange(self, staging: Path) -> None:
+    def _exchange(self, staging: Path, save: Mapping[str, Any]) -> None:
         """Give the next machine this machine's files. Every rank calls it."""
         own = _sizes(staging) if self.ranks.keeps_folder else {}
         reports = self.ranks.gather(own)

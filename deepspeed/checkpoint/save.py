@@ -13,18 +13,19 @@ from deepspeed.base.logging import logger
 from deepspeed.checkpoint import names
 from deepspeed.checkpoint.contents import Files, Place, Report, Training
 from deepspeed.checkpoint.errors import CheckpointError, CheckpointTagError
-from deepspeed.checkpoint.files.archive import naming, write_archive
+from deepspeed.checkpoint.files.archive_writer import naming, write_archive
 from deepspeed.checkpoint.files.background import BackgroundWriter, remove_older
 from deepspeed.checkpoint.files.flush import flush, flush_later, wait_for_flushes
 from deepspeed.checkpoint.files.tags import check_tag
 from deepspeed.checkpoint.files.writers import StagedFolder, replace_file, write_latest
 from deepspeed.checkpoint.ranks import Ranks
+from deepspeed.checkpoint.save_ids import new_id, save_entry
 from deepspeed.comm import CommunicationError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Request:
-    """What one call of ``save`` asks for."""
+    """The arguments of one call of ``save``."""
 
     save_dir: Path
     tag: str
@@ -77,7 +78,7 @@ def save(
         written = _write(files, report, folder, ranks)
         if training.write_layers is not None:
             with ranks.together("writing the files of layers"):
-                training.write_layers(folder.staging)
+                training.write_layers(folder.staging, files.save)
         _commit(folder, request, ranks)
         if not ranks.keeps_folder:  # another machine may hold them in its memory
             flush_later(folder.final / name for name in written)
@@ -88,28 +89,32 @@ def _save_later(training: Training, request: _Request, ranks: Ranks, background:
     at the next save: nothing here is collective, unless there are files of layers."""
     check_tag(request.tag)
     background.wait()
-    folder = None
+    folder = number = None
     if training.write_layers is not None:
-        folder, request = _with_layers(training, request, ranks)
+        folder, request, number = _with_layers(training, request, ranks)
     copied: Files | Exception
     try:
         copied = Files(
             training, request.place, exclude_frozen=request.exclude_frozen, node_local=ranks.node_local
         )
         copied.values = background.copy(copied.values)
+        if number is not None:
+            copied.save_number = number
     except Exception as error:  # the other ranks have to hear of it
         copied = error
     background.start(lambda meeting: _save_copied(copied, request, meeting, folder), ranks)
 
 
-def _with_layers(training: Training, request: _Request, ranks: Ranks) -> tuple[StagedFolder, _Request]:
-    """The folder with the files of layers, and the request with the tag that all ranks use. Collective."""
+def _with_layers(training: Training, request: _Request, ranks: Ranks) -> tuple[StagedFolder, _Request, int]:
+    """Write the files of layers. Returns the folder, the request with the tag that all ranks use, and the number of the
+    save. Collective."""
     assert training.write_layers is not None
     request = _agree((request.tag, request.place.stage), request, ranks)
+    (number,) = ranks.largest([new_id()])
     folder = _prepared(request, ranks)
     with _abandoned_on_errors(folder, ranks), ranks.together("writing the files of layers"):
-        training.write_layers(folder.staging)
-    return folder, request
+        training.write_layers(folder.staging, save_entry(number, training.header.get("global_steps")))
+    return folder, request, number
 
 
 def _save_copied(

@@ -32,7 +32,7 @@ class ShardedWeights:
         return {name: tuple(param.ds_shape) for name, param in self.params.items()}
 
     def cuts(self) -> dict[str, Cut]:
-        """How each parameter is divided among the ranks, by name."""
+        """Return how each parameter is divided among the ranks, by name."""
         return {name: param.ds_home.cut_of(param.ds_position) for name, param in self.params.items()}
 
     def fragments(self, *, replicas: bool = True) -> Iterator[tuple[ShardIndex, Tensor]]:

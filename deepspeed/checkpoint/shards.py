@@ -1,4 +1,4 @@
-"""Which part of which tensor a saved shard holds, and how the parts of one layout map onto those of another.
+"""The part of a tensor that a saved shard holds, and how the parts of one layout map onto those of another.
 
 A shard is described by names and numbers alone: the parameter's name, its global shape, the boxes of the
 global tensor that make up the local (tensor-parallel) tensor, and the flat interval ``[start, stop)``
@@ -22,7 +22,7 @@ Box = tuple[Interval, ...]
 
 @dataclass(frozen=True, slots=True)
 class ShardIndex:
-    """What one saved or live 1-D fragment holds.
+    """The interval of a tensor that one saved or live 1-D fragment holds.
 
     ``boxes`` are in the global tensor; ``()`` means all of it. The local tensor is their
     concatenation, in the order given, along the one dim in which they differ. ``start`` and ``stop`` count
@@ -127,12 +127,12 @@ class Piece:
 
     @property
     def contiguous(self) -> bool:
-        """Whether it is contiguous on both sides."""
+        """True if it is contiguous on both sides."""
         return self.source_strides == self.target_strides == (1,)
 
 
 def intersect(target: ShardIndex, sources: Sequence[ShardIndex]) -> tuple[list[Piece], list[Box]]:
-    """How to fill ``target`` from ``sources``: the copies, and what none of them holds.
+    """Return how to fill ``target`` from ``sources``: the copies, and what none of them holds.
 
     Each element of the target is copied at most once, from the first source that has it. Boxes that remain
     are in global coordinates, or in local ones (a single interval) when all sources have the target's
@@ -173,7 +173,7 @@ def span(shard: ShardIndex) -> ShardIndex:
 
 
 def covers(target: ShardIndex, sources: Sequence[ShardIndex]) -> bool:
-    """Whether ``sources`` hold all of ``target``; not those of a tensor of another shape."""
+    """Return whether ``sources`` hold all of ``target``; not those of a tensor of another shape."""
     fitting = [source for source in sources if source.global_shape == target.global_shape]
     return bool(fitting) and not intersect(target, fitting)[1]
 

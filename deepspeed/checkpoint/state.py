@@ -1,4 +1,4 @@
-"""What saving and loading need from the training state, whatever the ZeRO stage.
+"""The interface by which saving and loading use the training state, whatever the ZeRO stage.
 
 ``deepspeed.zero.states.access.StateAccess`` implements ``TrainingState``; it is all the checkpoint code sees
 of the core.
@@ -50,8 +50,8 @@ class TrainingState(Protocol):
         ...
 
     def cuts(self) -> Mapping[str, Cut]:
-        """How each parameter is divided, by name: shard ``s`` is what rank ``s`` of those with the same model writes.
-        Where it is left out, all fragments are listed."""
+        """Return how each parameter is divided, by name: shard ``s`` is what rank ``s`` of those with the same model
+        writes. Where it is left out, all fragments are listed."""
         ...
 
     def keep_state(self, names: Container[str]) -> None:

@@ -227,6 +227,10 @@ def _make_default_group(
             )
     except (RuntimeError, ValueError, OSError) as error:
         raise _rendezvous_error(error, rank, world_size, init_method) from error
+    if world_size != 1:
+        from deepspeed.comm.hangs import watch  # for several ranks
+
+        watch.arrive()
 
 
 def _await_rank_zero(address: str | None, port: str | None) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from deepspeed.base.logging import logger
 from deepspeed.checkpoint.contents import shared_names
 from deepspeed.checkpoint.export import save_weights
-from deepspeed.checkpoint.files.archive import LazyTensor
+from deepspeed.checkpoint.files.archive_writer import LazyTensor
 from deepspeed.checkpoint.numbered import names_on_all
 from deepspeed.checkpoint.originals import Exported, Expression, Weight
 from deepspeed.checkpoint.placement import placement_of

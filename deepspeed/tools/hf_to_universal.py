@@ -20,7 +20,7 @@ from torch import Tensor
 
 from deepspeed.checkpoint.constants import CAT_DIM, PARAM
 from deepspeed.checkpoint.errors import CheckpointNotFoundError
-from deepspeed.checkpoint.files.archive import naming
+from deepspeed.checkpoint.files.archive_writer import naming
 from deepspeed.checkpoint.files.writers import StagedFolder
 from deepspeed.checkpoint.foreign.hub_weights import as_in_model, model_described_in
 from deepspeed.checkpoint.foreign.plain_weights import find_plain, tensors_of

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from deepspeed.checkpoint.consolidate import consolidate, materialize, resolve_folder
 from deepspeed.checkpoint.errors import CheckpointNotFoundError
 from deepspeed.checkpoint.export import save_weights
-from deepspeed.checkpoint.files.archive import LazyTensor
+from deepspeed.checkpoint.files.archive_writer import LazyTensor
 from deepspeed.checkpoint.renaming import renaming
 
 OUTPUT_DTYPE_NAMES = {

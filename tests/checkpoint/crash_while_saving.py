@@ -31,7 +31,7 @@ sys.path.insert(0, str(ROOT))
 
 from deepspeed.checkpoint.consolidate import consolidate  # noqa: E402
 from deepspeed.checkpoint.contents import Place, Training  # noqa: E402
-from deepspeed.checkpoint.files import archive, writers  # noqa: E402
+from deepspeed.checkpoint.files import archive_writer, writers  # noqa: E402
 from deepspeed.checkpoint.ranks import Ranks  # noqa: E402
 from deepspeed.checkpoint.reader import open_checkpoint  # noqa: E402
 from deepspeed.checkpoint.save import save  # noqa: E402
@@ -58,7 +58,7 @@ def slow_down() -> None:
         (os, "replace"),
         (os, "unlink"),
         (shutil, "rmtree"),
-        (archive, "_write_tensor"),
+        (archive_writer, "_write_tensor"),
         (writers, "_exchange"),
     ):
         slow(module, name)

@@ -20,13 +20,8 @@ import torch
 from torch import nn
 
 from deepspeed.checkpoint.errors import CheckpointError, CheckpointNotFoundError
-from deepspeed.checkpoint.files.archive import (
-    LazyTensor,
-    _tensor_records,
-    open_archive,
-    read_archive,
-    write_archive,
-)
+from deepspeed.checkpoint.files.archive_reader import open_archive, read_archive, tensor_records
+from deepspeed.checkpoint.files.archive_writer import LazyTensor, write_archive
 from deepspeed.checkpoint.files.hashing import BLOCK
 from deepspeed.checkpoint.names import CHECKSUMS
 
@@ -209,7 +204,7 @@ def test_hashes_are_the_crc_of_each_block(tmp_path):
 def test_every_byte_of_every_tensor_is_covered(tmp_path):
     path, _ = hashed(tmp_path)
     good, rng = path.read_bytes(), random.Random(0)
-    spans = [(offset, nbytes) for offset, nbytes in _tensor_records(path).values() if nbytes]
+    spans = [(offset, nbytes) for offset, nbytes in tensor_records(path).values() if nbytes]
     for offset, nbytes in spans * 3:
         data = bytearray(good)
         data[offset + rng.randrange(nbytes)] ^= 1 << rng.randrange(8)

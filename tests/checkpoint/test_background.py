@@ -17,7 +17,7 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.checkpoint import save as saving
 from deepspeed.checkpoint.errors import CheckpointError, CheckpointTagError
-from deepspeed.checkpoint.files.archive import LazyTensor
+from deepspeed.checkpoint.files.archive_writer import LazyTensor
 from deepspeed.checkpoint.files.background import remove_older
 from deepspeed.checkpoint.files.round_trip import difference
 from deepspeed.checkpoint.files.snapshot import Snapshot

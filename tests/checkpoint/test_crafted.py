@@ -18,7 +18,7 @@ import torch
 
 import deepspeed
 from deepspeed.checkpoint.errors import CheckpointError
-from deepspeed.checkpoint.files.archive import read_archive
+from deepspeed.checkpoint.files.archive_reader import read_archive
 from deepspeed.checkpoint.files.safe_types import allowed_types
 from deepspeed.checkpoint.names import CHECKSUMS, DS_CONFIG
 from deepspeed.config.problems import DeepSpeedConfigError

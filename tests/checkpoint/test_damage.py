@@ -10,7 +10,7 @@ import torch
 
 from deepspeed.checkpoint.consolidate import consolidate
 from deepspeed.checkpoint.errors import CheckpointError
-from deepspeed.checkpoint.files.archive import read_archive
+from deepspeed.checkpoint.files.archive_reader import read_archive
 from deepspeed.checkpoint.reader import open_checkpoint
 from deepspeed.tools.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from tests.checkpoint.make_upstream_checkpoints import FIXTURES

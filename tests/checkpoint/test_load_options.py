@@ -12,7 +12,7 @@ from torch import nn
 import deepspeed
 from deepspeed.base.logging import logger
 from deepspeed.checkpoint.errors import CheckpointError, CheckpointNotFoundError, CheckpointTagError
-from deepspeed.checkpoint.files import archive
+from deepspeed.checkpoint.files import archive_writer
 from deepspeed.checkpoint.names import SCRIPTS
 from tests.checkpoint.models import (
     Zoo,
@@ -337,18 +337,18 @@ def test_one_rank_that_cannot_write_fails_all_and_nothing_is_lost(tmp_path):
     engine = trained_engine(tmp_path, tag="same")
     expected = full_state(engine)
     train(engine, 2, 4)
-    original = archive._write_tensor
+    original = archive_writer._write_tensor
 
     def full_disk(*args):
         raise OSError(28, "No space left on device")
 
     if engine.global_rank == 1:
-        archive._write_tensor = full_disk
+        archive_writer._write_tensor = full_disk
     try:
         with pytest.raises(CheckpointError, match=r"zero_pp_rank_1.*No space left on device") as caught:
             engine.save_checkpoint(tmp_path, tag="same")
     finally:
-        archive._write_tensor = original
+        archive_writer._write_tensor = original
     assert ("failed on rank 1" in str(caught.value)) == (engine.global_rank == 0)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "same", *SCRIPTS]
     engine.load_checkpoint(tmp_path)

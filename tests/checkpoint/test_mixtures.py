@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import shutil
+from typing import Any
 
 import pytest
 import torch
@@ -195,3 +196,35 @@ def test_weights_alone_are_as_precise_as_the_file(tmp_path, stage):
     fresh.load_checkpoint(tmp_path, tag="t", load_module_only=True)  # the weights of the model file
     found = full_state(fresh)
     assert_equal({k: found[k] for k in expected}, {k: v.bfloat16().float() for k, v in expected.items()})
+
+
+@pytest.mark.parametrize("background", [False, True])
+@distributed(world_size=2)
+def test_a_layer_file_of_another_save_is_refused(tmp_path, background):
+    """A strict load refuses one more entry in a state dict: what says of which save it is stands beside the entries."""
+    options = {"checkpoint": {"writer": {"type": "FAST", "decoupled": True}}} if background else {}
+    model = PipelineModule([LayerSpec(nn.Linear, 3, 3)] * 2, num_stages=2, loss_fn=nn.MSELoss())
+    engine: Any = deepspeed.initialize(
+        model=model,
+        model_parameters=model.parameters(),
+        config={**config(1, **options), "train_batch_size": 4},
+    )[0]
+    for tag in ("old", "new"):
+        engine.save_checkpoint(tmp_path, tag=tag)
+    if background:
+        engine.background_writer.wait()
+    torch.distributed.barrier()
+    folder = tmp_path / "new"
+    saved = {number: torch.load(path) for number, path in enumerate(sorted(folder.glob("layer_*")))}
+    assert len(saved) == 2
+    for state in saved.values():
+        nn.Linear(3, 3).load_state_dict(state, strict=True)
+    engine.module.load_state_dir(folder, engine.checkpoint_engine)
+    other = shutil.copytree(folder, tmp_path / f"mixed_{engine.global_rank}")
+    own = f"layer_{engine.global_rank:02d}-model_states.pt"
+    shutil.copy(tmp_path / "old" / own, other / own)
+    with pytest.raises(CheckpointError, match=rf"{own} is of the save \w{{16}} .*first model file"):
+        engine.module.load_state_dir(other, engine.checkpoint_engine)
+    torch.save(dict(saved[engine.global_rank]), other / own)  # of a release that did not say
+    engine.module.load_state_dir(other, engine.checkpoint_engine)
+    engine.destroy()

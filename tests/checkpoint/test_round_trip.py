@@ -23,7 +23,8 @@ import torch
 from torch import nn
 
 from deepspeed.checkpoint.errors import CheckpointError
-from deepspeed.checkpoint.files.archive import packed, read_archive, unpacked, write_archive
+from deepspeed.checkpoint.files.archive_reader import read_archive, unpacked
+from deepspeed.checkpoint.files.archive_writer import packed, write_archive
 from deepspeed.checkpoint.reader import materialize
 from tests.checkpoint.models import config, make_engine
 from tests.pool import distributed

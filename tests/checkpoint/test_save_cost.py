@@ -14,7 +14,8 @@ import pytest
 import torch
 
 import deepspeed
-from deepspeed.checkpoint.files.archive import LazyTensor, read_archive, write_archive
+from deepspeed.checkpoint.files.archive_reader import read_archive
+from deepspeed.checkpoint.files.archive_writer import LazyTensor, write_archive
 from deepspeed.checkpoint.files.round_trip import _Comparison, is_plain
 from tests.pool import distributed
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from deepspeed.base import rng
 from deepspeed.checkpoint import names
 from deepspeed.checkpoint.contents import Place, Training
-from deepspeed.checkpoint.files import archive as archives
+from deepspeed.checkpoint.files import archive_reader as archives
 from deepspeed.checkpoint.load import Restorer
 from deepspeed.checkpoint.needs import needed_shards
 from deepspeed.checkpoint.ranks import Ranks

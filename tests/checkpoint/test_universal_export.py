@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from deepspeed.checkpoint.errors import CheckpointError
-from deepspeed.checkpoint.files.archive import read_archive
+from deepspeed.checkpoint.files.archive_reader import read_archive
 from deepspeed.checkpoint.foreign import universal_export
 from deepspeed.tools import ds_to_universal
 from tests.checkpoint.make_universal_checkpoints import (

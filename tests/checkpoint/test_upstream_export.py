@@ -16,7 +16,7 @@ import torch
 
 from deepspeed.checkpoint.consolidate import consolidate
 from deepspeed.checkpoint.errors import CheckpointError, CheckpointNotFoundError
-from deepspeed.checkpoint.files.archive import read_archive
+from deepspeed.checkpoint.files.archive_reader import read_archive
 from deepspeed.checkpoint.foreign import upstream_export
 from deepspeed.checkpoint.foreign.upstream_export import export_checkpoint
 from tests.checkpoint.make_upstream_checkpoints import CASES, FIXTURES
@@ -227,7 +227,7 @@ def test_a_failure_leaves_the_former_export(tmp_path, monkeypatch):
     def full_disk(*args: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("deepspeed.checkpoint.files.archive._write_tensor", full_disk)
+    monkeypatch.setattr("deepspeed.checkpoint.files.archive_writer._write_tensor", full_disk)
     with pytest.raises(CheckpointError, match="No space left on device"):
         export_checkpoint(FIXTURES / "stage2_fp32", tmp_path)
     assert {path.name: path.read_bytes() for path in (tmp_path / "global_step3").iterdir()} == before

@@ -74,7 +74,7 @@ def stage0(content: dict[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def partitions(files: list[Path], shapes: dict[str, Any]) -> dict[str, torch.Tensor]:
-    from deepspeed.checkpoint.files.archive import read_archive
+    from deepspeed.checkpoint.files.archive_reader import read_archive
 
     sections = [read_archive(file)["optimizer_state_dict"] for file in files]
     inner = [section["base_optimizer_state"]["state"][0] for section in sections]
@@ -95,7 +95,7 @@ def partitions(files: list[Path], shapes: dict[str, Any]) -> dict[str, torch.Ten
 
 def even_parts(files: list[Path], shapes: dict[str, Any]) -> dict[str, torch.Tensor]:
     """Stage 3: each rank has an even part of every parameter, padded, end to end."""
-    from deepspeed.checkpoint.files.archive import read_archive
+    from deepspeed.checkpoint.files.archive_reader import read_archive
 
     sections = [read_archive(file)["optimizer_state_dict"] for file in files]
     inner = [section["optimizer_state_dict"]["state"][0] for section in sections]

@@ -550,7 +550,7 @@ def test_one_thread_lives_as_long_as_an_engine() -> None:
     one = engine()
     watch = hang_watch._watch  # a rank that is stopped from here on is known by name
     assert watch is not None and watch._read_addresses([watch.rank]) == {
-        watch.rank: (watch.host, os.getpid())
+        watch.rank: (watch.host, os.getpid(), True)
     }
     two = engine(hang_report_seconds=7)
     assert len(watching()) == 1 and hang_watch._watch is not None and hang_watch._watch.seconds == 7

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import deepspeed
 from deepspeed.checkpoint import names
-from deepspeed.checkpoint.files import archive
+from deepspeed.checkpoint.files import archive_reader
 from deepspeed.checkpoint.placement import Placement, interval, place, placement_of
 from deepspeed.config.problems import DeepSpeedConfigError
 from deepspeed.tools.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
@@ -294,7 +294,7 @@ def test_a_rank_opens_its_own_files(stage: int, tmp_path: Path) -> None:
 
     def opening(path: Path) -> Any:
         opened.add(path.name)
-        return archive.open_archive(path)
+        return archive_reader.open_archive(path)
 
     with (
         mock.patch("deepspeed.checkpoint.own_reader.open_archive", opening),

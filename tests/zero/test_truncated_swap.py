@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import gc
 import os
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from tests.pool import distributed
 from tests.zero.test_offload import offloaded, plain_config
 
 ACCESSES = {
+    "forward": lambda engine, loss, param: engine(torch.ones(1, 8, dtype=torch.bfloat16)),
     "backward": lambda engine, loss, param: engine.backward(loss),
     "step": lambda engine, loss, param: engine.step(),
     "save": lambda engine, loss, param: engine.save_checkpoint(engine.folder, tag="b"),
@@ -38,7 +41,7 @@ def test_a_swap_file_truncated_from_outside(tmp_path, stage):
     params = {"offload_param": {**nvme, "max_in_cpu": 0}} if stage == 3 else {}
     config = offloaded(plain_config(stage, "bf16"), tmp_path / "disk", offload_optimizer=nvme, **params)
     for name, access in ACCESSES.items():
-        if stage == 2 and name in ("gathered", "destroy"):
+        if stage == 2 and name in ("forward", "gathered", "destroy"):
             continue  # weights are not in a file
         engine: Any = deepspeed.initialize(model=torch.nn.Linear(8, 8), config=config)[0]
         engine.folder = tmp_path
@@ -59,6 +62,30 @@ def test_a_swap_file_truncated_from_outside(tmp_path, stage):
         for path, size in sizes.items():
             os.truncate(path, size)
         engine.destroy()
+
+
+BEFORE_AN_ENGINE = {
+    "gathered": lambda model: deepspeed.zero.GatheredParameters([model.weight]).__enter__(),
+    "copy": copy.deepcopy,
+    "initialize": lambda model: deepspeed.initialize(model=model, config=plain_config(3, "fp32")),
+}
+
+
+@distributed(world_size=2)
+def test_slices_of_zero_init_before_there_is_an_engine(tmp_path):
+    nvme = {"device": "nvme", "nvme_path": str(tmp_path)}
+    for access in BEFORE_AN_ENGINE.values():
+        with deepspeed.zero.Init(
+            config_dict_or_path={"zero_optimization": {"stage": 3, "offload_param": nvme}}
+        ):
+            model = torch.nn.Linear(8, 8)
+        sizes = truncate_swap_files()
+        with pytest.raises(OSError, match="swap file in .* was truncated from outside"):
+            access(model)
+        for path, size in sizes.items():
+            os.truncate(path, size)
+        del model
+        gc.collect()
 
 
 def truncate_swap_files() -> dict[str, int]:

@@ -6,17 +6,24 @@ costs the reader of an interval at most two blocks of hashing more than the inte
 
 from __future__ import annotations
 
+import ctypes
 import zlib
 from array import array
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
+from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from deepspeed.ops import native
 
 BLOCK = 1 << 14
 """Bytes that one CRC covers. Each tensor starts a new block, so no block holds bytes of two tensors."""
+
+CHUNK_BYTES = 1 << 20
+"""Bytes hashed, written or verified at a time."""
 
 _WORTH_A_THREAD = 1 << 18
 
@@ -96,3 +103,28 @@ class BlockHasher:
     ) -> None:
         if self._pool is not None:
             self._pool.shutdown()
+
+
+def byte_chunks(tensor: Tensor) -> Iterator[np.ndarray]:
+    """The bytes of ``tensor`` in row-major order, in chunks on the host; each is valid until the next."""
+    if not tensor.numel():
+        return
+    flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
+    for part in flat.split(max(1, CHUNK_BYTES // tensor.dtype.itemsize)):
+        host = part.cpu().contiguous()
+        yield memory_at(host.data_ptr(), host.numel() * host.element_size())
+
+
+def hash_tensor(tensor: Tensor) -> int:
+    """Hash of a tensor's bytes, shape and dtype: equal on ranks that hold the same tensor."""
+    crc = zlib.crc32(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
+    for chunk in byte_chunks(tensor):
+        crc = zlib.crc32(memoryview(chunk), crc)  # type: ignore[arg-type]  # numpy arrays are buffers
+    return crc
+
+
+def memory_at(address: int, nbytes: int) -> np.ndarray:
+    """The bytes themselves, without ``Tensor.numpy``, after which torch refuses to resize a storage, as releasing
+    gathered weights does."""
+    memory: Any = (ctypes.c_ubyte * nbytes).from_address(address)
+    return np.frombuffer(memory, dtype=np.uint8)

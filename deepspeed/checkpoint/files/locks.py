@@ -61,6 +61,11 @@ class SaveLock:
         if file is not None:
             _own[_identity(os.fstat(file.fileno()))] = self
 
+    @property
+    def works(self) -> bool:
+        """Return whether it keeps other processes out: False where the file system has no locks."""
+        return self._file is not None
+
     def release(self) -> None:
         """Remove the file and end the lock."""
         self._end(remove=True)
@@ -99,6 +104,13 @@ def take(path: Path, folder: Path) -> SaveLock:
                 "job a save_dir or tags of its own, or end the other one"
             )
         time.sleep(_PATIENCE / 20)
+
+
+def take_if_free(path: Path) -> SaveLock | None:
+    """Lock the file ``path``, which is made if needed; None if another save holds it, or there are no locks."""
+    with _guard:
+        found = _try(path)
+    return found if isinstance(found, SaveLock) and found.works else None
 
 
 def abandoned(folder: Path) -> Iterator[SaveLock]:
@@ -147,7 +159,7 @@ def _try_abandoned(path: Path) -> SaveLock | None:
 
 
 def _lock(file: FileIO, path: Path) -> bool | None:
-    """Whether the file could be locked; None, with a warning, where there are no locks."""
+    """Lock the file; False if another process has; None, with a warning, where there are no locks."""
     try:
         import fcntl  # not on every system
 
@@ -164,7 +176,7 @@ def _lock(file: FileIO, path: Path) -> bool | None:
 
 
 def _read(file: FileIO) -> Holder | None:
-    """What the file says of its holder; None if it is not a lock file of ours."""
+    """Return what the file says of its holder; None if it is not a lock file of ours."""
     file.seek(0)
     try:
         found: Any = json.loads(file.read(_LONGEST))

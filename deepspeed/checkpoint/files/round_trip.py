@@ -1,4 +1,5 @@
-"""What is saved must load back equal: compares the structure of a file with what was saved, and names what differs.
+"""Proof that what is saved loads back equal: compares the structure of a file with what was saved, and names what
+differs.
 
 Most of a checkpoint is of types for which that is known (``is_plain``); what else there is, mostly in the client's own
 state, is compared.
@@ -57,7 +58,7 @@ def _is_strided(tensor: Tensor) -> bool:
 
 
 def _plain_parts(value: Any, kind: type) -> Iterable[Any] | None:
-    """What a container of these types holds, keys too; None for anything else."""
+    """Return what a container of these types holds, keys too; None for anything else."""
     if kind in _SEQUENCES:
         return value
     if kind in _MAPPINGS and set(map(type, value)) <= _KEYS:

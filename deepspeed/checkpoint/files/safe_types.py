@@ -135,7 +135,7 @@ def reduced(value: Any) -> Any:
 
 
 def trusts_files() -> bool:
-    """Whether the user has told torch to load files whole, with all classes and functions that they name."""
+    """Return whether the user has told torch to load files whole, with all classes and functions that they name."""
     return os.environ.get("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "0").lower() in ("1", "y", "yes", "true")
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from deepspeed.base.accelerator import get_accelerator
-from deepspeed.checkpoint.files.archive import LazyTensor
+from deepspeed.checkpoint.files.archive_writer import LazyTensor
 from deepspeed.ops.native import copy_bytes
 
 _ALIGNMENT = 64
@@ -41,7 +41,7 @@ class Snapshot:
 
     @property
     def nbytes(self) -> int:
-        """Of the memory that is kept."""
+        """The size of the memory that is kept."""
         return self._memory.numel()
 
     def prepare(self, contents: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""What may be a checkpoint's tag, and the file ``latest`` that names one."""
+"""Valid tags of checkpoints, and the file ``latest`` that names one."""
 
 from __future__ import annotations
 

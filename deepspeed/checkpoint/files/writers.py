@@ -20,6 +20,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import re
 import shutil
 import sys
 import uuid
@@ -29,10 +30,16 @@ from pathlib import Path
 from deepspeed.base.logging import logger
 from deepspeed.checkpoint.errors import CheckpointError, CheckpointNotFoundError
 from deepspeed.checkpoint.files import locks
-from deepspeed.checkpoint.files.archive import naming
+from deepspeed.checkpoint.files.archive_writer import naming
 from deepspeed.checkpoint.files.flush import flush, flush_later, flush_names
 from deepspeed.checkpoint.files.tags import check_tag, read_latest, shown
-from deepspeed.checkpoint.names import LATEST, LATEST_UNIVERSAL, SCRIPTS, is_ours
+from deepspeed.checkpoint.names import LATEST, LATEST_UNIVERSAL, SCRIPTS, UNIVERSAL_FOLDER, is_ours
+
+_STALE_SECONDS = 3600
+"""For how long nothing was written to what is removed although no lock tells that its writer has ended."""
+
+_STAGING = re.compile(r"\.(.+?)(\.\d+-[0-9a-f]{12})?\.tmp")
+"""Names of staging folders (``_hidden``, ``aside``), with the name of the checkpoint."""
 
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
@@ -71,7 +78,10 @@ class StagedFolder:
                 _recover(self.final, self.displaced)
                 _remove(self.staging)
                 self.staging.mkdir()
-                _remove_abandoned_files(self.save_dir, os.stat(self.staging).st_mtime)
+                now = os.stat(self.staging).st_mtime  # by the clock of the file system
+                for folder in self._siblings():
+                    _remove_stale(folder, now)
+                _remove_abandoned_files(self.save_dir, now)
             except BaseException:
                 self._release()
                 raise
@@ -137,8 +147,7 @@ def _remove_abandoned(folder: Path) -> None:
         if staging.is_dir():
             logger.info(f"{staging} is removed: it was left by {lock.holder}, which did not finish its save")
         try:
-            _remove(staging)
-            _recover(folder / _with_suffix(lock.path, "").name[1:], _with_suffix(lock.path, ".old"))
+            _clear(staging)
         except OSError as error:
             logger.info(f"{staging} could not be removed: {error}")
             lock.leave()
@@ -146,16 +155,66 @@ def _remove_abandoned(folder: Path) -> None:
             lock.release()
 
 
+def _remove_stale(folder: Path, now: float) -> None:
+    """Remove staging folders without a lock file, which a killed save of an earlier release leaves: those that hold
+    files of a checkpoint, to which nothing was written for an hour before ``now``."""
+    for name in os.listdir(folder):
+        match = _STAGING.fullmatch(name)
+        staging = folder / name
+        lock_file = _with_suffix(staging, locks.SUFFIX)
+        if match is None or os.path.lexists(lock_file) or not _is_stale(staging, folder / match[1], now):
+            continue
+        lock = locks.take_if_free(lock_file)
+        if lock is None:
+            continue
+        try:
+            if _is_stale(staging, folder / match[1], now):  # no save of this tag has begun meanwhile
+                logger.info(
+                    f"{staging} is removed: an earlier save left it, and nothing was written to it for an hour"
+                )
+                _clear(staging)
+        except OSError as error:
+            logger.info(f"{staging} could not be removed: {error}")
+        finally:
+            lock.release()
+
+
+def _is_stale(staging: Path, final: Path, now: float) -> bool:
+    """Return whether it is a folder of ours, all of it old: it holds files of a checkpoint, and others only if they
+    were carried over from the former checkpoint at ``final``."""
+    if staging.is_symlink():
+        return False
+    try:
+        entries = list(os.scandir(staging))
+        written = [staging.stat(), *(entry.stat(follow_symlinks=False) for entry in entries)]
+    except OSError:  # it is a file, or gone
+        return False
+    others = [entry.name for entry in entries if not is_ours(entry.name)]
+    return (
+        len(others) < len(entries)
+        and all(name == UNIVERSAL_FOLDER or (final / name).exists() for name in others)
+        and now - max(stat.st_mtime for stat in written) > _STALE_SECONDS
+    )
+
+
 def _remove_abandoned_files(folder: Path, now: float) -> None:
-    """``latest`` and its like under the names they have for some milliseconds, if these are an hour old; ``now`` is the
-    time of the file system, which may be another machine's."""
+    """Remove ``latest`` and its like under the names they have for some milliseconds, if these are an hour old."""
     beginnings = tuple(f".{name}." for name in (LATEST, LATEST_UNIVERSAL, *SCRIPTS))
     for name in os.listdir(folder):
         if name.startswith(beginnings) and name.endswith(".tmp"):
             path = folder / name
             with suppress(OSError):
-                if path.is_file() and now - path.stat().st_mtime > 3600:
+                if path.is_file() and now - path.stat().st_mtime > _STALE_SECONDS:
                     path.unlink()
+
+
+def _clear(staging: Path) -> None:
+    """Remove the staging folder of a killed save; a checkpoint that it had moved away gets its name back."""
+    _remove(staging)
+    match = _STAGING.fullmatch(staging.name)
+    if match is not None:
+        final = staging.parent / match[1]
+        _recover(final, _hidden(final, "old"))
 
 
 def _recover(final: Path, displaced: Path) -> None:
@@ -237,7 +296,7 @@ def _with_suffix(path: Path, suffix: str) -> Path:
 
 
 def _behind_links(folder: Path) -> Path:
-    """Where the folder itself is: its replacement must be stored next to it, and the link to it stays."""
+    """Resolve a link to a folder: its replacement must be stored next to it, and the link to it stays."""
     if not os.path.islink(folder):
         return folder
     try:

@@ -286,7 +286,7 @@ class MegatronSDLoader(SDLoaderBase):
                 )
 
     def get_checkpoint_version(self, state_dict: State) -> float:
-        """What was given, else what the file says, else 0."""
+        """Return what was given, else what the file says, else 0."""
         if self.version is not None:
             return self.version
         if "checkpoint_version" not in state_dict:

@@ -19,7 +19,7 @@ from deepspeed.checkpoint.constants import PARAM
 from deepspeed.checkpoint.contents import shared_names
 from deepspeed.checkpoint.errors import CheckpointError, CheckpointNotFoundError
 from deepspeed.checkpoint.export import BIN_NAME, SAFETENSORS_NAME
-from deepspeed.checkpoint.files.archive import Archive, open_archive
+from deepspeed.checkpoint.files.archive_reader import Archive, open_archive
 from deepspeed.checkpoint.foreign.hub_weights import ConvertedGroup, stored_as_in_model
 from deepspeed.checkpoint.foreign.universal_format import FOLDER, SUFFIX, has_only_parameters
 from deepspeed.checkpoint.renaming import renaming
@@ -41,7 +41,7 @@ def find_plain(path: Path) -> Path | None:
 
 
 def find_universal_weights(folder: Path) -> Path | None:
-    """Where the universal checkpoint in ``folder`` has its parameters, if it holds nothing else."""
+    """Return where the universal checkpoint in ``folder`` has its parameters, if it holds nothing else."""
     return folder / FOLDER if has_only_parameters(folder) else None
 
 

@@ -1,4 +1,5 @@
-"""How tensor-parallel ranks split each parameter, where a checkpoint does not record the boxes itself (release 0.19).
+"""Rules by which tensor-parallel ranks split each parameter, where a checkpoint does not record the boxes itself
+(release 0.19).
 
 Two sources: what the saving model said of itself (``universal_checkpoint_info``: regular expressions for names), and
 the placements of the model that loads.
@@ -54,7 +55,7 @@ class Described:
         return any(re.match(pattern, name) for pattern in self.info.get(key) or ())
 
     def is_copy(self, name: str) -> bool:
-        """Whether every rank has the whole; also what the saving model would have averaged."""
+        """True if every rank has the whole; also what the saving model would have averaged."""
         keys = (constants.TP_REPLICATED_PARAMETER_PATTERNS, constants.PARAMETER_TO_AVERAGE_PATTERNS)
         return any(self.matches(key, name) for key in keys)
 
@@ -62,7 +63,7 @@ class Described:
         return self.matches(constants.VOCABULARY_PARAMETER_PATTERNS, name)
 
     def placements(self, name: str, shapes: Sequence[Shape]) -> list[Placement]:
-        """Of the tensor on each rank, from its shapes there."""
+        """Return the placement of the tensor on each rank, from its shapes there."""
         if self.is_copy(name):
             return [Placement(global_shape=shapes[0]) for _ in shapes]
         for entry in self.info.get(constants.PARAMETER_WITH_SUB_PARAMS) or ():

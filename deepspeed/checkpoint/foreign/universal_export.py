@@ -25,7 +25,8 @@ from deepspeed.checkpoint import names
 from deepspeed.checkpoint.catalog import Catalog, Source
 from deepspeed.checkpoint.constants import CAT_DIM, PARAM, PARAM_N_SUB_PARAMS
 from deepspeed.checkpoint.errors import CheckpointError
-from deepspeed.checkpoint.files.archive import LazyTensor, naming, read_archive, write_archive
+from deepspeed.checkpoint.files.archive_reader import read_archive
+from deepspeed.checkpoint.files.archive_writer import LazyTensor, naming, write_archive
 from deepspeed.checkpoint.files.flush import wait_for_flushes
 from deepspeed.checkpoint.files.writers import StagedFolder, replace_file
 from deepspeed.checkpoint.foreign.universal_format import COMMON, FOLDER, STEP, SUFFIX, is_universal, saved_by
@@ -74,7 +75,7 @@ def convert(
 
 @contextmanager
 def putting_in_place(staged: StagedFolder) -> Iterator[None]:
-    """What is written into the staging folder meanwhile takes its place at the end, and its name is in
+    """Put what is written into the staging folder meanwhile in its place at the end, and its name into
     ``latest_universal`` beside it; after an error or Ctrl-C all is as before."""
     staged.prepare()
     try:
@@ -95,7 +96,7 @@ def write_value(folder: Path, kind: str, content: Any) -> None:
 
 
 class _Conversion:
-    """What a universal checkpoint of the one in ``source`` holds."""
+    """The content of a universal checkpoint that is made of the one in ``source``."""
 
     def __init__(self, source: Path, zero_stage: int | None, inject: bool) -> None:
         if is_universal(source):
@@ -176,7 +177,7 @@ class _Conversion:
 
     @property
     def _split(self) -> bool:
-        """Whether tensor-parallel ranks saved parts of weights, in a model file each."""
+        """True if tensor-parallel ranks saved parts of weights, in a model file each."""
         ranks = int(self.catalog.model_states.get("mp_world_size") or 1)
         return ranks > 1 and (self.catalog.zero_stage < 3 or not self.own)
 
@@ -184,7 +185,7 @@ class _Conversion:
         return self._split and not path.name.startswith("zero_")
 
     def _copy_model_file(self, path: Path, target: Path) -> None:
-        """What release 0.19 wrote, as it is; of our own, what that release knows."""
+        """Copy what release 0.19 wrote, as it is; of our own, what that release knows."""
         if not self.own:
             with naming(target):
                 shutil.copyfile(path, target)

@@ -21,15 +21,15 @@ from torch import Tensor
 
 from deepspeed.checkpoint.catalog import Catalog, Group, Source
 from deepspeed.checkpoint.constants import PARAM, VOCAB_TENSOR
-from deepspeed.checkpoint.errors import CheckpointError, CheckpointNotFoundError, mixed_saves
-from deepspeed.checkpoint.files.archive import Archive, open_archive
+from deepspeed.checkpoint.errors import CheckpointError, CheckpointNotFoundError
+from deepspeed.checkpoint.files.archive_reader import Archive, open_archive
 from deepspeed.checkpoint.foreign.splits import Wanted
-from deepspeed.checkpoint.names import MODEL_SUFFIX, OPTIMIZER_STATE, SAVE, SAVED_BY
+from deepspeed.checkpoint.names import MODEL_SUFFIX, OPTIMIZER_STATE, SAVE, SAVED_BY, UNIVERSAL_FOLDER
+from deepspeed.checkpoint.save_ids import check_save_of, save_of
 from deepspeed.checkpoint.shards import ShardIndex
 from deepspeed.checkpoint.state import MASTER
 
-FOLDER = "zero"
-"""Where the parameters' folders are."""
+FOLDER = UNIVERSAL_FOLDER
 COMMON = "optimizer_state.pt"
 STEP = "step"
 SUFFIX = ".pt"
@@ -68,7 +68,7 @@ class UniversalFiles:
             whole = self.wanted.placements.get(name) if self.wanted is not None else None
             held = _read_parameter(self.folder / name, self.kinds[name])
             for archive in held.values():
-                check_saved_by(archive.path, archive.content, self.catalog.model_states)
+                check_save_of(archive.path, archive.content, save_of(self.catalog.model_states))
             shape = whole.global_shape if whole is not None else None
             _add_parameter(self.catalog, name, held, self.shapes.get(name), shape)
 
@@ -139,14 +139,6 @@ def saved_by(catalog: Catalog) -> dict[str, Any]:
     return {SAVED_BY: save} if save else {}
 
 
-def check_saved_by(path: Path, content: Any, first: Mapping[str, Any]) -> None:
-    """CheckpointError if this file's ``content`` and the ``first`` model file name different saves. Of files without a
-    name nothing is known: release 0.19 may have written them."""
-    found, expected = content.get(SAVED_BY) if isinstance(content, dict) else None, first.get(SAVED_BY)
-    if found and expected and found["id"] != expected["id"]:
-        raise mixed_saves(path, found, expected)
-
-
 def _add_parameter(
     catalog: Catalog,
     name: str,
@@ -215,7 +207,7 @@ def of_one_save(
 
     def read_checked(path: Path) -> dict[str, Any]:
         content = read(path)
-        check_saved_by(path, content, first)
+        check_save_of(path, content, save_of(first))
         return content
 
     return read_checked
@@ -233,7 +225,7 @@ def read_common(folder: Path, first: Mapping[str, Any]) -> dict[str, Any]:
     content = open_archive(path).content
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} holds a {type(content).__name__}, not an optimizer's state")
-    check_saved_by(path, content, first)
+    check_save_of(path, content, save_of(first))
     return content
 
 

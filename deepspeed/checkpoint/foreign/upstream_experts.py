@@ -108,7 +108,7 @@ def _parts(name: str) -> tuple[str, int, str]:
 
 
 def _local(names: Iterable[str]) -> dict[str, int]:
-    """How many experts of each list are among ``names``."""
+    """Count the experts of each list are among ``names``."""
     numbers: dict[str, set[int]] = {}
     for name in names:
         if _NAME.fullmatch(name):

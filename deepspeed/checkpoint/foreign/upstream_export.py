@@ -23,7 +23,7 @@ from deepspeed.checkpoint import names
 from deepspeed.checkpoint.catalog import Catalog, Source
 from deepspeed.checkpoint.consolidate import resolve_folder
 from deepspeed.checkpoint.errors import CheckpointError
-from deepspeed.checkpoint.files.archive import LazyTensor, naming, write_archive
+from deepspeed.checkpoint.files.archive_writer import LazyTensor, naming, write_archive
 from deepspeed.checkpoint.files.flush import wait_for_flushes
 from deepspeed.checkpoint.files.safe_types import DynamicLossScaler, FragmentAddress, LossScaler
 from deepspeed.checkpoint.files.writers import StagedFolder, write_latest

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from deepspeed.checkpoint.catalog import Catalog, Group, Source
 from deepspeed.checkpoint.errors import CheckpointError, CheckpointNotFoundError
-from deepspeed.checkpoint.files.archive import Archive
+from deepspeed.checkpoint.files.archive_reader import Archive
 from deepspeed.checkpoint.foreign.splits import Shape, Wanted
 from deepspeed.checkpoint.foreign.universal_format import (
     add_universal,
@@ -267,7 +267,7 @@ def _add_group_part(
 
 
 def _check_covered(catalog: Catalog, shapes: Mapping[str, Any]) -> None:
-    """That all of each tensor was found; ``shapes``: of trained parameters on the first rank."""
+    """Check that all of each tensor was found; ``shapes``: of trained parameters on the first rank."""
     for name in {**catalog.fragments, **shapes}:
         sources = catalog.fragments.get(name, {}).get(MASTER, [])
         held = sum(source.index.numel for source in sources)
@@ -279,7 +279,7 @@ def _check_covered(catalog: Catalog, shapes: Mapping[str, Any]) -> None:
 
 
 def _add_slices(catalog: Catalog, index: ShardIndex, flat: Mapping[str, Any], start: int, path: Path) -> None:
-    """What the flat tensors of one partition hold of one parameter, beginning at ``start``."""
+    """Add what the flat tensors of one partition hold of one parameter, beginning at ``start``."""
     for kind, value in flat.items():
         if isinstance(value, Tensor) and value.dim() == 1:
             catalog.add_fragment(kind, Source(index, value[start : start + index.numel], _unhashed(path)))
@@ -342,7 +342,7 @@ def _stage3_shards(
 
 
 def _stage3_shapes(content: Mapping[str, Any]) -> dict[str, Shape]:
-    """Of the parameters that one tensor-parallel rank's data-parallel ranks partition."""
+    """Return the shapes of the parameters that one tensor-parallel rank's data-parallel ranks partition."""
     groups = [*content["param_shapes"], content.get("frozen_param_shapes") or {}]
     return {name: tuple(shape) for group in groups for name, shape in group.items()}
 
@@ -454,7 +454,7 @@ def _named(group: Sequence[str], numbers: list[int], catalog: Catalog, path: Pat
 
 @functools.lru_cache(1024)
 def _unhashed(path: Path) -> Archive:
-    """That release writes no hashes."""
+    """Do not verify: that release writes no hashes."""
     return Archive(path, {}, 0)
 
 

@@ -51,7 +51,7 @@ def split_parts(
     wanted: Wanted | None,
     elsewhere: Collection[str] = (),
 ) -> list[Part]:
-    """What each tensor-parallel rank saved, without names ``elsewhere``; of one rank alone, all."""
+    """Read what each tensor-parallel rank saved, without names ``elsewhere``; of one rank alone, all."""
     _, ranks = parallel_sizes(first)
     if ranks == 1:
         return [Part(models[0], first, {})]
@@ -75,7 +75,7 @@ def split_parts(
 
 
 def parallel_sizes(first: Mapping[str, Any]) -> tuple[int, int]:
-    """How many pipeline stages, and how many tensor-parallel ranks each, a model file was one of."""
+    """Return how many pipeline stages, of how many tensor-parallel ranks each, a model file was one of."""
     parallel = first.get("checkpoint_parallel_dimensions") or {}
     stages = int(parallel.get("pp_degree") or 1)
     return stages, int(parallel.get("tp_degree") or int(first.get("mp_world_size") or 1) // stages)

@@ -51,7 +51,7 @@ def stage_contents(folder: Path, first: Mapping[str, Any], read: Read) -> dict[P
 def stage_shapes(
     path: Path, content: Mapping[str, Any], states: Sequence[Mapping[str, Any]], known: Mapping[str, Shape]
 ) -> list[dict[str, Shape]]:
-    """Of a stage's trained parameters, by optimizer group. ``states``: the partitions of its optimizer, which alone
+    """Return a stage's trained shapes, by optimizer group. ``states``: the partitions of its optimizer, which alone
     have the names where bf16 ran without ZeRO; ``known``: shapes by name, from elsewhere. CheckpointError: nothing has
     the names."""
     if content.get("param_shapes") is not None:

@@ -1,4 +1,4 @@
-"""How the configuration of a run determines the layout of release 0.19.8's checkpoints."""
+"""The layout of release 0.19.8's checkpoints, as the configuration of a run determines it."""
 
 from __future__ import annotations
 

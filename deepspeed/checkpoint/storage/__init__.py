@@ -1,4 +1,4 @@
-"""How single files of a checkpoint are stored: the documented pluggable interface."""
+"""Storage of single files of a checkpoint: the documented pluggable interface."""
 
 from deepspeed.checkpoint.storage.checkpoint_engine import CheckpointCommitInfo, CheckpointEngine
 from deepspeed.checkpoint.storage.torch_checkpoint_engine import TorchCheckpointEngine

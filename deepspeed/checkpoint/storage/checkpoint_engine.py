@@ -10,7 +10,7 @@ from typing import Any
 
 @dataclass(slots=True)
 class CheckpointCommitInfo:
-    """Which checkpoint a sequence of ``save`` calls belongs to."""
+    """The checkpoint that a sequence of ``save`` calls belongs to."""
 
     tag: str
     save_dir: str
@@ -44,11 +44,11 @@ class CheckpointEngine(ABC):
         os.makedirs(path, exist_ok=exist_ok)
 
     def is_data_parallel_writer(self, dp_rank: int) -> bool:
-        """Whether this data-parallel rank writes what all of them hold."""
+        """Return whether this data-parallel rank writes what all of them hold."""
         return dp_rank == 0
 
     def is_decoupled(self) -> bool:
-        """Whether ``save`` returns before the file is durable."""
+        """Return whether ``save`` returns before the file is durable."""
         return False
 
     def set_commit_info(self, info: CheckpointCommitInfo) -> None:
@@ -61,5 +61,5 @@ class CheckpointEngine(ABC):
         """Release what the engine holds."""
 
     def preserves_storage_sharing(self) -> bool:
-        """Whether tensors that share memory when saved share it when loaded."""
+        """Return whether tensors that share memory when saved share it when loaded."""
         return True

@@ -7,7 +7,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from deepspeed.checkpoint.files.archive import naming, write_archive
+from deepspeed.checkpoint.files.archive_writer import naming, write_archive
 from deepspeed.checkpoint.files.flush import flush
 from deepspeed.checkpoint.files.snapshot import Snapshot
 from deepspeed.checkpoint.storage.checkpoint_engine import CheckpointCommitInfo
@@ -15,7 +15,7 @@ from deepspeed.checkpoint.storage.fast_checkpoint_engine import FastCheckpointEn
 
 
 class DecoupledEvent(enum.Enum):
-    """What a writer is asked for."""
+    """A request to a writer."""
 
     SAVE_EVENT = 1
     COMMIT_EVENT = 2

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from deepspeed.checkpoint.files.archive import naming, write_archive
+from deepspeed.checkpoint.files.archive_writer import naming, write_archive
 from deepspeed.checkpoint.files.flush import flush
 from deepspeed.checkpoint.storage.checkpoint_engine import CheckpointCommitInfo
 from deepspeed.checkpoint.storage.torch_checkpoint_engine import TorchCheckpointEngine

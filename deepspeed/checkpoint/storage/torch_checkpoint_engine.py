@@ -18,7 +18,7 @@ class TorchCheckpointEngine(CheckpointEngine):
         self.set_commit_info(info)
 
     def save(self, state_dict: Any, path: str) -> None:
-        from deepspeed.checkpoint.files.archive import (  # an engine has one from the start
+        from deepspeed.checkpoint.files.archive_writer import (  # an engine has one from the start
             naming,
             write_archive,
         )

@@ -19,7 +19,7 @@ import time
 import weakref
 from collections.abc import Callable
 from dataclasses import asdict
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch.distributed as dist
 
@@ -40,6 +40,14 @@ AGAIN = 4  # the next report about the same hang, when it has lasted this many t
 JOIN_S = 2.0
 FAILURES = 3  # in a row, after which the watch ends
 KEY = "deepspeed/hang"
+
+
+class Address(NamedTuple):
+    """Where a rank runs, and whether its watch answers there: not before it has an engine, nor after."""
+
+    host: str
+    pid: int
+    watched: bool
 
 
 class Watched(Protocol):
@@ -68,7 +76,7 @@ class Watch:
         self._last: Any = None
         self._since = self._began = time.monotonic()
         self._reported_s = 0.0
-        self._addresses: dict[int, tuple[str, int]] = {}
+        self._addresses: dict[int, Address] = {}
         self._end = threading.Event()
         self._server = StackServer(self._standing)
         self._thread = threading.Thread(target=self._run, name="deepspeed hang watch", daemon=True)
@@ -129,7 +137,7 @@ class Watch:
             self._end.set()
             if self._store is not None:
                 with contextlib.suppress(Exception):  # the store may be gone
-                    self._ask(lambda: self._store.set(f"{KEY}/who/{self.rank}", ""))
+                    self._ask(lambda: _tell_address(self._store, self.rank, watched=False))
 
     def _look(self) -> None:
         waited_s = self._waited_s()
@@ -216,7 +224,7 @@ class Watch:
     def _join(self) -> Any:
         """Say where this rank runs; returns the store."""
         store = clone(self._of_group)
-        store.set(f"{KEY}/who/{self.rank}", json.dumps([self.host, self.pid]))
+        _tell_address(store, self.rank, watched=True)
         self._round = int(store.add(f"{KEY}/round", 0))
         if self._round and not store.check([f"{KEY}/{self._round}/text"]):
             self._round -= 1  # one that is going on
@@ -246,12 +254,11 @@ class Watch:
         self._store.set(f"{KEY}/{round_}/text", text)
         explanation.text = text
 
-    def _read_addresses(self, ranks: Any) -> dict[int, tuple[str, int]]:
+    def _read_addresses(self, ranks: Any) -> dict[int, Address]:
         known = {}
         for rank in ranks:
             if self._store.check([f"{KEY}/who/{rank}"]) and (said := self._store.get(f"{KEY}/who/{rank}")):
-                host, pid = json.loads(said)
-                known[rank] = (host, pid)
+                known[rank] = Address(*json.loads(said))
         return known
 
     # ---- the report
@@ -276,11 +283,10 @@ class Watch:
 
     def _silence(self, rank: int) -> str:
         """Describe what is known of a rank that does not answer."""
+        absent = f"{ABSENT} yet, or none any more: it is before deepspeed.initialize, or after engine.destroy"
         if rank not in self._addresses:
-            return (
-                f"{ABSENT} yet, or none any more: it is before deepspeed.initialize, or after engine.destroy"
-            )
-        host, pid = self._addresses[rank]
+            return absent
+        host, pid, watched = self._addresses[rank]
         where = f"({host}, process {pid})"
         state = _state_of(pid) if host == self.host else ""
         if state in ("T", "t"):
@@ -289,6 +295,8 @@ class Watch:
             return f"{where} {GONE}"
         if state == "D":
             return f"{where} waits for storage or a driver inside the kernel"
+        if not watched:
+            return f"{where} {absent}"
         if state:
             return f"{where} runs, but its Python does not: native code holds the interpreter's lock"
         return f"{where} does not answer: stopped, ended, or not reachable"
@@ -320,6 +328,18 @@ def _uses_devices() -> bool:
 
 
 # ---- one per process
+
+
+def arrive() -> None:
+    """Tell the other ranks where this one runs: it may be stopped, or end, before it has an engine."""
+    store = store_of_default_group()
+    if store is not None:
+        quietly(lambda: _tell_address(store, dist.get_rank(), watched=False))
+
+
+def _tell_address(store: Any, rank: int, *, watched: bool) -> None:
+    store.set(f"{KEY}/who/{rank}", json.dumps(Address(socket.gethostname(), os.getpid(), watched)))
+
 
 _watch: Watch | None = None
 _lock = threading.Lock()

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from deepspeed.checkpoint.constants import BF16_ZERO_FILE_PREFIX, FP16_ZERO_FILE_PREFIX, ZERO_FILE_PREFIX
-from deepspeed.checkpoint.files.archive import read_archive
+from deepspeed.checkpoint.files.archive_reader import read_archive
 
 _NUMBER = re.compile(r"(\d+)")
 

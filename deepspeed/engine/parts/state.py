@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import glob
 import os
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Mapping
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -163,23 +163,24 @@ class Checkpoints:
         """The same at any stage."""
         return _weights().consolidated_16bit_state_dict(self._engine, exclude_frozen_parameters)
 
-    def layer_writer(self, exclude_frozen: bool) -> Callable[[Path], None] | None:
-        """Return what also writes the files of single layers into the folder of a checkpoint: here those of experts,
-        where weights are whole (stages 0 to 2); None: there are none."""
+    def layer_writer(self, exclude_frozen: bool) -> Callable[[Path, Mapping[str, Any]], None] | None:
+        """Return what also writes the files of single layers into the folder of a save: here those of experts, where
+        weights are whole (stages 0 to 2); None: there are none."""
         engine = self._engine
         if not engine.num_experts or engine.plan.zero.shard_params:
             return None
         return partial(self.write_experts, exclude_frozen=exclude_frozen)
 
-    def write_experts(self, folder: Path, *, exclude_frozen: bool) -> None:
-        """Write the file of each expert whose first holder is this rank."""
+    def write_experts(self, folder: Path, save: Mapping[str, Any], *, exclude_frozen: bool) -> None:
+        """Write the file of each expert whose first holder is this rank. ``save``: the id of the save."""
+        from deepspeed.checkpoint.save_ids import marked
         from deepspeed.parallel.expert.placement import write_experts
 
         engine, files = self._engine, self._engine.checkpoint_engine
         write_experts(
             engine.module,
             engine.mesh,
-            lambda state, name: files.save(state, str(folder / name)),
+            lambda state, name: files.save(marked(state, save), str(folder / name)),
             exclude_frozen,
         )
         if info := files.get_commit_info():

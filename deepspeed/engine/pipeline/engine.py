@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from deepspeed.base.logging import log_dist
+from deepspeed.checkpoint.save_ids import MarkedFiles
 from deepspeed.data.loader import DeepSpeedDataLoader, EpochSampler, RepeatingLoader
 from deepspeed.engine.pipeline.instructions import ByInstructions
 from deepspeed.parallel.pipeline.errors import PipelineError
@@ -278,12 +279,13 @@ class PipelineEngine(ByInstructions):
             return weights
         return WholeModel(weights, self.grid.pp_group, self.grid.get_pipe_parallel_group(), self.device)
 
-    def layer_writer(self, exclude_frozen: bool) -> Callable[[Path], None]:
+    def layer_writer(self, exclude_frozen: bool) -> Callable[[Path, Mapping[str, Any]], None]:
         """Return what writes the files of this stage's layers ("layer_03-model_00-model_states.pt") and experts."""
 
-        def write(folder: Path) -> None:
-            self.stage_module.save_state_dict(folder, self.checkpoint_engine, exclude_frozen)
-            self.checkpoints.write_experts(folder, exclude_frozen=exclude_frozen)
+        def write(folder: Path, save: Mapping[str, Any]) -> None:
+            files = MarkedFiles(self.checkpoint_engine, save)
+            self.stage_module.save_state_dict(folder, files, exclude_frozen)
+            self.checkpoints.write_experts(folder, save, exclude_frozen=exclude_frozen)
 
         return write
 

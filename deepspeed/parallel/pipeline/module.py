@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import glob
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,8 @@ from deepspeed.base.logging import logger
 from deepspeed.base.rng import set_random_seed
 from deepspeed.checkpoint import names
 from deepspeed.checkpoint.numbered import shared_lists
+from deepspeed.checkpoint.reader import save_of_folder
+from deepspeed.checkpoint.save_ids import check_save_of
 from deepspeed.comm import init_distributed
 from deepspeed.comm.groups import new_group
 from deepspeed.comm.topology import (
@@ -424,26 +426,34 @@ class PipelineModule(Partitioned, nn.Module):
         self, load_dir: str | os.PathLike[str], checkpoint_engine: Any, strict: bool = True
     ) -> None:
         """Read the file of every layer of this stage, and those of its experts if replicas share them.
-        FileNotFoundError: there is none. Collective over replicas."""
+        FileNotFoundError: there is none. CheckpointError: one is of another save than the folder's model file.
+        Collective over replicas."""
+        read = partial(self._read_layer, checkpoint_engine, save_of_folder(Path(load_dir)))
         for index, name in self._owners.items():
             layer, key = self.get_submodule(name), name.removeprefix("tied_modules.")
             number = index if key == name else self._first_of_tie(key)
             path = Path(self._layer_file(str(load_dir), number))
             if not path.exists():
                 raise FileNotFoundError(f"{path}: the file of layer {index} is missing")
-            state = checkpoint_engine.load(str(path), map_location="cpu")
-            state |= self._experts_in(Path(load_dir), name, checkpoint_engine)
+            state = read(path)
+            state |= self._experts_in(Path(load_dir), name, read)
             with GatheredParameters(list(layer.parameters()), modifier_rank=0):
                 layer.load_state_dict(state, strict=strict)
 
-    def _experts_in(self, folder: Path, name: str, checkpoint_engine: Any) -> dict[str, Any]:
+    @staticmethod
+    def _read_layer(checkpoint_engine: Any, save: Mapping[str, Any] | None, path: Path) -> dict[str, Any]:
+        state = checkpoint_engine.load(str(path), map_location="cpu")
+        check_save_of(path, state, save)
+        return state
+
+    def _experts_in(self, folder: Path, name: str, read: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
         """The weights of the experts of a layer that replicas share, from their files."""
         found: dict[str, Any] = {}
         for path, experts in shared_lists(self.get_submodule(name)):
             for number, _ in experts.named_children():
                 prefix = f"{name}.{path}.{number}."
                 for file in sorted(folder.glob(f"layer_*_expert_{number}_mp_rank_*_model_states.pt")):
-                    state = checkpoint_engine.load(str(file), map_location="cpu")
+                    state = read(file)
                     found |= {key[len(name) + 1 :]: state[key] for key in state if key.startswith(prefix)}
         return found
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from deepspeed.checkpoint.files.archive import LazyTensor
+from deepspeed.checkpoint.files.archive_writer import LazyTensor
 
 _Description = tuple[str, tuple[int, ...], torch.dtype]
 

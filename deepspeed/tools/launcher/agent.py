@@ -27,7 +27,7 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousIn
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 from deepspeed.tools.launcher.errors import LaunchError
-from deepspeed.tools.launcher.failures import Failure, departures, in_order, show, write_report
+from deepspeed.tools.launcher.failures import Failure, causes_first, show, write_report
 from deepspeed.tools.launcher.output import Prefixed
 from deepspeed.tools.launcher.processes import (
     ERROR_REPORT,
@@ -153,15 +153,17 @@ class Supervisor(LocalElasticAgent):
 
     def failures(self, result: RunResult) -> list[Failure]:
         """Return how ranks failed, the cause first; what they printed has been printed."""
+        return causes_first(self.entries(result))
+
+    def entries(self, result: RunResult | None) -> list[Failure]:
+        """Return an entry for each rank that failed, if any did, and each that ended well before the others."""
         if self.output is not None:
             self.output.drain()
         failures = [
             Failure.of(rank, process, self.watch.ended_at.get(process.local_rank), self.stopped_at)
-            for rank, process in result.failures.items()
+            for rank, process in (result.failures if result is not None else {}).items()
         ]
-        gone = departures(failures, self._ended_well.items())
-        left = {failure.rank for failure in gone}
-        return in_order([*gone, *(failure for failure in failures if failure.rank not in left)])
+        return [*failures, *(Failure.by_leaving(rank, at) for rank, at in self._ended_well.items())]
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         workers: dict[int, Any] = super()._start_workers(worker_group)  # pyright: ignore[reportCallIssue]
@@ -221,8 +223,9 @@ def supervise(job: NodeJob, make: Callable[[NodeJob, Path], Supervisor] = Superv
 
 def _run(job: NodeJob, supervisor: Supervisor) -> int:
     exit_code = 1
+    result: Any = None
     try:
-        result: Any = supervisor.run()
+        result = supervisor.run()
         exit_code = _report(job, result, supervisor) if result.is_failed() else 0
     except DistNetworkError as error:
         reason = str(error).splitlines()[0]
@@ -237,6 +240,8 @@ def _run(job: NodeJob, supervisor: Supervisor) -> int:
             kill_descendants()
         if supervisor.output is not None:
             supervisor.output.drain()
+        if job.report is not None:
+            write_report(job.report, supervisor.entries(result))
     return exit_code
 
 
@@ -247,7 +252,6 @@ def _report(job: NodeJob, result: RunResult, supervisor: Supervisor) -> int:
     """
     failures = supervisor.failures(result)
     if job.report is not None:
-        write_report(job.report, failures)
         return failures[0].command_exit_code
     if job.nodes > 1 and failures[0].lost_peer:  # the traceback that matters is on another machine
         failures[0] = replace(failures[0], traceback="")

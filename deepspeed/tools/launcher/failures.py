@@ -43,12 +43,12 @@ class Failure:
     on_screen: bool  # the rank printed its traceback itself
     lost_peer: bool = False  # its message says that it failed because another rank had
     stopped: bool = False  # by the agent, because another rank had failed
-    left: bool = False  # it ended with exit code 0 while the others went on, which then lost it
+    left: bool = False  # it ended with exit code 0: a failure if others were training, see `causes_first`
     host: str = ""  # where several machines are reported together
 
     @classmethod
     def by_leaving(cls, rank: int, at: float) -> Failure:
-        """Return the failure of a rank that exited with 0 before the others were done."""
+        """Make the entry of a rank that ended with exit code 0."""
         return cls(rank, at, 0, "", "", first=False, on_screen=False, left=True)
 
     @classmethod
@@ -120,16 +120,17 @@ def in_order(failures: Iterable[Failure]) -> list[Failure]:
     return sorted(failures, key=moment)
 
 
-def departures(failures: Iterable[Failure], ended_well: Iterable[tuple[int, float]]) -> list[Failure]:
-    """Ranks that ended with exit code 0 before others failed because a peer was gone, where nothing else is the cause.
-
-    ``ended_well``: rank and time in seconds of those that did.
-    """
+def causes_first(entries: Iterable[Failure]) -> list[Failure]:
+    """Put the failures of a job `in_order`. Ranks that left are among them only if they left before others failed
+    because a peer was gone, and nothing else is the cause; which all machines together can tell."""
+    entries = list(entries)
+    failures = [entry for entry in entries if not entry.left]
     causes = [failure for failure in failures if not failure.stopped]
     if not causes or not all(failure.lost_peer for failure in causes):
-        return []
+        return in_order(failures)
     began = min(failure.at for failure in causes)
-    return [Failure.by_leaving(rank, at) for rank, at in ended_well if at <= began]
+    gone = {entry.rank: entry for entry in entries if entry.left and entry.at <= began}
+    return in_order([*gone.values(), *(failure for failure in failures if failure.rank not in gone)])
 
 
 def _is_refused_option(failure: Failure) -> bool:
@@ -196,7 +197,7 @@ def show(
 
 
 def write_report(path: Path, failures: Iterable[Failure]) -> None:
-    """Failures of one machine, for the command that reports those of all."""
+    """Write the failures of one machine, and its ranks that left, for the command that reports those of all."""
     path.write_text(json.dumps([asdict(failure) for failure in failures]), encoding="utf-8")
 
 

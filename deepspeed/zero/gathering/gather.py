@@ -33,8 +33,7 @@ class LocalGather:
 
     def gather(self, index: int, phase: Phase = Phase.FORWARD) -> None:
         """Make bucket ``index`` whole; on return it is GATHERED."""
-        shard = self.buckets[index].shard
-        assert shard is not None
+        shard = self.buckets[index].at_rest()
         self.transitions.begin(index).copy_(shard)
         self.transitions.arrived(index)
 

@@ -201,7 +201,7 @@ class Init(InsertPostInitMethodToModuleSubClasses):
         if not enabled:
             return
         remote_device = remote_device or _offload_param(settings).get("device")
-        self.keep = _swap_file(settings).put if remote_device == "nvme" else None
+        self.swap = _swap_file(settings) if remote_device == "nvme" else None
         dist.init_distributed()
         self.communicator = _communicator_of(sequence_data_parallel_group or data_parallel_group, mpu)
         self.overrides = frozenset(tensor_overrides)
@@ -235,7 +235,7 @@ class Init(InsertPostInitMethodToModuleSubClasses):
             setattr(param, CHECKS_WRITES, True)
 
     def _cut(self, param: nn.Parameter) -> None:
-        shard_alone(param, self.communicator, keep=self.keep)
+        shard_alone(param, self.communicator, swap=self.swap)
         if self.group_size > 1:
             near = self.neighbours
             note_neighbours(param, near.group, all_holders=near is self.communicator)

@@ -47,8 +47,7 @@ class Piece:
 
     def refresh(self) -> Pending:
         """The slice was written, on every rank."""
-        shard = self.bucket.shard
-        assert shard is not None
+        shard = self.bucket.at_rest()
         own = self.data[self.across.rank]
         own.copy_(shard if self.codec is None else self.codec.encode(shard.to(own.device)))
         return self.across.all_gather(self.data.view(-1), own)

@@ -172,9 +172,8 @@ class ScheduledGather(FetchingGather):
             self.in_flight[index] = self.channels[index].all_gather(full, bucket.own_slice())
             return
         # Already whole here, or not needed: the others still need this rank's slice.
-        assert bucket.shard is not None
         spare = torch.empty(bucket.layout.padded_numel, dtype=bucket.layout.dtype, device=bucket.device)
-        self.channels[index].all_gather(spare, bucket.shard.to(bucket.device)).wait()
+        self.channels[index].all_gather(spare, bucket.at_rest().to(bucket.device)).wait()
 
     def _advance(self) -> None:
         """Launch entries whose turn has come and that are ready: gathers within the window, complete sums."""

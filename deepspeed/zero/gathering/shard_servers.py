@@ -46,6 +46,7 @@ class ShardServers:
         if server is None:
             full.copy_(bucket.own_slice())
         else:
+            bucket.at_rest()
             server.fetch(self._place[index], full)
         bucket.communicator.count_fetch(full)
 

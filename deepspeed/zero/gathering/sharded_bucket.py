@@ -138,15 +138,21 @@ class ShardedBucket(ParamBucket):
         assert self.full is not None
         return self.communicator.all_gather(self.full, self.own_slice())
 
-    def own_slice(self) -> Tensor:
-        """[shard_numel] this rank's slice on the device: ``shard`` itself, or a copy in its place in ``full``."""
-        assert self.shard is not None and self.full is not None
+    def at_rest(self) -> Tensor:
+        """Return ``shard``, to be read or written now. OSError: the file that holds it was truncated."""
+        assert self.shard is not None
         if self.check is not None:
             self.check()
-        if self.shard.device == self.full.device:
-            return self.shard
+        return self.shard
+
+    def own_slice(self) -> Tensor:
+        """[shard_numel] this rank's slice on the device: ``shard`` itself, or a copy in its place in ``full``."""
+        assert self.full is not None
+        shard = self.at_rest()
+        if shard.device == self.full.device:
+            return shard
         start, stop = self.layout.shard_range(self.rank)
-        return self.full[start:stop].copy_(self.shard, non_blocking=True)
+        return self.full[start:stop].copy_(shard, non_blocking=True)
 
     def detached(self) -> list[int]:
         return []  # between uses a parameter has no memory that could have been replaced
@@ -188,13 +194,11 @@ class ShardedBucket(ParamBucket):
 
     def local_part(self, position: int) -> Tensor:
         """This rank's part of one parameter, a 1-D view of the shard (possibly empty): its ``ds_tensor``."""
-        assert self.shard is not None
-        if self.check is not None:
-            self.check()
+        shard = self.at_rest()
         slot = self.layout.slots[position]
         start, stop = self.layout.shard_range(self.rank)
         low, high = max(start, slot.offset), min(stop, slot.end)
-        return self.shard[low - start : high - start] if low < high else self.shard[:0]
+        return shard[low - start : high - start] if low < high else shard[:0]
 
     def read_param(self, position: int, out: Tensor) -> None:
         """Fill ``out`` with the whole parameter, moving only its own bytes. Collective."""

@@ -5,13 +5,12 @@ Blocks, optimizer groups, freezing and tying are not known yet, so there are no 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor, nn
 
 from deepspeed.comm.collectives import Communicator
 from deepspeed.zero import params as zero_params
+from deepspeed.zero.offload.swap_file import SwapFile
 
 
 class SoloShard:
@@ -25,9 +24,9 @@ class SoloShard:
         param: nn.Parameter,
         communicator: Communicator,
         everyone: Communicator | None = None,
-        keep: Callable[[Tensor], Tensor] | None = None,
+        swap: SwapFile | None = None,
     ) -> None:
-        self.keep = keep
+        self.swap = swap
         self.communicator = communicator
         self.everyone = everyone or communicator
         self.numel = param.numel()
@@ -37,9 +36,15 @@ class SoloShard:
         stop = min(start + per_rank, self.numel)
         shard = torch.zeros(per_rank, dtype=param.dtype, device=param.device)
         shard[: stop - start] = param.data.reshape(-1)[start:stop]
-        self.shard = shard if keep is None else keep(shard)
+        self.shard = self._kept(shard)
+
+    def _kept(self, shard: Tensor) -> Tensor:
+        return shard if self.swap is None else self.swap.put(shard)
 
     def local_part(self, position: int) -> Tensor:
+        """Return the shard, to be read or written now. OSError: the file that holds it was truncated."""
+        if self.swap is not None:
+            self.swap.check()
         return self.shard
 
     def read_param(self, position: int, out: Tensor) -> None:
@@ -47,14 +52,14 @@ class SoloShard:
         flat = out.view(-1)
         padded = self.shard.numel() * self.communicator.size
         whole = flat if padded == self.numel else torch.empty(padded, dtype=out.dtype, device=out.device)
-        self.communicator.all_gather(whole, self.shard).wait()
+        self.communicator.all_gather(whole, self.local_part(position)).wait()
         if whole is not flat:
             flat.copy_(whole[: self.numel])
 
     def write_param(self, position: int, value: Tensor) -> None:
         start = self.communicator.rank * self.shard.numel()
         part = value.detach().reshape(-1)[start : start + self.shard.numel()]
-        self.shard[: part.numel()].copy_(part)
+        self.local_part(position)[: part.numel()].copy_(part)
 
     def twin(self, param: nn.Parameter) -> nn.Parameter:
         """A new parameter with its own slice, equal to ``param``'s."""
@@ -62,31 +67,31 @@ class SoloShard:
         copy = nn.Parameter(torch.empty_like(param.data), requires_grad=param.requires_grad)
         home = object.__new__(type(self))
         home.__dict__.update(self.__dict__)
-        home.shard = self.shard.clone() if self.keep is None else self.keep(self.shard)
+        shard = self.local_part(0)
+        home.shard = shard.clone() if self.swap is None else self.swap.put(shard)
         zero_params.adopt_copy(copy, param, home)
         return copy
 
     def cast(self, param: nn.Parameter, dtype: torch.dtype) -> None:
-        shard = self.shard.to(dtype)
-        self.shard = shard if self.keep is None else self.keep(shard)
+        self.shard = self._kept(self.local_part(0).to(dtype))
         zero_params.adopt(param, self, 0)
 
     def shard_alike(self, param: nn.Parameter) -> None:
         """Partition another, still whole, parameter over the same ranks."""
-        shard_alone(param, self.communicator, self.everyone, self.keep)
+        shard_alone(param, self.communicator, self.everyone, self.swap)
 
 
 def shard_alone(
     param: nn.Parameter,
     communicator: Communicator,
     everyone: Communicator | None = None,
-    keep: Callable[[Tensor], Tensor] | None = None,
+    swap: SwapFile | None = None,
 ) -> None:
     """Shard a whole parameter across ``communicator``, with the values of rank 0 of ``everyone`` (more ranks,
-    if there are replicas). ``keep`` creates the tensor that stores the slice. Collective."""
+    if there are replicas). ``swap``: the file that keeps the slice, if not memory. Collective."""
     with torch.inference_mode(False), torch.no_grad():
         param.data = param.data.contiguous()
         (everyone or communicator).broadcast(param.data.view(-1), src=0).wait()
-        zero_params.convert(param, SoloShard(param, communicator, everyone, keep), 0)
+        zero_params.convert(param, SoloShard(param, communicator, everyone, swap), 0)
         param.data = torch.empty(0, dtype=param.dtype, device=param.device)
     zero_params.mark([param], zero_params.ZeroParamStatus.NOT_AVAILABLE)

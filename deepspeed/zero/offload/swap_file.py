@@ -120,7 +120,8 @@ class SwapFile:
     def check(self) -> None:
         """Call it before tensors at rest are accessed: to read a mapping beyond the end of its file ends the process.
 
-        OSError: the file is shorter than it was made, so that something else has truncated it.
+        OSError: the file is shorter than it was made, so that something else has truncated it. It has no name, so only
+        a damaged file system or a process that opens our descriptors (``/proc``) can do that.
         """
         if not self.close.alive:
             return

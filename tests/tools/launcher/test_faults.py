@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
+import signal
+import subprocess
 import sys
+import threading
 import time
 
 import pytest
 
-from tests.tools.launcher.programs import deepspeed
+from tests.tools.launcher.programs import COMMAND, TIMEOUT_S, deepspeed, environment
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs the Linux kernel's help")
 
@@ -117,3 +121,44 @@ def test_the_rank_that_failed_is_named_at_once(tmp_path, stage, fault, culprit):
 def test_every_fault_at_every_stage(tmp_path, stage, fault, attempt):
     culprit, ranks = [(0, 2), (1, 2), (1, 3)][attempt]
     print(f"{over_at_once(tmp_path, stage, fault, culprit, ranks):.1f} s")
+
+
+STOPS = """\
+import os, signal, sys
+import torch
+import deepspeed
+
+deepspeed.init_distributed("gloo")
+rank, when = int(os.environ["RANK"]), sys.argv[-1]
+if rank == 1 and when == "before an engine":
+    os.kill(os.getpid(), signal.SIGSTOP)
+config = {
+    "train_micro_batch_size_per_gpu": 2,
+    "optimizer": {"type": "SGD"},
+    "comm": {"hang_report_seconds": 1.0},
+}
+engine = deepspeed.initialize(model=torch.nn.Linear(4, 4), config=config)[0]
+if rank == 1:
+    os.kill(os.getpid(), signal.SIGSTOP)
+engine.backward(engine(torch.ones(2, 4)).mean())
+engine.step()
+"""
+
+
+@pytest.mark.parametrize(
+    "when", ["before an engine", pytest.param("at its first step", marks=pytest.mark.slow)]
+)
+def test_a_rank_stopped_in_its_first_second_is_said_to_be_stopped(tmp_path, when):
+    (tmp_path / "train.py").write_text(STOPS)
+    command = [*COMMAND, "--num_gpus", "2", "train.py", when]
+    with subprocess.Popen(
+        command, cwd=tmp_path, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
+        assert process.stdout is not None
+        timer = threading.Timer(TIMEOUT_S, process.kill)
+        timer.start()
+        said = next((line for line in process.stdout if "missing: rank 1" in line), "")
+        timer.cancel()
+        process.send_signal(signal.SIGTERM)
+        process.stdout.read()
+    assert re.search(r"missing: rank 1 \(.*, process \d+\) is stopped .*: kill -CONT \d+", said), said

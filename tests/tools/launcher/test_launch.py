@@ -8,6 +8,7 @@ import re
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -238,6 +239,20 @@ def failure(rank: int, at: float, *, code: int = 1, printed: bool = False) -> fa
 )
 def test_who_failed_first(failures, order):
     assert [each.rank for each in failures_of.in_order(failures)] == order
+
+
+def test_who_left_while_others_were_training():
+    """Ranks of all machines together tell: one machine may see only the loss of a peer."""
+
+    def left(rank: int, at: float) -> failures_of.Failure:
+        return failures_of.Failure.by_leaving(rank, at)
+
+    lost = replace(failure(0, 4.0), lost_peer=True)
+    stopped = replace(failure(2, 4.5, code=-15), stopped=True)
+    entries = [stopped, lost, left(1, 3.0), left(3, 5.0)]
+    assert [each.rank for each in failures_of.causes_first(entries)] == [1, 0, 2]  # rank 3 ended later
+    assert [each.rank for each in failures_of.causes_first([*entries, failure(4, 3.5)])] == [4, 0, 2]
+    assert failures_of.causes_first([left(0, 3.0), left(1, 4.0)]) == []  # all is well
 
 
 @pytest.mark.parametrize(

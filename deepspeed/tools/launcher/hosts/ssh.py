@@ -23,7 +23,7 @@ from types import FrameType
 from typing import IO, Any
 
 from deepspeed.base.constants import TIME_IS_UP
-from deepspeed.tools.launcher.failures import Failure, in_order, read_report, show
+from deepspeed.tools.launcher.failures import Failure, causes_first, read_report, show
 from deepspeed.tools.launcher.hosts.remote import MARK
 from deepspeed.tools.launcher.processes import grace_seconds, handled_by, kill_descendants, own_children
 from deepspeed.tools.launcher.shim import LINUX, die_with_parent
@@ -53,11 +53,15 @@ class Node:
     host: str
     arguments: Sequence[str]
     local: bool = False
-    failures: list[Failure] = field(default_factory=list)
+    entries: list[Failure] = field(default_factory=list)  # of its ranks that failed or left
     exit_code: int | None = None
     ended_at: float = 0.0
     stopped: bool = False  # it was asked to end
     given_up: bool = False  # an elastic job went on without it
+
+    @property
+    def failed_ranks(self) -> bool:
+        return not all(entry.left for entry in self.entries)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,7 +161,7 @@ class _Connection:
         mark = MARK.encode()
         for line in source:
             if line.startswith(mark):
-                self.node.failures = read_report(line[len(mark) :].decode(errors="replace"), self.node.host)
+                self.node.entries = read_report(line[len(mark) :].decode(errors="replace"), self.node.host)
                 continue
             sink.buffer.write(prefix + line)  # one write a line: nodes share the stream
             sink.flush()
@@ -222,7 +226,7 @@ class _Machines:
             return False
         node.given_up = True
         logger.warning(
-            "%s", _of_silent(node, True) if not node.failures else f"{node.host}: its ranks failed"
+            "%s", _of_silent(node, True) if not node.failed_ranks else f"{node.host}: its ranks failed"
         )
         logger.warning("the job continues with %d machines", left)
         for (
@@ -269,9 +273,9 @@ def _watch(machines: _Machines, ended: queue.SimpleQueue[_Connection | None], as
 
 def _report(job: Job, nodes: Sequence[Node]) -> int:
     """Tells who failed first, over all machines; returns the exit code."""
-    failures = [failure for node in nodes for failure in node.failures]
-    silent = [node for node in nodes if node.exit_code and not node.failures and not node.stopped]
-    causes = [failure for failure in failures if not (failure.lost_peer or failure.stopped)]
+    failures = causes_first(entry for node in nodes for entry in node.entries)
+    silent = [node for node in nodes if node.exit_code and not node.failed_ranks and not node.stopped]
+    causes = [failure for failure in failures if not (failure.lost_peer or failure.stopped or failure.left)]
     if silent and not causes:  # a machine that could not start, or is gone
         first = min(silent, key=lambda node: node.ended_at)
         for node in silent:
@@ -279,9 +283,8 @@ def _report(job: Job, nodes: Sequence[Node]) -> int:
         assert first.exit_code is not None
         return first.exit_code
     if failures:
-        ordered = in_order(failures)
-        show(job.script, ordered, log_dir=job.log_dir, adds_local_rank=job.adds_local_rank)
-        return ordered[0].command_exit_code
+        show(job.script, failures, log_dir=job.log_dir, adds_local_rank=job.adds_local_rank)
+        return failures[0].command_exit_code
     return next((node.exit_code for node in nodes if node.exit_code), 0)
 
 
