@@ -423,14 +423,14 @@ void ds_paged_attention(const ds_paged_layer *layer, const ds_paged_piece *piece
 }
 
 // Few rows, of a sequence each: threads keep to their shares.
-static bool own_rows(const ds_step &step) { return step.rows == step.count && step.rows <= ds::kOwnRows; }
+static bool own_rows(const ds_step &step) { return step.rows == step.piece_count && step.rows <= ds::kOwnRows; }
 
 void ds::attention(const ds_paged_layer &layer, const ds_step &step, const Team &team) {
     static thread_local Scratch scratch;
     const int64_t group = layer.heads / layer.kv_heads;
     const auto tiles_of = [&](const ds_paged_piece &piece) { return (piece.count * group + kRows - 1) / kRows; };
     int64_t units = 0, p = 0, first = 0;
-    for (int64_t i = 0; i < step.count; ++i) units += layer.kv_heads * tiles_of(step.pieces[i]);
+    for (int64_t i = 0; i < step.piece_count; ++i) units += layer.kv_heads * tiles_of(step.pieces[i]);
     const auto work = [&](int64_t number) {
         if (number < first) p = first = 0;
         for (; number >= first + layer.kv_heads * tiles_of(step.pieces[p]); ++p)

@@ -387,8 +387,8 @@ enum ds_kind {
     DS_LARGEST = 6
 };
 
-/* An operation on all rows of a step, or (on_last) on those of the last tokens of its pieces. A norm on these takes them
- * from among all rows of its stream; the output of every operation on them has their number of rows. */
+/* An operation on all rows of a step, or (on_last) on its rows `last`. A norm on these takes them from among all rows of
+ * its stream; the output of every operation on them has their number of rows. */
 typedef struct ds_operation {
     const void *arguments; /* the struct of its kind */
     int32_t kind;          /* enum ds_kind */
@@ -400,9 +400,9 @@ typedef struct ds_step {
     int64_t rows;
     const int64_t *tokens;    /* [rows], for embeddings */
     const int64_t *positions; /* [rows], for rotations */
-    const int64_t *last;      /* [count]: the row of each piece's last token */
-    const ds_paged_piece *pieces;
-    int64_t count;
+    const int64_t *last;      /* [count]: the rows after which results are wanted */
+    const ds_paged_piece *pieces; /* [piece_count] */
+    int64_t count, piece_count;
 } ds_step;
 
 /* One operation after another, each by all threads. */

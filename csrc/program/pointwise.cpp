@@ -105,7 +105,7 @@ struct Slot {
 };
 
 DS_INLINE Slot slot_of(const ds_step &step, int64_t row, int64_t block_size) {
-    for (int64_t p = step.rows == step.count ? row : 0; p < step.count; ++p) {
+    for (int64_t p = step.rows == step.piece_count ? row : 0; p < step.piece_count; ++p) {
         const ds_paged_piece &piece = step.pieces[p];
         if (row < piece.row || row >= piece.row + piece.count) continue;
         const int64_t position = piece.start + row - piece.row;

@@ -19,7 +19,8 @@ from torch.nn import functional
 
 from deepspeed.base.accelerator import get_accelerator
 from deepspeed.inference.cache.pages import LayerShape, PagedCache, Piece
-from deepspeed.inference.generation.sampling import Sampler, processed
+from deepspeed.inference.generation.logits import filtered
+from deepspeed.inference.generation.sampling import Sampler
 from deepspeed.inference.model.attention import AttentionTerms, PackedBatch, paged_attention
 from deepspeed.inference.scheduling.requests import Request, SamplingParams
 from deepspeed.observe.op_speed import seconds_of
@@ -307,8 +308,8 @@ def _sampling(machine: Machine) -> Iterator[Case]:
     requests = [Request(number, [0], params) for number in range(ROWS)]
 
     def plain() -> list[int]:
-        scores = [processed(row, params, [0], 0) for row in logits]
-        return torch.stack(scores).softmax(-1).multinomial(1)[:, 0].tolist()
+        scores = filtered(logits.float(), [params] * ROWS)
+        return scores.softmax(-1).multinomial(1)[:, 0].tolist()
 
     drawn = partial(Sampler().choose, logits, requests)
     yield Case("sampling_top_k_top_p", drawn if machine.triton else None, plain)

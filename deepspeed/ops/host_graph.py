@@ -117,6 +117,7 @@ class _Step(ctypes.Structure):
         ("rows", ctypes.c_int64),
         *_fields("tokens positions last pieces"),
         ("count", ctypes.c_int64),
+        ("piece_count", ctypes.c_int64),
     ]
 
 
@@ -141,8 +142,8 @@ class Matrix:
 
 
 class Step:
-    """The tokens of a forward. ``tokens`` and ``positions``: of each row; ``last``: the rows of the last tokens of the
-    ``pieces``."""
+    """The tokens of a forward. ``tokens`` and ``positions``: of each row; ``last``: the rows after which results are
+    wanted; ``pieces``: an array of `PagedPiece`."""
 
     __slots__ = ("_kept", "count", "rows", "struct")
 
@@ -160,7 +161,7 @@ class Step:
         at = start + 8 * len(tokens), start + 8 * (len(tokens) + len(positions))
         self._kept = numbers, pieces
         described = None if pieces is None else ctypes.addressof(pieces)
-        self.struct = _Step(rows, start, *at, described, self.count)
+        self.struct = _Step(rows, start, *at, described, self.count, 0 if pieces is None else len(pieces))
 
 
 class Program:

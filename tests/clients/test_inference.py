@@ -136,7 +136,32 @@ def test_logprobs_are_those_of_the_model() -> None:
         rows = module(torch.tensor([request.tokens])).logits[0].log_softmax(-1)
     start = len(request.prompt) - 1
     wanted = [float(rows[start + i, token]) for i, token in enumerate(request.generated)]
-    assert request.logprobs == pytest.approx(wanted, abs=1e-4)
+    assert [each.value for each in request.logprobs] == pytest.approx(wanted, abs=1e-4)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gptj"])  # fused, packed, padded
+def test_logprobs_of_prompts_are_those_of_the_model(name: str) -> None:
+    """Prompts are cut into chunks, and requests start anew; one generates nothing."""
+    module, given = model(name), prompts((21, 9, 2, 30))
+    engine = generator(module, num_blocks=14)
+    engine.generate(given, SamplingParams(max_new_tokens=1))  # beginnings are in the cache
+    params = [
+        SamplingParams(max_new_tokens=new, prompt_logprobs=True, logprobs=bool(new), top_logprobs=2)
+        for new in (0, 12, 12, 12)
+    ]
+    found = engine.generate(given, params)
+    assert [len(each.generated) for each in found] == [0, 12, 12, 12]
+    assert [each.reason for each in found] == ["length"] * 4
+    for each in found:
+        with torch.no_grad():
+            rows = module(torch.tensor([each.tokens])).logits[0].float().log_softmax(-1)
+        told = each.prompt_logprobs + each.logprobs
+        assert [entry.token for entry in told] == each.tokens[1:]
+        wanted = rows[:-1].gather(1, torch.tensor(each.tokens[1:])[:, None])[:, 0].tolist()
+        assert [entry.value for entry in told] == pytest.approx(wanted, abs=1e-4)
+        best = rows[:-1].topk(2)
+        assert [[token for token, _ in entry.top] for entry in told] == best.indices.tolist()
+    assert any(each.preemptions for each in found)
 
 
 def test_a_stream_gives_tokens_as_they_come_and_can_be_closed() -> None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from deepspeed.inference.cache.blocks import BlockManager, BlockPool
-from deepspeed.inference.scheduling.requests import Request, SamplingParams
+from deepspeed.inference.scheduling.requests import Request, SamplingParams, TokenLogprob
 from deepspeed.inference.scheduling.scheduler import Scheduler
 
 REPLY = "Grüße, wörld 🙂! "
@@ -70,7 +70,7 @@ class Parrot:
             if chunk.is_last:
                 tokens[request.id] = reply[len(request.generated) % len(reply)]
                 if request.params.logprobs:
-                    request.logprobs.append(self.logprob)
+                    request.logprobs.append(TokenLogprob(tokens[request.id], self.logprob))
         self.scheduler.complete(chunks, tokens)
         return []
 

@@ -209,7 +209,7 @@ def _batch(
         answers[row, :length] = torch.tensor(each.generated)
         mask[row, :length] = 1
         if log_probs is not None:
-            log_probs[row, :length] = torch.tensor(each.logprobs)
+            log_probs[row, :length] = torch.tensor([token.value for token in each.logprobs])
     device = prompts.device
     return RolloutBatch(
         torch.cat([prompts.repeat_interleave(count, 0), answers.to(device)], 1),

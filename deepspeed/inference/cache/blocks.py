@@ -148,12 +148,12 @@ class BlockManager:
         """The longest length for which the pool has blocks now."""
         return (len(table.blocks) + self.pool.num_free) * self.block_size
 
-    def adopt(self, table: BlockTable, tokens: Sequence[int]) -> int:
+    def adopt(self, table: BlockTable, tokens: Sequence[int], *, share: bool = True) -> int:
         """Give an empty table the blocks of other sequences that hold a beginning of ``tokens``, though never all of
-        it: the last token has to be computed. Returns how many tokens they hold."""
+        it: the last token has to be computed. Returns how many tokens they hold; none without ``share``."""
         table.span = self.span(len(tokens))
         table.key = _root(table.span)
-        for key, block in self._found(tokens):
+        for key, block in self._found(tokens) if share else ():
             self.pool.share(block)
             table.blocks.append(block)
             table.key = key

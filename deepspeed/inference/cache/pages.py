@@ -119,12 +119,13 @@ def block_bytes(shapes: Mapping[int, LayerShape], block_size: int) -> int:
 class Piece:
     """Tokens of one sequence for one forward: ``tokens`` from position ``start``; the keys and values of those before
     are in the cache. ``blocks``: of the sequence, with room for ``tokens``. ``span``: of the whole sequence
-    (`inference/model/rotations.py`)."""
+    (`inference/model/rotations.py`). ``wanted``: how many of its last tokens logits are wanted for."""
 
     tokens: Sequence[int]
     start: int
     blocks: Sequence[int]
     span: int = 0
+    wanted: int = 1
 
     @property
     def count(self) -> int:

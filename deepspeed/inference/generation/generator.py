@@ -10,15 +10,16 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from deepspeed.base.accelerator import get_accelerator
 from deepspeed.comm.collectives import Communicator
 from deepspeed.inference.cache.blocks import BlockManager, BlockPool
 from deepspeed.inference.cache.pages import Piece
-from deepspeed.inference.generation.sampling import Sampler
+from deepspeed.inference.generation.logits import MatcherFactory
+from deepspeed.inference.generation.sampling import Sampler, logprobs_of
 from deepspeed.inference.model.runner import ModelRunner
-from deepspeed.inference.scheduling.requests import Request, SamplingParams
+from deepspeed.inference.scheduling.requests import Chunk, Request, SamplingParams
 from deepspeed.inference.scheduling.scheduler import Counts, Scheduler
 
 _DEFAULT_LENGTH = 2048
@@ -46,6 +47,7 @@ class Generator:
         prefix_sharing: requests that begin with the same tokens share their keys and values.
         seed: of requests without one.
         group: the tensor-parallel ranks.
+        matcher_of: makes the matchers of requests with a constraint; None: these are refused.
 
     Raises:
         LayoutError: the model cannot be run over a paged cache.
@@ -66,6 +68,7 @@ class Generator:
         prefix_sharing: bool = True,
         seed: int = 0,
         group: Communicator | None = None,
+        matcher_of: MatcherFactory | None = None,
     ) -> None:
         self.runner = module if isinstance(module, ModelRunner) else ModelRunner(module, block_size)
         block_size = self.runner.block_size
@@ -85,7 +88,8 @@ class Generator:
             max_length=length,
             short_share=short_share,
         )
-        self.sampler = Sampler(seed)
+        self.matcher_of = matcher_of
+        self.sampler = Sampler(seed, matcher_of)
         self._next_id = 0
 
     @property
@@ -139,14 +143,21 @@ class Generator:
                 chunk.start,
                 chunk.request.table.blocks,
                 chunk.request.table.span,
+                chunk.count if chunk.request.computes_prompt else 1,
             )
             for chunk in chunks
         ]
         logits = self.runner.forward(pieces, unchanged)
-        last = [index for index, chunk in enumerate(chunks) if chunk.is_last]
-        requests = [chunks[index].request for index in last]
-        if len(last) < len(chunks):
-            logits = logits[last]
+        last, end = [], 0
+        for chunk, piece in zip(chunks, pieces, strict=True):
+            if chunk.request.computes_prompt:
+                _note_prompt(chunk, logits[end : end + piece.wanted])
+            end += piece.wanted
+            if chunk.is_last and chunk.request.params.max_new_tokens:
+                last.append((end - 1, chunk.request))
+        requests = [request for _, request in last]
+        if len(last) < len(logits):
+            logits = logits[[row for row, _ in last]]
         chosen = self.sampler.choose(logits, requests) if requests else {}
         for request in self.scheduler.complete(chunks, chosen):
             self.sampler.forget(request)
@@ -180,12 +191,19 @@ class Generator:
             self.cancel(request)
 
     def _known(self, request: Request) -> Request:
-        size = self.runner.facts.vocab_size
-        for token in (min(request.tokens), max(request.tokens)):
-            if not 0 <= token < size:
+        size, named = self.runner.facts.vocab_size, list(request.params.tokens)
+        for of, tokens in (("the prompt", request.tokens), ("its parameters", named)):
+            wrong = [
+                token for token in (min(tokens, default=0), max(tokens, default=0)) if not 0 <= token < size
+            ]
+            if wrong:
                 raise ValueError(
-                    f"request {request.id}: token {token} of the prompt is not one of the model's, 0 to {size - 1}"
+                    f"request {request.id}: token {wrong[0]} of {of} is not one of the model's, 0 to {size - 1}"
                 )
+        if request.params.constraint is not None and self.matcher_of is None:
+            raise ValueError(
+                f"request {request.id}: a constraint needs matcher_of, which this generator was made without"
+            )
         self.runner.rotations.check_growth(len(request.prompt), request.limit - 1)
         return request
 
@@ -207,3 +225,14 @@ class Generator:
                 f"cache_bytes={cache_bytes} does not hold a block of {size} tokens ({runner.block_bytes} bytes)"
             )
         return blocks
+
+
+def _note_prompt(chunk: Chunk, logits: Tensor) -> None:
+    """Add the log-probabilities of the prompt's tokens that ``logits`` [tokens of the chunk, vocabulary] predict."""
+    request, params = chunk.request, chunk.request.params
+    predicted = request.tokens[chunk.start + 1 : min(chunk.start + chunk.count + 1, len(request.prompt))]
+    known = len(request.prompt_logprobs) - chunk.start  # of a request that was preempted and starts anew
+    found = logprobs_of(
+        logits[known : len(predicted)], predicted[known:], [params.top_logprobs] * len(predicted)
+    )
+    request.prompt_logprobs += found

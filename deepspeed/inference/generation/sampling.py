@@ -1,4 +1,4 @@
-"""Choosing the next tokens from logits, by Transformers' rules in Transformers' order."""
+"""Choice of the next tokens from logits, by Transformers' rules in Transformers' order."""
 
 from __future__ import annotations
 
@@ -7,11 +7,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from deepspeed.inference.scheduling.requests import Request, SamplingParams
+from deepspeed.inference.generation.logits import LogitsProcessor, MatcherFactory, filtered
+from deepspeed.inference.scheduling.requests import Request, TokenLogprob
 from deepspeed.ops import gpu
 from deepspeed.ops.host_graph import largest_of
 
-__all__ = ["Sampler", "log_probabilities", "processed"]
+__all__ = ["Sampler", "log_probabilities", "logprobs_of"]
+
+_ROWS = 64
+"""Of logits whose log-probabilities exist at one time."""
 
 
 class Sampler:
@@ -21,48 +25,55 @@ class Sampler:
 
     Args:
         seed: for requests without one.
+        matcher_of: makes the matchers of constrained requests (`logits.py`).
     """
 
-    def __init__(self, seed: int = 0) -> None:
+    def __init__(self, seed: int = 0, matcher_of: MatcherFactory | None = None) -> None:
         self.seed = seed
+        self._process = LogitsProcessor(matcher_of)
         self._random: dict[int, torch.Generator] = {}
 
     def choose(self, logits: Tensor, requests: Sequence[Request]) -> dict[int, int]:
-        """The next token of each request, by its id. ``logits`` [requests, vocabulary]. ``logprobs`` of the requests
-        that ask for it grow by one.
+        """Choose the next token of each request, by its id. ``logits`` [requests, vocabulary]. ``logprobs`` of the
+        requests that ask for it grow by one.
 
         ValueError: logits are not finite.
         """
         if all(request.params.is_plain for request in requests):
             chosen = largest_of(logits)
-        elif self._takes(logits):
-            chosen = self._drawn_on_gpu(logits, requests)
-        elif all(request.params.draws_from_all for request in requests):
-            temperatures = torch.tensor([[request.params.temperature] for request in requests])
-            chosen = self._drawn(logits.float() / temperatures.to(logits.device), requests)
         else:
-            chosen = [self._one(row, request) for row, request in zip(logits, requests, strict=True)]
+            scores = self._process(logits, requests)
+            chosen = (
+                self._on_gpu(scores, requests) if self._takes(scores) else self._on_host(scores, requests)
+            )
         told = [row for row, request in enumerate(requests) if request.params.logprobs]
         if told:
-            tokens = torch.tensor([[chosen[row]] for row in told], device=logits.device)
-            found = log_probabilities(logits if len(told) == len(requests) else logits[told])
-            for row, value in zip(told, found.gather(1, tokens)[:, 0].tolist(), strict=True):
-                requests[row].logprobs.append(value)
+            found = logprobs_of(
+                logits if len(told) == len(requests) else logits[told],
+                [chosen[row] for row in told],
+                [requests[row].params.top_logprobs for row in told],
+            )
+            for row, entry in zip(told, found, strict=True):
+                requests[row].logprobs.append(entry)
         return {request.id: token for request, token in zip(requests, chosen, strict=True)}
 
     def forget(self, request: Request) -> None:
-        """It needs no further random numbers."""
+        """Drop the random numbers and other state of a request that has ended."""
         self._random.pop(request.id, None)
+        self._process.forget(request)
 
-    def _one(self, logits: Tensor, request: Request) -> int:
-        params = request.params
-        scores = processed(logits, params, request.tokens, len(request.tokens) - len(request.prompt))
-        if params.temperature == 0:
-            return int(scores.argmax())
-        return self._drawn(scores[None], [request])[0]
+    def _on_host(self, scores: Tensor, requests: Sequence[Request]) -> list[int]:
+        scores = filtered(scores, [request.params for request in requests])
+        chosen = largest_of(scores)
+        drawn = [row for row, request in enumerate(requests) if request.params.temperature > 0]
+        if drawn:
+            tokens = self._drawn(scores[drawn], [requests[row] for row in drawn])
+            for row, token in zip(drawn, tokens, strict=True):
+                chosen[row] = token
+        return chosen
 
     def _drawn(self, scores: Tensor, requests: Sequence[Request]) -> list[int]:
-        """A token of each row of ``scores`` [requests, vocabulary], whose softmax are the probabilities."""
+        """Draw a token for each row of ``scores`` [requests, vocabulary], whose softmax are the probabilities."""
         probabilities = scores.softmax(-1).cpu()
         if not bool(probabilities.isfinite().all()):
             wrong = probabilities.isfinite().all(-1).tolist().index(False)
@@ -74,29 +85,25 @@ class Sampler:
         return (probabilities / clocks).argmax(-1).tolist()
 
     @staticmethod
-    def _takes(logits: Tensor) -> bool:
-        if not gpu.usable(logits):
+    def _takes(scores: Tensor) -> bool:
+        if not gpu.usable(scores):
             return False
         from deepspeed.ops.gpu import sampling as kernels  # imports Triton
 
-        return kernels.takes(logits)
+        return kernels.takes(scores)
 
-    def _drawn_on_gpu(self, logits: Tensor, requests: Sequence[Request]) -> list[int]:
+    def _on_gpu(self, scores: Tensor, requests: Sequence[Request]) -> list[int]:
         from deepspeed.ops.gpu import sampling as kernels  # imports Triton
 
         params = [request.params for request in requests]
-        new = [len(request.tokens) - len(request.prompt) for request in requests]
-        rows = [
-            penalised(*each) for each in zip(logits, params, (r.tokens for r in requests), new, strict=True)
-        ]
         chosen = kernels.draw(
-            torch.stack(rows),
+            scores,
             temperatures=[each.temperature for each in params],
-            top_k=[min(each.top_k, logits.shape[-1]) for each in params],
+            top_k=[min(each.top_k, scores.shape[-1]) for each in params],
             top_p=[each.top_p for each in params],
             min_p=[each.min_p for each in params],
             seeds=[self._seed_of(request) for request in requests],
-            drawn=new,
+            drawn=[len(request.tokens) - len(request.prompt) for request in requests],
         )
         if -1 in chosen:
             raise ValueError(f"the logits of request {requests[chosen.index(-1)].id} are not finite")
@@ -116,37 +123,27 @@ class Sampler:
 
 
 def log_probabilities(logits: Tensor) -> Tensor:
-    """[.., vocabulary], in fp32."""
+    """Return log-probabilities [.., vocabulary] in fp32."""
     return logits.float().log_softmax(-1)
 
 
-def processed(logits: Tensor, params: SamplingParams, tokens: Sequence[int], generated: int) -> Tensor:
-    """The logits [vocabulary] from which the token after ``tokens`` is drawn, ``generated`` of which are new."""
-    scores = penalised(logits, params, tokens, generated)
-    if params.temperature == 0:
-        return scores
-    scores = scores / params.temperature
-    if 0 < params.top_k < scores.numel():
-        scores = scores.masked_fill(scores < scores.topk(params.top_k).values[-1], -torch.inf)
-    if params.top_p < 1:
-        ascending, order = scores.sort()
-        unlikely = ascending.softmax(-1).cumsum(-1) <= 1 - params.top_p
-        unlikely[-1] = False  # one always remains
-        scores = scores.index_fill(0, order[unlikely], -torch.inf)
-    if params.min_p > 0:
-        probabilities = scores.softmax(-1)
-        scores = scores.masked_fill(probabilities < params.min_p * probabilities.max(), -torch.inf)
-    return scores
-
-
-def penalised(logits: Tensor, params: SamplingParams, tokens: Sequence[int], generated: int) -> Tensor:
-    """The logits [vocabulary] in fp32 with what depends on the tokens before."""
-    scores = logits.float()
-    if params.repetition_penalty != 1:
-        seen = torch.tensor(sorted(set(tokens)), device=scores.device)
-        old = scores[seen]
-        penalty = params.repetition_penalty
-        scores = scores.index_put((seen,), torch.where(old < 0, old * penalty, old / penalty))
-    if generated < params.min_new_tokens and params.stop_token_ids:
-        scores = scores.index_fill(0, torch.tensor(params.stop_token_ids, device=scores.device), -torch.inf)
-    return scores
+def logprobs_of(logits: Tensor, tokens: Sequence[int], top: Sequence[int]) -> list[TokenLogprob]:
+    """Return the log-probability of one token for each row of ``logits`` [rows, vocabulary], with the ``top`` likeliest
+    tokens of the row."""
+    made: list[TokenLogprob] = []
+    for start in range(0, len(tokens), _ROWS):
+        rows = slice(start, start + _ROWS)
+        found = log_probabilities(logits[rows])
+        at = torch.tensor(tokens[rows], device=found.device)[:, None]
+        values = found.gather(1, at)[:, 0].tolist()
+        wanted = [min(each, found.shape[-1]) for each in top[rows]]
+        best = found.topk(max(wanted)) if any(wanted) else None
+        for row, (token, value) in enumerate(zip(tokens[rows], values, strict=True)):
+            likeliest = ()
+            if best is not None:
+                some = slice(wanted[row])
+                likeliest = zip(
+                    best.indices[row, some].tolist(), best.values[row, some].tolist(), strict=True
+                )
+            made.append(TokenLogprob(token, value, tuple(likeliest)))
+    return made

@@ -52,7 +52,7 @@ class PackedBatch:
     positions: Tensor = field(init=False)  # [1, tokens]
     blocks: Tensor = field(init=False)  # [tokens], where each token's key and value go
     offsets: Tensor = field(init=False)  # [tokens]
-    last: Tensor = field(init=False)  # [pieces], index of each piece's last token
+    last: Tensor = field(init=False)  # indices of the tokens after which logits are wanted
     kernel: host.PagedPieces | None = field(init=False)
     of_gpu: Any = field(init=False)  # PagedPieces of deepspeed.ops.gpu.paged_attention, where it computes all
     by_kernel: list[bool] = field(init=False)  # of each piece
@@ -63,14 +63,14 @@ class PackedBatch:
         tokens = [token for piece in self.pieces for token in piece.tokens]
         positions = [at for piece in self.pieces for at in range(piece.start, piece.stop)]
         blocks = [piece.blocks[at // size] for piece in self.pieces for at in range(piece.start, piece.stop)]
-        ends, end = [], -1
+        wanted, end = [], 0
         for piece in self.pieces:
             end += piece.count
-            ends.append(end)
+            wanted += range(end - piece.wanted, end)
         made = torch.tensor([tokens, positions, blocks], dtype=torch.long).to(self.device)
         self.tokens, self.positions, self.blocks = made[0:1], made[1:2], made[2]
         self.offsets = self.positions[0] % size
-        self.last = torch.tensor(ends, device=self.device)
+        self.last = torch.tensor(wanted, device=self.device)
 
         native = self.cache.is_on_host
         self.by_kernel = [native and piece.count <= _KERNEL_TOKENS for piece in self.pieces]

@@ -63,13 +63,13 @@ class FusedLayout:
         return program_rows(matrix_of(decoder.layers[0].down).kind)
 
     def forward(self, pieces: Sequence[Piece], cache: PagedCache, unchanged: bool = False) -> Tensor:
-        """Logits [pieces, vocabulary] after each piece's last token."""
+        """Return logits [wanted tokens of all pieces, vocabulary]."""
         decoder = self._decoder
         assert decoder is not None, "learn() comes first"
         rows, last = 0, []
         for piece in pieces:
             rows += piece.count
-            last.append(rows - 1)
+            last += range(rows - piece.wanted, rows)
         if self._program is not None and not unchanged and not self._program.is_current():
             self._program = None
         longest, program = max(piece.stop for piece in pieces), self._program
@@ -108,13 +108,13 @@ class DecoderProgram:
         return not watch.is_disturbed() and watch.addresses() == self._addresses
 
     def run(self, pieces: Sequence[Piece], rows: int, last: Sequence[int]) -> Tensor:
-        """Logits [pieces, vocabulary]."""
+        """Return logits [last, vocabulary] after the rows ``last``."""
         described = PagedPieces(
             [(each.blocks, each.start, each.count) for each in pieces], [True] * len(pieces)
         )
         tokens = [token for piece in pieces for token in piece.tokens]
         positions = [at for piece in pieces for at in range(piece.start, piece.stop)]
-        logits = torch.empty(len(pieces), self.decoder.head.out_features, dtype=self.decoder.dtype)  # type: ignore[arg-type]
+        logits = torch.empty(len(last), self.decoder.head.out_features, dtype=self.decoder.dtype)  # type: ignore[arg-type]
         self._logits.output = logits.data_ptr()
         self._program.run(Step(rows, tokens, positions, last, described.array))
         return logits

@@ -55,25 +55,25 @@ class PaddedLayout:
         """Nothing of a cache is kept between forwards."""
 
     def forward(self, pieces: Sequence[Piece], cache: PagedCache, unchanged: bool = False) -> Tensor:
-        """Logits [pieces, vocabulary] after each piece's last token: one forward of the model for each length."""
+        """Return logits [wanted tokens of all pieces, vocabulary], by one forward of the model for each length."""
         by_length: dict[int, list[int]] = defaultdict(list)
         for index, piece in enumerate(pieces):
             by_length[piece.count].append(index)
         logits: list[Tensor | None] = [None] * len(pieces)
         for indices in by_length.values():
-            for index, row in zip(indices, self._batch([pieces[i] for i in indices], cache), strict=True):
-                logits[index] = row
-        return torch.stack([row for row in logits if row is not None])
+            for index, rows in zip(indices, self._batch([pieces[i] for i in indices], cache), strict=True):
+                logits[index] = rows[rows.shape[0] - pieces[index].wanted :]
+        return torch.cat([rows for rows in logits if rows is not None])
 
     def _batch(self, pieces: Sequence[Piece], cache: PagedCache) -> Tensor:
         from deepspeed.inference.model.padded_cache import cache_over
 
-        batch = PaddedBatch(pieces, cache, self.facts.device)
+        batch, kept = PaddedBatch(pieces, cache, self.facts.device), max(piece.wanted for piece in pieces)
         arguments: dict[str, Any] = {}
         if "position_ids" in self.facts.arguments:
             arguments["position_ids"] = batch.positions
         if "logits_to_keep" in self.facts.arguments:
-            arguments["logits_to_keep"] = 1
+            arguments["logits_to_keep"] = kept
         with torch.inference_mode():
             return self.module(
                 input_ids=batch.tokens,
@@ -81,7 +81,7 @@ class PaddedLayout:
                 past_key_values=cache_over(batch, self.facts.layers),
                 use_cache=True,
                 **arguments,
-            ).logits[:, -1]
+            ).logits[:, -kept:]
 
 
 class PaddedBatch:

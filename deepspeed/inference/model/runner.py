@@ -78,8 +78,9 @@ class ModelRunner:
         self.layout.release()
 
     def forward(self, pieces: Sequence[Piece], unchanged: bool = False) -> Tensor:
-        """Logits [pieces, vocabulary] after the last token of each; keys and values of all tokens are in the cache
-        then. ``unchanged``: nobody has touched the module since the last forward, which spares looking."""
+        """Return logits [tokens, vocabulary] after the ``wanted`` last tokens of each piece, in their order; keys and
+        values of all tokens are in the cache then. ``unchanged``: nobody has touched the module since the last
+        forward, which spares looking."""
         return self._forward(self.layout, pieces, self.cache, unchanged)
 
     def _forward(
@@ -93,10 +94,11 @@ class ModelRunner:
             by_span[piece.span].append(index)
         rows: dict[int, Tensor] = {}
         for span, indices in by_span.items():
+            some = [pieces[index] for index in indices]
             with self.rotations.of_span(span):
-                found = layout.forward([pieces[index] for index in indices], cache, unchanged)
-            rows.update(zip(indices, found, strict=True))
-        return torch.stack([rows[index] for index in range(len(pieces))])
+                found = layout.forward(some, cache, unchanged)
+            rows.update(zip(indices, found.split([piece.wanted for piece in some]), strict=True))
+        return torch.cat([rows[index] for index in range(len(pieces))])
 
     def _choose(self, layouts: Sequence[Callable[..., Layout]]) -> tuple[Layout, dict[int, LayerShape]]:
         expected = self._plain_logits()

@@ -2,28 +2,57 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
 from deepspeed.inference.cache.blocks import BlockTable
 
 
+@dataclass(frozen=True, slots=True)
+class Constraint:
+    """Grammar that an answer follows. ``kind``: "json_schema", "json_object", "regex", "choice" (a JSON list of texts)
+    or "grammar" (Lark); ``text``: the schema, expression, list or grammar."""
+
+    kind: str
+    text: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """Log-probability of a token under the model, before anything changes its logits, and the likeliest tokens at its
+    place as (token, log-probability), the likeliest first."""
+
+    token: int
+    value: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """Sampling parameters of one request. The names and meanings are those of Transformers' generation.
+    """Sampling parameters of one request. The names and meanings are those of Transformers'
+    generation, and of OpenAI's interface where that has none.
 
     Args:
-        max_new_tokens: at most so many.
+        max_new_tokens: at most so many; 0: the prompt is computed, and nothing follows.
         min_new_tokens: none of ``stop_token_ids`` before so many.
         temperature: 0: the most probable token; else (1e-6 to 1e6) logits are divided by it and the token is drawn.
         top_k: only the so many most probable; 0: all.
         top_p: only the most probable that together have this probability.
         min_p: only those with at least this part of the highest probability.
         repetition_penalty: logits of tokens seen before are divided (negative ones multiplied) by it; 1e-3 to 1e3.
+        presence_penalty: subtracted from the logits of tokens of the answer; -2 to 2.
+        frequency_penalty: subtracted from the logits of tokens of the answer as often as they occurred; -2 to 2.
+        logit_bias: (token, value) pairs, added to the logits.
+        allowed_token_ids: only these; None: all.
+        bad_words: sequences of tokens that do not occur in the answer.
+        constraint: the grammar of the answer.
         stop_token_ids: tokens that end the sequence; the token is part of the result.
         seed: of this request's draws, which depend on nothing else: not on what is computed beside it.
         logprobs: also return the logarithm of each token's probability, before all of the above.
+        top_logprobs: with ``logprobs``, also those of so many of the likeliest tokens.
+        prompt_logprobs: also return those of the prompt's tokens. Its keys and values are then computed, not shared.
 
     Raises:
         ValueError: a value is out of its range.
@@ -36,19 +65,33 @@ class SamplingParams:
     top_p: float = 1.0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    allowed_token_ids: tuple[int, ...] | None = None
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    constraint: Constraint | None = None
     stop_token_ids: tuple[int, ...] = ()
     seed: int | None = None
     logprobs: bool = False
+    top_logprobs: int = 0
+    prompt_logprobs: bool = False
 
     def __post_init__(self) -> None:
         ranges = {
-            "max_new_tokens": (self.max_new_tokens >= 1, "at least 1"),
+            "max_new_tokens": (self.max_new_tokens >= 0, "at least 0"),
             "min_new_tokens": (0 <= self.min_new_tokens <= self.max_new_tokens, "0 to max_new_tokens"),
             "temperature": (self.temperature == 0 or 1e-6 <= self.temperature <= 1e6, "0, or 1e-6 to 1e6"),
             "top_k": (self.top_k >= 0, "at least 0"),
             "top_p": (0 < self.top_p <= 1, "above 0 and at most 1"),
             "min_p": (0 <= self.min_p <= 1, "0 to 1"),
             "repetition_penalty": (1e-3 <= self.repetition_penalty <= 1e3, "1e-3 to 1e3"),
+            "presence_penalty": (-2 <= self.presence_penalty <= 2, "-2 to 2"),
+            "frequency_penalty": (-2 <= self.frequency_penalty <= 2, "-2 to 2"),
+            "logit_bias": (all(math.isfinite(value) for _, value in self.logit_bias), "finite values"),
+            "allowed_token_ids": (self.allowed_token_ids != (), "at least one token"),
+            "bad_words": (all(self.bad_words), "no empty word"),
+            "top_logprobs": (self.top_logprobs >= 0, "at least 0"),
         }
         for name, (holds, allowed) in ranges.items():
             if not holds:
@@ -56,14 +99,26 @@ class SamplingParams:
 
     @property
     def is_plain(self) -> bool:
-        """The most probable token, unchanged."""
-        return self.temperature == 0 and self.repetition_penalty == 1 and not self.min_new_tokens
+        """Whether the likeliest token by the model's own logits is taken."""
+        return self.temperature == 0 and not self.changes_logits
 
     @property
-    def draws_from_all(self) -> bool:
-        """A draw from the model's distribution at a temperature: no token is excluded or changed."""
-        whole = self.top_k == 0 and self.top_p == 1 and self.min_p == 0
-        return whole and self.temperature > 0 and self.repetition_penalty == 1 and not self.min_new_tokens
+    def has_penalties(self) -> bool:
+        """Whether logits change with the tokens before."""
+        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+
+    @property
+    def changes_logits(self) -> bool:
+        """Whether logits are changed other than by the filters of draws."""
+        masked = self.allowed_token_ids is not None or self.constraint is not None
+        return bool(self.has_penalties or self.logit_bias or self.bad_words or self.min_new_tokens or masked)
+
+    @property
+    def tokens(self) -> Iterator[int]:
+        """The token ids that are named anywhere."""
+        yield from (token for token, _ in self.logit_bias)
+        yield from self.allowed_token_ids or ()
+        yield from (token for word in self.bad_words for token in word)
 
 
 class State(Enum):
@@ -79,15 +134,17 @@ class State(Enum):
 class Request:
     """A prompt and what has been generated after it.
 
-    ``tokens``: both. ``computed``: of so many, keys and values are in the cache. ``reason``, once finished: "stop" (one
-    of the stop tokens), "length" or "cancelled".
+    ``tokens``: both. ``computed``: of so many, keys and values are in the cache. ``logprobs``: of the new tokens;
+    ``prompt_logprobs``: of the prompt's but the first, which nothing predicts; where they are asked for. ``reason``,
+    once finished: "stop" (one of the stop tokens), "length" or "cancelled".
     """
 
     id: int
     prompt: Sequence[int]
     params: SamplingParams
     tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     table: BlockTable = field(default_factory=BlockTable)
     computed: int = 0
     shared: int = 0  # tokens whose keys and values were found in the cache, in the last admission
@@ -99,6 +156,11 @@ class Request:
         if not len(self.prompt):
             raise ValueError(f"request {self.id} has an empty prompt")
         self.tokens = [int(token) for token in self.prompt]
+
+    @property
+    def computes_prompt(self) -> bool:
+        """Whether the logits of the whole prompt are needed, so that no part of it may come from the cache."""
+        return self.params.prompt_logprobs and len(self.prompt_logprobs) < len(self.prompt) - 1
 
     @property
     def generated(self) -> list[int]:

@@ -147,7 +147,8 @@ class Scheduler:
             request.computed = chunk.start + chunk.count
             self.blocks.publish(request.table, request.tokens, request.computed)
             if last:
-                request.tokens.append(tokens[request.id])
+                if request.id in tokens:
+                    request.tokens.append(tokens[request.id])
                 reason = _reason(request)
                 if reason is not None:
                     self._finish(request, reason)
@@ -251,7 +252,9 @@ class Scheduler:
         if needed + promised + running > self.blocks.pool.num_free:
             return False
         self._waiting.remove((request.id, request))
-        request.shared = request.computed = self.blocks.adopt(request.table, request.tokens)
+        request.shared = request.computed = self.blocks.adopt(
+            request.table, request.tokens, share=not request.computes_prompt
+        )
         self.counts.shared_tokens += request.shared
         request.state = State.RUNNING
         insort(self._running, (request.id, request), key=_order)
@@ -259,7 +262,8 @@ class Scheduler:
 
     def _needed(self, request: Request) -> int:
         """Blocks that it takes from those that nobody uses when it begins."""
-        return self.blocks.blocks_for(len(request.tokens)) - self.blocks.found_in_use(request.tokens)
+        shared = 0 if request.computes_prompt else self.blocks.found_in_use(request.tokens)
+        return self.blocks.blocks_for(len(request.tokens)) - shared
 
     def _preempt(self, request: Request) -> None:
         self._restart(request)
@@ -309,8 +313,8 @@ def _length(request: Request) -> tuple[int, int]:
 
 
 def _reason(request: Request) -> str | None:
-    """Why the request ends with its last token."""
+    """Return why the request ends with its last token; None: it does not."""
     params, generated = request.params, len(request.tokens) - len(request.prompt)
-    if request.tokens[-1] in params.stop_token_ids:
+    if generated and request.tokens[-1] in params.stop_token_ids:
         return "stop"
     return "length" if generated >= params.max_new_tokens else None

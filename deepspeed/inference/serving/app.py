@@ -374,7 +374,7 @@ class _Sequence:
             if update.token is not None:
                 self.new_tokens += 1
                 if update.logprob is not None:
-                    self.logprobs.append((self._text.piece(update.token), update.logprob))
+                    self.logprobs.append((self._text.piece(update.token), update.logprob.value))
                 stops = update.token in self.choice.params.stop_token_ids
                 text = "" if stops else self._text.add(update.token)
             if self._text.stopped:

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from deepspeed.comm.collectives import Communicator
-from deepspeed.inference.scheduling.requests import SamplingParams
+from deepspeed.inference.scheduling.requests import Constraint, SamplingParams
 
 
 @dataclass(slots=True)
@@ -44,7 +44,14 @@ class Commands:
 
 
 def _params(plain: dict[str, Any]) -> SamplingParams:
-    return SamplingParams(**{**plain, "stop_token_ids": tuple(plain["stop_token_ids"])})
+    given = {name: _tuples(value) for name, value in plain.items()}
+    if given["constraint"] is not None:
+        given["constraint"] = Constraint(**given["constraint"])
+    return SamplingParams(**given)
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
 class Announcer(Protocol):

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from deepspeed.base.logging import logger
-from deepspeed.inference.scheduling.requests import Request, SamplingParams, State
+from deepspeed.inference.scheduling.requests import Request, SamplingParams, State, TokenLogprob
 from deepspeed.inference.serving.commands import Alone, Announcer, Commands
 from deepspeed.inference.serving.metrics import Metrics
 
@@ -40,12 +40,13 @@ class Engine(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """News of a request: a further token, or how it ended, or both. ``error``: of a request that does not end by
-    itself."""
+    """News of a request: a further token, or how it ended, or both. ``prompt``: log-probabilities of the prompt, with
+    the first update, where they are asked for. ``error``: of a request that does not end by itself."""
 
     token: int | None = None
-    logprob: float | None = None
+    logprob: TokenLogprob | None = None
     reason: str | None = None
+    prompt: Sequence[TokenLogprob] | None = None
     error: Exception | None = None
 
     @property
@@ -239,15 +240,18 @@ class Service:
             request = ticket.request
             if request is None:
                 continue
-            new = request.generated[ticket.given :]
+            new, ended = request.generated[ticket.given :], request.state is State.FINISHED
+            prompt = request.prompt_logprobs if request.params.prompt_logprobs else None
             for index, token in enumerate(new, ticket.given):
                 if index == 0:
                     self.metrics.first_token(time.monotonic() - ticket.arrived)
                 logprob = request.logprobs[index] if request.params.logprobs else None
-                last = request.state is State.FINISHED and index + 1 == len(request.generated)
-                self._inform(ticket, Update(token, logprob, request.reason if last else None))
+                reason = request.reason if ended and index + 1 == len(request.generated) else None
+                self._inform(ticket, Update(token, logprob, reason, None if index else prompt))
+            if ended and not request.generated:
+                self._inform(ticket, Update(reason=request.reason, prompt=prompt))
             ticket.given += len(new)
-            if request.state is State.FINISHED:
+            if ended:
                 self._end(ticket)
 
     def _cancel(self, number: int) -> None:

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from deepspeed.inference.generation.sampling import Sampler, processed
+from deepspeed.inference.generation.logits import filtered
+from deepspeed.inference.generation.sampling import Sampler
 from deepspeed.inference.scheduling.requests import Request, SamplingParams
 from tests.ops.gpu.triton_kit import built, compiling, interpreted
 
@@ -28,7 +29,7 @@ def race(logits: Tensor, seeds: Tensor, drawn: Tensor, **params: Any) -> Tensor:
     high = mixed((seeds >> 32 & WORD) + mixed(drawn) & WORD)
     key = mixed((seeds & WORD) + high & WORD)
     words = mixed(torch.arange(len(logits)) ^ key[:, None]) >> 9
-    scores = processed(logits, SamplingParams(**params), [], 0)
+    scores = filtered(logits[None], [SamplingParams(**params)])[0]
     return (scores - (-((words + 0.5) / 2**23).log()).log()).argmax(-1)
 
 
@@ -75,7 +76,7 @@ def test_draws_are_those_of_the_race(params: dict[str, Any]) -> None:
 def test_the_race_has_the_probabilities(seed: int) -> None:
     drawn = torch.arange(40_000)
     params = {"temperature": 0.8, "top_k": 5}
-    expected = processed(LOGITS, SamplingParams(**params), [], 0).softmax(-1)
+    expected = filtered(LOGITS[None], [SamplingParams(**params)])[0].softmax(-1)
     share = race(LOGITS, torch.full_like(drawn, seed), drawn, **params).bincount(minlength=7) / len(drawn)
     assert (share - expected).abs().max() < 0.01 and not share[expected == 0].any()
 

@@ -1,0 +1,117 @@
+"""Grammars of answers: JSON schemas, regular expressions, lists of choices and Lark grammars, matched by llguidance.
+
+llguidance computes the mask of a token in some 50 us and depends on nothing; xgrammar brings Triton and a compiler of
+its own, and outlines-core compiles every schema to an automaton before the first token.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepspeed.base.extras import install_hint
+from deepspeed.inference.scheduling.requests import Constraint
+
+_MOST_CHARACTERS = 100_000
+"""Of a grammar: llguidance is quick, but grows with it."""
+
+
+class Grammars:
+    """Makes the matchers of constraints (`logits.py`). May be used from several threads.
+
+    Args:
+        tokenizer: a fast tokenizer of Transformers, or one of the library ``tokenizers``.
+        stop_token_ids: tokens that may follow a whole answer.
+    """
+
+    def __init__(self, tokenizer: Any, stop_token_ids: Sequence[int]) -> None:
+        self._tokenizer = getattr(tokenizer, "backend_tokenizer", tokenizer)
+        self._stops = list(stop_token_ids)
+        self._made: dict[int, Any] = {}  # by the size of the vocabulary
+        self._lock = threading.Lock()
+
+    def check(self, constraint: Constraint, size: int) -> None:
+        """ValueError: the constraint is no grammar, or the tokenizer cannot follow one."""
+        if len(constraint.text) > _MOST_CHARACTERS:
+            raise ValueError(f"a grammar has at most {_MOST_CHARACTERS:,} characters")
+        told = _library().LLMatcher.validate_grammar(_grammar(constraint), self._tokens(size))
+        if told and not told.startswith("WARNING"):
+            raise ValueError(f"{constraint.kind}: {told}")
+
+    def __call__(self, constraint: Constraint, size: int) -> GrammarMatcher:
+        """Return a matcher at the beginning of ``constraint`` over a vocabulary of ``size`` tokens."""
+        return GrammarMatcher(
+            _library().LLMatcher(self._tokens(size), _grammar(constraint), log_level=0), size
+        )
+
+    def _tokens(self, size: int) -> Any:
+        with self._lock:
+            if size not in self._made:
+                if not hasattr(self._tokenizer, "to_str"):
+                    raise ValueError(f"grammars need a fast tokenizer, not {type(self._tokenizer).__name__}")
+                plain = type(self._tokenizer).from_str(self._tokenizer.to_str())
+                plain.no_padding()
+                plain.no_truncation()
+                self._made[size] = _library().LLTokenizer(
+                    plain.to_str(), n_vocab=size, eos_token=self._stops or None
+                )
+            return self._made[size]
+
+
+class GrammarMatcher:
+    """Progress of one answer through its grammar. Once nothing but an end may follow, only stop tokens are allowed."""
+
+    def __init__(self, matcher: Any, size: int) -> None:
+        self._matcher = matcher
+        self._size = size
+        self._words = torch.zeros((size + 31) // 32, dtype=torch.int32)
+
+    def allowed(self) -> Tensor:
+        """Return which tokens may follow, bool [vocabulary]. ValueError: the grammar has become too complex."""
+        self._matcher.unsafe_compute_mask_ptr(self._words.data_ptr(), self._words.nbytes)
+        self._check()
+        bits = self._words[:, None] >> torch.arange(32, dtype=torch.int32) & 1
+        return bits.flatten()[: self._size].bool()
+
+    def advance(self, token: int) -> None:
+        """Take the token that was chosen."""
+        if not self._matcher.is_stopped():
+            self._matcher.consume_token(token)
+            self._check()
+
+    def _check(self) -> None:
+        if self._matcher.is_error():
+            raise ValueError(f"the grammar cannot be followed further: {self._matcher.get_error()}")
+
+
+def _grammar(constraint: Constraint) -> str:
+    """Return the grammar in llguidance's form. ValueError: the text of the constraint is malformed."""
+    library, text = _library().LLMatcher, constraint.text
+    if constraint.kind == "json_schema":
+        return library.grammar_from_json_schema(text)
+    if constraint.kind == "json_object":
+        return library.grammar_from_json_schema('{"type": "object"}')
+    if constraint.kind == "regex":
+        return library.grammar_from_regex(text)
+    if constraint.kind == "choice":
+        return library.grammar_from_lark(
+            "start: " + " | ".join(json.dumps(each) for each in json.loads(text))
+        )
+    if constraint.kind == "grammar":
+        return library.grammar_from_lark(text)
+    raise ValueError(
+        f"constraint {constraint.kind!r}: json_schema, json_object, regex, choice or grammar is expected"
+    )
+
+
+def _library() -> Any:
+    try:
+        import llguidance
+    except ImportError as error:
+        raise ValueError(f"grammars need llguidance: {install_hint('llguidance', extra='serve')}") from error
+    return llguidance

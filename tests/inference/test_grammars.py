@@ -1,0 +1,101 @@
+"""Answers that follow a grammar, whatever the model's logits are."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+import torch
+
+from deepspeed.inference.generation.grammars import Grammars
+from deepspeed.inference.generation.sampling import Sampler
+from deepspeed.inference.scheduling.requests import Constraint, Request, SamplingParams
+
+pytest.importorskip("llguidance", reason="the serve extra is not installed")
+tokenizers = pytest.importorskip("tokenizers", reason="the demo extra is not installed")
+
+END, SIZE = 256, 300  # more logits than tokens, as models have them
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 4},
+        "age": {"type": "integer", "minimum": 10, "maximum": 99},
+    },
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    made = tokenizers.Tokenizer(
+        tokenizers.models.BPE(vocab={letter: at for at, letter in enumerate(letters)}, merges=[])
+    )
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = tokenizers.decoders.ByteLevel()
+    made.add_special_tokens(["<end>"])
+    assert made.token_to_id("<end>") == END
+    return made
+
+
+def answers(tokenizer, constraints: list[Constraint], new: int = 120) -> list[str]:
+    """Drawn from random logits, several at once."""
+    grammars = Grammars(tokenizer, [END])
+    sampler, numbers = Sampler(matcher_of=grammars), torch.Generator().manual_seed(1)
+    requests = []
+    for id, each in enumerate(constraints):
+        grammars.check(each, SIZE)
+        params = SamplingParams(constraint=each, temperature=1.0, seed=id, stop_token_ids=(END,))
+        requests.append(Request(id, [1], params))
+    running = list(requests)
+    for _ in range(new):
+        logits = torch.randn(len(running), SIZE, generator=numbers)
+        for id, token in sampler.choose(logits, running).items():
+            requests[id].tokens.append(token)
+        running = [each for each in running if each.tokens[-1] != END]
+        if not running:
+            break
+    assert not running
+    return [tokenizer.decode(each.generated) for each in requests]
+
+
+def test_answers_follow_their_grammars(tokenizer) -> None:
+    lark = 'start: "(" start ")" | "x"'
+    schema, expression, choice, brackets = answers(
+        tokenizer,
+        [
+            Constraint("json_schema", json.dumps(SCHEMA)),
+            Constraint("regex", r"[a-c]{3}-\d{2}"),
+            Constraint("choice", json.dumps(["yes", "no", 'per"haps'])),
+            Constraint("grammar", lark),
+        ],
+    )
+    found = json.loads(schema)
+    assert set(found) == {"name", "age"} and len(found["name"]) <= 4 and 10 <= found["age"] <= 99
+    assert re.fullmatch(r"[a-c]{3}-\d{2}", expression)
+    assert choice in {"yes", "no", 'per"haps'}
+    assert re.fullmatch(r"(\(*)x(\)*)", brackets) and brackets.count("(") == brackets.count(")")
+
+
+@pytest.mark.parametrize(
+    "constraint, said",
+    [
+        (Constraint("json_schema", '{"type": "strng"}'), "strng"),
+        (Constraint("json_schema", "no JSON"), "json"),
+        (Constraint("regex", "(a"), "regex"),
+        (Constraint("grammar", "start: nothing"), "nothing"),
+        (Constraint("yaml", "a"), "yaml"),
+        (Constraint("regex", "a" * 200_000), "100,000"),
+    ],
+    ids=lambda value: value.kind if isinstance(value, Constraint) else "",
+)
+def test_what_is_no_grammar_is_told(tokenizer, constraint, said) -> None:
+    with pytest.raises(ValueError, match=f"(?i){said}"):
+        Grammars(tokenizer, [END]).check(constraint, SIZE)
+
+
+def test_a_tokenizer_without_a_vocabulary_of_bytes_is_told() -> None:
+    with pytest.raises(ValueError, match="fast tokenizer"):
+        Grammars(object(), [END]).check(Constraint("regex", "a"), SIZE)
