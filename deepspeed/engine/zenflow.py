@@ -30,11 +30,3 @@ def configure_zenflow(engine: EngineBase) -> None:
         "full_warm_up_rounds",
     ):
         attributes[name] = getattr(section, name)
-
-
-def is_zenflow_update_boundary(engine: EngineBase) -> bool:
-    """Whether the next step is the last one of a round, so that the host is given its gradients."""
-    executor = engine.core.executor if engine.core is not None else None
-    if not isinstance(executor, ZenFlowStepExecutor):
-        return False
-    return executor.zenflow.in_round + 1 >= executor.zenflow.interval

@@ -117,11 +117,6 @@ class ZeroOneAdam(OneBitOptimizer, MultiTensorAdam):
         self.exchanges = 0
         """How often signs were exchanged."""
 
-    @property
-    def freeze_key(self) -> bool:
-        """Whether the variance is frozen."""
-        return self.updates >= self.var_freeze_step
-
     def warms_up(self, update: int) -> bool:
         return update <= self.var_freeze_step and is_variance_update(update, self.var_update_scaler)
 
