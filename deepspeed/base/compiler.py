@@ -33,8 +33,3 @@ def enable(min_version: str | None = None) -> Callable[[Callable[..., Any]], Cal
         return disable(func) if old else func
 
     return decorate
-
-
-def dummy_decorator(func: Callable[..., Any]) -> Callable[..., Any]:
-    """``func`` itself, where a decorator is asked for and nothing is to be done."""
-    return func

@@ -33,9 +33,6 @@ STOP_GRACE_FILE = "stop_grace"
 # Exit code of ranks that have saved their state because the time limit of the job is near, as of timeout(1).
 TIME_IS_UP = 124
 
-INFERENCE_GENERIC_MODE = "generic"
-INFERENCE_SPECIALIZED_MODE = "specialized"
-
 
 def __getattr__(name: str) -> timedelta:
     """`default_pg_timeout`: the longest a collective may take before its process group gives up.

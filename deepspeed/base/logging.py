@@ -237,12 +237,3 @@ def get_log_level_from_string(log_level_str: str) -> int:
 
 def set_log_level_from_string(log_level_str: str, custom_logger: logging.Logger | None = None) -> None:
     (custom_logger or logger).setLevel(get_log_level_from_string(log_level_str))
-
-
-def get_current_level() -> int:
-    return logger.getEffectiveLevel()
-
-
-def should_log_le(max_log_level_str: str) -> bool:
-    """Whether the logger is set to this level or a more verbose one."""
-    return get_current_level() <= get_log_level_from_string(max_log_level_str)

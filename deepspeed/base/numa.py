@@ -99,17 +99,6 @@ def cores_of_rank(bind_core_list: str | None, num_local_procs: int, local_rank: 
     return cores[local_rank * share : (local_rank + 1) * share]
 
 
-def bind_cores(core_list: Sequence[int]) -> bool:
-    """Binds this process, its future threads and its children to the cores. False if the system
-    cannot.
-    """
-    if not hasattr(os, "sched_setaffinity"):
-        logger.warning("Cores cannot be bound on this system; ranks may share cores.")
-        return False
-    os.sched_setaffinity(0, core_list)
-    return True
-
-
 def check_for_numactl_pkg() -> bool:
     """Whether the ``numactl`` command is installed; says how to get it if not."""
     if shutil.which("numactl") is not None:

@@ -5,7 +5,7 @@ The script `zero_to_fp32.py` that release 0.19 puts into its checkpoints imports
 
 from __future__ import annotations
 
-from deepspeed.checkpoint.names import DS_CONFIG, DS_VERSION, MODEL_SUFFIX, OPTIM_SUFFIX, OPTIMIZER_STATE
+from deepspeed.checkpoint.names import DS_CONFIG, DS_VERSION, OPTIMIZER_STATE
 
 __all__ = ["DS_CONFIG", "DS_VERSION"]
 
@@ -15,19 +15,15 @@ ZERO_FILE_PREFIX = "zero_pp_rank_"
 BF16_ZERO_FILE_PREFIX = f"bf16_{ZERO_FILE_PREFIX}"
 FP16_ZERO_FILE_PREFIX = f"fp16_{ZERO_FILE_PREFIX}"
 LAYER_FILE_PREFIX = "layer_"
-MODEL_FILE_SUFFIX = MODEL_SUFFIX
-OPTIM_FILE_SUFFIX = OPTIM_SUFFIX
 
 # Keys of the optimizer file
 OPTIMIZER_STATE_DICT = OPTIMIZER_STATE
-FP32_GROUPS = "fp32_groups"
 FP32_FLAT_GROUPS = "fp32_flat_groups"
 BASE_OPTIMIZER_STATE = "base_optimizer_state"
 BASE_OPTIMIZER_STATE_STEP = f"{BASE_OPTIMIZER_STATE}_step"
 SINGLE_PARTITION_OF_FP32_GROUPS = "single_partition_of_fp32_groups"
 PARAM_GROUPS = "param_groups"
 GROUP_PADDINGS = "group_paddings"
-PARAM_ALIGNMENT_PADDINGS = "param_alignment_paddings"
 PARTITION_COUNT = "partition_count"
 ZERO_STAGE = "zero_stage"
 CLIP_GRAD = "clip_grad"
@@ -56,7 +52,6 @@ PADDED_VOCAB_SIZE = "padded_vocab_size"
 ORIGINAL_VOCAB_SIZE = "original_vocab_size"
 PARAM_N_SUB_PARAMS = "param_n_sub_params"
 SUB_PARAM_SHAPE = "sub_param_shape"
-SUB_PARAMS_SHAPE = "sub_params_shape"
 SUB_PARAM_SHARD_WIDTHS = "sub_param_shard_widths"
 
 # What a model says there about its parameters, by regular expressions that match their names
@@ -71,52 +66,22 @@ PARAMETER_WITH_SUB_PARAMS = "parameter_with_sub_params"
 # What tensor-parallel layers of release 0.19 say about their parameters, and how each is cut
 DS_AUTOTP_UC_META = "ds_autotp_universal_checkpoint_meta"
 AUTOTP_UNSUPPORTED_PARAMETER_PATTERNS = "autotp_unsupported_parameter_patterns"
-AFFINE_MAP = "affine_map"
-AFFINE_MAP_VERSION = "version"
-AFFINE_MAP_PARAMS = "params"
 
 # Experts that are spread over ranks
 EP_IS_EXPERT_PARAM = "is_expert_param"
 EP_NUM_EXPERTS = "ep_num_experts"
-EXPERT_PARAMETER_PATTERNS = "expert_parameter_patterns"
-DS_AUTOEP_UC_META = "ds_autoep_uc_meta"
 AUTOEP_LAYERS_KEY = "ds_autoep_layers"
-AUTOEP_LAYERS_KEY_LEGACY = "autoep_layers"
-AUTOEP_EXPERT_KEY_PREFIX = "expert_key_prefix"
-AUTOEP_NUM_EXPERTS = "num_experts"
-AUTOEP_NUM_LOCAL_EXPERTS = "num_local_experts"
-AUTOEP_EP_SIZE = "ep_size"
-AUTOEP_EXPERT_PLACEMENT = "expert_placement"
-AUTOEP_AFFINE_MAPS = f"{AFFINE_MAP}s"
-AUTOEP_PARAM_LOGICAL_SHAPE = "logical_shape"
-AUTOEP_PARAM_EP_RANK = "ep_rank"
-AUTOEP_PARAM_LOCAL_EXPERTS = "local_experts"
-AUTOEP_ZERO12_REQUIRED_FIELDS = (
-    AUTOEP_EXPERT_KEY_PREFIX,
-    AUTOEP_NUM_EXPERTS,
-    AUTOEP_NUM_LOCAL_EXPERTS,
-    AUTOEP_EP_SIZE,
-)
 AUTOEP_ZERO3_EXPERT_STATE_FORMAT_KEY = "checkpoint_format"
 AUTOEP_ZERO3_PARTITIONED_EXPERT_STATE_FORMAT = "zero3_partitioned"
 AUTOEP_ZERO3_EXPERT_STATE_FORMAT_VERSION_KEY = f"{AUTOEP_ZERO3_EXPERT_STATE_FORMAT_KEY}_version"
 AUTOEP_ZERO3_EXPERT_STATE_FORMAT_VERSION = 1
-AUTOEP_PLACEMENT_VERSION_KEY = "version"
-AUTOEP_PLACEMENT_VERSION = 1
-AUTOEP_PLACEMENT_NUM_EXPERTS = AUTOEP_NUM_EXPERTS
-AUTOEP_PLACEMENT_EP_SIZE = AUTOEP_EP_SIZE
-AUTOEP_PLACEMENT_RANKS = "ranks"
-AUTOEP_PLACEMENT_RANK = "rank"
-AUTOEP_PLACEMENT_EXPERTS = "experts"
 
 # The same where tensor-parallel ranks share experts
 FOLDING_METADATA_KEY = "folding"
-FOLDING_METADATA_VERSION = 1
 FOLDING_TP_SIZE, FOLDING_TP_RANK = "tp_size", "tp_rank"
 FOLDING_EP_SIZE, FOLDING_EP_RANK = "ep_size", "ep_rank"
 FOLDING_ETP_SIZE, FOLDING_ETP_RANK = "etp_size", "etp_rank"
 FOLDING_ZERO_PARTITION_GROUP = "zero_partition_group"
-FOLDING_ZERO_PARTITION_RANK = "zero_partition_rank"
 FOLDING_ZERO_PARTITION_COUNT = "zero_partition_count"
 FOLDING_DISPATCH_STRATEGY = "dispatch_strategy"
 FOLDING_SHARED_EXPERT_PLACEMENT = "shared_expert_placement"

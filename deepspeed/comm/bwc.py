@@ -28,13 +28,5 @@ def bwc_tensor_model_parallel_world_size(mpu: Any = None) -> int:
     return _ask(mpu, TENSOR, "world_size", 1)
 
 
-def bwc_tensor_model_parallel_group(mpu: Any = None) -> Any:
-    return _ask(mpu, TENSOR, "group", None)
-
-
 def bwc_pipeline_parallel_world_size(mpu: Any = None) -> int:
     return _ask(mpu, PIPELINE, "world_size", 1)
-
-
-def bwc_pipeline_parallel_group(mpu: Any = None) -> Any:
-    return _ask(mpu, PIPELINE, "group", None)

@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 
 # Path prefix -> what to use. The longest match is quoted.
 INSTEAD = {
+    "deepspeed.autotuning": "deepspeed --autotuning tune makes, names and prunes its configs itself.",
     "deepspeed.checkpoint": "load_checkpoint() takes a checkpoint of any world size and stage, without conversion.",
     "deepspeed.checkpoint.autoep": "Checkpoints hold whole experts: any number of ranks loads them.",
     "deepspeed.comm": "Communication here is torch.distributed; deepspeed.comm has its functions.",
@@ -25,6 +26,7 @@ INSTEAD = {
     "deepspeed.ops.adam": "The engine itself does this with zero_optimization.zenflow in the config.",
     "deepspeed.ops.fp_quantizer": "Use deepspeed.ops.fp_quantizer.matmul_fp8.",
     "deepspeed.ops.op_builder": "Nothing is compiled at run time here: a builder's load() returns what is installed.",
+    "deepspeed.ops.quantizer": "Use the quantizers of deepspeed.compression.utils.",
     "deepspeed.ops.transformer": "Use DeepSpeedTransformerLayer.",
     "deepspeed.ops.transformer.inference": "deepspeed.init_inference runs models with kernels of its own.",
     "deepspeed.runtime.activation_checkpointing": "deepspeed.checkpointing.configure() and checkpoint() do this.",

@@ -16,7 +16,6 @@ __all__ = ["ValidationMode"]
 ROUTE_TRAIN = "train"
 ROUTE_EVAL = "eval"
 ROUTE_PREDICT = "predict"
-ROUTE_ENCODE = "encode"
 
 PIPE_REPLICATED = "ds_pipe_replicated"
 
@@ -52,32 +51,14 @@ DEEPSPEED_OPTIMIZERS = (
     LION_OPTIMIZER,
     MUON_OPTIMIZER,
 )
-ONE_BIT_OPTIMIZERS = (ONEBIT_ADAM_OPTIMIZER, ONEBIT_LAMB_OPTIMIZER, ZERO_ONE_ADAM_OPTIMIZER)
 # Every name that `optimizer.type` accepts, in upper or lower case.
 BUILT_IN_OPTIMIZERS = (*DEEPSPEED_OPTIMIZERS, "fusedadam", "fusedlamb", "sgd", "diloco")
 
-# Keys of sections, where the constant is called otherwise.
-TYPE = "type"
 OPTIMIZER_PARAMS = SCHEDULER_PARAMS = "params"
 OPTIMIZER_TYPE_DEFAULT = SCHEDULER_TYPE_DEFAULT = None
-LEGACY_FUSION = "legacy_fusion"
-LEGACY_FUSION_DEFAULT = False
-MAX_GRAD_NORM = "max_grad_norm"
 GRADIENT_ALLREDUCE_OP_MEAN, GRADIENT_ALLREDUCE_OP_SUM = "mean", "sum"
-GRADIENT_ALLREDUCE_OP_SUPPORTED = (GRADIENT_ALLREDUCE_OP_MEAN, GRADIENT_ALLREDUCE_OP_SUM)
 BFLOAT16, BFLOAT16_OLD = "bf16", "bfloat16"  # spellings of the section
-BFLOAT16_MASTER_WEIGHTS_AND_GRADS = "bf16_master_weights_and_grads"
-BFLOAT16_OPTIMIZER_STATES = "bf16_optimizer_states"
 BFLOAT16_MASTER_WEIGHTS_AND_GRADS_DEFAULT = BFLOAT16_OPTIMIZER_STATES_DEFAULT = False
-LOAD_UNIVERSAL_CHECKPOINT = "load_universal"
-LOAD_UNIVERSAL_CHECKPOINT_DEFAULT = False
-USE_NODE_LOCAL_STORAGE_CHECKPOINT = "use_node_local_storage"
-USE_NODE_LOCAL_STORAGE_CHECKPOINT_DEFAULT = False
-CHECKPOINT_PARALLEL_WRITE_PIPELINE_STAGE = "pipeline_stage"
-CHECKPOINT_PARALLEL_WRITE_PIPELINE_STAGE_DEFAULT = False
-CHECKPOINT_TAG_VALIDATION_MODES = (ValidationMode.WARN, ValidationMode.IGNORE, ValidationMode.FAIL)
-GRAD_ACCUM_DTYPE = "grad_accum_dtype"
-GRAD_ACCUM_DTYPE_DEFAULT = None
 
 # Entries of what an `mpu` or a group of parameters says of ranks.
 DATA_PARALLEL_GROUP = "data_parallel_group"

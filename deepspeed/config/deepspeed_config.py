@@ -15,7 +15,7 @@ from deepspeed.base.logging import logger
 from deepspeed.config import constants
 from deepspeed.config.analysis import analyse
 from deepspeed.config.axes import axes_of
-from deepspeed.config.batch import Batch, BatchError, resolve
+from deepspeed.config.batch import Batch
 from deepspeed.config.constants import (
     ADAGRAD_OPTIMIZER,
     ADAM_OPTIMIZER,
@@ -131,15 +131,6 @@ class DeepSpeedConfig:
         self.train_micro_batch_size_per_gpu = batch.micro
         self.gradient_accumulation_steps = batch.accumulation
         self.managed_gradient_accumulation = c.managed_gradient_accumulation
-
-    def _configure_train_batch_size(self) -> None:
-        """Derive the batch sizes again, after they were assigned: None for what is to be derived."""
-        sizes = self.train_batch_size, self.train_micro_batch_size_per_gpu, self.gradient_accumulation_steps
-        try:
-            self.batch = resolve(*sizes, self.world_size)
-        except BatchError as error:
-            raise DeepSpeedConfigError(str(error), problems=[Problem(error.key, str(error))]) from None
-        self._read_batch(self._schema, self.batch)
 
     def _read_gradients(self, c: TrainingConfig) -> None:
         self.gradient_clipping = c.gradient_clipping
@@ -345,12 +336,6 @@ class DeepSpeedConfigWriter:
 
     def __init__(self, data: dict[str, Any] | None = None) -> None:
         self.data: dict[str, Any] = data if data is not None else {}
-
-    def add_config(self, key: str, value: Any) -> None:
-        self.data[key] = value
-
-    def load_config(self, filename: str) -> None:
-        self.data = load_source(filename).data
 
     def write_config(self, filename: str) -> None:
         with open(filename, "w", encoding="utf-8") as file:

@@ -15,11 +15,6 @@ from pydantic_core import PydanticUndefined
 
 from deepspeed.config.keys import constant_of, field_at, keys_of
 from deepspeed.config.schema import TrainingConfig
-from deepspeed.config.section import parse_dtype, parse_sum_dtype
-from deepspeed.config.sections.hybrid_engine import HybridEngineConfig
-
-COMMUNICATION_DATA_TYPE = "communication_data_type"
-COMMUNICATION_DATA_TYPE_DEFAULT = None
 
 
 def schema_default(*path: str) -> Any:
@@ -85,144 +80,8 @@ def _getter(name: str, *path: str) -> Callable[[Mapping[str, Any]], Any]:
     return get
 
 
-get_gradient_accumulation_steps = _getter("get_gradient_accumulation_steps", "gradient_accumulation_steps")
-get_managed_gradient_accumulation = _getter(
-    "get_managed_gradient_accumulation", "managed_gradient_accumulation"
-)
-get_sparse_gradients_enabled = _getter("get_sparse_gradients_enabled", "sparse_gradients")
-get_prescale_gradients = _getter("get_prescale_gradients", "prescale_gradients")
-get_gradient_predivide_factor = _getter("get_gradient_predivide_factor", "gradient_predivide_factor")
-get_gradient_allreduce_op = _getter("get_gradient_allreduce_op", "gradient_allreduce_op")
-get_steps_per_print = _getter("get_steps_per_print", "steps_per_print")
-get_disable_allgather = _getter("get_disable_allgather", "disable_allgather")
-get_dump_state = _getter("get_dump_state", "dump_state")
-get_disable_python_gc = _getter("get_disable_python_gc", "disable_python_gc")
 get_gradient_clipping = _getter("get_gradient_clipping", "gradient_clipping")
-get_graph_harvesting = _getter("get_graph_harvesting", "graph_harvesting")
-get_train_batch_size = _getter("get_train_batch_size", "train_batch_size")
-get_train_micro_batch_size_per_gpu = _getter(
-    "get_train_micro_batch_size_per_gpu", "train_micro_batch_size_per_gpu"
-)
-get_wall_clock_breakdown = _getter("get_wall_clock_breakdown", "wall_clock_breakdown")
-get_memory_breakdown = _getter("get_memory_breakdown", "memory_breakdown")
-get_dataloader_drop_last = _getter("get_dataloader_drop_last", "dataloader_drop_last")
-get_zero_allow_untested_optimizer = _getter(
-    "get_zero_allow_untested_optimizer", "zero_allow_untested_optimizer"
-)
-get_zero_force_ds_cpu_optimizer = _getter("get_zero_force_ds_cpu_optimizer", "zero_force_ds_cpu_optimizer")
-get_expert_data_topo_config = _getter("get_expert_data_topo_config", "use_data_before_expert_parallelism")
-get_expert_parallel_config = _getter("get_expert_parallel_config", "expert_parallel")
-get_pipeline_config = _getter("get_pipeline_config", "pipeline")
 get_log_level = _getter("get_log_level", "log_level")
-get_amp_enabled = _getter("get_amp_enabled", "amp", "enabled")
-get_torch_autocast_enabled = _getter("get_torch_autocast_enabled", "torch_autocast", "enabled")
-get_lower_precision_safe_modules = _getter(
-    "get_lower_precision_safe_modules", "torch_autocast", "lower_precision_safe_modules"
-)
-get_optimizer_name = _getter("get_optimizer_name", "optimizer", "type")
-get_optimizer_params = _getter("get_optimizer_params", "optimizer", "params")
-get_optimizer_legacy_fusion = _getter("get_optimizer_legacy_fusion", "optimizer", "legacy_fusion")
-get_scheduler_name = _getter("get_scheduler_name", "scheduler", "type")
-get_scheduler_params = _getter("get_scheduler_params", "scheduler", "params")
-get_checkpoint_params = _getter("get_checkpoint_params", "checkpoint")
-get_data_types_params = _getter("get_data_types_params", "data_types")
-get_eigenvalue_config = _getter("get_eigenvalue_config", "quantize_training", "eigenvalue")
-
-
-# Functions that take a single section.
-
-
-def get_eigenvalue_enabled(param_dict: Mapping[str, Any]) -> bool:
-    """Whether a config asks for eigenvalues of the layers."""
-    return bool(_eigenvalue(param_dict, "enabled"))
-
-
-def get_eigenvalue_verbose(param_dict: Mapping[str, Any]) -> bool:
-    return _eigenvalue(param_dict, "verbose")
-
-
-def get_eigenvalue_max_iter(param_dict: Mapping[str, Any]) -> int:
-    return _eigenvalue(param_dict, "max_iter")
-
-
-def get_eigenvalue_tol(param_dict: Mapping[str, Any]) -> float:
-    return _eigenvalue(param_dict, "tol")
-
-
-def get_eigenvalue_stability(param_dict: Mapping[str, Any]) -> float:
-    return _eigenvalue(param_dict, "stability")
-
-
-def get_eigenvalue_gas_boundary_resolution(param_dict: Mapping[str, Any]) -> int:
-    return _eigenvalue(param_dict, "gas_boundary_resolution")
-
-
-def get_eigenvalue_layer_name(param_dict: Mapping[str, Any]) -> str:
-    return _eigenvalue(param_dict, "layer_name")
-
-
-def get_eigenvalue_layer_num(param_dict: Mapping[str, Any]) -> int:
-    return _eigenvalue(param_dict, "layer_num")
-
-
-def _eigenvalue(param_dict: Mapping[str, Any], key: str) -> Any:
-    return read(param_dict, "quantize_training", "eigenvalue", key)
-
-
-def get_checkpoint_tag_validation_mode(checkpoint_params: Mapping[str, Any]) -> str:
-    """`tag_validation` of a `checkpoint` section, in capitals: IGNORE, WARN or FAIL."""
-    return str(read({"checkpoint": checkpoint_params}, "checkpoint", "tag_validation")).upper()
-
-
-def get_checkpoint_parallel_write_pipeline(checkpoint_params: Mapping[str, Any]) -> bool:
-    return read({"checkpoint": checkpoint_params}, "checkpoint", "parallel_write", "pipeline_stage")
-
-
-# Settings that are more than a value at a path.
-
-
-def _arguments(param_dict: Mapping[str, Any], section: str) -> dict[str, Any] | None:
-    """What a section holds besides its switch `enabled`; None if the config has no such section."""
-    if section not in param_dict:
-        return None
-    return {key: value for key, value in param_dict[section].items() if key != "enabled"}
-
-
-def get_amp_params(param_dict: Mapping[str, Any]) -> dict[str, Any] | None:
-    return _arguments(param_dict, "amp")
-
-
-def get_pld_enabled(param_dict: Mapping[str, Any]) -> bool:
-    """Whether a config turns progressive layer dropping on."""
-    return bool(read(param_dict, "progressive_layer_drop", "enabled"))
-
-
-def get_pld_params(param_dict: Mapping[str, Any]) -> dict[str, Any] | None:
-    return _arguments(param_dict, "progressive_layer_drop")
-
-
-def get_torch_autocast_dtype(param_dict: Mapping[str, Any]) -> Any:
-    """`torch_autocast.dtype` as a torch dtype, or None if it is not given."""
-    return parse_dtype(read(param_dict, "torch_autocast", "dtype"))
-
-
-def get_communication_data_type(
-    param_dict: Mapping[str, Any],
-    comm_type: str = COMMUNICATION_DATA_TYPE,
-    comm_data_type_default: Any = COMMUNICATION_DATA_TYPE_DEFAULT,
-) -> Any:
-    """The dtype under the key `comm_type`: the wire dtype of gradients. None: the training dtype."""
-    return parse_sum_dtype(param_dict.get(comm_type, comm_data_type_default))
-
-
-def get_optimizer_gradient_clipping(param_dict: Mapping[str, Any]) -> float | None:
-    """`max_grad_norm` among the optimizer's arguments, an old place for `gradient_clipping`."""
-    return (get_optimizer_params(param_dict) or {}).get("max_grad_norm")
-
-
-def get_hybrid_engine_config(param_dict: Mapping[str, Any]) -> HybridEngineConfig:
-    """The `hybrid_engine` section, validated."""
-    return HybridEngineConfig(**read(param_dict, "hybrid_engine"))
 
 
 _LAYOUT = ("block", "different_layout_per_head")
@@ -258,31 +117,6 @@ def _sparsity(sparsity: Mapping[str, Any], mode: str) -> dict[str, Any]:
     return {"mode": mode} | {key: read(section, "sparse_attention", key) for key in _SPARSITY_KEYS[mode]}
 
 
-def get_sparse_dense_config(sparsity: Mapping[str, Any]) -> dict[str, Any]:
-    return _sparsity(sparsity, "dense")
-
-
-def get_sparse_fixed_config(sparsity: Mapping[str, Any]) -> dict[str, Any]:
-    return _sparsity(sparsity, "fixed")
-
-
-def get_sparse_variable_config(sparsity: Mapping[str, Any]) -> dict[str, Any]:
-    return _sparsity(sparsity, "variable")
-
-
-def get_sparse_bigbird_config(sparsity: Mapping[str, Any]) -> dict[str, Any]:
-    return _sparsity(sparsity, "bigbird")
-
-
-def get_sparse_bslongformer_config(sparsity: Mapping[str, Any]) -> dict[str, Any]:
-    return _sparsity(sparsity, "bslongformer")
-
-
 def get_sparse_attention_mode(param_dict: Mapping[str, Any]) -> str:
     """`mode` of a `sparse_attention` section, passed by itself."""
     return read({"sparse_attention": param_dict}, "sparse_attention", "mode")
-
-
-def get_sparse_attention_type(param_dict: Mapping[str, Any]) -> str:
-    """`attention` of a `sparse_attention` section: unidirectional or bidirectional."""
-    return read({"sparse_attention": param_dict}, "sparse_attention", "attention")

@@ -300,28 +300,10 @@ def is_auto(value: Any) -> bool:
     return isinstance(value, str) and value == AUTO
 
 
-def get_config_default(config: type[BaseModel], field_name: str) -> Any:
-    """Default of a field of a section model; raises when the field is unknown or required."""
-    if field_name not in config.model_fields:
-        raise ValueError(f"'{field_name}' is not a field of {config.__name__}")
-    field = config.model_fields[field_name]
-    if field.is_required():
-        raise ValueError(f"'{field_name}' is a required field of {config.__name__} and has no default")
-    return field.get_default()
-
-
 # ------------------------------------------------------------------------------------------- dict helpers
 
 
 def get_scalar_param(param_dict: Mapping[str, Any], param_name: str, param_default_value: Any) -> Any:
-    return param_dict.get(param_name, param_default_value)
-
-
-def get_list_param(param_dict: Mapping[str, Any], param_name: str, param_default_value: Any) -> Any:
-    return param_dict.get(param_name, param_default_value)
-
-
-def get_dict_param(param_dict: Mapping[str, Any], param_name: str, param_default_value: Any) -> Any:
     return param_dict.get(param_name, param_default_value)
 
 
@@ -370,13 +352,3 @@ class ScientificNotationEncoder(json.JSONEncoder):
             yield "[" + ", ".join("".join(self.iterencode(v, level=level)) for v in o) + "]"
         else:
             yield json.dumps(o, default=str)
-
-
-class DeepSpeedConfigObject:
-    """Plain object whose attributes print as JSON."""
-
-    def repr(self) -> dict[str, Any]:
-        return self.__dict__
-
-    def __repr__(self) -> str:
-        return json.dumps(self.__dict__, sort_keys=True, indent=4, default=str)

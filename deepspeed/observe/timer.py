@@ -168,10 +168,6 @@ class SynchronizedWallClockTimer:
     def has_timer(self, name: str) -> bool:
         return name in self.timers
 
-    @staticmethod
-    def memory_usage() -> str:
-        return memory_usage()
-
     def log(
         self,
         names: Iterable[str],

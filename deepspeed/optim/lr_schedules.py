@@ -252,11 +252,6 @@ class OneCycle(_Schedule):
         """Steps of the whole cycle."""
         return self.first_step_size + self.second_step_size
 
-    @property
-    def step_ratio(self) -> float:
-        """The share of the cycle in which the rate rises."""
-        return self.first_step_size / self.total_size
-
     def _height(self) -> float | None:
         """Position between the minimum (0) and the maximum (1); None after the cycle."""
         done = self.last_batch_iteration + 1
@@ -488,33 +483,6 @@ def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
     return add_tuning_arguments(argparse.ArgumentParser()).parse_known_args()
 
 
-def _override(args: argparse.Namespace, params: dict[str, Any], flags: Iterable[str]) -> None:
-    for name in flags:
-        value = getattr(args, name, None)
-        if value is not None and not (name in _NEGATIVE_IS_UNSET and value < 0):
-            params[name] = value
-
-
-def override_lr_range_test_params(args: argparse.Namespace, params: dict[str, Any]) -> None:
-    """Write the flags of LRRangeTest into `params`."""
-    _override(args, params, _RANGE_TEST_FLAGS)
-
-
-def override_1cycle_params(args: argparse.Namespace, params: dict[str, Any]) -> None:
-    """Write the flags of OneCycle into `params`."""
-    _override(args, params, _ONE_CYCLE_FLAGS)
-
-
-def override_warmupLR_params(args: argparse.Namespace, params: dict[str, Any]) -> None:
-    """Write the flags of WarmupLR into `params`."""
-    _override(args, params, _WARMUP_FLAGS)
-
-
-def override_params(args: argparse.Namespace, params: dict[str, Any]) -> None:
-    """Write the flags of every schedule into `params`."""
-    _override(args, params, (*_RANGE_TEST_FLAGS, *_ONE_CYCLE_FLAGS, *_WARMUP_FLAGS, *_COSINE_FLAGS))
-
-
 _FLAGS_OF: dict[str, tuple[str, ...]] = {
     LR_RANGE_TEST: tuple(_RANGE_TEST_FLAGS),
     ONE_CYCLE: tuple(_ONE_CYCLE_FLAGS),
@@ -522,6 +490,13 @@ _FLAGS_OF: dict[str, tuple[str, ...]] = {
     WARMUP_DECAY_LR: tuple(_WARMUP_FLAGS),
     WARMUP_COSINE_LR: (WARMUP_NUM_STEPS, WARMUP_TYPE, *_COSINE_FLAGS),
 }
+
+
+def _override(args: argparse.Namespace, params: dict[str, Any], flags: Iterable[str]) -> None:
+    for name in flags:
+        value = getattr(args, name, None)
+        if value is not None and not (name in _NEGATIVE_IS_UNSET and value < 0):
+            params[name] = value
 
 
 def get_config_from_args(args: argparse.Namespace) -> tuple[dict[str, Any] | None, str | None]:

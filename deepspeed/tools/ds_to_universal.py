@@ -9,12 +9,9 @@ no checkpoint needs this: all of them load on any number of ranks as they are.
 from __future__ import annotations
 
 import argparse
-import re
 import sys
 
 from deepspeed.checkpoint.foreign.universal_export import convert
-
-DP_INDEX_DIGITS = 2
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -73,19 +70,9 @@ def main(args: argparse.Namespace) -> None:
     print(f"wrote the universal checkpoint {folder}")
 
 
-def atoi(text: str) -> int | str:
-    """Return a number if ``text`` is one, else the text."""
-    return int(text) if text.isdigit() else text
-
-
-def natural_keys(text: str) -> list[int | str]:
-    """Return a key by which ``file10`` is sorted after ``file2``."""
-    return [atoi(part) for part in re.split(r"(\d+)", text)]
-
-
 def dp_index_to_str(dp_index: int) -> str:
-    """Two digits or more."""
-    return f"{dp_index:0{DP_INDEX_DIGITS}d}"
+    """Return ``dp_index`` with two digits or more, as names of fragments have it."""
+    return f"{dp_index:02d}"
 
 
 if __name__ == "__main__":

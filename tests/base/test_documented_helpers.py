@@ -20,7 +20,6 @@ from deepspeed.compat import offload_states, torch_autocast
 from deepspeed.compat import runtime_utils as ds
 from deepspeed.compat import zero_utils as zero
 from deepspeed.compat.helpers import optimizer_states
-from deepspeed.compat.swap_tensor import utils as swapping
 from deepspeed.compression.helper import convert_conv1d_to_linear, recursive_getattr, recursive_setattr
 from deepspeed.config import getters as config_getters
 from deepspeed.config.deepspeed_config import DeepSpeedConfig
@@ -135,12 +134,7 @@ def test_decorators_of_the_compiler() -> None:
     def two() -> int:
         return 2
 
-    assert (
-        compiler.enable()(two)
-        is compiler.enable(min_version="2.0")(two)
-        is compiler.dummy_decorator(two)
-        is two
-    )
+    assert compiler.enable()(two) is compiler.enable(min_version="2.0")(two) is two
     assert compiler.enable(min_version="99.0")(two) is not two
     assert compiler.enable(min_version="99.0")(two)() == 2
 
@@ -250,13 +244,9 @@ def test_model_parallel_units_of_all_times() -> None:
         SimpleNamespace(get_slice_parallel_rank=lambda: 3, get_model_parallel_rank=lambda: 9),
     ]
     assert [bwc.bwc_tensor_model_parallel_rank(mpu) for mpu in units] == [3, 3, 3]
-    pipeline: Any = SimpleNamespace(
-        get_pipe_parallel_world_size=lambda: 4, get_pipe_parallel_group=lambda: "g"
-    )
+    pipeline: Any = SimpleNamespace(get_pipe_parallel_world_size=lambda: 4)
     assert bwc.bwc_pipeline_parallel_world_size(pipeline) == 4
-    assert bwc.bwc_pipeline_parallel_group(pipeline) == "g"
     assert bwc.bwc_tensor_model_parallel_rank() == 0 and bwc.bwc_tensor_model_parallel_world_size() == 1
-    assert bwc.bwc_tensor_model_parallel_group() is bwc.bwc_pipeline_parallel_group() is None
 
 
 # --- Config getters --------------------------------------------------------------------------------
@@ -285,36 +275,17 @@ CONFIGS: list[dict[str, Any]] = [
         "checkpoint": {"tag_validation": "Fail", "parallel_write": {"pipeline_stage": True}},
     },
 ]
-# getter -> attribute of DeepSpeedConfig
-SAME = """
-gradient_clipping steps_per_print prescale_gradients communication_data_type dump_state wall_clock_breakdown
-dataloader_drop_last memory_breakdown gradient_predivide_factor gradient_allreduce_op disable_allgather
-optimizer_params scheduler_name scheduler_params torch_autocast_enabled torch_autocast_dtype pld_enabled
-amp_enabled graph_harvesting zero_allow_untested_optimizer zero_force_ds_cpu_optimizer sparse_gradients_enabled
-optimizer_legacy_fusion managed_gradient_accumulation
-""".split()
 
 
 @pytest.mark.parametrize("config", CONFIGS)
 def test_getters_agree_with_the_config_object(config: dict[str, Any]) -> None:
     whole = DeepSpeedConfig(config)
-    for name in SAME:
-        found = getattr(config_getters, f"get_{name}")(config)
-        assert found == getattr(whole, name), name
-    mode = config_getters.get_checkpoint_tag_validation_mode(config.get("checkpoint", {}))
-    assert mode == whole.checkpoint_config.tag_validation
-    assert config_getters.get_lower_precision_safe_modules(config) == (
-        whole.torch_autocast_lower_precision_safe_modules
-    )
-    assert config_getters.get_hybrid_engine_config(config) == whole.hybrid_engine
+    assert config_getters.get_gradient_clipping(config) == whole.gradient_clipping
+    assert config_getters.get_log_level(config) == whole.log_level
 
 
 def test_getters_of_sections() -> None:
     getters = config_getters
-    assert getters.get_pld_params({"progressive_layer_drop": {"enabled": True, "theta": 0.3}}) == {
-        "theta": 0.3
-    }
-    assert getters.get_pld_params({}) is getters.get_amp_params({}) is None
     assert getters.get_sparse_attention({}) is None
     sparse = getters.get_sparse_attention({"sparse_attention": {"mode": "bigbird", "block": 32}})
     assert sparse is not None and (sparse["mode"], sparse["block"], sparse["num_sliding_window_blocks"]) == (
@@ -324,12 +295,6 @@ def test_getters_of_sections() -> None:
     )
     with pytest.raises(NotImplementedError, match="'star' is unknown: use one of dense"):
         getters.get_sparse_attention({"sparse_attention": {"mode": "star"}})
-    eigen = {"quantize_training": {"eigenvalue": {"enabled": True, "max_iter": 5}}}
-    assert getters.get_eigenvalue_enabled(eigen) is True and getters.get_eigenvalue_max_iter(eigen) == 5
-    assert getters.get_eigenvalue_enabled({}) is False and getters.get_eigenvalue_max_iter({}) == 100
-    params = {"optimizer": {"type": "Adam", "params": {"max_grad_norm": 2.0}}}
-    assert getters.get_optimizer_gradient_clipping(params) == 2.0
-    assert getters.get_optimizer_gradient_clipping({}) is None
 
 
 # --- Running backwards, sparse rows, devices of states --------------------------------------------
@@ -407,24 +372,6 @@ def test_states_of_an_adam_move_and_stay_the_same_objects(monkeypatch: pytest.Mo
         assert all(state[key] is before[key] for key in before)
 
 
-def test_buffers_of_a_size_and_files(tmp_path: Any) -> None:
-    flat = torch.arange(8.0)
-    assert swapping.get_sized_buffer(flat, 3).tolist() == [0.0, 1.0, 2.0]
-    assert [b.numel() for b in swapping.get_sized_buffers([flat, flat], [8, 0])] == [8, 0]
-    with pytest.raises(ValueError, match="8 elements"):
-        swapping.get_sized_buffer(flat, 9)
-    done: list[tuple[str, str]] = []
-    handle = SimpleNamespace(
-        async_pread=lambda buffer, path: done.append(("read", path)) or 0,
-        async_pwrite=lambda buffer, path: done.append(("written", path)) or int(path == "full"),
-    )
-    swapping.swap_out_tensors(handle, [flat], ["a"])
-    swapping.swap_in_tensors(handle, [flat], ["a"])
-    assert done == [("written", "a"), ("read", "a")]
-    with pytest.raises(OSError, match="full"):
-        swapping.swap_out_tensors(handle, [flat], ["full"])
-
-
 def test_parameters_summed_in_the_dtype_of_autocast() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2))
     torch_autocast.init_autocast_params(model, torch.bfloat16, None)
@@ -434,17 +381,3 @@ def test_parameters_summed_in_the_dtype_of_autocast() -> None:
     both = torch_autocast.get_all_comm_dtypes(model.parameters())
     assert torch_autocast.sort_dtypes(both) == [torch.bfloat16, torch.float32]
     assert "torch.nn.Linear" in torch_autocast.get_default_autocast_lower_precision_modules()
-
-
-def test_batch_sizes_are_derived_again() -> None:
-    config = DeepSpeedConfig({"train_batch_size": 8})
-    sizes = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-    for given, expected in (((8, None, 2), (8, 4, 2)), ((None, 3, None), (3, 3, 1)), ((8, 3, 2), None)):
-        for name, value in zip(sizes, given, strict=True):
-            setattr(config, name, value)
-        if expected is None:
-            with pytest.raises(AssertionError, match="is not"):
-                config._configure_train_batch_size()
-        else:
-            config._configure_train_batch_size()
-            assert tuple(getattr(config, name) for name in sizes) == expected

@@ -130,18 +130,3 @@ def test_numactl_is_looked_for(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     assert not numa.check_for_numactl_pkg() and "install the package" in capsys.readouterr().out
     monkeypatch.setattr(numa.shutil, "which", lambda name: f"/bin/{name}")
     assert numa.check_for_numactl_pkg()
-
-
-@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="cores cannot be bound on this system")
-def test_binding() -> None:
-    before = numa.available_cores()
-    try:
-        assert numa.bind_cores(before[:1]) and numa.available_cores() == before[:1]
-    finally:
-        numa.bind_cores(before)
-
-
-def test_binding_where_the_system_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("sched_setaffinity", "sched_getaffinity"):
-        monkeypatch.delattr(os, name, raising=False)
-    assert not numa.bind_cores([0]) and numa.available_cores()[0] == 0

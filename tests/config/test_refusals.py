@@ -180,9 +180,6 @@ ROWS: dict[str, tuple[Row, ...]] = {
             changed(CONTIGUOUS, "activation_checkpointing.partition_activations", True),
         ),
     ),
-    "config/deepspeed_config.py:DeepSpeedConfig._configure_train_batch_size": (
-        ("train_batch_size", {"train_batch_size": 7, "gradient_accumulation_steps": 2}),
-    ),
     "config/deepspeed_config.py:_identity": ("ranks",),
     "config/deepspeed_config.py:load_source": ("machine",),
     "data/requests.py:varies_batches": (("data_efficiency.data_sampling.dynamic_batching", TWICE_SAMPLED),),

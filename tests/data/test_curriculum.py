@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 import deepspeed
 from deepspeed.config.problems import DeepSpeedConfigError
-from deepspeed.config.sections import data as getters
 from deepspeed.data.curriculum_scheduler import CurriculumScheduler
 from deepspeed.parallel.pipeline import LayerSpec, PipelineModule
 from deepspeed.transforms import TransformError
@@ -298,35 +297,3 @@ def test_the_stages_of_a_pipeline_cut_the_same_batch() -> None:
     losses = [float(engine.train_batch(data_iter=data)) for _ in range(5)]
     assert all(loss == loss for loss in losses)
     assert seen == LENGTHS[:5]
-
-
-def test_getters() -> None:
-    config = {
-        "data_efficiency": {
-            "enabled": True,
-            "seed": 7,
-            "data_sampling": {
-                "curriculum_learning": {"enabled": True, "data_cluster_path": "p", "curriculum_metrics": {}}
-            },
-        },
-        "curriculum_learning": {"enabled": True, "min_difficulty": 3},
-    }
-    section = config["data_efficiency"]
-    assert getters.get_data_efficiency_enabled(config) and not getters.get_data_efficiency_enabled({})
-    assert (getters.get_data_efficiency_seed(config), getters.get_data_efficiency_seed({})) == (7, 1234)
-    assert getters.get_data_sampling_num_epochs(section) == 1000
-    assert (getters.get_data_sampling_num_workers({}), getters.get_data_sampling_pin_memory({})) == (0, False)
-    sampling = getters.get_data_sampling(section)
-    assert not sampling["enabled"] and not getters.get_data_sampling_enabled(section)
-    assert getters.get_curriculum_learning_enabled(sampling)
-    assert getters.get_curriculum_learning(sampling)["data_cluster_path"] == "p"
-    assert getters.get_curriculum_learning_params({"curriculum_learning": {"enabled": True, "a": 1}}) == {
-        "a": 1
-    }
-    assert getters.get_dynamic_batching({})["sequence_picking_order"] == "dataloader"
-    assert getters.get_curriculum_enabled_legacy(config) and not getters.get_curriculum_enabled_legacy({})
-    assert getters.get_curriculum_params_legacy(config) == {"min_difficulty": 3}
-    assert getters.get_curriculum_params_legacy({}) is False
-    assert not getters.get_data_routing_enabled({}) and not getters.get_data_routing({})["enabled"]
-    assert not getters.get_random_ltd_enabled({}) and getters.get_random_ltd_params({}) == {}
-    assert getters.get_random_ltd({})["layer_token_lr_schedule"]["enabled"] is False

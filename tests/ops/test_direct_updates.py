@@ -10,7 +10,6 @@ from torch import Tensor
 
 from deepspeed.ops import op_builder
 from deepspeed.ops.adam import DeepSpeedCPUAdam
-from deepspeed.ops.lion import DeepSpeedCPULion
 
 STEPS = 4
 
@@ -68,51 +67,6 @@ def test_adam_of_several_tensors_in_16_bits_and_with_strides() -> None:
     with pytest.raises(ValueError, match="lists of one length"):
         op.adam_update_multi(0, 1, 0.1, 0.9, 0.999, 1e-8, 0.0, True, params, grads[:1], *moments, [])
     op.destroy_adam(0)
-
-
-def test_adagrad() -> None:
-    op: Any = op_builder.CPUAdagradBuilder().load()
-    start, grads = values(40)
-    expected = trained(torch.optim.Adagrad, start, grads, lr=0.1, eps=1e-8, weight_decay=0.1)
-    param, sums = start.clone(), torch.zeros(40)
-    op.create_adagrad(1, 0.5, 1e-3, 0.0, False)
-    for step, grad in enumerate(grads, 1):
-        op.adagrad_update(1, step, 0.1, 1e-8, 0.1, param, grad, sums)
-    torch.testing.assert_close(param, expected)
-    op.destroy_adagrad(1)
-
-
-def test_lion() -> None:
-    op: Any = op_builder.CPULionBuilder().load()
-    start, grads = values(40)
-    expected = trained(DeepSpeedCPULion, start, grads, lr=0.1, betas=(0.9, 0.99), weight_decay=0.1)
-    param, exp_avg = start.clone(), torch.zeros(40)
-    op.create_lion(1, 0.5, 0.5, 0.5, 0.0, False)
-    for step, grad in enumerate(grads, 1):
-        op.lion_update(1, step, 0.1, 0.9, 0.99, 0.1, param, grad, exp_avg)
-    assert torch.equal(param, expected)
-    op.destroy_lion(1)
-
-
-@pytest.mark.parametrize("mode", [0, 1])
-def test_lists_of_tensors(mode: int) -> None:
-    adam: Any = op_builder.FusedAdamBuilder().load()
-    lion: Any = op_builder.FusedLionBuilder().load()
-    start, grads = values(40)
-    kind = torch.optim.AdamW if mode else torch.optim.Adam
-    expected = trained(kind, start, grads, lr=0.1, weight_decay=0.1)
-    param, first, second = start.clone(), torch.zeros(40), torch.zeros(40)
-    flag = torch.zeros(1, dtype=torch.int32)
-    for step, grad in enumerate(grads, 1):
-        lists = [[grad], [param], [first], [second]]
-        adam.multi_tensor_adam(65536, flag, lists, 0.1, 0.9, 0.999, 1e-8, step, mode, 1, 0.1)
-    torch.testing.assert_close(param, expected)
-    param, first = start.clone(), torch.zeros(40)
-    for step, grad in enumerate(grads, 1):
-        lion.multi_tensor_lion(65536, flag, [[grad], [param], [first]], 0.1, 0.9, 0.99, step, 0.1)
-    assert torch.equal(
-        param, trained(DeepSpeedCPULion, start, grads, lr=0.1, betas=(0.9, 0.99), weight_decay=0.1)
-    )
 
 
 def test_updates_by_the_number_of_an_optimizer() -> None:

@@ -8,42 +8,9 @@ from torch.nn import functional as F
 
 from deepspeed.ops.adam.multi_tensor_apply import MultiTensorApply
 from deepspeed.ops.op_builder import PinMemoryBuilder, RandomLTDBuilder, SpatialInferenceBuilder
-from deepspeed.ops.quantizer import ds_quantizer
 from deepspeed.ops.transformer.inference.bias_add import nhwc_bias_add
 from deepspeed.ops.triton_ops.group_gemm_triton import group_gemm_triton
 from deepspeed.ops.triton_ops.swiglu_triton import swiglu
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("asym", [False, True])
-@pytest.mark.parametrize("bits", [4, 8])
-def test_quantized_values_are_levels_of_their_group_and_near(bits, asym, dtype):
-    given = torch.randn(4, 32).to(dtype) + asym * 3
-    values = given.clone()
-    result = ds_quantizer(values, groups=8, bit_num=bits, asym=asym)
-    assert result is values and result.dtype == dtype
-    for before, after in zip(given.float().view(8, -1), result.float().view(8, -1), strict=True):
-        assert after.unique().numel() <= 2**bits
-        step = (before.max() - before.min()) / (2**bits - 1) if asym else 2 * before.abs().max() / 2**bits
-        # The greatest positive value has no level of its own around 0, hence a whole step; and the dtype rounds.
-        assert (after - before).abs().max() <= step * (0.51 if asym else 1.01) + torch.finfo(dtype).eps * 4
-
-
-def test_stochastic_rounding_is_right_on_average_and_a_constant_is_kept():
-    torch.manual_seed(0)
-    mean = torch.stack(
-        [ds_quantizer(torch.linspace(-1, 0.7, 16), bit_num=4, sr=True) for _ in range(2000)]
-    ).mean(0)
-    torch.testing.assert_close(mean, torch.linspace(-1, 0.7, 16), atol=0.01, rtol=0)
-    for asym in (False, True):
-        assert torch.equal(ds_quantizer(torch.zeros(8), asym=asym), torch.zeros(8))
-    torch.testing.assert_close(ds_quantizer(torch.full((8,), 1.5), asym=True), torch.full((8,), 1.5))
-
-
-@pytest.mark.parametrize("options, words", [({"groups": 3}, "groups=3"), ({"bit_num": 0}, "bit_num=0")])
-def test_groups_and_bits_that_cannot_be_are_refused(options, words):
-    with pytest.raises(ValueError, match=words):
-        ds_quantizer(torch.ones(8), **options)
 
 
 def test_biases_of_convolutions_are_added_and_the_format_stays():

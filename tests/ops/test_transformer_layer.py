@@ -15,7 +15,6 @@ from torch.nn import functional
 import deepspeed
 from deepspeed import DeepSpeedTransformerConfig, DeepSpeedTransformerLayer
 from deepspeed.ops.transformer.saving import DroppedWeights
-from deepspeed.ops.transformer.transformer import DeepSpeedTransformerFunction
 from tests.pool import distributed
 
 BATCH, TOKENS, HIDDEN, INNER, HEADS = 2, 12, 16, 40, 4
@@ -214,29 +213,3 @@ def test_it_trains_in_an_engine() -> None:
         engine.step()
         losses.append(loss.item())
     assert losses[-1] < losses[0]
-
-
-@pytest.mark.parametrize("as_tuple", [True, False])
-def test_the_function_with_weights_of_the_caller(as_tuple: bool) -> None:
-    made = layer(return_tuple=as_tuple)
-    weights = [parameter.detach().clone().requires_grad_() for parameter in made.parameters()]
-    weights[3].requires_grad_(False)
-    with torch.no_grad():
-        for weight in weights:
-            weight.mul_(1.5)
-    x = torch.randn(BATCH, TOKENS, HIDDEN, dtype=torch.float64, requires_grad=True)
-    mask = torch.randn(BATCH, 1, 1, TOKENS, dtype=torch.float64)
-    out = DeepSpeedTransformerFunction.apply(x, mask, made, None, 0, *weights, made.config)
-    assert isinstance(out, tuple) == as_tuple
-    (out[0] if as_tuple else out).square().sum().backward()
-    with torch.no_grad():
-        for parameter, weight in zip(made.parameters(), weights, strict=True):
-            parameter.copy_(weight)
-    same = x.detach().requires_grad_()
-    expected = made(same, mask)
-    expected = expected[0] if as_tuple else expected
-    expected.square().sum().backward()
-    assert torch.equal(out[0] if as_tuple else out, expected)
-    assert torch.equal(x.grad, same.grad)
-    for number, (parameter, weight) in enumerate(zip(made.parameters(), weights, strict=True)):
-        assert weight.grad is None if number == 3 else torch.equal(weight.grad, parameter.grad)

@@ -14,7 +14,6 @@ from deepspeed.base.accelerator.torch_device import MPS_Accelerator, TorchDevice
 
 ENVIRONMENT_VARIABLE = "DS_ACCELERATOR"
 SUPPORTED_ACCELERATORS = ("cuda", "cpu", "xpu", "npu", "mps", "hpu", "mlu", "sdaa", "supa")
-SUPPORTED_ACCELERATOR_LIST = SUPPORTED_ACCELERATORS
 OWN_CLASS: dict[str, Callable[[], DeepSpeedAccelerator]] = {
     "cpu": CPU_Accelerator,
     "cuda": CUDA_Accelerator,

@@ -59,9 +59,6 @@ class Described:
         keys = (constants.TP_REPLICATED_PARAMETER_PATTERNS, constants.PARAMETER_TO_AVERAGE_PATTERNS)
         return any(self.matches(key, name) for key in keys)
 
-    def is_vocabulary(self, name: str) -> bool:
-        return self.matches(constants.VOCABULARY_PARAMETER_PATTERNS, name)
-
     def placements(self, name: str, shapes: Sequence[Shape]) -> list[Placement]:
         """Return the placement of the tensor on each rank, from its shapes there."""
         if self.is_copy(name):

@@ -43,10 +43,6 @@ class CheckpointEngine(ABC):
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
         os.makedirs(path, exist_ok=exist_ok)
 
-    def is_data_parallel_writer(self, dp_rank: int) -> bool:
-        """Return whether this data-parallel rank writes what all of them hold."""
-        return dp_rank == 0
-
     def is_decoupled(self) -> bool:
         """Return whether ``save`` returns before the file is durable."""
         return False
@@ -59,7 +55,3 @@ class CheckpointEngine(ABC):
 
     def cleanup(self) -> None:  # noqa: B027 - engines that hold nothing need not override it
         """Release what the engine holds."""
-
-    def preserves_storage_sharing(self) -> bool:
-        """Return whether tensors that share memory when saved share it when loaded."""
-        return True

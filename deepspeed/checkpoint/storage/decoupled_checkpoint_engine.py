@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 import threading
 from pathlib import Path
 from typing import Any
@@ -12,35 +11,6 @@ from deepspeed.checkpoint.files.flush import flush
 from deepspeed.checkpoint.files.snapshot import Snapshot
 from deepspeed.checkpoint.storage.checkpoint_engine import CheckpointCommitInfo
 from deepspeed.checkpoint.storage.fast_checkpoint_engine import FastCheckpointEngine
-
-
-class DecoupledEvent(enum.Enum):
-    """A request to a writer."""
-
-    SAVE_EVENT = 1
-    COMMIT_EVENT = 2
-    EXIT_EVENT = 3
-
-
-class CheckpointSize:
-    """Bytes in use before and after a save; the difference is the checkpoint's."""
-
-    def __init__(self) -> None:
-        self._pre: int | None = None
-        self._post: int | None = None
-
-    def gb_size(self) -> float | None:
-        """In units of 2**30 bytes; None until both are set."""
-        if self._pre is None or self._post is None:
-            return None
-        return (self._post - self._pre) / 2**30
-
-    def set_pre_size(self, size: int) -> None:
-        if self._pre is None:
-            self._pre = size
-
-    def set_post_size(self, size: int) -> None:
-        self._post = size
 
 
 class DecoupledCheckpointEngine(FastCheckpointEngine):

@@ -60,11 +60,6 @@ class FP16_Optimizer(MasterCopies, abc.ABC):
         """The fp32 weights, one flat tensor per group (copies)."""
         return [_flat(group) for group in self.fp32_groups]
 
-    @property
-    def fp16_groups_flat(self) -> list[Tensor]:
-        """The model's weights, one flat tensor per group (copies)."""
-        return [_flat(group) for group in self.fp16_groups]
-
     def unscale_and_clip_grads(
         self, grad_groups_flat: Sequence[Tensor], total_norm: float, apply_scale: bool = True
     ) -> float:

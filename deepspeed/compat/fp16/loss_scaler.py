@@ -163,11 +163,6 @@ def _count(value: Any, name: str) -> int:
     return int(value)
 
 
-def to_python_float(t: Any) -> float:
-    """The one element of a tensor or list."""
-    return t.item() if hasattr(t, "item") else t[0]
-
-
 def CreateLossScaler(
     dtype: torch.dtype,
     static_loss_scale: float,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -10,8 +9,6 @@ from typing import Any
 import torch
 import torch.distributed
 from torch import Tensor
-
-from deepspeed.comm.sparse_tensor import SparseTensor
 
 
 def get_tensor_bytes(item: Any) -> int:
@@ -39,28 +36,6 @@ def compare_tensors_in_structures(inputs1: Any, inputs2: Any) -> bool:
     return inputs1 == inputs2
 
 
-def split_half_float_double(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-    """The dense tensors of fp16, fp32, fp64 and bf16, in this order, each kind in a list; no empty lists."""
-    kinds = (torch.float16, torch.float32, torch.float64, torch.bfloat16)
-    lists = [[t for t in tensors if t.dtype is kind and t.layout is torch.strided] for kind in kinds]
-    return [some for some in lists if some]
-
-
-Buckets = list[tuple[torch.dtype, list[Any]]]
-
-
-def split_half_float_double_sparse(tensors: Sequence[Any]) -> tuple[Buckets, Buckets]:
-    """Those of `SparseTensor` and the others, each as (dtype, tensors) by dtype, in the order of appearance."""
-
-    def by_dtype(some: list[Any]) -> Buckets:
-        return [(kind, [t for t in some if t.dtype is kind]) for kind in dict.fromkeys(t.dtype for t in some)]
-
-    return (
-        by_dtype([tensor for tensor in tensors if isinstance(tensor, SparseTensor)]),
-        by_dtype([tensor for tensor in tensors if not isinstance(tensor, SparseTensor)]),
-    )
-
-
 def detach_variable(inputs: Any, device: torch.device | str | None = None) -> tuple[Any, ...]:
     """Tensors of a tuple as leaves of new graphs that need gradients as they did, on ``device`` if given.
 
@@ -80,34 +55,9 @@ def detach_variable(inputs: Any, device: torch.device | str | None = None) -> tu
     return tuple(map(detached, inputs))
 
 
-def extract_tensors(all_objects: Any) -> tuple[Any, Any, Any]:
-    """(tensors, other objects, for each object whether it is a tensor), of the type of the list or tuple given."""
-    kind = type(all_objects)
-    tensors = [item for item in all_objects if isinstance(item, Tensor)]
-    others = [item for item in all_objects if not isinstance(item, Tensor)]
-    return kind(tensors), kind(others), kind([isinstance(item, Tensor) for item in all_objects])
-
-
-def merge_tensors(tensor_objects: Any, non_tensor_objects: Any, tensor_flags: Any) -> tuple[Any, ...]:
-    """Join what `extract_tensors` took apart."""
-    tensors, others = iter(tensor_objects), iter(non_tensor_objects)
-    return tuple(next(tensors) if is_tensor else next(others) for is_tensor in tensor_flags)
-
-
 def get_alignment_padding(tensor_list: Sequence[Tensor], alignment: int) -> int:
     """Elements that are missing until their total number is a multiple of `alignment`."""
     return -sum(tensor.numel() for tensor in tensor_list) % alignment
-
-
-def lcm(x: int, y: int) -> int:
-    """Their least common multiple."""
-    return math.lcm(x, y)
-
-
-def move_to_cpu(tensor_list: Sequence[Tensor]) -> None:
-    """Replace what the tensors hold by copies on the host."""
-    for tensor in tensor_list:
-        tensor.data = tensor.data.cpu()
 
 
 def maybe_loss_for_backward(value: Any) -> bool:

@@ -6,7 +6,6 @@ documented. Layers of engines carry their own ``Cut`` and read none of them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,17 +39,6 @@ class _Numbers:
 
 _numbers = _Numbers()
 
-_KV_HEADS = (
-    "num_key_value_heads",
-    "num_kv_heads",
-    "multi_query_group_num",
-    "n_head_kv",
-    "kv_n_heads",
-    "num_attention_heads",
-    "n_heads",
-    "attention_heads",
-)
-_QUERY_HEADS = ("num_attention_heads", "num_heads", "n_heads", "n_head", "attention_heads")
 _EXPERT_PARTS = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
 """Layers of feed-forward parts, which do not consist of attention heads either."""
 
@@ -63,22 +51,6 @@ class AutoTPMeta:
     num_attention_heads: int | None = None
     n_embd: int | None = None
     tp_grain_size: int = 1
-
-    @classmethod
-    def from_model_config(cls, model_config: Any, tp_grain_size: int = 1) -> AutoTPMeta:
-        """Make the description of a Transformers model from its config, or the text part's; None: nothing is known."""
-        config = getattr(model_config, "text_config", None) or model_config
-        return cls(
-            num_kv_heads=_first(config, _KV_HEADS),
-            num_attention_heads=_first(config, _QUERY_HEADS),
-            n_embd=_first(config, ("n_embd", "hidden_size")),
-            tp_grain_size=tp_grain_size,
-        )
-
-
-def _first(config: Any, names: Iterable[str]) -> int | None:
-    found = (getattr(config, name, None) for name in names)
-    return next((value for value in found if value is not None), None)
 
 
 def set_num_kv_heads(num: int | None) -> None:

@@ -8,8 +8,6 @@ from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
 
 from deepspeed.config.section import Int, LenientConfigModel
 
-AUTOTUNING_METRICS = ("latency", "throughput", "flops")
-
 
 def _lower(value: Any) -> Any:
     return value.lower() if isinstance(value, str) else value  # the documents write "FLOPS"
@@ -108,14 +106,3 @@ class DeepSpeedAutotuningConfig(LenientConfigModel):
         if value < start:
             raise ValueError(f"must not be less than start_profile_step ({start})")
         return value
-
-
-def get_default_model_info_config() -> dict[str, Any]:
-    """The keys of ``autotuning.model_info`` with their defaults."""
-    return AutotuningModelInfoConfig().model_dump()
-
-
-def get_model_info_config(param_dict: dict[str, Any]) -> dict[str, Any] | None:
-    """The section ``autotuning.model_info`` (``param_dict`` is ``autotuning``) over the defaults; None without one."""
-    given = param_dict.get("model_info")
-    return {**get_default_model_info_config(), **given} if given is not None else None

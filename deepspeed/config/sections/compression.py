@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
@@ -297,70 +297,8 @@ class WeightQuantConfig(LenientConfigModel):
 # Documented functions that read a config as written. ---------------------------------------------------------
 
 Section = dict[str, Any]
-Reader = Callable[[Mapping[str, Any]], Section]
 
 
 def get_compression_config(param_dict: Mapping[str, Any]) -> Section:
     """The section `compression_training` of a config, with the defaults of what it leaves out."""
     return CompressionConfig.model_validate(param_dict.get("compression_training", {})).model_dump()
-
-
-def get_quantize_enabled(param_dict: Mapping[str, Any]) -> bool:
-    """Whether a config asks for quantized weights."""
-    return get_compression_config(param_dict)["weight_quantization"]["shared_parameters"]["enabled"]
-
-
-def get_layer_reduction_enabled(param_dict: Mapping[str, Any]) -> bool:
-    """Whether the section `compression_training` asks for fewer layers."""
-    return get_layer_reduction(param_dict)["enabled"]
-
-
-def get_layer_reduction_params(param_dict: Mapping[str, Any]) -> Section:
-    """Its `layer_reduction` without the switch."""
-    return {key: value for key, value in get_layer_reduction(param_dict).items() if key != "enabled"}
-
-
-def _section_from(name: str) -> Reader:
-    """Reads one technique of the section `compression_training`."""
-
-    def reader(param_dict: Mapping[str, Any]) -> Section:
-        return CompressionConfig.model_validate({name: param_dict.get(name, {})}).model_dump()[name]
-
-    return _named(reader, f"get_{name}", f"The part `{name}` of the section `compression_training`.")
-
-
-def _part_from(technique: str, part: str) -> Reader:
-    """Reads `shared_parameters` or `different_groups` of a technique, which is the argument."""
-
-    def reader(param_dict: Mapping[str, Any]) -> Section:
-        section = {technique: {part: param_dict.get(part, {})}}
-        return CompressionConfig.model_validate(section).model_dump()[technique][part]
-
-    return _named(reader, f"get_{technique}_{part}", f"`{part}` of the part `{technique}`.")
-
-
-def _named(reader: Reader, name: str, doc: str) -> Reader:
-    reader.__name__ = reader.__qualname__ = name
-    reader.__doc__ = doc
-    return reader
-
-
-get_layer_reduction = _section_from("layer_reduction")
-get_weight_quantization = _section_from("weight_quantization")
-get_weight_quantization_shared_parameters = _part_from("weight_quantization", "shared_parameters")
-get_weight_quantization_different_groups = _part_from("weight_quantization", "different_groups")
-get_activation_quantization = _section_from("activation_quantization")
-get_activation_quantization_shared_parameters = _part_from("activation_quantization", "shared_parameters")
-get_activation_quantization_different_groups = _part_from("activation_quantization", "different_groups")
-get_sparse_pruning = _section_from("sparse_pruning")
-get_sparse_pruning_shared_parameters = _part_from("sparse_pruning", "shared_parameters")
-get_sparse_pruning_different_groups = _part_from("sparse_pruning", "different_groups")
-get_row_pruning = _section_from("row_pruning")
-get_row_pruning_shared_parameters = _part_from("row_pruning", "shared_parameters")
-get_row_pruning_different_groups = _part_from("row_pruning", "different_groups")
-get_head_pruning = _section_from("head_pruning")
-get_head_pruning_shared_parameters = _part_from("head_pruning", "shared_parameters")
-get_head_pruning_different_groups = _part_from("head_pruning", "different_groups")
-get_channel_pruning = _section_from("channel_pruning")
-get_channel_pruning_shared_parameters = _part_from("channel_pruning", "shared_parameters")
-get_channel_pruning_different_groups = _part_from("channel_pruning", "different_groups")

@@ -190,7 +190,3 @@ def bf16_section(param_dict: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def get_bfloat16_config(param_dict: Mapping[str, Any]) -> DeepSpeedBF16Config:
     return DeepSpeedBF16Config(**bf16_section(param_dict))
-
-
-def get_float16_config(param_dict: Mapping[str, Any]) -> DeepSpeedFP16Config:
-    return DeepSpeedFP16Config(**param_dict.get("fp16", {}))

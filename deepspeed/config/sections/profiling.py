@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from pydantic import Field, field_validator
 
 from deepspeed.config.section import DeepSpeedConfigModel, Float, Int, LenientConfigModel
@@ -43,11 +41,6 @@ class TimersConfig(LenientConfigModel):
     throughput: DeepSpeedThroughputTimerConfig = Field(
         default=DeepSpeedThroughputTimerConfig(), description="The throughput timer."
     )
-
-
-def get_timers_config(param_dict: dict[str, Any] | None) -> DeepSpeedThroughputTimerConfig:
-    """What a config says about the throughput timer."""
-    return TimersConfig(**(param_dict or {}).get("timers", {})).throughput
 
 
 class TraceConfig(DeepSpeedConfigModel):

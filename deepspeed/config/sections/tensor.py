@@ -100,10 +100,6 @@ class TPTrainingConfig(DeepSpeedConfigModel):
     )
 
 
-def get_tensor_parallel_config(ds_config: Mapping[str, Any]) -> TPTrainingConfig:
-    return TPTrainingConfig(**ds_config.get("tensor_parallel", {}))
-
-
 def _get_hf_tp_plan(model: Any) -> dict[str, str] | None:
     """The plan that a model carries: ``config.base_model_tp_plan``, and what its own ``_tp_plan`` names besides; None:
     it carries none. An entry of ``_tp_plan`` that only puts a prefix before one of the config's is that one."""

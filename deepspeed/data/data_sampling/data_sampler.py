@@ -210,11 +210,6 @@ class DeepSpeedDataSampler:
         self.data_cluster_current_position[cidx] = position + num_samples
         return self._samples[cidx].numbers(self._orders[cidx].take(position, num_samples))
 
-    def reshuffle_clusters(self, cidx: int) -> None:
-        """Begin the next pass over a cluster."""
-        size, position = len(self._samples[cidx]), self.data_cluster_current_position[cidx]
-        self.data_cluster_current_position[cidx] = -(-position // size) * size
-
     # Clusters -----------------------------------------------------------------------------------------------
 
     def get_new_cluster(self, previous_difficulties: Mapping[str, int]) -> None:
@@ -254,17 +249,6 @@ class DeepSpeedDataSampler:
         raise DeepSpeedConfigError(
             f"the curriculum accepts no sample at its start ({limits}): raise min_difficulty of its metrics"
         )
-
-    def get_sample_based_on_metric_value(self, metric: str, value_start: int, value_end: int) -> np.ndarray:
-        """Numbers of the samples whose value is above ``value_start`` and at most ``value_end``."""
-        index = self.indices[metric]
-        return np.asarray(index.order[index.accepted(value_start) : index.accepted(value_end)])
-
-    def get_sample_based_on_metric_percentile(
-        self, metric: str, percentile_start: int, percentile_end: int
-    ) -> np.ndarray:
-        """Numbers of the samples from one percentile to another."""
-        return self.get_sample_based_on_metric_value(metric, percentile_start, percentile_end)
 
     # Position -----------------------------------------------------------------------------------------------
 

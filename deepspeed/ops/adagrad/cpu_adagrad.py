@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepspeed.ops import direct_updates
 from deepspeed.ops.multi_tensor import Launch, MultiTensorOptimizer, foreach_sqrt, refuse
 
 
@@ -118,42 +117,3 @@ class DeepSpeedCPUAdagrad(Adagrad):
             for key, state in state_dict["state"].items()
         }
         super().load_state_dict({**state_dict, "state": states})
-
-
-# The documented functions of the op, for callers without an optimizer object.
-
-
-def create_adagrad(
-    optimizer_id: int,
-    alpha: float = 1e-2,
-    eps: float = 1e-8,
-    weight_decay: float = 0,
-    should_log: bool = False,
-) -> int:
-    """Make the optimizer ``optimizer_id``; its hyperparameters are passed to each update."""
-    made = DeepSpeedCPUAdagrad([torch.empty(0)], alpha, eps, weight_decay)
-    return direct_updates.create("adagrad", optimizer_id, made)
-
-
-def destroy_adagrad(optimizer_id: int) -> int:
-    return direct_updates.destroy("adagrad", optimizer_id)
-
-
-def adagrad_update(
-    optimizer_id: int,
-    step: int,
-    lr: float,
-    epsilon: float,
-    weight_decay: float,
-    params: Tensor,
-    grads: Tensor,
-    exp_avg_sq: Tensor,
-) -> int:
-    """Update number ``step`` (from 1) of ``params`` and the sums of squares ``exp_avg_sq``, in place. Returns 0.
-
-    Raises:
-        ValueError: there is no optimizer of this number.
-    """
-    values = {"lr": lr, "eps": epsilon, "weight_decay": weight_decay}
-    states = {"exp_avg_sq": [exp_avg_sq]}
-    return direct_updates.update("adagrad", optimizer_id, step, [params], [grads], states, **values)

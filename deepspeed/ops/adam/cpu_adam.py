@@ -12,7 +12,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from deepspeed.ops import direct_updates
 from deepspeed.ops.adam.bias_correction import corrections
 from deepspeed.ops.adam.multi_tensor_adam import MultiTensorAdam
 from deepspeed.ops.multi_tensor import refuse, result_of
@@ -150,6 +149,9 @@ def _undo(
 
 # The documented functions of the op, for callers without an optimizer object.
 
+_made: dict[int, DeepSpeedCPUAdam] = {}
+"""Optimizers by the callers' numbers. An optimizer is given the state for one call, and keeps nothing of it."""
+
 
 def create_adam(
     optimizer_id: int,
@@ -165,11 +167,14 @@ def create_adam(
     made = DeepSpeedCPUAdam(
         [torch.empty(0)], alpha, True, (betta1, betta2), eps, weight_decay, False, adamw_mode
     )
-    return direct_updates.create("adam", optimizer_id, made)
+    _made[optimizer_id] = made
+    return 0
 
 
 def destroy_adam(optimizer_id: int) -> int:
-    return direct_updates.destroy("adam", optimizer_id)
+    """Forget it, if it is there. Returns 0."""
+    _made.pop(optimizer_id, None)
+    return 0
 
 
 def adam_update(
@@ -213,12 +218,32 @@ def adam_update_multi(
     stale_params: Sequence[Tensor],
     parallel: bool = True,
 ) -> int:
-    """`adam_update` of several tensors at once; ``stale_params``, if not empty, receive the new parameters."""
-    states = {"exp_avg": exp_avgs, "exp_avg_sq": exp_avg_sqs}
+    """`adam_update` of several tensors at once; ``stale_params``, if not empty, receive the new parameters.
+
+    Raises:
+        ValueError: there is no optimizer of this number, or the lists have different lengths.
+    """
+    optimizer = _made.get(optimizer_id)
+    if optimizer is None:
+        raise ValueError(f"adam_update: there is no optimizer {optimizer_id}; call create_adam first")
+    lengths = {len(tensors) for tensors in (params, grads, exp_avgs, exp_avg_sqs)}
+    if len(lengths) > 1:
+        raise ValueError(
+            f"parameters, gradients and states are lists of one length, not of {sorted(lengths)}"
+        )
     values = {"lr": lr, "betas": (beta1, beta2), "eps": epsilon, "weight_decay": weight_decay}
-    values["bias_correction"] = bool(bias_correction)
-    done = direct_updates.update("adam", optimizer_id, step, params, grads, states, **values)
-    if stale_params:
-        for stale, param in zip(stale_params, params, strict=True):
-            stale.copy_(param)
-    return done
+    group = optimizer.param_groups[0]
+    group.update(values, bias_correction=bool(bias_correction))
+    for param, first, second in zip(params, exp_avgs, exp_avg_sqs, strict=True):
+        state = {"step": torch.tensor(float(step - 1)), "exp_avg": first, "exp_avg_sq": second}
+        optimizer.state[param] = state
+    try:
+        with torch.no_grad():
+            optimizer.multi_tensor_step(group, params, grads)
+        torch.autograd.graph.increment_version(params)
+    finally:
+        optimizer.state.clear()
+        optimizer.forget_tables()
+    for stale, param in zip(stale_params, params, strict=bool(stale_params)):
+        stale.copy_(param)
+    return 0

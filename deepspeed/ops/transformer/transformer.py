@@ -323,33 +323,6 @@ class DeepSpeedTransformerLayer(nn.Module):
         return dropout(x, self.config.hidden_dropout_ratio if self.training else 0.0, residual)
 
 
-class DeepSpeedTransformerFunction(torch.autograd.Function):
-    """A layer with the caller's weights: ``apply(input, input_mask, layer, grads, layer_id, *weights, config)``.
-
-    ``weights``: in the order of the layer's parameters. ``grads``, ``layer_id`` have no effect; of ``config`` only
-    ``return_tuple`` counts, the rest is the layer's own. What backward needs lives until backward, which runs once.
-    """
-
-    @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any, input: Tensor, input_mask: Tensor | None, self: Any, grads: Any, layer_id: int, *rest: Any
-    ) -> Any:
-        *weights, config = rest
-        leaves = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in (input, *weights)]
-        with torch.enable_grad():
-            named = dict(zip(_shapes(0, 0), leaves[1:], strict=True))
-            out = torch.func.functional_call(self, named, (leaves[0], input_mask))
-        ctx.leaves, ctx.out = leaves, out[0] if isinstance(out, tuple) else out
-        return (ctx.out.detach(),) if config.return_tuple else ctx.out.detach()
-
-    @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> Any:  # type: ignore[override]
-        wanted = [leaf for leaf in ctx.leaves if leaf.requires_grad]
-        found = iter(torch.autograd.grad(ctx.out, wanted, grad_output))
-        of_input, *of_weights = (next(found) if leaf.requires_grad else None for leaf in ctx.leaves)
-        return of_input, None, None, None, None, *of_weights, None
-
-
 _PARTS = ("attn_qkv", "attn_o", "attn_n", "inter_", "output_", "norm_")
 
 

@@ -33,14 +33,6 @@ def split_params_into_shared_and_expert_params(
     return [p for p in params if not is_moe_param(p)], [p for p in params if is_moe_param(p)]
 
 
-def split_params_grads_into_shared_and_expert_params(
-    group: Iterable[nn.Parameter],
-) -> tuple[list[Tensor], list[Tensor]]:
-    """The gradients of those that have one: of the dense model, and of experts."""
-    shared, experts = split_params_into_shared_and_expert_params(group)
-    return [p.grad for p in shared if p.grad is not None], [p.grad for p in experts if p.grad is not None]
-
-
 def split_params_into_different_moe_groups_for_optimizer(
     param_groups: dict[str, Any] | Sequence[dict[str, Any]],
     max_group_size: int | float = MAX_GROUP_SIZE,
@@ -64,11 +56,6 @@ def split_params_into_different_moe_groups_for_optimizer(
                 {**group, "params": run, "name": name, "moe": True} for run in _runs(members, max_group_size)
             ]
     return dense + experts
-
-
-def is_moe_param_group(param_group: dict[str, Any]) -> bool:
-    """Return whether a parameter group is marked as one of experts."""
-    return bool(param_group.get("moe", False))
 
 
 def configure_moe_param_groups(model_parameters: Sequence[Any]) -> list[Any]:

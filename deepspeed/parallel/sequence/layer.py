@@ -6,7 +6,6 @@ models, 2023.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,11 +13,8 @@ from torch import Tensor
 from torch.nn import Module
 
 from deepspeed.base.untraced import untraced
-from deepspeed.comm.collectives import Communicator
 from deepspeed.parallel.sequence.assignment import HeadAssignment, shard_lengths
 from deepspeed.parallel.sequence.exchange import Exchange, communicator_of, gather_lengths
-
-Permutation = Sequence[int] | None
 
 
 class DistributedAttention(Module):
@@ -227,70 +223,3 @@ class _SeqAllToAll(torch.autograd.Function):
             grad_outputs[0], gather_idx, scatter_idx, batch_dim_idx, group, num_kv_heads=groups
         )
         return None, grad, *(None for _ in range(8))
-
-
-def register_all_to_all_group(group: Any) -> str:
-    """The name of a process group. Kept for callers: torch knows its groups by name, so nothing is registered."""
-    return group.group_name
-
-
-@untraced
-def _dim_zero_all_to_all(group: Any, input: Tensor) -> Tensor:
-    """``input[rank]`` goes to each rank, and what comes from each is stacked: [ranks, ..], with gradients.
-
-    ValueError: ``input`` has not one part for each rank.
-    """
-    comm = communicator_of(group)
-    if input.shape[:1] != (comm.size,):
-        raise ValueError(f"an input {tuple(input.shape)} has not one part for each of {comm.size} ranks")
-    result: Tensor = _PartsOfRanks.apply(comm, input)  # pyright: ignore[reportAssignmentType]
-    return result
-
-
-class _PartsOfRanks(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, comm: Communicator, input: Tensor) -> Tensor:
-        ctx.comm = comm
-        return _swapped(input, comm)
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        return None, _swapped(grad_outputs[0], ctx.comm)
-
-
-@untraced
-def _swapped(parts: Tensor, comm: Communicator) -> Tensor:
-    result = torch.empty_like(parts, memory_format=torch.contiguous_format)
-    counts = [parts.numel() // comm.size] * comm.size
-    comm.all_to_all(result.view(-1), parts.contiguous().view(-1), counts, counts).wait()
-    return result
-
-
-def uneven_heads_all2all(
-    input: Tensor,
-    scatter_idx: int,
-    gather_idx: int,
-    batch_dim_idx: int,
-    group: Any,
-    num_kv_heads: int | None = None,
-) -> Tensor:
-    """``single_all_to_all`` under the name for heads that the number of ranks does not divide."""
-    return single_all_to_all(input, scatter_idx, gather_idx, batch_dim_idx, group, num_kv_heads=num_kv_heads)
-
-
-def pre_all2all_fun(permute_idx: Permutation, inp_shape: Sequence[int], input: Tensor) -> Tensor:
-    """``input`` in shape ``inp_shape``, then permuted if ``permute_idx`` is given; contiguous."""
-    shaped = input.reshape(tuple(inp_shape))
-    return (shaped if permute_idx is None else shaped.permute(*permute_idx)).contiguous()
-
-
-def post_all2all(permute_idx: Permutation, res_shape: Sequence[int]) -> Callable[[Tensor], Tensor]:
-    """Return a function for an all-to-all's result: permutes by ``permute_idx`` if given, then reshapes to
-    ``res_shape``.
-    """
-
-    def finish(input: Tensor) -> Tensor:
-        permuted = input if permute_idx is None else input.permute(*permute_idx)
-        return permuted.reshape(tuple(res_shape)).contiguous()
-
-    return finish

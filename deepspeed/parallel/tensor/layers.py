@@ -106,11 +106,6 @@ class TensorParallelLayer(nn.Module):
     def tp_world_size(self) -> int:
         return self.group.size
 
-    @property
-    def tp_index(self) -> int:
-        """This rank's number among those that share the layer."""
-        return self.group.rank
-
     @classmethod
     def set_keep_module_on_host(cls, value: bool) -> None:
         """Set whether ``move`` leaves tensors in host memory."""

@@ -7,7 +7,7 @@ they became so (those of the same moment in the order in which they were given),
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -163,11 +163,3 @@ def simulate(tasks: Sequence[Task], resources: Mapping[str, Resource]) -> Schedu
         stuck = [tasks[i].name for i in range(len(tasks)) if waits_for[i]]
         raise CircularTasks(f"these wait for each other: {', '.join(stuck[:5])}")
     return Schedule(tuple(tasks), tuple(starts), tuple(ends))
-
-
-def longest_chain(tasks: Iterable[Task]) -> float:
-    """Seconds that no number of resources could save, for tasks whose work is time."""
-    ends: list[float] = []
-    for task in tasks:
-        ends.append(max((ends[i] for i in task.after), default=0.0) + task.wait + task.work)
-    return max(ends, default=0.0)

@@ -10,7 +10,6 @@ from torch import nn
 from deepspeed.planning.activations import TransformerShape
 from deepspeed.planning.model import ModelFacts
 from deepspeed.planning.step_time.hardware import Device
-from deepspeed.zero.replica_groups import expert_parallel_size
 
 BACKWARD = 2.0
 """Products of a backward per product of its forward: one for the gradient of the input, one for that of the weight."""
@@ -121,11 +120,6 @@ def _visited(scope: str, module: nn.Module) -> float:
     visits = getattr(config, "num_experts_per_tok", None) or 1
     size = int(scope.split("_")[2].partition(",")[0])
     return visits * size / experts if experts else 1.0
-
-
-def expert_sizes(facts: ModelFacts, ranks: int) -> int:
-    """Over how many ranks experts are spread; 1: there are none, or each rank has all."""
-    return max((expert_parallel_size(spec.scope, ranks) for spec in facts.specs), default=1)
 
 
 def work_of_device(device: Device, flops: Sequence[float], *, recompute: bool = False) -> Work:

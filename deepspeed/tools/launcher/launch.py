@@ -265,24 +265,6 @@ def port_in_use(address: str, port: int) -> str:
     )
 
 
-def terminate_process_tree(pid: int) -> None:
-    """Ends a process and all its descendants: SIGTERM, and after three seconds SIGKILL for those that are left."""
-    import psutil
-
-    try:
-        process = psutil.Process(pid)
-        family = [*process.children(recursive=True), process]
-    except psutil.NoSuchProcess:
-        return
-    for end in (psutil.Process.terminate, psutil.Process.kill):
-        for member in family:
-            try:
-                end(member)
-            except psutil.NoSuchProcess:
-                pass
-        _, family = psutil.wait_procs(family, timeout=3)
-
-
 def _end(signum: int, frame: FrameType | None) -> None:
     """Exit by an exception, so that folders are removed, which the signal alone would leave."""
     sys.exit(128 + signum)

@@ -62,12 +62,6 @@ class QuantizedParameter(nn.Parameter):
     def is_quantized_now(self) -> bool:
         return self.dtype == self.quantization_config.q_dtype
 
-    def set_values(self, values: Tensor) -> None:
-        """Take new floating-point values."""
-        self.data = values.detach().to(self.device)
-        self.full_shape, self.full_dtype = values.shape, values.dtype
-        self._quantize_if_due()
-
     def dequantized(self) -> Tensor:
         """The values, made anew each time."""
         return self.values_on(self.device)

@@ -117,16 +117,6 @@ Quantizer, DeQuantizer = GroupwiseQuantizer, GroupwiseDequantizer
 """The documented names."""
 
 
-def tensor_clamp(tensor: Tensor, min: float, max: float) -> Tensor:
-    """Clamped in place."""
-    return tensor.clamp_(min, max)
-
-
-def tensor_round(tensor: Tensor) -> Tensor:
-    """Rounded in place, halves to even."""
-    return tensor.round_()
-
-
 def recursive_setattr(model: nn.Module, module_name: str, module: nn.Module) -> None:
     """Put ``module`` at the dotted path ``module_name`` of ``model``, with the hooks of what was there."""
     parent, _, name = module_name.rpartition(".")

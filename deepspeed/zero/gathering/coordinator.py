@@ -293,9 +293,6 @@ class ParamCoordinator:
     def is_complete_trace(self) -> bool:
         return self.transitions.trace.complete
 
-    def is_record_trace(self) -> bool:
-        return not self.transitions.trace.complete
-
     def _invalidate_trace(self) -> None:
         """Forget the recorded order (a forward ran without hooks, or modules changed)."""
         self.transitions.trace.forget()

@@ -59,14 +59,7 @@ __all__ = [
 ]
 
 _CONSTRUCTORS = ("tensor", "empty", "zeros", "ones", "full", "arange", "eye", "randn")
-_orig_torch_tensor = torch.tensor
-_orig_torch_empty = torch.empty
-_orig_torch_zeros = torch.zeros
-_orig_torch_ones = torch.ones
-_orig_torch_full = torch.full
 _orig_torch_arange = torch.arange
-_orig_torch_eye = torch.eye
-_orig_torch_randn = torch.randn
 _to_empty = nn.Module.to_empty
 _ALWAYS_FLOATING = (torch.empty, torch.zeros, torch.ones, torch.eye)
 """Constructors whose default dtype does not depend on their arguments, nor their values on the dtype."""

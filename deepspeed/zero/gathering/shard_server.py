@@ -255,10 +255,6 @@ class ShardServer:
         except TimeoutError:
             return self.served > served
 
-    @property
-    def is_leaving(self) -> bool:
-        return self._leaving
-
     def close(self) -> None:
         _open.discard(self)
         with self._changed:

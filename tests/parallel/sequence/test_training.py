@@ -138,8 +138,6 @@ def test_model_parallel_unit() -> None:
     assert dist.get_process_group_ranks(group) == [rank // 2 * 2, rank // 2 * 2 + 1]
     assert parallel_state_sp.get_sequence_parallel_world_size() == 2
     assert parallel_state_sp.get_sequence_parallel_rank() == rank % 2
-    assert parallel_state_sp.get_sequence_data_parallel_world_size() == 4
-    assert parallel_state_sp.get_sequence_data_parallel_rank() == rank
     assert dist.get_process_group_ranks(parallel_state_sp.get_sequence_data_parallel_group()) == [0, 1, 2, 3]
     assert groups._get_sequence_parallel_group() is group
     parallel_state_sp.initialize_sequence_parallel(2)

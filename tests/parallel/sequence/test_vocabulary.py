@@ -21,7 +21,6 @@ from deepspeed.parallel.sequence.cross_entropy import (
     vocab_parallel_cross_entropy,
     vocab_sequence_parallel_cross_entropy,
 )
-from deepspeed.parallel.sequence.layer import _dim_zero_all_to_all, register_all_to_all_group
 from deepspeed.parallel.sequence.linear_cross_entropy import vocab_parallel_linear_cross_entropy
 from deepspeed.parallel.sequence.vocab_parallel_ops import (
     vocab_parallel_entropy,
@@ -306,16 +305,3 @@ def test_mistakes() -> None:
         vocab_parallel_linear_cross_entropy(logits, torch.randn(9, 4), target, chunk_size=0)
     with pytest.raises(ValueError, match="must be .own words, 4"):
         vocab_parallel_linear_cross_entropy(logits, torch.randn(9, 5), target)
-
-
-@distributed(world_size=2)
-def test_parts_for_ranks() -> None:
-    group, rank = dist.group.WORLD, dist.get_rank()
-    assert register_all_to_all_group(group) == group.group_name
-    mine = (torch.arange(6.0).view(2, 3) + 10 * rank).requires_grad_()
-    found = _dim_zero_all_to_all(group, mine)
-    assert found.tolist() == [[3.0 * rank + i + 10 * source for i in range(3)] for source in (0, 1)]
-    (grad,) = torch.autograd.grad((found * torch.tensor([[1.0], [2.0]]) * (rank + 1)).sum(), mine)
-    assert grad.tolist() == [[(rank + 1.0) * (to + 1)] * 3 for to in (0, 1)]
-    with pytest.raises(ValueError, match="one part for each of 2 ranks"):
-        _dim_zero_all_to_all(group, torch.ones(3, 1))

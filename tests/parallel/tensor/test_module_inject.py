@@ -81,10 +81,7 @@ def test_extents_of_ranks() -> None:
 
 
 def test_extents_by_the_numbers_of_one_model() -> None:
-    config = SimpleNamespace(text_config=SimpleNamespace(num_key_value_heads=3, hidden_size=96, n_head=6))
-    meta = AutoTPMeta.from_model_config(config, tp_grain_size=64)
-    assert meta == AutoTPMeta(num_kv_heads=3, num_attention_heads=6, n_embd=96, tp_grain_size=64)
-    assert AutoTPMeta.from_model_config(None) == AutoTPMeta()
+    meta = AutoTPMeta(num_kv_heads=3, num_attention_heads=6, n_embd=96, tp_grain_size=64)
     assert get_shard_size_list(96, 2, meta, "q_proj") == [64, 32]
     assert get_shard_size_list(192, 2, name="up_proj", meta=meta) == [128, 64]
     assert get_shard_size_list(97, 2, meta, "lm_head") == [64, 33]

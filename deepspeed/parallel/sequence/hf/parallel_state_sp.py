@@ -76,13 +76,5 @@ def get_sequence_parallel_world_size() -> int:
     return _mesh().size("sp")
 
 
-def get_sequence_data_parallel_world_size() -> int:
-    return _mesh().size("dp", "sp")
-
-
 def get_sequence_parallel_rank() -> int:
     return _mesh().rank("sp")
-
-
-def get_sequence_data_parallel_rank() -> int:
-    return _mesh().rank("dp", "sp")

@@ -49,10 +49,6 @@ class TPLayerSpec:
             return self.partition_dim
         return 1 if self.partition_type is PartitionType.ROW else 0
 
-    def has_unequal_sub_params(self) -> bool:
-        """Return whether ``shape`` gives extents."""
-        return isinstance(self._at_dim(), tuple)
-
     def get_sub_param_sizes(self) -> tuple[int, ...] | None:
         """The extents, if ``shape`` gives them."""
         found = self._at_dim()
