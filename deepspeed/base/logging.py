@@ -10,9 +10,7 @@ import sys
 from collections.abc import Iterable
 from typing import Any, TextIO
 
-import torch.distributed
-
-from deepspeed.base.environment import this_process
+from deepspeed.base.environment import default_group, this_process
 
 log_levels = {
     "debug": logging.DEBUG,
@@ -109,7 +107,7 @@ def apply_log_level(name: str | None) -> None:
 
 
 def wants_reports(name: str | None) -> bool:
-    """Whether to show INFO reports that nobody requested: not if the environment, a config (its ``log_level`` is
+    """Tell whether to show INFO reports that nobody requested: not if the environment, a config (its ``log_level`` is
     ``name``) or the script has raised the level."""
     asked = level_of_environment()
     if asked is None and name is not None:
@@ -130,8 +128,9 @@ def report(message: Any) -> None:
 
 def this_rank() -> int:
     """Rank in the default process group; before there is one, the rank from the launcher, else 0."""
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return torch.distributed.get_rank()
+    group = default_group()
+    if group is not None:
+        return group[0]
     try:
         return this_process(os.environ).rank
     except ValueError:  # left to code that needs the whole identity to complain about
@@ -234,5 +233,5 @@ def get_current_level() -> int:
 
 
 def should_log_le(max_log_level_str: str) -> bool:
-    """Whether the logger is set to this level or a more verbose one."""
+    """Tell whether the logger is set to this level or a more verbose one."""
     return get_current_level() <= get_log_level_from_string(max_log_level_str)

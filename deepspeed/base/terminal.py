@@ -15,7 +15,7 @@ ERASE_TO_END = "\x1b[K"
 
 
 def is_terminal(stream: TextIO | None) -> bool:
-    """Whether a person sees this stream, on a terminal that can move back within a line."""
+    """Tell whether a person sees this stream, on a terminal that can move back within a line."""
     try:
         return stream is not None and stream.isatty() and os.environ.get("TERM") != "dumb"
     except (OSError, ValueError, AttributeError):  # closed, or an object that only looks like a stream
@@ -23,7 +23,7 @@ def is_terminal(stream: TextIO | None) -> bool:
 
 
 def another_display_is_active() -> bool:
-    """Whether a tqdm or rich progress bar is on the screen now: then the script shows its own progress."""
+    """Tell whether a tqdm or rich progress bar is on the screen now: then the script shows its own progress."""
     tqdm = getattr(sys.modules.get("tqdm"), "tqdm", None)
     if len(getattr(tqdm, "_instances", None) or ()):
         return True

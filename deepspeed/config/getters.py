@@ -13,6 +13,7 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
+from deepspeed.base.dtypes import torch_dtype
 from deepspeed.config.keys import constant_of, field_at, keys_of
 from deepspeed.config.schema import TrainingConfig
 from deepspeed.config.section import parse_dtype, parse_sum_dtype
@@ -52,7 +53,7 @@ _PREFIXES = {
     "ACT_CHKPT": "activation_checkpointing",
     "PLD": "progressive_layer_drop",
 }
-"""Of constants -> section."""
+"""Prefix of constants -> section."""
 
 
 def as_written(value: Any) -> Any:
@@ -133,7 +134,7 @@ get_eigenvalue_config = _getter("get_eigenvalue_config", "quantize_training", "e
 
 
 def get_eigenvalue_enabled(param_dict: Mapping[str, Any]) -> bool:
-    """Whether a config asks for eigenvalues of the layers."""
+    """Tell whether a config asks for eigenvalues of the layers."""
     return bool(_eigenvalue(param_dict, "enabled"))
 
 
@@ -182,7 +183,7 @@ def get_checkpoint_parallel_write_pipeline(checkpoint_params: Mapping[str, Any])
 
 
 def _arguments(param_dict: Mapping[str, Any], section: str) -> dict[str, Any] | None:
-    """What a section holds besides its switch `enabled`; None if the config has no such section."""
+    """Return the keys of a section without its switch `enabled`; None if the config has no such section."""
     if section not in param_dict:
         return None
     return {key: value for key, value in param_dict[section].items() if key != "enabled"}
@@ -193,7 +194,7 @@ def get_amp_params(param_dict: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def get_pld_enabled(param_dict: Mapping[str, Any]) -> bool:
-    """Whether a config turns progressive layer dropping on."""
+    """Tell whether a config turns progressive layer dropping on."""
     return bool(read(param_dict, "progressive_layer_drop", "enabled"))
 
 
@@ -203,7 +204,7 @@ def get_pld_params(param_dict: Mapping[str, Any]) -> dict[str, Any] | None:
 
 def get_torch_autocast_dtype(param_dict: Mapping[str, Any]) -> Any:
     """`torch_autocast.dtype` as a torch dtype, or None if it is not given."""
-    return parse_dtype(read(param_dict, "torch_autocast", "dtype"))
+    return torch_dtype(parse_dtype(read(param_dict, "torch_autocast", "dtype")))
 
 
 def get_communication_data_type(
@@ -212,7 +213,7 @@ def get_communication_data_type(
     comm_data_type_default: Any = COMMUNICATION_DATA_TYPE_DEFAULT,
 ) -> Any:
     """The dtype under the key `comm_type`: the wire dtype of gradients. None: the training dtype."""
-    return parse_sum_dtype(param_dict.get(comm_type, comm_data_type_default))
+    return torch_dtype(parse_sum_dtype(param_dict.get(comm_type, comm_data_type_default)))
 
 
 def get_optimizer_gradient_clipping(param_dict: Mapping[str, Any]) -> float | None:
@@ -244,7 +245,7 @@ _SPARSITY_KEYS = {
 
 
 def get_sparse_attention(param_dict: Mapping[str, Any]) -> dict[str, Any] | None:
-    """What the `sparse_attention` section says for its mode, with defaults; None without the section."""
+    """Return the keys of `sparse_attention` that its mode uses, with defaults; None without the section."""
     sparsity = param_dict.get("sparse_attention")
     return None if sparsity is None else _sparsity(sparsity, get_sparse_attention_mode(sparsity))
 

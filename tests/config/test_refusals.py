@@ -184,7 +184,7 @@ ROWS: dict[str, tuple[Row, ...]] = {
         ("train_batch_size", {"train_batch_size": 7, "gradient_accumulation_steps": 2}),
     ),
     "config/deepspeed_config.py:_identity": ("ranks",),
-    "config/deepspeed_config.py:load_source": ("machine",),
+    "config/reader.py:load_source": ("machine",),
     "data/requests.py:varies_batches": (("data_efficiency.data_sampling.dynamic_batching", TWICE_SAMPLED),),
     "data/curriculum_scheduler.py:CurriculumScheduler.__init__": (
         ("curriculum_learning", curriculum(min_difficulty=None)),

@@ -235,7 +235,7 @@ class QuantizeBitsConfig(LenientConfigModel):
 
 
 class QuantizeScheduleConfig(LenientConfigModel):
-    """When the bits fall."""
+    """Steps at which the number of bits is reduced."""
 
     quantize_period: Int = Field(
         default=100, ge=1, description="Steps until the first bit is lost; it doubles with each."
@@ -244,7 +244,7 @@ class QuantizeScheduleConfig(LenientConfigModel):
 
 
 class QuantizeAlgorithmConfig(LenientConfigModel):
-    """How values are quantized."""
+    """Method of quantization."""
 
     q_type: Literal["symmetric", "asymmetric"] = Field(
         default="symmetric", description="With or without a zero point."
@@ -306,12 +306,12 @@ def get_compression_config(param_dict: Mapping[str, Any]) -> Section:
 
 
 def get_quantize_enabled(param_dict: Mapping[str, Any]) -> bool:
-    """Whether a config asks for quantized weights."""
+    """Tell whether a config asks for quantized weights."""
     return get_compression_config(param_dict)["weight_quantization"]["shared_parameters"]["enabled"]
 
 
 def get_layer_reduction_enabled(param_dict: Mapping[str, Any]) -> bool:
-    """Whether the section `compression_training` asks for fewer layers."""
+    """Tell whether the section `compression_training` asks for fewer layers."""
     return get_layer_reduction(param_dict)["enabled"]
 
 

@@ -46,7 +46,7 @@ class TimersConfig(LenientConfigModel):
 
 
 def get_timers_config(param_dict: dict[str, Any] | None) -> DeepSpeedThroughputTimerConfig:
-    """What a config says about the throughput timer."""
+    """Return the `timers.throughput` section of a config."""
     return TimersConfig(**(param_dict or {}).get("timers", {})).throughput
 
 
