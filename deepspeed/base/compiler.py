@@ -1,4 +1,4 @@
-"""What client code asks about `torch.compile` (`deepspeed.base.compiler`)."""
+"""Questions of client code about `torch.compile`."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from deepspeed.base.torch import required_torch_version
 
 
 def is_compile_supported() -> bool:
-    """Whether this torch can compile at all; whether a backend works here shows only in use."""
+    """Tell whether this torch can compile at all; only use shows whether a backend works here."""
     return hasattr(torch, "compile")
 
 
 def is_compiling() -> bool:
-    """Whether the caller is being traced by `torch.compile`."""
+    """Tell whether the caller is being traced by `torch.compile`."""
     return torch.compiler.is_compiling()
 
 

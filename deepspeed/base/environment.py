@@ -1,15 +1,17 @@
-"""Who am I? The rank of this process, as launchers and clouds set it through environment variables.
+"""The rank of this process, as launchers and clouds set it through environment variables.
 
 All code that needs a rank before there is a process group asks here: the config, `init_distributed`, the logger, the
 memory plan. Two readers with separate rules would disagree one day, and a config that counts four ranks in a job
 of one trains on a quarter of the batch.
 
-Pure functions of a mapping: nothing here touches torch.distributed, and only `apply` writes the environment.
+Functions of a mapping: only `apply` writes the environment, and only `default_group` asks torch.distributed, if that is
+loaded.
 """
 
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 
@@ -119,6 +121,15 @@ def this_process(env: Mapping[str, str]) -> Identity:
     """`discover`, or rank 0 of 1 if nothing indicates a job."""
     alone = Identity(rank=0, world_size=1, local_rank=_optional(env, "LOCAL_RANK") or 0, source=ALONE)
     return discover(env, 0) or alone
+
+
+def default_group() -> tuple[int, int] | None:
+    """Return (rank, size) of torch's default process group, None if there is none. Does not import torch: without
+    that, there is no group."""
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
+        return None
+    return distributed.get_rank(), distributed.get_world_size()
 
 
 def is_alone_in_an_allocation(env: Mapping[str, str]) -> int:

@@ -1,4 +1,4 @@
-"""How to get an optional dependency: one place for the wording of the hint."""
+"""Hints how to install an optional dependency, worded in one place."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ DISTRIBUTION = "deepspeed"
 
 
 def requirements_of(extra: str) -> list[str]:
-    """What ``extra`` adds to an installation of this package, such as ``["transformers>=4.45"]``.
+    """List what ``extra`` adds to an installation of this package, such as ``["transformers>=4.45"]``.
 
     Empty if the package runs from a folder that was never installed: then nothing is known about its extras.
     """

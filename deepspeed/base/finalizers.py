@@ -1,4 +1,4 @@
-"""What a finalizer that the garbage collector calls may do."""
+"""Work that a finalizer puts off, as the garbage collector may call it at any time."""
 
 from __future__ import annotations
 

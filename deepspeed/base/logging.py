@@ -10,9 +10,7 @@ import sys
 from collections.abc import Iterable
 from typing import Any, TextIO
 
-import torch.distributed
-
-from deepspeed.base.environment import this_process
+from deepspeed.base.environment import default_group, this_process
 from deepspeed.base.progress_bars import LineBreaks
 
 log_levels = {
@@ -119,7 +117,7 @@ def apply_log_level(name: str | None) -> None:
 
 
 def wants_reports(name: str | None) -> bool:
-    """Whether to show INFO reports that nobody requested: not if the environment, a config (its ``log_level`` is
+    """Tell whether to show INFO reports that nobody requested: not if the environment, a config (its ``log_level`` is
     ``name``) or the script has raised the level."""
     asked = level_of_environment()
     if asked is None and name is not None:
@@ -140,8 +138,9 @@ def report(message: Any) -> None:
 
 def this_rank() -> int:
     """Rank in the default process group; before there is one, the rank from the launcher, else 0."""
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return torch.distributed.get_rank()
+    group = default_group()
+    if group is not None:
+        return group[0]
     try:
         return this_process(os.environ).rank
     except ValueError:  # left to code that needs the whole identity to complain about

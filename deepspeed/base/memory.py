@@ -1,4 +1,4 @@
-"""How much memory is in use, as human-readable text."""
+"""Memory in use, as human-readable text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a documented function without an engine argument acts on: the part of the engine built last."""
+"""The part of the engine built last, on which documented functions without an engine argument act."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which cores a rank runs on."""
+"""The cores on which a rank runs."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def cores_of_rank(bind_core_list: str | None, num_local_procs: int, local_rank: 
 
 
 def check_for_numactl_pkg() -> bool:
-    """Whether the ``numactl`` command is installed; says how to get it if not."""
+    """Tell whether the ``numactl`` command is installed, and log how to get it if not."""
     if shutil.which("numactl") is not None:
         return True
     logger.warning("The command numactl was not found: install the package of that name (apt, dnf, pacman).")
@@ -165,7 +165,7 @@ def _memory_options(cores: Iterable[int]) -> list[str]:
 
 
 def _refusal(command: Sequence[str]) -> str | None:
-    """What ``command`` says when it cannot start a program that does nothing; None if it can."""
+    """Return what ``command`` prints when it cannot start a program that does nothing; None if it can."""
     try:
         tried = subprocess.run(
             [*command, "true"], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True

@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def is_zero_param(parameter: Any) -> bool:
-    """Whether the tensor is a partitioned parameter."""
+    """Tell whether the tensor is a partitioned parameter."""
     return torch.is_tensor(parameter) and hasattr(parameter, "ds_id")
 
 

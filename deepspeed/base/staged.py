@@ -1,4 +1,4 @@
-"""How what makes an engine recognises a pipeline, without importing pipelines."""
+"""The interface by which `initialize` recognises a pipeline, without importing pipelines."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ class Staged:
     """A module that is one stage of a model, and a model-parallel unit itself."""
 
     idle = False
-    """Whether this stage trains nothing although others do: it takes part in every step with no weights of its own."""
+    """True: this stage trains nothing although others do, and takes part in every step without weights of its own."""
 
     def mpu(self) -> Any:
         raise NotImplementedError
@@ -40,7 +40,7 @@ class Staged:
         raise NotImplementedError
 
     def inputs_on_paper(self) -> dict[str, Any] | None:
-        """What the forward of the whole model takes, on the meta device. None: what a model of Transformers takes."""
+        """Make inputs of the whole model on the meta device. None: those of a model of Transformers."""
         return None
 
 

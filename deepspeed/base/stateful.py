@@ -1,4 +1,4 @@
-"""What clients hand over and checkpoints keep the state of: learning-rate schedules and data loaders of any class."""
+"""Objects of clients whose state is kept in checkpoints: learning-rate schedules and data loaders of any class."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ ERASE_TO_END = "\x1b[K"
 
 
 def is_terminal(stream: TextIO | None) -> bool:
-    """Whether a person sees this stream, on a terminal that can move back within a line."""
+    """Tell whether a person sees this stream, on a terminal that can move back within a line."""
     try:
         return stream is not None and stream.isatty() and os.environ.get("TERM") != "dumb"
     except (OSError, ValueError, AttributeError):  # closed, or an object that only looks like a stream

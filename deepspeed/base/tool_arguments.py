@@ -1,4 +1,4 @@
-"""What the command-line tools share. Nothing here imports torch: `deepspeed` itself does without it."""
+"""Functions that the command-line tools share. Nothing here imports torch: `deepspeed` itself does without it."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def ends_quietly(main: Callable[P, R]) -> Callable[P, R]:
 
 
 def _reader_is_gone() -> bool:
-    """Whether nobody reads standard output any more, and not a pipe of the tool's own broke."""
+    """Tell a closed standard output from a broken pipe of the tool's own."""
     try:
         poll = select.poll()
         poll.register(sys.stdout.fileno(), select.POLLOUT)

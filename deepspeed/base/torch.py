@@ -20,7 +20,7 @@ def _numbers(version: str) -> tuple[int, int]:
 def required_torch_version(
     min_version: float | str | None = None, max_version: float | str | None = None
 ) -> bool:
-    """Whether the installed torch is between two releases, both inclusive: `required_torch_version(2.6)`.
+    """Tell whether the installed torch is between two releases, both inclusive: `required_torch_version(2.6)`.
 
     Releases are compared by major and minor number. A float such as 2.1 cannot tell release 2.1 from 2.10; write
     that one as text, "2.10".
@@ -34,7 +34,7 @@ def required_torch_version(
 
 
 def is_functorch_transforming() -> bool:
-    """Whether this runs inside a transform of `torch.func` (grad, vmap, ...)."""
+    """Tell whether this runs inside a transform of `torch.func` (grad, vmap, ...)."""
     return torch._C._functorch.peek_interpreter_stack() is not None  # type: ignore[attr-defined]
 
 

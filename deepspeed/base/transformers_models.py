@@ -13,8 +13,8 @@ def text_config(config: Any) -> Any:
 
 
 def why_not_loaded(name: str, error: OSError) -> str:
-    """What to say of ``from_pretrained(name)`` that raised ``error``: Transformers takes each name that is no folder
-    for one of the hub, also a path, and speaks of its form."""
+    """Explain why ``from_pretrained(name)`` raised ``error``. Transformers takes each name that is no folder, even a
+    path, for one on the hub, and complains about its form."""
     path = Path(name)
     if path.is_dir():
         return str(error)
@@ -26,7 +26,7 @@ def why_not_loaded(name: str, error: OSError) -> str:
 
 
 def attention_registries(purpose: str) -> tuple[Any, Any]:
-    """Where Transformers has attention functions, and those that make their masks, by name.
+    """Return the registries of Transformers for attention functions and for those that make their masks, by name.
 
     ImportError: the installed release makes masks in each model, so that no attention of ours could get its own.
     """

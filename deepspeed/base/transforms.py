@@ -18,7 +18,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 inside_transform: Callable[[], bool] = torch._C._are_functorch_transforms_active
-"""Whether the caller runs under `torch.func.grad`, `vmap`, `jvp` or a similar transform."""
+"""Tells whether the caller runs under `torch.func.grad`, `vmap`, `jvp` or a similar transform."""
 
 
 def outside_transforms() -> AbstractContextManager[object]:

@@ -39,7 +39,7 @@ MODULES = {
     "deepspeed.launcher": "deepspeed.tools.launcher",
     "deepspeed.launcher.multinode_runner": "deepspeed.tools.launcher.hosts.multinode_runner",
     "deepspeed.linear": "deepspeed.transforms.lora",
-    "deepspeed.linear.config": "deepspeed.config.sections.linear",
+    "deepspeed.linear.config": "deepspeed.transforms.lora.config",
     "deepspeed.linear.context_manager": "deepspeed.transforms.lora.context",
     "deepspeed.module_inject": "deepspeed.compat.module_inject",
     "deepspeed.module_inject.autotp_config": "deepspeed.parallel.tensor.planning.autotp_config",

@@ -24,7 +24,7 @@ from deepspeed.compression.packed import pack_weights
 from deepspeed.compression.stages import Parted, methods_here, refuse_parted
 from deepspeed.compression.techniques import Compressible
 from deepspeed.config import compression_constants as keys
-from deepspeed.config.deepspeed_config import load_source
+from deepspeed.config.reader import load_source
 from deepspeed.config.sections.compression import get_compression_config
 from deepspeed.parallel.tensor.layers import TensorParallelLayer
 from deepspeed.zero.gathering.gathered import GatheredParameters

@@ -70,7 +70,7 @@ SILENT_SECTIONS = frozenset({"quantize_training"})
 
 @dataclass
 class Analysis:
-    """What was found. `config` and `batch` are None when too little of the config was valid to build them."""
+    """Findings about a config. `config` and `batch` are None when too little of the config was valid to build them."""
 
     source: ConfigSource
     config: TrainingConfig | None = None
@@ -234,7 +234,7 @@ def _spellings_left(model: type[BaseModel], siblings: Mapping[str, Any]) -> list
 
 
 def _is_another_section(value: Any, meant: Key) -> bool:
-    """Whether a section is too unlike the one that its name resembles: it switches something on that has no switch.
+    """Tell whether a section is too unlike the one that its name resembles: it has a switch, and that one has none.
     Scripts have loss scaling under "data_type", which is not `data_types`; 0.19 does not look at it."""
     if not isinstance(value, Mapping) or meant.section is None or meant.container is not None:
         return False
@@ -243,8 +243,8 @@ def _is_another_section(value: Any, meant: Key) -> bool:
 
 
 def _is_anothers(name: str, value: Any) -> str | None:
-    """Why a section under a name of ours was meant for something else, if it was: no key of it is one of ours, or like
-    one; or it is loss scaling under `fp8`, as clients' files have it."""
+    """Explain why a section under a name of ours is meant for something else: no key of it is, or is like, one of ours,
+    or it is loss scaling under `fp8`, as clients' files have it. None: it is ours."""
     if name not in OURS_ALONE or not isinstance(value, Mapping) or not value:
         return None
     section = keys_of(TrainingConfig)[name].section

@@ -39,7 +39,7 @@ class Allowed:
 
 
 def is_number(value: Any) -> bool:
-    """Whether it is a finite number (Python counts True as 1; here it is not a number)."""
+    """Tell whether it is a finite number (Python counts True as 1; here it is not a number)."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
@@ -203,7 +203,7 @@ class WrongArgument(NamedTuple):
     key: str
     value: Any
     text: str
-    """What is allowed."""
+    """The allowed values, in words."""
     fits: Callable[[Any], bool]
 
 
@@ -255,6 +255,6 @@ def meant(value: Any, fits: Callable[[Any], bool]) -> Remedy | None:
 
 
 def remedy(value: Any) -> str:
-    """What to write instead of a string that is meant as something else."""
+    """Say what to write instead of a string that spells a number or boolean; empty for other values."""
     spelled = without_quotes(value)
     return "" if spelled is None else f"; write {json.dumps(spelled)} without quotes"

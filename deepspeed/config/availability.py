@@ -26,7 +26,7 @@ class Missing:
     instead: str
     changes_numbers: bool = True
     value: str = ""
-    """Which values of the key are meant, where it has others that are fine (for docs/config.md)."""
+    """The values that are refused, if others of the key are not (for docs/config.md)."""
 
     @property
     def message(self) -> str:
@@ -36,7 +36,7 @@ class Missing:
 
 
 def _expert_parallel(key: str) -> Predicate:
-    """Whether the section is on and says something else than "as the model does"."""
+    """Tell whether the section is on and differs from what the model does."""
     default = AutoEPConfig.model_fields[key].default
     return lambda c: c.expert_parallel.enabled and getattr(c.expert_parallel, key) != default
 
@@ -56,7 +56,7 @@ def _compile(key: str) -> Predicate:
 
 
 def _unsplit(config: TrainingConfig) -> bool:
-    """Whether a pass is to share work that nothing else in the config shares."""
+    """Tell whether a pass is asked for that shares work which nothing else in the config shares."""
     wanted = (config.compile.passes or ()) if config.compile.deepcompile else ()
     sequence, layers = config.sequence_parallel_size or 1, config.tensor_parallel.autotp_size
     return ("autosp" in wanted and sequence == 1) or ("autotp" in wanted and layers <= 1)

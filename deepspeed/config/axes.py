@@ -1,4 +1,4 @@
-"""Which axes of parallelism the ranks of a job form: one plan, from whatever names them.
+"""The axes of parallelism that the ranks of a job form: one plan, from whatever names them.
 
 The config (`sequence_parallel_size`, `data_parallel_size`, `tensor_parallel.autotp_size`) and `mesh_param` of
 `initialize` become one `MeshLayout`. A model-parallel unit or a device mesh that the caller hands over has its groups
@@ -21,7 +21,7 @@ MESH_PARAM = "mesh_param"
 
 @dataclass(frozen=True)
 class Axes:
-    """What was decided: `data_parallel` ranks read different data. `layout` is None if the caller's groups count."""
+    """The axes as decided: `data_parallel` ranks read different data. `layout` is None if the caller's groups count."""
 
     data_parallel: int
     origin: str
@@ -78,7 +78,7 @@ def tensor_parallel_size(data: Mapping[str, Any]) -> int:
 
 
 def sequence_parallel_size(data: Mapping[str, Any]) -> int:
-    """How many ranks share a sequence, by the config."""
+    """Read the number of ranks that share a sequence."""
     return _sizes_in(data).get(SEQUENCE, 1)
 
 

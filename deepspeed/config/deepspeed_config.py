@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
+from enum import Enum
 from typing import Any
 
 import torch
-import torch.distributed
 
-from deepspeed.base.environment import ALONE, Identity, this_process
+from deepspeed.base.dtypes import Dtype, torch_dtype
 from deepspeed.base.logging import logger
 from deepspeed.config import constants
 from deepspeed.config.analysis import analyse
@@ -35,9 +35,10 @@ from deepspeed.config.constants import (
 from deepspeed.config.elastic_batch import ELASTICITY, ensure_immutable_elastic_config
 from deepspeed.config.hidden import without_secrets
 from deepspeed.config.problems import DeepSpeedConfigError, Problem
-from deepspeed.config.reader import ConfigSource, UnreadableConfig, read_config
+from deepspeed.config.ranks import global_rank, world_size
+from deepspeed.config.reader import load_source
 from deepspeed.config.schema import TrainingConfig
-from deepspeed.config.section import DtypeEnum, ScientificNotationEncoder
+from deepspeed.config.section import ScientificNotationEncoder
 from deepspeed.config.sections.comm import DeepSpeedCommsConfig
 from deepspeed.config.sections.hybrid_engine import HybridEngineConfig
 from deepspeed.config.sections.monitor import MONITORS, DeepSpeedMonitorConfig
@@ -68,7 +69,21 @@ __all__ = [
 ]
 
 
-NO_LAUNCHER = "no launcher and no process group found"
+class DtypeEnum(Enum):
+    """Torch's dtypes under their short names. `DtypeEnum("torch.half")` finds fp16, and so on."""
+
+    fp16 = torch.float16
+    fp32 = torch.float32
+    bf16 = torch.bfloat16
+    int8 = torch.int8
+    fp64 = torch.float64
+
+    @classmethod
+    def _missing_(cls, value: Any) -> DtypeEnum | None:
+        try:
+            return cls[Dtype(value).name]
+        except ValueError:
+            return None
 
 
 class DeepSpeedConfig:
@@ -137,8 +152,8 @@ class DeepSpeedConfig:
         self.prescale_gradients = c.prescale_gradients
         self.gradient_predivide_factor = c.gradient_predivide_factor
         self.gradient_allreduce_op = c.gradient_allreduce_op
-        self.communication_data_type = c.communication_data_type
-        self.seq_parallel_communication_data_type = c.seq_parallel_communication_data_type
+        self.communication_data_type = torch_dtype(c.communication_data_type)
+        self.seq_parallel_communication_data_type = torch_dtype(c.seq_parallel_communication_data_type)
         self.sparse_gradients_enabled = c.sparse_gradients
         self.disable_allgather = c.disable_allgather
         self.comm_config = c.comm
@@ -187,7 +202,7 @@ class DeepSpeedConfig:
         self.elasticity_enabled = c.elasticity is not None and c.elasticity.enabled
 
     def _read_execution(self, c: TrainingConfig) -> None:
-        """How forward and backward are carried out."""
+        """Read how forward and backward are carried out."""
         self.activation_checkpointing_config = c.activation_checkpointing
         self.tiled_compute_config = c.tiled_compute
         self.fp8_config = c.fp8
@@ -218,7 +233,7 @@ class DeepSpeedConfig:
         self.datastates_config = c.datastates_ckpt
 
     def _read_logging(self, c: TrainingConfig) -> None:
-        """What a run logs about itself, and what it measures."""
+        """Read what a run logs and measures."""
         self.steps_per_print = c.steps_per_print
         self.wall_clock_breakdown = c.wall_clock_breakdown
         self.memory_breakdown = c.memory_breakdown
@@ -265,7 +280,7 @@ class DeepSpeedConfig:
 
     @property
     def torch_autocast_dtype(self) -> torch.dtype | None:
-        return self.torch_autocast.dtype
+        return torch_dtype(self.torch_autocast.dtype)
 
     @property
     def torch_autocast_lower_precision_safe_modules(self) -> list[str] | None:
@@ -273,15 +288,15 @@ class DeepSpeedConfig:
 
     @property
     def grad_accum_dtype(self) -> torch.dtype | None:
-        return self.data_types_config.grad_accum_dtype
+        return torch_dtype(self.data_types_config.grad_accum_dtype)
 
     @property
     def param_dtype(self) -> torch.dtype | None:
-        return self.data_types_config.param_dtype
+        return torch_dtype(self.data_types_config.param_dtype)
 
     @property
     def buffer_dtype(self) -> torch.dtype | None:
-        return self.data_types_config.buffer_dtype
+        return torch_dtype(self.data_types_config.buffer_dtype)
 
     @property
     def eigenvalue_enabled(self) -> bool:
@@ -340,40 +355,6 @@ class DeepSpeedConfigWriter:
     def write_config(self, filename: str) -> None:
         with open(filename, "w", encoding="utf-8") as file:
             json.dump(self.data, file, indent=4)
-
-
-def load_source(config: str | os.PathLike[str] | Mapping[str, Any]) -> ConfigSource:
-    """The config as written; DeepSpeedConfigError when it cannot be read."""
-    try:
-        return read_config(config)
-    except UnreadableConfig as error:
-        raise DeepSpeedConfigError(str(error), problems=[Problem("config", str(error))]) from None
-
-
-def global_rank() -> int:
-    """This process's rank: from torch.distributed, else the launcher's environment, else 0."""
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return torch.distributed.get_rank()
-    return _identity().rank
-
-
-def world_size() -> tuple[int, str]:
-    """(ranks of the job, where the number comes from); works before torch.distributed is initialised too."""
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return torch.distributed.get_world_size(), "from torch.distributed"
-    identity = _identity()
-    if identity.source == ALONE:
-        return 1, NO_LAUNCHER
-    return identity.world_size, "from the launcher's environment"
-
-
-def _identity() -> Identity:
-    """What `init_distributed` will find, read in the same way."""
-    try:
-        return this_process(os.environ)
-    except ValueError as error:
-        text = f"the ranks of the job are unknown: {error}"
-        raise DeepSpeedConfigError(text, problems=[Problem("world size", str(error))]) from None
 
 
 def __getattr__(name: str) -> Any:

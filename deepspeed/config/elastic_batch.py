@@ -166,7 +166,7 @@ def elastic_batch(section: ElasticityConfig, data_parallel: int | None) -> Elast
 
 
 def elasticity_enabled(ds_config: Mapping[str, Any]) -> bool:
-    """Whether the config (a dict) has an enabled `elasticity` section."""
+    """Tell whether the config (a dict) has an enabled `elasticity` section."""
     return bool(ds_config.get(ELASTICITY, {}).get("enabled", False))
 
 

@@ -47,7 +47,7 @@ _PREFIXES = {
     "ACT_CHKPT": "activation_checkpointing",
     "PLD": "progressive_layer_drop",
 }
-"""Of constants -> section."""
+"""Prefix of constants -> section."""
 
 
 def as_written(value: Any) -> Any:
@@ -103,7 +103,7 @@ _SPARSITY_KEYS = {
 
 
 def get_sparse_attention(param_dict: Mapping[str, Any]) -> dict[str, Any] | None:
-    """What the `sparse_attention` section says for its mode, with defaults; None without the section."""
+    """Return the keys of `sparse_attention` that its mode uses, with defaults; None without the section."""
     sparsity = param_dict.get("sparse_attention")
     return None if sparsity is None else _sparsity(sparsity, get_sparse_attention_mode(sparsity))
 

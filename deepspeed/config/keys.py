@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import annotated_types
-import torch
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from deepspeed.base.dtypes import Dtype
 from deepspeed.config.section import Says, extra_facts
 
 
@@ -149,7 +149,7 @@ _SIMPLE = {
     str: "text",
     Path: "path",
     type(None): "null",
-    torch.dtype: "dtype",
+    Dtype: "dtype",
     Any: "any",
     object: "any",
 }
@@ -159,6 +159,8 @@ def _type(annotation: Any) -> str:
     origin, args = get_origin(annotation), get_args(annotation)
     if annotation is None:
         return "null"
+    if getattr(annotation, "__name__", "") == "dtype":  # torch's, in sections for inference
+        return "dtype"
     if annotation in _SIMPLE:
         return _SIMPLE[annotation]
     if origin is Annotated:
@@ -177,8 +179,9 @@ def _type(annotation: Any) -> str:
 
 
 def choices_of(field: FieldInfo) -> list[Any]:
-    """The values that an enumerated field may have (including null where that is allowed), else an
-    empty list.
+    """List the values that an enumerated field may have, with null where that is allowed; of other fields, none.
+
+    A dtype counts among the others: most fields allow some dtypes only, which `Says` lists.
     """
     return list(dict.fromkeys(_choices(field.annotation)))
 
@@ -192,7 +195,7 @@ def _choices(annotation: Any) -> list[Any]:
     if origin in (Union, types.UnionType):
         found = [value for part in args for value in _choices(part)]
         return [*found, None] if found and type(None) in args else found
-    if isinstance(annotation, type) and issubclass(annotation, Enum):
+    if isinstance(annotation, type) and issubclass(annotation, Enum) and annotation is not Dtype:
         return [member.value for member in annotation]
     return []
 

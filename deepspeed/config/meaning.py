@@ -1,4 +1,4 @@
-"""What a value of the wrong type plainly means: `"fp16": true` is `{"enabled": true}`."""
+"""The plain meaning of a value of the wrong type: `"fp16": true` is `{"enabled": true}`."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ code carries these objects and never asks which stage or precision mode it serve
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from deepspeed.config.axes import Axes
-from deepspeed.config.sections.aio import storage_options
 
 if TYPE_CHECKING:
     from deepspeed.config.deepspeed_config import DeepSpeedConfig
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Cadence(enum.Enum):
-    """How often local gradients are summed over the data-parallel ranks. It may change between two steps
+    """Times at which local gradients are summed over the data-parallel ranks. They may change between two steps
     (``StepExecutor.announce``)."""
 
     AT_BOUNDARY = "once per optimizer step, after the last micro-batch"
@@ -47,11 +46,11 @@ class LossScalePlan:
     consecutive_hysteresis: bool = False
     minimum: float = 1.0
     stops_at_minimum: bool = True
-    """Whether an overflow there is an error at once; else steps are skipped until ``Plan.max_bad_steps``."""
+    """True: an overflow there is an error at once; else steps are skipped until ``Plan.max_bad_steps``."""
 
     @property
     def active(self) -> bool:
-        """Whether any scale other than 1 can occur."""
+        """Tell whether any scale other than 1 can occur."""
         return self.static is None or self.static != 1.0
 
 
@@ -77,19 +76,19 @@ class PrecisionPlan:
     """Class names (dotted) whose gradients travel in the autocast dtype."""
     loss_scale: LossScalePlan
     check_overflow: bool
-    """Whether a non-finite gradient norm skips the step."""
+    """True: a non-finite gradient norm skips the step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ZeroPlan:
-    """What the stage means (Rajbhandari et al. 2020), as decisions about each kind of state."""
+    """The stage (Rajbhandari et al. 2020) as decisions about each kind of state."""
 
     stage: int
     shard_params: bool
     shard_grads: bool
     shard_state: bool
     in_groups: bool
-    """Whether groups of ranks share a copy each (MiCS), so that copies can differ for a while."""
+    """True: groups of ranks share a copy each (MiCS), so that copies can differ for a while."""
     cadence: Cadence
     overlap: bool
     reduce_scatter: bool
@@ -110,7 +109,7 @@ class StateOffload:
     """Master weights and optimizer state outside the device (``offload_optimizer``)."""
 
     folder: Path | None
-    """Where they are swapped to; None: they rest in host memory."""
+    """Folder of the files that hold them; None: they stay in host memory."""
     pin: bool
     ratio: float
     """Share of the elements that the host updates (Twin-Flow); the rest stays on the device."""
@@ -120,7 +119,7 @@ class StateOffload:
     read_ahead: bool
     write_behind: bool
     storage: Options
-    """How files are read and written (the ``aio`` section)."""
+    """Options of reading and writing files (the ``aio`` section)."""
     speculate: bool = False
     """Update while backward runs, before the step is validated (``super_offload``)."""
     cores: float = 0.8
@@ -129,7 +128,7 @@ class StateOffload:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ZenFlow:
-    """Which columns are updated in every step, and when the others are (``zenflow``)."""
+    """Update of some columns in every step and of the others more rarely (``zenflow``)."""
 
     ratio: float
     """Share of the columns that are updated in every step."""
@@ -163,7 +162,7 @@ class ParamOffload:
     storage: Options
 
     def files(self, numel: int, host_numel: int) -> bool:
-        """Whether a slice of ``numel`` elements goes to the file, with ``host_numel`` in host memory already."""
+        """Tell whether a slice of ``numel`` elements goes to the file, with ``host_numel`` in host memory already."""
         return self.folder is not None and host_numel + numel > self.host_numel
 
 
@@ -189,7 +188,7 @@ class GradientPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Packing:
-    """What travels in packets of a few bits per element, and among whom (ZeRO++, G. Wang et al. 2023)."""
+    """Communication in a few bits per element, and the ranks that do it (ZeRO++, G. Wang et al. 2023)."""
 
     weights: int = 0
     """Bits of gathered weights at stage 3 (qwZ); 0: as they are."""
@@ -200,17 +199,17 @@ class Packing:
     feedback: tuple[float, int] | None = None
     """Weight of the old error, and sums after which it is dropped (LoCo)."""
     random: bool = False
-    """Whether integers are rounded at random."""
+    """True: integers are rounded at random."""
     codec: Codec | None = None
-    """How gradients travel at every stage (``gradient_compression``); None: by ``gradients``."""
+    """Format of gradients on the wire at every stage (``gradient_compression``); None: by ``gradients``."""
     keeps_errors: bool = False
-    """Whether what it takes away is added to the next gradients."""
+    """True: its errors are added to the next gradients."""
     group: int = 1
     """Neighbouring ranks that hold a copy of all weights together (hpZ); gathers stay among them."""
 
     @property
     def loses(self) -> bool:
-        """Whether sums of gradients are not exact."""
+        """Tell whether sums of gradients are inexact."""
         return self.gradients > 0 or self.codec is not None
 
 
@@ -231,7 +230,7 @@ class Plan:
 
     @property
     def wraps_optimizer(self) -> bool:
-        """Whether the engine's optimizer is a ``ZeroOptimizer`` around the client's."""
+        """Tell whether the engine's optimizer is a ``ZeroOptimizer`` around the client's."""
         return self.zero.shard_state or self.precision.master is not None or self.precision.loss_scale.active
 
 
@@ -349,6 +348,13 @@ def _param_offload(config: DeepSpeedConfig) -> ParamOffload | None:
     )
 
 
+def storage_options(settings: Mapping[str, Any]) -> Options:
+    """Return the options of a file I/O engine, from the values of the section ``aio``."""
+    from deepspeed.ops.aio.engine import Options  # for plans with files
+
+    return Options(**{name: settings[name] for name in Options.__dataclass_fields__})
+
+
 def _swap_folder(section: Any, what: str) -> Path | None:
     return Path(section.nvme_path) / "deepspeed" / what if section.device == "nvme" else None
 
@@ -382,11 +388,10 @@ def _zero(config: DeepSpeedConfig) -> ZeroPlan:
 
 
 def _precision(config: DeepSpeedConfig) -> PrecisionPlan:
-    types = config.data_types_config
     autocast, modules = _autocast(config)
     common: dict[str, Any] = {
-        "buffer": types.buffer_dtype,
-        "accumulate": types.grad_accum_dtype,
+        "buffer": config.buffer_dtype,
+        "accumulate": config.grad_accum_dtype,
         "reduce": config.communication_data_type,
         "state": None,
         "autocast": autocast,
@@ -396,7 +401,7 @@ def _precision(config: DeepSpeedConfig) -> PrecisionPlan:
         return _fp16(config, common)
     if config.bfloat16_config.enabled:
         return _bf16(config, common)
-    param = types.param_dtype
+    param = config.param_dtype
     low = param is not None and param != torch.float32
     # Gradient scaling is needed wherever products are fp16, however that was chosen.
     scaled = autocast is torch.float16 or param is torch.float16
@@ -446,13 +451,10 @@ def _bf16(config: DeepSpeedConfig, common: dict[str, Any]) -> PrecisionPlan:
 def _autocast(config: DeepSpeedConfig) -> tuple[torch.dtype | None, tuple[str, ...]]:
     section = config.torch_autocast
     if section.enabled:
-        dtype = section.dtype or torch.bfloat16
-        if isinstance(dtype, str):
-            dtype = getattr(torch, dtype.removeprefix("torch."))
         modules = section.lower_precision_safe_modules
         if modules is None:
             modules = AUTOCAST_MODULES
-        return dtype, tuple(modules)
+        return config.torch_autocast_dtype or torch.bfloat16, tuple(modules)
     if config.amp.enabled:
         # apex's opt levels O1 to O3 all mean fp16 products over fp32 weights in torch's terms; O0 is plain fp32.
         level = (config.amp.params or {}).get("opt_level", "O1")

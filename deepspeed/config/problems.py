@@ -1,4 +1,4 @@
-"""What is wrong with a config, and how it is reported: one problem per key, all in one message."""
+"""Problems of a config and their report: one problem per key, all in one message."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 FROM_DICT, FROM_BASE64, FROM_INFERENCE = "config", "base64 config", "config of init_inference"
 WITHOUT_FILE = (FROM_DICT, FROM_BASE64, FROM_INFERENCE)
-"""What a config is called that has no file."""
+"""Names of configs that come from no file."""
 
 
 MOST_LISTED = 50
@@ -22,7 +22,7 @@ LONGEST_MESSAGE = 4000
 
 @dataclass(frozen=True)
 class Remedy:
-    """What is clearly meant: another name for the key, or another value."""
+    """A correction whose meaning is clear: another name for the key, or another value."""
 
     rename: str | None = None
     value: Any = None
@@ -30,7 +30,7 @@ class Remedy:
 
 
 class Place(NamedTuple):
-    """Where a key is in the text of a config, counted from 1. ``file``: None for text in an argument."""
+    """Line and column of a key in the text of a config, from 1. ``file``: None for text in an argument."""
 
     file: str | None
     line: int
@@ -100,7 +100,7 @@ def shown(value: Any) -> str:
 
 
 def _beginning(value: Any) -> Any:
-    """What suffices for the first 80 characters of the value as text."""
+    """Cut a value down to what the first 80 characters of its text need."""
     if isinstance(value, str):
         return value[:100]
     if isinstance(value, dict):

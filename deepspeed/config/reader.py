@@ -14,7 +14,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from deepspeed.config.problems import FROM_BASE64, FROM_DICT, WITHOUT_FILE, Place, cut_list, named
+from deepspeed.config.problems import (
+    FROM_BASE64,
+    FROM_DICT,
+    WITHOUT_FILE,
+    DeepSpeedConfigError,
+    Place,
+    Problem,
+    cut_list,
+    named,
+)
 from deepspeed.config.section import dict_raise_error_on_duplicate_keys
 
 Path = tuple[str | int, ...]
@@ -36,11 +45,11 @@ class ConfigSource:
     name: str = FROM_DICT
     text: str | None = None
     not_json: str = ""
-    """Where and why a text that HJSON's reader took is not JSON."""
+    """Place and reason for which a text that HJSON's reader took is not JSON; empty: it is JSON."""
     _places: dict[Path, list[tuple[int, int]]] | None = field(default=None, repr=False)
 
     def place(self, path: Path) -> Place | None:
-        """Where a key is in the text, else its nearest enclosing key; None if there is no text, or neither."""
+        """Find a key in the text, else its nearest enclosing key; None if there is no text, or neither."""
         if self.text is None:
             return None
         if self._places is None:
@@ -66,8 +75,16 @@ class DuplicateKeys(UnreadableConfig):
         self.source = source
 
 
+def load_source(config: str | os.PathLike[str] | Mapping[str, Any]) -> ConfigSource:
+    """Read a config as written. Raises DeepSpeedConfigError."""
+    try:
+        return read_config(config)
+    except UnreadableConfig as error:
+        raise DeepSpeedConfigError(str(error), problems=[Problem("config", str(error))]) from None
+
+
 def read_config(config: str | os.PathLike[str] | Mapping[str, Any]) -> ConfigSource:
-    """The config as a new dict, and where it came from. Raises UnreadableConfig."""
+    """Read a config into a new dict and say where it came from. Raises UnreadableConfig."""
     if isinstance(config, Mapping):
         check_depth(config, FROM_DICT)
         return ConfigSource(copy_containers(config))
@@ -93,7 +110,7 @@ def read_config(config: str | os.PathLike[str] | Mapping[str, Any]) -> ConfigSou
 
 
 def text_of(name: str, formats: str = "JSON or HJSON") -> str:
-    """What the file contains. Raises UnreadableConfig."""
+    """Read a file. Raises UnreadableConfig."""
     try:
         with open(name, encoding="utf-8") as file:
             return file.read()

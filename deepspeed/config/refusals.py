@@ -1,4 +1,4 @@
-"""What a schema refuses, in words: the key, the value, what is expected and what was probably meant."""
+"""Values that the schema refuses, in words: the key, the value, what is expected and what was probably meant."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def value_at(data: Any, path: Path, otherwise: Any) -> Any:
 
 
 def _has(data: Any, part: str | int) -> bool:
-    """Whether an object holds the key, or a list the index."""
+    """Tell whether an object holds the key, or a list the index."""
     if isinstance(data, list):
         return isinstance(part, int) and part < len(data)
     return isinstance(data, Mapping) and part in data

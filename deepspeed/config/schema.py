@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from typing import Annotated, Any, Literal
 
-import torch
 from pydantic import (
     BeforeValidator,
     ConfigDict,
@@ -16,15 +15,16 @@ from pydantic import (
     model_validator,
 )
 
+from deepspeed.base.dtypes import Dtype
 from deepspeed.config.arguments import FILLED_IN
 from deepspeed.config.section import (
-    Dtype,
+    DtypeOrNull,
     Float,
     FloatOrInfinity,
     Int,
     LenientConfigModel,
     Says,
-    SumDtype,
+    SumDtypeOrNull,
     is_auto,
 )
 from deepspeed.config.sections.activation_checkpointing import DeepSpeedActivationCheckpointingConfig
@@ -92,7 +92,7 @@ def _lower(value: Any) -> Any:
 
 
 def _spelled_in_any_case(value: Any, check: ValidatorFunctionWrapHandler) -> Any:
-    """What the config says stays as it is written: `engine.log_level()` returns it."""
+    """Check a word in lower case and keep it as written: `engine.log_level()` returns it."""
     check(_lower(value))
     return value
 
@@ -163,11 +163,11 @@ class TrainingConfig(LenientConfigModel):
     scheduler: SchedulerConfig | None = Field(
         default=None, description="Learning-rate schedule created by the engine."
     )
-    communication_data_type: SumDtype = Field(
+    communication_data_type: SumDtypeOrNull = Field(
         default=None, description="Dtype in which gradients are sent; null: that of training."
     )
-    seq_parallel_communication_data_type: Dtype = Field(
-        default=torch.float32, description="No effect: `communication_data_type` applies to all ranks."
+    seq_parallel_communication_data_type: DtypeOrNull = Field(
+        default=Dtype.fp32, description="No effect: `communication_data_type` applies to all ranks."
     )
     gradient_allreduce_op: Annotated[Literal["mean", "sum"], BeforeValidator(_lower)] = Field(
         default="mean",

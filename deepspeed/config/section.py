@@ -14,11 +14,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from enum import Enum
 from functools import cache
 from typing import Annotated, Any
 
-import torch
 from pydantic import (
     AfterValidator,
     BaseModel,
@@ -30,6 +28,7 @@ from pydantic import (
 )
 from pydantic.fields import FieldInfo
 
+from deepspeed.base.dtypes import Dtype
 from deepspeed.base.logging import logger
 from deepspeed.config.problems import DeepSpeedConfigError
 
@@ -112,62 +111,32 @@ FloatOrInfinity = Annotated[float, BeforeValidator(_not_bool)]
 IntOrAuto = Annotated[Any, PlainValidator(_int_or_auto), Says("a whole number or 'auto'")]
 FloatOrAuto = Annotated[Any, PlainValidator(_float_or_auto), Says("a number or 'auto'")]
 
-_DTYPE_WORDS = {
-    "float16": "fp16",
-    "half": "fp16",
-    "bfloat16": "bf16",
-    "bfloat": "bf16",
-    "bfp16": "bf16",  # the only word for it of early releases
-    "float32": "fp32",
-    "float": "fp32",
-    "float64": "fp64",
-    "double": "fp64",
-}
 
-
-class DtypeEnum(Enum):
-    """Dtypes by their short names; the value is the torch dtype. `DtypeEnum("torch.half")` finds fp16, and so on."""
-
-    fp16 = torch.float16
-    fp32 = torch.float32
-    bf16 = torch.bfloat16
-    int8 = torch.int8
-    fp64 = torch.float64
-
-    @classmethod
-    def _missing_(cls, value: Any) -> DtypeEnum | None:
-        word = str(value).lower().removeprefix("torch.")
-        return cls.__members__.get(_DTYPE_WORDS.get(word, word))
-
-
-def parse_dtype(
-    value: str | torch.dtype | None, allowed: Iterable[str] = ("fp16", "bf16", "fp32")
-) -> torch.dtype | None:
-    """The torch dtype that a config word means ("bf16", "bfloat16", "torch.bfloat16", torch.bfloat16, None).
+def parse_dtype(value: Any, allowed: Iterable[str] = ("fp16", "bf16", "fp32")) -> Dtype | None:
+    """The dtype that a config means by a word ("bf16", "bfloat16", "torch.bfloat16"), by a dtype of torch, or None.
 
     Raises ValueError for anything that is not one of the `allowed` types (given by their short names).
     """
     if value is None:
         return None
     words = list(allowed)
-    if isinstance(value, (str, torch.dtype)):
-        try:
-            found = DtypeEnum(value)
-        except ValueError:
-            found = None
-        if found is not None and found.name in words:
-            return found.value
-    raise ValueError(f"must be one of {', '.join(repr(word) for word in words)}")
+    try:
+        found = Dtype(value)
+    except ValueError:
+        found = None
+    if found is None or found not in words:
+        raise ValueError(f"must be one of {', '.join(repr(word) for word in words)}")
+    return found
 
 
-def parse_sum_dtype(value: str | torch.dtype | None) -> torch.dtype | None:
+def parse_sum_dtype(value: Any) -> Dtype | None:
     """As ``parse_dtype``, of a sum, which may be wider than what is added."""
     return parse_dtype(value, ("fp16", "bf16", "fp32", "fp64"))
 
 
-Dtype = Annotated[torch.dtype | None, PlainValidator(parse_dtype), Says("'fp16', 'bf16', 'fp32' or null")]
-SumDtype = Annotated[
-    torch.dtype | None, PlainValidator(parse_sum_dtype), Says("'fp16', 'bf16', 'fp32', 'fp64' or null")
+DtypeOrNull = Annotated[Dtype | None, PlainValidator(parse_dtype), Says("'fp16', 'bf16', 'fp32' or null")]
+SumDtypeOrNull = Annotated[
+    Dtype | None, PlainValidator(parse_sum_dtype), Says("'fp16', 'bf16', 'fp32', 'fp64' or null")
 ]
 
 
@@ -200,7 +169,7 @@ def _same(value: Any) -> Any:
 
 
 def keeps_value(facts: Mapping[str, Any]) -> bool:
-    """Whether a deprecated key maps to its successor with the value unchanged."""
+    """Tell whether a deprecated key maps to its successor with the value unchanged."""
     return facts.get("new_param_fn", _same) is _same
 
 
@@ -210,7 +179,7 @@ def extra_facts(field: FieldInfo) -> dict[str, Any]:
 
 
 def _says_nothing(value: Any, default: Any) -> bool:
-    """Whether an old key was given its default, or, if that is empty, another empty value."""
+    """Tell whether an old key has its default, or, if that is empty, another empty value."""
     return value is None or value == default or not (value or default)
 
 
@@ -260,7 +229,7 @@ class DeepSpeedConfigModel(BaseModel):
                 raise ValueError(f"enabled, but without {', '.join(missing)}")
 
     def _needs(self, name: str) -> bool:
-        """Whether a `required` field is needed with the values of the others: yes, unless a section knows better."""
+        """Tell whether a `required` field is needed beside the values of the others; a section may override this."""
         return True
 
     def _carry_over(self, name: str) -> None:
@@ -284,8 +253,8 @@ class DeepSpeedConfigModel(BaseModel):
         setattr(owner, leaf, facts.get("new_param_fn", _same)(getattr(self, name)))
 
     @field_serializer("dtype", check_fields=False)
-    def serialize_torch_dtype(self, dtype: torch.dtype) -> str:
-        return str(dtype)
+    def serialize_torch_dtype(self, dtype: Any) -> str:
+        return f"torch.{dtype.long_name}" if isinstance(dtype, Dtype) else str(dtype)
 
 
 class LenientConfigModel(DeepSpeedConfigModel):

@@ -14,6 +14,7 @@ from deepspeed.base.staged import Staged
 from deepspeed.config.arguments import FILLED_IN
 from deepspeed.config.axes import sequence_parallel_size, tensor_parallel_size
 from deepspeed.config.deepspeed_config import DeepSpeedConfig, DeepSpeedConfigError
+from deepspeed.config.optimizers import check_optimizer
 from deepspeed.config.reader import read_config
 from deepspeed.config.section import is_auto, note
 from deepspeed.engine.engine import DeepSpeedEngine
@@ -21,7 +22,6 @@ from deepspeed.engine.run import begin_run
 from deepspeed.parallel.tensor.init_utils import with_recorded_size
 from deepspeed.transforms.distributed_tensors import take_distributed
 from deepspeed.zero.gathering.active_contexts import active_contexts
-from deepspeed.zero.optimizer_registry import check_optimizer
 
 
 def initialize(

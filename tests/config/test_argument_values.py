@@ -11,11 +11,13 @@ import torch
 import deepspeed
 from deepspeed.base.logging import logger
 from deepspeed.config.arguments import OPTIMIZER, SCHEDULES, WHOLE_NUMBERS
+from deepspeed.config.constants import BUILT_IN_OPTIMIZERS
 from deepspeed.config.deepspeed_config import DeepSpeedConfig, DeepSpeedConfigError
+from deepspeed.config.optimizers import ARGUMENTS, COMPACT_KEYS, check_optimizer
 from deepspeed.config.problems import Problem
 from deepspeed.optim.lr_schedules import VALID_LR_SCHEDULES
 from deepspeed.optim.schedulers import resolve_scheduler
-from deepspeed.zero.optimizer_registry import BUILT_IN, check_optimizer
+from deepspeed.zero.optimizer_registry import BUILT_IN
 
 NAN, INF = math.nan, math.inf
 
@@ -212,11 +214,15 @@ def test_the_tables_name_arguments_that_exist() -> None:
     torchs = [
         c for c in vars(torch.optim).values() if isinstance(c, type) and issubclass(c, torch.optim.Optimizer)
     ]
-    known = {
-        p for c in [*torchs, *(b.cls for b in BUILT_IN.values())] for p in inspect.signature(c).parameters
-    }
-    known |= {key for built_in in BUILT_IN.values() for key in built_in.extra_keys}
-    assert set(OPTIMIZER) - known <= {"muon_lr", "adam_lr"}
+    known = {p for c in torchs for p in inspect.signature(c).parameters}
+    assert set(OPTIMIZER) <= known.union(*ARGUMENTS.values())
+    assert ARGUMENTS.keys() == BUILT_IN.keys() == set(BUILT_IN_OPTIMIZERS)
+    for name, built_in in BUILT_IN.items():
+        _params, *taken = inspect.signature(built_in.cls).parameters
+        chooses = (
+            {"torch_adam", "fp32_optimizer_states", *COMPACT_KEYS} if "fused_adam" in built_in.path else set()
+        )
+        assert ARGUMENTS[name] == {*taken, *chooses}, name
 
 
 def test_round_floats_count_steps() -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from pydantic import Field, ValidationError, field_validator
 
+from deepspeed.base.dtypes import Dtype
 from deepspeed.config.section import (
     DeepSpeedConfigModel,
     ScientificNotationEncoder,
@@ -217,7 +218,9 @@ def test_helpers() -> None:
 
 @pytest.mark.parametrize("word", ["bf16", "bfloat16", "BF16", "bfp16", "torch.bfloat16", torch.bfloat16])
 def test_dtype_words(word: object) -> None:
-    assert parse_dtype(word) is torch.bfloat16  # type: ignore[arg-type]
+    dtype = parse_dtype(word)
+    assert dtype is Dtype.bf16 and dtype == "bf16" and dtype.torch is torch.bfloat16
+    assert (str(dtype), dtype.long_name) == ("bf16", "bfloat16")
 
 
 def test_the_two_dtype_enums() -> None:
@@ -245,4 +248,4 @@ def test_threads_of_aio_under_either_name() -> None:
 @pytest.mark.parametrize("word", ["fp8", "", 16, "int8", torch.int8, "torch."])
 def test_unknown_dtype_words(word: object) -> None:
     with pytest.raises(ValueError, match="'bf16'"):
-        parse_dtype(word)  # type: ignore[arg-type]
+        parse_dtype(word)

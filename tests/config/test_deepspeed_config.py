@@ -164,7 +164,7 @@ def test_values_arrive() -> None:
         True,
         True,
     )
-    assert config.torch_autocast.dtype is torch.bfloat16
+    assert config.torch_autocast.dtype == "bf16" and config.torch_autocast_dtype is torch.bfloat16
     assert config.torch_autocast_lower_precision_safe_modules == ["torch.nn.Linear"]
     assert config.amp.params == {"opt_level": "O1"}
     assert config.checkpoint_tag_validation_fail and config.checkpoint_tag_validation_enabled

@@ -181,7 +181,7 @@ ROWS: dict[str, tuple[Row, ...]] = {
         ),
     ),
     "config/deepspeed_config.py:_identity": ("ranks",),
-    "config/deepspeed_config.py:load_source": ("machine",),
+    "config/reader.py:load_source": ("machine",),
     "data/requests.py:varies_batches": (("data_efficiency.data_sampling.dynamic_batching", TWICE_SAMPLED),),
     "data/curriculum_scheduler.py:CurriculumScheduler.__init__": (
         ("curriculum_learning", curriculum(min_difficulty=None)),

@@ -9,12 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from deepspeed.config.optimizers import check_optimizer
 from deepspeed.ops import native
 from deepspeed.ops.adam import FusedAdam
 from deepspeed.ops.adam.compact_adam import CompactAdam
 from deepspeed.ops.formats import blockwise as state_codes
 from deepspeed.ops.formats.blockwise import BLOCK, OF_CODES, OF_PARAMS, SIGNED, UNSIGNED, Code, Sequence
-from deepspeed.zero.optimizer_registry import build_optimizer, check_optimizer
+from deepspeed.zero.optimizer_registry import build_optimizer
 from tests.ops.cases import DTYPES, gradients, parameters, train
 
 SHAPES = [(1031,), (64, 33), (3,), (0,), (256,), (5, 0, 2)]

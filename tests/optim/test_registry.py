@@ -5,12 +5,13 @@ from typing import Any
 import pytest
 import torch
 
+from deepspeed.config.optimizers import check_optimizer
 from deepspeed.ops.adagrad import Adagrad
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from deepspeed.ops.lamb import FusedLamb
 from deepspeed.ops.lion import FusedLion
 from deepspeed.ops.sgd import SGD
-from deepspeed.zero.optimizer_registry import build_optimizer, check_optimizer
+from deepspeed.zero.optimizer_registry import build_optimizer
 
 
 def _params() -> list[torch.nn.Parameter]:

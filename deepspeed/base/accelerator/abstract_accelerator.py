@@ -47,26 +47,26 @@ class DeepSpeedAccelerator(ABC):
     # --- How the device runs relative to the host -------------------------------------------------
 
     def is_synchronized_device(self) -> bool:
-        """Whether an operation has finished when its call returns."""
+        """Tell whether an operation has finished when its call returns."""
         return False
 
     def use_host_timers(self) -> bool:
-        """Whether the host's clock is suitable for timing device work."""
+        """Tell whether the host's clock is suitable for timing device work."""
         return self.is_synchronized_device()
 
     def resolves_data_dependency(self) -> bool:
-        """Whether tensors may be passed between streams without events."""
+        """Tell whether tensors may be passed between streams without events."""
         return self.is_synchronized_device()
 
     def handles_memory_backpressure(self) -> bool:
-        """Whether the host cannot run ahead of the device and pile up allocations."""
+        """Tell whether the host cannot run ahead of the device and pile up allocations."""
         return self.is_synchronized_device()
 
     # --- Devices ----------------------------------------------------------------------------------
 
     @abstractmethod
     def is_available(self) -> bool:
-        """Whether this machine has such a device. Creates no context on it."""
+        """Tell whether this machine has such a device. Creates no context on it."""
 
     def device_name(self, device_index: int | None = None) -> str:
         return self._name if device_index is None else f"{self._name}:{device_index}"
@@ -315,7 +315,7 @@ class DeepSpeedAccelerator(ABC):
         return None
 
     def is_current_stream_capturing(self) -> bool:
-        """Whether work is recorded into a graph at the moment."""
+        """Tell whether work is being recorded into a graph."""
         return False
 
     def capture_to_graph(
@@ -334,7 +334,7 @@ class DeepSpeedAccelerator(ABC):
         return False
 
     def prefer_triton_grouped_mm(self) -> bool:
-        """Whether a Triton grouped matrix product is faster here than torch's."""
+        """Tell whether a Triton grouped matrix product is faster here than torch's."""
         return False
 
     def get_compile_backend(self) -> str:

@@ -31,7 +31,7 @@ def machine_used_bytes() -> int:
 
 
 def machine_available_bytes() -> int:
-    """What can be allocated without swapping."""
+    """Return the bytes that can be allocated without swapping."""
     return psutil.virtual_memory().available
 
 

@@ -1,4 +1,4 @@
-"""How much host memory was page-locked through the accelerator's ``pin_memory``, for advice when host memory runs out.
+"""Host memory page-locked by the accelerator's ``pin_memory``, counted for advice when host memory runs out.
 
 Page-locked memory is not swapped out, and the system limits it (``ulimit -l``).
 """
@@ -15,7 +15,7 @@ _FIRST_NOTE = 32 << 30
 
 @dataclass
 class PinnedTotal:
-    """What was pinned since the start, whether it is still in use or not."""
+    """Bytes pinned since the start, still in use or not."""
 
     bytes: int = 0
     calls: int = 0

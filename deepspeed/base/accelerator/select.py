@@ -1,4 +1,4 @@
-"""Which accelerator this process uses: the one in ``DS_ACCELERATOR``, else the one torch finds, else the CPU."""
+"""Choice of the accelerator of this process: the one in ``DS_ACCELERATOR``, else the one torch finds, else the CPU."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def set_accelerator(accel_obj: DeepSpeedAccelerator) -> DeepSpeedAccelerator:
 
 
 def is_current_accelerator_supported() -> bool:
-    """Whether the chosen accelerator is one that we support."""
+    """Tell whether the chosen accelerator is supported."""
     return get_accelerator().device_name() in SUPPORTED_ACCELERATORS
 
 

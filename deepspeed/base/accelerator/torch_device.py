@@ -130,7 +130,7 @@ class MPS_Accelerator(TorchDevice_Accelerator):
         return self._runtime.current_allocated_memory()
 
     def set_per_process_memory_fraction(self, fraction: float) -> None:
-        """What share of the memory that is recommended for this device torch may allocate."""
+        """Limit torch to this share of the memory that is recommended for this device."""
         self._runtime.set_per_process_memory_fraction(fraction)
 
     def memory_reserved(self, device_index: int | None = None) -> int:

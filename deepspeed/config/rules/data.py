@@ -79,7 +79,7 @@ def dropped_tokens(config: TrainingConfig) -> Iterator[Finding]:
 
 
 def wrong_layers(section: RandomLTDConfig) -> str:
-    """What is wrong with the numbers of the layers that drop tokens; empty: nothing."""
+    """Say what is wrong with the numbers of the layers that drop tokens; empty: nothing."""
     numbers, count, total = section.random_ltd_layer_id, section.random_ltd_layer_num, section.total_layer_num
     if numbers is None or count is None or total is None:
         return "random_ltd_layer_id, random_ltd_layer_num and total_layer_num are needed: none can be null"

@@ -1,4 +1,4 @@
-"""What a rule between sections of a config finds, and the keys that several rules name."""
+"""The findings of rules between sections of a config, and the keys that several rules name."""
 
 from __future__ import annotations
 

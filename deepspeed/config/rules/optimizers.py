@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
-
-import torch
 
 from deepspeed.config.arguments import (
     REQUIRED,
@@ -19,6 +16,7 @@ from deepspeed.config.constants import BUILT_IN_OPTIMIZERS, VALID_LR_SCHEDULES
 from deepspeed.config.problems import nearest, shown
 from deepspeed.config.rules.findings import STAGE, Finding
 from deepspeed.config.schema import TrainingConfig
+from deepspeed.config.torch_classes import OPTIMIZERS, SCHEDULES, classes_of
 
 ONE_BIT = ("onebitadam", "onebitlamb", "zerooneadam", "diloco")
 """Their state may lie in slices of copies."""
@@ -40,13 +38,8 @@ def optimizer_is_known(config: TrainingConfig) -> Iterator[Finding]:
                 ("optimizer.type",), "is missing although optimizer.params is given: name the optimizer"
             )
         return
-    found = getattr(torch.optim, name, None)
-    if name.lower() not in BUILT_IN_OPTIMIZERS and not (
-        isinstance(found, type) and issubclass(found, torch.optim.Optimizer)
-    ):
-        yield Finding(
-            ("optimizer.type",), _unknown_class(name, BUILT_IN_OPTIMIZERS, torch.optim, "torch.optim")
-        )
+    if name.lower() not in BUILT_IN_OPTIMIZERS and name not in classes_of(OPTIMIZERS):
+        yield Finding(("optimizer.type",), _unknown_class(name, BUILT_IN_OPTIMIZERS, OPTIMIZERS))
 
 
 def one_bit_needs_copies(config: TrainingConfig) -> Iterator[Finding]:
@@ -79,11 +72,8 @@ def scheduler_is_known(config: TrainingConfig) -> Iterator[Finding]:
                 ("scheduler.type",), "is missing although scheduler.params is given: name the schedule"
             )
         return
-    module = torch.optim.lr_scheduler
-    if name not in VALID_LR_SCHEDULES and not isinstance(getattr(module, name, None), type):
-        yield Finding(
-            ("scheduler.type",), _unknown_class(name, VALID_LR_SCHEDULES, module, "torch.optim.lr_scheduler")
-        )
+    if name not in VALID_LR_SCHEDULES and name not in classes_of(SCHEDULES):
+        yield Finding(("scheduler.type",), _unknown_class(name, VALID_LR_SCHEDULES, SCHEDULES))
     for key in REQUIRED.get(name, ()):
         if key not in params:
             yield Finding((f"scheduler.params.{key}",), f"is missing: {name} needs it")
@@ -102,13 +92,8 @@ def arguments_make_sense(config: TrainingConfig) -> Iterator[Finding]:
             yield Finding((f"{section}.params.{key}",), message, remedy=meant(value, fits))
 
 
-def _unknown_class(name: str, own: tuple[str, ...], module: Any, module_name: str) -> str:
-    of_torch = [
-        member
-        for member, value in vars(module).items()
-        if isinstance(value, type) and not member.startswith("_")
-    ]
-    hint = nearest(name, [*own, *of_torch])
+def _unknown_class(name: str, own: tuple[str, ...], module: str) -> str:
+    hint = nearest(name, [*own, *sorted(classes_of(module))])
     meant = f"; did you mean '{hint}'?" if hint else "."
-    known = f"Built in: {', '.join(own)}; or the name of a class in {module_name}"
+    known = f"Built in: {', '.join(own)}; or the name of a class in {module}"
     return f"{shown(name)} is not known{meant} {known}"

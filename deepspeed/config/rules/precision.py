@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import torch
-
+from deepspeed.base.dtypes import Dtype
 from deepspeed.config.rules.findings import AMP, BF16, FP16, OFFLOAD, STAGE, Finding, offload_device
 from deepspeed.config.schema import TrainingConfig
 
@@ -18,12 +17,12 @@ def one_precision(config: TrainingConfig) -> Iterator[Finding]:
         )
     wanted = config.data_types.param_dtype
     for key, on, dtype in (
-        (FP16, config.fp16.enabled, torch.float16),
-        (BF16, config.bf16.enabled, torch.bfloat16),
+        (FP16, config.fp16.enabled, Dtype.fp16),
+        (BF16, config.bf16.enabled, Dtype.bf16),
     ):
         if on and wanted not in (None, dtype):
-            name = str(wanted).removeprefix("torch.")
-            yield Finding(("data_types.param_dtype", key), f"{name} contradicts {key}: choose one of the two")
+            text = f"{wanted.long_name} contradicts {key}: choose one of the two"
+            yield Finding(("data_types.param_dtype", key), text)
     if not config.amp.enabled:
         return
     for key, on in (
@@ -42,14 +41,14 @@ def autocast_beside_16_bit(config: TrainingConfig) -> Iterator[Finding]:
     """16-bit weights already determine the dtype of products; autocast is allowed on top only if it says the same."""
     if not config.torch_autocast.enabled:
         return
-    chosen = config.torch_autocast.dtype or torch.bfloat16
+    chosen = config.torch_autocast.dtype or Dtype.bf16
     for key, on, dtype in (
-        (FP16, config.fp16.enabled, torch.float16),
-        (BF16, config.bf16.enabled, torch.bfloat16),
+        (FP16, config.fp16.enabled, Dtype.fp16),
+        (BF16, config.bf16.enabled, Dtype.bf16),
     ):
         if on and chosen is not dtype:
-            name = str(chosen).removeprefix("torch.")
-            yield Finding(("torch_autocast.dtype", key), f"{name} contradicts {key}: choose one of the two")
+            text = f"{chosen.long_name} contradicts {key}: choose one of the two"
+            yield Finding(("torch_autocast.dtype", key), text)
         elif on:
             yield Finding(
                 ("torch_autocast.enabled", key), f"has no effect when {key} is true", is_error=False
@@ -132,11 +131,7 @@ def no_norm_wanted(config: TrainingConfig) -> Iterator[Finding]:
 def quantizes_16_bits(config: TrainingConfig) -> Iterator[Finding]:
     """Quantization after an update is of 16-bit weights, beside which the fp32 ones stay exact. A warning, as an engine
     whose model was not prepared, such as a teacher's, leaves the section unused."""
-    if (
-        config.fp16.enabled
-        or config.bf16.enabled
-        or config.data_types.param_dtype not in (None, torch.float32)
-    ):
+    if config.fp16.enabled or config.bf16.enabled or config.data_types.param_dtype not in (None, Dtype.fp32):
         return
     weights = config.compression_training.weight_quantization.shared_parameters
     if weights.enabled and not weights.quantize_weight_in_forward:

@@ -13,7 +13,7 @@ ACT_CHKPT = "activation_checkpointing"
 
 
 class DeepSpeedActivationCheckpointingConfig(LenientConfigModel):
-    """How the inputs of checkpointed regions are kept until backward recomputes the regions."""
+    """Storage of the inputs of checkpointed regions until backward recomputes these."""
 
     partition_activations: bool = Field(
         default=False, description="Partition the saved inputs across the model-parallel ranks."

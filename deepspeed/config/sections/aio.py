@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pydantic import Field, model_validator
 
 from deepspeed.config.section import Int, LenientConfigModel
 
-if TYPE_CHECKING:
-    from deepspeed.ops.aio.engine import Options
-
 
 class AioConfig(LenientConfigModel):
-    """How storage is read and written."""
+    """Options of reading and writing files."""
 
     block_size: Int = Field(default=1048576, ge=1, description="Bytes per request.")
     queue_depth: Int = Field(default=8, ge=1, description="Requests in flight at one time.")
@@ -37,10 +34,3 @@ class AioConfig(LenientConfigModel):
 
 def get_aio_config(param_dict: Mapping[str, Any]) -> dict[str, Any]:
     return AioConfig(**param_dict.get("aio", {})).model_dump(exclude={"thread_count"})
-
-
-def storage_options(settings: Mapping[str, Any]) -> Options:
-    """Options of a file I/O engine, from the values of the section."""
-    from deepspeed.ops.aio.engine import Options
-
-    return Options(**{name: settings[name] for name in Options.__dataclass_fields__})

@@ -25,7 +25,7 @@ class AuditConfig(DeepSpeedConfigModel):
     )
 
     def wants(self, step: int) -> bool:
-        """Whether this step (counted from 1) is recorded."""
+        """Tell whether this step (counted from 1) is recorded."""
         behind = step - self.first_step
         return behind >= 0 and behind % self.stride == 0 and behind // self.stride < self.steps
 

@@ -19,7 +19,7 @@ def _or(default: str) -> BeforeValidator:
 
 
 class AutotuningModelInfoConfig(LenientConfigModel):
-    """What is known about the model, or should be measured."""
+    """Facts about the model, given or to be measured."""
 
     profile: bool = Field(default=False, description="Measure these facts in a first run.")
     num_params: Int | None = Field(default=None, ge=0, description="Parameters.")

@@ -41,7 +41,7 @@ TimeLimit = Annotated[
 
 
 class ValidationMode(str, Enum):
-    """What happens when ranks save under different tags."""
+    """Reaction to ranks that save under different tags."""
 
     IGNORE = "IGNORE"
     WARN = "WARN"

@@ -11,7 +11,7 @@ from deepspeed.config.section import DeepSpeedConfigModel, Float
 
 
 class CommConfig(DeepSpeedConfigModel):
-    """How ranks communicate."""
+    """Communication between ranks."""
 
     shared_memory: bool = Field(
         default=True,

@@ -235,7 +235,7 @@ class QuantizeBitsConfig(LenientConfigModel):
 
 
 class QuantizeScheduleConfig(LenientConfigModel):
-    """When the bits fall."""
+    """Steps at which the number of bits is reduced."""
 
     quantize_period: Int = Field(
         default=100, ge=1, description="Steps until the first bit is lost; it doubles with each."
@@ -244,7 +244,7 @@ class QuantizeScheduleConfig(LenientConfigModel):
 
 
 class QuantizeAlgorithmConfig(LenientConfigModel):
-    """How values are quantized."""
+    """Method of quantization."""
 
     q_type: Literal["symmetric", "asymmetric"] = Field(
         default="symmetric", description="With or without a zero point."

@@ -11,7 +11,7 @@ from deepspeed.config.section import Float, Int, LenientConfigModel, required
 
 
 class CurriculumScheduleConfig(LenientConfigModel):
-    """How difficulty grows; which keys are needed depends on `schedule_type`."""
+    """Growth of the difficulty; `schedule_type` decides which keys are needed."""
 
     total_curriculum_step: Int | None = Field(
         default=None, ge=1, description="Steps until the end (fixed_linear, fixed_root)."
@@ -38,7 +38,7 @@ NEEDED = {
 
 
 def wrong_curriculum(kind: str, details: Mapping[str, Any]) -> str:
-    """What is wrong with the ``schedule_config`` of a curriculum of this ``schedule_type``; empty: nothing."""
+    """Say what is wrong with the ``schedule_config`` of a curriculum of this ``schedule_type``; empty: nothing."""
     missing = [key for key in NEEDED[kind] if details.get(key) is None]
     if missing:
         return f"a curriculum with schedule_type={kind!r} needs schedule_config.{missing[0]}"
@@ -103,7 +103,7 @@ class DynamicBatchingConfig(LenientConfigModel):
 
 
 class DataSamplingConfig(LenientConfigModel):
-    """Which samples, in which order."""
+    """Choice and order of samples."""
 
     enabled: bool = Field(default=False, description="Turn it on.")
     num_epochs: Int = Field(default=1000, ge=1, description="Maximum number of passes over the data.")
@@ -118,14 +118,14 @@ class DataSamplingConfig(LenientConfigModel):
 
 
 class RandomLTDScheduleDetails(LenientConfigModel):
-    """How fast the kept length grows."""
+    """Growth of the kept length."""
 
     require_steps: Int | None = Field(default=None, ge=1, description="Steps from min_value to max_value.")
     seq_per_step: Int | None = Field(default=None, ge=1, description="The kept length is a multiple of this.")
 
 
 class RandomLTDScheduleConfig(LenientConfigModel):
-    """How many tokens the middle layers keep."""
+    """Number of tokens that the middle layers keep."""
 
     min_value: Int | None = Field(default=None, ge=1, description="Tokens at the start.")
     max_value: Int | None = Field(default=None, ge=1, description="Tokens at the end.")
@@ -136,7 +136,7 @@ class RandomLTDScheduleConfig(LenientConfigModel):
 
 
 def wrong_lengths(schedule: Mapping[str, Any]) -> str:
-    """What is wrong with a ``random_ltd_schedule``; empty: nothing."""
+    """Say what is wrong with a ``random_ltd_schedule``; empty: nothing."""
     details = schedule.get("schedule_config") or {}
     missing = [key for key in ("min_value", "max_value", "schedule_type") if schedule.get(key) is None]
     missing += [
@@ -156,7 +156,7 @@ WARMUPS = ("linear", "log")
 
 
 def wrong_warmup(kind: str, warmup: int, total: int) -> str:
-    """What is wrong with the warm-up of a ``layer_token_lr_schedule``, both in layer tokens; empty: nothing."""
+    """Say what is wrong with the warm-up of a ``layer_token_lr_schedule``, both in layer tokens; empty: nothing."""
     section = "random_ltd.layer_token_lr_schedule"
     if kind not in WARMUPS:
         return f"{section}.warmup_type={kind!r}: must be {' or '.join(WARMUPS)}"
@@ -199,7 +199,7 @@ class RandomLTDConfig(LenientConfigModel):
 
 
 class DataRoutingConfig(LenientConfigModel):
-    """Which tokens go through which layers."""
+    """Choice of the tokens that pass through each layer."""
 
     enabled: bool = Field(default=False, description="Turn it on.")
     random_ltd: RandomLTDConfig = Field(default=RandomLTDConfig(), description="Random layer token dropping.")

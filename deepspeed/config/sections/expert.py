@@ -130,7 +130,7 @@ def validate_autoep_config(
     zero_offload_optimizer: bool = False,
     zero_offload_param: bool = False,
 ) -> None:
-    """Whether an engine could train like this on so many ranks; stages, offload and graphs do not matter.
+    """Check that an engine can train like this on so many ranks; stages, offload and graphs do not matter.
 
     ValueError: the section is enabled and does not fit them.
     """

@@ -26,7 +26,7 @@ Texts = Annotated[list[str], BeforeValidator(_as_list)]
 
 
 class DeepSpeedZeroLeafModuleConfig(DeepSpeedConfigModel):
-    """Which modules are leaves: their parameters are fetched together, however few of them one forward
+    """Modules that are leaves: their parameters are fetched together, however few of them one forward
     uses.
     """
 

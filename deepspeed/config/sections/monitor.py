@@ -138,7 +138,7 @@ class DeepSpeedMonitorConfig(DeepSpeedConfigModel):
 
     @model_validator(mode="after")
     def check_enabled(self) -> DeepSpeedMonitorConfig:
-        """Whether any of the five is on."""
+        """Tell whether any of the five is on."""
         object.__setattr__(self, "enabled", any(getattr(self, name).enabled for name in MONITORS))
         return self
 

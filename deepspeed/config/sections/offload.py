@@ -13,7 +13,7 @@ from deepspeed.config.section import DeepSpeedConfigModel, Float, Int, pp_int
 
 
 class OffloadDeviceEnum(str, Enum):
-    """Where offloaded values live: nowhere else, in host memory, or on NVMe storage."""
+    """Place of offloaded values: none, host memory, or NVMe storage."""
 
     none = "none"
     cpu = "cpu"
@@ -92,5 +92,5 @@ class DeepSpeedZeroOffloadOptimizerConfig(DeepSpeedConfigModel):
 
     @property
     def pipeline(self) -> bool:
-        """Whether storage traffic overlaps with the update in either direction."""
+        """Tell whether storage traffic overlaps with the update in either direction."""
         return self.pipeline_read or self.pipeline_write

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any
 
-import torch
 from pydantic import (
     AfterValidator,
     BeforeValidator,
@@ -16,14 +15,15 @@ from pydantic import (
     field_validator,
 )
 
+from deepspeed.base.dtypes import Dtype
 from deepspeed.config.section import (
     DeepSpeedConfigModel,
-    Dtype,
+    DtypeOrNull,
     Float,
     Int,
     LenientConfigModel,
     Says,
-    SumDtype,
+    SumDtypeOrNull,
     finite,
     is_auto,
     note,
@@ -135,7 +135,7 @@ class NativeProductsConfig(DeepSpeedConfigModel):
     enabled: bool = Field(default=False, description="Use them.")
 
 
-def _autocast_dtype(value: Any) -> torch.dtype | None:
+def _autocast_dtype(value: Any) -> Dtype | None:
     return parse_dtype(value, ("bf16", "fp16", "fp32"))
 
 
@@ -144,7 +144,7 @@ class TorchAutocastConfig(LenientConfigModel):
 
     enabled: bool = Field(default=False, description="Turn it on.")
     dtype: Annotated[
-        torch.dtype | None,
+        Dtype | None,
         PlainValidator(_autocast_dtype),
         Says("'bfloat16', 'float16', 'float32', their short names or 'torch.<name>', or null"),
     ] = Field(default=None, description="Dtype of the products; null: bfloat16.")
@@ -171,11 +171,13 @@ class AmpConfig(LenientConfigModel):
 class DataTypesConfig(LenientConfigModel):
     """Dtypes that differ from what the precision section implies."""
 
-    grad_accum_dtype: SumDtype = Field(
+    grad_accum_dtype: SumDtypeOrNull = Field(
         default=None, description="Dtype in which the gradients of micro-batches are accumulated."
     )
-    param_dtype: Dtype = Field(default=None, description="Dtype to which the module's parameters are cast.")
-    buffer_dtype: Dtype = Field(
+    param_dtype: DtypeOrNull = Field(
+        default=None, description="Dtype to which the module's parameters are cast."
+    )
+    buffer_dtype: DtypeOrNull = Field(
         default=None, description="Dtype to which floating-point buffers are cast; null: unchanged."
     )
 

@@ -10,7 +10,7 @@ from deepspeed.config.section import Int, LenientConfigModel
 
 
 class SparseAttentionConfig(LenientConfigModel):
-    """Which blocks of attention are computed, in models whose attention is chosen by name; others read it."""
+    """Blocks of attention that are computed, in models whose attention is chosen by name; others read the section."""
 
     mode: Literal["dense", "fixed", "variable", "bigbird", "bslongformer"] = Field(
         default="fixed", description="The pattern."

@@ -6,22 +6,22 @@ from collections.abc import Mapping
 from enum import Enum
 from typing import Annotated, Any, Literal
 
-import torch
 from pydantic import Field, PlainValidator
 
+from deepspeed.base.dtypes import Dtype
 from deepspeed.config.section import DeepSpeedConfigModel, Int, LenientConfigModel, Says, parse_dtype
 
 PresetModel = Literal["llama", "bloom", "chatglm", "mixtral", "deepseek_v2", "qwen2", "phi3"]
 
 
 class AUTOTP_MODE(Enum):
-    """What layers in parts are for."""
+    """Purpose of layers that are split over ranks."""
 
     TRAINING = "TRAINING"
     INFERENCE = "INFERENCE"
 
 
-def _dtype(value: Any) -> torch.dtype:
+def _dtype(value: Any) -> Dtype:
     dtype = parse_dtype(value, ("fp16", "bf16", "fp32", "int8"))
     if dtype is None:
         raise ValueError("must be a dtype")
@@ -72,8 +72,8 @@ class TPConfig(DeepSpeedConfigModel):
 class TPTrainingConfig(DeepSpeedConfigModel):
     """Layers partitioned across ranks without changes to the model."""
 
-    dtype: Annotated[torch.dtype, PlainValidator(_dtype), Says("a dtype such as 'bf16'")] = Field(
-        default=torch.float16, description="Dtype that `tp_model_init` was called with."
+    dtype: Annotated[Dtype, PlainValidator(_dtype), Says("a dtype such as 'bf16'")] = Field(
+        default=Dtype.fp16, description="Dtype that `tp_model_init` was called with."
     )
     autotp_size: Int = Field(default=0, ge=0, description="Ranks that share each layer; 0: off.")
     preset_model: PresetModel | None = Field(default=None, description="Built-in rules of a model family.")
@@ -98,6 +98,22 @@ class TPTrainingConfig(DeepSpeedConfigModel):
         alias="kernel_inject",
         description="No effect in training; an argument of `init_inference`.",
     )
+
+
+class _AsTorch:
+    """The field `dtype` as scripts read it, a dtype of torch; the schema itself holds the short name."""
+
+    def __get__(self, section: TPTrainingConfig | None, owner: type | None = None) -> Any:
+        if section is None:  # as for any field: pydantic's classes do not have them as attributes
+            raise AttributeError("dtype")
+        return section.__dict__["dtype"].torch
+
+    def __set__(self, section: TPTrainingConfig, value: Any) -> None:
+        """Never called: pydantic validates what is assigned. With it, reading comes here before the values."""
+        raise AttributeError("dtype")
+
+
+TPTrainingConfig.dtype = _AsTorch()  # type: ignore[assignment]
 
 
 def _get_hf_tp_plan(model: Any) -> dict[str, str] | None:

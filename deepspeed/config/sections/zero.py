@@ -22,7 +22,7 @@ ZERO_OPTIMIZATION = "zero_optimization"
 
 
 class ZeroStageEnum(int, Enum):
-    """What is partitioned across the data-parallel ranks: each stage adds to the previous one."""
+    """State that is partitioned across the data-parallel ranks; each stage adds to the previous one."""
 
     disabled = 0
     optimizer_states = 1

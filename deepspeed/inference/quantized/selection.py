@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 from deepspeed.config.sections.compression import WeightQuantConfig
-from deepspeed.config.sections.linear import QuantizationConfig
 from deepspeed.inference.config import DeepSpeedInferenceConfig, QuantTypeEnum
 from deepspeed.inference.kernels import IntegerLinear, quantize_linears
 from deepspeed.ops.small_product import RUNS, QuantizedMatrix
 from deepspeed.parallel.tensor.layers import LinearAllreduce, LinearLayer
+from deepspeed.transforms.lora.config import QuantizationConfig
 from deepspeed.transforms.lora.quantization import FrozenLinear, quantized
 from deepspeed.transforms.weight_quantization.quantization import quantize_layers
 

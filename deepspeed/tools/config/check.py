@@ -5,25 +5,23 @@ Config files of Accelerate and of the Trainer are read too (`clients.py`).
 
 from __future__ import annotations
 
-import inspect
 import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-import torch
-
+from deepspeed.config import torch_classes
 from deepspeed.config.analysis import Analysis, analyse
+from deepspeed.config.arguments import SCHEDULES
 from deepspeed.config.axes import axes_of, least_ranks
-from deepspeed.config.constants import VALID_LR_SCHEDULES
-from deepspeed.config.deepspeed_config import NO_LAUNCHER, world_size
+from deepspeed.config.optimizers import check_optimizer
 from deepspeed.config.problems import FROM_DICT, DeepSpeedConfigError, Problem, Remedy, nearest, shown
+from deepspeed.config.ranks import NO_LAUNCHER, world_size
 from deepspeed.config.reader import ConfigSource, DuplicateKeys, UnreadableConfig
-from deepspeed.optim import lr_schedules
+from deepspeed.config.torch_classes import arguments_of
 from deepspeed.tools.config.clients import ClientConfig, read_any, read_client
 from deepspeed.tools.config.report import ConfigReport
-from deepspeed.zero.optimizer_registry import check_optimizer
 
 
 def check_config(
@@ -137,10 +135,7 @@ def _argument_problem(key: str, text: str, source: ConfigSource) -> Problem:
 
 
 def _scheduler_problems(name: str, params: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    owner = lr_schedules if name in VALID_LR_SCHEDULES else torch.optim.lr_scheduler
-    known = [
-        argument for argument in inspect.signature(getattr(owner, name)).parameters if argument != "optimizer"
-    ]
+    known = list(SCHEDULES[name]) if name in SCHEDULES else arguments_of(torch_classes.SCHEDULES, name)[1:]
     for key in params:
         if key not in known:
             hint = nearest(key, known)

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
+from deepspeed.base.dtypes import Dtype
 from deepspeed.config.analysis import BATCH_KEYS
 from deepspeed.config.batch import Batch
 from deepspeed.config.problems import DeepSpeedConfigError, Problem, cut, cut_list, first_lines, shown
@@ -128,8 +127,8 @@ def precision(config: TrainingConfig) -> str:
     if config.bf16.enabled:
         return f"bf16, {'bf16' if config.bf16.bf16_master_weights_and_grads else 'fp32'} master weights"
     if config.torch_autocast.enabled:
-        dtype = config.torch_autocast.dtype or torch.bfloat16
-        return f"weights as in the model, products in {str(dtype).removeprefix('torch.')} (torch.autocast)"
+        dtype = config.torch_autocast.dtype or Dtype.bf16
+        return f"weights as in the model, products in {dtype.long_name} (torch.autocast)"
     if config.amp.enabled:
         return "mixed precision by torch.amp"
     return "as in the model (fp32 unless it says otherwise)"

@@ -7,8 +7,9 @@ import sys
 from collections.abc import Sequence
 
 from deepspeed.base.tool_arguments import ends_quietly
-from deepspeed.config.deepspeed_config import DeepSpeedConfigError, load_source
 from deepspeed.config.elastic_batch import ELASTICITY, compute_elastic_config
+from deepspeed.config.problems import DeepSpeedConfigError
+from deepspeed.config.reader import load_source
 from deepspeed.config.sections.elasticity import ElasticityError
 from deepspeed.tools import parsers
 from deepspeed.version import __version__

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from deepspeed.config.sections.linear import LoRAConfig, QuantizationConfig
+from deepspeed.transforms.lora.config import LoRAConfig, QuantizationConfig
 from deepspeed.transforms.lora.context import Init, init_lora
 from deepspeed.transforms.lora.merging import merged_state_dict
 from deepspeed.transforms.lora.optimized_linear import OptimizedLinear

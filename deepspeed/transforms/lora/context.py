@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
-from deepspeed.config.sections.linear import LoRAConfig, QuantizationConfig
+from deepspeed.transforms.lora.config import LoRAConfig, QuantizationConfig
 from deepspeed.transforms.lora.optimized_linear import LoRAOptimizedLinear, OptimizedLinear
 
 _MAKERS = ("from_pretrained", "from_config", "_from_config")

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 import deepspeed.comm as dist
 from deepspeed.base.logging import warning_once
-from deepspeed.config.sections.linear import LoRAConfig, QuantizationConfig
+from deepspeed.transforms.lora.config import LoRAConfig, QuantizationConfig
 from deepspeed.transforms.lora.quantization import (
     QuantizedLinear,
     QuantizedParameter,

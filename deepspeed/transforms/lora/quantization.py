@@ -12,9 +12,9 @@ from torch.nn import functional
 
 from deepspeed.base.accelerator import get_accelerator
 from deepspeed.base.sharded import is_zero_param
-from deepspeed.config.sections.linear import QuantizationConfig
 from deepspeed.ops.formats.linear import frozen_linear as product_of_frozen
 from deepspeed.ops.fp_quantizer import FP_Quantize, Quantizer
+from deepspeed.transforms.lora.config import QuantizationConfig
 from deepspeed.zero.gathering.gathered import GatheredParameters
 
 

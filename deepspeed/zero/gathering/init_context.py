@@ -22,8 +22,9 @@ from deepspeed.base.accelerator import get_accelerator
 from deepspeed.base.sharded import is_zero_param
 from deepspeed.comm.collectives import Communicator, communicator
 from deepspeed.config import reader as config_reader
+from deepspeed.config.plan import storage_options
 from deepspeed.config.problems import DeepSpeedConfigError
-from deepspeed.config.sections.aio import get_aio_config, storage_options
+from deepspeed.config.sections.aio import get_aio_config
 from deepspeed.zero.gathering.active_contexts import active_contexts
 from deepspeed.zero.gathering.gathered import GatheredParameters
 from deepspeed.zero.gathering.standalone_shard import shard_alone

@@ -6,7 +6,8 @@ from enum import Enum
 
 from pydantic import Field, PositiveInt, ValidationInfo, field_validator
 
-from deepspeed.config.section import DeepSpeedConfigModel, DtypeEnum
+from deepspeed.config.deepspeed_config import DtypeEnum
+from deepspeed.config.section import DeepSpeedConfigModel
 
 
 class KVCacheType(Enum):
