@@ -64,6 +64,8 @@ class EngineBase(EngineAccessors, nn.Module):
     num_experts: list[int]
     """Of each mixture-of-experts layer, in the order of the module."""
     has_moe_layers: bool
+    experts_of_stages: frozenset[str] = frozenset()
+    """The ``kinds_of_experts`` of all stages of a pipeline."""
     basic_optimizer: Optimizer | None
     optimizer: Any
     lr_scheduler: Any
