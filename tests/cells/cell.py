@@ -139,7 +139,7 @@ def why_not(cell: Cell) -> str:
     if cell.order != "1f1b" and pp == 1:
         return "only pipelines have an order"
     if pp > 1:
-        if cell.backward != "engine" or cell.parameters in ("unused somewhere", "late", "twice"):
+        if cell.backward != "engine" or cell.parameters in ("unused", "unused somewhere", "late", "twice"):
             return "the pipeline's own step decides this"
         if cell.recompute in ("torch", "reentrant", "partitioned"):
             return "a pipeline recomputes by its own interval"

@@ -28,6 +28,16 @@ def test_a_cell_of_a_fixed_seed(cell: Cell) -> None:
     assert not result.is_fault, f"{result.outcome}: {result.what}\n{result.details}"
 
 
+FOUND = ["ranks=4 axes=tp+sp", "ranks=4 axes=tp+sp stage=3 recompute=partitioned clip=true resume=dp"]
+"""Cells that failed once, made small."""
+
+
+@pytest.mark.parametrize("line", FOUND)
+def test_a_cell_that_failed_once(line: str) -> None:
+    result = run_cell(parse(line))
+    assert result.outcome == "equal", f"{result.what}\n{result.details}"
+
+
 def test_a_cell_is_one_line() -> None:
     assert str(Cell()) == "plain" and parse("plain") == Cell()
     for cell in DRAWN:

@@ -111,13 +111,22 @@ def fill(cell: Cell, module: nn.Module) -> None:
 def attention(cell: Cell) -> Callable[[], nn.Module] | None:
     if cell.axis("sp") == 1:
         return None
-    from deepspeed.parallel.sequence.hf import parallel_state_sp
     from deepspeed.parallel.sequence.layer import DistributedAttention
 
-    parallel_state_sp.initialize_sequence_parallel(2)
-    group = parallel_state_sp.get_sequence_parallel_group()
+    group = sequence_group(cell)
 
     return lambda: DistributedAttention(models.attend, group, scatter_idx=2, gather_idx=1)
+
+
+def sequence_group(cell: Cell) -> Any:
+    """The ranks of this rank's sequence: neighbours, or with layers in common every second one. Collective."""
+    from deepspeed.parallel.sequence.hf import parallel_state_sp
+
+    if cell.axis("tp") == 1:
+        parallel_state_sp.initialize_sequence_parallel(2)
+        return parallel_state_sp.get_sequence_parallel_group()
+    groups = [dist.new_group([first, first + 2]) for first in range(2)]
+    return groups[dist.get_rank() % 2]
 
 
 def mixtures(cell: Cell) -> Callable[[int], nn.Module] | None:
@@ -193,10 +202,10 @@ def shared_loss(cell: Cell, logits: Tensor, labels: Tensor) -> Tensor:
     loss = models.mean_loss(logits, labels)
     if cell.axis("sp") == 1:
         return loss
-    from deepspeed.parallel.sequence.hf import parallel_state_sp
+    from deepspeed.comm import documented_groups
     from deepspeed.parallel.sequence.hf.loss import token_mean
 
-    return token_mean(loss, (labels != -100).sum(), parallel_state_sp.get_sequence_parallel_group())
+    return token_mean(loss, (labels != -100).sum(), documented_groups._get_sequence_parallel_group())
 
 
 def arguments(cell: Cell, module: nn.Module, folder: str) -> dict[str, Any]:
