@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import io
 import logging
+import re
 import tempfile
 import time
 import warnings
@@ -92,10 +93,9 @@ def _ended(cell: Cell, seed: int, folder: str, timeout: float) -> tuple[str, str
             seen = _on_ranks(each, folder, number * STEPS, seed, timeout)
         except pool.RankError as error:
             text = str(error)
+            if refusal := _refusal(text):
+                return ("late refusal" if decided_by_config(refusal) else "refused"), refusal, ""
             return ("hang" if "timeout: still running" in text else "crash"), last_line(text), text
-        if refusal := next((each for each in seen if each.refused), None):
-            kind = "late refusal" if decided_by_config(refusal) else "refused"
-            return kind, refusal.refused, ""
         phases.append(seen)
     try:
         return compare(cell, runs, phases, expected_of(runs, seed), folder)
@@ -129,14 +129,17 @@ def refused_early(cell: Cell) -> str:
     return "; ".join(str(problem) for problem in report.errors)
 
 
-MODEL_DECIDES = ("model", "layer", "module", "parameter", "optimizer", "Muon", "weights")
-"""Words of refusals that depend on more than the config."""
+MODEL_DECIDES = ("TransformRefusedError", "torch.optim.AdamW", "layer", "module", "parameter")
+"""Words of refusals that depend on more than the config: on the model, or on an optimizer that a script passes."""
 
 
-def decided_by_config(seen: Seen) -> bool:
-    return seen.refused_kind == "DeepSpeedConfigError" and not any(
-        word in seen.refused for word in MODEL_DECIDES
-    )
+def _refusal(text: str) -> str:
+    found = re.search(r"worker\.Refused: (.*)", text)
+    return found.group(1).strip() if found else ""
+
+
+def decided_by_config(refusal: str) -> bool:
+    return not any(word in refusal for word in MODEL_DECIDES)
 
 
 def last_line(text: str) -> str:

@@ -28,7 +28,11 @@ def test_a_cell_of_a_fixed_seed(cell: Cell) -> None:
     assert not result.is_fault, f"{result.outcome}: {result.what}\n{result.details}"
 
 
-FOUND = ["ranks=4 axes=tp+sp", "ranks=4 axes=tp+sp stage=3 recompute=partitioned clip=true resume=dp"]
+FOUND = [
+    "ranks=4 axes=pp+tp recompute=documented",
+    "ranks=4 axes=tp+sp",
+    "ranks=4 axes=tp+sp stage=3 recompute=partitioned clip=true resume=dp",
+]
 """Cells that failed once, made small."""
 
 

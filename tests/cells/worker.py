@@ -21,15 +21,17 @@ from tests.cells.oracle import balances
 @dataclass
 class Seen:
     """Of one rank. ``losses`` by step, then micro-batch (a pipeline: the mean of a step); ``weights`` whole, by the
-    oracle's names. ``refused``: the error of ``initialize``."""
+    oracle's names."""
 
     replica: int = 0
     losses: list[list[float]] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
     evaluations: list[float] = field(default_factory=list)
     weights: dict[str, Tensor] = field(default_factory=dict)
-    refused: str = ""
-    refused_kind: str = ""
+
+
+class Refused(Exception):
+    """The error of ``initialize``: its kind and its text."""
 
 
 def train(line: dict[str, Any], folder: str, first_step: int = 0, load: bool = False, seed: int = 0) -> Seen:
@@ -43,7 +45,8 @@ def train(line: dict[str, Any], folder: str, first_step: int = 0, load: bool = F
         module = build(cell)
         engine = deepspeed.initialize(**arguments(cell, module, folder))[0]
     except (DeepSpeedConfigError, TransformRefusedError, NotImplementedError) as error:
-        return Seen(refused=str(error), refused_kind=type(error).__name__)
+        # Raised again, as other ranks may go on and would wait for this one.
+        raise Refused(f"{type(error).__name__}: {' '.join(str(error).split())}") from None
     seen.replica = replica_of(cell)
     runner = Pipeline(cell, engine, seen, seed) if cell.axis("pp") > 1 else Plain(cell, engine, seen, seed)
     if load:
