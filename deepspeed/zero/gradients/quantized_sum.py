@@ -41,6 +41,8 @@ class ErrorFeedback:
     ``reset`` sums. ``error`` [rows, n] fp32 is this rank's own.
     """
 
+    parts = frozenset({"sums", "error"})
+
     def __init__(self, codec: Codec, beta: float, reset: int) -> None:
         self.codec, self.beta, self.reset = codec, beta, reset
         self.error: Tensor | None = None
@@ -64,6 +66,9 @@ class ErrorFeedback:
 
 class Keeper(Protocol):
     """Of a wire format: what it took away from this rank's gradients, and adds to the next."""
+
+    parts: frozenset[str]
+    """The keys of what it keeps: stages keep different things."""
 
     def kept(self) -> dict[str, Any] | None:
         """What a checkpoint must hold of it; None: nothing yet."""
@@ -146,6 +151,8 @@ def keeper_of(over_ranks: GradientSum) -> Keeper | None:
 class CompressedSum:
     """Replaces ``DenseSum`` where every rank keeps the whole sum (stage 0): each serves a part, and both ways are
     encoded (``compressed_mean``). ``keeps_errors``: what either takes away is added to the next sum."""
+
+    parts = frozenset({"worker", "server"})
 
     def __init__(self, ranks: Communicator, codec: Codec, *, keeps_errors: bool) -> None:
         self.ranks = ranks
