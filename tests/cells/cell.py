@@ -149,6 +149,8 @@ def why_not(cell: Cell) -> str:
         return "inputs are partitioned over ranks that share layers"
     if cell.shards != "all" and cell.ranks != 4:
         return "groups need four ranks"
+    if cell.shards != "all" and cell.ranks // (tp * pp) < 2:
+        return "groups need two ranks with the same weights"
     if cell.tier != "device" and cell.stage == 0:
         return "nothing to offload at stage 0"
     if cell.tier in ("nvme+params", "ratio") and cell.stage != 3:

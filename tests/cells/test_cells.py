@@ -32,6 +32,8 @@ FOUND = [
     "ranks=4 axes=pp+tp recompute=documented",
     "ranks=4 axes=tp+sp",
     "ranks=4 axes=tp+sp stage=3 recompute=partitioned clip=true resume=dp",
+    "ranks=2 wire=int8 resume=stage",
+    "model=moe ranks=4 axes=pp+ep stage=2 shards=mics",
 ]
 """Cells that failed once, made small."""
 
