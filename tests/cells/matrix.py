@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import re
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -94,7 +95,8 @@ def label(name: str, value: Any) -> str:
 
 def reason(what: str) -> str:
     """A refusal without the numbers of its cell."""
-    return " ".join(what.split())
+    text = " ".join(what.split())
+    return re.sub(r"^\w+Error: ", "", text)
 
 
 def page(results: Results) -> str:
