@@ -29,6 +29,7 @@ def test_a_cell_of_a_fixed_seed(cell: Cell) -> None:
 
 
 FOUND = [
+    "accumulation=3 parameters=late backward=tensor",
     "ranks=4 axes=pp+tp recompute=documented",
     "ranks=4 axes=tp+sp",
     "ranks=4 axes=tp+sp stage=3 recompute=partitioned clip=true resume=dp",

@@ -91,6 +91,7 @@ class GradReducer:
         self.sync_enabled = True
         self.used = [False] * len(self.params)  # since the last boundary, on this rank
         self.waiting: list[nn.Parameter] = []
+        self._set_aside: list[tuple[nn.Parameter, Tensor | None]] = []
         """Not trained, so far: autograd sums their gradients, if any, where it always does (``LateParams``)."""
         self._expected = [1] * len(self.params)
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
@@ -168,6 +169,10 @@ class GradReducer:
         self.managed = managed
         self._share = share
         self._running = True
+        if share != 1.0:
+            self._set_aside = [(param, param.grad) for param in self.waiting]
+            for param in self.waiting:
+                param.grad = None
         exposed, self._exposed = self._exposed, []
         if exposed and all(param.grad is None for param in exposed):
             self.clear()  # the caller set each to None, or its optimizer did: what it assigns counts
@@ -177,6 +182,16 @@ class GradReducer:
             grad = self._shown.pop()
             if sys.getrefcount(grad) > _OWN_REFERENCES:
                 grad.data = grad.data.clone()
+
+    def _share_waiting(self) -> None:
+        """Multiply what this backward gave to waiting parameters, which autograd accumulates, by its share."""
+        aside, self._set_aside = self._set_aside, []
+        for param, before in aside:
+            grad = param.grad
+            if grad is not None:
+                grad = grad * self._share
+                before = grad if before is None else before + grad
+            param.grad = before
 
     def ready(self, index: int, param: Tensor) -> None:
         """Take the gradient that autograd has just left in ``param.grad``."""
@@ -264,6 +279,7 @@ class GradReducer:
 
     def flush(self) -> None:
         """End of a backward: launch what is left, wait for all, expose or drop the results."""
+        self._share_waiting()
         self.managed = False
         if self._sync is None:
             self._sync = self.will_sync()
@@ -472,6 +488,7 @@ class GradReducer:
                 return
         for bucket in self.buckets:
             bucket.clear()
+        self._set_aside = []
         for param in (*self.params, *self.waiting):
             param.grad = None
         self._exposed = []
