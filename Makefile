@@ -7,11 +7,12 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test clients gpu-kernels torch-releases lint types architecture docs format clean
+.PHONY: help demo test cells clients gpu-kernels torch-releases lint types architecture docs format clean
 
 help:
 	@echo "make demo    train a small GPT on real text, resume it, and plot the loss (examples/pretrain_gpt)"
 	@echo "make test    run the test suite, without the tests marked slow"
+	@echo "make cells N=200 SEED=7  train random combinations of features against plain PyTorch (tests/cells)"
 	@echo "make clients run the tests with Transformers, Accelerate, Lightning, TRL and PEFT, in their newest releases"
 	@echo "make gpu-kernels  compile and interpret the kernels for GPUs, with Triton, on a machine without one"
 	@echo "make torch-releases  test with every supported release of torch, each downloaded (.ci/torch_releases)"
@@ -24,6 +25,12 @@ demo: $(VENV)/.installed-demo
 
 test: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest $(WORKERS) -m "not slow" --durations=40 --durations-min=5
+
+# Goes on where it was stopped: results are in tests/cells/results.
+N ?= 40
+SEED ?= 1
+cells: $(VENV)/.installed-dev
+	$(BIN)/python -m tests.cells --count $(N) --seed $(SEED)
 
 # In an environment of its own, so that `make test` stays what it is; once that is made nothing is downloaded.
 CLIENTS := $(VENV)/clients

@@ -24,7 +24,7 @@ from deepspeed.checkpoint.own_format import (
     pack_groups,
     pack_section,
 )
-from deepspeed.checkpoint.placement import EXPERTS, NUMBERED_EXPERTS, placement_of
+from deepspeed.checkpoint.placement import NUMBERED_EXPERTS, kinds_of_experts, placement_of
 from deepspeed.checkpoint.ranks import Ranks
 from deepspeed.checkpoint.renaming import WRAPPER, wrapper_of
 from deepspeed.checkpoint.save_ids import new_id, save_entry
@@ -96,6 +96,8 @@ class Training:
     write_layers: Callable[[Path, Mapping[str, Any]], None] | None = None
     """Writes the documented files of single layers into a folder (pipelines), marked with the save that they are of. It
     gathers weights, which no rank leaves early, whatever fails."""
+    experts_of_stages: frozenset[str] = frozenset()
+    """``kinds_of_experts`` of all stages of a pipeline, as all of them write the same files."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +125,7 @@ class Files:
         self.has_own_state = training.own_state is not None
         self.held_shards: list[tuple[ShardIndex, list[str]]] = []
         self.cuts: Mapping[str, Cut] = {}
-        self._describe(training.module, training.state, exclude_frozen)
+        self._describe(training, exclude_frozen)
         self.values = self._values(training)
         # What ranks find out when they meet:
         self.save_number = new_id()
@@ -139,24 +141,22 @@ class Files:
 
     # At the call --------------------------------------------------------------------------------------------
 
-    def _describe(self, module: nn.Module, state: TrainingState | None, exclude_frozen: bool) -> None:
+    def _describe(self, training: Training, exclude_frozen: bool) -> None:
+        module, state = training.module, training.state
         self.wrapper = wrapper_of(module)
         self.parts = ShardedWeights(module)
         parameters = dict(module.named_parameters(remove_duplicate=False))
         self.placements = {name: placement_of(param) for name, param in parameters.items()}
-        self.kinds = {
-            name
-            for name, placement in self.placements.items()
-            if EXPERTS in placement.split or NUMBERED_EXPERTS in placement.split
-        }
+        self.kinds = {name for name, param in parameters.items() if kinds_of_experts([param])}
+        self.has_kinds = bool(self.kinds or training.experts_of_stages)
         if self.kinds and state is None and not self.parts:
             raise CheckpointError(
                 f"{len(self.kinds)} parameters differ from rank to rank (experts): they are saved with the optimizer's "
                 "state, but this engine has no optimizer"
             )
         self.model_file = bool(self.parts) or self.place.writes_model
-        self.optimizer_files = state is not None and (self.zero_stage > 0 or bool(self.kinds))
-        self.numbered = names_elsewhere(module)
+        self.optimizer_files = state is not None and (self.zero_stage > 0 or self.has_kinds)
+        self.numbered = bool(names_elsewhere(module)) or NUMBERED_EXPERTS in training.experts_of_stages
         self.trained = [name for name, p in parameters.items() if p.requires_grad]
         self.frozen = [name for name, p in parameters.items() if not p.requires_grad]
         self.excluded = sorted(self.frozen) if exclude_frozen else []
@@ -430,7 +430,7 @@ class Files:
             "excluded": self.excluded,
             "trained": self.trained,
             "cut": self.cut,
-            "weights_in_optimizer_files": bool(self.kinds) and not self.parts,
+            "weights_in_optimizer_files": self.has_kinds and not self.parts,
             "module_boxes": self._boxes(self.values["weights"]) if not self.parts else {},
             "parts": parts if self.parts else None,
             "part_files": "model files" if self.parts else None,

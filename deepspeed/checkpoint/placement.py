@@ -92,6 +92,13 @@ def placement_of(param: Any) -> Placement:
     return found if found is not None else Placement(global_shape=_full_shape(param))
 
 
+def kinds_of_experts(params: Iterable[Tensor]) -> frozenset[str]:
+    """Which of ``EXPERTS`` and ``NUMBERED_EXPERTS`` are among them: of these, ranks with the same dense weights hold
+    different ones."""
+    split = {axis for param in params for axis in placement_of(param).split}
+    return frozenset(split & {EXPERTS, NUMBERED_EXPERTS})
+
+
 def place(param: Any, placement: Placement) -> None:
     """Let a parameter carry ``placement``. ValueError: it has another number of elements."""
     own, expected = prod(_full_shape(param)), placement.index("").numel

@@ -187,6 +187,7 @@ def training_of(engine: Engine, client_state: Mapping[str, Any], *, exclude_froz
             ),
         },
         own_state=engine.core.own_state.saved() if engine.core is not None else None,
+        experts_of_stages=engine.experts_of_stages,
         rank_state={"random": rng.capture(), "data": state_of(engine.training_dataloader)},
         write_layers=engine.layer_writer(exclude_frozen),
     )

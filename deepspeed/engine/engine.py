@@ -69,6 +69,7 @@ class DeepSpeedEngine(EngineSurface, Observed, nn.Module):
 
     module: nn.Module
     torch_autocast_z0_gradscaler: Any = None  # the engine's own loss scaler also serves autocast
+    experts_of_stages: frozenset[str] = frozenset()  # `kinds_of_experts` of all stages of a pipeline
     _destroyed = False
 
     def __init__(

@@ -57,6 +57,7 @@ class Engine(Protocol):
     param_names: dict[nn.Parameter, str]
     num_experts: list[int]
     has_moe_layers: bool
+    experts_of_stages: frozenset[str]
     basic_optimizer: Optimizer | None
     optimizer: Any
     lr_scheduler: Any

@@ -7,15 +7,21 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from deepspeed.base.sharded import full_shape
 
 
 def copy_on_paper(module: nn.Module, device: str = "meta") -> nn.Module:
     """A copy of ``module`` whose parameters and buffers have their full shapes and no memory (on ``device``: another
-    one is for a mode in which it has none either). Parameters that are tied stay tied; hooks of gradients are not
-    copied."""
-    memo: dict[int, Any] = {}
+    one is for a mode in which it has none either). Parameters that are tied stay tied; process groups are the same
+    ones; hooks of gradients are not copied."""
+    memo: dict[int, Any] = {
+        id(value): value
+        for each in module.modules()
+        for value in vars(each).values()
+        if isinstance(value, ProcessGroup)
+    }
     for param in module.parameters():
         empty = torch.empty(full_shape(param), dtype=_paper_dtype(param), device=device)
         memo[id(param)] = nn.Parameter(empty, requires_grad=param.requires_grad and empty.is_floating_point())

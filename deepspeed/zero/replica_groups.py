@@ -121,6 +121,8 @@ class Scope:
 
     def mics(self, shard_size: int) -> Scope:
         """One copy per ``shard_size`` ranks. Collective."""
+        if self.name != DENSE and shard_size % self.everyone.size == 0:
+            return self  # experts, of which a group of ranks has each once at most
         if self.everyone.size % shard_size:
             raise DeepSpeedConfigError(
                 f"zero_optimization.mics_shard_size={shard_size} must divide the number of data-parallel ranks, "

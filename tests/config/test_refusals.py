@@ -318,7 +318,15 @@ ROWS: dict[str, tuple[Row, ...]] = {
     "zero/gathering/init_context.py:_swap_file": ("call",),
     "zero/gathering/init_context.py:read_config": ("call",),
     "zero/mics.py:MiCS_Init.__init__": ("call",),
-    "zero/offload/zenflow.py:ZenFlowStepExecutor.__init__": ("optimizer",),
+    "zero/offload/zenflow.py:ZenFlowStepExecutor.__init__": (
+        (
+            "zero_optimization.zenflow",
+            {
+                "optimizer": {"type": "NAdam"},
+                "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}, "zenflow": {}},
+            },
+        ),
+    ),
     "zero/replica_groups.py:Scope.mics": ("ranks",),
     "zero/replica_groups.py:Scopes.__init__": ("ranks",),
     "parallel/sequence/assignment.py:shard_lengths": ("data",),

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from deepspeed.config.problems import shown
 from deepspeed.config.rules.findings import OFFLOAD, STAGE, Finding, offload_device
 from deepspeed.config.schema import TrainingConfig
 
+_ELEMENTWISE = ("adam", "adamw", "fusedadam", "adagrad", "lion", "sgd", "muadam", "muadamw", "musgd")
+"""Optimizers by their names in a config, in small letters."""
 GATHER_ALIGNMENT = 2
 """Elements; documented as ``nccl_start_alignment_factor``."""
 
@@ -84,10 +87,28 @@ def zenflow_makes_sense(config: TrainingConfig) -> Iterator[Finding]:
         yield Finding((key, f"{OFFLOAD}.super_offload"), "cannot be combined with super_offload: choose one")
     elif offload.ratio < 1.0:
         yield Finding((key, f"{OFFLOAD}.ratio"), "cannot be combined with a ratio below 1: set it to 1")
+    yield from _updates_columns(config)
     for name in ("select_interval", "update_interval"):
         value = getattr(section, name)
         if value != "auto" and int(value) < 1:
             yield Finding((f"{key}.{name}",), f"{value} is not allowed: a number of at least 1, or 'auto'")
+
+
+def _updates_columns(config: TrainingConfig) -> Iterator[Finding]:
+    """ZenFlow chooses columns, which only elementwise optimizers of this package can update alone."""
+    section, key = config.optimizer, "zero_optimization.zenflow"
+    if section is None or section.type is None:
+        return
+    name, params = section.type, section.params or {}
+    known = name.lower() in _ELEMENTWISE
+    asked = [each for each in ("torch_adam", "state_bits", "stochastic_rounding") if params.get(each)]
+    if not known or asked:
+        what = f"optimizer.params.{asked[0]}" if known else f"optimizer.type {shown(name)}"
+        yield Finding(
+            (key, "optimizer.type"),
+            f"cannot be combined with {what}: it updates columns alone; use Adam, AdamW, Adagrad, Lion or SGD of this "
+            "package, without torch_adam, state_bits and stochastic_rounding",
+        )
 
 
 def mics_needs_slices(config: TrainingConfig) -> Iterator[Finding]:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from deepspeed.base.logging import log_dist
+from deepspeed.checkpoint.placement import kinds_of_experts
 from deepspeed.checkpoint.save_ids import MarkedFiles
 from deepspeed.data.loader import DeepSpeedDataLoader, EpochSampler, RepeatingLoader
 from deepspeed.engine.pipeline.instructions import ByInstructions
@@ -55,6 +56,8 @@ class PipelineEngine(ByInstructions):
             self._schedule(str(section["schedule"])), self.layout, int(section["max_held"])
         )
         self._most_held = 0
+        kinds = _of_stages(module, kinds_of_experts(module.parameters()))
+        self.experts_of_stages = frozenset().union(*kinds)
         self._prepare_training()
 
     def _configure_optimizer(self, client_optimizer: Any, model_parameters: Any = None) -> None:
@@ -327,7 +330,12 @@ def _find_idle(model: Any) -> None:
     """Mark a stage that trains nothing (it is frozen, or has no parameters) although others do."""
     if not isinstance(model, PipelineModule) or model.num_stages == 1:
         return
-    trained: list[Any] = [None] * model.num_stages
     own = any(param.requires_grad for param in model.parameters())
-    dist.all_gather_object(trained, own, group=model.mpu().get_pipe_parallel_group())
-    model.idle = any(trained) and not own
+    model.idle = any(_of_stages(model, own)) and not own
+
+
+def _of_stages(model: PipelineModule, own: Any) -> list[Any]:
+    """Gather ``own`` of each stage. Collective."""
+    found: list[Any] = [None] * model.num_stages
+    dist.all_gather_object(found, own, group=model.mpu().get_pipe_parallel_group())
+    return found

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup, get_process_group_ranks
 
 from deepspeed.base.staged import Staged
 from deepspeed.comm.mesh import ProcessMesh
@@ -26,6 +27,7 @@ from deepspeed.parallel.sequence.hf.dataloader import IGNORED, shards_of, with_s
 from deepspeed.parallel.sequence.hf.loss import token_mean, token_sum
 from deepspeed.parallel.sequence.hf.registration import is_sharded
 from deepspeed.parallel.sequence.layer import DistributedAttention
+from deepspeed.transforms.errors import TransformRefusedError
 from deepspeed.transforms.inputs import ForwardFacts, InputTransform
 
 _SHIFTED, _ALIGNED = ("ForCausalLM",), ("ForMaskedLM", "ForTokenClassification")
@@ -48,6 +50,7 @@ class ShardedSequences:
     before: tuple[str, ...] = ()
 
     def apply(self, module: nn.Module, context: _Context) -> None:
+        _check_groups(module, context.mesh)
         if isinstance(module, Staged):
             context.say(module.shard_sequences(context.mesh) or "the model's own matter")
             return
@@ -62,6 +65,20 @@ class ShardedSequences:
         if base is not module:
             base.register_forward_hook(_routers_of_all(group))
         context.say(f"each sequence on {context.mesh.size('sp')} ranks, attention by {core}")
+
+
+def _check_groups(module: nn.Module, mesh: ProcessMesh) -> None:
+    """TransformRefusedError: the model shards attention over other ranks than those that get shards of one sequence."""
+    wanted = sorted(mesh.ranks("sp"))
+    for name, each in module.named_modules() if len(wanted) > 1 else ():
+        if not isinstance(each, DistributedAttention) or not isinstance(each.spg, ProcessGroup):
+            continue
+        if sorted(ranks := get_process_group_ranks(each.spg)) != wanted:
+            raise TransformRefusedError(
+                f"sequence_parallel_size={len(wanted)}: {name} shares sequences among the ranks {ranks}, but here the "
+                f"ranks {wanted} get shards of one sequence (ranks next to each other share layers first, by "
+                "tensor_parallel.autotp_size); give DistributedAttention a group of these ranks"
+            )
 
 
 def _takes_attention(module: nn.Module) -> bool:

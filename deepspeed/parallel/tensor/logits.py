@@ -94,7 +94,9 @@ class LogitsInParts(torch.Tensor):
             found = _in_parts(first, func, args[1:], kwargs) if not first.state.whole_written else None
             if found is not None:
                 return found
-        args, kwargs = tree_map(_whole, (args, kwargs))
+        # A reentrant checkpoint calls backward of what it has computed again where gradients are off.
+        with torch.set_grad_enabled(torch.is_grad_enabled() or func is torch.autograd.backward):
+            args, kwargs = tree_map(_whole, (args, kwargs))
         return func(*args, **kwargs)
 
     @classmethod

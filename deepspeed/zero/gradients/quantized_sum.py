@@ -43,6 +43,8 @@ class ErrorFeedback:
     ``reset`` sums. ``error`` [rows, n] fp32 is this rank's own.
     """
 
+    parts = frozenset({"sums", "error"})
+
     def __init__(self, codec: Codec, beta: float, reset: int) -> None:
         self.codec, self.beta, self.reset = codec, beta, reset
         self.error: Tensor | None = None
@@ -127,6 +129,8 @@ class QuantizedSum:
 class CompressedSum:
     """Replaces ``DenseSum`` where every rank keeps the whole sum (stage 0): each serves a part, and both ways are
     encoded (``compressed_mean``). ``keeps_errors``: what either takes away is added to the next sum."""
+
+    parts = frozenset({"worker", "server"})
 
     def __init__(self, ranks: Communicator, codec: Codec, *, keeps_errors: bool) -> None:
         self.ranks = ranks

@@ -107,6 +107,8 @@ class GradReducer:
         self.used = [False] * len(self.params)  # since the last boundary, on this rank
         self.waiting: list[nn.Parameter] = []
         """Not trained, so far: autograd sums their gradients, if any, where it always does (``LateParams``)."""
+        self._set_aside: list[tuple[nn.Parameter, Tensor | None]] = []
+        """Their gradients before a backward with a share, which are added again at its end."""
         self._expected = [1] * len(self.params)
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         self._exposed: list[nn.Parameter] = []  # those whose ``grad`` is a view of the local sum
@@ -180,6 +182,10 @@ class GradReducer:
             raise self._retired()
         self._share = share
         self._progress = Progress.ANNOUNCED
+        if share != 1.0:
+            self._set_aside = [(param, param.grad) for param in self.waiting]
+            for param in self.waiting:
+                param.grad = None
         exposed, self._exposed = self._exposed, []
         if exposed and all(param.grad is None for param in exposed):
             self.clear()  # the caller set each to None, or its optimizer did: what it assigns counts
@@ -189,6 +195,16 @@ class GradReducer:
             grad = self._shown.pop()
             if sys.getrefcount(grad) > _OWN_REFERENCES:
                 grad.data = grad.data.clone()
+
+    def _share_waiting(self) -> None:
+        """Multiply what this backward gave to waiting parameters, which autograd accumulates, by its share."""
+        aside, self._set_aside = self._set_aside, []
+        for param, before in aside:
+            grad = param.grad
+            if grad is not None:
+                grad = grad * self._share
+                before = grad if before is None else before + grad
+            param.grad = before
 
     def ready(self, index: int, param: Tensor) -> None:
         """Take the gradient that autograd has just left in ``param.grad``."""
@@ -280,6 +296,7 @@ class GradReducer:
 
     def flush(self) -> None:
         """End of a backward: launch what is left, wait for all, expose or drop the results."""
+        self._share_waiting()
         if self._decide():
             self._reduce_rest()
         self._begin()
@@ -482,6 +499,7 @@ class GradReducer:
                 return
         for bucket in self.buckets:
             bucket.clear()
+        self._set_aside = []
         for param in (*self.params, *self.waiting):
             param.grad = None
         self._exposed = []

@@ -51,6 +51,9 @@ class GradientSum(Protocol):
 class Keeper(Protocol):
     """Of a wire format: what it took away from this rank's gradients, and adds to the next."""
 
+    parts: frozenset[str]
+    """The keys of its state: stages keep different things."""
+
     def kept(self) -> dict[str, Any] | None:
         """What a checkpoint must hold of it; None: nothing yet."""
         ...

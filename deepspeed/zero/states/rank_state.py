@@ -93,18 +93,22 @@ class OwnState:
         return {index: keeper for index, keeper in found.items() if keeper is not None}
 
     def _restore_wire(self, saved: Sequence[Mapping[str, Any]], rank: int, ranks: int) -> list[str]:
-        """Errors of formats belong to buckets as they were cut: for others they start anew."""
+        """Errors of formats belong to buckets as they were cut, and to the format: for others they start anew."""
         keepers = self._keepers()
         if not keepers:
             return []
         wire = saved[rank].get(WIRE, {}) if len(saved) == ranks else {}
         devices = {b.layout.index: (b.device, b.layout.padded_numel) for b in self.access.reducer.buckets}
         fits = all(
-            index in keepers and _largest(kept) <= devices[index][1] + ROUNDING * ranks
+            index in keepers
+            and kept.keys() == keepers[index].parts
+            and _largest(kept) <= devices[index][1] + ROUNDING * ranks
             for index, kept in wire.items()
         )
         if not fits or not wire:
-            return ["errors of compressed gradients start anew: other ranks or buckets, or none were saved"]
+            return [
+                "errors of compressed gradients start anew: other ranks, buckets or formats, or none were saved"
+            ]
         for index, kept in wire.items():
             keepers[index].restore(kept, devices[index][0])
         return []

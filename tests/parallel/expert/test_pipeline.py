@@ -207,12 +207,16 @@ def test_combinations(kinds: str, stage: int, more: dict[str, Any]) -> None:
     engine.destroy()
 
 
-@pytest.mark.parametrize(("stage", "then"), [(0, 2), (1, 1), (2, 3), (3, 0)])
+@pytest.mark.parametrize(
+    ("kinds", "stage", "then"),
+    [("mmdm", 0, 2), ("mmdm", 1, 1), ("mmdm", 2, 3), ("mmdm", 3, 0)]
+    + [("ddmm", 0, 0), ("mmdd", 2, 3)],  # a stage without experts
+)
 @distributed(world_size=4)
-def test_checkpoints(stage: int, then: int, tmp_path: Path) -> None:
+def test_checkpoints(kinds: str, stage: int, then: int, tmp_path: Path) -> None:
     """Resumed with other stages and another number of ranks that share experts; every layer and every expert has its
     file, whatever stage it is on."""
-    first = make_engine("mmdm", 2, stage)
+    first = make_engine(kinds, 2, stage)
     data = batches(0)  # replicas read the same: their number may change
     for _ in range(2):
         first.train_batch(data)
@@ -220,9 +224,13 @@ def test_checkpoints(stage: int, then: int, tmp_path: Path) -> None:
     expected = [first.train_batch(data).item() for _ in range(2)]
     first.destroy()
     found = sorted(path.name for path in (tmp_path / "here").glob("layer_*"))
-    experts = [f"layer_{n}_expert_{e}_mp_rank_00_model_states.pt" for n in range(3) for e in range(EXPERTS)]
+    experts = [
+        f"layer_{n}_expert_{e}_mp_rank_00_model_states.pt"
+        for n in range(kinds.count("m"))
+        for e in range(EXPERTS)
+    ]
     assert found == sorted([f"layer_{n:02d}-model_states.pt" for n in range(6)] + experts)
-    wanted = nn.ModuleList(spec.build() for spec in specs("mmdm"))
+    wanted = nn.ModuleList(spec.build() for spec in specs(kinds))
     whole: dict[str, Tensor] = {}
     for path in (tmp_path / "here").glob("layer_*"):
         state = torch.load(path, weights_only=True)
@@ -234,7 +242,7 @@ def test_checkpoints(stage: int, then: int, tmp_path: Path) -> None:
         exported = get_fp32_state_dict_from_zero_checkpoint(str(tmp_path))
         assert all(torch.equal(exported[name], value) for name, value in whole.items())
     for stages, ep_size in ((2, 2), (4, 1), (1, 4)):
-        second = make_engine("mmdm", ep_size, then, stages=stages)
+        second = make_engine(kinds, ep_size, then, stages=stages)
         second.load_checkpoint(tmp_path)
         again = batches(0)
         for _ in range(2 * COUNT):

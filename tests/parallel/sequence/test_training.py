@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -17,6 +18,8 @@ from deepspeed.parallel.sequence.hf import parallel_state_sp
 from deepspeed.parallel.sequence.hf.loss import token_mean, token_sum
 from deepspeed.parallel.sequence.layer import DistributedAttention
 from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPDataLoaderAdapter
+from tests.cells.cell import Cell
+from tests.cells.models import Kit, Language
 from tests.pool import distributed
 
 VOCAB, WIDTH, HEADS = 11, 12, 3
@@ -92,6 +95,24 @@ def test_two_sequences_on_two_ranks_each(stage: int) -> None:
     engine.destroy()
     for ours, wanted in zip(engine.module.parameters(), plain.parameters(), strict=True):
         assert (ours - wanted).abs().max() <= 1e-5 * max(1.0, float(wanted.abs().max()))
+
+
+@distributed(world_size=4)
+def test_a_group_of_other_ranks_is_refused() -> None:
+    """Neighbours share layers here, so that the neighbours of a sequence are others."""
+    parallel_state_sp.initialize_sequence_parallel(2)
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "tensor_parallel": {"autotp_size": 2},
+        "sequence_parallel_size": 2,
+    }
+    group, rank = parallel_state_sp.get_sequence_parallel_group(), dist.get_rank()
+    model = Language(Cell(), Kit(attend=lambda: DistributedAttention(Attention(), group, 2, 1)))
+    neighbours, wanted = [rank // 2 * 2, rank // 2 * 2 + 1], [rank % 2, rank % 2 + 2]
+    with pytest.raises(
+        ValueError, match=re.escape(f"among the ranks {neighbours}, but here the ranks {wanted}")
+    ):
+        deepspeed.initialize(model=model, config=config)
 
 
 @distributed(world_size=2)

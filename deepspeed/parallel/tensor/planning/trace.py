@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
+from deepspeed.parallel.sequence.layer import DistributedAttention
 from deepspeed.zero.meta import copy_on_paper
 
 BATCH, LENGTH = 2, 5
@@ -101,8 +102,10 @@ def twin_on_paper(module: nn.Module) -> nn.Module:
 
 
 def _prepare(twin: nn.Module) -> None:
-    """Settings of Transformers under which a forward can be followed; they do not change what depends on what."""
+    """Settings under which a forward can be followed without other ranks; they do not change what depends on what."""
     for each in twin.modules():
+        if isinstance(each, DistributedAttention):
+            each.spg = None
         config = getattr(each, "config", None)
         if config is None:
             continue

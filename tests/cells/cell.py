@@ -1,0 +1,276 @@
+"""A cell: one combination of features, as data, with the DeepSpeed config that asks for it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from typing import Any
+
+STEPS = 3
+BATCH = 2
+RATE, EPS, DECAY = 1e-2, 1e-3, 0.1
+CLIP = 0.05
+WARMUP_FROM = 0.25
+
+CHOICES: dict[str, tuple[Any, ...]] = {
+    "model": ("blocks", "gru", "moe"),
+    "ranks": (1, 2, 4),
+    "axes": ("dp", "tp", "sp", "pp", "ep", "tp+sp", "pp+tp", "pp+sp", "pp+ep", "sp+ep", "tp+ep"),
+    "stage": (0, 1, 2, 3),
+    "shards": ("all", "mics", "hpz"),
+    "tier": ("device", "cpu", "nvme", "nvme+params", "ratio", "super", "zenflow"),
+    "precision": ("fp32", "bf16", "fp16", "autocast", "bf16 masters"),
+    "optimizer": ("AdamW", "Adam", "SGD", "Adagrad", "Lion", "NAdam", "8-bit", "client"),
+    "accumulation": (1, 3),
+    "clip": (False, True),
+    "wire": ("plain", "qwz", "qgz", "fp32", "bf16", "int8"),
+    "recompute": ("no", "torch", "reentrant", "documented", "partitioned"),
+    "buckets": ("default", "tiny"),
+    "parameters": ("all", "frozen", "tied", "unused", "unused somewhere", "twice", "late"),
+    "data": ("even", "uneven", "empty"),
+    "evaluate": (False, True),
+    "resume": ("no", "same", "stage", "ranks", "dp"),
+    "batch_change": (False, True),
+    "schedule": ("no", "warmup"),
+    "backward": ("engine", "tensor", "no_sync"),
+    "order": ("1f1b", "zero-bubble"),
+}
+"""The values of each feature. The first one is the plain one: what shrinking returns to."""
+
+REMOVABLE_LAST = ("ranks", "axes", "stage")
+"""What shrinking tries after everything else."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Each field is one of ``CHOICES``. ``seed`` draws data, and nothing else."""
+
+    model: str = "blocks"
+    ranks: int = 1
+    axes: str = "dp"
+    stage: int = 0
+    shards: str = "all"
+    tier: str = "device"
+    precision: str = "fp32"
+    optimizer: str = "AdamW"
+    accumulation: int = 1
+    clip: bool = False
+    wire: str = "plain"
+    recompute: str = "no"
+    buckets: str = "default"
+    parameters: str = "all"
+    data: str = "even"
+    evaluate: bool = False
+    resume: str = "no"
+    batch_change: bool = False
+    schedule: str = "no"
+    backward: str = "engine"
+    order: str = "1f1b"
+
+    def __str__(self) -> str:
+        """One line, such as ``ranks=2 stage=3 tier=nvme``; what is plain is left out. ``parse`` reads it."""
+        said = [f"{name}={_written(value)}" for name, value in self.features().items()]
+        return " ".join(said) or "plain"
+
+    def features(self) -> dict[str, Any]:
+        """What is not plain."""
+        fields = dataclasses.asdict(self)
+        return {name: value for name, value in fields.items() if value != CHOICES[name][0]}
+
+    def pairs(self) -> set[tuple[str, str]]:
+        """Every pair of its features, each written as in ``__str__``, in the order of the fields."""
+        said = [f"{name}={_written(value)}" for name, value in self.features().items()]
+        return {(first, second) for at, first in enumerate(said) for second in said[at + 1 :]}
+
+    def axis(self, name: str) -> int:
+        """How many ranks share this axis: 1 or 2 for ``tp``, ``sp``, ``pp`` and ``ep``."""
+        return 2 if name in self.axes.split("+") else 1
+
+    @property
+    def replicas(self) -> int:
+        """How many different streams of data there are."""
+        return self.ranks // (self.axis("tp") * self.axis("sp") * self.axis("pp"))
+
+    def accumulation_at(self, step: int) -> int:
+        """Micro-batches of this step: ``batch_change`` doubles them after the first one."""
+        return self.accumulation * (2 if self.batch_change and step >= 1 else 1)
+
+
+def _written(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value).replace(" ", "_")
+
+
+def parse(line: str) -> Cell:
+    """The cell of a line of ``str(cell)``, or of a JSON object.
+
+    ValueError: an unknown feature or value.
+    """
+    line = line.strip()
+    if line.startswith("{"):
+        given = {name: value for name, value in json.loads(line).items() if name in CHOICES}
+        return Cell(**given)
+    given = {}
+    for word in [] if line == "plain" else line.split():
+        name, _, text = word.partition("=")
+        if name not in CHOICES:
+            raise ValueError(f"{name!r} is no feature: use one of {', '.join(CHOICES)}")
+        known = {_written(value): value for value in CHOICES[name]}
+        if text not in known:
+            raise ValueError(f"{name}={text} is not known: use one of {', '.join(known)}")
+        given[name] = known[text]
+    return Cell(**given)
+
+
+def why_not(cell: Cell) -> str:
+    """Why the cell asks for nothing that exists; empty if it can be written down.
+
+    What a config *can* say stays in, also if it is refused: refusals are an outcome.
+    """
+    tp, sp, pp, ep = (cell.axis(name) for name in ("tp", "sp", "pp", "ep"))
+    if cell.ranks % (tp * sp * pp):
+        return "more ranks are shared by axes than there are"
+    if (cell.ranks // (tp * pp)) % ep:
+        return "experts need two ranks with the same dense weights"
+    if ep > 1 and cell.model != "moe":
+        return "only a mixture has experts"
+    if sp > 1 and cell.model == "gru":
+        return "a recurrence needs the tokens before its own"
+    if cell.order != "1f1b" and pp == 1:
+        return "only pipelines have an order"
+    if pp > 1:
+        if cell.backward != "engine" or cell.parameters in ("unused", "unused somewhere", "late", "twice"):
+            return "the pipeline's own step decides this"
+        if cell.recompute in ("torch", "reentrant", "partitioned"):
+            return "a pipeline recomputes by its own interval"
+    if cell.recompute == "reentrant" and cell.parameters == "frozen":
+        return "torch gives no gradients to a region whose inputs need none"
+    if cell.recompute == "partitioned" and tp == 1:
+        return "inputs are partitioned over ranks that share layers"
+    if cell.shards != "all" and cell.ranks != 4:
+        return "groups need four ranks"
+    if cell.shards != "all" and cell.ranks // (tp * pp) < 2:
+        return "groups need two ranks with the same weights"
+    if cell.tier != "device" and cell.stage == 0:
+        return "nothing to offload at stage 0"
+    if cell.tier in ("nvme+params", "ratio") and cell.stage != 3:
+        return "needs stage 3"
+    if cell.shards == "hpz" and cell.stage != 3:
+        return "needs stage 3"
+    if cell.shards == "mics" and cell.stage == 0:
+        return "needs stage 1"
+    if cell.wire in ("qwz",) and cell.stage != 3 or cell.wire == "qgz" and cell.stage == 0:
+        return "needs slices"
+    if cell.precision == "bf16 masters" and cell.stage == 0:
+        return "needs stage 1"
+    if cell.ranks == 1 and (
+        cell.wire != "plain" or cell.data != "even" or cell.parameters == "unused somewhere"
+    ):
+        return "needs several ranks"
+    if cell.replicas == 1 and (cell.data != "even" or cell.parameters == "unused somewhere"):
+        return "needs several streams of data"
+    if cell.resume == "ranks" and cell.axes != "dp":
+        return "only data-parallel ranks change in number"
+    if cell.resume == "dp" and (cell.axes == "dp" or pp > 1 or ep > 1):
+        return "is what it is already, or has other names"
+    if cell.backward == "no_sync" and cell.accumulation == 1:
+        return "nothing to put off"
+    return ""
+
+
+def config_of(cell: Cell, folder: str = "/tmp/cells") -> dict[str, Any]:
+    """The DeepSpeed config; ``folder`` is for files of states and parameters."""
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": BATCH,
+        "gradient_accumulation_steps": cell.accumulation,
+        "gradient_clipping": CLIP if cell.clip else 0.0,
+        "zero_optimization": _zero(cell, folder),
+        **_precision(cell),
+        **_optimizer(cell),
+    }
+    if cell.axis("tp") > 1:
+        config["tensor_parallel"] = {"autotp_size": 2}
+    if cell.axis("sp") > 1:
+        config["sequence_parallel_size"] = 2
+    if cell.schedule == "warmup":
+        rate = RATE / 4 if cell.optimizer == "Lion" else RATE
+        config["scheduler"] = {
+            "type": "WarmupLR",
+            "params": {
+                "warmup_min_lr": WARMUP_FROM * rate,
+                "warmup_max_lr": rate,
+                "warmup_num_steps": STEPS,
+                "warmup_type": "linear",
+            },
+        }
+    if cell.recompute == "partitioned":
+        config["activation_checkpointing"] = {"partition_activations": True}
+    if cell.wire in ("fp32", "bf16"):
+        config["communication_data_type"] = cell.wire
+    if cell.wire == "int8":
+        config["gradient_compression"] = {"codec": "int8"}
+    if cell.order != "1f1b":
+        config["pipeline"] = {"schedule": cell.order}
+    return config
+
+
+def _zero(cell: Cell, folder: str) -> dict[str, Any]:
+    zero: dict[str, Any] = {"stage": cell.stage}
+    if cell.stage == 3:
+        zero["stage3_param_persistence_threshold"] = 0
+    if cell.buckets == "tiny":
+        zero |= {"reduce_bucket_size": 500, "allgather_bucket_size": 500, "sub_group_size": 500}
+        if cell.stage == 3:
+            zero |= {"stage3_max_live_parameters": 0, "stage3_prefetch_bucket_size": 0}
+    files = {"device": "nvme", "nvme_path": folder}
+    tiers: dict[str, dict[str, Any]] = {
+        "device": {},
+        "cpu": {"offload_optimizer": {"device": "cpu"}},
+        "nvme": {"offload_optimizer": files},
+        "nvme+params": {"offload_optimizer": files, "offload_param": {**files, "max_in_cpu": 0}},
+        "ratio": {"offload_optimizer": {"device": "cpu", "ratio": 0.5}},
+        "super": {"offload_optimizer": {"device": "cpu", "super_offload": True}},
+        "zenflow": {
+            "offload_optimizer": {"device": "cpu"},
+            "zenflow": {
+                "topk_ratio": 0.25,
+                "update_interval": 1,
+                "select_interval": 2,
+                "overlap_step": False,
+            },
+        },
+    }
+    zero |= tiers[cell.tier]
+    if cell.shards == "mics":
+        zero["mics_shard_size"] = 2
+    if cell.shards == "hpz":
+        zero["zero_hpz_partition_size"] = 2
+    if cell.wire == "qwz":
+        zero["zero_quantized_weights"] = True
+    if cell.wire == "qgz":
+        zero["zero_quantized_gradients"] = True
+    return zero
+
+
+def _precision(cell: Cell) -> dict[str, Any]:
+    return {
+        "fp32": {},
+        "bf16": {"bf16": {"enabled": True}},
+        "fp16": {"fp16": {"enabled": True, "loss_scale": 64}},
+        "autocast": {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
+        "bf16 masters": {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}},
+    }[cell.precision]
+
+
+def _optimizer(cell: Cell) -> dict[str, Any]:
+    adam = {"lr": RATE, "eps": EPS, "weight_decay": DECAY}
+    kinds: dict[str, dict[str, Any]] = {
+        "AdamW": {"type": "AdamW", "params": adam},
+        "Adam": {"type": "Adam", "params": {**adam, "adam_w_mode": False}},
+        "SGD": {"type": "SGD", "params": {"lr": RATE, "momentum": 0.9, "weight_decay": DECAY}},
+        "Adagrad": {"type": "Adagrad", "params": {"lr": RATE, "eps": EPS}},
+        "Lion": {"type": "Lion", "params": {"lr": RATE / 4, "weight_decay": DECAY}},
+        "NAdam": {"type": "NAdam", "params": adam},
+        "8-bit": {"type": "AdamW", "params": {**adam, "state_bits": 8}},
+    }
+    return {} if cell.optimizer == "client" else {"optimizer": kinds[cell.optimizer]}

@@ -1,0 +1,105 @@
+"""Draws cells: each pair of features that a config can express in turn, and the rest of the cell at random."""
+
+from __future__ import annotations
+
+import collections
+import functools
+import itertools
+import random
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from tests.cells.cell import CHOICES, Cell, why_not
+
+FOUR_RANKS = 1 / 3
+"""The share of cells with four ranks, among pairs that do not decide it."""
+FILLED = 0.35
+"""How likely another feature is not plain."""
+_TRIES = 400
+
+Feature = tuple[str, Any]
+
+
+def features() -> list[Feature]:
+    """Every feature: a field with a value that is not plain."""
+    return [(name, value) for name, values in CHOICES.items() for value in values[1:]]
+
+
+@functools.cache
+def pairs() -> tuple[tuple[Feature, Feature], ...]:
+    """All pairs of features that some cell has."""
+    source = random.Random(0)
+    return tuple(
+        (first, second)
+        for first, second in itertools.combinations(features(), 2)
+        if first[0] != second[0] and completed(dict((first, second)), source) is not None
+    )
+
+
+def completed(given: Mapping[str, Any], source: random.Random) -> Cell | None:
+    """A cell with these features and others at random; None if there is none."""
+    for attempt in range(_TRIES):
+        chosen = dict(given) | _implied(given, source)
+        # The more attempts fail, the plainer the cell.
+        share = FILLED * (1 - attempt / _TRIES)
+        chosen.setdefault("ranks", _ranks(source))
+        for name, values in CHOICES.items():
+            if name not in chosen and source.random() < share:
+                chosen[name] = source.choice(values)
+        cell = Cell(**chosen)
+        if not why_not(cell):
+            return cell
+    return None
+
+
+def _implied(given: Mapping[str, Any], source: random.Random) -> dict[str, Any]:
+    """What these features cannot do without."""
+    axes, needed = str(given.get("axes", "")), dict[str, Any]()
+    if "+" in axes or given.get("shards", "all") != "all":
+        needed["ranks"] = 4
+    if "ep" in axes.split("+"):
+        needed["model"] = "moe"
+    if given.get("order") == "zero-bubble":
+        needed["axes"] = source.choice(
+            [each for each in CHOICES["axes"] if "pp" in each and "ep" not in each]
+        )
+    if given.get("recompute") == "partitioned":
+        needed["axes"] = source.choice(["tp", "tp+sp"])
+    if (
+        given.get("tier") in ("nvme+params", "ratio")
+        or given.get("wire") == "qwz"
+        or given.get("shards") == "hpz"
+    ):
+        needed["stage"] = 3
+    elif (
+        given.get("tier", "device") != "device" or given.get("wire") == "qgz" or given.get("shards") == "mics"
+    ):
+        needed["stage"] = source.choice([1, 2, 3])
+    if needed.get("axes", "dp") != "dp":
+        needed["ranks"] = 4
+    return {name: value for name, value in needed.items() if name not in given}
+
+
+def _ranks(source: random.Random) -> int:
+    drawn = source.random()
+    return 4 if drawn < FOUR_RANKS else 2 if drawn < 0.85 else 1
+
+
+def cells(seed: int) -> Iterator[Cell]:
+    """Cells without end; the same ones for the same seed. All pairs have their turn before one has its second."""
+    source = random.Random(seed)
+    while True:
+        order = list(pairs())
+        source.shuffle(order)
+        for pair in order:
+            cell = completed(dict(pair), source)
+            if cell is not None:
+                yield cell
+
+
+def coverage(drawn: Iterable[Cell]) -> collections.Counter[tuple[str, str]]:
+    """How many of the cells have each pair of features, written as in the cells' lines."""
+    counts: collections.Counter[tuple[str, str]] = collections.Counter()
+    for cell in drawn:
+        counts.update(cell.pairs())
+    return counts

@@ -1,0 +1,236 @@
+"""Runs cells on the pool of ranks and says how each ended."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import logging
+import re
+import tempfile
+import time
+import warnings
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests import pool
+from tests.cells import models, worker
+from tests.cells.cell import STEPS, Cell, config_of, why_not
+from tests.cells.oracle import Expected, Tolerance, expected_of, tolerance
+from tests.cells.worker import Seen
+
+TIMEOUT_S = 90.0
+OUTCOMES = ("equal", "refused", "late refusal", "wrong", "crash", "hang")
+"""The last four are faults. A refusal is late if the config alone decides it, and ``check_config`` was silent."""
+
+
+@dataclass
+class Result:
+    """``what``: the first difference, the error, or the last lines of a traceback."""
+
+    cell: Cell
+    outcome: str
+    what: str = ""
+    seconds: float = 0.0
+    details: str = field(default="", repr=False)
+
+    @property
+    def is_fault(self) -> bool:
+        return self.outcome not in ("equal", "refused")
+
+    def line(self, **more: Any) -> dict[str, Any]:
+        """For a file of JSON lines."""
+        return {
+            "cell": str(self.cell),
+            "outcome": self.outcome,
+            "what": self.what,
+            "seconds": round(self.seconds, 2),
+            **more,
+        }
+
+
+def layouts(cell: Cell) -> list[Cell]:
+    """The layouts of one run: the cell, and where it is resumed the one after it."""
+    other: dict[str, dict[str, Any]] = {
+        "same": {},
+        "stage": {"stage": (cell.stage + 2) % 4},
+        "ranks": {"ranks": {1: 2, 2: 1, 4: 2}[cell.ranks]},
+        "dp": {"axes": "dp"},
+    }
+    if cell.resume == "no":
+        return [cell]
+    second = dataclasses.replace(cell, **other[cell.resume])
+    if cell.resume == "stage":
+        stages = [(cell.stage + 2) % 4, 3, 2, 1]
+        fitting = [each for each in stages if not why_not(dataclasses.replace(second, stage=each))]
+        second = dataclasses.replace(second, stage=(fitting or stages)[0])
+    # What the other layout has no use for is dropped; model and data are the same.
+    for name in ("tier", "shards", "wire", "recompute"):
+        if name in why_not(second) or (why_not(second) and getattr(cell, name) != getattr(Cell(), name)):
+            second = dataclasses.replace(second, **{name: getattr(Cell(), name)})
+    return [cell, second]
+
+
+def run_cell(cell: Cell, seed: int = 0, timeout: float = TIMEOUT_S) -> Result:
+    """How the cell ends; never raises but for KeyboardInterrupt."""
+    began = time.perf_counter()
+    with tempfile.TemporaryDirectory(prefix="cell_") as folder:
+        outcome, what, details = _ended(cell, seed, folder, timeout)
+    return Result(cell, outcome, what, time.perf_counter() - began, details)
+
+
+def _ended(cell: Cell, seed: int, folder: str, timeout: float) -> tuple[str, str, str]:
+    runs = layouts(cell)
+    for each in runs:
+        if refusal := refused_early(each):
+            return "refused", refusal, ""
+    phases: list[list[Seen]] = []
+    for number, each in enumerate(runs):
+        try:
+            seen = _on_ranks(each, folder, number * STEPS, seed, timeout)
+        except pool.RankError as error:
+            text = str(error)
+            if refusal := _refusal(text):
+                return ("late refusal" if decided_by_config(refusal) else "refused"), refusal, ""
+            return ("hang" if "timeout: still running" in text else "crash"), last_line(text), text
+        phases.append(seen)
+    try:
+        return compare(cell, runs, phases, expected_of(runs, seed), folder)
+    except Exception as error:
+        return "crash", f"oracle or export: {type(error).__name__}: {error}", ""
+
+
+def _on_ranks(cell: Cell, folder: str, first_step: int, seed: int, timeout: float) -> list[Seen]:
+    with contextlib.redirect_stdout(io.StringIO()):
+        return pool.run(
+            worker.train,
+            cell.ranks,
+            timeout=timeout,
+            line=dataclasses.asdict(cell),
+            folder=folder,
+            first_step=first_step,
+            load=first_step > 0,
+            seed=seed,
+        )
+
+
+def refused_early(cell: Cell) -> str:
+    """What ``ds_check`` says against the config; empty: nothing."""
+    import deepspeed
+
+    logging.disable(logging.WARNING)
+    try:
+        report = deepspeed.check_config(config_of(cell), world_size=cell.ranks)
+    finally:
+        logging.disable(logging.NOTSET)
+    return "; ".join(str(problem) for problem in report.errors)
+
+
+MODEL_DECIDES = ("TransformRefusedError", "torch.optim.AdamW", "layer", "module", "parameter")
+"""Words of refusals that depend on more than the config: on the model, or on an optimizer that a script passes."""
+
+
+def _refusal(text: str) -> str:
+    found = re.search(r"worker\.Refused: (.*)", text)
+    return found.group(1).strip() if found else ""
+
+
+def decided_by_config(refusal: str) -> bool:
+    return not any(word in refusal for word in MODEL_DECIDES)
+
+
+def last_line(text: str) -> str:
+    """The error of a rank's traceback."""
+    for line in text.splitlines():
+        stripped = line.partition("] ")[2]
+        if stripped and not stripped.startswith((" ", "Traceback", "--", "During", "The above")):
+            return stripped[:300]
+    return text[-300:]
+
+
+# ----------------------------------------------------------------------------------------------- comparing
+
+
+def compare(
+    cell: Cell, runs: list[Cell], phases: list[list[Seen]], expected: Expected, folder: str
+) -> tuple[str, str, str]:
+    """The outcome ``equal``, or ``wrong`` with the first difference."""
+    allowed = tolerance(cell)
+    for found in (
+        *_losses(runs, phases, expected, allowed),
+        *_weights(cell, phases[-1], expected, allowed),
+        *_export(cell, folder, expected, allowed),
+    ):
+        return "wrong", found, ""
+    return "equal", "", ""
+
+
+def _losses(runs: list[Cell], phases: list[list[Seen]], expected: Expected, allowed: Tolerance) -> Any:
+    evaluations = iter(expected.evaluations)
+    for phase, (cell, seen) in enumerate(zip(runs, phases, strict=True)):
+        for at in range(STEPS):
+            step = phase * STEPS + at
+            for rank, each in enumerate(seen):
+                wanted = expected.losses[step]
+                if cell.axis("pp") > 1:
+                    every = [loss for replica in wanted for loss in replica]
+                    whole = [sum(every) / len(every)]
+                else:
+                    whole = wanted[each.replica]
+                for micro, (ours, theirs) in enumerate(zip(each.losses[at], whole, strict=True)):
+                    if not abs(ours - theirs) <= allowed.loss * max(abs(theirs), 0.1):
+                        yield f"loss of step {step}, micro-batch {micro}, rank {rank}: {ours:.7g}, not {theirs:.7g}"
+                ours, theirs = each.norms[at], expected.norms[step]
+                if not abs(ours - theirs) <= allowed.norm * theirs:
+                    yield f"norm of step {step}, rank {rank}: {ours:.7g}, not {theirs:.7g}"
+        if cell.evaluate:
+            wanted = next(evaluations)
+            for rank, each in enumerate(seen):
+                theirs = sum(wanted) / len(wanted) if cell.axis("pp") > 1 else wanted[each.replica]
+                if not abs(each.evaluations[0] - theirs) <= allowed.loss * max(abs(theirs), 0.1):
+                    yield f"evaluation, rank {rank}: {each.evaluations[0]:.7g}, not {theirs:.7g}"
+
+
+def _far(ours: torch.Tensor, name: str, expected: Expected, allowed: Tolerance) -> str:
+    wanted, start = expected.weights[name], expected.start[name]
+    if ours.shape != wanted.shape:
+        return f"has shape {tuple(ours.shape)}, not {tuple(wanted.shape)}"
+    difference, moved = float((ours.float() - wanted).norm()), float((wanted - start).norm())
+    if not difference <= allowed.moved * moved + allowed.rounding * float(wanted.norm()) + 1e-7:
+        return f"is {difference:.2e} away, of {moved:.2e} moved"
+    return ""
+
+
+def _weights(cell: Cell, seen: list[Seen], expected: Expected, allowed: Tolerance) -> Any:
+    rounding = {"bf16": 2**-8, "bf16 masters": 2**-6, "fp16": 2**-10}.get(cell.precision, allowed.rounding)
+    live = dataclasses.replace(allowed, rounding=max(rounding, allowed.rounding))
+    for rank, each in enumerate(seen):
+        for name, ours in each.weights.items():
+            if far := _far(ours, renamed(cell, name), expected, live):
+                yield f"{name} on rank {rank} {far}"
+
+
+def _export(cell: Cell, folder: str, expected: Expected, allowed: Tolerance) -> Any:
+    from deepspeed.tools.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        whole = get_fp32_state_dict_from_zero_checkpoint(str(Path(folder, "saved")))
+    found = {renamed(cell, models.names(name)): value for name, value in whole.items()}
+    if missing := expected.weights.keys() - found.keys():
+        yield f"the export lacks {sorted(missing)[0]}"
+    for name, ours in found.items():
+        if name not in expected.weights:
+            if "tied" in cell.parameters:
+                continue
+            yield f"the export has {name}, which the model has not"
+        elif far := _far(ours, name, expected, allowed):
+            yield f"{name} of the export {far}"
+
+
+def renamed(cell: Cell, name: str) -> str:
+    """A tied pipeline's head is a norm of its own."""
+    return name

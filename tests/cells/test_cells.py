@@ -1,0 +1,180 @@
+"""Combinations of features against plain PyTorch: a fixed choice of cells, and the tester itself."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import deepspeed
+from tests.cells import draw, matrix, shrink
+from tests.cells.__main__ import rows_of
+from tests.cells.cell import CHOICES, Cell, config_of, parse, why_not
+from tests.cells.models import WIDTH, Language, PlainMixture
+from tests.cells.oracle import Alone, expected_of
+from tests.cells.run import OUTCOMES, compare, layouts, run_cell
+from tests.cells.worker import Seen
+
+COUNT, SEED = 40, 2024
+DRAWN = list(itertools.islice(draw.cells(SEED), COUNT))
+
+
+@pytest.mark.parametrize("cell", DRAWN, ids=str)
+def test_a_cell_of_a_fixed_seed(cell: Cell) -> None:
+    result = run_cell(cell, SEED)
+    assert not result.is_fault, f"{result.outcome}: {result.what}\n{result.details}"
+
+
+FOUND = [
+    "accumulation=3 parameters=late backward=tensor",
+    "ranks=4 axes=pp+tp recompute=documented",
+    "ranks=4 axes=tp+sp",
+    "ranks=4 axes=tp+sp stage=3 recompute=partitioned clip=true resume=dp",
+    "ranks=2 wire=int8 resume=stage",
+    "model=moe ranks=4 axes=pp+ep stage=2 shards=mics",
+]
+"""Cells that failed once, made small."""
+
+
+@pytest.mark.parametrize("line", FOUND)
+def test_a_cell_that_failed_once(line: str) -> None:
+    result = run_cell(parse(line))
+    assert result.outcome == "equal", f"{result.what}\n{result.details}"
+
+
+def test_a_cell_is_one_line() -> None:
+    assert str(Cell()) == "plain" and parse("plain") == Cell()
+    for cell in DRAWN:
+        assert parse(str(cell)) == cell
+    assert parse('{"ranks": 2, "axes": "tp"}') == Cell(ranks=2, axes="tp")
+    with pytest.raises(ValueError, match="'rank' is no feature"):
+        parse("rank=2")
+    with pytest.raises(ValueError, match="stage=4 is not known: use one of 0, 1, 2, 3"):
+        parse("stage=4")
+
+
+def test_every_feature_is_in_some_pair() -> None:
+    assert {feature for pair in draw.pairs() for feature in pair} == set(draw.features())
+    assert all(getattr(Cell(), name) == values[0] for name, values in CHOICES.items())
+
+
+def test_what_is_drawn() -> None:
+    again = list(itertools.islice(draw.cells(SEED), COUNT))
+    assert again == DRAWN
+    assert list(itertools.islice(draw.cells(SEED + 1), COUNT)) != DRAWN
+    assert not any(why_not(cell) for cell in DRAWN)
+    assert sum(cell.ranks == 4 for cell in DRAWN) >= COUNT / 3
+
+
+def test_every_pair_has_its_turn() -> None:
+    drawn = itertools.islice(draw.cells(SEED), len(draw.pairs()))
+    had = {pair for cell in drawn for pair in itertools.combinations(cell.features().items(), 2)}
+    assert set(draw.pairs()) <= had
+
+
+def test_a_failing_cell_becomes_small() -> None:
+    """With an injected fault that takes two features and more than one rank."""
+
+    def fails(cell: Cell) -> bool:
+        return cell.tier == "nvme" and cell.clip and cell.ranks > 1
+
+    large = parse("ranks=4 axes=tp stage=3 tier=nvme optimizer=SGD accumulation=3 clip=true parameters=tied")
+    assert fails(large) and not why_not(large)
+    small = shrink.shrunk(large, fails)
+    assert str(small) == "ranks=2 stage=1 tier=nvme clip=true"
+    text = shrink.script(small, "weights are 1e-3 away")
+    assert len(text.splitlines()) < 40
+    compile(text, "script", "exec")
+    assert "tests.cells" not in text
+    moe = shrink.script(Cell(model="moe", ranks=2, axes="ep"), "crash")
+    compile(moe, "script", "exec")
+    assert len(moe.splitlines()) < 40
+
+
+def test_the_oracle_sees_all_ranks() -> None:
+    """Two replicas of one micro-batch are one replica of two, but for their order."""
+    wide, long = expected_of([Cell(ranks=2)]), Alone(Cell(accumulation=2))
+    source = iter([(0, 0), (1, 0), (0, 1), (1, 1), (0, 2), (1, 2)])
+    loss = long.loss
+    long.loss = lambda cell, replica, number: loss(cell, *next(source))  # type: ignore[method-assign]
+    for step in range(3):
+        long.step(step, Cell(accumulation=2))  # type: ignore[arg-type]
+    assert wide.norms == pytest.approx(long.expected.norms, rel=1e-5)
+    for name, param in long.named.items():
+        torch.testing.assert_close(wide.weights[name], param.detach(), rtol=1e-5, atol=1e-6)
+
+
+def test_the_oracle_s_mixture() -> None:
+    """Token by token."""
+    torch.manual_seed(0)
+    layer, x = PlainMixture(), torch.randn(2, 3, WIDTH)
+    output, balance, _ = layer(x)
+    chances = torch.softmax(x.reshape(6, -1) @ layer.deepspeed_moe.gate.wg.weight.T, 1)  # type: ignore[union-attr]
+    for token, chance, found in zip(x.reshape(6, -1), chances, output.reshape(6, -1), strict=True):
+        (p, q), (first, second) = chance.topk(2)
+        experts = layer.deepspeed_moe.experts.deepspeed_experts  # type: ignore[union-attr]
+        wanted = (p * experts[first](token) + q * experts[second](token)) / (p + q)  # type: ignore[index]
+        torch.testing.assert_close(found, wanted)
+    counts = torch.bincount(chances.argmax(1), minlength=4) / 6
+    torch.testing.assert_close(balance, 4 * (counts * chances.mean(0)).sum())
+
+
+@pytest.mark.parametrize("what", ["loss", "norm", "weight", "nothing"])
+def test_what_is_wrong_is_found(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    cell, expected = Cell(), expected_of([Cell()])
+    weights = {name: value.clone() for name, value in expected.weights.items()}
+    losses, norms = [[each[0][0]] for each in expected.losses], list(expected.norms)
+    name = "layers.1.feed.up.weight"
+    if what == "loss":
+        losses[2][0] += 1e-3
+    if what == "norm":
+        norms[1] *= 1.01
+    if what == "weight":
+        weights[name] += 0.1 * (weights[name] - expected.start[name])
+    monkeypatch.setattr("tests.cells.run._export", lambda *_: ())
+    seen = Seen(losses=losses, norms=norms, weights=weights)
+    outcome, found, _ = compare(cell, [cell], [[seen]], expected, "")
+    wanted = {"loss": "loss of step 2", "norm": "norm of step 1", "weight": name, "nothing": ""}[what]
+    assert outcome == ("equal" if what == "nothing" else "wrong") and found.startswith(wanted)
+
+
+def test_a_resumed_run_has_two_layouts() -> None:
+    assert layouts(Cell(ranks=4, stage=1, resume="stage"))[1].stage == 3
+    assert layouts(Cell(ranks=4, resume="ranks"))[1].ranks == 2
+    first, second = layouts(parse("ranks=2 axes=tp stage=1 recompute=partitioned resume=dp"))
+    assert (first.recompute, second.axes, second.recompute) == ("partitioned", "dp", "no")
+
+
+def test_refusals_name_a_key() -> None:
+    """All that ``check_config`` refuses of the drawn cells names key and remedy; nothing else is refused late."""
+    for cell in draw_some(400):
+        for problem in deepspeed.check_config(config_of(cell), world_size=cell.ranks).errors:
+            assert problem.key and len(str(problem)) > len(problem.key) + 20, str(problem)
+
+
+def draw_some(count: int) -> list[Cell]:
+    return list(itertools.islice(draw.cells(5), count))
+
+
+def test_the_page(tmp_path: Path) -> None:
+    file = tmp_path / "seed_1.jsonl"
+    rows = [
+        {"cell": "ranks=2 stage=2 clip=true", "outcome": "equal", "what": "", "seed": 1},
+        {"cell": "ranks=4 axes=pp+tp stage=2", "outcome": "refused", "what": "a: b", "seed": 1},
+    ]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"cell": "cut')
+    assert list(rows_of(file)) == rows
+    results = matrix.gathered(rows_of(file))
+    assert results.squares["stage 2", "clip"].equal == 1
+    assert results.squares["axes tp", "stage 2"].refused == results.squares["axes pp", "stage 2"].refused == 1
+    text = matrix.page(results)
+    assert "50.0% are equal" in text and "| 1 | a: b | `ranks=4 axes=pp+tp stage=2` |" in text
+    assert set(results.outcomes) <= set(OUTCOMES)
+
+
+def test_the_model_of_a_cell_is_the_oracle_s() -> None:
+    for cell in draw_some(20):
+        assert set(dict(Language(cell).named_parameters())) == set(Alone(cell).named)

@@ -1,0 +1,302 @@
+"""What a rank does with a cell: builds its model, trains, and says what it saw."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.utils.checkpoint
+from torch import Tensor, nn
+
+from tests.cells import models
+from tests.cells.cell import DECAY, EPS, RATE, STEPS, Cell, config_of
+from tests.cells.oracle import balances
+
+
+@dataclass
+class Seen:
+    """Of one rank. ``losses`` by step, then micro-batch (a pipeline: the mean of a step); ``weights`` whole, by the
+    oracle's names."""
+
+    replica: int = 0
+    losses: list[list[float]] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    evaluations: list[float] = field(default_factory=list)
+    weights: dict[str, Tensor] = field(default_factory=dict)
+
+
+class Refused(Exception):
+    """The error of ``initialize``: its kind and its text."""
+
+
+def train(line: dict[str, Any], folder: str, first_step: int = 0, load: bool = False, seed: int = 0) -> Seen:
+    """Trains the cell on this rank, from ``first_step`` on, and saves to ``folder``. Collective."""
+    import deepspeed
+    from deepspeed.config.problems import DeepSpeedConfigError
+    from deepspeed.transforms.errors import TransformRefusedError
+
+    cell, seen = Cell(**line), Seen()
+    try:
+        module = build(cell)
+        engine = deepspeed.initialize(**arguments(cell, module, folder))[0]
+    except (DeepSpeedConfigError, TransformRefusedError, NotImplementedError) as error:
+        # Raised again, as other ranks may go on and would wait for this one.
+        raise Refused(f"{type(error).__name__}: {' '.join(str(error).split())}") from None
+    seen.replica = replica_of(cell)
+    runner = Pipeline(cell, engine, seen, seed) if cell.axis("pp") > 1 else Plain(cell, engine, seen, seed)
+    if load:
+        path, _ = engine.load_checkpoint(f"{folder}/saved")
+        assert path is not None, "the checkpoint was not found"
+        runner.micro = sum(cell.accumulation_at(step) for step in range(first_step))
+    for step in range(first_step, first_step + STEPS):
+        runner.step(step)
+        seen.norms.append(float(engine.get_global_grad_norm()))
+    if cell.evaluate:
+        runner.evaluate()
+    engine.save_checkpoint(f"{folder}/saved")
+    seen.weights = live_weights(cell, engine)
+    engine.destroy()
+    return seen
+
+
+def live_weights(cell: Cell, engine: Any) -> dict[str, Tensor]:
+    """Whole weights as the module computes with them. Collective."""
+    found: dict[str, Tensor] = {}
+    for name, param in engine.module.named_parameters():
+        whole = engine.whole_tensor(param)
+        if "deepspeed_experts" not in name:  # a rank has some, numbered from 0
+            found[models.names(name)] = whole.detach().float().clone()
+    return found
+
+
+def replica_of(cell: Cell) -> int:
+    """Which stream of data this rank reads. Pipelines are outermost, then data, sequences, layers."""
+    rank = dist.get_rank() % (cell.ranks // cell.axis("pp"))
+    return rank // (cell.axis("tp") * cell.axis("sp"))
+
+
+# ------------------------------------------------------------------------------------------------- building
+
+
+def build(cell: Cell) -> nn.Module:
+    """The module for ``initialize``, with the oracle's weights."""
+    kit = models.Kit(attend=attention(cell), mixture=mixtures(cell), recompute=recompute(cell))
+    if cell.axis("pp") > 1:
+        module = pipeline(cell, kit)
+    else:
+        module = models.Language(cell, kit)
+    named = {models.names(name): param for name, param in module.named_parameters()}
+    fill(cell, module)
+    models.freeze(cell, named)
+    return module
+
+
+@torch.no_grad()
+def fill(cell: Cell, module: nn.Module) -> None:
+    local = models.EXPERTS // cell.axis("ep")
+    apart = cell.ranks // cell.axis("pp")
+    neighbours = cell.axis("tp")
+    share = dist.get_rank() % apart // neighbours % cell.axis("ep")
+    for name, param in module.named_parameters():
+        known = models.names(name)
+        if "deepspeed_experts." in known:
+            before, _, after = known.partition("deepspeed_experts.")
+            number, _, rest = after.partition(".")
+            known = f"{before}deepspeed_experts.{int(number) + share * local}.{rest}"
+        param.copy_(models.whole_value(known, param.shape))
+
+
+def attention(cell: Cell) -> Callable[[], nn.Module] | None:
+    if cell.axis("sp") == 1:
+        return None
+    from deepspeed.parallel.sequence.layer import DistributedAttention
+
+    group = sequence_group(cell)
+
+    return lambda: DistributedAttention(models.attend, group, scatter_idx=2, gather_idx=1)
+
+
+def sequence_group(cell: Cell) -> Any:
+    """The ranks of this rank's sequence: neighbours, or with layers in common every second one. Collective."""
+    from deepspeed.parallel.sequence.hf import parallel_state_sp
+
+    if cell.axis("tp") == 1:
+        parallel_state_sp.initialize_sequence_parallel(2)
+        return parallel_state_sp.get_sequence_parallel_group()
+    groups = [dist.new_group([first, first + 2]) for first in range(2)]
+    return groups[dist.get_rank() % 2]
+
+
+def mixtures(cell: Cell) -> Callable[[int], nn.Module] | None:
+    if cell.model != "moe":
+        return None
+    from deepspeed.parallel.expert.layer import MoE
+
+    return lambda number: MoE(
+        models.WIDTH,
+        models.expert(),
+        models.EXPERTS,
+        cell.axis("ep"),
+        k=2,
+        drop_tokens=False,
+        top2_2nd_expert_sampling=False,
+        use_rts=False,
+    )
+
+
+def recompute(cell: Cell) -> models.Recompute | None:
+    import deepspeed
+
+    return {
+        "no": None,
+        "torch": functools.partial(torch.utils.checkpoint.checkpoint, use_reentrant=False),
+        "reentrant": functools.partial(torch.utils.checkpoint.checkpoint, use_reentrant=True),
+        "documented": deepspeed.checkpointing.checkpoint,
+        "partitioned": deepspeed.checkpointing.checkpoint,
+    }[cell.recompute]
+
+
+def pipeline(cell: Cell, kit: models.Kit) -> nn.Module:
+    from deepspeed.parallel.pipeline import LayerSpec, PipelineModule, TiedLayerSpec
+
+    blocks = [LayerSpec(models.Flat, number, cell.model, kit) for number in range(2)]
+    if cell.parameters == "tied":
+        first: Any = TiedLayerSpec("embed", models.Embed)
+        last: list[Any] = [
+            LayerSpec(TiedHeadNorm),
+            TiedLayerSpec("embed", models.Embed, forward_fn=lambda embed, x: x @ embed.weight.T),
+        ]
+    else:
+        first, last = LayerSpec(models.Embed), [LayerSpec(models.Head)]
+    example = torch.zeros(2, models.LENGTH, dtype=torch.int64)
+    return PipelineModule(
+        [first, *blocks, *last],
+        num_stages=2,
+        loss_fn=pipeline_loss(cell),
+        partition_method="uniform",
+        profile_input=example,
+        activation_checkpoint_interval=0 if cell.recompute == "no" else 1,
+        **({"activation_checkpoint_func": recompute(cell)} if cell.recompute != "no" else {}),
+    )
+
+
+class TiedHeadNorm(nn.Module):
+    """The head's norm, named as in a ``Head``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(models.WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x)
+
+
+def pipeline_loss(cell: Cell) -> Callable[[Tensor, Tensor], Tensor]:
+    return functools.partial(shared_loss, cell)
+
+
+def shared_loss(cell: Cell, logits: Tensor, labels: Tensor) -> Tensor:
+    """The mean over the tokens of all ranks of a sequence."""
+    loss = models.mean_loss(logits, labels)
+    if cell.axis("sp") == 1:
+        return loss
+    from deepspeed.comm import documented_groups
+    from deepspeed.parallel.sequence.hf.loss import token_mean
+
+    return token_mean(loss, (labels != -100).sum(), documented_groups._get_sequence_parallel_group())
+
+
+def arguments(cell: Cell, module: nn.Module, folder: str) -> dict[str, Any]:
+    given: dict[str, Any] = {"model": module, "config": config_of(cell, folder)}
+    if cell.optimizer == "client":
+        params = [param for param in module.parameters() if param.requires_grad or cell.parameters == "late"]
+        given["optimizer"] = torch.optim.AdamW(
+            params or [{"params": []}], lr=RATE, eps=EPS, weight_decay=DECAY
+        )
+    return given
+
+
+# ------------------------------------------------------------------------------------------------- training
+
+
+class Plain:
+    """Forward, backward and step, as a script writes them."""
+
+    def __init__(self, cell: Cell, engine: Any, seen: Seen, seed: int) -> None:
+        self.cell, self.engine, self.seen, self.seed = cell, engine, seen, seed
+        self.micro = 0
+
+    def own(self, number: int) -> tuple[Tensor, Tensor]:
+        """This rank's part of a micro-batch."""
+        both = models.tokens(self.cell, self.seen.replica, number, self.seed)
+        if self.cell.axis("sp") == 1:
+            return both
+        rank = dist.get_rank() // self.cell.axis("tp") % 2
+        inputs, labels = (each.chunk(2, 1)[rank].contiguous() for each in both)
+        return inputs, labels
+
+    def loss(self, number: int) -> Tensor:
+        inputs, labels = self.own(number)
+        if self.cell.parameters == "unused somewhere":
+            self.engine.module.with_sometimes = models.uses_sometimes(self.seen.replica, number)
+        if self.cell.axis("sp") == 1:
+            return self.engine(inputs, labels)
+        return shared_loss(self.cell, self.engine(inputs), labels)
+
+    def step(self, step: int) -> None:
+        engine, count = self.engine, self.cell.accumulation_at(step)
+        if engine.gradient_accumulation_steps() != count:
+            engine.set_train_batch_size(
+                count * engine.train_micro_batch_size_per_gpu() * engine.dp_world_size
+            )
+        if self.cell.parameters == "late":
+            models.freeze(self.cell, dict(engine.module.named_parameters()), step)
+        self.seen.losses.append([])
+        for number in range(self.micro, self.micro + count):
+            last = number == self.micro + count - 1
+            with (
+                engine.no_sync() if self.cell.backward == "no_sync" and not last else contextlib.nullcontext()
+            ):
+                loss = self.loss(number)
+                self.seen.losses[-1].append(float(loss))
+                self.backward(loss + models.BALANCE * engine.module.balance if balances(self.cell) else loss)
+            engine.step()
+        self.micro += count
+
+    def backward(self, loss: Tensor) -> None:
+        if self.cell.backward == "tensor":
+            self.engine.scale(loss).backward()
+        else:
+            self.engine.backward(loss)
+
+    @torch.no_grad()
+    def evaluate(self) -> None:
+        self.engine.eval()
+        self.seen.evaluations.append(float(self.loss(900)))
+        self.engine.train()
+
+
+class Pipeline(Plain):
+    """Whole batches."""
+
+    def batches(self, first: int) -> Iterator[tuple[Tensor, Tensor]]:
+        while True:
+            yield self.own(first)
+            first += 1
+
+    def step(self, step: int) -> None:
+        engine, count = self.engine, self.cell.accumulation_at(step)
+        if engine.gradient_accumulation_steps() != count:
+            engine.set_train_batch_size(
+                count * engine.train_micro_batch_size_per_gpu() * engine.dp_world_size
+            )
+        self.seen.losses.append([float(engine.train_batch(self.batches(self.micro)))])
+        self.micro += count
+
+    def evaluate(self) -> None:
+        self.seen.evaluations.append(float(self.engine.eval_batch(self.batches(900), num_micro_batches=1)))
