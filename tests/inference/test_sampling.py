@@ -106,8 +106,13 @@ def test_biases_and_masks() -> None:
 class Countdown:
     """Allows the token one below the last, from ``start`` on."""
 
-    def __init__(self, constraint: Constraint, size: int) -> None:
-        self.next, self.size = int(constraint.text), size
+    def __init__(self, start: int = 0, size: int = 0) -> None:
+        self.next, self.size = start, size
+
+    def check(self, constraint: Constraint, size: int) -> None: ...
+
+    def __call__(self, constraint: Constraint, size: int) -> Countdown:
+        return Countdown(int(constraint.text), size)
 
     def allowed(self) -> torch.Tensor:
         return torch.arange(self.size) == self.next
@@ -118,7 +123,7 @@ class Countdown:
 
 
 def test_constraints_follow_their_requests() -> None:
-    sampler = Sampler(matcher_of=Countdown)
+    sampler = Sampler(matcher_of=Countdown())
     params = [SamplingParams(constraint=Constraint("regex", start)) for start in ("5", "7")]
     requests = [Request(id, [1], each) for id, each in enumerate(params)]
     for _ in range(4):
@@ -142,6 +147,18 @@ def test_draws_follow_the_probabilities_and_only_the_seed() -> None:
         for s in range(20)
     ]
     assert alone == among and len(set(alone)) > 1
+
+
+def test_what_is_excluded_follows_if_nothing_else_may() -> None:
+    """A draw from nothing would be an error of the whole batch."""
+    sampler = Sampler(matcher_of=Countdown())
+    five = Constraint("regex", "5")
+    params = SamplingParams(
+        constraint=five, temperature=1.0, min_new_tokens=9, stop_token_ids=(5,), max_new_tokens=9
+    )
+    apart = SamplingParams(constraint=five, allowed_token_ids=(1, 2), bad_words=((5,),))
+    chosen = sampler.choose(logits(2, 9), [Request(0, [1], params), Request(1, [1], apart)])
+    assert chosen == {0: 5, 1: 5}
 
 
 def test_logprobs_are_those_of_the_model() -> None:

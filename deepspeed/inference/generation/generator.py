@@ -200,10 +200,13 @@ class Generator:
                 raise ValueError(
                     f"request {request.id}: token {wrong[0]} of {of} is not one of the model's, 0 to {size - 1}"
                 )
-        if request.params.constraint is not None and self.matcher_of is None:
+        constraint = request.params.constraint
+        if constraint is not None and self.matcher_of is None:
             raise ValueError(
                 f"request {request.id}: a constraint needs matcher_of, which this generator was made without"
             )
+        if constraint is not None:
+            self.matcher_of.check(constraint, size)  # type: ignore[union-attr]
         self.runner.rotations.check_growth(len(request.prompt), request.limit - 1)
         return request
 

@@ -15,10 +15,14 @@ import torch
 from torch import Tensor
 
 from deepspeed.base.extras import install_hint
+from deepspeed.base.logging import logger
 from deepspeed.inference.scheduling.requests import Constraint
 
 _MOST_CHARACTERS = 100_000
 """Of a grammar: llguidance is quick, but grows with it."""
+
+_CHECKED = 64
+"""Constraints whose check is remembered: a server asks twice, and clients repeat theirs."""
 
 
 class Grammars:
@@ -33,21 +37,27 @@ class Grammars:
         self._tokenizer = getattr(tokenizer, "backend_tokenizer", tokenizer)
         self._stops = list(stop_token_ids)
         self._made: dict[int, Any] = {}  # by the size of the vocabulary
+        self._right: dict[tuple[Constraint, int], None] = {}  # the last that were checked
         self._lock = threading.Lock()
 
     def check(self, constraint: Constraint, size: int) -> None:
         """ValueError: the constraint is no grammar, or the tokenizer cannot follow one."""
+        if (constraint, size) in self._right:
+            return
         if len(constraint.text) > _MOST_CHARACTERS:
             raise ValueError(f"a grammar has at most {_MOST_CHARACTERS:,} characters")
         told = _library().LLMatcher.validate_grammar(_grammar(constraint), self._tokens(size))
         if told and not told.startswith("WARNING"):
             raise ValueError(f"{constraint.kind}: {told}")
+        with self._lock:
+            self._right[constraint, size] = None
+            if len(self._right) > _CHECKED:
+                self._right.pop(next(iter(self._right)))
 
     def __call__(self, constraint: Constraint, size: int) -> GrammarMatcher:
         """Return a matcher at the beginning of ``constraint`` over a vocabulary of ``size`` tokens."""
-        return GrammarMatcher(
-            _library().LLMatcher(self._tokens(size), _grammar(constraint), log_level=0), size
-        )
+        matcher = _library().LLMatcher(self._tokens(size), _grammar(constraint), log_level=0)
+        return GrammarMatcher(matcher, size, self._stops)
 
     def _tokens(self, size: int) -> Any:
         with self._lock:
@@ -64,29 +74,39 @@ class Grammars:
 
 
 class GrammarMatcher:
-    """Progress of one answer through its grammar. Once nothing but an end may follow, only stop tokens are allowed."""
+    """Progress of one answer through its grammar. Once nothing but an end may follow, or the grammar has become too
+    complex to go on, only ``stops`` are allowed: one request must not stop the others."""
 
-    def __init__(self, matcher: Any, size: int) -> None:
+    def __init__(self, matcher: Any, size: int, stops: Sequence[int]) -> None:
         self._matcher = matcher
         self._size = size
+        self._stops = list(stops)
+        self._warned = False
         self._words = torch.zeros((size + 31) // 32, dtype=torch.int32)
 
     def allowed(self) -> Tensor:
-        """Return which tokens may follow, bool [vocabulary]. ValueError: the grammar has become too complex."""
+        """Return which tokens may follow, bool [vocabulary]."""
         self._matcher.unsafe_compute_mask_ptr(self._words.data_ptr(), self._words.nbytes)
-        self._check()
         bits = self._words[:, None] >> torch.arange(32, dtype=torch.int32) & 1
-        return bits.flatten()[: self._size].bool()
+        found = bits.flatten()[: self._size].bool()
+        return self._end() if self._is_lost() or not bool(found.any()) else found
 
     def advance(self, token: int) -> None:
         """Take the token that was chosen."""
         if not self._matcher.is_stopped():
             self._matcher.consume_token(token)
-            self._check()
 
-    def _check(self) -> None:
-        if self._matcher.is_error():
-            raise ValueError(f"the grammar cannot be followed further: {self._matcher.get_error()}")
+    def _is_lost(self) -> bool:
+        lost = self._matcher.is_error()
+        if lost and not self._warned:
+            self._warned = True
+            logger.warning(f"inference: an answer ends where its grammar fails: {self._matcher.get_error()}")
+        return lost
+
+    def _end(self) -> Tensor:
+        found = torch.full((self._size,), not self._stops)
+        found[self._stops] = True
+        return found
 
 
 def _grammar(constraint: Constraint) -> str:

@@ -7,7 +7,7 @@ presence and frequency penalties follow OpenAI's formula, biases come before mas
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import torch
@@ -31,8 +31,16 @@ class Matcher(Protocol):
         ...
 
 
-MatcherFactory = Callable[[Constraint, int], Matcher]
-"""(constraint, size of the vocabulary) -> a matcher at its beginning."""
+class MatcherFactory(Protocol):
+    """Makes matchers, over a vocabulary of ``size`` tokens."""
+
+    def check(self, constraint: Constraint, size: int) -> None:
+        """ValueError: no answer can follow ``constraint``."""
+        ...
+
+    def __call__(self, constraint: Constraint, size: int) -> Matcher:
+        """Return a matcher at the beginning of ``constraint``."""
+        ...
 
 
 class _History:
@@ -101,8 +109,13 @@ class LogitsProcessor:
         _exclude(scores, ((row, _forbidden(each)) for row, each in enumerate(requests)))
         for row, request in enumerate(requests):
             allowed = self._allowed(request, scores)
-            if allowed is not None:
-                scores[row].masked_fill_(~allowed, -torch.inf)
+            if allowed is None:
+                continue
+            scores[row].masked_fill_(~allowed, -torch.inf)
+            if not bool(
+                (scores[row] > -torch.inf).any()
+            ):  # what is excluded is all that may follow: it follows
+                scores[row] = logits[row].float().masked_fill(~allowed, -torch.inf)
         return scores
 
     def _penalise(self, scores: Tensor, requests: Sequence[Request]) -> None:
@@ -139,7 +152,8 @@ class LogitsProcessor:
                 assert self._matcher_of is not None, "Generator.check refuses constraints without matchers"
                 match = self._matches[request.id] = _Match(self._matcher_of(params.constraint, size))
             of_constraint = match.allowed(request).to(scores.device)
-            allowed = of_constraint if allowed is None else allowed & of_constraint
+            both = of_constraint if allowed is None else allowed & of_constraint
+            allowed = both if bool(both.any()) else of_constraint
         return allowed
 
 
