@@ -17,6 +17,8 @@ from deepspeed.base.tool_arguments import ends_quietly
 from deepspeed.base.transformers_models import why_not_loaded
 from deepspeed.inference.entry import init_inference
 from deepspeed.inference.generation.generator import Generator
+from deepspeed.inference.generation.grammars import Grammars
+from deepspeed.inference.model.facts import ModelFacts
 from deepspeed.inference.serving.commands import Alone, Among
 from deepspeed.inference.serving.service import Service
 from deepspeed.inference.serving.tokenizers import HuggingFaceTokenizer
@@ -126,7 +128,8 @@ def build(args: argparse.Namespace) -> tuple[Service, HuggingFaceTokenizer, Gene
 
     model: Any = AutoModelForCausalLM.from_pretrained(args.model)
     engine = init_inference(model, dtype=args.dtype, tensor_parallel={"tp_size": args.tp_size})
-    group = engine.mp_group
+    group, known = engine.mp_group, AutoTokenizer.from_pretrained(args.model)
+    facts = ModelFacts.of(engine.module)
     generator = Generator(
         engine.module,
         token_budget=args.token_budget,
@@ -136,12 +139,11 @@ def build(args: argparse.Namespace) -> tuple[Service, HuggingFaceTokenizer, Gene
         cache_bytes=None if args.cache_gb is None else int(args.cache_gb * 2**30),
         seed=int(torch.randint(2**31, ())) if group is None else 0,
         group=group,
+        matcher_of=Grammars(known, facts.stop_token_ids),
     )
     announcer = Alone() if group is None else Among(group, generator.runner.facts.device)
     service = Service(generator, max_requests=args.max_requests, announcer=announcer)
-    tokenizer = HuggingFaceTokenizer(
-        AutoTokenizer.from_pretrained(args.model), max_tokens=generator.scheduler.max_length
-    )
+    tokenizer = HuggingFaceTokenizer(known, max_tokens=generator.scheduler.max_length)
     return service, tokenizer, generator, group is None or group.rank == 0
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from deepspeed.inference.cache.blocks import BlockManager, BlockPool
 from deepspeed.inference.scheduling.requests import Request, SamplingParams, TokenLogprob
 from deepspeed.inference.scheduling.scheduler import Scheduler
+from deepspeed.inference.serving.tokenizers import BEGIN
 
 REPLY = "Grüße, wörld 🙂! "
 
@@ -21,10 +22,12 @@ class Bytes:
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
 
+    words = encode
+
     def decode(self, tokens: list[int]) -> str:
         return bytes(tokens).decode(errors="replace")
 
-    def chat(self, messages: Sequence[dict[str, Any]]) -> list[int]:
+    def chat(self, messages: Sequence[dict[str, Any]], arguments: Mapping[str, Any] = BEGIN) -> list[int]:
         return self.encode("".join(f"<{each['role']}>{each['content']}" for each in messages))
 
 
@@ -67,7 +70,11 @@ class Parrot:
         tokens = {}
         for chunk in chunks:
             request = chunk.request
-            if chunk.is_last:
+            if chunk.is_last and request.computes_prompt:
+                request.prompt_logprobs = [
+                    TokenLogprob(token, self.logprob / 2) for token in request.prompt[1:]
+                ]
+            if chunk.is_last and request.params.max_new_tokens:
                 tokens[request.id] = reply[len(request.generated) % len(reply)]
                 if request.params.logprobs:
                     request.logprobs.append(TokenLogprob(tokens[request.id], self.logprob))

@@ -130,7 +130,15 @@ def test_several_prompts_and_sequences() -> None:
         status, found = running.post(body)
         assert status == 200
         assert [each["text"] for each in found["choices"]] == [p + reply(4) for p in ("a", "a", "bc", "bc")]
-        assert found["choices"][0]["logprobs"]["token_logprobs"] == [-0.5] * 4
+        told = found["choices"][2]["logprobs"]
+        assert (
+            told["token_logprobs"] == [None, -0.25] + [-0.5] * 4
+        )  # nothing predicts the prompt's first token
+        assert told["tokens"][:3] == ["b", "c", "G"] and told["text_offset"] == [0, 1, 2, 3, 4, 5]
+        only = running.post({**body, "max_tokens": 0})[1]
+        assert [each["text"] for each in only["choices"]] == ["a", "a", "bc", "bc"]
+        assert only["choices"][2]["logprobs"]["token_logprobs"] == [None, -0.25]
+        assert only["choices"][2]["finish_reason"] == "length" and only["usage"]["completion_tokens"] == 0
         status, text = running.post({**body, "stream": True})
         texts = dict.fromkeys(range(4), "")
         for part in events(text):
@@ -169,7 +177,7 @@ def test_refusals() -> None:
             ({"prompt": "a", "temperature": -1}, 400, "temperature"),
             ({"prompt": "a", "max_tokens": 5000}, 400, "room for 1023 tokens"),
             ({"prompt": "a" * 1500}, 400, "room for 0 tokens"),
-            ({"prompt": "a", "presence_penalty": 0.5}, 400, "presence_penalty"),
+            ({"prompt": "a", "presence_penalty": 2.5}, 400, "presence_penalty"),
             (
                 {"prompt": "a", "temperatur": 0.5},
                 400,
@@ -228,7 +236,12 @@ def test_logprobs() -> None:
     with server() as running:
         body: dict[str, Any] = {"prompt": "a", "max_tokens": 3, "logprobs": 0}
         told = running.post(body)[1]["choices"][0]["logprobs"]
-        assert told == {"tokens": ["G", "r", "\ufffd"], "token_logprobs": [-0.5] * 3, "top_logprobs": None}
+        assert told == {
+            "tokens": ["G", "r", "\ufffd"],
+            "token_logprobs": [-0.5] * 3,
+            "top_logprobs": None,
+            "text_offset": [0, 1, 2],
+        }
         body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3, "logprobs": True}
         _, found = running.post(body, "/v1/chat/completions")
         content = found["choices"][0]["logprobs"]["content"]
@@ -294,7 +307,7 @@ def test_what_nobody_should_send() -> None:
             (json.dumps({"prompt": "a", "stop": ["x"] * 17}).encode(), 400),
             (json.dumps({"prompt": "a", "stop": "x" * 1001}).encode(), 400),
             (json.dumps({"prompt": "a", "tool_choice": "required"}).encode(), 400),
-            (json.dumps({"prompt": "a", "guided_json": {}}).encode(), 400),
+            (json.dumps({"prompt": "a", "guided_json": 3}).encode(), 400),
             (json.dumps({"prompt": "a", "best_of": 3}).encode(), 400),
             (json.dumps({"prompt": ["a"] * 50_000}).encode(), 400),
             (json.dumps({"prompt": "a", "n": 128}).encode(), 400),

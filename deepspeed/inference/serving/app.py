@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import hmac
 import json
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -19,9 +20,18 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from deepspeed.inference.scheduling.requests import TokenLogprob
 from deepspeed.inference.serving import protocol
 from deepspeed.inference.serving.bodies import LONG
-from deepspeed.inference.serving.protocol import Answer, ChatRequest, Choice, CompletionRequest, RequestError
+from deepspeed.inference.serving.protocol import (
+    Answer,
+    ChatRequest,
+    Choice,
+    CompletionRequest,
+    RequestError,
+    TextLogprob,
+)
+from deepspeed.inference.serving.sampling_fields import sampling_of
 from deepspeed.inference.serving.service import BusyError, ClosedError, Service, Ticket, Update
 from deepspeed.inference.serving.text import TextStream
 from deepspeed.inference.serving.tokenizers import Tokenizer
@@ -212,7 +222,7 @@ class _Server:
 
     def _submitted(self, request: Any, loop: asyncio.AbstractEventLoop) -> _Begun:
         self.check_model(request.model or self.settings.model)
-        sequences = self._submit(self._choices(request), protocol.stops_of(request), loop)
+        sequences = self._submit(self._choices(request), request, loop)
         counted = bool((request.stream_options or {}).get("include_usage"))
         return _Begun(sequences, request.stream, counted, protocol.wants_logprobs(request))
 
@@ -220,17 +230,20 @@ class _Server:
         settings, made = self.settings, []
         if isinstance(request, ChatRequest):
             self._check_count(1, request.n)
-            prompts = iter([("", self.tokenizer.chat(protocol.messages_of(request)))])
+            arguments = protocol.template_of(request)
+            tokens = self.tokenizer.chat(protocol.messages_of(request), arguments)
+            prompts = iter([("", _cut(tokens, request.truncate_prompt_tokens))])
         else:
             given = protocol.prompts_of(request)
             self._check_count(len(given), request.n)
             # One by one: those after the first that does not fit are not tokenized.
-            prompts = (self._tokens(each, request.echo) for each in given)
+            prompts = (self._tokens(each, request) for each in given)
+        shared = sampling_of(request, self.tokenizer.words)
         for prefix, tokens in prompts:
             room = settings.max_length - len(tokens)
             for index in range(request.n):
                 params = protocol.params_of(
-                    request, index, room, settings.default_tokens, settings.stop_token_ids
+                    request, index, room, settings.default_tokens, settings.stop_token_ids, shared
                 )
                 made.append(Choice(len(made), tokens, params, prefix))
         return made
@@ -245,24 +258,33 @@ class _Server:
                 "n" if prompts <= most else "prompt",
             )
 
-    def _tokens(self, prompt: str | list[int], echo: bool) -> tuple[str, list[int]]:
-        tokens = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
-        if not tokens:
+    def _tokens(self, prompt: str | list[int], request: CompletionRequest) -> tuple[str, list[int]]:
+        """Return the text to repeat, and the tokens."""
+        whole = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+        if not whole:
             raise RequestError("the prompt is empty", "prompt")
-        text = prompt if isinstance(prompt, str) else self.tokenizer.decode(prompt) if echo else ""
-        return text if echo else "", tokens
+        tokens = _cut(whole, request.truncate_prompt_tokens)
+        if not request.echo:
+            return "", tokens
+        return prompt if isinstance(prompt, str) and tokens is whole else self.tokenizer.decode(
+            tokens
+        ), tokens
 
     def _submit(
-        self, choices: Sequence[Choice], stops: list[str], loop: asyncio.AbstractEventLoop
+        self, choices: Sequence[Choice], request: Any, loop: asyncio.AbstractEventLoop
     ) -> list[_Sequence]:
         """All or none."""
         self.service.check_room(len(choices))
-        made = []
+        made, stops = [], protocol.stops_of(request)
         try:
             for choice in choices:
                 before = choice.prompt[-_ECHOED:] if choice.prefix else ()
                 text = TextStream(
-                    self.tokenizer.decode, stops, specials=self.tokenizer.specials, before=before
+                    self.tokenizer.decode,
+                    stops,
+                    specials=self.tokenizer.specials,
+                    before=before,
+                    include_stop=request.include_stop_str_in_output,
                 )
                 made.append(_Sequence(self.service, choice, text, loop))
         except BaseException:
@@ -353,7 +375,8 @@ class _Sequence:
         self.choice = choice
         self.reason: str | None = None
         self.new_tokens = 0
-        self.logprobs: list[tuple[str, float]] = []
+        self.logprobs: list[TextLogprob] = []
+        self._offset = 0  # of the next token's text
         self._service = service
         self._text = text
         self._updates: asyncio.Queue[Update] = asyncio.Queue()
@@ -371,10 +394,12 @@ class _Sequence:
                 self.cancel(update.reason or "failed")
                 raise update.error
             text = ""
+            if update.prompt is not None:
+                self._note_prompt(update.prompt)
             if update.token is not None:
                 self.new_tokens += 1
                 if update.logprob is not None:
-                    self.logprobs.append((self._text.piece(update.token), update.logprob.value))
+                    self._note(update.logprob, self._text.piece)
                 stops = update.token in self.choice.params.stop_token_ids
                 text = "" if stops else self._text.add(update.token)
             if self._text.stopped:
@@ -387,10 +412,28 @@ class _Sequence:
             if text or self.reason is not None:
                 yield text, self.reason is not None
 
+    def _note(self, found: TokenLogprob, piece: Callable[[int], str]) -> None:
+        text = piece(found.token)
+        top = {piece(token): value for token, value in found.top}
+        if top:
+            top.setdefault(text, found.value)
+        self.logprobs.append(TextLogprob(text, found.value, top, self._offset))
+        self._offset += len(text)
+
+    def _note_prompt(self, found: Sequence[TokenLogprob]) -> None:
+        """Add those of a prompt that is repeated, whose first token nothing predicts."""
+        prompt = self.choice.prompt
+        first = self._text.text_of(prompt[:1])
+        self.logprobs.append(TextLogprob(first, None))
+        self._offset = len(first)
+        for place, each in enumerate(found, 1):
+            before = prompt[max(0, place - _ECHOED) : place]
+            self._note(each, functools.partial(self._text.text_of, before=before))
+
     async def read_all(self) -> str:
         return "".join([text async for text, _ in self.read()])
 
-    def take_logprobs(self) -> list[tuple[str, float]]:
+    def take_logprobs(self) -> list[TextLogprob]:
         """Those since the last call."""
         taken, self.logprobs = self.logprobs, []
         return taken
@@ -408,6 +451,11 @@ class _Begun:
     stream: bool
     counted: bool
     logprobs: bool
+
+
+def _cut(tokens: list[int], most: int | None) -> list[int]:
+    """Return the last ``most`` tokens."""
+    return tokens if most is None or len(tokens) <= most else tokens[-most:]
 
 
 class _TooLargeError(ValueError):

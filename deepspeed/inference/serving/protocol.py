@@ -14,6 +14,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SkipValidati
 from deepspeed.inference.scheduling.requests import SamplingParams
 from deepspeed.inference.serving.bodies import RequestError, fields_of, kind_of
 from deepspeed.inference.serving.fields import NAME_LENGTH, STREAM_OPTIONS, check_names
+from deepspeed.inference.serving.sampling_fields import stop_tokens_of
 
 _STOPS, _STOP_LENGTH = 16, 1000
 _COLDEST = 1e-5
@@ -25,12 +26,14 @@ _LEAST_LOGPROB = -9999.0
 _MESSAGE_LENGTH = 1000
 """Of an error, which may quote what a client sent."""
 
+MOST_LOGPROBS = 20
+"""Of the likeliest tokens at one place."""
+
 REASONS = {"stop": "stop", "length": "length"}
 
 
 class _Sampling(BaseModel):
-    """Fields of both kinds of request. ``top_k``, ``min_p``, ``repetition_penalty`` and ``min_tokens`` are beyond
-    OpenAI's.
+    """Fields of both kinds of request: OpenAI's, and those of vLLM's server that mean the same here.
 
     Lists are checked by the functions below, which end at the first error: pydantic would make one for each element
     and each type that it might have.
@@ -39,17 +42,31 @@ class _Sampling(BaseModel):
     model_config = ConfigDict(allow_inf_nan=False)
 
     model: str = ""
-    max_tokens: int | None = Field(default=None, ge=1)
+    max_tokens: int | None = Field(default=None, ge=0)
     min_tokens: int = Field(default=0, ge=0)
     temperature: float = Field(default=1.0, ge=0)
     top_p: float = Field(default=1.0, gt=0, le=1)
     top_k: Annotated[int, BeforeValidator(lambda value: 0 if value == -1 else value)] = Field(default=0, ge=0)
     min_p: float = Field(default=0.0, ge=0, le=1)
     repetition_penalty: float = Field(default=1.0, gt=0)
+    presence_penalty: float = Field(default=0.0, ge=-2, le=2)
+    frequency_penalty: float = Field(default=0.0, ge=-2, le=2)
+    logit_bias: SkipValidation[dict[str, float] | None] = None
+    allowed_token_ids: SkipValidation[list[int] | None] = None
+    bad_words: SkipValidation[list[str] | None] = None
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: SkipValidation[list[str] | None] = None
+    guided_grammar: Any = None
     n: int = Field(default=1, ge=1, le=128)
     best_of: int | None = None
     seed: int | None = None
     stop: SkipValidation[str | list[str] | None] = None
+    stop_token_ids: SkipValidation[list[int] | None] = None
+    include_stop_str_in_output: bool = False
+    truncate_prompt_tokens: int | None = Field(default=None, ge=1)
     stream: bool = False
     stream_options: dict[str, Any] | None = None
     ignore_eos: bool = False
@@ -59,7 +76,7 @@ class CompletionRequest(_Sampling):
     prompt: SkipValidation[str | list[str] | list[int] | list[list[int]]]
     echo: bool = False
     logprobs: Annotated[int | None, BeforeValidator(lambda value: None if value is False else value)] = Field(
-        default=None, ge=0, le=1
+        default=None, ge=0, le=MOST_LOGPROBS
     )
     add_special_tokens: Literal[True] = True
 
@@ -68,6 +85,10 @@ class ChatRequest(_Sampling):
     messages: SkipValidation[list[dict[str, Any]]]
     max_completion_tokens: int | None = Field(default=None, ge=1)
     logprobs: bool = False
+    top_logprobs: int = Field(default=0, ge=0, le=MOST_LOGPROBS)
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] | None = None
     add_special_tokens: Literal[False] = False
 
 
@@ -167,6 +188,30 @@ def wants_logprobs(request: _Sampling) -> bool:
     return asked is not None and asked is not False
 
 
+def top_logprobs_of(request: _Sampling) -> int:
+    """Return of how many of the likeliest tokens log-probabilities are asked for. RequestError: of some, but of no
+    chosen token."""
+    if isinstance(request, CompletionRequest):
+        return request.logprobs or 0
+    top: int = getattr(request, "top_logprobs", 0)
+    if top and not wants_logprobs(request):
+        raise RequestError("top_logprobs needs logprobs: true", "top_logprobs")
+    return top
+
+
+def template_of(request: ChatRequest) -> dict[str, Any]:
+    """Return the arguments of the chat template. RequestError: they contradict each other."""
+    goes_on = request.continue_final_message
+    if goes_on and request.add_generation_prompt and "add_generation_prompt" in request.model_fields_set:
+        raise RequestError(
+            "continue_final_message continues a message; add_generation_prompt begins one",
+            "continue_final_message",
+        )
+    own = {"add_generation_prompt": request.add_generation_prompt and not goes_on}
+    own |= {"continue_final_message": True} if goes_on else {}
+    return {**(request.chat_template_kwargs or {}), **own}
+
+
 def stops_of(request: _Sampling) -> list[str]:
     """RequestError: there are too many, one is too long or no text."""
     stop: Any = request.stop
@@ -180,17 +225,24 @@ def stops_of(request: _Sampling) -> list[str]:
 
 
 def params_of(
-    request: _Sampling, index: int, room: int, default: int, stop_token_ids: tuple[int, ...]
+    request: _Sampling,
+    index: int,
+    room: int,
+    default: int,
+    stop_token_ids: tuple[int, ...],
+    shared: Mapping[str, Any],
 ) -> SamplingParams:
     """Return the parameters of the sequence ``index`` of a prompt, after which ``room`` tokens fit; ``default`` if
-    the request does not say
-    how many. RequestError: more are asked for than fit."""
+    the request does not say how many; ``shared``: those of all sequences (`sampling_fields.py`). RequestError: more
+    are asked for than fit."""
     asked = getattr(request, "max_completion_tokens", None) or request.max_tokens
-    if room < 1 or (asked is not None and asked > room):
+    least = 1 if asked is None else asked
+    if room < least:
         raise RequestError(
-            f"the prompt leaves room for {max(0, room)} tokens, {asked or 1} are asked for", "max_tokens"
+            f"the prompt leaves room for {max(0, room)} tokens, {least} are asked for", "max_tokens"
         )
-    new = asked or min(default, room)
+    new = min(default, room) if asked is None else asked
+    logprobs = wants_logprobs(request)
     return SamplingParams(
         max_new_tokens=new,
         min_new_tokens=min(request.min_tokens, new),
@@ -199,10 +251,24 @@ def params_of(
         top_p=request.top_p,
         min_p=request.min_p,
         repetition_penalty=request.repetition_penalty,
-        stop_token_ids=() if request.ignore_eos else stop_token_ids,
+        stop_token_ids=(() if request.ignore_eos else stop_token_ids) + stop_tokens_of(request),
         seed=None if request.seed is None else request.seed + index,
-        logprobs=wants_logprobs(request),
+        logprobs=logprobs,
+        top_logprobs=top_logprobs_of(request),
+        prompt_logprobs=logprobs and getattr(request, "echo", False),
+        **shared,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class TextLogprob:
+    """Log-probability of a token with its text; ``value`` is None for a prompt's first token. ``top``: the likeliest
+    tokens, the chosen one included. ``offset``: of the text, in characters of the answer."""
+
+    text: str
+    value: float | None
+    top: Mapping[str, float] = field(default_factory=dict)
+    offset: int = 0
 
 
 @dataclass(slots=True)
@@ -227,7 +293,7 @@ class Answer:
         return made if usage is None else {**made, "usage": dict(usage)}
 
     def choice(
-        self, index: int, text: str, reason: str | None, logprobs: Sequence[tuple[str, float]] | None
+        self, index: int, text: str, reason: str | None, logprobs: Sequence[TextLogprob] | None
     ) -> dict[str, Any]:
         """Make a choice of a whole answer."""
         content: dict[str, Any] = {"text": text}
@@ -240,7 +306,7 @@ class Answer:
         index: int,
         text: str,
         reason: str | None,
-        logprobs: Sequence[tuple[str, float]] | None,
+        logprobs: Sequence[TextLogprob] | None,
         first: bool,
     ) -> dict[str, Any]:
         """Make a choice of one event of a stream."""
@@ -254,23 +320,32 @@ class Answer:
         prefix = "chatcmpl" if self.chat else "cmpl"
         return {"id": f"{prefix}-{self.id}", "object": name, "created": self.created, "model": self.model}
 
-    def _end(self, reason: str | None, logprobs: Sequence[tuple[str, float]] | None) -> dict[str, Any]:
+    def _end(self, reason: str | None, logprobs: Sequence[TextLogprob] | None) -> dict[str, Any]:
         told: Any = None
         if logprobs is not None and self.chat:
-            told = {"content": [_told(text, value) for text, value in logprobs], "refusal": None}
+            told = {"content": [_told(each) for each in logprobs], "refusal": None}
         elif logprobs is not None:
+            tops = [
+                each.top and {text: _finite(value) for text, value in each.top.items()} for each in logprobs
+            ]
             told = {
-                "tokens": [text for text, _ in logprobs],
-                "token_logprobs": [_finite(value) for _, value in logprobs],
-                "top_logprobs": None,
+                "tokens": [each.text for each in logprobs],
+                "token_logprobs": [None if each.value is None else _finite(each.value) for each in logprobs],
+                "top_logprobs": [top or None for top in tops] if any(tops) else None,
+                "text_offset": [each.offset for each in logprobs],
             }
         return {"logprobs": told, "finish_reason": reason}
 
 
-def _told(text: str, logprob: float) -> dict[str, Any]:
+def _told(entry: TextLogprob) -> dict[str, Any]:
+    top = [_entry(text, value) for text, value in entry.top.items()]
+    return {**_entry(entry.text, entry.value or 0.0), "top_logprobs": top}
+
+
+def _entry(text: str, logprob: float) -> dict[str, Any]:
     """``bytes`` is null where a token is no whole character: its text does not say which bytes it has."""
     whole = None if "\ufffd" in text else list(text.encode())
-    return {"token": text, "logprob": _finite(logprob), "bytes": whole, "top_logprobs": []}
+    return {"token": text, "logprob": _finite(logprob), "bytes": whole}
 
 
 def _finite(logprob: float) -> float:

@@ -15,6 +15,7 @@ class TextStream:
         decode: from tokens to text.
         stops: texts that end the result, and are not part of it.
         specials: the tokens that ``decode`` leaves out, and their texts, which a stop may contain.
+        include_stop: whether the text that ended the result is part of it.
         before: tokens that the text continues. Without them it begins as that of its first token does.
     """
 
@@ -25,8 +26,10 @@ class TextStream:
         *,
         specials: Mapping[int, str] | None = None,
         before: Sequence[int] = (),
+        include_stop: bool = False,
     ) -> None:
         self._decode = decode
+        self._include_stop = include_stop
         self._specials = specials or {}
         names = self._specials.values()
         # Stops with a special token in them are looked for where special tokens are seen, the others in the result.
@@ -56,8 +59,12 @@ class TextStream:
 
     def piece(self, token: int) -> str:
         """The text of one token alone, were it the next."""
-        before = self._tokens[: self._known]
-        return self._decode([*before, token])[len(self._decode(before)) :]
+        return self.text_of(token, self._tokens[: self._known])
+
+    def text_of(self, token: int | Sequence[int], before: Sequence[int] = ()) -> str:
+        """Return the text of one token, or of several, behind ``before``, wherever this text is."""
+        tokens = [token] if isinstance(token, int) else token
+        return self._decode([*before, *tokens])[len(self._decode(list(before))) :]
 
     def finish(self) -> str:
         """The rest."""
@@ -73,20 +80,20 @@ class TextStream:
 
     def _certain(self, new: str, *, shown: bool = True) -> str:
         held = self._held + [(character, shown) for character in new]
-        end = begin = len(held)  # of the first stop; of what may become one
+        end = after = begin = len(held)  # of the first stop, and behind it; of what may become one
         visible = [at for at, (_, seen) in enumerate(held) if seen]
         for stops, places in ((self._stops, visible), (self._marked, range(len(held)))):
             text = "".join(held[at][0] for at in places) if stops else ""
             for stop in stops:
                 found, overlap = text.find(stop), _overlap(text, stop)
-                if found >= 0:
-                    end = min(end, places[found])
+                if found >= 0 and places[found] < end:
+                    end, after = places[found], places[found + len(stop) - 1] + 1
                 if overlap:
                     begin = min(begin, places[len(text) - overlap])
         self.stopped = end < len(held)
         if self.stopped:
             self._held = []
-            return _shown(held[:end])
+            return _shown(held[: after if self._include_stop else end])
         self._held = held[begin:]
         return _shown(held[:begin])
 

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Protocol
+
+BEGIN = MappingProxyType({"add_generation_prompt": True})
+"""Arguments of a template after which an answer begins."""
 
 
 class Tokenizer(Protocol):
@@ -14,7 +18,8 @@ class Tokenizer(Protocol):
 
     def encode(self, text: str) -> list[int]: ...
     def decode(self, tokens: list[int]) -> str: ...
-    def chat(self, messages: Sequence[dict[str, Any]]) -> list[int]: ...
+    def words(self, text: str) -> list[int]: ...
+    def chat(self, messages: Sequence[dict[str, Any]], arguments: Mapping[str, Any] = BEGIN) -> list[int]: ...
 
 
 class HuggingFaceTokenizer:
@@ -39,17 +44,20 @@ class HuggingFaceTokenizer:
     def encode(self, text: str) -> list[int]:
         return self._encode(text, add_special_tokens=True)
 
+    def words(self, text: str) -> list[int]:
+        """Return the tokens of a part of a text: without special ones."""
+        return self._encode(text, add_special_tokens=False)
+
     def decode(self, tokens: list[int]) -> str:
         # Cleaning up would take back spaces that have been sent.
         return self._tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
-    def chat(self, messages: Sequence[dict[str, Any]]) -> list[int]:
+    def chat(self, messages: Sequence[dict[str, Any]], arguments: Mapping[str, Any] = BEGIN) -> list[int]:
+        """Return the tokens of a chat. ``arguments``: of the template, and what else it is applied with."""
         if not getattr(self._tokenizer, "chat_template", None):
             raise ValueError("the model has no chat template: use /v1/completions")
         try:
-            text = self._tokenizer.apply_chat_template(
-                list(messages), tokenize=False, add_generation_prompt=True
-            )
+            text = self._tokenizer.apply_chat_template(list(messages), **{**arguments, "tokenize": False})
         except Exception as error:  # templates raise what they like
             raise ValueError(f"the chat template refuses the messages: {error}") from error
         return self._encode(text, add_special_tokens=False)

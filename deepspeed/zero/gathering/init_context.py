@@ -60,6 +60,7 @@ __all__ = [
 ]
 
 _CONSTRUCTORS = ("tensor", "empty", "zeros", "ones", "full", "arange", "eye", "randn")
+_ORIGINALS = {name: getattr(torch, name) for name in _CONSTRUCTORS}
 _orig_torch_arange = torch.arange
 _to_empty = nn.Module.to_empty
 _ALWAYS_FLOATING = (torch.empty, torch.zeros, torch.ones, torch.eye)
@@ -270,8 +271,9 @@ def _patch() -> None:
     if DeepSpeedTensorOverride.dtype in context.overrides:
         device = context.device if DeepSpeedTensorOverride.device in context.overrides else None
         for name in _CONSTRUCTORS:
-            original = globals()[f"_orig_torch_{name}"]
-            wrapped = zero_wrapper_for_fp_tensor_constructor(original, context.dtype, target_device=device)
+            wrapped = zero_wrapper_for_fp_tensor_constructor(
+                _ORIGINALS[name], context.dtype, target_device=device
+            )
             _replace(torch, name, wrapped)
 
 

@@ -1,0 +1,154 @@
+"""Fields of a request that change logits, as parameters of its sequences. Pure, but for the tokenizer."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from typing import Any
+
+from deepspeed.inference.scheduling.requests import Constraint
+from deepspeed.inference.serving.bodies import RequestError, kind_of
+
+_MOST_TOKENS = 1024
+"""Of a list of tokens, or of biases; OpenAI's limit of biases."""
+
+_MOST_WORDS, _WORD_LENGTH, _MOST_CHOICES = 64, 200, 256
+_GUIDED = {
+    "guided_json": "json",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+}
+_KINDS = {
+    "json": "json_schema",
+    "json_object": "json_object",
+    "regex": "regex",
+    "choice": "choice",
+    "grammar": "grammar",
+}
+
+
+def sampling_of(request: Any, encode: Callable[[str], list[int]]) -> dict[str, Any]:
+    """Return the arguments of `SamplingParams` that all sequences of a request share. ``encode``: from a text to its
+    tokens, without special ones. RequestError: one is malformed."""
+    allowed = _tokens(request.allowed_token_ids, "allowed_token_ids")
+    return {
+        "presence_penalty": request.presence_penalty,
+        "frequency_penalty": request.frequency_penalty,
+        "logit_bias": _biases(request.logit_bias),
+        "allowed_token_ids": None if request.allowed_token_ids is None else allowed,
+        "bad_words": _bad_words(request.bad_words, encode),
+        "constraint": constraint_of(request),
+    }
+
+
+def stop_tokens_of(request: Any) -> tuple[int, ...]:
+    """Return the further tokens that end a sequence. RequestError: they are malformed."""
+    return _tokens(request.stop_token_ids, "stop_token_ids")
+
+
+def constraint_of(request: Any) -> Constraint | None:
+    """Return the grammar that a request asks for in OpenAI's form (``response_format``) or in vLLM's
+    (``structured_outputs``, ``guided_json`` and the like). RequestError: it is malformed, or there are several."""
+    found = [
+        *_of_format(request.response_format),
+        *_of_structure(request.structured_outputs, "structured_outputs"),
+        *(
+            _constraint(kind, getattr(request, name), name)
+            for name, kind in _GUIDED.items()
+            if getattr(request, name) is not None
+        ),
+    ]
+    if len(found) > 1:
+        raise RequestError("an answer follows one grammar: leave all but one out", "structured_outputs")
+    return found[0] if found else None
+
+
+def _of_format(given: Any) -> list[Constraint]:
+    kind = (given or {"type": "text"}).get("type")
+    if kind == "text":
+        return []
+    if kind == "json_object":
+        return [Constraint("json_object")]
+    if kind != "json_schema":
+        allowed = "text, json_object or json_schema"
+        raise RequestError(f"response_format.type is {allowed}, not {_short(kind)}", "response_format.type")
+    where = "response_format.json_schema.schema"
+    described = given.get("json_schema")
+    schema = described.get("schema") if isinstance(described, dict) else None
+    if schema is None:
+        raise RequestError(f"{where} is missing", where)
+    return [_constraint("json", schema, where)]
+
+
+def _of_structure(given: Any, name: str) -> list[Constraint]:
+    made = []
+    for key, value in (given or {}).items():
+        if value is None or value is False:
+            continue
+        if key not in _KINDS:
+            known = ", ".join(_KINDS)
+            raise RequestError(f"{name}.{key[:64]} is not supported; there are {known}", f"{name}.{key[:64]}")
+        made.append(_constraint(key, value, f"{name}.{key}"))
+    return made
+
+
+def _constraint(kind: str, value: Any, where: str) -> Constraint:
+    if kind == "json" and isinstance(value, (dict, bool)):
+        value = json.dumps(value)
+    elif kind == "choice":
+        texts = isinstance(value, list) and all(isinstance(each, str) and each for each in value)
+        if not texts or not 1 <= len(value) <= _MOST_CHOICES:
+            raise RequestError(f"{where}: a list of 1 to {_MOST_CHOICES} texts is expected", where)
+        value = json.dumps(value)
+    elif kind == "json_object":
+        value = ""
+    if not isinstance(value, str):
+        raise RequestError(f"{where}: a text is expected, not {kind_of(value)}", where)
+    return Constraint(_KINDS[kind], value)
+
+
+def _biases(given: Any) -> tuple[tuple[int, float], ...]:
+    if given is None:
+        return ()
+    if not isinstance(given, dict) or len(given) > _MOST_TOKENS:
+        raise RequestError(f"logit_bias: an object of up to {_MOST_TOKENS} tokens is expected", "logit_bias")
+    made = []
+    for token, value in given.items():
+        where = f"logit_bias.{token[:64]}"
+        if not (token.isascii() and token.isdecimal() and len(token) < 10):
+            raise RequestError(f"{where}: its name is the number of a token", where)
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not number or not math.isfinite(value) or abs(value) > 100:
+            raise RequestError(f"{where}: a number from -100 to 100 is expected", where)
+        made.append((int(token), float(value)))
+    return tuple(made)
+
+
+def _tokens(given: Any, name: str) -> tuple[int, ...]:
+    if given is None:
+        return ()
+    right = isinstance(given, list) and len(given) <= _MOST_TOKENS
+    if not right or any(type(token) is not int or not 0 <= token < 2**31 for token in given):
+        raise RequestError(f"{name}: a list of up to {_MOST_TOKENS} tokens is expected", name)
+    return tuple(given)
+
+
+def _bad_words(given: Any, encode: Callable[[str], list[int]]) -> tuple[tuple[int, ...], ...]:
+    """Each word as it begins a text, and as it stands behind a space: tokenizers may tell these apart."""
+    if given is None:
+        return ()
+    if not isinstance(given, list) or len(given) > _MOST_WORDS:
+        raise RequestError(f"bad_words: a list of up to {_MOST_WORDS} texts is expected", "bad_words")
+    made: dict[tuple[int, ...], None] = {}
+    for place, word in enumerate(given):
+        if not isinstance(word, str) or not 1 <= len(word) <= _WORD_LENGTH:
+            where = f"bad_words.{place}"
+            raise RequestError(f"{where}: a text of 1 to {_WORD_LENGTH} characters is expected", where)
+        made.update({tuple(encode(text)): None for text in (word, f" {word}")})
+    return tuple(word for word in made if word)
+
+
+def _short(value: Any) -> str:
+    return repr(value[:64]) if isinstance(value, str) else kind_of(value)
