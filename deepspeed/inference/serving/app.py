@@ -414,7 +414,9 @@ class _Sequence:
 
     def _note(self, found: TokenLogprob, piece: Callable[[int], str]) -> None:
         text = piece(found.token)
-        top = {piece(token): value for token, value in found.top}
+        top: dict[str, float] = {}
+        for token, value in found.top:
+            top.setdefault(piece(token), value)  # of tokens with one text the likeliest
         if top:
             top.setdefault(text, found.value)
         self.logprobs.append(TextLogprob(text, found.value, top, self._offset))
