@@ -154,6 +154,7 @@ def test_values_arrive() -> None:
     )
     assert config.gradient_clipping == 0.0
     assert config.communication_data_type is torch.bfloat16
+    assert config.seq_parallel_communication_data_type is torch.float32
     assert (config.optimizer_name, config.optimizer_params) == ("adamw", {"lr": 1e-3})
     assert (config.scheduler_name, config.scheduler_params) == ("WarmupLR", {"warmup_num_steps": 0})
     assert (config.grad_accum_dtype, config.buffer_dtype) == (torch.float32, torch.bfloat16)

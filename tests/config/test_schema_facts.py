@@ -17,6 +17,7 @@ import pytest
 import torch
 from pydantic import BaseModel, ValidationError
 
+from deepspeed.base.dtypes import Dtype
 from deepspeed.config.constants import BUILT_IN_OPTIMIZERS, VALID_LR_SCHEDULES
 from deepspeed.config.keys import Key, is_deprecated, keys_of, type_of
 from deepspeed.config.schema import TrainingConfig
@@ -108,10 +109,10 @@ def same_default(key: Key, documented: Any) -> bool:
     if field.is_required():
         return documented is None and key.section is not None
     default = field.get_default()
+    if isinstance(default, (Dtype, torch.dtype)):
+        return Dtype(default) is parse_dtype(documented)
     if isinstance(default, enum.Enum):
         default = default.value
-    if isinstance(default, torch.dtype):
-        return default is parse_dtype(documented)
     if isinstance(default, BaseModel):
         return documented is None or isinstance(documented, (dict, str))
     named = {"sys.maxsize": sys.maxsize, "{} (stage 0)": {}}
@@ -147,7 +148,7 @@ def test_defaults_as_constructed() -> None:
     config = TrainingConfig()
     assert config.gradient_clipping == 1.0
     assert config.gradient_allreduce_op == "mean"
-    assert config.seq_parallel_communication_data_type is torch.float32
+    assert config.seq_parallel_communication_data_type is Dtype.fp32
     assert config.zero_optimization.stage == 0
     assert config.zero_optimization.overlap_comm is False
     assert config.zero_optimization.reduce_bucket_size == 500_000_000

@@ -1,13 +1,20 @@
-"""Help and mistakes in arguments cost none of the seconds that torch takes to import (counted, not timed)."""
+"""Help, mistakes in arguments and checks of configs cost none of the seconds that torch takes to import (counted, not
+timed)."""
 
 from __future__ import annotations
 
 import argparse
+import inspect
+import json
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+import torch
 
+from deepspeed.config import torch_classes
 from deepspeed.tools import parsers
 from deepspeed.tools.ds import TOOLS
 from deepspeed.tools.launcher.shim import USAGE_ERROR
@@ -40,35 +47,75 @@ def test_help_of_every_command_needs_no_torch() -> None:
     assert done.returncode == 0, done.stderr
 
 
+GOOD = {
+    "train_batch_size": 8,
+    "bf16": {"enabled": True},
+    "data_types": {"grad_accum_dtype": "fp32"},
+    "tensor_parallel": {"autotp_size": 1, "dtype": "bf16"},
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True, "foreach": False}},
+    "scheduler": {"type": "StepLR", "params": {"step_size": 10}},
+    "elasticity": {"enabled": False, "max_train_batch_size": 8, "micro_batch_sizes": [1, 2]},
+}
+BAD = {
+    "train_batch_size": 8,
+    "bf16": {"enabled": True},
+    "torch_autocast": {"enabled": True, "dtype": "fp16"},
+    "optimizer": {"type": "AdamWW", "params": {}},
+    "scheduler": {"type": "StepLR", "params": {"stepsize": 10}},
+    "zero_optimization": {"stagee": 2, "offload_optimizer": {"device": "nvme"}},
+}
+ELASTIC = {
+    "elasticity": {"enabled": True, "max_train_batch_size": 8, "micro_batch_sizes": [1, 2], "version": 0.1}
+}
 CHECKS = """
-import json, pathlib, sys
+import sys
 from deepspeed.tools import ds
-adam = {"type": "AdamW", "params": {"lr": 1e-3, "fused": True, "torch_adam": True}}
-good = {"train_batch_size": 8, "optimizer": adam, "scheduler": {"type": "WarmupLR", "params": {}},
-        "zero_optimization": {"stage": 3}, "bf16": {"enabled": True}}
-bad = {**good, "optimizer": {"type": "Adan", "params": {"lerning_rate": 1}}, "zero_optimisation": {"stage": 9}}
-elastic = {"elasticity": {"enabled": True, "max_train_batch_size": 64, "micro_batch_sizes": [2, 4], "min_gpus": 1,
-           "max_gpus": 8, "version": 0.1}}
-calls = (("good", good, ["check"]), ("bad", bad, ["check"]), ("elastic", elastic, ["elastic", "-c"]))
-for name, config, words in calls:
-    path = pathlib.Path(sys.argv[1], name + ".json")
-    path.write_text(json.dumps(config))
-    try:
-        code = ds.main([*words, str(path)]) or 0
-    except SystemExit as exit:
-        code = exit.code or 0
-    assert bool(code) == (name == "bad"), (name, code)
-    loaded = {"torch", "numpy", "transformers", "deepspeed.engine"} & set(sys.modules)
-    assert not loaded, (name, loaded)
+assert ds.main(["check", "good.json"]) == 0
+assert ds.main(["check", "bad.json"]) == 1
+assert ds.main(["check", "bad.json", "--fix", "--output", "fixed.json"]) == 1
+assert ds.main(["elastic", "-c", "elastic.json"]) == 0
+import deepspeed
+assert deepspeed.check_config({"train_batch_size": 8}).ok
+loaded = {"torch", "numpy", "scipy", "transformers", "yaml"} & set(sys.modules)
+assert not loaded, loaded
+ours = [name for name in sys.modules if name.startswith("deepspeed")]
+assert len(ours) < 120, len(ours)
 """
 
 
-def test_checks_of_configs_need_no_torch(tmp_path) -> None:
+def test_checks_of_configs_need_no_torch(tmp_path: Path) -> None:
+    for name, config in (("good", GOOD), ("bad", BAD), ("elastic", ELASTIC)):
+        (tmp_path / f"{name}.json").write_text(json.dumps(config))
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     done = subprocess.run(
-        [sys.executable, "-c", CHECKS, str(tmp_path)], capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", CHECKS],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
     assert done.returncode == 0, done.stderr
-    assert "Adan" in done.stdout + done.stderr and "did you mean" in done.stdout + done.stderr
+    for words in ("did you mean 'adamw'?", "did you mean 'step_size'?", "float16 contradicts bf16.enabled"):
+        assert words in done.stdout
+
+
+def test_the_source_of_torch_says_what_its_classes_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module, base in torch_classes.BASES.items():
+        owner = torch.optim.lr_scheduler if module == torch_classes.SCHEDULES else torch.optim
+        assert len(loaded := torch_classes.classes_of(module)) >= 12 and base not in loaded
+        with monkeypatch.context() as patched:
+            patched.setattr(torch_classes, "_loaded", lambda _: None)
+            assert torch_classes.classes_of(module) == loaded
+            for name in loaded:
+                signature = inspect.signature(getattr(owner, name))
+                assert torch_classes.arguments_of(module, name) == list(signature.parameters)
+
+
+def test_a_class_that_a_script_adds_to_torch_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    mine = type("Mine", (torch.optim.SGD,), {})
+    monkeypatch.setattr(torch.optim, "Mine", mine, raising=False)
+    assert "Mine" in torch_classes.classes_of(torch_classes.OPTIMIZERS)
 
 
 @pytest.mark.parametrize("name", [name for name, tool in TOOLS.items() if tool.parser is not None])
