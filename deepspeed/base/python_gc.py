@@ -1,14 +1,19 @@
-"""``disable_python_gc``: no automatic collection of cyclic garbage while engines train.
+"""Garbage collection: ``disable_python_gc``, and what finalizers put off, as the collector may call them at any time.
 
-A full collection stops a rank for as long as it takes to look at every object, at a moment of its own; the others wait
-in the next collective. Reference counting goes on; cycles are collected when a script asks for it.
+``disable_python_gc`` collects no cyclic garbage automatically while engines train. A full collection stops a rank for as
+long as it takes to look at every object, at a moment of its own; the others wait in the next collective. Reference
+counting goes on; cycles are collected when a script asks for it.
 """
 
 from __future__ import annotations
 
+import _thread
 import gc
 import os
 import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
 
 from deepspeed.base.logging import logger
 
@@ -65,3 +70,22 @@ class PythonGCManager:
 
 
 python_gc_manager = PythonGCManager()
+
+
+def call_when_dropped(owner: object, function: Callable[..., Any], *arguments: Any) -> None:
+    """Call ``function`` in a thread of its own once ``owner`` is gone, but not at the end of the process.
+
+    The collector may interrupt any code, also code that holds a lock of ``threading`` or of the owner's parts. So
+    nothing is done there but starting a thread without ``threading``. In a forked process, which shares files and
+    sockets with this one, nothing is called.
+    """
+    weakref.finalize(owner, _call, os.getpid(), function, arguments).atexit = False
+
+
+def _call(process: int, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    if os.getpid() == process:
+        _thread.start_new_thread(_start, (function, arguments))
+
+
+def _start(function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    threading.Thread(target=function, args=arguments, name="finalizer", daemon=True).start()

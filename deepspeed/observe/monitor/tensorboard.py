@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterable
 from typing import Any
 
-from deepspeed.base.finalizers import call_when_dropped
+from deepspeed.base.python_gc import call_when_dropped
 from deepspeed.observe.monitor.base import Event, FolderBackend, Point
 from deepspeed.observe.monitor.utils import check_tb_availability
 

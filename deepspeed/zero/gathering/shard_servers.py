@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from deepspeed.base.finalizers import call_when_dropped
+from deepspeed.base.python_gc import call_when_dropped
 from deepspeed.zero.gathering.phases import Phase
 from deepspeed.zero.gathering.rendezvous import Visit
 from deepspeed.zero.gathering.shard_server import ShardServer
