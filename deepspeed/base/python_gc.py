@@ -1,7 +1,7 @@
 """Garbage collection: ``disable_python_gc``, and what finalizers put off, as the collector may call them at any time.
 
-``disable_python_gc`` collects no cyclic garbage automatically while engines train. A full collection stops a rank
-for as long as it takes to look at every object, at a moment of its own; the others wait in the next collective. Reference
+``disable_python_gc`` collects no cyclic garbage automatically while engines train. A full collection stops a rank for
+as long as it takes to look at every object, at a moment of its own; the others wait in the next collective. Reference
 counting goes on; cycles are collected when a script asks for it.
 """
 
