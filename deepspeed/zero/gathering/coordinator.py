@@ -114,7 +114,7 @@ class ParamCoordinator:
         its module."""
         if training:
             self.trains_in_eval_mode = False
-        trains = torch.is_grad_enabled() and (training or self.trains_in_eval_mode)
+        trains = recording() and (training or self.trains_in_eval_mode)
         self.this_thread.told = Phase.FORWARD if trains else Phase.EVALUATION
 
     def end_forward(self) -> None:
