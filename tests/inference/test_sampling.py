@@ -42,6 +42,7 @@ def test_filters() -> None:
     assert kept(temperature=1, top_k=2) == [True, True, False, False, False]
     assert kept(temperature=1, top_p=0.6) == [True, False, False, False, False]
     assert kept(temperature=1, top_p=0.65) == [True, True, False, False, False]
+    assert kept(temperature=1, top_p=1e-300) == [True, False, False, False, False]
     assert kept(temperature=1, min_p=0.3) == [True, True, False, False, False]
     assert kept(temperature=1) == [True] * 5
     assert kept(temperature=0, top_k=1, top_p=0.1, min_p=1.0) == [True] * 5

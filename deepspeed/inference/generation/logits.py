@@ -228,7 +228,9 @@ def _keep_top_p(scores: Tensor, top_p: Tensor) -> Tensor:
     if not bool((best.sum(-1, keepdim=True) >= top_p).all()):
         best = probabilities.sort(descending=True).values
     before = best.cumsum(-1) - best
-    least = best.masked_fill(before >= top_p, torch.inf).amin(-1, keepdim=True)
+    beyond = before >= top_p
+    beyond[:, 0] = False  # one always remains
+    least = best.masked_fill(beyond, torch.inf).amin(-1, keepdim=True)
     return scores.masked_fill(probabilities < least, -torch.inf)
 
 
