@@ -161,7 +161,7 @@ def test_without_transforms_nothing_is_called() -> None:
     calls: list[Any] = []
     assert isinstance(engine.module, Model) and engine.data.inputs is None
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(type(engine), "_transform_inputs", lambda *args: calls.append(args))
+        patch.setattr(type(engine.data), "transform", lambda *args: calls.append(args))
         engine(tokens(0))
     assert not calls
     engine.destroy()
