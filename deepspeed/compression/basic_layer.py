@@ -181,6 +181,11 @@ class Conv2dLayer_Compress(Compressible, nn.Conv2d):
     def extra_repr(self) -> str:
         return f"{nn.Conv2d.extra_repr(self)}, {_described(self)}"
 
+    def enable_channel_pruning(self, ratio: float, method: str) -> None:
+        """Prepare for keeping the share ``ratio`` of output channels: those with the largest sum of |weight| ("l1",
+        fixed now) or the largest learned scores ("topk")."""
+        self._enable_rows("channel", ratio, method)
+
     def forward(self, input: Tensor) -> Tensor:
         inputs = self._quantized_input(input, input.shape[0] if input.dim() == 4 else 1)
         weight, bias = self.compressed_weight(), self.bias
