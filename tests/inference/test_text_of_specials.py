@@ -93,6 +93,6 @@ def test_the_texts_of_tokens_are_together_that_of_all() -> None:
     stream = TextStream(decode, specials=SPECIALS)
     pieces = []
     for token in (0, 20, 101, 2, 0):
-        pieces.append(stream.piece(token))
+        pieces += stream.texts_of([token])
         stream.add(token)
     assert pieces == ["Hello", " word20", "", "world", " Hello"]

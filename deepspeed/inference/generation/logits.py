@@ -43,47 +43,50 @@ class MatcherFactory(Protocol):
         ...
 
 
-class _History:
-    """Tokens of one request, counted as they come.
+class _Progress:
+    """A request, followed as its tokens come. Of a size of ``vocabulary``:
 
-    ``seen`` bool [vocabulary]: of prompt and answer; ``counts`` fp32 [vocabulary]: of the answer.
+    ``seen`` bool: tokens of prompt and answer; ``counts`` fp32: of the answer; both current after ``count``.
+    ``named`` bool: `SamplingParams.allowed_token_ids`, None if they are all.
     """
 
-    def __init__(self, size: int, device: torch.device) -> None:
+    def __init__(self, request: Request, scores: Tensor, matcher: Matcher | None) -> None:
+        size, device, ids = scores.shape[-1], scores.device, request.params.allowed_token_ids
+        self._request = request
+        self._matcher = matcher
+        self._matched = self._counted = 0
         self.seen = torch.zeros(size, dtype=torch.bool, device=device)
         self.counts = torch.zeros(size, device=device)
-        self._length = 0
+        self.named: Tensor | None = None
+        if ids is not None:
+            self.named = torch.zeros(size, dtype=torch.bool, device=device)
+            self.named[list(ids)] = True
 
-    def follow(self, request: Request) -> _History:
+    def count(self) -> None:
         """Count the tokens since the last call."""
-        start, prompt = self._length, len(request.prompt)
-        if start < len(request.tokens):
-            new = torch.tensor(request.tokens[start:], device=self.seen.device)
-            answered = new[max(0, prompt - start) :]
-            self.seen[new] = True
-            self.counts.index_add_(0, answered, torch.ones_like(answered, dtype=self.counts.dtype))
-            self._length = len(request.tokens)
-        return self
+        request, start = self._request, self._counted
+        new = torch.tensor(request.tokens[start:], dtype=torch.long, device=self.seen.device)
+        answered = new[max(0, len(request.prompt) - start) :]
+        self.seen[new] = True
+        self.counts.index_add_(0, answered, torch.ones_like(answered, dtype=self.counts.dtype))
+        self._counted = len(request.tokens)
 
-
-class _Match:
-    """A matcher that follows its request."""
-
-    def __init__(self, matcher: Matcher) -> None:
-        self._matcher = matcher
-        self._taken = 0
-
-    def allowed(self, request: Request) -> Tensor:
-        answer = request.generated
-        for token in answer[self._taken :]:
+    def allowed(self) -> Tensor | None:
+        """Return bool [vocabulary], True for at least one; None: nothing is excluded."""
+        if self._matcher is None:
+            return self.named
+        answer = self._request.generated
+        for token in answer[self._matched :]:
             self._matcher.advance(token)
-        self._taken = len(answer)
-        return self._matcher.allowed()
+        self._matched = len(answer)
+        by_grammar = self._matcher.allowed().to(self.seen.device)
+        both = by_grammar if self.named is None else by_grammar & self.named
+        return both if bool(both.any()) else by_grammar
 
 
 class LogitsProcessor:
-    """Applies what depends on a request's tokens and constraints. Keeps a state for each request that needs one, until
-    ``forget``; a preempted request continues where it was.
+    """Applies what depends on a request's tokens and constraints. Keeps the progress of each request that needs it,
+    until ``forget``; a preempted request continues where it was.
 
     Args:
         matcher_of: makes the matcher of a constraint; None: constraints are refused when a request is made.
@@ -91,13 +94,11 @@ class LogitsProcessor:
 
     def __init__(self, matcher_of: MatcherFactory | None = None) -> None:
         self._matcher_of = matcher_of
-        self._histories: dict[int, _History] = {}
-        self._matches: dict[int, _Match] = {}
+        self._progress: dict[int, _Progress] = {}
 
     def forget(self, request: Request) -> None:
-        """Drop the state of a request that has ended."""
-        self._histories.pop(request.id, None)
-        self._matches.pop(request.id, None)
+        """Drop the progress of a request that has ended."""
+        self._progress.pop(request.id, None)
 
     def __call__(self, logits: Tensor, requests: Sequence[Request]) -> Tensor:
         """Return scores [requests, vocabulary] in fp32, unwarped; ``logits`` of the same shape stay as they are."""
@@ -108,22 +109,32 @@ class LogitsProcessor:
         _add(scores, ((row, each.params.logit_bias) for row, each in enumerate(requests)))
         _exclude(scores, ((row, _forbidden(each)) for row, each in enumerate(requests)))
         for row, request in enumerate(requests):
-            allowed = self._allowed(request, scores)
+            allowed = self._of(request, scores).allowed() if request.params.has_masks else None
             if allowed is None:
                 continue
             scores[row].masked_fill_(~allowed, -torch.inf)
-            if not bool(
-                (scores[row] > -torch.inf).any()
-            ):  # what is excluded is all that may follow: it follows
+            if not bool((scores[row] > -torch.inf).any()):  # all that may follow was excluded: it follows
                 scores[row] = logits[row].float().masked_fill(~allowed, -torch.inf)
         return scores
+
+    def _of(self, request: Request, scores: Tensor) -> _Progress:
+        known = self._progress.get(request.id)
+        if known is None:
+            matcher, constraint = None, request.params.constraint
+            if constraint is not None:
+                assert self._matcher_of is not None, "Generator.check refuses constraints without matchers"
+                matcher = self._matcher_of(constraint, scores.shape[-1])
+            known = self._progress[request.id] = _Progress(request, scores, matcher)
+        return known
 
     def _penalise(self, scores: Tensor, requests: Sequence[Request]) -> None:
         rows = [row for row, each in enumerate(requests) if each.params.has_penalties]
         if not rows:
             return
         params = [requests[row].params for row in rows]
-        histories = [self._history(requests[row], scores) for row in rows]
+        histories = [self._of(requests[row], scores) for row in rows]
+        for each in histories:
+            each.count()
         at = torch.tensor(rows, device=scores.device)
         of = scores[at]
         repeated = _column([each.repetition_penalty for each in params], scores)
@@ -133,28 +144,6 @@ class LogitsProcessor:
         of -= counts * _column([each.frequency_penalty for each in params], scores)
         of -= (counts > 0) * _column([each.presence_penalty for each in params], scores)
         scores[at] = of
-
-    def _history(self, request: Request, scores: Tensor) -> _History:
-        known = self._histories.get(request.id)
-        if known is None:
-            known = self._histories[request.id] = _History(scores.shape[-1], scores.device)
-        return known.follow(request)
-
-    def _allowed(self, request: Request, scores: Tensor) -> Tensor | None:
-        """Return bool [vocabulary], or None if the request excludes nothing."""
-        params, size, allowed = request.params, scores.shape[-1], None
-        if params.allowed_token_ids is not None:
-            allowed = torch.zeros(size, dtype=torch.bool, device=scores.device)
-            allowed[list(params.allowed_token_ids)] = True
-        if params.constraint is not None:
-            match = self._matches.get(request.id)
-            if match is None:
-                assert self._matcher_of is not None, "Generator.check refuses constraints without matchers"
-                match = self._matches[request.id] = _Match(self._matcher_of(params.constraint, size))
-            of_constraint = match.allowed(request).to(scores.device)
-            both = of_constraint if allowed is None else allowed & of_constraint
-            allowed = both if bool(both.any()) else of_constraint
-        return allowed
 
 
 def _forbidden(request: Request) -> list[int]:

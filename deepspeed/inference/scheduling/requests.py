@@ -110,8 +110,13 @@ class SamplingParams:
     @property
     def changes_logits(self) -> bool:
         """Whether logits are changed other than by the filters of draws."""
-        masked = self.allowed_token_ids is not None or self.constraint is not None
-        return bool(self.has_penalties or self.logit_bias or self.bad_words or self.min_new_tokens or masked)
+        excludes = self.bad_words or self.min_new_tokens or self.has_masks
+        return bool(self.has_penalties or self.logit_bias or excludes)
+
+    @property
+    def has_masks(self) -> bool:
+        """Whether only some tokens are allowed."""
+        return self.allowed_token_ids is not None or self.constraint is not None
 
     @property
     def tokens(self) -> Iterator[int]:

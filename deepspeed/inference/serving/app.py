@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import hmac
 import json
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -266,9 +265,9 @@ class _Server:
         tokens = _cut(whole, request.truncate_prompt_tokens)
         if not request.echo:
             return "", tokens
-        return prompt if isinstance(prompt, str) and tokens is whole else self.tokenizer.decode(
-            tokens
-        ), tokens
+        if isinstance(prompt, str) and tokens is whole:
+            return prompt, tokens
+        return self.tokenizer.decode(tokens), tokens
 
     def _submit(
         self, choices: Sequence[Choice], request: Any, loop: asyncio.AbstractEventLoop
@@ -395,11 +394,11 @@ class _Sequence:
                 raise update.error
             text = ""
             if update.prompt is not None:
-                self._note_prompt(update.prompt)
+                await asyncio.to_thread(self._note_prompt, update.prompt)  # a second for a long one
             if update.token is not None:
                 self.new_tokens += 1
                 if update.logprob is not None:
-                    self._note(update.logprob, self._text.piece)
+                    self._note(update.logprob)
                 stops = update.token in self.choice.params.stop_token_ids
                 text = "" if stops else self._text.add(update.token)
             if self._text.stopped:
@@ -412,11 +411,11 @@ class _Sequence:
             if text or self.reason is not None:
                 yield text, self.reason is not None
 
-    def _note(self, found: TokenLogprob, piece: Callable[[int], str]) -> None:
-        text = piece(found.token)
+    def _note(self, found: TokenLogprob, before: Sequence[int] | None = None) -> None:
+        text, *others = self._text.texts_of([found.token, *(token for token, _ in found.top)], before)
         top: dict[str, float] = {}
-        for token, value in found.top:
-            top.setdefault(piece(token), value)  # of tokens with one text the likeliest
+        for other, (_, value) in zip(others, found.top, strict=True):
+            top.setdefault(other, value)  # of tokens with one text the likeliest
         if top:
             top.setdefault(text, found.value)
         self.logprobs.append(TextLogprob(text, found.value, top, self._offset))
@@ -425,12 +424,11 @@ class _Sequence:
     def _note_prompt(self, found: Sequence[TokenLogprob]) -> None:
         """Add those of a prompt that is repeated, whose first token nothing predicts."""
         prompt = self.choice.prompt
-        first = self._text.text_of(prompt[:1])
+        (first,) = self._text.texts_of(prompt[:1], ())
         self.logprobs.append(TextLogprob(first, None))
         self._offset = len(first)
         for place, each in enumerate(found, 1):
-            before = prompt[max(0, place - _ECHOED) : place]
-            self._note(each, functools.partial(self._text.text_of, before=before))
+            self._note(each, prompt[max(0, place - _ECHOED) : place])
 
     async def read_all(self) -> str:
         return "".join([text async for text, _ in self.read()])

@@ -57,14 +57,11 @@ class TextStream:
         self._tokens, self._known = self._tokens[self._known :], pending
         return self._certain(new)
 
-    def piece(self, token: int) -> str:
-        """The text of one token alone, were it the next."""
-        return self.text_of(token, self._tokens[: self._known])
-
-    def text_of(self, token: int | Sequence[int], before: Sequence[int] = ()) -> str:
-        """Return the text of one token, or of several, behind ``before``, wherever this text is."""
-        tokens = [token] if isinstance(token, int) else token
-        return self._decode([*before, *tokens])[len(self._decode(list(before))) :]
+    def texts_of(self, tokens: Sequence[int], before: Sequence[int] | None = None) -> list[str]:
+        """Return the text of each of ``tokens``, were it the next behind ``before``; None: behind what was added."""
+        known = self._tokens[: self._known] if before is None else list(before)
+        start = len(self._decode(known))
+        return [self._decode([*known, token])[start:] for token in tokens]
 
     def finish(self) -> str:
         """The rest."""
