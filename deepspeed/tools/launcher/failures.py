@@ -156,7 +156,7 @@ def told(failures: Sequence[Failure], script: str) -> list[str]:
         gone = [failure for failure in failures if failure.left]
         places = ", ".join(failure.place for failure in sorted(gone, key=lambda failure: failure.rank))
         several = "s" if len(gone) > 1 else ""
-        lines = [f"rank{several} {places} of {script} exited with code 0 while others were training"]
+        lines = [f"rank{several} {places} of {script} ended with code 0 while others were training"]
         others = [failure for failure in others if not failure.left]
     ends: dict[str, list[Failure]] = {}
     for failure in others:
