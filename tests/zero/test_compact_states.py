@@ -182,7 +182,9 @@ def test_the_memory_that_it_takes() -> None:
 
 @distributed(world_size=1)
 def test_columns_of_zenflow_would_cut_blocks() -> None:
-    with pytest.raises(DeepSpeedConfigError, match="zenflow.*cannot be combined with optimizer.params.state_bits"):
+    with pytest.raises(
+        DeepSpeedConfigError, match="zenflow.*cannot be combined with optimizer.params.state_bits"
+    ):
         start(config_for(2, False, offload_optimizer={"device": "cpu"}, zenflow={}))
 
 
