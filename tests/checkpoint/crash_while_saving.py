@@ -98,11 +98,14 @@ def save_once(folder: Path, tag: str, number: int) -> None:
 
 
 def check_nothing_unfinished(folder: Path, number: int) -> None:
-    """After the next save, under whatever tag, what was killed has left nothing; one killed while it renamed ``latest``
-    leaves a file of some bytes for an hour."""
+    """After the next save, under whatever tag, what was killed has left nothing. One killed while it renamed ``latest``
+    leaves a file of some bytes for an hour; one killed before it wrote its name into a new lock file, an empty one."""
     save_once(folder, "the_next", number + 1)
-    left = [path.name for path in folder.iterdir() if path.name.startswith(".")]
-    assert not [name for name in left if not name.startswith((".latest.", ".zero_to_"))], left
+    hidden = [path for path in folder.iterdir() if path.name.startswith(".")]
+    nameless = {path.name for path in hidden if path.suffix == ".lock" and path.stat().st_size == 0}
+    left = {path.name for path in hidden if not path.name.startswith((".latest.", ".zero_to_"))}
+    assert not left - nameless, left
+    assert not left & {name.removesuffix("lock") + "tmp" for name in nameless}, left
 
 
 def save_on_a_rank_forever(folder: Path, tags: str, first: int, rank: int, store: Path) -> None:

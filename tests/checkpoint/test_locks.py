@@ -96,6 +96,25 @@ def test_what_a_killed_save_left_goes_at_the_next_one(tmp_path, how, tag, next_t
     assert (tmp_path / next_tag / NAME).read_text() == next_tag
 
 
+@pytest.mark.parametrize("how", ["as it writes", "after it wrote"])
+def test_killed_while_it_takes_over_what_a_killed_save_left(tmp_path, monkeypatch, how):
+    """At every instant the lock file says who held it."""
+    with another_job(tmp_path, "a"):
+        pass
+    write = os.pwrite
+
+    def killed(*arguments: object) -> None:
+        if how == "after it wrote":
+            write(*arguments)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(os, "pwrite", killed)
+        StagedFolder(tmp_path, "a").prepare()
+    save(tmp_path, "b")
+    assert names(tmp_path) == ["b"]
+
+
 @pytest.mark.parametrize("how", ["displaced", "displaced, not alone"])
 def test_a_checkpoint_that_was_moved_away_gets_its_name_back(tmp_path, how):
     """Where two folders cannot be exchanged, a kill between the renames leaves ``.a.old`` only."""

@@ -11,6 +11,7 @@ import torch
 
 pytest.importorskip("fastapi", reason="the extra serve is not installed")
 pytest.importorskip("llguidance", reason="the extra serve is not installed")
+pytest.importorskip("transformers", reason="the clients extra is not installed")
 tokenizers = pytest.importorskip("tokenizers", reason="the clients extra is not installed")
 
 from deepspeed.inference.generation.generator import Generator  # noqa: E402

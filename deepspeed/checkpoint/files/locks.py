@@ -140,8 +140,9 @@ def _try(path: Path) -> SaveLock | Holder:
             file.close()
             return other
         if _is_at(path, file):  # else its holder has removed it meanwhile
-            file.truncate(0)
-            file.write(json.dumps(asdict(holder)).encode())
+            # One write over what was there, never shorter: killed at any instant, the file says who held it.
+            record = json.dumps(asdict(holder)).encode()
+            os.pwrite(file.fileno(), record.ljust(os.fstat(file.fileno()).st_size), 0)
             return SaveLock(path, file, holder)
         file.close()
 
