@@ -277,7 +277,7 @@ def redundancy_clean(model: M, deepspeed_config: Config, mpu: Any = None, *, pac
     _refuse_split(inner)
     methods, parted = _methods(inner, section, mpu)
     refuse_parted(parted, f"{_WHOLE}, and clean that; or {_TOGETHER}")
-    if inner is not model and any(is_kept_by_engine(p) or hasattr(p, "ds_home") for p in inner.parameters()):
+    if inner is not model and any(is_kept_by_engine(p) or hasattr(p, "ds_owner") for p in inner.parameters()):
         destroy: Any = model.destroy
         destroy()
     done: set[tuple[str, int]] = set()

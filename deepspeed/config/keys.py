@@ -98,7 +98,7 @@ def walk(model: type[BaseModel], path: tuple[str, ...] = ()) -> Iterator[tuple[t
 
 
 @cache
-def homes(model: type[BaseModel]) -> dict[str, list[str]]:
+def paths_by_key(model: type[BaseModel]) -> dict[str, list[str]]:
     """Key -> the dotted paths where it is valid, for keys written in the wrong section."""
     table: dict[str, list[str]] = {}
     for path, key in walk(model):

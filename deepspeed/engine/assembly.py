@@ -385,7 +385,7 @@ def _pending_buckets(
 def _renumber_owners(store: StateStore, reducer: GradReducer, added: TrainedParams) -> list[ParamBucket]:
     """Stage 3: the buckets exist, but number the parameters differently or not at all."""
     number = {id(param): index for index, param in enumerate(added.params, len(store.params))}
-    owners: dict[int, ParamBucket] = {id(p.ds_home): p.ds_home for p in added.params}  # type: ignore[attr-defined]
+    owners: dict[int, ParamBucket] = {id(p.ds_owner): p.ds_owner for p in added.params}  # type: ignore[attr-defined]
     for owner in owners.values():
         trained = owner in store.param_buckets
         old, params = owner.layout, owner.params

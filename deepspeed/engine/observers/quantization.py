@@ -205,5 +205,5 @@ def _whole(param: Any) -> Iterator[None]:
     at a time, so that no rank holds the model. Collective."""
     with GatheredParameters([param]):
         yield
-        param.ds_home.write_param(param.ds_position, param.data)
-    param.ds_home.changed()
+        param.ds_owner.write_param(param.ds_position, param.data)
+    param.ds_owner.changed()

@@ -190,12 +190,12 @@ class ZenFlow:
     def _load(self, piece: Piece) -> None:
         if piece.packed:
             self._packed_optimizer.state.pop(piece.packed[0], None)
-        piece.load(self._home)
+        piece.load(self._packed_device)
         self._packed_optimizer.state[piece.packed[0]] = dict(zip(piece.names, piece.packed[1:], strict=True))
         self._count_down(piece.packed)
 
     @property
-    def _home(self) -> torch.device:
+    def _packed_device(self) -> torch.device:
         """Return the device of packed values between steps."""
         return torch.device("cpu") if self.plan.offload else self.device
 
@@ -204,7 +204,7 @@ class ZenFlow:
             members = [p for p in pieces if p.owned.group_index == g and p.chosen.numel()]
             grads = [p.owned.gradient() for p in members]
             grads = [
-                (grad if p.whole else grad[p.chosen]).to(self._home)
+                (grad if p.whole else grad[p.chosen]).to(self._packed_device)
                 for p, grad in zip(members, grads, strict=True)
             ]
             if members:
