@@ -189,11 +189,11 @@ def forget(param: nn.Parameter) -> None:
 def _deepcopy(param: Any, memo: dict[int, Any]) -> Any:
     """``copy.deepcopy`` (``nn.TransformerEncoder`` creates its layers with it): if only this rank's slice exists, a
     parameter with its own slice. A whole one is copied as an ordinary parameter, which belongs to no engine."""
-    twin = getattr(param.ds_owner, "twin", None)
-    if twin is None or param.ds_status is not ZeroParamStatus.NOT_AVAILABLE:
+    copy_of = getattr(param.ds_owner, "copy_of", None)
+    if copy_of is None or param.ds_status is not ZeroParamStatus.NOT_AVAILABLE:
         return nn.Parameter.__deepcopy__(param, memo)
     if id(param) not in memo:
-        memo[id(param)] = twin(param)
+        memo[id(param)] = copy_of(param)
     return memo[id(param)]
 
 

@@ -61,7 +61,7 @@ class SoloShard:
         part = value.detach().reshape(-1)[start : start + self.shard.numel()]
         self.local_part(position)[: part.numel()].copy_(part)
 
-    def twin(self, param: nn.Parameter) -> nn.Parameter:
+    def copy_of(self, param: nn.Parameter) -> nn.Parameter:
         """A new parameter with its own slice, equal to ``param``'s."""
         zero_params.follow_dtype(param)
         copy = nn.Parameter(torch.empty_like(param.data), requires_grad=param.requires_grad)

@@ -11,8 +11,9 @@ the host's. ``settle`` writes the packed values to the host's tensors. Whoever r
 (``StateStore.settle``), and columns are chosen anew only after it. Writes of others are noticed by the versions of
 the tensors.
 
-[Note: results] The host updates twins, which are taken at the end of a round. So until then the state that a checkpoint
-saves is that of before, and ``saved`` adds the gradient that is being worked on: the resumed run updates again with it.
+[Note: results] The host updates shadow copies, which are taken at the end of a round. So until then the state that a
+checkpoint saves is that of before, and ``saved`` adds the gradient that is being worked on: the resumed run updates
+again with it.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ from deepspeed.optim.first_state import stand_in
 from deepspeed.zero.offload.columns import ColumnChoice
 from deepspeed.zero.offload.host_copies import host_empty
 from deepspeed.zero.offload.shadow_copies import (
-    Twin,
-    Twins,
+    ShadowCopies,
+    ShadowCopy,
     class_name,
     host_worker,
     live_tensors,
@@ -132,10 +133,10 @@ class ZenFlow:
         self.steps_per_epoch: int | None = None
         self.bytes_to_host = self.bytes_to_device = 0
         self._pieces: dict[int, Piece] = {}
-        self._twins = Twins(optimizer)
+        self._shadow_copies = ShadowCopies(optimizer)
         self._packed_optimizer: Any = stand_in(optimizer, {}, [])
         self._job: Future[None] | None = None
-        self._working: list[tuple[Piece, Twin]] = []
+        self._working: list[tuple[Piece, ShadowCopy]] = []
         self._dirty = False
         self._turn = 0
         self._worker = host_worker("zenflow", plan.cores)
@@ -256,13 +257,13 @@ class ZenFlow:
         """The host updates with what is pending."""
         self._working = []
         for piece in self._pieces.values():
-            twin = self._twins.of(piece.owned, self.store.state_of(piece.owned))
-            if piece.pending is not None and twin is not None:
-                self._working.append((piece, twin))
+            shadow = self._shadow_copies.of(piece.owned, self.store.state_of(piece.owned))
+            if piece.pending is not None and shadow is not None:
+                self._working.append((piece, shadow))
         if self._working:
             update = partial(
-                self._twins.update,
-                [twin for _, twin in self._working],
+                self._shadow_copies.update,
+                [shadow for _, shadow in self._working],
                 [piece.pending for piece, _ in self._working if piece.pending is not None],
                 options_of_groups(self.optimizer),
                 1.0,
@@ -276,14 +277,14 @@ class ZenFlow:
             return
         job, self._job = self._job, None
         job.result()
-        for piece, twin in self._working:
-            twin.take()
+        for piece, shadow in self._working:
+            shadow.take()
             piece.pending = None
             if piece.owned.low is not None:
                 self.bytes_to_device += piece.owned.low.numel() * piece.owned.low.element_size()
             piece.show()
         self._turn = 1 - self._turn
-        self._twins.taken()
+        self._shadow_copies.taken()
         self._working, self._dirty = [], True
 
     def _choice_lasts(self) -> int:
