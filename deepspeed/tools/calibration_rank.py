@@ -222,7 +222,7 @@ def fetch_line(gather: dict[str, float], trained: Trained) -> dict[str, float]:
     points = []
     for index, bucket in enumerate(sharded.buckets):
         full = torch.empty(bucket.layout.padded_numel, dtype=bucket.layout.dtype)
-        server = servers.servers[bucket.layout.scope]
+        server = servers.servers[bucket.layout.replica_group]
         place = servers._place[index]
         dist.barrier()
         points.append((full.nbytes // server.communicator.size, _seconds(lambda: server.fetch(place, full))))  # noqa: B023

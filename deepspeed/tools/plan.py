@@ -40,7 +40,7 @@ from deepspeed.planning.step_time.user_model import NoSuchFunction, call_of
 from deepspeed.planning.variants import put
 from deepspeed.tools import parsers
 from deepspeed.tools.config.clients import read_any, read_client
-from deepspeed.zero.replica_groups import expert_parallel_size, scope_name
+from deepspeed.zero.replica_groups import expert_parallel_size, replica_group_name
 
 if TYPE_CHECKING:
     from deepspeed.tools.plan_time import Times
@@ -165,9 +165,9 @@ def _spread_experts(module: nn.Module, section: Any) -> None:
 
 def _check_experts(name: str, module: nn.Module, ranks: int) -> None:
     """Raises ModelError: its experts are spread over more ranks than there are."""
-    for scope in {scope_name(param) for param in module.parameters()}:
+    for replica_group in {replica_group_name(param) for param in module.parameters()}:
         try:
-            expert_parallel_size(scope, ranks)
+            expert_parallel_size(replica_group, ranks)
         except ValueError as error:
             raise ModelError(f"--model {name}: {error}; --gpus says how many there are") from None
 

@@ -19,7 +19,7 @@ from deepspeed.base.sharded import full_shape
 from deepspeed.comm.collectives import Communicator
 from deepspeed.zero.layout import NOBODY
 from deepspeed.zero.placements import is_stack
-from deepspeed.zero.replica_groups import Scopes
+from deepspeed.zero.replica_groups import ReplicaGroups
 from deepspeed.zero.states.store import StateStore
 
 BATCH_NUMEL = 32 * 1024 * 1024
@@ -55,13 +55,13 @@ class Matrix:
 class WholeMatrices:
     """Applies a function of whole matrices to values that are partitioned like the weights of ``store``."""
 
-    def __init__(self, store: StateStore, scopes: Scopes) -> None:
+    def __init__(self, store: StateStore, replica_groups: ReplicaGroups) -> None:
         self.store = store
         self.matrices: list[dict[Communicator, list[Matrix]]] = [{} for _ in store.optimizer.param_groups]
         for matrix in matrices_of(store):
             if store.group_of[matrix.param] < 0:
                 continue
-            holders = scopes.of(store.params[matrix.param]).shard
+            holders = replica_groups.of(store.params[matrix.param]).shard
             self.matrices[store.group_of[matrix.param]].setdefault(holders, []).append(matrix)
 
     def __call__(
@@ -135,7 +135,7 @@ class WholeMatrices:
 class OwnMatrices:
     """The same where every rank holds its tensors whole."""
 
-    def __init__(self, store: StateStore, scopes: Scopes) -> None:
+    def __init__(self, store: StateStore, replica_groups: ReplicaGroups) -> None:
         self.store = store
 
     def __call__(

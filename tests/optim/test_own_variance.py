@@ -163,7 +163,9 @@ def variances_of(engine: Any) -> list[Tensor]:
     """By parameter, the mean over copies of what ranks have of it."""
     store = engine.core.store
     totals = [torch.zeros(p.numel()) for p in store.params]
-    copies = engine.scopes.dense.replicas.size if engine.plan.zero.shard_state else dist.get_world_size()
+    copies = (
+        engine.replica_groups.dense.replicas.size if engine.plan.zero.shard_state else dist.get_world_size()
+    )
     for owned in store.fragments:
         first = owned.fragment.param_offset
         value = store.state_of(owned)[OWN_VARIANCE].reshape(-1)

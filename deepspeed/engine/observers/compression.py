@@ -28,7 +28,7 @@ def attach_compression(engine: Engine) -> None:
         each for each in keys.TECHNIQUES if section[each][keys.SHARED_PARAMETERS][keys.TECHNIQUE_ENABLED]
     ]
     prepared = any(isinstance(module, Compressible) for module in engine.module.modules())
-    stages = engine.scopes.across.get("pp")
+    stages = engine.replica_groups.across.get("pp")
     if asked and stages is not None:  # a stage may have nothing to compress, and takes part
         votes = torch.tensor([float(prepared)], device=engine.device)
         stages.all_reduce_max(votes).wait()

@@ -25,7 +25,7 @@ from deepspeed.zero.gathering.shard_server import ShardServer
 from deepspeed.zero.gathering.shard_servers import ShardServers
 from deepspeed.zero.gathering.sharded_bucket import ShardedBucket
 from deepspeed.zero.gradients.quantized_sum import codec_for
-from deepspeed.zero.replica_groups import Levels, Scope, ScopeTable
+from deepspeed.zero.replica_groups import Levels, ReplicaGroup, ReplicaGroupTable
 
 
 class Piece:
@@ -34,11 +34,11 @@ class Piece:
     ``data`` [groups, packet]: bytes, or numbers of the bucket where there is no ``codec``.
     """
 
-    def __init__(self, bucket: ShardedBucket, codec: BlockCodec | None, scope: Scope) -> None:
+    def __init__(self, bucket: ShardedBucket, codec: BlockCodec | None, replica_group: ReplicaGroup) -> None:
         self.bucket = bucket
         self.codec = codec
-        self.scope = scope
-        self.near, self.across = scope.levels or Levels(scope.shard, Communicator(None))
+        self.replica_group = replica_group
+        self.near, self.across = replica_group.levels or Levels(replica_group.shard, Communicator(None))
         numel, dtype = bucket.layout.shard_numel, bucket.layout.dtype
         packet = numel if codec is None else codec.nbytes(numel)
         dtype = dtype if codec is None else torch.uint8
@@ -94,18 +94,22 @@ class PacketServers(ShardServers):
     """
 
     def __init__(
-        self, buckets: Sequence[ShardedBucket], scopes: ScopeTable, timeout_s: float, pieces: dict[int, Piece]
+        self,
+        buckets: Sequence[ShardedBucket],
+        replica_groups: ReplicaGroupTable,
+        timeout_s: float,
+        pieces: dict[int, Piece],
     ) -> None:
-        super().__init__(buckets, scopes, timeout_s)
+        super().__init__(buckets, replica_groups, timeout_s)
         self.pieces = pieces
         served: dict[str, list[Tensor]] = {}
-        self._number: dict[int, int] = {}  # a piece's number among those of its scope
+        self._number: dict[int, int] = {}  # a piece's number among those of its replica group
         near: dict[str, Communicator] = {}
         for index, piece in pieces.items():
-            mine = served.setdefault(piece.scope.name, [])
+            mine = served.setdefault(piece.replica_group.name, [])
             self._number[index] = len(mine)
             mine.append(piece.data.view(-1))
-            near[piece.scope.name] = piece.near
+            near[piece.replica_group.name] = piece.near
         self.refresh()
         self.nearby = {name: ShardServer(near[name], served[name], timeout_s) for name in sorted(served)}
         self._retire_when_dropped(self.nearby)
@@ -116,7 +120,7 @@ class PacketServers(ShardServers):
             super().fetch(index, full, phase)
             return
         pieces = piece.room()
-        self.nearby[piece.scope.name].fetch(self._number[index], pieces)
+        self.nearby[piece.replica_group.name].fetch(self._number[index], pieces)
         piece.place(pieces, full)
         piece.near.count_fetch(pieces)
 
@@ -140,15 +144,21 @@ class PacketServers(ShardServers):
             server.retire()
 
 
-def make_pieces(buckets: Sequence[ShardedBucket], scopes: ScopeTable, packing: Packing) -> dict[int, Piece]:
+def make_pieces(
+    buckets: Sequence[ShardedBucket], replica_groups: ReplicaGroupTable, packing: Packing
+) -> dict[int, Piece]:
     """By index, for the buckets whose gathers the plan changes. What is always gathered (persistent) is refreshed after
     each step without loss: it is small."""
     pieces: dict[int, Piece] = {}
     for bucket in buckets:
         layout = bucket.layout
-        scope = scopes[layout.scope]
+        replica_group = replica_groups[layout.replica_group]
         bits = packing.weights if layout.requires_grad else packing.frozen_weights
-        codec = codec_for(layout, bits, random=packing.random, rank=scope.shard.rank)
-        if not bucket.persistent and scope.shard.size > 1 and (codec is not None or scope.levels is not None):
-            pieces[layout.index] = Piece(bucket, codec, scope)
+        codec = codec_for(layout, bits, random=packing.random, rank=replica_group.shard.rank)
+        if (
+            not bucket.persistent
+            and replica_group.shard.size > 1
+            and (codec is not None or replica_group.levels is not None)
+        ):
+            pieces[layout.index] = Piece(bucket, codec, replica_group)
     return pieces

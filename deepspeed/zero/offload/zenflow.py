@@ -45,7 +45,7 @@ from deepspeed.zero.offload.shadow_copies import (
     options_of_groups,
     runs_ahead,
 )
-from deepspeed.zero.replica_groups import Scopes
+from deepspeed.zero.replica_groups import ReplicaGroups
 from deepspeed.zero.states.store import GroupTensors, OwnedFragment, StateStore
 from deepspeed.zero.step import StepExecutor, StepResult
 
@@ -118,13 +118,17 @@ class ZenFlow:
     """Decides at each step what is updated now, and does it. Every rank calls ``step`` alike."""
 
     def __init__(
-        self, plan: ZenFlowPlan, optimizer: MultiTensorOptimizer, store: StateStore, scopes: Scopes
+        self,
+        plan: ZenFlowPlan,
+        optimizer: MultiTensorOptimizer,
+        store: StateStore,
+        replica_groups: ReplicaGroups,
     ) -> None:
         self.plan = plan
         self.optimizer = optimizer
         self.store = store
-        self.scopes = scopes
-        self.choice = ColumnChoice(store, scopes, plan.ratio)
+        self.replica_groups = replica_groups
+        self.choice = ColumnChoice(store, replica_groups, plan.ratio)
         self.device = store.params[0].device
         self.steps = 0  # applied so far
         self.in_round = 0
@@ -399,8 +403,8 @@ class ZenFlow:
 
         Where ranks hold different parts of a model each takes what it had itself; with another number of them, and
         where nothing was saved, all begin anew."""
-        parts = bool(self.scopes.across) or any(
-            self.scopes.of(p) is not self.scopes.dense for p in self.store.params
+        parts = bool(self.replica_groups.across) or any(
+            self.replica_groups.of(p) is not self.replica_groups.dense for p in self.store.params
         )
         known = bool(len(saved)) and (not parts or len(saved) == ranks)
         sources = ([rank] if parts else range(len(saved))) if known else []
@@ -494,7 +498,7 @@ class ZenFlowStepExecutor(StepExecutor):
                 "stochastic_rounding)"
             )
         optimizer = cast(MultiTensorOptimizer, self.store.optimizer)
-        self.zenflow = ZenFlow(self.plan.zenflow, optimizer, self.store, self.scopes)
+        self.zenflow = ZenFlow(self.plan.zenflow, optimizer, self.store, self.replica_groups)
 
     def step(self) -> StepResult:
         result = super().step()
