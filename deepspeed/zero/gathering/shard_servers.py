@@ -9,7 +9,7 @@ from torch import Tensor
 
 from deepspeed.base.python_gc import call_when_dropped
 from deepspeed.zero.gathering.phases import Phase
-from deepspeed.zero.gathering.rendezvous import Visit
+from deepspeed.zero.gathering.rendezvous import Arrival
 from deepspeed.zero.gathering.shard_server import ShardServer
 from deepspeed.zero.gathering.sharded_bucket import ShardedBucket
 from deepspeed.zero.replica_groups import DENSE, ReplicaGroupTable
@@ -62,8 +62,8 @@ class ShardServers:
         for server in self.servers.values():
             server.advance()
 
-    def meet(self, visit: Visit) -> list[int] | None:
-        return self.servers[DENSE].meet(visit)
+    def meet(self, arrival: Arrival) -> list[int] | None:
+        return self.servers[DENSE].meet(arrival)
 
     def retire(self) -> None:
         for server in self.servers.values():
