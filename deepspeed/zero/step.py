@@ -24,7 +24,7 @@ from deepspeed.zero.norms import clip_coefficient, first_non_finite, norm_from_s
 from deepspeed.zero.placements import counted
 from deepspeed.zero.replica_groups import ReplicaGroup, ReplicaGroups
 from deepspeed.zero.states.store import GroupTensors, StateStore
-from deepspeed.zero.update_context import LentStep, Surroundings, local_squares, params_by_group
+from deepspeed.zero.update_context import LentStep, OptimizerContext, local_squares, params_by_group
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +103,7 @@ class StepExecutor:
         self._grad_key: list[int] = []
         self._lists: list[GroupTensors] = []
         self._squares = SumOfSquares(())  # of the gradients whose norm counts on this rank
-        self.surroundings = Surroundings(store, replica_groups, sharded=self.sharded)
+        self.optimizer_context = OptimizerContext(store, replica_groups, sharded=self.sharded)
         optimizer: Any = store.optimizer
         self._needs_context = store.traits.needs_context
         self._announced: Cadence | None = None
@@ -168,7 +168,7 @@ class StepExecutor:
         self.names += names
         self.members = params_by_group(self.store.params, self.replica_groups)
         self._asked = self._by_holders(self.store.params)
-        self.surroundings.follow()
+        self.optimizer_context.follow()
         self._lists = []
 
     def _exchange(self) -> GradReport:
@@ -301,7 +301,7 @@ class StepExecutor:
 
     def _context(self, norm: float) -> UpdateContext:
         """``norm``: of the gradient after clipping."""
-        return self.surroundings.context(norm, own_gradients=self.reducer.cadence is Cadence.NEVER)
+        return self.optimizer_context.context(norm, own_gradients=self.reducer.cadence is Cadence.NEVER)
 
     def _update(self, used: Sequence[bool], grad_scale: float, context: UpdateContext) -> None:
         """Update used parameters; one that no rank used keeps its value and state, as with ``grad is None``."""

@@ -18,7 +18,7 @@ from deepspeed.zero.states.store import GroupTensors, StateStore
 from deepspeed.zero.whole_matrices import OwnMatrices, WholeMatrices
 
 
-class Surroundings:
+class OptimizerContext:
     """Makes the ``UpdateContext`` of each step. ``sharded``: the fragments of ``store`` are parts of parameters."""
 
     def __init__(self, store: StateStore, replica_groups: ReplicaGroups, *, sharded: bool) -> None:
