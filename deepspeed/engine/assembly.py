@@ -51,7 +51,7 @@ from deepspeed.zero.partitioning import (
     param_specs,
     trained_params,
 )
-from deepspeed.zero.pending_params import LateParams
+from deepspeed.zero.pending_params import PendingParams
 from deepspeed.zero.replica_groups import ReplicaGroups
 from deepspeed.zero.states.access import StateAccess
 from deepspeed.zero.states.client_state import ClientState, has_hooks
@@ -81,7 +81,7 @@ class TrainingCore:
     access: StateAccess
     own_state: OwnState | ZenFlowState
     client_state: ClientState | None
-    late_params: LateParams
+    pending_params: PendingParams
     optimizer: ZeroOptimizer | torch.optim.Optimizer
     notes: StepNotes
 
@@ -264,7 +264,7 @@ def _wire_step(
     make_pending = partial(
         _pending_buckets, module, plan, replica_groups, reducer, store, make_grads, sharded is not None
     )
-    late_params = LateParams(module, plan, reducer, store, publisher, access, make_pending, spare)
+    pending_params = PendingParams(module, plan, reducer, store, publisher, access, make_pending, spare)
     make_executor = _kind_of_executor(plan, speculation)
     by_rows = stepped_by_rows(module, optimizer)
     executor = make_executor(
@@ -275,7 +275,7 @@ def _wire_step(
         publisher,
         replica_groups,
         trained.names,
-        late_params,
+        pending_params,
         before_step,
         by_rows,
     )
@@ -290,7 +290,7 @@ def _wire_step(
         access=access,
         own_state=_own_state(plan, executor, access),
         client_state=ClientState(optimizer, access) if observed else None,
-        late_params=late_params,
+        pending_params=pending_params,
         optimizer=_facade(plan, optimizer, executor, access, sharded, speculation),
         notes=notes,
     )

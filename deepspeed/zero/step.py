@@ -51,8 +51,8 @@ class GradReport:
     own: bool
 
 
-class Latecomers(Protocol):
-    """Parameters that may start training at a step (``late_params.py``)."""
+class Admission(Protocol):
+    """Admits parameters that start training at a step (``pending_params.py``)."""
 
     def follow(self, follower: Callable[[Sequence[str]], None]) -> None:
         """Call ``follower`` with the names of those that are admitted, once the store has them."""
@@ -77,7 +77,7 @@ class StepExecutor:
         publisher: WeightPublisher,
         replica_groups: ReplicaGroups,
         names: Sequence[str],
-        late: Latecomers,
+        admission: Admission,
         before_step: Sequence[Callable[[], None]] = (),
         by_rows: Collection[nn.Parameter] = (),
     ) -> None:
@@ -93,8 +93,8 @@ class StepExecutor:
         self._asked = self._by_holders(store.params)
         self.sharded = plan.zero.shard_state
         self.bad_steps = 0
-        self.late = late
-        late.follow(self._admitted)
+        self.admission = admission
+        admission.follow(self._admitted)
         self.before_step = list(before_step)
         self.on_relink: Callable[[str], None] = lambda name: logger.warning(
             f"parameter {name} was moved out of its ZeRO buffer (module.to, a LoRA merge, assign=True); its current "
@@ -155,10 +155,10 @@ class StepExecutor:
 
     def _agree(self) -> GradReport:
         """One small all-reduce tells every rank the squares, late arrivals and which parameters were used."""
-        self.late.look()
+        self.admission.look()
         report = self._exchange()
         if any(report.woken):
-            self.late.admit(report.woken)
+            self.admission.admit(report.woken)
         if report.late:
             self.reducer.reduce_late()
         return self._exchange() if report.changes else report

@@ -106,7 +106,7 @@ class GradReducer:
         self.sync_enabled = True
         self.used = [False] * len(self.params)  # since the last boundary, on this rank
         self.waiting: list[nn.Parameter] = []
-        """Not trained, so far: autograd sums their gradients, if any, where it always does (``LateParams``)."""
+        """Not trained, so far: autograd sums their gradients, if any, where it always does (``PendingParams``)."""
         self._set_aside: list[tuple[nn.Parameter, Tensor | None]] = []
         """Their gradients before a backward with a share, which are added again at its end."""
         self._expected = [1] * len(self.params)
