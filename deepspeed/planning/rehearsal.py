@@ -202,7 +202,7 @@ class SimulatedCommunicator(Communicator):
         output_counts: Sequence[int] | None = None,
         input_counts: Sequence[int] | None = None,
     ) -> Pending:
-        """Count packets: what is sent, what is received, and what is decoded of one of them."""
+        """Count payloads: what is sent, what is received, and what is decoded of one of them."""
         packed = input.nbytes + output.nbytes
         self.meter.change(Kind.COMMUNICATION, packed)
         self.meter.change(Kind.COMMUNICATION, -packed)

@@ -71,7 +71,7 @@ def train(engine: Any, steps: int, first: int = 0) -> list[float]:
 
 
 class Simulated:
-    """All ranks of a stage-3 run in one process, in plain PyTorch: exact masters, weights and gradients in packets.
+    """All ranks of a stage-3 run in one process, in plain PyTorch: exact masters, weights and gradients in payloads.
 
     ``engine`` says how parameters lie in buckets, nothing else.
     """
@@ -253,7 +253,7 @@ def test_bytes_across_groups(bits: int) -> None:
 def test_everybody_computes_with_the_same_weights_and_saves_the_exact_ones(
     tmp_path: Path, random: bool
 ) -> None:
-    """Packets of one rank are the same for all, and after resuming; each rounds at random by a seed of its own."""
+    """Payloads of one rank are the same for all, and after resuming; each rounds at random by a seed of its own."""
     zero = {**QWZ, **(AT_RANDOM if random else {})}
     engine = start(zero, bf16={"enabled": True})
     rank = dist.get_rank()

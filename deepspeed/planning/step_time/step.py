@@ -216,7 +216,7 @@ class Builder:
 
 
 class Wire:
-    """Bytes that a gather really sends: packets of a few bits (qwZ). Sums are recorded as they travel."""
+    """Bytes that a gather really sends: payloads of a few bits (qwZ). Sums are recorded as they travel."""
 
     def __init__(self, plan: Plan) -> None:
         bits = plan.packing.weights

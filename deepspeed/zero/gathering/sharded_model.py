@@ -208,23 +208,23 @@ class GatherLinks:
 
     def server(self, buckets: Sequence[ShardedBucket]) -> ShardServers:
         """Fetches whole buckets from the ranks that hold their slices. Collective."""
-        from deepspeed.zero.gathering.quantized_gather import PacketServers, make_pieces
+        from deepspeed.zero.gathering.quantized_gather import PayloadServers, make_pieces
         from deepspeed.zero.gathering.shard_servers import ShardServers
 
         timeout_s = default_timeout().total_seconds()
         pieces = make_pieces(buckets, self.replica_groups, self.packing)
         if pieces:
-            return PacketServers(buckets, self.replica_groups, timeout_s, pieces)
+            return PayloadServers(buckets, self.replica_groups, timeout_s, pieces)
         return ShardServers(buckets, self.replica_groups, timeout_s)
 
     def channels(self, buckets: Sequence[ShardedBucket], server: ShardServers) -> list[GatherChannel]:
         """By bucket, the ranks that hold one copy of it, for gathers alone. Collective."""
-        from deepspeed.zero.gathering.quantized_gather import PacketServers, PieceChannel
+        from deepspeed.zero.gathering.quantized_gather import PayloadServers, PieceChannel
 
         names = sorted({bucket.layout.replica_group for bucket in buckets})
         plain = {name: _second_group(self.replica_groups[name].shard) for name in names}
         result: list[GatherChannel] = [plain[bucket.layout.replica_group] for bucket in buckets]
-        if isinstance(server, PacketServers):
+        if isinstance(server, PayloadServers):
             near = {
                 name: _second_group(levels.near)
                 for name in names

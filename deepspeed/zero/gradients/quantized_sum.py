@@ -28,10 +28,10 @@ from deepspeed.zero.replica_groups import Levels, ReplicaGroup
 
 
 class Encoder(Protocol):
-    """Makes packets of what this rank sends."""
+    """Makes payloads of what this rank sends."""
 
     def __call__(self, values: Tensor) -> Tensor:
-        """Packets [rows, bytes] of ``values`` [rows, n]."""
+        """Payloads [rows, bytes] of ``values`` [rows, n]."""
         ...
 
 
@@ -55,9 +55,9 @@ class ErrorFeedback:
             self.error = torch.zeros(values.shape, dtype=torch.float32, device=values.device)
         self.sums += 1
         lost = self.error.clone()
-        packets = self.codec.encode(values, lost)
+        payloads = self.codec.encode(values, lost)
         self.error.lerp_(lost.nan_to_num_(0.0, 0.0, 0.0), 1.0 - self.beta)
-        return packets
+        return payloads
 
     def kept(self) -> dict[str, Any] | None:
         return None if self.error is None else {"sums": self.sums, "error": self.error}

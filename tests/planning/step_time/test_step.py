@@ -122,7 +122,7 @@ def test_foresight_hides_gathers() -> None:
     assert found[10**7] < found[0]
 
 
-def test_packets_make_gathers_shorter() -> None:
+def test_quantized_payloads_make_gathers_shorter() -> None:
     nothing = work(20, 0, 0)
     plain = setting(config_for(3, bf16=True, **NOTHING_KEPT))
     packed = setting(
