@@ -14,7 +14,7 @@ from deepspeed.config.plan import PrecisionPlan
 from deepspeed.config.problems import DeepSpeedConfigError
 from deepspeed.transforms.recompute.budget import budget_blocks
 from deepspeed.transforms.recompute.choosing import Choice
-from deepspeed.zero.meta import copy_on_paper
+from deepspeed.zero.meta import meta_copy
 from deepspeed.zero.precision import autocast_context, cast_module
 
 
@@ -35,7 +35,7 @@ def choice_within(
         raise CannotCount("it takes no input_ids")
     try:
         with FakeTensorMode(allow_non_fake_inputs=True):
-            skeleton = copy_on_paper(module, device="cpu").train()
+            skeleton = meta_copy(module, device="cpu").train()
             cast_module(skeleton, precision)
             budget = budget_blocks(skeleton, limit, None)
             with autocast_context(precision, "cpu"):

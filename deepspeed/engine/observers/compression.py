@@ -67,7 +67,7 @@ def _find_pruners(
     pruners = pruners or [make_pruner(shared, module)]
     if stages is None:
         return [pruner for pruner in pruners if pruner.modules]
-    whole = module.whole_on_paper() if isinstance(module, Staged) else module
+    whole = module.whole_meta() if isinstance(module, Staged) else module
     order = [name for name, _ in whole.named_modules()]
     for pruner in pruners:
         pruner.choose = ChoiceOfStages(stages, order, engine.device)

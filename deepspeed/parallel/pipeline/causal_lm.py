@@ -22,7 +22,7 @@ from deepspeed.config.problems import DeepSpeedConfigError
 from deepspeed.parallel.pipeline.anatomy import Anatomy, examine, hidden_of
 from deepspeed.parallel.pipeline.errors import PipelineError
 from deepspeed.parallel.pipeline.module import PipelineModule
-from deepspeed.zero.meta import copy_on_paper
+from deepspeed.zero.meta import meta_copy
 from deepspeed.zero.replica_groups import SHARED, SHARED_BY
 
 __all__ = ["CutModel", "cut_causal_lm"]
@@ -59,7 +59,7 @@ def cut_causal_lm(
             )
     return CutModel(
         examine(model),
-        copy_on_paper(model),
+        meta_copy(model),
         loss_fn or _OwnLoss(model),
         num_stages=num_stages,
         topology=topology,
@@ -181,7 +181,7 @@ class CutModel(PipelineModule):
     def __init__(
         self, anatomy: Anatomy, whole: nn.Module, loss_fn: Callable[..., Any], **arguments: Any
     ) -> None:
-        """``whole``: all of the model, on paper."""
+        """``whole``: all of the model, on the meta device."""
         vars(self).update(_anatomy=anatomy, _whole=whole, _passage=_Passage(), config=anatomy.model.config)
         layers: list[nn.Module] = list(anatomy.block_list())
         for names, place in ((anatomy.before, 0), (anatomy.after, -1)):
@@ -273,10 +273,10 @@ class CutModel(PipelineModule):
         self.forward_funcs = [own[number] for number in self._numbers]
         self.tied_stages = self._find_ties()
 
-    def whole_on_paper(self) -> nn.Module:
+    def whole_meta(self) -> nn.Module:
         return self._whole
 
-    def inputs_on_paper(self) -> dict[str, Any] | None:
+    def meta_inputs(self) -> dict[str, Any] | None:
         return None
 
     def shard_sequences(self, mesh: ProcessMesh) -> str | None:
