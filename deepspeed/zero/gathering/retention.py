@@ -39,7 +39,7 @@ class KeptWhole:
     def __exit__(self, *exc: object) -> None:
         for owner in self._held:
             with owner.transitions.lock:
-                owner.transitions.drop((owner.layout.index,))
+                owner.transitions.release((owner.layout.index,))
         self._waiting += self._held
         self._held = []
 
