@@ -153,7 +153,7 @@ class SimulatedCommunicator(Communicator):
         self.apart = apart
         self.scratch = scratch if size > 1 else SumScratch.NONE
 
-    def _tell(self, operation: str, nbytes: int) -> Pending:
+    def _record(self, operation: str, nbytes: int) -> Pending:
         return self.journal.collective(operation, nbytes, self.size, self.apart) if self.size > 1 else DONE
 
     def reduce_scatter(self, output: Tensor, input: Tensor, *, scale: float = 1.0) -> Pending:
@@ -164,10 +164,10 @@ class SimulatedCommunicator(Communicator):
 
     def _sum(self, operation: str, tensor: Tensor) -> Pending:
         if self.scratch is SumScratch.MESSAGES:
-            return self._received(tensor, self._tell(operation, tensor.nbytes))
+            return self._received(tensor, self._record(operation, tensor.nbytes))
         if self.scratch is SumScratch.EXCHANGED and tensor.element_size() < 4:
             self._exchanged(tensor)
-        return self._tell(operation, tensor.nbytes)
+        return self._record(operation, tensor.nbytes)
 
     def _exchanged(self, tensor: Tensor) -> None:
         """16-bit inputs are exchanged and summed in fp32, piece by piece; the next sum finds the memory free."""
@@ -190,10 +190,10 @@ class SimulatedCommunicator(Communicator):
         return Pending(finish)
 
     def all_reduce_max(self, tensor: Tensor) -> Pending:
-        return self._tell("all_reduce", tensor.nbytes)
+        return self._record("all_reduce", tensor.nbytes)
 
     def all_gather(self, output: Tensor, input: Tensor) -> Pending:
-        return self._tell("all_gather", input.nbytes * self.size)
+        return self._record("all_gather", input.nbytes * self.size)
 
     def all_to_all(
         self,
@@ -206,10 +206,10 @@ class SimulatedCommunicator(Communicator):
         packed = input.nbytes + output.nbytes
         self.meter.change(Kind.COMMUNICATION, packed)
         self.meter.change(Kind.COMMUNICATION, -packed)
-        return self._tell("all_to_all", input.nbytes)
+        return self._record("all_to_all", input.nbytes)
 
     def broadcast(self, tensor: Tensor, src: int) -> Pending:
-        return self._tell("broadcast", tensor.nbytes)
+        return self._record("broadcast", tensor.nbytes)
 
 
 class SimulatedChannel(SimulatedCommunicator):
@@ -220,7 +220,7 @@ class SimulatedChannel(SimulatedCommunicator):
         self.bucket = bucket
 
     def all_gather(self, output: Tensor, input: Tensor) -> Pending:
-        return self._tell("all_gather", self.bucket.nbytes)
+        return self._record("all_gather", self.bucket.nbytes)
 
 
 class SimulatedReplicaGroups:

@@ -233,7 +233,7 @@ def test_illegal_transitions_are_errors_that_name_the_bucket() -> None:
         transitions.begin(2)
     with pytest.raises(TransitionError, match="bucket 2 is GATHERED: nothing"):
         transitions.arrived(2)
-    with pytest.raises(TransitionError, match="bucket 1 is dropped more often than it was taken"):
+    with pytest.raises(TransitionError, match="bucket 1 is released more often than it was taken"):
         transitions.release([1])
     with pytest.raises(TransitionError, match="bucket 0 is dropped"):
         transitions.release_hold(0)

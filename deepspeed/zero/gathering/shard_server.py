@@ -74,7 +74,7 @@ class ShardServer:
         self.served = 0
         self.rendezvous = Rendezvous(communicator.size)  # only rank 0's is used
         self._changed = threading.Condition()
-        self._telling = threading.Lock()
+        self._notifying = threading.Lock()
         self._closed = self._leaving = False
         self._peers: dict[int, socket.socket] = {}
         self._accepted: list[socket.socket] = []
@@ -209,7 +209,7 @@ class ShardServer:
     def leave(self) -> None:
         """Tell the other ranks that this one will send no more requests (Note: the end of a process). Returns when they
         have been told, by this call or another."""
-        with self._telling:
+        with self._notifying:
             if self._leaving:
                 return
             with self._changed:
@@ -218,9 +218,9 @@ class ShardServer:
             if self._barrier is not None:
                 self._barrier.arrive()
             else:
-                self._tell_all()
+                self._notify_all()
 
-    def _tell_all(self) -> None:
+    def _notify_all(self) -> None:
         for rank in range(self.communicator.size):
             if rank != self.communicator.rank:
                 with contextlib.suppress(OSError):
@@ -243,7 +243,7 @@ class ShardServer:
         if self._barrier is not None:
             if self._barrier.wait(limit_s, lambda: self.served):
                 return
-            self._tell_all()
+            self._notify_all()
         for connection in list(self._peers.values()):
             with contextlib.suppress(OSError):
                 connection.settimeout(limit_s)
