@@ -1,4 +1,4 @@
-"""Products of runs of rows, each with a matrix of its own: forward, and both gradients.
+"""Grouped GEMM, groups of rows times one matrix per group: forward, and both gradients.
 
 A kernel is launched once for all runs. Where they end is read on the device, so nothing waits for it to be known on the
 host: a program finds its run and its tile in it by counting the tiles of the runs before. The launch has programs for
