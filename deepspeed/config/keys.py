@@ -15,7 +15,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from deepspeed.base.dtypes import Dtype
-from deepspeed.config.section import Says, extra_facts
+from deepspeed.config.section import AllowedValues, extra_facts
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +181,7 @@ def _type(annotation: Any) -> str:
 def choices_of(field: FieldInfo) -> list[Any]:
     """List the values that an enumerated field may have, with null where that is allowed; of other fields, none.
 
-    A dtype counts among the others: most fields allow some dtypes only, which `Says` lists.
+    A dtype counts among the others: most fields allow some dtypes only, which `AllowedValues` lists.
     """
     return list(dict.fromkeys(_choices(field.annotation)))
 
@@ -219,7 +219,7 @@ def constraint_of(field: FieldInfo) -> str:
     """Bounds or choices of a field in words; empty when its type says it all."""
     metadata = [*field.metadata, *_metadata(field.annotation)]
     for item in metadata:
-        if isinstance(item, Says):
+        if isinstance(item, AllowedValues):
             return item.text
     choices = choices_of(field)
     if choices:
