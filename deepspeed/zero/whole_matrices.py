@@ -104,16 +104,16 @@ class WholeMatrices:
         first = self.store.params[batch[0].param]
         dtype = torch.promote_types(first.dtype, torch.float32)
         outgoing = torch.zeros(sum(sent), dtype=dtype, device=first.device)
-        for place, (matrix, _) in _places(held, outgoing):
+        for slot, (matrix, _) in _slots(held, outgoing):
             if matrix.param in mine:
-                place.copy_(mine[matrix.param])
+                slot.copy_(mine[matrix.param])
         incoming = torch.empty(sum(received), dtype=dtype, device=first.device)
         holders.all_to_all(incoming, outgoing, received, sent).wait()
         self._compute(due, incoming, function)
         holders.all_to_all(outgoing, incoming, sent, received).wait()
-        for place, (matrix, _) in _places(held, outgoing):
+        for slot, (matrix, _) in _slots(held, outgoing):
             if matrix.param in mine:
-                mine[matrix.param].copy_(place)
+                mine[matrix.param].copy_(slot)
 
     @staticmethod
     def _compute(
@@ -121,15 +121,15 @@ class WholeMatrices:
     ) -> None:
         """Assemble the parts in ``incoming`` and replace them with the parts of the result."""
         gathered: dict[int, tuple[Matrix, list[tuple[Tensor, Part]]]] = {}
-        for place, (matrix, part) in _places(due, incoming):
-            gathered.setdefault(matrix.param, (matrix, []))[1].append((place, part))
+        for slot, (matrix, part) in _slots(due, incoming):
+            gathered.setdefault(matrix.param, (matrix, []))[1].append((slot, part))
         for matrix, parts in gathered.values():
             whole = torch.empty(matrix.numel, dtype=incoming.dtype, device=incoming.device)
-            for place, part in parts:
-                whole[part.start : part.stop] = place
+            for slot, part in parts:
+                whole[part.start : part.stop] = slot
             result = function(whole.view(matrix.shape)).reshape(-1)
-            for place, part in parts:
-                place.copy_(result[part.start : part.stop])
+            for slot, part in parts:
+                slot.copy_(result[part.start : part.stop])
 
 
 class OwnMatrices:
@@ -184,7 +184,7 @@ def batches(matrices: Sequence[Matrix], numel: int) -> Iterator[list[Matrix]]:
         yield batch
 
 
-def _places(
+def _slots(
     runs: Sequence[Sequence[tuple[Matrix, Part]]], flat: Tensor
 ) -> Iterator[tuple[Tensor, tuple[Matrix, Part]]]:
     """The view of ``flat`` that belongs to each part, in the order of the exchange."""

@@ -23,12 +23,12 @@ class ShardServers:
         self, buckets: Sequence[ShardedBucket], replica_groups: ReplicaGroupTable, timeout_s: float
     ) -> None:
         self.buckets = list(buckets)
-        self._place: list[int] = []  # a bucket's number among those of its replica group
+        self._slot: list[int] = []  # a bucket's number among those of its replica group
         shards: dict[str, list[Tensor]] = {}
         for bucket in self.buckets:
             assert bucket.shard is not None
             mine = shards.setdefault(bucket.layout.replica_group, [])
-            self._place.append(len(mine))
+            self._slot.append(len(mine))
             mine.append(bucket.shard)
         shards.setdefault(DENSE, [])  # ranks also meet there
         self.servers = {
@@ -51,7 +51,7 @@ class ShardServers:
             full.copy_(bucket.own_slice())
         else:
             bucket.at_rest()
-            server.fetch(self._place[index], full)
+            server.fetch(self._slot[index], full)
         bucket.communicator.count_fetch(full)
 
     def is_exact(self, index: int) -> bool:
