@@ -28,8 +28,8 @@ def _the_same_numbers_in_any_order() -> None:
 
 @pytest.fixture
 def advised(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """Begin and size of the memory for which large pages are asked of the system, which is not asked."""
-    from deepspeed.ops import huge_pages as large_pages
+    """Begin and size of the memory for which huge pages are asked of the system, which is not asked."""
+    from deepspeed.ops import huge_pages
 
     asked: list[tuple[int, int]] = []
 
@@ -38,7 +38,7 @@ def advised(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
         asked.append((begin, size))
         return 0
 
-    monkeypatch.setattr(large_pages, "_madvise", lambda: advise)
+    monkeypatch.setattr(huge_pages, "_madvise", lambda: advise)
     return asked
 
 

@@ -87,7 +87,7 @@ STATE = {
     "base/logging.py:_once()": "what log_dist_once and warning_once have said",
     # Computed once from what does not change while the process runs.
     "comm/transports/shared_memory.py:_library()": "native library",
-    "config/keys.py:homes()": "of a schema",
+    "config/keys.py:paths_by_key()": "of a schema",
     "config/keys.py:keys_of()": "of a schema",
     "checkpoint/foreign/upstream_format.py:_unhashed()": "of a class",
     "planning/counted.py:choice_within()": "of a model of fake tensors and a budget: advice asks again for each change",

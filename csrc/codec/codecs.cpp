@@ -1,6 +1,6 @@
-// Packets of a few bits per element: signs, integers of 8 or 4 bits, and 8-bit floats, each block of elements with a scale.
+// Payloads of a few bits per element: signs, integers of 8 or 4 bits, and 8-bit floats, each block of elements with a scale.
 //
-// A packet holds the scales (fp32) of all its blocks, then the codes; deepspeed/ops/formats/codecs.py says what they mean, and
+// A payload holds the scales (fp32) of all its blocks, then the codes; deepspeed/ops/formats/codecs.py says what they mean, and
 // codes.h what stands for an element.
 //
 // Blocks come from memory once: the pass that finds the scales of a few leaves them in the first-level cache for the pass
@@ -21,7 +21,7 @@ constexpr int64_t kFetch = 256;   // elements behind those that are on their way
 constexpr int64_t kRing = 512;    // more than the blocks whose scales are found and that are not encoded
 
 struct Work {
-    const ds_packets *packets;
+    const ds_payloads *payloads;
     void *values;
     int32_t dtype;
     float *errors;
@@ -29,7 +29,7 @@ struct Work {
     bool sum;        // of all rows
 };
 
-DS_INLINE int32_t bits_of(const ds_packets &p) { return p.codes & 255; }
+DS_INLINE int32_t bits_of(const ds_payloads &p) { return p.codes & 255; }
 
 struct Block {
     int64_t row, index, begin, numel;  // `begin`: of its elements in the row
@@ -37,7 +37,7 @@ struct Block {
 };
 
 DS_INLINE Block block_at(const Work &work, int64_t row, int64_t index) {
-    const ds_packets &p = *work.packets;
+    const ds_payloads &p = *work.payloads;
     const int64_t begin = index * p.block;
     const int64_t numel = p.numel - begin < p.block ? p.numel - begin : p.block;
     return {row, index, begin, numel, row * p.numel + begin};
@@ -52,12 +52,12 @@ DS_INLINE Block after(const Work &work, const Block &block) {
 }
 
 DS_INLINE uint8_t *codes_of(const Work &work, int64_t row, int64_t element) {
-    const ds_packets &p = *work.packets;
+    const ds_payloads &p = *work.payloads;
     return p.data + row * p.stride + work.blocks * kScale + element * bits_of(p) / 8;
 }
 
 DS_INLINE uint8_t *scale_of(const Work &work, const Block &block) {
-    return work.packets->data + block.row * work.packets->stride + block.index * kScale;
+    return work.payloads->data + block.row * work.payloads->stride + block.index * kScale;
 }
 
 // ---- steps ----------------------------------------------------------------------------------------------------------
@@ -83,7 +83,7 @@ DS_INLINE float *open_errors(const Work &work, int64_t index, int64_t n, float (
 // What random bits of a block are made of: `hash`, of what it holds, its number and the seed.
 DS_INLINE uint32_t key_of(const Work &work, const Block &block, uint32_t hash) {
     const uint64_t number = uint64_t(block.row) * uint64_t(work.blocks) + uint64_t(block.index);
-    return ds::mix(hash + ds::mix(uint32_t(number) + ds::mix(work.packets->seed + uint32_t(number >> 32))));
+    return ds::mix(hash + ds::mix(uint32_t(number) + ds::mix(work.payloads->seed + uint32_t(number >> 32))));
 }
 
 template <bool kErrors>
@@ -93,12 +93,12 @@ DS_INLINE void fetch_elements(const Work &work, int64_t index, int64_t n) {
 }
 
 // Whether the elements of the next block are asked for in two halves,
-DS_INLINE bool is_large(const Work &work) { return work.packets->block > kAhead; }
+DS_INLINE bool is_large(const Work &work) { return work.payloads->block > kAhead; }
 
 // so that they are there when `block` has been passed twice. Its part of a piece, of which `passed` were before.
 template <bool kErrors>
 DS_INLINE void fetch_next_block(const Work &work, const Block &block, int64_t passed) {
-    fetch_elements<kErrors>(work, block.first + work.packets->block + passed / 2, kPiece / 2);
+    fetch_elements<kErrors>(work, block.first + work.payloads->block + passed / 2, kPiece / 2);
 }
 
 // Reads blocks step by step, and writes their scales.
@@ -159,7 +159,7 @@ DS_INLINE void encode_step(const Work &work, const Block &block, int64_t first, 
     const bool large = is_large(work);
     constexpr int64_t ahead = kAhead + (kErrors ? kFetch : 2 * kFetch);
     for (int64_t i = 0; i < n; i += kPiece) {
-        if (large) fetch_next_block<kErrors>(work, block, work.packets->block + first + i);
+        if (large) fetch_next_block<kErrors>(work, block, work.payloads->block + first + i);
         else fetch_elements<kErrors>(work, index + ahead + i, kPiece);
         uint8_t *some = to + i * Form::bits / 8;
         float *owing = kErrors ? errors + i : nullptr;
@@ -172,7 +172,7 @@ DS_INLINE void encode_step(const Work &work, const Block &block, int64_t first, 
 
 template <int N, class Form, bool kErrors>
 DS_INLINE void encode_as_body(const Work &work, int64_t begin, int64_t end) {
-    const int64_t size = work.packets->block, several = size < kAhead ? kAhead / size : 1;
+    const int64_t size = work.payloads->block, several = size < kAhead ? kAhead / size : 1;
     if (begin == end) return;
     Reader<Form, N, kErrors> reader(work, begin, end);
     Block block = block_of(work, begin);
@@ -199,8 +199,8 @@ DS_INLINE void encode_with(const Work &work, int64_t begin, int64_t end) {
 
 template <int N>
 DS_INLINE void encode_run_body(const Work &work, int64_t begin, int64_t end) {
-    const bool random = work.packets->rounding == DS_RANDOM;
-    switch (work.packets->codes) {
+    const bool random = work.payloads->rounding == DS_RANDOM;
+    switch (work.payloads->codes) {
         case DS_SIGNS: return encode_with<ds::Signs, N>(work, begin, end);
         case DS_FLOATS8: return encode_with<ds::EightBitFloats, N>(work, begin, end);
         case DS_INTEGERS4:
@@ -218,7 +218,7 @@ DS_INLINE void decode_part(const Work &work, const Block &block, int64_t i, int6
     float scale;
     std::memcpy(&scale, scale_of(work, block), kScale);
     const uint8_t *codes = codes_of(work, block.row, block.begin + i);
-    switch (work.packets->codes) {
+    switch (work.payloads->codes) {
         case DS_SIGNS: return ds::Signs::decode(values, codes, scale, n);
         case DS_INTEGERS4: return ds::Integers<4>::decode(values, codes, scale, n);
         case DS_FLOATS8: return ds::EightBitFloats::decode(values, codes, scale, n);
@@ -237,7 +237,7 @@ DS_INLINE void decode_run_body(const Work &work, int64_t begin, int64_t end) {
             float *result = work.dtype == DS_FLOAT32 ? static_cast<float *>(target) : total;
             if (work.sum) {
                 std::memset(result, 0, size_t(n) * sizeof(float));
-                for (block.row = 0; block.row < work.packets->rows; ++block.row) {
+                for (block.row = 0; block.row < work.payloads->rows; ++block.row) {
                     decode_part(work, block, i, n, buffer);
                     DS_IVDEP for (int64_t j = 0; j < n; ++j) result[j] += buffer[j];
                 }
@@ -252,18 +252,18 @@ DS_INLINE void decode_run_body(const Work &work, int64_t begin, int64_t end) {
 DS_LANES_KERNEL(encode_run, (const Work &work, int64_t begin, int64_t end), (work, begin, end))
 DS_KERNEL(decode_run, (const Work &work, int64_t begin, int64_t end), (work, begin, end))
 
-int64_t blocks_of(const ds_packets &p) { return (p.numel + p.block - 1) / p.block; }
+int64_t blocks_of(const ds_payloads &p) { return (p.numel + p.block - 1) / p.block; }
 
 template <class Run>
 void for_each_block(const Work &work, int64_t rows, int32_t threads, Run &&run) {
-    ds::for_each_share(rows * work.blocks, rows * work.packets->numel, threads, run);
+    ds::for_each_share(rows * work.blocks, rows * work.payloads->numel, threads, run);
 }
 
 }  // namespace
 
-void ds_encode(const ds_packets *packets, const void *values, int32_t dtype, float *errors, int32_t threads) {
-    const ds_packets &p = *packets;
-    const Work work{packets, const_cast<void *>(values), dtype, errors, blocks_of(p), false};
+void ds_encode(const ds_payloads *payloads, const void *values, int32_t dtype, float *errors, int32_t threads) {
+    const ds_payloads &p = *payloads;
+    const Work work{payloads, const_cast<void *>(values), dtype, errors, blocks_of(p), false};
     for (int64_t row = 0; row < p.rows; ++row) {  // a row's end is padding
         const int64_t used = work.blocks * kScale + (p.numel * bits_of(p) + 7) / 8;
         std::memset(p.data + row * p.stride + used, 0, size_t(p.stride - used));
@@ -271,8 +271,8 @@ void ds_encode(const ds_packets *packets, const void *values, int32_t dtype, flo
     for_each_block(work, p.rows, threads, [&](int64_t begin, int64_t end) { encode_run(work, begin, end); });
 }
 
-void ds_decode(const ds_packets *packets, void *values, int32_t dtype, int32_t sum, int32_t threads) {
-    const Work work{packets, values, dtype, nullptr, blocks_of(*packets), sum != 0};
-    for_each_block(work, sum ? 1 : packets->rows, threads,
+void ds_decode(const ds_payloads *payloads, void *values, int32_t dtype, int32_t sum, int32_t threads) {
+    const Work work{payloads, values, dtype, nullptr, blocks_of(*payloads), sum != 0};
+    for_each_block(work, sum ? 1 : payloads->rows, threads,
                    [&](int64_t begin, int64_t end) { decode_run(work, begin, end); });
 }

@@ -1,4 +1,4 @@
-// Packets of the elements with the largest magnitudes, and their places (deepspeed/ops/formats/codecs.py).
+// Payloads of the elements with the largest magnitudes, and their places (deepspeed/ops/formats/codecs.py).
 //
 // Magnitudes are compared as integers, the bits of a float without its sign: a NaN is the largest, and every order of
 // comparisons finds the same. A sample tells about where the limit is. One pass over memory, which adds errors as well,
@@ -244,13 +244,13 @@ uint32_t guess(const Row &row, int64_t count, uint32_t *keys) {
 }
 
 // Writes what is taken, in the order of places.
-struct Packet {
+struct Payload {
     char *values, *places;
     int64_t size;
     Limit limit;
     int64_t count;
 
-    Packet(void *memory, int64_t size, Limit limit)
+    Payload(void *memory, int64_t size, Limit limit)
         : values(static_cast<char *>(memory)), places(values + 4 * size), size(size), limit(limit), count(0) {}
 
     DS_INLINE_MEMBER bool takes(float value) {
@@ -267,12 +267,12 @@ struct Packet {
     }
 };
 
-DS_INLINE void take_each(Packet &packet, Share &share, int64_t begin, int64_t end) {
+DS_INLINE void take_each(Payload &payload, Share &share, int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
         const float value = share.values[i];
         const int32_t place = share.places[i];
-        if (packet.takes(value)) {
-            packet.add(value, place);
+        if (payload.takes(value)) {
+            payload.add(value, place);
         } else {
             share.values[share.kept] = value;
             share.places[share.kept++] = place;
@@ -281,41 +281,41 @@ DS_INLINE void take_each(Packet &packet, Share &share, int64_t begin, int64_t en
 }
 
 #if defined(__GNUC__) && defined(__x86_64__)
-__attribute__((target("arch=x86-64-v4"))) inline int64_t take_avx512(Packet &packet, Share &share, int64_t end) {
-    const __m512i limit = _mm512_set1_epi32(int32_t(packet.limit.key)), magnitude = _mm512_set1_epi32(0x7fffffff);
+__attribute__((target("arch=x86-64-v4"))) inline int64_t take_avx512(Payload &payload, Share &share, int64_t end) {
+    const __m512i limit = _mm512_set1_epi32(int32_t(payload.limit.key)), magnitude = _mm512_set1_epi32(0x7fffffff);
     int64_t i = 0;
-    for (; i + kLook <= end && packet.count + kLook <= packet.size; i += kLook) {
+    for (; i + kLook <= end && payload.count + kLook <= payload.size; i += kLook) {
         const __m512i values = _mm512_loadu_si512(share.values + i), places = _mm512_loadu_si512(share.places + i);
         const __m512i keys = _mm512_and_si512(values, magnitude);
         if (_mm512_cmpeq_epi32_mask(keys, limit) != 0) [[unlikely]] {
-            take_each(packet, share, i, i + kLook);
+            take_each(payload, share, i, i + kLook);
             continue;
         }
         const __mmask16 taken = _mm512_cmpgt_epi32_mask(keys, limit), left = __mmask16(~taken);
-        _mm512_storeu_si512(packet.values + 4 * packet.count, _mm512_maskz_compress_epi32(taken, values));
-        _mm512_storeu_si512(packet.places + 4 * packet.count, _mm512_maskz_compress_epi32(taken, places));
+        _mm512_storeu_si512(payload.values + 4 * payload.count, _mm512_maskz_compress_epi32(taken, values));
+        _mm512_storeu_si512(payload.places + 4 * payload.count, _mm512_maskz_compress_epi32(taken, places));
         _mm512_storeu_si512(share.values + share.kept, _mm512_maskz_compress_epi32(left, values));
         _mm512_storeu_si512(share.places + share.kept, _mm512_maskz_compress_epi32(left, places));
-        packet.count += std::popcount(uint32_t(taken));
+        payload.count += std::popcount(uint32_t(taken));
         share.kept += std::popcount(uint32_t(left));
     }
     return i;
 }
 #endif
 
-// Those of a share that the packet takes. The others move to the share's front.
+// Those of a share that the payload takes. The others move to the share's front.
 template <int N>
-DS_INLINE void take_body(Packet &packet, Share &share) {
+DS_INLINE void take_body(Payload &payload, Share &share) {
     const int64_t end = share.kept;
     int64_t begin = 0;
     share.kept = 0;
 #if defined(__GNUC__) && defined(__x86_64__)
-    if constexpr (N == 16) begin = take_avx512(packet, share, end);
+    if constexpr (N == 16) begin = take_avx512(payload, share, end);
 #endif
-    take_each(packet, share, begin, end);
+    take_each(payload, share, begin, end);
 }
 
-DS_LANES_KERNEL(take, (Packet &packet, Share &share), (packet, share))
+DS_LANES_KERNEL(take, (Payload &payload, Share &share), (payload, share))
 
 // The errors of what is still in a share.
 void put_back(const Share &share, float *errors) {
@@ -331,11 +331,11 @@ void take_from_all(const Row &row, int64_t count, void *memory) {
             for (int64_t i = 0; i < row.numel; ++i) f(key_of(value_at(row, i)));
         },
         count, 0);
-    Packet packet(memory, count, limit);
+    Payload payload(memory, count, limit);
     for (int64_t i = 0; i < row.numel; ++i) {
         const float value = value_at(row, i);
-        if (!packet.takes(value)) continue;
-        packet.add(value, int32_t(i));
+        if (!payload.takes(value)) continue;
+        payload.add(value, int32_t(i));
         if (row.errors != nullptr) row.errors[i] = value - value;
     }
 }
@@ -406,7 +406,7 @@ struct Scratch {
     }
 };
 
-void encode_row(const Row &row, int64_t count, void *packet, const Scratch &scratch) {
+void encode_row(const Row &row, int64_t count, void *payload, const Scratch &scratch) {
     const int32_t threads = scratch.threads;
     const int64_t capacity = scratch.capacity, blocks = ds::block_count(row.numel);
     uint32_t least = guess(row, count, scratch.sample.get());
@@ -434,7 +434,7 @@ void encode_row(const Row &row, int64_t count, void *packet, const Scratch &scra
     };
     if (!fits || total < count) {
         put_all_back();
-        return take_from_all(row, count, packet);
+        return take_from_all(row, count, payload);
     }
     const Limit limit = limit_of(
         [&](auto &&f) {
@@ -442,7 +442,7 @@ void encode_row(const Row &row, int64_t count, void *packet, const Scratch &scra
                 for (int64_t i = 0; i < scratch.shares[t].kept; ++i) f(key_of(scratch.shares[t].values[i]));
         },
         count, least);
-    Packet to(packet, count, limit);
+    Payload to(payload, count, limit);
     for (int32_t t = 0; t < threads; ++t) take(to, scratch.shares[t]);
     put_all_back();
 }
@@ -455,29 +455,29 @@ void clear(float *values, int64_t numel, int32_t threads) {
 
 }  // namespace
 
-int32_t ds_encode_largest(void *packets, int64_t rows, int64_t numel, int64_t count, const void *values, int32_t dtype,
+int32_t ds_encode_largest(void *payloads, int64_t rows, int64_t numel, int64_t count, const void *values, int32_t dtype,
                           float *errors, int32_t threads) {
     const Scratch scratch(numel, count, threads);
     if (!scratch.ready()) return 0;
     for (int64_t r = 0; r < rows; ++r) {
         const Row row{ds::at(values, r * numel, dtype), dtype, errors == nullptr ? nullptr : errors + r * numel, numel};
-        encode_row(row, count, static_cast<char *>(packets) + 8 * count * r, scratch);
+        encode_row(row, count, static_cast<char *>(payloads) + 8 * count * r, scratch);
     }
     return 1;
 }
 
-void ds_decode_largest(const void *packets, int64_t rows, int64_t numel, int64_t count, float *values, int32_t sum,
+void ds_decode_largest(const void *payloads, int64_t rows, int64_t numel, int64_t count, float *values, int32_t sum,
                        int32_t threads) {
     clear(values, sum ? numel : rows * numel, threads);
     for (int64_t r = 0; r < rows; ++r) {
-        const char *chosen = static_cast<const char *>(packets) + 8 * count * r, *places = chosen + 4 * count;
+        const char *chosen = static_cast<const char *>(payloads) + 8 * count * r, *places = chosen + 4 * count;
         float *row = sum ? values : values + r * numel;
         for (int64_t i = 0; i < count; ++i) {
             uint32_t place;
             float value;
             std::memcpy(&place, places + 4 * i, 4);
             std::memcpy(&value, chosen + 4 * i, 4);
-            if (place >= uint64_t(numel)) continue;  // no packet of ours
+            if (place >= uint64_t(numel)) continue;  // no payload of ours
             row[place] = sum ? row[place] + value : value;
         }
     }

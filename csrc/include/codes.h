@@ -1,4 +1,4 @@
-// What stands for the elements of a block in a packet: signs, integers of 8 or 4 bits, 8-bit floats.
+// What stands for the elements of a block in a payload: signs, integers of 8 or 4 bits, 8-bit floats.
 //
 // A form has
 //   bits          of a code

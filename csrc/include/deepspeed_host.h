@@ -158,21 +158,21 @@ enum ds_codes { DS_SIGNS = 1, DS_INTEGERS4 = 4, DS_INTEGERS8 = 8, DS_FLOATS8 = 2
 /* Which neighbour a number between two codes becomes: the nearest, or one at random, right in the mean (only integers). */
 enum ds_rounding { DS_NEAREST = 0, DS_RANDOM = 1 };
 
-/* Packets [rows, stride] of rows of `numel` elements: fp32 scales of all blocks of a row, then its codes, then zeros. */
-typedef struct ds_packets {
+/* Payloads [rows, stride] of rows of `numel` elements: fp32 scales of all blocks of a row, then its codes, then zeros. */
+typedef struct ds_payloads {
     uint8_t *data;
     int64_t rows, stride; /* bytes */
     int64_t numel, block; /* elements of a row, and of those with one scale: an even number, for signs a multiple of 8 */
     int32_t codes;        /* enum ds_codes */
     int32_t rounding;     /* enum ds_rounding; random bits are a hash of the block, its number and the seed */
     uint32_t seed;
-} ds_packets;
+} ds_payloads;
 
 /* Encodes values [rows, numel] of `dtype`. `errors`, if not null, [rows, numel], are added first, and become what
  * encoding took away. */
-DS_API void ds_encode(const ds_packets *packets, const void *values, int32_t dtype, float *errors, int32_t threads);
+DS_API void ds_encode(const ds_payloads *payloads, const void *values, int32_t dtype, float *errors, int32_t threads);
 /* Decodes to values [rows, numel] of `dtype`; with `sum` to values [numel], the sum of all rows in their order. */
-DS_API void ds_decode(const ds_packets *packets, void *values, int32_t dtype, int32_t sum, int32_t threads);
+DS_API void ds_decode(const ds_payloads *payloads, void *values, int32_t dtype, int32_t sum, int32_t threads);
 
 /* Groups of `group` small floating-point numbers (whole bytes; with 6 and 12 bits a multiple of 4), each with a scale in
  * fp32 at any address. */
@@ -187,13 +187,13 @@ typedef struct ds_float_groups {
 DS_API int32_t ds_encode_floats(const ds_float_groups *groups, const void *values, int32_t dtype, int32_t threads);
 DS_API void ds_decode_floats(const ds_float_groups *groups, void *values, int32_t dtype, int32_t threads);
 
-/* Packets [rows, 2 * count] of the `count` elements with the largest magnitudes of each row of `numel` (of equal ones the
+/* Payloads [rows, 2 * count] of the `count` elements with the largest magnitudes of each row of `numel` (of equal ones the
  * first; a NaN is larger than all numbers): their fp32 values in the order of their places, then their int32 places.
  * `errors` as above. Returns 0, and does nothing, where there is no memory for it. */
-DS_API int32_t ds_encode_largest(void *packets, int64_t rows, int64_t numel, int64_t count, const void *values,
+DS_API int32_t ds_encode_largest(void *payloads, int64_t rows, int64_t numel, int64_t count, const void *values,
                                  int32_t dtype, float *errors, int32_t threads);
 /* To values [rows, numel], zero where there is none; with `sum` to values [numel], the sum of all rows in their order. */
-DS_API void ds_decode_largest(const void *packets, int64_t rows, int64_t numel, int64_t count, float *values, int32_t sum,
+DS_API void ds_decode_largest(const void *payloads, int64_t rows, int64_t numel, int64_t count, float *values, int32_t sum,
                               int32_t threads);
 
 /* CRC-32 of each block of `block` bytes (the last may be shorter) to crcs. Returns 0, and does nothing, where the machine

@@ -34,12 +34,12 @@ class Staged:
         """Train on shards of the sequences that it is given; says how. None: it is given shards."""
         return None
 
-    def whole_on_paper(self) -> nn.Module:
+    def whole_meta(self) -> nn.Module:
         """The model of all stages, with its parameters' names, on the meta device. Only to be looked at: it has no
         values."""
         raise NotImplementedError
 
-    def inputs_on_paper(self) -> dict[str, Any] | None:
+    def meta_inputs(self) -> dict[str, Any] | None:
         """Make inputs of the whole model on the meta device. None: those of a model of Transformers."""
         return None
 

@@ -160,7 +160,7 @@ class Files:
         self.trained = [name for name, p in parameters.items() if p.requires_grad]
         self.frozen = [name for name, p in parameters.items() if not p.requires_grad]
         self.excluded = sorted(self.frozen) if exclude_frozen else []
-        self.cut = [name for name, param in parameters.items() if hasattr(param, "ds_home")]
+        self.cut = [name for name, param in parameters.items() if hasattr(param, "ds_owner")]
         self.aliases = _shared(parameters.items())
         self.entries = list(state.trainable()) if state is not None else []
         self.shapes = {e.name: tuple(e.shape) for e in self.entries} if state is not None else None

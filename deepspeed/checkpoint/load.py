@@ -368,7 +368,7 @@ class Restorer:
     def _cut(self) -> set[str]:
         """All names of parameters that this rank holds only a part of."""
         params = self.module.named_parameters(remove_duplicate=False)
-        return {name for name, param in params if hasattr(param, "ds_home")}
+        return {name for name, param in params if hasattr(param, "ds_owner")}
 
     def _load_into_module(self, tensors: dict[str, Any], *, partly: bool = False) -> None:
         own = module_state(self.module)

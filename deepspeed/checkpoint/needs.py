@@ -37,7 +37,7 @@ def needed_shards(
         catalog, (index for index, _ in parts.fragments() if index.name not in from_masters), shared
     )
     for name, param in module.named_parameters():
-        if name in from_masters or hasattr(param, "ds_home"):
+        if name in from_masters or hasattr(param, "ds_owner"):
             continue
         found = catalog.find([name])
         if found is None:

@@ -135,7 +135,7 @@ class StoreRanks(Ranks):
         self._exchange = StoreExchange("a save in the background")
 
     def begin(self) -> None:
-        """Every rank calls it for each meeting, at the same point of its program."""
+        """Every rank calls it for each exchange, at the same point of its program."""
         self._exchange.begin()
 
     def end(self) -> None:

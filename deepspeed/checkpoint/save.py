@@ -102,7 +102,7 @@ def _save_later(training: Training, request: _Request, ranks: Ranks, background:
             copied.save_number = number
     except Exception as error:  # the other ranks have to hear of it
         copied = error
-    background.start(lambda meeting: _save_copied(copied, request, meeting, folder), ranks)
+    background.start(lambda thread_ranks: _save_copied(copied, request, thread_ranks, folder), ranks)
 
 
 def _with_layers(training: Training, request: _Request, ranks: Ranks) -> tuple[StagedFolder, _Request, int]:

@@ -94,10 +94,10 @@ def compressed_mean(
     firsts = range(0, ranks.size * part, part)  # of what each rank serves
     arriving, gathering = [], []
     for piece in pieces:
-        packets = [
+        payloads = [
             _encode(values, worker_error, first + piece.start, first + piece.stop, codec) for first in firsts
         ]
-        sent = torch.stack(packets)
+        sent = torch.stack(payloads)
         received = torch.empty_like(sent)
         arriving.append((sent, received, ranks.all_to_all(received.view(-1), sent.view(-1))))
     for piece, (_, received, pending) in zip(pieces, arriving, strict=True):
@@ -108,17 +108,17 @@ def compressed_mean(
         gathering.append((everyone, ranks.all_gather(everyone.view(-1), mine)))
     for piece, (everyone, pending) in zip(pieces, gathering, strict=True):
         pending.wait()
-        for first, packet in zip(firsts, everyone, strict=True):
+        for first, payload in zip(firsts, everyone, strict=True):
             start, stop = first + piece.start, first + piece.stop
-            means = codec.decode(packet, stop - start, out=values.room(start, stop))
+            means = codec.decode(payload, stop - start, out=values.room(start, stop))
             values.write(start, stop, means)
 
 
 def _encode(values: EndToEnd, errors: EndToEnd | None, start: int, stop: int, codec: Codec) -> Tensor:
-    """The packet of a range, whose errors are renewed."""
+    """The payload of a range, whose errors are renewed."""
     if errors is None:
         return codec.encode(values.read(start, stop))
     owed = errors.read(start, stop)
-    packet = codec.encode(values.read(start, stop), owed)
+    payload = codec.encode(values.read(start, stop), owed)
     errors.write(start, stop, owed)
-    return packet
+    return payload

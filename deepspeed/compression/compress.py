@@ -74,7 +74,7 @@ def get_module_name(
             found.append(name)
     _take(group_name, found, exist_module_name)
     if verbose:
-        _tell(group_name, key_word, found)
+        _log_matches(group_name, key_word, found)
     return found, exist_module_name
 
 
@@ -88,7 +88,7 @@ def _take(group: str, names: Sequence[str], taken: MutableSet[str]) -> None:
         taken.add(name)
 
 
-def _tell(group: str, pattern: str, names: Sequence[str]) -> None:
+def _log_matches(group: str, pattern: str, names: Sequence[str]) -> None:
     if names:
         logger.info(f"compression group {group}: {pattern!r} finds {len(names)} modules, such as {names[0]}")
     else:
@@ -156,7 +156,7 @@ def _matching(
         and not any(re.search(each, name) for each in excluded)
     ]
     _take(group, names, taken)
-    _tell(group, pattern, names)
+    _log_matches(group, pattern, names)
     return names
 
 
@@ -277,7 +277,7 @@ def redundancy_clean(model: M, deepspeed_config: Config, mpu: Any = None, *, pac
     _refuse_split(inner)
     methods, parted = _methods(inner, section, mpu)
     refuse_parted(parted, f"{_WHOLE}, and clean that; or {_TOGETHER}")
-    if inner is not model and any(is_kept_by_engine(p) or hasattr(p, "ds_home") for p in inner.parameters()):
+    if inner is not model and any(is_kept_by_engine(p) or hasattr(p, "ds_owner") for p in inner.parameters()):
         destroy: Any = model.destroy
         destroy()
     done: set[tuple[str, int]] = set()
@@ -294,7 +294,7 @@ def redundancy_clean(model: M, deepspeed_config: Config, mpu: Any = None, *, pac
                 for follower in followers:
                     fix_compression(inner, follower, techniques, mask=mask, dim_reduction=True)
                 if technique == keys.HEAD_PRUNING and followers and mask is not None:
-                    _tell_attention(inner, followers, mask)
+                    _set_head_counts(inner, followers, mask)
     if packed:
         logger.info(f"compression: {pack_weights(inner)}")
     for module in list(inner.modules()):
@@ -308,7 +308,7 @@ HEADS = ("num_attention_heads", "num_heads", "n_heads", "n_head", "heads")
 WIDTHS = ("all_head_size",)
 
 
-def _tell_attention(model: nn.Module, followers: Sequence[str], mask: torch.Tensor) -> None:
+def _set_head_counts(model: nn.Module, followers: Sequence[str], mask: torch.Tensor) -> None:
     """Let the module around query, key and value know how many heads it has now."""
     before, after = mask.numel(), int(mask.sum())
     for owner_name in {name.rpartition(".")[0] for name in followers}:

@@ -1,8 +1,8 @@
 """Compression of a model of which each rank has one stage of a pipeline.
 
-Patterns are looked up in the whole model, on paper, and what they find is prepared where it is. So the stages agree on
-what a config asks for, and a name means the same module for any number of stages. What ranks the weights of all modules
-together, a pruner, asks all stages.
+Patterns are looked up in the whole model, on the meta device, and what they find is prepared where it is. So the stages
+agree on what a config asks for, and a name means the same module for any number of stages. What ranks the weights of
+all modules together, a pruner, asks all stages.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def methods_here(
     here = {name for name, module in model.named_modules() if has(module)}
     methods: Methods = []
     parted: Parted = []
-    for row in look_up(model.whole_on_paper()):
+    for row in look_up(model.whole_meta()):
         methods += [each for each in _rows_here(row, here) if any(each[0])]
         parted += _parted(row, here)
     return methods, parted

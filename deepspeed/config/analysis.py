@@ -20,7 +20,7 @@ from deepspeed.config.availability import missing_features
 from deepspeed.config.axes import Axes
 from deepspeed.config.batch import Batch
 from deepspeed.config.elastic_batch import ELASTICITY, elastic_batch
-from deepspeed.config.keys import Key, documented_name, field_at, homes, keys_of
+from deepspeed.config.keys import Key, documented_name, field_at, keys_of, paths_by_key
 from deepspeed.config.meaning import plain_meaning
 from deepspeed.config.problems import (
     MOST_LISTED,
@@ -208,12 +208,12 @@ def _unknown_key(
         remedy = None if suggestion in siblings else Remedy(rename=suggestion)
         result.error(here, f"unknown key; did you mean '{meant}'? (value: {shown(value)})", remedy)
         return
-    elsewhere = [home for home in homes(TrainingConfig).get(key, []) if home != key or path]
+    elsewhere = [each for each in paths_by_key(TrainingConfig).get(key, []) if each != key or path]
     if len(elsewhere) > 1 and "_" not in key:
         elsewhere = []  # "enabled" or "device" is no key of one section, so where else it stands says nothing
     if not elsewhere and path in ((), (OPTIMIZER_SECTION,)) and key in OPTIMIZER:
         elsewhere = [f"optimizer.params.{key}"]
-    hint = f"; it belongs to {' or '.join(repr(home) for home in elsewhere[:3])}" if elsewhere else ""
+    hint = f"; it belongs to {' or '.join(repr(each) for each in elsewhere[:3])}" if elsewhere else ""
     close = nearest(key, keys_of(model)) if lenient and not hint else None
     if close is not None and not _is_another_section(value, keys_of(model)[close]):
         hint = f"; did you mean '{'.'.join(map(str, (*path, close)))}'?"

@@ -15,7 +15,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from deepspeed.base.dtypes import Dtype
-from deepspeed.config.section import Says, extra_facts
+from deepspeed.config.section import AllowedValues, extra_facts
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ def walk(model: type[BaseModel], path: tuple[str, ...] = ()) -> Iterator[tuple[t
 
 
 @cache
-def homes(model: type[BaseModel]) -> dict[str, list[str]]:
+def paths_by_key(model: type[BaseModel]) -> dict[str, list[str]]:
     """Key -> the dotted paths where it is valid, for keys written in the wrong section."""
     table: dict[str, list[str]] = {}
     for path, key in walk(model):
@@ -181,7 +181,7 @@ def _type(annotation: Any) -> str:
 def choices_of(field: FieldInfo) -> list[Any]:
     """List the values that an enumerated field may have, with null where that is allowed; of other fields, none.
 
-    A dtype counts among the others: most fields allow some dtypes only, which `Says` lists.
+    A dtype counts among the others: most fields allow some dtypes only, which `AllowedValues` lists.
     """
     return list(dict.fromkeys(_choices(field.annotation)))
 
@@ -219,7 +219,7 @@ def constraint_of(field: FieldInfo) -> str:
     """Bounds or choices of a field in words; empty when its type says it all."""
     metadata = [*field.metadata, *_metadata(field.annotation)]
     for item in metadata:
-        if isinstance(item, Says):
+        if isinstance(item, AllowedValues):
             return item.text
     choices = choices_of(field)
     if choices:

@@ -18,12 +18,12 @@ from pydantic import (
 from deepspeed.base.dtypes import Dtype
 from deepspeed.config.arguments import FILLED_IN
 from deepspeed.config.section import (
+    AllowedValues,
     DtypeOrNull,
     Float,
     FloatOrInfinity,
     Int,
     LenientConfigModel,
-    Says,
     SumDtypeOrNull,
     is_auto,
 )
@@ -235,7 +235,9 @@ class TrainingConfig(LenientConfigModel):
         default=HybridEngineConfig(), description="Training and generation in one engine."
     )
     steps_per_print: Annotated[
-        int | float | None, PlainValidator(_print_period), Says("a number above 0 (infinity: never) or null")
+        int | float | None,
+        PlainValidator(_print_period),
+        AllowedValues("a number above 0 (infinity: never) or null"),
     ] = Field(
         default=None,
         description="Steps between two lines of progress; null: chosen automatically, see logging.md.",
@@ -319,7 +321,7 @@ class TrainingConfig(LenientConfigModel):
     nebula: DeepSpeedNebulaConfig = Field(
         default=DeepSpeedNebulaConfig(), description="Checkpoints through Azure Nebula."
     )
-    datastates_ckpt: Annotated[Any, PlainValidator(_choices), Says("an object or false")] = Field(
+    datastates_ckpt: Annotated[Any, PlainValidator(_choices), AllowedValues("an object or false")] = Field(
         default=False, description="Checkpoints through DataStates; anything but false turns it on."
     )
     weight_quantization: WeightQuantConfig | None = Field(

@@ -62,7 +62,7 @@ def note(message: str) -> None:
 # -------------------------------------------------------------------------------------------- value types
 
 
-class Says:
+class AllowedValues:
     """Annotation for a field whose type alone does not tell the user what is allowed."""
 
     def __init__(self, text: str) -> None:
@@ -108,8 +108,8 @@ Int = Annotated[int, BeforeValidator(_not_bool)]
 Elements = Annotated[int, BeforeValidator(_not_bool), BeforeValidator(_whole_part)]
 Float = Annotated[float, BeforeValidator(_not_bool), AfterValidator(finite)]
 FloatOrInfinity = Annotated[float, BeforeValidator(_not_bool)]
-IntOrAuto = Annotated[Any, PlainValidator(_int_or_auto), Says("a whole number or 'auto'")]
-FloatOrAuto = Annotated[Any, PlainValidator(_float_or_auto), Says("a number or 'auto'")]
+IntOrAuto = Annotated[Any, PlainValidator(_int_or_auto), AllowedValues("a whole number or 'auto'")]
+FloatOrAuto = Annotated[Any, PlainValidator(_float_or_auto), AllowedValues("a number or 'auto'")]
 
 
 def parse_dtype(value: Any, allowed: Iterable[str] = ("fp16", "bf16", "fp32")) -> Dtype | None:
@@ -134,9 +134,11 @@ def parse_sum_dtype(value: Any) -> Dtype | None:
     return parse_dtype(value, ("fp16", "bf16", "fp32", "fp64"))
 
 
-DtypeOrNull = Annotated[Dtype | None, PlainValidator(parse_dtype), Says("'fp16', 'bf16', 'fp32' or null")]
+DtypeOrNull = Annotated[
+    Dtype | None, PlainValidator(parse_dtype), AllowedValues("'fp16', 'bf16', 'fp32' or null")
+]
 SumDtypeOrNull = Annotated[
-    Dtype | None, PlainValidator(parse_sum_dtype), Says("'fp16', 'bf16', 'fp32', 'fp64' or null")
+    Dtype | None, PlainValidator(parse_sum_dtype), AllowedValues("'fp16', 'bf16', 'fp32', 'fp64' or null")
 ]
 
 

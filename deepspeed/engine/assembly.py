@@ -51,8 +51,8 @@ from deepspeed.zero.partitioning import (
     param_specs,
     trained_params,
 )
-from deepspeed.zero.pending_params import LateParams
-from deepspeed.zero.replica_groups import Scopes
+from deepspeed.zero.pending_params import PendingParams
+from deepspeed.zero.replica_groups import ReplicaGroups
 from deepspeed.zero.states.access import StateAccess
 from deepspeed.zero.states.client_state import ClientState, has_hooks
 from deepspeed.zero.states.rank_state import OwnState
@@ -81,7 +81,7 @@ class TrainingCore:
     access: StateAccess
     own_state: OwnState | ZenFlowState
     client_state: ClientState | None
-    late_params: LateParams
+    pending_params: PendingParams
     optimizer: ZeroOptimizer | torch.optim.Optimizer
     notes: StepNotes
 
@@ -119,7 +119,7 @@ def build_training(
     model_parameters: list[Any] | None,
     config: DeepSpeedConfig,
     plan: Plan,
-    scopes: Scopes,
+    replica_groups: ReplicaGroups,
     clock: AccumulationClock,
     backward: Callable[..., Any],
 ) -> tuple[torch.optim.Optimizer | None, Any, TrainingCore | None, ShardedModel | None]:
@@ -149,11 +149,11 @@ def build_training(
     if plan.zero.shard_params:
         from deepspeed.zero.gathering.sharded_model import shard_module
 
-        sharded = shard_module(module, basic, plan, config, scopes)
+        sharded = shard_module(module, basic, plan, config, replica_groups)
     if basic is None:
         return None, sharded.offload if sharded is not None else None, None, sharded
     spare = left_out(model_parameters, module, basic) if client is None else []
-    core = build_core(module, basic, plan, scopes, clock, sharded, spare)
+    core = build_core(module, basic, plan, replica_groups, clock, sharded, spare)
     if isinstance(core.optimizer, ZeroOptimizer):
         core.optimizer.clock = clock
         core.optimizer.differentiate = weakref.WeakMethod(backward)
@@ -175,7 +175,7 @@ def build_core(
     module: nn.Module,
     optimizer: torch.optim.Optimizer,
     plan: Plan,
-    scopes: Scopes,
+    replica_groups: ReplicaGroups,
     clock: AccumulationClock,
     sharded: ShardedModel | None = None,
     spare: Sequence[nn.Parameter] = (),
@@ -185,7 +185,7 @@ def build_core(
     trained = trained_params(module, optimizer.param_groups)
     check_optimizer(plan, optimizer, trained, module)
     if sharded is None:
-        weights = _whole_buckets(module, plan, scopes, trained, traits_of(optimizer).grain)
+        weights = _whole_buckets(module, plan, replica_groups, trained, traits_of(optimizer).grain)
     else:
         weights = list[ParamBucket](sharded.trained_buckets)
     device = next((p.device for p in (*trained.params, *module.parameters())), torch.device("cpu"))
@@ -196,7 +196,7 @@ def build_core(
     make_grads = partial(
         make_grad_buckets,
         plan=plan,
-        scopes=scopes,
+        replica_groups=replica_groups,
         pool=BufferPool(),
         tier=tier if plan.zenflow is None else ResidentTier(),
         by_rows=sparse_parameters(module) if plan.gradients.sparse else set(),
@@ -206,14 +206,30 @@ def build_core(
     grads = make_grads(weights)
     coordinator = sharded.coordinator if sharded is not None else None
     reducer = make_reducer(
-        trained.params, grads, plan, scopes.everyone, coordinator, at_boundary=lambda: clock.at_boundary
+        trained.params,
+        grads,
+        plan,
+        replica_groups.everyone,
+        coordinator,
+        at_boundary=lambda: clock.at_boundary,
     )
     store = StateStore(
         optimizer, trained.params, weights, grads, master_dtype=plan.precision.master, tier=tier
     )
     notes = StepNotes(optimizer, clock)
     core = _wire_step(
-        module, plan, scopes, trained, reducer, store, make_grads, sharded, host, spare, speculation, notes
+        module,
+        plan,
+        replica_groups,
+        trained,
+        reducer,
+        store,
+        make_grads,
+        sharded,
+        host,
+        spare,
+        speculation,
+        notes,
     )
     reducer.install_hooks()
     return core
@@ -222,7 +238,7 @@ def build_core(
 def _wire_step(
     module: nn.Module,
     plan: Plan,
-    scopes: Scopes,
+    replica_groups: ReplicaGroups,
     trained: TrainedParams,
     reducer: GradReducer,
     store: StateStore,
@@ -244,15 +260,24 @@ def _wire_step(
         after_publish.append(sharded.after_step)
     scaler = LossScaler(plan.precision.loss_scale)
     publisher = WeightPublisher(store.param_buckets, after_publish)
-    access = StateAccess(store, reducer, scaler, publisher, scopes, trained.names, trained.shared)
+    access = StateAccess(store, reducer, scaler, publisher, replica_groups, trained.names, trained.shared)
     make_pending = partial(
-        _pending_buckets, module, plan, scopes, reducer, store, make_grads, sharded is not None
+        _pending_buckets, module, plan, replica_groups, reducer, store, make_grads, sharded is not None
     )
-    late_params = LateParams(module, plan, reducer, store, publisher, access, make_pending, spare)
+    pending_params = PendingParams(module, plan, reducer, store, publisher, access, make_pending, spare)
     make_executor = _kind_of_executor(plan, speculation)
     by_rows = stepped_by_rows(module, optimizer)
     executor = make_executor(
-        plan, reducer, store, scaler, publisher, scopes, trained.names, late_params, before_step, by_rows
+        plan,
+        reducer,
+        store,
+        scaler,
+        publisher,
+        replica_groups,
+        trained.names,
+        pending_params,
+        before_step,
+        by_rows,
     )
     observed = plan.wraps_optimizer and has_hooks(optimizer)
     return TrainingCore(
@@ -265,7 +290,7 @@ def _wire_step(
         access=access,
         own_state=_own_state(plan, executor, access),
         client_state=ClientState(optimizer, access) if observed else None,
-        late_params=late_params,
+        pending_params=pending_params,
         optimizer=_facade(plan, optimizer, executor, access, sharded, speculation),
         notes=notes,
     )
@@ -340,20 +365,20 @@ def _own_state(plan: Plan, executor: StepExecutor, access: StateAccess) -> OwnSt
 def _whole_buckets(
     module: nn.Module,
     plan: Plan,
-    scopes: Scopes,
+    replica_groups: ReplicaGroups,
     params: TrainedParams,
     grain: int,
     store: StateStore | None = None,
 ) -> list[ParamBucket]:
     """Stages 0 to 2: buckets for ``params``, numbered after the parameters and buckets of ``store``."""
-    layouts = cut_whole(param_specs(module, params, plan), plan, scopes.shards(), grain)
+    layouts = cut_whole(param_specs(module, params, plan), plan, replica_groups.shards(), grain)
     known = store.params if store is not None else []
     index = len(store.param_buckets) if store is not None else 0
     buckets = [
         ParamBucket(
             layout.renumbered(lambda _, slot: len(known) + slot.param, index + i) if known else layout,
             [*known, *params.params],
-            scopes[layout.scope].shard,
+            replica_groups[layout.replica_group].shard,
         )
         for i, layout in enumerate(layouts)
     ]
@@ -365,7 +390,7 @@ def _whole_buckets(
 def _pending_buckets(
     module: nn.Module,
     plan: Plan,
-    scopes: Scopes,
+    replica_groups: ReplicaGroups,
     reducer: GradReducer,
     store: StateStore,
     make_grads: Callable[[Sequence[ParamBucket]], list[GradBucket]],
@@ -376,7 +401,7 @@ def _pending_buckets(
     if sharded:
         weights = _renumber_owners(store, reducer, added)
     else:
-        weights = _whole_buckets(module, plan, scopes, added, store.traits.grain, store)
+        weights = _whole_buckets(module, plan, replica_groups, added, store.traits.grain, store)
     known = {id(grads.layout): grads for grads in reducer.buckets}
     new = iter(make_grads([bucket for bucket in weights if id(bucket.layout) not in known]))
     return weights, [known.get(id(bucket.layout)) or next(new) for bucket in weights]
@@ -385,7 +410,7 @@ def _pending_buckets(
 def _renumber_owners(store: StateStore, reducer: GradReducer, added: TrainedParams) -> list[ParamBucket]:
     """Stage 3: the buckets exist, but number the parameters differently or not at all."""
     number = {id(param): index for index, param in enumerate(added.params, len(store.params))}
-    owners: dict[int, ParamBucket] = {id(p.ds_home): p.ds_home for p in added.params}  # type: ignore[attr-defined]
+    owners: dict[int, ParamBucket] = {id(p.ds_owner): p.ds_owner for p in added.params}  # type: ignore[attr-defined]
     for owner in owners.values():
         trained = owner in store.param_buckets
         old, params = owner.layout, owner.params
@@ -421,7 +446,7 @@ def _facade(
             from deepspeed.zero.offload.superoffload_optimizer import SuperOffloadOptimizer_Stage3
 
             kind = SuperOffloadOptimizer_Stage3
-        elif sharded.scopes.mics_shard_size > 0:
+        elif sharded.replica_groups.mics_shard_size > 0:
             from deepspeed.zero.mics import MiCS_Optimizer
 
             kind = MiCS_Optimizer

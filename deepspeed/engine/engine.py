@@ -204,20 +204,27 @@ class DeepSpeedEngine(EngineSurface, Observed, nn.Module):
         self.module = model
         self._checkpointing.keep_layers(model)
         mics_shard_size = int(self._config.zero_config.mics_shard_size)
-        self.scopes = modules.find_scopes(model, self.plan, self.mesh, mics_shard_size)
-        check_ranks_agree(model, self.scopes.everyone)
+        self.replica_groups = modules.find_replica_groups(model, self.plan, self.mesh, mics_shard_size)
+        check_ranks_agree(model, self.replica_groups.everyone)
         self._broadcast_model()
         self.zero_grads.answer_for_module()
 
     def _broadcast_model(self) -> None:
         """Make the weights the same on every rank; trainers replace it whose weights are already."""
-        broadcast_weights(self.module, self.scopes)
+        broadcast_weights(self.module, self.replica_groups)
 
     def _take_training(self, optimizer: Any, params: list[Any] | None) -> None:
         """Build what trains the module: the optimizer and everything between gradients and updated weights."""
         self.client_optimizer = optimizer
         self.basic_optimizer, self.optimizer, self.core, self.sharded = build_training(
-            self.module, optimizer, params, self._config, self.plan, self.scopes, self.clock, self.backward
+            self.module,
+            optimizer,
+            params,
+            self._config,
+            self.plan,
+            self.replica_groups,
+            self.clock,
+            self.backward,
         )
         if self.core is not None:
             self.zero_grads.answer_for_optimizer()
@@ -396,7 +403,7 @@ class DeepSpeedEngine(EngineSurface, Observed, nn.Module):
         """
         self.events.emit("on_error", error=error)
         if isinstance(error, CommunicationError) or (
-            self.scopes.share_weights and error is not None and not isinstance(error, Exception)
+            self.replica_groups.share_weights and error is not None and not isinstance(error, Exception)
         ):
             return  # the other ranks are gone, or this one was asked to terminate
         self._plain_backward.forget()

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from deepspeed.transforms import Transforms
     from deepspeed.zero.accumulation import AccumulationClock
     from deepspeed.zero.gathering.sharded_model import ShardedModel
-    from deepspeed.zero.replica_groups import Scopes
+    from deepspeed.zero.replica_groups import ReplicaGroups
 
 
 class Engine(Protocol):
@@ -42,7 +42,7 @@ class Engine(Protocol):
     accelerator: DeepSpeedAccelerator
     mesh: ProcessMesh
     _network: Network
-    scopes: Scopes
+    replica_groups: ReplicaGroups
     device: torch.device
     local_rank: int
     global_rank: int

@@ -93,7 +93,7 @@ def _load(
     if what.optimizer and engine.core is not None:  # it may have been saved after a parameter was unfrozen
         with _laid_out(catalog):
             trained = catalog.trained_names()
-        engine.core.late_params.admit_saved(trained)
+        engine.core.pending_params.admit_saved(trained)
     with ranks.together("reading the checkpoint"), _laid_out(catalog):
         what = replace(what, masters=what.masters and bool(catalog.fragments))
         restorer = Restorer(

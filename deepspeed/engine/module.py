@@ -15,7 +15,7 @@ from deepspeed.parallel.expert.placement import place_experts, watched_layers
 from deepspeed.parallel.expert.stacked import mark_stacks
 from deepspeed.zero.placements import find_placements
 from deepspeed.zero.precision import cast_module
-from deepspeed.zero.replica_groups import Scopes
+from deepspeed.zero.replica_groups import ReplicaGroups
 
 if TYPE_CHECKING:
     from deepspeed.comm.mesh import ProcessMesh
@@ -118,8 +118,10 @@ def take_module(
     return num_experts, bool(num_experts) or any(True for _ in watched_layers(model))
 
 
-def find_scopes(model: nn.Module, plan: Plan, mesh: ProcessMesh, mics_shard_size: int) -> Scopes:
+def find_replica_groups(
+    model: nn.Module, plan: Plan, mesh: ProcessMesh, mics_shard_size: int
+) -> ReplicaGroups:
     """Find the ranks that hold the same of each parameter, and note what part of it they hold."""
-    scopes = Scopes(mesh, mics_shard_size, plan.packing.group).find(model.parameters())
-    find_placements(model.parameters(), mesh, scopes)
-    return scopes
+    replica_groups = ReplicaGroups(mesh, mics_shard_size, plan.packing.group).find(model.parameters())
+    find_placements(model.parameters(), mesh, replica_groups)
+    return replica_groups

@@ -141,9 +141,9 @@ def consolidated_16bit_state_dict(
 def whole(engine: Engine, param: Tensor, value: Tensor | None = None) -> Tensor:
     """The whole tensor of which ``param``, or ``value`` in its place, is this rank's part. Collective."""
     if value is not None:
-        return whole_tensor(value, engine.scopes, of=param)
+        return whole_tensor(value, engine.replica_groups, of=param)
     with GatheredParameters([param]):
-        return whole_tensor(param, engine.scopes).clone()
+        return whole_tensor(param, engine.replica_groups).clone()
 
 
 class _WholeWeights:
@@ -156,7 +156,7 @@ class _WholeWeights:
 
     def __init__(self, engine: Engine, exclude_frozen: bool) -> None:
         state = module_state_dict(engine, keep_vars=True, exclude_frozen_parameters=exclude_frozen)
-        self.scopes = engine.scopes
+        self.replica_groups = engine.replica_groups
         shared = shared_names(engine.module)
         on_all = names_on_all(engine.module)
         self.weights: dict[str, Tensor] = {}
@@ -207,7 +207,7 @@ class _WholeWeights:
     def _joined(self, made: Expression) -> dict[str, Tensor]:
         """The whole tensors that it is made of. Collective where ranks hold parts of them."""
         return {
-            name: whole_tensor(self.weights[name], self.scopes, share=self.share.get(name))
+            name: whole_tensor(self.weights[name], self.replica_groups, share=self.share.get(name))
             for name in made.names()
         }
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import torch
 from pydantic import BeforeValidator, Field, PlainValidator
 
-from deepspeed.config.section import DeepSpeedConfigModel, Int, Says, deprecated
+from deepspeed.config.section import AllowedValues, DeepSpeedConfigModel, Int, deprecated
 from deepspeed.config.sections.zero import DeepSpeedZeroConfig
 
 
@@ -150,7 +150,7 @@ class DeepSpeedInferenceConfig(DeepSpeedConfigModel):
     replace_with_kernel_inject: bool = Field(
         default=False, alias="kernel_inject", description="Use fused kernels for known models."
     )
-    dtype: Annotated[torch.dtype, PlainValidator(_dtype), Says(_DTYPES)] = Field(
+    dtype: Annotated[torch.dtype, PlainValidator(_dtype), AllowedValues(_DTYPES)] = Field(
         default=torch.float16, description="Dtype of the weights."
     )
     tensor_parallel: DeepSpeedTPConfig = Field(

@@ -1,4 +1,4 @@
-"""Memory that is read over and over, put on large pages where it lies.
+"""Memory that is read over and over, put on huge pages where it lies.
 
 A processor remembers where a few thousand pages are: with pages of 4 KiB, some megabytes. The weights of a model are
 more, so a step of decoding looks up each of their pages again, and processors stop reading ahead at the end of a page.
@@ -17,33 +17,33 @@ from collections.abc import Callable, Iterable, Iterator
 
 from torch import Tensor, nn
 
-__all__ = ["LARGE_PAGE", "collapse", "search_deadline", "weights_of"]
+__all__ = ["HUGE_PAGE", "collapse", "search_deadline", "weights_of"]
 
-LARGE_PAGE = 2 << 20
+HUGE_PAGE = 2 << 20
 _MADV_COLLAPSE = 25
 _PATIENCE = 1.0  # seconds per request, and per 512 MiB of it
 
 
 def search_deadline(nbytes: int) -> float:
-    """Until when, on the monotonic clock, to ask for large pages for so much memory: a system with little free memory
+    """Until when, on the monotonic clock, to ask for huge pages for so much memory: a system with little free memory
     may have to move other pages for each."""
     return time.monotonic() + _PATIENCE * (1 + nbytes / (512 << 20))
 
 
 def collapse(tensors: Iterable[Tensor]) -> int:
-    """Put the memory of host tensors on large pages: those of which they have at least half. It takes about 0.5 to 5 ms
+    """Put the memory of host tensors on huge pages: those of which they have at least half. It takes about 0.5 to 5 ms
     per page, once.
 
-    Returns the bytes of large pages that hold them now: 0 on other systems, and less than asked for where memory is a
-    mapped file or the system has no large pages left, or does not find them in reasonable time.
+    Returns the bytes of huge pages that hold them now: 0 on other systems, and less than asked for where memory is a
+    mapped file or the system has no huge pages left, or does not find them in reasonable time.
     """
     advise = _madvise()
     if advise is None:
         return 0
-    pages = [page for page, held in _held(tensors).items() if 2 * held >= LARGE_PAGE]
-    deadline = search_deadline(len(pages) * LARGE_PAGE)
+    pages = [page for page, held in _held(tensors).items() if 2 * held >= HUGE_PAGE]
+    deadline = search_deadline(len(pages) * HUGE_PAGE)
     in_time = itertools.takewhile(lambda _: time.monotonic() < deadline, pages)
-    return sum(LARGE_PAGE for page in in_time if advise(page * LARGE_PAGE, LARGE_PAGE, _MADV_COLLAPSE) == 0)
+    return sum(HUGE_PAGE for page in in_time if advise(page * HUGE_PAGE, HUGE_PAGE, _MADV_COLLAPSE) == 0)
 
 
 def weights_of(module: nn.Module) -> Iterator[Tensor]:
@@ -56,8 +56,8 @@ def _held(tensors: Iterable[Tensor]) -> Counter[int]:
     held: Counter[int] = Counter()
     spans = {(each.data_ptr(), each.nbytes) for each in tensors if _is_plain(each)}
     for begin, size in spans:
-        for page in range(begin // LARGE_PAGE, -(-(begin + size) // LARGE_PAGE)):
-            held[page] += min(begin + size, (page + 1) * LARGE_PAGE) - max(begin, page * LARGE_PAGE)
+        for page in range(begin // HUGE_PAGE, -(-(begin + size) // HUGE_PAGE)):
+            held[page] += min(begin + size, (page + 1) * HUGE_PAGE) - max(begin, page * HUGE_PAGE)
     return held
 
 

@@ -14,7 +14,7 @@ from deepspeed.config.plan import PrecisionPlan
 from deepspeed.config.problems import DeepSpeedConfigError
 from deepspeed.transforms.recompute.budget import budget_blocks
 from deepspeed.transforms.recompute.choosing import Choice
-from deepspeed.zero.meta import copy_on_paper
+from deepspeed.zero.meta import meta_copy
 from deepspeed.zero.precision import autocast_context, cast_module
 
 
@@ -35,11 +35,11 @@ def choice_within(
         raise CannotCount("it takes no input_ids")
     try:
         with FakeTensorMode(allow_non_fake_inputs=True):
-            twin = copy_on_paper(module, device="cpu").train()
-            cast_module(twin, precision)
-            budget = budget_blocks(twin, limit, None)
+            skeleton = meta_copy(module, device="cpu").train()
+            cast_module(skeleton, precision)
+            budget = budget_blocks(skeleton, limit, None)
             with autocast_context(precision, "cpu"):
-                twin(**_inputs(twin, micro_batch, sequence))
+                skeleton(**_inputs(skeleton, micro_batch, sequence))
     except DeepSpeedConfigError:
         raise
     except Exception as error:  # whatever a forward raises that cannot be followed

@@ -61,17 +61,17 @@ class Setting:
     @property
     def shards(self) -> int:
         """Ranks that share one copy of dense weights: all, or those of a MiCS group."""
-        return self.shards_by_scope()[DENSE]
+        return self.shards_by_group()[DENSE]
 
-    def shards_by_scope(self) -> dict[str, int]:
-        """Ranks that share one copy, by the scope of the weights."""
-        return self._shards_by_scope
+    def shards_by_group(self) -> dict[str, int]:
+        """Ranks that share one copy, by the replica group of the weights."""
+        return self._shards_by_group
 
     @cached_property
-    def _shards_by_scope(self) -> dict[str, int]:
+    def _shards_by_group(self) -> dict[str, int]:
         size = int(self.zero.mics_shard_size)
         wanted = size if self.plan.zero.in_groups else self.ranks
-        names = {DENSE, *(spec.scope for spec in self.facts.specs)}
+        names = {DENSE, *(spec.replica_group for spec in self.facts.specs)}
         return {name: min(wanted, self.ranks // expert_parallel_size(name, self.ranks)) for name in names}
 
     @property
@@ -121,7 +121,7 @@ def cut_buckets(setting: Setting) -> list[BucketUse]:
     facts, plan = setting.facts, setting.plan
     if not plan.zero.shard_params:
         layouts = cut_whole(
-            facts.specs[: facts.trained], plan, setting.shards_by_scope(), setting.optimizer.grain
+            facts.specs[: facts.trained], plan, setting.shards_by_group(), setting.optimizer.grain
         )
         flat = plan.state_offload is not None
         return [
@@ -138,7 +138,7 @@ def cut_buckets(setting: Setting) -> list[BucketUse]:
             persistent=persistent,
         )
         for layout, persistent in cut_sharded(
-            facts.specs, setting.zero, setting.shards_by_scope(), setting.optimizer.grain
+            facts.specs, setting.zero, setting.shards_by_group(), setting.optimizer.grain
         )
     ]
 
@@ -327,7 +327,7 @@ def rehearsal_of(setting: Setting, journal: Journal = SILENT) -> Rehearsal:
         calls=setting.facts.calls,
         plan=setting.plan,
         zero=setting.zero,
-        shards=setting.shards_by_scope(),
+        shards=setting.shards_by_group(),
         everyone=setting.ranks,
         micro_batches=setting.micro_batches,
         apart=setting.apart,

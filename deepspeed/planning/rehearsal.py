@@ -35,7 +35,7 @@ from deepspeed.zero.gathering.sharded_bucket import ShardedBucket, Status
 from deepspeed.zero.gathering.sharded_model import GatherLinks, live_budget, make_gatherer
 from deepspeed.zero.gradients.reducer import GradReducer
 from deepspeed.zero.layout import BucketLayout
-from deepspeed.zero.replica_groups import Scope, expert_parallel_size
+from deepspeed.zero.replica_groups import ReplicaGroup, expert_parallel_size
 from deepspeed.zero.states.resident import ResidentTier
 from deepspeed.zero.wiring import make_grad_buckets, make_reducer
 
@@ -153,7 +153,7 @@ class SimulatedCommunicator(Communicator):
         self.apart = apart
         self.scratch = scratch if size > 1 else SumScratch.NONE
 
-    def _tell(self, operation: str, nbytes: int) -> Pending:
+    def _record(self, operation: str, nbytes: int) -> Pending:
         return self.journal.collective(operation, nbytes, self.size, self.apart) if self.size > 1 else DONE
 
     def reduce_scatter(self, output: Tensor, input: Tensor, *, scale: float = 1.0) -> Pending:
@@ -164,10 +164,10 @@ class SimulatedCommunicator(Communicator):
 
     def _sum(self, operation: str, tensor: Tensor) -> Pending:
         if self.scratch is SumScratch.MESSAGES:
-            return self._received(tensor, self._tell(operation, tensor.nbytes))
+            return self._received(tensor, self._record(operation, tensor.nbytes))
         if self.scratch is SumScratch.EXCHANGED and tensor.element_size() < 4:
             self._exchanged(tensor)
-        return self._tell(operation, tensor.nbytes)
+        return self._record(operation, tensor.nbytes)
 
     def _exchanged(self, tensor: Tensor) -> None:
         """16-bit inputs are exchanged and summed in fp32, piece by piece; the next sum finds the memory free."""
@@ -190,10 +190,10 @@ class SimulatedCommunicator(Communicator):
         return Pending(finish)
 
     def all_reduce_max(self, tensor: Tensor) -> Pending:
-        return self._tell("all_reduce", tensor.nbytes)
+        return self._record("all_reduce", tensor.nbytes)
 
     def all_gather(self, output: Tensor, input: Tensor) -> Pending:
-        return self._tell("all_gather", input.nbytes * self.size)
+        return self._record("all_gather", input.nbytes * self.size)
 
     def all_to_all(
         self,
@@ -202,14 +202,14 @@ class SimulatedCommunicator(Communicator):
         output_counts: Sequence[int] | None = None,
         input_counts: Sequence[int] | None = None,
     ) -> Pending:
-        """Count packets: what is sent, what is received, and what is decoded of one of them."""
+        """Count payloads: what is sent, what is received, and what is decoded of one of them."""
         packed = input.nbytes + output.nbytes
         self.meter.change(Kind.COMMUNICATION, packed)
         self.meter.change(Kind.COMMUNICATION, -packed)
-        return self._tell("all_to_all", input.nbytes)
+        return self._record("all_to_all", input.nbytes)
 
     def broadcast(self, tensor: Tensor, src: int) -> Pending:
-        return self._tell("broadcast", tensor.nbytes)
+        return self._record("broadcast", tensor.nbytes)
 
 
 class SimulatedChannel(SimulatedCommunicator):
@@ -220,12 +220,12 @@ class SimulatedChannel(SimulatedCommunicator):
         self.bucket = bucket
 
     def all_gather(self, output: Tensor, input: Tensor) -> Pending:
-        return self._tell("all_gather", self.bucket.nbytes)
+        return self._record("all_gather", self.bucket.nbytes)
 
 
-class SimulatedScopes:
-    """The scopes of rank 0. ``shards``: ranks that share one copy, by scope. ``scratch``: as in the communicators.
-    ``group``: neighbours among them that hold a copy of their own (hpZ)."""
+class SimulatedReplicaGroups:
+    """The replica groups of rank 0. ``shards``: ranks that share one copy, by replica group. ``scratch``: as in the
+    communicators. ``group``: neighbours among them that hold a copy of their own (hpZ)."""
 
     def __init__(
         self,
@@ -241,13 +241,17 @@ class SimulatedScopes:
         self.journal = journal
         self.group = group
         self.near: dict[str, SimulatedCommunicator] = {}
-        """By scope: the ranks among which gathers stay."""
+        """By replica group: the ranks among which gathers stay."""
         self._known = {
-            name: self._scope(name, size, everyone // expert_parallel_size(name, everyone), meter, scratch)
+            name: self._replica_group(
+                name, size, everyone // expert_parallel_size(name, everyone), meter, scratch
+            )
             for name, size in shards.items()
         }
 
-    def _scope(self, name: str, size: int, holders: int, meter: Meter, scratch: SumScratch) -> Scope:
+    def _replica_group(
+        self, name: str, size: int, holders: int, meter: Meter, scratch: SumScratch
+    ) -> ReplicaGroup:
         apart = self.everyone.size // holders  # experts are spread over neighbours
         whole, shard, replicas = (
             SimulatedCommunicator(ranks, meter, scratch=scratch, journal=self.journal, apart=apart * steps)
@@ -256,14 +260,14 @@ class SimulatedScopes:
         self.near[name] = shard
         if in_groups(size, self.group):
             self.near[name] = SimulatedCommunicator(self.group, meter, journal=self.journal, apart=apart)
-        return Scope(name, whole, shard, replicas, divisor=self.everyone.size)
+        return ReplicaGroup(name, whole, shard, replicas, divisor=self.everyone.size)
 
-    def __getitem__(self, name: str) -> Scope:
+    def __getitem__(self, name: str) -> ReplicaGroup:
         return self._known[name]
 
 
 def in_groups(shards: int, group: int) -> bool:
-    """Tell whether the ranks that share a copy are several groups of several (``Scope.grouped``)."""
+    """Tell whether the ranks that share a copy are several groups of several (``ReplicaGroup.grouped``)."""
     return 1 < group < shards and shards % group == 0
 
 
@@ -305,13 +309,13 @@ class SimulatedBucket(ShardedBucket):
 class SimulatedServers(ShardServers):
     """Other ranks' slices arrive immediately."""
 
-    def __init__(self, buckets: Sequence[ShardedBucket], scopes: SimulatedScopes) -> None:
+    def __init__(self, buckets: Sequence[ShardedBucket], replica_groups: SimulatedReplicaGroups) -> None:
         self.buckets, self.servers = list(buckets), {}
-        self.scopes = scopes
+        self.replica_groups = replica_groups
 
     def fetch(self, index: int, full: Tensor, phase: object) -> None:
         bucket = self.buckets[index]
-        near = self.scopes.near[bucket.layout.scope]
+        near = self.replica_groups.near[bucket.layout.replica_group]
         if near.size > 1:
             near.journal.collective("fetch", bucket.nbytes, near.size, near.apart).wait()
 
@@ -319,15 +323,17 @@ class SimulatedServers(ShardServers):
 class SimulatedLinks(GatherLinks):
     """Ranks that answer immediately."""
 
-    def __init__(self, scopes: SimulatedScopes) -> None:
-        super().__init__(scopes, Packing())
-        self.simulated = scopes
+    def __init__(self, replica_groups: SimulatedReplicaGroups) -> None:
+        super().__init__(replica_groups, Packing())
+        self.simulated = replica_groups
 
     def server(self, buckets: Sequence[ShardedBucket]) -> ShardServers:
         return SimulatedServers(buckets, self.simulated)
 
     def channels(self, buckets: Sequence[ShardedBucket], server: ShardServers) -> list[GatherChannel]:
-        return [SimulatedChannel(bucket, self.simulated.near[bucket.layout.scope]) for bucket in buckets]
+        return [
+            SimulatedChannel(bucket, self.simulated.near[bucket.layout.replica_group]) for bucket in buckets
+        ]
 
 
 class SimulatedStorage(ParamStorage):
@@ -352,7 +358,7 @@ class Rehearsal:
     Args:
         layouts: all buckets; ``persistent`` and ``trained`` say which are which.
         calls: parameters (slot numbers) by call of forward.
-        shards: ranks that share one copy, by scope; ``everyone``: those with its replicas.
+        shards: ranks that share one copy, by replica group; ``everyone``: those with its replicas.
         apart: whether the device has its own memory.
     """
 
@@ -372,7 +378,7 @@ class Rehearsal:
 
     def run(self) -> dict[Phase, Counter[Kind]]:
         with torch.inference_mode(False), torch.enable_grad():
-            scopes = SimulatedScopes(
+            replica_groups = SimulatedReplicaGroups(
                 self.shards,
                 self.everyone,
                 self.meter,
@@ -382,13 +388,19 @@ class Rehearsal:
             )
             params = self._params()
             buckets = [
-                SimulatedBucket(layout, params, scopes[layout.scope].shard, self.meter, persistent=persistent)
+                SimulatedBucket(
+                    layout,
+                    params,
+                    replica_groups[layout.replica_group].shard,
+                    self.meter,
+                    persistent=persistent,
+                )
                 for layout, persistent in zip(self.layouts, self.persistent, strict=True)
             ]
-            coordinator = self._coordinator(buckets, scopes) if self.plan.zero.shard_params else None
+            coordinator = self._coordinator(buckets, replica_groups) if self.plan.zero.shard_params else None
             clock = AccumulationClock(min(self.micro_batches, 2))  # the first represents all before the last
             pool = SimulatedPool(self.meter)
-            reducer = self._reducer(buckets, params, scopes, coordinator, clock, pool)
+            reducer = self._reducer(buckets, params, replica_groups, coordinator, clock, pool)
             known = {slot.param for bucket in reducer.buckets for slot in bucket.layout.slots}
             arrive = Arrivals(reducer, params, self.calls, known, self.meter)
             found: Any = None
@@ -440,10 +452,12 @@ class Rehearsal:
             for numel, dtype in (slots.get(i, (0, torch.float32)) for i in range(max(slots, default=-1) + 1))
         ]
 
-    def _coordinator(self, buckets: Sequence[SimulatedBucket], scopes: SimulatedScopes) -> ParamCoordinator:
+    def _coordinator(
+        self, buckets: Sequence[SimulatedBucket], replica_groups: SimulatedReplicaGroups
+    ) -> ParamCoordinator:
         gatherer = make_gatherer(
             buckets,
-            SimulatedLinks(scopes),
+            SimulatedLinks(replica_groups),
             SimulatedStorage(self.plan.param_offload),
             device=META if self.apart else HERE,
             prefetch_numel=int(self.zero.prefetch_bucket_size),
@@ -454,7 +468,7 @@ class Rehearsal:
         self,
         buckets: Sequence[SimulatedBucket],
         params: Sequence[nn.Parameter],
-        scopes: SimulatedScopes,
+        replica_groups: SimulatedReplicaGroups,
         coordinator: ParamCoordinator | None,
         clock: AccumulationClock,
         pool: SimulatedPool,
@@ -463,7 +477,7 @@ class Rehearsal:
         grads = make_grad_buckets(
             [bucket for bucket, known in zip(buckets, self.trained, strict=True) if known],
             self.plan,
-            scopes,
+            replica_groups,
             pool=pool,
             tier=ResidentTier(),
         )
@@ -471,7 +485,7 @@ class Rehearsal:
             params,
             grads,
             self.plan,
-            scopes.everyone,
+            replica_groups.everyone,
             coordinator,
             at_boundary=lambda: clock.at_boundary,
             device=HERE,

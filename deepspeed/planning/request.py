@@ -159,7 +159,7 @@ def _states_between_updates(ledger: Ledger) -> None:
 
 
 def _experts(facts: ModelFacts, ranks: int) -> list[str]:
-    sizes = {expert_parallel_size(spec.scope, ranks) for spec in facts.specs} - {1}
+    sizes = {expert_parallel_size(spec.replica_group, ranks) for spec in facts.specs} - {1}
     over = ", ".join(str(size) for size in sorted(sizes))
     return [f"of experts spread over {over} ranks, those of one rank are counted"] if sizes else []
 

@@ -222,10 +222,10 @@ def fetch_line(gather: dict[str, float], trained: Trained) -> dict[str, float]:
     points = []
     for index, bucket in enumerate(sharded.buckets):
         full = torch.empty(bucket.layout.padded_numel, dtype=bucket.layout.dtype)
-        server = servers.servers[bucket.layout.scope]
-        place = servers._place[index]
+        server = servers.servers[bucket.layout.replica_group]
+        slot = servers._slot[index]
         dist.barrier()
-        points.append((full.nbytes // server.communicator.size, _seconds(lambda: server.fetch(place, full))))  # noqa: B023
+        points.append((full.nbytes // server.communicator.size, _seconds(lambda: server.fetch(slot, full))))  # noqa: B023
     dist.barrier()
     small, large = min(points), max(points)
     byte = (large[1] - small[1]) / max(1, large[0] - small[0])

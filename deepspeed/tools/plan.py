@@ -24,7 +24,7 @@ from deepspeed.config.axes import axes_of
 from deepspeed.config.plan import make_plan
 from deepspeed.config.problems import DeepSpeedConfigError
 from deepspeed.config.reader import UnreadableConfig
-from deepspeed.parallel.expert.spreading import spread_on_paper
+from deepspeed.parallel.expert.spreading import spread_meta
 from deepspeed.parallel.expert.stacked import stacked_experts
 from deepspeed.planning import report
 from deepspeed.planning.activations import shape_of
@@ -40,7 +40,7 @@ from deepspeed.planning.step_time.user_model import NoSuchFunction, call_of
 from deepspeed.planning.variants import put
 from deepspeed.tools import parsers
 from deepspeed.tools.config.clients import read_any, read_client
-from deepspeed.zero.replica_groups import expert_parallel_size, scope_name
+from deepspeed.zero.replica_groups import expert_parallel_size, replica_group_name
 
 if TYPE_CHECKING:
     from deepspeed.tools.plan_time import Times
@@ -96,7 +96,7 @@ def _spread_models(args: argparse.Namespace, request: Request) -> dict[int, nn.M
     while size <= request.ranks:
         module = build_model(args.model, _DTYPES[args.dtype])
         try:
-            spread_on_paper(module, size)
+            spread_meta(module, size)
         except DeepSpeedConfigError:
             break
         found[size] = module
@@ -160,14 +160,14 @@ def _spread_experts(module: nn.Module, section: Any) -> None:
     if isinstance(section, dict) and section.get("enabled") is True:
         size = section.get("autoep_size", 1)
         if isinstance(size, int) and size >= 1:
-            spread_on_paper(module, size)
+            spread_meta(module, size)
 
 
 def _check_experts(name: str, module: nn.Module, ranks: int) -> None:
     """Raises ModelError: its experts are spread over more ranks than there are."""
-    for scope in {scope_name(param) for param in module.parameters()}:
+    for replica_group in {replica_group_name(param) for param in module.parameters()}:
         try:
-            expert_parallel_size(scope, ranks)
+            expert_parallel_size(replica_group, ranks)
         except ValueError as error:
             raise ModelError(f"--model {name}: {error}; --gpus says how many there are") from None
 

@@ -25,7 +25,7 @@ from deepspeed.base.sharded import full_shape, is_zero_param
 from deepspeed.checkpoint.placement import ATTRIBUTE, Placement, local_part, place
 from deepspeed.config.problems import DeepSpeedConfigError
 from deepspeed.transforms.module_transforms import TransformContext, request, transforms_of
-from deepspeed.zero.replica_groups import DENSE, scope_name
+from deepspeed.zero.replica_groups import DENSE, replica_group_name
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -141,7 +141,7 @@ class LocalParts:
                 _take_over(owner, owned, parts)
             _sum_gradients_of_copies(owner, context)
         for param in module.parameters():
-            if not hasattr(param, ATTRIBUTE) and scope_name(param) == DENSE:
+            if not hasattr(param, ATTRIBUTE) and replica_group_name(param) == DENSE:
                 first = context.mesh.rank("tp") == 0
                 copies = Placement(global_shape=tuple(full_shape(param)), replicated=("tp",), counts=first)
                 place(param, copies)

@@ -30,8 +30,8 @@ class Float8Linears:
     def apply(self, module: nn.Module, context: _Context) -> None:
         """DeepSpeedConfigError: the device has no such products, or the model no such layers."""
         device = torch.device(get_accelerator().current_device_name())
-        on_paper = any(param.is_meta for param in module.parameters())  # a plan, perhaps for another machine
-        has_products = on_paper or has_float8_products(device)
+        is_meta = any(param.is_meta for param in module.parameters())  # a plan, perhaps for another machine
+        has_products = is_meta or has_float8_products(device)
         if not has_products and not self.section.emulate:
             raise DeepSpeedConfigError(
                 f"fp8.enabled: {_named(device)} has no products of 8-bit floating-point numbers (NVIDIA GPUs have them "
@@ -47,7 +47,7 @@ class Float8Linears:
             )
         rounded = Rounded()
         for layer in chosen.values():
-            vars(layer)["forward"] = Float8Forward(layer, rounded, emulate=on_paper or not has_products)
+            vars(layer)["forward"] = Float8Forward(layer, rounded, emulate=is_meta or not has_products)
         context.say(
             f"{len(chosen)} of {len(linears)} linear layers, products {'' if has_products else 'emulated '}in 8 bits"
         )

@@ -160,7 +160,7 @@ def request(module: nn.Module, transform: ModuleTransform) -> None:
 
 def _is_taken(module: nn.Module) -> bool:
     return any(
-        is_kept_by_engine(param) or (is_zero_param(param) and not vars(param)["ds_home"].alone)
+        is_kept_by_engine(param) or (is_zero_param(param) and not vars(param)["ds_owner"].alone)
         for param in module.parameters()
     )
 

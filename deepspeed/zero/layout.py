@@ -33,7 +33,7 @@ class ParamSpec:
     dtype: torch.dtype
     unit: int
     wire_dtype: torch.dtype
-    scope: str = "dense"
+    replica_group: str = "dense"
     """The kind of weights, by which ranks hold them (``zero/replica_groups.py``)."""
     requires_grad: bool = True
     alone: bool = False
@@ -42,7 +42,7 @@ class ParamSpec:
     @property
     def key(self) -> tuple[str, torch.dtype, torch.dtype, bool]:
         """Parameters with different keys never share a bucket."""
-        return (self.scope, self.dtype, self.wire_dtype, self.requires_grad)
+        return (self.replica_group, self.dtype, self.wire_dtype, self.requires_grad)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ class BucketLayout:
     """One bucket: its slots in order, its padded length and the number of equal shards it is divided into."""
 
     index: int
-    scope: str
+    replica_group: str
     dtype: torch.dtype
     wire_dtype: torch.dtype
     requires_grad: bool
@@ -158,13 +158,13 @@ def cut(
     params: Sequence[ParamSpec], policy: CutPolicy, num_shards: int | Mapping[str, int]
 ) -> tuple[BucketLayout, ...]:
     """Lay out ``params`` (in the order given) in buckets and divide each into ``num_shards`` equal shards: a number, or
-    one per scope.
+    one per replica group.
 
     The result depends on the arguments alone, so every rank computes the same layout without communication.
     """
     buckets: list[BucketLayout] = []
     for run in _runs(params, policy):
-        shards = num_shards if isinstance(num_shards, int) else num_shards[run[0].scope]
+        shards = num_shards if isinstance(num_shards, int) else num_shards[run[0].replica_group]
         if shards < 1:
             raise ValueError(f"num_shards must be at least 1, not {shards}")
         buckets.append(_lay(run, len(buckets), shards, math.lcm(ALIGNMENT, policy.grain)))
@@ -206,7 +206,7 @@ def _lay(run: list[ParamSpec], index: int, num_shards: int, alignment: int) -> B
     first = run[0]
     return BucketLayout(
         index=index,
-        scope=first.scope,
+        replica_group=first.replica_group,
         dtype=first.dtype,
         wire_dtype=first.wire_dtype,
         requires_grad=first.requires_grad,

@@ -1,4 +1,4 @@
-"""Modules on paper: to be looked at and followed, without memory for their weights."""
+"""Modules on the meta device: to be looked at and followed, without memory for their weights."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 from deepspeed.base.sharded import full_shape
 
 
-def copy_on_paper(module: nn.Module, device: str = "meta") -> nn.Module:
+def meta_copy(module: nn.Module, device: str = "meta") -> nn.Module:
     """A copy of ``module`` whose parameters and buffers have their full shapes and no memory (on ``device``: another
     one is for a mode in which it has none either). Parameters that are tied stay tied; process groups are the same
     ones; hooks of gradients are not copied."""
@@ -23,12 +23,12 @@ def copy_on_paper(module: nn.Module, device: str = "meta") -> nn.Module:
         if isinstance(value, ProcessGroup)
     }
     for param in module.parameters():
-        empty = torch.empty(full_shape(param), dtype=_paper_dtype(param), device=device)
+        empty = torch.empty(full_shape(param), dtype=_meta_dtype(param), device=device)
         memo[id(param)] = nn.Parameter(empty, requires_grad=param.requires_grad and empty.is_floating_point())
     for buffer in module.buffers():
-        memo[id(buffer)] = torch.empty(buffer.shape, dtype=_paper_dtype(buffer), device=device)
+        memo[id(buffer)] = torch.empty(buffer.shape, dtype=_meta_dtype(buffer), device=device)
     return copy.deepcopy(module, memo)
 
 
-def _paper_dtype(tensor: Tensor) -> torch.dtype:
+def _meta_dtype(tensor: Tensor) -> torch.dtype:
     return torch.float32 if tensor.is_floating_point() else tensor.dtype

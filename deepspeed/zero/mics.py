@@ -20,7 +20,7 @@ from deepspeed.config.problems import DeepSpeedConfigError
 from deepspeed.zero.gathering.init_context import Init, read_config
 from deepspeed.zero.gathering.standalone_shard import shard_alone
 from deepspeed.zero.optimizer import DeepSpeedZeroOptimizer_Stage3
-from deepspeed.zero.replica_groups import Scope
+from deepspeed.zero.replica_groups import ReplicaGroup
 
 
 class MiCS_Init(Init):
@@ -65,18 +65,18 @@ class MiCS_Init(Init):
         )
 
     @cached_property
-    def scope(self) -> Scope:
-        return Scope.whole(self.communicator).mics(self.shard_size)
+    def replica_group(self) -> ReplicaGroup:
+        return ReplicaGroup.whole(self.communicator).mics(self.shard_size)
 
     def _cut(self, param: nn.Parameter) -> None:
-        shard_alone(param, self.scope.shard, self.scope.everyone)
+        shard_alone(param, self.replica_group.shard, self.replica_group.everyone)
 
     def get_partition_rank(self) -> int:
-        return self.scope.shard.rank
+        return self.replica_group.shard.rank
 
     @property
     def num_partitions(self) -> int:
-        return self.scope.shard.size
+        return self.replica_group.shard.size
 
 
 class MiCS_Optimizer(DeepSpeedZeroOptimizer_Stage3):

@@ -1,7 +1,7 @@
 """The ``ds_*`` attributes that clients read on partitioned parameters; the only place that writes them.
 
-A partitioned parameter has a *home*: the bucket that holds its slices, or, between ``zero.Init`` and
-``initialize``, its own shard. All access from outside goes through the home.
+A partitioned parameter has an *owner*: the bucket that holds its slices, or, between ``zero.Init`` and
+``initialize``, its own shard. All access from outside goes through the owner.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class ZeRORuntimeException(RuntimeError):
     """Documented error for operations on partitioned parameters."""
 
 
-class Home(Protocol):
+class ShardOwner(Protocol):
     """Owner of the slices of a partitioned parameter; ``position`` identifies the parameter there."""
 
     communicator: Any
@@ -71,7 +71,7 @@ _ATTRIBUTES = (
     GATHER_COUNT,
     _DEEPCOPY,
     "ds_active_sub_modules",
-    "ds_home",
+    "ds_owner",
     "ds_id",
     "ds_numel",
     "ds_numel_aligned",
@@ -105,8 +105,8 @@ def is_cast(tensor: Tensor) -> bool:
     return tensor.is_floating_point() and (tensor.itemsize > 1 or tensor.requires_grad)
 
 
-def convert(param: nn.Parameter, home: Home, position: int) -> None:
-    """Mark a whole parameter as partitioned and held by ``home``."""
+def convert(param: nn.Parameter, owner: ShardOwner, position: int) -> None:
+    """Mark a whole parameter as partitioned and held by ``owner``."""
     attributes: Any = param
     attributes.ds_shape = param.shape
     attributes.ds_numel = param.numel()
@@ -130,41 +130,41 @@ def convert(param: nn.Parameter, home: Home, position: int) -> None:
     ):
         setattr(param, method.__name__, MethodType(method, param))
     setattr(param, _DEEPCOPY, MethodType(_deepcopy, param))
-    _house(param, home, position)
+    _assign_owner(param, owner, position)
 
 
-def adopt(param: nn.Parameter, home: Home, position: int) -> None:
-    """Move a parameter, partitioned or not, into ``home``."""
+def adopt(param: nn.Parameter, owner: ShardOwner, position: int) -> None:
+    """Move a parameter, partitioned or not, into ``owner``."""
     if is_zero_param(param):
-        _house(param, home, position)
+        _assign_owner(param, owner, position)
     else:
-        shape = home.views[position].shape  # type: ignore[attr-defined]
-        convert(param, home, position)
+        shape = owner.views[position].shape  # type: ignore[attr-defined]
+        convert(param, owner, position)
         attributes: Any = param
         attributes.ds_shape, attributes.ds_numel = shape, shape.numel()
 
 
-def adopt_copy(param: nn.Parameter, original: nn.Parameter, home: Home) -> None:
-    """Make ``param``, which is empty, a partitioned parameter like ``original``, held by ``home``."""
-    convert(param, home, 0)
+def adopt_copy(param: nn.Parameter, original: nn.Parameter, owner: ShardOwner) -> None:
+    """Make ``param``, which is empty, a partitioned parameter like ``original``, held by ``owner``."""
+    convert(param, owner, 0)
     attributes: Any = param
     attributes.ds_shape, attributes.ds_numel = full_shape(original), full_numel(original)
     attributes.ds_status = ZeroParamStatus.NOT_AVAILABLE
 
 
-def _house(param: nn.Parameter, home: Home, position: int) -> None:
+def _assign_owner(param: nn.Parameter, owner: ShardOwner, position: int) -> None:
     attributes: Any = param
-    attributes.ds_home, attributes.ds_position = home, position
-    attributes.ds_process_group = home.communicator.group
-    attributes.ds_zero_partition_rank = home.communicator.rank
-    attributes.ds_zero_partition_world_size = home.communicator.size
-    local = home.local_part(position)
+    attributes.ds_owner, attributes.ds_position = owner, position
+    attributes.ds_process_group = owner.communicator.group
+    attributes.ds_zero_partition_rank = owner.communicator.rank
+    attributes.ds_zero_partition_world_size = owner.communicator.size
+    local = owner.local_part(position)
     local.ds_numel = local.numel()  # type: ignore[attr-defined]
     local.status = ZeroParamStatus.AVAILABLE  # type: ignore[attr-defined]
     local.final_location = None  # type: ignore[attr-defined]
     attributes.ds_tensor = local
-    attributes.ds_numel_aligned = local.numel() * home.communicator.size
-    attributes.ds_persist = getattr(home, "persistent", False)
+    attributes.ds_numel_aligned = local.numel() * owner.communicator.size
+    attributes.ds_persist = getattr(owner, "persistent", False)
 
 
 def note_neighbours(param: nn.Parameter, near: Any, *, all_holders: bool) -> None:
@@ -189,17 +189,17 @@ def forget(param: nn.Parameter) -> None:
 def _deepcopy(param: Any, memo: dict[int, Any]) -> Any:
     """``copy.deepcopy`` (``nn.TransformerEncoder`` creates its layers with it): if only this rank's slice exists, a
     parameter with its own slice. A whole one is copied as an ordinary parameter, which belongs to no engine."""
-    twin = getattr(param.ds_home, "twin", None)
-    if twin is None or param.ds_status is not ZeroParamStatus.NOT_AVAILABLE:
+    copy_of = getattr(param.ds_owner, "copy_of", None)
+    if copy_of is None or param.ds_status is not ZeroParamStatus.NOT_AVAILABLE:
         return nn.Parameter.__deepcopy__(param, memo)
     if id(param) not in memo:
-        memo[id(param)] = twin(param)
+        memo[id(param)] = copy_of(param)
     return memo[id(param)]
 
 
 def follow_dtype(param: Any) -> None:
     """``module.double()`` and the like convert what is left of a partitioned parameter: convert its slice too."""
-    cast = getattr(param.ds_home, "cast", None)
+    cast = getattr(param.ds_owner, "cast", None)
     if cast is not None and param.ds_tensor.dtype != param.dtype:
         cast(param, param.dtype)
 
@@ -208,7 +208,7 @@ def read_full(param: Tensor, out: Tensor) -> None:
     """Copy the whole parameter into ``out``, which has its full shape. Collective if partitioned."""
     if is_zero_param(param):
         follow_dtype(param)
-        param.ds_home.read_param(param.ds_position, out)  # type: ignore[attr-defined]
+        param.ds_owner.read_param(param.ds_position, out)  # type: ignore[attr-defined]
     else:
         out.copy_(param.data)
 
@@ -219,7 +219,7 @@ def read_full(param: Tensor, out: Tensor) -> None:
 def make_whole(module: nn.Module) -> None:
     """Turn what ``zero.Init`` partitioned into ordinary parameters, for users that gather nothing. What a stage-3
     engine holds stays as it is. Collective."""
-    held = [param for param in module.parameters() if is_zero_param(param) and vars(param)["ds_home"].alone]
+    held = [param for param in module.parameters() if is_zero_param(param) and vars(param)["ds_owner"].alone]
     for param in held:
         whole = torch.empty(full_shape(param), dtype=param.dtype, device=param.device)
         read_full(param, whole)
@@ -246,7 +246,7 @@ def padding_size(param: Any) -> int:
 
 
 def get_partition_rank(param: Any) -> int:
-    return param.ds_home.communicator.rank
+    return param.ds_owner.communicator.rank
 
 
 def get_partition_dp_group(param: Any) -> Any:
@@ -256,7 +256,7 @@ def get_partition_dp_group(param: Any) -> Any:
 def convert_to_zero_parameters(param: Any, param_list: Iterable[nn.Parameter]) -> None:
     """Partition ordinary parameters that were added to a model after ``zero.Init`` (adapters) as this one is, each in
     its own dtype. Collective."""
-    shard_alike = getattr(param.ds_home, "shard_alike", None)
+    shard_alike = getattr(param.ds_owner, "shard_alike", None)
     if shard_alike is None:
         raise ZeRORuntimeException(
             "convert_to_zero_parameters: this parameter already belongs to an engine; add parameters to the model "
@@ -305,7 +305,7 @@ def all_gather(
             follow_dtype(each)
             with torch.inference_mode(False), torch.no_grad():
                 whole = torch.empty(each.ds_shape, dtype=each.dtype, device=each.device)
-                each.ds_home.read_param(each.ds_position, whole)
+                each.ds_owner.read_param(each.ds_position, whole)
                 each.data = whole
             each.ds_status = ZeroParamStatus.AVAILABLE
     return MultipleAllGatherHandles([]) if async_op else None
@@ -325,8 +325,8 @@ def partition(
             continue
         if has_been_updated:
             follow_dtype(each)
-            each.ds_home.write_param(each.ds_position, each.data)
-        gathered = getattr(each.ds_home, "views", None)
+            each.ds_owner.write_param(each.ds_position, each.data)
+        gathered = getattr(each.ds_owner, "views", None)
         if gathered and each.data_ptr() == gathered[each.ds_position].data_ptr():
             continue  # whole because others use it
         each.ds_status = ZeroParamStatus.NOT_AVAILABLE

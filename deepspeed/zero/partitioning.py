@@ -18,7 +18,7 @@ from deepspeed.zero.gather_units import assign_units
 from deepspeed.zero.gradients.sparse import sparse_parameters
 from deepspeed.zero.layout import BucketLayout, CutPolicy, ParamSpec, cut
 from deepspeed.zero.precision import wire_dtypes
-from deepspeed.zero.replica_groups import scope_name
+from deepspeed.zero.replica_groups import replica_group_name
 
 if TYPE_CHECKING:
     from deepspeed.config.sections.zero import DeepSpeedZeroConfig
@@ -103,7 +103,7 @@ def param_specs(
             numel=full_numel(param),
             dtype=dtype_of(param),
             unit=trained.units[i],
-            scope=scope_name(param),
+            replica_group=replica_group_name(param),
             wire_dtype=plan.precision.reduce or special.get(param, dtype_of(param)),
             requires_grad=i < trained.held,  # what is in no optimizer is not reduced, whatever its flag says
             alone=param in by_rows,
@@ -115,7 +115,7 @@ def param_specs(
 def cut_whole(
     specs: Sequence[ParamSpec], plan: Plan, ranks: int | Mapping[str, int], grain: int = 1
 ) -> tuple[BucketLayout, ...]:
-    """Stages 0 to 2: parameters stay whole on every rank. ``ranks`` share one copy of the states, by scope.
+    """Stages 0 to 2: parameters stay whole on every rank. ``ranks`` share one copy of the states, by replica group.
     ``grain``: of the optimizer (``UpdateTraits``)."""
     policy = CutPolicy(max_numel=plan.zero.reduce_bucket_numel, merge_numel=MERGE_NUMEL, grain=grain)
     return cut(specs, policy, ranks if plan.zero.shard_state else 1)

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 Buckets = tuple[Sequence["ParamBucket"], Sequence["GradBucket"]]
 
 
-class LateParams:
+class PendingParams:
     """Watches the optimizer's parameters that are not trained yet, and admits each when it gets a gradient.
 
     Args:

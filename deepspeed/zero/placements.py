@@ -25,7 +25,7 @@ from deepspeed.checkpoint.placement import (
 )
 from deepspeed.checkpoint.shards import Region, regions, without
 from deepspeed.comm.mesh import ProcessMesh
-from deepspeed.zero.replica_groups import SHARED_BY, Scopes
+from deepspeed.zero.replica_groups import SHARED_BY, ReplicaGroups
 
 STACKED = "ds_stacked_experts"
 """Attribute of a parameter that is a stack of the experts' weights."""
@@ -33,7 +33,7 @@ _FOUND = "_ds_placement_was_found"
 """Marks a parameter whose placement, if any, was found here and not written by who split it."""
 
 
-def find_placements(params: Iterable[Tensor], mesh: ProcessMesh, scopes: Scopes) -> None:
+def find_placements(params: Iterable[Tensor], mesh: ProcessMesh, replica_groups: ReplicaGroups) -> None:
     """Let every parameter that is not simply whole carry its placement. Collective over ranks that split tensors.
 
     As in Megatron-LM, a parameter that tensor-parallel ranks hold without a mark is taken for a copy: it counts once.
@@ -46,12 +46,12 @@ def find_placements(params: Iterable[Tensor], mesh: ProcessMesh, scopes: Scopes)
         setattr(param, _FOUND, True)
     if mesh.size("tp") > 1:
         _read_marks(unknown, mesh)
-    if scopes.across:
+    if replica_groups.across:
         _count_once(unknown, mesh)
     for param in unknown:
-        scope = scopes.of(param)
-        if scope.kinds > 1 and not is_numbered_expert(param):
-            place(param, placement_of(param).stacked(scope.kind, scope.kinds, EXPERTS))
+        replica_group = replica_groups.of(param)
+        if replica_group.kinds > 1 and not is_numbered_expert(param):
+            place(param, placement_of(param).stacked(replica_group.kind, replica_group.kinds, EXPERTS))
     for param in params:
         known = placement_of(param)
         if is_numbered_expert(param) and NUMBERED_EXPERTS not in known.split:
@@ -80,24 +80,24 @@ def in_parts(param: Tensor, *, matrices: bool = False) -> bool:
 
 
 def whole_tensor(
-    tensor: Tensor, scopes: Scopes, *, of: Tensor | None = None, share: int | None = None
+    tensor: Tensor, replica_groups: ReplicaGroups, *, of: Tensor | None = None, share: int | None = None
 ) -> Tensor:
     """The global tensor that ``tensor`` [the rank's shape] is a part of, in its dtype, without gradient. Collective
     over the ranks of a split. Experts are stacked along a new first dim, in which all ranks take part.
     ``of``: the parameter whose place ``tensor`` has, if that is not itself. ``share``: of experts with names of their
     own, those of the rank at this place among the ranks that share them."""
     param = tensor if of is None else of
-    placement, axes = placement_of(param), scopes.split_axes(param)
+    placement, axes = placement_of(param), replica_groups.split_axes(param)
     spread = EXPERTS in placement.split or share is not None
     if not axes and not spread:
         return tensor.detach()
     flat = tensor.detach().reshape(-1)
     whole = tensor.new_zeros(placement.global_shape)
-    scope = scopes.of(param)
-    if not spread or (scope.first_holder and share in (None, scope.kind)):
+    replica_group = replica_groups.of(param)
+    if not spread or (replica_group.first_holder and share in (None, replica_group.kind)):
         for region in _regions(placement, 0, flat.numel()):
             whole[tuple(slice(low, high) for low, high in region.box)] = _view(flat, region)
-    sums = [scopes.across[axis] for axis in axes] + ([scopes.everyone] if spread else [])
+    sums = [replica_groups.across[axis] for axis in axes] + ([replica_groups.everyone] if spread else [])
     for communicator in sums:
         communicator.all_reduce(whole.view(-1)).wait()
     return whole

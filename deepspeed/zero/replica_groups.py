@@ -1,11 +1,11 @@
 """Groups of ranks that hold the same weights, per kind of weights.
 
-A *scope* is the ranks over which the gradients of a bucket are summed, how one copy of its states is sharded among
-them, and by what the mean divides. Dense weights have one scope, all data-parallel ranks (times those that share a
-sequence). Other kinds, such as experts that are spread over neighbouring ranks, have scopes of their own over fewer
-ranks, with a factor that fits.
+A *replica group* is the ranks over which the gradients of a bucket are summed, how one copy of its states is sharded
+among them, and by what the mean divides. Dense weights have one replica group, all data-parallel ranks (times those
+that share a sequence). Other kinds, such as experts that are spread over neighbouring ranks, have replica groups of
+their own over fewer ranks, with a factor that fits.
 
-Plain ZeRO shards one copy across the whole scope. MiCS (Z. Zhang et al.: MiCS: Near-linear scaling for training
+Plain ZeRO shards one copy across the whole replica group. MiCS (Z. Zhang et al.: MiCS: Near-linear scaling for training
 gigantic model on public cloud, VLDB 2022) shards it across runs of ``mics_shard_size`` neighbouring ranks, so that
 parameters are gathered within a run (one node, a fast link), and every run holds a replica.
 """
@@ -32,8 +32,8 @@ from deepspeed.config.problems import DeepSpeedConfigError
 DENSE = "dense"
 """The weights that all ranks hold."""
 SHARED_BY = "ds_shared_by"
-"""Attribute of a parameter that pipeline stages share: (name of its scope, global ranks that hold it, those of them
-that hold the same slice as this rank). The name begins with SHARED."""
+"""Attribute of a parameter that pipeline stages share: (name of its replica group, global ranks that hold it, those of
+them that hold the same slice as this rank). The name begins with SHARED."""
 SHARED = "shared by stages: "
 DIVIDED = "ds_tokens_divided"
 """Attribute of an expert's parameter that is True where tensor-parallel ranks hold copies, and each takes a part of the
@@ -45,7 +45,7 @@ _EXPERT_GROUP = re.compile(rf"ep_size_(\d+)(?:{_IN_PARTS})?")
 
 
 def expert_parallel_size(name: str, ranks: int) -> int:
-    """Over how many neighbouring ranks the weights of a scope are spread. ValueError: the name does not fit."""
+    """Over how many neighbouring ranks the weights of a replica group are spread. ValueError: the name does not fit."""
     if name == DENSE or name.startswith(SHARED):
         return 1
     match = _EXPERT_GROUP.fullmatch(name)
@@ -58,7 +58,7 @@ def expert_parallel_size(name: str, ranks: int) -> int:
     return size
 
 
-def scope_name(param: torch.Tensor) -> str:
+def replica_group_name(param: torch.Tensor) -> str:
     """The kind of a parameter: DENSE, or the documented ``group_name`` of one with ``allreduce = False``, such as
     "ep_size_4": experts that are spread over runs of 4 neighbouring ranks. A weight that stages share has its own."""
     shared = getattr(param, SHARED_BY, None)
@@ -80,7 +80,7 @@ class Levels(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Scope:
+class ReplicaGroup:
     """``everyone``, the ranks that hold these weights, is ``shard`` x ``replicas``: this rank's slice is one of
     ``shard.size``, and ``replicas.size`` ranks hold the same. The mean of gradients divides their sum by ``divisor``.
     Other ranks hold other weights under the same names: this is number ``kind`` of ``kinds``.
@@ -115,11 +115,11 @@ class Scope:
         return self.shard if self.divided else self.everyone
 
     @classmethod
-    def whole(cls, everyone: Communicator, name: str = DENSE, divisor: int | None = None) -> Scope:
+    def whole(cls, everyone: Communicator, name: str = DENSE, divisor: int | None = None) -> ReplicaGroup:
         """Plain ZeRO: one copy."""
         return cls(name, everyone, everyone, Communicator(None), divisor or everyone.size)
 
-    def mics(self, shard_size: int) -> Scope:
+    def mics(self, shard_size: int) -> ReplicaGroup:
         """One copy per ``shard_size`` ranks. Collective."""
         if self.name != DENSE and shard_size % self.everyone.size == 0:
             return self  # experts, of which a group of ranks has each once at most
@@ -133,15 +133,15 @@ class Scope:
         inner, across = _split(self.everyone, shard_size)
         return replace(self, shard=inner, replicas=across)
 
-    def grouped(self, size: int) -> Scope:
+    def grouped(self, size: int) -> ReplicaGroup:
         """With groups of ``size`` neighbours, if they divide the ranks into several groups of several. Collective."""
         if size <= 1 or size >= self.shard.size or self.shard.size % size:
             return self
         return replace(self, levels=Levels(*_split(self.shard, size)))
 
 
-class Scopes:
-    """The scopes of a run. ``everyone``: all ranks that hold the same model and reduce its gradients together.
+class ReplicaGroups:
+    """The replica groups of a run. ``everyone``: all ranks that hold the same model and reduce its gradients together.
     ``across``: by axis, the ranks that hold other parts of the model (tensor and pipeline parallelism) and take a step
     together with this one: norm and skips are common, gradients are not. ``group_size``: neighbouring ranks that are
     linked faster than the rest (ZeRO++'s hpZ), within the ranks that share a copy."""
@@ -157,21 +157,22 @@ class Scopes:
         self.across = {axis: mesh.communicator(axis) for axis in ("tp", "pp") if mesh.size(axis) > 1}
         self.mics_shard_size = mics_shard_size
         self._mesh = mesh
-        self._known = {DENSE: self._sharded(Scope.whole(self.everyone))}
+        self._known = {DENSE: self._sharded(ReplicaGroup.whole(self.everyone))}
 
     @property
     def share_weights(self) -> bool:
         """Return whether another rank holds some of the weights of this one, so that the sums of their gradients wait
         for it: also a rank of another stage (ties) or with other parts of the rest of the model (tokens divided)."""
-        return any(scope.everyone.size > 1 for scope in self._known.values())
+        return any(replica_group.everyone.size > 1 for replica_group in self._known.values())
 
     @cached_property
-    def dense(self) -> Scope:
+    def dense(self) -> ReplicaGroup:
         return self._known[DENSE]
 
-    def find(self, params: Iterable[torch.Tensor]) -> Scopes:
-        """Make the scopes of all ``params``. Collective; the same kinds must occur, in any order, on every rank."""
-        one_of = {scope_name(param): param for param in params}
+    def find(self, params: Iterable[torch.Tensor]) -> ReplicaGroups:
+        """Make the replica groups of all ``params``. Collective; the same kinds must occur, in any order, on every
+        rank."""
+        one_of = {replica_group_name(param): param for param in params}
         for name in sorted(one_of.keys() - self._known.keys()):
             shared = getattr(one_of[name], SHARED_BY, None)
             self._known[name] = (
@@ -179,11 +180,11 @@ class Scopes:
             )
         return self
 
-    def __getitem__(self, name: str) -> Scope:
+    def __getitem__(self, name: str) -> ReplicaGroup:
         return self._known[name]
 
-    def of(self, param: torch.Tensor) -> Scope:
-        return self._known[scope_name(param)]
+    def of(self, param: torch.Tensor) -> ReplicaGroup:
+        return self._known[replica_group_name(param)]
 
     def split_axes(self, param: torch.Tensor) -> tuple[str, ...]:
         """Axes of ``across`` over which the tensor that ``param`` is a part of is spread."""
@@ -192,27 +193,31 @@ class Scopes:
     def parts_of(self, param: torch.Tensor) -> list[Communicator]:
         """The ranks with the other parts of the tensor that ``param`` is a part of, by what splits it. Collective."""
         found = [self.across[axis] for axis in self.split_axes(param)]
-        scope = self.of(param)
-        if EXPERTS in placement_of(param).split and scope.kinds > 1:
-            found.append(self._mesh.among(self._mesh.sharing_experts(scope.kinds)))
+        replica_group = self.of(param)
+        if EXPERTS in placement_of(param).split and replica_group.kinds > 1:
+            found.append(self._mesh.among(self._mesh.sharing_experts(replica_group.kinds)))
         return found
 
     def shards(self) -> dict[str, int]:
-        """In how many slices one copy is cut, by the name of the scope."""
-        return {name: scope.shard.size for name, scope in self._known.items()}
+        """In how many slices one copy is cut, by the name of the replica group."""
+        return {name: replica_group.shard.size for name, replica_group in self._known.items()}
 
-    def _sharded(self, scope: Scope) -> Scope:
+    def _sharded(self, replica_group: ReplicaGroup) -> ReplicaGroup:
         return (
-            scope.mics(self.mics_shard_size) if self.mics_shard_size > 0 else scope.grouped(self.group_size)
+            replica_group.mics(self.mics_shard_size)
+            if self.mics_shard_size > 0
+            else replica_group.grouped(self.group_size)
         )
 
-    def _shared(self, name: str, everyone: Sequence[int], same: Sequence[int]) -> Scope:
+    def _shared(self, name: str, everyone: Sequence[int], same: Sequence[int]) -> ReplicaGroup:
         """A weight on several stages: the gradients of all stages add up, and their mean is over the data. Each stage
         shards a copy of its own, so that it gathers without the others."""
-        scope = Scope.whole(_communicator(tuple(everyone), self.everyone), name, divisor=self.everyone.size)
-        return replace(scope, shard=self.everyone, replicas=_communicator(tuple(same), self.everyone))
+        replica_group = ReplicaGroup.whole(
+            _communicator(tuple(everyone), self.everyone), name, divisor=self.everyone.size
+        )
+        return replace(replica_group, shard=self.everyone, replicas=_communicator(tuple(same), self.everyone))
 
-    def _experts(self, name: str, device: torch.device) -> Scope:
+    def _experts(self, name: str, device: torch.device) -> ReplicaGroup:
         """Experts that some ranks share: the ranks with the same place among them hold the same ones. Each sees tokens
         of all that share, so that the mean is over all ranks."""
         ranks = len(self.everyone.ranks)
@@ -220,21 +225,27 @@ class Scopes:
         same = self._mesh.sharing_experts(size, same=True)
         # With one rank per share, every rank has all experts.
         holders = self._mesh.among(same) if size > 1 else self.everyone
-        scope = Scope.whole(holders, name, divisor=ranks)
+        replica_group = ReplicaGroup.whole(holders, name, divisor=ranks)
         if size > 1:
-            scope = replace(
-                scope, kind=self._mesh.sharing_experts(size).index(self._mesh.global_rank), kinds=size
+            replica_group = replace(
+                replica_group, kind=self._mesh.sharing_experts(size).index(self._mesh.global_rank), kinds=size
             )
-        return self._divided(scope, same, device) if name.endswith(_IN_PARTS) else self._sharded(scope)
+        return (
+            self._divided(replica_group, same, device)
+            if name.endswith(_IN_PARTS)
+            else self._sharded(replica_group)
+        )
 
-    def _divided(self, scope: Scope, same: Sequence[int], device: torch.device) -> Scope:
+    def _divided(
+        self, replica_group: ReplicaGroup, same: Sequence[int], device: torch.device
+    ) -> ReplicaGroup:
         """The same where tensor-parallel ranks have copies and divide the tokens. Each shards a copy of its own, also
         with MiCS."""
         others = self.across["tp"]
         every = torch.empty(others.size * len(same), dtype=torch.int64, device=device)
         others.all_gather(every, torch.tensor(same, dtype=torch.int64, device=device)).wait()
         everyone = _communicator(tuple(sorted(every.tolist())), self.everyone)
-        return replace(scope, everyone=everyone, replicas=others, divided=True)
+        return replace(replica_group, everyone=everyone, replicas=others, divided=True)
 
 
 def _split(ranks: Communicator, block: int) -> tuple[Communicator, Communicator]:
@@ -249,29 +260,30 @@ def _communicator(ranks: tuple[int, ...], everyone: Communicator) -> Communicato
     return everyone.beside(new_group(ranks)) if len(ranks) > 1 else Communicator(None)
 
 
-class ScopeTable(Protocol):
-    """Interface of ``Scopes`` that most parts use: those of a plan have no ranks behind them."""
+class ReplicaGroupTable(Protocol):
+    """Interface of ``ReplicaGroups`` that most parts use: those of a plan have no ranks behind them."""
 
     @property
     def everyone(self) -> Communicator: ...
 
-    def __getitem__(self, name: str) -> Scope: ...
+    def __getitem__(self, name: str) -> ReplicaGroup: ...
 
 
 # The same weights in a group --------------------------------------------------------------------------------
 
 
-def broadcast_weights(module: nn.Module, scopes: Scopes) -> None:
+def broadcast_weights(module: nn.Module, replica_groups: ReplicaGroups) -> None:
     """Every rank starts from the weights of the first rank that holds the same ones, and from the buffers of the first
-    rank: one flat broadcast per scope and dtype, and one per axis over which placements say that weights are equal."""
-    by_scope: dict[str, list[torch.Tensor]] = {DENSE: list(module.buffers())}
+    rank: one flat broadcast per replica group and dtype, and one per axis over which placements say that weights are
+    equal."""
+    by_group: dict[str, list[torch.Tensor]] = {DENSE: list(module.buffers())}
     for param in module.parameters():
         if not is_zero_param(param):  # those sharded by zero.Init came from the first rank already
-            by_scope.setdefault(scope_name(param), []).append(param.data)
-    for name, tensors in sorted(by_scope.items()):
-        if scopes[name].everyone.size > 1:
-            _broadcast(tensors, scopes[name].everyone)
-    for axis, others in scopes.across.items():
+            by_group.setdefault(replica_group_name(param), []).append(param.data)
+    for name, tensors in sorted(by_group.items()):
+        if replica_groups[name].everyone.size > 1:
+            _broadcast(tensors, replica_groups[name].everyone)
+    for axis, others in replica_groups.across.items():
         equal = [p.data for p in module.parameters() if axis in placement_of(p).replicated]
         _broadcast([data for data in equal if data.numel()], others)
 

@@ -22,9 +22,9 @@ from deepspeed.zero.bucket import WeightPublisher
 from deepspeed.zero.gradients.reducer import GradReducer
 from deepspeed.zero.norms import clip_coefficient, first_non_finite, norm_from_squares
 from deepspeed.zero.placements import counted
-from deepspeed.zero.replica_groups import Scope, Scopes
+from deepspeed.zero.replica_groups import ReplicaGroup, ReplicaGroups
 from deepspeed.zero.states.store import GroupTensors, StateStore
-from deepspeed.zero.update_context import LentStep, Surroundings, local_squares, params_by_scope
+from deepspeed.zero.update_context import LentStep, OptimizerContext, local_squares, params_by_group
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +51,8 @@ class GradReport:
     own: bool
 
 
-class Latecomers(Protocol):
-    """Parameters that may start training at a step (``late_params.py``)."""
+class Admission(Protocol):
+    """Admits parameters that start training at a step (``pending_params.py``)."""
 
     def follow(self, follower: Callable[[Sequence[str]], None]) -> None:
         """Call ``follower`` with the names of those that are admitted, once the store has them."""
@@ -75,9 +75,9 @@ class StepExecutor:
         store: StateStore,
         scaler: LossScaler,
         publisher: WeightPublisher,
-        scopes: Scopes,
+        replica_groups: ReplicaGroups,
         names: Sequence[str],
-        late: Latecomers,
+        admission: Admission,
         before_step: Sequence[Callable[[], None]] = (),
         by_rows: Collection[nn.Parameter] = (),
     ) -> None:
@@ -86,15 +86,15 @@ class StepExecutor:
         self.store = store
         self.scaler = scaler
         self.publisher = publisher
-        self.scopes = scopes
-        self.communicator = scopes.everyone
+        self.replica_groups = replica_groups
+        self.communicator = replica_groups.everyone
         self.names = list(names)
-        self.members = params_by_scope(store.params, scopes)
+        self.members = params_by_group(store.params, replica_groups)
         self._asked = self._by_holders(store.params)
         self.sharded = plan.zero.shard_state
         self.bad_steps = 0
-        self.late = late
-        late.follow(self._admitted)
+        self.admission = admission
+        admission.follow(self._admitted)
         self.before_step = list(before_step)
         self.on_relink: Callable[[str], None] = lambda name: logger.warning(
             f"parameter {name} was moved out of its ZeRO buffer (module.to, a LoRA merge, assign=True); its current "
@@ -103,7 +103,7 @@ class StepExecutor:
         self._grad_key: list[int] = []
         self._lists: list[GroupTensors] = []
         self._squares = SumOfSquares(())  # of the gradients whose norm counts on this rank
-        self.surroundings = Surroundings(store, scopes, sharded=self.sharded)
+        self.optimizer_context = OptimizerContext(store, replica_groups, sharded=self.sharded)
         optimizer: Any = store.optimizer
         self._needs_context = store.traits.needs_context
         self._announced: Cadence | None = None
@@ -155,10 +155,10 @@ class StepExecutor:
 
     def _agree(self) -> GradReport:
         """One small all-reduce tells every rank the squares, late arrivals and which parameters were used."""
-        self.late.look()
+        self.admission.look()
         report = self._exchange()
         if any(report.woken):
-            self.late.admit(report.woken)
+            self.admission.admit(report.woken)
         if report.late:
             self.reducer.reduce_late()
         return self._exchange() if report.changes else report
@@ -166,9 +166,9 @@ class StepExecutor:
     def _admitted(self, names: Sequence[str]) -> None:
         """The store now also has the parameters with these names, at its end."""
         self.names += names
-        self.members = params_by_scope(self.store.params, self.scopes)
+        self.members = params_by_group(self.store.params, self.replica_groups)
         self._asked = self._by_holders(self.store.params)
-        self.surroundings.follow()
+        self.optimizer_context.follow()
         self._lists = []
 
     def _exchange(self) -> GradReport:
@@ -190,7 +190,7 @@ class StepExecutor:
             self._ask_holders(asked, mine, flags)
         used, woken = flags[: len(self.store.params)], flags[len(self.store.params) :]
         changes = late or any(woken)
-        for others in self.scopes.across.values():
+        for others in self.replica_groups.across.values():
             squares, again, refused = self._sum([squares, changes, not own], others)
             changes, own = again > 0, not refused
         return GradReport(squares, used, late, woken, changes, own)
@@ -201,22 +201,23 @@ class StepExecutor:
         return packed.tolist()
 
     def _ask_holders(
-        self, asked: Sequence[tuple[Scope, Sequence[int]]], mine: Sequence[bool], flags: list[bool]
+        self, asked: Sequence[tuple[ReplicaGroup, Sequence[int]]], mine: Sequence[bool], flags: list[bool]
     ) -> None:
         """Correct ``flags``, of the parameters of the store and then of those that wait, where the ranks of ``dense``
         are not those that hold the same weights: of experts some of them, of weights that stages share others too.
         ``mine``: this rank's."""
-        for scope, indices in asked:
+        for replica_group, indices in asked:
             counts = [float(mine[i]) for i in indices]
-            if scope.everyone.size > 1:
-                counts = self._sum(counts, scope.everyone)
+            if replica_group.everyone.size > 1:
+                counts = self._sum(counts, replica_group.everyone)
             for i, count in zip(indices, counts, strict=True):
                 flags[i] = count > 0
 
-    def _by_holders(self, params: Sequence[nn.Parameter]) -> list[tuple[Scope, list[int]]]:
-        """Positions in ``params`` of those that are not dense, by scope: by name, so that all stages have one order."""
-        found = params_by_scope(params, self.scopes)
-        found.pop(self.scopes.dense, None)
+    def _by_holders(self, params: Sequence[nn.Parameter]) -> list[tuple[ReplicaGroup, list[int]]]:
+        """Positions in ``params`` of those that are not dense, by replica group: by name, so that all stages have one
+        order."""
+        found = params_by_group(params, self.replica_groups)
+        found.pop(self.replica_groups.dense, None)
         return sorted(found.items(), key=lambda entry: entry[0].name)
 
     def _gradient_lists(self) -> list[GroupTensors]:
@@ -278,7 +279,11 @@ class StepExecutor:
         index = -int(worst.item())
         if index < len(self.names):
             return self.names[index]
-        return "(of another part of the model)" if self.scopes.across else "(none: the squares overflow fp64)"
+        return (
+            "(of another part of the model)"
+            if self.replica_groups.across
+            else "(none: the squares overflow fp64)"
+        )
 
     # Update -------------------------------------------------------------------------------------------------
 
@@ -296,7 +301,7 @@ class StepExecutor:
 
     def _context(self, norm: float) -> UpdateContext:
         """``norm``: of the gradient after clipping."""
-        return self.surroundings.context(norm, own_gradients=self.reducer.cadence is Cadence.NEVER)
+        return self.optimizer_context.context(norm, own_gradients=self.reducer.cadence is Cadence.NEVER)
 
     def _update(self, used: Sequence[bool], grad_scale: float, context: UpdateContext) -> None:
         """Update used parameters; one that no rank used keeps its value and state, as with ``grad is None``."""

@@ -13,17 +13,17 @@ from deepspeed.config.problems import DeepSpeedConfigError
 from deepspeed.ops.update import UpdateContext
 from deepspeed.zero.norms import sum_of_squares
 from deepspeed.zero.placements import counted, in_parts, is_stack
-from deepspeed.zero.replica_groups import Scope, Scopes
+from deepspeed.zero.replica_groups import ReplicaGroup, ReplicaGroups
 from deepspeed.zero.states.store import GroupTensors, StateStore
 from deepspeed.zero.whole_matrices import OwnMatrices, WholeMatrices
 
 
-class Surroundings:
+class OptimizerContext:
     """Makes the ``UpdateContext`` of each step. ``sharded``: the fragments of ``store`` are parts of parameters."""
 
-    def __init__(self, store: StateStore, scopes: Scopes, *, sharded: bool) -> None:
+    def __init__(self, store: StateStore, replica_groups: ReplicaGroups, *, sharded: bool) -> None:
         self.store = store
-        self.scopes = scopes
+        self.replica_groups = replica_groups
         self.sharded = sharded
         self.follow()
 
@@ -33,14 +33,14 @@ class Surroundings:
         parted = sharded or any(map(in_parts, self.store.params))
         self._sums = None
         if traits.segment_sums and parted:
-            self._sums = SegmentSums(self.store, self.scopes, sharded=sharded)
+            self._sums = SegmentSums(self.store, self.replica_groups, sharded=sharded)
         self._matrices = None
         if traits.whole_matrices and (sharded or any(map(is_stack, self.store.params))):
             make = WholeMatrices if sharded else OwnMatrices
-            self._matrices = make(self.store, self.scopes)
+            self._matrices = make(self.store, self.replica_groups)
 
         self._holders = (
-            Holders(self.store, self.scopes, sharded=sharded) if traits.own_communication else None
+            Holders(self.store, self.replica_groups, sharded=sharded) if traits.own_communication else None
         )
 
     def context(self, gradient_norm: float, *, own_gradients: bool) -> UpdateContext:
@@ -52,7 +52,9 @@ class Surroundings:
             copy_sum=self._sums and self._sums.total,
             whole_matrices=self._matrices,
             holders=self._holders if own_gradients else None,
-            parts=self.scopes.dense.shard if self.sharded and self.store.traits.own_communication else None,
+            parts=self.replica_groups.dense.shard
+            if self.sharded and self.store.traits.own_communication
+            else None,
         )
 
 
@@ -60,17 +62,17 @@ class SegmentSums:
     """Joins numbers about the fragments of ``store`` to those of whole parameters, for LAMB: of the ranks with its
     shards, and of those with other parts of a larger tensor."""
 
-    def __init__(self, store: StateStore, scopes: Scopes, *, sharded: bool) -> None:
+    def __init__(self, store: StateStore, replica_groups: ReplicaGroups, *, sharded: bool) -> None:
         self.store = store
         self.members: dict[Communicator, list[int]] = {}
-        self.shard = scopes.dense.shard if sharded else None
+        self.shard = replica_groups.dense.shard if sharded else None
         if sharded:
-            for scope, params in params_by_scope(
-                store.params, scopes
+            for replica_group, params in params_by_group(
+                store.params, replica_groups
             ).items():  # several may share one ``shard``
-                self.members.setdefault(scope.shard, []).extend(params)
+                self.members.setdefault(replica_group.shard, []).extend(params)
         for index, param in enumerate(store.params):
-            for others in scopes.parts_of(param) if in_parts(param) else ():
+            for others in replica_groups.parts_of(param) if in_parts(param) else ():
                 self.members.setdefault(others, []).append(index)
         self._refuse_copies()
 
@@ -132,22 +134,24 @@ class Holders:
     """Sorts masters by who holds the same ones: all ranks with these weights, or, where they are in slices
     (``sharded``), those with the same slice."""
 
-    def __init__(self, store: StateStore, scopes: Scopes, *, sharded: bool) -> None:
+    def __init__(self, store: StateStore, replica_groups: ReplicaGroups, *, sharded: bool) -> None:
         self.sharded = sharded
-        self.order = list(params_by_scope(store.params, scopes))
-        self.scope_of = {id(o.master): scopes.of(store.params[o.param_index]) for o in store.fragments}
+        self.order = list(params_by_group(store.params, replica_groups))
+        self.group_of = {
+            id(o.master): replica_groups.of(store.params[o.param_index]) for o in store.fragments
+        }
 
     def __call__(self, masters: Sequence[Tensor]) -> list[tuple[Communicator, list[int]]]:
-        found: dict[Scope, list[int]] = {scope: [] for scope in self.order}
+        found: dict[ReplicaGroup, list[int]] = {replica_group: [] for replica_group in self.order}
         for position, master in enumerate(masters):
-            found[self.scope_of[id(master)]].append(position)
+            found[self.group_of[id(master)]].append(position)
         return [
             (holders_of(s, sharded=self.sharded), positions) for s, positions in found.items() if positions
         ]
 
 
-def holders_of(scope: Scope, *, sharded: bool) -> Communicator:
-    return scope.replicas if sharded else scope.everyone
+def holders_of(replica_group: ReplicaGroup, *, sharded: bool) -> Communicator:
+    return replica_group.replicas if sharded else replica_group.everyone
 
 
 class LentStep:
@@ -193,16 +197,18 @@ class LentStep:
             torch._foreach_copy_([low for low, _ in written], [master for _, master in written])
 
 
-def params_by_scope(params: Sequence[nn.Parameter], scopes: Scopes) -> dict[Scope, list[int]]:
-    """Positions in ``params`` by scope."""
-    found: dict[Scope, list[int]] = {}
+def params_by_group(
+    params: Sequence[nn.Parameter], replica_groups: ReplicaGroups
+) -> dict[ReplicaGroup, list[int]]:
+    """Positions in ``params`` by replica group."""
+    found: dict[ReplicaGroup, list[int]] = {}
     for index, param in enumerate(params):
-        found.setdefault(scopes.of(param), []).append(index)
+        found.setdefault(replica_groups.of(param), []).append(index)
     return found
 
 
 def local_squares(
-    store: StateStore, members: Mapping[Scope, Sequence[int]], *, sharded: bool = False
+    store: StateStore, members: Mapping[ReplicaGroup, Sequence[int]], *, sharded: bool = False
 ) -> float:
     """This rank's share of the squared norm where every rank has gradients of its own (``Cadence.NEVER``).
 
@@ -211,7 +217,7 @@ def local_squares(
     scales all of them alike and does not turn their mean.
     """
     total = 0.0
-    for scope, params in members.items():
+    for replica_group, params in members.items():
         chosen = set(params)
         grads = [
             part
@@ -221,5 +227,5 @@ def local_squares(
                 store.params[owned.param_index], owned.gradient(), owned.fragment.param_offset
             )
         ]
-        total += sum_of_squares(grads) / holders_of(scope, sharded=sharded).size
+        total += sum_of_squares(grads) / holders_of(replica_group, sharded=sharded).size
     return total

@@ -19,7 +19,7 @@ from deepspeed.base.sharded import full_shape
 from deepspeed.comm.collectives import Communicator
 from deepspeed.zero.layout import NOBODY
 from deepspeed.zero.placements import is_stack
-from deepspeed.zero.replica_groups import Scopes
+from deepspeed.zero.replica_groups import ReplicaGroups
 from deepspeed.zero.states.store import StateStore
 
 BATCH_NUMEL = 32 * 1024 * 1024
@@ -55,13 +55,13 @@ class Matrix:
 class WholeMatrices:
     """Applies a function of whole matrices to values that are partitioned like the weights of ``store``."""
 
-    def __init__(self, store: StateStore, scopes: Scopes) -> None:
+    def __init__(self, store: StateStore, replica_groups: ReplicaGroups) -> None:
         self.store = store
         self.matrices: list[dict[Communicator, list[Matrix]]] = [{} for _ in store.optimizer.param_groups]
         for matrix in matrices_of(store):
             if store.group_of[matrix.param] < 0:
                 continue
-            holders = scopes.of(store.params[matrix.param]).shard
+            holders = replica_groups.of(store.params[matrix.param]).shard
             self.matrices[store.group_of[matrix.param]].setdefault(holders, []).append(matrix)
 
     def __call__(
@@ -104,16 +104,16 @@ class WholeMatrices:
         first = self.store.params[batch[0].param]
         dtype = torch.promote_types(first.dtype, torch.float32)
         outgoing = torch.zeros(sum(sent), dtype=dtype, device=first.device)
-        for place, (matrix, _) in _places(held, outgoing):
+        for slot, (matrix, _) in _slots(held, outgoing):
             if matrix.param in mine:
-                place.copy_(mine[matrix.param])
+                slot.copy_(mine[matrix.param])
         incoming = torch.empty(sum(received), dtype=dtype, device=first.device)
         holders.all_to_all(incoming, outgoing, received, sent).wait()
         self._compute(due, incoming, function)
         holders.all_to_all(outgoing, incoming, sent, received).wait()
-        for place, (matrix, _) in _places(held, outgoing):
+        for slot, (matrix, _) in _slots(held, outgoing):
             if matrix.param in mine:
-                mine[matrix.param].copy_(place)
+                mine[matrix.param].copy_(slot)
 
     @staticmethod
     def _compute(
@@ -121,21 +121,21 @@ class WholeMatrices:
     ) -> None:
         """Assemble the parts in ``incoming`` and replace them with the parts of the result."""
         gathered: dict[int, tuple[Matrix, list[tuple[Tensor, Part]]]] = {}
-        for place, (matrix, part) in _places(due, incoming):
-            gathered.setdefault(matrix.param, (matrix, []))[1].append((place, part))
+        for slot, (matrix, part) in _slots(due, incoming):
+            gathered.setdefault(matrix.param, (matrix, []))[1].append((slot, part))
         for matrix, parts in gathered.values():
             whole = torch.empty(matrix.numel, dtype=incoming.dtype, device=incoming.device)
-            for place, part in parts:
-                whole[part.start : part.stop] = place
+            for slot, part in parts:
+                whole[part.start : part.stop] = slot
             result = function(whole.view(matrix.shape)).reshape(-1)
-            for place, part in parts:
-                place.copy_(result[part.start : part.stop])
+            for slot, part in parts:
+                slot.copy_(result[part.start : part.stop])
 
 
 class OwnMatrices:
     """The same where every rank holds its tensors whole."""
 
-    def __init__(self, store: StateStore, scopes: Scopes) -> None:
+    def __init__(self, store: StateStore, replica_groups: ReplicaGroups) -> None:
         self.store = store
 
     def __call__(
@@ -184,7 +184,7 @@ def batches(matrices: Sequence[Matrix], numel: int) -> Iterator[list[Matrix]]:
         yield batch
 
 
-def _places(
+def _slots(
     runs: Sequence[Sequence[tuple[Matrix, Part]]], flat: Tensor
 ) -> Iterator[tuple[Tensor, tuple[Matrix, Part]]]:
     """The view of ``flat`` that belongs to each part, in the order of the exchange."""

@@ -23,7 +23,7 @@ from deepspeed.zero.gradients.reducer import GradReducer
 from deepspeed.zero.gradients.sums import DenseSum, GradientSum, GroupSum, LocalSum, ReplicatedSum, RowSum
 from deepspeed.zero.layout import BucketLayout
 from deepspeed.zero.offload.host_copies import HostCopies, off_host
-from deepspeed.zero.replica_groups import Scope, ScopeTable
+from deepspeed.zero.replica_groups import ReplicaGroup, ReplicaGroupTable
 from deepspeed.zero.states.resident import ResidentTier
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 def make_grad_buckets(
     buckets: Sequence[ParamBucket],
     plan: Plan,
-    scopes: ScopeTable,
+    replica_groups: ReplicaGroupTable,
     *,
     pool: BufferPool,
     tier: ResidentTier,
@@ -52,20 +52,20 @@ def make_grad_buckets(
     result: list[GradBucket] = []
     for bucket in buckets:
         layout, first = bucket.layout, bucket.params[0]
-        scope = scopes[layout.scope]
-        first_holder = scope.first_replica if plan.zero.shard_state else scope.first_holder
+        replica_group = replica_groups[layout.replica_group]
+        first_holder = replica_group.first_replica if plan.zero.shard_state else replica_group.first_holder
         rows_of = full_shape(first) if first in by_rows else None
         kept_by = tier.of(layout)
         result.append(
             make(
                 layout,
                 [full_shape(param) for param in bucket.params],
-                gradient_sum(layout, scope, pool, plan, rows_of),
+                gradient_sum(layout, replica_group, pool, plan, rows_of),
                 pool,
                 first.device,
                 rank=bucket.rank,
-                own=own_sum(layout, scope, pool, plan),
-                factors=plan.gradients.factors(scope.divisor),
+                own=own_sum(layout, replica_group, pool, plan),
+                factors=plan.gradients.factors(replica_group.divisor),
                 counts=first_holder,
                 accumulate_dtype=plan.precision.accumulate or layout.dtype,
                 keep_local=not plan.zero.shard_grads,
@@ -80,39 +80,43 @@ def make_grad_buckets(
 
 def gradient_sum(
     layout: BucketLayout,
-    scope: Scope,
+    replica_group: ReplicaGroup,
     pool: BufferPool,
     plan: Plan,
     rows_of: torch.Size | None = None,
 ) -> GradientSum:
     """The format of one bucket. ``rows_of``: the shape of the embedding that is alone in it, if its rows travel."""
-    result = _sum_of_one_copy(layout, scope, pool, plan)
+    result = _sum_of_one_copy(layout, replica_group, pool, plan)
     for wrap in plan.gradients.formats:
         result = wrap(result)
     if rows_of is not None:
-        result = RowSum(result, layout, scope.shard, rows_of)
-    if scope.replicas.size > 1:
-        result = ReplicatedSum(result, scope.replicas)
+        result = RowSum(result, layout, replica_group.shard, rows_of)
+    if replica_group.replicas.size > 1:
+        result = ReplicatedSum(result, replica_group.replicas)
     return result
 
 
-def own_sum(layout: BucketLayout, scope: Scope, pool: BufferPool, plan: Plan) -> GradientSum | None:
+def own_sum(
+    layout: BucketLayout, replica_group: ReplicaGroup, pool: BufferPool, plan: Plan
+) -> GradientSum | None:
     """The format of one bucket while gradients are not summed over all ranks; None: its slices have one owner each."""
     if not plan.zero.shard_state:
-        return LocalSum(scope.everyone.size)
-    if plan.zero.shard_params or not (plan.zero.in_groups or scope.shard.size == 1):
+        return LocalSum(replica_group.everyone.size)
+    if plan.zero.shard_params or not (plan.zero.in_groups or replica_group.shard.size == 1):
         return None
-    return GroupSum(_sum_of_one_copy(layout, scope, pool, plan), scope.replicas.size)
+    return GroupSum(_sum_of_one_copy(layout, replica_group, pool, plan), replica_group.replicas.size)
 
 
-def _sum_of_one_copy(layout: BucketLayout, scope: Scope, pool: BufferPool, plan: Plan) -> GradientSum:
+def _sum_of_one_copy(
+    layout: BucketLayout, replica_group: ReplicaGroup, pool: BufferPool, plan: Plan
+) -> GradientSum:
     """Over the ranks that share one."""
     if plan.packing.codec is not None or plan.packing.gradients:
         from deepspeed.zero.gradients.quantized_sum import encoded_sum
 
-        if (encoded := encoded_sum(layout, scope, plan)) is not None:
+        if (encoded := encoded_sum(layout, replica_group, plan)) is not None:
             return encoded
-    return DenseSum(layout, scope.shard, pool, scatter=plan.zero.reduce_scatter)
+    return DenseSum(layout, replica_group.shard, pool, scatter=plan.zero.reduce_scatter)
 
 
 def make_reducer(

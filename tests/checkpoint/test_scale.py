@@ -59,7 +59,7 @@ class EvenState(HeldState):
         return self.known_cuts
 
 
-class Home:
+class ShardOwner:
     """Where stage 3 keeps a frozen weight: cut evenly, as ``ShardedWeights`` sees it."""
 
     first_replica = True
@@ -70,7 +70,7 @@ class Home:
         self.bounds = (min(rank * size, values.numel()), min((rank + 1) * size, values.numel()))
         self.part = values[slice(*self.bounds)].clone()
 
-    def owners(self, position: int) -> list[tuple[int, int, int]]:
+    def owning_ranks(self, position: int) -> list[tuple[int, int, int]]:
         return [(self.rank, *self.bounds)] if self.bounds[0] < self.bounds[1] else []
 
     def cut_of(self, position: int) -> Cut:
@@ -97,7 +97,7 @@ def model(stage: int, rank: int, world: int) -> nn.Module:
         for number, param in enumerate(net.parameters()):
             values = torch.arange(param.numel()).float() + number
             param.ds_shape, param.ds_position = tuple(param.shape), 0
-            param.ds_home = Home(values, rank, world)
+            param.ds_owner = ShardOwner(values, rank, world)
             param.data = param.data.new_empty(0)
     return net
 
@@ -159,7 +159,7 @@ def saved_by(folder: Path, stage: int, world: int, writers: list[int]) -> dict[i
                 save(training, folder, "t", place, Ranks())
         state = sum(t.numel() for _, tensors in training.state.held for t in tensors.values())  # type: ignore[union-attr]
         frozen = training.module[0].weight  # type: ignore[index]
-        state += frozen.ds_home.part.numel() if stage == 3 else WIDTH * (WIDTH + 1) * LAYERS * (rank == 0)
+        state += frozen.ds_owner.part.numel() if stage == 3 else WIDTH * (WIDTH + 1) * LAYERS * (rank == 0)
         beside[rank] = sum(p.stat().st_size for p in final.iterdir() if p.name not in before) - 4 * state
     for rank in range(world):
         for name in (
@@ -208,8 +208,8 @@ def loaded_by(folder: Path, stage: int, rank: int, world: int) -> tuple[set[str]
             assert torch.equal(tensors[kind], value_of(index.name, kind, index.start, index.stop))
         assert tensors["step"] == 7
     if stage == 3:
-        home = net[0].weight.ds_home
-        assert torch.equal(home.part, torch.arange(*home.bounds).float())
+        owner = net[0].weight.ds_owner
+        assert torch.equal(owner.part, torch.arange(*owner.bounds).float())
     assert torch.equal(random, torch.Generator().manual_seed(rank).get_state())
     return set(opened), sum(archive.bytes_read for archive in opened.values())
 

@@ -18,7 +18,7 @@ from deepspeed.inference.model.runner import ModelRunner
 from deepspeed.inference.scheduling.requests import SamplingParams
 from deepspeed.ops import native
 from deepspeed.ops.host_graph import Program
-from deepspeed.ops.huge_pages import LARGE_PAGE
+from deepspeed.ops.huge_pages import HUGE_PAGE
 
 transformers = pytest.importorskip("transformers", reason="the clients extra is not installed")
 
@@ -170,12 +170,10 @@ def test_code_that_reads_something_else_is_left_to_torch() -> None:
     assert ModelRunner(module).layout.name == "packed"
 
 
-def test_weights_are_on_large_pages_once_a_runner_has_been_made(advised: list[tuple[int, int]]) -> None:
+def test_weights_are_on_huge_pages_once_a_runner_has_been_made(advised: list[tuple[int, int]]) -> None:
     model = make("llama", vocab_size=65536).eval()
     ModelRunner(model)
     head: Any = model.get_parameter("lm_head.weight")
-    assert head.nbytes > 3 * LARGE_PAGE
+    assert head.nbytes > 3 * HUGE_PAGE
     begin, end = head.data_ptr(), head.data_ptr() + head.nbytes
-    assert set(range(-(-begin // LARGE_PAGE), end // LARGE_PAGE)) <= {
-        page // LARGE_PAGE for page, _ in advised
-    }
+    assert set(range(-(-begin // HUGE_PAGE), end // HUGE_PAGE)) <= {page // HUGE_PAGE for page, _ in advised}

@@ -45,7 +45,7 @@ def trained(name: str, optimizer: str, stage: int, size: int | None) -> dict[str
         engine.backward(loss_of(engine, dist.get_rank()))
         engine.step()
     weights = {
-        name: whole_tensor(safe_get_full_fp32_param(p), engine.scopes, of=p).clone()
+        name: whole_tensor(safe_get_full_fp32_param(p), engine.replica_groups, of=p).clone()
         for name, p in engine.module.named_parameters()
     }
     engine.destroy()

@@ -1,4 +1,4 @@
-"""Packets: their size, their numbers, and what is not finite."""
+"""Payloads: their size, their numbers, and what is not finite."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ def values(*shape: int, seed: int = 0) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_blocks_are_rounded_to_their_scale(bits: int, numel: int, dtype: torch.dtype) -> None:
     codec, x = BlockCodec(bits, block=16), (values(3, numel) / 100).to(dtype)
-    packets = codec.encode(x)
-    assert packets.shape == (3, codec.nbytes(numel)) and packets.dtype is torch.uint8
-    decoded = codec.decode(packets, numel)
+    payloads = codec.encode(x)
+    assert payloads.shape == (3, codec.nbytes(numel)) and payloads.dtype is torch.uint8
+    decoded = codec.decode(payloads, numel)
     assert decoded.dtype is torch.float32
     for row, found in zip(x.float(), decoded, strict=True):
         for start in range(0, numel, 16):
@@ -56,7 +56,7 @@ def test_blocks_are_rounded_to_their_scale(bits: int, numel: int, dtype: torch.d
         (SignCodec(8), 9, 4 * 2 + 2 + 2),
     ],
 )
-def test_size_of_a_packet(codec: Any, numel: int, expected: int) -> None:
+def test_size_of_a_payload(codec: Any, numel: int, expected: int) -> None:
     assert codec.nbytes(numel) == expected == codec.encode(values(numel)).numel()
 
 
@@ -86,10 +86,10 @@ def test_small_floats(numel: int) -> None:
 @pytest.mark.parametrize("share", [0.001, 0.2, 1.0])
 def test_the_largest(share: float) -> None:
     codec, x = TopCodec(share), values(3, 50)
-    packets = codec.encode(x)
+    payloads = codec.encode(x)
     count = max(1, round(share * 50))
-    assert packets.shape == (3, codec.nbytes(50)) and codec.nbytes(50) == 8 * count
-    for row, found in zip(x, codec.decode(packets, 50), strict=True):
+    assert payloads.shape == (3, codec.nbytes(50)) and codec.nbytes(50) == 8 * count
+    for row, found in zip(x, codec.decode(payloads, 50), strict=True):
         limit = row.abs().sort(descending=True).values[count - 1]
         assert torch.equal(found, torch.where(row.abs() >= limit, row, 0.0))
 

@@ -82,7 +82,7 @@ def test_bytes_on_two_hosts_with_two_ranks() -> None:
     for hierarchical in (False, True):
         with two_hosts() if hierarchical else contextlib.nullcontext():
             sums = exchanged_sums.ExchangedSum(dist.group.WORLD, ranks)
-            sums.reduce_scatter(output, tensor, 1.0).wait()  # the meeting is over
+            sums.reduce_scatter(output, tensor, 1.0).wait()  # the rendezvous is over
             with counted_bytes(2) as sent:
                 sums.reduce_scatter(output, tensor, 1.0).wait()
             assert (

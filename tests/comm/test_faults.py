@@ -31,7 +31,7 @@ def hear(what, *ranks):
 dist.init_distributed("gloo", init_method=os.environ["TEST_STORE"], rank=rank,
                       world_size=int(os.environ["WORLD_SIZE"]), timeout=timedelta(seconds=timeout_s))
 """
-MEETING = """
+RENDEZVOUS = """
 comm = communicator().prepare()
 assert comm.transport_name("cpu") == os.environ["TEST_TRANSPORT"]
 tensor = torch.ones(1_000_000)
@@ -46,11 +46,11 @@ def run_ranks(
     *,
     world_size: int = 2,
     timeout_s: float = 300.0,
-    meeting: str = MEETING,
+    rendezvous: str = RENDEZVOUS,
 ):
     """Run a script on real processes; their (exit code, output, seconds)."""
     return finish_ranks(
-        *start_ranks(tmp_path, transport, meeting + textwrap.dedent(body), world_size, timeout_s)
+        *start_ranks(tmp_path, transport, rendezvous + textwrap.dedent(body), world_size, timeout_s)
     )
 
 
@@ -285,7 +285,7 @@ def test_killed_in_the_middle_of_a_collective(tmp_path, transport, delay_ms):
     assert code == 3 and "waiting for rank 1" in output and seconds < 200, output
 
 
-# Where in the meeting of the ranks one of them ends: it is killed as soon as it comes to this function.
+# Where in the rendezvous of the ranks one of them ends: it is killed as soon as it comes to this function.
 MOMENTS = {
     "before": (0, "hosts.meet"),
     "before making the segment": (0, "shared_memory.create_segment"),
@@ -297,7 +297,7 @@ MOMENTS = {
 
 @pytest.mark.parametrize("moment", MOMENTS)
 @pytest.mark.usefixtures("nothing_stays")
-def test_killed_during_the_meeting(tmp_path, moment):
+def test_killed_during_the_rendezvous(tmp_path, moment):
     dying, where = MOMENTS[moment]
     results = run_ranks(
         tmp_path,
@@ -318,7 +318,7 @@ def test_killed_during_the_meeting(tmp_path, moment):
             print(error)
             os._exit(8)
         """,
-        meeting="",
+        rendezvous="",
         timeout_s=8,
     )
     assert results[dying][0] == -signal.SIGKILL
@@ -338,7 +338,7 @@ def test_two_jobs_at_once_keep_to_themselves(tmp_path):
         folder = tmp_path / str(number)
         folder.mkdir()
         text = textwrap.dedent(body.format(number=number))
-        jobs.append(start_ranks(folder, "shared_memory", MEETING + text))
+        jobs.append(start_ranks(folder, "shared_memory", RENDEZVOUS + text))
     for job in jobs:
         assert [code for code, _, _ in finish_ranks(*job)] == [0, 0]
 

@@ -51,13 +51,13 @@ def test_ranks_in_a_thread_find_what_collectives_find(world_size):
                 raise KeyError("mine")
         return [repr(each) for each in [*found, caught.value]]
 
-    meeting = StoreRanks()
-    meeting.begin()
+    thread_ranks = StoreRanks()
+    thread_ranks.begin()
     store = dist.distributed_c10d._get_default_store()
     dist.barrier()
     before = store.num_keys()
     dist.barrier()
-    in_thread = beside_training(lambda: (answers(meeting), meeting.end())[0])
+    in_thread = beside_training(lambda: (answers(thread_ranks), thread_ranks.end())[0])
     dist.barrier()
     assert store.num_keys() == before
     assert in_thread == answers(Ranks())
@@ -65,12 +65,12 @@ def test_ranks_in_a_thread_find_what_collectives_find(world_size):
 
 @distributed(world_size=2)
 def test_each_error_says_whose_it_is():
-    meeting = StoreRanks()
-    meeting.begin()
-    with pytest.raises((KeyError, FailedElsewhere)), meeting.together("testing"):
-        if meeting.rank:
+    thread_ranks = StoreRanks()
+    thread_ranks.begin()
+    with pytest.raises((KeyError, FailedElsewhere)), thread_ranks.together("testing"):
+        if thread_ranks.rank:
             raise KeyError("mine")
-    meeting.end()
+    thread_ranks.end()
 
 
 @distributed(world_size=2)

@@ -327,8 +327,8 @@ ROWS: dict[str, tuple[Row, ...]] = {
             },
         ),
     ),
-    "zero/replica_groups.py:Scope.mics": ("ranks",),
-    "zero/replica_groups.py:Scopes.__init__": ("ranks",),
+    "zero/replica_groups.py:ReplicaGroup.mics": ("ranks",),
+    "zero/replica_groups.py:ReplicaGroups.__init__": ("ranks",),
     "parallel/sequence/assignment.py:shard_lengths": ("data",),
     "parallel/sequence/layer.py:DistributedAttention._check": ("model",),
 }

@@ -19,8 +19,7 @@ from deepspeed.config.section import collect_notes
 from deepspeed.inference.config import DeepSpeedInferenceConfig
 from deepspeed.inference.engine import InferenceEngine
 from deepspeed.inference.kernels import HostLinear, IntegerLinear, inject_kernels
-from deepspeed.ops import huge_pages as large_pages
-from deepspeed.ops import native
+from deepspeed.ops import huge_pages, native
 from tests.pool import distributed
 
 
@@ -301,11 +300,11 @@ def test_inputs_are_rounded_to_8_bits_where_activations_are_named() -> None:
         deepspeed.init_inference(Wide(), dtype="int8", quant={"activation": {"num_bits": 4}})
 
 
-def test_kernel_injection_puts_weights_on_large_pages(advised):
+def test_kernel_injection_puts_weights_on_huge_pages(advised):
     deepspeed.init_inference(nn.Linear(2048, 2048), dtype="fp32")
     assert advised == []  # the module stays as it is
     module = deepspeed.init_inference(
         nn.Linear(2048, 2048), dtype="fp32", replace_with_kernel_inject=True
     ).module
-    first = -(-module.weight.data_ptr() // large_pages.LARGE_PAGE)
-    assert {first, first + 1, first + 2} <= {page // large_pages.LARGE_PAGE for page, _ in advised}
+    first = -(-module.weight.data_ptr() // huge_pages.HUGE_PAGE)
+    assert {first, first + 1, first + 2} <= {page // huge_pages.HUGE_PAGE for page, _ in advised}

@@ -42,7 +42,7 @@ def some_scales(low: float, high: float) -> Tensor:
 
 @pytest.mark.parametrize("codec", [BlockCodec(8), BlockCodec(4), FloatCodec()], ids=str)
 @pytest.mark.parametrize(("low", "high"), [(-20, 20), (-146, -90), (90, 118)])
-def test_packets(codec: Any, low: float, high: float, isa: str) -> None:
+def test_payloads(codec: Any, low: float, high: float, isa: str) -> None:
     most, digits = {8: (127.0, 7), 4: (7.0, 4)}.get(codec.codes, (448.0, 4))
     x = next_to_ties(some_scales(low, high), most, digits).flatten()
     assert torch.equal(codec.encode(x), codec.pack(x))

@@ -74,7 +74,7 @@ def config_of(stage: int) -> dict[str, Any]:
 def lines_of(engine: Any) -> list[list[tuple[int, int, int]]]:
     """Of each slice what travels end to end: number of the parameter, begin, elements."""
     mine = [(o.param_index, o.fragment.param_offset, o.fragment.numel) for o in engine.core.store.by_group[0]]
-    shard = engine.scopes.dense.shard
+    shard = engine.replica_groups.dense.shard
     every: list[Any] = [mine]
     if engine.plan.zero.shard_state and shard.size > 1:
         every = [None] * shard.size
@@ -189,7 +189,7 @@ def test_one_bit_adam(world_size: int, stage: int, tmp_path: Path) -> None:
         if step == 5:
             engine.save_checkpoint(tmp_path)
     assert engine.core.reducer.cadence is Cadence.NEVER
-    dense = engine.scopes.dense
+    dense = engine.replica_groups.dense
     link = dense.replicas if stage else dense.everyone
     numel = sum(p.numel() for p in engine.module.parameters())
     before = link.bytes_sent
@@ -212,7 +212,7 @@ def test_zero_one_adam(world_size: int, stage: int, tmp_path: Path) -> None:
     assert type(engine.optimizer) is ZeroOneAdam or stage
     size = world_size // 2 if stage else 1
     oracle, rank = Ranks(world_size // size, size, lines_of(engine)), dist.get_rank()
-    link = engine.scopes.dense.replicas if stage else engine.scopes.everyone
+    link = engine.replica_groups.dense.replicas if stage else engine.replica_groups.everyone
     synced, done, rates = oracle.params, None, 0.0
     saved: dict[int, list[Tensor]] = {}
     for update in range(1, 17):
@@ -276,7 +276,7 @@ def test_bytes_of_zero_one_adam() -> None:
         },
     }
     engine = deepspeed.initialize(model=nn.Linear(200, 200), config=config)[0]
-    link, sent = engine.scopes.everyone, dict[bool, int]()
+    link, sent = engine.replica_groups.everyone, dict[bool, int]()
     for update in range(1, 9):
         before = link.bytes_sent
         engine.backward(engine(torch.ones(2, 200)).square().mean())
@@ -537,7 +537,7 @@ def everything_owed(engine: Any) -> list[Tensor]:
     """By parameter, the sum over ranks of errors of senders divided by copies, and those of averages."""
     store = engine.core.store
     totals = [torch.zeros(p.numel()) for p in store.params]
-    dense = engine.scopes.dense
+    dense = engine.replica_groups.dense
     copies = dense.replicas.size if engine.plan.zero.shard_state else dense.everyone.size
     debts = engine.core.store.optimizer.debts([[o.master for o in group] for group in store.by_group])
     for owned in store.fragments:

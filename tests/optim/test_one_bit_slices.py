@@ -48,8 +48,8 @@ class InFull(Codec):
     def pack(self, values: Tensor) -> Tensor:
         return values.float().contiguous().view(torch.uint8)
 
-    def unpack(self, packets: Tensor, numel: int) -> Tensor:
-        return packets.contiguous().view(torch.float32)
+    def unpack(self, payloads: Tensor, numel: int) -> Tensor:
+        return payloads.contiguous().view(torch.float32)
 
 
 class Model(nn.Module):

@@ -26,9 +26,9 @@ def test_roots_in_eight_bits() -> None:
     values = torch.randn(3, 1000).exp().pow(4)
     values[0, 5], values[1, :256] = 1e-30, 0.0
     codec = RootCodec()
-    packets = codec.encode(values)
-    found = codec.decode(packets, 1000)
-    assert packets.shape == (3, codec.nbytes(1000)) and packets.shape[1] <= 1.03 * 1000
+    payloads = codec.encode(values)
+    found = codec.decode(payloads, 1000)
+    assert payloads.shape == (3, codec.nbytes(1000)) and payloads.shape[1] <= 1.03 * 1000
     assert found[0, 5] > 0 and not found[1, :256].any()
     usual = values > values.max() * 2**-28
     torch.testing.assert_close(found[usual], values[usual], rtol=0.13, atol=0)
@@ -163,7 +163,9 @@ def variances_of(engine: Any) -> list[Tensor]:
     """By parameter, the mean over copies of what ranks have of it."""
     store = engine.core.store
     totals = [torch.zeros(p.numel()) for p in store.params]
-    copies = engine.scopes.dense.replicas.size if engine.plan.zero.shard_state else dist.get_world_size()
+    copies = (
+        engine.replica_groups.dense.replicas.size if engine.plan.zero.shard_state else dist.get_world_size()
+    )
     for owned in store.fragments:
         first = owned.fragment.param_offset
         value = store.state_of(owned)[OWN_VARIANCE].reshape(-1)

@@ -102,7 +102,7 @@ def test_rows_within_mics_groups(size: int) -> None:
 
 def sent_inside(engine: Any) -> int:
     """Bytes within the group in one forward and backward."""
-    inside = engine.sharded.scopes.dense.shard
+    inside = engine.sharded.replica_groups.dense.shard
     before = inside.bytes_sent
     engine.backward(engine(ids(3)).square().mean())
     return inside.bytes_sent - before

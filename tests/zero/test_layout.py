@@ -64,7 +64,7 @@ def test_a_parameter_larger_than_the_limit_stands_alone() -> None:
     assert [[s.param for s in b.slots] for b in buckets] == [[0], [1], [2]]
 
 
-def test_dtype_wire_and_scope_separate() -> None:
+def test_dtype_wire_and_replica_group_separate() -> None:
     mixed = [
         *specs([10, 10]),
         ParamSpec(index=2, name="b", numel=10, dtype=torch.bfloat16, unit=0, wire_dtype=torch.bfloat16),
@@ -75,7 +75,7 @@ def test_dtype_wire_and_scope_separate() -> None:
             dtype=torch.float32,
             unit=0,
             wire_dtype=torch.float32,
-            scope="ep_size_2",
+            replica_group="ep_size_2",
         ),
     ]
     assert sorted(len(b.slots) for b in cut(mixed, CutPolicy(max_numel=1000), 2)) == [1, 1, 2]

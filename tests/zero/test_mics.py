@@ -107,7 +107,7 @@ def run(engine: Any, first: int, last: int) -> list[float]:
 def test_slices_and_bytes() -> None:
     """Each rank holds 1/2; gathers stay in the group; between groups goes one slice per gradient."""
     engine = start({"mics_shard_size": 2, **NOTHING, "stage3_param_persistence_threshold": 0})
-    groups = engine.sharded.scopes.dense
+    groups = engine.sharded.replica_groups.dense
     rank = dist.get_rank()
     assert groups.shard.ranks == ((0, 1), (2, 3))[rank // 2]
     assert groups.replicas.ranks == ((0, 2), (1, 3))[rank % 2]

@@ -214,7 +214,7 @@ def test_config_section() -> None:
 def test_owner_holds_most() -> None:
     layout = BucketLayout(
         index=0,
-        scope="dense",
+        replica_group="dense",
         dtype=torch.float32,
         wire_dtype=torch.float32,
         requires_grad=True,

@@ -441,7 +441,7 @@ def test_weights_leave_nothing_on_the_device(world_size: int, stage: int, persis
         engine.step()
         for param in engine.parameters():
             if stage == 3:  # the documented attribute follows the weights
-                assert torch.equal(param.ds_tensor, param.ds_home.local_part(param.ds_position))
+                assert torch.equal(param.ds_tensor, param.ds_owner.local_part(param.ds_position))
         assert not any(bucket.detached() for bucket in engine.core.param_buckets)
         engine.destroy()
 

@@ -22,10 +22,10 @@ SCRIPT = """\
 import sys, time
 import torch
 import deepspeed
-from deepspeed.zero.gathering import termination_barrier as roll
+from deepspeed.zero.gathering import termination_barrier
 
 if sys.argv[2] == "through the store":
-    roll.DIRECT_RANKS = 1
+    termination_barrier.DIRECT_RANKS = 1
 deepspeed.init_distributed(auto_mpi_discovery=False)
 rank = deepspeed.comm.get_rank()
 model = torch.nn.Sequential(*[torch.nn.Linear(8, 8) for _ in range(3)])

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import deepspeed
 from deepspeed.zero.gathering import sharded_model
 from deepspeed.zero.gathering.launch_order import Entry, Kind, decode, encode, with_foresight
-from deepspeed.zero.gathering.rendezvous import Meeting, Visit
+from deepspeed.zero.gathering.rendezvous import Arrival, Rendezvous
 from deepspeed.zero.gathering.scheduled_gather import LEAST_PATIENCE_S, GatherCounts
 from tests.pool import distributed
 from tests.zero.models import Block, assert_same, config_for, make_zoo
@@ -364,19 +364,21 @@ def test_gathers_move_ahead_of_sums_but_not_of_the_release_that_makes_room() -> 
     assert decode(encode([record, [], [summed]])) == [record, [], [summed]]
 
 
-def test_a_meeting_decides_once_for_all() -> None:
+def test_a_rendezvous_decides_once_for_all() -> None:
     from concurrent.futures import ThreadPoolExecutor
 
-    meeting = Meeting(3)
+    rendezvous = Rendezvous(3)
     with ThreadPoolExecutor(3) as pool:
-        same = [pool.submit(meeting.attend, rank, Visit(b"x", [rank, 5], 30.0)) for rank in range(3)]
+        same = [pool.submit(rendezvous.join, rank, Arrival(b"x", [rank, 5], 30.0)) for rank in range(3)]
         assert [answer.result() for answer in same] == [[0, 5]] * 3
-        other = [pool.submit(meeting.attend, rank, Visit(b"xy"[rank // 2 :], [], 30.0)) for rank in range(3)]
+        other = [
+            pool.submit(rendezvous.join, rank, Arrival(b"xy"[rank // 2 :], [], 30.0)) for rank in range(3)
+        ]
         assert [answer.result() for answer in other] == [None] * 3
-    assert meeting.attend(1, Visit(b"x", [], 0.01)) is None  # alone, and gone from the list
+    assert rendezvous.join(1, Arrival(b"x", [], 0.01)) is None  # alone, and gone from the list
     with ThreadPoolExecutor(2) as pool:
         assert [
-            f.result() for f in [pool.submit(meeting.attend, r, Visit(b"x", [], 0.05)) for r in (0, 2)]
+            f.result() for f in [pool.submit(rendezvous.join, r, Arrival(b"x", [], 0.05)) for r in (0, 2)]
         ] == [None] * 2
-    visit = Visit(b"abc", [3, 1], 0.5)
-    assert Visit.unpack(visit.pack()) == visit
+    arrival = Arrival(b"abc", [3, 1], 0.5)
+    assert Arrival.unpack(arrival.pack()) == arrival

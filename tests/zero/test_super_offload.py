@@ -151,7 +151,7 @@ def test_checkpoints_cross(tmp_path: Any) -> None:
         train(engine, 3)
         engine.save_checkpoint(tmp_path)
         train(engine, 1)
-        engine.load_checkpoint(tmp_path)  # also into an engine that has twins
+        engine.load_checkpoint(tmp_path)  # also into an engine that has shadow copies
         train(engine, 2)
         engine.save_checkpoint(tmp_path)
         engine.destroy()

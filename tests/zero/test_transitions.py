@@ -85,7 +85,7 @@ def test_a_step_holds_what_it_uses_and_nothing_else() -> None:
         for b in (0, 1, 2):
             transitions.take([b], Phase.FORWARD)
             assert whole(transitions) == [b]
-            transitions.drop([b])
+            transitions.release([b])
         transitions.end_pass(Phase.FORWARD)
         assert whole(transitions) == [2]  # idle, and kept: backward often begins with it
         transitions.begin_backward()
@@ -93,7 +93,7 @@ def test_a_step_holds_what_it_uses_and_nothing_else() -> None:
             transitions.take([b], Phase.BACKWARD)
             transitions.need([b], Phase.BACKWARD)  # another output of the same call
             assert whole(transitions) == [b]
-            transitions.drop([b])
+            transitions.release([b])
         transitions.end_backward()
         assert whole(transitions) == []
         transitions.end_of_step()
@@ -107,13 +107,13 @@ def test_several_holders_keep_a_bucket() -> None:
     transitions.begin_pass(Phase.EVALUATION, 0)
     assert transitions.evaluating
     transitions.take([0, 1], Phase.EVALUATION)
-    transitions.drop([0, 1])
+    transitions.release([0, 1])
     transitions.end_pass(Phase.EVALUATION)
     assert not transitions.evaluating
     assert whole(transitions) == [0]  # the end of an evaluation releases what is idle
     transitions.release_all()
     assert whole(transitions) == [0]
-    transitions.let_go(0)
+    transitions.release_hold(0)
     assert whole(transitions) == []
 
 
@@ -121,7 +121,7 @@ def test_a_call_never_loses_a_bucket_to_another_that_it_needs_too() -> None:
     """Bucket 1 is idle when a call takes 0 and 1: making room for 0 must not release it."""
     transitions, transport = make()
     transitions.take([1], Phase.FORWARD)
-    transitions.drop([1])
+    transitions.release([1])
     transitions.take([0, 1], Phase.FORWARD)
     assert transport.log == [("FORWARD", 1), ("FORWARD", 0)]
     assert whole(transitions) == [0, 1]
@@ -136,7 +136,7 @@ def test_the_budget_keeps_what_is_used_again_soon(live: int, kept: list[int]) ->
             transitions.take([b], Phase.FORWARD)
             if b == 2:
                 last = whole(transitions)
-            transitions.drop([b])
+            transitions.release([b])
         for b in range(3):
             transitions.evict(b)
         transitions.end_of_step()
@@ -147,9 +147,9 @@ def test_with_room_for_everything_nothing_is_released_but_what_is_stale() -> Non
     transitions, transport = make(live=3 * NUMEL, reuse=3 * NUMEL)
     assert transitions.keeps_all
     transitions.take([0, 1], Phase.FORWARD)
-    transitions.drop([0, 1])
+    transitions.release([0, 1])
     transitions.hold(2)
-    transitions.let_go(2)
+    transitions.release_hold(2)
     transitions.begin_backward()
     transitions.end_backward()
     assert whole(transitions) == [0, 1, 2]
@@ -163,12 +163,12 @@ def test_with_room_for_everything_nothing_is_released_but_what_is_stale() -> Non
 def test_a_step_begins_without_what_an_evaluation_left() -> None:
     transitions, _ = make(live=10**9, reuse=0)
     transitions.take([0], Phase.BY_HAND)
-    transitions.drop([0])
+    transitions.release([0])
     transitions.begin_pass(Phase.EVALUATION, 0)
     transitions.begin_pass(Phase.FORWARD, 0)  # for example on another thread than the evaluation
     assert whole(transitions) == []
     transitions.take([1], Phase.EVALUATION)
-    transitions.drop([1])
+    transitions.release([1])
     transitions.take([2], Phase.FORWARD)
     transitions.end_pass(Phase.FORWARD)
     transitions.begin_pass(Phase.FORWARD, 0)  # within the step
@@ -178,7 +178,7 @@ def test_a_step_begins_without_what_an_evaluation_left() -> None:
 def test_persistent_buckets_are_always_whole() -> None:
     transitions, transport = make(persistent=(0,))
     transitions.take([0], Phase.FORWARD)
-    transitions.drop([0])
+    transitions.release([0])
     transitions.evict(0)
     transitions.release_all()
     assert whole(transitions) == [0]
@@ -192,7 +192,7 @@ def test_what_is_kept_ends_with_the_update() -> None:
         transitions.take([0], Phase.FORWARD)
         transitions.keep([0])
         transitions.keep([0])
-        transitions.drop([0])
+        transitions.release([0])
         transitions.take([1], Phase.FORWARD)
         assert whole(transitions) == [0, 1]
         end(transitions)
@@ -215,7 +215,7 @@ def test_a_failed_gather_leaves_holders_that_can_be_dropped() -> None:
     transport.fails = True
     with pytest.raises(ConnectionError):
         transitions.take([0, 1], Phase.FORWARD)
-    transitions.drop([0, 1])
+    transitions.release([0, 1])
     transitions.release_all()
     assert whole(transitions) == []
     assert transitions.holders == [0, 0, 0]
@@ -233,10 +233,10 @@ def test_illegal_transitions_are_errors_that_name_the_bucket() -> None:
         transitions.begin(2)
     with pytest.raises(TransitionError, match="bucket 2 is GATHERED: nothing"):
         transitions.arrived(2)
-    with pytest.raises(TransitionError, match="bucket 1 is dropped more often than it was taken"):
-        transitions.drop([1])
+    with pytest.raises(TransitionError, match="bucket 1 is released more often than it was taken"):
+        transitions.release([1])
     with pytest.raises(TransitionError, match="bucket 0 is dropped"):
-        transitions.let_go(0)
+        transitions.release_hold(0)
     with pytest.raises(TransitionError, match="FORWARD ends, but no pass is open"):
         transitions.end_pass(Phase.FORWARD)
     with pytest.raises(TransitionError, match="a backward ends, but none is running"):
@@ -255,7 +255,7 @@ def test_new_weights_wait_for_forwards_on_other_threads() -> None:
         go.wait()
         with transitions.lock:
             log.append("forward")
-            transitions.drop([0])
+            transitions.release([0])
             transitions.end_pass(Phase.APART)
 
     thread = threading.Thread(target=forward)

@@ -71,7 +71,7 @@ def train(engine: Any, steps: int, first: int = 0) -> list[float]:
 
 
 class Simulated:
-    """All ranks of a stage-3 run in one process, in plain PyTorch: exact masters, weights and gradients in packets.
+    """All ranks of a stage-3 run in one process, in plain PyTorch: exact masters, weights and gradients in payloads.
 
     ``engine`` says how parameters lie in buckets, nothing else.
     """
@@ -228,10 +228,10 @@ def test_bytes_across_groups(bits: int) -> None:
     and scales, for the half that the other group needs; plain stage 3 sends 12 (fp32, three times)."""
     engine = start({**ALL, "zero_quantized_weights_bits": bits})
     train(engine, 2)
-    scope = engine.scopes.dense
-    across = scope.levels.across
-    assert scope.levels.near.ranks == ((0, 1), (2, 3))[dist.get_rank() // 2]
-    everyone, before = scope.shard.bytes_sent, across.bytes_sent
+    replica_group = engine.replica_groups.dense
+    across = replica_group.levels.across
+    assert replica_group.levels.near.ranks == ((0, 1), (2, 3))[dist.get_rank() // 2]
+    everyone, before = replica_group.shard.bytes_sent, across.bytes_sent
     train(engine, 1, 2)
     weights = [b for b in engine.sharded.buckets if not b.persistent]
     packed = sum(BlockCodec(bits).nbytes(b.layout.shard_numel) for b in weights)
@@ -242,7 +242,9 @@ def test_bytes_across_groups(bits: int) -> None:
     whole = sum(b.layout.padded_numel for b in weights)
     assert 2 * (packed + grads) / whole < {8: 0.78, 4: 0.53}[bits]  # a group of two, per parameter
     small = sum(b.layout.padded_numel * 4 for b in engine.sharded.buckets if b.persistent)
-    assert scope.shard.bytes_sent - everyone < 4 * small + 4096  # norms and biases, and the facts of the step
+    assert (
+        replica_group.shard.bytes_sent - everyone < 4 * small + 4096
+    )  # norms and biases, and the facts of the step
     engine.destroy()
 
 
@@ -251,7 +253,7 @@ def test_bytes_across_groups(bits: int) -> None:
 def test_everybody_computes_with_the_same_weights_and_saves_the_exact_ones(
     tmp_path: Path, random: bool
 ) -> None:
-    """Packets of one rank are the same for all, and after resuming; each rounds at random by a seed of its own."""
+    """Payloads of one rank are the same for all, and after resuming; each rounds at random by a seed of its own."""
     zero = {**QWZ, **(AT_RANDOM if random else {})}
     engine = start(zero, bf16={"enabled": True})
     rank = dist.get_rank()
@@ -316,7 +318,7 @@ def test_quantized_gradients_below_stage_3(stage: int) -> None:
         config = config_for(stage, lr=LR, **zero)
         engine = deepspeed.initialize(model=make_model(), config=config)[0]
         losses = train(engine, 6)
-        sent = engine.scopes.everyone.bytes_sent
+        sent = engine.replica_groups.everyone.bytes_sent
         engine.destroy()
         return losses, sent
 

@@ -27,7 +27,7 @@ class BackgroundWriter:
 
     def __init__(self) -> None:
         self.snapshot = Snapshot()
-        self._meeting: StoreRanks | None = None
+        self._thread_ranks: StoreRanks | None = None
         self._running: _Save | None = None
 
     def prepare(self, values: dict[str, Any]) -> None:
@@ -41,10 +41,10 @@ class BackgroundWriter:
 
     def start(self, work: Callable[[Ranks], None], ranks: Ranks) -> None:
         """Does ``work`` in a thread, with ranks of which only the threads know. Every rank calls it."""
-        if self._meeting is None:
-            self._meeting = StoreRanks(node_local=ranks.node_local)
-        self._meeting.begin()
-        self._running = _Save(work, self._meeting)
+        if self._thread_ranks is None:
+            self._thread_ranks = StoreRanks(node_local=ranks.node_local)
+        self._thread_ranks.begin()
+        self._running = _Save(work, self._thread_ranks)
         self._running.start()
 
     def wait(self) -> None:

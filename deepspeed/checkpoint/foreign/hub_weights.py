@@ -70,8 +70,8 @@ class Conversion:
             from transformers import PreTrainedModel, conversion_mapping  # noqa: F401
         except ImportError:
             return None
-        is_stage = hasattr(module, "whole_on_paper") and hasattr(module, "config")  # of a Transformers model
-        whole = module.whole_on_paper() if is_stage else module  # type: ignore[operator]
+        is_stage = hasattr(module, "whole_meta") and hasattr(module, "config")  # of a Transformers model
+        whole = module.whole_meta() if is_stage else module  # type: ignore[operator]
         return cls(whole) if isinstance(whole, PreTrainedModel) else None
 
     def name_of(self, stored: str) -> tuple[str, str | None]:

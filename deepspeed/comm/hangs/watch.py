@@ -137,7 +137,7 @@ class Watch:
             self._end.set()
             if self._store is not None:
                 with contextlib.suppress(Exception):  # the store may be gone
-                    self._ask(lambda: _tell_address(self._store, self.rank, watched=False))
+                    self._ask(lambda: _publish_address(self._store, self.rank, watched=False))
 
     def _look(self) -> None:
         waited_s = self._waited_s()
@@ -224,7 +224,7 @@ class Watch:
     def _join(self) -> Any:
         """Say where this rank runs; returns the store."""
         store = clone(self._of_group)
-        _tell_address(store, self.rank, watched=True)
+        _publish_address(store, self.rank, watched=True)
         self._round = int(store.add(f"{KEY}/round", 0))
         if self._round and not store.check([f"{KEY}/{self._round}/text"]):
             self._round -= 1  # one that is going on
@@ -334,10 +334,10 @@ def arrive() -> None:
     """Tell the other ranks where this one runs: it may be stopped, or end, before it has an engine."""
     store = store_of_default_group()
     if store is not None:
-        quietly(lambda: _tell_address(store, dist.get_rank(), watched=False))
+        quietly(lambda: _publish_address(store, dist.get_rank(), watched=False))
 
 
-def _tell_address(store: Any, rank: int, *, watched: bool) -> None:
+def _publish_address(store: Any, rank: int, *, watched: bool) -> None:
     store.set(f"{KEY}/who/{rank}", json.dumps(Address(socket.gethostname(), os.getpid(), watched)))
 
 

@@ -239,9 +239,9 @@ class NeighbourReceiver:
             return note, torch.empty(0, dtype=torch.uint8)
         if file != _NONE:
             self._blocks[number] = self._end.peer.map(file, size)
-            _tell(self._end, ~number)
+            _notify(self._end, ~number)
         memory = (ctypes.c_uint8 * nbytes).from_buffer(self._blocks[number])
-        weakref.finalize(memory, _tell, self._end, number).atexit = False
+        weakref.finalize(memory, _notify, self._end, number).atexit = False
         return note, torch.frombuffer(memory, dtype=torch.uint8)
 
     def _read(self, count: int) -> bytes:
@@ -266,7 +266,7 @@ class NeighbourReceiver:
         self._blocks = {}
 
 
-def _tell(end: _End, number: int) -> None:
+def _notify(end: _End, number: int) -> None:
     """The sender, if it is there: that a block is free, or (``~number``) that it has been opened."""
     if end.usable:
         with contextlib.suppress(OSError):

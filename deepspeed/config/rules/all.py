@@ -32,7 +32,7 @@ from deepspeed.config.rules.zero import (
     mics_needs_slices,
     offload_makes_sense,
     old_stage_one,
-    packets_make_sense,
+    payloads_make_sense,
     zenflow_makes_sense,
 )
 from deepspeed.config.schema import TrainingConfig
@@ -152,7 +152,7 @@ RULES: tuple[Rule, ...] = (
     offload_makes_sense,
     zenflow_makes_sense,
     mics_needs_slices,
-    packets_make_sense,
+    payloads_make_sense,
     even_gathers,
     old_stage_one,
     optimizer_is_known,

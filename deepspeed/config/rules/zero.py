@@ -118,7 +118,7 @@ def mics_needs_slices(config: TrainingConfig) -> Iterator[Finding]:
         yield Finding(("zero_optimization.mics_shard_size", STAGE), what, False)
 
 
-def packets_make_sense(config: TrainingConfig) -> Iterator[Finding]:
+def payloads_make_sense(config: TrainingConfig) -> Iterator[Finding]:
     """ZeRO++: what its options need."""
     zero = config.zero_optimization
     group = zero.zero_hpz_partition_size

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, PlainValidator
 
-from deepspeed.config.section import Int, LenientConfigModel, Says
+from deepspeed.config.section import AllowedValues, Int, LenientConfigModel
 
 OF_SLURM = "slurm"
 
@@ -36,7 +36,7 @@ def _time_limit(value: Any) -> float | str | None:
 
 
 TimeLimit = Annotated[
-    Any, PlainValidator(_time_limit), Says("seconds, 'HH:MM:SS', 'D-HH:MM:SS', 'slurm' or null")
+    Any, PlainValidator(_time_limit), AllowedValues("seconds, 'HH:MM:SS', 'D-HH:MM:SS', 'slurm' or null")
 ]
 
 

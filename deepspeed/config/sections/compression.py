@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from deepspeed.config.section import Float, Int, LenientConfigModel, Says, required
+from deepspeed.config.section import AllowedValues, Float, Int, LenientConfigModel, required
 
 
 class LayerReductionConfig(LenientConfigModel):
@@ -30,8 +30,8 @@ class FP16MixedQuantizeConfig(LenientConfigModel):
 
 
 class _Group(LenientConfigModel):
-    modules: Annotated[list[str] | Literal["*"], Says("a list of regular expressions, or '*'")] = Field(
-        default="*", description="Regular expressions on module names."
+    modules: Annotated[list[str] | Literal["*"], AllowedValues("a list of regular expressions, or '*'")] = (
+        Field(default="*", description="Regular expressions on module names.")
     )
     related_modules: list[list[str]] | None = Field(
         default=None, description="Modules pruned together with them."

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from deepspeed.config.section import DeepSpeedConfigModel, Float, Int, Says
+from deepspeed.config.section import AllowedValues, DeepSpeedConfigModel, Float, Int
 
 MONITORS = ("tensorboard", "wandb", "csv_monitor", "comet", "trackio")
 
@@ -116,8 +116,8 @@ def _live_switch(value: Any) -> Any:
 class MonitorConfig(DeepSpeedConfigModel):
     """Watching a run."""
 
-    live: Annotated[LiveConfig, BeforeValidator(_live_switch), Says("true, false or an object")] = Field(
-        default=LiveConfig(), description="The live page and its record; `true` takes the defaults."
+    live: Annotated[LiveConfig, BeforeValidator(_live_switch), AllowedValues("true, false or an object")] = (
+        Field(default=LiveConfig(), description="The live page and its record; `true` takes the defaults.")
     )
     x: Literal["samples", "steps", "tokens"] = Field(
         default="samples",

@@ -17,12 +17,12 @@ from pydantic import (
 
 from deepspeed.base.dtypes import Dtype
 from deepspeed.config.section import (
+    AllowedValues,
     DeepSpeedConfigModel,
     DtypeOrNull,
     Float,
     Int,
     LenientConfigModel,
-    Says,
     SumDtypeOrNull,
     finite,
     is_auto,
@@ -146,7 +146,7 @@ class TorchAutocastConfig(LenientConfigModel):
     dtype: Annotated[
         Dtype | None,
         PlainValidator(_autocast_dtype),
-        Says("'bfloat16', 'float16', 'float32', their short names or 'torch.<name>', or null"),
+        AllowedValues("'bfloat16', 'float16', 'float32', their short names or 'torch.<name>', or null"),
     ] = Field(default=None, description="Dtype of the products; null: bfloat16.")
     lower_precision_safe_modules: list[str] | None = Field(
         default=None,

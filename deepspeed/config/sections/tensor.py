@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, PlainValidator
 
 from deepspeed.base.dtypes import Dtype
-from deepspeed.config.section import DeepSpeedConfigModel, Int, LenientConfigModel, Says, parse_dtype
+from deepspeed.config.section import AllowedValues, DeepSpeedConfigModel, Int, LenientConfigModel, parse_dtype
 
 PresetModel = Literal["llama", "bloom", "chatglm", "mixtral", "deepseek_v2", "qwen2", "phi3"]
 
@@ -72,7 +72,7 @@ class TPConfig(DeepSpeedConfigModel):
 class TPTrainingConfig(DeepSpeedConfigModel):
     """Layers partitioned across ranks without changes to the model."""
 
-    dtype: Annotated[Dtype, PlainValidator(_dtype), Says("a dtype such as 'bf16'")] = Field(
+    dtype: Annotated[Dtype, PlainValidator(_dtype), AllowedValues("a dtype such as 'bf16'")] = Field(
         default=Dtype.fp16, description="Dtype that `tp_model_init` was called with."
     )
     autotp_size: Int = Field(default=0, ge=0, description="Ranks that share each layer; 0: off.")

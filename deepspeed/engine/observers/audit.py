@@ -217,7 +217,7 @@ def numerics_of(engine: Engine) -> dict[str, Any]:
         ],
         "cadence of sums": core.reducer.cadence.name if accumulation > 1 else "any",
         "bits of packed gradients and weights": [plan.packing.gradients, plan.packing.weights],
-        "shards of MiCS": max(engine.scopes.mics_shard_size, 0),
+        "shards of MiCS": max(engine.replica_groups.mics_shard_size, 0),
         "device": engine.device.type,
         "updated on": "cpu" if plan.state_offload is not None else engine.device.type,
         "torch": torch.__version__,

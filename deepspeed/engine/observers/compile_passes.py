@@ -80,7 +80,7 @@ class PassSchedule:
     def _room(self, sharded: ShardedModel) -> int:
         """Bytes for parameters that stay gathered: what every rank has free, with a margin. Collective."""
         accelerator: DeepSpeedAccelerator = self.engine.accelerator
-        everyone = sharded.scopes.everyone
+        everyone = sharded.replica_groups.everyone
         # Host memory belongs to all of them.
         shared_by = everyone.size if accelerator.device_name() == "cpu" else 1
         free = int(accelerator.available_memory() * (1 - _MARGIN)) // shared_by

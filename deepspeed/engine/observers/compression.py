@@ -28,7 +28,7 @@ def attach_compression(engine: Engine) -> None:
         each for each in keys.TECHNIQUES if section[each][keys.SHARED_PARAMETERS][keys.TECHNIQUE_ENABLED]
     ]
     prepared = any(isinstance(module, Compressible) for module in engine.module.modules())
-    stages = engine.scopes.across.get("pp")
+    stages = engine.replica_groups.across.get("pp")
     if asked and stages is not None:  # a stage may have nothing to compress, and takes part
         votes = torch.tensor([float(prepared)], device=engine.device)
         stages.all_reduce_max(votes).wait()
@@ -67,7 +67,7 @@ def _find_pruners(
     pruners = pruners or [make_pruner(shared, module)]
     if stages is None:
         return [pruner for pruner in pruners if pruner.modules]
-    whole = module.whole_on_paper() if isinstance(module, Staged) else module
+    whole = module.whole_meta() if isinstance(module, Staged) else module
     order = [name for name, _ in whole.named_modules()]
     for pruner in pruners:
         pruner.choose = ChoiceOfStages(stages, order, engine.device)

@@ -100,7 +100,7 @@ class Curvature:
         self._new = True
 
     def _mean(self, parts: Sequence[Tensor]) -> list[Tensor]:
-        ranks = self.engine.scopes.everyone
+        ranks = self.engine.replica_groups.everyone
         flat = torch.cat([part.reshape(-1).float() for part in parts])
         ranks.all_reduce(flat, scale=1.0 / ranks.size).wait()
         pieces = flat.split([part.numel() for part in parts])
@@ -205,5 +205,5 @@ def _whole(param: Any) -> Iterator[None]:
     at a time, so that no rank holds the model. Collective."""
     with GatheredParameters([param]):
         yield
-        param.ds_home.write_param(param.ds_position, param.data)
-    param.ds_home.changed()
+        param.ds_owner.write_param(param.ds_position, param.data)
+    param.ds_owner.changed()

@@ -105,13 +105,15 @@ class ReductionProof:
         """The largest difference of an element, as a multiple of what rounding explains. Collective."""
         core = self.engine.core
         assert core is not None
-        everyone = self.engine.scopes.of(param).everyone
+        everyone = self.engine.replica_groups.of(param).everyone
         seen = self._seen.get(index)
         if seen is None:
             seen = torch.zeros(2, full_numel(param), dtype=torch.float64, device=param.device)
         if everyone.size > 1:
             dist.all_reduce(seen, group=everyone.group)
-        before, after = self.engine.facts.gradient_rule().factors(self.engine.scopes.of(param).divisor)
+        before, after = self.engine.facts.gradient_rule().factors(
+            self.engine.replica_groups.of(param).divisor
+        )
         expected, size = seen * (before * after)
         whole = core.access.full_gradient(param)
         if whole is None or not param.numel() and not full_numel(param):

@@ -124,7 +124,9 @@ class Facts:
         buckets = engine._require_core("gradient_average").reducer.buckets
         self._averages = bool(value)
         for bucket in buckets:
-            bucket.factors = self.gradient_rule().factors(engine.scopes[bucket.layout.scope].divisor)
+            bucket.factors = self.gradient_rule().factors(
+                engine.replica_groups[bucket.layout.replica_group].divisor
+            )
 
     def gradient_rule(self) -> GradientPlan:
         """Return the rule by which gradients are summed: as planned, or as ``gradient_average`` has been set."""

@@ -158,7 +158,7 @@ class BatchLosses:
 
     def over_replicas(self, values: Tensor) -> Tensor:
         """Return the mean of ``values`` over the replicas of this stage. Collective."""
-        replicas = self._engine.scopes.everyone
+        replicas = self._engine.replica_groups.everyone
         if replicas.size > 1:
             replicas.all_reduce(values.view(-1)).wait()
             values = values / replicas.size
@@ -169,7 +169,7 @@ class BatchLosses:
         engine = self._engine
         if engine.num_stages > 1:
             values = values.contiguous()
-            engine.scopes.across["pp"].broadcast(values.view(-1), src=engine.loss_stage).wait()
+            engine.replica_groups.across["pp"].broadcast(values.view(-1), src=engine.loss_stage).wait()
         return values
 
     def _names_from_last_stage(self, names: list[str]) -> list[str]:

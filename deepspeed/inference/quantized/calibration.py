@@ -148,7 +148,7 @@ class Moments:
         self.count += len(rows)
 
 
-class _Enough(Exception):
+class _BlockDone(Exception):
     """The block has run: what comes after it is not needed."""
 
 
@@ -167,7 +167,7 @@ def input_moments(
         return lambda _, inputs: found[key].add(inputs[0].detach())
 
     def stop(*_: Any) -> None:
-        raise _Enough
+        raise _BlockDone
 
     handles = [layer.register_forward_pre_hook(seen(key)) for key, layer in layers.items()]
     handles.append(block.register_forward_hook(stop))
@@ -176,7 +176,7 @@ def input_moments(
             for batch in batches:
                 try:
                     _run(module, batch)
-                except _Enough:
+                except _BlockDone:
                     continue
     finally:
         for handle in handles:

@@ -124,13 +124,13 @@ class Scheduler:
         """The chunks of the next forward, at most ``token_budget`` tokens; empty only without work. Their blocks are
         reserved. ``complete`` has to follow before the next call."""
         self._restart_grown()
-        chunks = list(self._generating())
+        chunks = list(self._decode_chunks())
         budget = self.token_budget - len(chunks)
         self._credit = min(self._credit + budget * self.short_share, float(self.token_budget))
-        chunks += self._prompts(budget)
+        chunks += self._prefill_chunks(budget)
         while not chunks and len(self._running) > 1:  # prompts hold all blocks and none can go on
             self._preempt(self._running[-1][1])
-            chunks = self._prompts(budget)
+            chunks = self._prefill_chunks(budget)
         used = sum(chunk.count for chunk in chunks)
         self._count(chunks, used)
         return chunks
@@ -163,7 +163,7 @@ class Scheduler:
             if self.blocks.span(len(request.tokens)) != request.table.span:
                 self._restart(request)
 
-    def _generating(self) -> Iterator[Chunk]:
+    def _decode_chunks(self) -> Iterator[Chunk]:
         """One token each. Those that are preempted for it come later in the order, and are not scheduled yet."""
         for request in self.running:
             if request.state is State.RUNNING and request.pending == 1 and self._make_room(request):
@@ -178,7 +178,7 @@ class Scheduler:
                 return False
         return True
 
-    def _prompts(self, budget: int) -> list[Chunk]:
+    def _prefill_chunks(self, budget: int) -> list[Chunk]:
         """In the order of arrival; before each, those that overtake it."""
         prompts = [request for request in self.running if request.pending > 1] + self.waiting
         prompts.sort(key=_arrival)

@@ -28,7 +28,7 @@ PHASES = {
 WITHOUT_WIDTH = 1e-4
 """Tolerance between runs in fp32 whose sums have another order."""
 OF_16_BITS = 5e-2
-OF_PACKETS = 0.25
+OF_QUANTIZED_PAYLOADS = 0.25
 QUIET = 1e-3
 """A gradient below this part of all gradients, times the tolerance, is taken for rounding."""
 
@@ -111,7 +111,7 @@ def other_numerics(a: Run, b: Run) -> list[str]:
 def chosen_tolerance(a: Run, b: Run) -> float:
     every = [run.facts["numerics"] for run in (a, b)]
     if any(any(each["bits of packed gradients and weights"]) for each in every):
-        return OF_PACKETS
+        return OF_QUANTIZED_PAYLOADS
     narrow = any(
         "16" in dtype or "amp" in dtype for each in every for dtype in (*each["dtypes"], each["precision"])
     )

@@ -135,7 +135,7 @@ class Recorder:
                 self._entry.write(self._summary())
                 self._entry_due_s = now + ENTRY_S - PAUSE_S / 2
         except Exception as error:  # whatever it is, training does not depend on it
-            self._tell(f"the live page and its record have a problem ({type(error).__name__}: {error})")
+            self._notify(f"the live page and its record have a problem ({type(error).__name__}: {error})")
         if last:
             self._file.close()
             if self._entry is not None:
@@ -150,12 +150,12 @@ class Recorder:
             if now - self._opened_s < PATIENCE_S:
                 return False
             self._in_memory_only = True
-            self._tell(
+            self._notify(
                 f"{error}: give each job its own monitor.live.folder. The page keeps this run in memory"
             )
         except OSError as error:
             self._in_memory_only = True
-            self._tell(
+            self._notify(
                 f"monitor.live.folder: the record cannot be kept ({error}). The page keeps it in memory"
             )
         self._window.active_s = self.history.seconds()
@@ -248,9 +248,9 @@ class Recorder:
             self._file.write(new)
         except OSError as error:
             self._resting_until_s = now + REST_S
-            self._tell(f"monitor.live.folder: the record is not written ({error}). It is tried again")
+            self._notify(f"monitor.live.folder: the record is not written ({error}). It is tried again")
 
-    def _tell(self, text: str) -> None:
+    def _notify(self, text: str) -> None:
         if not self._was_told:
             self._was_told = True
             logger.warning(f"{text}; training continues.")

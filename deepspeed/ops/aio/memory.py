@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from deepspeed.base.accelerator import get_accelerator
-from deepspeed.ops.huge_pages import LARGE_PAGE, search_deadline
+from deepspeed.ops.huge_pages import HUGE_PAGE, search_deadline
 
 # MADV_HUGEPAGE, MADV_NOHUGEPAGE, MADV_POPULATE_WRITE of Linux
 _HUGE_PAGES, _NO_HUGE_PAGES, _POPULATE = 14, 15, 23
@@ -75,10 +75,10 @@ class LockedMemory:
 
 def _mapped(nbytes: int) -> Tensor:
     # What follows the last whole huge page stays in small pages: no more memory than requested.
-    huge = nbytes // LARGE_PAGE * LARGE_PAGE
-    pages = _anonymous(nbytes + (LARGE_PAGE if huge else 0))
+    huge = nbytes // HUGE_PAGE * HUGE_PAGE
+    pages = _anonymous(nbytes + (HUGE_PAGE if huge else 0))
     address = torch.frombuffer(pages, dtype=torch.uint8).data_ptr()
-    begin = -address % LARGE_PAGE if huge else 0
+    begin = -address % HUGE_PAGE if huge else 0
     if sys.platform.startswith("linux"):
         _make_present(pages, begin, begin + huge, begin + nbytes)
     _lock(address + begin, nbytes)

@@ -1,13 +1,13 @@
-"""Codecs: tensors as packets of a few bits per element, for links that are slower than the arithmetic.
+"""Codecs: tensors as quantized payloads of a few bits per element, for links that are slower than the arithmetic.
 
-A codec turns rows of numbers [..., n] into packets of bytes [..., nbytes(n)] and back. Each packet holds its own
+A codec turns rows of numbers [..., n] into payloads of bytes [..., nbytes(n)] and back. Each payload holds its own
 scales, so that it can be sent, stored and decoded alone, and its size is what travels: scales and padding included.
 
 [Note: one definition] Scales are fp32, codes are ``round(x / scale)``, ties to even, divided and not multiplied by an
 inverse; bit i of a byte of signs is element i, set for ``x >= 0`` (so for -0.0 as well). All of it is IEEE arithmetic
 without sums in an unspecified order, except for the mean of ``SignCodec``, which is summed in fp64. Hence every rank
-decodes the same numbers from the same packet. On the host the native library does all of it in one pass over memory, on
-GPUs a Triton kernel (``ops/formats/host_codecs.py``), with the same bits.
+decodes the same numbers from the same payload. On the host the native library does all of it in one pass over memory,
+on GPUs a Triton kernel (``ops/formats/host_codecs.py``), with the same bits.
 
 [Note: at random] ``BlockCodec`` with a seed rounds each quotient up or down, with the probabilities that make the mean
 the quotient. What decides is a hash of the element's index in its block, the bits of all numbers of the block, the
@@ -44,45 +44,45 @@ _SCALE = 4  # bytes
 
 
 class Codec(ABC):
-    """Packets of fixed size for rows of a given length."""
+    """Payloads of fixed size for rows of a given length."""
 
     __slots__ = ()
 
     @abstractmethod
     def nbytes(self, numel: int) -> int:
-        """Bytes of the packet of ``numel`` elements."""
+        """Bytes of the payload of ``numel`` elements."""
 
     @abstractmethod
     def pack(self, values: Tensor) -> Tensor:
-        """uint8 packets [..., nbytes(n)] of floating-point ``values`` [..., n]."""
+        """uint8 payloads [..., nbytes(n)] of floating-point ``values`` [..., n]."""
 
     @abstractmethod
-    def unpack(self, packets: Tensor, numel: int) -> Tensor:
-        """fp32 values [..., numel] of ``packets`` [..., nbytes(numel)]."""
+    def unpack(self, payloads: Tensor, numel: int) -> Tensor:
+        """fp32 values [..., numel] of ``payloads`` [..., nbytes(numel)]."""
 
     def encode(self, values: Tensor, errors: Tensor | None = None) -> Tensor:
-        """uint8 packets [..., nbytes(n)] of floating-point ``values`` [..., n].
+        """uint8 payloads [..., nbytes(n)] of floating-point ``values`` [..., n].
 
-        ``errors``: fp32 of the same shape, what earlier packets lacked. They are added first, and become what is
+        ``errors``: fp32 of the same shape, what earlier payloads lacked. They are added first, and become what is
         lacking now: feedback of errors.
         """
         if errors is None:
             return self.pack(values)
         wanted = values.float() + errors
-        packets = self.pack(wanted)
-        torch.sub(wanted, self.unpack(packets, values.shape[-1]), out=errors)
-        return packets
+        payloads = self.pack(wanted)
+        torch.sub(wanted, self.unpack(payloads, values.shape[-1]), out=errors)
+        return payloads
 
-    def decode(self, packets: Tensor, numel: int, out: Tensor | None = None) -> Tensor:
-        """fp32 values [..., numel] of ``packets`` [..., nbytes(numel)], or ``out`` of that shape with them."""
-        values = self.unpack(packets, numel)
+    def decode(self, payloads: Tensor, numel: int, out: Tensor | None = None) -> Tensor:
+        """fp32 values [..., numel] of ``payloads`` [..., nbytes(numel)], or ``out`` of that shape with them."""
+        values = self.unpack(payloads, numel)
         return values if out is None else out.copy_(values)
 
-    def total(self, packets: Tensor, numel: int) -> Tensor:
-        """fp32 [numel]: the sum of what ``packets`` [rows, nbytes(numel)] hold, in their order."""
-        result = torch.zeros(numel, dtype=torch.float32, device=packets.device)
-        for packet in packets:
-            result.add_(self.decode(packet, numel))
+    def total(self, payloads: Tensor, numel: int) -> Tensor:
+        """fp32 [numel]: the sum of what ``payloads`` [rows, nbytes(numel)] hold, in their order."""
+        result = torch.zeros(numel, dtype=torch.float32, device=payloads.device)
+        for payload in payloads:
+            result.add_(self.decode(payload, numel))
         return result
 
 
@@ -98,24 +98,24 @@ class _NativeCodec(Codec):
     def encode(self, values: Tensor, errors: Tensor | None = None) -> Tensor:
         if values.is_cpu or values.is_cuda:
             shape = (*values.shape[:-1], self.nbytes(values.shape[-1]))
-            packets = torch.empty(shape, dtype=torch.uint8, device=values.device)
-            if native.encode(packets, values.contiguous(), self.codes, self.block, errors, self.seed):
-                return packets
+            payloads = torch.empty(shape, dtype=torch.uint8, device=values.device)
+            if native.encode(payloads, values.contiguous(), self.codes, self.block, errors, self.seed):
+                return payloads
         return super().encode(values, errors)
 
-    def decode(self, packets: Tensor, numel: int, out: Tensor | None = None) -> Tensor:
-        if packets.is_cpu or packets.is_cuda:
-            values = _floats(packets, *packets.shape[:-1], numel) if out is None else out
-            if native.decode(packets.contiguous(), values, self.codes, self.block):
+    def decode(self, payloads: Tensor, numel: int, out: Tensor | None = None) -> Tensor:
+        if payloads.is_cpu or payloads.is_cuda:
+            values = _floats(payloads, *payloads.shape[:-1], numel) if out is None else out
+            if native.decode(payloads.contiguous(), values, self.codes, self.block):
                 return values
-        return super().decode(packets, numel, out)
+        return super().decode(payloads, numel, out)
 
-    def total(self, packets: Tensor, numel: int) -> Tensor:
-        if packets.is_cpu or packets.is_cuda:
-            values = _floats(packets, numel)
-            if native.decode(packets.contiguous(), values, self.codes, self.block, total=True):
+    def total(self, payloads: Tensor, numel: int) -> Tensor:
+        if payloads.is_cpu or payloads.is_cuda:
+            values = _floats(payloads, numel)
+            if native.decode(payloads.contiguous(), values, self.codes, self.block, total=True):
                 return values
-        return super().total(packets, numel)
+        return super().total(payloads, numel)
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,14 +155,14 @@ class BlockCodec(_NativeCodec):
         codes, scales = symmetric_levels(blocks, self.bits, rounding=rounding, narrow=True)
         whole = codes.to(torch.int8).flatten(-2)[..., :numel].contiguous().view(torch.uint8)
         packed = whole if self.bits == 8 else pack_bits(whole & 15, 4)
-        return _packet(self.nbytes(numel), scales.squeeze(-1), packed)
+        return _payload(self.nbytes(numel), scales.squeeze(-1), packed)
 
     @staticmethod
     def _at_random(blocks: Tensor, seed: int) -> Rounding:
         return lambda quotients: quotients.add_(_parts(blocks, seed)).round_()
 
-    def unpack(self, packets: Tensor, numel: int) -> Tensor:
-        scales, data = _open(packets, -(-numel // self.block))
+    def unpack(self, payloads: Tensor, numel: int) -> Tensor:
+        scales, data = _open(payloads, -(-numel // self.block))
         codes = unpack_bits(data, self.bits, numel).contiguous().view(torch.int8)
         whole = codes if self.bits == 8 else (codes ^ 8) - 8  # the fourth bit is the sign
         blocks = _blocks(whole, self.block)
@@ -193,10 +193,10 @@ class SignCodec(_NativeCodec):
         if numel % self.block:
             counts[-1] = numel % self.block
         means = (blocks.abs().sum(-1, dtype=torch.float64) / counts).float()
-        return _packet(self.nbytes(numel), means, pack_signs(values))
+        return _payload(self.nbytes(numel), means, pack_signs(values))
 
-    def unpack(self, packets: Tensor, numel: int) -> Tensor:
-        scales, data = _open(packets, -(-numel // self.block))
+    def unpack(self, payloads: Tensor, numel: int) -> Tensor:
+        scales, data = _open(payloads, -(-numel // self.block))
         signs = unpack_signs(data[..., : -(-numel // 8)], numel)
         return _blocks(signs, self.block).mul_(scales.unsqueeze(-1)).flatten(-2)[..., :numel]
 
@@ -220,12 +220,12 @@ class FloatCodec(_NativeCodec):
         codes = (
             (blocks / divisors(scales).unsqueeze(-1)).clamp_(-_FLOAT_MAX, _FLOAT_MAX).to(torch.float8_e4m3fn)
         )
-        return _packet(
+        return _payload(
             self.nbytes(numel), scales, codes.view(torch.uint8).flatten(-2)[..., :numel].contiguous()
         )
 
-    def unpack(self, packets: Tensor, numel: int) -> Tensor:
-        scales, data = _open(packets, -(-numel // self.block))
+    def unpack(self, payloads: Tensor, numel: int) -> Tensor:
+        scales, data = _open(payloads, -(-numel // self.block))
         codes = data[..., :numel].contiguous().view(torch.float8_e4m3fn)
         return _blocks(codes, self.block).mul_(scales.unsqueeze(-1)).flatten(-2)[..., :numel]
 
@@ -248,8 +248,8 @@ class RootCodec(Codec):
         least = blocks.amax(-1, keepdim=True).mul_(self.least)
         return self.roots.encode(torch.maximum(blocks, least).flatten(-2)[..., : roots.shape[-1]])
 
-    def unpack(self, packets: Tensor, numel: int) -> Tensor:
-        return self.roots.decode(packets, numel).square_()
+    def unpack(self, payloads: Tensor, numel: int) -> Tensor:
+        return self.roots.decode(payloads, numel).square_()
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,33 +279,33 @@ class TopCodec(Codec):
         chosen = wide.gather(-1, places).contiguous().view(torch.uint8)
         return torch.cat([chosen, places.int().contiguous().view(torch.uint8)], dim=-1)
 
-    def unpack(self, packets: Tensor, numel: int) -> Tensor:
-        chosen, places = packets.contiguous().chunk(2, dim=-1)
-        result = torch.zeros(*packets.shape[:-1], numel, dtype=torch.float32, device=packets.device)
+    def unpack(self, payloads: Tensor, numel: int) -> Tensor:
+        chosen, places = payloads.contiguous().chunk(2, dim=-1)
+        result = torch.zeros(*payloads.shape[:-1], numel, dtype=torch.float32, device=payloads.device)
         wide = chosen.contiguous().view(torch.float32)
         return result.scatter_(-1, places.contiguous().view(torch.int32).long(), wide)
 
     def encode(self, values: Tensor, errors: Tensor | None = None) -> Tensor:
         count = self._count(values.shape[-1])
         if values.is_cpu:
-            packets = torch.empty((*values.shape[:-1], 8 * count), dtype=torch.uint8)
-            if native.encode_largest(packets, values.contiguous(), count, errors):
-                return packets
+            payloads = torch.empty((*values.shape[:-1], 8 * count), dtype=torch.uint8)
+            if native.encode_largest(payloads, values.contiguous(), count, errors):
+                return payloads
         return Codec.encode(self, values, errors)
 
-    def decode(self, packets: Tensor, numel: int, out: Tensor | None = None) -> Tensor:
-        if packets.is_cpu:
-            values = _floats(packets, *packets.shape[:-1], numel) if out is None else out
-            if native.decode_largest(packets.contiguous(), values, self._count(numel)):
+    def decode(self, payloads: Tensor, numel: int, out: Tensor | None = None) -> Tensor:
+        if payloads.is_cpu:
+            values = _floats(payloads, *payloads.shape[:-1], numel) if out is None else out
+            if native.decode_largest(payloads.contiguous(), values, self._count(numel)):
                 return values
-        return Codec.decode(self, packets, numel, out)
+        return Codec.decode(self, payloads, numel, out)
 
-    def total(self, packets: Tensor, numel: int) -> Tensor:
-        if packets.is_cpu:
-            values = _floats(packets, numel)
-            if native.decode_largest(packets.contiguous(), values, self._count(numel), total=True):
+    def total(self, payloads: Tensor, numel: int) -> Tensor:
+        if payloads.is_cpu:
+            values = _floats(payloads, numel)
+            if native.decode_largest(payloads.contiguous(), values, self._count(numel), total=True):
                 return values
-        return Codec.total(self, packets, numel)
+        return Codec.total(self, payloads, numel)
 
 
 CODECS = ("int8", "int4", "fp8", "signs", "top_k")
@@ -381,18 +381,18 @@ def _blocks(values: Tensor, block: int) -> Tensor:
     return wide.unflatten(-1, (-1, block))
 
 
-def _packet(nbytes: int, scales: Tensor, data: Tensor) -> Tensor:
-    packet = torch.zeros(*scales.shape[:-1], nbytes, dtype=torch.uint8, device=scales.device)
+def _payload(nbytes: int, scales: Tensor, data: Tensor) -> Tensor:
+    payload = torch.zeros(*scales.shape[:-1], nbytes, dtype=torch.uint8, device=scales.device)
     head = _SCALE * scales.shape[-1]
-    packet[..., :head] = scales.contiguous().view(torch.uint8)
-    packet[..., head : head + data.shape[-1]] = data
-    return packet
+    payload[..., :head] = scales.contiguous().view(torch.uint8)
+    payload[..., head : head + data.shape[-1]] = data
+    return payload
 
 
-def _open(packets: Tensor, blocks: int) -> tuple[Tensor, Tensor]:
+def _open(payloads: Tensor, blocks: int) -> tuple[Tensor, Tensor]:
     """The scales [..., blocks] and the rest."""
     head = _SCALE * blocks
-    return packets[..., :head].contiguous().view(torch.float32), packets[..., head:]
+    return payloads[..., :head].contiguous().view(torch.float32), payloads[..., head:]
 
 
 def _round_up(nbytes: int) -> int:

@@ -1,4 +1,4 @@
-"""Packets of a few bits per element (``deepspeed/ops/formats/codecs.py``), made and read in one pass: on the host by
+"""Payloads of a few bits per element (``deepspeed/ops/formats/codecs.py``), made and read in one pass: on the host by
 the native library, on GPUs by a Triton kernel."""
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from torch import Tensor
 from deepspeed.ops import gpu, native
 
 
-class Packets(ctypes.Structure):
-    """`struct ds_packets`."""
+class Payloads(ctypes.Structure):
+    """`struct ds_payloads`."""
 
     _fields_ = [
         ("data", ctypes.c_void_p),
@@ -27,28 +27,28 @@ class Packets(ctypes.Structure):
 
 
 def encode(
-    packets: Tensor,
+    payloads: Tensor,
     values: Tensor,
     codes: int,
     block: int,
     errors: Tensor | None = None,
     seed: int | None = None,
 ) -> bool:
-    """Fill ``packets`` [..., bytes] with ``values`` [..., n] plus ``errors``, which become what that took away. With
+    """Fill ``payloads`` [..., bytes] with ``values`` [..., n] plus ``errors``, which become what that took away. With
     a ``seed`` integers are rounded up or down at random. False: there is no kernel here, and nothing was done."""
     if errors is not None and not (errors.dtype is torch.float32 and errors.is_contiguous()):
         return False
-    if gpu.usable(packets, values, errors):
+    if gpu.usable(payloads, values, errors):
         from deepspeed.ops.gpu import codecs as kernels  # imports Triton
 
-        if codes in kernels.CODES and kernels.takes(packets, values, block):
-            kernels.encode(packets, values, codes, block, errors, seed)
+        if codes in kernels.CODES and kernels.takes(payloads, values, block):
+            kernels.encode(payloads, values, codes, block, errors, seed)
             return True
     lib = native.library()
-    if lib is None or not _can_encode(packets, values, errors):
+    if lib is None or not _can_encode(payloads, values, errors):
         return False
     numel = values.shape[-1]
-    described = _described(packets, numel, codes, block, seed)
+    described = _described(payloads, numel, codes, block, seed)
     lib.ds_encode(
         ctypes.byref(described),
         values.data_ptr(),
@@ -59,33 +59,33 @@ def encode(
     return True
 
 
-def decode(packets: Tensor, values: Tensor, codes: int, block: int, *, total: bool = False) -> bool:
-    """Fill ``values`` [..., n] with what ``packets`` [..., bytes] hold; ``total``: [n] with the sum of all in their
+def decode(payloads: Tensor, values: Tensor, codes: int, block: int, *, total: bool = False) -> bool:
+    """Fill ``values`` [..., n] with what ``payloads`` [..., bytes] hold; ``total``: [n] with the sum of all in their
     order. False: there is no kernel for them here, and nothing was done."""
-    if gpu.usable(packets, values):
+    if gpu.usable(payloads, values):
         from deepspeed.ops.gpu import codecs as kernels  # imports Triton
 
-        if codes in kernels.CODES and kernels.takes(packets, values, block):
-            kernels.decode(packets, values, codes, block, total=total)
+        if codes in kernels.CODES and kernels.takes(payloads, values, block):
+            kernels.decode(payloads, values, codes, block, total=total)
             return True
     lib = native.library()
-    if lib is None or not native.is_native(values) or packets.is_cuda or not packets.is_contiguous():
+    if lib is None or not native.is_native(values) or payloads.is_cuda or not payloads.is_contiguous():
         return False
-    described = _described(packets, values.shape[-1], codes, block)
+    described = _described(payloads, values.shape[-1], codes, block)
     code = native.DTYPE_CODES[values.dtype]
     lib.ds_decode(ctypes.byref(described), values.data_ptr(), code, total, torch.get_num_threads())
     return True
 
 
-def encode_largest(packets: Tensor, values: Tensor, count: int, errors: Tensor | None = None) -> bool:
-    """``encode`` for ``count`` elements of each row [n] and their places: ``packets`` [..., 8 * count]."""
+def encode_largest(payloads: Tensor, values: Tensor, count: int, errors: Tensor | None = None) -> bool:
+    """``encode`` for ``count`` elements of each row [n] and their places: ``payloads`` [..., 8 * count]."""
     lib = native.library()
-    if lib is None or not values.numel() or not _can_encode(packets, values, errors):
+    if lib is None or not values.numel() or not _can_encode(payloads, values, errors):
         return False
     numel = values.shape[-1]
     return bool(
         lib.ds_encode_largest(
-            packets.data_ptr(),
+            payloads.data_ptr(),
             values.numel() // numel,
             numel,
             count,
@@ -97,29 +97,29 @@ def encode_largest(packets: Tensor, values: Tensor, count: int, errors: Tensor |
     )
 
 
-def decode_largest(packets: Tensor, values: Tensor, count: int, *, total: bool = False) -> bool:
+def decode_largest(payloads: Tensor, values: Tensor, count: int, *, total: bool = False) -> bool:
     """``decode`` for what ``encode_largest`` makes; ``values`` are fp32."""
     lib = native.library()
-    if lib is None or packets.is_cuda or not packets.is_contiguous() or not values.numel():
+    if lib is None or payloads.is_cuda or not payloads.is_contiguous() or not values.numel():
         return False
     if values.dtype is not torch.float32 or not native.is_native(values):
         return False
-    rows = packets.numel() // (8 * count)
+    rows = payloads.numel() // (8 * count)
     threads = torch.get_num_threads()
     lib.ds_decode_largest(
-        packets.data_ptr(), rows, values.shape[-1], count, values.data_ptr(), total, threads
+        payloads.data_ptr(), rows, values.shape[-1], count, values.data_ptr(), total, threads
     )
     return True
 
 
-def _can_encode(packets: Tensor, values: Tensor, errors: Tensor | None) -> bool:
-    if not native.is_native(values) or not packets.is_contiguous():
+def _can_encode(payloads: Tensor, values: Tensor, errors: Tensor | None) -> bool:
+    if not native.is_native(values) or not payloads.is_contiguous():
         return False
     return errors is None or (errors.dtype is torch.float32 and native.is_native(errors))
 
 
-def _described(packets: Tensor, numel: int, codes: int, block: int, seed: int | None = None) -> Packets:
-    stride = packets.shape[-1]
-    rows = packets.numel() // stride if stride else 0
+def _described(payloads: Tensor, numel: int, codes: int, block: int, seed: int | None = None) -> Payloads:
+    stride = payloads.shape[-1]
+    rows = payloads.numel() // stride if stride else 0
     random = seed is not None
-    return Packets(packets.data_ptr(), rows, stride, numel, block, codes, random, seed or 0)
+    return Payloads(payloads.data_ptr(), rows, stride, numel, block, codes, random, seed or 0)

@@ -169,9 +169,11 @@ def _encoded(values: Tensor, groups: int, bits: int, kind: QuantizationType) -> 
     """int8 codes [groups, bytes] and parameters."""
     rows = _rows(values, groups, bits)
     if kind is Symmetric and rows.shape[1] % 2 == 0:
-        packets = _codec(rows.shape[1], bits).encode(rows)
-        codes = packets[:, _SCALE_BYTES : _SCALE_BYTES + rows.shape[1] * bits // 8]
-        return codes.contiguous().view(torch.int8), packets[:, :_SCALE_BYTES].contiguous().view(torch.float32)
+        payloads = _codec(rows.shape[1], bits).encode(rows)
+        codes = payloads[:, _SCALE_BYTES : _SCALE_BYTES + rows.shape[1] * bits // 8]
+        return codes.contiguous().view(torch.int8), payloads[:, :_SCALE_BYTES].contiguous().view(
+            torch.float32
+        )
     wide = rows.float()
     if kind is Symmetric:  # the codec takes even numbers only
         levels, scale = symmetric_levels(wide, bits, narrow=True)
@@ -201,10 +203,10 @@ def _decoded(
         values = codes.view(torch.int8).float() * params[:, :1]
     else:
         codec = _codec(numel, bits)
-        packets = codes.new_zeros(groups, codec.nbytes(numel))
-        packets[:, :_SCALE_BYTES] = params[:, :1].contiguous().view(torch.uint8)
-        packets[:, _SCALE_BYTES : _SCALE_BYTES + codes.shape[1]] = codes
-        values = codec.decode(packets, numel)
+        payloads = codes.new_zeros(groups, codec.nbytes(numel))
+        payloads[:, :_SCALE_BYTES] = params[:, :1].contiguous().view(torch.uint8)
+        payloads[:, _SCALE_BYTES : _SCALE_BYTES + codes.shape[1]] = codes
+        values = codec.decode(payloads, numel)
     if kind is Asymmetric:
         values = values + params[:, 1:]
     return values.to(dtype).view(*data.shape[:-1], data.shape[-1] * 8 // bits)
@@ -221,7 +223,7 @@ def _rows(values: Tensor, groups: int, bits: int) -> Tensor:
 
 
 def _codec(numel: int, bits: int) -> BlockCodec:
-    """With one block: a packet is its scale and its codes."""
+    """With one block: a payload is its scale and its codes."""
     return BlockCodec(bits, numel)
 
 

@@ -1,4 +1,4 @@
-"""Packets of signs and of small integers (`deepspeed/ops/formats/codecs.py`), made and read in one pass over memory.
+"""Payloads of signs and of small integers (`deepspeed/ops/formats/codecs.py`), made and read in one pass over memory.
 
 A program has one block of one row: it reads the block once, finds its scale, and writes codes and what encoding took
 away. All is IEEE arithmetic without fused multiply-adds, so that integers have the bits that the host's kernel gives
@@ -58,15 +58,15 @@ def _part(key, element):
 
 
 @triton.jit
-def _finish(packets, stride, used, is_last):
+def _finish(payloads, stride, used, is_last):
     """Zeros behind the last code: what travels is the same whatever the memory held."""
     tail = used + tl.arange(0, 4)
-    tl.store(packets + tail, tl.zeros((4,), tl.uint8), mask=tail < tl.where(is_last, stride, 0))
+    tl.store(payloads + tail, tl.zeros((4,), tl.uint8), mask=tail < tl.where(is_last, stride, 0))
 
 
 @triton.jit(do_not_specialize=["stride", "blocks", "seed"])
 def _encode_integers_kernel(
-    packets,  # [rows, stride] uint8
+    payloads,  # [rows, stride] uint8
     scales,  # the same memory as fp32
     values,  # [rows, numel]
     errors,  # [rows, numel] fp32, or None
@@ -100,8 +100,8 @@ def _encode_integers_kernel(
         key = mixed(bits.to(tl.uint32, bitcast=True) + number)
         low_part, high_part = _part(key, 2 * pair), _part(key, 2 * pair + 1)
     low_code, high_code = _code(low, divisor, low_part, MOST), _code(high, divisor, high_part, MOST)
-    packet = packets + row * stride
-    codes = packet + 4 * blocks
+    payload = payloads + row * stride
+    codes = payload + 4 * blocks
     if IN_HALVES:
         both = (low_code & 15) | tl.where(has_high, (high_code & 15) << 4, 0)
         tl.store(codes + begin // 2 + pair, both.to(tl.uint8), mask=has_low)
@@ -110,7 +110,7 @@ def _encode_integers_kernel(
         tl.store(codes + begin + 2 * pair, (low_code & 255).to(tl.uint8), mask=has_low)
         tl.store(codes + begin + 2 * pair + 1, (high_code & 255).to(tl.uint8), mask=has_high)
         used = 4 * blocks + numel
-    _finish(packet, stride, used, index == blocks - 1)
+    _finish(payload, stride, used, index == blocks - 1)
     if errors is not None:
         tl.store(errors + first + 2 * pair, low - low_code.to(tl.float32) * scale, mask=has_low)
         tl.store(errors + first + 2 * pair + 1, high - high_code.to(tl.float32) * scale, mask=has_high)
@@ -118,7 +118,7 @@ def _encode_integers_kernel(
 
 @triton.jit(do_not_specialize=["stride", "blocks"])
 def _encode_signs_kernel(
-    packets,
+    payloads,
     scales,
     values,
     errors,
@@ -140,17 +140,17 @@ def _encode_signs_kernel(
     total = tl.sum(tl.sum(tl.abs(x).to(tl.float64), 1), 0)
     mean = (total / count.to(tl.float64)).to(tl.float32)
     tl.store(scales + row * (stride // 4) + index, mean)
-    packet = packets + row * stride
+    payload = payloads + row * stride
     bits = tl.sum(((x >= 0) & inside).to(tl.int32) << bit[None, :], 1)
-    tl.store(packet + 4 * blocks + begin // 8 + byte, bits.to(tl.uint8), mask=8 * byte < count)
-    _finish(packet, stride, 4 * blocks + (numel + 7) // 8, index == blocks - 1)
+    tl.store(payload + 4 * blocks + begin // 8 + byte, bits.to(tl.uint8), mask=8 * byte < count)
+    _finish(payload, stride, 4 * blocks + (numel + 7) // 8, index == blocks - 1)
     if errors is not None:
         tl.store(errors + at, x - tl.where(x >= 0, mean, -mean), mask=inside)
 
 
 @triton.jit(do_not_specialize=["rows", "stride", "blocks"])
 def _decode_kernel(
-    packets,  # [rows, stride] uint8
+    payloads,  # [rows, stride] uint8
     scales,  # the same memory as fp32
     values,  # [rows, numel], or [numel]: the sum of all rows
     rows,
@@ -173,9 +173,9 @@ def _decode_kernel(
     if TOTAL:
         steps = rows
     for step in range(steps):
-        packet = packets + (row + step) * stride
+        payload = payloads + (row + step) * stride
         scale = tl.load(scales + (row + step) * (stride // 4) + index)
-        byte = tl.load(packet + 4 * blocks + element * BITS // 8, mask=inside, other=0).to(tl.int32)
+        byte = tl.load(payload + 4 * blocks + element * BITS // 8, mask=inside, other=0).to(tl.int32)
         if BITS == 1:
             found = tl.where((byte >> (element % 8)) & 1 != 0, scale, -scale)
         elif BITS == 4:
@@ -190,28 +190,28 @@ CODES = (1, 4, 8)
 """Signs and integers of 4 and 8 bits; 8-bit floats have no kernel here."""
 
 
-def takes(packets: Tensor, values: Tensor, block: int) -> bool:
+def takes(payloads: Tensor, values: Tensor, block: int) -> bool:
     """Return whether there is a kernel for payload and values of such types and sizes."""
-    whole = packets.is_contiguous() and packets.storage_offset() % 4 == 0 and packets.shape[-1] % 4 == 0
+    whole = payloads.is_contiguous() and payloads.storage_offset() % 4 == 0 and payloads.shape[-1] % 4 == 0
     return whole and values.is_contiguous() and values.dtype in FLOATS and block <= LARGEST_BLOCK
 
 
 def encode(
-    packets: Tensor,
+    payloads: Tensor,
     values: Tensor,
     bits: int,
     block: int,
     errors: Tensor | None = None,
     seed: int | None = None,
 ) -> None:
-    """Fill ``packets`` [.., bytes] with ``values`` [.., n] plus ``errors`` (fp32), which become what that took away.
+    """Fill ``payloads`` [.., bytes] with ``values`` [.., n] plus ``errors`` (fp32), which become what that took away.
     With a ``seed`` integers are rounded up or down at random."""
-    numel, stride = values.shape[-1], packets.shape[-1]
+    numel, stride = values.shape[-1], payloads.shape[-1]
     if not values.numel():
-        packets.zero_()
+        payloads.zero_()
         return
     blocks = triton.cdiv(numel, block)
-    arguments = (packets, packets.view(torch.float32), values, errors, numel, stride, block, blocks)
+    arguments = (payloads, payloads.view(torch.float32), values, errors, numel, stride, block, blocks)
     grid = (values.numel() // numel * blocks,)
     with torch.cuda.device_of(values):
         if bits == 1:
@@ -230,16 +230,16 @@ def encode(
             )
 
 
-def decode(packets: Tensor, values: Tensor, bits: int, block: int, *, total: bool = False) -> None:
-    """Fill ``values`` [.., n] with what ``packets`` [.., bytes] hold; ``total``: [n] with the sum of all, in order."""
-    numel, stride = values.shape[-1], packets.shape[-1]
+def decode(payloads: Tensor, values: Tensor, bits: int, block: int, *, total: bool = False) -> None:
+    """Fill ``values`` [.., n] with what ``payloads`` [.., bytes] hold; ``total``: [n] with the sum of all, in order."""
+    numel, stride = values.shape[-1], payloads.shape[-1]
     if not values.numel():
         return
-    rows, blocks = packets.numel() // stride, triton.cdiv(numel, block)
+    rows, blocks = payloads.numel() // stride, triton.cdiv(numel, block)
     with torch.cuda.device_of(values):
         _decode_kernel[(blocks if total else rows * blocks,)](
-            packets,
-            packets.view(torch.float32),
+            payloads,
+            payloads.view(torch.float32),
             values,
             rows,
             numel,

@@ -1,8 +1,8 @@
-"""Products of runs of rows, each with a matrix of its own: forward, and both gradients.
+"""Grouped GEMM, groups of rows times one matrix per group: forward, and both gradients.
 
-A kernel is launched once for all runs. Where they end is read on the device, so nothing waits for it to be known on the
-host: a program finds its run and its tile in it by counting the tiles of the runs before. The launch has programs for
-the most tiles that there can be; those that have none end at once.
+A kernel is launched once for all groups. Where they end is read on the device, so nothing waits for it to be known on
+the host: a program finds its group and its tile in it by counting the tiles of the groups before. The launch has
+programs for the most tiles that there can be; those that have none end at once.
 """
 
 # A kernel is Triton, not Python: the types of its arguments mean nothing to a type checker.
@@ -21,45 +21,46 @@ from deepspeed.ops.gpu.types import FLOATS, operand_type, product_precision
 
 
 @triton.jit
-def _place_of(tile, ends, runs, ROWS: tl.constexpr, RUNS: tl.constexpr):
-    """The run of a tile, the first of its rows, and where the run ends. A tile too many gets run ``runs`` or more."""
-    each = tl.arange(0, RUNS)
-    end = tl.load(ends + each, mask=each < runs, other=0)
-    start = tl.load(ends + each - 1, mask=(each > 0) & (each < runs), other=0)
+def _tile_of(tile, ends, groups, ROWS: tl.constexpr, GROUPS: tl.constexpr):
+    """The group of a tile, the first of its rows, and where the group ends. A tile too many gets group ``groups`` or
+    more."""
+    each = tl.arange(0, GROUPS)
+    end = tl.load(ends + each, mask=each < groups, other=0)
+    start = tl.load(ends + each - 1, mask=(each > 0) & (each < groups), other=0)
     tiles = (end - start + ROWS - 1) // ROWS
     upto = tl.cumsum(tiles, 0)
-    run = tl.sum((upto <= tile).to(tl.int32), 0)
-    chosen = each == run
+    group = tl.sum((upto <= tile).to(tl.int32), 0)
+    chosen = each == group
     row = tl.sum(tl.where(chosen, start + (tile - upto + tiles) * ROWS, 0), 0)
-    return run, row, tl.sum(tl.where(chosen, end, 0), 0)
+    return group, row, tl.sum(tl.where(chosen, end, 0), 0)
 
 
 @triton.jit
 def _product_kernel(
     x,  # [rows, inner]
-    matrices,  # [runs, inner, outer], in any layout
-    bias,  # [runs, outer], or None
+    matrices,  # [groups, inner, outer], in any layout
+    bias,  # [groups, outer], or None
     out,  # [rows, outer]
-    ends,  # [runs] int32
-    runs,
+    ends,  # [groups] int32
+    groups,
     inner,
     outer,
-    of_run,
+    of_group,
     of_inner,
     of_outer,
     OPERAND: tl.constexpr,
     PRECISION: tl.constexpr,
-    RUNS: tl.constexpr,
+    GROUPS: tl.constexpr,
     ROWS: tl.constexpr,
     INNER: tl.constexpr,
     OUTER: tl.constexpr,
 ):
-    run, first_row, end = _place_of(tl.program_id(0), ends, runs, ROWS, RUNS)
-    if run >= runs:
+    group, first_row, end = _tile_of(tl.program_id(0), ends, groups, ROWS, GROUPS)
+    if group >= groups:
         return
     row = (first_row + tl.arange(0, ROWS)).to(tl.int64)[:, None]
     column = (tl.program_id(1) * OUTER + tl.arange(0, OUTER)).to(tl.int64)[None, :]
-    matrix = matrices + run.to(tl.int64) * of_run
+    matrix = matrices + group.to(tl.int64) * of_group
     total = tl.zeros((ROWS, OUTER), tl.float32)
     for first in range(0, inner, INNER):
         middle = (first + tl.arange(0, INNER)).to(tl.int64)
@@ -73,7 +74,7 @@ def _product_kernel(
         )
         total = tl.dot(left.to(OPERAND), right.to(OPERAND), total, input_precision=PRECISION)
     if bias is not None:
-        total += tl.load(bias + run.to(tl.int64) * outer + column, mask=column < outer, other=0.0).to(
+        total += tl.load(bias + group.to(tl.int64) * outer + column, mask=column < outer, other=0.0).to(
             tl.float32
         )
     tl.store(out + row * outer + column, total.to(out.dtype.element_ty), mask=(row < end) & (column < outer))
@@ -83,12 +84,12 @@ def _product_kernel(
 def _matrices_kernel(
     x,  # [rows, inner]
     grad,  # [rows, outer]
-    out,  # [runs, inner, outer], in any layout
-    of_bias,  # [runs, outer], or None
-    ends,  # [runs] int32
+    out,  # [groups, inner, outer], in any layout
+    of_bias,  # [groups, outer], or None
+    ends,  # [groups] int32
     inner,
     outer,
-    of_run,
+    of_group,
     of_inner,
     of_outer,
     OPERAND: tl.constexpr,
@@ -97,11 +98,11 @@ def _matrices_kernel(
     INNER: tl.constexpr,
     OUTER: tl.constexpr,
 ):
-    run = tl.program_id(0).to(tl.int64)
+    group = tl.program_id(0).to(tl.int64)
     middle = (tl.program_id(1) * INNER + tl.arange(0, INNER)).to(tl.int64)
     column = (tl.program_id(2) * OUTER + tl.arange(0, OUTER)).to(tl.int64)
-    start = tl.load(ends + run - 1, mask=run > 0, other=0)
-    end = tl.load(ends + run)
+    start = tl.load(ends + group - 1, mask=group > 0, other=0)
+    end = tl.load(ends + group)
     total = tl.zeros((INNER, OUTER), tl.float32)
     sums = tl.zeros((OUTER,), tl.float32)
     for first in range(start, end, ROWS):
@@ -115,11 +116,11 @@ def _matrices_kernel(
         total = tl.dot(tl.trans(left.to(OPERAND)), right.to(OPERAND), total, input_precision=PRECISION)
         if of_bias is not None:
             sums += tl.sum(right.to(tl.float32), 0)
-    place = out + run * of_run + middle[:, None] * of_inner + column[None, :] * of_outer
+    place = out + group * of_group + middle[:, None] * of_inner + column[None, :] * of_outer
     inside = (middle[:, None] < inner) & (column[None, :] < outer)
     tl.store(place, total.to(out.dtype.element_ty), mask=inside)
     if of_bias is not None and tl.program_id(1) == 0:
-        tl.store(of_bias + run * outer + column, sums.to(of_bias.dtype.element_ty), mask=column < outer)
+        tl.store(of_bias + group * outer + column, sums.to(of_bias.dtype.element_ty), mask=column < outer)
 
 
 def takes(*tensors: Tensor | None) -> bool:
@@ -131,16 +132,16 @@ def takes(*tensors: Tensor | None) -> bool:
 def product(
     rows: Tensor, matrices: Tensor, ends: Tensor, bias: Tensor | None = None, out: Tensor | None = None
 ) -> Tensor:
-    """``rows`` [n, inner] times the matrix of their run in ``matrices`` [runs, inner, outer] (in any layout), plus that
-    of ``bias`` [runs, outer]: [n, outer]. ``ends``: int32 [runs], where each run ends; rows behind the last end are not
-    written."""
+    """``rows`` [n, inner] times the matrix of their group in ``matrices`` [groups, inner, outer] (in any layout), plus
+    that of ``bias`` [groups, outer]: [n, outer]. ``ends``: int32 [groups], where each group ends; rows behind the last
+    end are not written."""
     count, inner = rows.shape
-    runs, _, outer = matrices.shape
+    groups, _, outer = matrices.shape
     out = rows.new_empty(count, outer) if out is None else out
-    if not out.numel() or not runs:
+    if not out.numel() or not groups:
         return out
-    tile = _tile(rows, count // runs)
-    grid = (triton.cdiv(count, tile["ROWS"]) + runs, triton.cdiv(outer, tile["OUTER"]))
+    tile = _tile(rows, count // groups)
+    grid = (triton.cdiv(count, tile["ROWS"]) + groups, triton.cdiv(outer, tile["OUTER"]))
     with torch.cuda.device_of(rows):
         _product_kernel[grid](
             rows.contiguous(),
@@ -148,26 +149,26 @@ def product(
             None if bias is None else bias.contiguous(),
             out,
             ends,
-            runs,
+            groups,
             inner,
             outer,
             *matrices.stride(),
             **_types(rows),
             **tile,
-            RUNS=triton.next_power_of_2(runs),
+            GROUPS=triton.next_power_of_2(groups),
         )
     return out
 
 
 def of_matrices(rows: Tensor, grad: Tensor, matrices: Tensor, ends: Tensor, of_bias: Tensor | None) -> Tensor:
     """The gradient of ``matrices``, in their layout, for the gradient ``grad`` [n, outer] of `product`; that of the
-    bias is written to ``of_bias`` [runs, outer]. Both are zeros for a run without rows."""
-    runs, inner, outer = matrices.shape
+    bias is written to ``of_bias`` [groups, outer]. Both are zeros for a group without rows."""
+    groups, inner, outer = matrices.shape
     out = torch.empty_like(matrices)
     if not out.numel():
         return out
     tile = {"ROWS": 32, "INNER": 64, "OUTER": 64 if rows.dtype is torch.float32 else 128}
-    grid = (runs, triton.cdiv(inner, tile["INNER"]), triton.cdiv(outer, tile["OUTER"]))
+    grid = (groups, triton.cdiv(inner, tile["INNER"]), triton.cdiv(outer, tile["OUTER"]))
     with torch.cuda.device_of(rows):
         _matrices_kernel[grid](
             rows.contiguous(),

@@ -1,4 +1,4 @@
-"""Products of consecutive runs of rows, each with a matrix of its own: on a GPU in one launch of a Triton kernel."""
+"""Grouped GEMM, consecutive groups of rows times one matrix per group: on a GPU in one launch of a Triton kernel."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""The products of stacked experts: one call for all of them, forward and backward.
+"""The products of stacked experts as one grouped GEMM, forward and backward.
 
-Each expert's run of rows is one matrix product, written to its place in a result that is allocated once. Taking the
+Each expert's rows are one matrix product, written to its place in a result that is allocated once. Taking the
 weights apart for autograd instead would allocate each expert's gradient, and then copy all of them into one tensor:
 where experts have few tokens, that takes longer than the products (``benchmarks/expert_products.py``). On a GPU all
-runs together are one launch of a Triton kernel, unless they are long.
+experts together are one launch of a Triton kernel, unless they have many rows.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ class _GroupedLinear(torch.autograd.Function):
         ctx.save_for_backward(rows, weight)
         ctx.counts = counts
         result = rows.new_empty(len(rows), weight.shape[2])
-        for expert, run in _runs(counts):
+        for expert, span in _row_slices(counts):
             if bias is None:
-                torch.mm(rows[run], weight[expert], out=result[run])
+                torch.mm(rows[span], weight[expert], out=result[span])
             else:
-                torch.addmm(bias[expert], rows[run], weight[expert], out=result[run])
+                torch.addmm(bias[expert], rows[span], weight[expert], out=result[span])
         return result
 
     @staticmethod
@@ -64,13 +64,13 @@ class _GroupedLinear(torch.autograd.Function):
         of_rows = torch.empty_like(rows) if to_rows else None
         of_weight = torch.empty_like(weight) if to_weight else None
         of_bias = grad.new_empty(len(weight), weight.shape[2]) if to_bias else None
-        for expert, run in _runs(ctx.counts):
+        for expert, span in _row_slices(ctx.counts):
             if of_rows is not None:
-                torch.mm(grad[run], weight[expert].t(), out=of_rows[run])
+                torch.mm(grad[span], weight[expert].t(), out=of_rows[span])
             if of_weight is not None:
-                torch.mm(rows[run].t(), grad[run], out=of_weight[expert])
+                torch.mm(rows[span].t(), grad[span], out=of_weight[expert])
             if of_bias is not None:
-                torch.sum(grad[run], 0, out=of_bias[expert])
+                torch.sum(grad[span], 0, out=of_bias[expert])
         for expert, count in enumerate(ctx.counts):
             for each in (of_weight, of_bias):
                 if not count and each is not None:
@@ -78,7 +78,7 @@ class _GroupedLinear(torch.autograd.Function):
         return of_rows, of_weight, of_bias, None
 
 
-def _runs(counts: Sequence[int]) -> Iterator[tuple[int, slice]]:
+def _row_slices(counts: Sequence[int]) -> Iterator[tuple[int, slice]]:
     """The experts that have rows, and which."""
     start = 0
     for expert, count in enumerate(counts):

@@ -67,7 +67,7 @@ class ExpertParallelism:
         context.say(f"experts of {len(layers)} layers, each spread over {size} rank{'s' if size > 1 else ''}")
 
 
-def spread_on_paper(module: nn.Module, size: int) -> int:
+def spread_meta(module: nn.Module, size: int) -> int:
     """Leave the first of ``size`` ranks' experts in a module on the meta device, for a plan of its memory. Returns how
     many layers have experts. DeepSpeedConfigError as with ``ExpertParallelism``."""
     layers = _layers_to_spread(module, size)

@@ -22,7 +22,7 @@ from deepspeed.config.problems import DeepSpeedConfigError
 from deepspeed.parallel.pipeline.anatomy import Anatomy, examine, hidden_of
 from deepspeed.parallel.pipeline.errors import PipelineError
 from deepspeed.parallel.pipeline.module import PipelineModule
-from deepspeed.zero.meta import copy_on_paper
+from deepspeed.zero.meta import meta_copy
 from deepspeed.zero.replica_groups import SHARED, SHARED_BY
 
 __all__ = ["CutModel", "cut_causal_lm"]
@@ -59,7 +59,7 @@ def cut_causal_lm(
             )
     return CutModel(
         examine(model),
-        copy_on_paper(model),
+        meta_copy(model),
         loss_fn or _OwnLoss(model),
         num_stages=num_stages,
         topology=topology,
@@ -97,17 +97,17 @@ def pair_of(batch: Any) -> Any:
     return inputs, inputs.pop("labels", None)
 
 
-class _Passage:
+class _BoundaryStates:
     """The hidden states that enter and leave the piece whose forward runs."""
 
     def __init__(self) -> None:
-        self.given: Tensor | None = None
-        self.taken: Tensor | None = None
+        self.incoming: Tensor | None = None
+        self.outgoing: Tensor | None = None
 
     @property
-    def arrived(self) -> Tensor:
-        assert self.given is not None
-        return self.given
+    def hidden(self) -> Tensor:
+        assert self.incoming is not None
+        return self.incoming
 
 
 class _OtherBlock(nn.Module):
@@ -130,31 +130,31 @@ class _OtherBlock(nn.Module):
 class _BlockBefore(_OtherBlock):
     """The last one before a piece: from here on, the hidden states are those that have arrived."""
 
-    passage: _Passage
+    boundary: _BoundaryStates
 
     def passed(self, hidden: Tensor) -> Tensor:
-        return self.passage.arrived
+        return self.boundary.hidden
 
 
 class _BlockAfter(_OtherBlock):
     """The first one after a piece: takes what the piece has made."""
 
-    passage: _Passage
+    boundary: _BoundaryStates
 
     def passed(self, hidden: Tensor) -> Tensor:
-        self.passage.taken = hidden
+        self.boundary.outgoing = hidden
         return hidden
 
 
 class _EarlierModule(nn.Module):
     """In the place of an embedding of another piece: zeros, which nobody reads."""
 
-    def __init__(self, passage: _Passage, shape: tuple[int | None, ...]) -> None:
+    def __init__(self, boundary: _BoundaryStates, shape: tuple[int | None, ...]) -> None:
         super().__init__()
-        self.passage, self.shape = passage, shape
+        self.boundary, self.shape = boundary, shape
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        hidden = self.passage.arrived
+        hidden = self.boundary.hidden
         sizes = [hidden.shape[axis] if size is None else size for axis, size in enumerate(self.shape)]
         return hidden.new_zeros(sizes)
 
@@ -172,7 +172,7 @@ class CutModel(PipelineModule):
     config: Any
     _anatomy: Anatomy
     _whole: nn.Module
-    _passage: _Passage
+    _boundary: _BoundaryStates
     _stand_ins: dict[str, nn.Module]
     _shared: dict[str, list[int]]
     """Weights that other stages have as well -> all stages that have them."""
@@ -181,8 +181,10 @@ class CutModel(PipelineModule):
     def __init__(
         self, anatomy: Anatomy, whole: nn.Module, loss_fn: Callable[..., Any], **arguments: Any
     ) -> None:
-        """``whole``: all of the model, on paper."""
-        vars(self).update(_anatomy=anatomy, _whole=whole, _passage=_Passage(), config=anatomy.model.config)
+        """``whole``: all of the model, on the meta device."""
+        vars(self).update(
+            _anatomy=anatomy, _whole=whole, _boundary=_BoundaryStates(), config=anatomy.model.config
+        )
         layers: list[nn.Module] = list(anatomy.block_list())
         for names, place in ((anatomy.before, 0), (anatomy.after, -1)):
             others = [anatomy.model.get_submodule(name) for name in names]
@@ -249,7 +251,7 @@ class CutModel(PipelineModule):
     def _make_stand_ins(self) -> dict[str, nn.Module]:
         anatomy = self._anatomy
         found: dict[str, nn.Module] = {name: _LaterModule() for name in anatomy.after}
-        found |= {name: _EarlierModule(self._passage, anatomy.shapes[name]) for name in anatomy.before}
+        found |= {name: _EarlierModule(self._boundary, anatomy.shapes[name]) for name in anatomy.before}
         return found
 
     def _view(self, chunk: int) -> nn.ModuleList:
@@ -261,7 +263,7 @@ class CutModel(PipelineModule):
                 view.append(block)
                 continue
             other = kind(block, self._anatomy.in_tuples)
-            vars(other)["passage"] = self._passage
+            vars(other)["boundary"] = self._boundary
             view.append(other)
         return view
 
@@ -273,10 +275,10 @@ class CutModel(PipelineModule):
         self.forward_funcs = [own[number] for number in self._numbers]
         self.tied_stages = self._find_ties()
 
-    def whole_on_paper(self) -> nn.Module:
+    def whole_meta(self) -> nn.Module:
         return self._whole
 
-    def inputs_on_paper(self) -> dict[str, Any] | None:
+    def meta_inputs(self) -> dict[str, Any] | None:
         return None
 
     def shard_sequences(self, mesh: ProcessMesh) -> str | None:
@@ -330,12 +332,12 @@ class CutModel(PipelineModule):
     def forward(self, forward_input: Any, chunk: int = 0) -> Any:
         """``forward_input``: of the first piece what the model takes, else (hidden states, the same). Returns this
         pair, or the logits [batch, length, vocabulary]."""
-        piece, passage = self.piece(chunk), self._passage
-        passage.given, inputs = (None, forward_input) if piece == 0 else forward_input
+        piece, boundary = self.piece(chunk), self._boundary
+        boundary.incoming, inputs = (None, forward_input) if piece == 0 else forward_input
         inputs = inputs if isinstance(inputs, dict) else {"input_ids": inputs}
         with self._as_piece(chunk):
             outputs = self._anatomy.model(**inputs, use_cache=False)
-        hidden, passage.given, passage.taken = passage.taken, None, None
+        hidden, boundary.incoming, boundary.outgoing = boundary.outgoing, None, None
         return outputs.logits if piece == self.num_stages * self.chunks - 1 else (hidden, inputs)
 
     @contextmanager

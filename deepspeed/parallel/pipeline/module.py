@@ -34,7 +34,7 @@ from deepspeed.parallel.pipeline.errors import PipelineError
 from deepspeed.parallel.pipeline.partition import check_bounds, stage_of
 from deepspeed.parallel.pipeline.partitioned import Partitioned
 from deepspeed.parallel.pipeline.schedules.orders import place_on_chain, stage_on_chain
-from deepspeed.parallel.pipeline.simulated import WholeModel, on_paper
+from deepspeed.parallel.pipeline.simulated import WholeModel, as_meta
 from deepspeed.parallel.pipeline.specs import Layer, LayerSpec, TiedLayerSpec, type_name
 from deepspeed.transforms.recompute import checkpointing
 from deepspeed.zero.gathering.gathered import GatheredParameters
@@ -114,7 +114,7 @@ class PipelineModule(Partitioned, nn.Module):
         self.global_rank = dist.get_rank()
         self._layer_specs: list[Layer] = list(layers)
         self._num_layers = len(self._layer_specs)
-        self._example = on_paper(profile_input)
+        self._example = as_meta(profile_input)
         self._profile_input = profile_input
         self._partition_layers(method=partition_method)
         del self._profile_input  # a batch
@@ -329,10 +329,10 @@ class PipelineModule(Partitioned, nn.Module):
     def share_sequences(self, ranks: int) -> None:
         self._grid.share_sequences(ranks)
 
-    def whole_on_paper(self) -> nn.Module:
+    def whole_meta(self) -> nn.Module:
         return WholeModel(self._layer_specs)
 
-    def inputs_on_paper(self) -> dict[str, Any] | None:
+    def meta_inputs(self) -> dict[str, Any] | None:
         return {"forward_input": WholeModel(self._layer_specs).example(self._example)}
 
     def num_pipeline_stages(self) -> int:

@@ -12,12 +12,12 @@ from torch.utils._pytree import tree_map
 
 from deepspeed.parallel.pipeline.errors import PipelineError
 from deepspeed.parallel.pipeline.specs import Layer, LayerSpec, TiedLayerSpec, shape_of
-from deepspeed.zero.meta import copy_on_paper
+from deepspeed.zero.meta import meta_copy
 
 _BATCH, _LENGTH = 2, 5  # of inputs that are made up
 
 
-def on_paper(value: Any) -> Any:
+def as_meta(value: Any) -> Any:
     """The tensors of a nest without values."""
     return tree_map(lambda each: each.to("meta") if isinstance(each, Tensor) else each, value)
 
@@ -36,12 +36,12 @@ class WholeModel(nn.ModuleList):
         for index, layer in enumerate(layers):
             if isinstance(layer, TiedLayerSpec):
                 if layer.key not in ties:
-                    ties[layer.key] = copy_on_paper(shape_of(layer))
+                    ties[layer.key] = meta_copy(shape_of(layer))
                 self.order.append((f"tied_modules.{layer.key}", layer.forward_fn))
                 continue
             module = shape_of(layer) if isinstance(layer, LayerSpec) else layer
             if isinstance(module, nn.Module):
-                self.add_module(str(index), copy_on_paper(module))
+                self.add_module(str(index), meta_copy(module))
                 self.order.append((str(index), None))
             else:
                 self.order.append(("", module))

@@ -237,7 +237,7 @@ class _ParallelLinear(TensorParallelLayer):
         check_ranks(cut, self.group, cut.size if own else size)
         return cut.along(1 - dim if self.transposed else dim)
 
-    def _tell_sizes(self) -> None:
+    def _set_sizes(self) -> None:
         """The documented attributes, as this rank has them."""
         outputs, inputs = zero_params.full_shape(self.weight)
         if self.transposed:
@@ -357,7 +357,7 @@ class LinearLayer(_ParallelLinear):
             del own["weight"]
             self.weight = weight
         self._keep(module, own, own=skip_partition)
-        self._tell_sizes()
+        self._set_sizes()
 
     @classmethod
     def from_weights(
@@ -444,7 +444,7 @@ class LinearAllreduce(_ParallelLinear):
         self.split_input = split_input
         self.sequence = sequence
         self._keep(module, {"weight": self.cut, "bias": None}, own=skip_partition)
-        self._tell_sizes()
+        self._set_sizes()
 
     def forward(self, input: Tensor) -> Tensor:
         if self.split_input:

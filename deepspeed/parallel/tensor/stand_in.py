@@ -1,4 +1,4 @@
-"""A module on paper with memory and random numbers: the same on all ranks, without communication."""
+"""A meta module given memory and random numbers: the same on all ranks, without communication."""
 
 from __future__ import annotations
 
@@ -44,18 +44,18 @@ def example_values(example: Example, device: torch.device) -> dict[str, Any]:
     tokens = min((each.num_embeddings for each in tables), default=2)
     source = torch.Generator().manual_seed(0)
 
-    def filled(paper: Any) -> Any:
-        return _value(paper, tokens, source).to(device) if isinstance(paper, Tensor) else paper
+    def filled(meta: Any) -> Any:
+        return _value(meta, tokens, source).to(device) if isinstance(meta, Tensor) else meta
 
     return tree_map(filled, dict(example.inputs))
 
 
-def _value(paper: Tensor, tokens: int, source: torch.Generator) -> Tensor:
-    if paper.is_floating_point():
-        return torch.randn(paper.shape, generator=source)
-    if paper.dtype is torch.bool:
-        return torch.ones(paper.shape, dtype=torch.bool)
-    return torch.randint(tokens, paper.shape, generator=source).to(paper.dtype)
+def _value(meta: Tensor, tokens: int, source: torch.Generator) -> Tensor:
+    if meta.is_floating_point():
+        return torch.randn(meta.shape, generator=source)
+    if meta.dtype is torch.bool:
+        return torch.ones(meta.shape, dtype=torch.bool)
+    return torch.randint(tokens, meta.shape, generator=source).to(meta.dtype)
 
 
 def _numbers(device: torch.device) -> Tensor:

@@ -48,7 +48,7 @@ class TensorParallelism:
             return
         # Of a stage: what all stages have in common (a vocabulary, a tied weight) is seen in the whole model only.
         staged = isinstance(module, Staged)
-        whole, inputs = (module.whole_on_paper(), module.inputs_on_paper()) if staged else (module, None)
+        whole, inputs = (module.whole_meta(), module.meta_inputs()) if staged else (module, None)
         rules = rules_of(whole, self.config)
         grain = self.config.tensor_parallel.tp_grain_size
         try:

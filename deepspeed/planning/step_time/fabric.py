@@ -36,7 +36,7 @@ class Costs:
 
 
 @dataclass(frozen=True, slots=True)
-class Passage:
+class Transmission:
     """A part of a collective: bytes that a link carries, seconds before, and seconds that the ranks work after it."""
 
     resource: str
@@ -72,23 +72,23 @@ class Fabric:
         peak = min(network.peak or rate, most)
         return Link(min(rate, most), network.burst, max(peak, min(rate, most)))
 
-    def parts(self, operation: str, nbytes: float, group: Group) -> list[Passage]:
-        """The passages of a collective over ``nbytes`` in all."""
+    def parts(self, operation: str, nbytes: float, group: Group) -> list[Transmission]:
+        """The transmissions of a collective over ``nbytes`` in all."""
         if group.ranks <= 1 or nbytes <= 0:
             return []
         start = self.costs.start.get(operation, 0.0)
         if operation == "all_reduce":
-            first = self._passage(nbytes, group, start / 2, self.costs.sum)
-            return [first, self._passage(nbytes, group, start / 2, 0.0)]
+            first = self._transmission(nbytes, group, start / 2, self.costs.sum)
+            return [first, self._transmission(nbytes, group, start / 2, 0.0)]
         work = self.costs.sum if operation == "reduce_scatter" else 0.0
         if operation == "broadcast":
             hops = math.ceil(math.log2(group.ranks))
-            return [self._passage(nbytes * group.ranks / (group.ranks - 1), group, start * hops, 0.0)]
+            return [self._transmission(nbytes * group.ranks / (group.ranks - 1), group, start * hops, 0.0)]
         fetched = operation == "fetch"
         direct = fetched or operation == "all_to_all"
-        return [self._passage(nbytes, group, start, work, direct=direct, fetched=fetched)]
+        return [self._transmission(nbytes, group, start, work, direct=direct, fetched=fetched)]
 
-    def _passage(
+    def _transmission(
         self,
         nbytes: float,
         group: Group,
@@ -97,7 +97,7 @@ class Fabric:
         *,
         direct: bool = False,
         fetched: bool = False,
-    ) -> Passage:
+    ) -> Transmission:
         """``direct``: every rank exchanges with every other, those of a node not first among themselves. ``fetched``:
         each asks when it wants to, so that not all meet."""
         own = nbytes * (group.ranks - 1) / group.ranks
@@ -105,10 +105,10 @@ class Fabric:
         latency = start + network.latency
         reached = self.crowded if group.nodes > 2 and not fetched else 1.0
         if group.nodes == 1:
-            return Passage(INSIDE, own * self.ranks_per_node, latency, work * own)
+            return Transmission(INSIDE, own * self.ranks_per_node, latency, work * own)
         beside = max(1, self.ranks_per_node // max(1, group.per_node))  # other groups share the node's link
         leaving = nbytes * (group.nodes - 1) / group.nodes * beside * (group.per_node if direct else 1)
-        return Passage(BETWEEN, leaving / reached, latency, work * own)
+        return Transmission(BETWEEN, leaving / reached, latency, work * own)
 
     def point_to_point(self, nbytes: float, apart: int) -> float:
         """Seconds to send to the next stage, where ``apart`` ranks work on the same samples: within the node if all of

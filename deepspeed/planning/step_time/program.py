@@ -80,7 +80,7 @@ def _published(setting: Setting, bucket: BucketUse) -> tuple[str, float, int, in
     layout, group = bucket.layout, setting.plan.packing.group
     if layout.num_shards == 1:
         return None
-    apart = expert_parallel_size(layout.scope, setting.ranks)
+    apart = expert_parallel_size(layout.replica_group, setting.ranks)
     if setting.plan.zero.shard_params and not bucket.persistent:
         if not in_groups(layout.num_shards, group):
             return None

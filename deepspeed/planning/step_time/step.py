@@ -11,7 +11,7 @@ from deepspeed.planning.ledger import Phase
 from deepspeed.planning.link_time import bytes_per_element
 from deepspeed.planning.planner import Setting
 from deepspeed.planning.step_time.events import Link, Resource, Schedule, Task, simulate
-from deepspeed.planning.step_time.fabric import BETWEEN, INSIDE, Fabric, Group, Passage
+from deepspeed.planning.step_time.fabric import BETWEEN, INSIDE, Fabric, Group, Transmission
 from deepspeed.planning.step_time.hardware import Device
 from deepspeed.planning.step_time.program import Compute, Event, Program, Start, Update, Wait, program_of
 from deepspeed.planning.step_time.work import Exchange, Work
@@ -112,7 +112,7 @@ class Builder:
         self.tasks: list[Task] = []
         self.last: tuple[int, ...] = ()
         """What the next thing that the thread does comes after."""
-        self.open: dict[int, tuple[list[Passage], int | None]] = {}
+        self.open: dict[int, tuple[list[Transmission], int | None]] = {}
         self.leaving: list[int] = []  # gradients on their way to host memory
         self._packing = Wire(setting.plan)
 
@@ -145,14 +145,14 @@ class Builder:
         for _ in range(exchange.times):
             self._pass_all(exchange.operation, self.fabric.parts(exchange.operation, exchange.nbytes, group))
 
-    def _pass_all(self, name: str, parts: Sequence[Passage]) -> None:
+    def _pass_all(self, name: str, parts: Sequence[Transmission]) -> None:
         """Time a collective that is waited for where it is started."""
         for part in parts:
             self.last = (self._put(name, part.resource, part.nbytes, self.last, self._latency(part)),)
             if part.work:
                 self._on_thread(f"sum of {name}", part.work)
 
-    def _latency(self, part: Passage) -> float:
+    def _latency(self, part: Transmission) -> float:
         return part.latency * self.work.busy
 
     # Collectives of the engine ------------------------------------------------------------------------------
@@ -173,7 +173,7 @@ class Builder:
             after = (self._put(event.operation, part.resource, part.nbytes, after, self._latency(part)),)
         begun = after[0] if after != self.last else None
         work = sum(part.work for part in now)
-        self.open[event.number] = ([Passage("", 0.0, 0.0, work), *later] if work or later else [], begun)
+        self.open[event.number] = ([Transmission("", 0.0, 0.0, work), *later] if work or later else [], begun)
 
     def _group(self, event: Start) -> Group:
         """Data-parallel ranks are ``model_ranks`` apart."""
@@ -216,7 +216,7 @@ class Builder:
 
 
 class Wire:
-    """Bytes that a gather really sends: packets of a few bits (qwZ). Sums are recorded as they travel."""
+    """Bytes that a gather really sends: payloads of a few bits (qwZ). Sums are recorded as they travel."""
 
     def __init__(self, plan: Plan) -> None:
         bits = plan.packing.weights

@@ -107,18 +107,18 @@ def _matrix_weights(
             if id(param) in shared or (vocabulary not in linear and vocabulary == largest):
                 head = max(head, float(spec.numel))
         else:
-            found.append(spec.numel * _visited(spec.scope, module))
+            found.append(spec.numel * _visited(spec.replica_group, module))
     return found, head
 
 
-def _visited(scope: str, module: nn.Module) -> float:
+def _visited(replica_group: str, module: nn.Module) -> float:
     """The share of an expert's weights that a token is multiplied with, as seen from a rank that holds some."""
-    if not scope.startswith("ep_size_"):
+    if not replica_group.startswith("ep_size_"):
         return 1.0
     config = getattr(module, "config", None)
     experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
     visits = getattr(config, "num_experts_per_tok", None) or 1
-    size = int(scope.split("_")[2].partition(",")[0])
+    size = int(replica_group.split("_")[2].partition(",")[0])
     return visits * size / experts if experts else 1.0
 
 

@@ -48,7 +48,7 @@ class ElasticSupervisor(Supervisor):
         result: RunResult = super()._monitor_workers(worker_group)  # pyright: ignore[reportCallIssue]
         if result.state in (WorkerState.FAILED, WorkerState.UNHEALTHY):
             if self._is_worth_a_start(result):
-                self._tell(result)
+                self._notify(result)
             else:
                 self._remaining_restarts = 0
         return result
@@ -64,7 +64,7 @@ class ElasticSupervisor(Supervisor):
             return self.in_vain < STARTS_IN_VAIN_OF_OTHERS
         return step > NO_STEP and self.in_vain < STARTS_IN_VAIN
 
-    def _tell(self, result: RunResult) -> None:
+    def _notify(self, result: RunResult) -> None:
         job = self.job
         show(job.script, self.failures(result), log_dir=job.log_dir, adds_local_rank=False)
         logger.warning("the ranks are started again; %d steps were finished", self.kept.step)

@@ -76,22 +76,22 @@ def main() -> None:
         run(target)
     except SystemExit as end:
         if end.code not in (None, 0):
-            _tell_the_interpreter(end)
+            _set_last_exception(end)
             report_exit(end, options.own_log)
         else:
             record_end()
         raise
     except KeyboardInterrupt as interrupt:
-        _tell_the_interpreter(interrupt)
+        _set_last_exception(interrupt)
         sys.exit(INTERRUPTED)  # the launcher reports the interrupt once, for all ranks
     except BaseException as error:
-        _tell_the_interpreter(error)
+        _set_last_exception(error)
         report(error, options.own_log, options.of_a_peer)
         sys.exit(1)
     record_end()
 
 
-def _tell_the_interpreter(error: BaseException) -> None:
+def _set_last_exception(error: BaseException) -> None:
     """Sets what Python itself sets for an uncaught exception: exit handlers look there to learn
     whether the run succeeded (a rank that failed must not wait for the others)."""
     sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__

@@ -65,7 +65,7 @@ class Budget:
             counted = agree(counted, self.ranks)
         budget = int(self.limit * counted.everything) if self.limit <= 1 else int(self.limit)
         try:
-            # A forward on paper is counted in one, in which nothing has values.
+            # A forward on the meta device is counted in one, in which nothing has values.
             with _disable_current_modes():
                 choice = choose(counted, budget)
         except BudgetTooSmall as problem:

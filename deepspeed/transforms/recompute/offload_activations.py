@@ -120,7 +120,7 @@ class CheckpointHiddenStatesOffload(saved_tensors_hooks):
     def mark(self, tensor: Tensor) -> None:
         """Move this tensor when it is saved next."""
         self.stats.marked_tensors += 1
-        self._marks[_place(tensor)] = weakref.ref(tensor)
+        self._marks[_storage_key(tensor)] = weakref.ref(tensor)
 
     # Context ------------------------------------------------------------------------------------------------
 
@@ -164,7 +164,7 @@ class CheckpointHiddenStatesOffload(saved_tensors_hooks):
         return saved
 
     def _take_mark(self, tensor: Tensor) -> bool:
-        marked = self._marks.pop(_place(tensor), None)
+        marked = self._marks.pop(_storage_key(tensor), None)
         return marked is not None and marked() is not None  # else its memory may be another tensor's
 
     def _can_move(self, tensor: Tensor) -> bool:
@@ -226,7 +226,7 @@ class CheckpointHiddenStatesOffload(saved_tensors_hooks):
             self._pooled += 1
 
 
-def _place(tensor: Tensor) -> Any:
+def _storage_key(tensor: Tensor) -> Any:
     """By which a tensor is found again: autograd saves another object for the same memory."""
     return tensor.data_ptr(), tensor.size(), tensor.stride(), tensor.dtype
 

@@ -150,7 +150,7 @@ class ParamCoordinator:
             frame = frames.pop()
             frame.exit = self._clock
             if frame.held:
-                self.transitions.drop(frame.held)
+                self.transitions.release(frame.held)
             if not frames:
                 self.transitions.end_pass(frame.phase)
             return frame
@@ -223,7 +223,7 @@ class ParamCoordinator:
         if not done:
             return
         for frame in done:
-            self.transitions.drop(frame.held)
+            self.transitions.release(frame.held)
             frame.graph_task = _OUTSIDE
         self.active = [frame for frame in self.active if frame.graph_task != _OUTSIDE]
 
@@ -281,7 +281,7 @@ class ParamCoordinator:
             if frames:
                 self.transitions.cancel_pass(frames[0].phase)
             for frame in frames:
-                self.transitions.drop(frame.held)
+                self.transitions.release(frame.held)
             frames.clear()
             self.transitions.trace.restart()
 
@@ -297,6 +297,6 @@ class ParamCoordinator:
         """Forget the recorded order (a forward ran without hooks, or modules changed)."""
         self.transitions.trace.forget()
         self.abandon()
-        self.transitions.drop_kept()
+        self.transitions.release_kept()
 
     reset_step = end_of_step

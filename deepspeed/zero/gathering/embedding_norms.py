@@ -30,7 +30,7 @@ class RowNorms:
             for each in module.modules()
             if isinstance(each, (nn.Embedding, nn.EmbeddingBag))
             and each.max_norm is not None
-            and isinstance(getattr(each.weight, "ds_home", None), ShardedBucket)
+            and isinstance(getattr(each.weight, "ds_owner", None), ShardedBucket)
         ]
         self._seen: dict[nn.Module, Tensor] = {}
         self._handles = [self._watch(table) for table in self._tables]
@@ -56,7 +56,7 @@ class RowNorms:
     def _take_over(self, table: Any, ids: Tensor) -> None:
         param, rows = table.weight, ids.detach().reshape(-1).unique()
         whole = param.data.clone()
-        kept = param.ds_home.local_part(param.ds_position).view(param.data.shape)
+        kept = param.ds_owner.local_part(param.ds_position).view(param.data.shape)
         if not torch.equal(kept[rows.to(kept.device)], whole[rows].to(kept.device)):
             _write(param, whole)
 
@@ -70,18 +70,18 @@ class RowNorms:
         for table in self._tables:
             param = table.weight
             rows = self._rows_of_all(table)
-            home: ShardedBucket = param.ds_home
+            owner: ShardedBucket = param.ds_owner
             if not rows.numel():
                 continue
-            home.transitions.evict_stale(home.layout.index)  # now it is in slices on every rank
-            whole = torch.empty(full_shape(param), dtype=param.dtype, device=home.device)
-            home.read_param(param.ds_position, whole)
+            owner.transitions.evict_stale(owner.layout.index)  # now it is in slices on every rank
+            whole = torch.empty(full_shape(param), dtype=param.dtype, device=owner.device)
+            owner.read_param(param.ds_position, whole)
             torch.embedding_renorm_(whole, rows, float(table.max_norm), float(table.norm_type))
             _write(param, whole)
         self._seen.clear()
 
     def _rows_of_all(self, table: Any) -> Tensor:
-        device = table.weight.ds_home.device
+        device = table.weight.ds_owner.device
         seen = self._seen.get(table)
         if seen is None:
             seen = torch.zeros(full_shape(table.weight)[0], dtype=torch.int64, device=device)
@@ -99,4 +99,4 @@ def _write(param: Any, whole: Tensor) -> None:
     access = getattr(param, "_ds_state_access", None)
     if access is not None:
         access.elements_written(param, whole)
-    param.ds_home.write_param(param.ds_position, whole)
+    param.ds_owner.write_param(param.ds_position, whole)

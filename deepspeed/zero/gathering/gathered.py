@@ -98,9 +98,11 @@ class GatheredParameters:
                 last.append(param)
         zero_params.partition(None, param_list=last)
         for bucket in self._held:
-            bucket.transitions.let_go(bucket.layout.index)
+            bucket.transitions.release_hold(bucket.layout.index)
         if not kept:  # buckets that happen to be gathered still hold what was written to them
-            for transitions in {id(home.transitions): home.transitions for home in self._buckets()}.values():
+            for transitions in {
+                id(owner.transitions): owner.transitions for owner in self._buckets()
+            }.values():
                 transitions.release_all()
 
     def _keep_changes(self, error: BaseException | None) -> bool:
@@ -109,13 +111,13 @@ class GatheredParameters:
             return False  # the ranks have lost contact: no agreement is possible any more
         misshapen = self._misshapen() if error is None else None
         first = self.params[0]
-        failure = _agree_on_failure(first.ds_home.everyone, first.device, error or misshapen)
+        failure = _agree_on_failure(first.ds_owner.everyone, first.device, error or misshapen)
         if failure is None:
             self._publish()
             return True
-        for home in self._buckets():
-            if home.persistent and home.full is not None:
-                home.refresh().wait()
+        for owner in self._buckets():
+            if owner.persistent and owner.full is not None:
+                owner.refresh().wait()
         if misshapen is not None:
             raise misshapen
         if error is None:
@@ -135,23 +137,23 @@ class GatheredParameters:
         return None
 
     def _buckets(self) -> list[ShardedBucket]:
-        homes = {id(p.ds_home): p.ds_home for p in self.params}.values()
-        return [home for home in homes if isinstance(home, ShardedBucket)]
+        owners = {id(p.ds_owner): p.ds_owner for p in self.params}.values()
+        return [owner for owner in owners if isinstance(owner, ShardedBucket)]
 
     def _publish(self) -> None:
         assert self.modifier_rank is not None
         for param in self.params:
-            communicator = param.ds_home.everyone
+            communicator = param.ds_owner.everyone
             source = _position(self.modifier_rank, communicator)
             value = param.data if param.data.is_contiguous() else param.data.contiguous()
             communicator.broadcast(value.view(-1), src=source).wait()
             zero_params.follow_dtype(param)
-            param.ds_home.write_param(param.ds_position, value)
+            param.ds_owner.write_param(param.ds_position, value)
             access = getattr(param, "_ds_state_access", None)
             if access is not None:
                 access.weights_written(param)
-        for home in self._buckets():
-            home.changed()
+        for owner in self._buckets():
+            owner.changed()
 
 
 class _Failure(NamedTuple):
@@ -187,10 +189,10 @@ def _agree_on_failure(
 def _whole_buckets(params: list[Any]) -> Iterator[ShardedBucket]:
     """Buckets all of whose parameters are in ``params``."""
     asked = {id(param) for param in params}
-    homes = {id(p.ds_home): p.ds_home for p in params if isinstance(p.ds_home, ShardedBucket)}
-    for home in homes.values():
-        if all(id(param) in asked for param in home.params):
-            yield home
+    owners = {id(p.ds_owner): p.ds_owner for p in params if isinstance(p.ds_owner, ShardedBucket)}
+    for owner in owners.values():
+        if all(id(param) in asked for param in owner.params):
+            yield owner
 
 
 @contextlib.contextmanager

@@ -38,7 +38,7 @@ from deepspeed.zero.params import (
     is_cast,
     note_neighbours,
 )
-from deepspeed.zero.replica_groups import Scope
+from deepspeed.zero.replica_groups import ReplicaGroup
 
 __all__ = [
     "DeepSpeedTensorOverride",
@@ -238,7 +238,7 @@ class Init(InsertPostInitMethodToModuleSubClasses):
     @functools.cached_property
     def neighbours(self) -> Communicator:
         """This rank's group with ``zero_hpz_partition_size``."""
-        levels = Scope.whole(self.communicator).grouped(self.group_size).levels
+        levels = ReplicaGroup.whole(self.communicator).grouped(self.group_size).levels
         return self.communicator if levels is None else levels.near
 
     # Documented names ---------------------------------------------------------------------------------------

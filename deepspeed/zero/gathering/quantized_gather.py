@@ -1,12 +1,12 @@
 """ZeRO++ at stage 3 (G. Wang et al. 2023): gathers of fewer bytes, and of none across slow links.
 
-Each rank makes a *packet* of its slice of a bucket whenever the weights have changed: 8-bit codes with a scale per
-block (qwZ), or the slice as it is. A *piece* is what one rank contributes to a gather: its packet, or, where ranks are
-in groups (hpZ), the packets of all ranks with its place in their groups. Those are exchanged once, when the weights
-have changed; from then on each group holds all packets, and every gather of the step, in forward, backward and
+Each rank makes a quantized *payload* of its slice of a bucket whenever the weights have changed: 8-bit codes with a
+scale per block (qwZ), or the slice as it is. A *piece* is what one rank contributes to a gather: its payload, or, where
+ranks are in groups (hpZ), the payloads of all ranks with its place in their groups. Those are exchanged once, when the
+weights have changed; from then on each group holds all payloads, and every gather of the step, in forward, backward and
 recomputation, stays within the group.
 
-All ranks decode the same packets, their own included, so that all compute with the same weights. The slices themselves
+All ranks decode the same payloads, their own included, so that all compute with the same weights. The slices themselves
 and the master weights are not rounded: they are what checkpoints, exports and ``GatheredParameters`` see.
 """
 
@@ -25,24 +25,24 @@ from deepspeed.zero.gathering.shard_server import ShardServer
 from deepspeed.zero.gathering.shard_servers import ShardServers
 from deepspeed.zero.gathering.sharded_bucket import ShardedBucket
 from deepspeed.zero.gradients.quantized_sum import codec_for
-from deepspeed.zero.replica_groups import Levels, Scope, ScopeTable
+from deepspeed.zero.replica_groups import Levels, ReplicaGroup, ReplicaGroupTable
 
 
 class Piece:
     """Contribution of this rank to gathers of one bucket, and how a whole bucket is made of all contributions.
 
-    ``data`` [groups, packet]: bytes, or numbers of the bucket where there is no ``codec``.
+    ``data`` [groups, payload]: bytes, or numbers of the bucket where there is no ``codec``.
     """
 
-    def __init__(self, bucket: ShardedBucket, codec: BlockCodec | None, scope: Scope) -> None:
+    def __init__(self, bucket: ShardedBucket, codec: BlockCodec | None, replica_group: ReplicaGroup) -> None:
         self.bucket = bucket
         self.codec = codec
-        self.scope = scope
-        self.near, self.across = scope.levels or Levels(scope.shard, Communicator(None))
+        self.replica_group = replica_group
+        self.near, self.across = replica_group.levels or Levels(replica_group.shard, Communicator(None))
         numel, dtype = bucket.layout.shard_numel, bucket.layout.dtype
-        packet = numel if codec is None else codec.nbytes(numel)
+        payload = numel if codec is None else codec.nbytes(numel)
         dtype = dtype if codec is None else torch.uint8
-        self.data = torch.empty(self.across.size, packet, dtype=dtype, device=bucket.device)
+        self.data = torch.empty(self.across.size, payload, dtype=dtype, device=bucket.device)
         bucket.lossy = codec is not None
 
     def refresh(self) -> Pending:
@@ -59,13 +59,13 @@ class Piece:
     def place(self, pieces: Tensor, full: Tensor) -> None:
         """Fill ``full`` [padded_numel] with what is in the ``pieces`` of all ranks nearby."""
         slices = full.view(self.across.size, self.near.size, -1)
-        packets = pieces.view(self.near.size, self.across.size, -1)
+        payloads = pieces.view(self.near.size, self.across.size, -1)
         if self.codec is None:
-            slices.copy_(packets.transpose(0, 1))
+            slices.copy_(payloads.transpose(0, 1))
             return
         for i in range(self.near.size):
             for group in range(self.across.size):
-                self.codec.decode(packets[i, group], slices.shape[-1], out=slices[group, i])
+                self.codec.decode(payloads[i, group], slices.shape[-1], out=slices[group, i])
 
 
 class PieceChannel:
@@ -76,7 +76,7 @@ class PieceChannel:
         self.ranks = ranks
 
     def all_gather(self, output: Tensor, input: Tensor) -> Pending:
-        """``output`` is the whole bucket; ``input``, this rank's slice, was made a packet when it was written."""
+        """``output`` is the whole bucket; ``input``, this rank's slice, was made a payload when it was written."""
         pieces = self.piece.room()
         pending = self.ranks.all_gather(pieces, self.piece.data.view(-1))
 
@@ -87,25 +87,29 @@ class PieceChannel:
         return Pending(finish)
 
 
-class PacketServers(ShardServers):
+class PayloadServers(ShardServers):
     """Serves pieces for gathers of training and evaluation, and plain slices for gathers by hand.
 
     ``pieces``: by the index of their bucket; buckets without one are served plain.
     """
 
     def __init__(
-        self, buckets: Sequence[ShardedBucket], scopes: ScopeTable, timeout_s: float, pieces: dict[int, Piece]
+        self,
+        buckets: Sequence[ShardedBucket],
+        replica_groups: ReplicaGroupTable,
+        timeout_s: float,
+        pieces: dict[int, Piece],
     ) -> None:
-        super().__init__(buckets, scopes, timeout_s)
+        super().__init__(buckets, replica_groups, timeout_s)
         self.pieces = pieces
         served: dict[str, list[Tensor]] = {}
-        self._number: dict[int, int] = {}  # a piece's number among those of its scope
+        self._number: dict[int, int] = {}  # a piece's number among those of its replica group
         near: dict[str, Communicator] = {}
         for index, piece in pieces.items():
-            mine = served.setdefault(piece.scope.name, [])
+            mine = served.setdefault(piece.replica_group.name, [])
             self._number[index] = len(mine)
             mine.append(piece.data.view(-1))
-            near[piece.scope.name] = piece.near
+            near[piece.replica_group.name] = piece.near
         self.refresh()
         self.nearby = {name: ShardServer(near[name], served[name], timeout_s) for name in sorted(served)}
         self._retire_when_dropped(self.nearby)
@@ -116,7 +120,7 @@ class PacketServers(ShardServers):
             super().fetch(index, full, phase)
             return
         pieces = piece.room()
-        self.nearby[piece.scope.name].fetch(self._number[index], pieces)
+        self.nearby[piece.replica_group.name].fetch(self._number[index], pieces)
         piece.place(pieces, full)
         piece.near.count_fetch(pieces)
 
@@ -140,15 +144,21 @@ class PacketServers(ShardServers):
             server.retire()
 
 
-def make_pieces(buckets: Sequence[ShardedBucket], scopes: ScopeTable, packing: Packing) -> dict[int, Piece]:
+def make_pieces(
+    buckets: Sequence[ShardedBucket], replica_groups: ReplicaGroupTable, packing: Packing
+) -> dict[int, Piece]:
     """By index, for the buckets whose gathers the plan changes. What is always gathered (persistent) is refreshed after
     each step without loss: it is small."""
     pieces: dict[int, Piece] = {}
     for bucket in buckets:
         layout = bucket.layout
-        scope = scopes[layout.scope]
+        replica_group = replica_groups[layout.replica_group]
         bits = packing.weights if layout.requires_grad else packing.frozen_weights
-        codec = codec_for(layout, bits, random=packing.random, rank=scope.shard.rank)
-        if not bucket.persistent and scope.shard.size > 1 and (codec is not None or scope.levels is not None):
-            pieces[layout.index] = Piece(bucket, codec, scope)
+        codec = codec_for(layout, bits, random=packing.random, rank=replica_group.shard.rank)
+        if (
+            not bucket.persistent
+            and replica_group.shard.size > 1
+            and (codec is not None or replica_group.levels is not None)
+        ):
+            pieces[layout.index] = Piece(bucket, codec, replica_group)
     return pieces

@@ -22,7 +22,7 @@ _COUNT = struct.Struct("<q")
 
 
 @dataclass(slots=True)
-class Visit:
+class Arrival:
     intent: bytes
     proposal: list[int] = field(default_factory=list)
     patience_s: float = 0.0
@@ -34,7 +34,7 @@ class Visit:
         return head + self.intent + struct.pack(f"<{len(self.proposal)}q", *self.proposal)
 
     @classmethod
-    def unpack(cls, message: bytes) -> Visit:
+    def unpack(cls, message: bytes) -> Arrival:
         patience_s, length = _HEAD.unpack_from(message)
         start = _HEAD.size + length
         count = (len(message) - start) // _COUNT.size
@@ -42,33 +42,33 @@ class Visit:
         return cls(message[_HEAD.size : start], proposal, patience_s)
 
 
-class Meeting:
-    """Lives on rank 0; ``attend`` is called by one thread per rank."""
+class Rendezvous:
+    """Lives on rank 0; ``join`` is called by one thread per rank."""
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self._waiting: dict[int, Visit] = {}
+        self._waiting: dict[int, Arrival] = {}
         self._changed = threading.Condition()
         self._closed = False
 
-    def attend(self, rank: int, visit: Visit) -> list[int] | None:
+    def join(self, rank: int, arrival: Arrival) -> list[int] | None:
         """The order in which all ranks proceed together, or None if they do not."""
         with self._changed:
-            self._waiting[rank] = visit
+            self._waiting[rank] = arrival
             if len(self._waiting) == self.size:
                 self._decide()
             else:
-                self._changed.wait_for(lambda: visit.decided or self._closed, visit.patience_s)
-            if not visit.decided:
+                self._changed.wait_for(lambda: arrival.decided or self._closed, arrival.patience_s)
+            if not arrival.decided:
                 self._waiting.pop(rank, None)
-            return visit.order
+            return arrival.order
 
     def _decide(self) -> None:
-        visits = self._waiting
-        agreed = len({visit.intent for visit in visits.values()}) == 1
-        for visit in visits.values():
-            visit.decided = True
-            visit.order = visits[0].proposal if agreed else None
+        arrivals = self._waiting
+        agreed = len({arrival.intent for arrival in arrivals.values()}) == 1
+        for arrival in arrivals.values():
+            arrival.decided = True
+            arrival.order = arrivals[0].proposal if agreed else None
         self._waiting = {}
         self._changed.notify_all()
 

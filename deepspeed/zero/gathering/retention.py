@@ -18,31 +18,31 @@ class KeptWhole:
     """
 
     def __init__(self, params: Iterable[Tensor]) -> None:
-        homes = {id(home): home for param in params if isinstance(home := _home(param), ShardedBucket)}
-        self._waiting = list(homes.values())
+        owners = {id(owner): owner for param in params if isinstance(owner := _owner(param), ShardedBucket)}
+        self._waiting = list(owners.values())
         self._held: list[ShardedBucket] = []
 
     def take(self) -> None:
         if not self._waiting:
             return
-        whole = [home for home in self._waiting if home.status is Status.GATHERED]
-        for home in whole:
-            with home.transitions.lock:
-                home.transitions.take((home.layout.index,), Phase.BY_HAND)
+        whole = [owner for owner in self._waiting if owner.status is Status.GATHERED]
+        for owner in whole:
+            with owner.transitions.lock:
+                owner.transitions.take((owner.layout.index,), Phase.BY_HAND)
         self._held += whole
-        self._waiting = [home for home in self._waiting if home not in whole]
+        self._waiting = [owner for owner in self._waiting if owner not in whole]
 
     def __enter__(self) -> KeptWhole:
         self.take()
         return self
 
     def __exit__(self, *exc: object) -> None:
-        for home in self._held:
-            with home.transitions.lock:
-                home.transitions.drop((home.layout.index,))
+        for owner in self._held:
+            with owner.transitions.lock:
+                owner.transitions.release((owner.layout.index,))
         self._waiting += self._held
         self._held = []
 
 
-def _home(param: Tensor) -> object:
-    return getattr(param, "ds_home", None)
+def _owner(param: Tensor) -> object:
+    return getattr(param, "ds_owner", None)

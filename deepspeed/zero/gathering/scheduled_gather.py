@@ -5,12 +5,12 @@ the next step: gathers and sums together (Note: one order in ``launch_order.py``
 changes, or says that there are none.
 
 An evaluation, a generated token or ``GatheredParameters`` may concern a single rank. Before its first gather, such a
-pass asks whether all ranks are about to make the same pass (``meeting.py``): the same module, the same buckets already
-gathered, the same weights, the same position in the training order. If so, all follow the order in which rank 0 made
-it last time, and launch the rest of it at its end; otherwise each rank fetches. Since all of them are at one position
-of the training order, the collectives of the pass have one place in it too. Asking costs one small message to rank 0
-and one back per pass, no collective, and nothing if everything is already gathered. A rank waits for the others up to
-``PATIENCE_S``, a quarter as long after each failed wait, and the full time again after a success: a rank that
+pass asks whether all ranks are about to make the same pass (``rendezvous.py``): the same module, the same buckets
+already gathered, the same weights, the same position in the training order. If so, all follow the order in which rank 0
+made it last time, and launch the rest of it at its end; otherwise each rank fetches. Since all of them are at one
+position of the training order, the collectives of the pass have one place in it too. Asking costs one small message to
+rank 0 and one back per pass, no collective, and nothing if everything is already gathered. A rank waits for the others
+up to ``PATIENCE_S``, a quarter as long after each failed wait, and the full time again after a success: a rank that
 evaluates alone loses little, and ranks that drifted apart meet again, because the last to arrive waits longest.
 
 Entries of its order that a pass did not use are gathered and released at its end, as the other ranks wait for them.
@@ -29,7 +29,7 @@ from deepspeed.comm.collectives import Communicator, Pending
 from deepspeed.zero.gathering.gather import FetchingGather
 from deepspeed.zero.gathering.launch_order import Entry, Kind, LaunchOrder, decode, encode, with_foresight
 from deepspeed.zero.gathering.phases import Phase
-from deepspeed.zero.gathering.rendezvous import Visit
+from deepspeed.zero.gathering.rendezvous import Arrival
 from deepspeed.zero.gathering.shard_servers import ShardServers
 from deepspeed.zero.gathering.sharded_bucket import ShardedBucket, Status
 
@@ -279,7 +279,7 @@ class ScheduledGather(FetchingGather):
     def _meet(self, intent: tuple[Hashable, ...], proposal: list[int]) -> list[int]:
         """The order of a pass that all ranks are making now; empty if they are not."""
         what = repr((intent, self.order.position, self.server.version)).encode()
-        order = self.server.meet(Visit(what, proposal, self.patience_s))
+        order = self.server.meet(Arrival(what, proposal, self.patience_s))
         if order is not None:
             self.patience_s = self.longest_patience_s
             return order

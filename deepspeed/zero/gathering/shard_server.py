@@ -10,7 +10,7 @@ the interpreter exits, every rank tells the others and keeps serving until they 
 sent no request for ``LINGER_S``. A rank that ends with an uncaught exception does not linger: its launcher waits.
 (Nor does one that calls ``sys.exit(3)`` under the `deepspeed` command, which tells the interpreter so.) A rank that
 destroys its engine, or drops it, keeps serving in the same way, in the background. Many ranks leave through the store
-(``roll``).
+(``termination_barrier.py``).
 """
 
 from __future__ import annotations
@@ -37,20 +37,22 @@ from deepspeed.base.constants import RANK_ENDED
 from deepspeed.comm.collectives import CommunicationError, Communicator
 from deepspeed.zero.gathering.rendezvous import (
     ANSWER_HEAD,
-    Meeting,
-    Visit,
+    Arrival,
+    Rendezvous,
     answer_length,
     pack_answer,
     unpack_order,
 )
-from deepspeed.zero.gathering.termination_barrier import roll_of
+from deepspeed.zero.gathering.termination_barrier import make_barrier
 
 _REQUEST = struct.Struct("<qq")  # bucket, version
 _COUNT = struct.Struct("<q")
 _TOKEN_BYTES = 16
 _CHUNK_BYTES = 4 * 1024 * 1024
 _LEAVING = -1  # in place of a bucket: close the connection when the serving rank leaves
-_MEETING = -2  # in place of a bucket: a visit to the meeting follows, with the version as its length in bytes
+_RENDEZVOUS = (
+    -2
+)  # in place of a bucket: an arrival at the rendezvous follows, with the version as its length in bytes
 LINGER_S = 60.0
 
 _open: weakref.WeakSet[ShardServer] = weakref.WeakSet()
@@ -70,9 +72,9 @@ class ShardServer:
         self.bytes_received = 0
         self.fetches = 0
         self.served = 0
-        self.meeting = Meeting(communicator.size)  # only rank 0's is used
+        self.rendezvous = Rendezvous(communicator.size)  # only rank 0's is used
         self._changed = threading.Condition()
-        self._telling = threading.Lock()
+        self._notifying = threading.Lock()
         self._closed = self._leaving = False
         self._peers: dict[int, socket.socket] = {}
         self._accepted: list[socket.socket] = []
@@ -82,7 +84,7 @@ class ShardServer:
         dist.all_gather_object(everyone, mine, group=communicator.group)
         self._addresses: list[tuple[str, int, bytes]] = everyone
         self._token = everyone[0][2]
-        self._roll = roll_of(self._token.hex(), communicator.size)
+        self._barrier = make_barrier(self._token.hex(), communicator.size)
         threading.Thread(target=self._accept, name="shard-server", daemon=True).start()
         _open.add(self)
         # Otherwise its threads would keep an engine's slices that nobody destroyed.
@@ -123,14 +125,15 @@ class ShardServer:
         if host is not target:
             target.copy_(host)
 
-    def meet(self, visit: Visit) -> list[int] | None:
-        """Return the common order if all ranks are about to do what ``visit`` says, otherwise None (``Meeting``)."""
+    def meet(self, arrival: Arrival) -> list[int] | None:
+        """Return the common order if all ranks are about to do what ``arrival`` says, otherwise None
+        (``Rendezvous``)."""
         if self.communicator.rank == 0:
-            return self.meeting.attend(0, visit)
-        message = visit.pack()
+            return self.rendezvous.join(0, arrival)
+        message = arrival.pack()
         try:
             connection = self._connection(0)
-            connection.sendall(_REQUEST.pack(_MEETING, len(message)) + message)
+            connection.sendall(_REQUEST.pack(_RENDEZVOUS, len(message)) + message)
             head = _read(connection, ANSWER_HEAD)
             if not head:
                 raise ConnectionError("the connection was closed")
@@ -180,15 +183,15 @@ class ShardServer:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             if not hmac.compare_digest(_read(connection, _TOKEN_BYTES), self._token):
                 return
-            (visitor,) = _COUNT.unpack(_read(connection, _COUNT.size))
+            (arriving,) = _COUNT.unpack(_read(connection, _COUNT.size))
             while True:
                 request = _read(connection, _REQUEST.size)
                 if not request:
                     return
                 bucket, version = _REQUEST.unpack(request)
-                if bucket == _MEETING:
-                    visit = Visit.unpack(_read(connection, version))
-                    connection.sendall(pack_answer(self.meeting.attend(visitor, visit)))
+                if bucket == _RENDEZVOUS:
+                    arrival = Arrival.unpack(_read(connection, version))
+                    connection.sendall(pack_answer(self.rendezvous.join(arriving, arrival)))
                     continue
                 with self._changed:
                     if bucket == _LEAVING:
@@ -206,18 +209,18 @@ class ShardServer:
     def leave(self) -> None:
         """Tell the other ranks that this one will send no more requests (Note: the end of a process). Returns when they
         have been told, by this call or another."""
-        with self._telling:
+        with self._notifying:
             if self._leaving:
                 return
             with self._changed:
                 self._leaving = True
                 self._changed.notify_all()
-            if self._roll is not None:
-                self._roll.sign()
+            if self._barrier is not None:
+                self._barrier.arrive()
             else:
-                self._tell_all()
+                self._notify_all()
 
-    def _tell_all(self) -> None:
+    def _notify_all(self) -> None:
         for rank in range(self.communicator.size):
             if rank != self.communicator.rank:
                 with contextlib.suppress(OSError):
@@ -237,10 +240,10 @@ class ShardServer:
 
     def linger(self, limit_s: float) -> None:
         """Serve until the other ranks are leaving or gone: then they close the connection."""
-        if self._roll is not None:
-            if self._roll.wait(limit_s, lambda: self.served):
+        if self._barrier is not None:
+            if self._barrier.wait(limit_s, lambda: self.served):
                 return
-            self._tell_all()
+            self._notify_all()
         for connection in list(self._peers.values()):
             with contextlib.suppress(OSError):
                 connection.settimeout(limit_s)
@@ -261,7 +264,7 @@ class ShardServer:
             self._closed = True
             self.shards = []
             self._changed.notify_all()
-        self.meeting.close()
+        self.rendezvous.close()
         for connection in (self._listener, *self._peers.values(), *self._accepted):
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)

@@ -1,4 +1,5 @@
-"""One shard server per scope behind the face of a single one: buckets of different scopes have different peers."""
+"""One shard server per replica group behind the face of a single one: buckets of different replica groups have
+different peers."""
 
 from __future__ import annotations
 
@@ -8,29 +9,32 @@ from torch import Tensor
 
 from deepspeed.base.python_gc import call_when_dropped
 from deepspeed.zero.gathering.phases import Phase
-from deepspeed.zero.gathering.rendezvous import Visit
+from deepspeed.zero.gathering.rendezvous import Arrival
 from deepspeed.zero.gathering.shard_server import ShardServer
 from deepspeed.zero.gathering.sharded_bucket import ShardedBucket
-from deepspeed.zero.replica_groups import DENSE, ScopeTable
+from deepspeed.zero.replica_groups import DENSE, ReplicaGroupTable
 
 
 class ShardServers:
-    """Fetches each bucket from the ranks of its scope; where a scope is one rank, its slice is the whole bucket."""
+    """Fetches each bucket from the ranks of its replica group; where a replica group is one rank, its slice is the
+    whole bucket."""
 
-    def __init__(self, buckets: Sequence[ShardedBucket], scopes: ScopeTable, timeout_s: float) -> None:
+    def __init__(
+        self, buckets: Sequence[ShardedBucket], replica_groups: ReplicaGroupTable, timeout_s: float
+    ) -> None:
         self.buckets = list(buckets)
-        self._place: list[int] = []  # a bucket's number among those of its scope
+        self._slot: list[int] = []  # a bucket's number among those of its replica group
         shards: dict[str, list[Tensor]] = {}
         for bucket in self.buckets:
             assert bucket.shard is not None
-            mine = shards.setdefault(bucket.layout.scope, [])
-            self._place.append(len(mine))
+            mine = shards.setdefault(bucket.layout.replica_group, [])
+            self._slot.append(len(mine))
             mine.append(bucket.shard)
         shards.setdefault(DENSE, [])  # ranks also meet there
         self.servers = {
-            name: ShardServer(scopes[name].shard, shards[name], timeout_s)
+            name: ShardServer(replica_groups[name].shard, shards[name], timeout_s)
             for name in sorted(shards)
-            if scopes[name].shard.size > 1
+            if replica_groups[name].shard.size > 1
         }
         self._retire_when_dropped(self.servers)
 
@@ -42,12 +46,12 @@ class ShardServers:
     def fetch(self, index: int, full: Tensor, phase: Phase) -> None:
         """Fill ``full`` with the slices of bucket ``index``, for a use in this phase."""
         bucket = self.buckets[index]
-        server = self.servers.get(bucket.layout.scope)
+        server = self.servers.get(bucket.layout.replica_group)
         if server is None:
             full.copy_(bucket.own_slice())
         else:
             bucket.at_rest()
-            server.fetch(self._place[index], full)
+            server.fetch(self._slot[index], full)
         bucket.communicator.count_fetch(full)
 
     def is_exact(self, index: int) -> bool:
@@ -58,8 +62,8 @@ class ShardServers:
         for server in self.servers.values():
             server.advance()
 
-    def meet(self, visit: Visit) -> list[int] | None:
-        return self.servers[DENSE].meet(visit)
+    def meet(self, arrival: Arrival) -> list[int] | None:
+        return self.servers[DENSE].meet(arrival)
 
     def retire(self) -> None:
         for server in self.servers.values():

@@ -188,7 +188,7 @@ class ShardedBucket(ParamBucket):
         """Return how one parameter is divided among the shards."""
         return self.layout.cut_of(self.layout.slots[position])
 
-    def owners(self, position: int) -> list[tuple[int, int, int]]:
+    def owning_ranks(self, position: int) -> list[tuple[int, int, int]]:
         """``(rank, start, stop)`` of the parts of one parameter, as offsets into the flat parameter."""
         return self.layout.parts(self.layout.slots[position])
 
@@ -207,7 +207,7 @@ class ShardedBucket(ParamBucket):
             flat.copy_(self.views[position].reshape(-1))
             return
         mine = self.local_part(position)
-        for rank, start, stop in self.owners(position):
+        for rank, start, stop in self.owning_ranks(position):
             if rank == self.rank:
                 flat[start:stop] = mine
             self.communicator.broadcast(flat[start:stop], src=rank).wait()
@@ -215,7 +215,7 @@ class ShardedBucket(ParamBucket):
     def write_param(self, position: int, value: Tensor) -> None:
         """Write a new value of the whole parameter (the same on every rank) to the slices."""
         flat = value.detach().reshape(-1)
-        for rank, start, stop in self.owners(position):
+        for rank, start, stop in self.owning_ranks(position):
             if rank == self.rank:
                 self.local_part(position).copy_(flat[start:stop])
         if self.status is Status.GATHERED and self.views[position].data_ptr() != value.data_ptr():

@@ -23,7 +23,7 @@ from deepspeed.zero.gathering.sharded_bucket import ShardedBucket
 from deepspeed.zero.offload.host_copies import off_host
 from deepspeed.zero.parameter_offload import DeepSpeedZeRoOffload
 from deepspeed.zero.partitioning import TrainedParams, cut_sharded, param_specs, trained_params, with_frozen
-from deepspeed.zero.replica_groups import DENSE, Scopes, ScopeTable
+from deepspeed.zero.replica_groups import DENSE, ReplicaGroups, ReplicaGroupTable
 
 if TYPE_CHECKING:
     from deepspeed.config.deepspeed_config import DeepSpeedConfig
@@ -44,7 +44,7 @@ class ShardedModel:
         self,
         module: nn.Module,
         buckets: Sequence[ShardedBucket],
-        scopes: Scopes,
+        replica_groups: ReplicaGroups,
         *,
         trained: set[int],
         budget: LiveBudget,
@@ -54,14 +54,18 @@ class ShardedModel:
     ) -> None:
         self.storage = storage
         self.buckets = list(buckets)
-        self.scopes = scopes
+        self.replica_groups = replica_groups
         for bucket in self.buckets:
             bucket.flatten()
             self._note_neighbours(bucket)
         self.trained_buckets = [bucket for bucket in self.buckets if bucket.layout.index in trained]
         device = self.buckets[0].device if self.buckets else torch.device("cpu")
         self.gatherer = make_gatherer(
-            self.buckets, GatherLinks(scopes, packing), storage, device=device, prefetch_numel=prefetch_numel
+            self.buckets,
+            GatherLinks(replica_groups, packing),
+            storage,
+            device=device,
+            prefetch_numel=prefetch_numel,
         )
         self.coordinator = ParamCoordinator(self.buckets, self.gatherer, budget)
         self.transitions = self.coordinator.transitions
@@ -72,15 +76,15 @@ class ShardedModel:
         self.prefetch_numel = prefetch_numel
         self._kept_by_config = {bucket.layout.index for bucket in self.buckets if bucket.persistent}
         self._kept: set[int] = set()  # by ``keep_gathered``
-        self.row_norms = RowNorms(module, scopes.everyone)
+        self.row_norms = RowNorms(module, replica_groups.everyone)
 
     def _note_neighbours(self, bucket: ShardedBucket) -> None:
-        if self.scopes.group_size <= 1:
+        if self.replica_groups.group_size <= 1:
             return
-        scope = self.scopes[bucket.layout.scope]
-        near = scope.shard if scope.levels is None else scope.levels.near
+        replica_group = self.replica_groups[bucket.layout.replica_group]
+        near = replica_group.shard if replica_group.levels is None else replica_group.levels.near
         for param in bucket.params:
-            zero_params.note_neighbours(param, near.group, all_holders=near is scope.shard)
+            zero_params.note_neighbours(param, near.group, all_holders=near is replica_group.shard)
 
     def before_step(self) -> None:
         self.gatherer.end_of_step()
@@ -139,7 +143,7 @@ def shard_module(
     optimizer: torch.optim.Optimizer | None,
     plan: Plan,
     config: DeepSpeedConfig,
-    scopes: Scopes,
+    replica_groups: ReplicaGroups,
 ) -> ShardedModel:
     """Stage 3: shard every parameter of ``module`` and install the hooks that gather them around their use."""
     held = [p for group in (optimizer.param_groups if optimizer is not None else []) for p in group["params"]]
@@ -155,19 +159,21 @@ def shard_module(
         ShardedBucket(
             layout,
             everything.params,
-            scopes[layout.scope].shard,
-            everyone=scopes[layout.scope].written_by,
+            replica_groups[layout.replica_group].shard,
+            everyone=replica_groups[layout.replica_group].written_by,
             persistent=persistent,
             keep=storage.keep_persistent if persistent else storage.keep,
             check=storage.check if storage.on_file and not persistent else None,
         )
-        for layout, persistent in cut_sharded(specs, zero, scopes.shards(), traits_of(optimizer).grain)
+        for layout, persistent in cut_sharded(
+            specs, zero, replica_groups.shards(), traits_of(optimizer).grain
+        )
     ]
     known = {id(p) for p in held if p.requires_grad}
     sharded = ShardedModel(
         module,
         buckets,
-        scopes,
+        replica_groups,
         trained={bucket.layout.index for bucket in buckets if any(id(p) in known for p in bucket.params)},
         budget=live_budget(zero),
         prefetch_numel=int(zero.prefetch_bucket_size),
@@ -188,42 +194,44 @@ def live_budget(zero: DeepSpeedZeroConfig) -> LiveBudget:
 class GatherLinks:
     """Ways by which this rank reaches the shards of the others."""
 
-    def __init__(self, scopes: ScopeTable, packing: Packing) -> None:
-        self.scopes = scopes
+    def __init__(self, replica_groups: ReplicaGroupTable, packing: Packing) -> None:
+        self.replica_groups = replica_groups
         self.packing = packing
 
     @property
     def everyone(self) -> Communicator:
-        return self.scopes.everyone
+        return self.replica_groups.everyone
 
-    def shards(self, scope: str) -> int:
+    def shards(self, replica_group: str) -> int:
         """Over how many ranks one copy of the weights is spread."""
-        return self.scopes[scope].shard.size
+        return self.replica_groups[replica_group].shard.size
 
     def server(self, buckets: Sequence[ShardedBucket]) -> ShardServers:
         """Fetches whole buckets from the ranks that hold their slices. Collective."""
-        from deepspeed.zero.gathering.quantized_gather import PacketServers, make_pieces
+        from deepspeed.zero.gathering.quantized_gather import PayloadServers, make_pieces
         from deepspeed.zero.gathering.shard_servers import ShardServers
 
         timeout_s = default_timeout().total_seconds()
-        pieces = make_pieces(buckets, self.scopes, self.packing)
+        pieces = make_pieces(buckets, self.replica_groups, self.packing)
         if pieces:
-            return PacketServers(buckets, self.scopes, timeout_s, pieces)
-        return ShardServers(buckets, self.scopes, timeout_s)
+            return PayloadServers(buckets, self.replica_groups, timeout_s, pieces)
+        return ShardServers(buckets, self.replica_groups, timeout_s)
 
     def channels(self, buckets: Sequence[ShardedBucket], server: ShardServers) -> list[GatherChannel]:
         """By bucket, the ranks that hold one copy of it, for gathers alone. Collective."""
-        from deepspeed.zero.gathering.quantized_gather import PacketServers, PieceChannel
+        from deepspeed.zero.gathering.quantized_gather import PayloadServers, PieceChannel
 
-        names = sorted({bucket.layout.scope for bucket in buckets})
-        plain = {name: _second_group(self.scopes[name].shard) for name in names}
-        result: list[GatherChannel] = [plain[bucket.layout.scope] for bucket in buckets]
-        if isinstance(server, PacketServers):
+        names = sorted({bucket.layout.replica_group for bucket in buckets})
+        plain = {name: _second_group(self.replica_groups[name].shard) for name in names}
+        result: list[GatherChannel] = [plain[bucket.layout.replica_group] for bucket in buckets]
+        if isinstance(server, PayloadServers):
             near = {
-                name: _second_group(levels.near) for name in names if (levels := self.scopes[name].levels)
+                name: _second_group(levels.near)
+                for name in names
+                if (levels := self.replica_groups[name].levels)
             }
             for index, piece in server.pieces.items():
-                name = piece.scope.name
+                name = piece.replica_group.name
                 result[index] = PieceChannel(piece, near.get(name, plain[name]))
         return result
 
@@ -237,7 +245,7 @@ def make_gatherer(
     prefetch_numel: int,
 ) -> LocalGather:
     """The one place that chooses how slices are gathered, for weights that are used on ``device``."""
-    used = sorted({DENSE, *(bucket.layout.scope for bucket in buckets)})
+    used = sorted({DENSE, *(bucket.layout.replica_group for bucket in buckets)})
     alone = all(links.shards(name) == 1 for name in used)
     if alone and storage.on_file and not off_host(device):
         return ReadingGather(

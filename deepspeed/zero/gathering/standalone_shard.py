@@ -1,4 +1,4 @@
-"""The home of a parameter between ``zero.Init`` and ``initialize``: sharded by itself, evenly, padded.
+"""The owner of a parameter between ``zero.Init`` and ``initialize``: sharded by itself, evenly, padded.
 
 Blocks, optimizer groups, freezing and tying are not known yet, so there are no buckets.
 """
@@ -61,15 +61,15 @@ class SoloShard:
         part = value.detach().reshape(-1)[start : start + self.shard.numel()]
         self.local_part(position)[: part.numel()].copy_(part)
 
-    def twin(self, param: nn.Parameter) -> nn.Parameter:
+    def copy_of(self, param: nn.Parameter) -> nn.Parameter:
         """A new parameter with its own slice, equal to ``param``'s."""
         zero_params.follow_dtype(param)
         copy = nn.Parameter(torch.empty_like(param.data), requires_grad=param.requires_grad)
-        home = object.__new__(type(self))
-        home.__dict__.update(self.__dict__)
+        owner = object.__new__(type(self))
+        owner.__dict__.update(self.__dict__)
         shard = self.local_part(0)
-        home.shard = shard.clone() if self.swap is None else self.swap.put(shard)
-        zero_params.adopt_copy(copy, param, home)
+        owner.shard = shard.clone() if self.swap is None else self.swap.put(shard)
+        zero_params.adopt_copy(copy, param, owner)
         return copy
 
     def cast(self, param: nn.Parameter, dtype: torch.dtype) -> None:

@@ -1,4 +1,4 @@
-"""Registry of ranks that have left, where so many ranks serve shards that telling each other directly would take too
+"""A barrier for ranks that leave, where so many ranks serve shards that telling each other directly would take too
 many connections.
 
 With N ranks that is N - 1 connections and threads on each of them, all at the end. Here each rank adds one to a number
@@ -21,7 +21,7 @@ DIRECT_RANKS = 64
 ASK_S = 1.0  # at a time: two threads may wait, and the store serves one at once
 
 
-class Roll:
+class TerminationBarrier:
     """One for all ``size`` ranks that share ``name``."""
 
     def __init__(self, store: Any, name: str, size: int) -> None:
@@ -29,14 +29,14 @@ class Roll:
         self._size = size
         self._count, self._all = f"deepspeed/leaving/{name}/count", f"deepspeed/leaving/{name}/all"
 
-    def sign(self) -> None:
+    def arrive(self) -> None:
         """This rank will send no more requests."""
         with contextlib.suppress(RuntimeError):  # the store is gone: ``wait`` will notice
             if self._store.add(self._count, 1) == self._size:
                 self._store.set(self._all, "left")
 
     def wait(self, limit_s: float, served: Callable[[], int]) -> bool:
-        """Wait until all ranks have signed, or none of them has sent a request for ``limit_s``, as ``served()`` counts
+        """Wait until all ranks have arrived, or none of them has sent a request for ``limit_s``, as ``served()`` counts
         them. False if the store cannot tell."""
         before, quiet_since = served(), time.monotonic()
         while time.monotonic() - quiet_since < limit_s:
@@ -51,11 +51,11 @@ class Roll:
         return True
 
 
-def roll_of(name: str, size: int) -> Roll | None:
+def make_barrier(name: str, size: int) -> TerminationBarrier | None:
     """None if there are few ranks, or there is no store."""
     if size <= DIRECT_RANKS:
         return None
     with contextlib.suppress(Exception):  # a group created without one
         store: Any = dist.distributed_c10d._get_default_store()
-        return Roll(store.clone() if hasattr(store, "clone") else store, name, size)
+        return TerminationBarrier(store.clone() if hasattr(store, "clone") else store, name, size)
     return None

@@ -6,7 +6,7 @@
              begin                    arrived
    SHARDED ---------> GATHERING ----------------> GATHERED: held, idle or persistent
       ^                                               |
-      +------------- release (idle), evict -----------+
+      +------------- reshard (idle), evict -----------+
 ```
 
 GATHERED has three kinds. *Held*: at least one holder needs it. *Idle*: none does; its memory may be taken at any
@@ -14,13 +14,13 @@ time. *Persistent*: a small bucket, whole from the first step to the last; its h
 
 | holder | from | to |
 |---|---|---|
-| a call of a module (any phase of a forward) | its entry: ``take`` | its exit: ``drop`` |
-| a backward, for each call whose nodes it runs | reaching the call: ``take`` | passing it, or its end: ``drop`` |
-| ``GatheredParameters`` over all of a bucket | ``hold`` | ``let_go`` |
+| a call of a module (any phase of a forward) | its entry: ``take`` | its exit: ``release`` |
+| a backward, for each call whose nodes it runs | reaching the call: ``take`` | passing it, or its end: ``release`` |
+| ``GatheredParameters`` over all of a bucket | ``hold`` | ``release_hold`` |
 | a forward under a transform (``torch.func``) | ``keep`` | the update, or ``release_all`` |
 
-What is idle is not released at once, except after ``let_go``: the next call often needs the same bucket. It is
-released
+What is idle is not resharded at once, except after ``release_hold``: the next call often needs the same bucket. It is
+resharded
 
 - when another bucket is about to be gathered, or the last backward ends: beyond ``max_live`` elements, and what is not
   used again within ``max_reuse`` elements of the order of the last step;
@@ -114,7 +114,7 @@ class Transitions:
         """A step begins with the same buckets whether or not an evaluation preceded it: it can be predicted."""
         if not self.trace.begun:
             for b in self._visitors:
-                self._release_if_idle(b)
+                self._reshard_if_idle(b)
         self._visitors.clear()
 
     def end_pass(self, phase: Phase) -> None:
@@ -128,7 +128,7 @@ class Transitions:
             self.evaluating = False
         self.transport.end_pass(phase)
         if not (phase.trains or self._passes or self._backwards):
-            self._release_idle(keep_near=False)
+            self._reshard_idle(keep_near=False)
 
     def cancel_pass(self, phase: Phase) -> None:
         """The pass ended with an exception that its end was not told about."""
@@ -145,7 +145,7 @@ class Transitions:
             raise TransitionError("a backward ends, but none is running")
         self._backwards -= 1
         if not (failed or self._backwards or self._passes):
-            self._release_idle()
+            self._reshard_idle()
 
     @contextlib.contextmanager
     def quiet(self) -> Iterator[None]:
@@ -180,31 +180,31 @@ class Transitions:
             if bucket.status is Status.GATHERED:
                 continue
             if not self.keeps_all:
-                self._release_idle(incoming=bucket.layout.padded_numel)
+                self._reshard_idle(incoming=bucket.layout.padded_numel)
             self.transport.gather(b, phase)
             if not phase.trains:
                 self._visitors.add(b)
 
-    def drop(self, held: Iterable[int]) -> None:
+    def release(self, held: Iterable[int]) -> None:
         """One holder less for each of ``held``; they stay whole while there is room."""
         holders = self.holders
         for b in held:
             if not holders[b]:
-                raise TransitionError(f"bucket {b} is dropped more often than it was taken")
+                raise TransitionError(f"bucket {b} is released more often than it was taken")
             holders[b] -= 1
 
     def hold(self, b: int) -> None:
-        """Gathered by hand, until ``let_go``."""
+        """Gathered by hand, until ``release_hold``."""
         with self.lock:
             if self.buckets[b].lossy:  # by hand one sees the weights, not what a gather makes of them
-                self._release_if_idle(b)
+                self._reshard_if_idle(b)
             self.take((b,), Phase.BY_HAND)
 
-    def let_go(self, b: int) -> None:
+    def release_hold(self, b: int) -> None:
         with self.lock:
-            self.drop((b,))
+            self.release((b,))
             if not self.keeps_all or self.buckets[b].lossy:
-                self._release_if_idle(b)
+                self._reshard_if_idle(b)
 
     def keep(self, buckets: Iterable[int]) -> None:
         """Hold these until the weights change, or ``release_all``."""
@@ -213,8 +213,8 @@ class Transitions:
                 self.holders[b] += 1
                 self._kept.add(b)
 
-    def drop_kept(self) -> None:
-        self.drop(self._kept)
+    def release_kept(self) -> None:
+        self.release(self._kept)
         self._kept.clear()
 
     # What the transport tells -------------------------------------------------------------------------------
@@ -254,17 +254,17 @@ class Transitions:
     def release_all(self) -> None:
         """Release everything that is not in use."""
         with self.lock:
-            self.drop_kept()
+            self.release_kept()
             for b in range(len(self.buckets)):
-                self._release_if_idle(b)
+                self._reshard_if_idle(b)
 
-    def _release_if_idle(self, b: int) -> None:
+    def _reshard_if_idle(self, b: int) -> None:
         bucket = self.buckets[b]
         if not self.holders[b] and bucket.status is Status.GATHERED and not bucket.persistent:
             bucket.release()
             self.transport.released(b)
 
-    def _release_idle(self, incoming: int = 0, keep_near: bool = True) -> None:
+    def _reshard_idle(self, incoming: int = 0, keep_near: bool = True) -> None:
         if self.keeps_all:
             return
         live = incoming + self.live()
@@ -296,13 +296,13 @@ class Transitions:
             for param in bucket.params:
                 param.ds_persist = persistent  # type: ignore[attr-defined]
             self._visitors.discard(b)
-            self._release_if_idle(b)
+            self._reshard_if_idle(b)
 
     # The end ------------------------------------------------------------------------------------------------
 
     def end_of_step(self) -> None:
         """The weights have changed; the copies that were whole have been evicted."""
-        self.drop_kept()
+        self.release_kept()
         self._visitors.clear()
         self.trace.end_of_step()
 

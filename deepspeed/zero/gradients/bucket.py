@@ -75,7 +75,7 @@ class GradBucket:
         self.reduced: Tensor | None = None
         self.in_flight: InFlight | None = None
         self._owned: Tensor | None = None  # the full buffer of keep_local
-        self._place: Tensor | None = None  # this rank's part of it
+        self._owned_slot: Tensor | None = None  # this rank's part of it
         self._slice: Tensor | None = None  # the slice otherwise
 
     # Arrivals -----------------------------------------------------------------------------------------------
@@ -108,7 +108,7 @@ class GradBucket:
             self.local = self._owned = torch.empty(
                 self.layout.padded_numel, dtype=self.dtype, device=self.device
             )
-            self._place = self.local[self.start : self.stop]
+            self._owned_slot = self.local[self.start : self.stop]
             self.views = self._parts(self.local)
         else:
             dtype = self.dtype if lasting else self.layout.wire_dtype
@@ -211,13 +211,13 @@ class GradBucket:
 
     def _collect_in_place(self, out: Tensor) -> None:
         """The sum replaces the local one: all of it at stage 0, this rank's slice at stage 1."""
-        place = self._place
-        assert place is not None
-        if out.data_ptr() != place.data_ptr():
-            place.copy_(out)
+        slot = self._owned_slot
+        assert slot is not None
+        if out.data_ptr() != slot.data_ptr():
+            slot.copy_(out)
         if self.reduced is not None:
-            place.add_(self.reduced)
-        self.reduced = place
+            slot.add_(self.reduced)
+        self.reduced = slot
 
     def _close(self, leaving: Any = None) -> None:
         if not self.keep_local and self.local is not None:
@@ -244,7 +244,7 @@ class GradBucket:
 
     def held(self) -> list[Tensor]:
         """The tensors whose memory this bucket owns, with the views of them it keeps."""
-        kept = [self._owned, self._place, self._slice, self.local, self.reduced, *self.views]
+        kept = [self._owned, self._owned_slot, self._slice, self.local, self.reduced, *self.views]
         if self.local is not None:
             kept += self.pool.parts_of(self.local)  # also those of the buckets that have it at other times
         return [tensor for tensor in kept if tensor is not None]

@@ -24,14 +24,14 @@ from deepspeed.config.plan import Plan
 from deepspeed.ops.formats.codecs import BLOCK, BlockCodec, Codec, seed_of
 from deepspeed.zero.gradients.sums import GradientSum, InFlight
 from deepspeed.zero.layout import BucketLayout
-from deepspeed.zero.replica_groups import Levels, Scope
+from deepspeed.zero.replica_groups import Levels, ReplicaGroup
 
 
 class Encoder(Protocol):
-    """Makes packets of what this rank sends."""
+    """Makes payloads of what this rank sends."""
 
     def __call__(self, values: Tensor) -> Tensor:
-        """Packets [rows, bytes] of ``values`` [rows, n]."""
+        """Payloads [rows, bytes] of ``values`` [rows, n]."""
         ...
 
 
@@ -55,9 +55,9 @@ class ErrorFeedback:
             self.error = torch.zeros(values.shape, dtype=torch.float32, device=values.device)
         self.sums += 1
         lost = self.error.clone()
-        packets = self.codec.encode(values, lost)
+        payloads = self.codec.encode(values, lost)
         self.error.lerp_(lost.nan_to_num_(0.0, 0.0, 0.0), 1.0 - self.beta)
-        return packets
+        return payloads
 
     def kept(self) -> dict[str, Any] | None:
         return None if self.error is None else {"sums": self.sums, "error": self.error}
@@ -186,21 +186,21 @@ def at_random(codec: BlockCodec, layout: BucketLayout, rank: int) -> BlockCodec:
     return replace(codec, seed=seed_of(layout.index, rank))
 
 
-def encoded_sum(layout: BucketLayout, scope: Scope, plan: Plan) -> GradientSum | None:
+def encoded_sum(layout: BucketLayout, replica_group: ReplicaGroup, plan: Plan) -> GradientSum | None:
     """The sum of a bucket whose gradients travel encoded; None: this bucket's do not, as it is too small or its dtype
     has no such format."""
     packing, chosen = plan.packing, plan.packing.codec
     if chosen is None:
-        codec = codec_for(layout, packing.gradients, random=packing.random, rank=scope.everyone.rank)
+        codec = codec_for(layout, packing.gradients, random=packing.random, rank=replica_group.everyone.rank)
         if codec is None:
             return None
         encode = ErrorFeedback(codec, *packing.feedback) if packing.feedback is not None else None
-        return QuantizedSum(layout, scope.shard, codec, levels=scope.levels, encode=encode)
-    if scope.shard.size == 1 or layout.padded_numel < BLOCK * scope.shard.size:
+        return QuantizedSum(layout, replica_group.shard, codec, levels=replica_group.levels, encode=encode)
+    if replica_group.shard.size == 1 or layout.padded_numel < BLOCK * replica_group.shard.size:
         return None
     if packing.random and isinstance(chosen, BlockCodec):
-        chosen = at_random(chosen, layout, scope.everyone.rank)
+        chosen = at_random(chosen, layout, replica_group.everyone.rank)
     if not plan.zero.shard_state:
-        return CompressedSum(scope.shard, chosen, keeps_errors=packing.keeps_errors)
+        return CompressedSum(replica_group.shard, chosen, keeps_errors=packing.keeps_errors)
     encode = ErrorFeedback(chosen, 0.0, sys.maxsize) if packing.keeps_errors else None
-    return QuantizedSum(layout, scope.shard, chosen, levels=scope.levels, encode=encode)
+    return QuantizedSum(layout, replica_group.shard, chosen, levels=replica_group.levels, encode=encode)

@@ -106,7 +106,7 @@ class GradReducer:
         self.sync_enabled = True
         self.used = [False] * len(self.params)  # since the last boundary, on this rank
         self.waiting: list[nn.Parameter] = []
-        """Not trained, so far: autograd sums their gradients, if any, where it always does (``LateParams``)."""
+        """Not trained, so far: autograd sums their gradients, if any, where it always does (``PendingParams``)."""
         self._set_aside: list[tuple[nn.Parameter, Tensor | None]] = []
         """Their gradients before a backward with a share, which are added again at its end."""
         self._expected = [1] * len(self.params)
@@ -120,11 +120,11 @@ class GradReducer:
 
     def _lay_out(self) -> None:
         """Locate every parameter in the buckets; their order has to be observed again."""
-        self._place: list[tuple[int, int]] = [(-1, -1)] * len(self.params)
+        self._slot_of: list[tuple[int, int]] = [(-1, -1)] * len(self.params)
         for b, bucket in enumerate(self.buckets):
             for position, slot in enumerate(bucket.layout.slots):
                 if slot.param != NOBODY:
-                    self._place[slot.param] = (b, position)
+                    self._slot_of[slot.param] = (b, position)
         self._order = list(reversed(range(len(self.buckets))))
         self._recorded = self.communicator.size == 1
         self._count_arrivals()
@@ -211,7 +211,7 @@ class GradReducer:
         grad = param.grad
         if grad is None:
             return
-        b, position = self._place[index]
+        b, position = self._slot_of[index]
         in_place = bool(self._exposed) and self._added_in_place(self.buckets[b], position, grad)
         param.grad = None
         self.used[index] = True
@@ -242,7 +242,7 @@ class GradReducer:
 
     def add(self, index: int, grad: Tensor) -> None:
         """Add a gradient that was computed outside of a backward, while sums wait (``sync_enabled`` is False)."""
-        b, position = self._place[index]
+        b, position = self._slot_of[index]
         self.used[index] = True
         self.buckets[b].accept(position, grad, lasting=True)
 
@@ -364,7 +364,7 @@ class GradReducer:
         self._exposed, self._shown = [], []
         for index, param in enumerate(self.params):
             if self.used[index]:
-                b, position = self._place[index]
+                b, position = self._slot_of[index]
                 if self.buckets[b].dtype == param.dtype:  # autograd refuses a gradient of another dtype
                     param.grad = self.buckets[b].views[position].detach()  # the caller's own object
                     self._exposed.append(param)
@@ -372,7 +372,7 @@ class GradReducer:
 
     def local_sum(self, index: int) -> Tensor | None:
         """This rank's local sum for a parameter that no collective has taken yet, 1-D and live."""
-        b, position = self._place[index]
+        b, position = self._slot_of[index]
         bucket = self.buckets[b]
         if bucket.local is None or not bucket.written[position]:
             return None
@@ -403,7 +403,7 @@ class GradReducer:
                 if id(param) in exposed:
                     self.used[index] = False
                 continue
-            b, position = self._place[index]
+            b, position = self._slot_of[index]
             bucket = self.buckets[b]
             if bucket.local is not None or bucket.in_flight is not None:
                 continue  # still to be summed
@@ -424,7 +424,7 @@ class GradReducer:
         if late:
             self._late[index] = value.to(self.device, copy=True).view(full_shape(self.params[index]))
         else:
-            b, position = self._place[index]
+            b, position = self._slot_of[index]
             self.buckets[b].accept(position, value.view(full_shape(self.params[index])), lasting=True)
 
     def has_late(self) -> bool:
@@ -435,7 +435,7 @@ class GradReducer:
         self.before_backward()
         self._progress = Progress.IDLE
         for index, grad in self._late.items():
-            b, position = self._place[index]
+            b, position = self._slot_of[index]
             self.buckets[b].accept(position, grad)
         self._late.clear()
         for bucket in self.buckets:
@@ -468,7 +468,7 @@ class GradReducer:
         are in ``buckets``. Every rank calls this, or none."""
         for index, param in enumerate(self.params[first:], first):
             if param.grad is not None:
-                b, position = self._place[index]
+                b, position = self._slot_of[index]
                 self.buckets[b].accept(position, param.grad)
                 self.used[index] = True
                 param.grad = None

@@ -43,7 +43,7 @@ class GradientSum(Protocol):
 
         ``kept``: returns memory [shard_numel] that has the wire's dtype and outlives the sum; None if there is none
         yet, or the result will be added to an earlier one. ``local`` may be overwritten. Every rank of the bucket's
-        scope starts the same sums in the same order.
+        replica group starts the same sums in the same order.
         """
         ...
 

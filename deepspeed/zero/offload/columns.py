@@ -14,9 +14,9 @@ from torch import Tensor
 
 from deepspeed.base.sharded import full_shape
 from deepspeed.comm.collectives import Communicator
-from deepspeed.zero.replica_groups import Scopes
+from deepspeed.zero.replica_groups import ReplicaGroups
 from deepspeed.zero.states.store import OwnedFragment, StateStore
-from deepspeed.zero.update_context import params_by_scope
+from deepspeed.zero.update_context import params_by_group
 
 
 def columns_of(shape: Sequence[int]) -> int:
@@ -37,9 +37,9 @@ def number_chosen(num_columns: int, topk_ratio: float) -> int:
 class ColumnChoice:
     """Chooses ``ratio`` of the columns of each weight of ``store``, at least one if it is positive."""
 
-    def __init__(self, store: StateStore, scopes: Scopes, ratio: float) -> None:
+    def __init__(self, store: StateStore, replica_groups: ReplicaGroups, ratio: float) -> None:
         self.store = store
-        self.scopes = scopes
+        self.replica_groups = replica_groups
         self.ratio = ratio
 
     def everything(self, owned: OwnedFragment) -> bool:
@@ -64,10 +64,10 @@ class ColumnChoice:
         for owned in mine:
             squares = owned.gradient().to(device).double().square_()
             sums[owned.param_index].index_add_(0, self.column_of_each(owned, device), squares)
-        for scope, indices in sorted(
-            params_by_scope(self.store.params, self.scopes).items(), key=lambda e: e[0].name
+        for replica_group, indices in sorted(
+            params_by_group(self.store.params, self.replica_groups).items(), key=lambda e: e[0].name
         ):
-            self._add_up([sums[i] for i in indices], scope.shard)
+            self._add_up([sums[i] for i in indices], replica_group.shard)
         chosen: dict[int, Tensor] = {}
         masks = {owned.param_index: self._best(sums[owned.param_index]) for owned in mine}
         for owned in mine:
@@ -86,7 +86,7 @@ class ColumnChoice:
     def _share(self, held: float, whole: float) -> float:
         """Average a share over all ranks, so that they decide alike."""
         both = torch.tensor([held, whole], dtype=torch.float64, device=self.store.params[0].device)
-        for communicator in (self.scopes.everyone, *self.scopes.across.values()):
+        for communicator in (self.replica_groups.everyone, *self.replica_groups.across.values()):
             if communicator.size > 1:
                 communicator.all_reduce(both).wait()
         held, whole = both.tolist()

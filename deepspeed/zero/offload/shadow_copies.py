@@ -1,9 +1,9 @@
 """Updates of copies on a worker thread, whose results training takes or forgets.
 
-[Note: twins] The worker never touches what training reads. It updates *twins*, copies of masters and state in host
-memory, and whoever takes the result swaps the memory of the two. So forgetting a result needs no undoing: no bit of the
-state of before has changed, and whoever reads it meanwhile sees it whole. The price is a second copy of masters and
-state in host memory.
+[Note: shadow copies] The worker never touches what training reads. It updates *shadow copies* of masters and state
+in host memory, and whoever takes the result swaps the memory of the two. So forgetting a result needs no undoing: no
+bit of the state of before has changed, and whoever reads it meanwhile sees it whole. The price is a second copy of
+masters and state in host memory.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from deepspeed.zero.states.store import PARAMS, OwnedFragment
 
 
 @dataclass(slots=True)
-class Twin:
-    """Copies of one fragment's tensors (Note: twins)."""
+class ShadowCopy:
+    """Copies of one fragment's tensors (Note: shadow copies)."""
 
     owned: OwnedFragment
     live: list[Tensor]  # the master, then the state by name
@@ -55,39 +55,39 @@ def live_tensors(owned: OwnedFragment, state: dict[str, Any]) -> list[Tensor]:
     return [owned.master, *(state[name] for name in sorted(state))]
 
 
-class Twins:
-    """The twins of an optimizer's fragments, and their update. ``optimizer``: elementwise, and ours."""
+class ShadowCopies:
+    """The shadow copies of an optimizer's fragments, and their update. ``optimizer``: elementwise, and ours."""
 
     def __init__(self, optimizer: MultiTensorOptimizer) -> None:
-        # Twins alternate between two sets of memory, and an optimizer keeps a table of addresses for each list: one
-        # optimizer per set leaves both tables valid.
+        # Shadow copies alternate between two sets of memory, and an optimizer keeps a table of addresses for each list:
+        # one optimizer per set leaves both tables valid.
         first, second = stand_in(optimizer, {}, []), stand_in(optimizer, {}, [])
         second.state = first.state
         self.state = first.state
         self._optimizers: tuple[Any, Any] = (first, second)
-        self._known: dict[int, Twin] = {}  # by id of the fragment
+        self._known: dict[int, ShadowCopy] = {}  # by id of the fragment
         self._copied: Any = None  # event after the last rounded weights have reached the device
 
-    def of(self, owned: OwnedFragment, state: dict[str, Any]) -> Twin | None:
+    def of(self, owned: OwnedFragment, state: dict[str, Any]) -> ShadowCopy | None:
         """None: it has no state yet, or none in host memory."""
         if not state or owned.master.device.type != "cpu":
             return None
         live = live_tensors(owned, state)
-        twin = self._known.get(id(owned))
-        if twin is not None and all(map(operator.is_, twin.live, live)):
-            return twin
-        if twin is not None:  # the state was replaced: a checkpoint was loaded
-            del self.state[twin.copies[0]]
+        shadow = self._known.get(id(owned))
+        if shadow is not None and all(map(operator.is_, shadow.live, live)):
+            return shadow
+        if shadow is not None:  # the state was replaced: a checkpoint was loaded
+            del self.state[shadow.copies[0]]
         copies = [torch.empty_like(tensor, requires_grad=False) for tensor in live]
         self.state[copies[0]] = dict(zip(sorted(state), copies[1:], strict=True))
         low = None if owned.low is None else host_empty(owned.low.numel(), owned.low.dtype, pin=True)
-        twin = self._known[id(owned)] = Twin(owned, live, copies, low)
-        return twin
+        shadow = self._known[id(owned)] = ShadowCopy(owned, live, copies, low)
+        return shadow
 
     @torch.no_grad()
     def update(
         self,
-        twins: Sequence[Twin],
+        shadows: Sequence[ShadowCopy],
         grads: Sequence[Tensor],
         options: Sequence[dict[str, Any]],
         grad_scale: float,
@@ -95,25 +95,25 @@ class Twins:
         after: Any = None,
         turn: int = 0,
     ) -> None:
-        """Copy the live values of ``twins`` and update the copies; ``grads`` are in host memory when the event
+        """Copy the live values of ``shadows`` and update the copies; ``grads`` are in host memory when the event
         ``after`` has happened. ``options[g]``: of group g. ``turn``: alternates where results are always taken."""
         for event in (after, self._copied):
             if event is not None:
                 event.synchronize()
         torch._foreach_copy_(
-            [copy for twin in twins for copy in twin.copies],
-            [tensor.detach() for twin in twins for tensor in twin.live],
+            [copy for shadow in shadows for copy in shadow.copies],
+            [tensor.detach() for shadow in shadows for tensor in shadow.live],
         )
         for g, group in enumerate(options):
-            chosen = [i for i, twin in enumerate(twins) if twin.owned.group_index == g]
+            chosen = [i for i, shadow in enumerate(shadows) if shadow.owned.group_index == g]
             if chosen:
                 self._optimizers[turn].multi_tensor_step(
                     group,
-                    [twins[i].copies[0] for i in chosen],
+                    [shadows[i].copies[0] for i in chosen],
                     [grads[i] for i in chosen],
                     grad_scale=grad_scale,
-                    low_precision=[twins[i].low for i in chosen],
-                    **self._positions([twins[i].owned for i in chosen]),
+                    low_precision=[shadows[i].low for i in chosen],
+                    **self._positions([shadows[i].owned for i in chosen]),
                 )
 
     def _positions(self, fragments: Sequence[OwnedFragment]) -> dict[str, list[int]]:

@@ -5,8 +5,8 @@ validation. The step of a bucket needs the norm of the whole gradient only to cl
 to skip; mostly neither happens. So a worker thread updates each bucket while backward computes the others, as if the
 gradient were finite and not clipped. The step then either takes these results or does the update itself.
 
-The worker updates twins (``twins.py``), so rolling back is to forget: checkpoints and ``safe_get_*`` between backward
-and step see the state of before, and an exception leaves it whole.
+The worker updates shadow copies (``shadow_copies.py``), so rolling back is to forget: checkpoints and
+``safe_get_*`` between backward and step see the state of before, and an exception leaves it whole.
 
 [Note: validation] A result is taken only if everything that it was computed from is as the step finds it: the factor of
 the gradient (loss scale and clipping), the options of the group, and the versions of gradient, master and state, which
@@ -30,8 +30,8 @@ from deepspeed.ops.update import UpdateContext
 from deepspeed.optim.loss_scaler import LossScaler
 from deepspeed.zero.gradients.bucket import GradBucket
 from deepspeed.zero.offload.shadow_copies import (
-    Twin,
-    Twins,
+    ShadowCopies,
+    ShadowCopy,
     class_name,
     host_worker,
     options_of_groups,
@@ -48,7 +48,7 @@ LONGEST_PAUSE = 8
 class Job:
     """One bucket's speculative update, and what it was computed from."""
 
-    twins: list[Twin]
+    shadows: list[ShadowCopy]
     grads: list[Tensor]
     grad_scale: float
     options: list[dict[str, Any]]
@@ -56,7 +56,7 @@ class Job:
     done: Future[None] = field(default_factory=Future)
 
     def current_versions(self) -> list[int]:
-        live = [version for twin in self.twins for version in twin.versions()]
+        live = [version for shadow in self.shadows for version in shadow.versions()]
         return [*live, *(grad._version for grad in self.grads)]
 
 
@@ -77,7 +77,7 @@ class Speculation:
         self.taken = self.rolled_back = 0  # buckets since the start; rolled back: also what had not begun yet
         self._store: StateStore | None = None
         self._scaler: LossScaler | None = None
-        self._twins = Twins(optimizer)
+        self._shadow_copies = ShadowCopies(optimizer)
         self._turn: dict[int, int] = {}
         self._owned: dict[int, list[OwnedFragment]] = {}  # by id of their bucket
         self._fragments = 0  # of the store, when it was last looked at
@@ -95,18 +95,20 @@ class Speculation:
         """The gradients of ``bucket`` are summed: start its update, unless more of them will come."""
         if self._paused or not self.at_boundary():
             return
-        twins = self._twins_of(bucket)
-        if not twins:
+        shadows = self._copies_of(bucket)
+        if not shadows:
             return
         assert self._scaler is not None
-        grads = [twin.owned.gradient() for twin in twins]
+        grads = [shadow.owned.gradient() for shadow in shadows]
         arrived = bucket.host.last if bucket.host is not None else None
         options = options_of_groups(self.optimizer)
-        job = Job(twins, grads, 1.0 / self._scaler.scale, options, [])
+        job = Job(shadows, grads, 1.0 / self._scaler.scale, options, [])
         job.versions = job.current_versions()
         self._jobs[id(bucket)] = job
         turn = self._turn.get(id(bucket), 0)
-        update = partial(self._twins.update, twins, grads, options, job.grad_scale, after=arrived, turn=turn)
+        update = partial(
+            self._shadow_copies.update, shadows, grads, options, job.grad_scale, after=arrived, turn=turn
+        )
         job.done = self._worker.submit(update)
 
     def withdraw(self, bucket: GradBucket) -> None:
@@ -118,7 +120,7 @@ class Speculation:
             job.done.exception()  # it must not read any more; what it failed at does not matter
         self.rolled_back += 1
 
-    def _twins_of(self, bucket: GradBucket) -> list[Twin]:
+    def _copies_of(self, bucket: GradBucket) -> list[ShadowCopy]:
         """Return the shadow copies of the fragments on the host that have state; one without it is left to the step,
         which creates it.
         """
@@ -128,10 +130,11 @@ class Speculation:
             self._owned = {}
             for owned in self._store.fragments:
                 self._owned.setdefault(id(owned.grad_bucket), []).append(owned)
-        twins = (
-            self._twins.of(owned, self._store.state_of(owned)) for owned in self._owned.get(id(bucket), [])
+        shadows = (
+            self._shadow_copies.of(owned, self._store.state_of(owned))
+            for owned in self._owned.get(id(bucket), [])
         )
-        return [twin for twin in twins if twin is not None]
+        return [shadow for shadow in shadows if shadow is not None]
 
     # At the step --------------------------------------------------------------------------------------------
 
@@ -144,12 +147,12 @@ class Speculation:
         valid = {key: job for key, job in jobs.items() if self._holds(job, grad_scale)}
         done: set[int] = set()
         for key, job in valid.items():
-            for twin in job.twins:
-                if used[twin.owned.param_index]:
-                    twin.take()
-                    done.add(id(twin.owned))
+            for shadow in job.shadows:
+                if used[shadow.owned.param_index]:
+                    shadow.take()
+                    done.add(id(shadow.owned))
             self._turn[key] = 1 - self._turn.get(key, 0)
-        self._twins.taken()
+        self._shadow_copies.taken()
         self.taken += len(valid)
         self.rolled_back += len(jobs) - len(valid)
         self._adapt(failed=any(job.grad_scale != grad_scale for job in jobs.values()))

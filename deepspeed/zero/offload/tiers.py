@@ -34,11 +34,11 @@ ALIGN = 64  # bytes; alignment of every tensor in a slot
 
 @dataclass(slots=True)
 class Record:
-    """Adjacent tensors in the swap file, at ``places`` (bytes) in ``resting`` and in their part of a slot."""
+    """Adjacent tensors in the swap file, at ``offsets`` (bytes) in ``resting`` and in their part of a slot."""
 
     resting: Tensor  # [nbytes] uint8
     tensors: list[Tensor]
-    places: list[int]
+    offsets: list[int]
     numels: list[int]
     skew: int = 0
     """Offset in its page of the file: in a slot the record starts at the same one, so that nothing has to be copied on
@@ -46,7 +46,7 @@ class Record:
 
     def bind(self, base: Tensor) -> None:
         """Make the tensors views of ``base`` [nbytes] (Note: resting tensors)."""
-        for tensor, start, numel in zip(self.tensors, self.places, self.numels, strict=True):
+        for tensor, start, numel in zip(self.tensors, self.offsets, self.numels, strict=True):
             stop = start + numel * tensor.dtype.itemsize
             tensor.data = base[start:stop].view(tensor.dtype)
 
@@ -278,18 +278,18 @@ class OffloadedTier(ResidentTier):
             ]
         if not new:
             return
-        places: list[int] = []
+        offsets: list[int] = []
         nbytes = 0
         for tensor in new:
-            places.append(nbytes)
+            offsets.append(nbytes)
             nbytes += round_up(tensor.numel() * tensor.element_size(), ALIGN)
         resting = self.swap.new(nbytes, torch.uint8)
         values = torch.empty(nbytes, dtype=torch.uint8)
-        for tensor, place in zip(new, places, strict=True):
+        for tensor, offset in zip(new, offsets, strict=True):
             raw = tensor.detach().view(torch.uint8)
-            values[place : place + raw.numel()] = raw
+            values[offset : offset + raw.numel()] = raw
         self.swap.finish(self.swap.write(values, resting))
-        record = Record(resting, new, places, [t.numel() for t in new])
+        record = Record(resting, new, offsets, [t.numel() for t in new])
         record.bind(resting)
         sub_group.records.append(record)
         sub_group.known.update(map(id, new))
@@ -429,8 +429,8 @@ def _master_records(fragments: Sequence[OwnedFragment]) -> Iterator[Record]:
         raw = torch.empty(0, dtype=torch.uint8).set_(
             masters[0].untyped_storage(), start - base, (stop - start,), (1,)
         )
-        places = [master.data_ptr() - start for master in masters]
-        yield Record(raw, masters, places, [master.numel() for master in masters])
+        offsets = [master.data_ptr() - start for master in masters]
+        yield Record(raw, masters, offsets, [master.numel() for master in masters])
 
 
 def _open_swap(plan: StateOffload, folder: Path) -> SwapFile:

@@ -11,8 +11,9 @@ the host's. ``settle`` writes the packed values to the host's tensors. Whoever r
 (``StateStore.settle``), and columns are chosen anew only after it. Writes of others are noticed by the versions of
 the tensors.
 
-[Note: results] The host updates twins, which are taken at the end of a round. So until then the state that a checkpoint
-saves is that of before, and ``saved`` adds the gradient that is being worked on: the resumed run updates again with it.
+[Note: results] The host updates shadow copies, which are taken at the end of a round. So until then the state that a
+checkpoint saves is that of before, and ``saved`` adds the gradient that is being worked on: the resumed run updates
+again with it.
 """
 
 from __future__ import annotations
@@ -36,15 +37,15 @@ from deepspeed.optim.first_state import stand_in
 from deepspeed.zero.offload.columns import ColumnChoice
 from deepspeed.zero.offload.host_copies import host_empty
 from deepspeed.zero.offload.shadow_copies import (
-    Twin,
-    Twins,
+    ShadowCopies,
+    ShadowCopy,
     class_name,
     host_worker,
     live_tensors,
     options_of_groups,
     runs_ahead,
 )
-from deepspeed.zero.replica_groups import Scopes
+from deepspeed.zero.replica_groups import ReplicaGroups
 from deepspeed.zero.states.store import GroupTensors, OwnedFragment, StateStore
 from deepspeed.zero.step import StepExecutor, StepResult
 
@@ -117,13 +118,17 @@ class ZenFlow:
     """Decides at each step what is updated now, and does it. Every rank calls ``step`` alike."""
 
     def __init__(
-        self, plan: ZenFlowPlan, optimizer: MultiTensorOptimizer, store: StateStore, scopes: Scopes
+        self,
+        plan: ZenFlowPlan,
+        optimizer: MultiTensorOptimizer,
+        store: StateStore,
+        replica_groups: ReplicaGroups,
     ) -> None:
         self.plan = plan
         self.optimizer = optimizer
         self.store = store
-        self.scopes = scopes
-        self.choice = ColumnChoice(store, scopes, plan.ratio)
+        self.replica_groups = replica_groups
+        self.choice = ColumnChoice(store, replica_groups, plan.ratio)
         self.device = store.params[0].device
         self.steps = 0  # applied so far
         self.in_round = 0
@@ -132,10 +137,10 @@ class ZenFlow:
         self.steps_per_epoch: int | None = None
         self.bytes_to_host = self.bytes_to_device = 0
         self._pieces: dict[int, Piece] = {}
-        self._twins = Twins(optimizer)
+        self._shadow_copies = ShadowCopies(optimizer)
         self._packed_optimizer: Any = stand_in(optimizer, {}, [])
         self._job: Future[None] | None = None
-        self._working: list[tuple[Piece, Twin]] = []
+        self._working: list[tuple[Piece, ShadowCopy]] = []
         self._dirty = False
         self._turn = 0
         self._worker = host_worker("zenflow", plan.cores)
@@ -190,12 +195,12 @@ class ZenFlow:
     def _load(self, piece: Piece) -> None:
         if piece.packed:
             self._packed_optimizer.state.pop(piece.packed[0], None)
-        piece.load(self._home)
+        piece.load(self._packed_device)
         self._packed_optimizer.state[piece.packed[0]] = dict(zip(piece.names, piece.packed[1:], strict=True))
         self._count_down(piece.packed)
 
     @property
-    def _home(self) -> torch.device:
+    def _packed_device(self) -> torch.device:
         """Return the device of packed values between steps."""
         return torch.device("cpu") if self.plan.offload else self.device
 
@@ -204,7 +209,7 @@ class ZenFlow:
             members = [p for p in pieces if p.owned.group_index == g and p.chosen.numel()]
             grads = [p.owned.gradient() for p in members]
             grads = [
-                (grad if p.whole else grad[p.chosen]).to(self._home)
+                (grad if p.whole else grad[p.chosen]).to(self._packed_device)
                 for p, grad in zip(members, grads, strict=True)
             ]
             if members:
@@ -256,13 +261,13 @@ class ZenFlow:
         """The host updates with what is pending."""
         self._working = []
         for piece in self._pieces.values():
-            twin = self._twins.of(piece.owned, self.store.state_of(piece.owned))
-            if piece.pending is not None and twin is not None:
-                self._working.append((piece, twin))
+            shadow = self._shadow_copies.of(piece.owned, self.store.state_of(piece.owned))
+            if piece.pending is not None and shadow is not None:
+                self._working.append((piece, shadow))
         if self._working:
             update = partial(
-                self._twins.update,
-                [twin for _, twin in self._working],
+                self._shadow_copies.update,
+                [shadow for _, shadow in self._working],
                 [piece.pending for piece, _ in self._working if piece.pending is not None],
                 options_of_groups(self.optimizer),
                 1.0,
@@ -276,14 +281,14 @@ class ZenFlow:
             return
         job, self._job = self._job, None
         job.result()
-        for piece, twin in self._working:
-            twin.take()
+        for piece, shadow in self._working:
+            shadow.take()
             piece.pending = None
             if piece.owned.low is not None:
                 self.bytes_to_device += piece.owned.low.numel() * piece.owned.low.element_size()
             piece.show()
         self._turn = 1 - self._turn
-        self._twins.taken()
+        self._shadow_copies.taken()
         self._working, self._dirty = [], True
 
     def _choice_lasts(self) -> int:
@@ -398,8 +403,8 @@ class ZenFlow:
 
         Where ranks hold different parts of a model each takes what it had itself; with another number of them, and
         where nothing was saved, all begin anew."""
-        parts = bool(self.scopes.across) or any(
-            self.scopes.of(p) is not self.scopes.dense for p in self.store.params
+        parts = bool(self.replica_groups.across) or any(
+            self.replica_groups.of(p) is not self.replica_groups.dense for p in self.store.params
         )
         known = bool(len(saved)) and (not parts or len(saved) == ranks)
         sources = ([rank] if parts else range(len(saved))) if known else []
@@ -493,7 +498,7 @@ class ZenFlowStepExecutor(StepExecutor):
                 "stochastic_rounding)"
             )
         optimizer = cast(MultiTensorOptimizer, self.store.optimizer)
-        self.zenflow = ZenFlow(self.plan.zenflow, optimizer, self.store, self.scopes)
+        self.zenflow = ZenFlow(self.plan.zenflow, optimizer, self.store, self.replica_groups)
 
     def step(self) -> StepResult:
         result = super().step()

@@ -22,7 +22,7 @@ from deepspeed.zero.bucket import WeightPublisher
 from deepspeed.zero.gradients.bucket import GradBucket
 from deepspeed.zero.gradients.reducer import GradReducer
 from deepspeed.zero.layout import NOBODY
-from deepspeed.zero.replica_groups import Scopes
+from deepspeed.zero.replica_groups import ReplicaGroups
 from deepspeed.zero.states.store import PARAMS, OwnedFragment, StateStore
 from deepspeed.zero.tensor_fragment import write_pieces
 
@@ -56,7 +56,7 @@ class StateAccess:
         reducer: GradReducer,
         scaler: LossScaler,
         publisher: WeightPublisher,
-        scopes: Scopes,
+        replica_groups: ReplicaGroups,
         names: Sequence[str],
         shared: Sequence[tuple[str, ...]],
     ) -> None:
@@ -64,7 +64,7 @@ class StateAccess:
         self.reducer = reducer
         self.scaler = scaler
         self.publisher = publisher
-        self.scopes = scopes
+        self.replica_groups = replica_groups
         self.names: list[str] = []
         self.shared: list[tuple[str, ...]] = []
         self._index: dict[int, int] = {}
@@ -351,7 +351,7 @@ class StateAccess:
         found = [(o, v) for o, v in parts if isinstance(v, Tensor) and v.numel() == o.master.numel()]
         lacking = torch.tensor([float(len(found) < len(parts))], device=param.device)
         if self._cut(param):  # only those with a part of it know
-            self.scopes.of(param).shard.all_reduce_max(lacking).wait()
+            self.replica_groups.of(param).shard.all_reduce_max(lacking).wait()
         if lacking.item():
             raise KeyError(
                 f"{type(self.store.optimizer).__name__} keeps no state {key!r} for each element of "
@@ -453,7 +453,7 @@ class StateAccess:
             full[start : start + owned.fragment.numel] = tensor.reshape(-1)
         if self._cut(param):
             full = full.float()
-            self.scopes.of(param).shard.all_reduce(full).wait()
+            self.replica_groups.of(param).shard.all_reduce(full).wait()
         return full.view(shape)
 
     def _cut(self, param: nn.Parameter) -> bool:

@@ -60,7 +60,7 @@ def gate(device: str) -> list[Tensor]:
     return [out, *torch.autograd.grad(out.square().sum(), given)]
 
 
-def packets(device: str) -> list[Tensor]:
+def payloads(device: str) -> list[Tensor]:
     from deepspeed.ops.formats.codecs import BlockCodec, SignCodec
 
     results = []
@@ -106,7 +106,7 @@ CASES: dict[str, tuple[Case, set[str]]] = {
     "experts": (experts, {"_product_kernel", "_matrices_kernel"}),
     "groups of rows": (groups_of_rows, {"_product_kernel", "_matrices_kernel"}),
     "gate": (gate, {"_gate_kernel", "_swiglu_backward_kernel"}),
-    "packets": (packets, {"_encode_integers_kernel", "_encode_signs_kernel", "_decode_kernel"}),
+    "payloads": (payloads, {"_encode_integers_kernel", "_encode_signs_kernel", "_decode_kernel"}),
     "small floats": (small_floats, {"_encode_kernel", "_decode_kernel"}),
     "transformer layer": (transformer_layer, {"_norm_kernel", "_backward_kernel"}),
 }

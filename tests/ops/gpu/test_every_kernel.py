@@ -18,7 +18,7 @@ TESTS = {
     "gpu/grouped_gemm": "test_products",
     "gpu/integer_products": "test_products",
     "gpu/norms": "test_layers",
-    "gpu/codecs": "test_packets",
+    "gpu/codecs": "test_payloads",
     "gpu/paged_attention": "test_paged_attention",
     "gpu/rotary": "test_layers",
     "gpu/sampling": "test_sampling",

@@ -13,7 +13,7 @@ from deepspeed.comm.mesh import ProcessMesh
 from deepspeed.comm.topology import PipeModelDataParallelTopology
 from deepspeed.parallel.pipeline import PipelineModule, TiedLayerSpec
 from deepspeed.zero.placements import find_placements
-from deepspeed.zero.replica_groups import Scopes
+from deepspeed.zero.replica_groups import ReplicaGroups
 from tests.ops.cases import Lamb
 from tests.parallel.pipeline.test_engine import (
     VOCABULARY,
@@ -133,5 +133,5 @@ def test_a_copy_that_a_script_ties_counts_on_one_stage() -> None:
     mesh = ProcessMesh.build(2, pp=2)
     param = nn.Parameter(torch.ones(3))
     param.ds_pipe_replicated = mesh.rank("pp") == 1  # type: ignore[attr-defined]
-    find_placements([param], mesh, Scopes(mesh).find([param]))
+    find_placements([param], mesh, ReplicaGroups(mesh).find([param]))
     assert placement_of(param).counts is (mesh.rank("pp") == 0)

@@ -361,15 +361,15 @@ def test_one_block_of_each_kind_is_followed() -> None:
     model = Deep(6)
     with mock.patch.object(planner, "trace", wraps=planner.trace) as followed:
         found = plan(model, 2)
-        (twin, _), _ = followed.call_args
-        assert [name for name, _ in twin.layers.named_children()] == ["0", "1"]
+        (module, _), _ = followed.call_args
+        assert [name for name, _ in module.layers.named_children()] == ["0", "1"]
         assert len(found.parameters) == 6 * 3 and len(found.attributes) == 3 * 2
         assert found.inputs["layers.4.c"] != found.inputs["layers.0.c"]
         compared(model, found)
         rules = by({"patterns": [r"layers\.4\."], "partition_type": "skip"})
         assert "layers.4.c.weight" not in plan(model, 2, **rules).parameters
-        (twin, _), _ = followed.call_args
-        assert [name for name, _ in twin.layers.named_children()] == ["0", "1", "4"]
+        (module, _), _ = followed.call_args
+        assert [name for name, _ in module.layers.named_children()] == ["0", "1", "4"]
 
 
 def test_a_forward_that_counts_its_blocks_is_followed_with_all() -> None:

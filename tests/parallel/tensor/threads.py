@@ -21,7 +21,7 @@ from deepspeed.comm.pending import DONE, Pending
 TIMEOUT = 120.0
 
 
-class Meeting:
+class ThreadExchange:
     """Where the ranks of one run exchange values."""
 
     def __init__(self, size: int) -> None:
@@ -41,14 +41,14 @@ class Meeting:
 class ThreadGroup(Communicator):
     """The communicator of one thread."""
 
-    def __init__(self, meeting: Meeting, rank: int) -> None:
-        self.meeting, self.rank, self.size = meeting, rank, meeting.size
-        self.ranks = tuple(range(meeting.size))
+    def __init__(self, shared: ThreadExchange, rank: int) -> None:
+        self.shared, self.rank, self.size = shared, rank, shared.size
+        self.ranks = tuple(range(shared.size))
         self.collectives: Counter[str] = Counter()
         self.bytes_sent = 0
 
     def _every(self, tensor: Tensor) -> list[Tensor]:
-        return self.meeting.exchange(self.rank, tensor.detach().clone())
+        return self.shared.exchange(self.rank, tensor.detach().clone())
 
     def all_reduce(self, tensor: Tensor, *, scale: float = 1.0) -> Pending:
         self.collectives["all_reduce"] += 1
@@ -79,16 +79,16 @@ class ThreadGroup(Communicator):
 
 def run_ranks(size: int, work: Callable[[ThreadGroup], Any]) -> list[Any]:
     """What ``work`` returns on each rank. An error on one rank ends them all, and is raised here."""
-    meeting = Meeting(size)
+    shared = ThreadExchange(size)
     results: list[Any] = [None] * size
     errors: list[tuple[BaseException, str]] = []
 
     def one(rank: int) -> None:
         try:
-            results[rank] = work(ThreadGroup(meeting, rank))
+            results[rank] = work(ThreadGroup(shared, rank))
         except BaseException as error:
             errors.append((error, traceback.format_exc()))
-            meeting.barrier.abort()
+            shared.barrier.abort()
 
     threads = [threading.Thread(target=one, args=(rank,)) for rank in range(size)]
     for thread in threads:

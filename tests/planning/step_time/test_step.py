@@ -122,7 +122,7 @@ def test_foresight_hides_gathers() -> None:
     assert found[10**7] < found[0]
 
 
-def test_packets_make_gathers_shorter() -> None:
+def test_quantized_payloads_make_gathers_shorter() -> None:
     nothing = work(20, 0, 0)
     plain = setting(config_for(3, bf16=True, **NOTHING_KEPT))
     packed = setting(
@@ -199,8 +199,8 @@ def test_many_that_exchange_at_once_get_less() -> None:
     """Where more than two nodes meet; a rank that fetches meets nobody."""
     fabric = Fabric(ranks_per_node=1, between=SLOW, inside=FAST, crowded=0.5)
     for operation, nodes, share in (("all_gather", 2, 1), ("all_gather", 4, 0.5), ("fetch", 4, 1)):
-        (passage,) = fabric.parts(operation, 8e6, Group(nodes, 1))
-        assert passage.nbytes == 8e6 * (nodes - 1) / nodes / share
+        (transmission,) = fabric.parts(operation, 8e6, Group(nodes, 1))
+        assert transmission.nbytes == 8e6 * (nodes - 1) / nodes / share
 
 
 def test_ranks_limit_themselves() -> None:

@@ -124,11 +124,11 @@ class WallClock:
         for name in APART:
             self._sums[name] += self.elapsed_ms[name]
         if self.steps % self._interval == 0:
-            self._tell_each_other()
+            self._exchange_times()
 
     # All ranks ------------------------------------------------------------------------------------------------
 
-    def _tell_each_other(self) -> None:
+    def _exchange_times(self) -> None:
         """Means since the last time, of every rank."""
         sums, self._sums = self._sums, dict.fromkeys(APART, 0.0)
         ranks = self.engine.world_size

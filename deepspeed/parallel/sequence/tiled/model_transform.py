@@ -16,7 +16,7 @@ from deepspeed.parallel.sequence.tiled.lazy_logits import LazyHead
 from deepspeed.parallel.sequence.tiled.per_token import NotPerToken, check_per_token
 
 
-class Says(Protocol):
+class _ContextNotes(Protocol):
     """The part of a ``TransformContext`` that this transform uses."""
 
     def say(self, text: str) -> None: ...
@@ -52,7 +52,7 @@ class TiledModel:
     def __init__(self, section: TiledComputeConfig) -> None:
         self.section = section
 
-    def apply(self, module: nn.Module, context: Says) -> None:
+    def apply(self, module: nn.Module, context: _ContextNotes) -> None:
         """ValueError: there is nothing of a kind that the section asks for; the message says why."""
         if self.section.mlp:
             self._tile_layers(module, context)
@@ -61,7 +61,7 @@ class TiledModel:
         if self.section.attention_chunk:
             _chunk_attention(module, self.section.attention_chunk, context)
 
-    def _tile_layers(self, module: nn.Module, context: Says) -> None:
+    def _tile_layers(self, module: nn.Module, context: _ContextNotes) -> None:
         tiled: dict[str, int] = {}
         refused: dict[str, str] = {}
         for path, layer, hidden in _feed_forward(module):
@@ -85,7 +85,7 @@ class TiledModel:
         for reason in refused.values():
             context.say(f"not tiled: {reason}")
 
-    def _tile_loss(self, module: nn.Module, context: Says) -> None:
+    def _tile_loss(self, module: nn.Module, context: _ContextNotes) -> None:
         path, head = _output_layer(module)
         if head is None:
             raise ValueError(
@@ -96,7 +96,7 @@ class TiledModel:
         context.say(f"logits of {path} in tiles of the loss")
 
 
-def _chunk_attention(module: nn.Module, chunk: int, context: Says) -> None:
+def _chunk_attention(module: nn.Module, chunk: int, context: _ContextNotes) -> None:
     count, proven = 0, set[Any]()
     refused: dict[str, str] = {}
     for path, attention in attention_modules(module):

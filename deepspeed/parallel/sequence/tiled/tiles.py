@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from deepspeed.base.untraced import untraced
-from deepspeed.parallel.sequence.tiled.surroundings import Surroundings
+from deepspeed.parallel.sequence.tiled.recompute_context import RecomputeContext
 from deepspeed.zero.gathering.retention import KeptWhole
 
 
@@ -113,10 +113,10 @@ class _Run:
     def start(self) -> None:
         """Compute the first tile and find what else the function uses (Note: finding the weights)."""
         device = next(each.device for each in self.inputs if isinstance(each, Tensor))
-        self.surroundings = Surroundings(device)
+        self.context = RecomputeContext(device)
         tiles = self.call.tiles(self.inputs, self.call.order[0], self.needed)
         begin = _next_sequence_number()
-        with self.surroundings.of_forward(), torch.autograd.graph.saved_tensors_hooks(_drop, _lost):
+        with self.context.of_forward(), torch.autograd.graph.saved_tensors_hooks(_drop, _lost):
             result = self.call.result(tiles)
         self.leaves, self._nodes = _leaves(result, tiles, begin)
         self.versions = [leaf._version for leaf in self.leaves]
@@ -176,7 +176,7 @@ class TiledFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, run: _Run, *tensors: Any) -> Tensor:
-        with KeptWhole(run.leaves), run.surroundings.of_forward():
+        with KeptWhole(run.leaves), run.context.of_forward():
             output = run.join(run.all_results())
         ctx.run = run
         ctx.save_for_backward(*(each for each in tensors[: len(run.inputs)] if isinstance(each, Tensor)))
@@ -191,7 +191,7 @@ class TiledFunction(torch.autograd.Function):
         saved = iter(ctx.saved_tensors)
         inputs = [next(saved) if each is _Kept else each for each in run.inputs]
         gradients = _Gradients(run, inputs)
-        with run.surroundings.again(), KeptWhole(run.leaves) as whole:
+        with run.context.again(), KeptWhole(run.leaves) as whole:
             for turn, index in enumerate(run.call.order):
                 tiles = run.call.tiles(inputs, index, run.needed)
                 with torch.enable_grad():

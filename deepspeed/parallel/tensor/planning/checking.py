@@ -50,7 +50,7 @@ def parts_of(run: Trace, solution: Solution, plan: TensorParallelPlan) -> Parts 
 
 
 def _of_rank(run: Trace, solution: Solution, plan: TensorParallelPlan, rank: int) -> Trace | Misfit:
-    own = _part_on_paper(run.twin, plan, rank)
+    own = _meta_part(run.module, plan, rank)
     owners = sorted({name.rsplit(".", 2)[0] if name.count(".") > 1 else "" for name in plan.parameters})
     place = _Place(own, [path for path in owners if path])
     try:
@@ -93,8 +93,8 @@ def void(value: object) -> None:
     """A hook must not return anything."""
 
 
-def _part_on_paper(twin: nn.Module, plan: TensorParallelPlan, rank: int) -> nn.Module:
-    own = copy.deepcopy(twin)
+def _meta_part(module: nn.Module, plan: TensorParallelPlan, rank: int) -> nn.Module:
+    own = copy.deepcopy(module)
     params = dict(own.named_parameters())
     made: dict[int, nn.Parameter] = {}
     for name, each in plan.parameters.items():

@@ -23,7 +23,7 @@ from deepspeed.parallel.tensor.planning.plan import (
 from deepspeed.parallel.tensor.planning.repeated import Repeated, expanded, shorten
 from deepspeed.parallel.tensor.planning.rules import Rules, author_rules, confirmed, plan_by_rules
 from deepspeed.parallel.tensor.planning.solving import Solution, kind_of, solve
-from deepspeed.parallel.tensor.planning.trace import Trace, TraceError, example_inputs, trace, twin_on_paper
+from deepspeed.parallel.tensor.planning.trace import Trace, TraceError, example_inputs, trace, traceable_copy
 from deepspeed.parallel.tensor.planning.vocabulary import find_vocabulary
 
 _ATTEMPTS = 10
@@ -61,7 +61,7 @@ def plan_module(
         return plan_by_rules(module, ranks, others, why)
     plan = confirmed(expanded(_plan_by_graph(followed, ranks, kept, grain), repeated), rules, module)
     buffers = {name: each for name, each in module.named_buffers(remove_duplicate=False) if not each.is_meta}
-    return replace(plan, example=Example(followed.twin, followed.inputs, buffers))
+    return replace(plan, example=Example(followed.module, followed.inputs, buffers))
 
 
 def _follow(
@@ -69,12 +69,12 @@ def _follow(
 ) -> tuple[Trace, Repeated]:
     """With one block in place of those like it; with all, if the forward counts them."""
     for shortened in (True, False):
-        twin = twin_on_paper(module)
-        repeated = shorten(twin, kept) if shortened else Repeated({})
+        copied = traceable_copy(module)
+        repeated = shorten(copied, kept) if shortened else Repeated({})
         if shortened and not repeated.others:
             continue
         try:
-            return trace(twin, inputs if inputs is not None else example_inputs(twin)), repeated
+            return trace(copied, inputs if inputs is not None else example_inputs(copied)), repeated
         except TraceError:
             if not shortened:
                 raise
@@ -144,7 +144,7 @@ def plan_of(run: Trace, solution: Solution, ranks: int, fixed: Container[str] = 
         inputs=inputs,
         outputs_summed=tuple(dict.fromkeys(weight.rpartition(".")[0] for weight in sums.outputs)),
         summed=tuple(dict.fromkeys(sums.params)),
-        attributes=changes(run.twin, solution.regions, solution.followed, solution.soft, fixed),
+        attributes=changes(run.module, solution.regions, solution.followed, solution.soft, fixed),
         arguments=tuple(
             ArgumentChange(*name.split(":", 1), cut)  # type: ignore[call-arg]
             for region in solution.regions

@@ -34,13 +34,13 @@ class Repeated:
         return [name]
 
 
-def shorten(twin: nn.Module, kept: Container[str]) -> Repeated:
-    """Take blocks out of ``twin`` for which others stand. ``kept``: names of parameters that stay whole: blocks that
+def shorten(module: nn.Module, kept: Container[str]) -> Repeated:
+    """Take blocks out of ``module`` for which others stand. ``kept``: names of parameters that stay whole: blocks that
     differ in them are not alike."""
-    uses = Counter(id(param) for _, param in twin.named_parameters(remove_duplicate=False))
+    uses = Counter(id(param) for _, param in module.named_parameters(remove_duplicate=False))
     others: dict[str, tuple[str, ...]] = {}
     done: list[str] = []
-    for path, blocks in list(twin.named_modules()):
+    for path, blocks in list(module.named_modules()):
         if not isinstance(blocks, nn.ModuleList) or any(
             not each or path.startswith(f"{each}.") for each in done
         ):

@@ -1,4 +1,4 @@
-"""One small run of a model on paper: a graph of what its forward computes, without memory for its weights."""
+"""One small run of a model on the meta device: a graph of what its forward computes, without memory for its weights."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from deepspeed.parallel.sequence.layer import DistributedAttention
-from deepspeed.zero.meta import copy_on_paper
+from deepspeed.zero.meta import meta_copy
 
 BATCH, LENGTH = 2, 5
 """Examples of the small run, and tokens of each."""
@@ -37,14 +37,14 @@ class Argument:
 @dataclass(frozen=True, slots=True)
 class Trace:
     """``graph`` of ATen operations. ``params``: placeholder's name -> the parameter's (first) name in the module.
-    ``constants``: placeholder's name -> a tensor that the code of the forward contains. ``twin``: the module that was
+    ``constants``: placeholder's name -> a tensor that the code of the forward contains. ``module``: the module that was
     run, with ``inputs``. ``arguments``: node's name -> the tensor argument of a module that it stands
     for. ``input_nodes``: names of those of ``inputs``."""
 
     graph: torch.fx.Graph
     params: Mapping[str, str]
     constants: Mapping[str, Tensor]
-    twin: nn.Module
+    module: nn.Module
     inputs: Mapping[str, Tensor]
     arguments: Mapping[str, Argument]
     input_nodes: frozenset[str]
@@ -64,7 +64,8 @@ class _Flat(nn.Module):
 
 
 class _ListsAsSlices(TorchFunctionMode):
-    """Indexes that are lists of numbers (``x[:, [-2]]``) become slices: tensors on paper would have no values."""
+    """Indexes that are lists of numbers (``x[:, [-2]]``) become slices: tensors on the meta device would have no
+    values."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.__getitem__:
@@ -94,16 +95,16 @@ def _dim_of(index: tuple[Any, ...], place: int, ndim: int) -> int:
     return dim
 
 
-def twin_on_paper(module: nn.Module) -> nn.Module:
-    """A copy of ``module`` in evaluation mode, as ``copy_on_paper`` makes it, that can be followed."""
-    twin = copy_on_paper(module).eval()
-    _prepare(twin)
-    return twin
+def traceable_copy(module: nn.Module) -> nn.Module:
+    """A copy of ``module`` in evaluation mode, as ``meta_copy`` makes it, that can be followed."""
+    copied = meta_copy(module).eval()
+    _prepare(copied)
+    return copied
 
 
-def _prepare(twin: nn.Module) -> None:
+def _prepare(module: nn.Module) -> None:
     """Settings under which a forward can be followed without other ranks; they do not change what depends on what."""
-    for each in twin.modules():
+    for each in module.modules():
         if isinstance(each, DistributedAttention):
             each.spg = None
         config = getattr(each, "config", None)
@@ -121,7 +122,7 @@ def _prepare(twin: nn.Module) -> None:
 
 
 def example_inputs(module: nn.Module) -> dict[str, Tensor]:
-    """Inputs on paper for a model of Transformers, by its ``main_input_name`` and config.
+    """Inputs on the meta device for a model of Transformers, by its ``main_input_name`` and config.
 
     TraceError: the model is none, or takes something else.
     """
@@ -171,7 +172,7 @@ def _is_fresh(node: torch.fx.Node) -> bool:
 
 class _Marks:
     """While it is entered, tensor arguments of modules leave marks in a graph: they are rolled by a distance that no
-    model uses. (On paper no values are moved.)"""
+    model uses. (On the meta device no values are moved.)"""
 
     _FIRST = 1 << 40
 
@@ -225,13 +226,13 @@ def _quiet() -> Iterator[None]:
             each.setLevel(level)
 
 
-def trace(twin: nn.Module, inputs: Mapping[str, Tensor]) -> Trace:
-    """Follow one forward of ``twin``, a module on paper.
+def trace(module: nn.Module, inputs: Mapping[str, Tensor]) -> Trace:
+    """Follow one forward of ``module``, a module on the meta device.
 
     TraceError: it does something that depends on values.
     """
-    flat = _Flat(twin).eval()
-    marks = _Marks(twin)
+    flat = _Flat(module).eval()
+    marks = _Marks(module)
     try:
         with _quiet(), torch.no_grad(), _ListsAsSlices(), marks:
             exported = torch.export.export(flat, (dict(inputs),), strict=False)
@@ -242,9 +243,9 @@ def trace(twin: nn.Module, inputs: Mapping[str, Tensor]) -> Trace:
             f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         ) from error
     first: dict[int, str] = {}
-    for name, param in twin.named_parameters(remove_duplicate=False):
+    for name, param in module.named_parameters(remove_duplicate=False):
         first.setdefault(id(param), name)
-    every = {name: first[id(param)] for name, param in twin.named_parameters(remove_duplicate=False)}
+    every = {name: first[id(param)] for name, param in module.named_parameters(remove_duplicate=False)}
     signature = exported.graph_signature
     params = {
         place: every[name.removeprefix("module.")] for place, name in signature.inputs_to_parameters.items()
@@ -258,7 +259,7 @@ def trace(twin: nn.Module, inputs: Mapping[str, Tensor]) -> Trace:
         exported.graph,
         params,
         constants,
-        twin,
+        module,
         inputs,
         marks.found(exported.graph),
         frozenset(str(name) for name in signature.user_inputs),

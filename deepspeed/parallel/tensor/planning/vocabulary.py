@@ -36,7 +36,7 @@ def find_vocabulary(run: Trace, ranks: int, whole: Container[str]) -> tuple[Voca
     for node in run.graph.nodes:
         if node.op == "call_function":
             _note(run, node, uses)
-    params = dict(run.twin.named_parameters())
+    params = dict(run.module.named_parameters())
     sizes = {params[name].shape[0] for name, each in uses.items() if each.embeddings}
     found = []
     for name, each in uses.items():
@@ -50,13 +50,13 @@ def find_vocabulary(run: Trace, ranks: int, whole: Container[str]) -> tuple[Voca
         ):
             continue
         bias = next(iter(each.biases), None)
-        if bias is not None and _holders(run.twin, params[bias]) - each.heads - _parents(each.heads):
+        if bias is not None and _holders(run.module, params[bias]) - each.heads - _parents(each.heads):
             continue
-        idle = _holders(run.twin, weight) - each.embeddings - each.heads
-        if any(type(run.twin.get_submodule(path)) is not nn.Embedding for path in idle):
+        idle = _holders(run.module, weight) - each.embeddings - each.heads
+        if any(type(run.module.get_submodule(path)) is not nn.Embedding for path in idle):
             continue
         if weight.shape[0] < ranks or any(
-            not _is_plain_embedding(run.twin.get_submodule(p)) for p in each.embeddings
+            not _is_plain_embedding(run.module.get_submodule(p)) for p in each.embeddings
         ):
             continue
         cut = Cut.even(0, weight.shape[0], ranks)
@@ -81,7 +81,7 @@ def _note(run: Trace, node: Node, uses: dict[str, _Uses]) -> None:
             operation in ("linear", "matmul", "mm", "addmm")
             and _is_weight(node, place)
             and _is_result(node)
-            and linear_dims(run.twin.get_submodule(_path(node))) is not None
+            and linear_dims(run.module.get_submodule(_path(node))) is not None
         ):
             uses[name].heads.add(_path(node))
             uses[name].biases.add(_bias_of(run, node))

@@ -11,7 +11,7 @@ import torch
 from deepspeed.transforms.recompute.checkpointing import get_cuda_rng_tracker
 
 
-class Surroundings:
+class RecomputeContext:
     """Taken where a forward begins. The cache of autocast is off, as a cast weight would outlive its tile's graph."""
 
     def __init__(self, device: torch.device) -> None:

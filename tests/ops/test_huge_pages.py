@@ -1,4 +1,4 @@
-"""Memory on large pages: contents and addresses stay, and only memory that mostly is the tensors' is touched."""
+"""Memory on huge pages: contents and addresses stay, and only memory that mostly is the tensors' is touched."""
 
 import itertools
 import re
@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
-from deepspeed.ops import huge_pages as large_pages
-from deepspeed.ops.huge_pages import LARGE_PAGE, collapse, weights_of
+from deepspeed.ops import huge_pages
+from deepspeed.ops.huge_pages import HUGE_PAGE, collapse, weights_of
 
 
 def large_bytes(tensor: torch.Tensor) -> int:
@@ -27,8 +27,8 @@ def large_bytes(tensor: torch.Tensor) -> int:
 
 def aligned(size: int) -> torch.Tensor:
     """Bytes that begin where a large page does."""
-    whole = torch.zeros(size + LARGE_PAGE, dtype=torch.uint8)
-    begin = -whole.data_ptr() % LARGE_PAGE
+    whole = torch.zeros(size + HUGE_PAGE, dtype=torch.uint8)
+    begin = -whole.data_ptr() % HUGE_PAGE
     return whole[begin : begin + size]
 
 
@@ -41,49 +41,49 @@ def test_weights_are_what_they_were_and_where_they_were():
         assert torch.equal(weight, was)
     if found == 0:
         pytest.skip("this system does not collapse pages")
-    assert found % LARGE_PAGE == 0
+    assert found % HUGE_PAGE == 0
     assert large_bytes(weights[0]) > 0
     assert collapse(weights) == found  # those that are large already count
 
 
 def test_pages_are_those_that_tensors_mostly_fill(advised):
-    memory = aligned(5 * LARGE_PAGE)
-    half = LARGE_PAGE // 2
+    memory = aligned(5 * HUGE_PAGE)
+    half = HUGE_PAGE // 2
     lone = memory[: half - 1]  # a little less than half of page 0
-    shared = memory[LARGE_PAGE : LARGE_PAGE + half // 2], memory[2 * LARGE_PAGE - half // 2 : 2 * LARGE_PAGE]
-    across = memory[2 * LARGE_PAGE + half : 4 * LARGE_PAGE + 1]  # half of 2, all of 3, a byte of 4
+    shared = memory[HUGE_PAGE : HUGE_PAGE + half // 2], memory[2 * HUGE_PAGE - half // 2 : 2 * HUGE_PAGE]
+    across = memory[2 * HUGE_PAGE + half : 4 * HUGE_PAGE + 1]  # half of 2, all of 3, a byte of 4
     again = across.view(across.shape)  # a tied weight counts once
     collapse([lone, *shared, across, again])
-    numbers = sorted((begin - memory.data_ptr()) // LARGE_PAGE for begin, _ in advised)
+    numbers = sorted((begin - memory.data_ptr()) // HUGE_PAGE for begin, _ in advised)
     assert numbers == [1, 2, 3]
-    assert {size for _, size in advised} == {LARGE_PAGE}
+    assert {size for _, size in advised} == {HUGE_PAGE}
 
 
 def test_a_system_that_does_not_find_pages_is_not_asked_forever(advised, monkeypatch):
     clock = itertools.count(step=0.75)
-    monkeypatch.setattr(large_pages, "time", SimpleNamespace(monotonic=lambda: next(clock)))
-    assert collapse([aligned(8 * LARGE_PAGE)]) == LARGE_PAGE  # at 0.75 s of 1.03; the next would be at 1.5
+    monkeypatch.setattr(huge_pages, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    assert collapse([aligned(8 * HUGE_PAGE)]) == HUGE_PAGE  # at 0.75 s of 1.03; the next would be at 1.5
     assert len(advised) == 1
 
 
 def test_what_has_no_memory_of_its_own_is_left_alone(advised):
-    wrapper = TwoTensor(torch.zeros(LARGE_PAGE), torch.zeros(LARGE_PAGE))
-    strided = torch.zeros(2, LARGE_PAGE).T
-    assert collapse([wrapper, strided, torch.zeros(LARGE_PAGE, device="meta"), torch.zeros(0)]) == 0
+    wrapper = TwoTensor(torch.zeros(HUGE_PAGE), torch.zeros(HUGE_PAGE))
+    strided = torch.zeros(2, HUGE_PAGE).T
+    assert collapse([wrapper, strided, torch.zeros(HUGE_PAGE, device="meta"), torch.zeros(0)]) == 0
     assert advised == []
 
 
 def test_a_mapped_file_stays_readable(tmp_path):
     path = tmp_path / "weights"
-    path.write_bytes(bytes(range(256)) * (4 * LARGE_PAGE // 256))
-    mapped = torch.from_file(str(path), shared=False, size=4 * LARGE_PAGE, dtype=torch.uint8)
+    path.write_bytes(bytes(range(256)) * (4 * HUGE_PAGE // 256))
+    mapped = torch.from_file(str(path), shared=False, size=4 * HUGE_PAGE, dtype=torch.uint8)
     collapse([mapped])
     assert bytes(mapped[-256:].tolist()) == bytes(range(256))
 
 
 def test_without_the_call_nothing_happens(monkeypatch):
-    monkeypatch.setattr(large_pages.sys, "platform", "darwin")
-    assert collapse([torch.zeros(LARGE_PAGE)]) == 0
+    monkeypatch.setattr(huge_pages.sys, "platform", "darwin")
+    assert collapse([torch.zeros(HUGE_PAGE)]) == 0
 
 
 def test_weights_of_a_module_are_its_parameters_and_buffers():

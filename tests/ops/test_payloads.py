@@ -1,4 +1,4 @@
-"""Packets made by the native library: the same bits as those of PyTorch, with every instruction set."""
+"""Payloads made by the native library: the same bits as those of PyTorch, with every instruction set."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ def values(*shape: int, seed: int = 0) -> torch.Tensor:
 @pytest.mark.parametrize("codec", CODECS, ids=str)
 @pytest.mark.parametrize("numel", [1, 15, 256, 4097])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_same_packets_and_values(codec: Any, numel: int, dtype: torch.dtype, isa: str) -> None:
+def test_same_payloads_and_values(codec: Any, numel: int, dtype: torch.dtype, isa: str) -> None:
     x = values(3, numel).to(dtype)
     x[0, numel // 2] = -0.0
-    packets = codec.encode(x)
-    assert torch.equal(packets, codec.pack(x))
-    assert same_bits(codec.decode(packets, numel), codec.unpack(packets, numel))
+    payloads = codec.encode(x)
+    assert torch.equal(payloads, codec.pack(x))
+    assert same_bits(codec.decode(payloads, numel), codec.unpack(payloads, numel))
     out = torch.empty(3, numel, dtype=dtype)
-    assert same_bits(codec.decode(packets, numel, out=out), codec.unpack(packets, numel).to(dtype))
-    assert same_bits(codec.total(packets, numel), Codec.total(codec, packets, numel))
+    assert same_bits(codec.decode(payloads, numel, out=out), codec.unpack(payloads, numel).to(dtype))
+    assert same_bits(codec.total(payloads, numel), Codec.total(codec, payloads, numel))
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=str)
@@ -42,8 +42,8 @@ def test_same_errors(codec: Any, dtype: torch.dtype, threads: int, isa: str) -> 
     torch.set_num_threads(threads)
     x, errors = values(2, 50001).to(dtype), values(2, 50001, seed=1)
     expected = errors.clone()
-    packets = Codec.encode(codec, x, expected)
-    assert torch.equal(codec.encode(x, errors), packets)
+    payloads = Codec.encode(codec, x, expected)
+    assert torch.equal(codec.encode(x, errors), payloads)
     assert same_bits(errors, expected)
 
 
@@ -55,12 +55,12 @@ def test_extremes(codec: Any, bad: float, isa: str) -> None:
     x = values(48)
     x[16:32] *= 0.0 if abs(bad) < 1 else 1.0
     x[20] = bad
-    packets, finite = codec.encode(x), abs(bad) < float("inf")
-    found = codec.decode(packets, 48)
+    payloads, finite = codec.encode(x), abs(bad) < float("inf")
+    found = codec.decode(payloads, 48)
     assert found[:16].isfinite().all() and found[32:].isfinite().all()
     assert found[16:32].isfinite().all() == finite and found[16:32].isfinite().any() == finite
     if finite:
-        assert torch.equal(packets, codec.pack(x))
+        assert torch.equal(payloads, codec.pack(x))
 
 
 def test_every_small_float(isa: str) -> None:
@@ -69,9 +69,9 @@ def test_every_small_float(isa: str) -> None:
     x = torch.cat([every[every.isfinite()], torch.linspace(-448, 448, 4001), torch.logspace(-6, 2.6, 4001)])
     codec, x = FloatCodec(8192 * 2), torch.cat([x, -x])
     assert torch.equal(codec.encode(x), codec.pack(x))
-    packets = torch.zeros(256 + 4, dtype=torch.uint8)
-    packets[:4], packets[4:] = torch.ones(1).view(torch.uint8), torch.arange(256, dtype=torch.uint8)
-    assert same_bits(codec.decode(packets, 256).nan_to_num(nan=1e9), every.nan_to_num(nan=1e9))
+    payloads = torch.zeros(256 + 4, dtype=torch.uint8)
+    payloads[:4], payloads[4:] = torch.ones(1).view(torch.uint8), torch.arange(256, dtype=torch.uint8)
+    assert same_bits(codec.decode(payloads, 256).nan_to_num(nan=1e9), every.nan_to_num(nan=1e9))
 
 
 @pytest.mark.parametrize("share", [0.01, 0.3])
@@ -93,21 +93,21 @@ def test_the_largest_of_any_numbers(
     }[kind]
     x[17] = -float("inf") if kind == "nan" else x[17]
     x = x.to(dtype)
-    packets = codec.encode(x)
-    assert torch.equal(packets, codec.pack(x))
+    payloads = codec.encode(x)
+    assert torch.equal(payloads, codec.pack(x))
     for owed in (values(numel, seed=1), torch.zeros(numel)):
         errors, expected = owed.clone(), owed.clone()
-        packets = Codec.encode(codec, x, expected)
-        assert torch.equal(codec.encode(x, errors), packets)
+        payloads = Codec.encode(codec, x, expected)
+        assert torch.equal(codec.encode(x, errors), payloads)
         assert torch.equal(errors.nan_to_num(nan=1e9), expected.nan_to_num(nan=1e9))
 
 
 def test_places_beyond_a_row() -> None:
-    """A damaged packet writes nowhere else."""
+    """A damaged payload writes nowhere else."""
     codec = TopCodec(0.5)
-    packets = codec.encode(torch.tensor([1.0, -3.0, 2.0, 0.5]))
-    packets[8:12] = torch.tensor([-7], dtype=torch.int32).view(torch.uint8)
-    assert codec.decode(packets, 4).tolist() == [0.0, 0.0, 2.0, 0.0]
+    payloads = codec.encode(torch.tensor([1.0, -3.0, 2.0, 0.5]))
+    payloads[8:12] = torch.tensor([-7], dtype=torch.int32).view(torch.uint8)
+    assert codec.decode(payloads, 4).tolist() == [0.0, 0.0, 2.0, 0.0]
 
 
 def test_what_the_library_leaves_to_torch() -> None:
@@ -126,5 +126,5 @@ def test_what_the_library_leaves_to_torch() -> None:
 @pytest.mark.parametrize("codec", [SignCodec(), FloatCodec(), TopCodec(0.1)], ids=str)
 def test_without_the_library(codec: Any) -> None:
     x, errors = values(2, 3000), torch.zeros(2, 3000)
-    packets = codec.encode(x, errors)
-    assert torch.equal(errors, x - codec.decode(packets, 3000))
+    payloads = codec.encode(x, errors)
+    assert torch.equal(errors, x - codec.decode(payloads, 3000))
