@@ -113,7 +113,7 @@ def test_several_holders_keep_a_bucket() -> None:
     assert whole(transitions) == [0]  # the end of an evaluation releases what is idle
     transitions.release_all()
     assert whole(transitions) == [0]
-    transitions.let_go(0)
+    transitions.release_held(0)
     assert whole(transitions) == []
 
 
@@ -149,7 +149,7 @@ def test_with_room_for_everything_nothing_is_released_but_what_is_stale() -> Non
     transitions.take([0, 1], Phase.FORWARD)
     transitions.drop([0, 1])
     transitions.hold(2)
-    transitions.let_go(2)
+    transitions.release_held(2)
     transitions.begin_backward()
     transitions.end_backward()
     assert whole(transitions) == [0, 1, 2]
@@ -236,7 +236,7 @@ def test_illegal_transitions_are_errors_that_name_the_bucket() -> None:
     with pytest.raises(TransitionError, match="bucket 1 is dropped more often than it was taken"):
         transitions.drop([1])
     with pytest.raises(TransitionError, match="bucket 0 is dropped"):
-        transitions.let_go(0)
+        transitions.release_held(0)
     with pytest.raises(TransitionError, match="FORWARD ends, but no pass is open"):
         transitions.end_pass(Phase.FORWARD)
     with pytest.raises(TransitionError, match="a backward ends, but none is running"):

@@ -170,7 +170,7 @@ class SharedMemoryChannel:
 
     def issue(self, operation: bytes, *tensors: Tensor) -> Pending:
         if self._unwatched:
-            self._let_go()
+            self._release_completed()
         return _SharedMemoryPending(self, self.lib.ds_shm_issue(self.handle, operation), operation, tensors)
 
     def keep(self, ticket: int, tensors: tuple[Tensor, ...]) -> None:
@@ -179,7 +179,7 @@ class SharedMemoryChannel:
         if self.handle is not None:
             self._unwatched.append((ticket, tensors))
 
-    def _let_go(self) -> None:
+    def _release_completed(self) -> None:
         self._unwatched = [one for one in self._unwatched if not self.is_done(one[0])]
 
     def is_done(self, ticket: int) -> bool:

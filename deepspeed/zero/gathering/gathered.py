@@ -98,7 +98,7 @@ class GatheredParameters:
                 last.append(param)
         zero_params.partition(None, param_list=last)
         for bucket in self._held:
-            bucket.transitions.let_go(bucket.layout.index)
+            bucket.transitions.release_held(bucket.layout.index)
         if not kept:  # buckets that happen to be gathered still hold what was written to them
             for transitions in {id(home.transitions): home.transitions for home in self._buckets()}.values():
                 transitions.release_all()

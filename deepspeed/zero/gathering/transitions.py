@@ -16,10 +16,10 @@ time. *Persistent*: a small bucket, whole from the first step to the last; its h
 |---|---|---|
 | a call of a module (any phase of a forward) | its entry: ``take`` | its exit: ``drop`` |
 | a backward, for each call whose nodes it runs | reaching the call: ``take`` | passing it, or its end: ``drop`` |
-| ``GatheredParameters`` over all of a bucket | ``hold`` | ``let_go`` |
+| ``GatheredParameters`` over all of a bucket | ``hold`` | ``release_held`` |
 | a forward under a transform (``torch.func``) | ``keep`` | the update, or ``release_all`` |
 
-What is idle is not released at once, except after ``let_go``: the next call often needs the same bucket. It is
+What is idle is not released at once, except after ``release_held``: the next call often needs the same bucket. It is
 released
 
 - when another bucket is about to be gathered, or the last backward ends: beyond ``max_live`` elements, and what is not
@@ -30,7 +30,7 @@ released
 
 An update *evicts*: whoever holds the bucket, its copy is stale. It is gathered again when it is needed again.
 
-The transport (``gather.py``, ``scheduled_gather.py``) moves the slices. It may ``begin`` a gather before anybody needs
+The gatherer (``gather.py``, ``scheduled_gather.py``) moves the shards. It may ``begin`` a gather before anybody needs
 it; it never releases. What does not fit the diagram is a ``TransitionError``.
 
 [Note: threads] Every transition happens under ``lock``. Weights are published while no other thread is inside a
@@ -64,8 +64,8 @@ class LiveBudget:
     max_reuse: int
 
 
-class Transport(Protocol):
-    """Moves slices, for the ``Transitions`` that it is ``connected`` to."""
+class Gatherer(Protocol):
+    """Moves shards, for the ``Transitions`` that it is ``connected`` to: see `zero/gathering/gather.py`."""
 
     def connect(self, transitions: Transitions) -> None: ...
     def gather(self, index: int, phase: Phase) -> None: ...
@@ -77,9 +77,9 @@ class Transport(Protocol):
 class Transitions:
     """Owns who holds which of ``buckets``, and all changes of their state (Note: the states of a bucket)."""
 
-    def __init__(self, buckets: Sequence[ShardedBucket], transport: Transport, budget: LiveBudget) -> None:
+    def __init__(self, buckets: Sequence[ShardedBucket], gatherer: Gatherer, budget: LiveBudget) -> None:
         self.buckets = list(buckets)
-        self.transport = transport
+        self.gatherer = gatherer
         self.budget = budget
         self.lock = threading.RLock()
         self.trace = UseTrace([bucket.layout.padded_numel for bucket in self.buckets])
@@ -93,7 +93,7 @@ class Transitions:
         self._apart: set[int] = set()  # threads other than the trainer that are in a forward
         self._publishers = 0  # they wait for those
         self._quiet = threading.Condition(self.lock)
-        transport.connect(self)
+        gatherer.connect(self)
 
     # Phases -------------------------------------------------------------------------------------------------
 
@@ -108,7 +108,7 @@ class Transitions:
                 self._dismiss_visitors()
         elif phase is Phase.EVALUATION:
             self.evaluating = True
-        self.transport.begin_pass(phase, root)
+        self.gatherer.begin_pass(phase, root)
 
     def _dismiss_visitors(self) -> None:
         """A step begins with the same buckets whether or not an evaluation preceded it: it can be predicted."""
@@ -126,7 +126,7 @@ class Transitions:
             self._quiet.notify_all()
         elif phase is Phase.EVALUATION:
             self.evaluating = False
-        self.transport.end_pass(phase)
+        self.gatherer.end_pass(phase)
         if not (phase.trains or self._passes or self._backwards):
             self._release_idle(keep_near=False)
 
@@ -181,7 +181,7 @@ class Transitions:
                 continue
             if not self.keeps_all:
                 self._release_idle(incoming=bucket.layout.padded_numel)
-            self.transport.gather(b, phase)
+            self.gatherer.gather(b, phase)
             if not phase.trains:
                 self._visitors.add(b)
 
@@ -194,13 +194,13 @@ class Transitions:
             holders[b] -= 1
 
     def hold(self, b: int) -> None:
-        """Gathered by hand, until ``let_go``."""
+        """Gathered by hand, until ``release_held``."""
         with self.lock:
             if self.buckets[b].lossy:  # by hand one sees the weights, not what a gather makes of them
                 self._release_if_idle(b)
             self.take((b,), Phase.BY_HAND)
 
-    def let_go(self, b: int) -> None:
+    def release_held(self, b: int) -> None:
         with self.lock:
             self.drop((b,))
             if not self.keeps_all or self.buckets[b].lossy:
@@ -217,7 +217,7 @@ class Transitions:
         self.drop(self._kept)
         self._kept.clear()
 
-    # What the transport tells -------------------------------------------------------------------------------
+    # What the gatherer reports -------------------------------------------------------------------------------
 
     def begin(self, b: int) -> Tensor:
         """SHARDED -> GATHERING; returns the buffer [padded_numel] to fill."""
@@ -227,7 +227,7 @@ class Transitions:
         return bucket.allocate()
 
     def arrived(self, b: int) -> None:
-        """GATHERING -> GATHERED: the buffer holds every slice, or the gather failed and its error is on its way."""
+        """GATHERING -> GATHERED: the buffer holds every shard, or the gather failed and its error is on its way."""
         bucket = self.buckets[b]
         if bucket.status is not Status.GATHERING:
             raise TransitionError(f"bucket {b} is {bucket.status.name}: nothing was to arrive")
@@ -237,7 +237,7 @@ class Transitions:
 
     def evict(self, b: int) -> None:
         """GATHERED -> SHARDED, whoever holds it: its weights change, or its memory must be free. Not persistent ones,
-        which are refreshed instead; a gather in flight is the transport's to end."""
+        which are refreshed instead; a gather in flight is the gatherer's to end."""
         bucket = self.buckets[b]
         if bucket.status is Status.GATHERED and not bucket.persistent:
             bucket.release()
@@ -262,7 +262,7 @@ class Transitions:
         bucket = self.buckets[b]
         if not self.holders[b] and bucket.status is Status.GATHERED and not bucket.persistent:
             bucket.release()
-            self.transport.released(b)
+            self.gatherer.released(b)
 
     def _release_idle(self, incoming: int = 0, keep_near: bool = True) -> None:
         if self.keeps_all:
@@ -275,7 +275,7 @@ class Transitions:
             if near and live <= self.budget.max_live:
                 continue
             bucket.release()
-            self.transport.released(b)
+            self.gatherer.released(b)
             live -= bucket.layout.padded_numel
 
     def live(self) -> int:
