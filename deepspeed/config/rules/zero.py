@@ -146,12 +146,7 @@ def packets_make_sense(config: TrainingConfig) -> Iterator[Finding]:
             "has no effect: neither gradients nor weights are quantized",
             False,
         )
-    section = config.gradient_compression
-    if section is not None and section.rounding == "stochastic" and section.codec not in ("int8", "int4"):
-        yield Finding(
-            ("gradient_compression.rounding", "gradient_compression.codec"),
-            f'"{section.codec}" is not rounded at random: use "int8" or "int4", or leave rounding out',
-        )
+    yield from _rounding_of_codec(config)
     if config.gradient_compression is not None and zero.zero_quantized_gradients:
         yield Finding(
             ("gradient_compression", "zero_optimization.zero_quantized_gradients"),
@@ -161,6 +156,20 @@ def packets_make_sense(config: TrainingConfig) -> Iterator[Finding]:
         yield Finding(
             ("zero_optimization.zero_hpz_partition_size", "zero_optimization.mics_shard_size"),
             "cannot be combined: with MiCS, gathers stay within a group already; set zero_hpz_partition_size to 1",
+        )
+
+
+def _rounding_of_codec(config: TrainingConfig) -> Iterator[Finding]:
+    section = config.gradient_compression
+    if section is None or section.rounding != "stochastic":
+        return
+    from deepspeed.ops.formats.codecs import CODECS, codec_named
+
+    if codec_named(section.codec).seeded(0) is None:
+        seeded = " or ".join(f'"{name}"' for name in CODECS if codec_named(name).seeded(0) is not None)
+        yield Finding(
+            ("gradient_compression.rounding", "gradient_compression.codec"),
+            f'"{section.codec}" is not rounded at random: use {seeded}, or leave rounding out',
         )
 
 
