@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from deepspeed.config.optimizers import BUILT_IN
 from deepspeed.config.problems import shown
 from deepspeed.config.rules.findings import OFFLOAD, STAGE, Finding, offload_device
 from deepspeed.config.schema import TrainingConfig
 
-_ELEMENTWISE = ("adam", "adamw", "fusedadam", "adagrad", "lion", "sgd", "muadam", "muadamw", "musgd")
-"""Optimizers by their names in a config, in small letters."""
 GATHER_ALIGNMENT = 2
 """Elements; documented as ``nccl_start_alignment_factor``."""
 
@@ -100,7 +99,8 @@ def _updates_columns(config: TrainingConfig) -> Iterator[Finding]:
     if section is None or section.type is None:
         return
     name, params = section.type, section.params or {}
-    known = name.lower() in _ELEMENTWISE
+    built_in = BUILT_IN.get(name.lower())
+    known = built_in is not None and built_in.updates_columns
     asked = [each for each in ("torch_adam", "state_bits", "stochastic_rounding") if params.get(each)]
     if not known or asked:
         what = f"optimizer.params.{asked[0]}" if known else f"optimizer.type {shown(name)}"
