@@ -265,6 +265,23 @@ def test_files_named_in_documents_exist() -> None:
     assert [name for name in sorted(named) if not (ROOT / name[1]).exists()] == []
 
 
+def test_modules_and_names_of_the_glossary_exist() -> None:
+    """Of each row: the paths in its last column, and `Class.method` wherever it stands."""
+    rows = [line for line in (ROOT / "docs/glossary.md").read_text().splitlines() if line.startswith("| *")]
+    code = "\n".join(path.read_text(encoding="utf-8") for path in sources().values())
+    package = ROOT / "deepspeed"
+    where = [path for row in rows for path in re.findall(r"`([\w/.]+)[`:]", row.split("|")[-2])]
+    paths = [path.removeprefix("deepspeed/") for path in where]
+    names = [name for row in rows for name in re.findall(r"\b([A-Z]\w+)\.([a-z]\w+)`", row)]
+    assert [path for path in paths if not (package / path).exists()] == []
+    assert [
+        pair
+        for pair in names
+        if not re.search(rf"\nclass {pair[0]}\b", code) or f"def {pair[1]}(" not in code
+    ] == []
+    assert len(paths) > 40 and len(names) > 3
+
+
 # ---------------------------------------------------------------------------------------------- documented
 # names
 

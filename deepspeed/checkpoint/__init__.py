@@ -2,5 +2,5 @@
 
 A file says which interval of which parameter it holds; loading intersects intervals. `files/` writes and verifies,
 `foreign/` reads the layouts of release 0.19 and of others, `storage/` has the documented pluggable engines. Start
-reading: `shards.py`, `save.py`, `load.py`.
+reading: `shards.py`, `contents.py` (what each file holds), `save.py`, `load.py`.
 """

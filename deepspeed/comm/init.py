@@ -129,7 +129,7 @@ def network_of(config: DeepSpeedConfig) -> Network:
     if wanted is not None:
         process_network.use_shared_memory(wanted)
     network = Network(shared_memory=shared, log=log)
-    network.hang_report_seconds = config.comm_config.hang_report_seconds
+    network.hang_report_seconds = config.schema.comm.hang_report_seconds
     if config.wall_clock_breakdown:
         from deepspeed.comm.timed import TimedCommunicator
 

@@ -51,8 +51,6 @@ DEEPSPEED_OPTIMIZERS = (
     LION_OPTIMIZER,
     MUON_OPTIMIZER,
 )
-# Every name that `optimizer.type` accepts, in upper or lower case.
-BUILT_IN_OPTIMIZERS = (*DEEPSPEED_OPTIMIZERS, "fusedadam", "fusedlamb", "sgd", "diloco")
 
 OPTIMIZER_PARAMS = SCHEDULER_PARAMS = "params"
 OPTIMIZER_TYPE_DEFAULT = SCHEDULER_TYPE_DEFAULT = None

@@ -156,7 +156,6 @@ class DeepSpeedConfig:
         self.seq_parallel_communication_data_type = torch_dtype(c.seq_parallel_communication_data_type)
         self.sparse_gradients_enabled = c.sparse_gradients
         self.disable_allgather = c.disable_allgather
-        self.comm_config = c.comm
 
     def _read_optimizer(self, c: TrainingConfig, unused: Any) -> None:
         """``unused``: the section as written, where an optimizer was passed; scripts still read its name."""
@@ -186,6 +185,12 @@ class DeepSpeedConfig:
         self.aio_config = c.aio.model_dump(exclude={"thread_count"})
 
     @property
+    def schema(self) -> TrainingConfig:
+        """Every key as a user writes it, validated: what new code reads. The attributes are those of release 0.19, for
+        clients; a new key needs none."""
+        return self._schema
+
+    @property
     def given_keys(self) -> set[str]:
         """Top-level keys that the config has, as against those with defaults."""
         return self._schema.model_fields_set
@@ -204,9 +209,6 @@ class DeepSpeedConfig:
     def _read_execution(self, c: TrainingConfig) -> None:
         """Read how forward and backward are carried out."""
         self.activation_checkpointing_config = c.activation_checkpointing
-        self.tiled_compute_config = c.tiled_compute
-        self.fp8_config = c.fp8
-        self.native_products_config = c.native_products
         self.compile_config = c.compile
         self.graph_harvesting = c.graph_harvesting
         self.hybrid_engine = c.hybrid_engine
@@ -238,16 +240,10 @@ class DeepSpeedConfig:
         self.wall_clock_breakdown = c.wall_clock_breakdown
         self.memory_breakdown = c.memory_breakdown
         self.dump_state = c.dump_state
-        self.disable_python_gc = c.disable_python_gc
         self.log_level = c.log_level
         self.monitor_config = DeepSpeedMonitorConfig(**{name: getattr(c, name) for name in MONITORS})
-        self.live_config = c.monitor.live
-        self.curve_axis = c.monitor.x
         self.flops_profiler_config = c.flops_profiler
         self.timers_config = c.timers.throughput
-        self.gradient_compression = c.gradient_compression
-        self.audit_config = c.audit
-        self.trace_config = c.trace
         self.comms_config = DeepSpeedCommsConfig({"comms_logger": c.comms_logger})
 
     def _read_compression(self, c: TrainingConfig) -> None:

@@ -15,7 +15,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from deepspeed.base.dtypes import Dtype
-from deepspeed.config.section import AllowedValues, extra_facts
+from deepspeed.config.section import AllowedValues, OneOf, extra_facts
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +183,8 @@ def choices_of(field: FieldInfo) -> list[Any]:
 
     A dtype counts among the others: most fields allow some dtypes only, which `AllowedValues` lists.
     """
-    return list(dict.fromkeys(_choices(field.annotation)))
+    named = [name for item in field.metadata if isinstance(item, OneOf) for name in item.names()]
+    return list(dict.fromkeys([*_choices(field.annotation), *named]))
 
 
 def _choices(annotation: Any) -> list[Any]:

@@ -1,12 +1,13 @@
 """Checking an `optimizer` section: names of optimizers, and which arguments each takes.
 
 Built-in names are case-insensitive; every other name is a class of `torch.optim`. Nothing is built or imported, so that
-errors here can be reported with all others.
+errors here can be reported with all others. A new optimizer is a class and a row of `BUILT_IN`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 from deepspeed.config import torch_classes
@@ -37,29 +38,70 @@ _SIGNS = _ADAM | {
     "comm_backend_name",
 }
 
-ARGUMENTS: dict[str, frozenset[str]] = {
-    "adam": _FUSED_ADAM,
-    "adamw": _FUSED_ADAM,
-    "fusedadam": _FUSED_ADAM,
-    "lamb": _LAMB,
-    "fusedlamb": _LAMB,
-    "lion": frozenset({"lr", "betas", "weight_decay", "set_grad_none"}),
-    "adagrad": frozenset({"lr", "lr_decay", "weight_decay", "initial_accumulator_value", "eps"}),
-    "sgd": _SGD,
-    "muon": frozenset(
-        {"lr", "momentum", "weight_decay", "muon_lr", "adam_lr", "betas", "eps", "ns_method", "per_head_muon"}
+_MUON = frozenset(
+    {"lr", "momentum", "weight_decay", "muon_lr", "adam_lr", "betas", "eps", "ns_method", "per_head_muon"}
+)
+_ONE_BIT_LAMB = frozenset(
+    {"freeze_step", "max_coeff", "min_coeff", "coeff_beta", "factor_max", "factor_min", "factor_threshold"}
+)
+_ZERO_ONE = frozenset({"var_freeze_step", "var_update_scaler", "local_step_scaler", "local_step_clipper"})
+_DILOCO = frozenset({"sync_every", "outer_lr", "outer_momentum", "warmup_steps", "codec"})
+
+_FUSED, _HOST = "ops.adam.fused_adam:FusedAdam", "ops.adam.cpu_adam:DeepSpeedCPUAdam"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BuiltIn:
+    """An optimizer that ``optimizer.type`` may name.
+
+    ``path``: its class, as "module:name" under ``deepspeed``; only the one that a run uses is imported. ``arguments``:
+    keys of ``optimizer.params``, those of its class and those that choose among classes. ``host_path``: what scripts
+    expect in its place where the update is offloaded to host memory; the arithmetic is the same.
+    """
+
+    path: str
+    arguments: frozenset[str]
+    host_path: str | None = None
+    updates_columns: bool = False
+    """ZenFlow may have it update some columns alone: it is elementwise, and has kernels for it."""
+    exchanges: bool = False
+    """Its ranks exchange momenta or weights between copies, instead of gradients."""
+
+
+def _built_in(path: str, arguments: frozenset[str], **more: Any) -> BuiltIn:
+    return BuiltIn(path=path, arguments=arguments, **more)
+
+
+BUILT_IN: dict[str, BuiltIn] = {
+    "adam": _built_in(_FUSED, _FUSED_ADAM, host_path=_HOST, updates_columns=True),
+    "adamw": _built_in(_FUSED, _FUSED_ADAM, host_path=_HOST, updates_columns=True),
+    "fusedadam": _built_in(_FUSED, _FUSED_ADAM, updates_columns=True),
+    "lamb": _built_in("ops.lamb:FusedLamb", _LAMB),
+    "fusedlamb": _built_in("ops.lamb:FusedLamb", _LAMB),
+    "lion": _built_in(
+        "ops.lion:FusedLion",
+        frozenset({"lr", "betas", "weight_decay", "set_grad_none"}),
+        host_path="ops.lion:DeepSpeedCPULion",
+        updates_columns=True,
     ),
-    "muadam": _ADAM | {"adam_w_mode"},
-    "muadamw": _ADAM,
-    "musgd": _SGD,
-    "onebitadam": _SIGNS | {"freeze_step", "variance_interval"},
-    "onebitlamb": _SIGNS
-    | {"freeze_step", "max_coeff", "min_coeff", "coeff_beta", "factor_max", "factor_min", "factor_threshold"},
-    "zerooneadam": _SIGNS
-    | {"var_freeze_step", "var_update_scaler", "local_step_scaler", "local_step_clipper"},
-    "diloco": _ADAM | {"sync_every", "outer_lr", "outer_momentum", "warmup_steps", "codec"},
+    "adagrad": _built_in(
+        "ops.adagrad:Adagrad",
+        frozenset({"lr", "lr_decay", "weight_decay", "initial_accumulator_value", "eps"}),
+        updates_columns=True,
+    ),
+    "sgd": _built_in("ops.sgd:SGD", _SGD, updates_columns=True),
+    "muon": _built_in("zero.muon.muon_optimizer:build_muon", _MUON),
+    "muadam": _built_in("optim.mu_parametrization:mu_adam", _ADAM | {"adam_w_mode"}, updates_columns=True),
+    "muadamw": _built_in("optim.mu_parametrization:mu_adamw", _ADAM, updates_columns=True),
+    "musgd": _built_in("optim.mu_parametrization:mu_sgd", _SGD, updates_columns=True),
+    "onebitadam": _built_in(
+        "optim.onebit:OnebitAdam", _SIGNS | {"freeze_step", "variance_interval"}, exchanges=True
+    ),
+    "onebitlamb": _built_in("optim.onebit:OnebitLamb", _SIGNS | _ONE_BIT_LAMB, exchanges=True),
+    "zerooneadam": _built_in("optim.onebit:ZeroOneAdam", _SIGNS | _ZERO_ONE, exchanges=True),
+    "diloco": _built_in("optim.local_steps:DiLoCo", _ADAM | _DILOCO, exchanges=True),
 }
-"""Built-in optimizer -> keys of `optimizer.params`: arguments of its class, and those that choose among classes."""
+"""Every name that ``optimizer.type`` accepts in upper or lower case, beside the classes of torch.optim."""
 
 OF_TORCH = {"adagrad": "Adagrad", "sgd": "SGD"}
 """Built-in optimizer -> class of torch.optim that takes over where a key is given that only it knows."""
@@ -72,13 +114,13 @@ def check_optimizer(name: Any, params: Any = None) -> list[str]:
     if params is not None and not isinstance(params, dict):
         return [f"optimizer.params={params!r} must be a mapping of names to values"]
     key = name.lower()
-    if key not in ARGUMENTS and torch_name(name) is None:
-        names = sorted({*ARGUMENTS, *classes_of(torch_classes.OPTIMIZERS)})
+    if key not in BUILT_IN and torch_name(name) is None:
+        names = sorted({*BUILT_IN, *classes_of(torch_classes.OPTIMIZERS)})
         return [f"optimizer.type={shown(name)} is unknown{_nearest(name, names)}"]
     settings = settings_of(params)
     problems = _unknown_keys(name, {**(params or {}), **settings})
     problems += _bad_values(settings) + _contradictions(settings)
-    if settings.get("amsgrad") and key in ARGUMENTS and not settings.get("torch_adam"):
+    if settings.get("amsgrad") and key in BUILT_IN and not settings.get("torch_adam"):
         problems.append(
             "optimizer.params.amsgrad=true is available with torch's implementation only: set torch_adam=true"
         )
@@ -105,7 +147,7 @@ def settings_of(params: dict[str, Any] | None) -> dict[str, Any]:
 
 def _unknown_keys(name: str, settings: dict[str, Any]) -> list[str]:
     key = name.lower()
-    allowed = set(ARGUMENTS.get(key, ()))
+    allowed = set(BUILT_IN[key].arguments) if key in BUILT_IN else set()
     of_torch = (
         OF_TORCH.get(key, "AdamW" if settings.get("torch_adam") else None) if allowed else torch_name(name)
     )

@@ -257,7 +257,7 @@ def make_plan(config: DeepSpeedConfig) -> Plan:
 
 def _packing(config: DeepSpeedConfig) -> Packing:
     packing = _zero_packing(config)
-    section = config.gradient_compression
+    section = config.schema.gradient_compression
     if section is None:
         return packing
     from deepspeed.ops.formats.codecs import codec_named

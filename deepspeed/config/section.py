@@ -23,10 +23,13 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    GetCoreSchemaHandler,
     PlainValidator,
     field_serializer,
 )
 from pydantic.fields import FieldInfo
+from pydantic_core import CoreSchema
+from pydantic_core.core_schema import no_info_after_validator_function
 
 from deepspeed.base.dtypes import Dtype
 from deepspeed.base.logging import logger
@@ -67,6 +70,23 @@ class AllowedValues:
 
     def __init__(self, text: str) -> None:
         self.text = text
+
+
+class OneOf:
+    """Annotation of a text that must be in ``names()``, a table of a feature. It is imported when a config gives the
+    key, or somebody asks what is allowed."""
+
+    def __init__(self, names: Callable[[], Iterable[str]]) -> None:
+        self.names = names
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return no_info_after_validator_function(self.check, handler(source))
+
+    def check(self, value: str) -> str:
+        """Return ``value``; ValueError: it is not in the table."""
+        if value not in self.names():
+            raise ValueError(f"must be one of {', '.join(map(repr, self.names()))}")
+        return value
 
 
 def _not_bool(value: Any) -> Any:

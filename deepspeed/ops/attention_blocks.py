@@ -1,9 +1,9 @@
 """Attention of one block of queries to one block of keys, with the log-sum-exp that joins blocks.
 
-Each kernel is a pair: ``forward(q, k, v, mask, scale) -> (out, lse)`` and ``backward(grad, q, k, v, out, lse, mask,
-scale) -> (dq, dk, dv)``, where out and lse in backward are those of *all* blocks. q and out are [batch, heads, rows,
-head size], k and v [batch, heads that share them, columns, head size], lse [batch, heads, rows] in fp32 (fp64 for such
-queries). The log-sum-exp of a row that sees nothing is -inf, its output 0.
+Each kernel says what it ``takes``, and is a pair: ``forward(q, k, v, mask, scale) -> (out, lse)`` and
+``backward(grad, q, k, v, out, lse, mask, scale) -> (dq, dk, dv)``, where out and lse in backward are those of *all*
+blocks. q and out are [batch, heads, rows, head size], k and v [batch, heads that share them, columns, head size], lse
+[batch, heads, rows] in fp32 (fp64 for such queries). The log-sum-exp of a row that sees nothing is -inf, its output 0.
 """
 
 from __future__ import annotations
@@ -31,6 +31,10 @@ CAUSAL; or None: every row sees every column."""
 
 
 class BlockKernel(Protocol):
+    def takes(self, q: Tensor, v: Tensor, mask: Mask) -> bool:
+        """Tell whether it computes blocks of such tensors."""
+        ...
+
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> tuple[Tensor, Tensor]: ...
 
     def backward(
@@ -48,6 +52,9 @@ class BlockKernel(Protocol):
 
 class Plain:
     """Matrix products in fp32 (fp64 if the inputs are): any device and any mask; needs rows x columns memory."""
+
+    def takes(self, q: Tensor, v: Tensor, mask: Mask) -> bool:
+        return True
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> tuple[Tensor, Tensor]:
         scores = self._scores(q, k, mask, scale)
@@ -92,6 +99,10 @@ class Plain:
 class CpuFlash:
     """Torch's flash attention for CPUs, which takes masks and shared heads, and gives its log-sum-exp."""
 
+    def takes(self, q: Tensor, v: Tensor, mask: Mask) -> bool:
+        """Also tensors without values: to count memory as of flash attention."""
+        return (q.is_cpu or q.is_meta) and q.shape[-1] == v.shape[-1]
+
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> tuple[Tensor, Tensor]:
         out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, v, 0.0, mask is CAUSAL, attn_mask=_additive(mask, q.dtype), scale=scale
@@ -131,6 +142,12 @@ class CudaFlash:
     memory. T. Dao: FlashAttention-2: Faster attention with better parallelism and work partitioning, 2023."""
 
     SIZES = range(8, 257, 8)
+
+    def takes(self, q: Tensor, v: Tensor, mask: Mask) -> bool:
+        size, half = q.shape[-1], q.dtype in (torch.float16, torch.bfloat16)
+        return (
+            q.is_cuda and half and size == v.shape[-1] and size in self.SIZES and not isinstance(mask, Tensor)
+        )
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> tuple[Tensor, Tensor]:
         found = _aten._scaled_dot_product_flash_attention(
@@ -176,18 +193,13 @@ class CudaFlash:
 
 
 PLAIN, CPU_FLASH, CUDA_FLASH = Plain(), CpuFlash(), CudaFlash()
+KERNELS: tuple[BlockKernel, ...] = (CPU_FLASH, CUDA_FLASH, PLAIN)
+"""The fastest first; the last takes everything."""
 
 
 def kernel_for(q: Tensor, v: Tensor, mask: Mask) -> BlockKernel:
-    """The fastest kernel that can compute blocks of these tensors."""
-    size = q.shape[-1]
-    if size != v.shape[-1]:
-        return PLAIN
-    if q.is_cpu or q.is_meta:  # tensors without values: to count memory as of flash attention
-        return CPU_FLASH
-    half = q.dtype in (torch.float16, torch.bfloat16)
-    flash = q.is_cuda and half and size in CudaFlash.SIZES and not isinstance(mask, Tensor)
-    return CUDA_FLASH if flash else PLAIN
+    """Return the fastest kernel that computes blocks of these tensors."""
+    return next(kernel for kernel in KERNELS if kernel.takes(q, v, mask))
 
 
 class Joined:

@@ -51,7 +51,7 @@ def sequence_shards(config: DeepSpeedConfig) -> ModuleTransform | None:
 
 
 def float8_linears(config: DeepSpeedConfig) -> ModuleTransform | None:
-    section = config.fp8_config
+    section = config.schema.fp8
     if not section.enabled:
         return None
     from deepspeed.transforms.float8_linears import Float8Linears
@@ -60,7 +60,7 @@ def float8_linears(config: DeepSpeedConfig) -> ModuleTransform | None:
 
 
 def tiled_compute(config: DeepSpeedConfig) -> ModuleTransform | None:
-    section = config.tiled_compute_config
+    section = config.schema.tiled_compute
     if not section.enabled:
         return None
     from deepspeed.parallel.sequence.tiled.model_transform import TiledModel
@@ -78,7 +78,7 @@ def memory_budget(config: DeepSpeedConfig) -> ModuleTransform | None:
 
 
 def native_products(config: DeepSpeedConfig) -> ModuleTransform | None:
-    if not config.native_products_config.enabled:
+    if not config.schema.native_products.enabled:
         return None
     from deepspeed.transforms.native_linears import NativeLinears
 

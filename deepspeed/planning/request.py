@@ -132,7 +132,7 @@ def answer(request: Request) -> Answer:
         micro_batches=config.gradient_accumulation_steps,
         device_type=request.device_type,
         zero_init=request.zero_init and plan.zero.shard_params,
-        shared_memory=config.comm_config.shared_memory and not request.nodes == request.all_ranks > 1,
+        shared_memory=config.schema.comm.shared_memory and not request.nodes == request.all_ranks > 1,
     )
     ledger = plan_memory(setting)
     ledger.notes += note + _experts(facts, request.ranks)
@@ -228,7 +228,7 @@ def _activations(ledger: Ledger, request: Request, setting: Setting, config: Dee
         sequence=request.sequence,
         itemsize=dtype.itemsize,
         checkpointing=request.checkpointing and limit is None,
-        float8=config.fp8_config.enabled,
+        float8=config.schema.fp8.enabled,
     )
     if limit is not None:
         whole, nbytes = nbytes, budgeted_bytes(nbytes, limit)

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from deepspeed.config.optimizers import (
-    ARGUMENTS,
+    BUILT_IN,
     COMPACT_KEYS,
     OF_TORCH,
     check_optimizer,
@@ -29,45 +28,13 @@ __all__ = ["build_optimizer", "is_elementwise"]
 OptimizerClass = Callable[..., torch.optim.Optimizer]
 
 
-@dataclass(frozen=True, slots=True)
-class BuiltIn:
-    """Location of an optimizer's class, as "module:name" under `deepspeed`: only the one that a run uses is
-    imported."""
-
-    path: str
-    host_path: str | None = None
-    """What scripts expect in its place where the update is offloaded to host memory; the arithmetic is the same."""
-
-    @property
-    def cls(self) -> OptimizerClass:
-        return _imported(self.path)
-
-
-def _imported(path: str) -> OptimizerClass:
+def imported(path: str) -> OptimizerClass:
+    """Import the class at a ``BuiltIn.path``."""
     module, name = path.split(":")
     return getattr(importlib.import_module(f"deepspeed.{module}"), name)
 
 
-_FUSED_ADAM, _HOST_ADAM = "ops.adam.fused_adam:FusedAdam", "ops.adam.cpu_adam:DeepSpeedCPUAdam"
-
-BUILT_IN: dict[str, BuiltIn] = {
-    "adam": BuiltIn(_FUSED_ADAM, host_path=_HOST_ADAM),
-    "adamw": BuiltIn(_FUSED_ADAM, host_path=_HOST_ADAM),
-    "fusedadam": BuiltIn(_FUSED_ADAM),
-    "lamb": BuiltIn("ops.lamb:FusedLamb"),
-    "fusedlamb": BuiltIn("ops.lamb:FusedLamb"),
-    "lion": BuiltIn("ops.lion:FusedLion", host_path="ops.lion:DeepSpeedCPULion"),
-    "adagrad": BuiltIn("ops.adagrad:Adagrad"),
-    "sgd": BuiltIn("ops.sgd:SGD"),
-    "muon": BuiltIn("zero.muon.muon_optimizer:build_muon"),
-    "muadam": BuiltIn("optim.mu_parametrization:mu_adam"),
-    "muadamw": BuiltIn("optim.mu_parametrization:mu_adamw"),
-    "musgd": BuiltIn("optim.mu_parametrization:mu_sgd"),
-    "onebitadam": BuiltIn("optim.onebit:OnebitAdam"),
-    "onebitlamb": BuiltIn("optim.onebit:OnebitLamb"),
-    "zerooneadam": BuiltIn("optim.onebit:ZeroOneAdam"),
-    "diloco": BuiltIn("optim.local_steps:DiLoCo"),
-}
+_FUSED_ADAM, _HOST_ADAM = BUILT_IN["adam"].path, str(BUILT_IN["adam"].host_path)
 
 
 def build_optimizer(
@@ -97,15 +64,15 @@ def _resolve(name: str, settings: dict[str, Any], on_host: bool) -> OptimizerCla
     built_in = BUILT_IN.get(key)
     if built_in is None:
         return getattr(torch.optim, torch_name(name) or name)
-    if key in OF_TORCH and not settings.keys() <= ARGUMENTS[key]:
+    if key in OF_TORCH and not settings.keys() <= built_in.arguments:
         return getattr(torch.optim, OF_TORCH[key])
     host_path = built_in.host_path if on_host else None
     if built_in.path == _FUSED_ADAM:
         return _adam(key, settings, on_host=host_path is not None)
     if host_path is not None:
         settings.pop("set_grad_none", None)
-        return _imported(host_path)
-    return built_in.cls
+        return imported(host_path)
+    return imported(built_in.path)
 
 
 def _adam(key: str, settings: dict[str, Any], *, on_host: bool) -> OptimizerClass:
@@ -118,10 +85,10 @@ def _adam(key: str, settings: dict[str, Any], *, on_host: bool) -> OptimizerClas
     if compact.get("state_bits", 32) == 8 or compact.get("stochastic_rounding"):
         settings.pop("set_grad_none", None)
         settings.update({"state_bits": 32, **compact}, adam_w_mode=decoupled)
-        return _imported("ops.adam.compact_adam:CompactAdam")
+        return imported("ops.adam.compact_adam:CompactAdam")
     if on_host or not fp32_states:
         settings.update(adamw_mode=decoupled, fp32_optimizer_states=fp32_states)
         settings.pop("set_grad_none", None)
-        return _imported(_HOST_ADAM)
+        return imported(_HOST_ADAM)
     settings["adam_w_mode"] = decoupled
-    return _imported(_FUSED_ADAM)
+    return imported(_FUSED_ADAM)

@@ -18,8 +18,9 @@ import torch
 from pydantic import BaseModel, ValidationError
 
 from deepspeed.base.dtypes import Dtype
-from deepspeed.config.constants import BUILT_IN_OPTIMIZERS, VALID_LR_SCHEDULES
+from deepspeed.config.constants import VALID_LR_SCHEDULES
 from deepspeed.config.keys import Key, is_deprecated, keys_of, type_of
+from deepspeed.config.optimizers import BUILT_IN
 from deepspeed.config.schema import TrainingConfig
 from deepspeed.config.section import extra_facts, parse_dtype
 from deepspeed.inference.config import DeepSpeedInferenceConfig
@@ -136,7 +137,7 @@ def test_builtin_names_are_known() -> None:
     optimizers = [
         name for name in FACTS["ds_config"]["optimizer"]["fields"]["type"]["choices"] if "<" not in name
     ]
-    assert set(optimizers) <= set(BUILT_IN_OPTIMIZERS)
+    assert set(optimizers) <= set(BUILT_IN)
     schedules = [
         name for name in FACTS["ds_config"]["scheduler"]["fields"]["type"]["choices"] if "<" not in name
     ]

@@ -16,7 +16,7 @@ def manager(num_blocks: int = 8, block_size: int = 4, **more: Any) -> BlockManag
 
 def filled(blocks: BlockManager, tokens: list[int]) -> BlockTable:
     table = BlockTable()
-    blocks.adopt(table, tokens)
+    blocks.match_prefix(table, tokens)
     assert blocks.reserve(table, len(tokens))
     blocks.publish(table, tokens, len(tokens))
     return table
@@ -39,26 +39,26 @@ def test_a_common_beginning_is_shared_by_full_blocks() -> None:
     first = filled(blocks, list(range(10)))
     second = BlockTable()
     assert blocks.found_in_use([*range(8), 70]) == 2
-    assert blocks.adopt(second, [*range(8), 70]) == 8
+    assert blocks.match_prefix(second, [*range(8), 70]) == 8
     assert second.blocks == first.blocks[:2]
     assert [blocks.pool.uses(block) for block in first.blocks] == [2, 2, 1]
     third = BlockTable()
-    assert blocks.adopt(third, [*range(4), 60, 61, 62, 63, 64]) == 4
+    assert blocks.match_prefix(third, [*range(4), 60, 61, 62, 63, 64]) == 4
 
 
 def test_the_last_token_is_never_taken_from_the_cache() -> None:
     blocks = manager()
     filled(blocks, list(range(8)))
     table = BlockTable()
-    assert blocks.adopt(table, list(range(8))) == 4  # logits of token 7 have to be computed
-    assert blocks.adopt(BlockTable(), list(range(9))) == 8
+    assert blocks.match_prefix(table, list(range(8))) == 4  # logits of token 7 have to be computed
+    assert blocks.match_prefix(BlockTable(), list(range(9))) == 8
 
 
 def test_the_same_block_after_another_beginning_is_another_one() -> None:
     blocks = manager()
     filled(blocks, [1, 1, 1, 1, 5, 5, 5, 5])
-    assert blocks.adopt(BlockTable(), [2, 2, 2, 2, 5, 5, 5, 5, 0]) == 0
-    assert blocks.adopt(BlockTable(), [5, 5, 5, 5, 0]) == 0
+    assert blocks.match_prefix(BlockTable(), [2, 2, 2, 2, 5, 5, 5, 5, 0]) == 0
+    assert blocks.match_prefix(BlockTable(), [5, 5, 5, 5, 0]) == 0
 
 
 def test_released_contents_stay_until_their_blocks_are_needed() -> None:
@@ -70,9 +70,9 @@ def test_released_contents_stay_until_their_blocks_are_needed() -> None:
     assert blocks.pool.num_free == 4
     taken = BlockTable()
     assert blocks.reserve(taken, 4)  # the end of the one released first is forgotten first
-    assert blocks.adopt(BlockTable(), [*range(8), 0]) == 4
+    assert blocks.match_prefix(BlockTable(), [*range(8), 0]) == 4
     again = BlockTable()
-    assert blocks.adopt(again, [*range(100, 108), 0]) == 8
+    assert blocks.match_prefix(again, [*range(100, 108), 0]) == 8
     assert blocks.pool.num_free == 0
 
 
@@ -86,13 +86,13 @@ def test_two_that_computed_the_same_keep_their_blocks_and_one_is_found() -> None
     assert tables[0].blocks != tables[1].blocks and tables[0].key == tables[1].key
     blocks.release(tables[1])
     found = BlockTable()
-    assert blocks.adopt(found, [1, 2, 3, 4, 5]) == 4 and found.blocks == tables[0].blocks
+    assert blocks.match_prefix(found, [1, 2, 3, 4, 5]) == 4 and found.blocks == tables[0].blocks
 
 
 def test_without_sharing_nothing_is_found() -> None:
     blocks = manager(sharing=False)
     filled(blocks, list(range(8)))
-    assert blocks.adopt(BlockTable(), list(range(9))) == 0
+    assert blocks.match_prefix(BlockTable(), list(range(9))) == 0
 
 
 def test_mistakes_are_told() -> None:
@@ -117,7 +117,7 @@ def test_counts_hold_through_any_order_of_events() -> None:
         else:
             tokens = [draw.randrange(2) for _ in range(draw.randint(1, 9))]
             table = BlockTable()
-            adopted = blocks.adopt(table, tokens)
+            adopted = blocks.match_prefix(table, tokens)
             for index in range(adopted // 2):
                 assert stored[table.blocks[index]] == tuple(tokens[: 2 * index + 2])
             if not blocks.reserve(table, len(tokens)):
@@ -143,4 +143,4 @@ def test_sequences_of_different_spans_share_nothing() -> None:
     blocks.restart(short, 7)
     assert short.blocks == [] and blocks.reserve(short, 7)
     blocks.publish(short, [1, 2, 3, 4, 5, 6, 7], 7)
-    assert blocks.adopt(BlockTable(), [1, 2, 3, 4, 5, 6, 8]) == 6
+    assert blocks.match_prefix(BlockTable(), [1, 2, 3, 4, 5, 6, 8]) == 6

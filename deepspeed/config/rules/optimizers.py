@@ -12,14 +12,12 @@ from deepspeed.config.arguments import (
     wrong_optimizer_arguments,
     wrong_schedule_arguments,
 )
-from deepspeed.config.constants import BUILT_IN_OPTIMIZERS, VALID_LR_SCHEDULES
+from deepspeed.config.constants import VALID_LR_SCHEDULES
+from deepspeed.config.optimizers import BUILT_IN
 from deepspeed.config.problems import nearest, shown
 from deepspeed.config.rules.findings import STAGE, Finding
 from deepspeed.config.schema import TrainingConfig
 from deepspeed.config.torch_classes import OPTIMIZERS, SCHEDULES, classes_of
-
-ONE_BIT = ("onebitadam", "onebitlamb", "zerooneadam", "diloco")
-"""Their state may lie in slices of copies."""
 
 
 def optimizer_is_known(config: TrainingConfig) -> Iterator[Finding]:
@@ -38,14 +36,14 @@ def optimizer_is_known(config: TrainingConfig) -> Iterator[Finding]:
                 ("optimizer.type",), "is missing although optimizer.params is given: name the optimizer"
             )
         return
-    if name.lower() not in BUILT_IN_OPTIMIZERS and name not in classes_of(OPTIMIZERS):
-        yield Finding(("optimizer.type",), _unknown_class(name, BUILT_IN_OPTIMIZERS, OPTIMIZERS))
+    if name.lower() not in BUILT_IN and name not in classes_of(OPTIMIZERS):
+        yield Finding(("optimizer.type",), _unknown_class(name, tuple(BUILT_IN), OPTIMIZERS))
 
 
 def one_bit_needs_copies(config: TrainingConfig) -> Iterator[Finding]:
     zero, section = config.zero_optimization, config.optimizer
-    kind = "" if section is None else (section.type or "").lower()
-    if section is None or zero.stage == 0 or kind not in ONE_BIT:
+    built_in = None if section is None else BUILT_IN.get((section.type or "").lower())
+    if section is None or zero.stage == 0 or built_in is None or not built_in.exchanges:
         return
     if zero.stage == 3:
         yield Finding(

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from deepspeed.config.optimizers import BUILT_IN
 from deepspeed.config.problems import shown
 from deepspeed.config.rules.findings import OFFLOAD, STAGE, Finding, offload_device
 from deepspeed.config.schema import TrainingConfig
 
-_ELEMENTWISE = ("adam", "adamw", "fusedadam", "adagrad", "lion", "sgd", "muadam", "muadamw", "musgd")
-"""Optimizers by their names in a config, in small letters."""
 GATHER_ALIGNMENT = 2
 """Elements; documented as ``nccl_start_alignment_factor``."""
 
@@ -100,7 +99,8 @@ def _updates_columns(config: TrainingConfig) -> Iterator[Finding]:
     if section is None or section.type is None:
         return
     name, params = section.type, section.params or {}
-    known = name.lower() in _ELEMENTWISE
+    built_in = BUILT_IN.get(name.lower())
+    known = built_in is not None and built_in.updates_columns
     asked = [each for each in ("torch_adam", "state_bits", "stochastic_rounding") if params.get(each)]
     if not known or asked:
         what = f"optimizer.params.{asked[0]}" if known else f"optimizer.type {shown(name)}"
@@ -146,12 +146,7 @@ def payloads_make_sense(config: TrainingConfig) -> Iterator[Finding]:
             "has no effect: neither gradients nor weights are quantized",
             False,
         )
-    section = config.gradient_compression
-    if section is not None and section.rounding == "stochastic" and section.codec not in ("int8", "int4"):
-        yield Finding(
-            ("gradient_compression.rounding", "gradient_compression.codec"),
-            f'"{section.codec}" is not rounded at random: use "int8" or "int4", or leave rounding out',
-        )
+    yield from _rounding_of_codec(config)
     if config.gradient_compression is not None and zero.zero_quantized_gradients:
         yield Finding(
             ("gradient_compression", "zero_optimization.zero_quantized_gradients"),
@@ -161,6 +156,20 @@ def payloads_make_sense(config: TrainingConfig) -> Iterator[Finding]:
         yield Finding(
             ("zero_optimization.zero_hpz_partition_size", "zero_optimization.mics_shard_size"),
             "cannot be combined: with MiCS, gathers stay within a group already; set zero_hpz_partition_size to 1",
+        )
+
+
+def _rounding_of_codec(config: TrainingConfig) -> Iterator[Finding]:
+    section = config.gradient_compression
+    if section is None or section.rounding != "stochastic":
+        return
+    from deepspeed.ops.formats.codecs import CODECS, codec_named
+
+    if codec_named(section.codec).seeded(0) is None:
+        seeded = " or ".join(f'"{name}"' for name in CODECS if codec_named(name).seeded(0) is not None)
+        yield Finding(
+            ("gradient_compression.rounding", "gradient_compression.codec"),
+            f'"{section.codec}" is not rounded at random: use {seeded}, or leave rounding out',
         )
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Literal
+from collections.abc import Iterable, Mapping
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from deepspeed.config.section import DeepSpeedConfigModel, Float
+from deepspeed.config.section import DeepSpeedConfigModel, Float, OneOf
 
 
 class CommConfig(DeepSpeedConfigModel):
@@ -24,10 +24,16 @@ class CommConfig(DeepSpeedConfigModel):
     )
 
 
+def _codecs() -> Iterable[str]:
+    from deepspeed.ops.formats.codecs import CODECS
+
+    return CODECS
+
+
 class GradientCompressionConfig(DeepSpeedConfigModel):
     """Gradients travel in a few bits per element, at every stage."""
 
-    codec: Literal["int8", "int4", "fp8", "signs", "top_k"] = Field(
+    codec: Annotated[str, OneOf(_codecs)] = Field(
         description="How gradients are encoded: integers or 8-bit floats with a scale per block, signs, or only the "
         "largest elements.",
     )

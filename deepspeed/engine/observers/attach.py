@@ -60,7 +60,7 @@ def attach_observers(engine: Engine) -> None:
     if config.memory_breakdown:
         engine.events.on("after_step", lambda **_: see_memory_usage("after step", force=True))
     _attach_records(engine, clock)
-    if config.disable_python_gc:
+    if config.schema.disable_python_gc:
         release = weakref.finalize(engine, python_gc_manager.release, python_gc_manager.acquire())
         engine.events.on("on_destroy", lambda **_: release())
     if config.dump_state:
@@ -78,7 +78,7 @@ def attach_observers(engine: Engine) -> None:
 
         configure_zenflow(engine)
     engine.quantizer = None
-    if config._schema.quantize_training is not None:
+    if config.schema.quantize_training is not None:
         from deepspeed.engine.observers.quantization import attach_quantization
 
         attach_quantization(engine)
@@ -120,9 +120,9 @@ def _attach_monitors(engine: Engine, clock: WallClock | None) -> None:
     """Attach monitors and the live page, which show a run as curves."""
     config = engine._config
     engine.monitor = MonitorMaster(config.monitor_config)
-    engine.curve_axis = CurveAxis(engine, config.curve_axis)
+    engine.curve_axis = CurveAxis(engine, config.schema.monitor.x)
     engine.live_page = None
-    live = config.live_config.enabled and engine.core is not None
+    live = config.schema.monitor.live.enabled and engine.core is not None
     watched = live or engine.monitor.enabled
     reader = StepReader(engine, engine.curve_axis) if watched and is_rank_zero() else None
     if live:
@@ -130,7 +130,7 @@ def _attach_monitors(engine: Engine, clock: WallClock | None) -> None:
             LivePage,  # a web server, for those who want one
         )
 
-        engine.live_page = LivePage(engine, config.live_config, reader)
+        engine.live_page = LivePage(engine, config.schema.monitor.live, reader)
     if reader is not None:
         from deepspeed.engine.observers.progress.curves import Curves
 
@@ -148,14 +148,14 @@ def _attach_records(engine: Engine, clock: WallClock | None) -> None:
         from deepspeed.engine.observers.trial import Trial
 
         Trial(engine, clock)
-    if config.audit_config is not None:
+    if config.schema.audit is not None:
         from deepspeed.engine.observers.audit import Audit
 
-        Audit(engine, config.audit_config)
-    if config.trace_config is not None:
+        Audit(engine, config.schema.audit)
+    if config.schema.trace is not None:
         from deepspeed.engine.observers.progress.timeline import Timeline
 
-        Timeline(engine, config.trace_config)
+        Timeline(engine, config.schema.trace)
 
 
 def _attach_between_ranks(engine: Engine) -> None:

@@ -26,7 +26,7 @@ PREFIX = "Train/Eigenvalues/ModelBlockParam_"
 
 def attach_quantization(engine: Engine) -> None:
     """Give the engine its ``quantizer`` and the measurement of eigenvalues, if its config asks for them."""
-    section = engine._config._schema.quantize_training
+    section = engine._config.schema.quantize_training
     if section is None or engine.core is None:
         return
     curvature = None

@@ -2,7 +2,7 @@
 
 W. Kwon et al.: Efficient memory management for large language model serving with PagedAttention, 2023. Keys and values
 of a sequence lie in blocks of so many tokens, anywhere in the cache. Sequences that begin with the same tokens share
-the full blocks of that beginning (L. Zheng et al.: SGLang, 2024); a block that nobody uses any more keeps its content
+the full blocks of that prefix (L. Zheng et al.: SGLang, 2024); a block that nobody uses any more keeps its content
 until it is needed for something else, least recently used first.
 """
 
@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 ROOT = 0
-"""The key of an empty beginning."""
+"""The key of an empty prefix."""
 
 
 class OutOfBlocksError(RuntimeError):
@@ -24,7 +24,7 @@ class BlockPool:
     """``num_blocks`` blocks, numbered from 0.
 
     The content of a full block is identified by a *key*: a number that stands for its tokens and all before them. It is
-    found by comparing tokens, not hashes of them, so that two beginnings are never taken for each other.
+    found by comparing tokens, not hashes of them, so that two prefixes are never taken for each other.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -81,11 +81,11 @@ class BlockPool:
             self._unused.move_to_end(block, last=block in self._content)
 
     def find(self, parent: int, tokens: tuple[int, ...]) -> tuple[int, int] | None:
-        """(key, block) of these tokens after the beginning ``parent``."""
+        """(key, block) of these tokens after the prefix ``parent``."""
         return self._known.get((parent, tokens))
 
     def publish(self, block: int, parent: int, tokens: tuple[int, ...]) -> int:
-        """``block``, in use, holds ``tokens`` after the beginning ``parent``, and can be found from now on. Returns the
+        """``block``, in use, holds ``tokens`` after the prefix ``parent``, and can be found from now on. Returns the
         key; if another block holds the same already, that one stays the one to be found."""
         content = (parent, tokens)
         found = self._known.get(content)
@@ -100,7 +100,7 @@ class BlockPool:
 @dataclass(slots=True)
 class BlockTable:
     """The blocks of one sequence, in its order. ``published`` of them, full ones, can be found; ``key`` is the last
-    one's. ``span``: of the sequence when it began (`BlockManager.adopt`)."""
+    one's. ``span``: of the sequence when it began (`BlockManager.match_prefix`)."""
 
     blocks: list[int] = field(default_factory=list)
     published: int = 0
@@ -148,8 +148,8 @@ class BlockManager:
         """The longest length for which the pool has blocks now."""
         return (len(table.blocks) + self.pool.num_free) * self.block_size
 
-    def adopt(self, table: BlockTable, tokens: Sequence[int], *, share: bool = True) -> int:
-        """Give an empty table the blocks of other sequences that hold a beginning of ``tokens``, though never all of
+    def match_prefix(self, table: BlockTable, tokens: Sequence[int], *, share: bool = True) -> int:
+        """Give an empty table the blocks of other sequences that hold a prefix of ``tokens``, though never all of
         it: the last token has to be computed. Returns how many tokens they hold; none without ``share``."""
         table.span = self.span(len(tokens))
         table.key = _root(table.span)
@@ -161,7 +161,7 @@ class BlockManager:
         return table.published * self.block_size
 
     def found_in_use(self, tokens: Sequence[int]) -> int:
-        """Count the blocks that ``adopt`` would share with running sequences: they cost nothing."""
+        """Count the blocks that ``match_prefix`` would share with running sequences: they cost nothing."""
         return sum(self.pool.uses(block) > 0 for _, block in self._found(tokens))
 
     def _found(self, tokens: Sequence[int]) -> Iterator[tuple[int, int]]:
@@ -174,7 +174,7 @@ class BlockManager:
             key = found[0]
 
     def restart(self, table: BlockTable, length: int) -> None:
-        """The sequence is computed anew as one of ``length`` tokens; it shares no beginning."""
+        """The sequence is computed anew as one of ``length`` tokens; it shares no prefix."""
         self.release(table)
         table.span = self.span(length)
         table.key = _root(table.span)
@@ -207,5 +207,5 @@ class BlockManager:
 
 
 def _root(span: int) -> int:
-    """The key of an empty beginning of sequences of ``span``; blocks have positive keys."""
+    """The key of an empty prefix of sequences of ``span``; blocks have positive keys."""
     return ROOT - span

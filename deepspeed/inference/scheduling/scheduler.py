@@ -252,7 +252,7 @@ class Scheduler:
         if needed + promised + running > self.blocks.pool.num_free:
             return False
         self._waiting.remove((request.id, request))
-        request.shared = request.computed = self.blocks.adopt(
+        request.shared = request.computed = self.blocks.match_prefix(
             request.table, request.tokens, share=not request.computes_prompt
         )
         self.counts.shared_tokens += request.shared

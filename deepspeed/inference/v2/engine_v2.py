@@ -205,7 +205,7 @@ class InferenceEngineV2:
             if sequence is None:
                 sequence = self._sequences[uid] = Tracked()
                 begun.append(uid)
-                sequence.computed = self._blocks.adopt(sequence.table, new)
+                sequence.computed = self._blocks.match_prefix(sequence.table, new)
             known = len(sequence.tokens)
             if (
                 not self._bring_back(sequence, uids)

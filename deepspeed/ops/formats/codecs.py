@@ -23,7 +23,8 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -59,6 +60,10 @@ class Codec(ABC):
     @abstractmethod
     def unpack(self, payloads: Tensor, numel: int) -> Tensor:
         """fp32 values [..., numel] of ``payloads`` [..., nbytes(numel)]."""
+
+    def seeded(self, seed: int) -> Codec | None:
+        """Return the codec that rounds at random, by ``seed`` (32 bits); None: there is none of this format."""
+        return None
 
     def encode(self, values: Tensor, errors: Tensor | None = None) -> Tensor:
         """uint8 payloads [..., nbytes(n)] of floating-point ``values`` [..., n].
@@ -138,6 +143,9 @@ class BlockCodec(_NativeCodec):
     @property
     def codes(self) -> int:  # type: ignore[override]
         return self.bits
+
+    def seeded(self, seed: int) -> BlockCodec:
+        return replace(self, seed=seed)
 
     @property
     def largest(self) -> int:
@@ -308,22 +316,22 @@ class TopCodec(Codec):
         return Codec.total(self, payloads, numel)
 
 
-CODECS = ("int8", "int4", "fp8", "signs", "top_k")
+CODECS: dict[str, Callable[[float], Codec]] = {
+    "int8": lambda _: BlockCodec(8),
+    "int4": lambda _: BlockCodec(4),
+    "fp8": lambda _: FloatCodec(),
+    "signs": lambda _: SignCodec(),
+    "top_k": TopCodec,
+}
+"""``gradient_compression.codec`` -> what makes it of ``gradient_compression.share``. The schema, the rules and the plan
+read this table."""
 
 
 def codec_named(name: str, share: float = 0.01) -> Codec:
-    """One of ``CODECS``; ``share``: of the elements, for "top_k"."""
-    if name == "top_k":
-        return TopCodec(share)
-    known: dict[str, Codec] = {
-        "int8": BlockCodec(8),
-        "int4": BlockCodec(4),
-        "fp8": FloatCodec(),
-        "signs": SignCodec(),
-    }
-    if name not in known:
+    """Return one of ``CODECS``; ``share``: of the elements, for "top_k". ValueError: it is none of them."""
+    if name not in CODECS:
         raise ValueError(f"codec {name!r} is unknown: use one of {', '.join(CODECS)}")
-    return known[name]
+    return CODECS[name](share)
 
 
 _WORD = 0xFFFFFFFF

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class LocalGather:
-    """One rank: the slice is everything."""
+    """One rank: its shard is the whole bucket."""
 
     turns: LaunchTurns | None = None
     """Whose turn it is, if its gathers are collectives too, in one order with the sums of gradients."""
@@ -53,7 +53,7 @@ class LocalGather:
         """The step starts over (an exception ended the batch)."""
 
     def changed(self) -> None:
-        """The slices were written, on every rank."""
+        """The shards were written, on every rank."""
 
     def plan_anew(self, prefetch_numel: int) -> None:
         """Between two steps, on all ranks: gather ahead up to so many elements, and forget what the last step gathered

@@ -115,7 +115,7 @@ class ScheduledGather(FetchingGather):
                 self._launch_up_to(self.order.find(index, beyond_sums=phase is not Phase.FORWARD))
         elif phase is Phase.EVALUATION and self._evaluation is not None:
             self._need_in_evaluation(self._evaluation, index)
-        elif phase is Phase.BY_HAND and not foreseen and self._meet_by_hand(index):
+        elif phase is Phase.BY_HAND and not foreseen and self._rendezvous_by_hand(index):
             self._launch_gather(index)
         self._make_whole(index, phase, foreseen, launched)
         if phase.trains:
@@ -236,7 +236,7 @@ class ScheduledGather(FetchingGather):
         if evaluation.order is None:
             evaluation.intent = (evaluation.root, *self._whole())
             proposal = self._last_orders.get(evaluation.intent, [])
-            evaluation.order = self._meet(evaluation.intent, proposal)
+            evaluation.order = self._rendezvous(evaluation.intent, proposal)
         evaluation.observed.append(index)
         if index not in self.in_flight and index in evaluation.order[evaluation.cursor :]:
             stop = evaluation.order.index(index, evaluation.cursor) + 1
@@ -272,11 +272,11 @@ class ScheduledGather(FetchingGather):
     def _whole(self) -> list[int]:
         return [i for i, b in enumerate(self.buckets) if b.status is not Status.SHARDED and not b.persistent]
 
-    def _meet_by_hand(self, index: int) -> bool:
-        """By hand one sees the slices as they are: what a collective rounds is fetched."""
-        return self.server.is_exact(index) and bool(self._meet(("by hand", index), [index]))
+    def _rendezvous_by_hand(self, index: int) -> bool:
+        """By hand one sees the shards as they are: what a collective rounds is fetched."""
+        return self.server.is_exact(index) and bool(self._rendezvous(("by hand", index), [index]))
 
-    def _meet(self, intent: tuple[Hashable, ...], proposal: list[int]) -> list[int]:
+    def _rendezvous(self, intent: tuple[Hashable, ...], proposal: list[int]) -> list[int]:
         """The order of a pass that all ranks are making now; empty if they are not."""
         what = repr((intent, self.order.position, self.server.version)).encode()
         order = self.server.meet(Arrival(what, proposal, self.patience_s))

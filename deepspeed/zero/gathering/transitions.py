@@ -30,7 +30,7 @@ resharded
 
 An update *evicts*: whoever holds the bucket, its copy is stale. It is gathered again when it is needed again.
 
-The transport (``gather.py``, ``scheduled_gather.py``) moves the slices. It may ``begin`` a gather before anybody needs
+The gatherer (``gather.py``, ``scheduled_gather.py``) moves the shards. It may ``begin`` a gather before anybody needs
 it; it never releases. What does not fit the diagram is a ``TransitionError``.
 
 [Note: threads] Every transition happens under ``lock``. Weights are published while no other thread is inside a
@@ -64,8 +64,8 @@ class LiveBudget:
     max_reuse: int
 
 
-class Transport(Protocol):
-    """Moves slices, for the ``Transitions`` that it is ``connected`` to."""
+class Gatherer(Protocol):
+    """Moves shards, for the ``Transitions`` that it is ``connected`` to: see `zero/gathering/gather.py`."""
 
     def connect(self, transitions: Transitions) -> None: ...
     def gather(self, index: int, phase: Phase) -> None: ...
@@ -77,9 +77,9 @@ class Transport(Protocol):
 class Transitions:
     """Owns who holds which of ``buckets``, and all changes of their state (Note: the states of a bucket)."""
 
-    def __init__(self, buckets: Sequence[ShardedBucket], transport: Transport, budget: LiveBudget) -> None:
+    def __init__(self, buckets: Sequence[ShardedBucket], gatherer: Gatherer, budget: LiveBudget) -> None:
         self.buckets = list(buckets)
-        self.transport = transport
+        self.gatherer = gatherer
         self.budget = budget
         self.lock = threading.RLock()
         self.trace = UseTrace([bucket.layout.padded_numel for bucket in self.buckets])
@@ -93,7 +93,7 @@ class Transitions:
         self._apart: set[int] = set()  # threads other than the trainer that are in a forward
         self._publishers = 0  # they wait for those
         self._quiet = threading.Condition(self.lock)
-        transport.connect(self)
+        gatherer.connect(self)
 
     # Phases -------------------------------------------------------------------------------------------------
 
@@ -108,7 +108,7 @@ class Transitions:
                 self._dismiss_visitors()
         elif phase is Phase.EVALUATION:
             self.evaluating = True
-        self.transport.begin_pass(phase, root)
+        self.gatherer.begin_pass(phase, root)
 
     def _dismiss_visitors(self) -> None:
         """A step begins with the same buckets whether or not an evaluation preceded it: it can be predicted."""
@@ -126,7 +126,7 @@ class Transitions:
             self._quiet.notify_all()
         elif phase is Phase.EVALUATION:
             self.evaluating = False
-        self.transport.end_pass(phase)
+        self.gatherer.end_pass(phase)
         if not (phase.trains or self._passes or self._backwards):
             self._reshard_idle(keep_near=False)
 
@@ -181,7 +181,7 @@ class Transitions:
                 continue
             if not self.keeps_all:
                 self._reshard_idle(incoming=bucket.layout.padded_numel)
-            self.transport.gather(b, phase)
+            self.gatherer.gather(b, phase)
             if not phase.trains:
                 self._visitors.add(b)
 
@@ -217,7 +217,7 @@ class Transitions:
         self.release(self._kept)
         self._kept.clear()
 
-    # What the transport tells -------------------------------------------------------------------------------
+    # What the gatherer reports -------------------------------------------------------------------------------
 
     def begin(self, b: int) -> Tensor:
         """SHARDED -> GATHERING; returns the buffer [padded_numel] to fill."""
@@ -227,7 +227,7 @@ class Transitions:
         return bucket.allocate()
 
     def arrived(self, b: int) -> None:
-        """GATHERING -> GATHERED: the buffer holds every slice, or the gather failed and its error is on its way."""
+        """GATHERING -> GATHERED: the buffer holds every shard, or the gather failed and its error is on its way."""
         bucket = self.buckets[b]
         if bucket.status is not Status.GATHERING:
             raise TransitionError(f"bucket {b} is {bucket.status.name}: nothing was to arrive")
@@ -237,7 +237,7 @@ class Transitions:
 
     def evict(self, b: int) -> None:
         """GATHERED -> SHARDED, whoever holds it: its weights change, or its memory must be free. Not persistent ones,
-        which are refreshed instead; a gather in flight is the transport's to end."""
+        which are refreshed instead; a gather in flight is the gatherer's to end."""
         bucket = self.buckets[b]
         if bucket.status is Status.GATHERED and not bucket.persistent:
             bucket.release()
@@ -262,7 +262,7 @@ class Transitions:
         bucket = self.buckets[b]
         if not self.holders[b] and bucket.status is Status.GATHERED and not bucket.persistent:
             bucket.release()
-            self.transport.released(b)
+            self.gatherer.released(b)
 
     def _reshard_idle(self, incoming: int = 0, keep_near: bool = True) -> None:
         if self.keeps_all:
@@ -275,7 +275,7 @@ class Transitions:
             if near and live <= self.budget.max_live:
                 continue
             bucket.release()
-            self.transport.released(b)
+            self.gatherer.released(b)
             live -= bucket.layout.padded_numel
 
     def live(self) -> int:

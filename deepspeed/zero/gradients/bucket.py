@@ -1,4 +1,4 @@
-"""The life of a gradient bucket: the local sum, the sum over ranks, and where this rank's slice of it is kept."""
+"""The life of a gradient bucket: the local sum, the sum over ranks, and where this rank's shard of it is kept."""
 
 from __future__ import annotations
 

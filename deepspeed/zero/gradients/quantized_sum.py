@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -178,12 +177,7 @@ def codec_for(layout: BucketLayout, bits: int, *, random: bool = False, rank: in
     if not bits or not worth_it:
         return None
     codec = BlockCodec(bits)
-    return at_random(codec, layout, rank) if random else codec
-
-
-def at_random(codec: BlockCodec, layout: BucketLayout, rank: int) -> BlockCodec:
-    """``codec``, rounding at random, on each ``rank`` and for each bucket otherwise."""
-    return replace(codec, seed=seed_of(layout.index, rank))
+    return codec.seeded(seed_of(layout.index, rank)) if random else codec
 
 
 def encoded_sum(layout: BucketLayout, replica_group: ReplicaGroup, plan: Plan) -> GradientSum | None:
@@ -198,8 +192,8 @@ def encoded_sum(layout: BucketLayout, replica_group: ReplicaGroup, plan: Plan) -
         return QuantizedSum(layout, replica_group.shard, codec, levels=replica_group.levels, encode=encode)
     if replica_group.shard.size == 1 or layout.padded_numel < BLOCK * replica_group.shard.size:
         return None
-    if packing.random and isinstance(chosen, BlockCodec):
-        chosen = at_random(chosen, layout, replica_group.everyone.rank)
+    if packing.random:
+        chosen = chosen.seeded(seed_of(layout.index, replica_group.everyone.rank)) or chosen
     if not plan.zero.shard_state:
         return CompressedSum(replica_group.shard, chosen, keeps_errors=packing.keeps_errors)
     encode = ErrorFeedback(chosen, 0.0, sys.maxsize) if packing.keeps_errors else None

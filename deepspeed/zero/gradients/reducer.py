@@ -1,4 +1,5 @@
-"""The one path of a gradient: autograd -> ``GradReducer.ready`` -> bucket -> sum over ranks -> reduced slice.
+"""The one path of a gradient: autograd -> ``GradReducer.ready`` -> ``GradBucket.launch`` -> ``GradientSum.start``,
+which reduces over ranks -> ``GradBucket.reduced``, the shard of the sum that the optimizer reads.
 
 [Note: order of collectives] Buckets fill in an order that may differ from rank to rank because of control flow, unused
 parameters or checkpointing. Launching them as they fill would pair different buckets. So there is one launch order:
