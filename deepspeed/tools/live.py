@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from deepspeed.base.tool_arguments import ArgumentParser, ends_quietly
-from deepspeed.observe.live.history import SPEED_ROWS, History, standing_of
+from deepspeed.observe.live.history import SPEED_ROWS, MetricHistory, standing_of
 from deepspeed.observe.live.record import NAME, read_more
 from deepspeed.observe.live.server import TOKEN_VARIABLE, PageServer, token_for
 
@@ -19,7 +19,7 @@ class Follower:
     """A history that follows a file."""
 
     def __init__(self, path: Path) -> None:
-        self.history = History()
+        self.history = MetricHistory()
         self._path, self._offset = path, 0
 
     def look(self) -> None:

@@ -151,7 +151,7 @@ def shim_command(args: argparse.Namespace, bound: list[list[int]] | None, nodes:
     """The command line that starts any rank of this machine."""
     kind = "module" if args.module else "program" if args.no_python else "script"
     own_log = args.enable_each_rank_log is not None
-    options = shim.Options(
+    options = shim.ShimOptions(
         local_rank_argument=not args.no_local_rank,
         own_log=own_log,
         cores=bound,

@@ -64,7 +64,7 @@ class LiveBudget:
     max_reuse: int
 
 
-class Transport(Protocol):
+class GatherTransport(Protocol):
     """Moves slices, for the ``Transitions`` that it is ``connected`` to."""
 
     def connect(self, transitions: Transitions) -> None: ...
@@ -77,7 +77,9 @@ class Transport(Protocol):
 class Transitions:
     """Owns who holds which of ``buckets``, and all changes of their state (Note: the states of a bucket)."""
 
-    def __init__(self, buckets: Sequence[ShardedBucket], transport: Transport, budget: LiveBudget) -> None:
+    def __init__(
+        self, buckets: Sequence[ShardedBucket], transport: GatherTransport, budget: LiveBudget
+    ) -> None:
         self.buckets = list(buckets)
         self.transport = transport
         self.budget = budget
