@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = ArgumentParser(
         prog="ds live",
         description="Serve the live page of a run from the record that `monitor.live` keeps, during the run or after "
-        "it. Ctrl-C ends it.",
+        "it. Ctrl-C stops it.",
     )
     parser.add_argument("folder", type=Path, help="the run's monitor.live.folder, or an older record in it")
     parser.add_argument(
@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (OSError, ValueError, OverflowError) as error:
         print(f"ds live: {error}", file=sys.stderr)
         return 2
-    print(f"{path}: {server.address}   (Ctrl-C ends)", flush=True)
+    print(f"{path}: {server.address}   (Ctrl-C stops)", flush=True)
     try:
         follow(follower, threading.Event())
     except KeyboardInterrupt:

@@ -96,7 +96,7 @@ def parse_args(args: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--job", default="", help="a name by which the job's processes are found")
     parser.add_argument(
-        "--enable_elastic_training", action="store_true", help="go on after the loss of ranks or machines"
+        "--enable_elastic_training", action="store_true", help="continue after the loss of ranks or machines"
     )
     parser.add_argument(
         "--min_elastic_nodes", type=int, default=-1, help="with as many machines (default: 1)"

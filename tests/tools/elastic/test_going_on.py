@@ -92,7 +92,7 @@ def test_a_script_that_fails_before_its_first_step_is_not_started_again(folder: 
     job = started(folder, settings, ranks=1)
     said, _ = job.communicate(timeout=TIMEOUT_S)
     assert job.returncode == 1 and said.count("Traceback") == 1
-    assert "started again" not in said and list((folder / "memory").iterdir()) == []
+    assert "restarted" not in said and list((folder / "memory").iterdir()) == []
 
 
 @pytest.mark.slow

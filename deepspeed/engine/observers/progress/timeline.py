@@ -156,7 +156,7 @@ class Timeline:
             exported.unlink(missing_ok=True)
         if is_rank_zero():
             logger.info(
-                f"timeline of steps {self.config.steps} in {self.folder}; 'ds trace {self.folder}' sums it up"
+                f"timeline of steps {self.config.steps} in {self.folder}; 'ds trace {self.folder}' summarizes it"
             )
 
     # Phases -------------------------------------------------------------------------------------------------
