@@ -305,8 +305,8 @@ def _agreed_tag(ranks: Ranks, load_dir: Path, tag: str | None, *, universal: boo
         )
     if own is None and ranks.rank == 0:
         logger.warning(
-            f"nothing was loaded: {load_dir} has no file named {names.LATEST!r} and no tag was given; pass tag= to load "
-            "one that was saved with save_latest=False"
+            f"nothing was loaded: {load_dir} has no file named {names.LATEST!r} and no tag was given; pass tag= to "
+            "load one that was saved with save_latest=False"
         )
     return own
 

@@ -137,9 +137,7 @@ class LiveRecorder:
             here = {"hang": self._hang, "now": now, "ended": last, "step": self._step}
             self.history.tell(**{**standing, **state, **here})
             if last and self._begun:
-                self._add(
-                    {"event": "end", "t": round(now, 1), "step": self._step, "text": "exited"}
-                )
+                self._add({"event": "end", "t": round(now, 1), "step": self._step, "text": "exited"})
             self._write(now)
             if self._entry is not None and not last and now >= self._entry_due_s:
                 self._entry.write(self._summary())
@@ -229,7 +227,9 @@ class LiveRecorder:
         if text != self._hang:
             self._take_window()
             event = (
-                {"event": "hang", "text": text[:2000]} if text else {"event": "on", "text": "the ranks continue"}
+                {"event": "hang", "text": text[:2000]}
+                if text
+                else {"event": "on", "text": "the ranks continue"}
             )
             self._add({**event, "t": round(now, 1), "step": self._step})
         self._hang = text

@@ -163,5 +163,7 @@ def _run_pdsh(command: Sequence[str], end: Sequence[str], environment: Mapping[s
                 check=False,
             )
         except subprocess.TimeoutExpired:
-            logger.warning("pdsh does not answer: ranks may still be running on %s", command[command.index("-w") + 1])
+            logger.warning(
+                "pdsh does not answer: ranks may still be running on %s", command[command.index("-w") + 1]
+            )
     return code
