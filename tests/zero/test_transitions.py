@@ -235,7 +235,7 @@ def test_illegal_transitions_are_errors_that_name_the_bucket() -> None:
         transitions.arrived(2)
     with pytest.raises(TransitionError, match="bucket 1 is released more often than it was taken"):
         transitions.release([1])
-    with pytest.raises(TransitionError, match="bucket 0 is dropped"):
+    with pytest.raises(TransitionError, match="bucket 0 is released"):
         transitions.release_hold(0)
     with pytest.raises(TransitionError, match="FORWARD ends, but no pass is open"):
         transitions.end_pass(Phase.FORWARD)
