@@ -106,9 +106,9 @@ class Dispatch:
 
     def sorted(self) -> None:
         """Without what experts do: their outputs are their inputs."""
-        from deepspeed.parallel.expert.dispatch import Order, combine, permute
+        from deepspeed.parallel.expert.dispatch import TokenOrder, combine, permute
 
-        order = Order.of(self.routes)
+        order = TokenOrder.of(self.routes)
         combine(permute(self.tokens, order), self.routes.weights, order).sum().backward()
 
     def one_hot(self) -> None:

@@ -21,11 +21,11 @@ from typing import Any
 import torch
 
 from deepspeed.planning.activations import shape_of
-from deepspeed.planning.ledger import STEADY, Place
-from deepspeed.planning.request import Request, answer
+from deepspeed.planning.ledger import STEADY, MemoryPlace
+from deepspeed.planning.request import PlanRequest, answer
 from deepspeed.planning.step_time.calibrated import predicted
 from deepspeed.planning.step_time.calibration import Calibration, load
-from deepspeed.planning.step_time.hardware import Network
+from deepspeed.planning.step_time.hardware import NetworkSpec
 from deepspeed.planning.step_time.shapes import build_shape
 from deepspeed.planning.step_time.work import flops_by_call
 from deepspeed.tools.calibrate import Asked, calibrate
@@ -92,10 +92,12 @@ class Predictor:
 
     def seconds(self, mbits: float, ranks: int, stage: int) -> float:
         config = at_stage(self.config, stage)
-        planned = answer(Request(module=self.module, config=config, ranks=ranks, device_type="cpu"))
+        planned = answer(PlanRequest(module=self.module, config=config, ranks=ranks, device_type="cpu"))
         shape = shape_of(self.module.config)
         flops = flops_by_call(self.module, planned.setting.facts, self.tokens, self.sequence, shape)
-        link = Network(name=f"{mbits:g} Mbit/s", rate=mbits * 1e6 / 8, share=SHARE, burst=BURST, peak=1e12)
+        link = NetworkSpec(
+            name=f"{mbits:g} Mbit/s", rate=mbits * 1e6 / 8, share=SHARE, burst=BURST, peak=1e12
+        )
         return predicted(
             self.found, planned.setting, flops, link, ranks_per_node=1, ranks_beside=ranks
         ).seconds
@@ -229,7 +231,7 @@ def memory(arguments: argparse.Namespace, report: Report) -> None:
                 config = at_stage(config_of(arguments), stage)
                 config["train_micro_batch_size_per_gpu"] = 1
                 planned = answer(
-                    Request(
+                    PlanRequest(
                         module=module,
                         config=config,
                         ranks=ranks,
@@ -242,7 +244,7 @@ def memory(arguments: argparse.Namespace, report: Report) -> None:
                 seen = min(
                     running.call("memory", stage=stage, sequence=sequence)[0] for _ in range(MEASURED_TIMES)
                 )
-                foreseen = planned.ledger.peak(Place.HOST, STEADY)[0]
+                foreseen = planned.ledger.peak(MemoryPlace.HOST, STEADY)[0]
                 cells.append({"ranks": ranks, "stage": stage, "measured": seen, "predicted": foreseen})
     rows = [
         [

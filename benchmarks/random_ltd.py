@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "examples/pretrain_gpt"))
 from model import Block, GPTConfig, rotation_table
 
 from deepspeed.accelerator import get_accelerator
-from deepspeed.data.data_routing.sampling import Place, TokenSampler
+from deepspeed.data.data_routing.sampling import TokenPositions, TokenSampler
 from deepspeed.runtime.data_pipeline.data_routing.basic_layer import RandomLayerTokenDrop
 from deepspeed.runtime.data_pipeline.data_routing.scheduler import RandomLTDScheduler
 
@@ -49,7 +49,7 @@ def dropping(layer: nn.Module, kept: int, length: int, mask: str | None) -> Rand
     }
     scheduler = RandomLTDScheduler(section)
     steps = iter(range(10**9))
-    scheduler.sampler = TokenSampler(1, 0, lambda: Place(next(steps), 0))  # never the same tokens
+    scheduler.sampler = TokenSampler(1, 0, lambda: TokenPositions(next(steps), 0))  # never the same tokens
     wrapped = RandomLayerTokenDrop(layer)
     wrapped.init_config(section, scheduler, 0)
     return wrapped

@@ -8,6 +8,7 @@ TYPE_CHECKING:`, as a reader follows them all. `pytest -s` prints the largest fi
 from __future__ import annotations
 
 import ast
+import collections
 import functools
 import importlib
 import re
@@ -50,6 +51,8 @@ MOST_LINES = 0.20
 """Share of all lines that one room may have."""
 MOST_FILES = 25
 """Modules in one folder."""
+MOST_SHARED_NAMES = 20
+"""Class names that more than one class has: documented ones, protocols of a class elsewhere, private helpers."""
 
 
 # ---------------------------------------------------------------------------------------------- the graph
@@ -157,6 +160,17 @@ def test_no_folder_holds_too_many_modules() -> None:
     for path in sources().values():
         folders[path.parent] = folders.get(path.parent, 0) + (path.name != "__init__.py")
     assert {str(folder.relative_to(ROOT)): n for folder, n in folders.items() if n > MOST_FILES} == {}
+
+
+def test_a_class_has_its_name_to_itself() -> None:
+    """A name says what the class is, so that one search finds it."""
+    owners = collections.defaultdict(list)
+    for module in sources():
+        for node in ast.walk(tree_of(module)):
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("__"):
+                owners[node.name].append(module)
+    shared = {name: modules for name, modules in owners.items() if len(modules) > 1}
+    assert len(shared) <= MOST_SHARED_NAMES, shared
 
 
 def test_only_tools_use_the_public_interface() -> None:

@@ -22,7 +22,7 @@ from torch.nn import functional
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from deepspeed.inference.cache.pages import LayerShape, PagedCache, Piece
+from deepspeed.inference.cache.pages import LayerShape, PagedCache, PagePiece
 from deepspeed.inference.model.attention import AttentionTerms, PackedBatch, paged_attention
 from deepspeed.ops.deepspeed4science import DS4Sci_EvoformerAttention, evoformer_attn
 from deepspeed.ops.sparse_attention import (
@@ -160,7 +160,7 @@ def paged(report: Report, arguments: argparse.Namespace) -> None:
             for pages in cache.pages(0):
                 pages.normal_()
             pieces = [
-                Piece([0] * tokens, context - tokens, range(i * blocks, (i + 1) * blocks))
+                PagePiece([0] * tokens, context - tokens, range(i * blocks, (i + 1) * blocks))
                 for i in range(sequences)
             ]
             count = sequences * tokens

@@ -36,7 +36,7 @@ class Source:
         return self.data.as_strided(piece.shape, piece.source_strides, offset)
 
 
-class Files(Protocol):
+class CatalogFiles(Protocol):
     """The files behind a catalog that are opened on demand."""
 
     def fetch(self, shards: Sequence[ShardIndex] | None, prefer: int = 0) -> None:
@@ -102,7 +102,7 @@ class Catalog:
     model_states: dict[str, Any] = field(default_factory=dict)
     client_state: dict[str, Any] = field(default_factory=dict)
     index: dict[str, Any] = field(default_factory=dict)
-    files: Files = field(default_factory=lambda: AllOpen())
+    files: CatalogFiles = field(default_factory=lambda: AllOpen())
     renamed: Callable[[Mapping[str, Any]], dict[str, Any]] = dict
     has_optimizer: bool = False
 

@@ -29,7 +29,7 @@ from deepspeed.checkpoint.ranks import Ranks
 from deepspeed.checkpoint.renaming import WRAPPER, wrapper_of
 from deepspeed.checkpoint.save_ids import new_id, save_entry
 from deepspeed.checkpoint.sharded_weights import ShardedWeights
-from deepspeed.checkpoint.shards import Cut, ShardIndex
+from deepspeed.checkpoint.shards import ShardCut, ShardIndex
 from deepspeed.checkpoint.state import ParamEntry, TrainingState
 from deepspeed.comm.mesh import ProcessMesh
 from deepspeed.version import __version__
@@ -124,7 +124,7 @@ class Files:
         self.zero_stage, self.bf16 = training.zero_stage, training.bf16
         self.has_own_state = training.own_state is not None
         self.held_shards: list[tuple[ShardIndex, list[str]]] = []
-        self.cuts: Mapping[str, Cut] = {}
+        self.cuts: Mapping[str, ShardCut] = {}
         self._describe(training, exclude_frozen)
         self.values = self._values(training)
         # What ranks find out when they meet:
@@ -278,7 +278,7 @@ class Files:
     def _contents(
         self,
         shapes: Mapping[str, tuple[int, ...]],
-        cuts: Mapping[str, Cut],
+        cuts: Mapping[str, ShardCut],
         shards: Iterable[tuple[ShardIndex, Iterable[str]]],
     ) -> directory.Contents:
         held = directory.held(shards, list(shapes))

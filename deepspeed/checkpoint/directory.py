@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from deepspeed.checkpoint.ranks import Ranks
-from deepspeed.checkpoint.shards import Cut, ShardIndex
+from deepspeed.checkpoint.shards import ShardCut, ShardIndex
 
 NAME, START, STOP, FILE = range(4)
 """Columns of a row. Rows are sorted by them, in this order."""
@@ -37,7 +37,7 @@ class Held:
     kinds: list[tuple[str, ...]] = field(default_factory=list)
     has_boxes: bool = False
 
-    def follows(self, cuts: Sequence[Cut], numels: Sequence[int], file: int) -> bool:
+    def follows(self, cuts: Sequence[ShardCut], numels: Sequence[int], file: int) -> bool:
         """Return whether the file with this number holds what the parameters' ``cuts`` say, and nothing else."""
         if self.has_boxes:
             return False
@@ -114,11 +114,11 @@ class Contents:
 
     names: Sequence[str]
     shapes: Sequence[tuple[int, ...]]
-    cuts: Sequence[Cut | None]
+    cuts: Sequence[ShardCut | None]
     held: Held
     file: int
 
-    def known_cuts(self) -> list[Cut]:
+    def known_cuts(self) -> list[ShardCut]:
         return [cut for cut in self.cuts if cut is not None]
 
 
@@ -209,7 +209,7 @@ class Computed:
         names = packed["names"]
         self.shapes: dict[str, tuple[int, ...]] = dict(zip(names, packed["shapes"], strict=True))
         self.kinds: dict[str, tuple[str, ...]] = dict(zip(names, packed["kinds"], strict=True))
-        self._cuts = {name: Cut(*cut) for name, cut in zip(names, packed["cuts"], strict=True)}
+        self._cuts = {name: ShardCut(*cut) for name, cut in zip(names, packed["cuts"], strict=True)}
 
     def files(self, shard: ShardIndex, prefer: int) -> set[int]:
         cut = self._cuts.get(shard.name)

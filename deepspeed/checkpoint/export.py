@@ -14,7 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from deepspeed.checkpoint.files.archive_writer import LazyTensor, Sink, naming, write_archive
+from deepspeed.checkpoint.files.archive_writer import ArchiveSink, LazyTensor, naming, write_archive
 from deepspeed.checkpoint.files.flush import flush
 from deepspeed.checkpoint.files.writers import aside, replace_file
 
@@ -121,7 +121,7 @@ def write_safetensors(path: Path, weights: Weights, metadata: Mapping[str, str] 
     text += b" " * (-len(text) % 8)
     with open(path, "wb", buffering=0) as file:
         file.write(len(text).to_bytes(8, "little") + text)
-        sink = Sink(file)
+        sink = ArchiveSink(file)
         for tensor in weights.values():
             sink.write_tensor(tensor)
     try:

@@ -36,7 +36,7 @@ and what loads one again leaves them out."""
 
 
 @dataclass(slots=True)
-class Report:
+class LoadReport:
     """A report on what was restored, for the log and for tests."""
 
     parameters: int = 0
@@ -108,7 +108,7 @@ class Restorer:
         self.state = state
         self.strict = strict
         self.reader = Reader(catalog)
-        self.report = Report()
+        self.report = LoadReport()
         self.entries: list[ParamEntry] = list(state.trainable()) if state is not None else []
         self.parts = ShardedWeights(module)
         params = module.named_parameters(remove_duplicate=False)
@@ -459,7 +459,7 @@ class Restorer:
     def _find(self, entry: ParamEntry) -> str | None:
         return self.catalog.find([entry.name, *entry.shared_names])
 
-    def finish(self) -> Report:
+    def finish(self) -> LoadReport:
         self.report.bytes_read = self.reader.bytes_read
         return self.report
 

@@ -60,7 +60,7 @@ class MachineRanks(Ranks):
 
 
 @dataclass(frozen=True, slots=True)
-class Transfer:
+class ReplicaTransfer:
     """One file that the first rank of a machine lacks."""
 
     name: str
@@ -113,7 +113,7 @@ class Replicas:
             return None
         tag, files = found
         have = {
-            rank: by_machine.get(machine, {}).get(tag, State()).files
+            rank: by_machine.get(machine, {}).get(tag, ReplicaState()).files
             for machine, rank in self.ranks.first_ranks.items()
         }
         with self.ranks.together("preparing the state in memory"):
@@ -126,7 +126,7 @@ class Replicas:
                 (self.folder / LATEST).write_text(tag)
         return tag
 
-    def _kept(self) -> dict[str, State]:
+    def _kept(self) -> dict[str, ReplicaState]:
         """Return what this machine has, by tag."""
         found = {}
         for folder in self.folder.iterdir():
@@ -137,7 +137,7 @@ class Replicas:
                 listed = json.loads((folder / MANIFEST).read_text())
             except FileNotFoundError:  # there was one machine
                 listed = files
-            found[folder.name] = State(files, listed, _step_of(folder.name))
+            found[folder.name] = ReplicaState(files, listed, _step_of(folder.name))
         return found
 
     # Between machines ---------------------------------------------------------------------------------------
@@ -149,7 +149,7 @@ class Replicas:
         files = {name: size for report in reports for name, size in report.items()}
         circle = [self.ranks.first_ranks[machine] for machine in sorted(self.ranks.first_ranks)]
         moves = [
-            Transfer(name, size, rank, following)
+            ReplicaTransfer(name, size, rank, following)
             for rank, following in zip(circle, [*circle[1:], circle[0]], strict=True)
             for name, size in reports[rank].items()
             if name not in reports[following]  # such as the model's weights, if every machine writes them
@@ -158,7 +158,7 @@ class Replicas:
         if self.ranks.keeps_folder:
             _write_manifest(staging, files)
 
-    def _move(self, folder: Path, transfers: Iterable[Transfer]) -> None:
+    def _move(self, folder: Path, transfers: Iterable[ReplicaTransfer]) -> None:
         """Copy files between the folders of first ranks, without a copy in between. Every rank calls it."""
         transfers = list(transfers)
         if not transfers:
@@ -182,7 +182,7 @@ class Replicas:
 
 
 @dataclass(frozen=True, slots=True)
-class State:
+class ReplicaState:
     """One state, as far as one machine has it. ``listed``: its files on all machines."""
 
     files: Files = field(default_factory=dict)
@@ -190,7 +190,7 @@ class State:
     step: int = -1
 
 
-def newest_whole(by_machine: Mapping[int, Mapping[str, State]]) -> tuple[str, Files] | None:
+def newest_whole(by_machine: Mapping[int, Mapping[str, ReplicaState]]) -> tuple[str, Files] | None:
     """The tag of the newest state of which each listed file is left on some machine, and these files."""
     tags = {tag: state.step for states in by_machine.values() for tag, state in states.items()}
     for tag in sorted(tags, key=lambda tag: tags[tag], reverse=True):
@@ -202,14 +202,15 @@ def newest_whole(by_machine: Mapping[int, Mapping[str, State]]) -> tuple[str, Fi
     return None
 
 
-def missing(files: Files, have: Mapping[int, Files]) -> list[Transfer]:
+def missing(files: Files, have: Mapping[int, Files]) -> list[ReplicaTransfer]:
     """What each rank of ``have`` (rank -> what it has) lacks of ``files``, and from which rank it comes."""
     found = []
     for name, size in sorted(files.items()):
         sources = [rank for rank in sorted(have) if have[rank].get(name) == size]
         lacking = [rank for rank in sorted(have) if have[rank].get(name) != size]
         found += [
-            Transfer(name, size, sources[number % len(sources)], rank) for number, rank in enumerate(lacking)
+            ReplicaTransfer(name, size, sources[number % len(sources)], rank)
+            for number, rank in enumerate(lacking)
         ]
     return found
 

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from deepspeed.checkpoint.placement import placement_of
-from deepspeed.checkpoint.shards import Cut, ShardIndex
+from deepspeed.checkpoint.shards import ShardCut, ShardIndex
 
 
 class ShardedWeights:
@@ -31,7 +31,7 @@ class ShardedWeights:
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return {name: tuple(param.ds_shape) for name, param in self.params.items()}
 
-    def cuts(self) -> dict[str, Cut]:
+    def cuts(self) -> dict[str, ShardCut]:
         """Return how each parameter is divided among the ranks, by name."""
         return {name: param.ds_owner.cut_of(param.ds_position) for name, param in self.params.items()}
 

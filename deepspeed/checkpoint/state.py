@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from deepspeed.checkpoint.shards import Cut, ShardIndex
+from deepspeed.checkpoint.shards import ShardCut, ShardIndex
 
 MASTER = "fp32"
 """Key of a fragment's master weights, whatever their dtype."""
@@ -49,7 +49,7 @@ class TrainingState(Protocol):
         """Of ``shards`` those that this rank writes: of the ranks that hold the same one, one does."""
         ...
 
-    def cuts(self) -> Mapping[str, Cut]:
+    def cuts(self) -> Mapping[str, ShardCut]:
         """Return how each parameter is divided, by name: shard ``s`` is what rank ``s`` of those with the same model
         writes. Where it is left out, all fragments are listed."""
         ...

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from deepspeed.base.accelerator import get_accelerator
-from deepspeed.comm.hangs.history import UNEVEN, History, watch_ends
+from deepspeed.comm.hangs.history import UNEVEN, OperationHistory, watch_ends
 from deepspeed.comm.links import Sent
 from deepspeed.comm.logging import PROCESS_LOG, measured, recording
 from deepspeed.comm.pending import DONE, CommunicationError, OrderedPending, Pending
@@ -410,7 +410,7 @@ def communicator(group: ProcessGroup | None = None) -> Communicator:
     return process_network.communicator(group)
 
 
-def histories() -> list[History]:
+def histories() -> list[OperationHistory]:
     """The last collectives of every process group that a communicator has been made for."""
     return [wires.history for wires in list(_wires.values())]
 

@@ -19,8 +19,8 @@ from typing import Any
 from torch import nn
 
 from deepspeed.base.sharded import full_numel
-from deepspeed.planning.ledger import Place
-from deepspeed.planning.request import Request, answer
+from deepspeed.planning.ledger import MemoryPlace
+from deepspeed.planning.request import PlanRequest, answer
 
 _WEIGHT = 2
 _GRADIENT = 2
@@ -196,9 +196,9 @@ def _print_planned(
             "zero_optimization": section,
         }
         found = answer(
-            Request(module=model, config=config, ranks=gpus * nodes, nodes=nodes, zero_init=zero_init)
+            PlanRequest(module=model, config=config, ranks=gpus * nodes, nodes=nodes, zero_init=zero_init)
         )
-        host, gpu = (found.need(place)[0] for place in (Place.HOST, Place.DEVICE))
+        host, gpu = (found.need(place)[0] for place in (MemoryPlace.HOST, MemoryPlace.DEVICE))
         _print_rows([(host, gpu, options)], sys.stderr)
 
 

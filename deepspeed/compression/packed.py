@@ -24,7 +24,7 @@ __all__ = ["PackedConv2d", "PackedEmbedding", "PackedLinear", "PackedWeight", "p
 
 
 @dataclass(frozen=True, slots=True)
-class Packing:
+class PackingFormat:
     """Byte layout of a weight. ``in_runs``: as the kernels of small products read it; else code behind code."""
 
     codes: Codes
@@ -62,7 +62,7 @@ class PackedWeight(nn.Module):
     weight_scales: Tensor
     weight_zeros: Tensor | None
     weight_groups: Tensor | None
-    packing: Packing
+    packing: PackingFormat
     weight_dtype: torch.dtype
     inputs: Inputs | None
 
@@ -76,7 +76,7 @@ class PackedWeight(nn.Module):
         made = cast(PackedWeight, module)
         made.weight_dtype, made.inputs = weight.dtype, inputs
         in_runs = groups is None and made._suits_kernel(grid)
-        made.packing = Packing(grid.codes, tuple(grid.levels.shape), in_runs)
+        made.packing = PackingFormat(grid.codes, tuple(grid.levels.shape), in_runs)
         if in_runs:
             packed = QuantizedMatrix.from_levels(grid.levels.to(torch.int32), grid.codes.bits)
         else:

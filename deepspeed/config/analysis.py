@@ -18,7 +18,7 @@ from deepspeed.config import batch
 from deepspeed.config.arguments import OPTIMIZER, TAKES_AUTO
 from deepspeed.config.availability import missing_features
 from deepspeed.config.axes import Axes
-from deepspeed.config.batch import Batch
+from deepspeed.config.batch import BatchSizes
 from deepspeed.config.elastic_batch import ELASTICITY, elastic_batch
 from deepspeed.config.keys import Key, documented_name, field_at, keys_of, paths_by_key
 from deepspeed.config.meaning import plain_meaning
@@ -74,7 +74,7 @@ class Analysis:
 
     source: ConfigSource
     config: TrainingConfig | None = None
-    batch: Batch | None = None
+    batch: BatchSizes | None = None
     errors: list[Problem] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     auto_keys: list[str] = field(default_factory=list)
@@ -410,4 +410,4 @@ def _resolve_elastic_batch(section: ElasticityConfig, axes: Axes, result: Analys
     assert found.micro is not None
     accumulation = found.train // (found.micro * axes.data_parallel)
     origin: dict[str, str] = dict.fromkeys(BATCH_KEYS, ELASTICITY)
-    result.batch = Batch(found.train, found.micro, accumulation, axes.data_parallel, origin)
+    result.batch = BatchSizes(found.train, found.micro, accumulation, axes.data_parallel, origin)

@@ -26,7 +26,7 @@ class BatchError(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class BatchSizes:
     """Three consistent numbers, and where each came from ("given", "derived", "default" or "elasticity")."""
 
     train: int
@@ -44,7 +44,7 @@ class Batch:
 
 def resolve(
     train: int | None, micro: int | None, accumulation: int | None, dp_world: int, *, world_from: str = ""
-) -> Batch:
+) -> BatchSizes:
     """The full triangle for `dp_world` data-parallel ranks.
 
     Missing numbers are derived; `accumulation` is 1 if only one batch size is given. `world_from` says
@@ -67,7 +67,7 @@ def resolve(
             raise BatchError(TRAIN, f"neither {TRAIN} nor {MICRO} is given: write at least one of them")
         if accumulation is None:
             accumulation, origin[GAS] = 1, DEFAULT
-        return Batch(micro * accumulation * dp_world, micro, accumulation, dp_world, origin)
+        return BatchSizes(micro * accumulation * dp_world, micro, accumulation, dp_world, origin)
 
     if micro is None and accumulation is None:
         accumulation, origin[GAS] = 1, DEFAULT
@@ -78,7 +78,7 @@ def resolve(
     else:
         assert accumulation is not None
         micro = _rest(train, (GAS, accumulation), dp_world, ranks, origin)
-    return Batch(train, micro, accumulation, dp_world, origin)
+    return BatchSizes(train, micro, accumulation, dp_world, origin)
 
 
 def _rest(train: int, known: tuple[str, int], dp_world: int, ranks: str, origin: dict[str, str]) -> int:
@@ -101,10 +101,10 @@ def _rest(train: int, known: tuple[str, int], dp_world: int, ranks: str, origin:
 
 def _check_all(
     train: int, micro: int, accumulation: int, dp_world: int, ranks: str, origin: dict[str, str]
-) -> Batch:
+) -> BatchSizes:
     product = micro * accumulation * dp_world
     if product == train:
-        return Batch(train, micro, accumulation, dp_world, origin)
+        return BatchSizes(train, micro, accumulation, dp_world, origin)
     ways = [f"{TRAIN} {product}"]
     if train % (micro * dp_world) == 0:
         ways.append(f"{GAS} {train // (micro * dp_world)}")

@@ -15,7 +15,7 @@ from deepspeed.base.logging import logger
 from deepspeed.config import constants
 from deepspeed.config.analysis import analyse
 from deepspeed.config.axes import axes_of
-from deepspeed.config.batch import Batch
+from deepspeed.config.batch import BatchSizes
 from deepspeed.config.constants import (
     ADAGRAD_OPTIMIZER,
     ADAM_OPTIMIZER,
@@ -128,7 +128,7 @@ class DeepSpeedConfig:
         self._schema: TrainingConfig = analysis.config
         if self._schema.elasticity is not None and self._schema.elasticity.enabled:
             ensure_immutable_elastic_config(source.data[ELASTICITY])
-        self.batch: Batch = analysis.batch
+        self.batch: BatchSizes = analysis.batch
         self._read_batch(self._schema, self.batch)
         self._read_gradients(self._schema)
         self._read_optimizer(self._schema, source.data.get("optimizer") if client_optimizer else None)
@@ -141,7 +141,7 @@ class DeepSpeedConfig:
         self._read_logging(self._schema)
         self._read_compression(self._schema)
 
-    def _read_batch(self, c: TrainingConfig, batch: Batch) -> None:
+    def _read_batch(self, c: TrainingConfig, batch: BatchSizes) -> None:
         self.train_batch_size = batch.train
         self.train_micro_batch_size_per_gpu = batch.micro
         self.gradient_accumulation_steps = batch.accumulation

@@ -18,7 +18,7 @@ from deepspeed.config.axes import Axes
 
 if TYPE_CHECKING:
     from deepspeed.config.deepspeed_config import DeepSpeedConfig
-    from deepspeed.ops.aio.engine import Options
+    from deepspeed.ops.aio.engine import AioOptions
     from deepspeed.ops.formats.codecs import Codec
 
 
@@ -118,7 +118,7 @@ class StateOffload:
     sub_group_numel: int
     read_ahead: bool
     write_behind: bool
-    storage: Options
+    storage: AioOptions
     """Options of reading and writing files (the ``aio`` section)."""
     speculate: bool = False
     """Update while backward runs, before the step is validated (``super_offload``)."""
@@ -127,7 +127,7 @@ class StateOffload:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ZenFlow:
+class ZenFlowPlan:
     """Update of some columns in every step and of the others more rarely (``zenflow``)."""
 
     ratio: float
@@ -159,7 +159,7 @@ class ParamOffload:
     """Slices that are read ahead of their use."""
     buffer_numel: int
     """Largest slice that is read ahead."""
-    storage: Options
+    storage: AioOptions
 
     def files(self, numel: int, host_numel: int) -> bool:
         """Tell whether a slice of ``numel`` elements goes to the file, with ``host_numel`` in host memory already."""
@@ -221,7 +221,7 @@ class Plan:
     managed_accumulation: bool
     axes: Axes = Axes(1, "")
     state_offload: StateOffload | None = None
-    zenflow: ZenFlow | None = None
+    zenflow: ZenFlowPlan | None = None
     param_offload: ParamOffload | None = None
     packing: Packing = Packing()
     max_bad_steps: int = 50
@@ -316,11 +316,11 @@ def _state_offload(config: DeepSpeedConfig) -> StateOffload | None:
     )
 
 
-def _zenflow(config: DeepSpeedConfig) -> ZenFlow | None:
+def _zenflow(config: DeepSpeedConfig) -> ZenFlowPlan | None:
     section = config.zero_config.zenflow
     if section is None or config.zero_config.stage < 1:
         return None
-    return ZenFlow(
+    return ZenFlowPlan(
         ratio=float(section.topk_ratio),
         select_interval=None if section.select_interval == "auto" else int(section.select_interval),
         by_epoch=section.select_strategy == "epoch",
@@ -348,11 +348,11 @@ def _param_offload(config: DeepSpeedConfig) -> ParamOffload | None:
     )
 
 
-def storage_options(settings: Mapping[str, Any]) -> Options:
+def storage_options(settings: Mapping[str, Any]) -> AioOptions:
     """Return the options of a file I/O engine, from the values of the section ``aio``."""
-    from deepspeed.ops.aio.engine import Options  # for plans with files
+    from deepspeed.ops.aio.engine import AioOptions  # for plans with files
 
-    return Options(**{name: settings[name] for name in Options.__dataclass_fields__})
+    return AioOptions(**{name: settings[name] for name in AioOptions.__dataclass_fields__})
 
 
 def _swap_folder(section: Any, what: str) -> Path | None:

@@ -29,7 +29,7 @@ class Remedy:
     replaces_value: bool = False
 
 
-class Place(NamedTuple):
+class ConfigLocation(NamedTuple):
     """Line and column of a key in the text of a config, from 1. ``file``: None for text in an argument."""
 
     file: str | None
@@ -53,7 +53,7 @@ class Problem:
 
     key: str
     message: str
-    place: Place | None = None
+    place: ConfigLocation | None = None
     remedy: Remedy | None = field(default=None, compare=False)
     path: tuple[str | int, ...] = field(default=(), compare=False)
     """The key in its parts, which may hold dots themselves."""

@@ -18,8 +18,8 @@ from deepspeed.config.problems import (
     FROM_BASE64,
     FROM_DICT,
     WITHOUT_FILE,
+    ConfigLocation,
     DeepSpeedConfigError,
-    Place,
     Problem,
     cut_list,
     named,
@@ -48,7 +48,7 @@ class ConfigSource:
     """Place and reason for which a text that HJSON's reader took is not JSON; empty: it is JSON."""
     _places: dict[Path, list[tuple[int, int]]] | None = field(default=None, repr=False)
 
-    def place(self, path: Path) -> Place | None:
+    def place(self, path: Path) -> ConfigLocation | None:
         """Find a key in the text, else its nearest enclosing key; None if there is no text, or neither."""
         if self.text is None:
             return None
@@ -57,7 +57,7 @@ class ConfigSource:
         while path:
             if path in self._places:
                 line, column = self._places[path][-1]
-                return Place(None if self.name in WITHOUT_FILE else self.name, line, column)
+                return ConfigLocation(None if self.name in WITHOUT_FILE else self.name, line, column)
             path = path[:-1]
         return None
 

@@ -22,7 +22,7 @@ from deepspeed.checkpoint.files.tags import read_latest
 from deepspeed.checkpoint.files.writers import find_folder
 from deepspeed.checkpoint.foreign.plain_weights import find_plain, find_universal_weights, open_plain
 from deepspeed.checkpoint.foreign.splits import Wanted
-from deepspeed.checkpoint.load import Report, Restorer
+from deepspeed.checkpoint.load import LoadReport, Restorer
 from deepspeed.checkpoint.needs import needed_shards
 from deepspeed.checkpoint.ranks import Ranks
 from deepspeed.checkpoint.reader import OwnStates, materialize, open_checkpoint, read_pending
@@ -70,7 +70,7 @@ def load_checkpoint(
     what = _what_to_load(
         engine, load_optimizer_states, load_lr_scheduler_states, load_module_only, custom_load_fn
     )
-    call = _Call(ranks, Path(load_dir), tag, plain, load_module_strict, custom_load_fn)
+    call = _LoadCall(ranks, Path(load_dir), tag, plain, load_module_strict, custom_load_fn)
     catalog = _open(engine, what, call)
     notes: list[str] = []
     if load_module_only and _rounds(engine, catalog, call):
@@ -85,7 +85,7 @@ def load_checkpoint(
 
 
 def _load(
-    engine: Engine, catalog: Catalog, what: _Selection, call: _Call, notes: Sequence[str] = ()
+    engine: Engine, catalog: Catalog, what: _Selection, call: _LoadCall, notes: Sequence[str] = ()
 ) -> tuple[str, dict[str, Any]]:
     """Collective. Everything that can be found out without writing comes first; if something fails after that, the
     engine does not train until a load succeeds."""
@@ -132,7 +132,7 @@ def _refuse_strangers(restorer: Restorer, ranks: Ranks) -> None:
     )
 
 
-def _rounds(engine: Engine, catalog: Catalog, call: _Call) -> bool:
+def _rounds(engine: Engine, catalog: Catalog, call: _LoadCall) -> bool:
     """Return, the same on all ranks, whether weights alone would be less precise than the masters that the checkpoint
     also has."""
     wanted = (
@@ -176,7 +176,7 @@ def _found_by_all(ranks: Ranks, find: Callable[[], Path | None]) -> Path | None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Call:
+class _LoadCall:
     """Arguments of ``load_checkpoint``: a ``tag`` in ``load_dir``, or ``plain`` weights."""
 
     ranks: Ranks
@@ -187,7 +187,7 @@ class _Call:
     custom: Callable[..., Any] | None
 
 
-def _open(engine: Engine, what: _Selection, call: _Call) -> Catalog:
+def _open(engine: Engine, what: _Selection, call: _LoadCall) -> Catalog:
     """Collective. CheckpointError: files are missing or damaged, or ranks find different saves."""
     with call.ranks.together("reading the checkpoint"):
         catalog = _catalog(engine, what, call)
@@ -202,7 +202,7 @@ def _open(engine: Engine, what: _Selection, call: _Call) -> Catalog:
     return catalog
 
 
-def _catalog(engine: Engine, what: _Selection, call: _Call) -> Catalog:
+def _catalog(engine: Engine, what: _Selection, call: _LoadCall) -> Catalog:
     own_names = engine.module.state_dict(keep_vars=True).keys() | engine.param_names.values()
     if call.plain is not None:
         return open_plain(call.plain, engine.module, own_names)
@@ -305,13 +305,13 @@ def _agreed_tag(ranks: Ranks, load_dir: Path, tag: str | None, *, universal: boo
         )
     if own is None and ranks.rank == 0:
         logger.warning(
-            f"nothing is loaded: {load_dir} has no file named {names.LATEST!r} and no tag was given; pass tag= to load "
-            "one that was saved with save_latest=False"
+            f"nothing was loaded: {load_dir} has no file named {names.LATEST!r} and no tag was given; pass tag= to "
+            "load one that was saved with save_latest=False"
         )
     return own
 
 
-def _resume(engine: Engine, catalog: Catalog, ranks: Ranks, what: _Selection, report: Report) -> None:
+def _resume(engine: Engine, catalog: Catalog, ranks: Ranks, what: _Selection, report: LoadReport) -> None:
     """Everything except weights and optimizer state."""
     saved = catalog.model_states
     if what.scheduler and isinstance(engine.lr_scheduler, Loads):
@@ -323,7 +323,7 @@ def _resume(engine: Engine, catalog: Catalog, ranks: Ranks, what: _Selection, re
         _resume_own(engine, catalog, ranks, what, report)
 
 
-def _resume_own(engine: Engine, catalog: Catalog, ranks: Ranks, what: _Selection, report: Report) -> None:
+def _resume_own(engine: Engine, catalog: Catalog, ranks: Ranks, what: _Selection, report: LoadReport) -> None:
     """Restore the engine's own part: counters, clock and data."""
     saved = catalog.model_states
     if what.counters:
@@ -354,7 +354,7 @@ def _load_loss_scale(engine: Engine, catalog: Catalog) -> None:
     engine.state_access.load_scalars({**catalog.scalars, "dynamic": dynamic})
 
 
-def _load_own_state(engine: Engine, catalog: Catalog, ranks: Ranks, report: Report) -> None:
+def _load_own_state(engine: Engine, catalog: Catalog, ranks: Ranks, report: LoadReport) -> None:
     """Load what ranks do not share, and whether gradients are summed, which every rank reads in the same index."""
     core = engine.core
     if core is None or not core.own_state.takes_part:
@@ -369,7 +369,7 @@ def _load_own_state(engine: Engine, catalog: Catalog, ranks: Ranks, report: Repo
     core.reducer.change_cadence(engine.plan.zero.cadence if sums else Cadence.NEVER)
 
 
-def _load_accumulation(engine: Engine, catalog: Catalog, ranks: Ranks, report: Report) -> None:
+def _load_accumulation(engine: Engine, catalog: Catalog, ranks: Ranks, report: LoadReport) -> None:
     """Gradients of the micro-batches since the last update, if this run accumulates in the same way."""
     index, state = catalog.index, engine.state_access
     same = (

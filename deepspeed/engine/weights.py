@@ -91,7 +91,7 @@ def save_16bit_model(
     """
     if ShardedWeights(engine.module) and not engine._config.zero_config.gather_16bit_weights_on_model_save:
         logger.warning(
-            f"{save_filename} is not written: zero_optimization.stage3_gather_16bit_weights_on_model_save is false. "
+            f"{save_filename} was not written: zero_optimization.stage3_gather_16bit_weights_on_model_save is false. "
             "Set it, or use zero_to_fp32.py on a checkpoint"
         )
         return False

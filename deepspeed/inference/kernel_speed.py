@@ -18,14 +18,14 @@ from torch import Tensor
 from torch.nn import functional
 
 from deepspeed.base.accelerator import get_accelerator
-from deepspeed.inference.cache.pages import LayerShape, PagedCache, Piece
+from deepspeed.inference.cache.pages import LayerShape, PagedCache, PagePiece
 from deepspeed.inference.generation.logits import filtered
 from deepspeed.inference.generation.sampling import Sampler
 from deepspeed.inference.model.attention import AttentionTerms, PackedBatch, paged_attention
 from deepspeed.inference.scheduling.requests import Request, SamplingParams
 from deepspeed.observe.op_speed import seconds_of
 from deepspeed.ops import gpu, native
-from deepspeed.ops.host_graph import Activation, Matrix, Program, Step, Weights, bind, largest_of
+from deepspeed.ops.host_graph import Activation, GraphMatrix, GraphStep, HostGraph, Weights, bind, largest_of
 from deepspeed.ops.op_builder.builder import ISA_TITLES, PYTORCH
 from deepspeed.ops.paged_attention import PagedPieces
 from deepspeed.ops.small_product import QuantizedMatrix, quantized_product
@@ -139,9 +139,9 @@ def _products(machine: Machine) -> Iterator[Case]:
         input = machine.draw(rows, COLUMNS)
         plain = partial(functional.linear, input, weight)
         if machine.is_host:
-            whole = Matrix(Weights.FLOAT32, weight, COLUMNS)
+            whole = GraphMatrix(Weights.FLOAT32, weight, COLUMNS)
             yield Case(f"product_fp32_{rows}", _product(machine, input, whole), plain, weight.nbytes)
-        kernel = _product(machine, input, Matrix(Weights.BFLOAT16, half, COLUMNS))
+        kernel = _product(machine, input, GraphMatrix(Weights.BFLOAT16, half, COLUMNS))
         in_half = partial(functional.linear, input.bfloat16(), half)
         yield Case(f"product_bf16_{rows}", kernel, in_half, half.nbytes)
         for bits, matrix in integers.items():
@@ -153,15 +153,15 @@ def _products(machine: Machine) -> Iterator[Case]:
             yield Case(f"product_int{bits}_{rows}", kernel, by_torch, nbytes if kernel else 0)
 
 
-def _product(machine: Machine, input: Tensor, matrix: Matrix) -> Call | None:
+def _product(machine: Machine, input: Tensor, matrix: GraphMatrix) -> Call | None:
     if not machine.native:
         return None
-    program, output = Program(), torch.empty(len(input), matrix.outputs)
+    program, output = HostGraph(), torch.empty(len(input), matrix.outputs)
     program.product(input, output, [matrix])
-    return _running(program, Step(len(input)), output)
+    return _running(program, GraphStep(len(input)), output)
 
 
-def _running(program: Program, step: Step, output: Tensor) -> Call:
+def _running(program: HostGraph, step: GraphStep, output: Tensor) -> Call:
     def run() -> Tensor:
         program.run(step)
         return output
@@ -179,9 +179,9 @@ def _norm(machine: Machine) -> Iterator[Case]:
 
     kernel = None
     if machine.native:
-        program, output = Program(), torch.empty_like(stream)
+        program, output = HostGraph(), torch.empty_like(stream)
         program.norm(stream, output, weight, delta=delta)
-        kernel = _running(program, Step(ROWS), output)
+        kernel = _running(program, GraphStep(ROWS), output)
     elif machine.triton:
         from deepspeed.ops.gpu import norms  # imports Triton
 
@@ -211,7 +211,7 @@ def _rotary(machine: Machine) -> Iterator[Case]:
 
     kernel = None
     if machine.native:
-        program = Program()
+        program = HostGraph()
         made = program.rotary(
             *(projected, cosines, sines),
             heads=HEADS,
@@ -221,7 +221,7 @@ def _rotary(machine: Machine) -> Iterator[Case]:
         )
         bind(made, cache.pages(0))
         described = PagedPieces([(p.blocks, p.start, p.count) for p in batch.pieces], [True] * ROWS)
-        step = Step(ROWS, positions=positions.tolist(), pieces=described.array)
+        step = GraphStep(ROWS, positions=positions.tolist(), pieces=described.array)
         kernel = _running(program, step, projected)
     elif machine.triton:
         kernel = partial(_rotated_on_gpu, projected, (cosines, sines), positions, slots, cache.pages(0))
@@ -238,7 +238,7 @@ def _rotated_on_gpu(projected: Tensor, *where: Any) -> Tensor:
 def _attention(machine: Machine) -> Iterator[Case]:
     """Over the paged cache: the next token of every sequence, and the tokens of one prompt."""
     cache, decoding = _decoding(machine)
-    prompt = PackedBatch([Piece([0] * CONTEXT, 0, decoding.pieces[0].blocks)], cache, machine.device)
+    prompt = PackedBatch([PagePiece([0] * CONTEXT, 0, decoding.pieces[0].blocks)], cache, machine.device)
     token_bytes = cache.shapes[0].token_bytes
     for name, batch, nbytes in (
         ("paged_attention_decode", decoding, ROWS * CONTEXT * token_bytes),
@@ -264,7 +264,7 @@ def _decoding(machine: Machine) -> tuple[PagedCache, PackedBatch]:
     cache = PagedCache({0: shape}, ROWS * each, BLOCK)
     for pages in cache.pages(0):
         pages.normal_()
-    pieces = [Piece([0], CONTEXT - 1, range(row * each, (row + 1) * each)) for row in range(ROWS)]
+    pieces = [PagePiece([0], CONTEXT - 1, range(row * each, (row + 1) * each)) for row in range(ROWS)]
     return cache, PackedBatch(pieces, cache, machine.device)
 
 
@@ -281,9 +281,9 @@ def _gate(machine: Machine) -> Iterator[Case]:
     gate, up = machine.draw(ROWS, OUTPUTS), machine.draw(ROWS, OUTPUTS)
     kernel = None
     if machine.native:
-        program, output = Program(), torch.empty_like(gate)
+        program, output = HostGraph(), torch.empty_like(gate)
         program.gate(gate, up, output, Activation.SILU)
-        kernel = _running(program, Step(ROWS), output)
+        kernel = _running(program, GraphStep(ROWS), output)
     elif machine.triton:
         from deepspeed.ops.gpu import gates  # imports Triton
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from deepspeed.base.module_utils import keep_hooks
 from deepspeed.ops.small_product import (
-    Products,
     QuantizedMatrix,
+    SmallProducts,
     product,
     quantized_product,
     rounded_product,
@@ -25,7 +25,7 @@ __all__ = ["HostLinear", "IntegerLinear", "inject_kernels", "quantize_linears"]
 class HostLinear(nn.Linear):
     """A linear layer of bfloat16 on the host; a few rows are as fast as its weights are read."""
 
-    products: Products
+    products: SmallProducts
 
     def forward(self, input: Tensor) -> Tensor:
         return product(input, self.weight, self.bias, self.products)
@@ -54,7 +54,7 @@ class IntegerLinear(nn.Module):
         self.register_buffer("words", matrix.words)
         self.register_buffer("scales", matrix.scales)
         self.bias = None if bias is None else nn.Parameter(bias.detach().to(dtype), requires_grad=False)
-        self.products = Products()
+        self.products = SmallProducts()
 
     @property
     def matrix(self) -> QuantizedMatrix:
@@ -87,7 +87,7 @@ def inject_kernels(module: nn.Module) -> str:
     for layer in module.modules():
         if type(layer) is nn.Linear and takes_bfloat16(layer.weight) and _is_right(layer):
             layer.__class__ = HostLinear
-            layer.products = Products()  # type: ignore[assignment]
+            layer.products = SmallProducts()  # type: ignore[assignment]
             changed += 1
     left = Counter(
         type(layer).__name__

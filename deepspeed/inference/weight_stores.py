@@ -16,7 +16,7 @@ from deepspeed.config.problems import DeepSpeedConfigError
 from deepspeed.config.section import note
 from deepspeed.config.sections.offload import OffloadDeviceEnum
 from deepspeed.config.sections.zero import DeepSpeedZeroConfig
-from deepspeed.ops.aio.engine import Options
+from deepspeed.ops.aio.engine import AioOptions
 from deepspeed.zero.offload.host_copies import host_empty, off_host
 from deepspeed.zero.offload.swap_file import SwapFile
 
@@ -58,10 +58,10 @@ class FileStore:
         options: how the file is read.
     """
 
-    def __init__(self, folder: Path, device: torch.device, options: Options | None = None) -> None:
+    def __init__(self, folder: Path, device: torch.device, options: AioOptions | None = None) -> None:
         self._file = SwapFile(
             folder.expanduser() / "deepspeed" / "inference",
-            options or Options(),
+            options or AioOptions(),
             key="zero.offload_param.nvme_path",
         )
         self._off_host = off_host(device)

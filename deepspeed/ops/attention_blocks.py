@@ -18,14 +18,14 @@ from torch import Tensor
 _aten = torch.ops.aten
 
 
-class Order(enum.Enum):
+class BlockOrder(enum.Enum):
     """Visibility of columns to a row by position alone."""
 
     CAUSAL = "rows and columns are the same tokens; each sees itself and those before it"
 
 
-CAUSAL = Order.CAUSAL
-Mask: TypeAlias = Tensor | Order | None
+CAUSAL = BlockOrder.CAUSAL
+Mask: TypeAlias = Tensor | BlockOrder | None
 """Bool, or floats that are added to the scores (-inf: not seen), broadcastable to [batch, heads, rows, columns];
 CAUSAL; or None: every row sees every column."""
 
@@ -89,7 +89,7 @@ class Plain:
         scores = (q.to(dtype) @ _repeated(k, q).to(dtype).mT) * scale
         if mask is None:
             return scores
-        if isinstance(mask, Order):
+        if isinstance(mask, BlockOrder):
             mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril_()
         if mask.is_floating_point():
             return scores + mask
@@ -202,7 +202,7 @@ def kernel_for(q: Tensor, v: Tensor, mask: Mask) -> BlockKernel:
     return next(kernel for kernel in KERNELS if kernel.takes(q, v, mask))
 
 
-class Joined:
+class JoinedBlocks:
     """The attention to all blocks so far: ``out`` and the log-sum-exp of its weights, ``lse``."""
 
     def __init__(self, query: Tensor, value: Tensor) -> None:

@@ -17,7 +17,16 @@ from torch import Tensor
 
 from deepspeed.ops.native import DTYPE_CODES, library
 
-__all__ = ["Activation", "Matrix", "PagedLayer", "PagedPiece", "Program", "Step", "Weights", "largest_of"]
+__all__ = [
+    "Activation",
+    "GraphMatrix",
+    "GraphPagedLayer",
+    "PagedPiece",
+    "HostGraph",
+    "GraphStep",
+    "Weights",
+    "largest_of",
+]
 
 
 class Weights(enum.IntEnum):
@@ -59,7 +68,7 @@ class PagedPiece(ctypes.Structure):
     _fields_ = _fields("blocks", "start count row", "", "writes attends")
 
 
-class PagedLayer(ctypes.Structure):
+class GraphPagedLayer(ctypes.Structure):
     _fields_ = _fields(
         "keys values query new_keys new_values output sinks",
         "heads kv_heads block_size key_size value_size query_head_stride query_token_stride key_head_stride "
@@ -82,7 +91,7 @@ class _Product(ctypes.Structure):
     )
 
 
-class _Embedding(ctypes.Structure):
+class _GraphEmbedding(ctypes.Structure):
     _fields_ = _fields("output table", "size", "", "table_dtype")
 
 
@@ -122,7 +131,7 @@ class _Step(ctypes.Structure):
 
 
 @dataclass(frozen=True, slots=True)
-class Matrix:
+class GraphMatrix:
     """Weights [outputs, columns] of a product.
 
     ``values``: [outputs, columns] of fp32 or bfloat16, or the words of a ``QuantizedMatrix`` with its ``scales`` and
@@ -141,7 +150,7 @@ class Matrix:
         return self.values.shape[0]
 
 
-class Step:
+class GraphStep:
     """The tokens of a forward. ``tokens`` and ``positions``: of each row; ``last``: the rows after which results are
     wanted; ``pieces``: an array of `PagedPiece`."""
 
@@ -164,7 +173,7 @@ class Step:
         self.struct = _Step(rows, start, *at, described, self.count, 0 if pieces is None else len(pieces))
 
 
-class Program:
+class HostGraph:
     """Operations in their order, each on all rows of a step, or on those of its last tokens (``on_last``). Tensors are
     on the host and contiguous, with at least as many rows as a step that is run."""
 
@@ -175,7 +184,7 @@ class Program:
 
     def embedding(self, table: Tensor, output: Tensor) -> None:
         """output [rows, size] fp32 = the rows of the step's tokens."""
-        made = _Embedding(output.data_ptr(), table.data_ptr(), table.shape[1], DTYPE_CODES[table.dtype])
+        made = _GraphEmbedding(output.data_ptr(), table.data_ptr(), table.shape[1], DTYPE_CODES[table.dtype])
         self._add(_Kind.EMBEDDING, made, table, output)
 
     def norm(
@@ -205,7 +214,7 @@ class Program:
         self._add(_Kind.NORM, made, stream, delta, sum, output, weight, bias, on_last=on_last)
 
     def product(
-        self, input: Tensor, output: Tensor, matrices: Sequence[Matrix], *, on_last: bool = False
+        self, input: Tensor, output: Tensor, matrices: Sequence[GraphMatrix], *, on_last: bool = False
     ) -> _Product:
         """output [rows, outputs of all matrices] = input [rows, columns] times their transposes, plus their biases.
         Rows of both may lie further apart than they are long. ``matrices`` are all of one kind. In what is returned,
@@ -284,12 +293,12 @@ class Program:
         window: int = 0,
         softcap: float = 0.0,
         sinks: Tensor | None = None,
-    ) -> PagedLayer:
+    ) -> GraphPagedLayer:
         """output [rows, heads * value size] = attention of the queries in rows of ``projected`` over the pages. The
         caller sets the pages in what is returned, by ``bind``."""
         code = DTYPE_CODES[projected.dtype]
         row = projected.stride(0)
-        made = PagedLayer(
+        made = GraphPagedLayer(
             *(None, None, projected.data_ptr(), None, None, output.data_ptr(), _address(sinks)),
             *(heads, kv_heads, 1, key_size, value_size, key_size, row, 0, 0, 0, 0, window),
             *(scale, softcap, code, code),
@@ -312,7 +321,7 @@ class Program:
         )
         self._add(_Kind.LARGEST, made, input, output)
 
-    def run(self, step: Step, threads: int | None = None) -> None:
+    def run(self, step: GraphStep, threads: int | None = None) -> None:
         """``threads``: at most; None: as many as torch has."""
         lib = library()
         assert lib is not None
@@ -328,13 +337,13 @@ class Program:
         self._array = None
 
 
-def bind(made: PagedLayer | _Rotary, pages: tuple[Tensor, Tensor]) -> None:
+def bind(made: GraphPagedLayer | _Rotary, pages: tuple[Tensor, Tensor]) -> None:
     """Bind an operation to its keys [blocks, kv heads, size, block size] and values. They must outlive its use."""
     keys, values = pages
     made.keys, made.values = keys.data_ptr(), values.data_ptr()
     made.block_size = keys.shape[3]
     code = DTYPE_CODES[keys.dtype]
-    if isinstance(made, PagedLayer):
+    if isinstance(made, GraphPagedLayer):
         made.dtype = code
     else:
         made.cache_dtype = code
@@ -344,9 +353,9 @@ def largest_of(rows: Tensor) -> list[int]:
     """The place of the largest number of each of ``rows`` [rows, size]; by torch where there is no kernel."""
     if rows.device.type != "cpu" or rows.dtype not in DTYPE_CODES or rows.stride(1) != 1 or library() is None:
         return rows.argmax(-1).tolist()
-    output, program = torch.empty(rows.shape[0], dtype=torch.int64), Program()
+    output, program = torch.empty(rows.shape[0], dtype=torch.int64), HostGraph()
     program.largest(rows, output)
-    program.run(Step(rows.shape[0]))
+    program.run(GraphStep(rows.shape[0]))
     return output.tolist()
 
 

@@ -421,7 +421,7 @@ _CHUNK_NUMEL_DEVICE = 1 << 26  # on devices they stay small compared to the tens
 
 
 @dataclass
-class Batch:
+class TensorBatch:
     """Tensors (or flat pieces of them) that are updated together in PyTorch."""
 
     params: list[Tensor] = field(default_factory=list)
@@ -440,16 +440,16 @@ class Batch:
         self.steps.append(step)
         self.numel += param.numel()
 
-    def widen(self, grad_scale: float) -> Batch:
+    def widen(self, grad_scale: float) -> TensorBatch:
         """The same batch in fp32 (fp64 stays): the tensors themselves if they are fp32, otherwise copies;
         gradients scaled."""
-        return Batch(
+        return TensorBatch(
             params=[_wide(p) for p in self.params],
             grads=[_wide(g) * grad_scale for g in self.grads],
             states=[[_wide(state) for state in values] for values in self.states],
         )
 
-    def round_back(self, wide: Batch) -> None:
+    def round_back(self, wide: TensorBatch) -> None:
         for param, value in zip(self.params, wide.params, strict=True):
             _write_back(param, value)
         for states, values in zip(self.states, wide.states, strict=True):
@@ -460,9 +460,9 @@ class Batch:
                 low.copy_(value.reshape(low.shape))
 
 
-def _batches(table: Table, names: tuple[str, ...], steps: list[int]) -> Iterator[Batch]:
+def _batches(table: Table, names: tuple[str, ...], steps: list[int]) -> Iterator[TensorBatch]:
     """The table's `others`, large contiguous tensors in pieces, small ones together."""
-    batch = Batch(states=[[] for _ in names])
+    batch = TensorBatch(states=[[] for _ in names])
     for i, step in zip(table.others, steps, strict=True):
         param, low = table.params[i], None if table.low_precision is None else table.low_precision[i]
         states = [table.states[i][name] for name in names]
@@ -478,7 +478,7 @@ def _batches(table: Table, names: tuple[str, ...], steps: list[int]) -> Iterator
             )
             if batch.numel >= limit:
                 yield batch
-                batch = Batch(states=[[] for _ in names])
+                batch = TensorBatch(states=[[] for _ in names])
     if batch.params:
         yield batch
 

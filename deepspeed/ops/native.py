@@ -30,7 +30,7 @@ DTYPE_CODES: dict[torch.dtype, int] = {torch.float32: 0, torch.bfloat16: 1, torc
 ISA_NAMES = ("plain", "avx2", "avx512")
 
 
-class Span(ctypes.Structure):
+class NativeSpan(ctypes.Structure):
     _fields_ = [("data", ctypes.c_void_p), ("numel", ctypes.c_int64), ("dtype", ctypes.c_int64)]
 
 
@@ -183,8 +183,8 @@ class SumOfSquares:
         return float(sum(self._sums))
 
 
-def _spans(tensors: Sequence[Tensor]) -> ctypes.Array[Span]:
-    return (Span * len(tensors))(*[(t.data_ptr(), t.numel(), DTYPE_CODES[t.dtype]) for t in tensors])
+def _spans(tensors: Sequence[Tensor]) -> ctypes.Array[NativeSpan]:
+    return (NativeSpan * len(tensors))(*[(t.data_ptr(), t.numel(), DTYPE_CODES[t.dtype]) for t in tensors])
 
 
 HOST_PIECE, DEVICE_PIECE = 1 << 20, 1 << 22

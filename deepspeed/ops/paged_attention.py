@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from deepspeed.ops.host_graph import PagedLayer, PagedPiece
+from deepspeed.ops.host_graph import GraphPagedLayer, PagedPiece
 from deepspeed.ops.native import DTYPE_CODES, library
 
 __all__ = ["PagedPieces", "paged_attention", "takes"]
@@ -68,7 +68,7 @@ def paged_attention(
     heads, tokens, key_size = query.shape
     output = torch.empty(tokens, heads, value.shape[-1], dtype=query.dtype)
     wide = None if sinks is None else sinks.float().contiguous()
-    layer = PagedLayer(
+    layer = GraphPagedLayer(
         keys.data_ptr(),
         values.data_ptr(),
         query.data_ptr(),

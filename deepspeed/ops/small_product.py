@@ -12,11 +12,11 @@ from torch.nn import functional
 
 from deepspeed.ops import gpu
 from deepspeed.ops.formats.integers import symmetric_levels
-from deepspeed.ops.host_graph import Matrix, Program, Step, Weights
+from deepspeed.ops.host_graph import GraphMatrix, GraphStep, HostGraph, Weights
 from deepspeed.ops.native import DTYPE_CODES, library
 
 __all__ = [
-    "Products",
+    "SmallProducts",
     "QuantizedMatrix",
     "Weights",
     "by_kernel",
@@ -89,10 +89,10 @@ class QuantizedMatrix:
         """Columns with one scale."""
         return self.words.shape[1] * (32 // self.bits) // self.scales.shape[1]
 
-    def described(self, bias: Tensor | None = None) -> Matrix:
+    def described(self, bias: Tensor | None = None) -> GraphMatrix:
         """For the kernels."""
         kind = Weights.INT8 if self.bits == 8 else Weights.INT4
-        return Matrix(kind, self.words, self.columns, bias, self.scales, self.group)
+        return GraphMatrix(kind, self.words, self.columns, bias, self.scales, self.group)
 
     def values(self, dtype: torch.dtype) -> Tensor:
         """[outputs, columns]."""
@@ -144,34 +144,34 @@ def takes_bfloat16(weight: Tensor) -> bool:
     )
 
 
-class Products:
+class SmallProducts:
     """Products with one matrix after another, described to the library once for each matrix. Copies know nothing."""
 
     def __init__(self) -> None:
         self._known: tuple[Any, ...] | None = None
-        self._program = Program()
+        self._program = HostGraph()
         self._made: Any = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (Products, ())
+        return (SmallProducts, ())
 
-    def __call__(self, input: Tensor, matrix: Matrix) -> Tensor:
+    def __call__(self, input: Tensor, matrix: GraphMatrix) -> Tensor:
         """[.., columns] -> [.., outputs], in the dtype of the input."""
         input = input if input.is_contiguous() else input.contiguous()
         output = torch.empty(*input.shape[:-1], matrix.outputs, dtype=input.dtype)
         wanted = _described(matrix)
         if self._known != wanted:
-            self._known, self._program = wanted, Program()
+            self._known, self._program = wanted, HostGraph()
             rows = input.view(-1, matrix.columns)
             self._made = self._program.product(rows, output.view(-1, matrix.outputs), [matrix])
         made = self._made
         made.input, made.output = input.data_ptr(), output.data_ptr()
         made.input_dtype = made.output_dtype = DTYPE_CODES[input.dtype]
-        self._program.run(Step(input.numel() // matrix.columns))
+        self._program.run(GraphStep(input.numel() // matrix.columns))
         return output
 
 
-def _described(matrix: Matrix) -> tuple[Any, ...]:
+def _described(matrix: GraphMatrix) -> tuple[Any, ...]:
     """All that the library is told of it. Addresses, not tensors: those of a tensor whose ``data`` is replaced
     (weights that stream) change."""
     scales, bias = matrix.scales, matrix.bias
@@ -186,7 +186,9 @@ def _described(matrix: Matrix) -> tuple[Any, ...]:
     )
 
 
-def product(input: Tensor, weight: Tensor, bias: Tensor | None, products: Products | None = None) -> Tensor:
+def product(
+    input: Tensor, weight: Tensor, bias: Tensor | None, products: SmallProducts | None = None
+) -> Tensor:
     """``functional.linear`` of bfloat16: [.., columns] -> [.., outputs]. A few rows by the kernel, without a graph.
     ``products``: of a layer that calls this again and again."""
     columns = weight.shape[1]
@@ -195,7 +197,7 @@ def product(input: Tensor, weight: Tensor, bias: Tensor | None, products: Produc
     wanted = by_kernel(Weights.BFLOAT16, rows) and not graph and input.dtype is torch.bfloat16
     if not wanted or not takes_bfloat16(weight):
         return functional.linear(input, weight, bias)
-    return (products or Products())(input, Matrix(Weights.BFLOAT16, weight, columns, bias))
+    return (products or SmallProducts())(input, GraphMatrix(Weights.BFLOAT16, weight, columns, bias))
 
 
 def rounded_rows(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -226,7 +228,7 @@ def rounded_product(input: Tensor, matrix: QuantizedMatrix, bias: Tensor | None)
 
 
 def quantized_product(
-    input: Tensor, matrix: QuantizedMatrix, bias: Tensor | None, products: Products | None = None
+    input: Tensor, matrix: QuantizedMatrix, bias: Tensor | None, products: SmallProducts | None = None
 ) -> Tensor:
     """[.., columns] -> [.., outputs], in the dtype of the input. A few rows by the kernel, of the host or of a GPU; for
     more, the values are made for the product and forgotten."""
@@ -243,4 +245,4 @@ def quantized_product(
     described = matrix.described(bias)
     if input.device.type != "cpu" or input.dtype not in DTYPE_CODES or not by_kernel(described.kind, rows):
         return functional.linear(input, matrix.values(input.dtype), bias)
-    return (products or Products())(input, described)
+    return (products or SmallProducts())(input, described)

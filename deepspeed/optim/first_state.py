@@ -30,7 +30,7 @@ def first_state(optimizer: Optimizer, group: dict[str, Any], param: Tensor) -> d
         substitute: Any = stand_in(optimizer, group, [])
         return substitute.state_for(param, group)
     copied = nn.Parameter(param.detach().clone())
-    recorder = _Recorder()
+    recorder = _StateRecorder()
     try:
         with torch.random.fork_rng(devices=()):
             _step_on_zeros(optimizer, group, copied, recorder)
@@ -47,7 +47,7 @@ def first_state(optimizer: Optimizer, group: dict[str, Any], param: Tensor) -> d
 
 
 def _step_on_zeros(
-    optimizer: Optimizer, group: dict[str, Any], param: nn.Parameter, state: _Recorder
+    optimizer: Optimizer, group: dict[str, Any], param: nn.Parameter, state: _StateRecorder
 ) -> None:
     substitute = stand_in(optimizer, group, [param])
     substitute.state[param] = state
@@ -60,7 +60,7 @@ def _step_on_zeros(
             state.starts["step"] = left["step"] * 0
 
 
-class _Recorder(dict):
+class _StateRecorder(dict):
     """A parameter's state that keeps a copy of what is first assigned to each entry in ``starts``."""
 
     def __init__(self) -> None:

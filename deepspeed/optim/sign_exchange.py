@@ -18,7 +18,7 @@ FEEDBACK = "worker_error"
 
 
 @dataclass(slots=True)
-class Line:
+class ExchangeGroup:
     """Tensors that travel end to end among the same ranks, in the order in which they were first seen."""
 
     ranks: tuple[int, ...]
@@ -58,7 +58,7 @@ class SignExchange:
 
     def __init__(self, codec: Codec | None = None) -> None:
         self.codec = codec or SignCodec()
-        self.lines: dict[Hashable, Line] = {}
+        self.lines: dict[Hashable, ExchangeGroup] = {}
 
     def mean(
         self,
@@ -74,7 +74,7 @@ class SignExchange:
         """
         if ranks.size == 1:
             return
-        line = self.lines.setdefault(key, Line(ranks.ranks))
+        line = self.lines.setdefault(key, ExchangeGroup(ranks.ranks))
         self._admit(line, ranks, masters)
         line.place = ranks.rank
         known = line.starts()
@@ -90,7 +90,7 @@ class SignExchange:
                 if copy is not tensor:
                     tensor.copy_(copy)
 
-    def _admit(self, line: Line, ranks: Communicator, masters: Sequence[Tensor]) -> None:
+    def _admit(self, line: ExchangeGroup, ranks: Communicator, masters: Sequence[Tensor]) -> None:
         """Append masters that are new to the line; the errors of its servers are cut anew."""
         known = set(line.members)
         new = [master for master in masters if id(master) not in known]
@@ -147,7 +147,7 @@ class SignExchange:
         is given to those that serve the same elements now."""
         self.lines.clear()
         for key, entry in (saved[rank % len(saved)] if len(saved) else {}).items():
-            line = self.lines[key] = Line(tuple(entry["ranks"]), list(entry["numels"]))
+            line = self.lines[key] = ExchangeGroup(tuple(entry["ranks"]), list(entry["numels"]))
             line.place = int(entry.get("place", rank))
             if len(saved) == ranks:
                 line.server_error = entry["server_error"]

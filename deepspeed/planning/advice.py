@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from deepspeed.config.problems import DeepSpeedConfigError
-from deepspeed.planning.ledger import Phase, Place
-from deepspeed.planning.request import Answer, Request, answer
+from deepspeed.planning.ledger import MemoryPhase, MemoryPlace
+from deepspeed.planning.request import PlanAnswer, PlanRequest, answer
 
 SMALL_BUCKET = 50_000_000
 """Elements; of a bucket that still travels at full speed."""
@@ -30,7 +30,7 @@ class Change:
     """``text`` says what to do; ``apply`` returns the changed request, or None if there is nothing to change."""
 
     text: str
-    apply: Callable[[Request], Request | None]
+    apply: Callable[[PlanRequest], PlanRequest | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,15 +38,15 @@ class Advice:
     """The changes that are needed together (none: nothing known helps) and the resulting plan."""
 
     changes: list[str]
-    result: Answer | None
+    result: PlanAnswer | None
     ranks: int | None = None
     """Without a change of the config that helps: so many ranks would be enough."""
 
 
-def advise(current: Answer) -> Advice:
+def advise(current: PlanAnswer) -> Advice:
     """The first single change that makes it fit, else changes accumulated in order until it fits."""
     changes = list(_changes(current))
-    alone: list[Answer | None] = []
+    alone: list[PlanAnswer | None] = []
     for change in changes:
         alone.append(_tried(change, current.request))
         if (found := alone[-1]) is not None and not found.lacking():
@@ -65,7 +65,7 @@ def advise(current: Answer) -> Advice:
     return Advice([change.text for change in taken], None, _enough_ranks(best))
 
 
-def cheapest_saving(current: Answer, place: Place) -> tuple[str, int] | None:
+def cheapest_saving(current: PlanAnswer, place: MemoryPlace) -> tuple[str, int] | None:
     """The first change that lowers the peak at ``place`` by ``WORTH_IT``, and the resulting peak; None if none does.
 
     For a run that failed although its plan fits: then activations, fragmentation or other programs took the rest.
@@ -78,11 +78,13 @@ def cheapest_saving(current: Answer, place: Place) -> tuple[str, int] | None:
     return None
 
 
-def _without_needless(taken: list[Change], current: Answer, best: Answer) -> tuple[list[Change], Answer]:
+def _without_needless(
+    taken: list[Change], current: PlanAnswer, best: PlanAnswer
+) -> tuple[list[Change], PlanAnswer]:
     """The most expensive change was needed; earlier ones may no longer be."""
     for change in taken[:-1]:
         rest = [other for other in taken if other is not change]
-        found: Answer | None = current
+        found: PlanAnswer | None = current
         for other in rest:
             found = _tried(other, found.request) if found is not None else None
         if found is not None and not found.lacking():
@@ -90,7 +92,7 @@ def _without_needless(taken: list[Change], current: Answer, best: Answer) -> tup
     return taken, best
 
 
-def _tried(change: Change, request: Request) -> Answer | None:
+def _tried(change: Change, request: PlanRequest) -> PlanAnswer | None:
     changed = change.apply(request)
     if changed is None:
         return None
@@ -100,20 +102,20 @@ def _tried(change: Change, request: Request) -> Answer | None:
         return None
 
 
-def _missing(found: Answer) -> int:
+def _missing(found: PlanAnswer) -> int:
     """Bytes by which phases exceed the available memory, summed over phases: less is better, even if not enough. Disk
     bytes matter least."""
     total = 0
-    for place in Place:
+    for place in MemoryPlace:
         have = found.capacity.of(place)
         if have is not None:
             sharing = found.request.neighbours(place)
-            over = sum(max(0, found.ledger.total(phase, place) * sharing - have) for phase in Phase)
-            total += over // 1024 if place is Place.DISK else over
+            over = sum(max(0, found.ledger.total(phase, place) * sharing - have) for phase in MemoryPhase)
+            total += over // 1024 if place is MemoryPlace.DISK else over
     return total
 
 
-def _changes(current: Answer) -> Iterator[Change]:
+def _changes(current: PlanAnswer) -> Iterator[Change]:
     """Cheapest first: no cost in time, then communication, then host work, then storage, then numbers that differ, then
     compute."""
     for stage in range(current.plan.zero.stage + 1, 4):
@@ -140,22 +142,22 @@ def _changes(current: Answer) -> Iterator[Change]:
     yield Change("activation checkpointing (model.gradient_checkpointing_enable())", _checkpointing)
 
 
-def _section(request: Request) -> dict[str, Any]:
+def _section(request: PlanRequest) -> dict[str, Any]:
     section = request.config.get("zero_optimization", {})
     return copy.deepcopy(section) if isinstance(section, dict) else {"stage": 1 if section else 0}
 
 
-def _with_section(request: Request, section: dict[str, Any]) -> Request:
+def _with_section(request: PlanRequest, section: dict[str, Any]) -> PlanRequest:
     return replace(request, config={**request.config, "zero_optimization": section})
 
 
-def _zero_init(request: Request) -> Request | None:
+def _zero_init(request: PlanRequest) -> PlanRequest | None:
     stage_3 = _section(request).get("stage") == 3
     return replace(request, zero_init=True) if stage_3 and not request.zero_init else None
 
 
-def _zero(stage: int) -> Callable[[Request], Request | None]:
-    def apply(request: Request) -> Request | None:
+def _zero(stage: int) -> Callable[[PlanRequest], PlanRequest | None]:
+    def apply(request: PlanRequest) -> PlanRequest | None:
         section = _section(request)
         return (
             _with_section(request, {**section, "stage": stage}) if section.get("stage", 0) < stage else None
@@ -164,8 +166,8 @@ def _zero(stage: int) -> Callable[[Request], Request | None]:
     return apply
 
 
-def _offload(key: str, device: str, path: str | None) -> Callable[[Request], Request | None]:
-    def apply(request: Request) -> Request | None:
+def _offload(key: str, device: str, path: str | None) -> Callable[[PlanRequest], PlanRequest | None]:
+    def apply(request: PlanRequest) -> PlanRequest | None:
         section = _section(request)
         present = section.get(key) or {}
         if section.get("stage", 0) < (3 if key == "offload_param" else 1):
@@ -186,10 +188,10 @@ def _offload(key: str, device: str, path: str | None) -> Callable[[Request], Req
     return apply
 
 
-def _small_states(*, masters: bool) -> Callable[[Request], Request | None]:
+def _small_states(*, masters: bool) -> Callable[[PlanRequest], PlanRequest | None]:
     """Adam's moments in 8 bits; ``masters``: and bf16 weights without masters in fp32."""
 
-    def apply(request: Request) -> Request | None:
+    def apply(request: PlanRequest) -> PlanRequest | None:
         section, precision = request.config.get("optimizer"), request.config.get("bf16")
         if request.optimizer is not None or not isinstance(section, dict):
             return None
@@ -210,7 +212,7 @@ def _small_states(*, masters: bool) -> Callable[[Request], Request | None]:
     return apply
 
 
-def hidden_updates(current: Answer) -> list[tuple[str, Answer]]:
+def hidden_updates(current: PlanAnswer) -> list[tuple[str, PlanAnswer]]:
     """Return the changes that let the host update beside a device that waits for it now, each with its
     plan. They need more memory, so a machine may have too little for one of them."""
     offload = current.plan.state_offload
@@ -227,7 +229,7 @@ def hidden_updates(current: Answer) -> list[tuple[str, Answer]]:
         ("zero_optimization.zenflow: {}", "zenflow", {}),
     ):
 
-        def apply(request: Request, key: str = key, value: dict[str, Any] = value) -> Request:
+        def apply(request: PlanRequest, key: str = key, value: dict[str, Any] = value) -> PlanRequest:
             section = _section(request)
             return _with_section(request, {**section, key: {**(section.get(key) or {}), **value}})
 
@@ -237,7 +239,7 @@ def hidden_updates(current: Answer) -> list[tuple[str, Answer]]:
     return found
 
 
-def _nvme_path(request: Request) -> str | None:
+def _nvme_path(request: PlanRequest) -> str | None:
     section = _section(request)
     for key in ("offload_optimizer", "offload_param"):
         path = (section.get(key) or {}).get("nvme_path")
@@ -246,7 +248,7 @@ def _nvme_path(request: Request) -> str | None:
     return None
 
 
-def _smaller_buckets(request: Request) -> Request | None:
+def _smaller_buckets(request: PlanRequest) -> PlanRequest | None:
     section = _section(request)
     size = section.get("reduce_bucket_size", 500_000_000)
     if not isinstance(size, (int, float)) or size <= SMALL_BUCKET:
@@ -254,7 +256,7 @@ def _smaller_buckets(request: Request) -> Request | None:
     return _with_section(request, {**section, "reduce_bucket_size": SMALL_BUCKET})
 
 
-def _fewer_gathered(request: Request) -> Request | None:
+def _fewer_gathered(request: PlanRequest) -> PlanRequest | None:
     section = _section(request)
     if section.get("stage") != 3:
         return None
@@ -263,8 +265,8 @@ def _fewer_gathered(request: Request) -> Request | None:
     )
 
 
-def _micro_batch(size: int) -> Callable[[Request], Request | None]:
-    def apply(request: Request) -> Request | None:
+def _micro_batch(size: int) -> Callable[[PlanRequest], PlanRequest | None]:
+    def apply(request: PlanRequest) -> PlanRequest | None:
         if request.shape is None or request.sequence is None:
             return None
         return replace(request, micro_batch=size)
@@ -272,13 +274,13 @@ def _micro_batch(size: int) -> Callable[[Request], Request | None]:
     return apply
 
 
-def _checkpointing(request: Request) -> Request | None:
+def _checkpointing(request: PlanRequest) -> PlanRequest | None:
     if request.checkpointing or request.shape is None or request.sequence is None:
         return None
     return replace(request, checkpointing=True)
 
 
-def _enough_ranks(current: Answer) -> int | None:
+def _enough_ranks(current: PlanAnswer) -> int | None:
     """The first doubling of nodes (of ranks on one node, if memory is not shared there) that is enough."""
     request = current.request
     config = {key: value for key, value in request.config.items() if key != "train_batch_size"}

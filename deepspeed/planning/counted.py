@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from deepspeed.config.plan import PrecisionPlan
 from deepspeed.config.problems import DeepSpeedConfigError
 from deepspeed.transforms.recompute.budget import budget_blocks
-from deepspeed.transforms.recompute.choosing import Choice
+from deepspeed.transforms.recompute.choosing import RecomputeChoice
 from deepspeed.zero.meta import meta_copy
 from deepspeed.zero.precision import autocast_context, cast_module
 
@@ -25,7 +25,7 @@ class CannotCount(RuntimeError):
 @functools.lru_cache(maxsize=4)
 def choice_within(
     module: nn.Module, limit: float, micro_batch: int, sequence: int, precision: PrecisionPlan
-) -> Choice:
+) -> RecomputeChoice:
     """Choose what the blocks of ``module`` keep within the budget ``limit`` of ``micro_batch`` x ``sequence`` tokens.
 
     Attention is that of CPUs, which keeps what flash attention of GPUs keeps. DeepSpeedConfigError: the budget cannot

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from deepspeed.comm.pending import DONE, Pending
-from deepspeed.planning.ledger import Phase
+from deepspeed.planning.ledger import MemoryPhase
 
 
 class Journal(Protocol):
@@ -15,7 +15,7 @@ class Journal(Protocol):
 
     def begin_micro_batch(self) -> None: ...
 
-    def compute(self, phase: Phase, call: int) -> None:
+    def compute(self, phase: MemoryPhase, call: int) -> None:
         """The forward or backward of a call runs now; what it needs is there."""
 
     def collective(self, operation: str, nbytes: float, ranks: int, apart: int = 1) -> Pending:
@@ -31,7 +31,7 @@ class _Silent:
 
     def begin_micro_batch(self) -> None: ...
 
-    def compute(self, phase: Phase, call: int) -> None: ...
+    def compute(self, phase: MemoryPhase, call: int) -> None: ...
 
     def collective(self, operation: str, nbytes: float, ranks: int, apart: int = 1) -> Pending:
         return DONE
@@ -44,7 +44,7 @@ SILENT = _Silent()
 class Compute:
     """A call of the model; ``call`` counts those of a forward."""
 
-    phase: Phase
+    phase: MemoryPhase
     call: int
 
 
@@ -61,7 +61,7 @@ class Start:
 
 
 @dataclass(frozen=True, slots=True)
-class Wait:
+class JournalWait:
     number: int
 
 
@@ -69,7 +69,7 @@ class Wait:
 class Notebook:
     """Keeps what the last step did, by micro-batch."""
 
-    parts: list[list[Compute | Start | Wait]] = field(default_factory=list)
+    parts: list[list[Compute | Start | JournalWait]] = field(default_factory=list)
     started: int = 0
 
     def begin_step(self) -> None:
@@ -78,7 +78,7 @@ class Notebook:
     def begin_micro_batch(self) -> None:
         self.parts.append([])
 
-    def compute(self, phase: Phase, call: int) -> None:
+    def compute(self, phase: MemoryPhase, call: int) -> None:
         self.parts[-1].append(Compute(phase, call))
 
     def collective(self, operation: str, nbytes: float, ranks: int, apart: int = 1) -> Pending:
@@ -86,4 +86,4 @@ class Notebook:
         if not self.parts:
             return Pending()
         self.parts[-1].append(Start(number, operation, float(nbytes), ranks, apart))
-        return Pending(lambda: self.parts[-1].append(Wait(number)))
+        return Pending(lambda: self.parts[-1].append(JournalWait(number)))

@@ -8,13 +8,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 
-class Place(enum.Enum):
+class MemoryPlace(enum.Enum):
     DEVICE = "device"
     HOST = "host"
     DISK = "disk"
 
 
-class Phase(enum.Enum):
+class MemoryPhase(enum.Enum):
     """Moments of a run at which memory is counted. The first update creates what later ones reuse."""
 
     BUILD = "building the model"
@@ -26,12 +26,12 @@ class Phase(enum.Enum):
     STEP = "step"
 
 
-STEADY = (Phase.FORWARD, Phase.BACKWARD, Phase.STEP)
-TRAINING = (Phase.FIRST_UPDATE, *STEADY)
-FROM_READY = (Phase.READY, *TRAINING)
+STEADY = (MemoryPhase.FORWARD, MemoryPhase.BACKWARD, MemoryPhase.STEP)
+TRAINING = (MemoryPhase.FIRST_UPDATE, *STEADY)
+FROM_READY = (MemoryPhase.READY, *TRAINING)
 
 
-class Kind(enum.Enum):
+class MemoryKind(enum.Enum):
     """Uses of memory. Kinds in ``ESTIMATED`` are formulas for what depends on the model's code; all others are
     exact."""
 
@@ -52,10 +52,17 @@ class Kind(enum.Enum):
     COUNTED_ACTIVATIONS = "activations within the budget (counted)"
 
 
-ESTIMATED = (Kind.ARRIVING, Kind.ACTIVATIONS)
+ESTIMATED = (MemoryKind.ARRIVING, MemoryKind.ACTIVATIONS)
 """Kinds that depend on the model's code."""
 
-MODEL_STATES = (Kind.PARAMETERS, Kind.BUFFERS, Kind.MASTERS, Kind.STATE, Kind.GRADIENTS, Kind.SWAP)
+MODEL_STATES = (
+    MemoryKind.PARAMETERS,
+    MemoryKind.BUFFERS,
+    MemoryKind.MASTERS,
+    MemoryKind.STATE,
+    MemoryKind.GRADIENTS,
+    MemoryKind.SWAP,
+)
 """What must exist whatever the model does."""
 
 
@@ -63,33 +70,37 @@ MODEL_STATES = (Kind.PARAMETERS, Kind.BUFFERS, Kind.MASTERS, Kind.STATE, Kind.GR
 class Ledger:
     """Bytes of one rank. Entries add up; ``notes`` say what is not counted."""
 
-    entries: Counter[tuple[Phase, Place, Kind]] = field(default_factory=Counter)
+    entries: Counter[tuple[MemoryPhase, MemoryPlace, MemoryKind]] = field(default_factory=Counter)
     notes: list[str] = field(default_factory=list)
 
-    def add(self, phases: Iterable[Phase], place: Place, kind: Kind, nbytes: int) -> None:
+    def add(self, phases: Iterable[MemoryPhase], place: MemoryPlace, kind: MemoryKind, nbytes: int) -> None:
         for phase in phases:
             self.entries[phase, place, kind] += nbytes
 
-    def kinds(self, phase: Phase, place: Place) -> dict[Kind, int]:
-        """Non-zero entries of one phase and place, in the order of ``Kind``."""
-        found = {kind: self.entries[phase, place, kind] for kind in Kind}
+    def kinds(self, phase: MemoryPhase, place: MemoryPlace) -> dict[MemoryKind, int]:
+        """Non-zero entries of one phase and place, in the order of ``MemoryKind``."""
+        found = {kind: self.entries[phase, place, kind] for kind in MemoryKind}
         return {kind: nbytes for kind, nbytes in found.items() if nbytes}
 
-    def total(self, phase: Phase, place: Place, *, estimates: bool = True) -> int:
+    def total(self, phase: MemoryPhase, place: MemoryPlace, *, estimates: bool = True) -> int:
         return sum(
             nbytes for kind, nbytes in self.kinds(phase, place).items() if estimates or kind not in ESTIMATED
         )
 
     def peak(
-        self, place: Place, phases: Iterable[Phase] = tuple(Phase), *, estimates: bool = True
-    ) -> tuple[int, Phase]:
+        self,
+        place: MemoryPlace,
+        phases: Iterable[MemoryPhase] = tuple(MemoryPhase),
+        *,
+        estimates: bool = True,
+    ) -> tuple[int, MemoryPhase]:
         """Bytes and phase of the maximum."""
         totals = [(self.total(phase, place, estimates=estimates), phase) for phase in phases]
         return max(totals, key=lambda entry: entry[0])
 
-    def states(self, place: Place) -> int:
+    def states(self, place: MemoryPlace) -> int:
         """Bytes that must exist whatever the model does, initially or once trained."""
         return max(
             sum(self.entries[phase, place, kind] for kind in MODEL_STATES)
-            for phase in (Phase.READY, Phase.STEP)
+            for phase in (MemoryPhase.READY, MemoryPhase.STEP)
         )

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from deepspeed.ops.formats.codecs import Codec, codec_named
-from deepspeed.planning.request import Answer
+from deepspeed.planning.request import PlanAnswer
 
 ENOUGH = 0.1
 """Share of the time to compute that a link may take before an option that loses more is worth it."""
@@ -72,7 +72,7 @@ class LinkTimes:
         }
 
 
-def link_times(found: Answer, compute: float, bandwidth: float) -> LinkTimes:
+def link_times(found: PlanAnswer, compute: float, bandwidth: float) -> LinkTimes:
     """Compute step times over the links between the request's nodes. ``bandwidth``: of a node's link, bytes per
     second."""
     nodes, setting = found.request.nodes, found.setting
@@ -93,7 +93,7 @@ def bytes_per_element(codec: Codec) -> float:
     return codec.nbytes(_SAMPLE) / _SAMPLE
 
 
-def _with_whole_weights(found: Answer, weights: float, gradients: float) -> list[tuple[str, str, float]]:
+def _with_whole_weights(found: PlanAnswer, weights: float, gradients: float) -> list[tuple[str, str, float]]:
     """Stages 0 to 2. A node sends its part of the gradients' sum, and receives the rest of it, or of the weights."""
     zero, packing = found.plan.zero, found.plan.packing
     int8, int4, signs = (bytes_per_element(codec_named(name)) for name in ("int8", "int4", "signs"))
@@ -122,7 +122,7 @@ def _with_whole_weights(found: Answer, weights: float, gradients: float) -> list
     return options
 
 
-def _with_slices(found: Answer, weights: float, gradients: float) -> list[tuple[str, str, float]]:
+def _with_slices(found: PlanAnswer, weights: float, gradients: float) -> list[tuple[str, str, float]]:
     """Stage 3. Two gathers and a sum of gradients for each micro-batch; with hpZ one gather for all of them."""
     packing, sums = found.plan.packing, found.setting.micro_batches
     int8, int4 = (bytes_per_element(codec_named(name)) for name in ("int8", "int4"))

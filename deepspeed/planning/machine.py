@@ -14,7 +14,7 @@ import psutil
 from deepspeed.base.accelerator import get_accelerator
 from deepspeed.base.accelerator.host_memory import machine_available_bytes
 from deepspeed.config.plan import Plan
-from deepspeed.planning.ledger import Place
+from deepspeed.planning.ledger import MemoryPlace
 
 _CGROUP = Path("/sys/fs/cgroup")
 
@@ -27,8 +27,10 @@ class Capacity:
     host: int | None = None
     disk: int | None = None
 
-    def of(self, place: Place) -> int | None:
-        return {Place.DEVICE: self.device, Place.HOST: self.host, Place.DISK: self.disk}[place]
+    def of(self, place: MemoryPlace) -> int | None:
+        return {MemoryPlace.DEVICE: self.device, MemoryPlace.HOST: self.host, MemoryPlace.DISK: self.disk}[
+            place
+        ]
 
 
 def free_now(plan: Plan, device_type: str) -> Capacity:

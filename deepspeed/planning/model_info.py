@@ -12,9 +12,9 @@ from typing import Any
 from deepspeed.base.accelerator import get_accelerator
 from deepspeed.base.sharded import full_numel
 from deepspeed.config.problems import DeepSpeedConfigError
-from deepspeed.planning.ledger import Place
+from deepspeed.planning.ledger import MemoryPlace
 from deepspeed.planning.machine import free_now
-from deepspeed.planning.request import Request, answer
+from deepspeed.planning.request import PlanRequest, answer
 from deepspeed.planning.run_plan import request_of
 from deepspeed.planning.run_spec import RunSpec
 from deepspeed.planning.variants import note_variants, refuse_beyond
@@ -44,7 +44,7 @@ def write_model_info(run: RunSpec) -> None:
     refuse_beyond(tuning.memory_per_rank, info["stages"][str(run.plan.zero.stage)], request.ranks_per_node)
 
 
-def planned(request: Request, stage: int) -> dict[str, Any]:
+def planned(request: PlanRequest, stage: int) -> dict[str, Any]:
     """Return bytes needed and available per place at this stage, or why the config cannot be used there."""
     config = copy.deepcopy(dict(request.config))
     zero = config.get("zero_optimization")
@@ -56,7 +56,7 @@ def planned(request: Request, stage: int) -> dict[str, Any]:
     near = found.setting.near
     return {
         "near": near.name.lower(),
-        "need": {place.name.lower(): found.need(place)[0] for place in Place},
-        "free": {place.name.lower(): found.capacity.of(place) for place in Place},
+        "need": {place.name.lower(): found.need(place)[0] for place in MemoryPlace},
+        "free": {place.name.lower(): found.capacity.of(place) for place in MemoryPlace},
         "fits": not found.lacking(),
     }

@@ -9,8 +9,16 @@ from typing import Any
 
 import torch
 
-from deepspeed.config.plan import Plan, ZenFlow
-from deepspeed.planning.ledger import FROM_READY, STEADY, TRAINING, Kind, Ledger, Phase, Place
+from deepspeed.config.plan import Plan, ZenFlowPlan
+from deepspeed.planning.ledger import (
+    FROM_READY,
+    STEADY,
+    TRAINING,
+    Ledger,
+    MemoryKind,
+    MemoryPhase,
+    MemoryPlace,
+)
 from deepspeed.planning.states import OptimizerFacts, StateSize
 from deepspeed.zero.layout import BucketLayout, Fragment, round_up
 from deepspeed.zero.offload import swap_file
@@ -24,7 +32,7 @@ class BucketUse:
     """A bucket and where this rank's slice of it is stored. ``flat``: its parameters are views of one buffer."""
 
     layout: BucketLayout
-    place: Place
+    place: MemoryPlace
     flat: bool
     trained: bool
     persistent: bool = False
@@ -35,9 +43,9 @@ class BucketUse:
         return self.layout.shard_numel * self.layout.dtype.itemsize
 
     @property
-    def state_place(self) -> Place:
+    def state_place(self) -> MemoryPlace:
         """Place of masters and state that are stored with the weights: a file holds only what was put there."""
-        return Place.HOST if self.place is Place.DISK else self.place
+        return MemoryPlace.HOST if self.place is MemoryPlace.DISK else self.place
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,12 +82,16 @@ class CountedMemory:
         self._used: Counter[str] = Counter()
         self._grown: Counter[str] = Counter()
 
-    def host(self, ledger: Ledger, phases: Iterable[Phase], kind: Kind, nbytes: int, *, pin: bool) -> None:
+    def host(
+        self, ledger: Ledger, phases: Iterable[MemoryPhase], kind: MemoryKind, nbytes: int, *, pin: bool
+    ) -> None:
         """One allocation. torch allocates pinned memory in powers of two."""
         phases = tuple(phases)
-        ledger.add(phases, Place.HOST, kind, nbytes)
+        ledger.add(phases, MemoryPlace.HOST, kind, nbytes)
         if pin and self.pins and nbytes:
-            ledger.add(phases, Place.HOST, Kind.PINNING, (1 << (nbytes - 1).bit_length()) - nbytes)
+            ledger.add(
+                phases, MemoryPlace.HOST, MemoryKind.PINNING, (1 << (nbytes - 1).bit_length()) - nbytes
+            )
 
     def file(self, name: str, nbytes: int) -> None:
         """One tensor stored in a file (``SwapFile.new``)."""
@@ -148,8 +160,8 @@ class Offload:
         fragments = [f for f in layout.owned(0) if f.param < len(group_of)]
         taken = tier.takes(layout)
         dtype = self.plan.precision.master or layout.dtype
-        off_device = self.apart and bucket.place is Place.DEVICE
-        own_master = taken and (off_device or bucket.place is Place.DISK)
+        off_device = self.apart and bucket.place is MemoryPlace.DEVICE
+        own_master = taken and (off_device or bucket.place is MemoryPlace.DISK)
         separate = dtype != layout.dtype or own_master
         if separate:
             self._masters(bucket, fragments, dtype.itemsize, taken)
@@ -167,19 +179,19 @@ class Offload:
             )
             for piece in pieces
         ]
-        offload, near = self.plan.state_offload, Place.DEVICE if self.apart else bucket.state_place
+        offload, near = self.plan.state_offload, MemoryPlace.DEVICE if self.apart else bucket.state_place
         if offload is not None and (offload.speculate or self.plan.zenflow is not None):
             self._shadow_copies(owned, bucket.state_place, here=taken or not self.apart)
         if self.plan.zenflow is not None:
-            self._columns(owned, self.plan.zenflow, near, Place.HOST if self.apart else near)
+            self._columns(owned, self.plan.zenflow, near, MemoryPlace.HOST if self.apart else near)
         if taken:
             return owned
         for one in owned:
             nbytes = sum(one.state.per_element) * one.numel + one.state.besides(one.numel)
-            self.ledger.add(TRAINING, bucket.state_place, Kind.STATE, nbytes)
+            self.ledger.add(TRAINING, bucket.state_place, MemoryKind.STATE, nbytes)
         return []
 
-    def _shadow_copies(self, owned: Sequence[SimulatedFragment], place: Place, *, here: bool) -> None:
+    def _shadow_copies(self, owned: Sequence[SimulatedFragment], place: MemoryPlace, *, here: bool) -> None:
         """Count what ``Speculation`` updates ahead of the step: copies of masters and state, and the rounded
         weights."""
         if here and self.optimizer.elementwise:
@@ -187,18 +199,24 @@ class Offload:
                 one.master_size + sum(one.state.per_element) + one.separate * one.low_size for one in owned
             )
             nbytes = sum(size * one.numel for size, one in zip(each, owned, strict=True))
-            self.ledger.add(STEADY, Place.HOST if self.apart else place, Kind.STATE, nbytes)
+            self.ledger.add(STEADY, MemoryPlace.HOST if self.apart else place, MemoryKind.STATE, nbytes)
 
-    def _columns(self, owned: Sequence[SimulatedFragment], flow: ZenFlow, near: Place, host: Place) -> None:
+    def _columns(
+        self, owned: Sequence[SimulatedFragment], flow: ZenFlowPlan, near: MemoryPlace, host: MemoryPlace
+    ) -> None:
         """ZenFlow: what is packed of the chosen columns with their positions, the sum of the deferred gradients, and
         their mean on the host."""
         numel = sum(one.numel for one in owned)
         each = (one.numel * (one.master_size + sum(one.state.per_element)) for one in owned)
-        self.ledger.add(TRAINING, host if flow.offload else near, Kind.STATE, round(flow.ratio * sum(each)))
-        self.ledger.add(TRAINING, near, Kind.STATE, round(flow.ratio * numel) * 8)
+        self.ledger.add(
+            TRAINING, host if flow.offload else near, MemoryKind.STATE, round(flow.ratio * sum(each))
+        )
+        self.ledger.add(TRAINING, near, MemoryKind.STATE, round(flow.ratio * numel) * 8)
         if flow.ratio < 1.0:
-            self.ledger.add(TRAINING, near, Kind.GRADIENTS, numel * 4)
-            self.ledger.add(STEADY, host, Kind.GRADIENTS, sum(one.numel * one.low_size for one in owned))
+            self.ledger.add(TRAINING, near, MemoryKind.GRADIENTS, numel * 4)
+            self.ledger.add(
+                STEADY, host, MemoryKind.GRADIENTS, sum(one.numel * one.low_size for one in owned)
+            )
 
     def _masters(self, bucket: BucketUse, fragments: Sequence[Fragment], size: int, taken: bool) -> None:
         numels = [bucket.layout.shard_numel] if bucket.flat else [f.numel for f in fragments]
@@ -208,9 +226,9 @@ class Offload:
                 self.memory.file("optimizer", numel * size)
                 self.storing = max(self.storing, min(numel, offload.sub_group_numel) * size)
             elif taken and offload is not None:
-                self.memory.host(self.ledger, FROM_READY, Kind.MASTERS, numel * size, pin=offload.pin)
+                self.memory.host(self.ledger, FROM_READY, MemoryKind.MASTERS, numel * size, pin=offload.pin)
             else:
-                self.ledger.add(FROM_READY, bucket.state_place, Kind.MASTERS, numel * size)
+                self.ledger.add(FROM_READY, bucket.state_place, MemoryKind.MASTERS, numel * size)
 
     def _pass_through_slots(self, owned: list[SimulatedFragment], gradients: Sequence[int]) -> None:
         """Sub-groups, their records in the file, and the host memory that they pass through. ``gradients``: bytes of
@@ -220,14 +238,16 @@ class Offload:
         groups = [part[0] for part in sub_groups([owned], self.tier.group_numel)]
         if self.tier.resident:
             groups.insert(0, [])  # what stays on the device is updated first
-        self.ledger.add(TRAINING, Place.HOST, Kind.STATE, sum(one.state.besides(one.numel) for one in owned))
+        self.ledger.add(
+            TRAINING, MemoryPlace.HOST, MemoryKind.STATE, sum(one.state.besides(one.numel) for one in owned)
+        )
         staged = [_together(one.numel * one.low_size for one in group if one.staged) for group in groups]
         states = [
             _together(one.numel * n for one in group for n in one.state.per_element) for group in groups
         ]
         if not self._swaps:
             elements = sum(one.numel * sum(one.state.per_element) for one in owned)
-            self.ledger.add(TRAINING, Place.HOST, Kind.STATE, elements)
+            self.ledger.add(TRAINING, MemoryPlace.HOST, MemoryKind.STATE, elements)
             self._slots(TRAINING, staged)
             return
         masters = [_master_records(group) for group in groups]
@@ -237,22 +257,25 @@ class Offload:
             for records, n, s in zip(masters, states, staged, strict=True)
         ]
         self.ledger.add(
-            [Phase.INITIALIZE, Phase.READY], Place.DISK, Kind.SWAP, self.memory.grown("optimizer")
+            [MemoryPhase.INITIALIZE, MemoryPhase.READY],
+            MemoryPlace.DISK,
+            MemoryKind.SWAP,
+            self.memory.grown("optimizer"),
         )
         for nbytes in (*gradients, *filter(None, states)):
             self.memory.file("optimizer", nbytes)
-        self.ledger.add(TRAINING, Place.DISK, Kind.SWAP, self.memory.grown("optimizer"))
-        self._slots([Phase.FIRST_UPDATE], first)
+        self.ledger.add(TRAINING, MemoryPlace.DISK, MemoryKind.SWAP, self.memory.grown("optimizer"))
+        self._slots([MemoryPhase.FIRST_UPDATE], first)
         self._slots(STEADY, later)
         # The first update creates state in ordinary memory and copies it to the file, one sub-group at a time.
-        self.ledger.add([Phase.FIRST_UPDATE], Place.HOST, Kind.STAGING, 2 * max(states))
+        self.ledger.add([MemoryPhase.FIRST_UPDATE], MemoryPlace.HOST, MemoryKind.STAGING, 2 * max(states))
 
-    def _slots(self, phases: Sequence[Phase], sub_groups: Sequence[int]) -> None:
+    def _slots(self, phases: Sequence[MemoryPhase], sub_groups: Sequence[int]) -> None:
         """Sub-group i uses slot i modulo their number; a slot grows to the largest."""
         count = self.plan.state_offload.slots if self.plan.state_offload is not None else 1
         for slot in range(count):
             nbytes = round_up(max(sub_groups[slot::count], default=0), swap_file.PAGE)
-            self.memory.host(self.ledger, phases, Kind.STAGING, nbytes, pin=True)
+            self.memory.host(self.ledger, phases, MemoryKind.STAGING, nbytes, pin=True)
 
 
 def _master_records(group: Sequence[SimulatedFragment]) -> list[tuple[int, int]]:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from deepspeed.config.plan import ParamOffload, Plan
 from deepspeed.ops.native import DEVICE_PIECE
 from deepspeed.planning.journal import SILENT, Journal, Notebook
-from deepspeed.planning.ledger import FROM_READY, TRAINING, Kind, Ledger, Phase, Place
+from deepspeed.planning.ledger import FROM_READY, TRAINING, Ledger, MemoryKind, MemoryPhase, MemoryPlace
 from deepspeed.planning.model import ModelFacts
 from deepspeed.planning.offload import BucketUse, CountedMemory, Offload
 from deepspeed.planning.rehearsal import Rehearsal, SumScratch
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Setting:
+class PlanSetting:
     """A model, a plan, and the ranks they run on.
 
     ``ranks``: all data-parallel ranks. ``device_type``: with "cpu" device memory is host memory. ``zero_init``: the
@@ -75,9 +75,9 @@ class Setting:
         return {name: min(wanted, self.ranks // expert_parallel_size(name, self.ranks)) for name in names}
 
     @property
-    def near(self) -> Place:
+    def near(self) -> MemoryPlace:
         """The place where the model computes."""
-        return Place.DEVICE if self.apart else Place.HOST
+        return MemoryPlace.DEVICE if self.apart else MemoryPlace.HOST
 
     @cached_property
     def buckets(self) -> Sequence[BucketUse]:
@@ -95,11 +95,11 @@ class Setting:
 class Rehearsed:
     """``peaks``: by phase, of what is in use beyond what persists. ``notebook``: what the last step did."""
 
-    peaks: Mapping[Phase, Counter[Kind]]
+    peaks: Mapping[MemoryPhase, Counter[MemoryKind]]
     notebook: Notebook
 
 
-def plan_memory(setting: Setting) -> Ledger:
+def plan_memory(setting: PlanSetting) -> Ledger:
     """Bytes of rank 0, which has the most: every bucket's padding is on the last ranks."""
     ledger = Ledger()
     buckets = setting.buckets
@@ -117,7 +117,7 @@ def plan_memory(setting: Setting) -> Ledger:
     return ledger
 
 
-def cut_buckets(setting: Setting) -> list[BucketUse]:
+def cut_buckets(setting: PlanSetting) -> list[BucketUse]:
     facts, plan = setting.facts, setting.plan
     if not plan.zero.shard_params:
         layouts = cut_whole(
@@ -146,31 +146,31 @@ def cut_buckets(setting: Setting) -> list[BucketUse]:
 class _Resting:
     """Places of stage-3 slices, decided in order of placement (``ParamStorage.keep``)."""
 
-    def __init__(self, plan: ParamOffload | None, setting: Setting) -> None:
+    def __init__(self, plan: ParamOffload | None, setting: PlanSetting) -> None:
         self.plan = plan
         self.near = setting.near
         self.host_numel = 0
 
-    def place(self, layout: BucketLayout) -> Place:
+    def place(self, layout: BucketLayout) -> MemoryPlace:
         if self.plan is None:
             return self.near
         numel = layout.shard_numel
         if self.plan.files(numel, self.host_numel):
-            return Place.DISK
+            return MemoryPlace.DISK
         self.host_numel += numel
-        return Place.HOST
+        return MemoryPlace.HOST
 
 
 # Before the first step ---------------------------------------------------------------------------------------
 
 
-def _building(ledger: Ledger, setting: Setting, buckets: Sequence[BucketUse]) -> None:
+def _building(ledger: Ledger, setting: PlanSetting, buckets: Sequence[BucketUse]) -> None:
     """The module as its author builds it, and the peak while ``initialize`` partitions it."""
     facts, near = setting.facts, setting.near
     sizes = list(zip(facts.specs, facts.built_itemsizes, strict=True))
     whole = [spec.numel * size for spec, size in sizes]
-    ledger.add([Phase.BUILD], Place.HOST, Kind.BUFFERS, facts.buffer_bytes)
-    ledger.add([Phase.INITIALIZE], near, Kind.BUFFERS, facts.buffer_bytes)
+    ledger.add([MemoryPhase.BUILD], MemoryPlace.HOST, MemoryKind.BUFFERS, facts.buffer_bytes)
+    ledger.add([MemoryPhase.INITIALIZE], near, MemoryKind.BUFFERS, facts.buffer_bytes)
     if setting.zero_init:
         parts = [-(-spec.numel // setting.shards) * spec.dtype.itemsize for spec, _ in sizes]
         place = _init_place(setting)
@@ -179,7 +179,7 @@ def _building(ledger: Ledger, setting: Setting, buckets: Sequence[BucketUse]) ->
     else:
         parts = [spec.numel * spec.dtype.itemsize for spec, _ in sizes]
         place, remaining = near, sum(parts)
-        ledger.add([Phase.BUILD], Place.HOST, Kind.PARAMETERS, sum(whole))
+        ledger.add([MemoryPhase.BUILD], MemoryPlace.HOST, MemoryKind.PARAMETERS, sum(whole))
         peak = max(_casting(whole, parts), remaining + _broadcast(setting))
     rested = 0
     for bucket in buckets:
@@ -194,7 +194,7 @@ def _building(ledger: Ledger, setting: Setting, buckets: Sequence[BucketUse]) ->
         peak = max(peak, remaining + rested + flat, left + rested + flat + kept)
         remaining -= own
         rested += kept + (flat if bucket.persistent else 0)
-    ledger.add([Phase.INITIALIZE], near, Kind.PARAMETERS, max(peak, remaining + rested))
+    ledger.add([MemoryPhase.INITIALIZE], near, MemoryKind.PARAMETERS, max(peak, remaining + rested))
 
 
 def _casting(whole: Sequence[int], parts: Sequence[int]) -> int:
@@ -207,38 +207,38 @@ def _casting(whole: Sequence[int], parts: Sequence[int]) -> int:
     return peak
 
 
-def _init_place(setting: Setting) -> Place:
+def _init_place(setting: PlanSetting) -> MemoryPlace:
     """Return the place where ``zero.Init`` leaves a parameter's slices: the one the config offloads them to."""
     offload = setting.plan.param_offload
     if offload is None:
         return setting.near
-    return Place.DISK if offload.folder is not None else Place.HOST
+    return MemoryPlace.DISK if offload.folder is not None else MemoryPlace.HOST
 
 
 def _built_in_slices(
-    ledger: Ledger, setting: Setting, parts: Sequence[int], whole: Sequence[int], place: Place
+    ledger: Ledger, setting: PlanSetting, parts: Sequence[int], whole: Sequence[int], place: MemoryPlace
 ) -> None:
     """Under ``zero.Init`` parameters are whole one at a time, on the host if slices do not stay on the device.
     Each is cast, then sharded: two copies of it at a time."""
-    building = setting.near if place is setting.near else Place.HOST
+    building = setting.near if place is setting.near else MemoryPlace.HOST
     held = 0
     peaks: list[int] = []
     for spec, before, part in zip(setting.facts.specs, whole, parts, strict=True):
         after = spec.numel * spec.dtype.itemsize
         peaks.append(held + max(before + (after if after != before else 0), after + part))
         held += part if place is building else 0
-    ledger.add([Phase.BUILD], building, Kind.PARAMETERS, held)
-    ledger.add([Phase.BUILD], building, Kind.GATHERED, max(0, max(peaks, default=0) - held))
-    if place is Place.HOST and setting.apart:
-        ledger.add([Phase.INITIALIZE], place, Kind.PARAMETERS, sum(parts))
-    elif place is Place.DISK:
+    ledger.add([MemoryPhase.BUILD], building, MemoryKind.PARAMETERS, held)
+    ledger.add([MemoryPhase.BUILD], building, MemoryKind.GATHERED, max(0, max(peaks, default=0) - held))
+    if place is MemoryPlace.HOST and setting.apart:
+        ledger.add([MemoryPhase.INITIALIZE], place, MemoryKind.PARAMETERS, sum(parts))
+    elif place is MemoryPlace.DISK:
         memory = CountedMemory(setting.device_type)
         for nbytes in parts:
             memory.file("init", nbytes)
-        ledger.add([Phase.BUILD, Phase.INITIALIZE], place, Kind.SWAP, memory.grown("init"))
+        ledger.add([MemoryPhase.BUILD, MemoryPhase.INITIALIZE], place, MemoryKind.SWAP, memory.grown("init"))
 
 
-def _broadcast(setting: Setting) -> int:
+def _broadcast(setting: PlanSetting) -> int:
     """The largest flat batch of the first broadcast."""
     if setting.ranks == 1 or setting.zero_init:
         return 0
@@ -252,43 +252,47 @@ def _broadcast(setting: Setting) -> int:
 
 def _masters_come_last(ledger: Ledger, offload: Offload) -> None:
     """``initialize`` may peak at its end: masters exist, and so do the buffers that bring them to storage."""
-    for place in Place:
-        storing = offload.storing if place is Place.HOST else 0
-        if ledger.total(Phase.READY, place) + storing > ledger.total(Phase.INITIALIZE, place):
-            for kind in Kind:
-                ledger.entries[Phase.INITIALIZE, place, kind] = ledger.entries[Phase.READY, place, kind]
-            ledger.add([Phase.INITIALIZE], place, Kind.STAGING, storing)
+    for place in MemoryPlace:
+        storing = offload.storing if place is MemoryPlace.HOST else 0
+        if ledger.total(MemoryPhase.READY, place) + storing > ledger.total(MemoryPhase.INITIALIZE, place):
+            for kind in MemoryKind:
+                ledger.entries[MemoryPhase.INITIALIZE, place, kind] = ledger.entries[
+                    MemoryPhase.READY, place, kind
+                ]
+            ledger.add([MemoryPhase.INITIALIZE], place, MemoryKind.STAGING, storing)
 
 
 # What persists -----------------------------------------------------------------------------------------------
 
 
-def _weights(ledger: Ledger, setting: Setting, buckets: Sequence[BucketUse]) -> None:
+def _weights(ledger: Ledger, setting: PlanSetting, buckets: Sequence[BucketUse]) -> None:
     facts, near = setting.facts, setting.near
-    ledger.add(FROM_READY, near, Kind.BUFFERS, facts.buffer_bytes)
+    ledger.add(FROM_READY, near, MemoryKind.BUFFERS, facts.buffer_bytes)
     if not setting.plan.zero.shard_params:
         frozen = facts.specs[facts.trained :]
-        ledger.add(FROM_READY, near, Kind.PARAMETERS, sum(s.numel * s.dtype.itemsize for s in frozen))
+        ledger.add(FROM_READY, near, MemoryKind.PARAMETERS, sum(s.numel * s.dtype.itemsize for s in frozen))
         for bucket in buckets:
             numel = bucket.layout.padded_numel if bucket.flat else bucket.layout.numel
-            ledger.add(FROM_READY, near, Kind.PARAMETERS, numel * bucket.layout.dtype.itemsize)
+            ledger.add(FROM_READY, near, MemoryKind.PARAMETERS, numel * bucket.layout.dtype.itemsize)
         return
     offload = setting.plan.param_offload
     memory = CountedMemory(setting.device_type)
     for bucket in buckets:
-        if bucket.place is Place.DISK:
+        if bucket.place is MemoryPlace.DISK:
             memory.file("param", bucket.resting_bytes)
-        elif bucket.place is Place.HOST and setting.apart and offload is not None:
-            memory.host(ledger, FROM_READY, Kind.PARAMETERS, bucket.resting_bytes, pin=offload.pin)
+        elif bucket.place is MemoryPlace.HOST and setting.apart and offload is not None:
+            memory.host(ledger, FROM_READY, MemoryKind.PARAMETERS, bucket.resting_bytes, pin=offload.pin)
         else:
-            ledger.add(FROM_READY, bucket.place, Kind.PARAMETERS, bucket.resting_bytes)
+            ledger.add(FROM_READY, bucket.place, MemoryKind.PARAMETERS, bucket.resting_bytes)
         if bucket.persistent:
             whole = bucket.layout.padded_numel * bucket.layout.dtype.itemsize
-            ledger.add(FROM_READY, near, Kind.PARAMETERS, whole)
-    ledger.add((Phase.INITIALIZE, *FROM_READY), Place.DISK, Kind.SWAP, memory.grown("param"))
+            ledger.add(FROM_READY, near, MemoryKind.PARAMETERS, whole)
+    ledger.add(
+        (MemoryPhase.INITIALIZE, *FROM_READY), MemoryPlace.DISK, MemoryKind.SWAP, memory.grown("param")
+    )
 
 
-def _gradients(ledger: Ledger, setting: Setting, buckets: Sequence[BucketUse], offload: Offload) -> None:
+def _gradients(ledger: Ledger, setting: PlanSetting, buckets: Sequence[BucketUse], offload: Offload) -> None:
     """Buffers that a bucket keeps permanently once they exist: from the first backward on."""
     plan, near = setting.plan, setting.near
     late = 0
@@ -298,26 +302,26 @@ def _gradients(ledger: Ledger, setting: Setting, buckets: Sequence[BucketUse], o
         layout, nbytes = bucket.layout, offload.gradient_bytes(bucket.layout)
         leaves = setting.apart and offload.takes(layout) and plan.zenflow is None
         if not plan.zero.shard_grads:
-            ledger.add(TRAINING, near, Kind.GRADIENTS, nbytes * layout.num_shards)
+            ledger.add(TRAINING, near, MemoryKind.GRADIENTS, nbytes * layout.num_shards)
         elif not leaves and not offload.files_gradients(layout):
-            ledger.add(TRAINING, near, Kind.GRADIENTS, nbytes)
+            ledger.add(TRAINING, near, MemoryKind.GRADIENTS, nbytes)
         if leaves and plan.state_offload is not None:
-            offload.memory.host(ledger, TRAINING, Kind.GRADIENTS, nbytes, pin=plan.state_offload.pin)
+            offload.memory.host(ledger, TRAINING, MemoryKind.GRADIENTS, nbytes, pin=plan.state_offload.pin)
             late = max(late, nbytes)
     if setting.micro_batches > 1 and plan.zero.shard_grads:  # the second round is added through a copy
-        ledger.add([Phase.BACKWARD], Place.HOST, Kind.STAGING, late)
+        ledger.add([MemoryPhase.BACKWARD], MemoryPlace.HOST, MemoryKind.STAGING, late)
 
 
 # Temporaries -------------------------------------------------------------------------------------------------
 
 
-def _moving(ledger: Ledger, setting: Setting) -> None:
+def _moving(ledger: Ledger, setting: PlanSetting) -> None:
     for phase, kinds in setting.rehearsed.peaks.items():
         for kind, nbytes in kinds.items():
             ledger.add([phase], setting.near, kind, nbytes)
 
 
-def rehearsal_of(setting: Setting, journal: Journal = SILENT) -> Rehearsal:
+def rehearsal_of(setting: PlanSetting, journal: Journal = SILENT) -> Rehearsal:
     """Make a rehearsal of the setting's buckets; ``journal`` is told what happens in which order."""
     buckets = setting.buckets
     return Rehearsal(
@@ -336,20 +340,20 @@ def rehearsal_of(setting: Setting, journal: Journal = SILENT) -> Rehearsal:
     )
 
 
-def _update(ledger: Ledger, setting: Setting, buckets: Sequence[BucketUse], offload: Offload) -> None:
+def _update(ledger: Ledger, setting: PlanSetting, buckets: Sequence[BucketUse], offload: Offload) -> None:
     """Copies that the update makes of what it reads."""
-    plan, phases = setting.plan, (Phase.FIRST_UPDATE, Phase.STEP)
+    plan, phases = setting.plan, (MemoryPhase.FIRST_UPDATE, MemoryPhase.STEP)
     resident = [bucket for bucket in buckets if bucket.trained and not offload.takes(bucket.layout)]
     owned = [f.numel for bucket in resident for f in bucket.layout.owned(0)]
     if setting.apart and owned:  # the norm: squares in fp64, piece by piece
-        ledger.add(phases, setting.near, Kind.UPDATE, 8 * min(max(owned), DEVICE_PIECE))
+        ledger.add(phases, setting.near, MemoryKind.UPDATE, 8 * min(max(owned), DEVICE_PIECE))
     if setting.optimizer.fused:
         return
     for bucket in resident:
         master = plan.precision.master or bucket.layout.dtype
         if master != (plan.precision.accumulate or bucket.layout.dtype):
             numel = sum(f.numel for f in bucket.layout.owned(0))
-            ledger.add(phases, bucket.state_place, Kind.UPDATE, numel * master.itemsize)
+            ledger.add(phases, bucket.state_place, MemoryKind.UPDATE, numel * master.itemsize)
     # torch.optim: two temporaries per tensor, or for all of them where it works on lists (devices)
     size = 4 * (sum(owned) if setting.apart else 2 * max(owned, default=0))
-    ledger.add(phases, setting.near, Kind.UPDATE, size)
+    ledger.add(phases, setting.near, MemoryKind.UPDATE, size)

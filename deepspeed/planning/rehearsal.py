@@ -24,7 +24,7 @@ from deepspeed.comm.transports.exchanged_sums import SCRATCH_BYTES
 from deepspeed.comm.transports.gloo import scratch_shape
 from deepspeed.config.plan import Packing, ParamOffload, Plan
 from deepspeed.planning.journal import SILENT, Journal
-from deepspeed.planning.ledger import Kind, Phase
+from deepspeed.planning.ledger import MemoryKind, MemoryPhase
 from deepspeed.zero.accumulation import AccumulationClock
 from deepspeed.zero.buffer_pool import BufferPool
 from deepspeed.zero.gathering.coordinator import Frame, ParamCoordinator
@@ -57,17 +57,17 @@ class Meter:
     """
 
     def __init__(self) -> None:
-        self.now: Counter[Kind] = Counter()
-        self.peaks: dict[Phase, Counter[Kind]] = {}
+        self.now: Counter[MemoryKind] = Counter()
+        self.peaks: dict[MemoryPhase, Counter[MemoryKind]] = {}
         self.arriving = 0
-        self.most: Counter[Phase] = Counter()
-        self._phases: tuple[Phase, ...] = ()
+        self.most: Counter[MemoryPhase] = Counter()
+        self._phases: tuple[MemoryPhase, ...] = ()
 
-    def enter(self, *phases: Phase) -> None:
+    def enter(self, *phases: MemoryPhase) -> None:
         self._phases = phases
         self._look()
 
-    def change(self, kind: Kind, nbytes: int) -> None:
+    def change(self, kind: MemoryKind, nbytes: int) -> None:
         self.now[kind] += nbytes
         if nbytes > 0:
             self._look()
@@ -77,10 +77,10 @@ class Meter:
         if nbytes > 0:
             self._look()
 
-    def by_phase(self) -> dict[Phase, Counter[Kind]]:
+    def by_phase(self) -> dict[MemoryPhase, Counter[MemoryKind]]:
         """The peaks, including what arriving gradients add to them."""
         return {
-            phase: kinds + Counter({Kind.ARRIVING: self.most[phase] - kinds.total()})
+            phase: kinds + Counter({MemoryKind.ARRIVING: self.most[phase] - kinds.total()})
             for phase, kinds in self.peaks.items()
         }
 
@@ -120,7 +120,7 @@ class SimulatedPool(BufferPool):
     def _count(self) -> None:
         free = [buffer for buffers in self._free.values() for buffer in buffers]
         held = sum(t.numel() * t.element_size() for t in [*self._out.values(), *free])
-        self.meter.change(Kind.BUCKETS, held - self.meter.now[Kind.BUCKETS])
+        self.meter.change(MemoryKind.BUCKETS, held - self.meter.now[MemoryKind.BUCKETS])
 
 
 class SumScratch(Enum):
@@ -174,18 +174,18 @@ class SimulatedCommunicator(Communicator):
         received = min(tensor.nbytes, SCRATCH_BYTES)
         sent = received if tensor.nbytes > SCRATCH_BYTES else 0  # a single piece is sent from where it is
         total = received // tensor.element_size() // self.size * 4
-        self.meter.change(Kind.COMMUNICATION, sent + received + total)
-        self.meter.change(Kind.COMMUNICATION, -sent - received - total)
+        self.meter.change(MemoryKind.COMMUNICATION, sent + received + total)
+        self.meter.change(MemoryKind.COMMUNICATION, -sent - received - total)
 
     def _received(self, tensor: Tensor, told: Pending) -> Pending:
         """This rank's slice arrives from every other one, from the start of the sum until somebody waits for it."""
         count, item = -(-tensor.numel() // self.size), tensor.element_size()
         nbytes = math.prod(scratch_shape(count, self.size, item)) * item
-        self.meter.change(Kind.COMMUNICATION, nbytes)
+        self.meter.change(MemoryKind.COMMUNICATION, nbytes)
 
         def finish() -> None:
             told.wait()
-            self.meter.change(Kind.COMMUNICATION, -nbytes)
+            self.meter.change(MemoryKind.COMMUNICATION, -nbytes)
 
         return Pending(finish)
 
@@ -204,8 +204,8 @@ class SimulatedCommunicator(Communicator):
     ) -> Pending:
         """Count payloads: what is sent, what is received, and what is decoded of one of them."""
         packed = input.nbytes + output.nbytes
-        self.meter.change(Kind.COMMUNICATION, packed)
-        self.meter.change(Kind.COMMUNICATION, -packed)
+        self.meter.change(MemoryKind.COMMUNICATION, packed)
+        self.meter.change(MemoryKind.COMMUNICATION, -packed)
         return self._record("all_to_all", input.nbytes)
 
     def broadcast(self, tensor: Tensor, src: int) -> Pending:
@@ -290,7 +290,7 @@ class SimulatedBucket(ShardedBucket):
         self.nothing = self.full = self.shard = torch.empty(0)
 
     def allocate(self) -> Tensor:
-        self.meter.change(Kind.GATHERED, self.nbytes)
+        self.meter.change(MemoryKind.GATHERED, self.nbytes)
         self.status = Status.GATHERING
         return self.nothing
 
@@ -299,7 +299,7 @@ class SimulatedBucket(ShardedBucket):
 
     def release(self) -> None:
         if self.status is Status.GATHERED:
-            self.meter.change(Kind.GATHERED, -self.nbytes)
+            self.meter.change(MemoryKind.GATHERED, -self.nbytes)
             self.status = Status.SHARDED
 
     def own_slice(self) -> Tensor:
@@ -376,7 +376,7 @@ class Rehearsal:
     meter: Meter = field(default_factory=Meter)
     journal: Journal = SILENT
 
-    def run(self) -> dict[Phase, Counter[Kind]]:
+    def run(self) -> dict[MemoryPhase, Counter[MemoryKind]]:
         with torch.inference_mode(False), torch.enable_grad():
             replica_groups = SimulatedReplicaGroups(
                 self.shards,
@@ -425,14 +425,14 @@ class Rehearsal:
         self.journal.begin_step()
         for _ in range(clock.steps):
             self.journal.begin_micro_batch()
-            self._enter(step, Phase.FORWARD)
+            self._enter(step, MemoryPhase.FORWARD)
             last = self._forward(coordinator, self._needs(buckets), arrive)
-            self._enter(step, Phase.BACKWARD)
+            self._enter(step, MemoryPhase.BACKWARD)
             reducer.before_backward()
             last.backward()
             reducer.flush()
             clock.tick()
-        self._enter(step, Phase.STEP)
+        self._enter(step, MemoryPhase.STEP)
         if coordinator is not None:
             coordinator.gatherer.end_of_step()
             for bucket in buckets:
@@ -441,8 +441,8 @@ class Rehearsal:
             coordinator.end_of_step()
         reducer.clear()
 
-    def _enter(self, step: int, phase: Phase) -> None:
-        self.meter.enter(Phase.FIRST_UPDATE if step == 0 and phase is Phase.STEP else phase)
+    def _enter(self, step: int, phase: MemoryPhase) -> None:
+        self.meter.enter(MemoryPhase.FIRST_UPDATE if step == 0 and phase is MemoryPhase.STEP else phase)
 
     def _params(self) -> list[nn.Parameter]:
         """One per slot number, without memory."""
@@ -506,7 +506,7 @@ class Rehearsal:
             frame: Frame | None = None
             if coordinator is not None:
                 coordinator.enter(list(buckets))
-            self.journal.compute(Phase.FORWARD, call)
+            self.journal.compute(MemoryPhase.FORWARD, call)
             link = link * 1.0
             if coordinator is not None:
                 frame = coordinator.leave()
@@ -524,7 +524,7 @@ def _reached(
 ) -> None:
     if coordinator is not None and frame is not None and frame.held:
         coordinator.backward(frame)
-    journal.compute(Phase.BACKWARD, call)
+    journal.compute(MemoryPhase.BACKWARD, call)
     arrive(call)
 
 

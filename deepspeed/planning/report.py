@@ -6,19 +6,19 @@ from collections.abc import Iterator
 from typing import Any
 
 from deepspeed.planning.advice import Advice, hidden_updates
-from deepspeed.planning.ledger import ESTIMATED, Kind, Phase, Place
-from deepspeed.planning.request import Answer
+from deepspeed.planning.ledger import ESTIMATED, MemoryKind, MemoryPhase, MemoryPlace
+from deepspeed.planning.request import PlanAnswer
 
 _UNITS = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 
 HEADINGS = {
-    Phase.BUILD: "build",
-    Phase.INITIALIZE: "initialize",
-    Phase.READY: "ready",
-    Phase.FORWARD: "forward",
-    Phase.BACKWARD: "backward",
-    Phase.FIRST_UPDATE: "1st update",
-    Phase.STEP: "update",
+    MemoryPhase.BUILD: "build",
+    MemoryPhase.INITIALIZE: "initialize",
+    MemoryPhase.READY: "ready",
+    MemoryPhase.FORWARD: "forward",
+    MemoryPhase.BACKWARD: "backward",
+    MemoryPhase.FIRST_UPDATE: "1st update",
+    MemoryPhase.STEP: "update",
 }
 
 
@@ -31,7 +31,7 @@ def size(nbytes: int) -> str:
     return f"{nbytes} B"
 
 
-def headline(answer: Answer) -> str:
+def headline(answer: PlanAnswer) -> str:
     facts, request, config = answer.setting.facts, answer.request, answer.config
     trained = sum(spec.numel for spec in facts.specs[: facts.trained])
     frozen = facts.numel - trained
@@ -49,40 +49,40 @@ def headline(answer: Answer) -> str:
     return "\n".join(lines)
 
 
-def table(answer: Answer) -> Iterator[str]:
+def table(answer: PlanAnswer) -> Iterator[str]:
     """One block per place: kinds down, phases across."""
-    shown = [place for place in Place if answer.ledger.peak(place)[0]]
+    shown = [place for place in MemoryPlace if answer.ledger.peak(place)[0]]
     for place in shown:
         yield from _block(answer, place)
 
 
-def _block(answer: Answer, place: Place) -> Iterator[str]:
+def _block(answer: PlanAnswer, place: MemoryPlace) -> Iterator[str]:
     ledger = answer.ledger
     largest = ledger.peak(place)[0]
     unit, name = next(((u, n) for u, n in _UNITS if largest >= u), (1, "B"))
     rows: list[tuple[str, list[int]]] = []
-    for kind in Kind:
-        values = [ledger.entries[phase, place, kind] for phase in Phase]
+    for kind in MemoryKind:
+        values = [ledger.entries[phase, place, kind] for phase in MemoryPhase]
         if any(values):
             rows.append((kind.value + (" (estimated)" if kind in ESTIMATED else ""), values))
-    rows.append(("total", [ledger.total(phase, place) for phase in Phase]))
+    rows.append(("total", [ledger.total(phase, place) for phase in MemoryPhase]))
     width = max(len(label) for label, _ in rows)
     title = f"{_place_name(answer, place)}, {name} per rank"
-    yield f"{title:<{width + 2}}" + "".join(f"{HEADINGS[phase]:>12}" for phase in Phase)
+    yield f"{title:<{width + 2}}" + "".join(f"{HEADINGS[phase]:>12}" for phase in MemoryPhase)
     for label, values in rows:
         cells = "".join(f"{value / unit:>12.3f}" if value else f"{'-':>12}" for value in values)
         yield f"  {label:<{width}}{cells}"
 
 
-def _place_name(answer: Answer, place: Place) -> str:
-    if place is Place.DEVICE:
+def _place_name(answer: PlanAnswer, place: MemoryPlace) -> str:
+    if place is MemoryPlace.DEVICE:
         return answer.request.device_type
-    return "host" if place is Place.HOST else "disk"
+    return "host" if place is MemoryPlace.HOST else "disk"
 
 
-def verdict(answer: Answer) -> Iterator[str]:
+def verdict(answer: PlanAnswer) -> Iterator[str]:
     """Need compared to what is available, for each place."""
-    for place in Place:
+    for place in MemoryPlace:
         need, phase = answer.need(place)
         if not need:
             continue
@@ -100,13 +100,13 @@ def verdict(answer: Answer) -> Iterator[str]:
 
 
 _WHILE = {
-    Phase.BUILD: "the model is built",
-    Phase.INITIALIZE: "initialize works",
-    Phase.READY: "nothing runs",
-    Phase.FORWARD: "forward runs",
-    Phase.BACKWARD: "backward runs",
-    Phase.FIRST_UPDATE: "the first update runs",
-    Phase.STEP: "an update runs",
+    MemoryPhase.BUILD: "the model is built",
+    MemoryPhase.INITIALIZE: "initialize works",
+    MemoryPhase.READY: "nothing runs",
+    MemoryPhase.FORWARD: "forward runs",
+    MemoryPhase.BACKWARD: "backward runs",
+    MemoryPhase.FIRST_UPDATE: "the first update runs",
+    MemoryPhase.STEP: "an update runs",
 }
 
 
@@ -118,7 +118,7 @@ def advice_lines(advice: Advice) -> Iterator[str]:
             else "changes that make it fit together:"
         )
         yield from (f"  {text}" for text in advice.changes)
-        peaks = [(place, advice.result.need(place)[0]) for place in Place]
+        peaks = [(place, advice.result.need(place)[0]) for place in MemoryPlace]
         yield "  then: " + ", ".join(f"{_place_name(advice.result, p)} {size(n)}" for p, n in peaks if n)
     elif advice.ranks is not None:
         with_changes = f" with {'; '.join(advice.changes)}" if advice.changes else ""
@@ -127,19 +127,19 @@ def advice_lines(advice: Advice) -> Iterator[str]:
         yield "no change known here makes it fit: use a smaller model, or machines with more memory"
 
 
-def waiting_lines(answer: Answer) -> Iterator[str]:
+def waiting_lines(answer: PlanAnswer) -> Iterator[str]:
     """Yield what would hide an update on the host, and whether this machine has the memory for it."""
     changes = hidden_updates(answer)
     if changes:
         yield f"the {answer.request.device_type} waits while the host updates; beside it the host would work with"
     for text, planned in changes:
-        more = {place: planned.need(place)[0] - answer.need(place)[0] for place in Place}
+        more = {place: planned.need(place)[0] - answer.need(place)[0] for place in MemoryPlace}
         costs = ", ".join(f"{_place_name(planned, p)} {size(n)} more" for p, n in more.items() if n > 0)
         lacking = planned.lacking() and not answer.lacking()
         yield f"  {text} ({costs or 'no more memory'}{'; DOES NOT FIT' if lacking else ''})"
 
 
-def full_report(answer: Answer, advice: Advice | None) -> str:
+def full_report(answer: PlanAnswer, advice: Advice | None) -> str:
     lines: list[str] = [headline(answer), "", *table(answer), "", *verdict(answer)]
     if advice is not None:
         lines += advice_lines(advice)
@@ -149,7 +149,7 @@ def full_report(answer: Answer, advice: Advice | None) -> str:
     return "\n".join(lines)
 
 
-def as_json(answer: Answer, advice: Advice | None) -> dict[str, Any]:
+def as_json(answer: PlanAnswer, advice: Advice | None) -> dict[str, Any]:
     """Everything in the report, bytes as numbers."""
     ledger = answer.ledger
     return {
@@ -159,12 +159,12 @@ def as_json(answer: Answer, advice: Advice | None) -> dict[str, Any]:
         "bytes_per_rank": {
             place.value: {
                 HEADINGS[phase]: {kind.value: nbytes for kind, nbytes in ledger.kinds(phase, place).items()}
-                for phase in Phase
+                for phase in MemoryPhase
             }
-            for place in Place
+            for place in MemoryPlace
         },
-        "needed": {place.value: answer.need(place)[0] for place in Place},
-        "available": {place.value: answer.capacity.of(place) for place in Place},
+        "needed": {place.value: answer.need(place)[0] for place in MemoryPlace},
+        "available": {place.value: answer.capacity.of(place) for place in MemoryPlace},
         "fits": not answer.lacking(),
         "changes": advice.changes if advice is not None else [],
         "estimated": [kind.value for kind in ESTIMATED],

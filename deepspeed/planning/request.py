@@ -18,10 +18,10 @@ from deepspeed.config.plan import Plan, make_plan
 from deepspeed.ops.update import traits_of
 from deepspeed.optim.elementwise import check_partitioning
 from deepspeed.planning.activations import TransformerShape, activation_bytes, budgeted_bytes
-from deepspeed.planning.ledger import STEADY, Kind, Ledger, Phase, Place
+from deepspeed.planning.ledger import STEADY, Ledger, MemoryKind, MemoryPhase, MemoryPlace
 from deepspeed.planning.machine import Capacity, free_disk, swap_folders
 from deepspeed.planning.model import ModelFacts, facts_of
-from deepspeed.planning.planner import Setting, plan_memory
+from deepspeed.planning.planner import PlanSetting, plan_memory
 from deepspeed.planning.split import Split
 from deepspeed.planning.states import ADAM, OptimizerFacts, optimizer_facts
 from deepspeed.zero.optimizer_flags import set_optimizer_flags
@@ -35,7 +35,7 @@ _NO_MEMORY = ("gradient_clipping", "optimizer.params", "scheduler")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
+class PlanRequest:
     """``config`` as written. ``optimizer``: the client's, if it already exists; else the config's is created on
     ``trained`` (parameters and group dicts; default: whatever requires a gradient; they may be on the meta device)."""
 
@@ -69,17 +69,17 @@ class Request:
     def ranks_per_node(self) -> int:
         return -(-self.all_ranks // self.nodes)
 
-    def neighbours(self, place: Place) -> int:
+    def neighbours(self, place: MemoryPlace) -> int:
         """Ranks that share the same memory at that place."""
-        return 1 if place is Place.DEVICE else self.ranks_per_node
+        return 1 if place is MemoryPlace.DEVICE else self.ranks_per_node
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
-    request: Request
+class PlanAnswer:
+    request: PlanRequest
     plan: Plan
     config: DeepSpeedConfig
-    setting: Setting
+    setting: PlanSetting
     ledger: Ledger
 
     @property
@@ -89,14 +89,14 @@ class Answer:
             return known
         return Capacity(known.device, known.host, free_disk(swap_folders(self.plan)))
 
-    def need(self, place: Place) -> tuple[int, Phase]:
+    def need(self, place: MemoryPlace) -> tuple[int, MemoryPhase]:
         """Bytes that ranks sharing a memory need together at the peak, and the phase of that peak."""
         nbytes, phase = self.ledger.peak(place)
         return nbytes * self.request.neighbours(place), phase
 
-    def lacking(self) -> dict[Place, int]:
+    def lacking(self) -> dict[MemoryPlace, int]:
         """Bytes that are missing, for each place that lacks any."""
-        found = {place: self.need(place)[0] - (self.capacity.of(place) or 0) for place in Place}
+        found = {place: self.need(place)[0] - (self.capacity.of(place) or 0) for place in MemoryPlace}
         return {p: n for p, n in found.items() if n > 0 and self.capacity.of(p) is not None}
 
 
@@ -110,20 +110,20 @@ class _Ranks:
         return self.count
 
 
-def config_of(request: Request) -> DeepSpeedConfig:
+def config_of(request: PlanRequest) -> DeepSpeedConfig:
     """The config as it is read. Raises DeepSpeedConfigError as ``initialize`` would."""
     with _quiet():
         readers = _Ranks(request.ranks // request.ranks_per_sequence)
         return DeepSpeedConfig(with_batch(request.config, request.micro_batch), mpu=readers)
 
 
-def answer(request: Request) -> Answer:
+def answer(request: PlanRequest) -> PlanAnswer:
     """Plan the request. Raises DeepSpeedConfigError as ``initialize`` would."""
     config = config_of(request)
     plan = make_plan(config)
     optimizer, groups, note = _optimizer(request, config, plan)
     facts = request.split.facts(facts_of(request.module, plan, groups), request.module)
-    setting = Setting(
+    setting = PlanSetting(
         facts=facts,
         plan=plan,
         zero=config.zero_config,
@@ -145,17 +145,17 @@ def answer(request: Request) -> Answer:
     compiled = config.compile_config
     if compiled.deepcompile and compiled.offload_opt_states and setting.apart:
         _states_between_updates(ledger)
-    return Answer(request=request, plan=plan, config=config, setting=setting, ledger=ledger)
+    return PlanAnswer(request=request, plan=plan, config=config, setting=setting, ledger=ledger)
 
 
 def _states_between_updates(ledger: Ledger) -> None:
     """``compile.offload_opt_states``: while gradients are made, masters and state are on the host, in memory that
     stays."""
     forward, backward, update = STEADY
-    for kind in (Kind.MASTERS, Kind.STATE):
-        ledger.add(STEADY, Place.HOST, kind, ledger.entries[update, Place.DEVICE, kind])
+    for kind in (MemoryKind.MASTERS, MemoryKind.STATE):
+        ledger.add(STEADY, MemoryPlace.HOST, kind, ledger.entries[update, MemoryPlace.DEVICE, kind])
         for phase in (forward, backward):
-            ledger.entries[phase, Place.DEVICE, kind] = 0
+            ledger.entries[phase, MemoryPlace.DEVICE, kind] = 0
 
 
 def _experts(facts: ModelFacts, ranks: int) -> list[str]:
@@ -189,7 +189,7 @@ def with_batch(config: Mapping[str, Any], micro_batch: int | None) -> dict[str, 
 
 
 def _optimizer(
-    request: Request, config: DeepSpeedConfig, plan: Plan
+    request: PlanRequest, config: DeepSpeedConfig, plan: Plan
 ) -> tuple[OptimizerFacts, list[dict[str, Any]] | None, list[str]]:
     made = request.optimizer
     given = list(request.module.parameters()) if request.trained is None else request.trained
@@ -210,7 +210,7 @@ def _optimizer(
     return optimizer_facts(made, plan.precision.master), made.param_groups, notes
 
 
-def _activations(ledger: Ledger, request: Request, setting: Setting, config: DeepSpeedConfig) -> None:
+def _activations(ledger: Ledger, request: PlanRequest, setting: PlanSetting, config: DeepSpeedConfig) -> None:
     if request.shape is None or request.sequence is None:
         ledger.notes.append(
             "activations are not counted: this needs a Hugging Face model and --sequence"
@@ -236,11 +236,16 @@ def _activations(ledger: Ledger, request: Request, setting: Setting, config: Dee
             f"activation_checkpointing.memory_budget: {nbytes / GIB:.3f} GiB of {whole / GIB:.3f} GiB of activations "
             "(estimated); what is recomputed for it is chosen, and said, in the first forward"
         )
-    ledger.add(STEADY[:2], setting.near, Kind.ACTIVATIONS, nbytes)
+    ledger.add(STEADY[:2], setting.near, MemoryKind.ACTIVATIONS, nbytes)
 
 
 def _counted(
-    ledger: Ledger, request: Request, setting: Setting, config: DeepSpeedConfig, limit: float, sequence: int
+    ledger: Ledger,
+    request: PlanRequest,
+    setting: PlanSetting,
+    config: DeepSpeedConfig,
+    limit: float,
+    sequence: int,
 ) -> bool:
     """Enter what the blocks keep within the budget, by a forward on fake tensors; False: it cannot run there."""
     from deepspeed.planning.counted import CannotCount, choice_within
@@ -255,7 +260,7 @@ def _counted(
             f"the memory budget was not counted, as the forward does not run on fake tensors: {problem}"
         )
         return False
-    ledger.add(STEADY[:2], setting.near, Kind.COUNTED_ACTIVATIONS, choice.peak)
+    ledger.add(STEADY[:2], setting.near, MemoryKind.COUNTED_ACTIVATIONS, choice.peak)
     ledger.notes.append(report(choice))
     return True
 

@@ -9,9 +9,9 @@ from deepspeed.base.sharded import is_zero_param
 from deepspeed.planning import report
 from deepspeed.planning.activations import shape_of
 from deepspeed.planning.advice import advise
-from deepspeed.planning.ledger import Place
+from deepspeed.planning.ledger import MemoryPlace
 from deepspeed.planning.machine import Capacity, neighbours
-from deepspeed.planning.request import Answer, Request, answer
+from deepspeed.planning.request import PlanAnswer, PlanRequest, answer
 from deepspeed.planning.run_spec import RunSpec
 
 
@@ -22,11 +22,11 @@ def shortage(run: RunSpec, capacity: Capacity, near: int, skip: str) -> str | No
     return _message(planned, skip) if _lacking(planned, near) else None
 
 
-def request_of(run: RunSpec, capacity: Capacity) -> Request:
+def request_of(run: RunSpec, capacity: Capacity) -> PlanRequest:
     """Return the request to the planner that describes ``run`` on a machine of this capacity."""
     optimizer, config, mesh = run.optimizer, run.config, run.mesh
     ranks = mesh.size("dp", "sp")
-    return Request(
+    return PlanRequest(
         module=run.module,
         config=config._param_dict,
         ranks=ranks,
@@ -43,20 +43,20 @@ def request_of(run: RunSpec, capacity: Capacity) -> Request:
     )
 
 
-def _lacking(planned: Answer, near: int) -> bool:
+def _lacking(planned: PlanAnswer, near: int) -> bool:
     have = planned.capacity
     in_use = planned.request.zero_init and planned.plan.param_offload is not None
-    for place in Place:
+    for place in MemoryPlace:
         limit = have.of(place)
         # A model built on storage has already taken its share.
-        if limit is None or place is Place.DISK and in_use:
+        if limit is None or place is MemoryPlace.DISK and in_use:
             continue
-        if planned.ledger.states(place) * (1 if place is Place.DEVICE else near) > limit:
+        if planned.ledger.states(place) * (1 if place is MemoryPlace.DEVICE else near) > limit:
             return True
     return False
 
 
-def _message(planned: Answer, skip: str) -> str:
+def _message(planned: PlanAnswer, skip: str) -> str:
     lines = ["the model states do not fit on this machine.", "", report.full_report(planned, None)]
     lines += report.advice_lines(advise(planned))
     lines.append(f"(`ds plan` shows the same for any number of ranks; {skip}=1 starts the run anyway)")

@@ -14,14 +14,14 @@ from deepspeed.base.sharded import full_numel
 from deepspeed.config.axes import SEQUENCE, TENSOR
 from deepspeed.config.problems import DeepSpeedConfigError
 from deepspeed.planning.link_time import link_times
-from deepspeed.planning.request import Answer, Request, answer
+from deepspeed.planning.request import PlanAnswer, PlanRequest, answer
 from deepspeed.zero.gather_units import blocks_of
 
 STAGES, EXPERTS = "pipeline.stages", "expert_parallel.autoep_size"
 BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 
-def note_variants(request: Request, variants: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def note_variants(request: PlanRequest, variants: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return what is known before the model is touched: `variants` in their order, how many blocks it has, and what
     this process takes without the model."""
     weights = sum(p.numel() * p.element_size() for p in request.module.parameters() if p.device.type == "cpu")
@@ -32,7 +32,7 @@ def note_variants(request: Request, variants: Sequence[Mapping[str, Any]]) -> di
     }
 
 
-def planned_variant(request: Request, changes: Mapping[str, Any]) -> dict[str, Any]:
+def planned_variant(request: PlanRequest, changes: Mapping[str, Any]) -> dict[str, Any]:
     """Bytes per rank at the peak where the model computes, whether all places have enough, bytes that a rank sends in a
     step, and how many elements it updates; or why the config cannot be used.
 
@@ -112,7 +112,7 @@ def _left(module: nn.Module, changes: Mapping[str, Any]) -> float:
     return (1 - linear * (1 - 1 / tensor)) * (1 - blocks * (1 - 1 / stages))
 
 
-def _sent(found: Answer) -> float:
+def _sent(found: PlanAnswer) -> float:
     ranks = found.request.ranks
     if ranks == 1:
         return 0.0

@@ -19,8 +19,8 @@ import torch
 from deepspeed.base.accelerator import get_accelerator
 from deepspeed.base.numa import available_cores, cpu_name
 from deepspeed.planning.activations import shape_of
-from deepspeed.planning.request import Request, answer
-from deepspeed.planning.step_time.calibration import Calibration, CalibrationError, Line, Steps
+from deepspeed.planning.request import PlanRequest, answer
+from deepspeed.planning.step_time.calibration import Calibration, CalibrationError, CostLine, Steps
 from deepspeed.planning.step_time.shapes import build_shape, is_shape
 from deepspeed.planning.step_time.user_model import call_of
 from deepspeed.planning.step_time.work import flops_by_call
@@ -85,7 +85,7 @@ def calibrate(asked: Asked, place: Place | None = None, tell: Callable[[str], No
         part = _run(asked, ranks, threads, place if ranks > 1 else None)
         found = {**found, **part, "steps": {**found["steps"], **part["steps"]}}
     elements, flops = _model_facts(asked)
-    lines = {name: Line(**line) for name, line in found["lines"].items()}
+    lines = {name: CostLine(**line) for name, line in found["lines"].items()}
     lines.setdefault("fetch", lines["all_gather"])
     return Calibration(
         machine=_machine(cores),
@@ -122,7 +122,7 @@ def _model_facts(asked: Asked) -> tuple[int, float]:
     with torch.device("meta"):
         module = build_shape(asked.model) if is_shape(asked.model) else call_of(asked.model)()
     config = {"train_micro_batch_size_per_gpu": asked.micro, **asked.config}
-    planned = answer(Request(module=module, config=config, ranks=1, device_type="cpu"))
+    planned = answer(PlanRequest(module=module, config=config, ranks=1, device_type="cpu"))
     facts = planned.setting.facts
     flops = flops_by_call(
         module,

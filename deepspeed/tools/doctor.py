@@ -51,7 +51,7 @@ CLOCK_S = 2.0
 CONNECT_S = 5.0
 
 
-class Finding(NamedTuple):
+class DoctorFinding(NamedTuple):
     """A line of the table."""
 
     state: str
@@ -132,7 +132,7 @@ def _reaches(address: str, port: int) -> str:
 # ---- findings
 
 
-def findings_of(facts: Facts, machine: str) -> Iterator[Finding]:
+def findings_of(facts: Facts, machine: str) -> Iterator[DoctorFinding]:
     """Return the findings of one machine by itself."""
     yield _installed(facts, machine)
     yield _rendezvous_port(facts, machine)
@@ -150,14 +150,14 @@ def findings_of(facts: Facts, machine: str) -> Iterator[Finding]:
     yield _folder(facts, machine)
 
 
-def _installed(facts: Facts, machine: str) -> Finding:
+def _installed(facts: Facts, machine: str) -> DoctorFinding:
     versions = facts["versions"]
     missing = [name for name, version in versions.items() if not version]
     found = ", ".join(f"{name} {version or 'missing'}" for name, version in versions.items())
     return _line(not missing, BAD, machine, "versions", found, f"pip install {' '.join(missing)}")
 
 
-def _rendezvous_port(facts: Facts, machine: str) -> Finding:
+def _rendezvous_port(facts: Facts, machine: str) -> DoctorFinding:
     return _line(
         facts["port_free"],
         WARNING,
@@ -168,7 +168,7 @@ def _rendezvous_port(facts: Facts, machine: str) -> Finding:
     )
 
 
-def _shared_memory(facts: Facts, machine: str) -> Finding:
+def _shared_memory(facts: Facts, machine: str) -> DoctorFinding:
     shared = facts["shared_memory"]
     return _line(
         shared is None or shared >= SHARED_MEMORY_BYTES,
@@ -180,7 +180,7 @@ def _shared_memory(facts: Facts, machine: str) -> Finding:
     )
 
 
-def _network_interface(facts: Facts, machine: str) -> Finding:
+def _network_interface(facts: Facts, machine: str) -> DoctorFinding:
     """Check that the interfaces that the environment chooses exist."""
     interfaces, chosen = facts["interfaces"], facts["chosen"]
     wrong = [name for name, value in chosen.items() if not _names_one(value, interfaces)]
@@ -195,7 +195,7 @@ def _network_interface(facts: Facts, machine: str) -> Finding:
     )
 
 
-def _environment(facts: Facts, machine: str) -> Finding:
+def _environment(facts: Facts, machine: str) -> DoctorFinding:
     left = facts["left_over"]
     return _line(
         not left,
@@ -207,7 +207,7 @@ def _environment(facts: Facts, machine: str) -> Finding:
     )
 
 
-def _folder(facts: Facts, machine: str) -> Finding:
+def _folder(facts: Facts, machine: str) -> DoctorFinding:
     disk, writable = facts["free_disk"], facts["writable"]
     return _line(
         writable and disk is not None and disk >= FREE_DISK_BYTES,
@@ -219,7 +219,7 @@ def _folder(facts: Facts, machine: str) -> Finding:
     )
 
 
-def findings_of_names(facts: Facts, machine: str) -> Iterator[Finding]:
+def findings_of_names(facts: Facts, machine: str) -> Iterator[DoctorFinding]:
     """Check how one of several machines resolves their names."""
     unknown = ", ".join(facts["unknown"])
     yield _line(
@@ -242,7 +242,7 @@ def findings_of_names(facts: Facts, machine: str) -> Iterator[Finding]:
     )
 
 
-def findings_between(first: Facts, other: Facts, machine: str, offset_s: float) -> Iterator[Finding]:
+def findings_between(first: Facts, other: Facts, machine: str, offset_s: float) -> Iterator[DoctorFinding]:
     """Return the findings that only a comparison with the first machine shows. ``offset_s``: how far the other clock is
     ahead."""
     differing = [
@@ -285,7 +285,7 @@ def findings_between(first: Facts, other: Facts, machine: str, offset_s: float) 
         )
 
 
-def findings_of_pairs(found: Mapping[Pair, float | str]) -> Iterator[Finding]:
+def findings_of_pairs(found: Mapping[Pair, float | str]) -> Iterator[DoctorFinding]:
     """Compare the speed of each pair, both directions: slow is what is slow beside the others."""
     slow_ones = set(slow(found))
     for one, other in dict.fromkeys(tuple(sorted(pair)) for pair in found):
@@ -307,11 +307,11 @@ def findings_of_pairs(found: Mapping[Pair, float | str]) -> Iterator[Finding]:
         )
 
 
-def _line(fine: bool, otherwise: str, machine: str, check: str, found: str, remedy: str) -> Finding:
-    return Finding(OK if fine else otherwise, machine, check, found, "" if fine else remedy)
+def _line(fine: bool, otherwise: str, machine: str, check: str, found: str, remedy: str) -> DoctorFinding:
+    return DoctorFinding(OK if fine else otherwise, machine, check, found, "" if fine else remedy)
 
 
-def _limit_line(value: int | None, least: int, machine: str, check: str, remedy: str) -> Finding:
+def _limit_line(value: int | None, least: int, machine: str, check: str, remedy: str) -> DoctorFinding:
     found = "no limit" if value is None else str(value)
     return _line(value is None or value >= least, WARNING, machine, check, found, remedy)
 
@@ -367,7 +367,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return int(any(finding.state == BAD for finding in findings))
 
 
-def examine(options: Any) -> Iterator[Finding]:
+def examine(options: Any) -> Iterator[DoctorFinding]:
     folder = os.getcwd()
     names: list[str] = []
     if options.hostfile is not None:
@@ -390,7 +390,7 @@ def _name(host: str) -> str:
 
 def _examine_others(
     own: Facts, others: Sequence[str], names: Sequence[str], options: Any, folder: str
-) -> Iterator[Finding]:
+) -> Iterator[DoctorFinding]:
     ssh = ssh_command(options)
     reached = [host for host in names if host not in others]
     with socket.create_server(("", 0)) as listener, _token(folder) as token:
@@ -407,7 +407,7 @@ def _examine_others(
             for host, (facts, offset_s) in zip(others, pool.map(question, others), strict=True):
                 if isinstance(facts, str):
                     remedy = f"`ssh {host} true` must work without a password, with the same Python and folder there"
-                    yield Finding(BAD, host, "ssh", facts, remedy)
+                    yield DoctorFinding(BAD, host, "ssh", facts, remedy)
                     continue
                 reached.append(host)
                 yield from findings_of(facts, host)
@@ -456,7 +456,7 @@ def _facts_of(
     return facts, max(early, 0.0) if early > 0 else min(late, 0.0)
 
 
-def table(findings: Sequence[Finding]) -> list[str]:
+def table(findings: Sequence[DoctorFinding]) -> list[str]:
     """The lines that are printed."""
     texts = [("", "machine", "check", "found"), *(finding[:4] for finding in findings)]
     widths = [max(len(text[column]) for text in texts) for column in range(3)]

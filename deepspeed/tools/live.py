@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from deepspeed.base.tool_arguments import ArgumentParser, ends_quietly
-from deepspeed.observe.live.history import SPEED_ROWS, History, standing_of
+from deepspeed.observe.live.history import SPEED_ROWS, MetricHistory, standing_of
 from deepspeed.observe.live.record import NAME, read_more
 from deepspeed.observe.live.server import TOKEN_VARIABLE, PageServer, token_for
 
@@ -19,7 +19,7 @@ class Follower:
     """A history that follows a file."""
 
     def __init__(self, path: Path) -> None:
-        self.history = History()
+        self.history = MetricHistory()
         self._path, self._offset = path, 0
 
     def look(self) -> None:
@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = ArgumentParser(
         prog="ds live",
         description="Serve the live page of a run from the record that `monitor.live` keeps, during the run or after "
-        "it. Ctrl-C ends it.",
+        "it. Ctrl-C stops it.",
     )
     parser.add_argument("folder", type=Path, help="the run's monitor.live.folder, or an older record in it")
     parser.add_argument(
@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (OSError, ValueError, OverflowError) as error:
         print(f"ds live: {error}", file=sys.stderr)
         return 2
-    print(f"{path}: {server.address}   (Ctrl-C ends)", flush=True)
+    print(f"{path}: {server.address}   (Ctrl-C stops)", flush=True)
     try:
         follow(follower, threading.Event())
     except KeyboardInterrupt:

@@ -107,7 +107,7 @@ def plan() -> argparse.ArgumentParser:
         type=_positive_number,
         default=1.0,
         metavar="T",
-        help="with --link-mbits: compute time of a step (default: 1)",
+        help="with --link-mbits: compute time per step (default: 1)",
     )
     made.add_argument("--json", action="store_true", help="print one JSON object with bytes as numbers")
     time_options.add_options(made)

@@ -31,7 +31,7 @@ from deepspeed.planning.activations import shape_of
 from deepspeed.planning.advice import advise
 from deepspeed.planning.link_time import LinkTimes, link_times
 from deepspeed.planning.machine import Capacity, free_now
-from deepspeed.planning.request import Answer, Request, answer, config_of
+from deepspeed.planning.request import PlanAnswer, PlanRequest, answer, config_of
 from deepspeed.planning.split import Split
 from deepspeed.planning.step_time import options as time_options
 from deepspeed.planning.step_time.calibration import CalibrationError
@@ -43,7 +43,7 @@ from deepspeed.tools.config.clients import read_any, read_client
 from deepspeed.zero.replica_groups import expert_parallel_size, replica_group_name
 
 if TYPE_CHECKING:
-    from deepspeed.tools.plan_time import Times
+    from deepspeed.tools.plan_time import PlanTimes
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -75,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 1 if found.lacking() else 0
 
 
-def _times(args: argparse.Namespace, found: Answer) -> Iterator[tuple[str, LinkTimes | Times]]:
+def _times(args: argparse.Namespace, found: PlanAnswer) -> Iterator[tuple[str, LinkTimes | PlanTimes]]:
     """Yield the predicted times, by their names in JSON."""
     link = _link_times(args, found)
     if link is not None:
@@ -87,7 +87,7 @@ def _times(args: argparse.Namespace, found: Answer) -> Iterator[tuple[str, LinkT
         yield "step", times_of(args, found, modules)
 
 
-def _spread_models(args: argparse.Namespace, request: Request) -> dict[int, nn.Module]:
+def _spread_models(args: argparse.Namespace, request: PlanRequest) -> dict[int, nn.Module]:
     """The model with its experts spread over 1, 2, 4, ... ranks; one entry if it has none that can be."""
     if next(iter(stacked_experts(request.module)), None) is None:
         return {1: request.module}
@@ -104,7 +104,7 @@ def _spread_models(args: argparse.Namespace, request: Request) -> dict[int, nn.M
     return found or {1: request.module}
 
 
-def _link_times(args: argparse.Namespace, found: Answer) -> LinkTimes | None:
+def _link_times(args: argparse.Namespace, found: PlanAnswer) -> LinkTimes | None:
     if args.link_mbits is None:
         return None
     if args.nodes < 2:
@@ -116,7 +116,7 @@ class ModelError(ValueError):
     """The model that --model names cannot be built."""
 
 
-def make_request(args: argparse.Namespace) -> Request:
+def make_request(args: argparse.Namespace) -> PlanRequest:
     config = read_config(args.config, args.gpus * args.nodes)
     for text in args.set:
         _set(config, text)
@@ -130,7 +130,7 @@ def make_request(args: argparse.Namespace) -> Request:
     tensor = axes.layout.tp if axes.layout is not None else 1
     if tensor > 1:  # they do not share the states
         config.pop("tensor_parallel")
-    request = Request(
+    request = PlanRequest(
         module=module,
         config=config,
         ranks=args.gpus * args.nodes // tensor,
@@ -152,7 +152,7 @@ def make_request(args: argparse.Namespace) -> Request:
         args.disk,
     )
     values = {name: getattr(request, name) for name in request.__dataclass_fields__}
-    return Request(**{**values, "capacity": capacity, "follow_disk": args.disk is None})
+    return PlanRequest(**{**values, "capacity": capacity, "follow_disk": args.disk is None})
 
 
 def _spread_experts(module: nn.Module, section: Any) -> None:

@@ -11,19 +11,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from deepspeed.planning.request import Answer
+from deepspeed.planning.request import PlanAnswer
 from deepspeed.planning.split import Split
 from deepspeed.planning.step_time.calibration import Calibration, CalibrationError, load
-from deepspeed.planning.step_time.choices import Choices, Search, samples_of
-from deepspeed.planning.step_time.hardware import Device, HardwareError, Network, device, network
+from deepspeed.planning.step_time.choices import Choices, StepSearch, samples_of
+from deepspeed.planning.step_time.hardware import Device, HardwareError, NetworkSpec, device, network
 from deepspeed.planning.step_time.options import TimeError
-from deepspeed.planning.step_time.parallel import Job, seconds_of
+from deepspeed.planning.step_time.parallel import ParallelJob, seconds_of
 from deepspeed.planning.step_time.shapes import is_shape
 from deepspeed.planning.step_time.step import StepTime
 from deepspeed.tools.calibrate import Asked, calibrate
 
 USUAL_SEQUENCE = 256
-LOCAL = Network(name="none", rate=1e12, source="one node")
+LOCAL = NetworkSpec(name="none", rate=1e12, source="one node")
 
 
 def run_calibration(args: argparse.Namespace, config: Mapping[str, Any]) -> list[str]:
@@ -48,7 +48,7 @@ def run_calibration(args: argparse.Namespace, config: Mapping[str, Any]) -> list
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Times:
+class PlanTimes:
     """Predicted times: of the config as it is, and of the alternatives."""
 
     where: str
@@ -79,8 +79,8 @@ class Times:
 
 
 def times_of(
-    args: argparse.Namespace, found: Answer, modules: Callable[[], Mapping[int, nn.Module]]
-) -> Times:
+    args: argparse.Namespace, found: PlanAnswer, modules: Callable[[], Mapping[int, nn.Module]]
+) -> PlanTimes:
     """``modules``: the model with its experts spread over so many ranks."""
     try:
         joined = network(args.network) if args.network is not None else LOCAL
@@ -100,26 +100,26 @@ def times_of(
     choices = None
     if args.choices:
         whole = replace(request, ranks=request.all_ranks, split=Split())
-        choices = Search(request=whole, job=job, samples=samples, modules=modules()).run()
+        choices = StepSearch(request=whole, job=job, samples=samples, modules=modules()).run()
     ranks = args.gpus * args.nodes
     name = chosen.name if chosen is not None else f"rank{'s' * (ranks > 1)} of machines as calibrated"
     link = f" over {joined.name}" if args.nodes > 1 else ""
-    return Times(where=f"{ranks} {name}{link}", step=step, samples=samples, choices=choices)
+    return PlanTimes(where=f"{ranks} {name}{link}", step=step, samples=samples, choices=choices)
 
 
 def _job(
-    found: Answer,
-    joined: Network,
+    found: PlanAnswer,
+    joined: NetworkSpec,
     chosen: Device | None,
     measured: Calibration | None,
     args: argparse.Namespace,
-) -> Job:
+) -> ParallelJob:
     request = found.request
     if request.shape is not None and request.sequence is None:
         raise TimeError("how long a step takes depends on the tokens of a sample: give --sequence")
     dtype = found.plan.precision.param or torch.float32
     tokens = found.config.train_micro_batch_size_per_gpu * (request.sequence or 1)
-    return Job(
+    return ParallelJob(
         network=joined,
         ranks_per_node=args.gpus,
         device=chosen,

@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = ArgumentParser(
         prog="ds top",
         description="Show your runs on this machine that have the config key `monitor.live`, and what their ranks are "
-        "doing. Ctrl-C ends it.",
+        "doing. Ctrl-C stops it.",
     )
     parser.add_argument(
         "--once", action="store_true", help="print once and exit; the default without a terminal"
@@ -81,7 +81,7 @@ def _keep_showing(ranks: bool) -> None:
     console = _rich()
     if console is None:
         while True:
-            lines = [*plain(running_jobs(), ranks, time.time()), "", "Ctrl-C ends"]
+            lines = [*plain(running_jobs(), ranks, time.time()), "", "Ctrl-C stops it"]
             print(CLEAR + "\n".join(lines), flush=True)
             time.sleep(PAUSE_S)
     from rich.live import Live

@@ -43,7 +43,7 @@ def is_dtensor(value: object) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class DTensorLayout:
     """Layout of a parameter as a DTensor: its mesh, the placements over it, and shape and stride of the whole."""
 
     mesh: DeviceMesh
@@ -52,7 +52,7 @@ class Layout:
     stride: tuple[int, ...]
 
     @classmethod
-    def of(cls, tensor: DTensor) -> Layout:
+    def of(cls, tensor: DTensor) -> DTensorLayout:
         return cls(tensor.device_mesh, tuple(tensor.placements), tensor.shape, tuple(tensor.stride()))
 
     def distributed(self, part: Tensor) -> Tensor:
@@ -118,7 +118,7 @@ def _listing(names: list[str]) -> str:
     return f"parameters {', '.join(names[:_SHOWN])}{more}"
 
 
-def _layouts(module: nn.Module) -> dict[str, Layout]:
+def _layouts(module: nn.Module) -> dict[str, DTensorLayout]:
     return vars(module).get(_LAYOUTS, {})
 
 
@@ -170,7 +170,7 @@ def _part(tensor: nn.Parameter) -> nn.Parameter:
 def _take_over(
     owner: nn.Module, owned: Mapping[str, nn.Parameter], parts: Mapping[int, nn.Parameter]
 ) -> None:
-    layouts = {name: Layout.of(tensor) for name, tensor in owned.items()}  # type: ignore[arg-type]
+    layouts = {name: DTensorLayout.of(tensor) for name, tensor in owned.items()}  # type: ignore[arg-type]
     vars(owner)[_LAYOUTS] = layouts
     for name, tensor in owned.items():
         owner._parameters[name] = parts[id(tensor)]
@@ -261,7 +261,9 @@ def _take_parts(owner: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -
 _take_parts.keeps_names = True  # type: ignore[attr-defined]
 
 
-def _entries(owner: nn.Module, state: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Tensor, Layout]]:
+def _entries(
+    owner: nn.Module, state: Mapping[str, Any], prefix: str
+) -> Iterator[tuple[str, Tensor, DTensorLayout]]:
     for name, layout in _layouts(owner).items():
         value = state.get(prefix + name)
         if isinstance(value, Tensor):

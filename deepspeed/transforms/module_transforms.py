@@ -199,7 +199,7 @@ def transform_module(
         raise TransformError(
             f"transform {coming[0].name!r} comes too late: another engine holds the module's weights"
         )
-    run = _Run(module, record)
+    run = _TransformRun(module, record)
     for transform in coming:
         context = TransformContext(plan, config, mesh)
         with run.naming(transform):
@@ -209,7 +209,7 @@ def transform_module(
     return run.result
 
 
-class _Run:
+class _TransformRun:
     """Transforms being applied to ``module``, for which ``before`` ran already."""
 
     def __init__(self, module: nn.Module, before: Transforms) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from deepspeed.checkpoint.shards import Cut
+from deepspeed.checkpoint.shards import ShardCut
 
 ALIGNMENT = 16
 """Every parameter starts at a multiple of this many elements (64 bytes in fp32), and so does every shard; where the
@@ -102,9 +102,9 @@ class BucketLayout:
         cut = self.cut_of(slot)
         return [(rank, *cut.interval(rank, slot.numel)) for rank in cut.shards(0, slot.numel)]
 
-    def cut_of(self, slot: Slot) -> Cut:
+    def cut_of(self, slot: Slot) -> ShardCut:
         """Return how one parameter is divided among the shards."""
-        return Cut(slot.offset, self.shard_numel, self.num_shards)
+        return ShardCut(slot.offset, self.shard_numel, self.num_shards)
 
     def owned(self, rank: int) -> tuple[Fragment, ...]:
         """The non-empty fragments of parameters inside the shard of ``rank``, in order."""

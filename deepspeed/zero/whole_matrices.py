@@ -26,7 +26,7 @@ BATCH_NUMEL = 32 * 1024 * 1024
 """Elements that are exchanged at once: they exist twice (at the sender and at the owner) for that time."""
 
 
-class Part(NamedTuple):
+class MatrixPart(NamedTuple):
     """Elements ``[start, stop)`` of a flat matrix, held by ``rank``."""
 
     rank: int
@@ -44,7 +44,7 @@ class Matrix:
 
     param: int
     shape: tuple[int, ...]
-    parts: tuple[Part, ...]
+    parts: tuple[MatrixPart, ...]
     owner: int
 
     @property
@@ -117,10 +117,12 @@ class WholeMatrices:
 
     @staticmethod
     def _compute(
-        due: Sequence[Sequence[tuple[Matrix, Part]]], incoming: Tensor, function: Callable[[Tensor], Tensor]
+        due: Sequence[Sequence[tuple[Matrix, MatrixPart]]],
+        incoming: Tensor,
+        function: Callable[[Tensor], Tensor],
     ) -> None:
         """Assemble the parts in ``incoming`` and replace them with the parts of the result."""
-        gathered: dict[int, tuple[Matrix, list[tuple[Tensor, Part]]]] = {}
+        gathered: dict[int, tuple[Matrix, list[tuple[Tensor, MatrixPart]]]] = {}
         for slot, (matrix, part) in _slots(due, incoming):
             gathered.setdefault(matrix.param, (matrix, []))[1].append((slot, part))
         for matrix, parts in gathered.values():
@@ -164,7 +166,7 @@ def matrices_of(store: StateStore) -> Iterator[Matrix]:
     for bucket in store.param_buckets:
         layout = bucket.layout
         for slot, param in zip(layout.slots, bucket.params, strict=True):
-            parts = [Part(*part) for part in layout.parts(slot)]
+            parts = [MatrixPart(*part) for part in layout.parts(slot)]
             if parts and slot.param != NOBODY:
                 owner = max(parts, key=lambda part: (part.numel, -part.rank)).rank
                 yield Matrix(slot.param, matrix_shape(param), tuple(parts), owner)
@@ -185,8 +187,8 @@ def batches(matrices: Sequence[Matrix], numel: int) -> Iterator[list[Matrix]]:
 
 
 def _slots(
-    runs: Sequence[Sequence[tuple[Matrix, Part]]], flat: Tensor
-) -> Iterator[tuple[Tensor, tuple[Matrix, Part]]]:
+    runs: Sequence[Sequence[tuple[Matrix, MatrixPart]]], flat: Tensor
+) -> Iterator[tuple[Tensor, tuple[Matrix, MatrixPart]]]:
     """The view of ``flat`` that belongs to each part, in the order of the exchange."""
     position = 0
     for run in runs:

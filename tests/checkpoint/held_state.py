@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepspeed.checkpoint.shards import Cut, ShardIndex
+from deepspeed.checkpoint.shards import ShardCut, ShardIndex
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class HeldState:
     def distinct_shards(self) -> Iterator[tuple[ShardIndex, dict[str, Tensor]]]:
         return self.shards()
 
-    def cuts(self) -> dict[str, Cut]:
+    def cuts(self) -> dict[str, ShardCut]:
         return {}
 
     def set_scalar_state(self, key: str, values: Mapping[str, Tensor]) -> None:

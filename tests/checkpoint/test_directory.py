@@ -14,14 +14,14 @@ from deepspeed.checkpoint import directory, names
 from deepspeed.checkpoint.directory import Contents
 from deepspeed.checkpoint.own_format import OPTIMIZER_DIRECTORY, PARTS_DIRECTORY
 from deepspeed.checkpoint.ranks import Ranks
-from deepspeed.checkpoint.shards import Cut, ShardIndex
+from deepspeed.checkpoint.shards import ShardCut, ShardIndex
 from tests.checkpoint.models import config, make_engine, train
 from tests.pool import distributed
 
 KINDS = ("fp32", "exp_avg")
 
 
-def held_by(file: int, cuts: dict[str, Cut], numels: dict[str, int], kinds=lambda name: KINDS):
+def held_by(file: int, cuts: dict[str, ShardCut], numels: dict[str, int], kinds=lambda name: KINDS):
     """The fragments in one file, some of them in two pieces."""
     for name, cut in cuts.items():
         start, stop = cut.interval(file, numels[name])
@@ -34,16 +34,16 @@ def held_by(file: int, cuts: dict[str, Cut], numels: dict[str, int], kinds=lambd
 def not_needed(part: Tensor) -> None: ...
 
 
-def some_cuts(dice: random.Random) -> tuple[dict[str, Cut], dict[str, int], int]:
+def some_cuts(dice: random.Random) -> tuple[dict[str, ShardCut], dict[str, int], int]:
     """Tensors end to end in two runs, of which the second one is cut into fewer shards; the number of files."""
     numels = {f"p{i}": dice.choice([0, 1, 5, 40, 1000]) for i in range(8)}
     files = dice.choice([1, 3, 8, 50])
-    cuts: dict[str, Cut] = {}
+    cuts: dict[str, ShardCut] = {}
     for run, count in ((list(numels)[:4], files), (list(numels)[4:], max(1, files // 2))):
         length = -(-(sum(numels[name] for name in run) + 16) // count)
         position = 0
         for name in run:
-            cuts[name] = Cut(position, length, count)
+            cuts[name] = ShardCut(position, length, count)
             position += numels[name] + dice.choice([0, 3])
     return cuts, numels, files
 
@@ -72,7 +72,7 @@ def test_computed_and_listed_directories_name_the_same_files():
 
 def contents(file: int, *, of: int | None = None, kinds=lambda name: KINDS) -> Contents:
     """What file ``file`` holds of two tensors that two ranks have cut; ``of``: it holds that file's fragments."""
-    cuts, numels = {"a": Cut(0, 8, 2), "b": Cut(10, 8, 2)}, {"a": 10, "b": 6}
+    cuts, numels = {"a": ShardCut(0, 8, 2), "b": ShardCut(10, 8, 2)}, {"a": 10, "b": 6}
     held = directory.held(held_by(file if of is None else of, cuts, numels, kinds), list(cuts))
     return Contents(list(cuts), [(10,), (6,)], list(cuts.values()), held, file)
 

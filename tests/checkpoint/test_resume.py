@@ -158,10 +158,10 @@ def test_other_bucket_cut_and_other_groups(tmp_path):
 
 def _bytes_read(folder: str, stage: int) -> int:
     """Counted on this rank while an engine loads."""
-    reports: list[load.Report] = []
+    reports: list[load.LoadReport] = []
     original = load.Restorer.finish
 
-    def finish(self: load.Restorer) -> load.Report:
+    def finish(self: load.Restorer) -> load.LoadReport:
         reports.append(original(self))
         return reports[-1]
 

@@ -26,7 +26,7 @@ from deepspeed.checkpoint.needs import needed_shards
 from deepspeed.checkpoint.ranks import Ranks
 from deepspeed.checkpoint.reader import open_checkpoint
 from deepspeed.checkpoint.save import save
-from deepspeed.checkpoint.shards import Cut, ShardIndex
+from deepspeed.checkpoint.shards import ShardCut, ShardIndex
 from tests.checkpoint.held_state import Entry, HeldState
 from tests.checkpoint.models import config, make_engine, train
 from tests.checkpoint.test_intervals import KINDS, value_of
@@ -42,12 +42,12 @@ class EvenState(HeldState):
         self.entries = [Entry(name, p, tuple(p.shape)) for name, p in model.named_parameters()]
         self.param_groups: list[dict[str, Any]] = [{"lr": 0.1}]
         self.held: list[tuple[ShardIndex, dict[str, Tensor]]] = []
-        self.known_cuts: dict[str, Cut] = {}
+        self.known_cuts: dict[str, ShardCut] = {}
         for bucket in (self.entries[: len(self.entries) // 2], self.entries[len(self.entries) // 2 :]):
             size = -(-sum(entry.param.numel() for entry in bucket) // world)
             position = -rank * size
             for entry in bucket:
-                self.known_cuts[entry.name] = Cut(position + rank * size, size, world)
+                self.known_cuts[entry.name] = ShardCut(position + rank * size, size, world)
                 low, high = max(0, -position), min(entry.param.numel(), size - position)
                 if low < high:
                     index = ShardIndex(entry.name, entry.shape, (), low, high)
@@ -55,7 +55,7 @@ class EvenState(HeldState):
                     self.held.append((index, {**tensors, "step": torch.tensor(7.0)}))
                 position += entry.param.numel()
 
-    def cuts(self) -> dict[str, Cut]:
+    def cuts(self) -> dict[str, ShardCut]:
         return self.known_cuts
 
 
@@ -73,8 +73,8 @@ class ShardOwner:
     def owning_ranks(self, position: int) -> list[tuple[int, int, int]]:
         return [(self.rank, *self.bounds)] if self.bounds[0] < self.bounds[1] else []
 
-    def cut_of(self, position: int) -> Cut:
-        return Cut(0, self.size, self.world)
+    def cut_of(self, position: int) -> ShardCut:
+        return ShardCut(0, self.size, self.world)
 
     def local_part(self, position: int) -> Tensor:
         return self.part

@@ -21,7 +21,7 @@ from deepspeed.inference.model import packed
 from deepspeed.inference.model.facts import LayoutError
 from deepspeed.inference.model.runner import ModelRunner
 from deepspeed.ops import native
-from deepspeed.ops.host_graph import Program
+from deepspeed.ops.host_graph import HostGraph
 from tests.clients.kit import clean_clients
 from tests.pool import distributed
 
@@ -38,14 +38,14 @@ MASK = torch.tensor([[0, 0, 0, 1, 1, 1], [1, 1, 1, 1, 1, 1], [0, 1, 1, 1, 1, 1]]
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The rows of each forward that was one native call."""
     rows: list[int] = []
-    plain = Program.run
+    plain = HostGraph.run
 
-    def run(self: Program, step: Any, threads: int | None = None) -> None:
+    def run(self: HostGraph, step: Any, threads: int | None = None) -> None:
         if len(self._operations) > 1:
             rows.append(step.rows)
         plain(self, step, threads)
 
-    monkeypatch.setattr(Program, "run", run)
+    monkeypatch.setattr(HostGraph, "run", run)
     return rows
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from deepspeed.inference.cache.pages import Piece
+from deepspeed.inference.cache.pages import PagePiece
 from deepspeed.inference.generation.fused import FusedGeneration
 from deepspeed.inference.generation.generator import Generator
 from deepspeed.inference.kernels import quantize_linears
@@ -17,7 +17,7 @@ from deepspeed.inference.model import fused
 from deepspeed.inference.model.runner import ModelRunner
 from deepspeed.inference.scheduling.requests import SamplingParams
 from deepspeed.ops import native
-from deepspeed.ops.host_graph import Program
+from deepspeed.ops.host_graph import HostGraph
 from deepspeed.ops.huge_pages import HUGE_PAGE
 
 transformers = pytest.importorskip("transformers", reason="the clients extra is not installed")
@@ -33,14 +33,14 @@ PROMPT = [5, 17, 3, 60, 22, 9, 41]
 def runs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The rows of each forward that was one program."""
     rows: list[int] = []
-    plain = Program.run
+    plain = HostGraph.run
 
-    def run(self: Program, step: Any, threads: int | None = None) -> None:
+    def run(self: HostGraph, step: Any, threads: int | None = None) -> None:
         if len(self._operations) > 1:
             rows.append(step.rows)
         plain(self, step, threads)
 
-    monkeypatch.setattr(Program, "run", run)
+    monkeypatch.setattr(HostGraph, "run", run)
     return rows
 
 
@@ -59,10 +59,14 @@ def test_a_row_does_not_depend_on_the_others() -> None:
     for module in (make("llama").eval(), make("qwen3").eval().to(torch.bfloat16)):
         runner = runner_of(module)
         assert runner.layout.name == "fused"
-        alone = runner.forward([Piece(PROMPT, 0, [0, 1])])
-        others = [Piece([8, 9, 10], 0, [2]), Piece(PROMPT, 0, [3, 4]), Piece(PROMPT[::-1], 0, [5, 6])]
+        alone = runner.forward([PagePiece(PROMPT, 0, [0, 1])])
+        others = [
+            PagePiece([8, 9, 10], 0, [2]),
+            PagePiece(PROMPT, 0, [3, 4]),
+            PagePiece(PROMPT[::-1], 0, [5, 6]),
+        ]
         assert torch.equal(runner.forward(others)[1], alone[0])
-        in_parts = [runner.forward([Piece(PROMPT[i : i + 1], i, [7, 8])]) for i in range(len(PROMPT))]
+        in_parts = [runner.forward([PagePiece(PROMPT[i : i + 1], i, [7, 8])]) for i in range(len(PROMPT))]
         assert torch.equal(in_parts[-1], alone)
 
 
@@ -75,7 +79,7 @@ def test_other_precisions_are_close_to_the_model(bits: int, runs: list[int]) -> 
     runner = runner_of(module)
     assert runner.layout.name == "fused" and runs
     wanted = logits_of(module, PROMPT).float()
-    found = runner.forward([Piece(PROMPT, 0, [0, 1])])[0]
+    found = runner.forward([PagePiece(PROMPT, 0, [0, 1])])[0]
     assert found.dtype is torch.bfloat16
     assert float((found.float() - wanted).norm() / wanted.norm()) < 0.03
 
@@ -100,13 +104,13 @@ def test_long_forwards_are_left_to_torch_and_tables_grow(
 def test_weights_that_were_replaced_are_used(runs: list[int]) -> None:
     module: Any = make("mistral").eval()
     runner = runner_of(module)
-    runner.forward([Piece(PROMPT, 0, [0, 1])])
+    runner.forward([PagePiece(PROMPT, 0, [0, 1])])
     down = module.model.layers[0].mlp.down_proj
     with torch.no_grad():
         down.weight.mul_(3)  # in place
         module.model.norm.weight.data = 2 * module.model.norm.weight.data  # elsewhere
     runs.clear()
-    found = runner.forward([Piece(PROMPT, 0, [0, 1])])[0]
+    found = runner.forward([PagePiece(PROMPT, 0, [0, 1])])[0]
     torch.testing.assert_close(found, logits_of(module, PROMPT), rtol=1e-4, atol=1e-5)
     assert runs
 
@@ -130,7 +134,7 @@ def test_who_listens_to_modules_is_heard(what: str, runs: list[int]) -> None:
     else:
         module.model.layers[1].mlp = Doubled()
     runs.clear()
-    found = runner.forward([Piece(PROMPT, 0, [0, 1])])[0]
+    found = runner.forward([PagePiece(PROMPT, 0, [0, 1])])[0]
     assert heard and not runs
     torch.testing.assert_close(found, logits_of(module, PROMPT), rtol=1e-4, atol=1e-5)
 
@@ -146,7 +150,7 @@ def test_the_forward_that_trl_puts_in_the_place_of_a_model_s(runs: list[int]) ->
     given: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
     for listens in (False, True):
         runs.clear()
-        found = runner.forward([Piece(PROMPT, 0, [0, 1])])[0]
+        found = runner.forward([PagePiece(PROMPT, 0, [0, 1])])[0]
         torch.testing.assert_close(found, logits_of(module, PROMPT), rtol=1e-4, atol=1e-5)
         made = FusedGeneration().generate(module, torch.tensor([PROMPT]), **given)
         assert torch.equal(made, module.generate(torch.tensor([PROMPT]), **given))

@@ -9,8 +9,8 @@ import torch
 
 from deepspeed.config.problems import DeepSpeedConfigError
 from deepspeed.planning.activations import shape_of
-from deepspeed.planning.ledger import Kind, Phase
-from deepspeed.planning.request import Answer, Request, answer
+from deepspeed.planning.ledger import MemoryKind, MemoryPhase
+from deepspeed.planning.request import PlanAnswer, PlanRequest, answer
 from deepspeed.transforms.recompute.budget import budget_blocks, report
 
 pytest.importorskip("transformers", reason="the clients extra is not installed")
@@ -52,10 +52,10 @@ def test_the_same_gradients(name: str, limit: float) -> None:
     assert model.generate(tokens[:, :4], max_new_tokens=4, do_sample=False).shape == (3, 8)
 
 
-def planned(model: Any, limit: float, **more: Any) -> Answer:
+def planned(model: Any, limit: float, **more: Any) -> PlanAnswer:
     config = {"activation_checkpointing": {"memory_budget": limit}, **more}
     return answer(
-        Request(
+        PlanRequest(
             module=model,
             config=config,
             ranks=1,
@@ -82,8 +82,8 @@ def test_a_plan_shows_what_the_first_forward_chooses(name: str, bf16: bool) -> N
     model(input_ids=tokens, labels=tokens)
     assert budget.choice is not None
     place, entries = found.setting.near, found.ledger.entries
-    assert entries[Phase.FORWARD, place, Kind.COUNTED_ACTIVATIONS] == budget.choice.peak
-    assert entries[Phase.FORWARD, place, Kind.ACTIVATIONS] == 0
+    assert entries[MemoryPhase.FORWARD, place, MemoryKind.COUNTED_ACTIVATIONS] == budget.choice.peak
+    assert entries[MemoryPhase.FORWARD, place, MemoryKind.ACTIVATIONS] == 0
     told = next(note for note in found.ledger.notes if note.startswith("memory budget: "))
     assert len(told.splitlines()) == len(report(budget.choice).splitlines())
 
@@ -100,5 +100,5 @@ def test_a_forward_that_does_not_run_on_fake_tensors_is_estimated() -> None:
         empty: Any = MODELS["gpt2"]()
     empty.register_forward_pre_hook(lambda *_: torch.ones(1).to(empty.lm_head.weight.device)[0].item() / 0)
     found = planned(empty, 0.6)
-    assert found.ledger.entries[Phase.FORWARD, found.setting.near, Kind.ACTIVATIONS] > 0
+    assert found.ledger.entries[MemoryPhase.FORWARD, found.setting.near, MemoryKind.ACTIVATIONS] > 0
     assert any("does not run on fake tensors" in note for note in found.ledger.notes)

@@ -24,7 +24,7 @@ import deepspeed
 from deepspeed.comm.collectives import Network, communicator, histories
 from deepspeed.comm.hangs import thread_states as standing_of
 from deepspeed.comm.hangs import watch as hang_watch
-from deepspeed.comm.hangs.history import LENGTH, History
+from deepspeed.comm.hangs.history import LENGTH, OperationHistory
 from deepspeed.comm.hangs.report import call_text, explain
 from deepspeed.comm.hangs.thread_states import Standing
 from deepspeed.comm.transports import shared_memory
@@ -443,7 +443,7 @@ def test_the_first_difference_is_named(second: list[Any], what: str) -> None:
 
 
 def test_only_the_last_collectives_are_kept() -> None:
-    history = History("0", (0, 1))
+    history = OperationHistory("0", (0, 1))
     for number in range(2 * LENGTH):
         history.count += 1
         history.calls.append(("all_reduce", number, torch.bfloat16, None, "step"))

@@ -119,8 +119,10 @@ def test_kernels_read_what_they_can(
     assert same_weights(plain, packed) == 1 and packed.first.packing.in_runs
     assert packed.first.weight_packed.nbytes == 48 * 256 * bits // 8
     called = []
-    run = small_product.Products.__call__
-    monkeypatch.setattr(small_product.Products, "__call__", lambda *given: called.append(1) or run(*given))
+    run = small_product.SmallProducts.__call__
+    monkeypatch.setattr(
+        small_product.SmallProducts, "__call__", lambda *given: called.append(1) or run(*given)
+    )
     x = torch.randn(rows, 256).bfloat16()
     with torch.no_grad():
         torch.testing.assert_close(packed(x), plain(x), rtol=0.02, atol=0.02)

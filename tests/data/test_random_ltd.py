@@ -19,7 +19,7 @@ from deepspeed.data.data_routing.helper import (
     save_without_random_ltd,
 )
 from deepspeed.data.data_routing.layer_token_lr import LayerTokenLR
-from deepspeed.data.data_routing.sampling import Place, TokenSampler
+from deepspeed.data.data_routing.sampling import TokenPositions, TokenSampler
 from deepspeed.data.data_routing.scheduler import BaseScheduler, RandomLTDScheduler
 from deepspeed.observe.flops.profiler import FlopsProfiler
 from deepspeed.ops.random_ltd.dropping_utils import (
@@ -113,23 +113,27 @@ def test_gradients_of_each_operation_alone() -> None:
 # Which tokens ----------------------------------------------------------------------------------------------
 
 
-def drawn(place: Place, batch: int, *, layer: int = 0, seed: int = 1) -> Tensor:
+def drawn(place: TokenPositions, batch: int, *, layer: int = 0, seed: int = 1) -> Tensor:
     return TokenSampler(3, seed, lambda: place).draw(layer, 6, 32, batch, torch.device("cpu"))
 
 
 def test_a_row_keeps_the_same_tokens_wherever_it_is_computed() -> None:
-    together = drawn(Place(5, 0), 4)
-    assert torch.equal(together[:2], drawn(Place(5, 0), 2)) and torch.equal(
-        together[2:], drawn(Place(5, 1), 2)
+    together = drawn(TokenPositions(5, 0), 4)
+    assert torch.equal(together[:2], drawn(TokenPositions(5, 0), 2)) and torch.equal(
+        together[2:], drawn(TokenPositions(5, 1), 2)
     )
-    others = [drawn(Place(5, 2), 4), drawn(Place(6, 0), 4), drawn(Place(5, 0), 4, layer=1)]
-    others += [drawn(Place(5, 0), 4, seed=2)]
+    others = [
+        drawn(TokenPositions(5, 2), 4),
+        drawn(TokenPositions(6, 0), 4),
+        drawn(TokenPositions(5, 0), 4, layer=1),
+    ]
+    others += [drawn(TokenPositions(5, 0), 4, seed=2)]
     assert not any(torch.equal(together, other) for other in others)
     assert (together.diff(dim=-1) > 0).all()
 
 
 def test_the_tokens_are_spread_evenly() -> None:
-    kept = torch.cat([drawn(Place(step, 0), 64).flatten() for step in range(60)])
+    kept = torch.cat([drawn(TokenPositions(step, 0), 64).flatten() for step in range(60)])
     share = kept.bincount(minlength=32) / (64 * 60)
     assert (share - 6 / 32).abs().max() < 0.03
     pairs = torch.stack([torch.isin(torch.arange(32), row) for row in kept.view(-1, 6)]).float()
@@ -140,7 +144,7 @@ def test_the_tokens_are_spread_evenly() -> None:
 
 def test_no_random_state_is_touched() -> None:
     before = torch.get_rng_state()
-    drawn(Place(0, 0), 2)
+    drawn(TokenPositions(0, 0), 2)
     assert torch.equal(before, torch.get_rng_state())
 
 
@@ -323,7 +327,7 @@ class Stack(nn.Module):
 def dropping(layer: nn.Module, kept: int, **changes: Any) -> RandomLayerTokenDrop:
     scheduler = RandomLTDScheduler({**SECTION, **changes})
     scheduler.set_current_seq(kept)
-    scheduler.sampler = TokenSampler(2, 0, lambda: Place(0, 0))
+    scheduler.sampler = TokenSampler(2, 0, lambda: TokenPositions(0, 0))
     wrapped = RandomLayerTokenDrop(layer)
     wrapped.init_config({**SECTION, **changes}, scheduler, 1)
     return wrapped

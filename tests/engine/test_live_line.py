@@ -26,7 +26,7 @@ from deepspeed.base.terminal import StatusLine, another_display_is_active
 from deepspeed.engine.observers.progress import live_line
 from deepspeed.engine.observers.progress.live_line import (
     Display,
-    Form,
+    LineFormat,
     LiveLine,
     choose_display,
     made_by_client,
@@ -195,19 +195,19 @@ def test_level_of_the_environment_at_import() -> None:
     "asked, steps, level, client, expected",
     [
         ("", None, None, False, "fits"),
-        ("", None, None, True, Display(Form.NONE)),
-        ("", 5, None, False, Display(Form.LINE, 5)),
-        ("", 5, None, True, Display(Form.LINE, 5)),
-        ("", 0.5, None, False, Display(Form.LINE, 1)),
-        ("", NEVER, None, False, Display(Form.NONE)),
+        ("", None, None, True, Display(LineFormat.NONE)),
+        ("", 5, None, False, Display(LineFormat.LINE, 5)),
+        ("", 5, None, True, Display(LineFormat.LINE, 5)),
+        ("", 0.5, None, False, Display(LineFormat.LINE, 1)),
+        ("", NEVER, None, False, Display(LineFormat.NONE)),
         ("", None, "info", False, "fits"),
-        ("", None, "warning", False, Display(Form.NONE)),
-        ("", 5, "error", False, Display(Form.NONE)),
-        ("0", 5, None, False, Display(Form.NONE)),
-        ("Off", None, None, False, Display(Form.NONE)),
-        ("line", None, None, True, Display(Form.LINE)),
-        ("line", 5, "error", False, Display(Form.LINE, 5)),
-        ("bar", NEVER, None, True, Display(Form.BAR)),
+        ("", None, "warning", False, Display(LineFormat.NONE)),
+        ("", 5, "error", False, Display(LineFormat.NONE)),
+        ("0", 5, None, False, Display(LineFormat.NONE)),
+        ("Off", None, None, False, Display(LineFormat.NONE)),
+        ("line", None, None, True, Display(LineFormat.LINE)),
+        ("line", 5, "error", False, Display(LineFormat.LINE, 5)),
+        ("bar", NEVER, None, True, Display(LineFormat.BAR)),
         ("auto", None, None, False, "fits"),
     ],
 )
@@ -223,7 +223,9 @@ def test_which_display(
     monkeypatch.setattr(live_line, "is_terminal", lambda stream: on_terminal)
     with environment(**{live_line.VARIABLE: asked}):
         found = choose_display(steps, level, client=client)
-    assert found == (Display(Form.BAR if on_terminal else Form.LINE) if expected == "fits" else expected)
+    assert found == (
+        Display(LineFormat.BAR if on_terminal else LineFormat.LINE) if expected == "fits" else expected
+    )
 
 
 @pytest.mark.parametrize(
@@ -274,7 +276,7 @@ def test_lines_by_the_clock() -> None:
     with environment(), printed() as lines:
         engine = start(1, scheduler={"type": "WarmupDecayLR", "params": {"total_num_steps": 400}})
         lines.clear()
-        shown = LiveLine(engine, Display(Form.LINE), now_s=lambda: clock.s)
+        shown = LiveLine(engine, Display(LineFormat.LINE), now_s=lambda: clock.s)
         read, losses = [], []
         take = shown.meter.take
         shown.meter.take = lambda: read.append(engine.global_steps) or take()  # type: ignore[method-assign,func-returns-value]
@@ -296,7 +298,7 @@ def test_slow_steps_get_a_line_each() -> None:
     clock = types.SimpleNamespace(s=0.0)
     with environment(), printed() as lines:
         engine = start(1)
-        LiveLine(engine, Display(Form.LINE), now_s=lambda: clock.s)
+        LiveLine(engine, Display(LineFormat.LINE), now_s=lambda: clock.s)
         for _ in range(4):
             clock.s += 100.0
             train(engine, 1)

@@ -400,9 +400,9 @@ def test_the_entry_of_a_job_is_written_as_often_as_somebody_looks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(jobs.VARIABLE, str(tmp_path / "jobs"))
-    entry, seconds = jobs.Entry({}), itertools.count()
+    entry, seconds = jobs.JobEntry({}), itertools.count()
     written: list[int] = []
-    made = recorder.Recorder(tmp_path / "live", {}, entry=entry, now=lambda: float(next(seconds)))
+    made = recorder.LiveRecorder(tmp_path / "live", {}, entry=entry, now=lambda: float(next(seconds)))
     monkeypatch.setattr(entry, "write", lambda state: written.append(state["now"]))
     for _ in range(10):
         made.look()

@@ -118,7 +118,7 @@ def alone(name: str) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def as_in_a_new_process() -> Iterator[None]:
-    before, checkpointing._state = checkpointing._state, checkpointing._State()
+    before, checkpointing._state = checkpointing._state, checkpointing._CheckpointState()
     try:
         yield
     finally:

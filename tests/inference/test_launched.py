@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from deepspeed.inference.cache.pages import LayerShape, PagedCache, Piece
+from deepspeed.inference.cache.pages import LayerShape, PagedCache, PagePiece
 from deepspeed.inference.kernels import IntegerLinear
 from deepspeed.inference.model.attention import AttentionTerms
-from deepspeed.inference.model.decoder import Decoder, Layer, Norm, Watch
+from deepspeed.inference.model.decoder import Decoder, DecoderWatch, Layer, Norm
 from deepspeed.ops.host_graph import Activation
 from deepspeed.ops.small_product import QuantizedMatrix
 from tests.ops.gpu.triton_kit import interpreted
@@ -94,7 +94,7 @@ def test_the_logits_of_the_model(fused: bool) -> None:
 
     with torch.no_grad():
         decoder = Decoder(
-            Watch(nn.Identity()),
+            DecoderWatch(nn.Identity()),
             nn.Embedding(WORDS, WIDTH),
             Rotations(),
             tuple(_layer(fused, normed=not fused) for _ in range(2)),
@@ -107,7 +107,7 @@ def test_the_logits_of_the_model(fused: bool) -> None:
         sequences = {0: [3, 9, 4, 4, 20, 31, 7], 1: [8, 8, 1, 40, 2]}
         blocks = {0: [5, 2], 1: [0, 7]}
         for step in ([(0, 0, 5), (1, 0, 3)], [(1, 3, 4)], [(0, 5, 7), (1, 4, 5)]):
-            pieces = [Piece(sequences[i][start:stop], start, blocks[i]) for i, start, stop in step]
+            pieces = [PagePiece(sequences[i][start:stop], start, blocks[i]) for i, start, stop in step]
             for (i, _, stop), row in zip(step, launches.run(pieces, cache), strict=True):
                 torch.testing.assert_close(row, _plain(decoder, sequences[i])[stop - 1], rtol=1e-4, atol=1e-5)
 

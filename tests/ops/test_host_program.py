@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from deepspeed.ops import native
-from deepspeed.ops.host_graph import Activation, Matrix, Program, Step, Weights, bind, largest_of
+from deepspeed.ops.host_graph import Activation, GraphMatrix, GraphStep, HostGraph, Weights, bind, largest_of
 from deepspeed.ops.paged_attention import PagedPieces
 from deepspeed.ops.small_product import QuantizedMatrix
 
@@ -53,11 +53,11 @@ def test_norm_with_residual(dtype: torch.dtype, centered: bool, delta: bool, siz
     weight, bias = draw(size, seed=2, dtype=dtype), draw(size, seed=3, dtype=dtype) if centered else None
 
     def work() -> Tensor:
-        stream, output, program = given.clone(), torch.empty_like(given), Program()
+        stream, output, program = given.clone(), torch.empty_like(given), HostGraph()
         program.norm(
             stream, output, weight, bias, delta=added if delta else None, eps=1e-5, centered=centered
         )
-        program.run(Step(5), threads=2)
+        program.run(GraphStep(5), threads=2)
         assert torch.equal(stream, given + added if delta else given)
         return output
 
@@ -71,9 +71,9 @@ def test_norm_with_residual(dtype: torch.dtype, centered: bool, delta: bool, siz
 
 
 def test_norm_of_chosen_rows_with_an_offset_of_the_weight() -> None:
-    stream, output, weight, program = draw(6, 32), torch.zeros(2, 32), draw(32, seed=1), Program()
+    stream, output, weight, program = draw(6, 32), torch.zeros(2, 32), draw(32, seed=1), HostGraph()
     program.norm(stream, output, weight, eps=0.0, offset=1.0, on_last=True)
-    program.run(Step(6, last=[4, 1]), threads=2)
+    program.run(GraphStep(6, last=[4, 1]), threads=2)
     rows = stream[[4, 1]].double()
     close(output, rows * rows.square().mean(-1, keepdim=True).rsqrt() * (1 + weight.double()))
 
@@ -91,9 +91,9 @@ def test_gated_activation(dtype: torch.dtype, activation: Activation) -> None:
     }[activation]
 
     def work(up: Tensor | None) -> Tensor:
-        output, program = torch.empty(3, 75, dtype=dtype), Program()
+        output, program = torch.empty(3, 75, dtype=dtype), HostGraph()
         program.gate(gate, up, output, activation)
-        program.run(Step(3), threads=2)
+        program.run(GraphStep(3), threads=2)
         return output
 
     close(on_every_set(lambda: work(up)), plain(gate.double()) * up.double())
@@ -112,7 +112,7 @@ def test_rotation_and_store(dtype: torch.dtype, interleaved: bool) -> None:
     keys, values = torch.zeros(6, kv_heads, key_size, size), torch.zeros(6, kv_heads, size, value_size)
 
     def work() -> Tensor:
-        projected, program = given.clone(), Program()
+        projected, program = given.clone(), HostGraph()
         made = program.rotary(
             *(projected, cosines, sines),
             heads=heads,
@@ -126,7 +126,7 @@ def test_rotation_and_store(dtype: torch.dtype, interleaved: bool) -> None:
         )
         bind(made, (keys, values))
         pieces = PagedPieces([((2, 1, 5), 7, 2), ((0,), 0, 1)], [True, True])
-        program.run(Step(3, positions=positions, last=[1, 2], pieces=pieces.array), threads=2)
+        program.run(GraphStep(3, positions=positions, last=[1, 2], pieces=pieces.array), threads=2)
         return projected
 
     found = on_every_set(work)
@@ -152,9 +152,9 @@ def test_rotation_and_store(dtype: torch.dtype, interleaved: bool) -> None:
 
 
 def test_embedding() -> None:
-    table, output, program = draw(9, 40).bfloat16(), torch.empty(3, 40), Program()
+    table, output, program = draw(9, 40).bfloat16(), torch.empty(3, 40), HostGraph()
     program.embedding(table, output)
-    program.run(Step(3, tokens=[4, 0, 8]), threads=2)
+    program.run(GraphStep(3, tokens=[4, 0, 8]), threads=2)
     assert torch.equal(output, table[[4, 0, 8]].float())
 
 
@@ -169,7 +169,7 @@ def test_largest(dtype: torch.dtype) -> None:
     assert largest_of(rows[:, 1:2499])[2] == 29
 
 
-def matrices(kind: Weights, columns: int) -> tuple[list[Matrix], Tensor]:
+def matrices(kind: Weights, columns: int) -> tuple[list[GraphMatrix], Tensor]:
     """Two with one input, and their values below each other."""
     made, values = [], []
     for seed, outputs in enumerate((37, 130)):
@@ -182,7 +182,7 @@ def matrices(kind: Weights, columns: int) -> tuple[list[Matrix], Tensor]:
             values.append(matrix.values(torch.float64))
         else:
             weight = weight if kind is Weights.FLOAT32 else weight.bfloat16()
-            made.append(Matrix(kind, weight, columns, bias))
+            made.append(GraphMatrix(kind, weight, columns, bias))
             values.append(weight.double())
     return made, torch.cat(values)
 
@@ -196,9 +196,9 @@ def test_products(kind: Weights, columns: int) -> None:
     given = draw(13, columns, seed=5)
 
     def work(input: Tensor, threads: int) -> Tensor:
-        output, program = torch.empty(input.shape[0], 167), Program()
+        output, program = torch.empty(input.shape[0], 167), HostGraph()
         program.product(input, output, made)
-        program.run(Step(input.shape[0]), threads=threads)
+        program.run(GraphStep(input.shape[0]), threads=threads)
         return output
 
     found = on_every_set(lambda: work(given, 2))
@@ -211,9 +211,9 @@ def test_products(kind: Weights, columns: int) -> None:
     for rows in (1, 2, 3, 6):
         assert torch.equal(on_every_set(lambda rows=rows: work(given[4 : 4 + rows], 2)), found[4 : 4 + rows])
     narrow = given.bfloat16()
-    output, program = torch.empty(13, 167, dtype=torch.bfloat16), Program()
+    output, program = torch.empty(13, 167, dtype=torch.bfloat16), HostGraph()
     program.product(narrow, output, made)
-    program.run(Step(13))
+    program.run(GraphStep(13))
     assert torch.equal(output, work(narrow.float(), 2).bfloat16())
 
 
@@ -228,13 +228,13 @@ def test_products_of_panels_of_rows(kind: Weights, columns: int, group: int | No
         quantized = QuantizedMatrix.of(values, 8 if kind is Weights.INT8 else 4, group)
         made, values = quantized.described(bias), quantized.values(torch.float64)
     else:
-        made = Matrix(kind, values if kind is Weights.FLOAT32 else values.bfloat16(), columns, bias)
+        made = GraphMatrix(kind, values if kind is Weights.FLOAT32 else values.bfloat16(), columns, bias)
     given = draw(35, columns, seed=3)
 
     def work(input: Tensor) -> Tensor:
-        output, program = torch.empty(input.shape[0], 71), Program()
+        output, program = torch.empty(input.shape[0], 71), HostGraph()
         program.product(input, output, [made])
-        program.run(Step(input.shape[0]), threads=2)
+        program.run(GraphStep(input.shape[0]), threads=2)
         return output
 
     alone = torch.cat([work(row[None]) for row in given])
@@ -251,22 +251,22 @@ def test_steps_between_which_threads_do_not_meet(kind: Weights, rows: int) -> No
     size, hidden = 256, 384
     stream, delta, weight = draw(rows, size), draw(rows, size, seed=1), draw(size, seed=2)
 
-    def matrix(outputs: int, columns: int, seed: int) -> Matrix:
+    def matrix(outputs: int, columns: int, seed: int) -> GraphMatrix:
         values = draw(outputs, columns, seed=seed)
         if kind in (Weights.INT8, Weights.INT4):
             return QuantizedMatrix.of(values, 8 if kind is Weights.INT8 else 4, 128).described()
-        return Matrix(kind, values if kind is Weights.FLOAT32 else values.bfloat16(), columns)
+        return GraphMatrix(kind, values if kind is Weights.FLOAT32 else values.bfloat16(), columns)
 
     gate, up, down = matrix(hidden, size, 3), matrix(hidden, size, 4), matrix(size, hidden, 5)
-    step = Step(rows, last=[rows - 1])
+    step = GraphStep(rows, last=[rows - 1])
 
     def run(threads: int, together: bool) -> tuple[Tensor, ...]:
         sum, normed, both, gated, added = (
             torch.zeros(rows, width) for width in (size, size, 2 * hidden, hidden, size)
         )
         last, chosen, end = torch.zeros(rows, size), torch.zeros(1, size), torch.zeros(1, hidden)
-        program = Program()
-        parts: list[Callable[[Program], object]] = [
+        program = HostGraph()
+        parts: list[Callable[[HostGraph], object]] = [
             lambda p: p.norm(stream, normed, weight, delta=delta, sum=sum),
             lambda p: p.product(normed, both, [gate, up]),
             lambda p: p.gate(both[:, :hidden], both[:, hidden:], gated, Activation.SILU),
@@ -278,7 +278,7 @@ def test_steps_between_which_threads_do_not_meet(kind: Weights, rows: int) -> No
             part(program)
             if not together:
                 program.run(step, threads)
-                program = Program()
+                program = HostGraph()
         if together:
             program.run(step, threads)
         return sum, gated, added, last[rows - 1], end
@@ -295,9 +295,9 @@ def test_integer_inputs_beside_one_that_is_much_larger() -> None:
     made, values = matrices(Weights.INT8, 256)
     given = draw(1, 256)
     given[0, 17] = 1000
-    output, program = torch.empty(1, 167), Program()
+    output, program = torch.empty(1, 167), HostGraph()
     program.product(given, output, made)
-    program.run(Step(1))
+    program.run(GraphStep(1))
     exact = given.double() @ values.T
     exact[:, 37:] += draw(130, seed=9)
     of_bfloat16 = (given.bfloat16().double() - given.double()).abs() @ values.abs().T + 2**-9 * 1000
@@ -307,7 +307,7 @@ def test_integer_inputs_beside_one_that_is_much_larger() -> None:
 def test_long_integer_sums_do_not_overflow() -> None:
     columns = 40_000
     matrix = QuantizedMatrix.of(torch.ones(3, columns), 8)
-    output, program = torch.empty(2, 3), Program()
+    output, program = torch.empty(2, 3), HostGraph()
     program.product(torch.ones(2, columns), output, [matrix.described()])
-    program.run(Step(2))
+    program.run(GraphStep(2))
     torch.testing.assert_close(output, torch.full((2, 3), float(columns)), rtol=1e-5, atol=0.0)

@@ -7,17 +7,17 @@ from typing import Any
 import pytest
 import torch
 
-from deepspeed.inference.cache.pages import LayerShape, PagedCache, Piece
+from deepspeed.inference.cache.pages import LayerShape, PagedCache, PagePiece
 from deepspeed.inference.model.attention import AttentionTerms, PackedBatch, paged_attention
 from deepspeed.ops import native
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="no native library")
 
 PIECES = [
-    Piece([0], 0, (4,)),  # (blocks are of four tokens)
-    Piece([0], 18, (7, 2, 9, 0, 5)),
-    Piece([0] * 3, 6, (1, 8, 3)),
-    Piece([0] * 12, 9, (10, 6, 11, 12, 13, 14)),  # by torch in both
+    PagePiece([0], 0, (4,)),  # (blocks are of four tokens)
+    PagePiece([0], 18, (7, 2, 9, 0, 5)),
+    PagePiece([0] * 3, 6, (1, 8, 3)),
+    PagePiece([0] * 12, 9, (10, 6, 11, 12, 13, 14)),  # by torch in both
 ]
 TOKENS = sum(piece.count for piece in PIECES)
 
@@ -123,7 +123,9 @@ def test_a_token_has_the_same_bits_in_every_piece(window: int | None) -> None:
         outputs = []
         for first in range(0, 8, count):
             part = slice(first, first + count)
-            batch = PackedBatch([Piece([0] * count, 37 + first, tuple(range(12)))], made, torch.device("cpu"))
+            batch = PackedBatch(
+                [PagePiece([0] * count, 37 + first, tuple(range(12)))], made, torch.device("cpu")
+            )
             assert batch.by_kernel == [True]
             given = (query[:, part], key[:, part], value[:, part])
             outputs.append(paged_attention(*given, batch, 0, AttentionTerms(0.3, window)))
@@ -140,7 +142,7 @@ def test_scores_of_any_size() -> None:
     new = torch.full((1, 1, 4), 10.0)
     for by_kernel in (True, False):
         cache.is_on_host = by_kernel
-        batch = PackedBatch([Piece([0], 14, (3, 1, 2, 0))], cache, torch.device("cpu"))
+        batch = PackedBatch([PagePiece([0], 14, (3, 1, 2, 0))], cache, torch.device("cpu"))
         out = paged_attention(new, new, new, batch, 0, AttentionTerms(1.0))
         if by_kernel:
             found = out

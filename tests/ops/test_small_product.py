@@ -9,10 +9,10 @@ import torch
 from torch.nn import functional
 
 from deepspeed.ops import native
-from deepspeed.ops.host_graph import Matrix, Weights
+from deepspeed.ops.host_graph import GraphMatrix, Weights
 from deepspeed.ops.small_product import (
-    Products,
     QuantizedMatrix,
+    SmallProducts,
     product,
     quantized_product,
     takes_bfloat16,
@@ -95,7 +95,7 @@ def between_nans(values: torch.Tensor) -> torch.Tensor:
 def test_no_number_beside_the_matrix_is_read(dtype: torch.dtype, outputs: int, columns: int) -> None:
     lib: Any = native.library()
     kind = Weights.FLOAT32 if dtype is torch.float32 else Weights.BFLOAT16
-    weight, products, best = draw(outputs, columns, seed=1).to(dtype), Products(), lib.ds_isa()
+    weight, products, best = draw(outputs, columns, seed=1).to(dtype), SmallProducts(), lib.ds_isa()
     found = []
     try:
         for isa in range(best + 1):
@@ -103,7 +103,7 @@ def test_no_number_beside_the_matrix_is_read(dtype: torch.dtype, outputs: int, c
             for rows in (1, 2, 3, 5, 8, 13, 16, 33):
                 input = draw(rows, columns).to(dtype)
                 exact = functional.linear(input.double(), weight.double())
-                got = products(between_nans(input), Matrix(kind, between_nans(weight), columns))
+                got = products(between_nans(input), GraphMatrix(kind, between_nans(weight), columns))
                 torch.testing.assert_close(got.double(), exact, rtol=2**-7, atol=1e-1)
                 found.append(got)
     finally:

@@ -265,7 +265,7 @@ def model_parallel_states(unit: Unit) -> Iterator[None]:
     """Configured as a script does, and taken back."""
     before, activation_checkpointing._state = (
         activation_checkpointing._state,
-        activation_checkpointing._State(),
+        activation_checkpointing._CheckpointState(),
     )
     try:
         deepspeed.transforms.recompute.checkpointing.configure(unit)

@@ -21,7 +21,7 @@ from deepspeed.zero.muon.muon_optimizer import MuonWithAuxAdam
 from deepspeed.zero.muon.original_muon import COEFFICIENTS, Muon, SingleDeviceMuon, muon_update, orthogonalize
 from deepspeed.zero.optimizer_flags import set_optimizer_flags
 from deepspeed.zero.optimizer_registry import build_optimizer
-from deepspeed.zero.whole_matrices import Matrix, Part, batches, matrices_of
+from deepspeed.zero.whole_matrices import Matrix, MatrixPart, batches, matrices_of
 from tests.pool import distributed
 from tests.zero.models import Block
 
@@ -225,8 +225,8 @@ def test_owner_holds_most() -> None:
     params = [torch.empty(4, 5), torch.empty(6, 10), torch.empty(4, 8)]
     store = SimpleNamespace(param_buckets=[SimpleNamespace(layout=layout, params=params)])
     matrices = list(matrices_of(store))  # type: ignore[arg-type]
-    assert matrices[0] == Matrix(0, (4, 5), (Part(0, 0, 20),), 0)
-    assert matrices[1] == Matrix(1, (6, 10), (Part(1, 0, 32), Part(2, 32, 60)), 1)
+    assert matrices[0] == Matrix(0, (4, 5), (MatrixPart(0, 0, 20),), 0)
+    assert matrices[1] == Matrix(1, (6, 10), (MatrixPart(1, 0, 32), MatrixPart(2, 32, 60)), 1)
     assert matrices[2].owner == 3
     assert [len(run) for run in batches(matrices, 80)] == [2, 1]
     assert [len(run) for run in batches(matrices, 1)] == [1, 1, 1]

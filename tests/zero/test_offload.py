@@ -22,7 +22,7 @@ import deepspeed
 from deepspeed.compat.offload_states import get_state_devices
 from deepspeed.config.problems import DeepSpeedConfigError
 from deepspeed.config.sections.offload import OffloadStateTypeEnum
-from deepspeed.ops.aio.engine import Failure, Options
+from deepspeed.ops.aio.engine import AioFailure, AioOptions
 from deepspeed.zero import wiring
 from deepspeed.zero.gathering import param_storage, sharded_model
 from deepspeed.zero.offload import state_moves, swap_file, tiers
@@ -571,7 +571,7 @@ def test_a_failed_write_names_the_file(tmp_path: Path) -> None:
     swap = engine.core.store.tier.swap
     engine.backward(engine(batch(1, 0, 0)))
     with (
-        mock.patch.object(swap._engine, "finish", side_effect=Failure(errno.EIO, 4096)),
+        mock.patch.object(swap._engine, "finish", side_effect=AioFailure(errno.EIO, 4096)),
         pytest.raises(
             OSError, match="Input/output error while .*ing the swap file in .*at byte 4096"
         ) as caught,
@@ -638,7 +638,7 @@ def test_tensors_in_a_file_take_no_descriptor_each(tmp_path: Path, monkeypatch: 
     """A small `sub_group_size` makes tens of thousands of them, and a process has 1024 descriptors as a rule."""
     monkeypatch.setattr(swap_file, "GROW_BYTES", 64 * swap_file.PAGE)
     outside = len(os.listdir("/proc/self/fd"))
-    swap = SwapFile(tmp_path, Options(), key="key")
+    swap = SwapFile(tmp_path, AioOptions(), key="key")
     before = len(os.listdir("/proc/self/fd"))
     tensors = [swap.new(n, torch.float32) for n in (100, 3000, 100_000) for _ in range(100)]
     of_large_ones = 100  # the file grows for each
@@ -655,7 +655,7 @@ def test_tensors_in_a_file_take_no_descriptor_each(tmp_path: Path, monkeypatch: 
 
 
 def test_addresses_that_are_given_out_again(tmp_path: Path) -> None:
-    swap = SwapFile(tmp_path, Options(), key="key")
+    swap = SwapFile(tmp_path, AioOptions(), key="key")
     for value in range(20):
         tensor = swap.new(5000, torch.float32)
         swap.finish(swap.write(torch.full((5000,), float(value)), tensor))

@@ -16,7 +16,7 @@ import deepspeed
 from deepspeed.config.plan import Cadence
 from deepspeed.config.problems import DeepSpeedConfigError
 from deepspeed.ops.update import ALONE, UpdateContext, UpdateTraits
-from deepspeed.planning.request import Request, answer
+from deepspeed.planning.request import PlanRequest, answer
 from tests.pool import distributed
 from tests.zero.simulated_ranks import (
     BETA,
@@ -218,7 +218,7 @@ def test_partitioned_tensors_are_refused(stage: int) -> None:
     config = config_of(stage, torch.float32, 1, 0.0, 1)
     for attempt in (
         lambda: deepspeed.initialize(model=model, optimizer=optimizer, config=config),
-        lambda: answer(Request(module=model, config=config, ranks=1, optimizer=optimizer)),
+        lambda: answer(PlanRequest(module=model, config=config, ranks=1, optimizer=optimizer)),
     ):
         with pytest.raises(DeepSpeedConfigError, match="MomentumExchange exchanges .* use stage 0"):
             attempt()

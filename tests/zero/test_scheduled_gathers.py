@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import deepspeed
 from deepspeed.zero.gathering import sharded_model
-from deepspeed.zero.gathering.launch_order import Entry, Kind, decode, encode, with_foresight
+from deepspeed.zero.gathering.launch_order import EntryKind, LaunchEntry, decode, encode, with_foresight
 from deepspeed.zero.gathering.rendezvous import Arrival, Rendezvous
 from deepspeed.zero.gathering.scheduled_gather import LEAST_PATIENCE_S, GatherCounts
 from tests.pool import distributed
@@ -351,12 +351,12 @@ def test_slices_on_storage_are_read_ahead_in_every_phase(tmp_path: Any) -> None:
 # The pure parts ---------------------------------------------------------------------------------------------
 
 
-def need(b: int) -> Entry:
-    return Entry(Kind.NEED, b)
+def need(b: int) -> LaunchEntry:
+    return LaunchEntry(EntryKind.NEED, b)
 
 
 def test_gathers_move_ahead_of_sums_but_not_of_the_release_that_makes_room() -> None:
-    summed, gone = Entry(Kind.SUM, 7), Entry(Kind.RELEASE, 0)
+    summed, gone = LaunchEntry(EntryKind.SUM, 7), LaunchEntry(EntryKind.RELEASE, 0)
     record = [need(0), need(1), gone, summed, need(0), need(2)]
     assert with_foresight(record, [1, 1, 1], window=0) == [need(0), need(1), summed, need(0), need(2)]
     assert with_foresight(record, [1, 1, 1], window=1) == [need(0), need(1), need(0), summed, need(2)]

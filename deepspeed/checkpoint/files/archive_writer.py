@@ -72,7 +72,7 @@ def write_archive(
     _write_structure(path, {**content, CHECKSUMS: _TABLE} if checksums else content, plan)
     _refuse_what_does_not_load(path, content, compare=not class_names)
     with open(path, "r+b", buffering=0) as file, BlockHasher() as hasher:
-        sink = Sink(file, hasher if checksums else None)
+        sink = ArchiveSink(file, hasher if checksums else None)
         for (offset, nbytes), tensor in zip(_records(path, plan.tensors), plan.tensors, strict=True):
             _write_tensor(sink, offset, nbytes, plan.table(hasher) if tensor is _TABLE else tensor)
         return os.fstat(file.fileno()).st_size
@@ -279,7 +279,7 @@ def _records(path: Path, tensors: list[Tensor | LazyTensor]) -> list[tuple[int, 
     return [found[number] for number in sorted(found)]
 
 
-def _write_tensor(sink: Sink, offset: int, nbytes: int, value: Tensor | LazyTensor) -> None:
+def _write_tensor(sink: ArchiveSink, offset: int, nbytes: int, value: Tensor | LazyTensor) -> None:
     sink.file.seek(offset)
     sink.write_tensor(value)
     assert sink.file.tell() == offset + nbytes, (
@@ -287,7 +287,7 @@ def _write_tensor(sink: Sink, offset: int, nbytes: int, value: Tensor | LazyTens
     )
 
 
-class Sink:
+class ArchiveSink:
     """An unbuffered file, open for writing, that takes whole tensors, and hashes them if it is given a ``hasher``."""
 
     def __init__(self, file: Any, hasher: BlockHasher | None = None) -> None:

@@ -29,8 +29,8 @@ from deepspeed.checkpoint.foreign.universal_format import (
 )
 from deepspeed.checkpoint.foreign.upstream_experts import KEYS, SavedExperts
 from deepspeed.checkpoint.foreign.upstream_parts import (
-    Part,
     Read,
+    UpstreamPart,
     check_all_parts,
     parallel_sizes,
     placed_parts,
@@ -114,7 +114,7 @@ def _add_unsharded(
     for part in parts:
         _add_module(catalog, part)
     for path, weights in experts.files.items():
-        _add_module(catalog, Part(path, {"module": weights}, {}))
+        _add_module(catalog, UpstreamPart(path, {"module": weights}, {}))
     for part in parts:
         if optims:
             rank = (model_ranks(part.path.name) or (0, 0))[1]
@@ -122,7 +122,7 @@ def _add_unsharded(
             _add_partitions(catalog, part, own, read, experts)
         elif experts.files and order is not None:
             for share, path in enumerate(experts.optimizers):
-                held = Part(path, {"module": part.content["module"], **read(path)}, {}, share == 0)
+                held = UpstreamPart(path, {"module": part.content["module"], **read(path)}, {}, share == 0)
                 _add_whole(catalog, held, experts.order(order, share))
         elif part.content.get("optimizer") is not None:
             _add_whole(catalog, part, order)
@@ -150,7 +150,7 @@ def _add_pipeline(
             raise CheckpointError(
                 f"no file in {catalog.folder} holds the shape of {lost[0]}: load it into an engine, and save it again"
             )
-        part = Part(path, {**content, "param_shapes": shapes}, dict.fromkeys(trained))
+        part = UpstreamPart(path, {**content, "param_shapes": shapes}, dict.fromkeys(trained))
         _add_partitions(catalog, part, own, read, SavedExperts())
         groups = groups or [[] for _ in shapes]
         for names, group in zip(groups, shapes, strict=True):
@@ -167,12 +167,14 @@ def _add_layers(
     catalog: Catalog, layers: Mapping[Path, tuple[str, dict[str, Any]]], trained: Mapping[str, Shape]
 ) -> None:
     for path, (number, content) in layers.items():
-        _add_module(catalog, Part(path, {"module": layer_weights(number, content, trained)}, {}))
+        _add_module(catalog, UpstreamPart(path, {"module": layer_weights(number, content, trained)}, {}))
     for name in trained:
         catalog.module.setdefault(name, [])  # of tied weights only masters may exist
 
 
-def _add_module(catalog: Catalog, part: Part, whole: Callable[[str], bool] = lambda name: True) -> None:
+def _add_module(
+    catalog: Catalog, part: UpstreamPart, whole: Callable[[str], bool] = lambda name: True
+) -> None:
     """Tensors of the module's state dict that are ``whole`` in this file."""
     for name, value in part.content["module"].items():
         if not isinstance(value, Tensor):
@@ -211,7 +213,7 @@ def _add_universal(
 
 
 def _add_partitions(
-    catalog: Catalog, part: Part, optims: list[Path], read: Read, experts: SavedExperts
+    catalog: Catalog, part: UpstreamPart, optims: list[Path], read: Read, experts: SavedExperts
 ) -> None:
     states = {path: read(path)[OPTIMIZER_STATE] for path in optims}
     count = max(_as_list(next(iter(states.values()))["partition_count"]))
@@ -234,7 +236,7 @@ def _add_partitions(
 
 def _add_group_part(
     catalog: Catalog,
-    part: Part,
+    part: UpstreamPart,
     number: int,
     shapes: Mapping[str, Any],
     start: int,
@@ -314,7 +316,7 @@ class _Shards:
     """Model files of one tensor-parallel rank, in the order of its data-parallel ranks."""
 
     rank: int
-    part: Part
+    part: UpstreamPart
     contents: Mapping[Path, Mapping[str, Any]]
 
     def even(self, name: str, shape: Shape, number: int) -> ShardIndex | None:
@@ -335,7 +337,7 @@ def _stage3_shards(
     check_all_parts(catalog, by_rank, ranks)
     heads = dict(next(iter(by_rank[rank].items())) for rank in range(ranks))
     if ranks == 1:
-        parts = [Part(path, content, {}) for path, content in heads.items()]
+        parts = [UpstreamPart(path, content, {}) for path, content in heads.items()]
     else:
         parts = placed_parts(heads, [_stage3_shapes(content) for content in heads.values()], first, wanted)
     return [_Shards(rank, part, by_rank[rank]) for rank, part in enumerate(parts)]
@@ -396,7 +398,7 @@ def _walk_stage3(
 # Stage 0 ---------------------------------------------------------------------------------------------------
 
 
-def _add_whole(catalog: Catalog, part: Part, order: Order | None) -> None:
+def _add_whole(catalog: Catalog, part: UpstreamPart, order: Order | None) -> None:
     """A torch optimizer's state dict by number, with fp32 masters next to it where the weights are 16-bit."""
     optimizer, path, module = part.content["optimizer"], part.path, part.content["module"]
     inner = optimizer.get(OPTIMIZER_STATE, optimizer)

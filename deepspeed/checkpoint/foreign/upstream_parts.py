@@ -23,7 +23,7 @@ Read = Callable[[Path], dict[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class UpstreamPart:
     """The files of one tensor-parallel rank: its model file, and where its tensors lie in whole ones. ``first``: of
     copies that every rank has, those of this rank are read."""
 
@@ -50,11 +50,11 @@ def split_parts(
     read: Read,
     wanted: Wanted | None,
     elsewhere: Collection[str] = (),
-) -> list[Part]:
+) -> list[UpstreamPart]:
     """Read what each tensor-parallel rank saved, without names ``elsewhere``; of one rank alone, all."""
     _, ranks = parallel_sizes(first)
     if ranks == 1:
-        return [Part(models[0], first, {})]
+        return [UpstreamPart(models[0], first, {})]
     by_rank = {
         (model_ranks(path.name) or (0, 0))[1]: path for path in models if not path.name.startswith("zero_")
     }
@@ -95,7 +95,7 @@ def placed_parts(
     shapes: Sequence[Mapping[str, Shape]],
     first: Mapping[str, Any],
     wanted: Wanted | None,
-) -> list[Part]:
+) -> list[UpstreamPart]:
     """``contents``: a file of each tensor-parallel rank; ``shapes``: of its parts of the weights, by name."""
     info = first.get(UNIVERSAL_CHECKPOINT_INFO)
     placed = {
@@ -105,6 +105,6 @@ def placed_parts(
     same = wanted is not None and wanted.ranks == len(contents)
     preferred = wanted.rank if wanted is not None and same else 0
     return [
-        Part(path, content, {name: of[rank] for name, of in placed.items()}, rank == preferred)
+        UpstreamPart(path, content, {name: of[rank] for name, of in placed.items()}, rank == preferred)
         for rank, (path, content) in enumerate(contents.items())
     ]

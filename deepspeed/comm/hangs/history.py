@@ -34,7 +34,7 @@ class WatchEnds:
 watch_ends = WatchEnds()
 
 
-class History:
+class OperationHistory:
     """`count` collectives were issued; `calls` are the last of them. Written by the ranks' own thread, without a lock:
     a reader may see a call that is counted and not yet there, which the next look corrects."""
 

@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from deepspeed.base.logging import logger
 from deepspeed.comm.groups import default_timeout
-from deepspeed.comm.hangs.history import History, watch_ends
+from deepspeed.comm.hangs.history import OperationHistory, watch_ends
 from deepspeed.comm.hangs.report import ABSENT, GONE, STOPPED, explain
 from deepspeed.comm.hangs.stack_server import StackServer
 from deepspeed.comm.hangs.stragglers import clone, quietly, store_of_default_group
@@ -60,7 +60,7 @@ class Watched(Protocol):
 class Watch:
     """The thread and what it knows. All that it asks of others goes through the store, over a connection of its own."""
 
-    def __init__(self, histories: Callable[[], list[History]]) -> None:
+    def __init__(self, histories: Callable[[], list[OperationHistory]]) -> None:
         self.pid = os.getpid()
         self.group = dist.group.WORLD
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
@@ -345,7 +345,7 @@ _watch: Watch | None = None
 _lock = threading.Lock()
 
 
-def begin(network: Watched, histories: Callable[[], list[History]]) -> None:
+def begin(network: Watched, histories: Callable[[], list[OperationHistory]]) -> None:
     """Watch for this network too. Collective in nothing: each rank decides for itself."""
     global _watch
     if network.hang_report_seconds <= 0 or store_of_default_group() is None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from deepspeed.comm.hangs.history import History
+from deepspeed.comm.hangs.history import OperationHistory
 from deepspeed.comm.links import Sent, far_share
 from deepspeed.comm.pending import Pending
 
@@ -41,7 +41,7 @@ class Reduce(Protocol):
     def __call__(self, tensor: Tensor, dst: int, *, scale: float = 1.0) -> Pending: ...
 
 
-class AllToAll(Protocol):
+class AllToAllTransport(Protocol):
     def __call__(
         self, output: Tensor, input: Tensor, output_counts: Sequence[int], input_counts: Sequence[int]
     ) -> Pending: ...
@@ -71,7 +71,7 @@ class Transport:
     all_reduce_max: AllReduceMax
     reduce: Reduce
     broadcast: Broadcast
-    all_to_all: AllToAll
+    all_to_all: AllToAllTransport
     barrier: Barrier
     close: Callable[[], None] = lambda: None
 
@@ -88,7 +88,7 @@ class Wires:
 
     def __init__(self, group: ProcessGroup, ranks: tuple[int, ...]) -> None:
         self.group, self.ranks = group, ranks
-        self.history = History(group.group_name, ranks)
+        self.history = OperationHistory(group.group_name, ranks)
         self._transports: dict[
             tuple[str, bool], Transport
         ] = {}  # by device type and permission to share memory

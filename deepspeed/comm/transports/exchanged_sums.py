@@ -33,7 +33,7 @@ SCRATCH_BYTES = 32 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Levels:
+class ExchangeLevels:
     """``inside``: the group of this host's ranks; ``across``: the group of those with this rank's position on every
     host. Without groups all ranks are at one level."""
 
@@ -49,7 +49,7 @@ class ExchangedSum:
         self.group = group
         self.ranks = ranks
         self.size = len(ranks)
-        self._levels: Levels | None = None
+        self._levels: ExchangeLevels | None = None
         self._stream: Any = None
 
     def reduce_scatter(self, output: Tensor, input: Tensor, scale: float) -> Pending:
@@ -58,7 +58,7 @@ class ExchangedSum:
     def all_reduce(self, tensor: Tensor, scale: float, all_gather: Callable[..., Any]) -> Pending:
         """``all_gather``: the flat form of torch.distributed."""
 
-        def run(levels: Levels) -> None:
+        def run(levels: ExchangeLevels) -> None:
             share = -(-tensor.numel() // self.size)
             padded = tensor
             if share * self.size != tensor.numel():
@@ -74,7 +74,7 @@ class ExchangedSum:
 
     # One sum ------------------------------------------------------------------------------------------------
 
-    def _sum(self, levels: Levels, output: Tensor, input: Tensor, scale: float) -> None:
+    def _sum(self, levels: ExchangeLevels, output: Tensor, input: Tensor, scale: float) -> None:
         count = output.numel()
         strips = input.view(levels.num_hosts, -1, count)
         piece = max(1, min(count, SCRATCH_BYTES // (self.size * input.element_size())))
@@ -82,14 +82,14 @@ class ExchangedSum:
             stop = min(start + piece, count)
             self._sum_piece(levels, output[start:stop], strips[:, :, start:stop], scale)
 
-    def _sum_piece(self, levels: Levels, output: Tensor, strips: Tensor, scale: float) -> None:
+    def _sum_piece(self, levels: ExchangeLevels, output: Tensor, strips: Tensor, scale: float) -> None:
         if levels.across is None:
             received = self._exchange(strips[0], levels.inside)
         else:
             received = self._exchange(self._sums_of_host(strips, levels), levels.across)
         sum_in_order(output, list(received), scale)
 
-    def _sums_of_host(self, strips: Tensor, levels: Levels) -> Tensor:
+    def _sums_of_host(self, strips: Tensor, levels: ExchangeLevels) -> Tensor:
         """This rank's [H, L, n] -> [H, n] summed over this host's ranks, unrounded: one row for each host."""
         num_hosts, local_size, count = strips.shape
         received = self._exchange(strips.transpose(0, 1), levels.inside).view(local_size, -1)
@@ -115,7 +115,7 @@ class ExchangedSum:
 
     # Where it runs ------------------------------------------------------------------------------------------
 
-    def _issue(self, run: Callable[[Levels], None], tensor: Tensor) -> Pending:
+    def _issue(self, run: Callable[[ExchangeLevels], None], tensor: Tensor) -> Pending:
         levels = self._levels
         if levels is None:
             levels = self._levels = self._find_levels(tensor.device)
@@ -133,7 +133,7 @@ class ExchangedSum:
         # The closure keeps what `run` works on (input, output) alive until the caller's stream has waited for the sum.
         return Pending(lambda run=run: accelerator.current_stream().wait_event(done))
 
-    def _find_levels(self, device: torch.device) -> Levels:
+    def _find_levels(self, device: torch.device) -> ExchangeLevels:
         """Find out which ranks share a host. Collective, at the first sum."""
         identity = hashlib.sha256(hosts.host_identity()).digest()
         mine = torch.tensor(list(identity), dtype=torch.uint8, device=device)
@@ -141,9 +141,9 @@ class ExchangedSum:
         all_gather_single(everyone, mine, group=self.group)
         blocks = hosts.blocks_of([bytes(row) for row in everyone.view(self.size, -1).tolist()])
         if len(blocks) == 1 or not hosts.are_regular(blocks):
-            return Levels(1, self.group, None)
+            return ExchangeLevels(1, self.group, None)
         place = self.group.rank() % len(blocks[0])
         here = next(block for block in blocks if self.group.rank() in block)
         inside = new_group([self.ranks[rank] for rank in here])
         across = new_group([self.ranks[block[place]] for block in blocks])
-        return Levels(len(blocks), inside, across)
+        return ExchangeLevels(len(blocks), inside, across)

@@ -33,7 +33,7 @@ def meet(gloo: GlooChannel, may_share_memory: bool) -> Hosts:
     """Find out which rank is where, and connect the ranks of each host if the whole group can and may share memory.
     A collective call: all ranks get the same blocks, and either all get a channel or none does."""
     willing = may_share_memory and shared_memory.is_available()
-    records = _gather(gloo, _Record.of_this_process(willing))
+    records = _gather(gloo, _HostRecord.of_this_process(willing))
     blocks = blocks_of([one.host for one in records])
     if not all(one.ready for one in records) or not are_regular(blocks):
         return Hosts(blocks, None)
@@ -69,24 +69,24 @@ def are_regular(blocks: tuple[tuple[int, ...], ...]) -> bool:
 
 def _connect(
     gloo: GlooChannel, block: tuple[int, ...], pid: int
-) -> tuple[SharedMemoryChannel | None, list[_Record]]:
+) -> tuple[SharedMemoryChannel | None, list[_HostRecord]]:
     """The first rank of a host (process `pid`) creates the segment, all ranks of the block map it. Returns this rank's
     channel, and which ranks have one."""
     rank = block.index(gloo.rank)
     descriptor, token = shared_memory.create_segment(len(block)) if rank == 0 else (0, 0)
     try:
-        offer = _gather(gloo, _Record.of_this_process(descriptor >= 0, descriptor, token))[block[0]]
+        offer = _gather(gloo, _HostRecord.of_this_process(descriptor >= 0, descriptor, token))[block[0]]
         ranks = tuple(gloo.ranks[one] for one in block)
         channel = (
             shared_memory.attach(pid, offer.descriptor, offer.token, rank, ranks) if offer.ready else None
         )
-        return channel, _gather(gloo, _Record.of_this_process(channel is not None, offer.descriptor))
+        return channel, _gather(gloo, _HostRecord.of_this_process(channel is not None, offer.descriptor))
     finally:
         if rank == 0 and descriptor >= 0:
             os.close(descriptor)  # by now every rank has opened it, or failed to
 
 
-def _say_why_not(attached: list[_Record]) -> None:
+def _say_why_not(attached: list[_HostRecord]) -> None:
     errors = [one.descriptor for one in attached if one.descriptor < 0]
     reason = (
         f"making a segment failed: {os.strerror(-errors[0])}" if errors else "a rank could not map another's"
@@ -96,7 +96,7 @@ def _say_why_not(attached: list[_Record]) -> None:
     )
 
 
-class _Record:
+class _HostRecord:
     """A rank's announcement to the others before they share memory."""
 
     _LAYOUT = struct.Struct("=?qqq64s128s")
@@ -107,7 +107,7 @@ class _Record:
         self.cores = cores  # one bit per core that this process may use
 
     @classmethod
-    def of_this_process(cls, ready: bool, descriptor: int = -1, token: int = 0) -> _Record:
+    def of_this_process(cls, ready: bool, descriptor: int = -1, token: int = 0) -> _HostRecord:
         cores = sum(1 << core for core in _usable_cores() if core < 1024)
         return cls(ready, os.getpid(), descriptor, token, host_identity(), cores)
 
@@ -117,16 +117,16 @@ class _Record:
         return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
     @classmethod
-    def unpack(cls, data: Tensor) -> _Record:
+    def unpack(cls, data: Tensor) -> _HostRecord:
         ready, pid, descriptor, token, host, cores = cls._LAYOUT.unpack(data.numpy().tobytes())
         return cls(ready, pid, descriptor, token, host, int.from_bytes(cores, "little"))
 
 
-def _gather(gloo: GlooChannel, own: _Record) -> list[_Record]:
+def _gather(gloo: GlooChannel, own: _HostRecord) -> list[_HostRecord]:
     packed = own.pack()
     everyone = torch.empty(gloo.size * packed.numel(), dtype=torch.uint8)
     GlooAllGather(gloo)(everyone, packed).wait()
-    return [_Record.unpack(one) for one in everyone.view(gloo.size, -1)]
+    return [_HostRecord.unpack(one) for one in everyone.view(gloo.size, -1)]
 
 
 @functools.cache

@@ -53,7 +53,7 @@ class DeepSpeedAutotuningConfig(LenientConfigModel):
     )
     overwrite: bool = Field(
         default=False,
-        description="Replace earlier results; false: reuse them, and go on after an interruption.",
+        description="Replace earlier results; false: reuse them, and resume after an interruption.",
     )
     metric: Annotated[Literal["latency", "throughput", "flops"], BeforeValidator(_lower)] = Field(
         default="throughput", description="What is optimized."

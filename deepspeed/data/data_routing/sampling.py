@@ -21,7 +21,7 @@ _POSITION_BITS = 24
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class TokenPositions:
     """Position of a forward in training. ``step``: updates done so far; ``part``: which of the micro-batches of all
     ranks in this step."""
 
@@ -36,7 +36,9 @@ class TokenSampler:
         place: where the present forward stands; None: draws with torch's generator.
     """
 
-    def __init__(self, layers: int, seed: int = 1234, place: Callable[[], Place] | None = None) -> None:
+    def __init__(
+        self, layers: int, seed: int = 1234, place: Callable[[], TokenPositions] | None = None
+    ) -> None:
         self.layers = layers
         self.seed = seed
         self.place = place
@@ -55,7 +57,9 @@ class TokenSampler:
         return self._drawn[1][layer]
 
     @torch.no_grad()
-    def _all_layers(self, place: Place, kept: int, length: int, batch: int, device: torch.device) -> Tensor:
+    def _all_layers(
+        self, place: TokenPositions, kept: int, length: int, batch: int, device: torch.device
+    ) -> Tensor:
         """The tokens with the smallest random numbers, [layers, batch, kept]. The low bits of a number are its
         position, so that no two are equal and every device finds the same."""
         base = hashlib.blake2b(repr((self.seed, place.step)).encode(), digest_size=8).digest()

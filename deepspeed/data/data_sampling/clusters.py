@@ -79,7 +79,7 @@ class Everything:
         return places
 
 
-class Part:
+class ClusterPart:
     """Consecutive entries of a file of numbers."""
 
     def __init__(self, order: np.ndarray, path: str, start: int, end: int) -> None:
@@ -93,7 +93,7 @@ class Part:
         return self._order[places + self._start].astype(np.int64)
 
 
-Samples = Everything | Part
+Samples = Everything | ClusterPart
 
 
 def newly_accepted(
@@ -116,7 +116,7 @@ def newly_accepted(
     if len(metrics) == 1:
         (metric,) = metrics
         start, end = left[metric.name], reached[metric.name]
-        return Part(metric.order, metric.path, start, max(start, end))
+        return ClusterPart(metric.order, metric.path, start, max(start, end))
     described = repr([(each.name, len(each.order), left[each.name], reached[each.name]) for each in metrics])
     origin = repr([_origin(each.path) for each in metrics])
     tag = hashlib.blake2b((described + origin).encode(), digest_size=8).hexdigest()
@@ -127,7 +127,7 @@ def newly_accepted(
         else:
             _wait_for(path)
     order = np.memmap(path, np.int64, mode="r") if path.stat().st_size else np.empty(0, np.int64)
-    return Part(order, str(path), 0, len(order))
+    return ClusterPart(order, str(path), 0, len(order))
 
 
 def _origin(path: str) -> tuple[str, int]:

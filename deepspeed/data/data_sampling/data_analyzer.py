@@ -152,7 +152,7 @@ class DataAnalyzer:
             self.save_path,
             self.worker_id,
         )
-        progress = _Progress(f"worker {self.worker_id} thread {thread_id}", last - first)
+        progress = _AnalysisProgress(f"worker {self.worker_id} thread {thread_id}", last - first)
         for start, batch in batches_of(self.dataset, first, last, self.batch_size, self.collate_fn):
             update(batch, self.metric_types, self.metric_dtypes, self.metric_functions, results, start)
             progress.at(start - first)
@@ -490,7 +490,7 @@ def _alone(work: Callable[..., Any], call: tuple[Any, ...]) -> None:
     work(*call)
 
 
-class _Progress:
+class _AnalysisProgress:
     """A line now and then while a part is computed."""
 
     def __init__(self, what: str, total: int) -> None:

@@ -23,7 +23,7 @@ from deepspeed.engine.observers.folders import make_folder
 from deepspeed.engine.observers.progress.readings import LossMeter
 from deepspeed.engine.observers.reduction_proof import ReductionProof
 from deepspeed.observe.audit.fingerprints import Fingerprints, batch_entry, entry
-from deepspeed.observe.audit.records import GRADIENT, MASTER, WEIGHT, RecordFile
+from deepspeed.observe.audit.records import GRADIENT, MASTER, WEIGHT, AuditFile
 
 if TYPE_CHECKING:
     from deepspeed.engine.interface import Engine
@@ -40,7 +40,7 @@ class Audit:
             return
         self.core, self.access = engine.core, engine.core.access
         self.folder = make_folder("audit.record", config.record)
-        self.file: RecordFile | None = None
+        self.file: AuditFile | None = None
         self.fingerprints = Fingerprints(engine.device)
         self.proof = ReductionProof(engine, config.prove_buckets)
         self.line: dict[str, Any] | None = None  # of the step that is being recorded
@@ -73,7 +73,7 @@ class Audit:
         step = self.engine.global_steps + 1
         if self.line is None and self.config.wants(step):
             if self.file is None:
-                self.file = RecordFile(self.folder, self.engine.global_rank, facts_of(self.engine))
+                self.file = AuditFile(self.folder, self.engine.global_rank, facts_of(self.engine))
                 self.file.write({"step": 0, WEIGHT: self._weights(), MASTER: self._masters()})
             self.line = {"step": step, "seed": torch.initial_seed(), "random": _random_state(), "batches": []}
             self.meter.listen()

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from deepspeed.base.logging import is_rank_zero, log_dist
 from deepspeed.observe.monitor.monitor import MonitorMaster
-from deepspeed.parallel.expert.metrics import Watch
+from deepspeed.parallel.expert.metrics import RouteWatch
 from deepspeed.parallel.expert.placement import numbers_in_model, watched_layers
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class ExpertLoads:
         self, engine: Engine, layers: Mapping[int, Any], monitor: MonitorMaster | None, *, timed: bool
     ) -> None:
         self.engine, self.monitor, self.timed = engine, monitor, timed
-        self.watches = {number: Watch() for number in layers}
+        self.watches = {number: RouteWatch() for number in layers}
         for number, layer in layers.items():
             layer.watch = self.watches[number]
         self.step = engine.global_steps

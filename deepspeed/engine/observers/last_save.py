@@ -104,8 +104,8 @@ class LastSave:
         code = TIME_IS_UP if reason == TIME else 128 + signal.SIGTERM
         why = "the time limit is near (checkpoint.save_before)" if reason == TIME else "SIGTERM"
         log_dist(
-            f"{why}: the state after step {self.step} is in {self.folder}; the run ends with exit code {code}, and "
-            "goes on with checkpoint.resume",
+            f"{why}: the state after step {self.step} is in {self.folder}; the run exits with code {code}, and "
+            "checkpoint.resume continues it",
             ranks=[0],
         )
         raise SystemExit(code)

@@ -7,22 +7,22 @@ from typing import TYPE_CHECKING
 from deepspeed.base.sharded import is_zero_param
 from deepspeed.planning.activations import shape_of
 from deepspeed.planning.advice import cheapest_saving
-from deepspeed.planning.ledger import TRAINING, Ledger, Phase, Place
+from deepspeed.planning.ledger import TRAINING, Ledger, MemoryPhase, MemoryPlace
 from deepspeed.planning.report import size
-from deepspeed.planning.request import Request, answer
+from deepspeed.planning.request import PlanRequest, answer
 
 if TYPE_CHECKING:
     from deepspeed.engine.interface import Engine
 
 
-def request_of(engine: Engine) -> Request:
+def request_of(engine: Engine) -> PlanRequest:
     """The planner request that corresponds to this run, with its batch sizes as they are by now."""
     batch = {
         "train_batch_size": engine._config.train_batch_size,
         "train_micro_batch_size_per_gpu": engine._config.train_micro_batch_size_per_gpu,
         "gradient_accumulation_steps": engine._config.gradient_accumulation_steps,
     }
-    return Request(
+    return PlanRequest(
         module=engine.module,
         config={**engine._config._param_dict, **batch},
         ranks=engine.seq_dp_world_size,
@@ -39,9 +39,11 @@ def ledger_of(engine: Engine) -> Ledger:
     return answer(request_of(engine)).ledger
 
 
-def now_and_most(ledger: Ledger, places: tuple[Place, ...] = (Place.DEVICE, Place.HOST)) -> tuple[int, int]:
+def now_and_most(
+    ledger: Ledger, places: tuple[MemoryPlace, ...] = (MemoryPlace.DEVICE, MemoryPlace.HOST)
+) -> tuple[int, int]:
     """Return the bytes that a plan takes in ``places`` now, and at its peak in training without activations."""
-    now = sum(ledger.total(Phase.READY, place, estimates=False) for place in places)
+    now = sum(ledger.total(MemoryPhase.READY, place, estimates=False) for place in places)
     most = max(sum(ledger.total(phase, place, estimates=False) for place in places) for phase in TRAINING)
     return now, most
 

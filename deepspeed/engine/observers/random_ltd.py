@@ -10,7 +10,7 @@ from deepspeed.base.logging import is_rank_zero, log_dist, logger
 from deepspeed.config.problems import DeepSpeedConfigError
 from deepspeed.data.data_routing.basic_layer import RandomLayerTokenDrop
 from deepspeed.data.data_routing.layer_token_lr import LayerTokenLR
-from deepspeed.data.data_routing.sampling import Place, TokenSampler
+from deepspeed.data.data_routing.sampling import TokenPositions, TokenSampler
 from deepspeed.data.data_routing.scheduler import RandomLTDScheduler
 
 if TYPE_CHECKING:
@@ -46,10 +46,10 @@ class RandomLTD:
         engine.events.on("before_forward", self.follow)
         engine.events.on("after_step", self.write)
 
-    def place(self) -> Place:
+    def place(self) -> TokenPositions:
         """Return where a forward, or its recomputation in backward, stands in the run."""
         mesh, position = self.engine.mesh, self.engine.clock.position
-        return Place(self.engine.global_steps, position * mesh.size("dp") + mesh.rank("dp"))
+        return TokenPositions(self.engine.global_steps, position * mesh.size("dp") + mesh.rank("dp"))
 
     def initialize(self) -> None:
         """Have the layers that the config names drop tokens.

@@ -128,7 +128,7 @@ class Trial:
             path = Path(str(self.config.metric_path))
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(json.dumps(result, indent=2), encoding="utf-8")
-            logger.info("autotuning: %.4g s per step; this trial is over", seconds)
+            logger.info("autotuning: %.4g s per step; trial finished", seconds)
         raise SystemExit(0)
 
 

@@ -59,7 +59,7 @@ class ServingRollout(RolloutEngine):
     def __init__(self, engine: Any, tokenizer: Any, cfg: ServingRolloutConfig | None = None) -> None:
         _check_ranks(engine)
         self.engine = engine
-        self._server = _Server(tokenizer, cfg or ServingRolloutConfig())
+        self._server = _RolloutServer(tokenizer, cfg or ServingRolloutConfig())
 
     def generate(self, request: RolloutRequest, sampling: SamplingConfig) -> RolloutBatch:
         """At stage 3 a collective on entry and exit; prompts and lengths are each rank's own."""
@@ -89,7 +89,7 @@ class ServingRolloutAhead(RolloutEngine):
         self.engine = engine
         self.step = 0
         """Training step of the weights that it generates with."""
-        self._server = _Server(tokenizer, cfg or ServingRolloutConfig())
+        self._server = _RolloutServer(tokenizer, cfg or ServingRolloutConfig())
         self._worker = ThreadPoolExecutor(1, "rollout")
         self._running: Future[RolloutBatch] | None = None
         with _whole(engine) as module:
@@ -142,7 +142,7 @@ class ServingRolloutAhead(RolloutEngine):
         self._copy = nn.Module()
 
 
-class _Server:
+class _RolloutServer:
     """Answers of a module. What was found out about the module is kept; the cache is not."""
 
     def __init__(self, tokenizer: Any, cfg: ServingRolloutConfig) -> None:

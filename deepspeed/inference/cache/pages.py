@@ -116,7 +116,7 @@ def block_bytes(shapes: Mapping[int, LayerShape], block_size: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class PagePiece:
     """Tokens of one sequence for one forward: ``tokens`` from position ``start``; the keys and values of those before
     are in the cache. ``blocks``: of the sequence, with room for ``tokens``. ``span``: of the whole sequence
     (`inference/model/rotations.py`). ``wanted``: how many of its last tokens logits are wanted for."""

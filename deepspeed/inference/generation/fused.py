@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from deepspeed.inference.cache.pages import PagedCache, Piece
+from deepspeed.inference.cache.pages import PagedCache, PagePiece
 from deepspeed.inference.generation.token_loop import Chosen, choose_tokens, is_usual, takes
 from deepspeed.inference.model.facts import LayoutError
 from deepspeed.inference.model.fused import FusedLayout
@@ -281,7 +281,7 @@ class _Rows:
                 for pages in self.runner.cache.pages(layer):
                     pages[own] = pages[blocks[full]]
 
-    def _piece(self, index: int, tokens: Sequence[int]) -> Piece:
+    def _piece(self, index: int, tokens: Sequence[int]) -> PagePiece:
         start, blocks = self.sequences[index]
         stop = start + len(tokens)
         missing = -(-stop // _BLOCK_SIZE) - len(blocks)
@@ -291,7 +291,7 @@ class _Rows:
             blocks.extend(range(self._used, self._used + missing))
             self._used += missing
         self.sequences[index] = (stop, blocks)
-        return Piece(tokens, start, blocks)
+        return PagePiece(tokens, start, blocks)
 
     def _grow(self) -> None:
         before: PagedCache = self.runner.cache

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from deepspeed.base.accelerator import get_accelerator
 from deepspeed.comm.collectives import Communicator
 from deepspeed.inference.cache.blocks import BlockManager, BlockPool
-from deepspeed.inference.cache.pages import Piece
+from deepspeed.inference.cache.pages import PagePiece
 from deepspeed.inference.generation.logits import MatcherFactory
 from deepspeed.inference.generation.sampling import Sampler, logprobs_of
 from deepspeed.inference.model.runner import ModelRunner
@@ -138,7 +138,7 @@ class Generator:
         if not chunks:
             return []
         pieces = [
-            Piece(
+            PagePiece(
                 chunk.request.tokens[chunk.start : chunk.start + chunk.count],
                 chunk.start,
                 chunk.request.table.blocks,

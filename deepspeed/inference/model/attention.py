@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from deepspeed.inference.cache.pages import PagedCache, Piece
+from deepspeed.inference.cache.pages import PagedCache, PagePiece
 from deepspeed.ops import paged_attention as host
 
 _KERNEL_TOKENS = 8
@@ -45,7 +45,7 @@ class AttentionTerms:
 class PackedBatch:
     """Pieces of several sequences one after another, as the layers of one forward need them."""
 
-    pieces: Sequence[Piece]
+    pieces: Sequence[PagePiece]
     cache: PagedCache
     device: torch.device
     tokens: Tensor = field(init=False)  # [1, tokens]
@@ -97,7 +97,7 @@ class PackedBatch:
             self._masks[known] = self._mask(self.pieces[piece], window)
         return self._masks[known]
 
-    def _mask(self, piece: Piece, window: int | None) -> Tensor | None:
+    def _mask(self, piece: PagePiece, window: int | None) -> Tensor | None:
         if piece.count == 1:
             return None
         query = torch.arange(piece.start, piece.stop, device=self.device)[:, None]
@@ -106,7 +106,7 @@ class PackedBatch:
         return seen if window is None else seen & (key > query - window)
 
 
-def first_key(piece: Piece, window: int | None) -> int:
+def first_key(piece: PagePiece, window: int | None) -> int:
     """The first position that any token of the piece sees."""
     return 0 if window is None else max(0, piece.start - window + 1)
 

@@ -23,7 +23,7 @@ from deepspeed.inference.kernels import HostLinear, IntegerLinear
 from deepspeed.inference.model.attention import AttentionTerms
 from deepspeed.inference.model.facts import LayoutError
 from deepspeed.inference.model.listeners import harmless_forward
-from deepspeed.ops.host_graph import Activation, Matrix, Weights
+from deepspeed.ops.host_graph import Activation, GraphMatrix, Weights
 from deepspeed.ops.transformer.products import NativeLinear
 
 _LINEAR = (nn.Linear, NativeLinear, HostLinear, IntegerLinear)
@@ -95,7 +95,7 @@ class Layer:
 class Decoder:
     """``watch``: of all modules of the model."""
 
-    watch: Watch
+    watch: DecoderWatch
     embedding: nn.Embedding
     rotations: nn.Module
     layers: tuple[Layer, ...]
@@ -107,7 +107,7 @@ class Decoder:
         return self.embedding.weight.dtype
 
 
-class Watch:
+class DecoderWatch:
     """Check that modules are unchanged since they were analysed; runs before every forward, so in few steps."""
 
     def __init__(self, module: nn.Module) -> None:
@@ -166,7 +166,7 @@ def decoder_of(
     if type(embedding) is not nn.Embedding or embedding.max_norm is not None:
         raise LayoutError(f"{type(embedding).__name__} is not a plain embedding")
     decoder = Decoder(
-        Watch(found),
+        DecoderWatch(found),
         embedding,
         _rotations(found.model),
         layers,
@@ -180,13 +180,13 @@ def decoder_of(
     return decoder
 
 
-def matrix_of(linear: nn.Module) -> Matrix:
+def matrix_of(linear: nn.Module) -> GraphMatrix:
     """Its weights for the kernels."""
     if isinstance(linear, IntegerLinear):
         return linear.matrix.described(linear.bias)
     assert isinstance(linear, nn.Linear)
     kind = Weights.FLOAT32 if linear.weight.dtype is torch.float32 else Weights.BFLOAT16
-    return Matrix(kind, linear.weight.detach(), linear.in_features, linear.bias)
+    return GraphMatrix(kind, linear.weight.detach(), linear.in_features, linear.bias)
 
 
 def _layer(layer: Any, shape: LayerShape, terms: AttentionTerms) -> Layer:

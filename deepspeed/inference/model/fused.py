@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from deepspeed.inference.cache.pages import LayerShape, PagedCache, Piece
+from deepspeed.inference.cache.pages import LayerShape, PagedCache, PagePiece
 from deepspeed.inference.model.decoder import Decoder, Layer, decoder_of, matrix_of
 from deepspeed.inference.model.facts import LayoutError, ModelFacts
 from deepspeed.inference.model.packed import PackedLayout
-from deepspeed.ops.host_graph import Program, Step, bind
+from deepspeed.ops.host_graph import GraphStep, HostGraph, bind
 from deepspeed.ops.native import library
 from deepspeed.ops.paged_attention import PagedPieces
 from deepspeed.ops.small_product import program_rows
@@ -42,7 +42,7 @@ class FusedLayout:
         self._decoder: Decoder | None = None
         self._program: DecoderProgram | None = None
 
-    def learn(self, pieces: Sequence[Piece], block_size: int) -> dict[int, LayerShape]:
+    def learn(self, pieces: Sequence[PagePiece], block_size: int) -> dict[int, LayerShape]:
         """As the packed layout does. LayoutError: the model is of another build, or there is no native library."""
         if library() is None:
             raise LayoutError("the native library is not there")
@@ -62,7 +62,7 @@ class FusedLayout:
             return 0
         return program_rows(matrix_of(decoder.layers[0].down).kind)
 
-    def forward(self, pieces: Sequence[Piece], cache: PagedCache, unchanged: bool = False) -> Tensor:
+    def forward(self, pieces: Sequence[PagePiece], cache: PagedCache, unchanged: bool = False) -> Tensor:
         """Return logits [wanted tokens of all pieces, vocabulary]."""
         decoder = self._decoder
         assert decoder is not None, "learn() comes first"
@@ -93,7 +93,7 @@ class DecoderProgram:
     def __init__(self, decoder: Decoder, cache: PagedCache, rows: int, positions: int) -> None:
         self.decoder, self.cache, self.rows, self.positions = decoder, cache, rows, positions
         self._addresses = decoder.watch.addresses()
-        self._program = Program()
+        self._program = HostGraph()
         self._rotations = rotations_of(decoder.rotations, positions)
         self._buffers: dict[tuple[str, int], Tensor] = {}
         self._logits = self._build()
@@ -107,7 +107,7 @@ class DecoderProgram:
         watch = self.decoder.watch
         return not watch.is_disturbed() and watch.addresses() == self._addresses
 
-    def run(self, pieces: Sequence[Piece], rows: int, last: Sequence[int]) -> Tensor:
+    def run(self, pieces: Sequence[PagePiece], rows: int, last: Sequence[int]) -> Tensor:
         """Return logits [last, vocabulary] after the rows ``last``."""
         described = PagedPieces(
             [(each.blocks, each.start, each.count) for each in pieces], [True] * len(pieces)
@@ -116,7 +116,7 @@ class DecoderProgram:
         positions = [at for piece in pieces for at in range(piece.start, piece.stop)]
         logits = torch.empty(len(last), self.decoder.head.out_features, dtype=self.decoder.dtype)  # type: ignore[arg-type]
         self._logits.output = logits.data_ptr()
-        self._program.run(Step(rows, tokens, positions, last, described.array))
+        self._program.run(GraphStep(rows, tokens, positions, last, described.array))
         return logits
 
     def _buffer(self, name: str, width: int) -> Tensor:

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from deepspeed.inference.cache.pages import LayerShape, PagedCache, Piece
+from deepspeed.inference.cache.pages import LayerShape, PagedCache, PagePiece
 from deepspeed.inference.model.attention import PackedBatch, paged_attention
 from deepspeed.inference.model.decoder import Decoder, Layer, decoder_of
 from deepspeed.inference.model.facts import LayoutError, ModelFacts
@@ -37,7 +37,7 @@ class LaunchedLayout:
         self.packed = PackedLayout(module, facts)
         self._launcher: DecoderLaunches | None = None
 
-    def learn(self, pieces: Sequence[Piece], block_size: int) -> dict[int, LayerShape]:
+    def learn(self, pieces: Sequence[PagePiece], block_size: int) -> dict[int, LayerShape]:
         """As the packed layout does. LayoutError: the model is of another build, or not on one GPU."""
         if not gpu.usable(*self.packed.module.parameters()):
             raise LayoutError("its weights are not on one GPU that Triton compiles kernels for")
@@ -51,7 +51,7 @@ class LaunchedLayout:
     def release(self) -> None:
         """Nothing of a cache is kept between forwards."""
 
-    def forward(self, pieces: Sequence[Piece], cache: PagedCache, unchanged: bool = False) -> Tensor:
+    def forward(self, pieces: Sequence[PagePiece], cache: PagedCache, unchanged: bool = False) -> Tensor:
         """Logits [pieces, vocabulary] after each piece's last token."""
         launcher = self._launcher
         assert launcher is not None, "learn() comes first"
@@ -69,7 +69,7 @@ class DecoderLaunches:
         self._tables: tuple[Tensor, Tensor] = (torch.empty(0), torch.empty(0))
 
     @torch.inference_mode()
-    def run(self, pieces: Sequence[Piece], cache: PagedCache) -> Tensor:
+    def run(self, pieces: Sequence[PagePiece], cache: PagedCache) -> Tensor:
         """Logits [pieces, vocabulary]."""
         from deepspeed.ops.gpu import norms  # imports Triton
 

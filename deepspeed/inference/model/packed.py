@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from deepspeed.base.transformers_models import attention_registries
-from deepspeed.inference.cache.pages import LayerShape, PagedCache, Piece
+from deepspeed.inference.cache.pages import LayerShape, PagedCache, PagePiece
 from deepspeed.inference.model.attention import AttentionTerms, PackedBatch, paged_attention
 from deepspeed.inference.model.facts import LayoutError, ModelFacts
 from deepspeed.parallel.sequence.hf.masks import parts_of_mask
@@ -57,7 +57,7 @@ class PackedLayout:
         self.terms: dict[int, AttentionTerms] = {}
         """By the number of the layer, once they are learned."""
 
-    def learn(self, pieces: Sequence[Piece], block_size: int) -> dict[int, LayerShape]:
+    def learn(self, pieces: Sequence[PagePiece], block_size: int) -> dict[int, LayerShape]:
         """Derive the layers' key-value entries of a token from a forward without a cache.
 
         LayoutError: layers compute attention of their own, or of a kind that is not known here.
@@ -86,7 +86,7 @@ class PackedLayout:
     def release(self) -> None:
         """Nothing of a cache is kept between forwards."""
 
-    def forward(self, pieces: Sequence[Piece], cache: PagedCache, unchanged: bool = False) -> Tensor:
+    def forward(self, pieces: Sequence[PagePiece], cache: PagedCache, unchanged: bool = False) -> Tensor:
         """Logits [pieces, vocabulary] after each piece's last token."""
         return self._run(Running(PackedBatch(pieces, cache, self.facts.device)))
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from deepspeed.inference.cache.pages import LayerShape, PagedCache, Piece
+from deepspeed.inference.cache.pages import LayerShape, PagedCache, PagePiece
 from deepspeed.inference.model.facts import LayoutError, ModelFacts
 
 
@@ -27,7 +27,7 @@ class PaddedLayout:
         self.module = module
         self.facts = facts
 
-    def learn(self, pieces: Sequence[Piece], block_size: int) -> dict[int, LayerShape]:
+    def learn(self, pieces: Sequence[PagePiece], block_size: int) -> dict[int, LayerShape]:
         """Derive the layers' key-value entries of a token from a forward over a cache of Transformers.
 
         LayoutError: the model keeps none, or not as many layers as it has.
@@ -54,7 +54,7 @@ class PaddedLayout:
     def release(self) -> None:
         """Nothing of a cache is kept between forwards."""
 
-    def forward(self, pieces: Sequence[Piece], cache: PagedCache, unchanged: bool = False) -> Tensor:
+    def forward(self, pieces: Sequence[PagePiece], cache: PagedCache, unchanged: bool = False) -> Tensor:
         """Return logits [wanted tokens of all pieces, vocabulary], by one forward of the model for each length."""
         by_length: dict[int, list[int]] = defaultdict(list)
         for index, piece in enumerate(pieces):
@@ -65,7 +65,7 @@ class PaddedLayout:
                 logits[index] = rows[rows.shape[0] - pieces[index].wanted :]
         return torch.cat([rows for rows in logits if rows is not None])
 
-    def _batch(self, pieces: Sequence[Piece], cache: PagedCache) -> Tensor:
+    def _batch(self, pieces: Sequence[PagePiece], cache: PagedCache) -> Tensor:
         from deepspeed.inference.model.padded_cache import cache_over
 
         batch, kept = PaddedBatch(pieces, cache, self.facts.device), max(piece.wanted for piece in pieces)
@@ -90,7 +90,7 @@ class PaddedBatch:
     ``tokens``, ``positions`` [pieces, count]; ``mask`` [pieces, length], 0 at padding.
     """
 
-    def __init__(self, pieces: Sequence[Piece], cache: PagedCache, device: torch.device) -> None:
+    def __init__(self, pieces: Sequence[PagePiece], cache: PagedCache, device: torch.device) -> None:
         self.cache = cache
         self.count = pieces[0].count
         self.length = max(piece.stop for piece in pieces)

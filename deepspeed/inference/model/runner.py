@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from deepspeed.inference.cache.pages import LayerShape, PagedCache, Piece, block_bytes
+from deepspeed.inference.cache.pages import LayerShape, PagedCache, PagePiece, block_bytes
 from deepspeed.inference.model.facts import LayoutError, ModelFacts
 from deepspeed.inference.model.fused import FusedLayout
 from deepspeed.inference.model.launched import LaunchedLayout
@@ -77,14 +77,14 @@ class ModelRunner:
         self._cache = None
         self.layout.release()
 
-    def forward(self, pieces: Sequence[Piece], unchanged: bool = False) -> Tensor:
+    def forward(self, pieces: Sequence[PagePiece], unchanged: bool = False) -> Tensor:
         """Return logits [tokens, vocabulary] after the ``wanted`` last tokens of each piece, in their order; keys and
         values of all tokens are in the cache then. ``unchanged``: nobody has touched the module since the last
         forward, which spares looking."""
         return self._forward(self.layout, pieces, self.cache, unchanged)
 
     def _forward(
-        self, layout: Layout, pieces: Sequence[Piece], cache: PagedCache, unchanged: bool = False
+        self, layout: Layout, pieces: Sequence[PagePiece], cache: PagedCache, unchanged: bool = False
     ) -> Tensor:
         """One forward of the layout for each span."""
         if not self.rotations.lengths:

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from deepspeed.inference.cache.pages import LayerShape, PagedCache, Piece
+from deepspeed.inference.cache.pages import LayerShape, PagedCache, PagePiece
 from deepspeed.inference.model.facts import ModelFacts
 from deepspeed.inference.model.rotations import Rotations
 
@@ -29,7 +29,7 @@ _STEPS = (((0, 0, 4),), ((1, 0, 4), (0, 4, 7)), ((0, 7, 8), (1, 4, 5)))
 WINDOW = 3
 """Tokens of sliding windows while they are tried."""
 
-Forward = Callable[[Sequence[Piece], PagedCache], Tensor]
+Forward = Callable[[Sequence[PagePiece], PagedCache], Tensor]
 """Logits [pieces, vocabulary] after each piece's last token."""
 
 
@@ -38,8 +38,8 @@ class Layout(Protocol):
 
     @property
     def name(self) -> str: ...
-    def learn(self, pieces: Sequence[Piece], block_size: int) -> dict[int, LayerShape]: ...
-    def forward(self, pieces: Sequence[Piece], cache: PagedCache, unchanged: bool = False) -> Tensor: ...
+    def learn(self, pieces: Sequence[PagePiece], block_size: int) -> dict[int, LayerShape]: ...
+    def forward(self, pieces: Sequence[PagePiece], cache: PagedCache, unchanged: bool = False) -> Tensor: ...
     def release(self) -> None: ...
 
 
@@ -77,10 +77,10 @@ def probe_tokens(facts: ModelFacts) -> list[list[int]]:
     ]
 
 
-def learning_pieces(facts: ModelFacts) -> list[Piece]:
+def learning_pieces(facts: ModelFacts) -> list[PagePiece]:
     """For ``Layout.learn``."""
     pairs = zip(probe_tokens(facts), _BLOCKS, strict=True)
-    return [Piece(tokens[: 2 * BLOCK_SIZE], 0, blocks) for tokens, blocks in pairs]
+    return [PagePiece(tokens[: 2 * BLOCK_SIZE], 0, blocks) for tokens, blocks in pairs]
 
 
 def plain_logits(module: nn.Module, facts: ModelFacts, rotations: Rotations, span: int = 0) -> list[Tensor]:
@@ -106,7 +106,7 @@ def error_of(
     tokens, worst = probe_tokens(facts), 0.0
     for step in _STEPS:
         pieces = [
-            Piece(tokens[which][start:stop], start, _BLOCKS[which], 0 if which else span)
+            PagePiece(tokens[which][start:stop], start, _BLOCKS[which], 0 if which else span)
             for which, start, stop in step
         ]
         for row, (which, _, stop) in zip(forward(pieces, cache), step, strict=True):

@@ -16,7 +16,7 @@ from deepspeed.base.accelerator import get_accelerator
 from deepspeed.base.logging import log_dist
 from deepspeed.config.problems import DeepSpeedConfigError
 from deepspeed.inference.cache.blocks import BlockManager, BlockPool, BlockTable
-from deepspeed.inference.cache.pages import Piece
+from deepspeed.inference.cache.pages import PagePiece
 from deepspeed.inference.cache.stored import StoredBlocks
 from deepspeed.inference.model.runner import ModelRunner
 from deepspeed.inference.quantized.selection import give_six_bits
@@ -197,7 +197,7 @@ class InferenceEngineV2:
 
     # -------------------------------------------------------------------------------------------------- parts
 
-    def _reserve(self, uids: Sequence[int], tokens: Sequence[list[int]]) -> list[Piece]:
+    def _reserve(self, uids: Sequence[int], tokens: Sequence[list[int]]) -> list[PagePiece]:
         """Blocks for all, or SchedulingError and for none."""
         pieces, begun = [], []
         for uid, new in zip(uids, tokens, strict=True):
@@ -217,7 +217,7 @@ class InferenceEngineV2:
                 raise SchedulingError(SchedulingResult.KVCacheLimitExceeded)
             table, start = sequence.table, sequence.computed
             fresh = new if start == known else (sequence.tokens + new)[start:]
-            pieces.append(Piece(fresh, start, table.blocks, table.span))
+            pieces.append(PagePiece(fresh, start, table.blocks, table.span))
         return pieces
 
     def _kept(self, sequence: Tracked | None, length: int) -> int:

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from deepspeed.observe.audit.records import GRADIENT, MASTER, WEIGHT, Run, Step, Whole
+from deepspeed.observe.audit.records import GRADIENT, MASTER, WEIGHT, AuditedStep, Run, Whole
 
 BATCH, LOSS, SCALE, NORM, RATE = "batch", "loss", "loss scale", "gradient norm", "learning rate"
 PHASES = {
@@ -137,7 +137,7 @@ class _Comparer:
         yield from self._tensors(a, b, MASTER)
         yield from self._tensors(a, b, WEIGHT)
 
-    def _batch(self, a: Step, b: Step) -> Iterator[Difference]:
+    def _batch(self, a: AuditedStep, b: AuditedStep) -> Iterator[Difference]:
         left, right = a.batch(), b.batch()
         if not left or not right:
             return
@@ -147,7 +147,7 @@ class _Comparer:
         elif left != right and not self.tolerance:
             yield Difference(a.number, BATCH, "", "", math.nan, "the same samples, put together otherwise")
 
-    def _losses(self, a: Step, b: Step) -> tuple[Any, Any]:
+    def _losses(self, a: AuditedStep, b: AuditedStep) -> tuple[Any, Any]:
         left, right = a.losses(), b.losses()
         if self.tolerance or len(left) != len(right):
             return _mean(left), _mean(right)
@@ -170,7 +170,7 @@ class _Comparer:
                 yield Difference(step, phase, "", "", relative, f"{x:.9g} in A, {y:.9g} in B{where}")
                 return
 
-    def _tensors(self, a: Step, b: Step, kind: str) -> Iterator[Difference]:
+    def _tensors(self, a: AuditedStep, b: AuditedStep, kind: str) -> Iterator[Difference]:
         left, right = a.tensors(kind), b.tensors(kind)
         if not left or not right:
             return
@@ -253,7 +253,7 @@ def _module(run: Run, name: str) -> str:
     return f"{kind} {path}".strip()
 
 
-def _which_batches(a: Step, b: Step) -> str:
+def _which_batches(a: AuditedStep, b: AuditedStep) -> str:
     """The ranks and micro-batches whose inputs differ, if they are arranged alike."""
     left, right = a.arrangement(), b.arrangement()
     if [len(each) for each in left] != [len(each) for each in right]:

@@ -24,7 +24,7 @@ def file_of(folder: Path, rank: int) -> Path:
     return folder / f"rank{rank:05d}.jsonl"
 
 
-class RecordFile:
+class AuditFile:
     """One rank's file. Each line is on its way to the disk when ``write`` returns: a run that dies leaves its steps."""
 
     def __init__(self, folder: Path, rank: int, facts: Mapping[str, Any]) -> None:
@@ -55,7 +55,7 @@ class Whole:
 
 
 @dataclass(frozen=True)
-class Step:
+class AuditedStep:
     """One recorded step of all ranks; ``number`` 0: the weights before the first one."""
 
     number: int
@@ -104,7 +104,7 @@ class Run:
     folder: Path
     facts: dict[str, Any]
     """What rank 0 wrote about the run."""
-    steps: dict[int, Step]
+    steps: dict[int, AuditedStep]
 
 
 def read_run(folder: Path) -> Run:
@@ -127,7 +127,10 @@ def read_run(folder: Path) -> Run:
     of_data = [rank for rank, lines in enumerate(files) if lines[0]["facts"]["data"]]
     by_step = [{line["step"]: line for line in lines[1:]} for lines in files]
     common = set(by_step[0]).intersection(*by_step[1:])
-    steps = {number: Step(number, [lines[number] for lines in by_step], of_data) for number in sorted(common)}
+    steps = {
+        number: AuditedStep(number, [lines[number] for lines in by_step], of_data)
+        for number in sorted(common)
+    }
     return Run(folder, facts, steps)
 
 

@@ -23,7 +23,7 @@ from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from deepspeed.base.accelerator import get_accelerator
-from deepspeed.observe.flops.formulas import FORMULAS, Formula, Work
+from deepspeed.observe.flops.formulas import FORMULAS, Formula, OpWork
 from deepspeed.observe.flops.memory import LiveBytes
 
 NONE_RUNS = -1
@@ -37,13 +37,13 @@ class Amount:
     macs: int = 0
     flops: int = 0
 
-    def add(self, work: Work) -> None:
+    def add(self, work: OpWork) -> None:
         self.macs += work.macs
         self.flops += work.flops
 
 
 @dataclass
-class Record:
+class CountRecord:
     """Counts of one module without the modules inside it; its time includes them."""
 
     forward: Amount = field(default_factory=Amount)
@@ -68,7 +68,7 @@ class Record:
 _RECORD = "_flops_record"
 
 
-def record_of(module: nn.Module) -> Record | None:
+def record_of(module: nn.Module) -> CountRecord | None:
     """Return the counts of the module; None if it is not being profiled."""
     return vars(module).get(_RECORD)
 
@@ -85,16 +85,16 @@ class Makers:
         self.task = NONE_RUNS
         """The backward in which this thread last noted a maker."""
         self._from: list[int] = []
-        self._records: list[Record | None] = []
+        self._records: list[CountRecord | None] = []
 
-    def note(self, record: Record | None) -> None:
+    def note(self, record: CountRecord | None) -> None:
         """``record`` makes the nodes from here on."""
         self.task = torch._C._current_graph_task_id()
         number = torch._C._autograd._get_sequence_nr()  # pyright: ignore[reportAttributeAccessIssue]
         self._from.append(number)
         self._records.append(record)
 
-    def of(self, node: Node) -> Record | None:
+    def of(self, node: Node) -> CountRecord | None:
         place = bisect_right(self._from, node._sequence_nr()) - 1
         return self._records[place] if place >= 0 else None
 
@@ -115,7 +115,7 @@ class Counter(TorchDispatchMode):
         self.modules = [
             module for module in model.modules() if not isinstance(module, (*ignored, torch.jit.ScriptModule))
         ]
-        self._running: list[tuple[Record, float]] = []
+        self._running: list[tuple[CountRecord, float]] = []
         """Records of the modules that run, outermost first, each with the time at which it began."""
         self._thread = threading.get_ident()
         self._makers: dict[int, Makers] = {}
@@ -135,7 +135,7 @@ class Counter(TorchDispatchMode):
         """Start counting, from nothing. Compiled modules run eagerly until ``end``: fused kernels have no names."""
         self.clear()
         for module in self.model.modules():
-            vars(module)[_RECORD] = Record()
+            vars(module)[_RECORD] = CountRecord()
         for module in self.modules:
             record = vars(module)[_RECORD]
             self._hooks += [
@@ -174,7 +174,7 @@ class Counter(TorchDispatchMode):
 
     # Modules --------------------------------------------------------------------------------------------------
 
-    def _entering(self, record: Record) -> Callable[..., None]:
+    def _entering(self, record: CountRecord) -> Callable[..., None]:
         def enter(module: nn.Module, inputs: Any) -> None:
             if self._waits:
                 get_accelerator().synchronize()
@@ -185,7 +185,7 @@ class Counter(TorchDispatchMode):
 
         return enter
 
-    def _leaving(self, record: Record) -> Callable[..., None]:
+    def _leaving(self, record: CountRecord) -> Callable[..., None]:
         def leave(module: nn.Module, inputs: Any, outputs: Any) -> None:
             while self._running:
                 running, began = self._running.pop()
@@ -204,11 +204,11 @@ class Counter(TorchDispatchMode):
 
         return leave
 
-    def _note_maker(self, record: Record | None) -> None:
+    def _note_maker(self, record: CountRecord | None) -> None:
         if torch.is_grad_enabled():
             self._makers.setdefault(threading.get_ident(), Makers()).note(record)
 
-    def _maker(self) -> Record | None:
+    def _maker(self) -> CountRecord | None:
         """Return the counts of the module whose autograd node is evaluated; None: no module that is profiled."""
         node = torch._C._current_autograd_node()
         if node is None:
@@ -252,7 +252,7 @@ class Counter(TorchDispatchMode):
         self._formulas[func] = formula
         return formula
 
-    def count(self, work: Work) -> None:
+    def count(self, work: OpWork) -> None:
         """Add what an operation took to what it belongs to."""
         if torch._C._current_graph_task_id() == NONE_RUNS:
             if self._running:
@@ -265,7 +265,7 @@ class Counter(TorchDispatchMode):
         elif (record := self._maker()) is not None:
             record.backward.add(work)
 
-    def counted_as(self, work: Work, function: Callable[[], Any]) -> Any:
+    def counted_as(self, work: OpWork, function: Callable[[], Any]) -> Any:
         """Call ``function``, whose operations count as ``work`` and not by themselves."""
         suspended, self._suspended = self._suspended, True
         try:

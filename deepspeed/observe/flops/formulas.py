@@ -16,19 +16,19 @@ import torch
 from torch import Tensor
 
 
-class Work(NamedTuple):
+class OpWork(NamedTuple):
     """Cost of one operation."""
 
     macs: int
     flops: int
 
 
-Formula = Callable[[Sequence[Any], dict[str, Any], Any], Work]
+Formula = Callable[[Sequence[Any], dict[str, Any], Any], OpWork]
 """Of the arguments, the keyword arguments and the result of an operation."""
 
 
-def products(macs: int, besides: int = 0) -> Work:
-    return Work(macs, 2 * macs + besides)
+def products(macs: int, besides: int = 0) -> OpWork:
+    return OpWork(macs, 2 * macs + besides)
 
 
 def _argument(
@@ -43,7 +43,7 @@ def _argument(
 def _matmul(left: int) -> Formula:
     """Matrices, or batches of them, without broadcasting: the arguments ``left`` and ``left + 1``."""
 
-    def formula(args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Work:
+    def formula(args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> OpWork:
         return products(args[left].numel() * args[left + 1].shape[-1])
 
     return formula
@@ -54,17 +54,17 @@ def _by_vector(left: int) -> Formula:
     return lambda args, kwargs, out: products(args[left].numel())
 
 
-def _general_matmul(args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Work:
+def _general_matmul(args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> OpWork:
     """``torch.matmul``, with its rules of broadcasting."""
     return products(out.numel() * args[0].shape[-1])
 
 
-def _linear(args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Work:
+def _linear(args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> OpWork:
     """``input @ weight.T``, the weight possibly packed: the columns are those of the result."""
     return products(args[0].numel() * out.shape[-1])
 
 
-def _grouped(args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Work:
+def _grouped(args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> OpWork:
     """Rows (or columns) in groups, each multiplied with its own matrix; two dimensions hold groups one after another,
     three keep them apart."""
     a, b = args[0], args[1]
@@ -72,7 +72,7 @@ def _grouped(args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Work:
     return products(rows * a.shape[-1] * b.shape[-1])
 
 
-def _trilinear(args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Work:
+def _trilinear(args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> OpWork:
     """A sum of products of three factors, broadcast against each other: ``nn.Bilinear``. The product of the two smaller
     ones is not counted."""
     shapes = []
@@ -92,7 +92,7 @@ def _convolution_macs(of: Tensor, weight: Tensor) -> int:
     return of.numel() * prod(weight.shape[1:])
 
 
-def _convolution(args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Work:
+def _convolution(args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> OpWork:
     bias, transposed = (
         _argument(args, kwargs, 2, "bias"),
         bool(_argument(args, kwargs, 6, "transposed", False)),
@@ -101,13 +101,13 @@ def _convolution(args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Work:
     return products(macs, out.numel() if bias is not None else 0)
 
 
-def _plain_convolution(args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Work:
+def _plain_convolution(args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> OpWork:
     """Kernels that are given the input, the weight and a bias, and do not transpose."""
     bias = next((a for a in args[2:4] if isinstance(a, Tensor)), None)
     return products(_convolution_macs(out, args[1]), out.numel() if bias is not None else 0)
 
 
-def _convolution_backward(args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Work:
+def _convolution_backward(args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> OpWork:
     gradient, given, weight = args[:3]
     transposed, wanted = (
         bool(_argument(args, kwargs, 7, "transposed")),
@@ -120,31 +120,31 @@ def _convolution_backward(args: Sequence[Any], kwargs: dict[str, Any], out: Any)
 # Recurrent layers in one kernel ---------------------------------------------------------------------------------
 
 
-def _recurrent_products(tokens: int, weights: Sequence[Tensor]) -> Work:
+def _recurrent_products(tokens: int, weights: Sequence[Tensor]) -> OpWork:
     matrices = sum(weight.numel() for weight in weights if weight.dim() > 1)
     return products(
         tokens * matrices, tokens * sum(weight.numel() for weight in weights if weight.dim() == 1)
     )
 
 
-def _recurrent(args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Work:
+def _recurrent(args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> OpWork:
     """``_cudnn_rnn`` and ``miopen_rnn``: all layers and directions at once."""
     return _recurrent_products(args[0].numel() // args[0].shape[-1], args[1])
 
 
-def _recurrent_backward(args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Work:
+def _recurrent_backward(args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> OpWork:
     macs = _recurrent(args, kwargs, out).macs
     return products(2 * macs)
 
 
-def _recurrent_layer(args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Work:
+def _recurrent_layer(args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> OpWork:
     """``mkldnn_rnn_layer``: one layer in one direction."""
     weights = [weight for weight in args[1:5] if isinstance(weight, Tensor)]
     tokens = args[0].numel() // args[0].shape[-1]
     return _recurrent_products(tokens, weights)
 
 
-def _recurrent_layer_backward(args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Work:
+def _recurrent_layer_backward(args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> OpWork:
     return products(2 * _recurrent_layer(args, kwargs, out).macs)
 
 
@@ -156,25 +156,25 @@ def _attention_macs(query: Tensor, key: Tensor, value: Tensor) -> int:
     return query.numel() * key.shape[-2] + prod(query.shape[:-1]) * key.shape[-2] * value.shape[-1]
 
 
-def _attention(args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Work:
+def _attention(args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> OpWork:
     return products(_attention_macs(*args[:3]))
 
 
-def _attention_backward(args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Work:
+def _attention_backward(args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> OpWork:
     """Two products for each of the forward's; the scores that a kernel computes again are not counted."""
     return products(2 * _attention_macs(*args[1:4]))
 
 
-def _attention_by_position(args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Work:
+def _attention_by_position(args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> OpWork:
     """(batch, sequence, heads, size of a head)."""
     return products(_attention_macs(*(tensor.transpose(-3, -2) for tensor in args[:3])))
 
 
-def _attention_by_position_backward(args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Work:
+def _attention_by_position_backward(args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> OpWork:
     return products(2 * _attention_macs(*(tensor.transpose(-3, -2) for tensor in args[1:4])))
 
 
-def _packed_attention(args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Work:
+def _packed_attention(args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> OpWork:
     """``_native_multi_head_attention``: (batch, sequence, width), the three projections packed in one weight."""
     query, key, width = args[0], args[1], args[3]
     batch, length, others = query.shape[0], query.shape[1], key.shape[1]
@@ -182,7 +182,7 @@ def _packed_attention(args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> 
     return products(projections + 2 * batch * length * others * width)
 
 
-def _encoder_layer(args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Work:
+def _encoder_layer(args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> OpWork:
     """``_transformer_encoder_layer_fwd``: attention over itself and two linear layers."""
     source, width = args[0], args[1]
     batch, length, hidden = source.shape[0], source.shape[1], args[14].shape[0]
@@ -197,9 +197,9 @@ def _encoder_layer(args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Wor
 def _per_element(count: int = 1, of: int | None = 0) -> Formula:
     """``count`` per element of the argument ``of``, or of the result (None)."""
 
-    def formula(args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Work:
+    def formula(args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> OpWork:
         tensor = out if of is None else args[of]
-        return Work(0, count * tensor.numel())
+        return OpWork(0, count * tensor.numel())
 
     return formula
 
@@ -208,10 +208,10 @@ def _norm(weight: int, training: int | None = None, of: int = 0, times: int = 1)
     """Mean, variance, difference and quotient; weight and bias are one more. With the statistics of earlier batches
     (the argument ``training`` is false) one, and one more."""
 
-    def formula(args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Work:
+    def formula(args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> OpWork:
         affine = len(args) > weight and args[weight] is not None
         measured = training is None or bool(args[training])
-        return Work(0, times * (4 * measured + (not measured) + affine) * args[of].numel())
+        return OpWork(0, times * (4 * measured + (not measured) + affine) * args[of].numel())
 
     return formula
 
@@ -302,7 +302,7 @@ FORMULAS: dict[str, Formula] = {
     "_native_batch_norm_legit": lambda args, kwargs, out: _norm(1, 5 if len(args) > 7 else 3)(
         args, kwargs, out
     ),
-    "_native_batch_norm_legit_no_training": lambda args, kwargs, out: Work(
+    "_native_batch_norm_legit_no_training": lambda args, kwargs, out: OpWork(
         0, (1 + (args[1] is not None)) * args[0].numel()
     ),
     "cudnn_batch_norm": _norm(1, 5),
@@ -311,6 +311,8 @@ FORMULAS: dict[str, Formula] = {
     "cudnn_batch_norm_backward": _norm(2, times=2),
     "miopen_batch_norm_backward": _norm(2, times=2),
     "_batch_norm_with_update": _norm(1),
-    "_batch_norm_no_update": lambda args, kwargs, out: Work(0, (1 + (args[1] is not None)) * args[0].numel()),
+    "_batch_norm_no_update": lambda args, kwargs, out: OpWork(
+        0, (1 + (args[1] is not None)) * args[0].numel()
+    ),
 }
 """By the name of an operation without its overload."""

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 
 @dataclass(slots=True)
-class Span:
+class MemorySpan:
     """A module that runs: the bytes that were alive when it began, and the most since."""
 
     base: int
@@ -27,13 +27,13 @@ class LiveBytes:
 
     def __init__(self, model: nn.Module) -> None:
         self.now = 0
-        self.spans: list[Span] = []
+        self.spans: list[MemorySpan] = []
         self._known: dict[int, Any] = {}
         for tensor in (*model.parameters(), *model.buffers()):
             self._follow(tensor, counted=False)
 
     def enter(self) -> None:
-        self.spans.append(Span(self.now, self.now))
+        self.spans.append(MemorySpan(self.now, self.now))
 
     def leave(self) -> tuple[int, int]:
         """Close the innermost span and return (bytes that it made and left alive, the most that were alive at once in

@@ -22,8 +22,8 @@ from deepspeed.observe.flops.formatting import (
     params_to_string,
 )
 from deepspeed.observe.flops.formatting import flops_to_string as flops_to_string
-from deepspeed.observe.flops.formulas import Work
-from deepspeed.observe.flops.report import Ranks, Times, Totals
+from deepspeed.observe.flops.formulas import OpWork
+from deepspeed.observe.flops.report import FlopsTotals, ModuleTimes, RankCounts
 from deepspeed.observe.flops.tree import get_module_duration as get_module_duration
 from deepspeed.observe.flops.tree import get_module_flops as get_module_flops
 from deepspeed.observe.flops.tree import get_module_macs as get_module_macs
@@ -51,10 +51,10 @@ class FlopsProfiler:
         self.ds_engine = ds_engine
         self.recompute_fwd_factor = recompute_fwd_factor
         self.started = False
-        self.times: Times | None = None
-        self.ranks: Ranks | None = None
+        self.times: ModuleTimes | None = None
+        self.ranks: RankCounts | None = None
         self._counter: Counter | None = None
-        self._totals: Totals | None = None
+        self._totals: FlopsTotals | None = None
 
     # Start and stop -------------------------------------------------------------------------------------------
 
@@ -90,8 +90,8 @@ class FlopsProfiler:
         self.stop_profile()
         forget(self.model)
 
-    def _sum(self) -> Totals:
-        return Totals(
+    def _sum(self) -> FlopsTotals:
+        return FlopsTotals(
             tree.params_of(self.model),
             tree.forward_of(self.model),
             tree.backward_of(self.model),
@@ -103,7 +103,7 @@ class FlopsProfiler:
         )
 
     @property
-    def totals(self) -> Totals:
+    def totals(self) -> FlopsTotals:
         """Return the totals of the whole model: up to now while it counts, else of the last profile."""
         return self._totals if self._totals is not None else self._sum()
 
@@ -223,7 +223,7 @@ def wrapFunc(func: Callable[..., Any], funcFlopCompute: Callable[..., tuple[int,
         if counter is None:
             return func(*args, **kwargs)
         flops, macs = funcFlopCompute(*args, **kwargs)
-        return counter.counted_as(Work(macs, flops), lambda: func(*args, **kwargs))
+        return counter.counted_as(OpWork(macs, flops), lambda: func(*args, **kwargs))
 
     return counted
 

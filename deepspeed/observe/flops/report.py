@@ -54,7 +54,7 @@ MOST_RANKS = 64
 
 
 @dataclass(frozen=True)
-class Times:
+class ModuleTimes:
     """Seconds of one micro-batch's forward and backward, and of the update."""
 
     forward: float
@@ -63,7 +63,7 @@ class Times:
 
 
 @dataclass(frozen=True)
-class Ranks:
+class RankCounts:
     """Ranks of the profiled engine."""
 
     world: int
@@ -81,7 +81,7 @@ class Ranks:
 
 
 @dataclass(frozen=True)
-class Totals:
+class FlopsTotals:
     """Work of one rank for one micro-batch."""
 
     params: int
@@ -98,14 +98,14 @@ class Totals:
     """Bytes that the forward made and that were alive at once."""
 
 
-def ranks_of(engine: Any, totals: Totals) -> Ranks:
+def ranks_of(engine: Any, totals: FlopsTotals) -> RankCounts:
     """Without asking the others: as if all had done the same. Where ranks share sequences, those of one sequence count
     as data-parallel ones."""
     data = engine.dp_world_size
     if data is None:
         data = engine.seq_dp_world_size
     forward = totals.forward.flops * engine.world_size
-    return Ranks(
+    return RankCounts(
         engine.world_size, data, engine.mp_world_size, engine.train_micro_batch_size_per_gpu(), forward
     )
 
@@ -119,7 +119,7 @@ def _line(label: str, value: object) -> str:
 
 
 def summary(
-    totals: Totals, step: int, recompute: float, times: Times | None, ranks: Ranks | None
+    totals: FlopsTotals, step: int, recompute: float, times: ModuleTimes | None, ranks: RankCounts | None
 ) -> list[str]:
     """The lines above the profiles of single modules."""
     lines = ["", TITLE, f"Profile Summary at step {step}:", NOTATIONS, ""]
@@ -154,7 +154,7 @@ def summary(
     return [*lines, *_counted(totals, times, ranks)]
 
 
-def _iteration(flops: int, times: Times, recompute: float, ranks: Ranks | None) -> list[str]:
+def _iteration(flops: int, times: ModuleTimes, recompute: float, ranks: RankCounts | None) -> list[str]:
     """Backward and step: the backward is taken to be twice the forward, as documented."""
     backward, both = 2 + recompute, 3 + recompute
     together = times.forward + times.backward
@@ -177,7 +177,7 @@ def _iteration(flops: int, times: Times, recompute: float, ranks: Ranks | None) 
     return lines
 
 
-def _counted(totals: Totals, times: Times | None, ranks: Ranks | None) -> list[str]:
+def _counted(totals: FlopsTotals, times: ModuleTimes | None, ranks: RankCounts | None) -> list[str]:
     """Return lines with counted values of what the documented lines assume."""
     lines = []
     back = totals.backward.flops
@@ -201,7 +201,7 @@ def _counted(totals: Totals, times: Times | None, ranks: Ranks | None) -> list[s
     return lines
 
 
-def _every_rank(ranks: Ranks) -> list[str]:
+def _every_rank(ranks: RankCounts) -> list[str]:
     """The whole model, and what its ranks do where they do not all do the same."""
     if not ranks.by_rank:
         return []
@@ -256,12 +256,12 @@ def aggregated(model: nn.Module, module_depth: int, top_modules: int) -> list[st
     return lines
 
 
-def detailed(model: nn.Module, totals: Totals) -> list[str]:
+def detailed(model: nn.Module, totals: FlopsTotals) -> list[str]:
     """The tree of modules, with what each of them took."""
     return [ORDER, "", NOTES, "", *_module_lines(model, "", 0, totals)]
 
 
-def _module_lines(module: nn.Module, label: str, depth: int, totals: Totals) -> list[str]:
+def _module_lines(module: nn.Module, label: str, depth: int, totals: FlopsTotals) -> list[str]:
     indent = "  " * depth
     head = f"{indent}{label}{type(module).__name__}("
     extra = module.extra_repr()
@@ -276,7 +276,7 @@ def _module_lines(module: nn.Module, label: str, depth: int, totals: Totals) -> 
     return [*lines, f"{indent})"]
 
 
-def _figures(module: nn.Module, totals: Totals) -> str:
+def _figures(module: nn.Module, totals: FlopsTotals) -> str:
     params, macs, seconds = params_of(module), get_module_macs(module), get_module_duration(module)
     return (
         f"{params_to_string(params)}, {_share(params, totals.params)} Params, "

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from torch import nn
 
 from deepspeed.base.sharded import full_numel
-from deepspeed.observe.flops.counting import Amount, Record, record_of
+from deepspeed.observe.flops.counting import Amount, CountRecord, record_of
 
 
-def records_in(module: nn.Module) -> Iterator[Record]:
+def records_in(module: nn.Module) -> Iterator[CountRecord]:
     """Yield the records of the module and all inside it, each once."""
     for inside in module.modules():
         record = record_of(inside)

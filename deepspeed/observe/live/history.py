@@ -35,7 +35,7 @@ MOST_VALUES = 30_000
 SPEED_ROWS, SPEED_S = 20, 10.0
 
 
-class History:
+class MetricHistory:
     """Rows, events and curves in the order of their steps, each with a number that only rises.
 
     When there are too many rows, neighbours become one, and visitors get everything anew (``epoch``). Any thread may

@@ -39,7 +39,7 @@ def make_private(folder: Path) -> None:
         raise PermissionError(f"{folder} is not a folder that only this user writes to")
 
 
-class Entry:
+class JobEntry:
     """The file of one run. ``facts``: what stays the same."""
 
     def __init__(self, facts: dict[str, Any], folder: Path | None = None) -> None:

@@ -42,7 +42,7 @@ WIDTH_S = 1.0
 GROWTH = 1 / 20_000
 
 
-class Step(NamedTuple):
+class LiveStep(NamedTuple):
     """One optimizer step as rank 0 saw it. None: not known."""
 
     number: int
@@ -98,7 +98,7 @@ class Window:
     def is_due(self, now: float) -> bool:
         return self.first is not None and now - self.began >= self.width_s
 
-    def add(self, step: Step) -> None:
+    def add(self, step: LiveStep) -> None:
         if self.first is None:
             self.first, self.began = step.number, step.time - (step.seconds or 0.0)
         self.last, self.ended = step.number, step.time

@@ -19,9 +19,19 @@ from torch import Tensor
 
 from deepspeed.base.logging import logger
 from deepspeed.comm.pending import explanation
-from deepspeed.observe.live.history import SPEED_ROWS, History, standing_of
-from deepspeed.observe.live.jobs import Entry
-from deepspeed.observe.live.record import LOSS, InUse, Item, RecordFile, Row, Step, Window, is_known, short
+from deepspeed.observe.live.history import SPEED_ROWS, MetricHistory, standing_of
+from deepspeed.observe.live.jobs import JobEntry
+from deepspeed.observe.live.record import (
+    LOSS,
+    InUse,
+    Item,
+    LiveStep,
+    RecordFile,
+    Row,
+    Window,
+    is_known,
+    short,
+)
 from deepspeed.observe.monitor.base import Event, Monitor, numeric
 
 PAUSE_S = 1.0
@@ -39,7 +49,7 @@ _NOT_OF_STEPS = ("now", "step", "hang", "memory", "ended")
 """What is known of a run that has not taken a step."""
 
 
-class Recorder:
+class LiveRecorder:
     """One per engine, on rank 0.
 
     Args:
@@ -55,10 +65,10 @@ class Recorder:
         run: dict[str, Any],
         measure: Callable[[], dict[str, Any]] = dict,
         *,
-        entry: Entry | None = None,
+        entry: JobEntry | None = None,
         now: Callable[[], float] = time.time,
     ) -> None:
-        self.history = History()
+        self.history = MetricHistory()
         self._queue: deque[tuple[str, Any]] = deque(maxlen=LONGEST_QUEUE)
         self._run, self._measure, self._entry, self._now = run, measure, entry, now
         self._file = RecordFile(folder)
@@ -80,7 +90,7 @@ class Recorder:
 
     # ---- the training thread
 
-    def put_step(self, step: Step) -> None:
+    def put_step(self, step: LiveStep) -> None:
         self._queue.append(("step", step))
 
     def put_event(self, kind: str, step: int, text: str) -> None:
@@ -127,9 +137,7 @@ class Recorder:
             here = {"hang": self._hang, "now": now, "ended": last, "step": self._step}
             self.history.tell(**{**standing, **state, **here})
             if last and self._begun:
-                self._add(
-                    {"event": "end", "t": round(now, 1), "step": self._step, "text": "the process ends"}
-                )
+                self._add({"event": "end", "t": round(now, 1), "step": self._step, "text": "exited"})
             self._write(now)
             if self._entry is not None and not last and now >= self._entry_due_s:
                 self._entry.write(self._summary())
@@ -174,7 +182,7 @@ class Recorder:
             else:
                 self._take_curves(value)
 
-    def _take_step(self, step: Step) -> None:
+    def _take_step(self, step: LiveStep) -> None:
         before = self._window.last if self._window.first is not None else self.history.last_step
         if not self._begun:
             self._begin(step, before)
@@ -189,7 +197,7 @@ class Recorder:
             self._add({"event": "loss", "t": round(step.time, 1), "step": step.number, "text": text})
         self._unknown_loss = unknown
 
-    def _begin(self, step: Step, before: int | None) -> None:
+    def _begin(self, step: LiveStep, before: int | None) -> None:
         """The first step of this process continues the record, or starts one of its own."""
         self._begun = True
         if before is not None and step.number == 1:  # another run, in the folder of an earlier one
@@ -219,7 +227,9 @@ class Recorder:
         if text != self._hang:
             self._take_window()
             event = (
-                {"event": "hang", "text": text[:2000]} if text else {"event": "on", "text": "the ranks go on"}
+                {"event": "hang", "text": text[:2000]}
+                if text
+                else {"event": "on", "text": "the ranks continue"}
             )
             self._add({**event, "t": round(now, 1), "step": self._step})
         self._hang = text
@@ -265,13 +275,13 @@ class Recorder:
         return {**self.history.state, "losses": [row[LOSS] for row in self.history.newest(SHOWN_LOSSES)]}
 
 
-class Sink(Monitor):
+class RecordSink(Monitor):
     """Takes the events of whoever writes to the engine's monitor, but for those that the record has anyway.
 
     What lies on a device is not waited for: a copy is made of it, in the order of the device's work.
     """
 
-    def __init__(self, recorder: Recorder, own: frozenset[str]) -> None:
+    def __init__(self, recorder: LiveRecorder, own: frozenset[str]) -> None:
         super().__init__(None)
         self._recorder, self._own = recorder, own
 

@@ -1,7 +1,7 @@
 """The page's server: threads of the standard library, and two addresses, `/` and `/data`.
 
 The page itself holds no data and loads nothing from elsewhere. `/data` answers with what is new since a visitor asked
-last (``History.answer``). Where the server listens beyond this machine, `/data` wants a token; the page asks the
+last (``MetricHistory.answer``). Where the server listens beyond this machine, `/data` wants a token; the page asks the
 visitor for it and sends it as a header, so that it stands in no address, log or history of a browser.
 """
 
@@ -24,7 +24,7 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from deepspeed.observe.live.access import check_token, is_local, names_this_machine
-from deepspeed.observe.live.history import History
+from deepspeed.observe.live.history import MetricHistory
 
 TOKEN_VARIABLE = "DEEPSPEED_LIVE_TOKEN"
 TOKEN_FILE = "token"
@@ -60,7 +60,7 @@ class PageServer:
     ValueError: no port can be had there. Nothing that happens to a visitor's connection is seen by anyone else.
     """
 
-    def __init__(self, history: History, host: str, port: int, token: str | None) -> None:
+    def __init__(self, history: MetricHistory, host: str, port: int, token: str | None) -> None:
         self.host, self.token = host, token
         self._history = history
         self._page, self._policy = page()

@@ -33,7 +33,7 @@ class Monitor(ABC):
         """Add one point to the curve of each event."""
 
 
-class Backend(Monitor):
+class MonitorBackend(Monitor):
     """One place to write to. Takes its own section of the config, or all of ``monitor_config``.
 
     Opened on rank 0 when it is created. A failure there (a missing package, no permission, no network) gives one
@@ -92,7 +92,7 @@ class Backend(Monitor):
         return True
 
 
-class FolderBackend(Backend):
+class FolderBackend(MonitorBackend):
     """A backend whose files lie in ``output_path/job_name``."""
 
     @property

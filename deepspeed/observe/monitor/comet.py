@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from deepspeed.observe.monitor.base import Backend, Point, by_samples
+from deepspeed.observe.monitor.base import MonitorBackend, Point, by_samples
 from deepspeed.observe.monitor.utils import check_comet_availability
 
 
-class CometMonitor(Backend):
+class CometMonitor(MonitorBackend):
     """An experiment that ``comet_ml.start`` creates or resumes. One point per ``samples_log_interval`` samples of each
     curve is sent."""
 

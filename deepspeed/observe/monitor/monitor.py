@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from deepspeed.base.logging import is_rank_zero
-from deepspeed.observe.monitor.base import Backend, Event, Monitor
+from deepspeed.observe.monitor.base import Event, Monitor, MonitorBackend
 
 __all__ = ["Event", "Monitor", "MonitorMaster"]
 
@@ -39,7 +39,7 @@ class MonitorMaster(Monitor):
         return getattr(importlib.import_module(f"deepspeed.observe.monitor.{module}"), name)(section)
 
     @property
-    def backends(self) -> list[Backend]:
+    def backends(self) -> list[MonitorBackend]:
         """The enabled backends; none but on rank 0."""
         made = (
             self.tb_monitor,

@@ -6,11 +6,11 @@ import importlib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from deepspeed.observe.monitor.base import Backend, Point, by_samples
+from deepspeed.observe.monitor.base import MonitorBackend, Point, by_samples
 from deepspeed.observe.monitor.utils import check_trackio_availability
 
 
-class TrackioMonitor(Backend):
+class TrackioMonitor(MonitorBackend):
     """A run of ``project`` that ``trackio.init`` starts, with the samples processed so far as the step of each row."""
 
     key = "trackio"

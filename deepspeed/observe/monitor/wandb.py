@@ -6,11 +6,11 @@ import importlib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from deepspeed.observe.monitor.base import Backend, Point, by_samples
+from deepspeed.observe.monitor.base import MonitorBackend, Point, by_samples
 from deepspeed.observe.monitor.utils import check_wandb_availability
 
 
-class WandbMonitor(Backend):
+class WandbMonitor(MonitorBackend):
     """A run of ``project``, with the samples processed so far as the step of each row.
 
     An active run of the same project, team and group is shared. With any other active run, this one is separate:

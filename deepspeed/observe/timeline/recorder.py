@@ -31,7 +31,7 @@ CATEGORY = "deepspeed"
 """Of our events; those of torch.profiler have others."""
 
 
-class Recorder:
+class TimelineRecorder:
     """The intervals of one rank. Threads may record at the same time."""
 
     def __init__(self) -> None:

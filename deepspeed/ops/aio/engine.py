@@ -28,7 +28,7 @@ _PIECE = 1 << 30  # Linux moves less than 2 GiB per call
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class AioOptions:
     block_size: int = 1 << 20
     queue_depth: int = 128
     single_submit: bool = False
@@ -36,7 +36,7 @@ class Options:
     intra_op_parallelism: int = 1
 
 
-class Failure(Exception):
+class AioFailure(Exception):
     """Failure of a transfer at one byte of the file; the handle adds the rest. `detail`: what errno cannot express."""
 
     def __init__(self, errno: int, offset: int, detail: str = "") -> None:
@@ -46,7 +46,7 @@ class Failure(Exception):
         self.detail = detail
 
 
-class Engine(Protocol):
+class AioEngine(Protocol):
     backend: str
 
     def start(self, write: bool, address: int, nbytes: int, path: str, offset: int) -> int:
@@ -62,7 +62,7 @@ class Engine(Protocol):
         ...
 
 
-def make_engine(options: Options) -> Engine:
+def make_engine(options: AioOptions) -> AioEngine:
     wanted = os.environ.get(BACKEND_VARIABLE) or TRANSPORTS[0]
     if wanted not in (*TRANSPORTS, PYTHON):
         raise ValueError(
@@ -111,7 +111,7 @@ def library() -> ctypes.CDLL | None:
 class NativeEngine:
     """C++ worker threads (`csrc/aio`), one per degree of parallelism, each with a queue in the kernel."""
 
-    def __init__(self, lib: ctypes.CDLL, options: Options, transport: int) -> None:
+    def __init__(self, lib: ctypes.CDLL, options: AioOptions, transport: int) -> None:
         fields = _Options(
             options.block_size,
             options.queue_depth,
@@ -130,14 +130,14 @@ class NativeEngine:
     def start(self, write: bool, address: int, nbytes: int, path: str, offset: int) -> int:
         ticket: int = self._lib.ds_aio_start(self._engine, write, address, nbytes, os.fsencode(path), offset)
         if ticket < 0:
-            raise Failure(-ticket, offset)
+            raise AioFailure(-ticket, offset)
         return ticket
 
     def finish(self, ticket: int) -> None:
         offset = ctypes.c_int64()
         error: int = self._lib.ds_aio_finish(self._engine, ticket, ctypes.byref(offset))
         if error:
-            raise Failure(error, offset.value)
+            raise AioFailure(error, offset.value)
 
     def close(self) -> None:
         engine, self._engine = self._engine, None
@@ -153,7 +153,7 @@ class PythonEngine:
 
     backend = PYTHON
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: AioOptions) -> None:
         self._parts = options.intra_op_parallelism
         self._pool = ThreadPoolExecutor(self._parts, thread_name_prefix="aio")
         self._futures: dict[int, list[Future[None]]] = {}
@@ -163,7 +163,7 @@ class PythonEngine:
         try:
             self._check(write, path, offset + nbytes)
         except OSError as error:
-            raise Failure(error.errno or errno.EIO, offset) from None
+            raise AioFailure(error.errno or errno.EIO, offset) from None
         memory = (
             memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B")
             if nbytes
@@ -209,4 +209,4 @@ def _move(write: bool, path: str, memory: memoryview, offset: int) -> None:
                     raise OSError(errno.EIO if write else errno.ENODATA, "no progress")
                 done += moved
     except OSError as error:
-        raise Failure(error.errno or errno.EIO, offset + done) from None
+        raise AioFailure(error.errno or errno.EIO, offset + done) from None

@@ -10,17 +10,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from deepspeed.ops.aio.engine import Engine, Failure, Options, make_engine
+from deepspeed.ops.aio.engine import AioEngine, AioFailure, AioOptions, make_engine
 from deepspeed.ops.aio.memory import LockedMemory, host_buffer, is_locked, is_pinned
 
 ALIGNMENT = 4096
 """In bytes. Memory and offsets that are multiples of it never need an extra copy on current disks."""
 
 
-class Pending(NamedTuple):
+class PendingTransfer(NamedTuple):
     """One operation in flight."""
 
-    engine: Engine
+    engine: AioEngine
     ticket: int
     write: bool
     filename: str
@@ -63,12 +63,12 @@ class aio_handle:  # documented name
         ):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"aio_handle: {name} = {value!r}: expected an integer of at least 1")
-        self._options = Options(
+        self._options = AioOptions(
             block_size, queue_depth, bool(single_submit), bool(overlap_events), intra_op_parallelism
         )
         self._locked = LockedMemory()
-        self._pending: list[Pending] = []
-        self._running: tuple[int, Engine] | None = None  # process and its engine
+        self._pending: list[PendingTransfer] = []
+        self._running: tuple[int, AioEngine] | None = None  # process and its engine
 
     # ---- settings ------------------------------------------------------------------------------------------
 
@@ -208,15 +208,15 @@ class aio_handle:  # documented name
 
     def _start(
         self, write: bool, buffer: Tensor, filename: str | int, offset: int, validate: bool
-    ) -> Pending:
+    ) -> PendingTransfer:
         _check(buffer, offset)
         path = f"/proc/self/fd/{filename}" if isinstance(filename, int) else os.fspath(filename)
         host, engine = self._on_host(buffer, copy=write), self._engine()
         try:
             ticket = engine.start(write, host.data_ptr(), _nbytes(host), path, offset)
-        except Failure as failure:
+        except AioFailure as failure:
             raise _os_error(failure, write, path, offset, _nbytes(host)) from None
-        return Pending(engine, ticket, write, path, offset, buffer, host, validate)
+        return PendingTransfer(engine, ticket, write, path, offset, buffer, host, validate)
 
     def _on_host(self, buffer: Tensor, copy: bool) -> Tensor:
         """The tensor, or for a device tensor as many bytes on the host, filled with its values if ``copy``."""
@@ -225,7 +225,7 @@ class aio_handle:  # documented name
         host = host_buffer(_nbytes(buffer)).view(buffer.dtype).view(buffer.shape)
         return host.copy_(buffer.detach()) if copy else host
 
-    def _engine(self) -> Engine:
+    def _engine(self) -> AioEngine:
         """The threads of this process; started on first use, and again after a fork, which does not keep them."""
         if self._running is None or self._running[0] != os.getpid():
             engine = self._new_engine()
@@ -234,7 +234,7 @@ class aio_handle:  # documented name
             self._running = os.getpid(), engine
         return self._running[1]
 
-    def _new_engine(self) -> Engine:
+    def _new_engine(self) -> AioEngine:
         return make_engine(self._options)
 
     # ---- memory --------------------------------------------------------------------------------------------
@@ -255,7 +255,7 @@ class aio_handle:  # documented name
         return self._locked.holds(buffer) or is_locked(buffer) or is_pinned(buffer)
 
 
-def _close(engine: Engine, process: int) -> None:
+def _close(engine: AioEngine, process: int) -> None:
     if os.getpid() == process:
         engine.close()
 
@@ -282,11 +282,11 @@ def _nbytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def _finish(operation: Pending) -> None:
+def _finish(operation: PendingTransfer) -> None:
     """Waits for one operation and copies what was read to its device."""
     try:
         operation.engine.finish(operation.ticket)
-    except Failure as failure:
+    except AioFailure as failure:
         nbytes = _nbytes(operation.host)
         raise _os_error(failure, operation.write, operation.filename, operation.offset, nbytes) from None
     if operation.validate:
@@ -296,7 +296,7 @@ def _finish(operation: Pending) -> None:
             operation.tensor.copy_(operation.host)
 
 
-def _os_error(failure: Failure, write: bool, filename: str, offset: int, nbytes: int) -> OSError:
+def _os_error(failure: AioFailure, write: bool, filename: str, offset: int, nbytes: int) -> OSError:
     text = os.strerror(failure.errno)
     if failure.errno == errno.ENODATA and not write:
         size = os.path.getsize(filename) if os.path.exists(filename) else 0
@@ -309,7 +309,7 @@ def _os_error(failure: Failure, write: bool, filename: str, offset: int, nbytes:
     return error
 
 
-def _validate(operation: Pending) -> None:
+def _validate(operation: PendingTransfer) -> None:
     """Compares memory with the file, read with plain Python."""
     memory = operation.host.detach().reshape(-1).view(torch.uint8)
     step = 1 << 24
@@ -320,7 +320,7 @@ def _validate(operation: Pending) -> None:
             data = bytearray(file.read(part.numel()))
             if len(data) != part.numel() or not torch.equal(torch.frombuffer(data, dtype=torch.uint8), part):
                 raise _os_error(
-                    Failure(errno.EIO, operation.offset + begin),
+                    AioFailure(errno.EIO, operation.offset + begin),
                     operation.write,
                     operation.filename,
                     operation.offset,

@@ -16,7 +16,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from deepspeed.base.accelerator import get_accelerator
-from deepspeed.ops.aio.engine import Failure, Options
+from deepspeed.ops.aio.engine import AioFailure, AioOptions
 
 NAME = "libcufile.so.0"
 _OPAQUE_FD = 1  # CU_FILE_HANDLE_TYPE_OPAQUE_FD
@@ -91,7 +91,7 @@ class CuFileEngine:
 
     backend = "cufile"
 
-    def __init__(self, lib: Any, options: Options) -> None:
+    def __init__(self, lib: Any, options: AioOptions) -> None:
         self._lib = lib
         self._parts = options.intra_op_parallelism
         self._pool = ThreadPoolExecutor(self._parts, thread_name_prefix="gds")
@@ -139,15 +139,15 @@ class _File:
         try:
             self._descriptor = _opened(path, write)
         except OSError as error:
-            raise Failure(error.errno or errno.EIO, offset) from None
+            raise AioFailure(error.errno or errno.EIO, offset) from None
         try:
             if not write and os.fstat(self._descriptor).st_size < offset + nbytes:
-                raise Failure(errno.ENODATA, offset)
+                raise AioFailure(errno.ENODATA, offset)
             description = _Description(_OPAQUE_FD, _Source(descriptor=self._descriptor), None)
             code = lib.cuFileHandleRegister(ctypes.byref(self._handle), ctypes.byref(description)).error
             if code:
                 raise _failure(code, offset)
-        except Failure:
+        except AioFailure:
             os.close(self._descriptor)
             raise
 
@@ -161,12 +161,12 @@ class _File:
             moved = call(self._handle, address, nbytes - done, offset, begin + done)
             if moved < 0:
                 raise (
-                    Failure(ctypes.get_errno() or errno.EIO, offset)
+                    AioFailure(ctypes.get_errno() or errno.EIO, offset)
                     if moved == -1
                     else _failure(-moved, offset)
                 )
             if moved == 0:
-                raise Failure(errno.EIO if self._write else errno.ENODATA, offset)
+                raise AioFailure(errno.EIO if self._write else errno.ENODATA, offset)
             done += moved
 
     def close(self) -> None:
@@ -184,6 +184,6 @@ def _opened(path: str, write: bool) -> int:
     return os.open(path, flags, 0o666)  # a file system without direct access
 
 
-def _failure(code: int, offset: int) -> Failure:
+def _failure(code: int, offset: int) -> AioFailure:
     detail = f"cuFile error {code}" if code > _FIRST_ERROR else ""
-    return Failure(_ERRNO.get(code, errno.EIO), offset, detail)
+    return AioFailure(_ERRNO.get(code, errno.EIO), offset, detail)

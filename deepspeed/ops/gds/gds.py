@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from deepspeed.base.accelerator import get_accelerator
-from deepspeed.ops.aio.engine import Engine
-from deepspeed.ops.aio.handle import Pending, aio_handle
+from deepspeed.ops.aio.engine import AioEngine
+from deepspeed.ops.aio.handle import PendingTransfer, aio_handle
 from deepspeed.ops.gds import cufile
 
 
@@ -85,12 +85,12 @@ class gds_handle(aio_handle):  # documented name
 
     # ---- transfers -----------------------------------------------------------------------------------------
 
-    def _new_engine(self) -> Engine:
+    def _new_engine(self) -> AioEngine:
         return cufile.CuFileEngine(self._cufile, self._options)
 
     def _start(
         self, write: bool, buffer: Tensor, filename: str | int, offset: int, validate: bool
-    ) -> Pending:
+    ) -> PendingTransfer:
         _check_device(buffer)
         if buffer.device.type != "cuda":
             return super()._start(write, buffer, filename, offset, validate)

@@ -411,7 +411,7 @@ class Lists(NamedTuple):
     longest: int  # blocks in a row, at most
 
 
-class Layout(NamedTuple):
+class BlockLayout(NamedTuple):
     """By rows, by columns, and for each of the different layouts the heads that have it."""
 
     rows: Lists
@@ -441,7 +441,7 @@ class BlockSparseAttention(torch.autograd.Function):
         k: Tensor,
         v: Tensor,
         positions: Tensor | None,
-        layout: Layout,
+        layout: BlockLayout,
         added: Added,
         scale: float,
     ) -> Tensor:
@@ -468,7 +468,7 @@ class BlockSparseAttention(torch.autograd.Function):
 
 @where_tensors_are
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, layout: Layout, added: Added, scale: float
+    q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, added: Added, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Output, and log-sum-exp [batch, heads, tokens] in units of log 2."""
     out, lse = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
@@ -491,7 +491,7 @@ def backward(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-    layout: Layout,
+    layout: BlockLayout,
     added: Added,
     scale: float,
     positions_wanted: bool,
@@ -518,7 +518,7 @@ def backward(
 
 
 def _of_positions(
-    tensors: tuple[Tensor, ...], layout: Layout, added: Added, scale: float, tile: Tile
+    tensors: tuple[Tensor, ...], layout: BlockLayout, added: Added, scale: float, tile: Tile
 ) -> Tensor:
     q, positions = tensors[0], added.positions
     assert positions is not None
@@ -563,7 +563,7 @@ def backward_tile(q: Tensor, block: int) -> Tile:
     return Tile(min(rows, 64), 64 if size <= 64 else 32, 4, 2)
 
 
-def _programs(q: Tensor, layout: Layout, tile: Tile) -> tuple[int]:
+def _programs(q: Tensor, layout: BlockLayout, tile: Tile) -> tuple[int]:
     blocks = q.shape[2] // layout.block
     return (q.shape[0] * q.shape[1] * blocks * -(-layout.block // tile.rows),)
 
@@ -576,7 +576,7 @@ def _pointers(added: Added) -> tuple[Any, ...]:
     return *added[:3], *strides
 
 
-def _constants(q: Tensor, layout: Layout, added: Added, tile: Tile) -> dict[str, Any]:
+def _constants(q: Tensor, layout: BlockLayout, added: Added, tile: Tile) -> dict[str, Any]:
     return {
         "BLOCK": layout.block,
         "ROWS": tile.rows,

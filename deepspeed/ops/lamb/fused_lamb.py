@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from deepspeed.ops import native
-from deepspeed.ops.multi_tensor import Batch, Launch, MultiTensorOptimizer, Table, foreach_sqrt, refuse
+from deepspeed.ops.multi_tensor import Launch, MultiTensorOptimizer, Table, TensorBatch, foreach_sqrt, refuse
 from deepspeed.ops.update import ALONE, UpdateContext, UpdateTraits
 
 
@@ -172,7 +172,7 @@ class _TorchLamb:
     ) -> None:
         steps = table.count_steps(table.others)
         self.group = group
-        self.batch = Batch(states=[[] for _ in names])
+        self.batch = TensorBatch(states=[[] for _ in names])
         for i, step in zip(table.others, steps, strict=True):
             low = None if table.low_precision is None else table.low_precision[i]
             states = [table.states[i][name] for name in names]

@@ -48,7 +48,7 @@ def attention(
 
 
 def _layout(plan: TilePlan, device: torch.device, causal: bool) -> Any:
-    from deepspeed.ops.gpu.block_sparse_attention import Layout, Lists
+    from deepspeed.ops.gpu.block_sparse_attention import BlockLayout, Lists
 
     if (device, causal) not in plan.on_devices:
         by_rows, by_columns = (
@@ -56,5 +56,5 @@ def _layout(plan: TilePlan, device: torch.device, causal: bool) -> Any:
             for each in plan.lists(causal=causal)
         )
         members = [torch.tensor(heads, device=device) for heads in plan.heads_of]
-        plan.on_devices[device, causal] = Layout(by_rows, by_columns, members, plan.block)
+        plan.on_devices[device, causal] = BlockLayout(by_rows, by_columns, members, plan.block)
     return plan.on_devices[device, causal]

@@ -35,7 +35,7 @@ _BACKWARD = ("grad_output", "grad_query", "grad_key", "grad_value", "key_sums", 
 _SIZES = ("batch", "heads", "tokens", "size", "block", "parts")
 
 
-class _Call(ctypes.Structure):
+class _AttentionCall(ctypes.Structure):
     """``struct ds_sparse_attention``."""
 
     _fields_ = [
@@ -144,6 +144,6 @@ def _run(
     pointers = {n: t.data_ptr() for n, t in {**tensors, **lists}.items() if t is not None}
     sizes = dict(zip(_SIZES, (*query.shape, block, parts), strict=True))
     code = native.DTYPE_CODES[query.dtype]
-    call = _Call(**pointers, **sizes, scale=scale, dtype=code, causal=causal)
+    call = _AttentionCall(**pointers, **sizes, scale=scale, dtype=code, causal=causal)
     done = getattr(lib, function)(ctypes.addressof(call), torch.get_num_threads())
     assert done, "sizes that the kernel does not take"

@@ -18,7 +18,7 @@ from torch.nn import functional
 from deepspeed.ops import gpu, native
 
 
-class _Call(ctypes.Structure):
+class _DropoutCall(ctypes.Structure):
     """``struct ds_dropout_call``."""
 
     _fields_ = [
@@ -64,7 +64,7 @@ def dropped(x: Tensor, ratio: float, seed: int, residual: Tensor | None = None) 
     assert lib is not None
     out = torch.empty_like(x)
     rest = None if residual is None else residual.contiguous()
-    call = _Call(
+    call = _DropoutCall(
         out.data_ptr(),
         x.data_ptr(),
         None if rest is None else rest.data_ptr(),

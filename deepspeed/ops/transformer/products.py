@@ -22,7 +22,7 @@ _WORTHWHILE = 1 << 22
 """Multiplications of a product from which on it is a call of its own."""
 
 
-class _Call(ctypes.Structure):
+class _ProductCall(ctypes.Structure):
     """``struct ds_matrix_product``."""
 
     _fields_ = [
@@ -36,7 +36,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """``x @ weight.T + bias``, x [..., columns]."""
     if not runs_here(x, weight) or (bias is not None and bias.dtype is not torch.float32):
         return functional.linear(x, weight, bias)
-    return _Linear.apply(x, weight, bias)
+    return _LinearProduct.apply(x, weight, bias)
 
 
 class NativeLinear(nn.Linear):
@@ -72,7 +72,7 @@ def product(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
     lib = native.library()
     assert lib is not None
     out = torch.empty(a.shape[0], b.shape[1], dtype=torch.float32)
-    call = _Call(
+    call = _ProductCall(
         a.data_ptr(),
         b.data_ptr(),
         None if bias is None else bias.data_ptr(),
@@ -97,7 +97,7 @@ def of_linear(
     return of_x, multiply(grad_rows.mT, rows) if weight_needs else None
 
 
-class _Linear(torch.autograd.Function):
+class _LinearProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight)

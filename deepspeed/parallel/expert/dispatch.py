@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from deepspeed.comm.collectives import Communicator, Pending
-from deepspeed.parallel.expert.metrics import Watch
+from deepspeed.parallel.expert.metrics import RouteWatch
 from deepspeed.parallel.expert.routes import Routes
 
 _CACHED = 2**17
@@ -23,7 +23,7 @@ _CACHED = 2**17
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Order:
+class TokenOrder:
     """The ``n`` kept choices of ``S`` tokens, sorted by expert; those of one expert in the order of tokens.
 
     ``tokens`` [n]: whose choice. ``slots`` [n]: its number among all ``S x k`` choices. ``place`` [S, k]: where it is
@@ -36,13 +36,13 @@ class Order:
     counts: Tensor
 
     @classmethod
-    def of(cls, routes: Routes, tokens: slice = slice(None)) -> Order:
+    def of(cls, routes: Routes, tokens: slice = slice(None)) -> TokenOrder:
         """Sort the choices of ``tokens`` (a slice of them) by expert."""
         count = len(routes.exp_counts)
         return cls.sort(torch.where(routes.kept[tokens], routes.experts[tokens], count), count)
 
     @classmethod
-    def sort(cls, experts: Tensor, count: int) -> Order:
+    def sort(cls, experts: Tensor, count: int) -> TokenOrder:
         """``experts`` [S, k], int64: the choices; ``count`` for one that is not kept."""
         k = experts.shape[1]
         flat = experts.reshape(-1)
@@ -55,12 +55,12 @@ class Order:
         return cls(slots // k, slots, place.view(-1, k), counts[:count])
 
 
-def permute(inputs: Tensor, order: Order) -> Tensor:
+def permute(inputs: Tensor, order: TokenOrder) -> Tensor:
     """[n, h]: the rows of ``inputs`` [S, h] as the experts get them."""
     return _Permute.apply(inputs, order)
 
 
-def combine(outputs: Tensor, weights: Tensor, order: Order) -> Tensor:
+def combine(outputs: Tensor, weights: Tensor, order: TokenOrder) -> Tensor:
     """[S, h]: for each token the sum of ``outputs`` [n, h] of its choices times ``weights`` [S, k], added up in the
     order of choices, in fp32 at least, and rounded once."""
     return _Combine.apply(outputs, weights, order)
@@ -68,7 +68,7 @@ def combine(outputs: Tensor, weights: Tensor, order: Order) -> Tensor:
 
 class _Permute(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, inputs: Tensor, order: Order) -> Tensor:
+    def forward(ctx: Any, inputs: Tensor, order: TokenOrder) -> Tensor:
         ctx.order = order
         return inputs.index_select(0, order.tokens)
 
@@ -80,7 +80,7 @@ class _Permute(torch.autograd.Function):
 
 class _Combine(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, outputs: Tensor, weights: Tensor, order: Order) -> Tensor:
+    def forward(ctx: Any, outputs: Tensor, weights: Tensor, order: TokenOrder) -> Tensor:
         ctx.order = order
         ctx.save_for_backward(outputs, weights)
         return _gathered(outputs, weights.detach(), order)
@@ -88,7 +88,7 @@ class _Combine(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        order: Order = ctx.order
+        order: TokenOrder = ctx.order
         outputs, weights = ctx.saved_tensors
         rows = grad.index_select(0, order.tokens)
         to_outputs = to_weights = None
@@ -103,7 +103,7 @@ class _Combine(torch.autograd.Function):
         return to_outputs, to_weights, None
 
 
-def _gathered(values: Tensor, weights: Tensor | None, order: Order) -> Tensor:
+def _gathered(values: Tensor, weights: Tensor | None, order: TokenOrder) -> Tensor:
     """The sum over choices of rows of ``values`` [n, h], outside autograd."""
     wide = torch.promote_types(values.dtype, torch.float32)
     complete = len(order.tokens) == order.place.numel()
@@ -161,10 +161,12 @@ class Trip:
     group: Communicator
     sent: tuple[int, ...]
     received: tuple[tuple[int, ...], ...]
-    watch: Watch | None = None
+    watch: RouteWatch | None = None
 
     @classmethod
-    def plan(cls, counts: Sequence[Tensor], group: Communicator, watch: Watch | None = None) -> list[Trip]:
+    def plan(
+        cls, counts: Sequence[Tensor], group: Communicator, watch: RouteWatch | None = None
+    ) -> list[Trip]:
         """Tell every rank how many rows come from here for each of its experts, for several trips at once: ``counts``
         [E] of each, int64. Collective, and the only point at which the host waits."""
         both = torch.stack([torch.stack(list(counts))] * 2)
@@ -306,5 +308,5 @@ def through(
     return [arrival() for arrival in returning]
 
 
-def _timed(watch: Watch | None) -> AbstractContextManager[None]:
+def _timed(watch: RouteWatch | None) -> AbstractContextManager[None]:
     return nullcontext() if watch is None else watch.exchanging()

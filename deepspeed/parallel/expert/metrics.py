@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 @dataclass(slots=True, eq=False)
-class Watch:
+class RouteWatch:
     """Sums over the forwards of a layer since ``reset``, on this rank, without waiting for the device.
 
     ``chosen`` [E]: tokens that chose each expert, before any were dropped. ``kept``: how many of all those choices were

@@ -17,9 +17,9 @@ from torch.distributed import ProcessGroup
 from deepspeed import comm as dist
 from deepspeed.base.untraced import untraced
 from deepspeed.comm.collectives import Communicator, communicator
-from deepspeed.parallel.expert.dispatch import Order, Trip, combine, parts_of, permute, through
+from deepspeed.parallel.expert.dispatch import TokenOrder, Trip, combine, parts_of, permute, through
 from deepspeed.parallel.expert.mappings import AllToAll as _AllToAll
-from deepspeed.parallel.expert.metrics import Watch
+from deepspeed.parallel.expert.metrics import RouteWatch
 from deepspeed.parallel.expert.routes import (
     Routes,
     capacity_of,
@@ -290,7 +290,7 @@ class MOELayer(nn.Module):
         self.num_local_experts = num_local_experts
         self._ranks: Communicator | None = Communicator(None) if ep_size == 1 else None
         self._numbers = RegionNumbers(Communicator(None))
-        self.watch: Watch | None = None
+        self.watch: RouteWatch | None = None
 
     def _set_ep_group(self, ep_group: ProcessGroup | None) -> None:
         """The ranks that share the experts of the layer."""
@@ -329,7 +329,7 @@ class MOELayer(nn.Module):
                 "set_deepspeed_parallelism() of the layer"
             )
         parts = parts_of(len(tokens), self._ranks, tokens.device)
-        orders = [Order.of(routes, part) for part in parts]
+        orders = [TokenOrder.of(routes, part) for part in parts]
         trips = Trip.plan([order.counts for order in orders], self._ranks, self.watch)
         rows = [permute(tokens[part], order) for part, order in zip(parts, orders, strict=True)]
         with self._numbers.different():

@@ -23,7 +23,7 @@ from deepspeed.checkpoint.placement import EXPERTS, interval, place
 from deepspeed.comm.mesh import ProcessMesh
 from deepspeed.config.problems import DeepSpeedConfigError
 from deepspeed.config.sections.expert import AutoEPConfig
-from deepspeed.parallel.expert.dispatch import Order, Trip, combine, parts_of, permute, through
+from deepspeed.parallel.expert.dispatch import TokenOrder, Trip, combine, parts_of, permute, through
 from deepspeed.parallel.expert.grouped import grouped_linear
 from deepspeed.parallel.expert.stacked import Spread, stacked_experts
 
@@ -144,7 +144,7 @@ def _forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weight
     spread: Spread = self._ds_spread
     chosen = top_k_index.clamp(max=spread.total)
     parts = parts_of(len(chosen), spread.ranks, hidden_states.device)
-    orders = [Order.sort(chosen[part], spread.total) for part in parts]
+    orders = [TokenOrder.sort(chosen[part], spread.total) for part in parts]
     if self.watch is not None:
         self.watch.routed(sum(order.counts for order in orders), chosen < spread.total, self.training)
     trips = Trip.plan([order.counts for order in orders], spread.ranks, self.watch)

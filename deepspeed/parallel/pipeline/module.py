@@ -34,7 +34,7 @@ from deepspeed.parallel.pipeline.errors import PipelineError
 from deepspeed.parallel.pipeline.partition import check_bounds, stage_of
 from deepspeed.parallel.pipeline.partitioned import Partitioned
 from deepspeed.parallel.pipeline.schedules.orders import place_on_chain, stage_on_chain
-from deepspeed.parallel.pipeline.simulated import WholeModel, as_meta
+from deepspeed.parallel.pipeline.simulated import MetaModel, as_meta
 from deepspeed.parallel.pipeline.specs import Layer, LayerSpec, TiedLayerSpec, type_name
 from deepspeed.transforms.recompute import checkpointing
 from deepspeed.zero.gathering.gathered import GatheredParameters
@@ -330,10 +330,10 @@ class PipelineModule(Partitioned, nn.Module):
         self._grid.share_sequences(ranks)
 
     def whole_meta(self) -> nn.Module:
-        return WholeModel(self._layer_specs)
+        return MetaModel(self._layer_specs)
 
     def meta_inputs(self) -> dict[str, Any] | None:
-        return {"forward_input": WholeModel(self._layer_specs).example(self._example)}
+        return {"forward_input": MetaModel(self._layer_specs).example(self._example)}
 
     def num_pipeline_stages(self) -> int:
         return self.num_stages

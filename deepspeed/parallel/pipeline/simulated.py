@@ -22,7 +22,7 @@ def as_meta(value: Any) -> Any:
     return tree_map(lambda each: each.to("meta") if isinstance(each, Tensor) else each, value)
 
 
-class WholeModel(nn.ModuleList):
+class MetaModel(nn.ModuleList):
     """Layers one after the other, under the names that they have in a PipelineModule.
 
     A list, so that those who look at it may leave out all but one of the layers that are alike: what is left is called.

@@ -28,7 +28,7 @@ from torch.autograd.function import once_differentiable
 
 from deepspeed.base.untraced import untraced
 from deepspeed.comm.collectives import Communicator
-from deepspeed.ops.attention_blocks import CAUSAL, Joined, kernel_for
+from deepspeed.ops.attention_blocks import CAUSAL, JoinedBlocks, kernel_for
 from deepspeed.parallel.sequence.assignment import HeadAssignment
 from deepspeed.parallel.sequence.chunks import FetchedAhead, SequenceChunk
 from deepspeed.parallel.sequence.exchange import Exchange
@@ -128,7 +128,7 @@ def chunked_self_attention(
 
 
 @dataclass(eq=False)
-class _Kept:
+class _KeptChunks:
     """Saved tensors of one chunk for backward: [batch, own heads, all tokens of the chunk, size] each, and the
     input."""
 
@@ -156,7 +156,7 @@ class _ChunkedAttention(torch.autograd.Function):
         out_weight: Tensor,
     ) -> Tensor:
         result = x.new_empty(*x.shape[:2], out_weight.shape[0])
-        kept: list[_Kept] = []
+        kept: list[_KeptChunks] = []
         earlier: list[tuple[SequenceChunk, SequenceChunk]] = []
         parts = zip(x.split(call.local), result.split(call.local), strict=True)
         for at, (part, target) in enumerate(parts):
@@ -168,7 +168,7 @@ class _ChunkedAttention(torch.autograd.Function):
             pair = (call.keep(k), call.keep(v))
             earlier.append(pair)
             if keeping:
-                kept.append(_Kept(call.keep(q), *pair, call.keep(out), call.keep(lse), call.keep(part)))
+                kept.append(_KeptChunks(call.keep(q), *pair, call.keep(out), call.keep(lse), call.keep(part)))
         ctx.call, ctx.kept = call, kept
         ctx.save_for_backward(qkv_weight, qkv_bias, out_weight)
         return result
@@ -177,19 +177,19 @@ class _ChunkedAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         qkv_weight, qkv_bias, out_weight = ctx.saved_tensors
-        backward = _Backward(ctx.call, ctx.kept, grads[0], qkv_weight, qkv_bias, out_weight)
+        backward = _ChunkBackward(ctx.call, ctx.kept, grads[0], qkv_weight, qkv_bias, out_weight)
         for at in reversed(range(len(ctx.kept))):
             backward.chunk(at)
         return None, None, *backward.result()
 
 
-class _Backward:
+class _ChunkBackward:
     """Gradients of input and weights, filled chunk by chunk, from the last to the first (Note: order of backward)."""
 
     def __init__(
         self,
         call: ChunkedCall,
-        kept: list[_Kept],
+        kept: list[_KeptChunks],
         grad: Tensor,
         qkv_weight: Tensor,
         qkv_bias: Tensor | None,
@@ -301,7 +301,7 @@ def _heads(
 
 def _attend(call: ChunkedCall, q: Tensor, k: Tensor, v: Tensor, ahead: FetchedAhead) -> tuple[Tensor, Tensor]:
     """Attention of one chunk to itself and all before it, and its log-sum-exp."""
-    joined = Joined(q, v)
+    joined = JoinedBlocks(q, v)
     joined.add(*kernel_for(q, v, CAUSAL).forward(q, k, v, CAUSAL, call.scale))
     for key, value in ahead:
         joined.add(*kernel_for(q, value, None).forward(q, key, value, None, call.scale))

@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from deepspeed.base.untraced import untraced
 from deepspeed.comm.collectives import Communicator
-from deepspeed.ops.attention_blocks import Joined, kernel_for
+from deepspeed.ops.attention_blocks import JoinedBlocks, kernel_for
 from deepspeed.parallel.sequence.visibility import Visibility
 
 
@@ -82,7 +82,7 @@ class _RingAttention(torch.autograd.Function):
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, visibility: Visibility, scale: float, ring: Ring
     ) -> Tensor:
-        joined = Joined(query, value)
+        joined = JoinedBlocks(query, value)
         rows, held = ring.tokens(ring.own), [key, value]
         for step in range(len(ring.parts)):
             columns = ring.tokens(ring.source(step))

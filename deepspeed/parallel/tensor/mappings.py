@@ -72,7 +72,7 @@ def gather_from(inputs: Tensor, group: Communicator, cut: Cut) -> Tensor:
 @untraced
 def split_to(inputs: Tensor, group: Communicator, cut: Cut) -> Tensor:
     """The rank's part by ``cut`` of ``inputs``, which are equal on all ranks; no two ranks may have the same part."""
-    return inputs if group.size == 1 else _Split.apply(inputs, group, cut)
+    return inputs if group.size == 1 else _SplitFunction.apply(inputs, group, cut)
 
 
 @untraced
@@ -176,7 +176,7 @@ class _Gather(torch.autograd.Function):
         return own, None, None
 
 
-class _Split(torch.autograd.Function):
+class _SplitFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, inputs: Tensor, group: Communicator, cut: Cut) -> Tensor:
         ctx.group, ctx.cut = group, cut

@@ -16,7 +16,7 @@ from deepspeed.parallel.tensor.planning.rules import rules_of
 from deepspeed.parallel.tensor.trial import try_split
 
 
-class Context(Protocol):
+class TensorTransformContext(Protocol):
     """The part of a ``TransformContext`` used here."""
 
     mesh: ProcessMesh
@@ -41,7 +41,7 @@ class TensorParallelism:
     def __init__(self, config: TPTrainingConfig) -> None:
         self.config = config
 
-    def apply(self, module: nn.Module, context: Context) -> None:
+    def apply(self, module: nn.Module, context: TensorTransformContext) -> None:
         mesh = context.mesh
         if mesh.size("tp") == 1:
             context.say("one rank: nothing to split")

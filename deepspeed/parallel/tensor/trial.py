@@ -53,7 +53,7 @@ def try_split(plan: TensorParallelPlan, group: Communicator) -> str:
         if _largest(failed is not None, group, device):
             return f"not compared with the whole model: its stand-in does not run ({failed})"
         apply_plan(module, own, _Alone(group), lambda *_: None)
-        split = _Split(whole)
+        split = _TrialSplit(whole)
         failed = _run(module, inputs, own, group.rank, split.compare)
     return _judge(split, failed, _rounding(module, device), group, device)
 
@@ -88,7 +88,7 @@ class _Whole:
         return value
 
 
-class _Split:
+class _TrialSplit:
     """Compares the split one with it. ``errors``: relative differences in ``places``, in the order of the forward."""
 
     def __init__(self, whole: _Whole) -> None:
@@ -158,7 +158,9 @@ def _rounding(module: nn.Module, device: torch.device) -> float:
     return max(of_weights, _TF32) if reduced else of_weights
 
 
-def _judge(split: _Split, failed: str | None, limit: float, group: Communicator, device: torch.device) -> str:
+def _judge(
+    split: _TrialSplit, failed: str | None, limit: float, group: Communicator, device: torch.device
+) -> str:
     """PlanError on all ranks for the first difference that one of them has seen."""
     errors = split.errors
     wrong = [number for number, error in enumerate(errors) if not error <= limit]

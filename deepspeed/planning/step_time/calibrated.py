@@ -6,13 +6,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from deepspeed.planning.planner import Setting
+from deepspeed.planning.planner import PlanSetting
 from deepspeed.planning.step_time.calibration import Calibration
 from deepspeed.planning.step_time.fabric import Costs, Fabric
-from deepspeed.planning.step_time.hardware import Network
+from deepspeed.planning.step_time.hardware import NetworkSpec
 from deepspeed.planning.step_time.program import program_of
-from deepspeed.planning.step_time.step import Machine, StepTime, run, step_time
-from deepspeed.planning.step_time.work import Work
+from deepspeed.planning.step_time.step import StepMachine, StepTime, run, step_time
+from deepspeed.planning.step_time.work import StepWork
 
 
 def costs_of(found: Calibration) -> Costs:
@@ -33,13 +33,13 @@ def busy(found: Calibration, ranks_beside: int) -> float:
     return max(1.0, ranks_beside * found.threads / found.cores)
 
 
-def stage_of(setting: Setting) -> int:
+def stage_of(setting: PlanSetting) -> int:
     return setting.plan.zero.stage
 
 
-def fabric_of(found: Calibration, network: Network, ranks_per_node: int) -> Fabric:
+def fabric_of(found: Calibration, network: NetworkSpec, ranks_per_node: int) -> Fabric:
     """Ranks on processors: gloo between hosts. Within one, shared memory is as fast as what they copy."""
-    inside = Network(name="shared memory", rate=_memory_rate(found), latency=0.0)
+    inside = NetworkSpec(name="shared memory", rate=_memory_rate(found), latency=0.0)
     return Fabric(
         ranks_per_node=ranks_per_node,
         between=network,
@@ -60,11 +60,11 @@ CROWDED = 0.9
 packets are dropped where they meet. Measured with 3 and 4 hosts (benchmarks/results/predicted_steps_3to4.txt)."""
 MOST_STRETCH = (0.5, 8.0)
 BISECTIONS = 16
-UNLIMITED = Network(name="none", rate=1e12)
+UNLIMITED = NetworkSpec(name="none", rate=1e12)
 """Between the two ranks of a calibration: they limit themselves."""
 
 
-def work_of(found: Calibration, setting: Setting, flops: Sequence[float], ranks_beside: int) -> Work:
+def work_of(found: Calibration, setting: PlanSetting, flops: Sequence[float], ranks_beside: int) -> StepWork:
     """Return the work of a rank of ``setting``, of ``ranks_beside`` on its machine.
 
     The model that was measured takes what it took; another one as long as its operations take at the rate that was
@@ -74,7 +74,7 @@ def work_of(found: Calibration, setting: Setting, flops: Sequence[float], ranks_
     return work if setting.ranks == 1 else work.stretched(_stretch(found, setting, flops))
 
 
-def is_same_model(found: Calibration, setting: Setting, flops: Sequence[float]) -> bool:
+def is_same_model(found: Calibration, setting: PlanSetting, flops: Sequence[float]) -> bool:
     facts = setting.facts
     trained = sum(spec.numel for spec in facts.specs[: facts.trained])
     return (
@@ -84,7 +84,7 @@ def is_same_model(found: Calibration, setting: Setting, flops: Sequence[float]) 
     )
 
 
-def _work_of(found: Calibration, setting: Setting, flops: Sequence[float], ranks: int) -> Work:
+def _work_of(found: Calibration, setting: PlanSetting, flops: Sequence[float], ranks: int) -> StepWork:
     stage = stage_of(setting)
     alone = found.of(1, stage) or found.of(1, 0)
     assert alone is not None  # a calibration has it
@@ -100,14 +100,14 @@ def _work_of(found: Calibration, setting: Setting, flops: Sequence[float], ranks
         scale = total / found.flops
         forward, backward = forward * scale, backward * scale
         shares = ([each / total for each in flops],) * 2
-    return Work(
+    return StepWork(
         forward=[forward * share for share in shares[0]],
         backward=[backward * share for share in shares[1]],
         per_element=alone.update * slower / max(1, found.elements),
     )
 
 
-def _stretch(found: Calibration, setting: Setting, flops: Sequence[float]) -> float:
+def _stretch(found: Calibration, setting: PlanSetting, flops: Sequence[float]) -> float:
     """Return the factor by which, compared to ``_work_of``, two ranks of the calibration must have computed, for the
     simulation of their step to take what it took.
 
@@ -118,7 +118,7 @@ def _stretch(found: Calibration, setting: Setting, flops: Sequence[float]) -> fl
         return 1.0
     pair = replace(setting, ranks=2, micro_batches=1)
     program, work = program_of(pair), _work_of(found, pair, flops, 2)
-    machine = Machine(fabric=fabric_of(found, UNLIMITED, 1))
+    machine = StepMachine(fabric=fabric_of(found, UNLIMITED, 1))
     low, high = MOST_STRETCH
     for _ in range(BISECTIONS):  # a step takes no less time where more is computed
         middle = (low + high) / 2
@@ -131,9 +131,9 @@ def _stretch(found: Calibration, setting: Setting, flops: Sequence[float]) -> fl
 
 def predicted(
     found: Calibration,
-    setting: Setting,
+    setting: PlanSetting,
     flops: Sequence[float],
-    network: Network,
+    network: NetworkSpec,
     *,
     ranks_per_node: int,
     ranks_beside: int | None = None,
@@ -142,4 +142,4 @@ def predicted(
     processors are shared; default: those of a node."""
     beside = ranks_per_node if ranks_beside is None else ranks_beside
     work = work_of(found, setting, flops, beside)
-    return step_time(setting, work, Machine(fabric=fabric_of(found, network, ranks_per_node)))
+    return step_time(setting, work, StepMachine(fabric=fabric_of(found, network, ranks_per_node)))

@@ -31,7 +31,7 @@ class Steps:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Line:
+class CostLine:
     """Seconds of a collective between two ranks: ``start + byte * n`` for n bytes that each sends."""
 
     start: float
@@ -57,7 +57,7 @@ class Calibration:
     forward_share: Sequence[float]
     backward_share: Sequence[float]
     steps: Mapping[str, Steps]
-    lines: Mapping[str, Line]
+    lines: Mapping[str, CostLine]
     version: int = VERSION
 
     def of(self, ranks: int, stage: int) -> Steps | None:
@@ -106,7 +106,7 @@ def load(path: str | Path) -> Calibration:
         raise CalibrationError(f"--calibration {path}: {', '.join(wrong)} is missing or not known; {remedy}")
     try:
         steps = {key: Steps(**row) for key, row in data["steps"].items()}
-        lines = {key: Line(**row) for key, row in data["lines"].items()}
+        lines = {key: CostLine(**row) for key, row in data["lines"].items()}
         numbers = [n for row in (*steps.values(), *lines.values()) for n in dataclasses.astuple(row)]
         numbers += [data["elements"], data["tokens"], data["flops"], data["cores"], data["threads"]]
         numbers += [*data["forward_share"], *data["backward_share"]]

@@ -16,10 +16,10 @@ from torch import nn
 
 from deepspeed.config.problems import DeepSpeedConfigError
 from deepspeed.planning.activations import TransformerShape, activation_bytes
-from deepspeed.planning.ledger import Place
-from deepspeed.planning.request import Answer, Request, answer
+from deepspeed.planning.ledger import MemoryPlace
+from deepspeed.planning.request import PlanAnswer, PlanRequest, answer
 from deepspeed.planning.split import Split
-from deepspeed.planning.step_time.parallel import Job, seconds_of
+from deepspeed.planning.step_time.parallel import ParallelJob, seconds_of
 from deepspeed.planning.step_time.step import StepTime
 
 MOST_TENSOR, MOST_SEQUENCE = 8, 16
@@ -137,12 +137,12 @@ class Choices:
 
 
 @dataclass(slots=True, kw_only=True)
-class Search:
+class StepSearch:
     """``request``: the config as it is, for all ranks and the whole model. ``modules``: the model with its experts
     spread over so many ranks. ``job``: where it runs."""
 
-    request: Request
-    job: Job
+    request: PlanRequest
+    job: ParallelJob
     samples: int
     """Of a step, over all ranks."""
     modules: Mapping[int, nn.Module] = field(default_factory=dict)
@@ -268,19 +268,19 @@ class Search:
             found = [answer(self._request(way, stage)) for stage in sorted({0, way.stages - 1})]
         except (DeepSpeedConfigError, NotImplementedError, ValueError):
             return None
-        near = Place.DEVICE if self.request.device_type != "cpu" else Place.HOST
+        near = MemoryPlace.DEVICE if self.request.device_type != "cpu" else MemoryPlace.HOST
         worst = max(found, key=lambda each: (bool(each.lacking()), each.ledger.peak(near)[0]))
         time = seconds_of(found, self.job, way.tensor, way.stages, way.sequence, way.experts)
         return Planned(
             way,
             worst.ledger.peak(near)[0],
-            worst.need(Place.HOST)[0],
+            worst.need(MemoryPlace.HOST)[0],
             not any(each.lacking() for each in found),
             time,
             self.samples,
         )
 
-    def _request(self, way: Way, stage: int) -> Request:
+    def _request(self, way: Way, stage: int) -> PlanRequest:
         request = self.request
         held = min(way.stages - stage, self.micro_batches(way))
         data = request.ranks // (way.tensor * way.stages)
@@ -335,7 +335,7 @@ def _divides(size: int, shape: TransformerShape) -> bool:
     return shape.heads % size == 0 and shape.kv_heads % size == 0
 
 
-def samples_of(found: Answer) -> int:
+def samples_of(found: PlanAnswer) -> int:
     """Return the samples of one step of the config as it is, over all ranks."""
     config, request = found.config, found.request
     data = request.ranks // request.ranks_per_sequence

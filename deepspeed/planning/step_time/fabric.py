@@ -7,14 +7,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from deepspeed.planning.step_time.events import Link
-from deepspeed.planning.step_time.hardware import Network
+from deepspeed.planning.step_time.hardware import NetworkSpec
 
 INSIDE, BETWEEN = "inside", "between"
 """Resources: the links within a node, and the link of a node to the others."""
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class RankGroup:
     """Ranks that communicate: ``per_node`` of them are on the same node."""
 
     ranks: int
@@ -52,8 +52,8 @@ class Fabric:
     link that is reached where more than two nodes all send to all others at once."""
 
     ranks_per_node: int
-    between: Network
-    inside: Network
+    between: NetworkSpec
+    inside: NetworkSpec
     costs: Costs = Costs()
     background: bool = True
     crowded: float = 1.0
@@ -65,14 +65,14 @@ class Fabric:
             BETWEEN: self._link(self.between, self.ranks_per_node if self.between.per_device else 1),
         }
 
-    def _link(self, network: Network, devices: int) -> Link:
+    def _link(self, network: NetworkSpec, devices: int) -> Link:
         # A node's ranks send at the same time: what one of them can send limits the node's link too.
         rate = network.payload_rate * devices
         most = self.ranks_per_node / self.costs.byte if self.costs.byte else float("inf")
         peak = min(network.peak or rate, most)
         return Link(min(rate, most), network.burst, max(peak, min(rate, most)))
 
-    def parts(self, operation: str, nbytes: float, group: Group) -> list[Transmission]:
+    def parts(self, operation: str, nbytes: float, group: RankGroup) -> list[Transmission]:
         """The transmissions of a collective over ``nbytes`` in all."""
         if group.ranks <= 1 or nbytes <= 0:
             return []
@@ -91,7 +91,7 @@ class Fabric:
     def _transmission(
         self,
         nbytes: float,
-        group: Group,
+        group: RankGroup,
         start: float,
         work: float,
         *,

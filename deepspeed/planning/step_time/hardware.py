@@ -21,7 +21,7 @@ class HardwareError(ValueError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Network:
+class NetworkSpec:
     """``rate``: bytes per second each way, of a node or (``per_device``) of each device in it. ``latency``: seconds of
     a message. ``burst``: bytes that pass at ``peak`` after a rest, where a token bucket limits the rate."""
 
@@ -58,8 +58,8 @@ class Device:
     source: str = ""
 
 
-def _ethernet(gbits: float, latency: float) -> Network:
-    return Network(
+def _ethernet(gbits: float, latency: float) -> NetworkSpec:
+    return NetworkSpec(
         name=f"{gbits:g}GbE",
         rate=gbits * 1e9 / 8,
         share=ETHERNET_SHARE,
@@ -68,8 +68,8 @@ def _ethernet(gbits: float, latency: float) -> Network:
     )
 
 
-def _infiniband(name: str, gbits: int, card: str) -> Network:
-    return Network(
+def _infiniband(name: str, gbits: int, card: str) -> NetworkSpec:
+    return NetworkSpec(
         name=name,
         rate=gbits * 1e9 / 8,
         share=0.92,
@@ -79,9 +79,9 @@ def _infiniband(name: str, gbits: int, card: str) -> Network:
     )
 
 
-def _nvlink(name: str, gbytes: int, device: str) -> Network:
+def _nvlink(name: str, gbytes: int, device: str) -> NetworkSpec:
     """``gbytes``: per second, both ways together."""
-    return Network(
+    return NetworkSpec(
         name=name,
         rate=gbytes * 1e9 / 2,
         share=0.78,
@@ -91,7 +91,7 @@ def _nvlink(name: str, gbytes: int, device: str) -> Network:
     )
 
 
-NETWORKS: Mapping[str, Network] = {
+NETWORKS: Mapping[str, NetworkSpec] = {
     network.name.lower(): network
     for network in (
         _ethernet(1, 1e-4),
@@ -131,27 +131,27 @@ DEVICES: Mapping[str, Device] = {
     )
 }
 
-Thing = TypeVar("Thing", Network, Device)
+Thing = TypeVar("Thing", NetworkSpec, Device)
 
 
-def network(name: str) -> Network:
+def network(name: str) -> NetworkSpec:
     """Look up a network: a known name (any case), a rate such as "100Mbit" or "40Gbit", or a JSON file with the fields
-    of ``Network``."""
+    of ``NetworkSpec``."""
     text = name.lower()
     for unit, factor in (("mbit", 1e6), ("gbit", 1e9)):
         if text.endswith(unit):
             return _of_rate(name, text[: -len(unit)], factor)
-    return _found(name, NETWORKS, Network, "--network")
+    return _found(name, NETWORKS, NetworkSpec, "--network")
 
 
-def _of_rate(name: str, number: str, factor: float) -> Network:
+def _of_rate(name: str, number: str, factor: float) -> NetworkSpec:
     try:
         rate = float(number) * factor / 8
     except ValueError:
         rate = 0.0
     if not 0 < rate < float("inf"):
         raise HardwareError(f"--network {name}: expected a rate above 0, such as 100Mbit")
-    return Network(
+    return NetworkSpec(
         name=name, rate=rate, share=ETHERNET_SHARE, latency=5e-5, source="as given; TCP over Ethernet"
     )
 

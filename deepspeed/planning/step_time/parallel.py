@@ -15,20 +15,20 @@ from dataclasses import dataclass, replace
 from deepspeed.parallel.pipeline.schedules.orders import Durations, one_forward_one_backward
 from deepspeed.parallel.pipeline.schedules.orders import simulate as simulate_stages
 from deepspeed.planning.activations import TransformerShape
-from deepspeed.planning.ledger import Phase
-from deepspeed.planning.planner import Setting
-from deepspeed.planning.request import Answer
+from deepspeed.planning.ledger import MemoryPhase
+from deepspeed.planning.planner import PlanSetting
+from deepspeed.planning.request import PlanAnswer
 from deepspeed.planning.step_time.calibrated import fabric_of, work_of
 from deepspeed.planning.step_time.calibration import Calibration
 from deepspeed.planning.step_time.fabric import Fabric
-from deepspeed.planning.step_time.hardware import NETWORKS, Device, Network
-from deepspeed.planning.step_time.program import Compute, Event, Program, program_of
+from deepspeed.planning.step_time.hardware import NETWORKS, Device, NetworkSpec
+from deepspeed.planning.step_time.program import Compute, Event, StepProgram, program_of
 from deepspeed.planning.step_time.shapes import shape_flops
-from deepspeed.planning.step_time.step import Machine, StepTime, run, schedule_of
+from deepspeed.planning.step_time.step import StepMachine, StepTime, run, schedule_of
 from deepspeed.planning.step_time.work import (
     BACKWARD,
-    Exchange,
-    Work,
+    PlannedExchange,
+    StepWork,
     flops_by_call,
     layer_calls,
     work_of_device,
@@ -39,10 +39,10 @@ ALIKE = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class ParallelJob:
     """Hardware of a job: devices by name, or machines like the one that was calibrated."""
 
-    network: Network
+    network: NetworkSpec
     ranks_per_node: int
     device: Device | None = None
     calibration: Calibration | None = None
@@ -53,13 +53,13 @@ class Job:
     item: int = 2
 
     @property
-    def machine(self) -> Machine:
+    def machine(self) -> StepMachine:
         if self.device is not None:
             inside = NETWORKS[self.device.inside.lower()]
             fabric = Fabric(ranks_per_node=self.ranks_per_node, between=self.network, inside=inside)
-            return Machine(fabric=fabric, device=self.device)
+            return StepMachine(fabric=fabric, device=self.device)
         assert self.calibration is not None
-        return Machine(fabric=fabric_of(self.calibration, self.network, self.ranks_per_node))
+        return StepMachine(fabric=fabric_of(self.calibration, self.network, self.ranks_per_node))
 
     def rough_seconds(
         self,
@@ -104,7 +104,12 @@ class Job:
 
 
 def seconds_of(
-    found: Sequence[Answer], job: Job, tensor: int = 1, stages: int = 1, sequence: int = 1, experts: int = 1
+    found: Sequence[PlanAnswer],
+    job: ParallelJob,
+    tensor: int = 1,
+    stages: int = 1,
+    sequence: int = 1,
+    experts: int = 1,
 ) -> StepTime:
     """Return the step time, from plans of a rank on the first stage and on the last (one, if they are the same)."""
     works = [_work(each, job, tensor, sequence, experts) for each in found]
@@ -114,7 +119,7 @@ def seconds_of(
     return _pipeline(settings, works, job, tensor, stages)
 
 
-def _work(found: Answer, job: Job, tensor: int, sequence: int, experts: int) -> Work:
+def _work(found: PlanAnswer, job: ParallelJob, tensor: int, sequence: int, experts: int) -> StepWork:
     setting, request = found.setting, found.request
     tokens = job.tokens // sequence
     shape = None
@@ -137,20 +142,20 @@ def _work(found: Answer, job: Job, tensor: int, sequence: int, experts: int) -> 
 
 
 def _exchanges(
-    setting: Setting, job: Job, tokens: int, tensor: int, sequence: int, experts: int
-) -> list[list[Exchange]]:
+    setting: PlanSetting, job: ParallelJob, tokens: int, tensor: int, sequence: int, experts: int
+) -> list[list[PlannedExchange]]:
     """Return, by call, what a block exchanges in one direction."""
-    per_block: list[Exchange] = []
+    per_block: list[PlannedExchange] = []
     shape, item = job.shape, job.item
     if shape is not None and tensor > 1:
-        per_block.append(Exchange("all_reduce", float(tokens * shape.hidden * item), tensor, 2))
+        per_block.append(PlannedExchange("all_reduce", float(tokens * shape.hidden * item), tensor, 2))
     if shape is not None and sequence > 1:
         queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
         each = float(tokens * (queries + keys) * item)
-        per_block.append(Exchange("all_to_all", each, sequence, 2))
+        per_block.append(PlannedExchange("all_to_all", each, sequence, 2))
     if shape is not None and experts > 1:
-        per_block.append(Exchange("all_to_all", float(tokens * shape.hidden * item), experts, 2))
-    extra: list[list[Exchange]] = [[] for _ in setting.facts.calls]
+        per_block.append(PlannedExchange("all_to_all", float(tokens * shape.hidden * item), experts, 2))
+    extra: list[list[PlannedExchange]] = [[] for _ in setting.facts.calls]
     blocks = layer_calls(setting.facts)
     # A block may be one call or several (experts are called by themselves): what it exchanges is spread over them.
     for call in blocks:
@@ -161,14 +166,14 @@ def _exchanges(
 # Micro-batches -----------------------------------------------------------------------------------------------
 
 
-def _accumulated(setting: Setting, work: Work, machine: Machine, model_ranks: int) -> StepTime:
+def _accumulated(setting: PlanSetting, work: StepWork, machine: StepMachine, model_ranks: int) -> StepTime:
     """Simulate a few of many micro-batches: one more takes as long as the one before it."""
     count = setting.micro_batches
     if count <= ALIKE + 1:
         return run(program_of(setting), setting, work, machine, model_ranks)
     program = program_of(setting, ALIKE + 1)
     many = run(program, setting, work, machine, model_ranks)
-    fewer = run(Program(program.micro_batches[1:], program.update), setting, work, machine, model_ranks)
+    fewer = run(StepProgram(program.micro_batches[1:], program.update), setting, work, machine, model_ranks)
     more = count - (ALIKE + 1)
     return StepTime(
         many.seconds + more * (many.seconds - fewer.seconds),
@@ -178,7 +183,7 @@ def _accumulated(setting: Setting, work: Work, machine: Machine, model_ranks: in
 
 
 def _pipeline(
-    settings: Sequence[Setting], works: Sequence[Work], job: Job, tensor: int, stages: int
+    settings: Sequence[PlanSetting], works: Sequence[StepWork], job: ParallelJob, tensor: int, stages: int
 ) -> StepTime:
     """The order of the stages with the simulated times of a micro-batch, then sums and update of the slowest stage.
 
@@ -207,12 +212,14 @@ def _pipeline(
     return StepTime(seconds, min(compute, seconds), waiting)
 
 
-def _directions(setting: Setting, work: Work, machine: Machine, model_ranks: int) -> tuple[float, float]:
+def _directions(
+    setting: PlanSetting, work: StepWork, machine: StepMachine, model_ranks: int
+) -> tuple[float, float]:
     """Seconds of a forward and a backward of a micro-batch, without anything that replicas exchange."""
     calls = range(len(setting.facts.calls))
     passes: list[list[Event]] = [
-        [Compute(Phase.FORWARD, call) for call in calls],
-        [Compute(Phase.BACKWARD, call) for call in reversed(calls)],
+        [Compute(MemoryPhase.FORWARD, call) for call in calls],
+        [Compute(MemoryPhase.BACKWARD, call) for call in reversed(calls)],
     ]
     forward, backward = (
         schedule_of(events, setting, work, machine, model_ranks).makespan for events in passes
@@ -220,8 +227,8 @@ def _directions(setting: Setting, work: Work, machine: Machine, model_ranks: int
     return forward, backward
 
 
-def _rest(setting: Setting, work: Work, machine: Machine, model_ranks: int) -> StepTime:
+def _rest(setting: PlanSetting, work: StepWork, machine: StepMachine, model_ranks: int) -> StepTime:
     """Sums of gradients, once per batch, and the update."""
     program = program_of(setting, 1)
     sums = [event for event in program.micro_batches[0] if not isinstance(event, Compute)]
-    return run(Program([sums], program.update), setting, work, machine, model_ranks)
+    return run(StepProgram([sums], program.update), setting, work, machine, model_ranks)

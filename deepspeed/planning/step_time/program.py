@@ -10,25 +10,25 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from deepspeed.planning.journal import Compute, Start, Wait
+from deepspeed.planning.journal import Compute, JournalWait, Start
 from deepspeed.planning.offload import BucketUse
-from deepspeed.planning.planner import Setting
+from deepspeed.planning.planner import PlanSetting
 from deepspeed.planning.rehearsal import in_groups
 from deepspeed.zero.replica_groups import expert_parallel_size
 
 
 @dataclass(frozen=True, slots=True)
-class Update:
+class OptimizerUpdate:
     """The optimizer's, of so many elements."""
 
     elements: int
 
 
-Event = Compute | Start | Wait | Update
+Event = Compute | Start | JournalWait | OptimizerUpdate
 
 
 @dataclass(frozen=True, slots=True)
-class Program:
+class StepProgram:
     """``micro_batches``: the events of each; ``update``: those of the step."""
 
     micro_batches: Sequence[Sequence[Event]]
@@ -39,7 +39,7 @@ class Program:
         return [event for part in (*self.micro_batches, self.update) for event in part]
 
 
-def program_of(setting: Setting, micro_batches: int | None = None) -> Program:
+def program_of(setting: PlanSetting, micro_batches: int | None = None) -> StepProgram:
     """The events of a steady step of rank 0. Where it has several micro-batches, all before the last are alike.
 
     ``micro_batches``: so many instead of those of ``setting``.
@@ -49,10 +49,10 @@ def program_of(setting: Setting, micro_batches: int | None = None) -> Program:
         setting = replace(setting, micro_batches=count)
     notebook = setting.rehearsed.notebook
     first, last = notebook.parts[0], notebook.parts[-1]
-    return Program([first] * (count - 1) + [last], _update(setting, setting.buckets, notebook.started))
+    return StepProgram([first] * (count - 1) + [last], _update(setting, setting.buckets, notebook.started))
 
 
-def _update(setting: Setting, buckets: Sequence[BucketUse], number: int) -> list[Event]:
+def _update(setting: PlanSetting, buckets: Sequence[BucketUse], number: int) -> list[Event]:
     """The norm (and who used what), the optimizer, and what the others have to be told of its results."""
     begun: list[Start] = []
     if setting.ranks > 1:
@@ -67,14 +67,14 @@ def _update(setting: Setting, buckets: Sequence[BucketUse], number: int) -> list
     agreed = [event for event in begun if event.operation == "all_reduce"]
     gathers = begun[len(agreed) :]
     return [
-        *(event for start in agreed for event in (start, Wait(start.number))),
-        Update(elements),
+        *(event for start in agreed for event in (start, JournalWait(start.number))),
+        OptimizerUpdate(elements),
         *gathers,
-        *(Wait(start.number) for start in gathers),
+        *(JournalWait(start.number) for start in gathers),
     ]
 
 
-def _published(setting: Setting, bucket: BucketUse) -> tuple[str, float, int, int] | None:
+def _published(setting: PlanSetting, bucket: BucketUse) -> tuple[str, float, int, int] | None:
     """The gather after an update: of weights that are whole everywhere; of slices between groups of ranks of which each
     holds a copy (``zero/gathering/quantized_gather.py``)."""
     layout, group = bucket.layout, setting.plan.packing.group

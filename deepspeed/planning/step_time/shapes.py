@@ -72,7 +72,7 @@ class MLP(nn.Module):
         return self.down(F.gelu(up) if self.gate is None else F.silu(self.gate(x_BTC)) * up)
 
 
-class Block(nn.Module):
+class BlockShape(nn.Module):
     def __init__(self, config: ShapedConfig) -> None:
         super().__init__()
         # In the order in which they run, as plans take it to be.
@@ -94,7 +94,7 @@ class ShapedGPT(nn.Module):
         if not table.is_meta:  # where it would take seconds to find out that there is nothing to fill
             nn.init.normal_(table)
         self.tokens = nn.Embedding(config.vocab_size, config.hidden_size, _weight=table)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_hidden_layers))
+        self.blocks = nn.ModuleList(BlockShape(config) for _ in range(config.num_hidden_layers))
         self.norm = nn.LayerNorm(config.hidden_size)
         self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
 

@@ -7,14 +7,22 @@ from dataclasses import dataclass
 
 from deepspeed.config.plan import Plan
 from deepspeed.ops.formats.codecs import Codec, codec_named
-from deepspeed.planning.ledger import Phase
+from deepspeed.planning.ledger import MemoryPhase
 from deepspeed.planning.link_time import bytes_per_element
-from deepspeed.planning.planner import Setting
+from deepspeed.planning.planner import PlanSetting
 from deepspeed.planning.step_time.events import Link, Resource, Schedule, Task, simulate
-from deepspeed.planning.step_time.fabric import BETWEEN, INSIDE, Fabric, Group, Transmission
+from deepspeed.planning.step_time.fabric import BETWEEN, INSIDE, Fabric, RankGroup, Transmission
 from deepspeed.planning.step_time.hardware import Device
-from deepspeed.planning.step_time.program import Compute, Event, Program, Start, Update, Wait, program_of
-from deepspeed.planning.step_time.work import Exchange, Work
+from deepspeed.planning.step_time.program import (
+    Compute,
+    Event,
+    JournalWait,
+    OptimizerUpdate,
+    Start,
+    StepProgram,
+    program_of,
+)
+from deepspeed.planning.step_time.work import PlannedExchange, StepWork
 
 COMPUTE, HOST, HOST_LINK, STORAGE = "compute", "host", "host link", "storage"
 IN_WORDS = {
@@ -50,7 +58,7 @@ class StepTime:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Machine:
+class StepMachine:
     """Hardware that a step runs on. ``device``: None for ranks on processors, which have nothing beside them to copy
     to."""
 
@@ -58,19 +66,21 @@ class Machine:
     device: Device | None = None
 
 
-def step_time(setting: Setting, work: Work, machine: Machine, model_ranks: int = 1) -> StepTime:
+def step_time(setting: PlanSetting, work: StepWork, machine: StepMachine, model_ranks: int = 1) -> StepTime:
     """Simulate a steady step of rank 0. ``model_ranks``: neighbours that share one copy of the model, beside which the
     data-parallel ranks of ``setting`` lie."""
     return run(program_of(setting), setting, work, machine, model_ranks)
 
 
-def run(program: Program, setting: Setting, work: Work, machine: Machine, model_ranks: int = 1) -> StepTime:
+def run(
+    program: StepProgram, setting: PlanSetting, work: StepWork, machine: StepMachine, model_ranks: int = 1
+) -> StepTime:
     schedule = schedule_of(program.events, setting, work, machine, model_ranks)
     return StepTime(schedule.makespan, schedule.busy(COMPUTE), waits_for(schedule))
 
 
 def schedule_of(
-    events: Sequence[Event], setting: Setting, work: Work, machine: Machine, model_ranks: int = 1
+    events: Sequence[Event], setting: PlanSetting, work: StepWork, machine: StepMachine, model_ranks: int = 1
 ) -> Schedule:
     """When everything happens, where one step follows the other."""
     builder = Builder(setting, work, machine, model_ranks)
@@ -105,7 +115,9 @@ def _beside(device: Device | None) -> dict[str, Resource]:
 class Builder:
     """Turns events into tasks: those of the thread follow each other, what they start runs beside them."""
 
-    def __init__(self, setting: Setting, work: Work, machine: Machine, model_ranks: int = 1) -> None:
+    def __init__(
+        self, setting: PlanSetting, work: StepWork, machine: StepMachine, model_ranks: int = 1
+    ) -> None:
         self.setting, self.work, self.machine = setting, work, machine
         self.fabric = machine.fabric
         self.model_ranks = model_ranks
@@ -121,7 +133,7 @@ class Builder:
             self._compute(event)
         elif isinstance(event, Start):
             self._start(event)
-        elif isinstance(event, Wait):
+        elif isinstance(event, JournalWait):
             self._wait(event.number)
         else:
             self._update(event)
@@ -134,14 +146,14 @@ class Builder:
         self.last = (self._put(name, COMPUTE, seconds * self.work.busy, self.last),)
 
     def _compute(self, event: Compute) -> None:
-        forward = event.phase is Phase.FORWARD
+        forward = event.phase is MemoryPhase.FORWARD
         seconds = (self.work.forward if forward else self.work.backward)[event.call]
         self._on_thread(f"{'forward' if forward else 'backward'} {event.call}", seconds)
         for exchange in self.work.extra[event.call] if self.work.extra else ():
             self._exchange(exchange)
 
-    def _exchange(self, exchange: Exchange) -> None:
-        group = Group(exchange.ranks, min(exchange.ranks, self.fabric.ranks_per_node))
+    def _exchange(self, exchange: PlannedExchange) -> None:
+        group = RankGroup(exchange.ranks, min(exchange.ranks, self.fabric.ranks_per_node))
         for _ in range(exchange.times):
             self._pass_all(exchange.operation, self.fabric.parts(exchange.operation, exchange.nbytes, group))
 
@@ -175,10 +187,10 @@ class Builder:
         work = sum(part.work for part in now)
         self.open[event.number] = ([Transmission("", 0.0, 0.0, work), *later] if work or later else [], begun)
 
-    def _group(self, event: Start) -> Group:
+    def _group(self, event: Start) -> RankGroup:
         """Data-parallel ranks are ``model_ranks`` apart."""
         there = max(1, self.fabric.ranks_per_node // (self.model_ranks * event.apart))
-        return Group(event.ranks, min(event.ranks, there))
+        return RankGroup(event.ranks, min(event.ranks, there))
 
     def _wait(self, number: int) -> None:
         rest, begun = self.open.pop(number, ([], None))
@@ -194,7 +206,7 @@ class Builder:
 
     # The update ---------------------------------------------------------------------------------------------
 
-    def _update(self, event: Update) -> None:
+    def _update(self, event: OptimizerUpdate) -> None:
         offload, device = self.setting.plan.state_offload, self.machine.device
         if offload is None or device is None:
             self._on_thread("update", event.elements * self.work.per_element)

@@ -20,17 +20,17 @@ and the 16-bit weight."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Work:
+class StepWork:
     """Seconds. ``busy``: how much longer everything takes where ranks share processors."""
 
     forward: Sequence[float]
     backward: Sequence[float]
     per_element: float
     busy: float = 1.0
-    extra: Sequence[Sequence[Exchange]] = field(default_factory=tuple)
+    extra: Sequence[Sequence[PlannedExchange]] = field(default_factory=tuple)
     """By call: what its layers exchange in forward, and again in backward, while they wait for it."""
 
-    def stretched(self, factor: float) -> Work:
+    def stretched(self, factor: float) -> StepWork:
         """All that is computed takes so many times as long."""
         return replace(
             self,
@@ -41,7 +41,7 @@ class Work:
 
 
 @dataclass(frozen=True, slots=True)
-class Exchange:
+class PlannedExchange:
     """A collective inside a layer, ``times`` in forward and as often in backward, among ``ranks`` neighbours."""
 
     operation: str
@@ -122,13 +122,13 @@ def _visited(replica_group: str, module: nn.Module) -> float:
     return visits * size / experts if experts else 1.0
 
 
-def work_of_device(device: Device, flops: Sequence[float], *, recompute: bool = False) -> Work:
+def work_of_device(device: Device, flops: Sequence[float], *, recompute: bool = False) -> StepWork:
     """Compute the work from the device's rate. ``recompute``: activations are checkpointed, so that backward repeats
     forward."""
     rate = device.flops * device.share
     forward = [each / rate + device.launch for each in flops]
     again = BACKWARD + (1.0 if recompute else 0.0)
-    return Work(
+    return StepWork(
         forward=forward,
         backward=[each / rate * again + device.launch for each in flops],
         per_element=BYTES_PER_UPDATE / device.memory_rate,

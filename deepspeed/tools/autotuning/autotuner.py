@@ -29,8 +29,8 @@ from deepspeed.tools.autotuning.search import PLATEAU, Search
 from deepspeed.tools.autotuning.space import (
     BUDGET,
     OFFLOAD,
-    Choice,
     Point,
+    SpaceChoice,
     choices_of,
     threads_to_try,
     without_rooms,
@@ -249,7 +249,7 @@ class Autotuner(Results):
         stage: int,
         min_micro_batch_size: int,
         calculated_max_micro_batch_size: int,
-        room: tuple[Choice, ...] = (),
+        room: tuple[SpaceChoice, ...] = (),
     ) -> tuple[int, int]:
         """The smallest and largest micro-batch to try at this stage; (-1, 0) if none fits."""
         most = self.memory.most_that_fits(Point(stage, 1, 1, room), calculated_max_micro_batch_size)
@@ -297,7 +297,7 @@ class Autotuner(Results):
             f"of {memory_to_string(free or 0, 'B')} for each rank"
         )
 
-    def _fines(self, stage: int) -> list[Choice]:
+    def _fines(self, stage: int) -> list[SpaceChoice]:
         """Choices that are tried one at a time from the best point, and do not need more than there is."""
         best = self.search.best()
         return [c for c in self.choices.fines(stage) if self.memory.can_fit(best.with_choice(c))]
@@ -460,7 +460,7 @@ class Autotuner(Results):
         values = [value for records in self.records.values() for _, value, _ in records]
         return (min if self.metric() == "latency" else max)(values, default=None)
 
-    def _sizes(self, stage: int, limit: int | None = None, room: tuple[Choice, ...] = ()) -> list[int]:
+    def _sizes(self, stage: int, limit: int | None = None, room: tuple[SpaceChoice, ...] = ()) -> list[int]:
         """The micro-batches to try at a stage, none above ``limit``."""
         least, most = self.min_train_micro_batch_size_per_gpu(), self.max_train_micro_batch_size_per_gpu()
         if limit is not None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from deepspeed.tools.autotuning.space import ROOM, SEQUENCE, Point, key_of
-from deepspeed.tools.autotuning.step_model import Planned
+from deepspeed.tools.autotuning.step_model import PlannedPoint
 
 SPARE = 0.9
 """The share of free memory that a config may need: the rest is for what no plan knows."""
@@ -117,13 +117,13 @@ class MemoryNeeds:
         explained = resident + self.states(first) + self.per_sample(first) * small
         self.apart = max(0, round(low - explained))
 
-    def plan_of(self, point: Point) -> Planned:
+    def plan_of(self, point: Point) -> PlannedPoint:
         """Return the plan's figures of a point, for the model of the step time."""
         plan = self.planned(point) or {}
         sent = float(plan.get("sent", 0.0))
         if point.stage >= 2:  # planned for one micro-batch: what is summed in each is sent more often
             sent *= (point.gas + 1) / 2 if point.stage == 2 else point.gas
-        return Planned(sent, float(plan.get("owned", 0.0)), round(self.need(point)))
+        return PlannedPoint(sent, float(plan.get("owned", 0.0)), round(self.need(point)))
 
 
 def _key(changes: Mapping[str, Any]) -> str:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from deepspeed.tools.autotuning.space import COMMUNICATION, COMPUTE, Choice, Point
-from deepspeed.tools.autotuning.step_model import Parts, Planned, StepModel, parts_of
+from deepspeed.tools.autotuning.space import COMMUNICATION, COMPUTE, Point, SpaceChoice
+from deepspeed.tools.autotuning.step_model import Parts, PlannedPoint, StepModel, parts_of
 
 PLATEAU = 0.03
 """A larger micro-batch that gains less than this share is not worth its memory, nor a run that promises no more."""
@@ -26,7 +26,7 @@ class Search:
     """
 
     def __init__(
-        self, metric: str, planned: Callable[[Point], Planned] = lambda _: Planned(), ranks: int = 1
+        self, metric: str, planned: Callable[[Point], PlannedPoint] = lambda _: PlannedPoint(), ranks: int = 1
     ) -> None:
         self.metric = metric
         self.planned = planned
@@ -74,7 +74,7 @@ class Search:
     def next(
         self,
         points: Callable[[int], Iterable[Point]],
-        fines: Callable[[int], Iterable[Choice]] = lambda _: (),
+        fines: Callable[[int], Iterable[SpaceChoice]] = lambda _: (),
     ) -> Point | None:
         """The point that promises most, or a stage or choice that was not measured yet and may do as well; None if
         there is nothing to gain.
@@ -122,7 +122,7 @@ class Search:
         )
         return None
 
-    def _next_fine(self, best: Point, fines: Iterable[Choice]) -> Point | None:
+    def _next_fine(self, best: Point, fines: Iterable[SpaceChoice]) -> Point | None:
         """The choice that may save most of the best point's step, if that is worth a run."""
         open_ = [choice for choice in fines if self._is_open(best.with_choice(choice))]
         open_ = [choice for choice in open_ if best.with_choice(choice) != best]
@@ -130,7 +130,7 @@ class Search:
         worth = [choice for choice in open_ if may[choice] >= PLATEAU]
         return best.with_choice(max(worth, key=lambda choice: may[choice])) if worth else None
 
-    def may_save(self, point: Point, choice: Choice) -> float:
+    def may_save(self, point: Point, choice: SpaceChoice) -> float:
         """The share of a measured point's step that a choice can save at most."""
         parts = self.parts(point)
         if choice.saves == COMMUNICATION:

@@ -30,7 +30,7 @@ COMMUNICATION, COMPUTE, ANYTHING = "exposed communication", "compute", "anything
 
 
 @dataclass(frozen=True)
-class Choice:
+class SpaceChoice:
     """Values of keys that are chosen together; none: as the config is. ``saves``: the part of a step that they may
     save."""
 
@@ -49,7 +49,7 @@ def _plain(value: Any) -> str:
     return re.sub(r"[^\w.]", "", f"{value:g}" if isinstance(value, float) else str(value))
 
 
-def changes_of(choices: Iterable[Choice]) -> dict[str, Any]:
+def changes_of(choices: Iterable[SpaceChoice]) -> dict[str, Any]:
     """Return what they change together."""
     return {key: value for choice in choices for key, value in choice.changes}
 
@@ -61,7 +61,7 @@ class Point:
     stage: int
     size: int
     gas: int = 1
-    choices: tuple[Choice, ...] = ()
+    choices: tuple[SpaceChoice, ...] = ()
 
     @property
     def changes(self) -> dict[str, Any]:
@@ -73,7 +73,7 @@ class Point:
         share = self.changes.get(BUDGET)
         return share if isinstance(share, (int, float)) and 0 < share <= 1 else 1.0
 
-    def with_choice(self, choice: Choice) -> Point:
+    def with_choice(self, choice: SpaceChoice) -> Point:
         keys = {key for key, _ in choice.changes}
         kept = tuple(each for each in self.choices if not keys & {key for key, _ in each.changes})
         return replace(self, choices=(*kept, choice))
@@ -91,25 +91,25 @@ class Point:
 
 
 @dataclass(frozen=True)
-class Choices:
+class SpaceChoices:
     """Alternatives by group; the first of each is the config as it is."""
 
-    room: tuple[tuple[Choice, ...], ...] = ()
-    fine: tuple[tuple[Choice, ...], ...] = ()
+    room: tuple[tuple[SpaceChoice, ...], ...] = ()
+    fine: tuple[tuple[SpaceChoice, ...], ...] = ()
 
-    def rooms(self, stage: int) -> Iterator[tuple[Choice, ...]]:
+    def rooms(self, stage: int) -> Iterator[tuple[SpaceChoice, ...]]:
         """Every combination of what makes room at this stage."""
         for chosen in itertools.product(*self.room):
             if _allowed(stage, changes_of(chosen)):
                 yield tuple(choice for choice in chosen if choice.changes)
 
-    def fines(self, stage: int) -> Iterator[Choice]:
+    def fines(self, stage: int) -> Iterator[SpaceChoice]:
         for group in self.fine:
             for choice in group:
                 if choice.changes and _allowed(stage, dict(choice.changes)):
                     yield choice
 
-    def everything(self, stage: int) -> Iterator[tuple[Choice, ...]]:
+    def everything(self, stage: int) -> Iterator[tuple[SpaceChoice, ...]]:
         """Every combination of all choices at this stage."""
         for room in self.rooms(stage):
             for chosen in itertools.product(*self.fine):
@@ -122,7 +122,7 @@ class Choices:
         found: list[dict[str, Any]] = []
         for stage in stages:
             for room in self.rooms(stage):
-                for fine in (Choice(), *self.fines(stage)):
+                for fine in (SpaceChoice(), *self.fines(stage)):
                     found.append(key_of(Point(stage, 1, 1, (*room, fine))))
         return found
 
@@ -141,34 +141,34 @@ def key_of(point: Point) -> dict[str, Any]:
 
 def choices_of(
     config: Mapping[str, Any], tuning_space: Mapping[str, Sequence[Any]], *, fast: bool
-) -> Choices:
+) -> SpaceChoices:
     """``tuning_space``: what the user lists. Without ``fast`` also what this package knows to make a difference, as far
     as the config leaves it open."""
-    room: list[tuple[Choice, ...]] = []
-    fine: list[tuple[Choice, ...]] = []
+    room: list[tuple[SpaceChoice, ...]] = []
+    fine: list[tuple[SpaceChoice, ...]] = []
     for key, values in tuning_space.items():
-        group = tuple(Choice(((key, value),), _saves(key)) for value in values)
-        (room if key in ROOM else fine).append(group if key in ROOM else (Choice(), *group))
+        group = tuple(SpaceChoice(((key, value),), _saves(key)) for value in values)
+        (room if key in ROOM else fine).append(group if key in ROOM else (SpaceChoice(), *group))
     if not fast:
         open_ = {key for key in (OFFLOAD, BUDGET, BUCKET, PREFETCH) if value_at(config, key) is None}
         open_ -= {key for key in open_ if any(given.startswith(key) for given in tuning_space)}
         room += [group for key, group in ((OFFLOAD, _offloads()), (BUDGET, _budgets())) if key in open_]
-        fine += [(Choice(), *_sizes(key)) for key in (BUCKET, PREFETCH) if key in open_]
-    return Choices(tuple(room), tuple(fine))
+        fine += [(SpaceChoice(), *_sizes(key)) for key in (BUCKET, PREFETCH) if key in open_]
+    return SpaceChoices(tuple(room), tuple(fine))
 
 
-def _offloads() -> tuple[Choice, ...]:
+def _offloads() -> tuple[SpaceChoice, ...]:
     shares = [((f"{OFFLOAD}.device", "cpu"), (f"{OFFLOAD}.ratio", ratio)) for ratio in (0.5, 1.0)]
-    return (Choice(), *(Choice(changes) for changes in shares))
+    return (SpaceChoice(), *(SpaceChoice(changes) for changes in shares))
 
 
-def _budgets() -> tuple[Choice, ...]:
-    return (Choice(), *(Choice(((BUDGET, share),)) for share in (0.5, 0.2)))
+def _budgets() -> tuple[SpaceChoice, ...]:
+    return (SpaceChoice(), *(SpaceChoice(((BUDGET, share),)) for share in (0.5, 0.2)))
 
 
-def _sizes(key: str) -> list[Choice]:
+def _sizes(key: str) -> list[SpaceChoice]:
     values = (50_000_000, 5_000_000) if key == BUCKET else (5_000_000, 200_000_000)
-    return [Choice(((key, value),), COMMUNICATION) for value in values]
+    return [SpaceChoice(((key, value),), COMMUNICATION) for value in values]
 
 
 def _saves(key: str) -> str:
@@ -177,14 +177,14 @@ def _saves(key: str) -> str:
     return COMMUNICATION if key in (BUCKET, PREFETCH) or "bucket" in key or "overlap" in key else ANYTHING
 
 
-def threads_to_try(cores: int, ranks: int) -> tuple[Choice, ...]:
+def threads_to_try(cores: int, ranks: int) -> tuple[SpaceChoice, ...]:
     """The launcher gives each rank its share of the cores; half of it, if these are two threads of one core each."""
     share = cores // max(1, ranks)
     halves = (share // 2,) if share >= 2 else ()
-    return (Choice(), *(Choice(((THREADS, count),), COMPUTE) for count in halves))
+    return (SpaceChoice(), *(SpaceChoice(((THREADS, count),), COMPUTE) for count in halves))
 
 
-def without_rooms(choices: Choices, keys: Iterable[str]) -> Choices:
+def without_rooms(choices: SpaceChoices, keys: Iterable[str]) -> SpaceChoices:
     """Groups that make no difference on this machine, or to this model, are left out."""
     gone = tuple(keys)
     kept = tuple(
@@ -195,12 +195,12 @@ def without_rooms(choices: Choices, keys: Iterable[str]) -> Choices:
     return replace(choices, room=kept)
 
 
-def without_same_sizes(choices: Choices, numel: int, given: Iterable[str]) -> Choices:
+def without_same_sizes(choices: SpaceChoices, numel: int, given: Iterable[str]) -> SpaceChoices:
     """Sizes that hold all elements of the model, as the default does, are left out; not those of keys that the user
     has ``given`` values for."""
     listed = set(given)
 
-    def differs(choice: Choice) -> bool:
+    def differs(choice: SpaceChoice) -> bool:
         sizes = [(value, DEFAULTS[key]) for key, value in choice.changes if key in DEFAULTS.keys() - listed]
         return all(min(value, numel) != min(default, numel) for value, default in sizes)
 

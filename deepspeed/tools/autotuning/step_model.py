@@ -1,8 +1,8 @@
 """Predicted step time of any point of the space, from what was measured at a few.
 
-A step consists of its micro-batches' computing, which `StepTime` learns from two sizes; of exposed communication, which
-goes with the bytes that the plan says are sent; of the update, which goes with the elements that a rank updates; and of
-waiting for data, which goes with the samples. What was measured near a point corrects what is expected of it.
+A step consists of its micro-batches' computing, which `StepTimeModel` learns from two sizes; of exposed communication,
+which goes with the bytes that the plan says are sent; of the update, which goes with the elements that a rank updates;
+and of waiting for data, which goes with the samples. What was measured near a point corrects what is expected of it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 from deepspeed.observe.timer import STEP_WAITS
 from deepspeed.tools.autotuning.space import OFFLOAD, TENSOR, Point
-from deepspeed.tools.autotuning.tuner.cost_model import StepTime
+from deepspeed.tools.autotuning.tuner.cost_model import StepTimeModel
 
 HOST_BYTES_PER_S, BYTES_PER_ELEMENT = 8e9, 20
 """An update on the host, before one was measured: it reads and writes its states at the speed of memory."""
@@ -25,7 +25,7 @@ SPLIT_COSTS = 0.1
 
 
 @dataclass(frozen=True)
-class Planned:
+class PlannedPoint:
     """The plan's figures for a point: bytes sent in a step, elements that a rank updates, bytes needed."""
 
     sent: float = 0.0
@@ -73,9 +73,9 @@ def parts_of(seconds: float, breakdown: Mapping[str, float] | None) -> Parts:
 class StepModel:
     """``planned``: of a point; ``apart``: whether the device has its own memory."""
 
-    planned: Callable[[Point], Planned]
+    planned: Callable[[Point], PlannedPoint]
     apart: bool = False
-    time: StepTime = field(default_factory=StepTime)
+    time: StepTimeModel = field(default_factory=StepTimeModel)
     rates: dict[str, float] = field(default_factory=dict)
     corrections: dict[Point, float] = field(default_factory=dict)
     forward_share: float = FORWARD_SHARE
@@ -85,7 +85,7 @@ class StepModel:
         self.corrections = {}
         plain = [run for run in runs if not run[0].choices] or list(runs)
         known = [(point, parts_of(seconds, breakdown), breakdown) for point, seconds, breakdown in plain]
-        self.time = StepTime()
+        self.time = StepTimeModel()
         self.time.fit([(point.stage, point.size, parts.compute / point.gas) for point, parts, _ in known])
         shares = [
             b["fwd"] / 1e3 / (parts.compute or 1)

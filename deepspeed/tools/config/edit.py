@@ -26,16 +26,16 @@ class Edit:
 
 
 @dataclass(frozen=True)
-class Span:
+class TextSpan:
     """The interval of a key of an object, and of its value: [begin, end) in the text."""
 
     key: tuple[int, int]
     value: tuple[int, int]
 
 
-def spans(text: str) -> dict[Path, Span]:
+def spans(text: str) -> dict[Path, TextSpan]:
     """Every key of every object in a JSON text."""
-    found: dict[Path, Span] = {}
+    found: dict[Path, TextSpan] = {}
     _read_value(text, _skip(text, 0), (), found)
     return found
 
@@ -63,7 +63,7 @@ def _skip(text: str, at: int) -> int:
     return match.end() if match else at
 
 
-def _read_value(text: str, at: int, path: Path, found: dict[Path, Span]) -> int:
+def _read_value(text: str, at: int, path: Path, found: dict[Path, TextSpan]) -> int:
     """Reads the value starting at `at`; returns where it ends."""
     if text[at] == "{":
         return _read_object(text, at, path, found)
@@ -72,20 +72,20 @@ def _read_value(text: str, at: int, path: Path, found: dict[Path, Span]) -> int:
     return _DECODER.raw_decode(text, at)[1]
 
 
-def _read_object(text: str, at: int, path: Path, found: dict[Path, Span]) -> int:
+def _read_object(text: str, at: int, path: Path, found: dict[Path, TextSpan]) -> int:
     at = _skip(text, at + 1)
     while text[at] != "}":
         name, key_end = _DECODER.raw_decode(text, at)
         value_begin = _skip(text, _skip(text, key_end) + 1)  # after the colon
         value_end = _read_value(text, value_begin, (*path, name), found)
-        found[(*path, name)] = Span((at, key_end), (value_begin, value_end))
+        found[(*path, name)] = TextSpan((at, key_end), (value_begin, value_end))
         at = _skip(text, value_end)
         if text[at] == ",":
             at = _skip(text, at + 1)
     return at + 1
 
 
-def _read_list(text: str, at: int, path: Path, found: dict[Path, Span]) -> int:
+def _read_list(text: str, at: int, path: Path, found: dict[Path, TextSpan]) -> int:
     at, index = _skip(text, at + 1), 0
     while text[at] != "]":
         at = _skip(text, _read_value(text, at, (*path, index), found))
@@ -95,7 +95,7 @@ def _read_list(text: str, at: int, path: Path, found: dict[Path, Span]) -> int:
     return at + 1
 
 
-def _with_comma(text: str, span: Span) -> tuple[int, int]:
+def _with_comma(text: str, span: TextSpan) -> tuple[int, int]:
     """The key and its value, with the comma after it and the space up to the next key, or the comma before it."""
     begin, end = span.key[0], span.value[1]
     after = _skip(text, end)

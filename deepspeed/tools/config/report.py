@@ -8,7 +8,7 @@ from typing import Any
 
 from deepspeed.base.dtypes import Dtype
 from deepspeed.config.analysis import BATCH_KEYS
-from deepspeed.config.batch import Batch
+from deepspeed.config.batch import BatchSizes
 from deepspeed.config.problems import DeepSpeedConfigError, Problem, cut, cut_list, first_lines, shown
 from deepspeed.config.schema import TrainingConfig
 
@@ -31,7 +31,7 @@ class ConfigReport:
     warnings: list[str] = field(default_factory=list)
     auto_keys: list[str] = field(default_factory=list)
     """Keys that are "auto": Trainer or Accelerate fills them in, else each stands for its default."""
-    batch: Batch | None = None
+    batch: BatchSizes | None = None
     """None when the batch sizes do not fit, or are left to Trainer or Accelerate."""
     config: TrainingConfig | None = None
     """The config with every default filled in; None when it could not be read."""

@@ -24,7 +24,7 @@ def encode_world_info(world_info: Mapping[str, Sequence[int]]) -> str:
     return base64.urlsafe_b64encode(json.dumps(world_info).encode()).decode()
 
 
-def choose_port(args: argparse.Namespace, address: str) -> ports.Reservation:
+def choose_port(args: argparse.Namespace, address: str) -> ports.PortReservation:
     """The requested port (LaunchError if it is invalid or in use); if none was requested, the usual one or else a free
     one.
 
@@ -35,7 +35,7 @@ def choose_port(args: argparse.Namespace, address: str) -> ports.Reservation:
     if args.master_port_given:
         if not ports.is_free(address, args.master_port):
             raise LaunchError(port_in_use(address, args.master_port))
-        return ports.Reservation(args.master_port)
+        return ports.PortReservation(args.master_port)
     reservation = ports.reserve(address, args.master_port)
     if reservation.port != args.master_port:
         logger.info("port %d is in use at %s: using %d", args.master_port, address, reservation.port)

@@ -67,12 +67,12 @@ class ElasticSupervisor(Supervisor):
     def _notify(self, result: RunResult) -> None:
         job = self.job
         show(job.script, self.failures(result), log_dir=job.log_dir, adds_local_rank=False)
-        logger.warning("the ranks are started again; %d steps were finished", self.kept.step)
+        logger.warning("the ranks are restarted after step %d", self.kept.step)
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
         if worker_group.state is WorkerState.HEALTHY:
             logger.warning(
-                "machines have come or gone: the ranks are started anew; %d steps were finished",
+                "machines joined or left: the ranks are restarted after step %d",
                 self.kept.step,
             )
         (self.run_dir / STOP_GRACE_FILE).unlink(missing_ok=True)  # their state is kept already

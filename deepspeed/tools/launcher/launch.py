@@ -96,7 +96,7 @@ def parse_args(args: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--job", default="", help="a name by which the job's processes are found")
     parser.add_argument(
-        "--enable_elastic_training", action="store_true", help="go on after the loss of ranks or machines"
+        "--enable_elastic_training", action="store_true", help="continue after the loss of ranks or machines"
     )
     parser.add_argument(
         "--min_elastic_nodes", type=int, default=-1, help="with as many machines (default: 1)"
@@ -151,7 +151,7 @@ def shim_command(args: argparse.Namespace, bound: list[list[int]] | None, nodes:
     """The command line that starts any rank of this machine."""
     kind = "module" if args.module else "program" if args.no_python else "script"
     own_log = args.enable_each_rank_log is not None
-    options = shim.Options(
+    options = shim.ShimOptions(
         local_rank_argument=not args.no_local_rank,
         own_log=own_log,
         cores=bound,

@@ -59,7 +59,7 @@ def find_free(address: str) -> int:
     return next(free_ports(address))
 
 
-class Reservation:
+class PortReservation:
     """Keeps other launchers on this host from choosing ``port`` until it is closed, or this process ends.
 
     Some seconds pass between choosing a port and rank 0 listening on it; a launcher started meanwhile would also find
@@ -87,17 +87,17 @@ class Reservation:
         if self._name is not None:
             self._name.close()
 
-    def __enter__(self) -> Reservation:
+    def __enter__(self) -> PortReservation:
         return self
 
     def __exit__(self, *exception: object) -> None:
         self.close()
 
 
-def reserve(address: str, preferred: int) -> Reservation:
+def reserve(address: str, preferred: int) -> PortReservation:
     """``preferred`` if it is free and not reserved, else another such port."""
     for port in itertools.chain([preferred], free_ports(address)):
-        reservation = Reservation(port)
+        reservation = PortReservation(port)
         if reservation.is_ours and is_free(address, port):
             return reservation
         reservation.close()

@@ -272,7 +272,7 @@ def main(args: Sequence[str] | None = None) -> None:
         sys.exit(code)
 
 
-def prepare(args: argparse.Namespace) -> tuple[Callable[[], int], ports.Reservation]:
+def prepare(args: argparse.Namespace) -> tuple[Callable[[], int], ports.PortReservation]:
     """Checks everything that can be checked before a process is started; returns what runs the job and gives its exit
     code, and the port to hold until it ends.
     """
@@ -307,7 +307,7 @@ def prepare(args: argparse.Namespace) -> tuple[Callable[[], int], ports.Reservat
 
 def _this_machine_of_several(
     args: argparse.Namespace, active: Mapping[str, Sequence[int]]
-) -> tuple[Callable[[], int], ports.Reservation]:
+) -> tuple[Callable[[], int], ports.PortReservation]:
     """``--no_ssh``: the same command is given on every machine, with another ``--node_rank``."""
     if not 0 <= args.node_rank < len(active):
         raise LaunchError(
@@ -317,7 +317,7 @@ def _this_machine_of_several(
         raise LaunchError("--no_ssh needs --master_addr, an address of the machine with --node_rank 0")
     address = args.master_addr or "127.0.0.1"
     args.master_port_given = True  # all machines must use the same
-    reservation = choose_port(args, address) if args.node_rank == 0 else ports.Reservation(0)
+    reservation = choose_port(args, address) if args.node_rank == 0 else ports.PortReservation(0)
     command = [*LAUNCH, *launch_arguments(args, active, address, args.master_port, args.node_rank)]
     return functools.partial(supervise, command), reservation
 

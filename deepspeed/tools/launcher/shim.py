@@ -2,7 +2,7 @@
 
     shim.py PARENT_PID KIND OPTIONS TARGET [ARGUMENT ...]
 
-KIND is ``script``, ``module`` or ``program``; OPTIONS is the JSON text of `Options`. The shim ties the rank
+KIND is ``script``, ``module`` or ``program``; OPTIONS is the JSON text of `ShimOptions`. The shim ties the rank
 to the launcher's lifetime, binds it to its cores, adds ``--local_rank=N``, and then becomes the user's
 program: a script or module runs in this same interpreter as ``__main__``, a program replaces it. An exception
 that escapes a script, or a ``sys.exit`` with a code other than 0, is written to the file that torch's elastic agent
@@ -32,7 +32,7 @@ INTERRUPTED = 128 + signal.SIGINT
 USAGE_ERROR = 2  # exit code of commands that are called incorrectly
 
 
-class Options(NamedTuple):
+class ShimOptions(NamedTuple):
     """The options of this machine's ranks, the same for all of them."""
 
     local_rank_argument: bool = True
@@ -57,7 +57,7 @@ def die_with_parent(parent_pid: int, signum: int = SIGKILL) -> None:
 def main() -> None:
     parent_pid, kind, options_json, target, *arguments = sys.argv[1:]
     die_with_parent(int(parent_pid))
-    options = Options(**json.loads(options_json))
+    options = ShimOptions(**json.loads(options_json))
     local_rank = int(os.environ["LOCAL_RANK"])
     if options.own_log:
         os.dup2(1, 2)

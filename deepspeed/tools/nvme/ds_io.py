@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from deepspeed.base.tool_arguments import ends_quietly
 from deepspeed.tools import parsers
 from deepspeed.tools.nvme.engines import HANDLES, Transfer
-from deepspeed.tools.nvme.measure import Plan, aio_section, check_devices, speeds, summary
+from deepspeed.tools.nvme.measure import MeasurePlan, aio_section, check_devices, speeds, summary
 
 
-def plans(args: argparse.Namespace) -> list[Plan]:
+def plans(args: argparse.Namespace) -> list[MeasurePlan]:
     """One per process: every device of every folder, or `multi_process` ones."""
     if args.folder is not None:
         places = [(args.folder, index) for index in range(args.multi_process)]
@@ -43,7 +43,9 @@ def plans(args: argparse.Namespace) -> list[Plan]:
         )
         name = f"_ds_io_{args.engine}_{args.io_size}_{device}"
         made.append(
-            Plan(transfer, folder, name, args.loops, args.warmup_loops, args.different_file_each_iteration)
+            MeasurePlan(
+                transfer, folder, name, args.loops, args.warmup_loops, args.different_file_each_iteration
+            )
         )
     return made
 

@@ -21,7 +21,7 @@ FLAGS = ("single_submit", "overlap_events")
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class MeasurePlan:
     """The work of one process in its folder."""
 
     transfer: Transfer
@@ -32,7 +32,7 @@ class Plan:
     file_per_loop: bool = False
 
 
-def seconds_per_loop(plan: Plan, done: Callable[[], object] = lambda: None) -> list[float]:
+def seconds_per_loop(plan: MeasurePlan, done: Callable[[], object] = lambda: None) -> list[float]:
     """Times of the loops, warm-up first. Files that are written are removed again, files that are read are kept. `done`
     is called after each loop."""
     transfer = plan.transfer
@@ -56,7 +56,7 @@ def seconds_per_loop(plan: Plan, done: Callable[[], object] = lambda: None) -> l
     return times
 
 
-def speeds(plans: Sequence[Plan], include_warmup: bool = False, progress: bool = False) -> list[float]:
+def speeds(plans: Sequence[MeasurePlan], include_warmup: bool = False, progress: bool = False) -> list[float]:
     """GB/s of each loop, all processes together (the slowest one counts); `progress` shows a bar on a terminal."""
     loops = plans[0].warmup_loops + plans[0].loops
     with tqdm(total=loops * len(plans), disable=None if progress else True, leave=False) as bar:

@@ -18,7 +18,7 @@ from tqdm import tqdm
 from deepspeed.base.tool_arguments import ends_quietly
 from deepspeed.tools import parsers
 from deepspeed.tools.nvme.engines import Transfer
-from deepspeed.tools.nvme.measure import FLAGS, Plan, aio_section, check_devices, speeds
+from deepspeed.tools.nvme.measure import FLAGS, MeasurePlan, aio_section, check_devices, speeds
 
 DEFAULT_SPACE: dict[str, list[Any]] = {
     "block_size": ["1M", "8M"],
@@ -85,7 +85,7 @@ def _speed(args: argparse.Namespace, settings: Mapping[str, Any], kind: str) -> 
     if transfer.read and args.flush_page_cache:
         _flush_page_cache()
     plans = [
-        Plan(
+        MeasurePlan(
             dataclasses.replace(transfer, device=None if transfer.device is None else index),
             folder,
             "_ds_nvme_tune",

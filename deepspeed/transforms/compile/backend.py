@@ -22,7 +22,7 @@ from deepspeed.transforms.compile.passes import (
     zero3_compile,
     zero_1_and_2_compile,
 )
-from deepspeed.transforms.compile.passes.builtin import GraphPass, Setting
+from deepspeed.transforms.compile.passes.builtin import GraphPass, PassSetting
 from deepspeed.transforms.compile.passes.contract import (
     CAP_Z3_GATHER_RELEASE,
     PassContract,
@@ -33,13 +33,13 @@ from deepspeed.transforms.compile.profilers import ProfilingResult
 _AFTER_GATHERS = frozenset({CAP_Z3_GATHER_RELEASE})
 
 
-def _setting(name: str, function: GraphPass, *stages: int, **contract: frozenset[str]) -> Setting:
+def _setting(name: str, function: GraphPass, *stages: int, **contract: frozenset[str]) -> PassSetting:
     nothing: frozenset[str] = frozenset()
     terms = PassContract(name, contract.get("provides", nothing), contract.get("requires", nothing))
-    return Setting(name, function, frozenset(stages), terms)
+    return PassSetting(name, function, frozenset(stages), terms)
 
 
-SETTINGS: dict[str, Setting] = {
+SETTINGS: dict[str, PassSetting] = {
     setting.name: setting
     for setting in (
         _setting(zero3_compile.NAME, zero3_compile.add_z3_gather_release, 3, provides=_AFTER_GATHERS),

@@ -14,14 +14,14 @@ from deepspeed.transforms.recompute.choosing import Counted
 from deepspeed.transforms.recompute.recorded import BlockRecord
 
 
-class Ranks:
+class AgreeingRanks:
     """Those with the same layers: replicas, and those that share each layer or sequence."""
 
     def __init__(self, mesh: ProcessMesh, module: nn.Module) -> None:
         self._mesh = mesh
         self._module = module
 
-    def __deepcopy__(self, memo: object) -> Ranks:
+    def __deepcopy__(self, memo: object) -> AgreeingRanks:
         return self
 
     @property
@@ -45,7 +45,7 @@ class Ranks:
         return high == -low
 
 
-def agree(counted: Counted, ranks: Ranks) -> Counted:
+def agree(counted: Counted, ranks: AgreeingRanks) -> Counted:
     """The largest bytes and FLOPs of all ranks, which may have batches of different sizes. Where their blocks do not
     run the same operations (experts without tokens), only whole blocks are chosen from.
 
@@ -79,7 +79,7 @@ def _without_choices(record: BlockRecord) -> BlockRecord:
     return replace(record, ops=(replace(ops[0], flops=flops, cost=cost, keepable=False),), needed=1)
 
 
-def _largest(record: BlockRecord, ranks: Ranks) -> BlockRecord:
+def _largest(record: BlockRecord, ranks: AgreeingRanks) -> BlockRecord:
     numbers = [record.needed, record.inputs, record.saved]
     for op in record.ops:
         numbers += [op.flops, op.cost, op.out, not op.keepable, op.saved]

@@ -27,8 +27,8 @@ from deepspeed.base.memory import GIB
 from deepspeed.base.transforms import inside_transform
 from deepspeed.config.problems import DeepSpeedConfigError
 from deepspeed.transforms.recompute import checkpointing
-from deepspeed.transforms.recompute.agreement import Ranks, agree
-from deepspeed.transforms.recompute.choosing import Block, BudgetTooSmall, Choice, Counted, choose
+from deepspeed.transforms.recompute.agreement import AgreeingRanks, agree
+from deepspeed.transforms.recompute.choosing import Block, BudgetTooSmall, Counted, RecomputeChoice, choose
 from deepspeed.transforms.recompute.kept_results import keeping
 from deepspeed.transforms.recompute.model_layers import SWITCH
 from deepspeed.transforms.recompute.recorded import BlockRecord, Key, SavedBytes, record_block
@@ -43,10 +43,10 @@ class Budget:
     else bytes.
     """
 
-    def __init__(self, limit: float, ranks: Ranks | None) -> None:
+    def __init__(self, limit: float, ranks: AgreeingRanks | None) -> None:
         self.limit = limit
         self.ranks = ranks
-        self.choice: Choice | None = None
+        self.choice: RecomputeChoice | None = None
         self.chosen: dict[nn.Module, frozenset[Key] | None] = {}
         """What each block keeps; None: everything. Blocks that are missing keep their inputs alone."""
         self.counting: Count | None = None
@@ -218,11 +218,11 @@ class MemoryBudget:
                 f"{KEY}={self.limit:g}: pipelines have no budget yet, as several micro-batches are alive at a time; "
                 "give PipelineModule activation_checkpoint_interval, and leave the key out"
             )
-        budget = budget_blocks(module, self.limit, Ranks(context.mesh, module))
+        budget = budget_blocks(module, self.limit, AgreeingRanks(context.mesh, module))
         context.say(f"{len(budget.chosen)} blocks keep {_limit(self.limit)} of their activations at most")
 
 
-def budget_blocks(module: nn.Module, limit: float, ranks: Ranks | None) -> Budget:
+def budget_blocks(module: nn.Module, limit: float, ranks: AgreeingRanks | None) -> Budget:
     """Have the blocks of ``module`` called within a budget that is decided in its first forward with gradients."""
     blocks = blocks_of(module)
     if not blocks:
@@ -282,7 +282,7 @@ def refuse_own_checkpoints(module: nn.Module) -> None:
 # --- Report -----------------------------------------------------------------------------------------
 
 
-def report(choice: Choice) -> str:
+def report(choice: RecomputeChoice) -> str:
     """Describe in a few lines what is kept and what is recomputed."""
     counted = choice.counted
     lines = [
@@ -296,7 +296,7 @@ def report(choice: Choice) -> str:
     return "\n".join(lines)
 
 
-def _runs(choice: Choice) -> Sequence[tuple[int, int, Any, Block]]:
+def _runs(choice: RecomputeChoice) -> Sequence[tuple[int, int, Any, Block]]:
     """Neighbours that do the same: first and last block, way, block."""
     found: list[tuple[int, int, Any, Block]] = []
     for number, (way, block) in enumerate(zip(choice.ways, choice.counted.blocks, strict=True)):

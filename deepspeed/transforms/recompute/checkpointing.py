@@ -174,7 +174,7 @@ def _section_of(config: Any) -> DeepSpeedActivationCheckpointingConfig:
     )
 
 
-class _State:
+class _CheckpointState:
     """Owner of the settings in force. ``process``: what was configured before there was an engine with its own."""
 
     def __init__(self) -> None:
@@ -182,7 +182,7 @@ class _State:
         self.engines: Newest[Settings] = Newest()
 
 
-_state = _State()
+_state = _CheckpointState()
 
 
 def _current() -> Settings:

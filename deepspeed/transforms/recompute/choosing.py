@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from deepspeed.transforms.recompute.recorded import BlockRecord, Key, Op
+from deepspeed.transforms.recompute.recorded import BlockRecord, Key, RecordedOp
 
 UNITS_OF_BLOCK = 512
 UNITS = 8192
@@ -24,7 +24,7 @@ ROUNDS = 6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Way:
+class RecomputeWay:
     """``kept``: bytes from forward to backward, ``again``: once it has run again. ``cost``, ``flops``: of running
     again. ``chosen``: whose results are kept; None: everything is, and nothing runs again."""
 
@@ -65,11 +65,11 @@ class Counted:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
+class RecomputeChoice:
     """``ways``: one for each block. ``peak``: bytes, ``extra``: FLOPs run again."""
 
     counted: Counted
-    ways: Sequence[Way]
+    ways: Sequence[RecomputeWay]
     budget: int
     peak: int = field(default=0)
 
@@ -92,16 +92,16 @@ class BudgetTooSmall(ValueError):
         self.least = least
 
 
-def ways_of(record: BlockRecord) -> list[Way]:
+def ways_of(record: BlockRecord) -> list[RecomputeWay]:
     """From the fewest bytes to the most; the last one keeps everything."""
-    whole = Way(kept=record.saved, again=record.saved, cost=0, flops=0, chosen=None)
+    whole = RecomputeWay(kept=record.saved, again=record.saved, cost=0, flops=0, chosen=None)
     needed = record.ops[: record.needed]
     items = [op for op in needed if op.keepable and op.out and op.cost]
     cost, flops = sum(op.cost for op in needed), sum(op.flops for op in needed)
-    ways: list[Way] = []
+    ways: list[RecomputeWay] = []
     for kept in _best_sets(items, record.saved - record.inputs):
         nbytes = record.inputs + sum(op.out for op in kept)
-        way = Way(
+        way = RecomputeWay(
             kept=nbytes,
             again=record.saved + sum(op.out for op in kept if not op.saved),
             cost=1 + cost - sum(op.cost for op in kept),  # running again is never free
@@ -113,7 +113,7 @@ def ways_of(record: BlockRecord) -> list[Way]:
     return [*ways, whole]
 
 
-def _best_sets(items: Sequence[Op], most: int) -> list[list[Op]]:
+def _best_sets(items: Sequence[RecordedOp], most: int) -> list[list[RecordedOp]]:
     """Those that save the highest cost for their bytes, from none to ``most`` bytes."""
     unit = max(1, -(-most // UNITS_OF_BLOCK))
     best: list[tuple[int, int]] = [(0, 0)] * (UNITS_OF_BLOCK + 1)  # cost, and the set as bits
@@ -127,7 +127,7 @@ def _best_sets(items: Sequence[Op], most: int) -> list[list[Op]]:
     return [[op for number, op in enumerate(items) if chosen >> number & 1] for chosen in distinct]
 
 
-def choose(counted: Counted, budget: int) -> Choice:
+def choose(counted: Counted, budget: int) -> RecomputeChoice:
     """The cheapest ways whose peak is at most ``budget`` bytes.
 
     Raises:
@@ -136,7 +136,7 @@ def choose(counted: Counted, budget: int) -> Choice:
     options = [ways_of(record) for record in counted.kinds]
     whole = [options[block.kind][-1] for block in counted.blocks]
     if counted.everything <= budget:
-        return Choice(counted=counted, ways=whole, budget=budget, peak=counted.everything)
+        return RecomputeChoice(counted=counted, ways=whole, budget=budget, peak=counted.everything)
     found = [
         choice
         for last_whole in (False, True)
@@ -151,8 +151,8 @@ def choose(counted: Counted, budget: int) -> Choice:
 
 
 def _within(
-    counted: Counted, options: Sequence[Sequence[Way]], budget: int, last_whole: bool
-) -> Choice | None:
+    counted: Counted, options: Sequence[Sequence[RecomputeWay]], budget: int, last_whole: bool
+) -> RecomputeChoice | None:
     """Note: the last blocks. What is kept is lowered until the peak fits as well."""
     room = budget - counted.outside
     for _ in range(ROUNDS):
@@ -161,12 +161,12 @@ def _within(
             return None
         peak = peak_of(counted, ways)
         if peak <= budget:
-            return Choice(counted=counted, ways=ways, budget=budget, peak=peak)
+            return RecomputeChoice(counted=counted, ways=ways, budget=budget, peak=peak)
         room -= peak - budget
     return None
 
 
-def _least(counted: Counted, options: Sequence[Sequence[Way]]) -> int:
+def _least(counted: Counted, options: Sequence[Sequence[RecomputeWay]]) -> int:
     least = [options[block.kind][0] for block in counted.blocks]
     peaks = [peak_of(counted, least)]
     if least:
@@ -175,8 +175,8 @@ def _least(counted: Counted, options: Sequence[Sequence[Way]]) -> int:
 
 
 def _solved(
-    counted: Counted, options: Sequence[Sequence[Way]], room: int, last_whole: bool
-) -> list[Way] | None:
+    counted: Counted, options: Sequence[Sequence[RecomputeWay]], room: int, last_whole: bool
+) -> list[RecomputeWay] | None:
     if room < 0:
         return None
     unit = max(1, -(-room // UNITS))
@@ -196,14 +196,14 @@ def _solved(
         taken.append(which)
     if size < 0 or torch.isinf(best[size]):
         return None
-    found: list[Way] = []
+    found: list[RecomputeWay] = []
     for block, ways, which in zip(reversed(counted.blocks), reversed(choices), reversed(taken), strict=True):
         found.append(ways[int(which[size])])
         size -= -(-found[-1].kept * block.calls // unit)
     return _larger_last(counted.blocks, found[::-1])
 
 
-def _larger_last(blocks: Sequence[Block], ways: list[Way]) -> list[Way]:
+def _larger_last(blocks: Sequence[Block], ways: list[RecomputeWay]) -> list[RecomputeWay]:
     for kind in set(blocks):
         places = [place for place, block in enumerate(blocks) if block == kind]
         for place, way in zip(places, sorted((ways[p] for p in places), key=lambda w: w.kept), strict=True):
@@ -211,7 +211,7 @@ def _larger_last(blocks: Sequence[Block], ways: list[Way]) -> list[Way]:
     return ways
 
 
-def peak_of(counted: Counted, ways: Sequence[Way]) -> int:
+def peak_of(counted: Counted, ways: Sequence[RecomputeWay]) -> int:
     """Bytes kept at the end of forward, or while a block that runs again is whole, whichever is more."""
     kept = [way.kept * block.calls for way, block in zip(ways, counted.blocks, strict=True)]
     peak, so_far = counted.outside + sum(kept), counted.before

@@ -22,7 +22,7 @@ from deepspeed.comm.collectives import Communicator
 from deepspeed.transforms.recompute.side_stream import SideStream
 
 
-class Slot:
+class InputSlot:
     """A piece of an arena; returned when its last reference is dropped."""
 
     def __init__(self, tensor: Tensor, free: list[Tensor]) -> None:
@@ -42,12 +42,12 @@ class Arena:
         self.slots_per_buffer = slots_per_buffer
         self._free: dict[tuple[int, torch.dtype, torch.device, bool], list[Tensor]] = {}
 
-    def take(self, numel: int, dtype: torch.dtype, device: torch.device, pinned: bool) -> Slot:
+    def take(self, numel: int, dtype: torch.dtype, device: torch.device, pinned: bool) -> InputSlot:
         free = self._free.setdefault((numel, dtype, device, pinned), [])
         if not free:
             buffer = torch.empty(self.slots_per_buffer * numel, dtype=dtype, device=device, pin_memory=pinned)
             free.extend(buffer.split(numel))
-        return Slot(free.pop(), free)
+        return InputSlot(free.pop(), free)
 
     def clear(self) -> None:
         """Drops the buffers; pieces in use stay valid."""
@@ -55,17 +55,17 @@ class Arena:
 
 
 @dataclass(eq=False)
-class Kept:
+class KeptTensors:
     """One kept input. ``local``: [ceil(numel / ranks)], this rank's part, padded with zeros.
 
     ``before``: the one in host memory that was kept before this one; ``fetched``: a copy on its way to the device.
     """
 
     local: Tensor
-    slot: Slot | None
+    slot: InputSlot | None
     shape: torch.Size
     device: torch.device
-    before: weakref.ref[Kept] | None = None
+    before: weakref.ref[KeptTensors] | None = None
     fetched: Tensor | None = None
 
 
@@ -73,13 +73,13 @@ class Kept:
 class InHost:
     """The inputs of one owner that are in host memory: the last one, and the stream that copies them."""
 
-    last: weakref.ref[Kept] | None = None
+    last: weakref.ref[KeptTensors] | None = None
     stream: SideStream = field(default_factory=SideStream)
 
-    def add(self, kept: Kept) -> None:
+    def add(self, kept: KeptTensors) -> None:
         kept.before, self.last = self.last, weakref.ref(kept)
 
-    def take(self, kept: Kept) -> Tensor:
+    def take(self, kept: KeptTensors) -> Tensor:
         """``kept.local`` on its device; the one before it follows (Note: fetched ahead)."""
         found = self.stream.arrived(kept.fetched if kept.fetched is not None else self._fetch(kept))
         kept.fetched = None
@@ -88,7 +88,7 @@ class InHost:
             before.fetched = self._fetch(before)
         return found
 
-    def _fetch(self, kept: Kept) -> Tensor:
+    def _fetch(self, kept: KeptTensors) -> Tensor:
         return self.stream.copy(kept.local, torch.empty_like(kept.local, device=kept.device))
 
 
@@ -128,7 +128,7 @@ class KeptInputs:
             slot = None
             local = torch.empty(numel, dtype=tensor.dtype, device=device, pin_memory=pinned)
         local[part.numel() :].zero_()
-        kept = Kept(local, slot, tensor.shape, tensor.device)
+        kept = KeptTensors(local, slot, tensor.shape, tensor.device)
         if to_host:
             self._in_host.stream.copy(part, local[: part.numel()])
             self._in_host.add(kept)
@@ -137,7 +137,7 @@ class KeptInputs:
         return kept
 
     def unpack(self, kept: Any) -> Tensor:
-        if not isinstance(kept, Kept):
+        if not isinstance(kept, KeptTensors):
             return kept
         away = self._offload and leaves_device(kept.device)
         local = self._in_host.take(kept) if away else kept.local

@@ -31,7 +31,7 @@ _UNFILLED = ("empty", "new_empty", "zeros", "new_zeros", "ones", "new_ones", "fu
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Op:
+class RecordedOp:
     """``out``: bytes of memory that its results add. ``cost``: FLOPs, and the bytes that it moves, in FLOPs.
     ``keepable``: whether its results can take its place in a second run. ``saved``: whether autograd keeps them.
     ``label``: the layer whose weight it uses, else its own name."""
@@ -50,7 +50,7 @@ class BlockRecord:
     """One call. Bytes: ``inputs`` that have gradients; ``saved`` by autograd, each memory once, without weights and
     what is only read. Running it again for backward means its first ``needed`` operations."""
 
-    ops: tuple[Op, ...]
+    ops: tuple[RecordedOp, ...]
     needed: int
     inputs: int
     saved: int
@@ -116,7 +116,7 @@ class _Recorder(TorchDispatchMode):
         super().__init__()
         self.needed = 0
         self._layers = {_address(p): name.rpartition(".")[0] for name, p in block.named_parameters()}
-        self._ops: list[Op] = []
+        self._ops: list[RecordedOp] = []
         self._counts: dict[Any, int] = {}
         self._made_by: dict[int, int] = {}
         self._spoilt: set[int] = set()
@@ -132,7 +132,7 @@ class _Recorder(TorchDispatchMode):
         """Their memory changes after it was computed: whoever made it must be run again."""
         self._spoilt |= {self._made_by[key] for t in tensors if (key := storage_key(t)) in self._made_by}
 
-    def finished(self) -> Iterator[Op]:
+    def finished(self) -> Iterator[RecordedOp]:
         for number, op in enumerate(self._ops):
             keepable = op.keepable and number not in self._spoilt
             yield replace(op, keepable=keepable, saved=number in self._saved)
@@ -165,7 +165,7 @@ class _Recorder(TorchDispatchMode):
         keepable = bool(read and fresh) and _can_be_kept(func, args, kwargs)
         layers = [self._layers[address] for t in read if (address := _address(t)) in self._layers]
         self._ops.append(
-            Op(
+            RecordedOp(
                 key=(func, position),
                 flops=flops,
                 cost=flops + BYTE_AS_FLOPS * moved,

@@ -19,7 +19,7 @@ SECTION = "weight_quantization"
 _KINDS = (GroupwiseLinear, GroupwiseEmbedding)
 
 
-class Context(Protocol):
+class QuantizationContext(Protocol):
     """The part of a ``TransformContext`` used here."""
 
     plan: Plan
@@ -44,7 +44,7 @@ class WeightQuantization:
     def __init__(self, config: WeightQuantConfig) -> None:
         self.config = config
 
-    def apply(self, module: nn.Module, context: Context) -> None:
+    def apply(self, module: nn.Module, context: QuantizationContext) -> None:
         """DeepSpeedConfigError: settings are wrong, or fit no layer of the model."""
         told = quantize_layers(module, self.config, context)
         if told is None and any(isinstance(each, _KINDS) for each in module.modules()):
@@ -59,7 +59,7 @@ class WeightQuantization:
 
 
 def quantize_layers(
-    module: nn.Module, config: WeightQuantConfig, context: Context | None = None
+    module: nn.Module, config: WeightQuantConfig, context: QuantizationContext | None = None
 ) -> str | None:
     """A line that says what was done in place; None: nothing. DeepSpeedConfigError: settings are wrong."""
     count = before = after = 0

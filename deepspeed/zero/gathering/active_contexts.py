@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 
-class Context(Protocol):
+class ActiveContext(Protocol):
     """``zero.Init``, as it is known here."""
 
     overrides: Any
@@ -22,7 +22,7 @@ class ActiveContexts:
     """The patches of the active contexts (process-wide by nature): a stack whose innermost context is in effect."""
 
     def __init__(self) -> None:
-        self.contexts: list[Context] = []
+        self.contexts: list[ActiveContext] = []
         self.restores: list[Callable[[], None]] = []
         self.suspended = 0
         self.composing = 0

@@ -156,7 +156,7 @@ class GatheredParameters:
             owner.changed()
 
 
-class _Failure(NamedTuple):
+class _GatherFailure(NamedTuple):
     rank: int
     text: str
 
@@ -166,7 +166,7 @@ _TEXT_BYTES = 512
 
 def _agree_on_failure(
     communicator: Communicator, device: torch.device, error: BaseException | None
-) -> _Failure | None:
+) -> _GatherFailure | None:
     """The first rank with an error, or None if there is none. Collective: one number, and the text if there is one."""
     text = "" if error is None else f"{type(error).__name__}: {error}"
     # Log now: if the others never arrive here, this rank waits for them.
@@ -183,7 +183,7 @@ def _agree_on_failure(
     message = torch.frombuffer(bytearray(encoded), dtype=torch.uint8).to(device)
     communicator.broadcast(message, src=position).wait()
     text = bytes(message.tolist()).rstrip(b"\0").decode(errors="replace")
-    return _Failure(communicator.ranks[position], text)
+    return _GatherFailure(communicator.ranks[position], text)
 
 
 def _whole_buckets(params: list[Any]) -> Iterator[ShardedBucket]:

@@ -28,27 +28,27 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 
-class Kind(enum.IntEnum):
+class EntryKind(enum.IntEnum):
     NEED = 0  # in a record: the bucket was needed; in an order: gather it
     SUM = 1
     PASS = 2  # the end of a forward pass
     RELEASE = 3  # only in a record: the bucket's memory was released
 
 
-class Entry(NamedTuple):
-    kind: Kind
+class LaunchEntry(NamedTuple):
+    kind: EntryKind
     bucket: int = -1
 
 
-END_OF_PASS = Entry(Kind.PASS)
+END_OF_PASS = LaunchEntry(EntryKind.PASS)
 
 
 class LaunchOrder:
     """Follows the agreed order of the current step and records what this rank would have done on its own."""
 
     def __init__(self) -> None:
-        self.agreed: list[list[Entry]] = []
-        self.record: list[list[Entry]] = [[]]
+        self.agreed: list[list[LaunchEntry]] = []
+        self.record: list[list[LaunchEntry]] = [[]]
         self.cursor = 0
         self._passes = 0  # ends of forward passes in this segment, on this rank
         self._marks = 0  # of those in the order, how many the cursor has passed
@@ -67,18 +67,18 @@ class LaunchOrder:
         return bool(self.cursor or self.record[-1])
 
     @property
-    def entries(self) -> list[Entry]:
+    def entries(self) -> list[LaunchEntry]:
         return self.agreed[self.segment] if self.segment < len(self.agreed) else []
 
-    def coming(self) -> Entry | None:
+    def coming(self) -> LaunchEntry | None:
         entries = self.entries
         return entries[self.cursor] if self.cursor < len(entries) else None
 
-    def passed(self) -> Entry:
+    def passed(self) -> LaunchEntry:
         """Advance by one entry."""
         entry = self.entries[self.cursor]
         self.cursor += 1
-        self._marks += entry.kind is Kind.PASS
+        self._marks += entry.kind is EntryKind.PASS
         return entry
 
     def find(self, bucket: int, *, beyond_sums: bool) -> int:
@@ -87,9 +87,9 @@ class LaunchOrder:
         A forward does not look beyond sums: it would start them before there are any gradients.
         """
         for ahead, entry in enumerate(self.entries[self.cursor :], start=1):
-            if entry == (Kind.NEED, bucket):
+            if entry == (EntryKind.NEED, bucket):
                 return ahead
-            if entry.kind is Kind.SUM and not beyond_sums:
+            if entry.kind is EntryKind.SUM and not beyond_sums:
                 break
         return 0
 
@@ -100,9 +100,9 @@ class LaunchOrder:
         if self._marks >= self._passes:
             return 0
         for ahead, entry in enumerate(self.entries[self.cursor :], start=1):
-            if entry.kind is Kind.PASS:
+            if entry.kind is EntryKind.PASS:
                 return ahead
-            if entry.kind is Kind.SUM:
+            if entry.kind is EntryKind.SUM:
                 break
         return 0
 
@@ -115,31 +115,31 @@ class LaunchOrder:
         self.record = [[]]
         self.cursor = self._passes = self._marks = 0
 
-    def end_step(self, agreed: list[list[Entry]]) -> None:
+    def end_step(self, agreed: list[list[LaunchEntry]]) -> None:
         self.agreed = agreed
         self.restart()
 
 
-def with_foresight(record: Sequence[Entry], numels: Sequence[int], window: int) -> list[Entry]:
+def with_foresight(record: Sequence[LaunchEntry], numels: Sequence[int], window: int) -> list[LaunchEntry]:
     """The order to launch what was recorded: each gather as early as ``window`` elements ahead of its use allow.
 
     A gather never moves before the release that makes room for it: its bucket is still whole until then.
     """
-    order: list[Entry] = []
-    needs = [i for i, entry in enumerate(record) if entry.kind is Kind.NEED]
-    released = [i for i, entry in enumerate(record) if entry.kind is Kind.RELEASE]
+    order: list[LaunchEntry] = []
+    needs = [i for i, entry in enumerate(record) if entry.kind is EntryKind.NEED]
+    released = [i for i, entry in enumerate(record) if entry.kind is EntryKind.RELEASE]
     launched = 0  # needs launched so far
     ahead = 0
     done = 0
     for i, entry in enumerate(record):
-        if entry.kind is Kind.NEED:
+        if entry.kind is EntryKind.NEED:
             if done == launched:
                 order.append(entry)
                 launched += 1
             else:
                 ahead -= numels[entry.bucket]
             done += 1
-        elif entry.kind is not Kind.RELEASE:
+        elif entry.kind is not EntryKind.RELEASE:
             order.append(entry)
             continue
         while done and launched < len(needs):
@@ -154,7 +154,7 @@ def with_foresight(record: Sequence[Entry], numels: Sequence[int], window: int) 
     return order
 
 
-def encode(segments: Sequence[Sequence[Entry]]) -> list[int]:
+def encode(segments: Sequence[Sequence[LaunchEntry]]) -> list[int]:
     """As a message: per segment its length, then the kind and bucket of each entry."""
     message: list[int] = []
     for entries in segments:
@@ -164,11 +164,11 @@ def encode(segments: Sequence[Sequence[Entry]]) -> list[int]:
     return message
 
 
-def decode(message: Sequence[int]) -> list[list[Entry]]:
-    segments: list[list[Entry]] = []
+def decode(message: Sequence[int]) -> list[list[LaunchEntry]]:
+    segments: list[list[LaunchEntry]] = []
     at = 0
     while at < len(message):
         stop = at + 1 + 2 * message[at]
-        segments.append([Entry(Kind(message[i]), message[i + 1]) for i in range(at + 1, stop, 2)])
+        segments.append([LaunchEntry(EntryKind(message[i]), message[i + 1]) for i in range(at + 1, stop, 2)])
         at = stop
     return segments

@@ -28,7 +28,7 @@ from deepspeed.zero.gradients.quantized_sum import codec_for
 from deepspeed.zero.replica_groups import Levels, ReplicaGroup, ReplicaGroupTable
 
 
-class Piece:
+class GatherPiece:
     """Contribution of this rank to gathers of one bucket, and how a whole bucket is made of all contributions.
 
     ``data`` [groups, payload]: bytes, or numbers of the bucket where there is no ``codec``.
@@ -71,7 +71,7 @@ class Piece:
 class PieceChannel:
     """The collective gather of one bucket, in place of a communicator's."""
 
-    def __init__(self, piece: Piece, ranks: Communicator) -> None:
+    def __init__(self, piece: GatherPiece, ranks: Communicator) -> None:
         self.piece = piece
         self.ranks = ranks
 
@@ -98,7 +98,7 @@ class PayloadServers(ShardServers):
         buckets: Sequence[ShardedBucket],
         replica_groups: ReplicaGroupTable,
         timeout_s: float,
-        pieces: dict[int, Piece],
+        pieces: dict[int, GatherPiece],
     ) -> None:
         super().__init__(buckets, replica_groups, timeout_s)
         self.pieces = pieces
@@ -146,10 +146,10 @@ class PayloadServers(ShardServers):
 
 def make_pieces(
     buckets: Sequence[ShardedBucket], replica_groups: ReplicaGroupTable, packing: Packing
-) -> dict[int, Piece]:
+) -> dict[int, GatherPiece]:
     """By index, for the buckets whose gathers the plan changes. What is always gathered (persistent) is refreshed after
     each step without loss: it is small."""
-    pieces: dict[int, Piece] = {}
+    pieces: dict[int, GatherPiece] = {}
     for bucket in buckets:
         layout = bucket.layout
         replica_group = replica_groups[layout.replica_group]
@@ -160,5 +160,5 @@ def make_pieces(
             and replica_group.shard.size > 1
             and (codec is not None or replica_group.levels is not None)
         ):
-            pieces[layout.index] = Piece(bucket, codec, replica_group)
+            pieces[layout.index] = GatherPiece(bucket, codec, replica_group)
     return pieces

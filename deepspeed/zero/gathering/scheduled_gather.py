@@ -27,7 +27,14 @@ from torch import Tensor
 
 from deepspeed.comm.collectives import Communicator, Pending
 from deepspeed.zero.gathering.gather import FetchingGather
-from deepspeed.zero.gathering.launch_order import Entry, Kind, LaunchOrder, decode, encode, with_foresight
+from deepspeed.zero.gathering.launch_order import (
+    EntryKind,
+    LaunchEntry,
+    LaunchOrder,
+    decode,
+    encode,
+    with_foresight,
+)
 from deepspeed.zero.gathering.phases import Phase
 from deepspeed.zero.gathering.rendezvous import Arrival
 from deepspeed.zero.gathering.shard_servers import ShardServers
@@ -102,7 +109,7 @@ class ScheduledGather(FetchingGather):
         self._complete: set[int] = set()  # sums that wait for their turn
         self._evaluation: Evaluation | None = None
         self._last_orders: dict[Hashable, list[int]] = {}
-        self._last_record: list[list[Entry]] = []
+        self._last_record: list[list[LaunchEntry]] = []
 
     # Needs --------------------------------------------------------------------------------------------------
 
@@ -110,7 +117,7 @@ class ScheduledGather(FetchingGather):
         foreseen = index in self.in_flight
         launched = self.counts.collectives
         if phase.trains:
-            self.order.record[-1].append(Entry(Kind.NEED, index))
+            self.order.record[-1].append(LaunchEntry(EntryKind.NEED, index))
             if not foreseen:
                 self._launch_up_to(self.order.find(index, beyond_sums=phase is not Phase.FORWARD))
         elif phase is Phase.EVALUATION and self._evaluation is not None:
@@ -139,7 +146,7 @@ class ScheduledGather(FetchingGather):
 
     def released(self, index: int) -> None:
         if self.order.begun:
-            self.order.record[-1].append(Entry(Kind.RELEASE, index))
+            self.order.record[-1].append(LaunchEntry(EntryKind.RELEASE, index))
 
     # Launching ----------------------------------------------------------------------------------------------
 
@@ -149,7 +156,7 @@ class ScheduledGather(FetchingGather):
         for left in range(count, 0, -1):
             entry = self.order.coming()
             assert entry is not None
-            fits = entry.kind is Kind.NEED and (
+            fits = entry.kind is EntryKind.NEED and (
                 self._ahead() + self.buckets[entry.bucket].layout.padded_numel <= self.prefetch_numel
             )
             self._launch(1, keep=left == 1 or fits)
@@ -158,9 +165,9 @@ class ScheduledGather(FetchingGather):
         """Launch the next ``count`` entries of the training order, whatever this rank itself needs."""
         for _ in range(count):
             entry = self.order.passed()
-            if entry.kind is Kind.NEED:
+            if entry.kind is EntryKind.NEED:
                 self._launch_gather(entry.bucket, keep=keep)
-            elif entry.kind is Kind.SUM:
+            elif entry.kind is EntryKind.SUM:
                 self._complete.discard(entry.bucket)
                 self.start_sum(entry.bucket)
 
@@ -179,12 +186,12 @@ class ScheduledGather(FetchingGather):
         """Launch entries whose turn has come and that are ready: gathers within the window, complete sums."""
         ahead = self._ahead()
         while (entry := self.order.coming()) is not None:
-            if entry.kind is Kind.NEED:
+            if entry.kind is EntryKind.NEED:
                 bucket = self.buckets[entry.bucket]
                 ahead += bucket.layout.padded_numel
                 if ahead > self.prefetch_numel or bucket.status is not Status.SHARDED:
                     return
-            elif entry.kind is Kind.SUM and entry.bucket not in self._complete:
+            elif entry.kind is EntryKind.SUM and entry.bucket not in self._complete:
                 return
             self._launch(1, keep=True)
 
@@ -201,7 +208,7 @@ class ScheduledGather(FetchingGather):
 
     def sum_ready(self, b: int) -> None:
         with self.lock:
-            self.order.record[-1].append(Entry(Kind.SUM, b))
+            self.order.record[-1].append(LaunchEntry(EntryKind.SUM, b))
             if not self.order.entries:
                 self.start_sum(b)
                 return

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from deepspeed.checkpoint.shards import Cut
+from deepspeed.checkpoint.shards import ShardCut
 from deepspeed.comm.collectives import Communicator, Pending
 from deepspeed.zero import params as zero_params
 from deepspeed.zero.bucket import ParamBucket
@@ -184,7 +184,7 @@ class ShardedBucket(ParamBucket):
         copy)."""
         return self.everyone.rank < self.communicator.size
 
-    def cut_of(self, position: int) -> Cut:
+    def cut_of(self, position: int) -> ShardCut:
         """Return how one parameter is divided among the shards."""
         return self.layout.cut_of(self.layout.slots[position])
 

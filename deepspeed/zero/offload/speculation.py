@@ -45,7 +45,7 @@ LONGEST_PAUSE = 8
 
 
 @dataclass(slots=True)
-class Job:
+class UpdateJob:
     """One bucket's speculative update, and what it was computed from."""
 
     shadows: list[ShadowCopy]
@@ -81,7 +81,7 @@ class Speculation:
         self._turn: dict[int, int] = {}
         self._owned: dict[int, list[OwnedFragment]] = {}  # by id of their bucket
         self._fragments = 0  # of the store, when it was last looked at
-        self._jobs: dict[int, Job] = {}
+        self._jobs: dict[int, UpdateJob] = {}
         self._pause = self._paused = 0
         self._worker = host_worker("super_offload", cores)
 
@@ -102,7 +102,7 @@ class Speculation:
         grads = [shadow.owned.gradient() for shadow in shadows]
         arrived = bucket.host.last if bucket.host is not None else None
         options = options_of_groups(self.optimizer)
-        job = Job(shadows, grads, 1.0 / self._scaler.scale, options, [])
+        job = UpdateJob(shadows, grads, 1.0 / self._scaler.scale, options, [])
         job.versions = job.current_versions()
         self._jobs[id(bucket)] = job
         turn = self._turn.get(id(bucket), 0)
@@ -158,7 +158,7 @@ class Speculation:
         self._adapt(failed=any(job.grad_scale != grad_scale for job in jobs.values()))
         return done
 
-    def _holds(self, job: Job, grad_scale: float) -> bool:
+    def _holds(self, job: UpdateJob, grad_scale: float) -> bool:
         return (
             job.grad_scale == grad_scale
             and job.options == options_of_groups(self.optimizer)

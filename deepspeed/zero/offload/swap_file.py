@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from deepspeed.base.logging import log_dist
-from deepspeed.ops.aio.engine import Engine, Failure, Options, make_engine
+from deepspeed.ops.aio.engine import AioEngine, AioFailure, AioOptions, make_engine
 
 PAGE = 4096
 """Every tensor starts at a multiple of this many bytes of the file: transfers of whole tensors need no bounce."""
@@ -49,7 +49,7 @@ def _trim() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-class Transfer(NamedTuple):
+class SwapTransfer(NamedTuple):
     """A read or write in flight; ``buffer`` must live until it has finished."""
 
     ticket: int
@@ -71,7 +71,7 @@ class SwapFile:
         OSError: the folder cannot be used or the disk is full; names what failed, the folder and the key.
     """
 
-    def __init__(self, folder: Path, options: Options, *, key: str) -> None:
+    def __init__(self, folder: Path, options: AioOptions, *, key: str) -> None:
         self.folder = folder
         self.key = key
         self.size = 0  # bytes handed out
@@ -107,7 +107,7 @@ class SwapFile:
         except OSError as error:
             raise self._error(error.errno or errno.EIO, "cannot be used for swap files") from None
         self._path = f"/proc/self/fd/{self._fd}"
-        self._engine: Engine = make_engine(options)
+        self._engine: AioEngine = make_engine(options)
         self.close = weakref.finalize(self, _close, self._engine, self._fd)
 
     def _error(self, code: int, what: str) -> OSError:
@@ -213,35 +213,35 @@ class SwapFile:
 
     # Transfers ----------------------------------------------------------------------------------------------
 
-    def read(self, buffer: Tensor, resting: Tensor) -> Transfer:
+    def read(self, buffer: Tensor, resting: Tensor) -> SwapTransfer:
         """Start to fill ``buffer`` [n] with the first n elements of ``resting``."""
         return self._start(False, buffer, resting)
 
-    def write(self, buffer: Tensor, resting: Tensor) -> Transfer:
+    def write(self, buffer: Tensor, resting: Tensor) -> SwapTransfer:
         """Start to store ``buffer`` [n] as the first n elements of ``resting``."""
         return self._start(True, buffer, resting)
 
-    def _start(self, write: bool, buffer: Tensor, resting: Tensor) -> Transfer:
+    def _start(self, write: bool, buffer: Tensor, resting: Tensor) -> SwapTransfer:
         self.check()
         nbytes = buffer.numel() * buffer.element_size()
         offset = self.offset_of(resting)
         try:
             ticket = self._engine.start(write, buffer.data_ptr(), nbytes, self._path, offset)
-        except Failure as failure:
+        except AioFailure as failure:
             raise self._failed(failure, write) from None
         if write:
             self.bytes_written += nbytes
         else:
             self.bytes_read += nbytes
-        return Transfer(ticket, buffer, write, offset)
+        return SwapTransfer(ticket, buffer, write, offset)
 
-    def finish(self, transfer: Transfer) -> None:
+    def finish(self, transfer: SwapTransfer) -> None:
         try:
             self._engine.finish(transfer.ticket)
-        except Failure as failure:
+        except AioFailure as failure:
             raise self._failed(failure, transfer.write) from None
 
-    def _failed(self, failure: Failure, write: bool) -> OSError:
+    def _failed(self, failure: AioFailure, write: bool) -> OSError:
         action = "writing" if write else "reading"
         error = OSError(
             failure.errno,
@@ -253,7 +253,7 @@ class SwapFile:
         return error
 
 
-def _close(engine: Engine, descriptor: int) -> None:
+def _close(engine: AioEngine, descriptor: int) -> None:
     """Ends the transfers and the threads; stored tensors stay readable while they are referenced."""
     engine.close()
     os.close(descriptor)

@@ -25,7 +25,7 @@ from deepspeed.config.plan import StateOffload
 from deepspeed.ops.aio.memory import LockedMemory
 from deepspeed.zero.layout import BucketLayout, Fragment, round_up
 from deepspeed.zero.offload.host_copies import host_empty, off_host
-from deepspeed.zero.offload.swap_file import PAGE, SwapFile, Transfer
+from deepspeed.zero.offload.swap_file import PAGE, SwapFile, SwapTransfer
 from deepspeed.zero.states.fragments import OwnedFragment, sub_groups
 from deepspeed.zero.states.resident import Groups, ResidentTier, StateOf
 
@@ -33,7 +33,7 @@ ALIGN = 64  # bytes; alignment of every tensor in a slot
 
 
 @dataclass(slots=True)
-class Record:
+class SwapRecord:
     """Adjacent tensors in the swap file, at ``offsets`` (bytes) in ``resting`` and in their part of a slot."""
 
     resting: Tensor  # [nbytes] uint8
@@ -56,14 +56,14 @@ class SubGroup:
     """Fragments that are updated together; ``groups[g]`` belong to optimizer group g."""
 
     groups: list[list[OwnedFragment]]
-    records: list[Record] = field(default_factory=list)
+    records: list[SwapRecord] = field(default_factory=list)
     known: set[int] = field(default_factory=set)  # ids of the tensors in records
     staged: list[OwnedFragment] = field(default_factory=list)  # their new weights pass through the slot
     views: dict[int, Tensor] = field(default_factory=dict)  # id of a staged fragment -> its part of the slot
     resident: bool = False  # state and masters are kept where they are updated
     base: int = 0  # address of the slot that ``views`` belong to
 
-    def spans(self) -> Iterator[tuple[Record, slice]]:
+    def spans(self) -> Iterator[tuple[SwapRecord, slice]]:
         """The records with their byte ranges in a slot."""
         start = 0
         for record in self.records:
@@ -102,13 +102,13 @@ def _weight_bytes(owned: OwnedFragment) -> int:
     return round_up(owned.low.numel() * owned.low.element_size(), ALIGN)
 
 
-class Slot:
+class StagingSlot:
     """Host memory that sub-groups pass through, one after another, and what still uses it."""
 
     def __init__(self, memory: LockedMemory) -> None:
         self._memory = memory
         self.buffer = torch.empty(0, dtype=torch.uint8)
-        self.transfers: list[tuple[SwapFile, Transfer]] = []
+        self.transfers: list[tuple[SwapFile, SwapTransfer]] = []
         self.copied: Any = None  # event after the last copy to the device
 
     def reserve(self, nbytes: int) -> None:
@@ -159,7 +159,7 @@ class OffloadedTier(ResidentTier):
         self.group_numel = plan.sub_group_numel if cuts else sys.maxsize
         self.sub_groups: list[SubGroup] = []
         memory = LockedMemory()
-        self.slots = [Slot(memory) for _ in range(plan.slots)]
+        self.slots = [StagingSlot(memory) for _ in range(plan.slots)]
         self.bytes_to_device = 0  # weights sent to the device
         self._part_of: dict[int, int] = {}  # id of an owned fragment -> its sub-group
         self._state_of: StateOf = lambda _: {}
@@ -289,7 +289,7 @@ class OffloadedTier(ResidentTier):
             raw = tensor.detach().view(torch.uint8)
             values[offset : offset + raw.numel()] = raw
         self.swap.finish(self.swap.write(values, resting))
-        record = Record(resting, new, offsets, [t.numel() for t in new])
+        record = SwapRecord(resting, new, offsets, [t.numel() for t in new])
         record.bind(resting)
         sub_group.records.append(record)
         sub_group.known.update(map(id, new))
@@ -345,7 +345,7 @@ class OffloadedTier(ResidentTier):
             picked = zip(groups, chosen[number], strict=True)
             yield number, [group.pick(indices) for group, indices in picked]
 
-    def _slot(self, number: int) -> Slot:
+    def _slot(self, number: int) -> StagingSlot:
         return self.slots[number % len(self.slots)]
 
     def _start_reading(self, number: int) -> None:
@@ -374,7 +374,7 @@ class OffloadedTier(ResidentTier):
         if not self.plan.write_behind:
             slot.settle()
 
-    def _put_weights_back(self, staged: list[tuple[Tensor, Tensor]], slot: Slot) -> None:
+    def _put_weights_back(self, staged: list[tuple[Tensor, Tensor]], slot: StagingSlot) -> None:
         copied = False
         for buffer, low in staged:
             if self._rests(low):
@@ -417,7 +417,7 @@ def _lend_views(part: Groups, views: dict[int, Tensor]) -> list[tuple[Tensor, Te
     return lent
 
 
-def _master_records(fragments: Sequence[OwnedFragment]) -> Iterator[Record]:
+def _master_records(fragments: Sequence[OwnedFragment]) -> Iterator[SwapRecord]:
     """The masters of a sub-group, which are already in the file: one record for those of one bucket."""
     by_storage: dict[int, list[Tensor]] = {}
     for owned in fragments:
@@ -430,7 +430,7 @@ def _master_records(fragments: Sequence[OwnedFragment]) -> Iterator[Record]:
             masters[0].untyped_storage(), start - base, (stop - start,), (1,)
         )
         offsets = [master.data_ptr() - start for master in masters]
-        yield Record(raw, masters, offsets, [master.numel() for master in masters])
+        yield SwapRecord(raw, masters, offsets, [master.numel() for master in masters])
 
 
 def _open_swap(plan: StateOffload, folder: Path) -> SwapFile:

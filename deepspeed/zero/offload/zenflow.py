@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from deepspeed.base.logging import warning_once
-from deepspeed.config.plan import ZenFlow as ZenFlowPlan
+from deepspeed.config.plan import ZenFlowPlan
 from deepspeed.config.problems import DeepSpeedConfigError
 from deepspeed.ops.multi_tensor import MultiTensorOptimizer
 from deepspeed.ops.update import UpdateContext
@@ -56,7 +56,7 @@ ROUNDS_OF_A_CHOICE = 4
 
 
 @dataclass(slots=True)
-class Piece:
+class ZenFlowPiece:
     """One fragment under ZenFlow."""
 
     owned: OwnedFragment
@@ -136,11 +136,11 @@ class ZenFlow:
         self.chosen_at: int | None = None  # the step before which columns were chosen; None: choose
         self.steps_per_epoch: int | None = None
         self.bytes_to_host = self.bytes_to_device = 0
-        self._pieces: dict[int, Piece] = {}
+        self._pieces: dict[int, ZenFlowPiece] = {}
         self._shadow_copies = ShadowCopies(optimizer)
         self._packed_optimizer: Any = stand_in(optimizer, {}, [])
         self._job: Future[None] | None = None
-        self._working: list[tuple[Piece, ShadowCopy]] = []
+        self._working: list[tuple[ZenFlowPiece, ShadowCopy]] = []
         self._dirty = False
         self._turn = 0
         self._worker = host_worker("zenflow", plan.cores)
@@ -172,7 +172,7 @@ class ZenFlow:
     def ends_round(self) -> bool:
         return self.in_round >= self.interval
 
-    def _pieces_of(self, used: Sequence[bool]) -> list[Piece]:
+    def _pieces_of(self, used: Sequence[bool]) -> list[ZenFlowPiece]:
         """Return the pieces of the fragments that are updated; those met for the first time are chosen whole or not at
         all.
         """
@@ -184,15 +184,15 @@ class ZenFlow:
                 self._pieces[id(owned)] = self._new_piece(owned)
         return [self._pieces[id(owned)] for owned in present]
 
-    def _new_piece(self, owned: OwnedFragment) -> Piece:
+    def _new_piece(self, owned: OwnedFragment) -> ZenFlowPiece:
         state = self.store.state_of(owned)
         whole = self.choice.everything(owned)
         chosen = torch.arange(owned.fragment.numel if whole else 0, device=self.device)
-        piece = Piece(owned, live_tensors(owned, state), sorted(state), chosen, whole)
+        piece = ZenFlowPiece(owned, live_tensors(owned, state), sorted(state), chosen, whole)
         self._load(piece)
         return piece
 
-    def _load(self, piece: Piece) -> None:
+    def _load(self, piece: ZenFlowPiece) -> None:
         if piece.packed:
             self._packed_optimizer.state.pop(piece.packed[0], None)
         piece.load(self._packed_device)
@@ -204,7 +204,7 @@ class ZenFlow:
         """Return the device of packed values between steps."""
         return torch.device("cpu") if self.plan.offload else self.device
 
-    def _update_chosen(self, pieces: Sequence[Piece], grad_scale: float) -> None:
+    def _update_chosen(self, pieces: Sequence[ZenFlowPiece], grad_scale: float) -> None:
         for g, group in enumerate(self.optimizer.param_groups):
             members = [p for p in pieces if p.owned.group_index == g and p.chosen.numel()]
             grads = [p.owned.gradient() for p in members]
@@ -220,7 +220,7 @@ class ZenFlow:
             piece.show()
 
     @staticmethod
-    def _defer(piece: Piece, grad_scale: float) -> None:
+    def _defer(piece: ZenFlowPiece, grad_scale: float) -> None:
         grad = piece.owned.gradient()
         if piece.sum is not None:
             piece.sum.add_(grad, alpha=grad_scale)
@@ -245,12 +245,12 @@ class ZenFlow:
             self.chosen_at = None
         self.in_round = 0
 
-    def _mean(self, piece: Piece, total: Tensor) -> Tensor:
+    def _mean(self, piece: ZenFlowPiece, total: Tensor) -> Tensor:
         """[numel] of the round's gradients, zero where they have been used, in the dtype of gradients."""
         piece.sum = None
         return total.div_(self.in_round).index_fill_(0, piece.chosen, 0.0).to(_wire_dtype(piece.owned))
 
-    def _send(self, piece: Piece, mean: Tensor) -> None:
+    def _send(self, piece: ZenFlowPiece, mean: Tensor) -> None:
         """To the host. What that worked on has been taken."""
         if piece.pending_memory is None:
             piece.pending_memory = host_empty(mean.numel(), mean.dtype, pin=True)
@@ -304,7 +304,7 @@ class ZenFlow:
             return ROUNDS_OF_A_CHOICE * self.interval
         return (every or 1) * self.steps_per_epoch
 
-    def _choose(self, pieces: Sequence[Piece]) -> None:
+    def _choose(self, pieces: Sequence[ZenFlowPiece]) -> None:
         """Collective."""
         chosen, share = self.choice.choose([piece.owned for piece in pieces])
         for piece in pieces:
@@ -431,7 +431,7 @@ class ZenFlow:
             else ["ZenFlow begins anew: nothing that it deferred and chose was saved for these ranks"]
         )
 
-    def _restored(self, owned: OwnedFragment, entries: Sequence[Mapping[str, Any]]) -> Piece:
+    def _restored(self, owned: OwnedFragment, entries: Sequence[Mapping[str, Any]]) -> ZenFlowPiece:
         piece = self._new_piece(owned)
         if not piece.whole:
             start = owned.fragment.param_offset

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from deepspeed.base.sharded import full_numel, full_shape
 from deepspeed.checkpoint.placement import placement_of
-from deepspeed.checkpoint.shards import Cut, ShardIndex
+from deepspeed.checkpoint.shards import ShardCut, ShardIndex
 from deepspeed.ops.adam.multi_tensor_adam import as_in
 from deepspeed.optim.loss_scaler import LossScaler
 from deepspeed.zero.bucket import WeightPublisher
@@ -32,7 +32,7 @@ JOINED = "_ds_joined"
 
 
 @dataclass(frozen=True, slots=True)
-class ParamEntry:
+class StateEntry:
     """One trainable parameter as checkpoints know it; ``shared_names`` are its other names in the module."""
 
     name: str
@@ -92,9 +92,9 @@ class StateAccess:
 
     # For checkpoints ----------------------------------------------------------------------------------------
 
-    def trainable(self) -> list[ParamEntry]:
+    def trainable(self) -> list[StateEntry]:
         return [
-            ParamEntry(
+            StateEntry(
                 self.names[i], p, tuple(full_shape(p)), p.dtype, self.store.group_of[i], self.shared[i]
             )
             for i, p in enumerate(self.store.params)
@@ -126,7 +126,7 @@ class StateAccess:
         own, tensors = self.store.traits.rank_state, self._tensors(owned)
         return self.index_of(owned), {k: t for k, t in tensors.items() if k not in own} if own else tensors
 
-    def cuts(self) -> dict[str, Cut]:
+    def cuts(self) -> dict[str, ShardCut]:
         """Return how each parameter is divided among the ranks that share one copy, by name."""
         return {
             self.names[slot.param]: bucket.layout.cut_of(slot)

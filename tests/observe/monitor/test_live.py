@@ -26,7 +26,7 @@ from deepspeed.comm.pending import explanation
 from deepspeed.config.sections.monitor import LiveConfig, MonitorConfig
 from deepspeed.observe.live import history as history_module
 from deepspeed.observe.live import jobs, recorder, server
-from deepspeed.observe.live.history import History, standing_of
+from deepspeed.observe.live.history import MetricHistory, standing_of
 from deepspeed.observe.live.ranks import slowest_of
 from deepspeed.observe.live.record import (
     COLUMNS,
@@ -38,12 +38,12 @@ from deepspeed.observe.live.record import (
     NAME,
     NORM,
     SAMPLES,
-    Step,
+    LiveStep,
     Window,
     merged,
     read_record,
 )
-from deepspeed.observe.live.recorder import Recorder, Sink
+from deepspeed.observe.live.recorder import LiveRecorder, RecordSink
 from deepspeed.observe.live.server import PageServer, token_for
 from deepspeed.tools import top
 from deepspeed.tools.live import Follower
@@ -77,13 +77,13 @@ def loss_at(number: int) -> float:
     return 3.0 + math.sin(number) / 7
 
 
-def step_at(number: int, clock: Clock, *, loss: float | None = None, spans: Any = None) -> Step:
+def step_at(number: int, clock: Clock, *, loss: float | None = None, spans: Any = None) -> LiveStep:
     loss = loss_at(number) if loss is None else loss
     rate, norm = 3.1415926e-4 / number, 1.0 + math.cos(number) / 9
-    return Step(number, clock.s, 0.1, 32, 32 * number, loss, rate, norm, spans)
+    return LiveStep(number, clock.s, 0.1, 32, 32 * number, loss, rate, norm, spans)
 
 
-def record(recording: Recorder, clock: Clock, numbers: Any, *, step_s: float = 2.0) -> None:
+def record(recording: LiveRecorder, clock: Clock, numbers: Any, *, step_s: float = 2.0) -> None:
     """These steps, each in a row of its own."""
     for number in numbers:
         clock.s += step_s
@@ -91,11 +91,11 @@ def record(recording: Recorder, clock: Clock, numbers: Any, *, step_s: float = 2
         recording.look()
 
 
-def rows_of(history: History) -> list[Any]:
+def rows_of(history: MetricHistory) -> list[Any]:
     return history.answer(-1, -1)["rows"]
 
 
-def events_of(history: History) -> list[tuple[str, int]]:
+def events_of(history: MetricHistory) -> list[tuple[str, int]]:
     return [(each["event"], each["step"]) for each in history.answer(-1, -1)["events"]]
 
 
@@ -125,7 +125,7 @@ def test_a_row_says_what_its_steps_had_in_common(clock: Clock) -> None:
 def test_merged_rows_are_the_row_of_all_steps(clock: Clock) -> None:
     steps = [step_at(number, clock, spans=SPANS) for number in range(1, 12)]
 
-    def row(some: list[Step]) -> list[Any]:
+    def row(some: list[LiveStep]) -> list[Any]:
         window = Window()
         for step in some:
             window.add(step)
@@ -141,7 +141,9 @@ def simulate(folder: Path, seconds: int, curves: int) -> int:
     ranks = [
         {"rank": i, "step": 0, "arrival_ms": 95.123, "memory": 12345678901, "seen": 0.0} for i in range(64)
     ]
-    recording = Recorder(folder, {"ranks": 64}, lambda: {"memory": 12345678901, "ranks": ranks}, now=clock)
+    recording = LiveRecorder(
+        folder, {"ranks": 64}, lambda: {"memory": 12345678901, "ranks": ranks}, now=clock
+    )
     number = 0
     for _ in range(seconds):
         for _ in range(STEPS_PER_S):
@@ -170,7 +172,7 @@ def test_a_day_of_ten_steps_per_second_takes_less_than_50_mb(tmp_path: Path) -> 
 def test_what_is_known_of_a_long_run_is_bounded(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(history_module, "MOST_ROWS", 64)
     monkeypatch.setattr(history_module, "MOST_VALUES", 100)
-    history = History()
+    history = MetricHistory()
     for number in range(1, 1001):
         window = Window()
         window.add(step_at(number, clock))
@@ -185,14 +187,14 @@ def test_what_is_known_of_a_long_run_is_bounded(clock: Clock, monkeypatch: pytes
 
 
 def test_repeated_steps_replace_those_before_a_resume(tmp_path: Path, clock: Clock) -> None:
-    first = Recorder(tmp_path, {"ranks": 2}, now=clock)
+    first = LiveRecorder(tmp_path, {"ranks": 2}, now=clock)
     record(first, clock, range(1, 6))
     first.put_event("saved", 5, "a/global_step5")
     record(first, clock, range(6, 9))
     first.look(last=True)
     before = (tmp_path / NAME).read_bytes()
 
-    second = Recorder(tmp_path, {"ranks": 1}, now=clock)
+    second = LiveRecorder(tmp_path, {"ranks": 1}, now=clock)
     clock.s += 100
     second.put_event("loaded", 5, "a/global_step5")
     record(second, clock, range(6, 12))
@@ -212,12 +214,12 @@ def test_repeated_steps_replace_those_before_a_resume(tmp_path: Path, clock: Clo
 
 
 def test_a_run_that_starts_is_not_shown_as_the_one_before(tmp_path: Path, clock: Clock) -> None:
-    earlier = Recorder(tmp_path, {"name": "earlier"}, now=clock)
+    earlier = LiveRecorder(tmp_path, {"name": "earlier"}, now=clock)
     record(earlier, clock, range(1, 6))
     earlier.put_event("saved", 5, "a/global_step5")
     earlier.look(last=True)
     folder = tmp_path / "jobs"
-    later = Recorder(tmp_path, {"name": "later"}, entry=jobs.Entry({}, folder), now=clock)
+    later = LiveRecorder(tmp_path, {"name": "later"}, entry=jobs.JobEntry({}, folder), now=clock)
     later.look()
     (job,) = jobs.running_jobs(folder)
     assert job["run"] == {"name": "later"} and job["losses"] == [] and job["step"] == 0
@@ -233,7 +235,7 @@ def test_a_run_that_starts_is_not_shown_as_the_one_before(tmp_path: Path, clock:
 
 
 def test_a_resume_in_one_process_is_noticed_by_its_steps(tmp_path: Path, clock: Clock) -> None:
-    recording = Recorder(tmp_path, {}, now=clock)
+    recording = LiveRecorder(tmp_path, {}, now=clock)
     record(recording, clock, [*range(1, 7), *range(4, 10)])
     assert [row[LAST] for row in rows_of(recording.history)] == list(range(1, 10))
     assert ("resume", 3) in events_of(recording.history)
@@ -241,7 +243,7 @@ def test_a_resume_in_one_process_is_noticed_by_its_steps(tmp_path: Path, clock: 
 
 def test_a_checkpoint_ends_a_row(tmp_path: Path, clock: Clock) -> None:
     """So that a resume from it never has to divide one."""
-    recording = Recorder(tmp_path, {}, now=clock)
+    recording = LiveRecorder(tmp_path, {}, now=clock)
     for number in range(1, 5):
         recording.put_step(step_at(number, clock))
     recording.put_event("saved", 4, "there")
@@ -252,7 +254,7 @@ def test_a_checkpoint_ends_a_row(tmp_path: Path, clock: Clock) -> None:
 
 def test_another_run_in_the_same_folder_sets_the_record_aside(tmp_path: Path, clock: Clock) -> None:
     for _ in range(2):
-        recording = Recorder(tmp_path, {}, now=clock)
+        recording = LiveRecorder(tmp_path, {}, now=clock)
         record(recording, clock, range(1, 4))
         recording.look(last=True)
     assert [row[LAST] for row in rows_of(recording.history)] == [1, 2, 3]
@@ -260,12 +262,12 @@ def test_another_run_in_the_same_folder_sets_the_record_aside(tmp_path: Path, cl
 
 
 def test_a_cut_off_line_is_passed_over(tmp_path: Path, clock: Clock) -> None:
-    first = Recorder(tmp_path, {}, now=clock)
+    first = LiveRecorder(tmp_path, {}, now=clock)
     record(first, clock, range(1, 5))
     first.look(last=True)
     with open(tmp_path / NAME, "ab") as file:
         file.write(b"[1700000100.0,5,5,0.1,3")
-    second = Recorder(tmp_path, {}, now=clock)
+    second = LiveRecorder(tmp_path, {}, now=clock)
     record(second, clock, range(5, 8))
     second.look(last=True)
     rows = [entry for entry in read_record(tmp_path / NAME) if isinstance(entry, list)]
@@ -274,7 +276,7 @@ def test_a_cut_off_line_is_passed_over(tmp_path: Path, clock: Clock) -> None:
 
 def test_what_is_no_record_is_kept_and_not_continued(tmp_path: Path, clock: Clock) -> None:
     (tmp_path / NAME).write_text("my notes\n")
-    recording = Recorder(tmp_path, {}, now=clock)
+    recording = LiveRecorder(tmp_path, {}, now=clock)
     record(recording, clock, [1])
     recording.look(last=True)
     assert (tmp_path / "history-1.jsonl").read_text() == "my notes\n"
@@ -288,7 +290,7 @@ def test_what_is_no_record_is_kept_and_not_continued(tmp_path: Path, clock: Cloc
 def test_a_full_disk_is_said_once_and_tried_again(
     tmp_path: Path, clock: Clock, warnings_of: list[str]
 ) -> None:
-    recording = Recorder(tmp_path, {}, now=clock)
+    recording = LiveRecorder(tmp_path, {}, now=clock)
     record(recording, clock, range(1, 3))
     real = recording._file._file
 
@@ -314,7 +316,7 @@ def test_a_full_disk_is_said_once_and_tried_again(
 
 def test_a_folder_that_cannot_be_made(tmp_path: Path, clock: Clock, warnings_of: list[str]) -> None:
     (tmp_path / "file").write_text("")
-    recording = Recorder(tmp_path / "file", {}, now=clock)
+    recording = LiveRecorder(tmp_path / "file", {}, now=clock)
     record(recording, clock, range(1, 5))
     assert len(warnings_of) == 1 and "cannot be kept" in warnings_of[0]
     assert len(rows_of(recording.history)) == 4
@@ -324,7 +326,7 @@ def test_two_jobs_do_not_write_to_one_record(
     tmp_path: Path, clock: Clock, warnings_of: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(recorder, "PATIENCE_S", 3.0)
-    first, second = Recorder(tmp_path, {}, now=clock), Recorder(tmp_path, {}, now=clock)
+    first, second = LiveRecorder(tmp_path, {}, now=clock), LiveRecorder(tmp_path, {}, now=clock)
     record(first, clock, range(1, 3))
     record(second, clock, range(1, 6))
     assert len(warnings_of) == 1 and "monitor.live.folder" in warnings_of[0]
@@ -337,7 +339,7 @@ def test_any_error_of_the_thread_is_said_once(tmp_path: Path, clock: Clock, warn
     def measure() -> dict[str, Any]:
         raise RuntimeError("no such device")
 
-    recording = Recorder(tmp_path, {}, measure, now=clock)
+    recording = LiveRecorder(tmp_path, {}, measure, now=clock)
     record(recording, clock, range(1, 5))
     assert len(warnings_of) == 1 and "no such device" in warnings_of[0]
 
@@ -346,7 +348,7 @@ def test_any_error_of_the_thread_is_said_once(tmp_path: Path, clock: Clock, warn
 
 
 def test_hangs_and_losses_that_are_no_numbers_are_events(tmp_path: Path, clock: Clock) -> None:
-    recording = Recorder(tmp_path, {}, now=clock)
+    recording = LiveRecorder(tmp_path, {}, now=clock)
     record(recording, clock, range(1, 3))
     explanation.text = "rank 0 waits for rank 1"
     try:
@@ -365,8 +367,8 @@ def test_hangs_and_losses_that_are_no_numbers_are_events(tmp_path: Path, clock: 
 
 
 def test_events_of_others_are_curves(tmp_path: Path, clock: Clock) -> None:
-    recording = Recorder(tmp_path, {}, now=clock)
-    sink = Sink(recording, frozenset({"Train/Samples/lr"}))
+    recording = LiveRecorder(tmp_path, {}, now=clock)
+    sink = RecordSink(recording, frozenset({"Train/Samples/lr"}))
     sink.write_events([("Eval/accuracy", torch.tensor(0.5), 10), ("Train/Samples/lr", 0.1, 10)])
     record(recording, clock, [1])
     curves = recording.history.answer(-1, -1)["curves"]
@@ -374,7 +376,7 @@ def test_events_of_others_are_curves(tmp_path: Path, clock: Clock) -> None:
 
 
 def test_a_visitor_gets_what_is_new(tmp_path: Path, clock: Clock) -> None:
-    recording = Recorder(tmp_path, {}, now=clock)
+    recording = LiveRecorder(tmp_path, {}, now=clock)
     record(recording, clock, range(1, 4))
     everything = recording.history.answer(-1, -1)
     record(recording, clock, range(4, 6))
@@ -414,14 +416,14 @@ def test_the_slowest_rank_is_the_one_that_the_others_wait_for() -> None:
 
 
 @pytest.fixture
-def history() -> History:
-    made = History()
+def history() -> MetricHistory:
+    made = MetricHistory()
     made.tell(step=3)
     return made
 
 
 @pytest.fixture
-def serve(history: History) -> Iterator[Any]:
+def serve(history: MetricHistory) -> Iterator[Any]:
     made: list[PageServer] = []
 
     def start(host: str = "127.0.0.1", port: int = 0, token: str | None = None) -> PageServer:
@@ -512,7 +514,7 @@ def test_a_used_port_gives_the_next_one(serve: Any) -> None:
     assert second.port != first.port and get(second.address + "/data")[0] == 200
 
 
-def test_an_address_of_another_machine_is_refused(history: History) -> None:
+def test_an_address_of_another_machine_is_refused(history: MetricHistory) -> None:
     with pytest.raises(ValueError, match=r"monitor.live.host='203\.0\.113\.1'"):
         PageServer(history, "203.0.113.1", 0, "token")
 
@@ -579,7 +581,7 @@ def job_state(**more: Any) -> dict[str, Any]:
 
 def test_jobs_are_found_until_they_end(tmp_path: Path) -> None:
     folder = tmp_path / "runs"
-    entry = jobs.Entry({"address": "http://127.0.0.1:1"}, folder)
+    entry = jobs.JobEntry({"address": "http://127.0.0.1:1"}, folder)
     entry.write(job_state())
     assert folder.stat().st_mode & 0o777 == 0o700
     found = jobs.running_jobs(folder)
@@ -598,7 +600,7 @@ def test_a_folder_that_others_write_to_is_not_used(tmp_path: Path) -> None:
     folder = tmp_path / "runs"
     folder.mkdir()
     folder.chmod(0o777)
-    jobs.Entry({}, folder).write(job_state())  # only `ds top` misses it
+    jobs.JobEntry({}, folder).write(job_state())  # only `ds top` misses it
     assert list(folder.iterdir()) == []
 
 
@@ -634,7 +636,7 @@ def test_top_once_without_a_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert top.main(["--once"]) == 0
     assert "No run" in capsys.readouterr().out
     tmp_path.chmod(0o700)
-    jobs.Entry({"address": None}).write(job_state())
+    jobs.JobEntry({"address": None}).write(job_state())
     assert top.main([]) == 0  # no terminal: once, too
     assert "train.py" in capsys.readouterr().out
     with (

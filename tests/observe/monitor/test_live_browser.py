@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from deepspeed.observe.live.record import Step
-from deepspeed.observe.live.recorder import Recorder
+from deepspeed.observe.live.record import LiveStep
+from deepspeed.observe.live.recorder import LiveRecorder
 from deepspeed.observe.live.server import PageServer
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -42,12 +42,14 @@ def served(tmp_path: Path) -> Iterator[Any]:
     ]
     facts = {"name": "train_<i>.py", "ranks": 2, "device": "cpu", "stage": 2, "total_steps": 100}
     measured = {"memory": 2**30, "plan": {"line": 2**31}, "ranks": ranks, "slowest": 1, "skipped": 2}
-    recording = Recorder(tmp_path / "live", facts, lambda: measured, now=lambda: clock[0])
+    recording = LiveRecorder(tmp_path / "live", facts, lambda: measured, now=lambda: clock[0])
     recording.history.tell(run=facts)
     for number in range(1, 61):
         clock[0] += 2.0
         spans = (100.0, 200.0, 150.0, 50.0, 30.0)
-        recording.put_step(Step(number, clock[0], 2.0, 8, 1024, 3 + math.exp(-number / 20), 1e-3, 1.5, spans))
+        recording.put_step(
+            LiveStep(number, clock[0], 2.0, 8, 1024, 3 + math.exp(-number / 20), 1e-3, 1.5, spans)
+        )
         if number == 30:
             recording.put_event("saved", 30, "out/global_step30")
         recording.put_curves({"Train/Experts/<img src=x onerror=alert(1)>": 1.0 / number})

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from deepspeed.observe.flops import FlopsProfiler, get_model_profile, report
 from deepspeed.observe.flops import profiler as documented
 from deepspeed.observe.flops.counting import Amount
-from deepspeed.observe.flops.report import Ranks, Times, Totals, summary
+from deepspeed.observe.flops.report import FlopsTotals, ModuleTimes, RankCounts, summary
 
 # Sizes: batch, sequence, width, inner width
 B, S, W, N = 3, 8, 16, 40
@@ -375,9 +375,9 @@ def test_the_printed_form(capsys: pytest.CaptureFixture[str]) -> None:
 # write T and no ".0", where the tutorial's example still has 3139.93 G and 102.0 T.
 DOCUMENTED = [
     (
-        Totals(336_230_000, Amount(3139_930_000_000, 6279_860_000_000), Amount(), Amount(), 0.07639),
-        Times(0.07667, 0.108025, 34.09e-6),
-        Ranks(world=1, data=1, model=1, batch=80, forward_flops=6279_860_000_000),
+        FlopsTotals(336_230_000, Amount(3139_930_000_000, 6279_860_000_000), Amount(), Amount(), 0.07639),
+        ModuleTimes(0.07667, 0.108025, 34.09e-6),
+        RankCounts(world=1, data=1, model=1, batch=80, forward_flops=6279_860_000_000),
         """world size: 1
         data parallel size: 1
         model parallel size: 1
@@ -397,9 +397,9 @@ DOCUMENTED = [
         samples/second: 433.07""",
     ),
     (
-        Totals(1_290_000, Amount(41271_950_000_000, 82543_900_000_000), Amount(), Amount(), 1.84),
-        Times(1.89, 5.38, 34.12),
-        Ranks(world=1, data=1, model=1, batch=1024, forward_flops=82543_900_000_000),
+        FlopsTotals(1_290_000, Amount(41271_950_000_000, 82543_900_000_000), Amount(), Amount(), 1.84),
+        ModuleTimes(1.89, 5.38, 34.12),
+        RankCounts(world=1, data=1, model=1, batch=1024, forward_flops=82543_900_000_000),
         """world size: 1
         data parallel size: 1
         model parallel size: 1
@@ -422,7 +422,9 @@ DOCUMENTED = [
 
 
 @pytest.mark.parametrize(("totals", "times", "ranks", "expected"), DOCUMENTED, ids=["bert", "gpt2"])
-def test_the_documented_summaries(totals: Totals, times: Times, ranks: Ranks, expected: str) -> None:
+def test_the_documented_summaries(
+    totals: FlopsTotals, times: ModuleTimes, ranks: RankCounts, expected: str
+) -> None:
     """Line by line, in the documents' order; rates come from rounded times here, and differ in their last digit."""
     printed = [" ".join(line.split()) for line in summary(totals, 10, 0.0, times, ranks)]
     assert printed[1:3] == [report.TITLE, "Profile Summary at step 10:"]

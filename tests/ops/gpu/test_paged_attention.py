@@ -11,17 +11,17 @@ import torch
 from torch import Tensor
 
 from deepspeed.inference.cache import pages as cache_pages
-from deepspeed.inference.cache.pages import LayerShape, PagedCache, Piece
+from deepspeed.inference.cache.pages import LayerShape, PagedCache, PagePiece
 from deepspeed.inference.model.attention import AttentionTerms, PackedBatch, paged_attention
 from deepspeed.ops import gpu as gpu_kernels
 from tests.ops.gpu.attention_cases import TOLERANCE, attention, built_everywhere, close, drawn
 from tests.ops.gpu.triton_kit import built, compiling, interpreted
 
 PIECES = [
-    Piece([0], 0, (4,)),  # (blocks are of four tokens)
-    Piece([0], 18, (7, 2, 9, 0, 5)),
-    Piece([0] * 3, 6, (1, 8, 3)),
-    Piece([0] * 12, 9, (10, 6, 11, 12, 13, 14)),
+    PagePiece([0], 0, (4,)),  # (blocks are of four tokens)
+    PagePiece([0], 18, (7, 2, 9, 0, 5)),
+    PagePiece([0] * 3, 6, (1, 8, 3)),
+    PagePiece([0] * 12, 9, (10, 6, 11, 12, 13, 14)),
 ]
 TOKENS = sum(piece.count for piece in PIECES)
 
@@ -146,7 +146,7 @@ def test_what_lies_behind_a_sequence_does_not_matter() -> None:
     cache = PagedCache({0: LayerShape(2, 16, 16, torch.float32, torch.device("cpu"))}, 8, 16)
     drawn_pages = [torch.randn(pages.shape) for pages in cache.pages(0)]
     query, new = torch.randn(2, 3, 16), torch.randn(2, 3, 16)
-    piece, found = Piece([0] * 3, 18, (5, 2, 6)), []
+    piece, found = PagePiece([0] * 3, 18, (5, 2, 6)), []
     cache.is_on_host, cache.is_on_gpu = False, True
     for garbage in (0.0, torch.nan, torch.inf):
         for pages, drawn_before in zip(cache.pages(0), drawn_pages, strict=True):
@@ -187,7 +187,7 @@ def test_scores_of_any_size() -> None:
     found = []
     cache.is_on_host = False
     for cache.is_on_gpu in (True, False):
-        batch = PackedBatch([Piece([0], 14, (3, 1, 2, 0))], cache, torch.device("cpu"))
+        batch = PackedBatch([PagePiece([0], 14, (3, 1, 2, 0))], cache, torch.device("cpu"))
         found.append(paged_attention(new, new, new, batch, 0, AttentionTerms(1.0)))
     torch.testing.assert_close(*found)
 

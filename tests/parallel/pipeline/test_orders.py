@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 import pytest
 
 from deepspeed.config.problems import DeepSpeedConfigError
-from deepspeed.parallel.pipeline.schedules.choice import Layout, OrderChoice
+from deepspeed.parallel.pipeline.schedules.choice import OrderChoice, ScheduleLayout
 from deepspeed.parallel.pipeline.schedules.diagram import picture
 from deepspeed.parallel.pipeline.schedules.orders import (
     TYPICAL,
@@ -94,12 +94,12 @@ def test_the_bubble_of_unequal_durations(durations: Durations, most: float) -> N
 
 def test_orders_of_an_engine_that_has_measured_nothing() -> None:
     """They suit equal durations as well as those of transformers, where B takes longer than W."""
-    order = OrderChoice("zero-bubble", Layout(2)).order(8)
+    order = OrderChoice("zero-bubble", ScheduleLayout(2)).order(8)
     for durations in (Durations(), TYPICAL, Durations(1.0, 1.5, 0.66), Durations(1.2, 1.0, 0.8)):
         assert simulate(order, durations).bubble < 0.07
     assert max(map(order.held, range(2))) == 2
     assert simulate(zero_bubble(2, 8), TYPICAL).bubble > 0.1
-    order = OrderChoice("zero-bubble", Layout(2), held=3).order(8)
+    order = OrderChoice("zero-bubble", ScheduleLayout(2), held=3).order(8)
     assert simulate(order, TYPICAL).bubble < 0.045 and order.held(0) == 3
 
 
@@ -142,12 +142,12 @@ def test_a_chart() -> None:
 
 def test_auto_without_processes() -> None:
     """Chunks that interleaved 1F1B cannot order, because 2 stages do not divide 3 micro-batches."""
-    choice = OrderChoice("auto", Layout(stages=2, chunks=2))
+    choice = OrderChoice("auto", ScheduleLayout(stages=2, chunks=2))
     assert [choice.order(3).name, choice.may_split, choice.timed] == ["zero-bubble", True, False]
     choice.phase = 2
     choice._known = None
     assert choice.timed and choice.order(4).name == "interleaved"
     assert choice.order(3).name == "zero-bubble" and not choice.timed
     with pytest.raises(DeepSpeedConfigError, match="zero-bubble-v' does not fit.*one chunk"):
-        OrderChoice("zero-bubble-v", Layout(stages=2))
-    assert OrderChoice("auto", Layout(stages=1)).order(2).name == "1f1b"
+        OrderChoice("zero-bubble-v", ScheduleLayout(stages=2))
+    assert OrderChoice("auto", ScheduleLayout(stages=1)).order(2).name == "1f1b"

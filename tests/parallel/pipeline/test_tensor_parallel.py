@@ -14,7 +14,7 @@ from deepspeed.config.problems import DeepSpeedConfigError
 from deepspeed.engine.pipeline.engine import PipelineEngine
 from deepspeed.parallel.pipeline import LayerSpec, PipelineModule
 from deepspeed.parallel.pipeline.errors import PipelineError
-from deepspeed.parallel.pipeline.simulated import WholeModel
+from deepspeed.parallel.pipeline.simulated import MetaModel
 from deepspeed.parallel.tensor.embedding import VocabParallelEmbedding
 from deepspeed.parallel.tensor.layers import LinearAllreduce, LinearLayer
 from tests.parallel.pipeline.test_combinations import evaluated, train_both
@@ -144,15 +144,15 @@ class Pair(nn.Module):
 
 
 def test_what_the_first_layer_takes_is_found_or_given() -> None:
-    whole = WholeModel(layers())
+    whole = MetaModel(layers())
     assert whole.example().dtype == torch.int64
     assert (
-        WholeModel([LayerSpec(nn.Linear, 6, 4), torch.relu, LayerSpec(nn.Linear, 4, 2)]).example().shape[-1]
+        MetaModel([LayerSpec(nn.Linear, 6, 4), torch.relu, LayerSpec(nn.Linear, 4, 2)]).example().shape[-1]
         == 6
     )
     assert all(param.is_meta for param in whole.parameters())
     with pytest.raises(PipelineError, match="profile_input"):
-        WholeModel([LayerSpec(Pair), LayerSpec(Pair)]).example()
+        MetaModel([LayerSpec(Pair), LayerSpec(Pair)]).example()
 
 
 def take_x(inputs: dict[str, Tensor]) -> Tensor:

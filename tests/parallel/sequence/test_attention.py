@@ -19,7 +19,7 @@ from deepspeed.ops.attention_blocks import (
     CUDA_FLASH,
     PLAIN,
     BlockKernel,
-    Joined,
+    JoinedBlocks,
     kernel_for,
 )
 from deepspeed.parallel.sequence import UlyssesSPViTAttention
@@ -334,7 +334,7 @@ def test_flash_attention_for_cuda_agrees(dtype: torch.dtype, kv_heads: int) -> N
     )
     results = []
     for kernel in (CUDA_FLASH, PLAIN):
-        joined, sums = Joined(q, v), []
+        joined, sums = JoinedBlocks(q, v), []
         blocks = [(k[:, :, :128], v[:, :, :128], None), (k[:, :, 128:], v[:, :, 128:], CAUSAL)]
         for key, value, mask in blocks:
             assert kernel_for(q, value, mask) is CUDA_FLASH

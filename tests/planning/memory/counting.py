@@ -20,7 +20,7 @@ from torch import Tensor
 from deepspeed.zero.buffer_pool import BufferPool
 from deepspeed.zero.gathering.sharded_bucket import ShardedBucket
 from deepspeed.zero.gradients.bucket import GradBucket
-from deepspeed.zero.offload.tiers import OffloadedTier, Slot
+from deepspeed.zero.offload.tiers import OffloadedTier, StagingSlot
 
 
 def owned_bytes(engine: Any) -> int:
@@ -88,7 +88,7 @@ def watched(engine: Any) -> Iterator[list[int]]:
         (GradBucket, "_open"),
         (GradBucket, "_kept_slice"),
         (ShardedBucket, "allocate"),
-        (Slot, "reserve"),
+        (StagingSlot, "reserve"),
     )
     with contextlib.ExitStack() as stack:
         for cls, name in (*places, (BufferPool, "give")):

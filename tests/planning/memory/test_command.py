@@ -16,10 +16,10 @@ import torch
 from deepspeed.planning import report
 from deepspeed.planning.activations import TransformerShape
 from deepspeed.planning.advice import SMALL_MASTERS, advise, hidden_updates
-from deepspeed.planning.ledger import Place
+from deepspeed.planning.ledger import MemoryPlace
 from deepspeed.planning.machine import Capacity
 from deepspeed.planning.report import size
-from deepspeed.planning.request import Request, answer
+from deepspeed.planning.request import PlanRequest, answer
 from deepspeed.tools import ds
 from deepspeed.tools.plan import main
 from tests import forked
@@ -258,13 +258,13 @@ SMALL = {"reduce_bucket_size": 50_000}
 OFFLOAD = 'zero_optimization.offload_{}: {{"device": "cpu"}}'
 
 
-def request(device: int, host: int = 10**9, disk: int | None = None, **changes: Any) -> Request:
+def request(device: int, host: int = 10**9, disk: int | None = None, **changes: Any) -> PlanRequest:
     zero = {"stage3_param_persistence_threshold": 1000, "stage": 0, **changes.pop("zero", {})}
     config = {**config_for(0, bf16=True), "zero_optimization": zero}
     with torch.device("meta"):
         model = Gpt()
     given: dict[str, Any] = {"module": model, "config": config, "ranks": 4, "device_type": "cuda", **changes}
-    return Request(**given, capacity=Capacity(device, host, disk))
+    return PlanRequest(**given, capacity=Capacity(device, host, disk))
 
 
 WITH_ACTIVATIONS: dict[str, Any] = {"shape": SHAPE, "sequence": 1024, "zero": {"stage": 3}, "zero_init": True}
@@ -301,7 +301,7 @@ def test_the_cheapest_change_comes_first(
     asked: dict[str, Any], enough: dict[str, Any], expected: list[str]
 ) -> None:
     """There is as much memory as the plan with the expected change needs, and not what the asked one needs."""
-    device = answer(request(0, **enough)).need(Place.DEVICE)[0]
+    device = answer(request(0, **enough)).need(MemoryPlace.DEVICE)[0]
     current = answer(request(device, **asked))
     assert current.lacking()
     found = advise(current)
@@ -322,7 +322,7 @@ def test_small_states_where_the_host_has_no_room() -> None:
         masters = {"enabled": True, "bf16_master_weights_and_grads": "stochastic_rounding" in more}
         zero = {**config["zero_optimization"], "stage": 1}
         enough = answer(replace(asked, config={**config, "bf16": masters, "zero_optimization": zero}))
-        device, host = (enough.need(place)[0] for place in (Place.DEVICE, Place.HOST))
+        device, host = (enough.need(place)[0] for place in (MemoryPlace.DEVICE, MemoryPlace.HOST))
         config = {**asked.config, "optimizer": {"type": "AdamW", "params": small}, "zero_optimization": zero}
         current = answer(replace(asked, config=config, capacity=Capacity(device, host, 0)))
         assert current.lacking()
@@ -337,11 +337,11 @@ def test_what_hides_an_update_on_the_host() -> None:
     found = dict(hidden_updates(answer(config)))
     assert [text.rsplit(".", 1)[-1] for text in found] == ["super_offload: true", "zenflow: {}"]
     before = answer(config)
-    assert all(plan.need(Place.HOST)[0] > before.need(Place.HOST)[0] for plan in found.values())
+    assert all(plan.need(MemoryPlace.HOST)[0] > before.need(MemoryPlace.HOST)[0] for plan in found.values())
     text = report.full_report(before, None)
     assert "super_offload: true (host" in text
     assert "DOES NOT FIT" not in text
-    tight = request(10**9, host=before.need(Place.HOST)[0], zero={"stage": 2, "offload_optimizer": CPU})
+    tight = request(10**9, host=before.need(MemoryPlace.HOST)[0], zero={"stage": 2, "offload_optimizer": CPU})
     assert report.full_report(answer(tight), None).count("DOES NOT FIT") == 2
     for zero in ({"stage": 2}, {"stage": 2, "offload_optimizer": {**CPU, "super_offload": True}}):
         assert not hidden_updates(answer(request(10**9, zero=zero)))
@@ -355,7 +355,7 @@ def test_more_ranks_where_no_change_is_enough() -> None:
 
 def test_what_is_there_is_respected_everywhere() -> None:
     current = answer(request(10**9, host=1 * MIB))
-    assert set(current.lacking()) == {Place.HOST}
+    assert set(current.lacking()) == {MemoryPlace.HOST}
 
 
 def link(config: str, capsys: pytest.CaptureFixture[str], *more: str) -> dict[str, Any]:

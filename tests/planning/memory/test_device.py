@@ -9,16 +9,22 @@ import torch
 from torch import Tensor
 
 import deepspeed
-from deepspeed.planning.ledger import Kind, Ledger, Phase, Place
+from deepspeed.planning.ledger import Ledger, MemoryKind, MemoryPhase, MemoryPlace
 from deepspeed.planning.offload import CountedMemory
-from deepspeed.planning.request import Request, answer
+from deepspeed.planning.request import PlanRequest, answer
 from tests.planning.memory.models import MODELS, NOTHING_KEPT, config_for
 from tests.planning.memory.test_engines import planned, train_step
 from tests.pool import distributed
 from tests.zero.test_offload import pretend_device
 
 CPU = {"device": "cpu"}
-RESTING = (Kind.PARAMETERS, Kind.MASTERS, Kind.STATE, Kind.GRADIENTS, Kind.STAGING)
+RESTING = (
+    MemoryKind.PARAMETERS,
+    MemoryKind.MASTERS,
+    MemoryKind.STATE,
+    MemoryKind.GRADIENTS,
+    MemoryKind.STAGING,
+)
 
 CASES = {
     "stage 1": config_for(1, bf16=True, gas=2, offload_optimizer=CPU),
@@ -67,22 +73,24 @@ def test_what_rests_on_the_host(case: str) -> None:
     ledger = planned("gpt", config, 2, device_type="cuda").ledger
     if engine.global_rank == 0:
         staging = (
-            ledger.entries[Phase.STEP, Place.HOST, Kind.STAGING] if "offload_param" in str(config) else 0
+            ledger.entries[MemoryPhase.STEP, MemoryPlace.HOST, MemoryKind.STAGING]
+            if "offload_param" in str(config)
+            else 0
         )
-        assert found == resting(ledger, Place.HOST) - staging
+        assert found == resting(ledger, MemoryPlace.HOST) - staging
 
 
-def resting(ledger: Ledger, place: Place) -> int:
-    return sum(n for kind, n in ledger.kinds(Phase.STEP, place).items() if kind in RESTING)
+def resting(ledger: Ledger, place: MemoryPlace) -> int:
+    return sum(n for kind, n in ledger.kinds(MemoryPhase.STEP, place).items() if kind in RESTING)
 
 
 def closed_form(config: dict[str, Any], ranks: int) -> tuple[float, float]:
     """Bytes per parameter at rest, (device, host)."""
     with torch.device("meta"):
         model = MODELS["gpt"]()
-    found = answer(Request(module=model, config=config, ranks=ranks, device_type="cuda"))
+    found = answer(PlanRequest(module=model, config=config, ranks=ranks, device_type="cuda"))
     numel = found.setting.facts.numel
-    return tuple(resting(found.ledger, place) / numel for place in (Place.DEVICE, Place.HOST))  # type: ignore[return-value]
+    return tuple(resting(found.ledger, place) / numel for place in (MemoryPlace.DEVICE, MemoryPlace.HOST))  # type: ignore[return-value]
 
 
 def test_zero_offload_keeps_16_bit_weights_on_the_device() -> None:
@@ -121,7 +129,10 @@ def test_zenflow_keeps_sums_and_chosen_columns_on_the_device() -> None:
 def test_pinned_memory_comes_in_powers_of_two() -> None:
     ledger = Ledger()
     memory = CountedMemory("cuda")
-    memory.host(ledger, [Phase.STEP], Kind.MASTERS, 5 << 20, pin=True)
-    memory.host(ledger, [Phase.STEP], Kind.MASTERS, 4 << 20, pin=True)
-    memory.host(ledger, [Phase.STEP], Kind.MASTERS, 5 << 20, pin=False)
-    assert ledger.kinds(Phase.STEP, Place.HOST) == {Kind.MASTERS: 14 << 20, Kind.PINNING: 3 << 20}
+    memory.host(ledger, [MemoryPhase.STEP], MemoryKind.MASTERS, 5 << 20, pin=True)
+    memory.host(ledger, [MemoryPhase.STEP], MemoryKind.MASTERS, 4 << 20, pin=True)
+    memory.host(ledger, [MemoryPhase.STEP], MemoryKind.MASTERS, 5 << 20, pin=False)
+    assert ledger.kinds(MemoryPhase.STEP, MemoryPlace.HOST) == {
+        MemoryKind.MASTERS: 14 << 20,
+        MemoryKind.PINNING: 3 << 20,
+    }

@@ -10,9 +10,17 @@ import pytest
 import torch
 
 import deepspeed
-from deepspeed.planning.ledger import ESTIMATED, STEADY, TRAINING, Kind, Ledger, Phase, Place
+from deepspeed.planning.ledger import (
+    ESTIMATED,
+    STEADY,
+    TRAINING,
+    Ledger,
+    MemoryKind,
+    MemoryPhase,
+    MemoryPlace,
+)
 from deepspeed.planning.planner import cut_buckets
-from deepspeed.planning.request import Answer, Request, answer
+from deepspeed.planning.request import PlanAnswer, PlanRequest, answer
 from deepspeed.zero.offload import swap_file
 from tests.planning.memory.counting import Allocations, file_bytes, owned_bytes, watched
 from tests.planning.memory.models import MODELS, NOTHING_KEPT, VOCABULARY, config_for
@@ -89,11 +97,11 @@ def with_folder(config: dict[str, Any], folder: Path) -> dict[str, Any]:
     return {**config, "zero_optimization": zero}
 
 
-def planned(name: str, config: dict[str, Any], ranks: int, device_type: str = "cpu") -> Answer:
+def planned(name: str, config: dict[str, Any], ranks: int, device_type: str = "cpu") -> PlanAnswer:
     """The plan from a model without memory."""
     with torch.device("meta"):
         model = MODELS[name]()
-    return answer(Request(module=model, config=config, ranks=ranks, device_type=device_type))
+    return answer(PlanRequest(module=model, config=config, ranks=ranks, device_type=device_type))
 
 
 def train_step(engine: Any) -> None:
@@ -102,13 +110,13 @@ def train_step(engine: Any) -> None:
         engine.step()
 
 
-def kept(ledger: Ledger, phases: tuple[Phase, ...]) -> int:
+def kept(ledger: Ledger, phases: tuple[MemoryPhase, ...]) -> int:
     """Planned bytes of what an engine owns: without what belongs to autograd or to a single call."""
-    passing = (*ESTIMATED, Kind.UPDATE, Kind.PINNING, Kind.COMMUNICATION)
+    passing = (*ESTIMATED, MemoryKind.UPDATE, MemoryKind.PINNING, MemoryKind.COMMUNICATION)
     return max(
         sum(
             n
-            for place in (Place.DEVICE, Place.HOST)
+            for place in (MemoryPlace.DEVICE, MemoryPlace.HOST)
             for k, n in ledger.kinds(phase, place).items()
             if k not in passing
         )
@@ -146,18 +154,18 @@ def compare_finely(pair: str, config: dict[str, Any]) -> None:
         slots_now = sum(slot.buffer.numel() for slot in getattr(engine.core.store.tier, "slots", []))
     ledger = plan.ledger
     assert allocations.peak("initialize") == pytest.approx(
-        ledger.total(Phase.INITIALIZE, Place.HOST), rel=0.02
+        ledger.total(MemoryPhase.INITIALIZE, MemoryPlace.HOST), rel=0.02
     )
     # The allocator also sees activations, and scratch that no formula knows.
-    seen, foreseen = allocations.peak("steady") + slots_now, ledger.peak(Place.HOST, STEADY)[0]
+    seen, foreseen = allocations.peak("steady") + slots_now, ledger.peak(MemoryPlace.HOST, STEADY)[0]
     assert seen <= 1.03 * foreseen
-    assert allocations.peak("first") + slots <= 1.03 * ledger.peak(Place.HOST, TRAINING)[0]
+    assert allocations.peak("first") + slots <= 1.03 * ledger.peak(MemoryPlace.HOST, TRAINING)[0]
     if engine.global_rank == 0:  # the plan is that of the rank with the least padding
         assert [b.layout for b in cut_buckets(plan.setting)] == layouts(engine)
-        assert ready == kept(ledger, (Phase.READY,))
+        assert ready == kept(ledger, (MemoryPhase.READY,))
         assert peak[0] == pytest.approx(kept(ledger, STEADY), rel=1e-3)
         assert seen >= 0.97 * foreseen
-        assert file_bytes(engine) == ledger.peak(Place.DISK)[0]
+        assert file_bytes(engine) == ledger.peak(MemoryPlace.DISK)[0]
     engine.destroy()
 
 

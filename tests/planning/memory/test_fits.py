@@ -14,7 +14,7 @@ from deepspeed.config.deepspeed_config import DeepSpeedConfig
 from deepspeed.config.plan import make_plan
 from deepspeed.planning import fits, machine
 from deepspeed.planning.fits import MemoryPlanError, check_fits
-from deepspeed.planning.ledger import Place
+from deepspeed.planning.ledger import MemoryPlace
 from deepspeed.planning.machine import Capacity
 from deepspeed.planning.run_spec import RunSpec
 from tests.planning.memory.models import Gpt, config_for
@@ -213,6 +213,6 @@ def test_what_there_is(tmp_path: Path) -> None:
     here = machine.free_now(make_plan(parsed), "cpu")
     whole = machine.total_capacity(make_plan(parsed), "cpu")
     assert here.device is None
-    assert 0 < (here.of(Place.HOST) or 0) <= (whole.of(Place.HOST) or 0)
-    assert (here.of(Place.DISK) or 0) > 0
+    assert 0 < (here.of(MemoryPlace.HOST) or 0) <= (whole.of(MemoryPlace.HOST) or 0)
+    assert (here.of(MemoryPlace.DISK) or 0) > 0
     assert machine.free_disk([]) is None

@@ -12,7 +12,7 @@ from deepspeed.base.logging import logger
 from deepspeed.engine.observers.out_of_memory import is_out_of_memory
 from deepspeed.engine.observers.planned_memory import request_of
 from deepspeed.planning.advice import WORTH_IT, cheapest_saving
-from deepspeed.planning.ledger import Place
+from deepspeed.planning.ledger import MemoryPlace
 from deepspeed.planning.request import answer
 from tests.planning.memory.models import Gpt
 from tests.pool import distributed
@@ -80,11 +80,11 @@ def test_the_cheapest_change_is_logged_once(monkeypatch, where):
     assert "zero_optimization.stage: 1" in line  # of two ranks each keeps half of the moments
     assert "train_micro_batch_size_per_gpu below 4" in line and "activation checkpointing" in line
     planned = answer(request_of(engine))
-    found = cheapest_saving(planned, Place.HOST)
+    found = cheapest_saving(planned, MemoryPlace.HOST)
     assert found is not None
     change, after = found
     assert change == "zero_optimization.stage: 1"
-    assert after <= (1 - WORTH_IT) * planned.ledger.peak(Place.HOST)[0]
+    assert after <= (1 - WORTH_IT) * planned.ledger.peak(MemoryPlace.HOST)[0]
     engine.backward(engine(tokens).sum())  # the engine goes on
     engine.step()
 

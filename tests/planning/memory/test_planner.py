@@ -16,21 +16,21 @@ from deepspeed.ops.adam.compact_adam import CompactAdam
 from deepspeed.ops.lion import FusedLion
 from deepspeed.ops.sgd import SGD
 from deepspeed.planning.activations import TransformerShape, activation_bytes, shape_of
-from deepspeed.planning.ledger import Kind, Ledger, Phase, Place
+from deepspeed.planning.ledger import Ledger, MemoryKind, MemoryPhase, MemoryPlace
 from deepspeed.planning.model import facts_of
-from deepspeed.planning.planner import Setting, plan_memory
-from deepspeed.planning.request import Request, answer
+from deepspeed.planning.planner import PlanSetting, plan_memory
+from deepspeed.planning.request import PlanRequest, answer
 from deepspeed.planning.states import ADAM, StateSize, optimizer_facts
 from deepspeed.transforms.lora import Init, LoRAConfig, QuantizationConfig, init_lora
 from tests.planning.memory.models import MODELS, ParamRow, config_for, facts_of_rows
 
-STATES = (Kind.PARAMETERS, Kind.MASTERS, Kind.STATE, Kind.GRADIENTS)
+STATES = (MemoryKind.PARAMETERS, MemoryKind.MASTERS, MemoryKind.STATE, MemoryKind.GRADIENTS)
 
 
 def ledger_for(config: dict[str, Any], ranks: int, **options: Any) -> tuple[Ledger, int]:
     with torch.device("meta"):
         model = MODELS["gpt"]()
-    found = answer(Request(module=model, config=config, ranks=ranks, **options))
+    found = answer(PlanRequest(module=model, config=config, ranks=ranks, **options))
     return found.ledger, found.setting.facts.numel
 
 
@@ -56,7 +56,7 @@ def test_model_states_per_parameter(stage: int, bf16: bool, ranks: int) -> None:
         (3, True): 16 / n,
         (3, False): 16 / n,
     }[stage, bf16]
-    found = sum(ledger.entries[Phase.STEP, Place.DEVICE, kind] for kind in STATES) / numel
+    found = sum(ledger.entries[MemoryPhase.STEP, MemoryPlace.DEVICE, kind] for kind in STATES) / numel
     assert expected * 0.999 <= found <= expected * (1.02 if ranks < 64 else 1.1)
 
 
@@ -92,7 +92,7 @@ def test_small_states_per_parameter(stage: int, masters: bool, expected: float) 
     config = config_for(stage, bf16=True, optimizer={"type": "AdamW", "params": params})
     config["bf16"] = {"enabled": True, "bf16_master_weights_and_grads": masters}
     ledger, numel = ledger_for(config, 1)
-    found = sum(ledger.entries[Phase.STEP, Place.DEVICE, kind] for kind in STATES) / numel
+    found = sum(ledger.entries[MemoryPhase.STEP, MemoryPlace.DEVICE, kind] for kind in STATES) / numel
     assert expected + 8 / 256 <= found <= 1.03 * expected
 
 
@@ -102,11 +102,13 @@ def test_states_that_leave_the_device_between_updates() -> None:
     plain, numel = ledger_for(config_for(1, bf16=True), 1)
     moving = {"compile": {"deepcompile": True, "offload_opt_states": True}}
     ledger, _ = ledger_for({**config_for(1, bf16=True), **moving}, 1)
-    for phase in (Phase.FORWARD, Phase.BACKWARD):
-        saved = plain.total(phase, Place.DEVICE) - ledger.total(phase, Place.DEVICE)
+    for phase in (MemoryPhase.FORWARD, MemoryPhase.BACKWARD):
+        saved = plain.total(phase, MemoryPlace.DEVICE) - ledger.total(phase, MemoryPlace.DEVICE)
         assert 12 * numel <= saved <= 12.5 * numel
-        assert ledger.total(phase, Place.HOST) - plain.total(phase, Place.HOST) == saved
-    assert ledger.total(Phase.STEP, Place.DEVICE) == plain.total(Phase.STEP, Place.DEVICE)
+        assert ledger.total(phase, MemoryPlace.HOST) - plain.total(phase, MemoryPlace.HOST) == saved
+    assert ledger.total(MemoryPhase.STEP, MemoryPlace.DEVICE) == plain.total(
+        MemoryPhase.STEP, MemoryPlace.DEVICE
+    )
 
 
 def test_frozen_weights_of_few_bits_take_their_bytes() -> None:
@@ -117,8 +119,8 @@ def test_frozen_weights_of_few_bits_take_their_bytes() -> None:
             model = nn.ModuleDict({name: nn.Linear(512, 512, bias=False) for name in ("up", "down")})
         init_lora(model)
         config = config_for(3, bf16=True, stage3_param_persistence_threshold=0)
-        ledger = answer(Request(module=model, config=config, ranks=4)).ledger
-        numels[bits] = ledger.entries[Phase.STEP, Place.DEVICE, Kind.PARAMETERS]
+        ledger = answer(PlanRequest(module=model, config=config, ranks=4)).ledger
+        numels[bits] = ledger.entries[MemoryPhase.STEP, MemoryPlace.DEVICE, MemoryKind.PARAMETERS]
     adapters = 2 * 2 * 4 * 2 * 512 / 4
     for bits, each in ((None, 2), (8, 1 + 4 / 512), (6, 0.75 + 4 / 512)):
         assert numels[bits] == pytest.approx(adapters + each * 2 * 512 * 512 / 4, rel=0.02)
@@ -130,7 +132,7 @@ def test_muon_keeps_one_value_for_matrices_and_two_for_the_rest() -> None:
         model = MODELS["gpt"]()
     matrices = sum(p.numel() for n, p in model.named_parameters() if p.dim() == 2 and "embed" not in n)
     others = sum(p.numel() for p in model.parameters()) - matrices
-    state = ledger.entries[Phase.STEP, Place.DEVICE, Kind.STATE]
+    state = ledger.entries[MemoryPhase.STEP, MemoryPlace.DEVICE, MemoryKind.STATE]
     assert 4 * matrices + 8 * others <= state <= 4 * matrices + 8 * others + 1000
 
 
@@ -143,7 +145,7 @@ def test_a_model_given_as_a_list_is_planned_like_the_module() -> None:
         for name, param in module.named_parameters()
     ]
     ledgers = [
-        plan_memory(Setting(facts=facts, plan=plan, zero=config.zero_config, optimizer=ADAM, ranks=2))
+        plan_memory(PlanSetting(facts=facts, plan=plan, zero=config.zero_config, optimizer=ADAM, ranks=2))
         for facts in (facts_of(module, plan), facts_of_rows(rows, plan))
     ]
     assert ledgers[0].entries == ledgers[1].entries
@@ -161,7 +163,7 @@ def test_gathered_units(live: int, expected: int) -> None:
     plan = make_plan(config)
     rows = [ParamRow(name=str(i), numel=6400, unit=i) for i in range(8)]
     ledger = plan_memory(
-        Setting(
+        PlanSetting(
             facts=facts_of_rows(rows, plan),
             plan=plan,
             zero=config.zero_config,
@@ -170,7 +172,7 @@ def test_gathered_units(live: int, expected: int) -> None:
             device_type="cpu",
         )
     )
-    assert ledger.entries[Phase.BACKWARD, Place.HOST, Kind.GATHERED] == expected * 6400 * 4
+    assert ledger.entries[MemoryPhase.BACKWARD, MemoryPlace.HOST, MemoryKind.GATHERED] == expected * 6400 * 4
 
 
 def test_prefetching_takes_memory_on_devices() -> None:
@@ -183,30 +185,36 @@ def test_prefetching_takes_memory_on_devices() -> None:
     config = DeepSpeedConfig(config_for(3, **zero))
     plan = make_plan(config)
     facts = facts_of_rows([ParamRow(name=str(i), numel=6400, unit=i) for i in range(8)], plan)
-    ledger = plan_memory(Setting(facts=facts, plan=plan, zero=config.zero_config, optimizer=ADAM, ranks=2))
-    gathered = ledger.entries[Phase.FORWARD, Place.DEVICE, Kind.GATHERED]
+    ledger = plan_memory(
+        PlanSetting(facts=facts, plan=plan, zero=config.zero_config, optimizer=ADAM, ranks=2)
+    )
+    gathered = ledger.entries[MemoryPhase.FORWARD, MemoryPlace.DEVICE, MemoryKind.GATHERED]
     assert gathered == 3 * 6400 * 4  # one in use, two ahead
 
 
 def test_building_under_zero_init_never_holds_the_model() -> None:
     config = config_for(3, bf16=True)
     whole, numel = ledger_for(config, 4)
-    assert whole.entries[Phase.BUILD, Place.HOST, Kind.PARAMETERS] == 4 * numel
-    assert whole.entries[Phase.INITIALIZE, Place.DEVICE, Kind.PARAMETERS] >= 4 * numel
+    assert whole.entries[MemoryPhase.BUILD, MemoryPlace.HOST, MemoryKind.PARAMETERS] == 4 * numel
+    assert whole.entries[MemoryPhase.INITIALIZE, MemoryPlace.DEVICE, MemoryKind.PARAMETERS] >= 4 * numel
     cut, _ = ledger_for(config, 4, zero_init=True)
-    assert cut.total(Phase.BUILD, Place.HOST) < 1000
-    slices_and_a_bucket = cut.entries[Phase.INITIALIZE, Place.DEVICE, Kind.PARAMETERS]
+    assert cut.total(MemoryPhase.BUILD, MemoryPlace.HOST) < 1000
+    slices_and_a_bucket = cut.entries[MemoryPhase.INITIALIZE, MemoryPlace.DEVICE, MemoryKind.PARAMETERS]
     assert slices_and_a_bucket < 2.1 * numel
 
 
 def test_sums_in_16_bit_need_buffers_on_devices() -> None:
     """Buckets pass them on, so what is needed is that of the largest, at every stage."""
     ledger, numel = ledger_for(config_for(1, bf16=True), 2)
-    assert 0 < ledger.entries[Phase.BACKWARD, Place.DEVICE, Kind.COMMUNICATION] <= 2 * numel
+    assert 0 < ledger.entries[MemoryPhase.BACKWARD, MemoryPlace.DEVICE, MemoryKind.COMMUNICATION] <= 2 * numel
     ledger, numel = ledger_for(config_for(2, bf16=True), 2)
-    assert 0 < ledger.entries[Phase.BACKWARD, Place.DEVICE, Kind.COMMUNICATION] <= 2 * 200_000 * 2
+    assert (
+        0
+        < ledger.entries[MemoryPhase.BACKWARD, MemoryPlace.DEVICE, MemoryKind.COMMUNICATION]
+        <= 2 * 200_000 * 2
+    )
     ledger, _ = ledger_for(config_for(1), 2)
-    assert ledger.entries[Phase.BACKWARD, Place.DEVICE, Kind.COMMUNICATION] == 0
+    assert ledger.entries[MemoryPhase.BACKWARD, MemoryPlace.DEVICE, MemoryKind.COMMUNICATION] == 0
 
 
 @pytest.mark.parametrize("stage", [0, 1])
@@ -216,7 +224,7 @@ def test_sums_over_messages_receive_into_buffers(stage: int) -> None:
     ledger, numel = ledger_for(config, 4, device_type="cpu", nodes=4)
     together = ledger_for(config, 4, device_type="cpu")[0]
     alone = ledger_for(config | {"comm": {"shared_memory": False}}, 4, device_type="cpu")[0]
-    kind = (Phase.BACKWARD, Place.HOST, Kind.COMMUNICATION)
+    kind = (MemoryPhase.BACKWARD, MemoryPlace.HOST, MemoryKind.COMMUNICATION)
     assert ledger.entries[kind] == alone.entries[kind] == pytest.approx(3 * numel / 4 * 4, rel=0.02)
     assert not together.entries[kind]
 
@@ -238,13 +246,13 @@ def test_a_plan_is_made_of_the_parts_of_a_run(stage: int) -> None:
     plan = make_plan(config)
     plan = replace(plan, gradients=replace(plan.gradients, formats=(Counted,)))
     facts = facts_of_rows([ParamRow(name=str(i), numel=6400, unit=i) for i in range(3)], plan)
-    plan_memory(Setting(facts=facts, plan=plan, zero=config.zero_config, optimizer=ADAM, ranks=2))
+    plan_memory(PlanSetting(facts=facts, plan=plan, zero=config.zero_config, optimizer=ADAM, ranks=2))
     assert sums and set(sums) == {"meta"}
 
 
 def test_replicas_add_their_sums() -> None:
     """MiCS on devices: the second sum, over the replicas, needs buffers even where one rank holds a whole copy."""
-    communication = Phase.BACKWARD, Place.DEVICE, Kind.COMMUNICATION
+    communication = MemoryPhase.BACKWARD, MemoryPlace.DEVICE, MemoryKind.COMMUNICATION
     zero = {"mics_shard_size": 1}
     alone, _ = ledger_for(config_for(3, bf16=True, **zero), 1)
     assert alone.entries[communication] == 0
@@ -255,7 +263,7 @@ def test_replicas_add_their_sums() -> None:
 def test_a_collective_update_leaves_nothing_on_the_device() -> None:
     """Twin-Flow is for elementwise optimizers: LAMB's norms are of everything at once (``make_tier``)."""
     share = {"offload_optimizer": {"device": "cpu", "ratio": 0.5}}
-    state = Phase.STEP, Place.DEVICE, Kind.STATE
+    state = MemoryPhase.STEP, MemoryPlace.DEVICE, MemoryKind.STATE
     for name, expected in (("Adam", True), ("Lamb", False)):
         ledger, _ = ledger_for(config_for(3, optimizer={"type": name, "params": {"lr": 1e-3}}, **share), 2)
         assert (ledger.entries[state] > 0) is expected
@@ -308,7 +316,7 @@ def test_a_memory_budget_is_what_activations_take() -> None:
     def activations(limit: float | None) -> tuple[int, list[str]]:
         section = {} if limit is None else {"activation_checkpointing": {"memory_budget": limit}}
         ledger, _ = ledger_for(config_for(0) | section, 1, shape=SHAPE, sequence=128)
-        return ledger.entries[Phase.FORWARD, Place.DEVICE, Kind.ACTIVATIONS], ledger.notes
+        return ledger.entries[MemoryPhase.FORWARD, MemoryPlace.DEVICE, MemoryKind.ACTIVATIONS], ledger.notes
 
     everything, _ = activations(None)
     share, notes = activations(0.6)

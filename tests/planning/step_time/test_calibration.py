@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from deepspeed.planning.activations import shape_of
-from deepspeed.planning.planner import Setting
-from deepspeed.planning.request import Request, answer
+from deepspeed.planning.planner import PlanSetting
+from deepspeed.planning.request import PlanRequest, answer
 from deepspeed.planning.step_time.calibrated import UNLIMITED, busy, predicted
-from deepspeed.planning.step_time.calibration import Calibration, CalibrationError, Line, Steps, load
-from deepspeed.planning.step_time.hardware import Network
+from deepspeed.planning.step_time.calibration import Calibration, CalibrationError, CostLine, Steps, load
+from deepspeed.planning.step_time.hardware import NetworkSpec
 from deepspeed.planning.step_time.shapes import build_shape
 from deepspeed.planning.step_time.work import flops_by_call
 from deepspeed.tools.calibrate import Asked, calibrate
@@ -32,12 +32,12 @@ def config(stage: int) -> dict[str, Any]:
     }
 
 
-def planned(stage: int, ranks: int, **zero: Any) -> tuple[Setting, list[float]]:
+def planned(stage: int, ranks: int, **zero: Any) -> tuple[PlanSetting, list[float]]:
     with torch.device("meta"):
         module = build_shape(MODEL)
     given = config(stage)
     given["zero_optimization"] |= zero
-    found = answer(Request(module=module, config=given, ranks=ranks, device_type="cpu")).setting
+    found = answer(PlanRequest(module=module, config=given, ranks=ranks, device_type="cpu")).setting
     return found, flops_by_call(module, found.facts, TOKENS, TOKENS, shape_of(module.config))
 
 
@@ -65,12 +65,14 @@ def made(**more: Any) -> Calibration:
         "forward_share": [1 / calls] * calls,
         "backward_share": [1 / calls] * calls,
         "steps": steps,
-        "lines": {name: Line(start=1e-4, byte=1e-9) for name in names},
+        "lines": {name: CostLine(start=1e-4, byte=1e-9) for name in names},
     }
     return Calibration(**{**values, **more})
 
 
-def step(found: Calibration, stage: int, ranks: int, network: Network = UNLIMITED, beside: int = 1) -> float:
+def step(
+    found: Calibration, stage: int, ranks: int, network: NetworkSpec = UNLIMITED, beside: int = 1
+) -> float:
     setting, flops = planned(stage, ranks)
     return predicted(found, setting, flops, network, ranks_per_node=1, ranks_beside=beside).seconds
 
@@ -122,7 +124,7 @@ def test_what_was_measured_is_predicted(stage: int) -> None:
 def test_a_slower_link_adds_its_bytes() -> None:
     """At 1 MB/s, which hides whatever the ranks themselves limit: 4 bytes a parameter, half of them sent."""
     found = made()
-    link = Network(name="slow", rate=1e6)
+    link = NetworkSpec(name="slow", rate=1e6)
     numel = planned(0, 2)[0].facts.numel
     longer = step(found, 1, 2, link) - step(found, 1, 2)
     assert longer == pytest.approx(4 * numel / 2 / 1e6, rel=0.1)
@@ -134,7 +136,7 @@ def test_what_ranks_copy_hides_behind_a_slow_link() -> None:
     rows = {**usual.steps, "2/1": replace(usual.steps["2/1"], step=0.045)}
     setting, flops = planned(1, 2, reduce_bucket_size=20_000)
 
-    def more(network: Network) -> float:
+    def more(network: NetworkSpec) -> float:
         with_copies, without = (
             predicted(found, setting, flops, network, ranks_per_node=1).seconds
             for found in (usual, replace(usual, steps=rows))
@@ -143,7 +145,7 @@ def test_what_ranks_copy_hides_behind_a_slow_link() -> None:
 
     assert more(UNLIMITED) == pytest.approx(0.016, rel=0.01)
     # What follows the first full bucket.
-    assert 0 < more(Network(name="slow", rate=2e6)) < 0.8 * more(UNLIMITED)
+    assert 0 < more(NetworkSpec(name="slow", rate=2e6)) < 0.8 * more(UNLIMITED)
 
 
 def test_ranks_that_are_faster_together() -> None:

@@ -11,19 +11,19 @@ import torch
 
 from deepspeed.planning.activations import shape_of
 from deepspeed.planning.machine import Capacity
-from deepspeed.planning.request import Request, answer
+from deepspeed.planning.request import PlanRequest, answer
 from deepspeed.planning.split import Split
 from deepspeed.planning.step_time import parallel
-from deepspeed.planning.step_time.choices import Choices, Search, Way
+from deepspeed.planning.step_time.choices import Choices, StepSearch, Way
 from deepspeed.planning.step_time.hardware import NETWORKS, device, network
-from deepspeed.planning.step_time.parallel import Job, seconds_of
+from deepspeed.planning.step_time.parallel import ParallelJob, seconds_of
 from deepspeed.planning.step_time.shapes import build_shape, shape_flops
 from deepspeed.planning.step_time.work import flops_by_call
 
 GIB = 2**30
 
 
-def request(model: str, ranks: int, nodes: int, **more: Any) -> Request:
+def request(model: str, ranks: int, nodes: int, **more: Any) -> PlanRequest:
     with torch.device("meta"):
         module = build_shape(model).to(torch.bfloat16)
     config = {
@@ -32,7 +32,7 @@ def request(model: str, ranks: int, nodes: int, **more: Any) -> Request:
         "gradient_accumulation_steps": more.pop("gas", 1),
         "zero_optimization": {"stage": more.pop("stage", 3)},
     }
-    return Request(
+    return PlanRequest(
         module=module,
         config=config,
         ranks=ranks,
@@ -43,8 +43,8 @@ def request(model: str, ranks: int, nodes: int, **more: Any) -> Request:
     )
 
 
-def job(asked: Request, net: str = "NDR", on: str = "H100") -> Job:
-    return Job(
+def job(asked: PlanRequest, net: str = "NDR", on: str = "H100") -> ParallelJob:
+    return ParallelJob(
         network=network(net),
         ranks_per_node=asked.ranks_per_node,
         device=device(on),
@@ -54,8 +54,8 @@ def job(asked: Request, net: str = "NDR", on: str = "H100") -> Job:
     )
 
 
-def search(asked: Request, samples: int, net: str = "NDR") -> Search:
-    return Search(request=asked, job=job(asked, net), samples=samples)
+def search(asked: PlanRequest, samples: int, net: str = "NDR") -> StepSearch:
+    return StepSearch(request=asked, job=job(asked, net), samples=samples)
 
 
 @pytest.fixture(scope="module")
@@ -152,7 +152,7 @@ def test_tied_heads_are_counted_and_lookups_are_not() -> None:
             self.layer = torch.nn.Linear(8, 8, bias=False)
 
     module = Tied()
-    facts = answer(Request(module=module, config={}, ranks=1)).setting.facts
+    facts = answer(PlanRequest(module=module, config={}, ranks=1)).setting.facts
     assert sum(flops_by_call(module, facts, 10)) == 2 * 10 * (1000 * 8 + 64)
 
 

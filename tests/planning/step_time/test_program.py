@@ -10,10 +10,17 @@ import pytest
 import torch
 
 import deepspeed
-from deepspeed.planning.ledger import Phase
+from deepspeed.planning.ledger import MemoryPhase
 from deepspeed.planning.rehearsal import Rehearsal, SimulatedPool
-from deepspeed.planning.request import Request, answer
-from deepspeed.planning.step_time.program import Compute, Program, Start, Update, Wait, program_of
+from deepspeed.planning.request import PlanRequest, answer
+from deepspeed.planning.step_time.program import (
+    Compute,
+    JournalWait,
+    OptimizerUpdate,
+    Start,
+    StepProgram,
+    program_of,
+)
 from tests.planning.memory.models import MODELS, NOTHING_KEPT, VOCABULARY, Gpt, config_for
 from tests.pool import distributed
 
@@ -31,15 +38,15 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def program(config: dict[str, Any], ranks: int = 2, device_type: str = "cpu") -> Program:
+def program(config: dict[str, Any], ranks: int = 2, device_type: str = "cpu") -> StepProgram:
     with torch.device("meta"):
         module = Gpt()
     return program_of(
-        answer(Request(module=module, config=config, ranks=ranks, device_type=device_type)).setting
+        answer(PlanRequest(module=module, config=config, ranks=ranks, device_type=device_type)).setting
     )
 
 
-def sent(found: Program) -> tuple[Counter[str], int]:
+def sent(found: StepProgram) -> tuple[Counter[str], int]:
     """Numbers of collectives, and the bytes that a rank sends in them."""
     starts = [event for event in found.events if isinstance(event, Start)]
     parts = {"all_reduce": 2.0, "broadcast": 0.0}
@@ -88,22 +95,22 @@ def test_everything_is_computed_once_and_waited_for(stage: int) -> None:
         found = program(config_for(stage, gas=gas, **(NOTHING_KEPT if stage == 3 else {})), 4, device_type)
         assert len(found.micro_batches) == gas
         for events in found.micro_batches:
-            for phase in (Phase.FORWARD, Phase.BACKWARD):
+            for phase in (MemoryPhase.FORWARD, MemoryPhase.BACKWARD):
                 calls = [e.call for e in events if isinstance(e, Compute) and e.phase is phase]
-                assert calls == sorted(calls, reverse=phase is Phase.BACKWARD)
+                assert calls == sorted(calls, reverse=phase is MemoryPhase.BACKWARD)
                 assert calls == list(dict.fromkeys(calls))
             assert {e.number for e in events if isinstance(e, Start)} == {
-                e.number for e in events if isinstance(e, Wait)
+                e.number for e in events if isinstance(e, JournalWait)
             }
-        assert [e for e in found.update if isinstance(e, Update)] != []
+        assert [e for e in found.update if isinstance(e, OptimizerUpdate)] != []
 
 
-def plain(found: Program) -> list[Any]:
+def plain(found: StepProgram) -> list[Any]:
     """Its events with collectives numbered from 0."""
     starts = [event for event in found.events if isinstance(event, Start)]
     lowest = min((event.number for event in starts), default=0)
     return [
-        replace(event, number=event.number - lowest) if isinstance(event, (Start, Wait)) else event
+        replace(event, number=event.number - lowest) if isinstance(event, (Start, JournalWait)) else event
         for event in found.events
     ]
 
@@ -119,7 +126,7 @@ def test_no_more_steps_are_rehearsed_than_say_something_new(
     for gas, more in ((1, {}), (2, {}), (2, {"reduce_bucket_size": 2000})):
         with torch.device("meta"):
             module = MODELS[model]()
-        request = Request(module=module, config=config_for(stage, bf16=True, gas=gas, **more), ranks=4)
+        request = PlanRequest(module=module, config=config_for(stage, bf16=True, gas=gas, **more), ranks=4)
         counts.clear()
         short = answer(request)
         assert len(counts) == 2
@@ -138,7 +145,7 @@ def test_a_step_is_rehearsed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Rehearsal, "run", lambda self: (counts.append(1), run(self))[1])
     with torch.device("meta"):
         module = Gpt()
-    setting = answer(Request(module=module, config=config_for(2, gas=9), ranks=2)).setting
+    setting = answer(PlanRequest(module=module, config=config_for(2, gas=9), ranks=2)).setting
     found = [program_of(setting, count) for count in (9, 4, 2)]
     assert counts == [1]
     for program, count in zip(found, (9, 4, 2), strict=True):
@@ -154,9 +161,11 @@ def test_one_rank_talks_to_nobody() -> None:
 
 
 def test_the_update_is_divided() -> None:
-    whole = next(e for e in program(config_for(0)).update if isinstance(e, Update)).elements
+    whole = next(e for e in program(config_for(0)).update if isinstance(e, OptimizerUpdate)).elements
     for stage in (1, 2, 3):
-        part = next(e for e in program(config_for(stage), ranks=4).update if isinstance(e, Update)).elements
+        part = next(
+            e for e in program(config_for(stage), ranks=4).update if isinstance(e, OptimizerUpdate)
+        ).elements
         assert part == pytest.approx(whole / 4, rel=0.05)
 
 

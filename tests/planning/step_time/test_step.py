@@ -8,69 +8,69 @@ from typing import Any
 import pytest
 import torch
 
-from deepspeed.planning.ledger import Phase
-from deepspeed.planning.planner import Setting
-from deepspeed.planning.request import Request, answer
-from deepspeed.planning.step_time.fabric import BETWEEN, INSIDE, Costs, Fabric, Group
-from deepspeed.planning.step_time.hardware import DEVICES, Network
-from deepspeed.planning.step_time.program import Compute, Program, Start, Update, Wait
-from deepspeed.planning.step_time.step import Machine, run, step_time
-from deepspeed.planning.step_time.work import Exchange, Work
+from deepspeed.planning.ledger import MemoryPhase
+from deepspeed.planning.planner import PlanSetting
+from deepspeed.planning.request import PlanRequest, answer
+from deepspeed.planning.step_time.fabric import BETWEEN, INSIDE, Costs, Fabric, RankGroup
+from deepspeed.planning.step_time.hardware import DEVICES, NetworkSpec
+from deepspeed.planning.step_time.program import Compute, JournalWait, OptimizerUpdate, Start, StepProgram
+from deepspeed.planning.step_time.step import StepMachine, run, step_time
+from deepspeed.planning.step_time.work import PlannedExchange, StepWork
 from tests.planning.memory.models import NOTHING_KEPT, Gpt, config_for
 
-SLOW = Network(name="slow", rate=1e6)
-FAST = Network(name="fast", rate=1e18)
+SLOW = NetworkSpec(name="slow", rate=1e6)
+FAST = NetworkSpec(name="fast", rate=1e18)
 
 
-def setting(config: dict[str, Any], ranks: int = 2, device_type: str = "cuda") -> Setting:
+def setting(config: dict[str, Any], ranks: int = 2, device_type: str = "cuda") -> PlanSetting:
     with torch.device("meta"):
         module = Gpt()
-    return answer(Request(module=module, config=config, ranks=ranks, device_type=device_type)).setting
+    return answer(PlanRequest(module=module, config=config, ranks=ranks, device_type=device_type)).setting
 
 
-def machine(network: Network = SLOW, per_node: int = 1, **more: Any) -> Machine:
-    return Machine(fabric=Fabric(ranks_per_node=per_node, between=network, inside=FAST, **more))
+def machine(network: NetworkSpec = SLOW, per_node: int = 1, **more: Any) -> StepMachine:
+    return StepMachine(fabric=Fabric(ranks_per_node=per_node, between=network, inside=FAST, **more))
 
 
-def work(calls: int, forward: float = 1.0, backward: float = 2.0, **more: Any) -> Work:
-    return Work(forward=[forward] * calls, backward=[backward] * calls, per_element=0.0, **more)
+def work(calls: int, forward: float = 1.0, backward: float = 2.0, **more: Any) -> StepWork:
+    return StepWork(forward=[forward] * calls, backward=[backward] * calls, per_element=0.0, **more)
 
 
 def hand(events: list[Any], update: list[Any], **more: Any) -> float:
     at = setting(config_for(0))
-    return run(Program([events], update), at, work(2, **more), machine()).seconds
+    return run(StepProgram([events], update), at, work(2, **more), machine()).seconds
 
 
-F0, F1 = Compute(Phase.FORWARD, 0), Compute(Phase.FORWARD, 1)
-B0, B1 = Compute(Phase.BACKWARD, 0), Compute(Phase.BACKWARD, 1)
+F0, F1 = Compute(MemoryPhase.FORWARD, 0), Compute(MemoryPhase.FORWARD, 1)
+B0, B1 = Compute(MemoryPhase.BACKWARD, 0), Compute(MemoryPhase.BACKWARD, 1)
 
 
 def test_a_sum_beside_a_backward() -> None:
     """Two forwards of 1, then a backward of 2 whose sum of 2 x 3 s hides behind the second backward but for 4."""
     total = Start(0, "all_reduce", 6e6, 2)  # each rank sends 3 MB twice
-    assert hand([F0, F1, B1, total, B0, Wait(0)], []) == 1 + 1 + 2 + max(2, 6)
-    assert hand([F0, F1, B1, B0, total, Wait(0)], []) == 1 + 1 + 2 + 2 + 6
-    assert hand([F0, F1, B1, total, Wait(0), B0], []) == 1 + 1 + 2 + 6 + 2
+    assert hand([F0, F1, B1, total, B0, JournalWait(0)], []) == 1 + 1 + 2 + max(2, 6)
+    assert hand([F0, F1, B1, B0, total, JournalWait(0)], []) == 1 + 1 + 2 + 2 + 6
+    assert hand([F0, F1, B1, total, JournalWait(0), B0], []) == 1 + 1 + 2 + 6 + 2
 
 
 def test_a_gather_ahead() -> None:
     gathers = [Start(0, "all_gather", 4e6, 2), Start(1, "all_gather", 4e6, 2)]
-    assert hand([*gathers, Wait(0), F0, Wait(1), F1], []) == 2 + max(1, 2) + 1
-    assert hand([gathers[0], Wait(0), F0, gathers[1], Wait(1), F1], []) == 2 + 1 + 2 + 1
+    assert hand([*gathers, JournalWait(0), F0, JournalWait(1), F1], []) == 2 + max(1, 2) + 1
+    assert hand([gathers[0], JournalWait(0), F0, gathers[1], JournalWait(1), F1], []) == 2 + 1 + 2 + 1
 
 
 def test_an_update_on_shared_processors() -> None:
     at = setting(config_for(0))
-    spent = Work(forward=[1.0], backward=[2.0], per_element=0.5, busy=2.0)
-    found = run(Program([[F0, B0]], [Update(4)]), at, spent, machine())
+    spent = StepWork(forward=[1.0], backward=[2.0], per_element=0.5, busy=2.0)
+    found = run(StepProgram([[F0, B0]], [OptimizerUpdate(4)]), at, spent, machine())
     assert found.seconds == found.compute == 2 * (1 + 2 + 2)
     assert found.exposed == 0
     assert found.waits_for == ""
-    longer = run(Program([[F0, B0]], [Update(4)]), at, spent.stretched(1.5), machine())
+    longer = run(StepProgram([[F0, B0]], [OptimizerUpdate(4)]), at, spent.stretched(1.5), machine())
     assert longer.seconds == 1.5 * found.seconds
 
 
-def small(at: Setting) -> int:
+def small(at: PlanSetting) -> int:
     """Elements below the threshold of ``NOTHING_KEPT``."""
     return sum(spec.numel for spec in at.facts.specs if spec.numel < 1000)
 
@@ -158,20 +158,20 @@ def test_an_update_on_the_host(offload: dict[str, Any]) -> None:
     device = replace(DEVICES["h100"], host_update=1e-6, host_rate=1e12, storage_rate=1e12)
     nothing = work(len(at.facts.calls), 0, 0)
     fabric = Fabric(ranks_per_node=1, between=SLOW, inside=FAST)
-    found = step_time(at, nothing, Machine(fabric=fabric, device=device)).seconds
+    found = step_time(at, nothing, StepMachine(fabric=fabric, device=device)).seconds
     assert found == pytest.approx(at.facts.numel * 1e-6, rel=0.01)
     slow = replace(device, storage_rate=1e6)
-    slower = step_time(at, nothing, Machine(fabric=fabric, device=slow)).seconds
+    slower = step_time(at, nothing, StepMachine(fabric=fabric, device=slow)).seconds
     assert slower == pytest.approx(found if offload["device"] == "cpu" else at.facts.numel * 24e-6, rel=0.1)
 
 
 def test_layers_that_exchange() -> None:
     """Two sums of 1 MB among two ranks of a node, in forward and in backward, are waited for."""
-    extra = [[Exchange("all_reduce", 1e6, 2, 2)]]
-    fabric = Fabric(ranks_per_node=2, between=FAST, inside=Network(name="in", rate=1e6, per_device=True))
-    spent = Work(forward=[1.0], backward=[2.0], per_element=0.0, extra=extra)
+    extra = [[PlannedExchange("all_reduce", 1e6, 2, 2)]]
+    fabric = Fabric(ranks_per_node=2, between=FAST, inside=NetworkSpec(name="in", rate=1e6, per_device=True))
+    spent = StepWork(forward=[1.0], backward=[2.0], per_element=0.0, extra=extra)
     at = setting(config_for(0))
-    found = run(Program([[F0, B0]], []), at, spent, Machine(fabric=fabric))
+    found = run(StepProgram([[F0, B0]], []), at, spent, StepMachine(fabric=fabric))
     assert found.seconds == pytest.approx(3 + 2 * 2 * 1)  # each sum: half of it twice
     assert found.waits_for == INSIDE
 
@@ -182,24 +182,24 @@ def test_layers_that_exchange() -> None:
 def test_what_leaves_a_node() -> None:
     """Hierarchical collectives send each byte out of a node once; a direct exchange once per rank that wants it."""
     fabric = Fabric(ranks_per_node=4, between=SLOW, inside=FAST)
-    wide = Group(8, 4)
+    wide = RankGroup(8, 4)
     (gather,) = fabric.parts("all_gather", 8e6, wide)
     assert (gather.resource, gather.nbytes) == (BETWEEN, 4e6)
     (fetch,) = fabric.parts("fetch", 8e6, wide)
     assert fetch.nbytes == 16e6
     assert [part.nbytes for part in fabric.parts("all_reduce", 8e6, wide)] == [4e6, 4e6]
-    (inside,) = fabric.parts("all_gather", 8e6, Group(4, 4))
+    (inside,) = fabric.parts("all_gather", 8e6, RankGroup(4, 4))
     assert (inside.resource, inside.nbytes) == (INSIDE, 4 * 6e6)  # all four ranks receive three quarters
-    (two_groups,) = fabric.parts("all_gather", 8e6, Group(4, 2))
+    (two_groups,) = fabric.parts("all_gather", 8e6, RankGroup(4, 2))
     assert two_groups.nbytes == 2 * 4e6  # the other two ranks of the node gather too
-    assert fabric.parts("all_gather", 8e6, Group(1, 1)) == []
+    assert fabric.parts("all_gather", 8e6, RankGroup(1, 1)) == []
 
 
 def test_many_that_exchange_at_once_get_less() -> None:
     """Where more than two nodes meet; a rank that fetches meets nobody."""
     fabric = Fabric(ranks_per_node=1, between=SLOW, inside=FAST, crowded=0.5)
     for operation, nodes, share in (("all_gather", 2, 1), ("all_gather", 4, 0.5), ("fetch", 4, 1)):
-        (transmission,) = fabric.parts(operation, 8e6, Group(nodes, 1))
+        (transmission,) = fabric.parts(operation, 8e6, RankGroup(nodes, 1))
         assert transmission.nbytes == 8e6 * (nodes - 1) / nodes / share
 
 
@@ -209,18 +209,18 @@ def test_ranks_limit_themselves() -> None:
     fabric = Fabric(ranks_per_node=1, between=FAST, inside=FAST, costs=costs, background=False)
     total = Start(0, "reduce_scatter", 2e6, 2)
     at = setting(config_for(2))
-    found = run(Program([[total, Wait(0)]], []), at, work(1), Machine(fabric=fabric))
+    found = run(StepProgram([[total, JournalWait(0)]], []), at, work(1), StepMachine(fabric=fabric))
     assert found.seconds == pytest.approx(0.5 + 1 + 2)
     assert found.compute == pytest.approx(2)
 
 
 def test_a_burst_is_saved_between_steps() -> None:
     """10 MB at 1 MB/s, after 2 s of rest in each step: 2 MB have been saved, of the 5 MB that could be."""
-    link = Network(name="bucket", rate=1e6, burst=5e6, peak=1e12)
-    program = Program([[F0, F1, Start(0, "all_gather", 20e6, 2), Wait(0)]], [])
+    link = NetworkSpec(name="bucket", rate=1e6, burst=5e6, peak=1e12)
+    program = StepProgram([[F0, F1, Start(0, "all_gather", 20e6, 2), JournalWait(0)]], [])
     found = run(program, setting(config_for(1)), work(2), machine(link)).seconds
     assert found == pytest.approx(2 + 10 - 2, rel=1e-3)
-    rests = Program([[F0, F1, Start(0, "all_gather", 1e6, 2), Wait(0)]], [])
+    rests = StepProgram([[F0, F1, Start(0, "all_gather", 1e6, 2), JournalWait(0)]], [])
     assert run(rests, setting(config_for(1)), work(2), machine(link)).seconds == pytest.approx(2, rel=1e-3)
 
 
@@ -228,6 +228,6 @@ def test_halves_of_a_sum_over_gloo() -> None:
     """The second half begins when somebody waits: what runs before that hides the first half only."""
     total = Start(0, "all_reduce", 4e6, 2)  # 2 s and 2 s
     at = setting(config_for(0))
-    program = Program([[total, F0, F1, Wait(0)]], [])
+    program = StepProgram([[total, F0, F1, JournalWait(0)]], [])
     assert run(program, at, work(2, 5.0), machine(background=True)).seconds == 10
     assert run(program, at, work(2, 5.0), machine(background=False)).seconds == 12

@@ -15,7 +15,7 @@ from deepspeed.tools.autotuning.arguments import arguments_for, given_config, la
 from deepspeed.tools.autotuning.command import run_autotuning
 from deepspeed.tools.autotuning.space import Point
 from deepspeed.tools.autotuning.tuner import utils as numbers
-from deepspeed.tools.autotuning.tuner.cost_model import StepTime, XGBoostCostModel
+from deepspeed.tools.autotuning.tuner.cost_model import StepTimeModel, XGBoostCostModel
 from deepspeed.tools.autotuning.tuner.index_based_tuner import GridSearchTuner, RandomTuner
 from deepspeed.tools.autotuning.tuner.model_based_tuner import ModelBasedTuner
 from tests.tools.autotuning.made_up import tuner
@@ -70,7 +70,7 @@ def test_cost_models() -> None:
     xs = [[float(a), float(b)] for a in range(4) for b in range(4)]
     model.fit(xs, [a * 3 + b for a, b in xs])
     assert np.abs(model.predict(xs) - [a * 3 + b for a, b in xs]).max() < 0.5
-    time = StepTime()
+    time = StepTimeModel()
     time.fit([(0, 1, 0.3), (0, 4, 0.6), (2, 4, 1.2)])
     assert time.seconds(0, 8) == pytest.approx(1.0) and time.seconds(2, 8) == pytest.approx(2.0)
     assert (

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from deepspeed.planning.request import Request, answer
+from deepspeed.planning.request import PlanRequest, answer
 from deepspeed.planning.variants import STAGES, TENSOR, note_variants, planned_variant, refuse_beyond
 from deepspeed.tools.autotuning import scheduler
 from deepspeed.tools.autotuning.arguments import ACCELERATE, arguments_for, given_config, start_command
@@ -24,14 +24,14 @@ from deepspeed.tools.autotuning.space import (
     OFFLOAD,
     PREFETCH,
     THREADS,
-    Choice,
     Point,
+    SpaceChoice,
     choices_of,
     key_of,
     threads_to_try,
     without_same_sizes,
 )
-from deepspeed.tools.autotuning.step_model import Parts, Planned, StepModel, parts_of
+from deepspeed.tools.autotuning.step_model import Parts, PlannedPoint, StepModel, parts_of
 from tests.tools.autotuning.made_up import tuner
 
 ADAM = {"type": "Adam", "params": {"lr": 1e-3}}
@@ -63,9 +63,9 @@ def test_the_space() -> None:
         assert {c.changes[0][0] for c in without_same_sizes(wide, numel, ()).fines(3)} == kept
     assert len(list(without_same_sizes(wide, 10**7, ()).fines(3))) == 2
     assert len(list(without_same_sizes(wide, 10**6, [BUCKET]).fines(3))) == 2
-    point = Point(2, 4, 2).with_choice(Choice(((BUCKET, 10),))).with_choice(Choice(((BUCKET, 20),)))
+    point = Point(2, 4, 2).with_choice(SpaceChoice(((BUCKET, 10),))).with_choice(SpaceChoice(((BUCKET, 20),)))
     assert point.changes == {BUCKET: 20} and point.name() == "z2_gas2_tmbspg4_reducebucketsize20"
-    assert Point(0, 1, 1, (Choice(((TENSOR, 2),)),)).parts() == 2
+    assert Point(0, 1, 1, (SpaceChoice(((TENSOR, 2),)),)).parts() == 2
     assert [c.changes for c in threads_to_try(16, 2)] == [(), ((THREADS, 4),)] and len(
         threads_to_try(2, 2)
     ) == 1
@@ -106,9 +106,9 @@ def made_of(point: Point, ranks: int = 2) -> tuple[float, dict[str, float]]:
     return compute + exposed + update, {name: ms * 1e3 for name, ms in told.items()}
 
 
-def planned_of(point: Point) -> Planned:
+def planned_of(point: Point) -> PlannedPoint:
     sent = {0: 2.0, 1: 2.0, 2: point.gas + 1.0, 3: 3.0 * point.gas}[point.stage]
-    return Planned(sent, PARAMS / (2 if point.stage else 1))
+    return PlannedPoint(sent, PARAMS / (2 if point.stage else 1))
 
 
 def test_two_runs_tell_every_step() -> None:
@@ -117,7 +117,7 @@ def test_two_runs_tell_every_step() -> None:
     for stage, size, gas in itertools.product(range(4), (1, 8, 32), (1, 4)):
         point = Point(stage, size, gas)
         assert model.seconds(point) == pytest.approx(made_of(point)[0], rel=1e-6), point
-    tight = Point(1, 8, 1, (Choice(((BUDGET, 0.5),)),))
+    tight = Point(1, 8, 1, (SpaceChoice(((BUDGET, 0.5),)),))
     assert model.seconds(tight) == pytest.approx(made_of(tight)[0], rel=1e-6)
     model.fit([(Point(0, 1), 1.0, None)])  # without a breakdown all of it is computing
     assert model.seconds(Point(0, 2, 2)) == pytest.approx(4.0)
@@ -138,7 +138,7 @@ def test_a_rank_that_waited_by_chance_misleads_nobody() -> None:
 
 def test_what_cannot_save_anything_is_not_run() -> None:
     search = Search("throughput", planned_of, 2)
-    fine = Choice(((BUCKET, 5_000_000),), "exposed communication")
+    fine = SpaceChoice(((BUCKET, 5_000_000),), "exposed communication")
     search.measured(Point(0, 1), 1.0, {"exposed_comm": 20.0, "bwd_allreduce": 20.0})
     search.measured(Point(0, 4), 3.9, {"exposed_comm": 78.0, "bwd_allreduce": 78.0})
     assert search.may_save(Point(0, 1), fine) == pytest.approx(0.02)
@@ -172,7 +172,7 @@ class Machine:
             zero["stage"],
             config["train_micro_batch_size_per_gpu"],
             config["gradient_accumulation_steps"],
-            tuple(Choice(((key, value),)) for key, value in changes.items() if value is not None),
+            tuple(SpaceChoice(((key, value),)) for key, value in changes.items() if value is not None),
         )
 
     def plan(self, changes: dict[str, Any]) -> dict[str, Any]:
@@ -237,8 +237,8 @@ def test_the_best_of_a_grid_in_three_runs(
     assert best is not None and "wall_clock_breakdown" not in best
     whole = config.get("train_batch_size")
     sizes = [1 << power for power in range(8)]
-    choices: list[tuple[Choice, ...]] = [
-        tuple(Choice(((key, value),)) for key, value in chosen if value)
+    choices: list[tuple[SpaceChoice, ...]] = [
+        tuple(SpaceChoice(((key, value),)) for key, value in chosen if value)
         for chosen in itertools.product(
             [(f"{OFFLOAD}.ratio", ratio) for ratio in (None, 0.5, 1.0)],
             [(BUDGET, budget) for budget in (None, 0.5, 0.2)],
@@ -322,15 +322,15 @@ def model() -> nn.Module:
         return nn.Sequential(nn.Embedding(100, 64), *(nn.Linear(64, 64) for _ in range(4)), nn.LayerNorm(64))
 
 
-def request(ranks: int = 4) -> Request:
+def request(ranks: int = 4) -> PlanRequest:
     config = {"train_micro_batch_size_per_gpu": 1, "optimizer": ADAM, "zero_optimization": {"stage": 1}}
-    return Request(module=model(), config=config, ranks=ranks, device_type="cuda")
+    return PlanRequest(module=model(), config=config, ranks=ranks, device_type="cuda")
 
 
 def test_variants_are_planned_as_configs_are() -> None:
     plain = planned_variant(request(), {"zero_optimization.stage": 2})
     config = {**request().config, "zero_optimization": {"stage": 2}}
-    found = answer(Request(module=model(), config=config, ranks=4, device_type="cuda"))
+    found = answer(PlanRequest(module=model(), config=config, ranks=4, device_type="cuda"))
     assert plain["need"] == found.need(found.setting.near)[0] and plain["fits"]
     numel = sum(p.numel() for p in model().parameters())
     assert plain["owned"] == numel / 4 and plain["sent"] == pytest.approx(2 * 4 * numel * 3 / 4)
@@ -371,7 +371,7 @@ def test_peaks_tell_what_a_sample_takes() -> None:
     needs = MemoryNeeds({**info, "resident": 1000, "device_type": "cpu"}, (), 1500)
     needs.learn({Point(0, 1): 1000 + 100 + 10 + 300})  # one run tells what the plan has missed
     assert needs.apart == 300 and needs.most_that_fits(Point(0, 1), 10**6) == (1350 - 400) // 10
-    two = (Choice(((BUCKET, 1),)), Choice(((PREFETCH, 1),)))
+    two = (SpaceChoice(((BUCKET, 1),)), SpaceChoice(((PREFETCH, 1),)))
     plans = [(Point(3, 1), 10), (Point(3, 1, 1, two[:1]), 15), (Point(3, 1, 1, two[1:]), 12)]
     variants = [{"changes": key_of(point), "need": need, "fits": True} for point, need in plans]
     assert MemoryNeeds({"variants": variants}).states(Point(3, 1, 1, two)) == 17

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from deepspeed.checkpoint.replicas import State, Transfer, missing, newest_whole
+from deepspeed.checkpoint.replicas import ReplicaState, ReplicaTransfer, missing, newest_whole
 from tests.pool import run
 from tests.tools.elastic import elastic_run
 from tests.tools.launcher import fake_machines
@@ -92,7 +92,7 @@ def test_a_script_that_fails_before_its_first_step_is_not_started_again(folder: 
     job = started(folder, settings, ranks=1)
     said, _ = job.communicate(timeout=TIMEOUT_S)
     assert job.returncode == 1 and said.count("Traceback") == 1
-    assert "started again" not in said and list((folder / "memory").iterdir()) == []
+    assert "restarted" not in said and list((folder / "memory").iterdir()) == []
 
 
 @pytest.mark.slow
@@ -174,11 +174,11 @@ def test_machines_go_and_come(folder: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def test_the_newest_whole_state() -> None:
     two, three = {"a": 1, "b": 2}, {"a": 1, "b": 2, "c": 3}
     machines = {
-        0: {"global_step2": State(two, three, 2), "global_step3": State({"a": 1}, three, 3)},
-        2: {"global_step2": State({"c": 3}, three, 2)},
+        0: {"global_step2": ReplicaState(two, three, 2), "global_step3": ReplicaState({"a": 1}, three, 3)},
+        2: {"global_step2": ReplicaState({"c": 3}, three, 2)},
     }
     assert newest_whole(machines) == ("global_step2", three)  # of step 3, b and c are lost
-    machines[1] = {"global_step3": State({"b": 2, "c": 3}, three, 3)}
+    machines[1] = {"global_step3": ReplicaState({"b": 2, "c": 3}, three, 3)}
     assert newest_whole(machines) == ("global_step3", three)
     assert newest_whole({}) is None
 
@@ -186,9 +186,9 @@ def test_the_newest_whole_state() -> None:
 def test_every_machine_gets_what_it_lacks() -> None:
     have = {0: {"a": 1, "b": 2}, 4: {"b": 2}, 8: {}}
     assert missing({"a": 1, "b": 2}, have) == [
-        Transfer("a", 1, 0, 4),
-        Transfer("a", 1, 0, 8),
-        Transfer("b", 2, 0, 8),
+        ReplicaTransfer("a", 1, 0, 4),
+        ReplicaTransfer("a", 1, 0, 8),
+        ReplicaTransfer("b", 2, 0, 8),
     ]
     # Machine 0 has another one of this name.
-    assert missing({"a": 1}, {0: {"a": 7}, 1: {"a": 1}}) == [Transfer("a", 1, 1, 0)]
+    assert missing({"a": 1}, {0: {"a": 7}, 1: {"a": 1}}) == [ReplicaTransfer("a", 1, 1, 0)]

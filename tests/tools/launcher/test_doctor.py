@@ -13,7 +13,16 @@ from typing import Any
 import pytest
 
 from deepspeed.tools import doctor
-from deepspeed.tools.doctor import BAD, OK, WARNING, Finding, collect, findings_between, findings_of, table
+from deepspeed.tools.doctor import (
+    BAD,
+    OK,
+    WARNING,
+    DoctorFinding,
+    collect,
+    findings_between,
+    findings_of,
+    table,
+)
 from deepspeed.tools.launcher.hosts import pairs
 from tests.pool import free_port
 from tests.tools.launcher import fake_machines
@@ -85,7 +94,9 @@ def test_what_only_a_comparison_shows(fact: Any, offset_s: float, check: str, st
 
 
 def test_the_table_has_a_remedy_below_each_line() -> None:
-    lines = table([Finding(OK, "h", "clock", "+0.0 s"), Finding(BAD, "h", "ssh", "refused", "copy the key")])
+    lines = table(
+        [DoctorFinding(OK, "h", "clock", "+0.0 s"), DoctorFinding(BAD, "h", "ssh", "refused", "copy the key")]
+    )
     assert lines[1].split() == ["ok", "h", "clock", "+0.0", "s"]
     assert lines[3].split() == ["->", "copy", "the", "key"] and lines[-1] == "2 checks: 1 bad, 0 warnings"
 

@@ -445,12 +445,12 @@ def test_a_port_that_nobody_listens_at_yet_is_the_first_ones_until_it_ends(folde
         assert ports.is_free("127.0.0.1", port)
         (rank,) = shown(deepspeed("--num_gpus", 1, "show.py", cwd=folder).stdout)
         assert int(rank["MASTER_PORT"]) != port
-        with ports.Reservation(port) as reservation:
+        with ports.PortReservation(port) as reservation:
             assert not reservation.is_ours
     finally:
         first.kill()
         first.communicate(timeout=TIMEOUT_S)
-    with ports.Reservation(port) as reservation:
+    with ports.PortReservation(port) as reservation:
         assert reservation.is_ours
 
 

@@ -26,7 +26,7 @@ from tests.transforms.recompute.models import assert_same_bits
 
 @pytest.fixture(autouse=True)
 def _settings() -> Iterator[None]:
-    before, ds._state = ds._state, ds._State()
+    before, ds._state = ds._state, ds._CheckpointState()
     yield
     ds._state = before
 

@@ -30,7 +30,7 @@ BOTH = pytest.mark.parametrize(
 
 @pytest.fixture(autouse=True)
 def _settings() -> Iterator[None]:
-    before, ds._state = ds._state, ds._State()
+    before, ds._state = ds._state, ds._CheckpointState()
     yield
     ds._state = before
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from deepspeed.transforms.recompute.choosing import Block, BudgetTooSmall, Counted, choose, peak_of, ways_of
-from deepspeed.transforms.recompute.recorded import BlockRecord, Op
+from deepspeed.transforms.recompute.recorded import BlockRecord, RecordedOp
 
 MM = torch.ops.aten.mm.default
 
@@ -16,7 +16,7 @@ MM = torch.ops.aten.mm.default
 def block(*ops: tuple[int, int], inputs: int = 10, extra: int = 3) -> BlockRecord:
     """Operations of (cost, bytes), all saved by autograd; ``extra``: of saved bytes that cannot be kept."""
     made = [
-        Op(key=(MM, n), flops=cost, cost=cost, out=size, keepable=True, saved=True)
+        RecordedOp(key=(MM, n), flops=cost, cost=cost, out=size, keepable=True, saved=True)
         for n, (cost, size) in enumerate(ops)
     ]
     saved = inputs + extra + sum(size for _, size in ops)

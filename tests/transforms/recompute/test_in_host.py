@@ -22,7 +22,7 @@ from tests.transforms.recompute.models import Block, assert_same_bits, batch, gr
 
 @pytest.fixture(autouse=True)
 def _clean() -> Iterator[None]:
-    before, ds._state = ds._state, ds._State()
+    before, ds._state = ds._state, ds._CheckpointState()
     yield
     ds._state = before
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from deepspeed.comm.collectives import communicator, process_network
 from deepspeed.transforms.recompute import checkpointing as ds
-from deepspeed.transforms.recompute.kept_inputs import Arena, Kept, KeptInputs
+from deepspeed.transforms.recompute.kept_inputs import Arena, KeptInputs, KeptTensors
 from tests.pool import distributed
 from tests.transforms.recompute.models import WIDTH, assert_same_bits, gradients, plain, stack
 
@@ -41,7 +41,7 @@ OPTIONS = [
 @pytest.mark.parametrize("form", ["checkpoint", "non_reentrant_checkpoint"])
 @pytest.mark.parametrize("options", OPTIONS)
 def test_gradients_with_partitioned_inputs(form: str, options: dict[str, Any]) -> None:
-    before, ds._state = ds._state, ds._State()
+    before, ds._state = ds._state, ds._CheckpointState()
     try:
         model = stack()
         expected = gradients(model, plain)
@@ -67,7 +67,7 @@ def test_each_rank_keeps_its_part(world_size: int) -> None:
             assert kept is whole
             continue
         part = -(-numel // world_size)
-        assert isinstance(kept, Kept) and kept.local.numel() == part
+        assert isinstance(kept, KeptTensors) and kept.local.numel() == part
         mine = whole.view(-1)[dist.get_rank() * part : (dist.get_rank() + 1) * part]
         assert torch.equal(kept.local[: mine.numel()], mine) and not kept.local[mine.numel() :].any()
         assert torch.equal(keeper.unpack(kept), whole)
@@ -83,13 +83,13 @@ def test_integer_inputs_stay_whole() -> None:
 @distributed(world_size=2)
 def test_ranks_of_an_engine_keep_half_each(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a model-parallel unit: those that ``tensor_parallel.autotp_size`` made."""
-    before, ds._state = ds._state, ds._State()
+    before, ds._state = ds._state, ds._CheckpointState()
     kept: list[int] = []
     pack = KeptInputs.pack
 
     def watched(self: KeptInputs, tensor: Tensor) -> Any:
         found = pack(self, tensor)
-        kept.append(found.local.nbytes if isinstance(found, Kept) else found.nbytes)
+        kept.append(found.local.nbytes if isinstance(found, KeptTensors) else found.nbytes)
         return found
 
     monkeypatch.setattr(KeptInputs, "pack", watched)

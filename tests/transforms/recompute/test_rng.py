@@ -31,7 +31,7 @@ class Mpu:
 
 @pytest.fixture(autouse=True)
 def _clean() -> Iterator[None]:
-    before, ds._state = ds._state, ds._State()
+    before, ds._state = ds._state, ds._CheckpointState()
     state = torch.get_rng_state()
     yield
     ds.get_cuda_rng_tracker().reset()

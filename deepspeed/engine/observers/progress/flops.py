@@ -12,7 +12,7 @@ from deepspeed.base.accelerator import get_accelerator
 from deepspeed.base.logging import is_rank_zero, logger
 from deepspeed.observe.flops.counting import load_dispatch
 from deepspeed.observe.flops.profiler import FlopsProfiler
-from deepspeed.observe.flops.report import Ranks, Times
+from deepspeed.observe.flops.report import ModuleTimes, RankCounts
 
 if TYPE_CHECKING:
     from deepspeed.engine.interface import Engine
@@ -69,7 +69,7 @@ class FlopsOfOneStep:
         self._end("step")
         passes = self.engine._config.gradient_accumulation_steps
         seconds = self._seconds
-        self.profiler.times = Times(
+        self.profiler.times = ModuleTimes(
             seconds["forward"] / passes, seconds["backward"] / passes, seconds["step"]
         )
         self._print()
@@ -93,7 +93,7 @@ class FlopsOfOneStep:
     def _print(self) -> None:
         engine, config = self.engine, self.config
         by_rank = self._all_ranks()
-        self.profiler.ranks = Ranks(
+        self.profiler.ranks = RankCounts(
             engine.world_size,
             engine.dp_world_size,
             engine.mp_world_size,

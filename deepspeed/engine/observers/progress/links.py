@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from deepspeed.engine.interface import Engine
 
 
-class Totals:
+class LinkTotals:
     """Bytes sent in ``steps`` steps together. The log keeps it when the engine has gone."""
 
     def __init__(self) -> None:
@@ -42,7 +42,7 @@ class BytesByLink:
         self.monitor = monitor if is_rank_zero() else None
         self.number = engine.global_steps
         self.before = engine._network.sent_by_link()
-        self.last, self.totals = Sent(), Totals()
+        self.last, self.totals = Sent(), LinkTotals()
         engine.events.on("after_step", self.count)
         if engine._network.log.enabled:
             engine._network.log.links = self.totals.summary

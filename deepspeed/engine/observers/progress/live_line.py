@@ -43,14 +43,14 @@ CLIENTS = {
 """Packages that show progress by themselves."""
 
 
-class Form(enum.Enum):
+class LineFormat(enum.Enum):
     NONE = "none"
     LINE = "line"
     BAR = "bar"
 
 
-_FORM_OF = {"line": Form.LINE, "bar": Form.BAR} | dict.fromkeys(
-    ("0", "off", "none", "false", "no"), Form.NONE
+_FORM_OF = {"line": LineFormat.LINE, "bar": LineFormat.BAR} | dict.fromkeys(
+    ("0", "off", "none", "false", "no"), LineFormat.NONE
 )
 
 
@@ -58,11 +58,11 @@ _FORM_OF = {"line": Form.LINE, "bar": Form.BAR} | dict.fromkeys(
 class Display:
     """``every``: optimizer steps between two lines, None for an interval in seconds."""
 
-    form: Form
+    form: LineFormat
     every: int | None = None
 
 
-def asked_form() -> Form | None:
+def asked_form() -> LineFormat | None:
     """Return the form that the environment asks for, None if it does not say."""
     return _FORM_OF.get(os.environ.get(VARIABLE, "").strip().lower())
 
@@ -75,14 +75,14 @@ def choose_display(steps_per_print: float | None, log_level: str | None, *, clie
     never = steps_per_print is not None and math.isinf(steps_per_print)
     every = None if steps_per_print is None or never else max(1, int(steps_per_print))
     if form is None and (never or not wants_reports(log_level)):
-        form = Form.NONE
+        form = LineFormat.NONE
     if form is None and every is not None:
-        form = Form.LINE
+        form = LineFormat.LINE
     if form is None and client:
-        form = Form.NONE
+        form = LineFormat.NONE
     if form is None:
-        form = Form.BAR if is_terminal(sys.stderr) else Form.LINE
-    return Display(form, every if form is Form.LINE else None)
+        form = LineFormat.BAR if is_terminal(sys.stderr) else LineFormat.LINE
+    return Display(form, every if form is LineFormat.LINE else None)
 
 
 def made_by_client() -> bool:
@@ -96,7 +96,7 @@ def made_by_client() -> bool:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Facts:
+class LineFacts:
     """One moment of a run. None: not known."""
 
     step: int
@@ -118,7 +118,7 @@ class Facts:
         return str(timedelta(seconds=round(max(0, self.total_steps - self.step) * self.step_s)))
 
 
-def as_line(facts: Facts) -> str:
+def as_line(facts: LineFacts) -> str:
     """For a log: starts with the four documented fields, in the form that scripts look for."""
     parts = [f"step={facts.step}", f"skipped={facts.skipped}", f"lr={facts.rates}", f"mom={facts.momenta}"]
     optional = (
@@ -133,7 +133,7 @@ def as_line(facts: Facts) -> str:
     return ", ".join(parts + [text.format(value) for text, value in optional if value is not None])
 
 
-def as_bar(facts: Facts) -> str:
+def as_bar(facts: LineFacts) -> str:
     """For a person; most important first, as it may be truncated on the right."""
     parts = [f"step {facts.step}"]
     if facts.total_steps:
@@ -164,7 +164,7 @@ class LiveLine:
     def __init__(self, engine: Engine, display: Display, now_s: Callable[[], float] = time.monotonic) -> None:
         self.engine = engine
         self.every = display.every
-        self.status = StatusLine() if display.form is Form.BAR else None
+        self.status = StatusLine() if display.form is LineFormat.BAR else None
         self.now_s = now_s
         self.meter = LossMeter(engine)
         self.tokens_per_sample: int | None = None
@@ -221,14 +221,14 @@ class LiveLine:
             self.pause_s = min(2 * self.pause_s, LONGEST_PAUSE_S)
         self.due_s = now + self.pause_s
 
-    def facts(self, now: float) -> Facts:
+    def facts(self, now: float) -> LineFacts:
         engine = self.engine
         mark_s, mark_steps, mark_samples = self.mark or (now, self.step, engine.global_samples)
         steps, seconds = self.step - mark_steps, now - mark_s
         known = steps > 0 and seconds > 0
         samples_per_s = (engine.global_samples - mark_samples) / seconds if known else None
         tokens = self.tokens_per_sample
-        return Facts(
+        return LineFacts(
             step=self.step,
             skipped=engine.skipped_steps,
             rates=engine.get_lr(),
@@ -260,4 +260,4 @@ def attach_live_line(engine: Engine) -> LiveLine | None:
     """A line for this engine on rank 0, unless disabled."""
     config = engine._config
     display = choose_display(config.steps_per_print, config.log_level, client=made_by_client())
-    return LiveLine(engine, display) if display.form is not Form.NONE and is_rank_zero() else None
+    return LiveLine(engine, display) if display.form is not LineFormat.NONE and is_rank_zero() else None

@@ -28,12 +28,12 @@ from deepspeed.engine.observers.progress.curves import MEMORY, NUMBERS, TIMERS
 from deepspeed.engine.observers.progress.readings import StepReader, memory_of, total_steps
 from deepspeed.engine.observers.progress.start_report import held_bytes
 from deepspeed.engine.observers.progress.step_parts import StepParts
-from deepspeed.observe.live.jobs import Entry
+from deepspeed.observe.live.jobs import JobEntry
 from deepspeed.observe.live.ranks import RankStates
-from deepspeed.observe.live.record import Step
-from deepspeed.observe.live.recorder import Recorder, Sink
+from deepspeed.observe.live.record import LiveStep
+from deepspeed.observe.live.recorder import LiveRecorder, RecordSink
 from deepspeed.observe.live.server import TOKEN_FILE, TOKEN_VARIABLE, PageServer, token_for
-from deepspeed.planning.ledger import Place
+from deepspeed.planning.ledger import MemoryPlace
 
 if TYPE_CHECKING:
     from deepspeed.engine.interface import Engine
@@ -94,7 +94,7 @@ class LivePage:
         self.engine, self.config, self.reader = engine, config, reader
         self.pulse = Pulse(engine)
         self.ranks = RankStates(self.pulse.say)
-        self.recorder: Recorder | None = None
+        self.recorder: LiveRecorder | None = None
         self.server: PageServer | None = None
         self._parts: StepParts | None = None
         engine.monitor.enabled = True  # on every rank: observers of experts communicate for their events
@@ -108,21 +108,21 @@ class LivePage:
         facts = facts_of(engine, self.config.peak_tflops)
         skipped = _Skipped(engine)
         here = {"folder": str(folder.absolute()), "address": None}
-        entry = Entry(here)
+        entry = JobEntry(here)
         pulse, ranks = self.pulse, self.ranks
 
         def measure() -> dict[str, Any]:
             memory = memory_of(pulse._device)
             return {"memory": memory, "skipped": skipped(), **ranks.table()}
 
-        self.recorder = Recorder(folder, facts, measure, entry=entry)
+        self.recorder = LiveRecorder(folder, facts, measure, entry=entry)
         self.recorder.history.tell(run=facts)
-        engine.monitor.also_to(Sink(self.recorder, OWN))
+        engine.monitor.also_to(RecordSink(self.recorder, OWN))
         if self.config.serve:
             self._serve(self.recorder, folder)
             entry.facts["address"] = self.server.address if self.server is not None else None
 
-    def _serve(self, recorder: Recorder, folder: Path) -> None:
+    def _serve(self, recorder: LiveRecorder, folder: Path) -> None:
         try:
             token = token_for(self.config.host, folder)
             self.server = PageServer(recorder.history, self.config.host, self.config.port, token)
@@ -168,7 +168,7 @@ class LivePage:
             return
         known = reading.seconds is not None  # what took no known time does not count for the speed
         self.recorder.put_step(
-            Step(
+            LiveStep(
                 number,
                 time.time(),
                 reading.seconds,
@@ -212,7 +212,7 @@ class _Skipped:
         return engine.skipped_steps if engine is not None else 0
 
 
-def _end(ranks: RankStates, recorder: Recorder | None, server: PageServer | None) -> None:
+def _end(ranks: RankStates, recorder: LiveRecorder | None, server: PageServer | None) -> None:
     ranks.end()
     if recorder is not None:
         recorder.end()
@@ -261,7 +261,7 @@ def _plan(engine: Engine) -> dict[str, Any]:
         if engine.device.type == "cpu":
             line = most + max(0, resident_bytes() - held_bytes(engine))
         else:
-            line = now_and_most(ledger, (Place.DEVICE,))[1]
+            line = now_and_most(ledger, (MemoryPlace.DEVICE,))[1]
     except Exception as error:  # an impossible plan: no reason to stop a run
         logger.debug(f"the memory of this run could not be planned: {error}")
         return {}

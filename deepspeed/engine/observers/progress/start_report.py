@@ -11,7 +11,7 @@ import torch
 from deepspeed import version
 from deepspeed.base.logging import is_rank_zero, log_dist, logger, report, wants_reports
 from deepspeed.base.sharded import full_numel
-from deepspeed.engine.observers.progress.live_line import VARIABLE, Form, asked_form, made_by_client
+from deepspeed.engine.observers.progress.live_line import VARIABLE, LineFormat, asked_form, made_by_client
 from deepspeed.ops.multi_tensor import MultiTensorOptimizer
 from deepspeed.zero.precision import precision_table
 
@@ -88,7 +88,7 @@ def reporter(engine: Engine) -> Callable[[str], None]:
 
 def _wanted(engine: Engine) -> bool:
     """Return whether neither the environment nor the level of the log silences the lines of the start."""
-    return asked_form() is not Form.NONE and wants_reports(engine._config.log_level)
+    return asked_form() is not LineFormat.NONE and wants_reports(engine._config.log_level)
 
 
 def _parameters(engine: Engine, core: TrainingCore) -> str:

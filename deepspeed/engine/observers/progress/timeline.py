@@ -30,8 +30,8 @@ from deepspeed.observe.timeline.recorder import (
     STEP,
     WAIT,
     Operations,
-    Recorder,
     Replaced,
+    TimelineRecorder,
 )
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class Timeline:
     def __init__(self, engine: Engine, config: TraceConfig) -> None:
         self.engine, self.config = engine, config
         self.folder = make_folder("trace.path", config.path)
-        self.recorder: Recorder | None = None
+        self.recorder: TimelineRecorder | None = None
         self.operations: Operations | None = None
         self.replaced = Replaced()
         self._hooks: list[Any] = []
@@ -100,7 +100,7 @@ class Timeline:
     def _begin(self) -> None:
         engine = self.engine
         self.operations = Operations() if self.config.operations else None
-        recorder = self.recorder = Recorder()
+        recorder = self.recorder = TimelineRecorder()
         self._step_began = recorder.now()
         during: list[tuple[str, Callable[..., None]]] = [
             ("before_forward", functools.partial(self._enter, "forward")),
@@ -134,7 +134,7 @@ class Timeline:
             self._write(self.recorder)
         self.recorder = None
 
-    def _write(self, recorder: Recorder) -> None:
+    def _write(self, recorder: TimelineRecorder) -> None:
         engine = self.engine
         path = self.folder / f"rank{engine.global_rank:05d}.trace.json"
         exported = self.folder / f".operations-{engine.global_rank}-{os.getpid()}.json"
@@ -156,7 +156,7 @@ class Timeline:
             exported.unlink(missing_ok=True)
         if is_rank_zero():
             logger.info(
-                f"timeline of steps {self.config.steps} in {self.folder}; 'ds trace {self.folder}' sums it up"
+                f"timeline of steps {self.config.steps} in {self.folder}; 'ds trace {self.folder}' summarizes it"
             )
 
     # Phases -------------------------------------------------------------------------------------------------
@@ -183,12 +183,12 @@ class Timeline:
 
     # Modules ------------------------------------------------------------------------------------------------
 
-    def _watch_modules(self, recorder: Recorder) -> None:
+    def _watch_modules(self, recorder: TimelineRecorder) -> None:
         for name, module in self.engine.module.named_modules():
             if name:
                 self._watch_module(recorder, name, module)
 
-    def _watch_module(self, recorder: Recorder, name: str, module: nn.Module) -> None:
+    def _watch_module(self, recorder: TimelineRecorder, name: str, module: nn.Module) -> None:
         begun: list[int] = []
         leaf = next(module.children(), None) is None
         names = recorder._names
@@ -208,7 +208,7 @@ class Timeline:
         self._hooks.append(module.register_forward_pre_hook(enter, prepend=True))
         self._hooks.append(module.register_forward_hook(leave, always_call=True))
 
-    def _watch_backward(self, recorder: Recorder, name: str, outputs: Any) -> None:
+    def _watch_backward(self, recorder: TimelineRecorder, name: str, outputs: Any) -> None:
         """The backward of a module begins where a gradient reaches its output, and lasts until the next one begins."""
 
         def begins(_: Any) -> None:
@@ -228,7 +228,7 @@ class Timeline:
             self._differentiated = None
             self.recorder.add(BACKWARD, name, begin, now)
 
-    def _subject(self, recorder: Recorder) -> str:
+    def _subject(self, recorder: TimelineRecorder) -> str:
         """Return the subject of the work at hand: a bucket, a module, or a phase."""
         if name := recorder.subject():
             return name
@@ -238,7 +238,7 @@ class Timeline:
 
     # What waits ---------------------------------------------------------------------------------------------
 
-    def _watch_collectives(self, recorder: Recorder) -> None:
+    def _watch_collectives(self, recorder: TimelineRecorder) -> None:
         for communicator in self.engine._network.communicators():
             calls: Counter[str] = Counter()
             for operation in OPERATIONS:
@@ -247,7 +247,7 @@ class Timeline:
 
     def _collective(
         self,
-        recorder: Recorder,
+        recorder: TimelineRecorder,
         communicator: Communicator,
         operation: str,
         calls: Counter[str],
@@ -284,7 +284,7 @@ class Timeline:
 
         return recorded
 
-    def _watch_pipeline(self, recorder: Recorder) -> None:
+    def _watch_pipeline(self, recorder: TimelineRecorder) -> None:
         """Waiting for other stages. The class is asked: an engine has the attributes of its module, too."""
         if not hasattr(type(self.engine), "pipe_channels"):
             return
@@ -295,7 +295,7 @@ class Timeline:
                 facts = {"operation": method, "of": name, "from": peer}
                 self.replaced.method(channel, method, functools.partial(_waits, recorder, facts))
 
-    def _watch_buckets(self, recorder: Recorder) -> None:
+    def _watch_buckets(self, recorder: TimelineRecorder) -> None:
         core, sharded = self.engine.core, self.engine.sharded
         if core is not None:
             for bucket in core.reducer.buckets:
@@ -315,7 +315,7 @@ class Timeline:
             ]
             self.replaced.method(sharded.gatherer, "gather", functools.partial(_gathers, recorder, names))
 
-    def _watch_storage(self, recorder: Recorder) -> None:
+    def _watch_storage(self, recorder: TimelineRecorder) -> None:
         core, sharded = self.engine.core, self.engine.sharded
         tier: Any = core.store.tier if core is not None else None
         files = [getattr(tier, "swap", None), getattr(tier, "weights_swap", None)]
@@ -347,7 +347,7 @@ def unit_of(names: Iterable[str]) -> str:
     return first if first == last else f"{first} to {last}"
 
 
-def _about(recorder: Recorder, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+def _about(recorder: TimelineRecorder, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(call)
     def named(*args: Any, **kwargs: Any) -> Any:
         with recorder.about(name):
@@ -356,7 +356,9 @@ def _about(recorder: Recorder, name: str, call: Callable[..., Any]) -> Callable[
     return named
 
 
-def _spanned(recorder: Recorder, track: str, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+def _spanned(
+    recorder: TimelineRecorder, track: str, name: str, call: Callable[..., Any]
+) -> Callable[..., Any]:
     @functools.wraps(call)
     def spanned(*args: Any, **kwargs: Any) -> Any:
         nbytes = max((each.nbytes for each in args if isinstance(each, Tensor)), default=0)
@@ -366,7 +368,7 @@ def _spanned(recorder: Recorder, track: str, name: str, call: Callable[..., Any]
     return spanned
 
 
-def _waits(recorder: Recorder, facts: dict[str, Any], call: Callable[..., Any]) -> Callable[..., Any]:
+def _waits(recorder: TimelineRecorder, facts: dict[str, Any], call: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(call)
     def waited(*args: Any, **kwargs: Any) -> Any:
         with recorder.span(WAIT, f"{facts['operation']} {facts['of']}, rank {facts['from']}", **facts):
@@ -375,7 +377,7 @@ def _waits(recorder: Recorder, facts: dict[str, Any], call: Callable[..., Any]) 
     return waited
 
 
-def _gathers(recorder: Recorder, names: list[str], call: Callable[..., Any]) -> Callable[..., Any]:
+def _gathers(recorder: TimelineRecorder, names: list[str], call: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(call)
     def gather(index: int, *args: Any, **kwargs: Any) -> Any:
         name = f"weights of {names[index]}"

@@ -17,7 +17,7 @@ from deepspeed.parallel.pipeline.messages.channel import (
     Receiver,
     Sender,
 )
-from deepspeed.parallel.pipeline.schedules.choice import Layout
+from deepspeed.parallel.pipeline.schedules.choice import ScheduleLayout
 from deepspeed.parallel.pipeline.schedules.orders import place_on_chain, stage_on_chain
 from deepspeed.parallel.pipeline.stage_run import Links
 
@@ -30,7 +30,7 @@ class Connections:
 
     def __init__(
         self,
-        layout: Layout,
+        layout: ScheduleLayout,
         stage: int,
         ranks: list[int],
         group: ProcessGroup,

@@ -20,14 +20,14 @@ __all__ = ["can_send_recv", "init_process_groups", "recv", "recv_obj", "send", "
 
 
 @dataclass(slots=True)
-class _State:
+class _P2PState:
     """The grid that was registered last, and what is on its way."""
 
     grid: PipelineParallelGrid | None = None
     pending: list[tuple[Any, Tensor]] = field(default_factory=list)
 
 
-_state = _State()
+_state = _P2PState()
 
 
 def can_send_recv() -> bool:

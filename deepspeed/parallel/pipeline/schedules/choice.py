@@ -19,7 +19,7 @@ _SPLIT_WARM, _SPLIT, _WHOLE, _CHOSEN = range(4)  # what "auto" learns from each 
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class ScheduleLayout:
     """Arrangement of the layers: ``chunks`` per stage, assigned round-robin, or forth and back (``zigzag``)."""
 
     stages: int
@@ -39,19 +39,19 @@ class Limits:
     held: int = 0
     durations: Durations = orders.TYPICAL
 
-    def chunks(self, layout: Layout) -> int:
+    def chunks(self, layout: ScheduleLayout) -> int:
         return (self.held or layout.stages) * layout.chunks
 
 
-def _one_forward_one_backward(layout: Layout, micro_batches: int, limits: Limits) -> Order:
+def _one_forward_one_backward(layout: ScheduleLayout, micro_batches: int, limits: Limits) -> Order:
     return orders.one_forward_one_backward(layout.stages, micro_batches)
 
 
-def _interleaved(layout: Layout, micro_batches: int, limits: Limits) -> Order:
+def _interleaved(layout: ScheduleLayout, micro_batches: int, limits: Limits) -> Order:
     return orders.interleaved(layout.stages, micro_batches, layout.chunks)
 
 
-def _zero_bubble(layout: Layout, micro_batches: int, limits: Limits) -> Order:
+def _zero_bubble(layout: ScheduleLayout, micro_batches: int, limits: Limits) -> Order:
     stages, chunks, held = layout.stages, layout.chunks, limits.chunks(layout)
     if chunks == 1:
         return zero_bubble(stages, micro_batches, durations=limits.durations, held=held)
@@ -60,10 +60,10 @@ def _zero_bubble(layout: Layout, micro_batches: int, limits: Limits) -> Order:
     )
 
 
-Maker = Callable[[Layout, int, Limits], Order]
+Maker = Callable[[ScheduleLayout, int, Limits], Order]
 
 
-def makers(layout: Layout) -> Mapping[str, Maker]:
+def makers(layout: ScheduleLayout) -> Mapping[str, Maker]:
     """The orders that fit a layout, by the value of ``pipeline.schedule``: the first is without split backwards, if
     there is such a one."""
     if layout.zigzag:
@@ -82,7 +82,7 @@ class OrderChoice:
     """
 
     schedule: str
-    layout: Layout
+    layout: ScheduleLayout
     held: int = 0
     phase: int = _CHOSEN
     chosen: str = ""

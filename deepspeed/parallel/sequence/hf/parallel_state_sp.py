@@ -16,12 +16,12 @@ from deepspeed.config.mesh_layout import MeshLayout
 
 
 @dataclass
-class _State:
+class _SequenceState:
     mesh: ProcessMesh | None = None
     world: ProcessGroup | None = None
 
 
-_state = _State()
+_state = _SequenceState()
 
 
 def initialize_sequence_parallel(sequence_parallel_size: int) -> None:

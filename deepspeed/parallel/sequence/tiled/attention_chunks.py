@@ -177,7 +177,7 @@ def _compare(module: nn.Module, attend: ChunkedProjections) -> None:
     try:
         with torch.no_grad():
             expected = torch.func.functional_call(module, tensors, (), inputs)
-            found = torch.func.functional_call(_Alone(attend), tensors, (x, tables))
+            found = torch.func.functional_call(_SingleRankGroup(attend), tensors, (x, tables))
     except Exception as error:
         raise NotInChunks(f"its forward on hidden states and rotary tables fails: {error}") from error
     expected = expected[0] if isinstance(expected, tuple) else expected
@@ -190,7 +190,7 @@ def _compare(module: nn.Module, attend: ChunkedProjections) -> None:
         )
 
 
-class _Alone(nn.Module):
+class _SingleRankGroup(nn.Module):
     """The projections of an attention module with the attention in chunks; parameters have the module's names."""
 
     def __init__(self, attend: ChunkedProjections) -> None:

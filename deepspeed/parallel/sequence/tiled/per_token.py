@@ -25,7 +25,7 @@ class NotPerToken(ValueError):
     """A tile of the result depends on other tokens, or nobody can say; the message says on what."""
 
 
-class _Watch(TorchDispatchMode):
+class _TokenWatch(TorchDispatchMode):
     """Lets through what works on each token alone, and tensors whose last dimension but one is the tokens."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -56,7 +56,7 @@ def check_per_token(module: nn.Module, hidden: int) -> None:
     dtype = next(iter(tensors.values())).dtype
     try:
         x = torch.empty(1, TOKENS, hidden, dtype=dtype, device="meta")
-        with torch.no_grad(), _Watch():
+        with torch.no_grad(), _TokenWatch():
             result = torch.func.functional_call(module, tensors, (x,))
     except NotPerToken:
         raise

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from deepspeed.parallel.tensor.planning.plan import AttributeChange, PlanError
-from deepspeed.parallel.tensor.planning.solving import Axis, Region
+from deepspeed.parallel.tensor.planning.solving import Axis, SplitRegion
 from deepspeed.parallel.tensor.planning.values import Followed
 
 _NO_WIDTHS = ("head", "num", "position", "rotary", "window", "layer", "buckets")
@@ -32,7 +32,7 @@ class _Ratios:
 
 def changes(
     module: nn.Module,
-    regions: Sequence[Region],
+    regions: Sequence[SplitRegion],
     followed: Followed,
     soft: dict[Axis, Tensor],
     fixed: Container[str] = (),
@@ -54,7 +54,7 @@ def changes(
     return tuple(found.values())
 
 
-def owners(region: Region) -> list[str]:
+def owners(region: SplitRegion) -> list[str]:
     """Modules around the layers, up to the one that has them all (an adapter may stand between)."""
     layers = [name.split(".")[:-1] for name, _ in [*region.columns, *region.rows]]
     common = len(os.path.commonprefix(layers))
@@ -62,7 +62,7 @@ def owners(region: Region) -> list[str]:
     return list(dict.fromkeys(".".join(path) for path in found))
 
 
-def _ratios(region: Region, followed: Followed, soft: dict[Axis, Tensor]) -> _Ratios:
+def _ratios(region: SplitRegion, followed: Followed, soft: dict[Axis, Tensor]) -> _Ratios:
     row = region.cuts[region.rows[0]]
     heads = tuple(Fraction(extent, row.size) for extent in row.extents)
     columns = sum(region.cuts[axis].size for axis in region.columns)

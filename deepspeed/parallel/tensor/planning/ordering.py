@@ -18,7 +18,7 @@ from torch import Tensor
 from deepspeed.parallel.tensor.cuts import Cut
 from deepspeed.parallel.tensor.planning.following import follow
 from deepspeed.parallel.tensor.planning.plan import TensorParallelPlan
-from deepspeed.parallel.tensor.planning.solving import Axis, Region, Solution
+from deepspeed.parallel.tensor.planning.solving import Axis, Solution, SplitRegion
 from deepspeed.parallel.tensor.planning.trace import Trace
 from deepspeed.parallel.tensor.planning.values import Followed
 
@@ -56,7 +56,7 @@ def _follow_part(trace: Trace, solution: Solution, rank: int) -> Followed:
 
 
 def _orders(
-    region: Region, solution: Solution, roots: Tensor, local: Followed, local_roots: Tensor, rank: int
+    region: SplitRegion, solution: Solution, roots: Tensor, local: Followed, local_roots: Tensor, rank: int
 ) -> Iterator[tuple[Axis, Tensor]]:
     """Yield, for each dim that feeds channels to the region's sums, the positions of the whole dim in the order of the
     rank's own. Nothing for channels that cannot be told apart."""

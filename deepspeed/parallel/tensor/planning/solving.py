@@ -28,7 +28,7 @@ Axis = tuple[str, int]
 
 
 @dataclass(slots=True)
-class Region:
+class SplitRegion:
     """``columns``, ``rows``, ``others``: dims of parameters. ``groups``: independent groups of channels, by the
     smallest label, in the order in which their sum takes them. ``stray``: channels that no row layer takes."""
 
@@ -49,7 +49,7 @@ class Region:
 class Solution:
     """``regions`` that are split. ``whole``: weights of linear layers that are not -> why."""
 
-    regions: list[Region]
+    regions: list[SplitRegion]
     whole: dict[str, str]
     followed: Followed
     soft: dict[Axis, Tensor]
@@ -91,11 +91,11 @@ def solve(trace: Trace, ranks: int, *, whole: Mapping[str, str], grain: int = 1)
     raise PlanError(f"no plan was found in {_ATTEMPTS} attempts")
 
 
-def _names(region: Region) -> list[str]:
+def _names(region: SplitRegion) -> list[str]:
     return list(dict.fromkeys(axis[0] for axis in (*region.columns, *region.rows, *region.others)))
 
 
-def _regions(followed: Followed, roots: Tensor, soft: Soft) -> list[Region]:
+def _regions(followed: Followed, roots: Tensor, soft: Soft) -> list[SplitRegion]:
     """Weights that share groups of channels. Weights with only shared channels join those that need them."""
     linked = Labels()
     linked.fresh(len(roots) - NONE - 1)
@@ -108,7 +108,7 @@ def _regions(followed: Followed, roots: Tensor, soft: Soft) -> list[Region]:
         linked.unite(ends[0], ends[1])
     at = linked.components()
     stuck = roots[torch.cat([torch.zeros(1, dtype=torch.int64), *followed.labels.stuck])]
-    table: dict[int, Region] = defaultdict(Region)
+    table: dict[int, SplitRegion] = defaultdict(SplitRegion)
     for axis, labels in followed.axis_labels.items():
         own = roots[labels]
         if axis[0] in followed.arguments:
@@ -142,7 +142,7 @@ def _regions(followed: Followed, roots: Tensor, soft: Soft) -> list[Region]:
     return found
 
 
-def _problem(region: Region, ranks: int) -> str | None:
+def _problem(region: SplitRegion, ranks: int) -> str | None:
     if region.stuck:
         return "its channels meet in one operation"
     if not region.rows:
@@ -157,7 +157,7 @@ def _problem(region: Region, ranks: int) -> str | None:
 
 
 def _retry(
-    region: Region, followed: Followed, roots: Tensor, soft: dict[Axis, Tensor], arguments: set[str]
+    region: SplitRegion, followed: Followed, roots: Tensor, soft: dict[Axis, Tensor], arguments: set[str]
 ) -> str | None:
     """Change one thing: let arguments be cut or ranks share channels (""), or give the weight that is to be whole:
     the narrowest of the region (a bottleneck, such as an adapter's). None: nothing is left."""
@@ -175,7 +175,9 @@ def _retry(
     return min(region.columns, key=lambda axis: len(followed.axis_labels[axis]))[0]
 
 
-def _extend(failing: Sequence[str], regions: Sequence[Region], ranks: int, reasons: dict[str, str]) -> None:
+def _extend(
+    failing: Sequence[str], regions: Sequence[SplitRegion], ranks: int, reasons: dict[str, str]
+) -> None:
     """The same layers of other blocks that cannot be split either need no attempts of their own."""
     kinds = {kind_of(name): reasons[name] for name in failing}
     for region in regions:
@@ -190,7 +192,7 @@ def kind_of(name: str) -> str:
     return re.sub(r"\d+", "#", name)
 
 
-def _soften(region: Region, followed: Followed, soft: dict[Axis, Tensor]) -> bool:
+def _soften(region: SplitRegion, followed: Followed, soft: dict[Axis, Tensor]) -> bool:
     """Let several ranks have the channels of which the forward makes copies (keys and values of grouped heads)."""
     axes = [*region.columns, *region.others]
     labels = followed.labels
@@ -213,7 +215,7 @@ def _soften(region: Region, followed: Followed, soft: dict[Axis, Tensor]) -> boo
 
 
 def _deal(
-    region: Region, followed: Followed, roots: Tensor, soft: Soft, ranks: int, grain: int
+    region: SplitRegion, followed: Followed, roots: Tensor, soft: Soft, ranks: int, grain: int
 ) -> str | None:
     """Deal the groups to ranks, and cut every parameter accordingly. Returns what is in the way."""
     needs = _needs(region, followed, roots)
@@ -246,7 +248,7 @@ def _deal(
     return None
 
 
-def _cut_argument(region: Region, name: str, held: Tensor, used: Tensor) -> str | None:
+def _cut_argument(region: SplitRegion, name: str, held: Tensor, used: Tensor) -> str | None:
     """``held`` [ranks, *shape]: which elements each rank has, of those ``used`` [*shape]. Returns what is in the
     way."""
     for dim in range(used.ndim):
@@ -261,7 +263,7 @@ def _cut_argument(region: Region, name: str, held: Tensor, used: Tensor) -> str 
     return f"its part of the argument {name} is not along one dim"
 
 
-def _needs(region: Region, followed: Followed, roots: Tensor) -> dict[int, tuple[int, ...]]:
+def _needs(region: SplitRegion, followed: Followed, roots: Tensor) -> dict[int, tuple[int, ...]]:
     """Group -> the shared groups that it needs."""
     known = set(region.groups)
     found: dict[int, set[int]] = defaultdict(set)
@@ -273,7 +275,7 @@ def _needs(region: Region, followed: Followed, roots: Tensor) -> dict[int, tuple
 
 
 def _shares(
-    region: Region,
+    region: SplitRegion,
     needs: dict[int, tuple[int, ...]],
     ranks: int,
     grain: int,

@@ -75,7 +75,7 @@ def _best_split(rows: np.ndarray, left: np.ndarray, least: float) -> tuple[int, 
 
 
 @dataclass
-class StepTime:
+class StepTimeModel:
     """Seconds of an optimizer step: each micro-batch takes a fixed time and one that grows with its samples, which two
     runs of different size tell; stages differ by a factor each, 1 until one was measured there."""
 

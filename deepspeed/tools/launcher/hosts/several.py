@@ -30,7 +30,7 @@ logger = logging.getLogger("deepspeed.tools.launcher")
 
 END_TIMEOUT_S = 10.0
 
-Start = tuple[Callable[[], int], ports.Reservation]
+Start = tuple[Callable[[], int], ports.PortReservation]
 
 
 def prepare(args: argparse.Namespace, active: Mapping[str, Sequence[int]]) -> Start:
@@ -82,9 +82,9 @@ def _ssh_command(args: argparse.Namespace, name: str) -> list[str]:
 
 def _over_ssh(
     args: argparse.Namespace, active: Mapping[str, Sequence[int]]
-) -> tuple[ssh.Job, list[ssh.Node]]:
+) -> tuple[ssh.RemoteJob, list[ssh.SshNode]]:
     nodes = [
-        ssh.Node(
+        ssh.SshNode(
             host=host,
             arguments=launch_arguments(args, active, args.master_addr, args.master_port, number),
             local=not args.force_multi and is_this_machine(host.rpartition("@")[2]),
@@ -93,7 +93,7 @@ def _over_ssh(
     ]
     if shutil.which("ssh") is None and not all(node.local for node in nodes):
         raise LaunchError("there is no ssh on PATH; start each machine with --no_ssh --node_rank N")
-    job = ssh.Job(
+    job = ssh.RemoteJob(
         script=args.user_script,
         environment=exports(),
         ssh_options=shlex.split(args.launcher_args),
@@ -163,5 +163,7 @@ def _run_pdsh(command: Sequence[str], end: Sequence[str], environment: Mapping[s
                 check=False,
             )
         except subprocess.TimeoutExpired:
-            logger.warning("pdsh does not answer: ranks may be left on %s", command[command.index("-w") + 1])
+            logger.warning(
+                "pdsh does not answer: ranks may still be running on %s", command[command.index("-w") + 1]
+            )
     return code

@@ -47,7 +47,7 @@ OPTIONS = (
 
 
 @dataclass
-class Node:
+class SshNode:
     """One machine of a job: what to run there, and afterwards how it ended."""
 
     host: str
@@ -65,7 +65,7 @@ class Node:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class RemoteJob:
     """The settings of a job that all machines share."""
 
     script: str
@@ -78,7 +78,7 @@ class Job:
     folder: str = field(default_factory=os.getcwd)
     min_nodes: int = 0  # an elastic job goes on with as many machines
 
-    def command(self, node: Node) -> list[str]:
+    def command(self, node: SshNode) -> list[str]:
         """Return the command that starts the remote end: without ssh on this machine."""
         start = [sys.executable, "-u", "-m", "deepspeed.tools.launcher.hosts.remote"]
         if node.local and self.venv_script is None:
@@ -96,7 +96,7 @@ class Job:
         port = ["-p", str(self.port)] if self.port is not None else []
         return ["ssh", "-T", *self.ssh_options, *OPTIONS, *port, "--", node.host, words]
 
-    def request(self, node: Node) -> bytes:
+    def request(self, node: SshNode) -> bytes:
         """The line that the remote end reads first."""
         content: dict[str, Any] = {
             "folder": self.folder,
@@ -106,11 +106,11 @@ class Job:
         return json.dumps(content).encode() + b"\n"
 
 
-class _Connection:
+class _SshConnection:
     """A running node: its process and the threads that carry its output."""
 
     def __init__(
-        self, job: Job, node: Node, prefix: str, ended: queue.SimpleQueue[_Connection | None]
+        self, job: RemoteJob, node: SshNode, prefix: str, ended: queue.SimpleQueue[_SshConnection | None]
     ) -> None:
         self.node = node
         own_pid = os.getpid()
@@ -166,7 +166,7 @@ class _Connection:
             sink.buffer.write(prefix + line)  # one write a line: nodes share the stream
             sink.flush()
 
-    def _wait(self, ended: queue.SimpleQueue[_Connection | None]) -> None:
+    def _wait(self, ended: queue.SimpleQueue[_SshConnection | None]) -> None:
         code = self._process.wait()
         self.node.ended_at = time.time()  # its output may stay open, in what the connection leaves behind
         for thread in self._pumps:
@@ -175,10 +175,10 @@ class _Connection:
         ended.put(self)
 
 
-def run(job: Job, nodes: Sequence[Node]) -> int:
+def run(job: RemoteJob, nodes: Sequence[SshNode]) -> int:
     """Runs the nodes of a job until all have ended; returns the exit code of the first rank that failed, or 0."""
     not_ours = own_children()
-    ended: queue.SimpleQueue[_Connection | None] = queue.SimpleQueue()
+    ended: queue.SimpleQueue[_SshConnection | None] = queue.SimpleQueue()
     asked: list[int] = []
 
     def on_signal(signum: int, frame: FrameType | None) -> None:
@@ -188,8 +188,8 @@ def run(job: Job, nodes: Sequence[Node]) -> int:
     with handled_by(on_signal):
         width = max(len(node.host) for node in nodes)
 
-        def connect(node: Node) -> _Connection:
-            return _Connection(job, node, f"{node.host:>{width}}: " if len(nodes) > 1 else "", ended)
+        def connect(node: SshNode) -> _SshConnection:
+            return _SshConnection(job, node, f"{node.host:>{width}}: " if len(nodes) > 1 else "", ended)
 
         running = [connect(node) for node in nodes]
         machines = _Machines(job, running, connect)
@@ -204,17 +204,19 @@ def run(job: Job, nodes: Sequence[Node]) -> int:
 class _Machines:
     """The connections of a job, and which of them an elastic job goes on without, until they come back."""
 
-    def __init__(self, job: Job, running: list[_Connection], connect: Callable[[Node], _Connection]) -> None:
+    def __init__(
+        self, job: RemoteJob, running: list[_SshConnection], connect: Callable[[SshNode], _SshConnection]
+    ) -> None:
         self.running = running
         self.retry_at = float("inf")
         self._job = job
         self._connect = connect
-        self._away: list[Node] = []
+        self._away: list[SshNode] = []
 
     def left(self) -> int:
         return sum(each.node.exit_code is None for each in self.running)
 
-    def goes_on_without(self, node: Node) -> bool:
+    def goes_on_without(self, node: SshNode) -> bool:
         """Give up a machine that has failed if the job may continue without it; return whether it does."""
         left = self.left()
         if (
@@ -233,7 +235,7 @@ class _Machines:
             each
         ) in self.running:  # without a word from the machine that is gone, their ranks would wait for it
             each.start_anew()
-        self._away.append(Node(node.host, node.arguments, node.local))
+        self._away.append(SshNode(node.host, node.arguments, node.local))
         self.retry_at = time.monotonic() + RETRY_S
         return True
 
@@ -245,7 +247,9 @@ class _Machines:
             self.running += [self._connect(node) for node in away]
 
 
-def _watch(machines: _Machines, ended: queue.SimpleQueue[_Connection | None], asked: Sequence[int]) -> None:
+def _watch(
+    machines: _Machines, ended: queue.SimpleQueue[_SshConnection | None], asked: Sequence[int]
+) -> None:
     """Waits until all have ended. When one fails, or a signal comes, the others are asked to end, and in the end made
     to."""
     running = machines.running
@@ -271,7 +275,7 @@ def _watch(machines: _Machines, ended: queue.SimpleQueue[_Connection | None], as
             ask_at = min(ask_at, time.monotonic() + (SETTLE_S if event is not None else 0.0))
 
 
-def _report(job: Job, nodes: Sequence[Node]) -> int:
+def _report(job: RemoteJob, nodes: Sequence[SshNode]) -> int:
     """Tells who failed first, over all machines; returns the exit code."""
     failures = causes_first(entry for node in nodes for entry in node.entries)
     silent = [node for node in nodes if node.exit_code and not node.failed_ranks and not node.stopped]
@@ -288,7 +292,7 @@ def _report(job: Job, nodes: Sequence[Node]) -> int:
     return next((node.exit_code for node in nodes if node.exit_code), 0)
 
 
-def _of_silent(node: Node, after_start: bool) -> str:
+def _of_silent(node: SshNode, after_start: bool) -> str:
     if node.exit_code == CONNECTION_FAILED and not node.local:
         if after_start:
             return f"{node.host}: the connection was lost"

@@ -20,7 +20,7 @@ GraphPass = Callable[..., Any]
 
 
 @dataclass(frozen=True)
-class Setting:
+class PassSetting:
     """One pass of ours: its documented function, at which stages it says something, and its contract."""
 
     name: str
