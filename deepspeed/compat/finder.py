@@ -19,12 +19,16 @@ import importlib.util
 import opcode
 import sys
 from collections.abc import Sequence
-from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import CodeType, FrameType, ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from deepspeed.compat.aliases import MODULES, NAMES, SUBMODULES
+
+if TYPE_CHECKING:
+    from importlib.abc import Loader, MetaPathFinder
+else:  # that module imports `tempfile` and `zipfile`, for methods that are not used here
+    Loader = MetaPathFinder = object
 
 
 def install() -> None:

@@ -184,31 +184,37 @@ class TrainingConfig(LenientConfigModel):
         default=False, description="Reduce gradients of `nn.Embedding` as indices and values."
     )
     disable_allgather: bool = Field(default=False, description="No effect; kept for old files.")
-    fp16: DeepSpeedFP16Config = Field(default=DeepSpeedFP16Config(), description="Training in fp16.")
+    fp16: DeepSpeedFP16Config = Field(
+        default=DeepSpeedFP16Config.model_construct(), description="Training in fp16."
+    )
     bf16: DeepSpeedBF16Config = Field(
-        default=DeepSpeedBF16Config(), description="Training in bf16. Old spelling: `bfloat16`."
+        default=DeepSpeedBF16Config.model_construct(),
+        description="Training in bf16. Old spelling: `bfloat16`.",
     )
     fp8: Float8Config = Field(
-        default=Float8Config(), description="Linear layers with 8-bit products; with any precision and stage."
+        default=Float8Config.model_construct(),
+        description="Linear layers with 8-bit products; with any precision and stage.",
     )
     native_products: NativeProductsConfig = Field(
-        default=NativeProductsConfig(),
+        default=NativeProductsConfig.model_construct(),
         description="Faster fp32 products of linear layers on some processors; see transformer_kernels.md.",
     )
     amp: AmpConfig = Field(
-        default=AmpConfig(), description="Mixed precision by `torch.amp`; not with fp16, bf16 or ZeRO."
+        default=AmpConfig.model_construct(),
+        description="Mixed precision by `torch.amp`; not with fp16, bf16 or ZeRO.",
     )
     torch_autocast: TorchAutocastConfig = Field(
-        default=TorchAutocastConfig(), description="`torch.autocast` by the engine."
+        default=TorchAutocastConfig.model_construct(), description="`torch.autocast` by the engine."
     )
     gradient_clipping: FloatOrInfinity = Field(
         default=1.0, ge=0, description="Largest global norm of the gradients; 0 or infinity: no clipping."
     )
     data_types: DataTypesConfig = Field(
-        default=DataTypesConfig(), description="Dtypes other than the implied ones."
+        default=DataTypesConfig.model_construct(), description="Dtypes other than the implied ones."
     )
     zero_optimization: DeepSpeedZeroConfig = Field(
-        default=DeepSpeedZeroConfig(), description="ZeRO. The old form, a boolean, means stage 1 or 0."
+        default=DeepSpeedZeroConfig(),
+        description="ZeRO. The old form, a boolean, means stage 1 or 0.",
     )
     zero_allow_untested_optimizer: bool = Field(
         default=False,
@@ -219,8 +225,10 @@ class TrainingConfig(LenientConfigModel):
         default=True,
         description="true, if given: with optimizer offload, refuse a client's optimizer not made for the host.",
     )
-    aio: AioConfig = Field(default=AioConfig(), description="File access for NVMe offload.")
-    tensor_parallel: TPTrainingConfig = Field(default=TPTrainingConfig(), description="AutoTP.")
+    aio: AioConfig = Field(default=AioConfig.model_construct(), description="File access for NVMe offload.")
+    tensor_parallel: TPTrainingConfig = Field(
+        default=TPTrainingConfig.model_construct(), description="AutoTP."
+    )
     sequence_parallel_size: Int | None = Field(default=None, ge=1, description="Ranks that share a sequence.")
     data_parallel_size: Int | None = Field(
         default=None,
@@ -230,9 +238,9 @@ class TrainingConfig(LenientConfigModel):
     use_data_before_expert_parallelism: bool = Field(
         default=False, description="Order of the ranks: data groups inside expert groups."
     )
-    expert_parallel: AutoEPConfig = Field(default=AutoEPConfig(), description="AutoEP.")
+    expert_parallel: AutoEPConfig = Field(default=AutoEPConfig.model_construct(), description="AutoEP.")
     hybrid_engine: HybridEngineConfig = Field(
-        default=HybridEngineConfig(), description="Training and generation in one engine."
+        default=HybridEngineConfig.model_construct(), description="Training and generation in one engine."
     )
     steps_per_print: Annotated[
         int | float | None,
@@ -267,12 +275,12 @@ class TrainingConfig(LenientConfigModel):
         default=False, description="The engine's loader drops an incomplete last batch."
     )
     graph_harvesting: bool = Field(default=False, description="Run the optimizer step as a CUDA graph.")
-    timers: TimersConfig = Field(default=TimersConfig(), description="Timers.")
+    timers: TimersConfig = Field(default=TimersConfig.model_construct(), description="Timers.")
     autotuning: DeepSpeedAutotuningConfig = Field(
-        default=DeepSpeedAutotuningConfig(), description="Autotuner."
+        default=DeepSpeedAutotuningConfig.model_construct(), description="Autotuner."
     )
     flops_profiler: DeepSpeedFlopsProfilerConfig = Field(
-        default=DeepSpeedFlopsProfilerConfig(), description="FLOPs profiler."
+        default=DeepSpeedFlopsProfilerConfig.model_construct(), description="FLOPs profiler."
     )
     gradient_compression: GradientCompressionConfig | None = Field(
         default=None, description="Gradients in a few bits per element; see slow_links.md."
@@ -284,16 +292,17 @@ class TrainingConfig(LenientConfigModel):
         default=None, description="A timeline of some steps, for `ds trace`; see profiling.md."
     )
     activation_checkpointing: DeepSpeedActivationCheckpointingConfig = Field(
-        default=DeepSpeedActivationCheckpointingConfig(), description="Activation checkpointing."
+        default=DeepSpeedActivationCheckpointingConfig.model_construct(),
+        description="Activation checkpointing.",
     )
     tiled_compute: TiledComputeConfig = Field(
-        default=TiledComputeConfig(), description="Long sequences in tiles."
+        default=TiledComputeConfig.model_construct(), description="Long sequences in tiles."
     )
     sparse_attention: SparseAttentionConfig | None = Field(
         default=None, description="Block-sparse attention."
     )
     data_efficiency: DataEfficiencyConfig = Field(
-        default=DataEfficiencyConfig(), description="Data efficiency library."
+        default=DataEfficiencyConfig.model_construct(), description="Data efficiency library."
     )
     curriculum_learning: CurriculumLegacyConfig | None = Field(
         default=None, description="Curriculum on sequence length (older form)."
@@ -301,25 +310,34 @@ class TrainingConfig(LenientConfigModel):
     progressive_layer_drop: ProgressiveLayerDropConfig | None = Field(
         default=None, description="Progressive layer dropping."
     )
-    tensorboard: TensorBoardConfig = Field(default=TensorBoardConfig(), description="Curves for TensorBoard.")
-    wandb: WandbConfig = Field(default=WandbConfig(), description="Curves for Weights & Biases.")
-    csv_monitor: CSVConfig = Field(default=CSVConfig(), description="Curves in CSV files.")
-    comet: CometConfig = Field(default=CometConfig(), description="Curves for Comet.")
-    trackio: TrackioConfig = Field(default=TrackioConfig(), description="Curves for Trackio.")
-    monitor: MonitorConfig = Field(
-        default=MonitorConfig(), description="The live page (see live.md); the x axis of the curves."
+    tensorboard: TensorBoardConfig = Field(
+        default=TensorBoardConfig.model_construct(), description="Curves for TensorBoard."
     )
-    comm: CommConfig = Field(default=CommConfig(), description="Communication.")
+    wandb: WandbConfig = Field(
+        default=WandbConfig.model_construct(), description="Curves for Weights & Biases."
+    )
+    csv_monitor: CSVConfig = Field(default=CSVConfig.model_construct(), description="Curves in CSV files.")
+    comet: CometConfig = Field(default=CometConfig.model_construct(), description="Curves for Comet.")
+    trackio: TrackioConfig = Field(default=TrackioConfig.model_construct(), description="Curves for Trackio.")
+    monitor: MonitorConfig = Field(
+        default=MonitorConfig.model_construct(),
+        description="The live page (see live.md); the x axis of the curves.",
+    )
+    comm: CommConfig = Field(default=CommConfig.model_construct(), description="Communication.")
     comms_logger: CommsLoggerConfig | None = Field(default=None, description="Log of communication.")
     elasticity: ElasticityConfig | None = Field(default=None, description="Elastic batch size.")
-    compression_training: CompressionConfig = Field(default=CompressionConfig(), description="Compression.")
+    compression_training: CompressionConfig = Field(
+        default=CompressionConfig.model_construct(), description="Compression."
+    )
     quantize_training: QuantizeTrainingConfig | None = Field(
         default=None, description="The first form of MoQ's section, kept for old files."
     )
-    checkpoint: CheckpointConfig = Field(default=CheckpointConfig(), description="Checkpoints.")
-    pipeline: PipelineConfig = Field(default=PipelineConfig(), description="Pipeline engine.")
+    checkpoint: CheckpointConfig = Field(
+        default=CheckpointConfig.model_construct(), description="Checkpoints."
+    )
+    pipeline: PipelineConfig = Field(default=PipelineConfig.model_construct(), description="Pipeline engine.")
     nebula: DeepSpeedNebulaConfig = Field(
-        default=DeepSpeedNebulaConfig(), description="Checkpoints through Azure Nebula."
+        default=DeepSpeedNebulaConfig.model_construct(), description="Checkpoints through Azure Nebula."
     )
     datastates_ckpt: Annotated[Any, PlainValidator(_choices), AllowedValues("an object or false")] = Field(
         default=False, description="Checkpoints through DataStates; anything but false turns it on."
@@ -327,7 +345,7 @@ class TrainingConfig(LenientConfigModel):
     weight_quantization: WeightQuantConfig | None = Field(
         default=None, description="Quantized weights for inference with ZeRO."
     )
-    compile: CompileConfig = Field(default=CompileConfig(), description="DeepCompile.")
+    compile: CompileConfig = Field(default=CompileConfig.model_construct(), description="DeepCompile.")
     inference: Any = Field(
         default=None, description="Not read here; Transformers looks for `inference.tensor_parallel.tp_size`."
     )

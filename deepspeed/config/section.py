@@ -34,6 +34,7 @@ from pydantic_core.core_schema import no_info_after_validator_function
 from deepspeed.base.dtypes import Dtype
 from deepspeed.base.logging import logger
 from deepspeed.config.problems import DeepSpeedConfigError
+from deepspeed.config.sections_built_late import build_sections_late
 
 AUTO = "auto"
 
@@ -234,7 +235,12 @@ class DeepSpeedConfigModel(BaseModel):
         extra="forbid",
         arbitrary_types_allowed=True,
         protected_namespaces=(),
+        defer_build=True,
     )
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
+        build_sections_late(cls)
 
     def __init__(self, /, strict: bool = False, **data: Any) -> None:
         old_spellings, required_fields, takes_auto = _special_fields(type(self))

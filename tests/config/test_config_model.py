@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 
 import pytest
 import torch
-from pydantic import Field, ValidationError, field_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
 from deepspeed.base.dtypes import Dtype
 from deepspeed.config.section import (
@@ -249,3 +250,54 @@ def test_threads_of_aio_under_either_name() -> None:
 def test_unknown_dtype_words(word: object) -> None:
     with pytest.raises(ValueError, match="'bf16'"):
         parse_dtype(word)
+
+
+def _sections(model: type[DeepSpeedConfigModel]) -> Iterator[type[DeepSpeedConfigModel]]:
+    for below in model.__subclasses__():
+        yield below
+        yield from _sections(below)
+
+
+@pytest.mark.parametrize("model", {*_sections(DeepSpeedConfigModel)}, ids=lambda model: model.__name__)
+def test_a_section_that_no_config_names_is_as_if_it_had_been_validated(
+    model: type[DeepSpeedConfigModel],
+) -> None:
+    for name, field in model.model_fields.items():
+        unnamed = field.get_default(call_default_factory=True)
+        if isinstance(unnamed, DeepSpeedConfigModel):
+            validated = vars(type(unnamed)())
+            assert {key: (type(value), value) for key, value in vars(unnamed).items()} == {
+                key: (type(value), value) for key, value in validated.items()
+            }, name
+
+
+class Fork(DeepSpeedConfigModel):
+    fork_size: int = 1
+
+    @model_validator(mode="after")
+    def odd(self) -> Fork:
+        if self.fork_size % 2 == 0:
+            raise ValueError("must be odd")
+        return self
+
+
+class Holder(DeepSpeedConfigModel):
+    named: Fork = Fork.model_construct()
+    perhaps: Fork | None = None
+
+
+def test_a_section_is_built_when_a_config_names_it() -> None:
+    assert Holder().named == Fork(fork_size=1) and Holder().perhaps is None
+    holder = Holder.model_validate({"perhaps": {"fork_size": 3}})
+    assert holder.perhaps is not None and holder.perhaps.fork_size == 3
+    assert json.loads(Holder().model_dump_json()) == {"named": {"fork_size": 1}, "perhaps": None}
+    with pytest.raises(ValidationError) as refused:
+        Holder.model_validate({"named": {"fork_size": "x"}, "perhaps": {"fork_size": 2, "forks": 1}})
+    assert [error["loc"] for error in refused.value.errors()] == [
+        ("named", "fork_size"),
+        ("perhaps", "forks"),
+    ]
+    with pytest.raises(ValidationError, match=r"named\n.*a valid dictionary or instance of Fork"):
+        Holder.model_validate({"named": None})
+    holder.named.fork_size = 5
+    assert Holder().named.fork_size == 1  # a default is nobody else's

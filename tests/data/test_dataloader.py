@@ -134,6 +134,15 @@ def test_resume_at_every_position(position: int, drop_last: bool) -> None:
     assert [next(resumed).tolist() for _ in range(30 - position)] == seen[position:]
 
 
+def test_every_pass_has_an_order_of_its_own() -> None:
+    loader = _loader(Numbers(12))
+    passes = [_lists(loader) for _ in range(3)]
+    assert all(sorted(sum(each, [])) == list(range(12)) for each in passes)
+    assert passes[0] != passes[1] != passes[2]
+    again = _loader(Numbers(12))
+    assert [_lists(again) for _ in range(3)] == passes
+
+
 def test_resume_after_the_last_batch_and_after_the_epoch() -> None:
     loader = _loader(Numbers(6))
     batches = iter(loader)

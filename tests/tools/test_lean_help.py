@@ -68,9 +68,19 @@ ELASTIC = {
     "elasticity": {"enabled": True, "max_train_batch_size": 8, "micro_batch_sizes": [1, 2], "version": 0.1}
 }
 CHECKS = """
-import sys
+import gc, os, sys
 from deepspeed.tools import ds
 assert ds.main(["check", "good.json"]) == 0
+from deepspeed.config.section import DeepSpeedConfigModel
+def below(model):
+    for each in model.__subclasses__():
+        yield each
+        yield from below(each)
+models = {*below(DeepSpeedConfigModel)}
+built = [model.__name__ for model in models if model.__pydantic_complete__]
+assert len(models) > 70 and len(built) < 20, sorted(built)
+assert "deepspeed.tools.launcher.runner" not in sys.modules
+assert gc.isenabled() and "PYDANTIC_DISABLE_PLUGINS" not in os.environ
 assert ds.main(["check", "bad.json"]) == 1
 assert ds.main(["check", "bad.json", "--fix", "--output", "fixed.json"]) == 1
 assert ds.main(["elastic", "-c", "elastic.json"]) == 0

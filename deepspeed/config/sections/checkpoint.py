@@ -93,14 +93,16 @@ class CheckpointConfig(LenientConfigModel):
     """Saving and loading."""
 
     tag_validation: Annotated[ValidationMode, BeforeValidator(_upper)] = Field(
-        default=ValidationMode.WARN,
+        default=ValidationMode.WARN.value,
         description="When ranks give different tags: say nothing, warn, or raise. Case-insensitive.",
     )
     load_universal: bool = Field(default=False, description="The checkpoint to load is a universal one.")
     use_node_local_storage: bool = Field(
         default=False, description="Every node has a folder of its own, not a shared one."
     )
-    parallel_write: ParallelWriteConfig = Field(default=ParallelWriteConfig(), description="Who writes what.")
+    parallel_write: ParallelWriteConfig = Field(
+        default=ParallelWriteConfig.model_construct(), description="Who writes what."
+    )
     checkpoint_serialization: bool = Field(
         default=True, description="No effect: archives of `torch.save` are in the zip format."
     )

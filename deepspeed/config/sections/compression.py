@@ -78,7 +78,7 @@ class WeightQuantizationTraining(LenientConfigModel):
     """Quantization-aware training of weights."""
 
     shared_parameters: WeightQuantizationShared = Field(
-        default=WeightQuantizationShared(), description="For all groups."
+        default=WeightQuantizationShared.model_construct(), description="For all groups."
     )
     different_groups: dict[str, WeightQuantizationGroup] = Field(
         default={}, description="Groups by a name of your choice."
@@ -108,7 +108,7 @@ class ActivationQuantizationTraining(LenientConfigModel):
     """Quantization-aware training of activations."""
 
     shared_parameters: ActivationQuantizationShared = Field(
-        default=ActivationQuantizationShared(), description="For all groups."
+        default=ActivationQuantizationShared.model_construct(), description="For all groups."
     )
     different_groups: dict[str, ActivationQuantizationGroup] = Field(
         default={}, description="Groups by a name of your choice."
@@ -156,7 +156,7 @@ class SparsePruningTraining(LenientConfigModel):
     """Single weights set to zero."""
 
     shared_parameters: SparsePruningShared = Field(
-        default=SparsePruningShared(), description="For all groups."
+        default=SparsePruningShared.model_construct(), description="For all groups."
     )
     different_groups: dict[str, PruningGroup] = Field(
         default={}, description="Groups by a name of your choice."
@@ -166,7 +166,9 @@ class SparsePruningTraining(LenientConfigModel):
 class RowPruningTraining(LenientConfigModel):
     """Rows removed."""
 
-    shared_parameters: RowPruningShared = Field(default=RowPruningShared(), description="For all groups.")
+    shared_parameters: RowPruningShared = Field(
+        default=RowPruningShared.model_construct(), description="For all groups."
+    )
     different_groups: dict[str, PruningGroup] = Field(
         default={}, description="Groups by a name of your choice."
     )
@@ -175,7 +177,9 @@ class RowPruningTraining(LenientConfigModel):
 class HeadPruningTraining(LenientConfigModel):
     """Attention heads removed."""
 
-    shared_parameters: HeadPruningShared = Field(default=HeadPruningShared(), description="For all groups.")
+    shared_parameters: HeadPruningShared = Field(
+        default=HeadPruningShared.model_construct(), description="For all groups."
+    )
     different_groups: dict[str, PruningGroup] = Field(
         default={}, description="Groups by a name of your choice."
     )
@@ -185,7 +189,7 @@ class ChannelPruningTraining(LenientConfigModel):
     """Channels of convolutions removed."""
 
     shared_parameters: ChannelPruningShared = Field(
-        default=ChannelPruningShared(), description="For all groups."
+        default=ChannelPruningShared.model_construct(), description="For all groups."
     )
     different_groups: dict[str, PruningGroup] = Field(
         default={}, description="Groups by a name of your choice."
@@ -195,20 +199,26 @@ class ChannelPruningTraining(LenientConfigModel):
 class CompressionConfig(LenientConfigModel):
     """Quantization, pruning and layer reduction while training."""
 
-    layer_reduction: LayerReductionConfig = Field(default=LayerReductionConfig(), description="Fewer layers.")
+    layer_reduction: LayerReductionConfig = Field(
+        default=LayerReductionConfig.model_construct(), description="Fewer layers."
+    )
     weight_quantization: WeightQuantizationTraining = Field(
-        default=WeightQuantizationTraining(), description="Weights in few bits."
+        default=WeightQuantizationTraining.model_construct(), description="Weights in few bits."
     )
     activation_quantization: ActivationQuantizationTraining = Field(
-        default=ActivationQuantizationTraining(), description="Activations in few bits."
+        default=ActivationQuantizationTraining.model_construct(), description="Activations in few bits."
     )
     sparse_pruning: SparsePruningTraining = Field(
-        default=SparsePruningTraining(), description="Fewer weights."
+        default=SparsePruningTraining.model_construct(), description="Fewer weights."
     )
-    row_pruning: RowPruningTraining = Field(default=RowPruningTraining(), description="Fewer rows.")
-    head_pruning: HeadPruningTraining = Field(default=HeadPruningTraining(), description="Fewer heads.")
+    row_pruning: RowPruningTraining = Field(
+        default=RowPruningTraining.model_construct(), description="Fewer rows."
+    )
+    head_pruning: HeadPruningTraining = Field(
+        default=HeadPruningTraining.model_construct(), description="Fewer heads."
+    )
     channel_pruning: ChannelPruningTraining = Field(
-        default=ChannelPruningTraining(), description="Fewer channels."
+        default=ChannelPruningTraining.model_construct(), description="Fewer channels."
     )
 
 
@@ -264,15 +274,17 @@ class QuantizeTrainingConfig(LenientConfigModel):
         default=None, description="Short for `quantize_algo.q_type`."
     )
     quantize_algo: QuantizeAlgorithmConfig = Field(
-        default=QuantizeAlgorithmConfig(), description="How values are quantized."
+        default=QuantizeAlgorithmConfig.model_construct(), description="How values are quantized."
     )
-    quantize_bits: QuantizeBitsConfig = Field(default=QuantizeBitsConfig(), description="How many bits.")
+    quantize_bits: QuantizeBitsConfig = Field(
+        default=QuantizeBitsConfig.model_construct(), description="How many bits."
+    )
     quantize_schedule: QuantizeScheduleConfig = Field(
-        default=QuantizeScheduleConfig(), description="When they fall."
+        default=QuantizeScheduleConfig.model_construct(), description="When they fall."
     )
     quantize_groups: Int = Field(default=1, ge=1, description="Groups of values with a scale of their own.")
     fp16_mixed_quantize: FP16MixedQuantizeConfig = Field(
-        default=FP16MixedQuantizeConfig(), description="Gradual change."
+        default=FP16MixedQuantizeConfig.model_construct(), description="Gradual change."
     )
     eigenvalue: EigenvalueConfig | None = Field(default=None, description="Curvature of each block.")
 

@@ -110,10 +110,11 @@ class DataSamplingConfig(LenientConfigModel):
     num_workers: Int = Field(default=0, ge=0, description="Loader processes.")
     pin_memory: bool = Field(default=False, description="Page-locked batches.")
     curriculum_learning: DataSamplingCurriculumConfig = Field(
-        default=DataSamplingCurriculumConfig(), description="Curriculum over any metric: easy samples first."
+        default=DataSamplingCurriculumConfig.model_construct(),
+        description="Curriculum over any metric: easy samples first.",
     )
     dynamic_batching: DynamicBatchingConfig = Field(
-        default=DynamicBatchingConfig(), description="Batches sized by tokens."
+        default=DynamicBatchingConfig.model_construct(), description="Batches sized by tokens."
     )
 
 
@@ -192,7 +193,7 @@ class RandomLTDConfig(LenientConfigModel):
     )
     random_ltd_schedule: RandomLTDScheduleConfig | None = required("Schedule of the number of tokens kept.")
     layer_token_lr_schedule: LayerTokenLRScheduleConfig = Field(
-        default=LayerTokenLRScheduleConfig(), description="Learning rate by processed tokens."
+        default=LayerTokenLRScheduleConfig.model_construct(), description="Learning rate by processed tokens."
     )
     micro_batch_size: Int | None = Field(default=None, ge=1, description="Filled in by the engine.")
     global_batch_size: Int | None = Field(default=None, ge=1, description="Filled in by the engine.")
@@ -202,7 +203,9 @@ class DataRoutingConfig(LenientConfigModel):
     """Choice of the tokens that pass through each layer."""
 
     enabled: bool = Field(default=False, description="Turn it on.")
-    random_ltd: RandomLTDConfig = Field(default=RandomLTDConfig(), description="Random layer token dropping.")
+    random_ltd: RandomLTDConfig = Field(
+        default=RandomLTDConfig.model_construct(), description="Random layer token dropping."
+    )
 
 
 class DataEfficiencyConfig(LenientConfigModel):
@@ -211,10 +214,11 @@ class DataEfficiencyConfig(LenientConfigModel):
     enabled: bool = Field(default=False, description="Turn it on.")
     seed: Int = Field(default=1234, description="Seed of the random choices.")
     data_sampling: DataSamplingConfig = Field(
-        default=DataSamplingConfig(), description="Selection of samples."
+        default=DataSamplingConfig.model_construct(), description="Selection of samples."
     )
     data_routing: DataRoutingConfig = Field(
-        default=DataRoutingConfig(), description="Selection of the tokens that layers process."
+        default=DataRoutingConfig.model_construct(),
+        description="Selection of the tokens that layers process.",
     )
 
 

@@ -117,7 +117,10 @@ class MonitorConfig(DeepSpeedConfigModel):
     """Watching a run."""
 
     live: Annotated[LiveConfig, BeforeValidator(_live_switch), AllowedValues("true, false or an object")] = (
-        Field(default=LiveConfig(), description="The live page and its record; `true` takes the defaults.")
+        Field(
+            default=LiveConfig.model_construct(),
+            description="The live page and its record; `true` takes the defaults.",
+        )
     )
     x: Literal["samples", "steps", "tokens"] = Field(
         default="samples",
@@ -129,11 +132,11 @@ class MonitorConfig(DeepSpeedConfigModel):
 class DeepSpeedMonitorConfig(DeepSpeedConfigModel):
     """The five monitors together."""
 
-    tensorboard: TensorBoardConfig = TensorBoardConfig()
-    comet: CometConfig = CometConfig()
-    wandb: WandbConfig = WandbConfig()
-    csv_monitor: CSVConfig = CSVConfig()
-    trackio: TrackioConfig = TrackioConfig()
+    tensorboard: TensorBoardConfig = TensorBoardConfig.model_construct()
+    comet: CometConfig = CometConfig.model_construct()
+    wandb: WandbConfig = WandbConfig.model_construct()
+    csv_monitor: CSVConfig = CSVConfig.model_construct()
+    trackio: TrackioConfig = TrackioConfig.model_construct()
     enabled: bool = False
 
     @model_validator(mode="after")

@@ -39,7 +39,7 @@ class TimersConfig(LenientConfigModel):
     """Timers that run all the time."""
 
     throughput: DeepSpeedThroughputTimerConfig = Field(
-        default=DeepSpeedThroughputTimerConfig(), description="The throughput timer."
+        default=DeepSpeedThroughputTimerConfig.model_construct(), description="The throughput timer."
     )
 
 

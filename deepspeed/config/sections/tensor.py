@@ -86,7 +86,9 @@ class TPTrainingConfig(DeepSpeedConfigModel):
         description="Refuse a model whose output head cannot be split by words. (Heads that can be are, always: their "
         "loss takes logits in parts.)",
     )
-    tensor_parallel: TPConfig = Field(default=TPConfig(), alias="tp", description="Groups at run time.")
+    tensor_parallel: TPConfig = Field(
+        default=TPConfig.model_construct(), alias="tp", description="Groups at run time."
+    )
     injection_policy_tuple: tuple[Any, ...] | None = Field(
         default=None, description="Layers whose output is summed over the ranks."
     )

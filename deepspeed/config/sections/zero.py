@@ -217,7 +217,8 @@ class DeepSpeedZeroConfig(DeepSpeedConfigModel):
         default=False, description="No effect: momentum is where the other states are."
     )
     leaf_module: DeepSpeedZeroLeafModuleConfig = Field(
-        default=DeepSpeedZeroLeafModuleConfig(), description="Modules that stage 3 gathers as a whole."
+        default=DeepSpeedZeroLeafModuleConfig.model_construct(),
+        description="Modules that stage 3 gathers as a whole.",
     )
     parameter_alignment: bool = Field(
         default=False, description="No effect: parameters begin at aligned addresses in any case."

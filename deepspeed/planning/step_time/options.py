@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 
-from deepspeed.planning.step_time.hardware import HardwareError, device
-
 
 class TimeError(ValueError):
     """The options do not say where the job runs."""
@@ -63,6 +61,8 @@ def check(args: argparse.Namespace) -> None:
 def device_memory(args: argparse.Namespace) -> int | None:
     """Return the memory in bytes of the device that --on names, or None without it. TimeError: there is no such
     device."""
+    from deepspeed.planning.step_time.hardware import HardwareError, device
+
     try:
         return None if args.on is None else device(args.on).memory
     except HardwareError as error:

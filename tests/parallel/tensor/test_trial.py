@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -116,3 +117,50 @@ def test_one_rank_with_another_number_is_enough() -> None:
 
     first, second = by_rank(Model(8), made, work)
     assert "the input of mix.out (on another rank)" in first and "the input of mix.out (" in second
+
+
+class Deciding(nn.Module):
+    """Looks at values, so that its graph is not known; its author says what to split."""
+
+    def __init__(self, tp_plan: dict[str, str]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.ModuleDict({"up": nn.Linear(WIDTH, 16), "down": nn.Linear(16, WIDTH)}) for _ in range(3)
+        )
+        self.config = SimpleNamespace(base_model_tp_plan=tp_plan)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            inner = layer["up"](x)
+            if inner.mean() > 1e9:
+                inner = inner / 2
+            x = x + layer["down"](
+                (inner - inner.mean(-1, keepdim=True)).relu() if self.mixes else inner.relu()
+            )
+        return x
+
+    mixes = False
+
+
+@pytest.mark.parametrize("wrong", ["", "a layer is missing", "channels are mixed"])
+def test_an_author_s_plan_is_tried_too(wrong: str) -> None:
+    tp_plan = {"layers.*.up": "colwise", "layers.*.down": "rowwise"}
+    if wrong == "a layer is missing":
+        del tp_plan["layers.*.down"]
+    model = Deciding(tp_plan)
+    model.mixes = wrong == "channels are mixed"
+    made = plan(model, 2)
+    assert "could not be followed" in made.source
+
+    def work(own: nn.Module, group: ThreadGroup) -> str:
+        try:
+            return try_split(made, group)
+        except PlanError as error:
+            return str(error)
+
+    expected = (
+        "something else than it does whole" if wrong else "compared with the whole model on a few tokens"
+    )
+    for said in by_rank(model, made, work):
+        assert expected in said, said
+        assert "beginning with the input of layers.0.down" in said or wrong != "channels are mixed"

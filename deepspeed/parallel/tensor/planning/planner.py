@@ -58,10 +58,27 @@ def plan_module(
         others = rules if rules.rules else author_rules(module, ranks)
         if others is None:
             raise PlanError(f"{why}; tensor_parallel.partition_config can say what to split") from error
-        return plan_by_rules(module, ranks, others, why)
+        plan = plan_by_rules(module, ranks, others, why)
+        return plan if rules.rules else replace(plan, example=_unfollowed(module, inputs, plan))
     plan = confirmed(expanded(_plan_by_graph(followed, ranks, kept, grain), repeated), rules, module)
-    buffers = {name: each for name, each in module.named_buffers(remove_duplicate=False) if not each.is_meta}
-    return replace(plan, example=Example(followed.module, followed.inputs, buffers))
+    return replace(plan, example=Example(followed.module, followed.inputs, _buffers(module)))
+
+
+def _buffers(module: nn.Module) -> dict[str, Tensor]:
+    return {name: each for name, each in module.named_buffers(remove_duplicate=False) if not each.is_meta}
+
+
+def _unfollowed(
+    module: nn.Module, inputs: Mapping[str, Tensor] | None, plan: TensorParallelPlan
+) -> Example | None:
+    """Return what a plan of the author's is tried on: a forward that cannot be followed can be run. None: with what is
+    not known."""
+    copy = traceable_copy(module)
+    shorten(copy, {name for name, _ in module.named_parameters()} - plan.parameters.keys())
+    try:
+        return Example(copy, inputs if inputs is not None else example_inputs(copy), _buffers(module))
+    except TraceError:
+        return None
 
 
 def _follow(
