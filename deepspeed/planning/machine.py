@@ -8,13 +8,16 @@ import shutil
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil
 
 from deepspeed.base.accelerator import get_accelerator
 from deepspeed.base.accelerator.host_memory import machine_available_bytes
 from deepspeed.config.plan import Plan
-from deepspeed.planning.ledger import Place
+
+if TYPE_CHECKING:
+    from deepspeed.planning.ledger import Place
 
 _CGROUP = Path("/sys/fs/cgroup")
 
@@ -28,6 +31,8 @@ class Capacity:
     disk: int | None = None
 
     def of(self, place: Place) -> int | None:
+        from deepspeed.planning.ledger import Place  # for those who plan
+
         return {Place.DEVICE: self.device, Place.HOST: self.host, Place.DISK: self.disk}[place]
 
 
