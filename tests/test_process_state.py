@@ -49,7 +49,8 @@ STATE = {
     "base/accelerator/select.py:ds_accelerator": "the accelerator of this process",
     # Which engine is the newest, for documented functions that name none; engines are not kept alive.
     "transforms/recompute/checkpointing.py:_state": "settings before any engine, and the newest engine's",
-    "comm/documented_groups.py:_registered": "the newest engine's mesh, and sizes set by hand",
+    "comm/meshes.py:meshes": "the newest engine's mesh, and sizes set by hand",
+    "comm/documented_groups.py:_registered": "groups made by hand, before there is an engine",
     "parallel/sequence/hf/parallel_state_sp.py:_state": "groups of a module that is a model-parallel unit",
     "parallel/pipeline/schedules/orders.py:EQUAL": "a frozen value",
     "parallel/pipeline/schedules/orders.py:TYPICAL": "a frozen value",

@@ -33,6 +33,9 @@ STOP_GRACE_FILE = "stop_grace"
 # Exit code of ranks that have saved their state because the time limit of the job is near, as of timeout(1).
 TIME_IS_UP = 124
 
+# Attribute of a model that `tp_model_init` has seen: over how many ranks its layers are to be split.
+TENSOR_PARALLEL_SIZE = "_ds_tp_model_init"
+
 
 def __getattr__(name: str) -> timedelta:
     """`default_pg_timeout`: the longest a collective may take before its process group gives up.

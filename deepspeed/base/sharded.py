@@ -5,7 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+LAYOUTS = "_ds_layouts"
+"""A module whose parameters were DTensors keeps by name how they lie."""
 
 
 def is_zero_param(parameter: Any) -> bool:
@@ -19,3 +22,13 @@ def full_shape(param: Tensor) -> torch.Size:
 
 def full_numel(param: Tensor) -> int:
     return param.ds_numel if is_zero_param(param) else param.numel()  # type: ignore[attr-defined]
+
+
+def is_dtensor(value: object) -> bool:
+    """By name: importing the class takes longer than everything else here."""
+    return any(kind.__qualname__ == "DTensor" for kind in type(value).__mro__)
+
+
+def had_dtensors(model: nn.Module) -> bool:
+    """Tell whether parameters of the model are DTensors, or were until an engine took them."""
+    return any(map(is_dtensor, model.parameters())) or any(LAYOUTS in vars(each) for each in model.modules())

@@ -8,76 +8,78 @@ core uses `collectives.py` (Communicator) and `mesh.py` (ProcessMesh) instead; `
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch.distributed import ProcessGroup
 
 from deepspeed.base.constants import TORCH_DISTRIBUTED_DEFAULT_PORT, default_pg_timeout
-from deepspeed.comm.backend import Backend
-from deepspeed.comm.functions import (
-    P2POp,
-    all_gather,
-    all_gather_coalesced,
-    all_gather_into_tensor,
-    all_gather_object,
-    all_reduce,
-    all_reduce_coalesced,
-    all_to_all,
-    all_to_all_single,
-    allgather_fn,
-    barrier,
-    batch_isend_irecv,
-    broadcast,
-    broadcast_object_list,
-    destroy_process_group,
-    enable_symm_mem_for_group,
-    gather,
-    get_all_ranks_from_group,
-    get_comm_operation_count,
-    get_global_rank,
-    get_local_rank,
-    get_logged_comm_ops,
-    get_rank,
-    get_world_group,
-    get_world_size,
-    has_all_gather_into_tensor,
-    has_all_reduce_coalesced,
-    has_coalescing_manager,
-    has_comm_data,
-    has_reduce_scatter_tensor,
-    inference_all_reduce,
-    init_deepspeed_backend,
-    initialize_mesh_device,
-    irecv,
-    is_available,
-    is_initialized,
-    isend,
-    log_summary,
-    monitored_barrier,
-    new_group,
-    recv,
-    reduce,
-    reduce_scatter,
-    reduce_scatter_fn,
-    reduce_scatter_tensor,
-    reset_log,
-    scatter,
-    send,
-    set_backend,
-)
-from deepspeed.comm.init import (
-    in_aml,
-    in_aws_sm,
-    in_dlts,
-    init_distributed,
-    mpi_discovery,
-    patch_aml_env_for_torch_nccl_backend,
-    patch_aws_sm_env_for_torch_nccl_backend,
-)
-from deepspeed.comm.logging import comms_logger, configure, timed_op
-from deepspeed.comm.pending import CommunicationError
-from deepspeed.comm.reduce_op import ReduceOp
-from deepspeed.comm.torch import TorchBackend
+
+if TYPE_CHECKING:
+    from deepspeed.comm.backend import Backend
+    from deepspeed.comm.functions import (
+        P2POp,
+        all_gather,
+        all_gather_coalesced,
+        all_gather_into_tensor,
+        all_gather_object,
+        all_reduce,
+        all_reduce_coalesced,
+        all_to_all,
+        all_to_all_single,
+        allgather_fn,
+        barrier,
+        batch_isend_irecv,
+        broadcast,
+        broadcast_object_list,
+        destroy_process_group,
+        enable_symm_mem_for_group,
+        gather,
+        get_all_ranks_from_group,
+        get_comm_operation_count,
+        get_global_rank,
+        get_local_rank,
+        get_logged_comm_ops,
+        get_rank,
+        get_world_group,
+        get_world_size,
+        has_all_gather_into_tensor,
+        has_all_reduce_coalesced,
+        has_coalescing_manager,
+        has_comm_data,
+        has_reduce_scatter_tensor,
+        inference_all_reduce,
+        init_deepspeed_backend,
+        initialize_mesh_device,
+        irecv,
+        is_available,
+        is_initialized,
+        isend,
+        log_summary,
+        monitored_barrier,
+        new_group,
+        recv,
+        reduce,
+        reduce_scatter,
+        reduce_scatter_fn,
+        reduce_scatter_tensor,
+        reset_log,
+        scatter,
+        send,
+        set_backend,
+    )
+    from deepspeed.comm.init import (
+        in_aml,
+        in_aws_sm,
+        in_dlts,
+        init_distributed,
+        mpi_discovery,
+        patch_aml_env_for_torch_nccl_backend,
+        patch_aws_sm_env_for_torch_nccl_backend,
+    )
+    from deepspeed.comm.logging import comms_logger, configure, timed_op
+    from deepspeed.comm.pending import CommunicationError
+    from deepspeed.comm.reduce_op import ReduceOp
+    from deepspeed.comm.torch import TorchBackend
 
 __all__ = [
     "Backend",
@@ -149,9 +151,17 @@ __all__ = [
 ]
 
 
+_HOLDERS = ("init", "logging", "functions", "backend")
+"""Modules that have the names above, those first that every engine loads; few need the others."""
+
+
 def __getattr__(name: str) -> Any:
+    if name in __all__:
+        modules = (importlib.import_module(f"{__name__}.{holder}") for holder in _HOLDERS)
+        value = globals()[name] = next(vars(each)[name] for each in modules if name in vars(each))
+        return value
     if name == "cdb":  # the backend object, None until the process group exists
-        return set_backend()
+        return importlib.import_module(f"{__name__}.functions").set_backend()
     if name == "timer":
         return importlib.import_module("deepspeed.observe.timer")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

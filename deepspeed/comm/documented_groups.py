@@ -6,35 +6,15 @@ Code in this package is passed its mesh and does not look here. Without a mesh a
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch.distributed
 from torch.distributed import ProcessGroup
 
 from deepspeed.base.accelerator import get_accelerator
 from deepspeed.base.exceptions import DeprecatedException
-from deepspeed.base.newest import Newest
 from deepspeed.comm.bwc import bwc_pipeline_parallel_world_size, bwc_tensor_model_parallel_world_size
-
-
-class Mesh(Protocol):
-    """The part of ``deepspeed.comm.mesh.ProcessMesh`` used here."""
-
-    splits_experts: bool
-
-    def size(self, *axes: str) -> int: ...
-    def rank(self, *axes: str) -> int: ...
-    def ranks(self, *axes: str) -> tuple[int, ...]: ...
-    def group(self, *axes: str) -> ProcessGroup: ...
-    def sharing_experts(self, size: int, *, same: bool = False) -> tuple[int, ...]: ...
-    def among(self, ranks: tuple[int, ...]) -> Communicator: ...
-
-
-class Communicator(Protocol):
-    """The part of ``deepspeed.comm.collectives.Communicator`` used here."""
-
-    @property
-    def group(self) -> ProcessGroup | None: ...
+from deepspeed.comm.meshes import Mesh, meshes
 
 
 @dataclass(frozen=True)
@@ -51,10 +31,6 @@ class _ExpertGroups:
 
 @dataclass
 class _Registered:
-    engines: Newest[Mesh] = field(default_factory=Newest)
-    by_hand: Mesh | None = None
-    # Set manually by code that reads tensor-parallel checkpoints without running in parallel.
-    tensor_parallel: dict[str, int] = field(default_factory=dict)
     # Made by ``_create_expert_and_data_parallel`` before there is an engine, by name.
     experts: dict[str, _ExpertGroups] = field(default_factory=dict)
     # Other groups of which this rank is one, made by the functions at the end: by name, with the ranks they are of.
@@ -67,30 +43,18 @@ mpu: Any = None
 """For scripts that ask whether there is one. The getters answer from the mesh, which is made of the caller's unit."""
 
 
-def follow(mesh: Mesh) -> None:
-    """Makes the getters report ``mesh``, that of a new engine, until the engine goes or a newer one comes."""
-    _registered.engines.add(mesh)
-    _registered.by_hand = None
-    _registered.tensor_parallel.clear()
-
-
-def leave(mesh: Mesh) -> None:
-    """Its engine is destroyed: the getters report the one before it."""
-    _registered.engines.remove(mesh)
-
-
 def set_mesh(mesh: Mesh | None) -> None:
     """Makes the getters report ``mesh`` until the next engine is built; None: they forget every mesh."""
-    _registered.by_hand = mesh
+    meshes.by_hand = mesh
     if mesh is None:
-        _registered.engines.clear()
+        meshes.engines.clear()
         _registered.experts.clear()
         _registered.made.clear()
-    _registered.tensor_parallel.clear()
+    meshes.tensor_parallel.clear()
 
 
 def get_mesh() -> Mesh | None:
-    return _registered.by_hand or _registered.engines.get()
+    return meshes.by_hand or meshes.engines.get()
 
 
 def initialize(ep_size: int = 1, mpu: Any = None) -> None:
@@ -171,11 +135,11 @@ def get_tensor_model_parallel_group() -> ProcessGroup | None:
 
 
 def get_tensor_model_parallel_world_size() -> int:
-    return _registered.tensor_parallel.get("size") or _size("tp")
+    return meshes.tensor_parallel.get("size") or _size("tp")
 
 
 def get_tensor_model_parallel_rank() -> int:
-    return _registered.tensor_parallel.get("rank", _rank("tp"))
+    return meshes.tensor_parallel.get("rank", _rank("tp"))
 
 
 def get_tensor_model_parallel_src_rank() -> int:
@@ -184,11 +148,11 @@ def get_tensor_model_parallel_src_rank() -> int:
 
 
 def set_tensor_model_parallel_world_size(world_size: int) -> None:
-    _registered.tensor_parallel["size"] = world_size
+    meshes.tensor_parallel["size"] = world_size
 
 
 def set_tensor_model_parallel_rank(rank: int) -> None:
-    _registered.tensor_parallel["rank"] = rank
+    meshes.tensor_parallel["rank"] = rank
 
 
 get_model_parallel_group = get_tensor_model_parallel_group

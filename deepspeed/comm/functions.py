@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +10,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from deepspeed.comm.client_state import tell_accelerate
+from deepspeed.comm.init import get_local_rank as get_local_rank  # documented here
 from deepspeed.comm.init import require_initialized
 from deepspeed.comm.logging import newest_log, paused_log, timed_op
 from deepspeed.comm.reduce_op import ReduceOp
@@ -150,11 +150,6 @@ def get_world_size(group: ProcessGroup | None = None) -> int:
 def get_rank(group: ProcessGroup | None = None) -> int:
     require_initialized("get_rank")
     return dist.get_rank(group)
-
-
-def get_local_rank() -> int:
-    """Rank among the processes of this host (LOCAL_RANK, 0 if unset)."""
-    return int(os.environ.get("LOCAL_RANK", 0))
 
 
 def get_global_rank(group: ProcessGroup | None = None, group_rank: int = 0) -> int:

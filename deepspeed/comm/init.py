@@ -328,6 +328,11 @@ def in_dlts() -> bool:
     return environment.in_dlts(os.environ)
 
 
+def get_local_rank() -> int:
+    """Rank among the processes of this host (LOCAL_RANK, 0 if unset)."""
+    return int(os.environ.get("LOCAL_RANK", 0))
+
+
 def require_initialized(name: str) -> Any:
     """Raise unless the default group exists."""
     if not dist.is_initialized():

@@ -16,12 +16,9 @@ from pydantic import BaseModel, ValidationError
 
 from deepspeed.config import batch
 from deepspeed.config.arguments import OPTIMIZER, TAKES_AUTO
-from deepspeed.config.availability import missing_features
 from deepspeed.config.axes import Axes
 from deepspeed.config.batch import BatchSizes
-from deepspeed.config.elastic_batch import ELASTICITY, elastic_batch
 from deepspeed.config.keys import Key, documented_name, field_at, keys_of, paths_by_key
-from deepspeed.config.meaning import plain_meaning
 from deepspeed.config.problems import (
     MOST_LISTED,
     DeepSpeedConfigError,
@@ -33,15 +30,21 @@ from deepspeed.config.problems import (
     shown,
 )
 from deepspeed.config.reader import ConfigSource, Path, copy_containers
-from deepspeed.config.refusals import refusals, value_at
 from deepspeed.config.rules.all import check_rules
 from deepspeed.config.schema import TrainingConfig
 from deepspeed.config.section import LenientConfigModel, collect_notes, extra_facts, is_auto, note
-from deepspeed.config.sections.elasticity import ElasticityConfig, ElasticityConfigError, ElasticityError
+from deepspeed.config.sections.elasticity import (
+    ELASTICITY,
+    ElasticityConfig,
+    ElasticityConfigError,
+    ElasticityError,
+)
 from deepspeed.config.sections.precision import DeepSpeedFP16Config
 from deepspeed.config.sections.zero import ZERO_OPTIMIZATION, read_zero_config_deprecated
 
 OPTIMIZER_SECTION = "optimizer"
+UNFINISHED = frozenset({"compile", "expert_parallel", "graph_harvesting", "nebula", "tensor_parallel"})
+"""Top-level keys below which something is refused by name: without them `availability.py` is not asked."""
 BATCH_KEYS = (batch.TRAIN, batch.MICRO, batch.GAS)
 
 # Keys that clients write next to ours and that are not read here. Dotted keys (TRL) and comments are recognised
@@ -305,6 +308,9 @@ def _validate(data: dict[str, Any], result: Analysis) -> TrainingConfig | None:
         try:
             return TrainingConfig(**data)
         except ValidationError as error:
+            from deepspeed.config.meaning import plain_meaning  # for configs with mistakes
+            from deepspeed.config.refusals import refusals, value_at
+
             before = len(refused)
             for path, message, missing in refusals(TrainingConfig, error, data, result.source.data):
                 dotted = ".".join(map(str, path))
@@ -359,6 +365,11 @@ def _check_rules(config: TrainingConfig, result: Analysis) -> None:
             result.error(finding.keys[0], finding.message, finding.remedy, finding.raised_as)
         else:
             note(f"config key '{finding.keys[0]}' {finding.message}")
+    if config.model_fields_set.isdisjoint(UNFINISHED):
+        return
+    from deepspeed.config.availability import missing_features
+    from deepspeed.config.refusals import value_at
+
     for row in missing_features(config):
         if spoiled(row.key):
             continue
@@ -401,6 +412,8 @@ def _resolve_elastic_batch(section: ElasticityConfig, axes: Axes, result: Analys
             "(tensor-parallel times sequence-parallel ranks)",
         )
         return
+    from deepspeed.config.elastic_batch import elastic_batch  # its sizes are searched for
+
     try:
         found = elastic_batch(section, axes.data_parallel)
     except ElasticityError as error:

@@ -32,14 +32,13 @@ from deepspeed.config.constants import (
     ZERO_ONE_ADAM_OPTIMIZER,
     ValidationMode,
 )
-from deepspeed.config.elastic_batch import ELASTICITY, ensure_immutable_elastic_config
-from deepspeed.config.hidden import without_secrets
 from deepspeed.config.problems import DeepSpeedConfigError, Problem
 from deepspeed.config.ranks import global_rank, world_size
 from deepspeed.config.reader import load_source
 from deepspeed.config.schema import TrainingConfig
 from deepspeed.config.section import ScientificNotationEncoder
 from deepspeed.config.sections.comm import DeepSpeedCommsConfig
+from deepspeed.config.sections.elasticity import ELASTICITY
 from deepspeed.config.sections.hybrid_engine import HybridEngineConfig
 from deepspeed.config.sections.monitor import MONITORS, DeepSpeedMonitorConfig
 from deepspeed.config.sections.zero import DeepSpeedZeroConfig, ZeroStageEnum
@@ -127,6 +126,8 @@ class DeepSpeedConfig:
         self._param_dict: dict[str, Any] = source.data
         self._schema: TrainingConfig = analysis.config
         if self._schema.elasticity is not None and self._schema.elasticity.enabled:
+            from deepspeed.config.elastic_batch import ensure_immutable_elastic_config
+
             ensure_immutable_elastic_config(source.data[ELASTICITY])
         self.batch: BatchSizes = analysis.batch
         self._read_batch(self._schema, self.batch)
@@ -324,6 +325,8 @@ class DeepSpeedConfig:
 
     def print_user_config(self) -> None:
         """Log the config as the user wrote it."""
+        from deepspeed.config.hidden import without_secrets
+
         text = json.dumps(
             without_secrets(self._param_dict),
             sort_keys=True,

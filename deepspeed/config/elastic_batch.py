@@ -21,13 +21,13 @@ from pydantic import ValidationError
 
 from deepspeed.base.logging import logger
 from deepspeed.config.sections.elasticity import (
+    ELASTICITY,
     ElasticityConfig,
     ElasticityConfigError,
     ElasticityError,
     ElasticityIncompatibleWorldSize,
 )
 
-ELASTICITY = "elasticity"
 SCHEDULER_CONFIG = "DEEPSPEED_ELASTICITY_CONFIG"
 OLDEST_VERSION = "0.3.8"
 HIGHLY_COMPOSITE = (

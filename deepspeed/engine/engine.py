@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -14,14 +15,12 @@ from deepspeed.base.accelerator import get_accelerator
 from deepspeed.base.events import Events
 from deepspeed.base.logging import apply_log_level
 from deepspeed.base.transforms import inside_transform
-from deepspeed.checkpoint.storage.utils import create_checkpoint_engine
-from deepspeed.comm import documented_groups as groups
 from deepspeed.comm.collectives import CommunicationError
-from deepspeed.comm.init import network_of
+from deepspeed.comm.init import get_local_rank, network_of
+from deepspeed.comm.meshes import meshes
 from deepspeed.config.constants import ROUTE_EVAL, ROUTE_TRAIN  # noqa: F401 - documented here too
 from deepspeed.config.deepspeed_config import DeepSpeedConfig
 from deepspeed.config.plan import Plan, make_plan
-from deepspeed.data.loader import DeepSpeedDataLoader
 from deepspeed.engine import module as modules
 from deepspeed.engine.assembly import TrainingCore, build_training, make_mesh, recompute_settings
 from deepspeed.engine.half_loaded import HalfLoaded
@@ -41,8 +40,8 @@ from deepspeed.optim.schedulers import advance, resolve_scheduler
 from deepspeed.parallel.selection import from_config
 from deepspeed.planning.fits import check_fits, write_model_info_if_tuning
 from deepspeed.planning.run_spec import RunSpec
-from deepspeed.transforms import transform_module
 from deepspeed.transforms.recompute import scope as recompute_scope
+from deepspeed.transforms.record import transforms_of
 from deepspeed.zero.accumulation import AccumulationClock
 from deepspeed.zero.gradients.backward import (
     PlainBackward,
@@ -55,6 +54,9 @@ from deepspeed.zero.gradients.backward import (
 from deepspeed.zero.params import make_whole
 from deepspeed.zero.precision import autocast_context, cast_inputs
 from deepspeed.zero.replica_groups import broadcast_weights, check_ranks_agree
+
+if TYPE_CHECKING:
+    from deepspeed.data.loader import DeepSpeedDataLoader
 
 DeepSpeedOptimizerCallable = Callable[[Any], Optimizer]
 DeepSpeedSchedulerCallable = Callable[[Optimizer], Any]
@@ -102,10 +104,6 @@ class DeepSpeedEngine(EngineSurface, Observed, nn.Module):
         self._find_place(args, mesh_device)
         self.device = modules.choose_device(model, self.local_rank, keep=dont_change_device)
         # Clock, events and counters exist before all that is given them or subscribes to them.
-        self.clock = AccumulationClock(
-            self._config.gradient_accumulation_steps, managed=self.plan.managed_accumulation
-        )
-        self.events = Events()
         self._begin_counting()
         self._own_parts()
         # Mistaken arguments are refused before the module is touched.
@@ -119,16 +117,7 @@ class DeepSpeedEngine(EngineSurface, Observed, nn.Module):
         if not self.plan.zero.shard_params:
             make_whole(model)
         # The memory is counted while nothing of it is taken on the device.
-        run = RunSpec(
-            module=model,
-            plan=self.plan,
-            config=self._config,
-            mesh=self.mesh,
-            optimizer=optimizer,
-            model_parameters=model_parameters,
-        )
-        write_model_info_if_tuning(run)
-        check_fits(run)
+        self._check_memory(model, optimizer, model_parameters)
         # Masters and buckets copy the weights: by then these are on the device, in their dtype, equal on all ranks.
         self._take_module(model, None if dont_change_device else self.device)
         self._take_training(optimizer, model_parameters)
@@ -137,8 +126,6 @@ class DeepSpeedEngine(EngineSurface, Observed, nn.Module):
         self.lr_scheduler = resolve_scheduler(self._config, lr_scheduler, self.basic_optimizer, optimizer)
         self.collate_fn = collate_fn
         self.training_dataloader = self._own_loader(training_data) if training_data is not None else None
-        # For single files; the safety of the folder does not depend on it.
-        self.checkpoint_engine = create_checkpoint_engine(self._config, None, 0, False, False)
         self.background_writer = self.checkpoints.new_writer()
         # Observers come last: they read all of the above, and the report says what was made.
         attach_observers(self)
@@ -150,20 +137,24 @@ class DeepSpeedEngine(EngineSurface, Observed, nn.Module):
         self._network = network_of(self._config)
         self.mesh = make_mesh(self.plan.axes, self.mpu, mesh_device).in_network(self._network)
         self.mesh.data_before_experts = self._config.use_data_before_expert_parallel_
-        groups.follow(self.mesh)
+        meshes.follow(self.mesh)
         shared = self.mesh.communicator("tp") if self.mpu is None and self.mesh.size("tp") > 1 else None
         self._checkpointing = recompute_settings(self._config, self.mpu, self._network, shared)
         self.accelerator = get_accelerator()
         given = getattr(args, "local_rank", None)  # OmegaConf has None for what is not there
-        self.local_rank = int(given) if given is not None and int(given) >= 0 else dist.get_local_rank()
-        self.global_rank = dist.get_rank()
-        self.world_size = dist.get_world_size()
+        self.local_rank = int(given) if given is not None and int(given) >= 0 else get_local_rank()
+        self.global_rank = torch.distributed.get_rank()
+        self.world_size = torch.distributed.get_world_size()
         self.dp_world_size = self.mesh.size("dp")  # ranks with different data
         self.seq_dp_world_size = self.mesh.size("dp", "sp")  # ranks that share gradients and state
         self.mp_world_size = self.mesh.size("tp")
 
     def _begin_counting(self) -> None:
-        """Initialize the counters: nothing has happened yet."""
+        """Start the clock and the counters: nothing has happened yet."""
+        self.clock = AccumulationClock(
+            self._config.gradient_accumulation_steps, managed=self.plan.managed_accumulation
+        )
+        self.events = Events()
         self.global_steps = 0
         self.global_samples = 0
         self.skipped_steps = 0
@@ -191,12 +182,29 @@ class DeepSpeedEngine(EngineSurface, Observed, nn.Module):
     ) -> list[Any] | None:
         """Change the module as the config and its author ask, before anything is moved or sharded. Returns the
         parameters to train; a client's optimizer follows in place."""
-        self.module_transforms = transform_module(
-            model, self.plan, self._config, self.mesh, from_config(self._config)
-        )
+        asked, self.module_transforms = from_config(self._config), transforms_of(model)
+        if asked or self.module_transforms.requested:
+            from deepspeed.transforms.module_transforms import transform_module
+
+            self.module_transforms = transform_module(model, self.plan, self._config, self.mesh, asked)
+        else:
+            self.module_transforms.ran_nothing()
         self.data = EngineData(self, self.module_transforms.inputs)
         self.module_transforms.successors.in_optimizer(optimizer)
         return self.module_transforms.successors.in_parameters(model_parameters)
+
+    def _check_memory(self, model: nn.Module, optimizer: Any, model_parameters: list[Any] | None) -> None:
+        """Raise MemoryPlanError if the model states cannot fit; tell the autotuner what each stage would need."""
+        run = RunSpec(
+            module=model,
+            plan=self.plan,
+            config=self._config,
+            mesh=self.mesh,
+            optimizer=optimizer,
+            model_parameters=model_parameters,
+        )
+        write_model_info_if_tuning(run)
+        check_fits(run)
 
     def _take_module(self, model: nn.Module, device: torch.device | None) -> None:
         """Put the module on ``device`` (None: it stays), in the plan's dtypes, and make it the same on every rank."""
@@ -435,7 +443,7 @@ class DeepSpeedEngine(EngineSurface, Observed, nn.Module):
         self.events.emit("on_destroy")
         self.zero_grads.remove()
         self._network.leave()
-        groups.leave(self.mesh)
+        meshes.leave(self.mesh)
         self._checkpointing.leave()
         core, self.core = self.core, None
         sharded, self.sharded = self.sharded, None
@@ -465,6 +473,13 @@ class DeepSpeedEngine(EngineSurface, Observed, nn.Module):
                 what, destroyed=self._destroyed, configured=self._config.optimizer_name is not None
             )
         return self.core
+
+    @cached_property
+    def checkpoint_engine(self) -> Any:
+        """Storage of single files (``checkpoint.writer``); the safety of a folder does not depend on it."""
+        from deepspeed.checkpoint.storage.utils import create_checkpoint_engine
+
+        return create_checkpoint_engine(self._config, None, 0, False, False)
 
     @property
     def state_access(self) -> Any:

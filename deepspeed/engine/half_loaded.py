@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from deepspeed.base.events import Events
-from deepspeed.checkpoint.errors import CheckpointError
 
 _GUARDED = ("before_forward", "before_backward", "before_step")
 
@@ -48,6 +47,8 @@ class HalfLoaded:
         """CheckpointError if weights or states are those of a load that failed."""
         if self._failed is not None:
             with_optimizer = " with its optimizer states" if self._with_optimizer else ""
+            from deepspeed.checkpoint.errors import CheckpointError
+
             raise CheckpointError(
                 f"this engine is half loaded: loading {self._failed} failed after some of its weights and states had "
                 f"been replaced. Load a checkpoint{with_optimizer}, or make a new engine"

@@ -9,7 +9,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from deepspeed import comm as dist
-from deepspeed.base.constants import TORCH_DISTRIBUTED_DEFAULT_PORT
+from deepspeed.base.constants import TENSOR_PARALLEL_SIZE, TORCH_DISTRIBUTED_DEFAULT_PORT
+from deepspeed.base.sharded import had_dtensors
 from deepspeed.base.staged import Staged
 from deepspeed.config.arguments import FILLED_IN
 from deepspeed.config.axes import sequence_parallel_size, tensor_parallel_size
@@ -19,8 +20,6 @@ from deepspeed.config.reader import read_config
 from deepspeed.config.section import is_auto, note
 from deepspeed.engine.engine import DeepSpeedEngine
 from deepspeed.engine.run import begin_run
-from deepspeed.parallel.tensor.init_utils import with_recorded_size
-from deepspeed.transforms.distributed_tensors import take_distributed
 from deepspeed.zero.gathering.active_contexts import active_contexts
 
 
@@ -65,20 +64,14 @@ def initialize(
     given = _one_config(args, config if config is not None else config_params)
     if model is None:
         raise AssertionError("deepspeed.initialize requires a model")
-    split_over = take_distributed(model) if isinstance(model, nn.Module) else None
-    given = with_recorded_size(given, model, mpu)
+    split_over = _take_distributed(model)
+    given = _with_recorded_size(given, model, mpu)
     if isinstance(model, Staged):
         mpu = _arranged(model, given, mpu)
     parsed = DeepSpeedConfig(
         given, mpu, mesh_param=mesh_param, split_over=split_over, client_optimizer=optimizer is not None
     )
-    # The script has the flag, and it was not given.
-    if getattr(args, "deepspeed_sparse_attention", None) is False:
-        parsed.applies_sparse_attention = False
-    if optimizer is None:
-        _check_optimizer(parsed)
-    if lr_scheduler is None and parsed.scheduler_name is not None:
-        _say_what_nobody_filled_in(parsed, "scheduler", parsed.scheduler_name)
+    _beside_arguments(parsed, args, optimizer, lr_scheduler)
     # What the engine builds must not be partitioned by a surrounding zero.Init.
     with active_contexts.suspending():
         dist.init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
@@ -98,6 +91,36 @@ def initialize(
         )
         begin_run(engine)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def _take_distributed(model: Any) -> int | None:
+    """Return over how many ranks DTensors of the model are split, which become plain parameters; None: it has none."""
+    if not isinstance(model, nn.Module) or not had_dtensors(model):
+        return None
+    from deepspeed.transforms.distributed_tensors import take_distributed
+
+    return take_distributed(model)
+
+
+def _with_recorded_size(given: Any, model: Any, mpu: Any) -> Any:
+    """Return the config with the number of tensor-parallel ranks that ``tp_model_init`` was told, if it was called."""
+    if TENSOR_PARALLEL_SIZE not in vars(model):
+        return given
+    from deepspeed.parallel.tensor.init_utils import with_recorded_size
+
+    return with_recorded_size(given, model, mpu)
+
+
+def _beside_arguments(config: DeepSpeedConfig, args: Any, optimizer: Any, lr_scheduler: Any) -> None:
+    """Check the sections of the config for which nothing was passed to ``initialize``, and apply the flags of ``args``.
+    DeepSpeedConfigError: the config's optimizer is unknown, or does not take its parameters."""
+    # The script has the flag, and it was not given.
+    if getattr(args, "deepspeed_sparse_attention", None) is False:
+        config.applies_sparse_attention = False
+    if optimizer is None:
+        _check_optimizer(config)
+    if lr_scheduler is None and config.scheduler_name is not None:
+        _say_what_nobody_filled_in(config, "scheduler", config.scheduler_name)
 
 
 def _arranged(model: Staged, given: Any, mpu: Any) -> Any:

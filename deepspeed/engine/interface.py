@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from deepspeed.config.plan import Plan
     from deepspeed.engine.assembly import TrainingCore
     from deepspeed.engine.half_loaded import HalfLoaded
-    from deepspeed.transforms import Transforms
+    from deepspeed.transforms.record import Transforms
     from deepspeed.zero.accumulation import AccumulationClock
     from deepspeed.zero.gathering.sharded_model import ShardedModel
     from deepspeed.zero.replica_groups import ReplicaGroups

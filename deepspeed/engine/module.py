@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from deepspeed.base.accelerator import get_accelerator
-from deepspeed.base.sharded import is_zero_param
+from deepspeed.base.sharded import is_dtensor, is_zero_param
 from deepspeed.config.plan import Plan
 from deepspeed.parallel.expert.placement import place_experts, watched_layers
 from deepspeed.parallel.expert.stacked import mark_stacks
@@ -61,8 +61,7 @@ _WHY = {
 def _problem(param: nn.Parameter) -> str | None:
     if is_lazy(param):
         return "lazy"
-    # By name: importing the class takes longer than everything else here.
-    if any(kind.__qualname__ == "DTensor" for kind in type(param).__mro__):
+    if is_dtensor(param):
         return "dtensor"
     if param.is_meta:
         return "meta"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar
 
 import torch
 
@@ -16,7 +16,9 @@ from deepspeed.engine.parts.sparse_sums import SparseSums
 from deepspeed.engine.parts.state import Checkpoints, StateMoves
 from deepspeed.engine.parts.zero_grads import ZeroGrads
 from deepspeed.engine.settings import EngineSettings
-from deepspeed.transforms.progressive_layer_drop import ProgressiveLayerDrop
+
+if TYPE_CHECKING:
+    from deepspeed.transforms.progressive_layer_drop import ProgressiveLayerDrop
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -76,7 +78,7 @@ class EngineSurface(EngineSettings):
     get_wall_clock_timers = answered_by(Facts.get_wall_clock_timers)
     micro_steps = Shown[int]("clock")
     position_in_batch = answered_by(Facts.position_in_batch)
-    progressive_layer_drop = Shown[ProgressiveLayerDrop | None]("facts")
+    progressive_layer_drop: Shown[ProgressiveLayerDrop | None] = Shown("facts")
     get_pld_theta = answered_by(Facts.get_pld_theta)
     get_data_types = answered_by(Facts.get_data_types)
     sparse_tensor_module_names = Shown[set[str]]("facts")

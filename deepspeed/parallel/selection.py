@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from deepspeed.transforms.module_transforms import ModuleTransform
-
 if TYPE_CHECKING:
     from deepspeed.config.deepspeed_config import DeepSpeedConfig
+    from deepspeed.transforms.module_transforms import ModuleTransform
 
 
 def expert_parallelism(config: DeepSpeedConfig) -> ModuleTransform | None:
@@ -103,7 +102,7 @@ def weight_quantization(config: DeepSpeedConfig) -> ModuleTransform | None:
     return WeightQuantization(section)
 
 
-Factory = Callable[["DeepSpeedConfig"], ModuleTransform | None]
+Factory = Callable[["DeepSpeedConfig"], "ModuleTransform | None"]
 FROM_CONFIG: tuple[Factory, ...] = (
     expert_parallelism,
     tensor_parallelism,

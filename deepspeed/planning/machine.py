@@ -8,13 +8,16 @@ import shutil
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil
 
 from deepspeed.base.accelerator import get_accelerator
 from deepspeed.base.accelerator.host_memory import machine_available_bytes
 from deepspeed.config.plan import Plan
-from deepspeed.planning.ledger import MemoryPlace
+
+if TYPE_CHECKING:
+    from deepspeed.planning.ledger import MemoryPlace
 
 _CGROUP = Path("/sys/fs/cgroup")
 
@@ -28,6 +31,8 @@ class Capacity:
     disk: int | None = None
 
     def of(self, place: MemoryPlace) -> int | None:
+        from deepspeed.planning.ledger import MemoryPlace  # for those who plan
+
         return {MemoryPlace.DEVICE: self.device, MemoryPlace.HOST: self.host, MemoryPlace.DISK: self.disk}[
             place
         ]

@@ -57,6 +57,23 @@ def plan() -> argparse.ArgumentParser:
         required=True,
         help="Hugging Face folder, config.json or name, module:function, or a shape such as gpt:7b",
     )
+    _add_run(made)
+    _add_machine(made)
+    made.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="change a key of the config, such as bf16.enabled=true (can be repeated)",
+    )
+    _add_link(made)
+    made.add_argument("--json", action="store_true", help="print one JSON object with bytes as numbers")
+    time_options.add_options(made)
+    return made
+
+
+def _add_run(made: argparse.ArgumentParser) -> None:
+    """Add what describes the run to plan: its ranks, its batch, and how the script builds the model."""
     made.add_argument("--gpus", type=positive, default=1, metavar="N", help="ranks per node (default: 1)")
     made.add_argument("--nodes", type=positive, default=1, metavar="M", help="number of nodes (default: 1)")
     made.add_argument(
@@ -76,6 +93,10 @@ def plan() -> argparse.ArgumentParser:
         default="fp32",
         help="dtype in which the training script builds the model",
     )
+
+
+def _add_machine(made: argparse.ArgumentParser) -> None:
+    """Add the kind of device and the sizes of memory."""
     made.add_argument(
         "--device", help="type of device, such as cuda or cpu (default: the one of this machine, else cuda)"
     )
@@ -89,13 +110,10 @@ def plan() -> argparse.ArgumentParser:
         help="memory of each node (default: what is available on this machine)",
     )
     made.add_argument("--disk", type=_size, metavar="SIZE", help="space for swap files on each node")
-    made.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="change a key of the config, such as bf16.enabled=true (can be repeated)",
-    )
+
+
+def _add_link(made: argparse.ArgumentParser) -> None:
+    """Add the slow link between nodes, for a prediction of the step time over it."""
     made.add_argument(
         "--link-mbits",
         type=_positive_number,
@@ -109,9 +127,6 @@ def plan() -> argparse.ArgumentParser:
         metavar="T",
         help="with --link-mbits: compute time per step (default: 1)",
     )
-    made.add_argument("--json", action="store_true", help="print one JSON object with bytes as numbers")
-    time_options.add_options(made)
-    return made
 
 
 def check() -> argparse.ArgumentParser:

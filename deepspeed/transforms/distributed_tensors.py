@@ -21,10 +21,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from deepspeed.base.sharded import full_shape, is_zero_param
+from deepspeed.base.sharded import LAYOUTS, full_shape, is_dtensor, is_zero_param
 from deepspeed.checkpoint.placement import ATTRIBUTE, Placement, local_part, place
 from deepspeed.config.problems import DeepSpeedConfigError
-from deepspeed.transforms.module_transforms import TransformContext, request, transforms_of
+from deepspeed.transforms.module_transforms import TransformContext, request
+from deepspeed.transforms.record import transforms_of
 from deepspeed.zero.replica_groups import DENSE, replica_group_name
 
 if TYPE_CHECKING:
@@ -32,14 +33,7 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 NAME = "distributed_tensors"
-_LAYOUTS = "_ds_layouts"
-"""A module whose parameters were DTensors keeps by name how they lie."""
 _SHOWN = 3
-
-
-def is_dtensor(value: object) -> bool:
-    """By name: importing the class takes longer than everything else here."""
-    return any(kind.__qualname__ == "DTensor" for kind in type(value).__mro__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +113,7 @@ def _listing(names: list[str]) -> str:
 
 
 def _layouts(module: nn.Module) -> dict[str, DTensorLayout]:
-    return vars(module).get(_LAYOUTS, {})
+    return vars(module).get(LAYOUTS, {})
 
 
 class LocalParts:
@@ -171,7 +165,7 @@ def _take_over(
     owner: nn.Module, owned: Mapping[str, nn.Parameter], parts: Mapping[int, nn.Parameter]
 ) -> None:
     layouts = {name: DTensorLayout.of(tensor) for name, tensor in owned.items()}  # type: ignore[arg-type]
-    vars(owner)[_LAYOUTS] = layouts
+    vars(owner)[LAYOUTS] = layouts
     for name, tensor in owned.items():
         owner._parameters[name] = parts[id(tensor)]
     owner.forward = _seeing(owner, owner.forward, {name: each.distributed for name, each in layouts.items()})

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor, nn
@@ -17,8 +16,8 @@ from deepspeed.config.plan import Plan
 from deepspeed.transforms.errors import TransformError, TransformRefusedError
 from deepspeed.transforms.inputs import InputTransform
 from deepspeed.transforms.ordering import INPUT_ORDER, MODULE_ORDER, in_order
+from deepspeed.transforms.record import RECORD, Successors, TransformReport, Transforms, transforms_of
 from deepspeed.transforms.structure import Changes, Structure, count
-from deepspeed.transforms.successors import Successors
 from deepspeed.zero.tensor_fragment import is_kept_by_engine
 
 if TYPE_CHECKING:
@@ -47,20 +46,6 @@ class ModuleTransform(Protocol):
         parameters; their values need not agree between ranks, as those of the first rank are broadcast later.
         """
         ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TransformReport:
-    """Report of one transform. ``renamed``: tensors of its result's state dict that exports keep under new names."""
-
-    name: str
-    summary: str
-    renamed: int = 0
-
-    def line(self) -> str:
-        """For the lines at the start."""
-        note = f"; new names that stay in exports: {self.renamed}" if self.renamed else ""
-        return f"transform {self.name}: {self.summary}{note}"
 
 
 class TransformContext:
@@ -110,38 +95,6 @@ class TransformContext:
         self.said.append(text)
 
 
-@dataclass(slots=True)
-class Transforms:
-    """The transforms of one module: those requested for it, and what those that ran have left.
-
-    ``originals``: how to get the tensors of the untransformed module, None if no transform ran.
-    ``successors``: what the last run made of parameters. Copies of the module share the transforms themselves; a
-    pickled one keeps only what an export needs.
-    """
-
-    requested: list[ModuleTransform] = field(default_factory=list)
-    reports: list[TransformReport] = field(default_factory=list)
-    originals: Originals | None = None
-    inputs: list[InputTransform] = field(default_factory=list)
-    claims: dict[str, str] = field(default_factory=dict)
-    successors: Successors = field(default_factory=Successors)
-
-    @property
-    def names(self) -> list[str]:
-        """Those that ran."""
-        return [report.name for report in self.reports]
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Transforms:
-        lists = list(self.requested), list(self.reports), self.originals, list(self.inputs)
-        return Transforms(*lists, dict(self.claims))
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Transforms, ([], self.reports, self.originals, [], self.claims)
-
-
-_RECORD = "_ds_transforms"
-
-
 def request(module: nn.Module, transform: ModuleTransform) -> None:
     """Have ``deepspeed.initialize`` apply ``transform`` to ``module``, besides those that the config asks for.
 
@@ -155,7 +108,7 @@ def request(module: nn.Module, transform: ModuleTransform) -> None:
             f"transform {transform.name!r} comes too late: an engine holds the module's weights already. Request it "
             "before deepspeed.initialize, or call engine.destroy() first"
         )
-    vars(module).setdefault(_RECORD, Transforms()).requested.append(transform)
+    vars(module).setdefault(RECORD, Transforms()).requested.append(transform)
 
 
 def _is_taken(module: nn.Module) -> bool:
@@ -163,11 +116,6 @@ def _is_taken(module: nn.Module) -> bool:
         is_kept_by_engine(param) or (is_zero_param(param) and not vars(param)["ds_owner"].alone)
         for param in module.parameters()
     )
-
-
-def transforms_of(module: nn.Module) -> Transforms:
-    """Return the transforms that were requested for, or done to, this module; empty if there are none."""
-    return vars(module).get(_RECORD) or Transforms()
 
 
 def transform_module(
@@ -192,9 +140,7 @@ def transform_module(
         others=[*record.names, *INPUT_ORDER],
     )
     if not coming:
-        record.requested.clear()
-        record.successors = Successors()
-        return record
+        return record.ran_nothing()
     if _is_taken(module):
         raise TransformError(
             f"transform {coming[0].name!r} comes too late: another engine holds the module's weights"
@@ -205,7 +151,7 @@ def transform_module(
         with run.naming(transform):
             transform.apply(module, context)
             run.take(transform, context)
-    vars(module)[_RECORD] = run.result
+    vars(module)[RECORD] = run.result
     return run.result
 
 

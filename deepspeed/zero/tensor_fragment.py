@@ -10,7 +10,7 @@ same parameters in the same order. Gradients exist from ``backward`` to ``step``
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 import torch
@@ -56,20 +56,6 @@ def _required(param: nn.Parameter) -> StateAccess:
             f"trained without ZeRO and master weights; then write to the parameter itself."
         )
     return access
-
-
-def write_pieces(pieces: Sequence[Tensor] | None, value: Tensor, what: str) -> None:
-    """Writes ``value`` over tensors that together are this rank's part; None: they do not exist at present."""
-    if pieces is None:
-        raise ValueError(
-            f"There is no {what} to write on this rank now; gradients exist from backward() to step()."
-        )
-    numels = [piece.numel() for piece in pieces]
-    if value.numel() != sum(numels):
-        raise ValueError(f"This rank's {what} has {sum(numels)} elements, the given value {value.numel()}.")
-    with torch.no_grad():
-        for piece, part in zip(pieces, value.detach().reshape(-1).split(numels), strict=True):
-            piece.copy_(part.view(piece.shape))
 
 
 def _check_shape(param: nn.Parameter, value: Tensor) -> None:

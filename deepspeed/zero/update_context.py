@@ -15,7 +15,6 @@ from deepspeed.zero.norms import sum_of_squares
 from deepspeed.zero.placements import counted, in_parts, is_stack
 from deepspeed.zero.replica_groups import ReplicaGroup, ReplicaGroups
 from deepspeed.zero.states.store import GroupTensors, StateStore
-from deepspeed.zero.whole_matrices import OwnMatrices, WholeMatrices
 
 
 class OptimizerContext:
@@ -36,6 +35,8 @@ class OptimizerContext:
             self._sums = SegmentSums(self.store, self.replica_groups, sharded=sharded)
         self._matrices = None
         if traits.whole_matrices and (sharded or any(map(is_stack, self.store.params))):
+            from deepspeed.zero.whole_matrices import OwnMatrices, WholeMatrices  # for Muon
+
             make = WholeMatrices if sharded else OwnMatrices
             self._matrices = make(self.store, self.replica_groups)
 

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 import deepspeed.utils as ds
 from deepspeed.zero import tensor_fragment
+from deepspeed.zero.states.fragments import write_pieces
 
 
 class Access:
@@ -50,14 +51,14 @@ class Access:
         return None if self.gradient is None else self.gradient[:4]
 
     def set_local_master(self, param: nn.Parameter, value: Tensor) -> None:
-        tensor_fragment.write_pieces([self.master[:3], self.master[3:4]], value, "part of the master weight")
+        write_pieces([self.master[:3], self.master[3:4]], value, "part of the master weight")
 
     def set_local_state(self, param: nn.Parameter, key: str, value: Tensor) -> None:
-        tensor_fragment.write_pieces([self.exp_avg[:4]], value, f"part of {key!r}")
+        write_pieces([self.exp_avg[:4]], value, f"part of {key!r}")
 
     def set_local_gradient(self, param: nn.Parameter, value: Tensor) -> None:
         pieces = None if self.gradient is None else [self.gradient[:4]]
-        tensor_fragment.write_pieces(pieces, value, "part of the gradient")
+        write_pieces(pieces, value, "part of the gradient")
 
 
 @pytest.fixture

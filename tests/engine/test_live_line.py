@@ -23,14 +23,14 @@ from deepspeed.base import terminal
 from deepspeed.base.events import Events
 from deepspeed.base.logging import LEVEL_VARIABLE, level_of_environment, logger, report
 from deepspeed.base.terminal import StatusLine, another_display_is_active
-from deepspeed.engine.observers.progress import live_line
-from deepspeed.engine.observers.progress.live_line import (
+from deepspeed.engine.observers.progress.display import (
+    VARIABLE,
     Display,
     LineFormat,
-    LiveLine,
     choose_display,
     made_by_client,
 )
+from deepspeed.engine.observers.progress.live_line import LiveLine
 from deepspeed.engine.observers.progress.readings import LossMeter, total_steps
 from deepspeed.engine.observers.progress.start_report import held_bytes
 from tests.pool import distributed
@@ -44,7 +44,7 @@ NEVER = float("inf")
 def environment(**values: str) -> Iterator[None]:
     """These variables and no others of the live line's; the logger keeps its level."""
     before, level = dict(os.environ), logger.level
-    os.environ.pop(live_line.VARIABLE, None)
+    os.environ.pop(VARIABLE, None)
     os.environ.pop(LEVEL_VARIABLE, None)
     os.environ.update(values)
     try:
@@ -120,7 +120,7 @@ def test_three_lines_at_the_start(stage: int, bf16: bool) -> None:
         trained = sum(engine.core.trained.params[i].ds_numel if stage == 3 else p.numel()
                       for i, p in enumerate(engine.core.trained.params))  # fmt: skip
         assert f"{trained:,} trained parameters" in second and "planned" in second
-        assert "transport " in third and live_line.VARIABLE in third
+        assert "transport " in third and VARIABLE in third
     engine.destroy()
 
 
@@ -220,8 +220,8 @@ def test_which_display(
     client: bool,
     expected: Any,
 ) -> None:
-    monkeypatch.setattr(live_line, "is_terminal", lambda stream: on_terminal)
-    with environment(**{live_line.VARIABLE: asked}):
+    monkeypatch.setattr(terminal, "is_terminal", lambda stream: on_terminal)
+    with environment(**{VARIABLE: asked}):
         found = choose_display(steps, level, client=client)
     assert found == (
         Display(LineFormat.BAR if on_terminal else LineFormat.LINE) if expected == "fits" else expected
@@ -439,9 +439,7 @@ def test_on_a_terminal(tmp_path: Path) -> None:
     """A status line on standard error, from the first step; the log of standard output is not in it."""
     master, slave = pty.openpty()
     (tmp_path / "script.py").write_text(SCRIPT)
-    variables = {
-        name: value for name, value in os.environ.items() if name not in (live_line.VARIABLE, "RANK")
-    }
+    variables = {name: value for name, value in os.environ.items() if name not in (VARIABLE, "RANK")}
     done = subprocess.run(
         [sys.executable, "script.py", "3"],
         cwd=tmp_path,

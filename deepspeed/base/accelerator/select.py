@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
+import importlib
 import os
-from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from deepspeed.base.accelerator.abstract_accelerator import DeepSpeedAccelerator
-from deepspeed.base.accelerator.cpu_accelerator import CPU_Accelerator
-from deepspeed.base.accelerator.cuda_accelerator import CUDA_Accelerator
-from deepspeed.base.accelerator.torch_device import MPS_Accelerator, TorchDevice_Accelerator
 
 ENVIRONMENT_VARIABLE = "DS_ACCELERATOR"
 SUPPORTED_ACCELERATORS = ("cuda", "cpu", "xpu", "npu", "mps", "hpu", "mlu", "sdaa", "supa")
-OWN_CLASS: dict[str, Callable[[], DeepSpeedAccelerator]] = {
-    "cpu": CPU_Accelerator,
-    "cuda": CUDA_Accelerator,
-    "mps": MPS_Accelerator,
+OWN_CLASS = {
+    "cpu": "cpu_accelerator:CPU_Accelerator",
+    "cuda": "cuda_accelerator:CUDA_Accelerator",
+    "mps": "torch_device:MPS_Accelerator",
 }
+OTHERS = "torch_device:TorchDevice_Accelerator"
+"""Classes as "module:name" in this folder: only the one that a process uses is imported."""
 
 
 ds_accelerator: DeepSpeedAccelerator | None = None
@@ -48,11 +48,16 @@ def is_current_accelerator_supported() -> bool:
 
 def _make(name: str) -> DeepSpeedAccelerator:
     if name in OWN_CLASS:
-        return OWN_CLASS[name]()
+        return _class(OWN_CLASS[name])()
     if name not in SUPPORTED_ACCELERATORS and name != _found_by_torch():
         allowed = ", ".join(SUPPORTED_ACCELERATORS)
         raise ValueError(f"{ENVIRONMENT_VARIABLE}={name} is not a known accelerator; use one of {allowed}.")
-    return TorchDevice_Accelerator(name)
+    return _class(OTHERS)(name)
+
+
+def _class(path: str) -> Any:
+    module, name = path.split(":")
+    return getattr(importlib.import_module(f"deepspeed.base.accelerator.{module}"), name)
 
 
 def _found_by_torch() -> str:

@@ -12,6 +12,9 @@ from deepspeed.config.section import Float, Int, LenientConfigModel, deprecated
 
 VERSIONS = (0.1, 0.2)
 
+ELASTICITY = "elasticity"
+"""The section's name."""
+
 
 class ElasticityError(Exception):
     """Elastic training is asked for, but cannot be."""

@@ -357,14 +357,9 @@ def get_dataloader_and_lr_scheduler_for_variable_batch_size(
         per_batch=effective_batch_size,
     )
     scheduler = None
-    if lr_scheduler_or_optimizer is not None:
+    if (given := lr_scheduler_or_optimizer) is not None:
         scheduler = lr_scheduler_for_variable_batch_size(
-            effective_batch_size,
-            packs.batch_sizes,
-            loader,
-            lr_scheduler_or_optimizer,
-            lr_scaling_method,
-            verbose,
+            effective_batch_size, packs.batch_sizes, loader, given, lr_scaling_method, verbose
         )
     return loader, scheduler, _io_arguments(loader, dataloader_pin_memory)
 

@@ -9,37 +9,30 @@ import math
 import sys
 import weakref
 from collections.abc import Callable
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from deepspeed.base.logging import is_rank_zero, print_json_dist
 from deepspeed.base.memory import see_memory_usage
 from deepspeed.base.python_gc import python_gc_manager
-from deepspeed.config.hidden import without_secrets
-from deepspeed.engine.observers.buffer_dtypes import BufferDtypeAdvice
-from deepspeed.engine.observers.data_efficiency import attach_data_efficiency
 from deepspeed.engine.observers.hang_names import NamesOfEngine
-from deepspeed.engine.observers.out_of_memory import OutOfMemoryAdvice
-from deepspeed.engine.observers.progress.curve_axis import CurveAxis
-from deepspeed.engine.observers.progress.live_line import attach_live_line
-from deepspeed.engine.observers.progress.readings import StepReader
-from deepspeed.observe.monitor.monitor import MonitorMaster
-from deepspeed.observe.timer import SynchronizedWallClockTimer, ThroughputTimer
+from deepspeed.engine.observers.progress.display import Display, Form, choose_display, made_by_client
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from deepspeed.engine.interface import Engine
+    from deepspeed.engine.observers.progress.curve_axis import CurveAxis
     from deepspeed.engine.observers.progress.wall_clock import WallClock
+    from deepspeed.observe.monitor.monitor import MonitorMaster
+    from deepspeed.observe.timer import SynchronizedWallClockTimer, ThroughputTimer
 
 
 class Observed:
-    """Attributes of an engine that observers set, where the config asks for them."""
+    """Attributes of an engine that observers set, where the config asks for them. What most runs never read is made,
+    and imported, by the first reader."""
 
-    timers: Any
-    tput_timer: Any
-    monitor: Any = None
     live_page: Any = None
-    curve_axis: Any = None
     flops_profiler: Any = None
     compression_scheduler: Any
     quantizer: Any
@@ -50,10 +43,42 @@ class Observed:
     agreed_loss: Tensor | None = None
     """Loss of the batch that ends, in an engine whose ranks agree on it before the update."""
 
+    @cached_property
+    def timers(self: Any) -> SynchronizedWallClockTimer:
+        """Stopwatches by name, of the wall-clock breakdown and of scripts."""
+        from deepspeed.observe.timer import SynchronizedWallClockTimer
+
+        return SynchronizedWallClockTimer()
+
+    @cached_property
+    def tput_timer(self: Any) -> ThroughputTimer:
+        """Stopwatch of samples per second."""
+        from deepspeed.observe.timer import ThroughputTimer
+
+        return ThroughputTimer(
+            self._config.timers_config,
+            batch_size=self._config.train_batch_size,
+            steps_per_output=_print_interval(self),
+            monitor_memory=False,
+        )
+
+    @cached_property
+    def monitor(self: Any) -> MonitorMaster:
+        """Where curves are written: the monitors that the config enables."""
+        from deepspeed.observe.monitor.monitor import MonitorMaster
+
+        return MonitorMaster(self._config.monitor_config)
+
+    @cached_property
+    def curve_axis(self: Any) -> CurveAxis:
+        """The x axis of the curves."""
+        from deepspeed.engine.observers.progress.curve_axis import CurveAxis
+
+        return CurveAxis(self, self._config.schema.monitor.x)
+
 
 def attach_observers(engine: Engine) -> None:
-    """Create the documented attributes (``timers``, ``tput_timer``, ``monitor``, ``flops_profiler``) and subscribe what
-    the config asks for."""
+    """Subscribe what the config asks for."""
     config = engine._config
     clock = _attach_clocks(engine)
     _attach_monitors(engine, clock)
@@ -64,6 +89,8 @@ def attach_observers(engine: Engine) -> None:
         release = weakref.finalize(engine, python_gc_manager.release, python_gc_manager.acquire())
         engine.events.on("on_destroy", lambda **_: release())
     if config.dump_state:
+        from deepspeed.config.hidden import without_secrets
+
         print_json_dist(without_secrets(config._param_dict), ranks=[0])
     _attach_between_ranks(engine)
     engine.compression_scheduler = None
@@ -72,7 +99,10 @@ def attach_observers(engine: Engine) -> None:
         from deepspeed.engine.observers.compression import attach_compression
 
         attach_compression(engine)
-    attach_data_efficiency(engine)
+    if config.curriculum_enabled_legacy or config.data_efficiency_config["enabled"]:
+        from deepspeed.engine.observers.data_efficiency import attach_data_efficiency
+
+        attach_data_efficiency(engine)
     if engine.plan.zenflow is not None:
         from deepspeed.engine.zenflow import configure_zenflow
 
@@ -84,23 +114,32 @@ def attach_observers(engine: Engine) -> None:
         attach_quantization(engine)
     if engine.live_page is not None:
         engine.live_page.listen()  # after all that writes events at the end of a step
-    OutOfMemoryAdvice(engine)
-    BufferDtypeAdvice(engine)
+    engine.events.on("on_error", partial(_advise, engine, set()))
     engine._network.names = NamesOfEngine(engine)
-    attach_live_line(engine)
+    _attach_live_line(
+        engine, choose_display(config.steps_per_print, config.log_level, client=made_by_client())
+    )
+
+
+def _advise(engine: Engine, given: set[str], *, error: BaseException | None) -> None:
+    """Log what may help after an error, each advice once; ``given``: those that were."""
+    from deepspeed.engine.observers.advice import advise  # for runs that fail
+
+    advise(engine, given, error)
+
+
+def _attach_live_line(engine: Engine, display: Display) -> None:
+    """Attach a line of progress on rank 0, unless disabled."""
+    if display.form is not Form.NONE and is_rank_zero():
+        from deepspeed.engine.observers.progress.live_line import LiveLine
+
+        LiveLine(engine, display)
 
 
 def _attach_clocks(engine: Engine) -> WallClock | None:
     """Attach what measures time: timers, throughput, the profiler. Returns the clock of the breakdown, if there is
     one."""
     config = engine._config
-    engine.timers = SynchronizedWallClockTimer()  # loops time their own parts with it, too
-    engine.tput_timer = ThroughputTimer(
-        config.timers_config,
-        batch_size=engine._config.train_batch_size,
-        steps_per_output=_print_interval(engine),
-        monitor_memory=False,
-    )
     clock = None
     if config.wall_clock_breakdown:
         from deepspeed.engine.observers.progress.wall_clock import WallClock
@@ -119,16 +158,20 @@ def _attach_clocks(engine: Engine) -> WallClock | None:
 def _attach_monitors(engine: Engine, clock: WallClock | None) -> None:
     """Attach monitors and the live page, which show a run as curves."""
     config = engine._config
-    engine.monitor = MonitorMaster(config.monitor_config)
-    engine.curve_axis = CurveAxis(engine, config.schema.monitor.x)
-    engine.live_page = None
     live = config.schema.monitor.live.enabled and engine.core is not None
-    watched = live or engine.monitor.enabled
-    reader = StepReader(engine, engine.curve_axis) if watched and is_rank_zero() else None
+    watched = live or config.monitor_config.enabled
+    if watched or config.schema.monitor.x == "tokens":
+        _ = (
+            engine.monitor,
+            engine.curve_axis,
+        )  # made here: writers open their files, and tokens go into checkpoints
+    reader = None
+    if watched and is_rank_zero():
+        from deepspeed.engine.observers.progress.readings import StepReader
+
+        reader = StepReader(engine, engine.curve_axis)
     if live:
-        from deepspeed.engine.observers.progress.live_page import (
-            LivePage,  # a web server, for those who want one
-        )
+        from deepspeed.engine.observers.progress.live_page import LivePage  # a web server
 
         engine.live_page = LivePage(engine, config.schema.monitor.live, reader)
     if reader is not None:
@@ -165,7 +208,7 @@ def _attach_between_ranks(engine: Engine) -> None:
 
         SameInputs(engine)
     speaks = bool(engine._config.wall_clock_breakdown)
-    watched = engine.monitor.enabled or speaks or engine._network.log.enabled
+    watched = _enabled_monitor(engine) is not None or speaks or engine._network.log.enabled
     if watched and any(known.size > 1 for known in engine._network.communicators()):
         from deepspeed.engine.observers.progress.links import BytesByLink
 
@@ -173,7 +216,8 @@ def _attach_between_ranks(engine: Engine) -> None:
 
 
 def _enabled_monitor(engine: Engine) -> MonitorMaster | None:
-    return engine.monitor if engine.monitor.enabled else None
+    """Return the monitor if anything is written to it; one that nobody has made is not."""
+    return engine.monitor if "monitor" in vars(engine) and engine.monitor.enabled else None
 
 
 def _print_interval(engine: Engine) -> int | None:

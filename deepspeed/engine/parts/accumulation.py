@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from deepspeed.zero.tensor_norms import clip_grad_norm_
-
 if TYPE_CHECKING:
     from deepspeed.engine.interface import Engine
 
@@ -64,6 +62,8 @@ class Accumulation:
         """Clip what is in ``param.grad`` now (stage 0). ``step`` itself clips at every stage."""
         engine = self._engine
         if engine._config.gradient_clipping > 0:
+            from deepspeed.zero.tensor_norms import clip_grad_norm_  # for scripts that clip by themselves
+
             clip_grad_norm_(engine.module.parameters(), engine._config.gradient_clipping, mpu=engine.mpu)
 
     def set_all_reduce_hook(self, all_reduce_hook: Callable[[Tensor], None] | None) -> None:

@@ -10,12 +10,11 @@ from torch.utils.data import DataLoader
 
 from deepspeed.config.constants import ROUTE_TRAIN
 from deepspeed.config.problems import DeepSpeedConfigError
-from deepspeed.data.loader import DeepSpeedDataLoader
-from deepspeed.data.requests import has_curriculum, varies_batches
-from deepspeed.transforms import ForwardFacts, InputChain, InputTransform
 
 if TYPE_CHECKING:
+    from deepspeed.data.loader import DeepSpeedDataLoader
     from deepspeed.engine.interface import Engine
+    from deepspeed.transforms.inputs import InputChain, InputTransform
 
 
 class EngineData:
@@ -28,7 +27,7 @@ class EngineData:
 
     def __init__(self, engine: Engine, transforms: Sequence[InputTransform]) -> None:
         self._engine = engine
-        self.inputs = InputChain(transforms) if transforms else None
+        self.inputs = _chain(transforms)
         """Transforms of the inputs of every forward, if there are any."""
 
     def transform(
@@ -38,11 +37,14 @@ class EngineData:
         if self.inputs is None:
             return inputs, kwargs
         engine = self._engine
-        facts = ForwardFacts(
-            training=engine.module.training, step=engine.global_steps, micro_step=engine.clock.micro_steps
-        )
         try:
-            return self.inputs(inputs, kwargs, facts)
+            return self.inputs(
+                inputs,
+                kwargs,
+                training=engine.module.training,
+                step=engine.global_steps,
+                micro_step=engine.clock.micro_steps,
+            )
         except BaseException as error:
             if torch.is_grad_enabled():
                 engine.abandon_update(error)
@@ -59,6 +61,9 @@ class EngineData:
         num_local_io_workers: int | None = None,
     ) -> DeepSpeedDataLoader:
         """A loader that gives each data-parallel rank its part of ``dataset``. TypeError: it is a loader itself."""
+        from deepspeed.data.loader import DeepSpeedDataLoader  # many scripts bring their own loader
+        from deepspeed.data.requests import has_curriculum, varies_batches
+
         if isinstance(dataset, (DataLoader, DeepSpeedDataLoader)):
             raise TypeError(
                 f"the loader of an engine is made of a data set, and this is a {type(dataset).__name__}: pass its "
@@ -133,7 +138,7 @@ class EngineData:
         """Change the inputs of every forward from now on, in training and evaluation. ValueError: its name is taken,
         or no order fits it and those that are there."""
         present = self.inputs.transforms if self.inputs is not None else []
-        self.inputs = InputChain([*present, transform])
+        self.inputs = _chain([*present, transform])
 
     def remove_input_transform(self, name: str) -> None:
         """The opposite. KeyError: there is none of this name."""
@@ -141,7 +146,16 @@ class EngineData:
         left = [transform for transform in present if transform.name != name]
         if len(left) == len(present):
             raise KeyError(name)
-        self.inputs = InputChain(left) if left else None
+        self.inputs = _chain(left)
+
+
+def _chain(transforms: Sequence[InputTransform]) -> InputChain | None:
+    """Put transforms of inputs in their order; None if there are none. ValueError: no order fits them."""
+    if not transforms:
+        return None
+    from deepspeed.transforms.inputs import InputChain
+
+    return InputChain(transforms)
 
 
 def _workers_of(sampler: Any) -> int | None:

@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from deepspeed.config.plan import GradientPlan
-from deepspeed.transforms.progressive_layer_drop import LayerDropInputs, ProgressiveLayerDrop
-from deepspeed.zero.gradients.sparse import sparse_parameters
 
 if TYPE_CHECKING:
     from deepspeed.engine.interface import Engine
+    from deepspeed.transforms.progressive_layer_drop import ProgressiveLayerDrop
 
 
 class Facts:
@@ -65,8 +64,10 @@ class Facts:
     @property
     def progressive_layer_drop(self) -> ProgressiveLayerDrop | None:
         """Schedule of progressive layer dropping, if the config asks for it."""
-        inputs = self._engine.module_transforms.inputs
-        return next((each.schedule for each in inputs if isinstance(each, LayerDropInputs)), None)
+        found = [
+            each for each in self._engine.module_transforms.inputs if each.name == "progressive_layer_drop"
+        ]
+        return found[0].schedule if found else None  # type: ignore[attr-defined]
 
     def get_pld_theta(self) -> float | None:
         """Return the share of layers that progressive layer dropping keeps now; None without it."""
@@ -86,6 +87,8 @@ class Facts:
         engine = self._engine
         if not engine._config.sparse_gradients_enabled:
             return set()
+        from deepspeed.zero.gradients.sparse import sparse_parameters
+
         weights = sparse_parameters(engine.module)
         return {name for name, param in engine.module.named_parameters() if param in weights}
 

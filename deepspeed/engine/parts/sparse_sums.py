@@ -8,10 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from deepspeed import comm as dist
-from deepspeed.comm.sparse_tensor import SparseTensor, gather_rows
-
 if TYPE_CHECKING:
+    from deepspeed.comm.sparse_tensor import SparseTensor
     from deepspeed.engine.interface import Engine
 
 
@@ -24,11 +22,11 @@ class SparseSums:
 
     def all_gather_scalar(self, value: Tensor, dp_group: Any) -> list[Tensor]:
         """``value`` of every rank of the group."""
-        return gather_rows(value, dp_group) if value.dim() else gather_rows(value.unsqueeze(0), dp_group)
+        return _gathered(value, dp_group) if value.dim() else _gathered(value.unsqueeze(0), dp_group)
 
     def sparse_all_gather(self, value: Tensor, dp_group: Any) -> list[Tensor]:
         """The rows of every rank of the group, of which each may have another number."""
-        return gather_rows(value, dp_group)
+        return _gathered(value, dp_group)
 
     def sparse_allreduce(
         self, sparse: SparseTensor, dp_group: Any, dp_world_size: int | None = None
@@ -36,12 +34,12 @@ class SparseSums:
         """Make ``sparse`` the mean over the group (the sum, without ``gradient_average``): the rows of all ranks, sent
         as ``communication_data_type``."""
         indices, values, _ = sparse.parts()
-        ranks = dp_world_size or dist.get_world_size(group=dp_group)
+        ranks = dp_world_size or torch.distributed.get_world_size(group=dp_group)
         sent = values.to(self._engine.facts.communication_data_type) / (
             ranks if self._engine.facts.gradient_average else 1
         )
-        sparse.indices = torch.cat(gather_rows(indices, dp_group))
-        sparse.values = torch.cat(gather_rows(sent, dp_group)).to(values.dtype)
+        sparse.indices = torch.cat(_gathered(indices, dp_group))
+        sparse.values = torch.cat(_gathered(sent, dp_group)).to(values.dtype)
         return sparse
 
     def sparse_allreduce_bucket(
@@ -59,3 +57,9 @@ class SparseSums:
                 original.data = sparse.to_coo_tensor()
             elif original is not None:
                 original.copy_(sparse.to_dense())
+
+
+def _gathered(rows: Tensor, group: Any) -> list[Tensor]:
+    from deepspeed.comm.sparse_tensor import gather_rows  # for scripts that sum rows by themselves
+
+    return gather_rows(rows, group)

@@ -323,6 +323,61 @@ def _key_gradients(
     tl.store(grad_value + place, of_v.to(grad_value.dtype.element_ty), mask=wanted)
 
 
+@triton.jit
+def _tile_gradient(
+    query,
+    key,
+    value,
+    lse,
+    grad,
+    spread,
+    key_bias,
+    score_bias,
+    positions,
+    positions_batch,
+    positions_head,
+    scale,
+    batch,
+    head,
+    heads,
+    tokens,
+    rows,
+    inside,
+    seen,
+    exists,
+    size: tl.constexpr,
+    SIZE: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    DOT: tl.constexpr,
+):
+    """Return the gradient of the scores of ``rows`` with the keys ``seen``, of one head of one sequence."""
+    numbers = tl.arange(0, SIZE)
+    base = (batch * heads + head).to(tl.int64) * tokens
+    q = _rows_of(query + base * size, rows, inside, numbers, size).to(DOT)
+    k = _rows_of(key + base * size, seen, exists, numbers, size).to(DOT)
+    scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+    scores = _added(
+        scores,
+        rows[:, None],
+        seen[None, :],
+        inside[:, None] & exists[None, :],
+        batch,
+        head,
+        key_bias,
+        score_bias,
+        positions,
+        positions_batch,
+        positions_head,
+        tokens,
+        CAUSAL,
+    )
+    normal = finite(tl.load(lse + base + rows, mask=inside, other=0.0))
+    of_out = _rows_of(grad + base * size, rows, inside, numbers, size).to(DOT)
+    v = _rows_of(value + base * size, seen, exists, numbers, size).to(DOT)
+    of_row = tl.load(spread + base + rows, mask=inside, other=0.0)
+    return scores_gradient(tl.exp2(scores - normal[:, None]), of_out, v, of_row[:, None])
+
+
 @triton.jit(do_not_specialize=["batches", "count_members", "parts"])
 def _positions_gradient(
     query,
@@ -360,7 +415,6 @@ def _positions_gradient(
     tile, part = tl.program_id(0) // parts, tl.program_id(0) % parts
     row, rows, inside = _rows_in(tile, BLOCK, ROWS)
     first, count = _list_of(starts, row, BLOCK)
-    numbers = tl.arange(0, SIZE)
     if part * COLUMNS < count:
         seen, exists = _listed(columns + first, part * COLUMNS, count, BLOCK, COLUMNS)
         # One plane of the positions is that of these sequences and heads:
@@ -371,30 +425,10 @@ def _positions_gradient(
         for turn in range(each_batch * each_head):
             batch = first_batch + turn // each_head
             head = tl.load(members + first_head + turn % each_head).to(tl.int32)
-            base = (batch * heads + head).to(tl.int64) * tokens
-            q = _rows_of(query + base * size, rows, inside, numbers, size).to(DOT)
-            k = _rows_of(key + base * size, seen, exists, numbers, size).to(DOT)
-            scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-            scores = _added(
-                scores,
-                rows[:, None],
-                seen[None, :],
-                inside[:, None] & exists[None, :],
-                batch,
-                head,
-                key_bias,
-                score_bias,
-                positions,
-                positions_batch,
-                positions_head,
-                tokens,
-                CAUSAL,
-            )
-            normal = finite(tl.load(lse + base + rows, mask=inside, other=0.0))
-            of_out = _rows_of(grad + base * size, rows, inside, numbers, size).to(DOT)
-            v = _rows_of(value + base * size, seen, exists, numbers, size).to(DOT)
-            of_row = tl.load(spread + base + rows, mask=inside, other=0.0)
-            found += scores_gradient(tl.exp2(scores - normal[:, None]), of_out, v, of_row[:, None])
+            found += _tile_gradient(
+                query, key, value, lse, grad, spread, key_bias, score_bias, positions, positions_batch, positions_head,
+                scale, batch, head, heads, tokens, rows, inside, seen, exists, size, SIZE, CAUSAL, DOT,
+            )  # fmt: skip
         head = tl.load(members + first_head)
         plane = grad_positions + first_batch.to(tl.int64) * positions_batch + head * positions_head
         place = plane + rows[:, None].to(tl.int64) * tokens + seen[None, :]

@@ -103,6 +103,26 @@ def _rounded(values, dither):
     return rounded.to(tl.uint16).to(tl.bfloat16, bitcast=True)
 
 
+@triton.jit
+def _stored_codes(codes1_at, codes2_at, scale1_at, scale2_at, m, root, dither, inside, is_block):
+    """Both moments in 8 bits, with a scale for each block."""
+    scale1, scale2 = _scale_of(m, inside), _scale_of(root, inside)
+    tl.store(scale1_at, scale1, mask=is_block)
+    tl.store(scale2_at, scale2, mask=is_block)
+    tl.store(codes1_at, _encoded_signed(m, scale1, dither).to(tl.uint8), mask=inside)
+    tl.store(codes2_at, _encoded_root(root, scale2, dither).to(tl.uint8), mask=inside)
+
+
+@triton.jit
+def _stored_params(param_at, p, of_params, index, inside, PARAM: tl.constexpr, STOCHASTIC: tl.constexpr):
+    """The parameters in their dtype, rounded to the nearest number or at random."""
+    if STOCHASTIC:
+        dither = _dither(of_params, index, _PARAMS_ELEMENT, _PARAMS_HIGH)
+        tl.store(param_at, _rounded(p, dither), mask=inside)
+    else:
+        tl.store(param_at, p.to(PARAM), mask=inside)
+
+
 @triton.jit(
     do_not_specialize=["of_codes", "of_params", "grad_scale", "step_size", "inv_correction2", "decay"]
 )
@@ -166,20 +186,12 @@ def _compact_kernel(
     root = tl.sqrt_rn(v)
     p = p * decay - tl.div_rn(step_size * m, root * inv_correction2 + eps)
     if CODED:
-        scale1, scale2 = _scale_of(m, inside), _scale_of(root, inside)
-        tl.store(scale1_at, scale1, mask=is_block)
-        tl.store(scale2_at, scale2, mask=is_block)
         dither = _dither(of_codes, index, _CODES_ELEMENT, _CODES_HIGH)
-        tl.store(codes1_at, _encoded_signed(m, scale1, dither).to(tl.uint8), mask=inside)
-        tl.store(codes2_at, _encoded_root(root, scale2, dither).to(tl.uint8), mask=inside)
+        _stored_codes(codes1_at, codes2_at, scale1_at, scale2_at, m, root, dither, inside, is_block)
     else:
         tl.store(m_at, m, mask=inside)
         tl.store(v_at, v, mask=inside)
-    if STOCHASTIC:
-        dither = _dither(of_params, index, _PARAMS_ELEMENT, _PARAMS_HIGH)
-        tl.store(param_at, _rounded(p, dither), mask=inside)
-    else:
-        tl.store(param_at, p.to(PARAM), mask=inside)
+    _stored_params(param_at, p, of_params, index, inside, PARAM, STOCHASTIC)
     low = tl.load(row + 6)
     tl.store(low.to(tl.pointer_type(LOW)) + at, p.to(LOW), mask=at < tl.where(low != 0, numel, 0))
 

@@ -73,6 +73,70 @@ def _stored(output, out, token, head, heads, inside, size: tl.constexpr, SIZE: t
     )
 
 
+@triton.jit
+def _queries(
+    query, token, head, inside, query_token, query_head, key_size: tl.constexpr, KEY_SIZE: tl.constexpr
+):
+    """Return the queries of a program's rows, [ROWS, KEY_SIZE]."""
+    of_key = tl.arange(0, KEY_SIZE)
+    row_at = query + token.to(tl.int64) * query_token + head.to(tl.int64) * query_head
+    return tl.load(
+        row_at[:, None] + of_key[None, :], mask=inside[:, None] & (of_key < key_size)[None, :], other=0.0
+    )
+
+
+@triton.jit
+def _scored(
+    q,
+    k,
+    column,
+    exists,
+    position,
+    slopes,
+    slope,
+    scale,
+    softcap,
+    window,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+):
+    """Return the scores of a tile of keys, in base 2: minus infinity where a row does not see the key."""
+    scores = tl.dot(q, k, input_precision="ieee") * scale
+    if SOFTCAP:
+        scores = _capped(scores, softcap)
+    if slopes is not None:
+        scores += slope[:, None] * (column[None, :] - position[:, None]).to(tl.float32)
+    seen = exists[None, :] & (column[None, :] <= position[:, None])
+    if WINDOW:
+        seen = seen & (column[None, :] > position[:, None] - window)
+    return tl.where(seen, scores * _LOG2E, float("-inf"))
+
+
+@triton.jit
+def _stored_part(
+    parts, parts_lse, out, lse, part, value_size: tl.constexpr, VALUE_SIZE: tl.constexpr, ROWS: tl.constexpr
+):
+    """The results of one part of a piece, for the kernel that joins them."""
+    place = (part.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)) * ROWS + tl.arange(0, ROWS)
+    of_value = tl.arange(0, VALUE_SIZE)
+    tl.store(parts_lse + place, lse)
+    tl.store(
+        parts + place[:, None] * value_size + of_value[None, :], out, mask=(of_value < value_size)[None, :]
+    )
+
+
+@triton.jit
+def _begun(sinks, item, head, inside, ROWS: tl.constexpr):
+    """Return the largest score and the sum of weights before the first key: those of the sink, if there is one."""
+    top = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    if sinks is not None:
+        begins = tl.load(item + 5) != 0  # a sink counts once
+        top = tl.where(inside & begins, tl.load(sinks + head, mask=inside, other=0.0) * _LOG2E, top)
+        total = tl.where(inside & begins, 1.0, total)
+    return top, total
+
+
 @triton.jit(do_not_specialize=["longest", "window"])
 def _attend(
     query,
@@ -113,20 +177,9 @@ def _attend(
     of_key, of_value = tl.arange(0, KEY_SIZE), tl.arange(0, VALUE_SIZE)
     blocks = tl.cdiv(end, BLOCK)
 
-    q = tl.load(
-        query
-        + token.to(tl.int64)[:, None] * query_token
-        + head.to(tl.int64)[:, None] * query_head
-        + of_key[None, :],
-        mask=inside[:, None] & (of_key < key_size)[None, :],
-        other=0.0,
-    ).to(DOT)
-    top = tl.full([ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    if sinks is not None:
-        begins = tl.load(item + 5) != 0  # a sink counts once
-        top = tl.where(inside & begins, tl.load(sinks + head, mask=inside, other=0.0) * _LOG2E, top)
-        total = tl.where(inside & begins, 1.0, total)
+    q = _queries(query, token, head, inside, query_token, query_head, key_size, KEY_SIZE).to(DOT)
+    top, total = _begun(sinks, item, head, inside, ROWS)
+    slope = None
     if slopes is not None:
         slope = tl.load(slopes + head, mask=inside, other=0.0)
     out = tl.zeros([ROWS, VALUE_SIZE], tl.float32)
@@ -140,38 +193,20 @@ def _attend(
         block = tl.load(tables + piece * longest + column // BLOCK, mask=listed, other=0)
         base = block.to(tl.int64) * kv_heads + kv_head
         at = column % BLOCK
-        k = tl.load(
-            keys + (base * (key_size * BLOCK) + at)[None, :] + of_key[:, None] * BLOCK,
-            mask=(of_key < key_size)[:, None] & listed[None, :],
-            other=0.0,
-        ).to(DOT)
-        scores = tl.dot(q, k, input_precision="ieee") * scale
-        if SOFTCAP:
-            scores = _capped(scores, softcap)
-        if slopes is not None:
-            scores += slope[:, None] * (column[None, :] - position[:, None]).to(tl.float32)
-        seen = exists[None, :] & (column[None, :] <= position[:, None])
-        if WINDOW:
-            seen = seen & (column[None, :] > position[:, None] - window)
-        scores = tl.where(seen, scores * _LOG2E, float("-inf"))
-        v = tl.load(
-            values + (base * (value_size * BLOCK) + at * value_size)[:, None] + of_value[None, :],
-            mask=exists[:, None] & (of_value < value_size)[None, :],
-            other=0.0,
-        ).to(DOT)
+        k_at = keys + (base * (key_size * BLOCK) + at)[None, :] + of_key[:, None] * BLOCK
+        k = tl.load(k_at, mask=(of_key < key_size)[:, None] & listed[None, :], other=0.0).to(DOT)
+        scores = _scored(
+            q, k, column, exists, position, slopes, slope, scale, softcap, window, WINDOW, SOFTCAP
+        )
+        v_at = values + (base * (value_size * BLOCK) + at * value_size)[:, None] + of_value[None, :]
+        v = tl.load(v_at, mask=exists[:, None] & (of_value < value_size)[None, :], other=0.0).to(DOT)
         top, total, out = joined(top, total, out, scores, v, DOT)
     out, lse = finished(top, total, out)
     part = tl.load(item + 4)
     if part < 0:
         _stored(output, out, token, head, kv_heads * GROUP, inside, value_size, VALUE_SIZE)
     else:
-        place = (part.to(tl.int64) * kv_heads + kv_head) * ROWS + tl.arange(0, ROWS)
-        tl.store(parts_lse + place, lse)
-        tl.store(
-            parts + place[:, None] * value_size + of_value[None, :],
-            out,
-            mask=(of_value < value_size)[None, :],
-        )
+        _stored_part(parts, parts_lse, out, lse, part, value_size, VALUE_SIZE, ROWS)
 
 
 @triton.jit

@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from deepspeed.base.constants import TENSOR_PARALLEL_SIZE
 from deepspeed.config.problems import DeepSpeedConfigError
 from deepspeed.config.reader import read_config
 
-_RECORD = "_ds_tp_model_init"
 _DTYPE = "_ds_tp_model_init_dtype"
 _GROUP = "_ds_tp_model_init_group"
 _SECTION, _SIZE = "tensor_parallel", "autotp_size"
@@ -50,7 +50,7 @@ def tp_model_init(
         )
     group = kwargs.get("tp_group")
     _check_group(group, tp_size)
-    vars(model)[_RECORD] = tp_size
+    vars(model)[TENSOR_PARALLEL_SIZE] = tp_size
     vars(model)[_DTYPE] = dtype
     vars(model)[_GROUP] = group is not None  # not the group itself: models are copied, groups cannot be
     if config is not None:
@@ -63,7 +63,7 @@ def with_recorded_size(config: Any, model: nn.Module, mpu: Any = None) -> Any:
 
     DeepSpeedConfigError: it says another size, or both were told which ranks share layers.
     """
-    size = vars(model).get(_RECORD)
+    size = vars(model).get(TENSOR_PARALLEL_SIZE)
     if size is None:
         return config
     if mpu is not None and vars(model).get(_GROUP):

@@ -23,8 +23,8 @@ from deepspeed.zero.gradients.bucket import GradBucket
 from deepspeed.zero.gradients.reducer import GradReducer
 from deepspeed.zero.layout import NOBODY
 from deepspeed.zero.replica_groups import ReplicaGroups
+from deepspeed.zero.states.fragments import write_pieces
 from deepspeed.zero.states.store import PARAMS, OwnedFragment, StateStore
-from deepspeed.zero.tensor_fragment import write_pieces
 
 MASTER = "fp32"
 JOINED = "_ds_joined"

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, TypeVar
 
+import torch
 from torch import Tensor
 
 from deepspeed.zero.gradients.bucket import GradBucket
@@ -92,3 +93,17 @@ def sub_groups(groups: Sequence[Sequence[PlacedT]], size: int) -> Iterator[list[
         held += owned.fragment.numel
     if held:
         yield current
+
+
+def write_pieces(pieces: Sequence[Tensor] | None, value: Tensor, what: str) -> None:
+    """Write ``value`` over tensors that together are this rank's part; None: they do not exist at present."""
+    if pieces is None:
+        raise ValueError(
+            f"There is no {what} to write on this rank now; gradients exist from backward() to step()."
+        )
+    numels = [piece.numel() for piece in pieces]
+    if value.numel() != sum(numels):
+        raise ValueError(f"This rank's {what} has {sum(numels)} elements, the given value {value.numel()}.")
+    with torch.no_grad():
+        for piece, part in zip(pieces, value.detach().reshape(-1).split(numels), strict=True):
+            piece.copy_(part.view(piece.shape))

@@ -9,7 +9,7 @@ import torch
 
 import deepspeed
 from deepspeed.base.logging import logger
-from deepspeed.engine.observers.out_of_memory import is_out_of_memory
+from deepspeed.engine.observers.advice import is_out_of_memory
 from deepspeed.engine.observers.planned_memory import request_of
 from deepspeed.planning.advice import WORTH_IT, cheapest_saving
 from deepspeed.planning.ledger import MemoryPlace

@@ -5,19 +5,16 @@ Between two lines a step only reads the clock; loss and inputs are examined only
 
 from __future__ import annotations
 
-import enum
-import math
-import os
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from deepspeed.base.logging import is_rank_zero, logger, report, wants_reports
+from deepspeed.base.logging import logger, report
 from deepspeed.base.memory import GIB
-from deepspeed.base.terminal import StatusLine, another_display_is_active, is_terminal
+from deepspeed.base.terminal import StatusLine, another_display_is_active
+from deepspeed.engine.observers.progress.display import Display
 from deepspeed.engine.observers.progress.readings import (
     LossMeter,
     memory_of,
@@ -28,71 +25,11 @@ from deepspeed.engine.observers.progress.readings import (
 if TYPE_CHECKING:
     from deepspeed.engine.interface import Engine
 
-VARIABLE = "DEEPSPEED_PROGRESS"
-"""Environment variable: 0 or off for no progress and no start lines, line, bar, or auto (the default)."""
-
 FIRST_LINE_S, LONGEST_PAUSE_S = 2.0, 60.0
 """Pauses between lines in a log double from the first to the second of these."""
 
 BAR_PAUSE_S = 0.5
 BAR_WIDTH = 20
-
-CLIENTS = {
-    "transformers", "accelerate", "trl", "lightning", "lightning_fabric", "pytorch_lightning", "composer",
-}  # fmt: skip
-"""Packages that show progress by themselves."""
-
-
-class LineFormat(enum.Enum):
-    NONE = "none"
-    LINE = "line"
-    BAR = "bar"
-
-
-_FORM_OF = {"line": LineFormat.LINE, "bar": LineFormat.BAR} | dict.fromkeys(
-    ("0", "off", "none", "false", "no"), LineFormat.NONE
-)
-
-
-@dataclass(frozen=True, slots=True)
-class Display:
-    """``every``: optimizer steps between two lines, None for an interval in seconds."""
-
-    form: LineFormat
-    every: int | None = None
-
-
-def asked_form() -> LineFormat | None:
-    """Return the form that the environment asks for, None if it does not say."""
-    return _FORM_OF.get(os.environ.get(VARIABLE, "").strip().lower())
-
-
-def choose_display(steps_per_print: float | None, log_level: str | None, *, client: bool) -> Display:
-    """The environment takes precedence over the config, the config over the default. A number of steps means lines,
-    infinity none at all. Default: nothing if a client has its own display, else a status line on a terminal, else
-    lines."""
-    form = asked_form()
-    never = steps_per_print is not None and math.isinf(steps_per_print)
-    every = None if steps_per_print is None or never else max(1, int(steps_per_print))
-    if form is None and (never or not wants_reports(log_level)):
-        form = LineFormat.NONE
-    if form is None and every is not None:
-        form = LineFormat.LINE
-    if form is None and client:
-        form = LineFormat.NONE
-    if form is None:
-        form = LineFormat.BAR if is_terminal(sys.stderr) else LineFormat.LINE
-    return Display(form, every if form is LineFormat.LINE else None)
-
-
-def made_by_client() -> bool:
-    """Return whether a client library is, directly or indirectly, the caller of the function that calls this."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        if str(frame.f_globals.get("__name__", "")).partition(".")[0] in CLIENTS:
-            return True
-        frame = frame.f_back
-    return False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -254,10 +191,3 @@ class LiveLine:
     def close(self, **_: Any) -> None:
         if self.status is not None:
             self.status.close()
-
-
-def attach_live_line(engine: Engine) -> LiveLine | None:
-    """A line for this engine on rank 0, unless disabled."""
-    config = engine._config
-    display = choose_display(config.steps_per_print, config.log_level, client=made_by_client())
-    return LiveLine(engine, display) if display.form is not LineFormat.NONE and is_rank_zero() else None

@@ -11,7 +11,7 @@ import torch
 from deepspeed import version
 from deepspeed.base.logging import is_rank_zero, log_dist, logger, report, wants_reports
 from deepspeed.base.sharded import full_numel
-from deepspeed.engine.observers.progress.live_line import VARIABLE, LineFormat, asked_form, made_by_client
+from deepspeed.engine.observers.progress.display import VARIABLE, LineFormat, asked_form, made_by_client
 from deepspeed.ops.multi_tensor import MultiTensorOptimizer
 from deepspeed.zero.precision import precision_table
 
@@ -144,7 +144,8 @@ def _connections(engine: Engine) -> str:
         transport = (
             f"transport {torch.distributed.get_backend(communicator.group) if name == 'native' else name}"
         )
-    monitors = [backend.key for backend in engine.monitor.backends]
+    wanted = engine._config.monitor_config.enabled
+    monitors = [backend.key for backend in engine.monitor.backends] if wanted else []
     if engine.live_page is not None:
         monitors.append("the live page")
     curves = f"curves in {', '.join(monitors)}" if monitors else "no monitor enabled"

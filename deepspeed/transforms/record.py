@@ -1,13 +1,20 @@
-"""Successors of parameters that an optimizer may hold already."""
+"""The record of a module's transforms: those requested for it, what those that ran have left, and the successors of
+parameters that an optimizer may hold already."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+if TYPE_CHECKING:
+    from deepspeed.checkpoint.originals import Originals
+    from deepspeed.transforms.inputs import InputTransform
+
+RECORD = "_ds_transforms"
 PARAMS = "params"
 
 
@@ -97,3 +104,58 @@ def _check_apart(groups: Sequence[Sequence[Any]]) -> None:
                 "into the same group"
             )
         seen |= ids
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransformReport:
+    """Report of one transform. ``renamed``: tensors of its result's state dict that exports keep under new names."""
+
+    name: str
+    summary: str
+    renamed: int = 0
+
+    def line(self) -> str:
+        """For the lines at the start."""
+        note = f"; new names that stay in exports: {self.renamed}" if self.renamed else ""
+        return f"transform {self.name}: {self.summary}{note}"
+
+
+@dataclass(slots=True)
+class Transforms:
+    """The transforms of one module: those requested for it, and what those that ran have left.
+
+    ``requested``: each a ``ModuleTransform``.
+    ``originals``: how to get the tensors of the untransformed module, None if no transform ran.
+    ``successors``: what the last run made of parameters. Copies of the module share the transforms themselves; a
+    pickled one keeps only what an export needs.
+    """
+
+    requested: list[Any] = field(default_factory=list)
+    reports: list[TransformReport] = field(default_factory=list)
+    originals: Originals | None = None
+    inputs: list[InputTransform] = field(default_factory=list)
+    claims: dict[str, str] = field(default_factory=dict)
+    successors: Successors = field(default_factory=Successors)
+
+    @property
+    def names(self) -> list[str]:
+        """Those that ran."""
+        return [report.name for report in self.reports]
+
+    def ran_nothing(self) -> Transforms:
+        """Note a start that changes nothing; returns the record itself."""
+        self.requested.clear()
+        self.successors = Successors()
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Transforms:
+        lists = list(self.requested), list(self.reports), self.originals, list(self.inputs)
+        return Transforms(*lists, dict(self.claims))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Transforms, ([], self.reports, self.originals, [], self.claims)
+
+
+def transforms_of(module: nn.Module) -> Transforms:
+    """Return the transforms that were requested for, or done to, this module; empty if there are none."""
+    return vars(module).get(RECORD) or Transforms()
