@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from deepspeed.base.logging import logger, report
 from deepspeed.base.memory import GIB
 from deepspeed.base.terminal import StatusLine, another_display_is_active
-from deepspeed.engine.observers.progress.display import Display
+from deepspeed.engine.observers.progress.display import Display, LineFormat
 from deepspeed.engine.observers.progress.readings import (
     LossMeter,
     memory_of,
