@@ -1,8 +1,8 @@
 """Another checkout and this one, in alternation: training steps, engine calls, start, checkpoints, decoding.
 
-The other checkout takes the place of the peer in `train_step.py`, `engine_cost.py`, `start.py` and `checkpoint.py`, whose
-drivers go round the contenders; decoding is the `generate` of `init_inference` with kernels. What runs in both is this
-checkout's code of the benchmarks, through the public interface. After/before is taken within each round.
+The other checkout takes the place of the peer in `train_step.py`, `engine_cost.py`, `start.py` and `checkpoint.py`,
+whose drivers go round the contenders; decoding is the `generate` of `init_inference` with kernels. What runs
+in both is this checkout's code of the benchmarks, through the public interface. After/before is of each round.
 
     python benchmarks/before_after.py --before ../before/.venv/bin/python --clients PYTHON BEFORE --save cpu2
 
@@ -15,6 +15,7 @@ import argparse
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -98,9 +99,8 @@ def decoding(arguments: argparse.Namespace) -> Iterator[Samples]:
     with started(rows) as jobs:
         for batch in (1, 16):
             prompts = [[number + 1] * 32 for number in range(batch)]
-            found = round_robin(
-                jobs, arguments.rounds, lambda job: job.call("run", prompts=prompts, tokens=tokens)[0]
-            )
+            work = partial(lambda job, asked: job.call("run", prompts=asked, tokens=tokens)[0], asked=prompts)
+            found = round_robin(jobs, arguments.rounds, work)
             yield f"decode {tokens} tokens, batch {batch}", found["peer"], found["ours"]
 
 
