@@ -110,7 +110,7 @@ def cells_of(name: str, samples: Samples, flush: float | None) -> list[str]:
     ]
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def main(argv: Sequence[str] | None = None) -> Report:
     arguments = parse(argv)
     report = Report("checkpoint", arguments)
     cells: list[list[str]] = []
@@ -140,6 +140,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     report.data["checkpoints"] = data
     report.save()
+    return report
 
 
 if __name__ == "__main__":

@@ -54,7 +54,7 @@ def contenders(arguments: argparse.Namespace) -> list[Contender]:
     return rows
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def main(argv: Sequence[str] | None = None) -> Report:
     arguments = parse(argv)
     report = Report("engine_cost", arguments)
     rows = contenders(arguments)
@@ -78,6 +78,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     report.data["microseconds_per_step"] = micros
     report.save()
+    return report
 
 
 if __name__ == "__main__":

@@ -43,7 +43,18 @@ class Report:
         self.name = name
         self.what: str | None = arguments.save
         # A path of the machine says nothing to a reader.
-        hidden = ("save", "peer", "llama", "trl", "scripts", "folder", "text", "rounds_file")
+        hidden = (
+            "save",
+            "peer",
+            "before",
+            "clients",
+            "llama",
+            "trl",
+            "scripts",
+            "folder",
+            "text",
+            "rounds_file",
+        )
         self.data: dict[str, Any] = {
             **provenance(),
             "arguments": {k: v for k, v in vars(arguments).items() if k not in hidden},

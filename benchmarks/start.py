@@ -148,12 +148,13 @@ def measure_starts(arguments: argparse.Namespace, report: Report) -> None:
     report.data["start_seconds"] = samples
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def main(argv: Sequence[str] | None = None) -> Report:
     arguments = parse(argv)
     report = Report("start", arguments)
     measure_imports(arguments, report)
     measure_starts(arguments, report)
     report.save()
+    return report
 
 
 if __name__ == "__main__":

@@ -161,13 +161,14 @@ def cells(contender: Contender, found: dict[str, Any]) -> list[str]:
     ]
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def main(argv: Sequence[str] | None = None) -> Report:
     arguments = parse(argv)
     report = Report("train_step", arguments)
     for size in arguments.sizes:
         for precision in arguments.precisions:
             compare(arguments, size, precision, report)
     report.save()
+    return report
 
 
 if __name__ == "__main__":
