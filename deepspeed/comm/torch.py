@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,8 @@ from deepspeed.comm.groups import all_gather_single, default_timeout, reduce_sca
 from deepspeed.comm.pending import Pending
 from deepspeed.comm.reduce_op import ReduceOp, to_torch
 
+Group: TypeAlias = ProcessGroup | None
+"""None: all ranks."""
 _SUM = ReduceOp.SUM
 _UNSUMMED = frozenset((torch.bool, torch.complex32, torch.complex64, torch.complex128))  # left to gloo
 
@@ -74,7 +76,7 @@ class TorchBackend(Backend):
     def is_initialized(self) -> bool:
         return dist.is_available() and dist.is_initialized()
 
-    def destroy_process_group(self, group: ProcessGroup | None = None) -> None:
+    def destroy_process_group(self, group: Group = None) -> None:
         forget_communicators(None if group is dist.group.WORLD else group)
         dist.destroy_process_group(group)
 
@@ -82,22 +84,22 @@ class TorchBackend(Backend):
         """Called by all ranks; ranks outside the group get GroupMember.NON_GROUP_MEMBER. Has the job's timeout."""
         return dist.new_group(list(ranks), timeout=default_timeout())
 
-    def get_rank(self, group: ProcessGroup | None = None) -> int:
+    def get_rank(self, group: Group = None) -> int:
         return dist.get_rank(group)
 
-    def get_world_size(self, group: ProcessGroup | None = None) -> int:
+    def get_world_size(self, group: Group = None) -> int:
         return dist.get_world_size(group)
 
-    def get_backend(self, group: ProcessGroup | None = None) -> str:
+    def get_backend(self, group: Group = None) -> str:
         return dist.get_backend(group)
 
     def get_world_group(self) -> Any:
         return dist.group.WORLD
 
-    def get_global_rank(self, group: ProcessGroup | None = None, group_rank: int = 0) -> int:
+    def get_global_rank(self, group: Group = None, group_rank: int = 0) -> int:
         return group_rank if group is None else dist.get_global_rank(group, group_rank)
 
-    def get_all_ranks_from_group(self, group: ProcessGroup | None = None) -> list[int]:
+    def get_all_ranks_from_group(self, group: Group = None) -> list[int]:
         return dist.get_process_group_ranks(group)
 
     def init_device_mesh(self, mesh_shape: Sequence[int], mesh_dim_names: Sequence[str]) -> Any:
@@ -107,11 +109,7 @@ class TorchBackend(Backend):
     # ---- reductions
 
     def all_reduce(
-        self,
-        tensor: Tensor,
-        op: Any = ReduceOp.SUM,
-        group: ProcessGroup | None = None,
-        async_op: bool = False,
+        self, tensor: Tensor, op: Any = ReduceOp.SUM, group: Group = None, async_op: bool = False
     ) -> Any:
         ours = _communicator_for(group, async_op, tensor)
         scale = None if ours is None else _scale(op, tensor, ours)
@@ -125,20 +123,12 @@ class TorchBackend(Backend):
         return dist.all_reduce(tensor, kind, group, async_op)
 
     def inference_all_reduce(
-        self,
-        tensor: Tensor,
-        op: Any = ReduceOp.SUM,
-        group: ProcessGroup | None = None,
-        async_op: bool = False,
+        self, tensor: Tensor, op: Any = ReduceOp.SUM, group: Group = None, async_op: bool = False
     ) -> Any:
         return self.all_reduce(tensor, op, group, async_op)
 
     def all_reduce_coalesced(
-        self,
-        tensors: Sequence[Tensor],
-        op: Any = ReduceOp.SUM,
-        group: ProcessGroup | None = None,
-        async_op: bool = False,
+        self, tensors: Sequence[Tensor], op: Any = ReduceOp.SUM, group: Group = None, async_op: bool = False
     ) -> Any:
         """One collective per dtype and device, whatever the number of tensors."""
         kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
@@ -158,12 +148,7 @@ class TorchBackend(Backend):
         return _result(Pending(finish), async_op)
 
     def reduce(
-        self,
-        tensor: Tensor,
-        dst: int,
-        op: Any = ReduceOp.SUM,
-        group: ProcessGroup | None = None,
-        async_op: bool = False,
+        self, tensor: Tensor, dst: int, op: Any = ReduceOp.SUM, group: Group = None, async_op: bool = False
     ) -> Any:
         ours = _communicator_for(group, async_op, tensor)
         scale = None if ours is None else _scale(op, tensor, ours)
@@ -177,7 +162,7 @@ class TorchBackend(Backend):
         output: Tensor,
         input_list: list[Tensor],
         op: Any = ReduceOp.SUM,
-        group: ProcessGroup | None = None,
+        group: Group = None,
         async_op: bool = False,
     ) -> Any:
         return dist.reduce_scatter(output, input_list, to_torch(op), group, async_op)
@@ -187,7 +172,7 @@ class TorchBackend(Backend):
         output_tensor: Tensor,
         input_tensor: Tensor,
         op: Any = ReduceOp.SUM,
-        group: ProcessGroup | None = None,
+        group: Group = None,
         async_op: bool = False,
     ) -> Any:
         ours = _communicator_for(group, async_op, output_tensor, input_tensor)
@@ -201,34 +186,24 @@ class TorchBackend(Backend):
 
     # ---- copies and exchanges
 
-    def broadcast(
-        self, tensor: Tensor, src: int, group: ProcessGroup | None = None, async_op: bool = False
-    ) -> Any:
+    def broadcast(self, tensor: Tensor, src: int, group: Group = None, async_op: bool = False) -> Any:
         ours = _communicator_for(group, async_op, tensor)
         if ours is not None and src in ours.ranks:
             return _in_place(tensor, lambda flat: ours.broadcast(flat, ours.ranks.index(src)), async_op)
         return dist.broadcast(tensor, src, group, async_op)
 
     def broadcast_object_list(
-        self, object_list: list[Any], src: int, group: ProcessGroup | None = None, device: Any = None
+        self, object_list: list[Any], src: int, group: Group = None, device: Any = None
     ) -> None:
         dist.broadcast_object_list(object_list, src=src, group=group, device=device)
 
     def all_gather(
-        self,
-        tensor_list: list[Tensor],
-        tensor: Tensor,
-        group: ProcessGroup | None = None,
-        async_op: bool = False,
+        self, tensor_list: list[Tensor], tensor: Tensor, group: Group = None, async_op: bool = False
     ) -> Any:
         return dist.all_gather(tensor_list, tensor, group, async_op)
 
     def all_gather_into_tensor(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: ProcessGroup | None = None,
-        async_op: bool = False,
+        self, output_tensor: Tensor, input_tensor: Tensor, group: Group = None, async_op: bool = False
     ) -> Any:
         ours = _communicator_for(group, async_op, output_tensor, input_tensor)
         if ours is not None and output_tensor.dtype == input_tensor.dtype:
@@ -237,11 +212,7 @@ class TorchBackend(Backend):
         return all_gather_single(output_tensor, input_tensor, group, async_op)
 
     def all_gather_base(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: ProcessGroup | None = None,
-        async_op: bool = False,
+        self, output_tensor: Tensor, input_tensor: Tensor, group: Group = None, async_op: bool = False
     ) -> Any:
         return self.all_gather_into_tensor(output_tensor, input_tensor, group, async_op)
 
@@ -249,7 +220,7 @@ class TorchBackend(Backend):
         self,
         output_tensors: Sequence[Tensor],
         input_tensors: Sequence[Tensor],
-        group: ProcessGroup | None = None,
+        group: Group = None,
         async_op: bool = False,
     ) -> Any:
         """All gathers are in flight before the first is waited for."""
@@ -264,7 +235,7 @@ class TorchBackend(Backend):
 
         return _result(Pending(finish), async_op)
 
-    def all_gather_object(self, object_list: list[Any], obj: Any, group: ProcessGroup | None = None) -> None:
+    def all_gather_object(self, object_list: list[Any], obj: Any, group: Group = None) -> None:
         dist.all_gather_object(object_list, obj, group=group)
 
     def all_to_all_single(
@@ -273,7 +244,7 @@ class TorchBackend(Backend):
         input: Tensor,
         output_split_sizes: list[int] | None = None,
         input_split_sizes: list[int] | None = None,
-        group: ProcessGroup | None = None,
+        group: Group = None,
         async_op: bool = False,
     ) -> Any:
         ours = _communicator_for(group, async_op, output, input)
@@ -288,7 +259,7 @@ class TorchBackend(Backend):
         self,
         output_tensor_list: list[Tensor],
         input_tensor_list: list[Tensor],
-        group: ProcessGroup | None = None,
+        group: Group = None,
         async_op: bool = False,
     ) -> Any:
         return dist.all_to_all(output_tensor_list, input_tensor_list, group, async_op)
@@ -298,7 +269,7 @@ class TorchBackend(Backend):
         tensor: Tensor,
         gather_list: list[Tensor] | None = None,
         dst: int = 0,
-        group: ProcessGroup | None = None,
+        group: Group = None,
         async_op: bool = False,
     ) -> Any:
         return dist.gather(tensor, gather_list, dst, group, async_op)
@@ -308,28 +279,24 @@ class TorchBackend(Backend):
         tensor: Tensor,
         scatter_list: list[Tensor] | None = None,
         src: int = 0,
-        group: ProcessGroup | None = None,
+        group: Group = None,
         async_op: bool = False,
     ) -> Any:
         return dist.scatter(tensor, scatter_list, src, group, async_op)
 
     # ---- pairs of ranks, and barriers
 
-    def send(self, tensor: Tensor, dst: int, group: ProcessGroup | None = None, tag: int = 0) -> None:
+    def send(self, tensor: Tensor, dst: int, group: Group = None, tag: int = 0) -> None:
         dist.send(tensor, dst, group, tag)
 
-    def recv(
-        self, tensor: Tensor, src: int | None = None, group: ProcessGroup | None = None, tag: int = 0
-    ) -> int:
+    def recv(self, tensor: Tensor, src: int | None = None, group: Group = None, tag: int = 0) -> int:
         """Returns the global rank of the sender (`src=None`: the first to arrive)."""
         return dist.recv(tensor, src, group, tag)
 
-    def isend(self, tensor: Tensor, dst: int, group: ProcessGroup | None = None, tag: int = 0) -> Any:
+    def isend(self, tensor: Tensor, dst: int, group: Group = None, tag: int = 0) -> Any:
         return dist.isend(tensor, dst, group, tag)
 
-    def irecv(
-        self, tensor: Tensor, src: int | None = None, group: ProcessGroup | None = None, tag: int = 0
-    ) -> Any:
+    def irecv(self, tensor: Tensor, src: int | None = None, group: Group = None, tag: int = 0) -> Any:
         return dist.irecv(tensor, src, group, tag)
 
     def batch_isend_irecv(self, p2p_op_list: Sequence[Any]) -> list[Any]:
@@ -342,7 +309,7 @@ class TorchBackend(Backend):
         )
 
     def barrier(
-        self, group: ProcessGroup | None = None, async_op: bool = False, device_ids: list[int] | None = None
+        self, group: Group = None, async_op: bool = False, device_ids: list[int] | None = None
     ) -> Any:
         if dist.get_backend(group) == dist.Backend.GLOO:
             ours = _communicator_for(group, async_op)
@@ -351,16 +318,13 @@ class TorchBackend(Backend):
         return dist.barrier(group, async_op, device_ids)
 
     def monitored_barrier(
-        self,
-        group: ProcessGroup | None = None,
-        timeout: timedelta | None = None,
-        wait_all_ranks: bool = False,
+        self, group: Group = None, timeout: timedelta | None = None, wait_all_ranks: bool = False
     ) -> None:
         """Names the ranks that did not arrive (gloo groups only)."""
         dist.monitored_barrier(group, timeout, wait_all_ranks)
 
 
-def _communicator_for(group: ProcessGroup | None, async_op: bool, *tensors: Tensor) -> Communicator | None:
+def _communicator_for(group: Group, async_op: bool, *tensors: Tensor) -> Communicator | None:
     """The communicator that moves these tensors faster than the process group itself, if one does. All ranks
     get the same answer: it does not depend on anything that may differ between them, such as strides."""
     for tensor in tensors:

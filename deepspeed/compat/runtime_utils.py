@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
@@ -11,7 +10,7 @@ import torch.distributed
 
 from deepspeed.base.accelerator import get_accelerator
 from deepspeed.base.logging import is_rank_zero
-from deepspeed.base.memory import memory_usage, see_memory_usage
+from deepspeed.base.memory import see_memory_usage
 from deepspeed.base.rng import set_random_seed
 from deepspeed.compat.helpers.backward_counts import (
     check_internal_apis_for_count_used_parameters,
@@ -20,21 +19,12 @@ from deepspeed.compat.helpers.backward_counts import (
 from deepspeed.compat.helpers.gradient_checks import (
     CheckOverflow,
     DummyOptim,
-    filter_empty_parameters,
-    get_grad_zeros,
-    get_inactive_params,
-    mask_nan_or_inf_with_val_inplace,
 )
 from deepspeed.compat.helpers.optimizer_states import offload_adam_states, reload_adam_states
 from deepspeed.compat.helpers.partitioned_tensor import PartitionedTensor
 from deepspeed.compat.helpers.tensor_structures import (
     align_dense_tensors,
     all_gather_dp_groups,
-    all_gather_into_tensor_dp_groups,
-    compare_tensors_in_structures,
-    get_tensor_bytes,
-    is_transformers_cache,
-    maybe_loss_for_backward,
 )
 from deepspeed.ops.partitions import partition_balanced, partition_uniform, prefix_sum_inc
 from deepspeed.zero.tensor_norms import (
@@ -55,37 +45,22 @@ __all__ = [
     "PartitionedTensor",
     "align_dense_tensors",
     "all_gather_dp_groups",
-    "all_gather_into_tensor_dp_groups",
     "call_to_str",
     "check_internal_apis_for_count_used_parameters",
     "clip_grad_norm_",
     "clip_tensors_by_global_norm",
-    "compare_tensors_in_structures",
-    "copy_to_device",
     "count_used_parameters_in_backward",
     "empty_cache",
-    "ensure_directory_exists",
-    "filter_empty_parameters",
-    "get_checkpoint_folder_size",
     "get_flattened_grad_norm",
     "get_global_norm",
     "get_global_norm_of_tensors",
-    "get_grad_zeros",
-    "get_inactive_params",
     "get_ma_status",
     "get_norm_with_moe_layers",
     "get_norm_with_moe_layers_fast",
     "get_only_unique_item",
-    "get_tensor_bytes",
     "get_weight_norm",
     "is_model_parallel_parameter",
-    "is_transformers_cache",
-    "mask_nan_or_inf_with_val_inplace",
-    "maybe_loss_for_backward",
-    "memory_status",
     "move_to_device",
-    "noop_context",
-    "noop_decorator",
     "offload_adam_states",
     "partition_balanced",
     "partition_uniform",
@@ -98,25 +73,6 @@ __all__ = [
 T = TypeVar("T")
 
 # --- Small things ---------------------------------------------------------------------------------
-
-
-def noop_decorator(func: T) -> T:
-    return func
-
-
-class noop_context:
-    """A context that does nothing."""
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, exc_type: Any, exc_val: Any, exc_tb: Any) -> None:
-        pass
-
-
-def ensure_directory_exists(filename: str) -> None:
-    """Creates the directory of ``filename``."""
-    os.makedirs(os.path.dirname(filename) or ".", exist_ok=True)
 
 
 def call_to_str(base: str, *args: Any, **kwargs: Any) -> str:
@@ -141,25 +97,6 @@ def empty_cache() -> None:
 def get_ma_status() -> int:
     """Bytes of device memory that tensors occupy; 0 on ranks other than 0."""
     return get_accelerator().memory_allocated() if is_rank_zero() else 0
-
-
-def memory_status(msg: str, print_rank: int = -1, reset_max: bool = False) -> None:
-    """Prints device memory under the title `msg`: on every rank, or on `print_rank` alone."""
-    if print_rank != -1 and torch.distributed.is_initialized() and torch.distributed.get_rank() != print_rank:
-        return
-    print(f"{msg}{memory_usage()}", flush=True)
-    if reset_max:
-        get_accelerator().reset_peak_memory_stats()
-
-
-def get_checkpoint_folder_size(save_dir: str, tag: str, local_rank: int | None = None) -> int | None:
-    """Bytes of the files under `save_dir/tag`; None where `local_rank` is given and is not 0."""
-    if local_rank not in (None, 0):
-        return None
-    folder = os.path.join(save_dir, tag)
-    return sum(
-        os.path.getsize(os.path.join(path, file)) for path, _, files in os.walk(folder) for file in files
-    )
 
 
 # --- Moving structures of tensors -----------------------------------------------------------------
@@ -191,11 +128,6 @@ def move_to_device(
         return leaf.to(device) if wanted else leaf
 
     return _rebuilt(item, moved)
-
-
-def copy_to_device(item: Any, device: torch.device | str | int, criterion_func: Callable[[Any], bool]) -> Any:
-    """Like ``move_to_device``, but what is moved is always a copy, detached from the graph."""
-    return _rebuilt(item, lambda leaf: leaf.detach().to(device, copy=True) if criterion_func(leaf) else leaf)
 
 
 def count_used_parameters_in_backward(parameters: Iterable[Any]) -> int:

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from deepspeed.ops import native
-from deepspeed.ops.update import ALONE, Fragments, UpdateContext, UpdateTraits
+from deepspeed.ops.update import ALONE, Fragments, Group, UpdateContext, UpdateTraits
 
 _GRAD = 1  # column of the addresses of gradients
 _MAX_TABLES = 64  # kept per optimizer, so that they do not pile up if a caller always passes new tensors
@@ -193,7 +193,7 @@ class MultiTensorOptimizer(torch.optim.Optimizer):
         torch.optim.Optimizer.__init__(self, params, defaults)  # a base between may take other arguments
         self._tables: dict[tuple[Any, ...], Table] = {}
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
+    def add_param_group(self, param_group: Group) -> None:
         # torch hides its method from the compiler, for which the first call imports the compiler (0.6 s).
         method = torch.optim.Optimizer.add_param_group
         if "torch._dynamo" not in sys.modules:
@@ -208,9 +208,7 @@ class MultiTensorOptimizer(torch.optim.Optimizer):
 
     # ---- what a subclass implements ------------------------------------------------------------------------
 
-    def _native_update(
-        self, lib: ctypes.CDLL, launch: Launch, group: dict[str, Any], grad_scale: float
-    ) -> None:
+    def _native_update(self, lib: ctypes.CDLL, launch: Launch, group: Group, grad_scale: float) -> None:
         """Call the kernel; it also increments the steps."""
         raise NotImplementedError
 
@@ -218,15 +216,13 @@ class MultiTensorOptimizer(torch.optim.Optimizer):
         """Types of devices on which the optimizer has a kernel."""
         return () if native.library() is None else ("cpu",)
 
-    def _device_update(
-        self, launch: Launch, steps: list[int], group: dict[str, Any], grad_scale: float
-    ) -> None:
+    def _device_update(self, launch: Launch, steps: list[int], group: Group, grad_scale: float) -> None:
         """Call the kernel of a device other than the CPU; `steps` counts this update."""
         raise NotImplementedError
 
     def _torch_update(
         self,
-        group: dict[str, Any],
+        group: Group,
         params: list[Tensor],
         grads: list[Tensor],
         states: list[list[Tensor]],
@@ -237,7 +233,7 @@ class MultiTensorOptimizer(torch.optim.Optimizer):
         `addcmul`), in the kernel's order."""
         raise NotImplementedError
 
-    def _sparse_update(self, group: dict[str, Any], param: Tensor, grad: Tensor) -> None:
+    def _sparse_update(self, group: Group, param: Tensor, grad: Tensor) -> None:
         """Update the rows in a sparse gradient, if the method has such an update."""
         raise RuntimeError(
             f"{type(self).__name__} does not take sparse gradients (parameter of shape {tuple(param.shape)}): make the "
@@ -246,13 +242,13 @@ class MultiTensorOptimizer(torch.optim.Optimizer):
 
     # ---- state ---------------------------------------------------------------------------------------------
 
-    def _names_for(self, group: dict[str, Any]) -> tuple[str, ...]:
+    def _names_for(self, group: Group) -> tuple[str, ...]:
         return self.state_names
 
-    def _initial_value(self, name: str, group: dict[str, Any]) -> float:
+    def _initial_value(self, name: str, group: Group) -> float:
         return 0.0
 
-    def state_for(self, param: Tensor, group: dict[str, Any]) -> dict[str, Any]:
+    def state_for(self, param: Tensor, group: Group) -> dict[str, Any]:
         """State of a parameter, created on first use."""
         state = self.state[param]
         step = state.get("step", 0)
@@ -265,7 +261,7 @@ class MultiTensorOptimizer(torch.optim.Optimizer):
         return state
 
     @staticmethod
-    def _state_dtype(param: Tensor, group: dict[str, Any]) -> torch.dtype:
+    def _state_dtype(param: Tensor, group: Group) -> torch.dtype:
         if param.dtype is torch.float64 or not group.get("fp32_optimizer_states", True):
             return param.dtype
         return torch.float32
@@ -339,7 +335,7 @@ class MultiTensorOptimizer(torch.optim.Optimizer):
 
     def multi_tensor_step(
         self,
-        group: dict[str, Any],
+        group: Group,
         params: Sequence[Tensor],
         grads: Sequence[Tensor],
         *,
@@ -361,7 +357,7 @@ class MultiTensorOptimizer(torch.optim.Optimizer):
             return
         self._update(self._table(group, params, grads, low_precision), group, grad_scale, context)
 
-    def _update(self, table: Table, group: dict[str, Any], grad_scale: float, context: UpdateContext) -> None:
+    def _update(self, table: Table, group: Group, grad_scale: float, context: UpdateContext) -> None:
         lib = native.library()
         for launch in table.launches:
             if launch.device.type == "cpu":
@@ -372,7 +368,7 @@ class MultiTensorOptimizer(torch.optim.Optimizer):
             self._update_in_torch(table, group, grad_scale)
 
     @torch.no_grad()
-    def _update_in_torch(self, table: Table, group: dict[str, Any], grad_scale: float) -> None:
+    def _update_in_torch(self, table: Table, group: Group, grad_scale: float) -> None:
         steps = table.count_steps(table.others)
         for batch in _batches(table, self._names_for(group), steps):
             wide = batch.widen(grad_scale)
@@ -381,7 +377,7 @@ class MultiTensorOptimizer(torch.optim.Optimizer):
 
     def _table(
         self,
-        group: dict[str, Any],
+        group: Group,
         params: Sequence[Tensor],
         grads: Sequence[Tensor],
         low_precision: Sequence[Tensor | None] | None,

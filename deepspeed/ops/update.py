@@ -9,9 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 from torch import Tensor
+
+Group: TypeAlias = dict[str, Any]
+"""One of an optimizer's `param_groups`."""
 
 Ranks = Any
 """A `comm.collectives.Communicator`; `ops` lies below `comm`."""
@@ -32,7 +35,7 @@ class WholeMatrixUpdate(Protocol):
 
     def __call__(
         self,
-        group: dict[str, Any],
+        group: Group,
         params: Sequence[Tensor],
         values: Sequence[Tensor],
         function: Callable[[Tensor], Tensor],

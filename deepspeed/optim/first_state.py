@@ -17,10 +17,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from deepspeed.ops.multi_tensor import MultiTensorOptimizer
+from deepspeed.ops.update import Group
 
 
 @torch.no_grad()
-def first_state(optimizer: Optimizer, group: dict[str, Any], param: Tensor) -> dict[str, Any]:
+def first_state(optimizer: Optimizer, group: Group, param: Tensor) -> dict[str, Any]:
     """Initial state of ``param`` under the hyperparameters of ``group``; empty if the optimizer keeps none.
 
     Neither the optimizer nor ``param`` is touched. RuntimeError: the optimizer cannot take a step with a zero
@@ -46,9 +47,7 @@ def first_state(optimizer: Optimizer, group: dict[str, Any], param: Tensor) -> d
     return recorder.starts
 
 
-def _step_on_zeros(
-    optimizer: Optimizer, group: dict[str, Any], param: nn.Parameter, state: _StateRecorder
-) -> None:
+def _step_on_zeros(optimizer: Optimizer, group: Group, param: nn.Parameter, state: _StateRecorder) -> None:
     substitute = stand_in(optimizer, group, [param])
     substitute.state[param] = state
     param.grad = torch.zeros_like(param)
@@ -82,7 +81,7 @@ class _StateRecorder(dict):
             self[key] = value
 
 
-def constructed_state(optimizer: Optimizer, group: dict[str, Any], param: nn.Parameter) -> dict[str, Any]:
+def constructed_state(optimizer: Optimizer, group: Group, param: nn.Parameter) -> dict[str, Any]:
     """The state that the constructor of the optimizer's class creates for ``param``; empty if none or if it fails."""
     try:
         accepted = inspect.signature(type(optimizer)).parameters
@@ -93,12 +92,12 @@ def constructed_state(optimizer: Optimizer, group: dict[str, Any], param: nn.Par
     return dict(made.state.get(param, {}))
 
 
-def options_of(group: dict[str, Any]) -> dict[str, Any]:
+def options_of(group: Group) -> dict[str, Any]:
     """The hyperparameters of a group, copied."""
     return {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
 
 
-def stand_in(optimizer: Optimizer, group: dict[str, Any], params: list[nn.Parameter]) -> Optimizer:
+def stand_in(optimizer: Optimizer, group: Group, params: list[nn.Parameter]) -> Optimizer:
     """The same class and attributes with other parameters, created without calling the constructor, whose arguments
     are not known here. It has no hooks and no state."""
     substitute = object.__new__(type(optimizer))

@@ -13,7 +13,7 @@ from deepspeed.comm.collectives import Communicator
 from deepspeed.ops.adam.multi_tensor_adam import MultiTensorAdam
 from deepspeed.ops.formats.codecs import BlockCodec, Codec, SignCodec
 from deepspeed.ops.multi_tensor import MultiTensorOptimizer
-from deepspeed.ops.update import ALONE, Fragments, HoldersOf, UpdateContext, UpdateTraits
+from deepspeed.ops.update import ALONE, Fragments, Group, HoldersOf, UpdateContext, UpdateTraits
 from deepspeed.optim.one_bit import OneBitOptimizer, by_holders, publish
 from deepspeed.optim.sign_exchange import FEEDBACK, SignExchange
 
@@ -96,7 +96,7 @@ class DiLoCo(OneBitOptimizer, MultiTensorAdam):
     def agrees_at(self, update: int) -> bool:
         return update > self.warmup_steps and (update - self.warmup_steps) % self.sync_every == 0
 
-    def state_for(self, param: Tensor, group: dict[str, Any]) -> dict[str, Any]:
+    def state_for(self, param: Tensor, group: Group) -> dict[str, Any]:
         new = AGREED not in self.state[param]
         state = super().state_for(param, group)
         if new:

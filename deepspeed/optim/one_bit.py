@@ -14,7 +14,7 @@ from deepspeed.base.logging import log_dist_once
 from deepspeed.comm.collectives import Communicator
 from deepspeed.ops import momentum as momentum_kernels
 from deepspeed.ops.multi_tensor import MultiTensorOptimizer, result_of
-from deepspeed.ops.update import ALONE, Fragments, HoldersOf, UpdateContext
+from deepspeed.ops.update import ALONE, Fragments, Group, HoldersOf, UpdateContext
 from deepspeed.optim.sign_exchange import SignExchange
 
 PIECE = 1 << 15
@@ -58,12 +58,7 @@ class OneBitOptimizer(MultiTensorOptimizer):
         raise NotImplementedError
 
     def update_own(
-        self,
-        number: int,
-        group: dict[str, Any],
-        part: Fragments,
-        grad_scale: float,
-        context: UpdateContext,
+        self, number: int, group: Group, part: Fragments, grad_scale: float, context: UpdateContext
     ) -> None:
         """An update of group ``number`` that is no warm-up, from gradients of this rank (of all if ``context`` has no
         ``holders``). Without tensors if others may have some and the update sums over fragments."""
@@ -107,7 +102,7 @@ class OneBitOptimizer(MultiTensorOptimizer):
 
     # State ----------------------------------------------------------------------------------------------------
 
-    def state_for(self, param: Tensor, group: dict[str, Any]) -> dict[str, Any]:
+    def state_for(self, param: Tensor, group: Group) -> dict[str, Any]:
         state = super().state_for(param, group)
         for name in self.own_state_names:
             if name not in state:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import math
 from types import SimpleNamespace
 from typing import Any
@@ -25,9 +24,6 @@ from deepspeed.config import getters as config_getters
 from deepspeed.config.deepspeed_config import DeepSpeedConfig
 from deepspeed.zero.tensor_norms import norm_with_experts
 from tests.pool import distributed
-
-Pair = collections.namedtuple("Pair", "a b")
-
 
 # --- Partitioned tensors --------------------------------------------------------------------------
 
@@ -84,36 +80,16 @@ def test_experts_that_differ_between_ranks_are_clipped_and_checked_alike() -> No
     assert check.check_using_norm([norm], reduce_overflow=False) is True
 
 
-def test_norms_and_zeros_of_gradients() -> None:
+def test_norms_of_gradients() -> None:
     params = with_grads([3.0, 0.0, 4.0], [0.0, 12.0])
     assert ds.get_flattened_grad_norm(params) == 13.0
     assert ds.get_flattened_grad_norm(params, grad_norm_mask=[[(2, 3)], [(0, 1)]]) == math.sqrt(9 + 144)
     assert ds.get_flattened_grad_norm(params, float("inf")) == 12.0
-    assert ds.get_grad_zeros(params) == 2.0
     assert ds.get_weight_norm([torch.tensor([3.0, 4.0])]) == 5.0
-    for value, expected in ((float("nan"), -1.0), (float("inf"), -1.0), (2.0, 2.0)):
-        norm = torch.tensor(value)
-        ds.mask_nan_or_inf_with_val_inplace(norm)
-        assert norm == expected
-    empty = torch.empty(0)
-    groups = ds.filter_empty_parameters(
-        [{"params": [empty], "lr": 1.0}, {"params": [empty, *params], "lr": 2.0}]
-    )
-    assert [(len(group["params"]), group["lr"]) for group in groups] == [(2, 2.0)]
     assert ds.DummyOptim(params).param_groups[0]["params"] is params
-    assert ds.get_inactive_params(params) == []
 
 
-def test_structures_of_tensors() -> None:
-    one = {"a": [torch.ones(3), (torch.zeros(2, dtype=torch.int64), 5)], "b": "text"}
-    other = {"a": [torch.ones(3), (torch.zeros(2, dtype=torch.int64), 5)], "b": "text"}
-    assert ds.compare_tensors_in_structures(one, other) and ds.get_tensor_bytes(one) == 12 + 16
-    other["a"][1][0].add_(1)
-    assert not ds.compare_tensors_in_structures(one, other)
-    assert not ds.compare_tensors_in_structures([1], (1,))
-    weight = torch.ones(2, requires_grad=True)
-    assert ds.maybe_loss_for_backward(weight.sum())
-    assert not any(map(ds.maybe_loss_for_backward, (weight * 1, torch.tensor(1.0), 1.0)))
+def test_tensors_are_aligned() -> None:
     assert [t.numel() for t in ds.align_dense_tensors([torch.ones(5), torch.ones(2)], 4)] == [5, 2, 1]
     assert len(ds.align_dense_tensors([torch.ones(8)], 4)) == 1
 
@@ -147,52 +123,17 @@ def test_autocast() -> None:
 @distributed(world_size=2)
 def test_flat_groups_are_gathered() -> None:
     rank, group = dist.get_rank(), dist.new_group(ranks=range(2))
-    for gather in ("whole", "pieces"):
-        flat = torch.full((10,), -1.0)
-        slices = list(flat.chunk(2))
-        slices[rank].copy_(torch.arange(5.0) + 5 * rank)
-        if gather == "whole":
-            ds.all_gather_into_tensor_dp_groups([flat], [slices], [group])
-        else:
-            ds.all_gather_dp_groups(
-                [flat], [slices], [group], start_alignment_factor=2, allgather_bucket_size=4
-            )
-        assert torch.equal(flat, torch.arange(10.0))
+    flat = torch.full((10,), -1.0)
+    slices = list(flat.chunk(2))
+    slices[rank].copy_(torch.arange(5.0) + 5 * rank)
+    ds.all_gather_dp_groups([flat], [slices], [group], start_alignment_factor=2, allgather_bucket_size=4)
+    assert torch.equal(flat, torch.arange(10.0))
 
 
 # --- ZeRO's ---------------------------------------------------------------------------------------
 
 
-@distributed(world_size=2)
-def test_ranks_that_differ_are_told() -> None:
-    rank = dist.get_rank()
-    assert zero.get_lst_from_rank0([rank, 7]) == [0, 7]
-    zero.assert_ints_same_as_other_ranks([1, 2])
-    zero.assert_lst_len_same_as_other_ranks([rank])
-    checks = (
-        (zero.assert_ints_same_as_other_ranks, [1, rank], "Rank 1 has"),
-        (zero.assert_lst_len_same_as_other_ranks, [0] * (1 + rank), "rank 1 has 2 items"),
-    )
-    for check, value, text in checks:
-        if rank == 0:
-            check(value)
-        else:
-            with pytest.raises(RuntimeError, match=text):
-                check(value)
-
-
 def test_zero_helpers() -> None:
-    tensors = [torch.arange(3.0), torch.arange(4.0).view(2, 2)]
-    copies = [tensor.clone() for tensor in tensors]
-    assert [entry[1:] for entry in zero.get_mapping_to_flat_buffer(tensors)] == [(0, 3), (3, 4)]
-    flat = zero.defragment(tensors)
-    assert torch.equal(flat, torch.cat([copy.reshape(-1) for copy in copies]))
-    flat.add_(1)  # the tensors are views of it now
-    assert all(torch.equal(tensor, copy + 1) for tensor, copy in zip(tensors, copies, strict=True))
-    doubled = zero.apply_to_tensors_only(lambda t: t * 2, {"a": Pair([torch.ones(1)], 3)})
-    assert doubled["a"].a[0] == 2 and doubled["a"].b == 3 and isinstance(doubled["a"], Pair)
-    assert zero.isinstance_namedtuple(Pair(1, 2)) and not zero.isinstance_namedtuple((1, 2))
-    assert zero.is_builtin_type([]) and not zero.is_builtin_type(Pair(1, 2))
     weight = [nn.Parameter(torch.ones(3))]
     assert zero.is_zero_supported_optimizer(torch.optim.AdamW(weight))
 

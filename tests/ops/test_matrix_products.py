@@ -14,7 +14,7 @@ from deepspeed.observe.flops import get_model_profile
 from deepspeed.ops import native
 from deepspeed.ops.transformer import products
 from deepspeed.ops.transformer.products import linear, product
-from deepspeed.ops.transformer.saving import GeluLinear
+from deepspeed.ops.transformer.transformer import GeluLinear
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="built without native kernels")
 

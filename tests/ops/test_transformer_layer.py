@@ -14,7 +14,7 @@ from torch.nn import functional
 
 import deepspeed
 from deepspeed import DeepSpeedTransformerConfig, DeepSpeedTransformerLayer
-from deepspeed.ops.transformer.saving import DroppedWeights
+from deepspeed.ops.transformer.transformer import DroppedWeights
 from tests.pool import distributed
 
 BATCH, TOKENS, HIDDEN, INNER, HEADS = 2, 12, 16, 40, 4

@@ -1,4 +1,4 @@
-"""Documented helpers about gradients: which parameters have one, and whether one is not finite."""
+"""Documented helpers about gradients: groups without an optimizer, and whether one is not finite on any rank."""
 
 from __future__ import annotations
 
@@ -18,49 +18,6 @@ class DummyOptim:
 
     def __init__(self, params: list[Tensor]) -> None:
         self.param_groups = [{"params": params}]
-
-
-def filter_empty_parameters(params: Any) -> Any:
-    """The parameters, or parameter groups, without empty parameters; groups left empty are removed too."""
-    items = list(params)
-    if items and isinstance(items[0], dict):
-        groups = [{**group, "params": _with_elements(group["params"])} for group in items]
-        return [group for group in groups if group["params"]]
-    return _with_elements(items)
-
-
-def _with_elements(params: Tensor | Iterable[Tensor]) -> list[Tensor]:
-    return [p for p in ([params] if isinstance(params, Tensor) else params) if _numel(p) > 0]
-
-
-def _numel(param: Tensor) -> int:
-    return getattr(param, "ds_numel", param.numel())  # ZeRO-3 leaves a partitioned parameter empty
-
-
-def get_grad_zeros(parameters: Tensor | Iterable[Tensor], mpu: Any = None) -> Tensor:
-    """Count the elements of the gradients that are exactly 0, over the ranks of a model-parallel unit: 0-dim fp32."""
-    params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    grads = [param.grad for param in params if param.grad is not None]
-    zeros = sum(grad.numel() - int(torch.count_nonzero(grad)) for grad in grads)
-    device = grads[0].device if grads else torch.device(get_accelerator().current_device_name())
-    total = torch.tensor(zeros, dtype=torch.float64, device=device)
-    if mpu is not None:
-        torch.distributed.all_reduce(total, group=mpu.get_model_parallel_group())
-    return total.float()
-
-
-def get_inactive_params(param_list: Iterable[Any]) -> list[Any]:
-    """The partitioned parameters among these that are not currently gathered."""
-    # by name: this module is a layer below ZeRO
-    return [p for p in param_list if getattr(getattr(p, "ds_status", None), "name", "") == "NOT_AVAILABLE"]
-
-
-def mask_nan_or_inf_with_val_inplace(
-    input: Tensor, device: torch.device | str | None = None, val: float = -1.0
-) -> None:
-    """Overwrite a norm that is not finite with `val`, in place and without waiting for the device."""
-    mark = torch.tensor(val, dtype=input.dtype, device=input.device if device is None else device)
-    input.copy_(torch.where(torch.isfinite(input), input, mark.to(input.device)))
 
 
 def has_non_finite(tensor: Tensor) -> bool:

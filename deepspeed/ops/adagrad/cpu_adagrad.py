@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from deepspeed.ops.multi_tensor import Launch, MultiTensorOptimizer, foreach_sqrt, refuse
+from deepspeed.ops.update import Group
 
 
 class Adagrad(MultiTensorOptimizer):
@@ -34,12 +35,10 @@ class Adagrad(MultiTensorOptimizer):
         }
         super().__init__(params, defaults)
 
-    def _initial_value(self, name: str, group: dict[str, Any]) -> float:
+    def _initial_value(self, name: str, group: Group) -> float:
         return group.get("initial_accumulator_value", 0.0)
 
-    def _native_update(
-        self, lib: ctypes.CDLL, launch: Launch, group: dict[str, Any], grad_scale: float
-    ) -> None:
+    def _native_update(self, lib: ctypes.CDLL, launch: Launch, group: Group, grad_scale: float) -> None:
         lib.ds_adagrad(
             *launch.arguments(),
             float(group["lr"]),
@@ -52,7 +51,7 @@ class Adagrad(MultiTensorOptimizer):
 
     def _torch_update(
         self,
-        group: dict[str, Any],
+        group: Group,
         params: list[Tensor],
         grads: list[Tensor],
         states: list[list[Tensor]],
@@ -68,7 +67,7 @@ class Adagrad(MultiTensorOptimizer):
         torch._foreach_div_(grads, denominators)
         torch._foreach_sub_(params, grads)
 
-    def _sparse_update(self, group: dict[str, Any], param: Tensor, grad: Tensor) -> None:
+    def _sparse_update(self, group: Group, param: Tensor, grad: Tensor) -> None:
         """Updates the rows in the gradient, as torch.optim.Adagrad does; all other rows are unchanged."""
         if group["weight_decay"] != 0:
             raise RuntimeError(

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+
+from deepspeed.ops.update import Group
 
 
-def corrections(group: dict[str, Any], step: int) -> tuple[float, float]:
+def corrections(group: Group, step: int) -> tuple[float, float]:
     """Step size lr / (1 - beta1^t) and factor 1 / sqrt(1 - beta2^t) of the square root."""
     lr, (beta1, beta2) = float(group["lr"]), group["betas"]
     if not group["bias_correction"]:

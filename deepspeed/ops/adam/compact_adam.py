@@ -24,7 +24,7 @@ from deepspeed.ops import native
 from deepspeed.ops.adam.multi_tensor_adam import MultiTensorAdam
 from deepspeed.ops.formats import blockwise as state_codes
 from deepspeed.ops.multi_tensor import Launch, Table, fits_kernel, refuse
-from deepspeed.ops.update import ALONE, UpdateContext, UpdateTraits
+from deepspeed.ops.update import ALONE, Group, UpdateContext, UpdateTraits
 
 CODES = 3
 """``enum ds_state_codes``."""
@@ -116,10 +116,10 @@ class CompactAdam(MultiTensorAdam):
 
     # ---- state ---------------------------------------------------------------------------------------------
 
-    def _names_for(self, group: dict[str, Any]) -> tuple[str, ...]:
+    def _names_for(self, group: Group) -> tuple[str, ...]:
         return (*_CODE, *(name + SCALE for name in _CODE)) if self.state_bits == 8 else self.state_names
 
-    def state_for(self, param: Tensor, group: dict[str, Any]) -> dict[str, Any]:
+    def state_for(self, param: Tensor, group: Group) -> dict[str, Any]:
         if self.state_bits == 8:
             state = self.state[param]
             for name in _CODE:
@@ -130,7 +130,7 @@ class CompactAdam(MultiTensorAdam):
         return super().state_for(param, group)
 
     @staticmethod
-    def _state_dtype(param: Tensor, group: dict[str, Any]) -> torch.dtype:
+    def _state_dtype(param: Tensor, group: Group) -> torch.dtype:
         return torch.float32
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -173,7 +173,7 @@ class CompactAdam(MultiTensorAdam):
 
     def multi_tensor_step(
         self,
-        group: dict[str, Any],
+        group: Group,
         params: Sequence[Tensor],
         grads: Sequence[Tensor],
         *,
@@ -190,16 +190,12 @@ class CompactAdam(MultiTensorAdam):
     def _make_table(self, *args: Any) -> Table:
         return _Table(self._starts, *args)
 
-    def _device_update(
-        self, launch: Launch, steps: list[int], group: dict[str, Any], grad_scale: float
-    ) -> None:
+    def _device_update(self, launch: Launch, steps: list[int], group: Group, grad_scale: float) -> None:
         from deepspeed.ops.gpu import compact_adam  # imports Triton
 
         compact_adam.step(launch, steps, group, decoupled=group[self.decoupled_key], grad_scale=grad_scale)
 
-    def _native_update(
-        self, lib: ctypes.CDLL, launch: Launch, group: dict[str, Any], grad_scale: float
-    ) -> None:
+    def _native_update(self, lib: ctypes.CDLL, launch: Launch, group: Group, grad_scale: float) -> None:
         beta1, beta2 = group["betas"]
         lib.ds_compact_adam(
             *launch.arguments(),
@@ -216,7 +212,7 @@ class CompactAdam(MultiTensorAdam):
         )
 
     @torch.no_grad()
-    def _update_in_torch(self, table: Table, group: dict[str, Any], grad_scale: float) -> None:
+    def _update_in_torch(self, table: Table, group: Group, grad_scale: float) -> None:
         assert isinstance(table, _Table)
         lows = table.low_precision
         for i, step in zip(table.others, table.count_steps(table.others), strict=True):
@@ -234,7 +230,7 @@ class CompactAdam(MultiTensorAdam):
 
     def _update_one(
         self,
-        group: dict[str, Any],
+        group: Group,
         param: Tensor,
         grad: Tensor,
         state: dict[str, Any],
@@ -263,7 +259,7 @@ class CompactAdam(MultiTensorAdam):
             low.copy_(updated[0].view(low.shape))
 
     @staticmethod
-    def _kept(state: dict[str, Any], group: dict[str, Any]) -> list[Tensor]:
+    def _kept(state: dict[str, Any], group: Group) -> list[Tensor]:
         """Both moments times their betas."""
         factors = (group["betas"][0], math.sqrt(group["betas"][1]))
         first, root = (

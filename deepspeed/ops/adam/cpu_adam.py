@@ -15,6 +15,7 @@ from torch import Tensor
 from deepspeed.ops.adam.bias_correction import corrections
 from deepspeed.ops.adam.multi_tensor_adam import MultiTensorAdam
 from deepspeed.ops.multi_tensor import refuse, result_of
+from deepspeed.ops.update import Group
 
 
 class DeepSpeedCPUAdam(MultiTensorAdam):
@@ -129,9 +130,7 @@ class DeepSpeedCPUAdam(MultiTensorAdam):
         return sys.modules[__name__]
 
 
-def _undo(
-    group: dict[str, Any], param: Tensor, grad: Tensor, state: dict[str, Any], *, decoupled: bool
-) -> None:
+def _undo(group: Group, param: Tensor, grad: Tensor, state: dict[str, Any], *, decoupled: bool) -> None:
     """Adam's update solved for what was before it, in fp32."""
     lr, (beta1, beta2), decay = float(group["lr"]), group["betas"], group["weight_decay"]
     exp_avg, exp_avg_sq = state["exp_avg"].float(), state["exp_avg_sq"].float()

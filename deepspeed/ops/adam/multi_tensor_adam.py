@@ -16,6 +16,7 @@ from torch import Tensor
 
 from deepspeed.ops.adam.bias_correction import corrections
 from deepspeed.ops.multi_tensor import Launch, MultiTensorOptimizer, foreach_sqrt
+from deepspeed.ops.update import Group
 
 
 @functools.cache
@@ -27,7 +28,7 @@ _DECOUPLED_KEYS = ("adam_w_mode", "adamw_mode")
 """One option under the names that FusedAdam and DeepSpeedCPUAdam give it."""
 
 
-def as_in(group: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
+def as_in(group: Group, options: dict[str, Any]) -> dict[str, Any]:
     """Saved ``options`` as the optimizer of ``group`` spells them, which may be another Adam than the one that was
     saved: with and without offload they differ."""
     own = next((key for key in _DECOUPLED_KEYS if key in group), None)
@@ -41,9 +42,7 @@ class MultiTensorAdam(MultiTensorOptimizer):
     state_names = ("exp_avg", "exp_avg_sq")
     decoupled_key = "adam_w_mode"
 
-    def _native_update(
-        self, lib: ctypes.CDLL, launch: Launch, group: dict[str, Any], grad_scale: float
-    ) -> None:
+    def _native_update(self, lib: ctypes.CDLL, launch: Launch, group: Group, grad_scale: float) -> None:
         beta1, beta2 = group["betas"]
         lib.ds_adam(
             *launch.arguments(),
@@ -61,16 +60,14 @@ class MultiTensorAdam(MultiTensorOptimizer):
     def _device_types(self) -> tuple[str, ...]:
         return (*super()._device_types(), "cuda") if _has_triton() else super()._device_types()
 
-    def _device_update(
-        self, launch: Launch, steps: list[int], group: dict[str, Any], grad_scale: float
-    ) -> None:
+    def _device_update(self, launch: Launch, steps: list[int], group: Group, grad_scale: float) -> None:
         from deepspeed.ops.adam import triton_adam  # imports triton
 
         triton_adam.step(launch, steps, group, decoupled=group[self.decoupled_key], grad_scale=grad_scale)
 
     def _torch_update(
         self,
-        group: dict[str, Any],
+        group: Group,
         params: list[Tensor],
         grads: list[Tensor],
         states: list[list[Tensor]],

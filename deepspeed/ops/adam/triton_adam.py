@@ -11,8 +11,6 @@ tables]).
 # pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
 from __future__ import annotations
 
-from typing import Any
-
 import triton
 import triton.language as tl
 
@@ -20,6 +18,7 @@ from deepspeed.ops import native
 from deepspeed.ops.adam.bias_correction import corrections
 from deepspeed.ops.multi_tensor import Launch
 from deepspeed.ops.segment_blocks import Round, rounds
+from deepspeed.ops.update import Group
 
 BLOCK = 4096  # elements per program
 _DTYPES = {code: getattr(tl, str(dtype).removeprefix("torch.")) for dtype, code in native.DTYPE_CODES.items()}
@@ -75,15 +74,13 @@ def _adam_kernel(
     tl.store(low_at, p.to(LOW), mask=offsets < tl.where(low_address != 0, numel, 0))
 
 
-def step(
-    launch: Launch, steps: list[int], group: dict[str, Any], *, decoupled: bool, grad_scale: float
-) -> None:
+def step(launch: Launch, steps: list[int], group: Group, *, decoupled: bool, grad_scale: float) -> None:
     """One update of all segments of `launch`; `steps[i]` counts it for segment i."""
     for each in rounds(launch, steps, BLOCK, native.SEGMENT_WORDS - 1):
         _run(launch, each, group, decoupled, grad_scale)
 
 
-def _run(launch: Launch, part: Round, group: dict[str, Any], decoupled: bool, grad_scale: float) -> None:
+def _run(launch: Launch, part: Round, group: Group, decoupled: bool, grad_scale: float) -> None:
     (beta1, beta2), weight_decay = group["betas"], group["weight_decay"]
     step_size, inv_correction2 = corrections(group, part.steps)
     storage = launch.storage

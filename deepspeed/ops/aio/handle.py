@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import weakref
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -13,6 +13,8 @@ from torch import Tensor
 from deepspeed.ops.aio.engine import AioEngine, AioFailure, AioOptions, make_engine
 from deepspeed.ops.aio.memory import LockedMemory, host_buffer, is_locked, is_pinned
 
+File: TypeAlias = str | int | None
+"""A path or an open descriptor; None if the descriptor is given as ``fd``."""
 ALIGNMENT = 4096
 """In bytes. Memory and offsets that are multiples of it never need an extra copy on current disks."""
 
@@ -111,7 +113,7 @@ class aio_handle:  # documented name
     def pread(
         self,
         buffer: Tensor,
-        filename: str | int | None = None,
+        filename: File = None,
         validate: bool = False,
         is_async: bool = False,
         file_offset: int = 0,
@@ -124,7 +126,7 @@ class aio_handle:  # documented name
     def pwrite(
         self,
         buffer: Tensor,
-        filename: str | int | None = None,
+        filename: File = None,
         validate: bool = False,
         is_async: bool = False,
         file_offset: int = 0,
@@ -135,43 +137,23 @@ class aio_handle:  # documented name
         return self._transfer(True, buffer, _one_of(filename, fd), file_offset, validate, is_async)
 
     def sync_pread(
-        self,
-        buffer: Tensor,
-        filename: str | int | None = None,
-        file_offset: int = 0,
-        *,
-        fd: int | None = None,
+        self, buffer: Tensor, filename: File = None, file_offset: int = 0, *, fd: int | None = None
     ) -> int:
         return self._transfer(False, buffer, _one_of(filename, fd), file_offset)
 
     def sync_pwrite(
-        self,
-        buffer: Tensor,
-        filename: str | int | None = None,
-        file_offset: int = 0,
-        *,
-        fd: int | None = None,
+        self, buffer: Tensor, filename: File = None, file_offset: int = 0, *, fd: int | None = None
     ) -> int:
         return self._transfer(True, buffer, _one_of(filename, fd), file_offset)
 
     def async_pread(
-        self,
-        buffer: Tensor,
-        filename: str | int | None = None,
-        file_offset: int = 0,
-        *,
-        fd: int | None = None,
+        self, buffer: Tensor, filename: File = None, file_offset: int = 0, *, fd: int | None = None
     ) -> int:
         """Starts a read; the tensor must not be used before `wait`."""
         return self._transfer(False, buffer, _one_of(filename, fd), file_offset, is_async=True)
 
     def async_pwrite(
-        self,
-        buffer: Tensor,
-        filename: str | int | None = None,
-        file_offset: int = 0,
-        *,
-        fd: int | None = None,
+        self, buffer: Tensor, filename: File = None, file_offset: int = 0, *, fd: int | None = None
     ) -> int:
         """Starts a write; the tensor must not change before `wait`."""
         return self._transfer(True, buffer, _one_of(filename, fd), file_offset, is_async=True)
@@ -260,7 +242,7 @@ def _close(engine: AioEngine, process: int) -> None:
         engine.close()
 
 
-def _one_of(filename: str | int | None, fd: int | None) -> str | int:
+def _one_of(filename: File, fd: int | None) -> str | int:
     if (filename is None) == (fd is None):
         raise TypeError("give the file either as filename or as fd, an open descriptor")
     return fd if fd is not None else filename  # type: ignore[return-value]  # one of them is given

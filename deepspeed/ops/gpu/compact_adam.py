@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import triton
@@ -21,6 +20,7 @@ from deepspeed.ops.adam.bias_correction import corrections
 from deepspeed.ops.formats import blockwise as state_codes
 from deepspeed.ops.multi_tensor import Launch
 from deepspeed.ops.segment_blocks import Round, rounds
+from deepspeed.ops.update import Group
 
 WORDS = 10  # of a segment: param, grad, two moments, two scales, low_precision, step, numel, start
 _WORDS = tl.constexpr(WORDS)
@@ -201,15 +201,13 @@ def _signed(number: int) -> int:
     return ((number + (1 << 31)) & 0xFFFFFFFF) - (1 << 31)
 
 
-def step(
-    launch: Launch, steps: Sequence[int], group: dict[str, Any], *, decoupled: bool, grad_scale: float
-) -> None:
+def step(launch: Launch, steps: Sequence[int], group: Group, *, decoupled: bool, grad_scale: float) -> None:
     """One update of all segments of ``launch``; ``steps[i]`` counts it for segment i."""
     for each in rounds(launch, steps, _BLOCKS * state_codes.BLOCK, WORDS - 2):
         _run(launch, each, group, decoupled, grad_scale)
 
 
-def _run(launch: Launch, part: Round, group: dict[str, Any], decoupled: bool, grad_scale: float) -> None:
+def _run(launch: Launch, part: Round, group: Group, decoupled: bool, grad_scale: float) -> None:
     (beta1, beta2), weight_decay, storage = group["betas"], group["weight_decay"], launch.storage
     step_size, inv_correction2 = corrections(group, part.steps)
     of_codes, of_params = (

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from deepspeed.ops import native
 from deepspeed.ops.multi_tensor import Launch, MultiTensorOptimizer, Table, TensorBatch, foreach_sqrt, refuse
-from deepspeed.ops.update import ALONE, UpdateContext, UpdateTraits
+from deepspeed.ops.update import ALONE, Group, UpdateContext, UpdateTraits
 
 
 class FusedLamb(MultiTensorOptimizer):
@@ -90,7 +90,7 @@ class FusedLamb(MultiTensorOptimizer):
 
     def multi_tensor_step(
         self,
-        group: dict[str, Any],
+        group: Group,
         params: Sequence[Tensor],
         grads: Sequence[Tensor],
         *,
@@ -105,7 +105,7 @@ class FusedLamb(MultiTensorOptimizer):
         )
 
     @torch.no_grad()
-    def _update(self, table: Table, group: dict[str, Any], grad_scale: float, context: UpdateContext) -> None:
+    def _update(self, table: Table, group: Group, grad_scale: float, context: UpdateContext) -> None:
         if group["max_grad_norm"] > 0:
             norm = context.gradient_norm
             if norm is None:
@@ -128,13 +128,13 @@ class FusedLamb(MultiTensorOptimizer):
             others.apply(ratios[table.others].tolist())
 
     @staticmethod
-    def _trust_ratios(sums: Tensor, group: dict[str, Any]) -> Tensor:
+    def _trust_ratios(sums: Tensor, group: Group) -> Tensor:
         param_norm, update_norm = sums.sqrt().unbind(1)
         ratio = (param_norm / update_norm).clamp(group["min_coeff"], group["max_coeff"])
         return torch.where((param_norm > 0) & (update_norm > 0), ratio, torch.ones_like(ratio))
 
     @staticmethod
-    def _native_moments(lib: ctypes.CDLL, launch: Launch, group: dict[str, Any], grad_scale: float) -> Tensor:
+    def _native_moments(lib: ctypes.CDLL, launch: Launch, group: Group, grad_scale: float) -> Tensor:
         sums = torch.empty(len(launch.indices), 2, dtype=torch.float64)
         lib.ds_lamb_moments(
             *launch.arguments(),
@@ -150,7 +150,7 @@ class FusedLamb(MultiTensorOptimizer):
         return sums
 
     @staticmethod
-    def _native_apply(lib: ctypes.CDLL, launch: Launch, group: dict[str, Any], ratios: Tensor) -> None:
+    def _native_apply(lib: ctypes.CDLL, launch: Launch, group: Group, ratios: Tensor) -> None:
         lib.ds_lamb_apply(
             *launch.arguments(),
             float(group["lr"]),
@@ -167,9 +167,7 @@ class FusedLamb(MultiTensorOptimizer):
 class _TorchLamb:
     """The two passes in PyTorch, for tensors that no kernel supports; the update is kept between them."""
 
-    def __init__(
-        self, table: Table, names: tuple[str, ...], group: dict[str, Any], grad_scale: float
-    ) -> None:
+    def __init__(self, table: Table, names: tuple[str, ...], group: Group, grad_scale: float) -> None:
         steps = table.count_steps(table.others)
         self.group = group
         self.batch = TensorBatch(states=[[] for _ in names])

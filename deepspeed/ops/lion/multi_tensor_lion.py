@@ -7,12 +7,12 @@ one interpolation between momentum and gradient, the new momentum is another; we
 from __future__ import annotations
 
 import ctypes
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from deepspeed.ops.multi_tensor import Launch, MultiTensorOptimizer
+from deepspeed.ops.update import Group
 
 
 class MultiTensorLion(MultiTensorOptimizer):
@@ -20,9 +20,7 @@ class MultiTensorLion(MultiTensorOptimizer):
 
     state_names = ("exp_avg",)
 
-    def _native_update(
-        self, lib: ctypes.CDLL, launch: Launch, group: dict[str, Any], grad_scale: float
-    ) -> None:
+    def _native_update(self, lib: ctypes.CDLL, launch: Launch, group: Group, grad_scale: float) -> None:
         beta1, beta2 = group["betas"]
         lib.ds_lion(
             *launch.arguments(),
@@ -36,7 +34,7 @@ class MultiTensorLion(MultiTensorOptimizer):
 
     def _torch_update(
         self,
-        group: dict[str, Any],
+        group: Group,
         params: list[Tensor],
         grads: list[Tensor],
         states: list[list[Tensor]],

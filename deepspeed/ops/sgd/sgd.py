@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from deepspeed.ops.multi_tensor import Launch, MultiTensorOptimizer
+from deepspeed.ops.update import Group
 
 
 class SGD(MultiTensorOptimizer, torch.optim.SGD):
@@ -40,12 +41,10 @@ class SGD(MultiTensorOptimizer, torch.optim.SGD):
         }
         super().__init__(params, defaults)
 
-    def _names_for(self, group: dict[str, Any]) -> tuple[str, ...]:
+    def _names_for(self, group: Group) -> tuple[str, ...]:
         return ("momentum_buffer",) if group["momentum"] != 0 else ()
 
-    def _native_update(
-        self, lib: ctypes.CDLL, launch: Launch, group: dict[str, Any], grad_scale: float
-    ) -> None:
+    def _native_update(self, lib: ctypes.CDLL, launch: Launch, group: Group, grad_scale: float) -> None:
         lib.ds_sgd(
             *launch.arguments(),
             float(group["lr"]),
@@ -59,7 +58,7 @@ class SGD(MultiTensorOptimizer, torch.optim.SGD):
 
     def _torch_update(
         self,
-        group: dict[str, Any],
+        group: Group,
         params: list[Tensor],
         grads: list[Tensor],
         states: list[list[Tensor]],

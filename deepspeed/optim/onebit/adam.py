@@ -14,7 +14,7 @@ from deepspeed.comm.collectives import Communicator
 from deepspeed.ops.adam.multi_tensor_adam import MultiTensorAdam
 from deepspeed.ops.momentum import frozen_step
 from deepspeed.ops.multi_tensor import refuse
-from deepspeed.ops.update import Fragments, UpdateContext, UpdateTraits
+from deepspeed.ops.update import Fragments, Group, UpdateContext, UpdateTraits
 from deepspeed.optim.one_bit import (
     MASK,
     OneBitOptimizer,
@@ -126,12 +126,7 @@ class OnebitAdam(OneBitOptimizer, MultiTensorAdam):
             self.freeze_step = self.updates + 1  # the ranks ask each other before the next update
 
     def update_own(
-        self,
-        number: int,
-        group: dict[str, Any],
-        part: Fragments,
-        grad_scale: float,
-        context: UpdateContext,
+        self, number: int, group: Group, part: Fragments, grad_scale: float, context: UpdateContext
     ) -> None:
         masters = list(part.masters)
         states = [self.state_for(master, group) for master in masters]
@@ -156,7 +151,7 @@ class OnebitAdam(OneBitOptimizer, MultiTensorAdam):
     def _continue_variances(
         self,
         number: int,
-        group: dict[str, Any],
+        group: Group,
         part: Fragments,
         grad_scale: float,
         context: UpdateContext,
@@ -216,7 +211,7 @@ def adam_defaults(
     }
 
 
-def corrections(group: dict[str, Any], step: float, variance_steps: float) -> tuple[float, float]:
+def corrections(group: Group, step: float, variance_steps: float) -> tuple[float, float]:
     """Return the divisor of the variance, and the learning rate; ``variance_steps``: updates of the variance so far."""
     beta1, beta2 = group["betas"]
     first, second = 1.0, 1.0

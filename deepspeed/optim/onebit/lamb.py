@@ -12,7 +12,7 @@ from torch import Tensor
 from deepspeed.ops import native
 from deepspeed.ops.lamb import FusedLamb
 from deepspeed.ops.multi_tensor import refuse
-from deepspeed.ops.update import ALONE, Fragments, UpdateContext, UpdateTraits
+from deepspeed.ops.update import ALONE, Fragments, Group, UpdateContext, UpdateTraits
 from deepspeed.optim.one_bit import (
     MASK,
     OneBitOptimizer,
@@ -116,7 +116,7 @@ class OnebitLamb(OneBitOptimizer, FusedLamb):
     def warms_up(self, update: int) -> bool:
         return update <= self.freeze_step
 
-    def state_for(self, param: Tensor, group: dict[str, Any]) -> dict[str, Any]:
+    def state_for(self, param: Tensor, group: Group) -> dict[str, Any]:
         state = super().state_for(param, group)
         for name, value in ((RATIO, 0.0), (SCALE, 0.0), (FACTOR, 1.0)):
             if name not in state:
@@ -131,7 +131,7 @@ class OnebitLamb(OneBitOptimizer, FusedLamb):
 
     def multi_tensor_step(
         self,
-        group: dict[str, Any],
+        group: Group,
         params: Sequence[Tensor],
         grads: Sequence[Tensor],
         *,
@@ -150,12 +150,7 @@ class OnebitLamb(OneBitOptimizer, FusedLamb):
             average.mul_(old).add_((1.0 - old) * ratio)
 
     def update_own(
-        self,
-        number: int,
-        group: dict[str, Any],
-        part: Fragments,
-        grad_scale: float,
-        context: UpdateContext,
+        self, number: int, group: Group, part: Fragments, grad_scale: float, context: UpdateContext
     ) -> None:
         masters = list(part.masters)
         states = [self.state_for(master, group) for master in masters]
@@ -169,11 +164,7 @@ class OnebitLamb(OneBitOptimizer, FusedLamb):
         publish(masters, part.lows)
 
     def _exchange(
-        self,
-        number: int,
-        masters: list[Tensor],
-        states: list[dict[str, Any]],
-        context: UpdateContext,
+        self, number: int, masters: list[Tensor], states: list[dict[str, Any]], context: UpdateContext
     ) -> None:
         """Momenta become the means of the ranks' ones."""
         momenta = [state["exp_avg"] for state in states]
@@ -203,7 +194,7 @@ class OnebitLamb(OneBitOptimizer, FusedLamb):
         self,
         masters: list[Tensor],
         states: list[dict[str, Any]],
-        group: dict[str, Any],
+        group: Group,
         before: list[Tensor],
         context: UpdateContext,
     ) -> None:
@@ -231,9 +222,7 @@ class OnebitLamb(OneBitOptimizer, FusedLamb):
             master.sub_(direction.mul_(group["lr"] * ratio).to(master.dtype))
             self._coefficients.append(ratio)
 
-    def _direct(
-        self, state: dict[str, Any], group: dict[str, Any], gradient: Tensor, *, out: Tensor
-    ) -> float:
+    def _direct(self, state: dict[str, Any], group: Group, gradient: Tensor, *, out: Tensor) -> float:
         """``out`` = momentum over the root of the frozen variance; returns by how much the variance has changed, at
         most. ``out`` may be ``gradient``."""
         beta1, beta2 = group["betas"]
@@ -256,7 +245,7 @@ class OnebitLamb(OneBitOptimizer, FusedLamb):
         return factor
 
     @staticmethod
-    def _root(variance: Tensor, group: dict[str, Any]) -> Tensor:
+    def _root(variance: Tensor, group: Group) -> Tensor:
         if group["eps_inside_sqrt"]:
             return variance.add_(group["eps"]).sqrt_()
         return variance.sqrt_().add_(group["eps"])

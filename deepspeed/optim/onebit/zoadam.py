@@ -10,7 +10,7 @@ from torch import Tensor
 from deepspeed.ops.adam.multi_tensor_adam import MultiTensorAdam
 from deepspeed.ops.momentum import frozen_step
 from deepspeed.ops.multi_tensor import refuse
-from deepspeed.ops.update import Fragments, HoldersOf, UpdateContext, UpdateTraits
+from deepspeed.ops.update import Fragments, Group, HoldersOf, UpdateContext, UpdateTraits
 from deepspeed.optim.one_bit import MASK, OneBitOptimizer, check_backend, follow, pieces, round_into
 from deepspeed.optim.onebit.adam import adam_defaults, corrections, plain_step, root
 from deepspeed.optim.sign_exchange import FEEDBACK
@@ -64,10 +64,7 @@ class ZeroOneAdam(OneBitOptimizer, MultiTensorAdam):
     """
 
     update_traits = UpdateTraits(
-        elementwise=True,
-        own_communication=True,
-        rank_state=(FEEDBACK, LOCAL, "exp_avg"),
-        script_keys=(MASK,),
+        elementwise=True, own_communication=True, rank_state=(FEEDBACK, LOCAL, "exp_avg"), script_keys=(MASK,)
     )
     own_state_names = (FEEDBACK, LOCAL, SYNCED)
 
@@ -136,12 +133,7 @@ class ZeroOneAdam(OneBitOptimizer, MultiTensorAdam):
         return update % local_interval(update, frozen, self.local_step_scaler, self.local_step_clipper) == 0
 
     def update_own(
-        self,
-        number: int,
-        group: dict[str, Any],
-        part: Fragments,
-        grad_scale: float,
-        context: UpdateContext,
+        self, number: int, group: Group, part: Fragments, grad_scale: float, context: UpdateContext
     ) -> None:
         masters = list(part.masters)
         states = [self.state_for(master, group) for master in masters]
@@ -157,12 +149,7 @@ class ZeroOneAdam(OneBitOptimizer, MultiTensorAdam):
             self.exchanges += self.exchanges_at(self.updates)
 
     def _follow_momentum(
-        self,
-        number: int,
-        group: dict[str, Any],
-        part: Fragments,
-        states: list[Any],
-        holders: HoldersOf | None,
+        self, number: int, group: Group, part: Fragments, states: list[Any], holders: HoldersOf | None
     ) -> None:
         """Before the variance is frozen: 1-bit Adam. What travels is rate times momentum, as later, so that what is
         owed means the same then."""
@@ -180,12 +167,7 @@ class ZeroOneAdam(OneBitOptimizer, MultiTensorAdam):
                 plain_step(w, m, v, rounded, **scalars)
 
     def _follow_own_momentum(
-        self,
-        number: int,
-        group: dict[str, Any],
-        part: Fragments,
-        states: list[Any],
-        holders: HoldersOf | None,
+        self, number: int, group: Group, part: Fragments, states: list[Any], holders: HoldersOf | None
     ) -> None:
         """After: each rank for itself, until the next exchange of the sum of updates."""
         since, exchanges = self.rate_sums.get(number, 0.0), self.exchanges_at(self.updates)
@@ -218,12 +200,7 @@ class ZeroOneAdam(OneBitOptimizer, MultiTensorAdam):
             self._agree(number, group, part, states, holders)
 
     def _agree(
-        self,
-        number: int,
-        group: dict[str, Any],
-        part: Fragments,
-        states: list[Any],
-        holders: HoldersOf | None,
+        self, number: int, group: Group, part: Fragments, states: list[Any], holders: HoldersOf | None
     ) -> None:
         """Exchange what the ranks did, as sums of rate times momentum; the momentum is their mean."""
         seconds = [self._corrections(state, group)[0] for state in states]
@@ -243,7 +220,7 @@ class ZeroOneAdam(OneBitOptimizer, MultiTensorAdam):
                 local.zero_()
         self.rate_sums[number] = 0.0
 
-    def _corrections(self, state: dict[str, Any], group: dict[str, Any]) -> tuple[float, float]:
+    def _corrections(self, state: dict[str, Any], group: Group) -> tuple[float, float]:
         return corrections(group, float(state["step"]), max(1, self.variance_updates))
 
     # Checkpoints ----------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from deepspeed.ops.adam.multi_tensor_adam import MultiTensorAdam
-from deepspeed.ops.update import ALONE, UpdateContext, UpdateTraits
+from deepspeed.ops.update import ALONE, Group, UpdateContext, UpdateTraits
 from deepspeed.zero.muon.original_muon import (
     GROUP_DEFAULTS,
     METHODS,
@@ -37,7 +37,7 @@ class MuonWithAuxAdam(MultiTensorAdam):
     def __init__(self, param_groups: Iterable[dict[str, Any]]) -> None:
         super().__init__(list(param_groups), {})
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
+    def add_param_group(self, param_group: Group) -> None:
         if not isinstance(param_group, dict) or "use_muon" not in param_group:
             raise ValueError(
                 "MuonWithAuxAdam takes parameter groups with a key use_muon (True: Muon, False: Adam)"
@@ -48,7 +48,7 @@ class MuonWithAuxAdam(MultiTensorAdam):
         check_method(param_group.get("ns_method", METHODS[0]))
         super().add_param_group(param_group)
 
-    def state_for(self, param: Tensor, group: dict[str, Any]) -> dict[str, Any]:
+    def state_for(self, param: Tensor, group: Group) -> dict[str, Any]:
         if not group["use_muon"]:
             return super().state_for(param, group)
         state = self.state[param]
@@ -60,7 +60,7 @@ class MuonWithAuxAdam(MultiTensorAdam):
     @torch.no_grad()
     def multi_tensor_step(
         self,
-        group: dict[str, Any],
+        group: Group,
         params: Sequence[Tensor],
         grads: Sequence[Tensor],
         *,
@@ -95,7 +95,7 @@ class MuonWithAuxAdam(MultiTensorAdam):
 
 
 def _orthogonalize(
-    group: dict[str, Any], params: Sequence[Tensor], updates: list[Tensor], context: UpdateContext
+    group: Group, params: Sequence[Tensor], updates: list[Tensor], context: UpdateContext
 ) -> None:
     heads, method = group.get("num_heads"), group["ns_method"]
 

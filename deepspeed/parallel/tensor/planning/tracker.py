@@ -7,7 +7,6 @@ from typing import Any
 from torch import Tensor
 from torch.fx import Node
 
-from deepspeed.parallel.tensor.planning.factors import factors
 from deepspeed.parallel.tensor.planning.labels import Labels
 from deepspeed.parallel.tensor.planning.trace import Trace
 from deepspeed.parallel.tensor.planning.values import SPLIT, Followed, Soft, Value, flat, plain_value
@@ -55,3 +54,70 @@ class Tracker:
     def _use_whole(self, value: Value, node: Node) -> None:
         if value.param is not None and value.kind != SPLIT:
             self.found.whole_uses.setdefault(value.param, node.name)
+
+
+# Products of two matrices in place of one, such as adapters of low rank (E. Hu et al.: LoRA, 2021).
+
+
+_PASSES = frozenset(
+    "to clone contiguous detach alias dropout native_dropout _to_copy type_as view reshape".split()
+)
+_TURNS = frozenset("t transpose permute numpy_T".split())
+_PRODUCTS = frozenset("linear addmm mm matmul".split())
+
+
+def factors(trace: Trace) -> dict[str, str]:
+    """Second factor -> the first: weights of two linear layers, one straight after the other, of which the first gives
+    less than comes in, and less than the second gives.
+
+    Nothing is gained by spreading the narrow middle over ranks: it would need a sum inside of a split region, and the
+    layer beside it could not be split. So beside a column-parallel layer the first factor stays whole and the second is
+    split as that layer is; beside a row-parallel one the first is split and the second stays whole.
+    """
+    found: dict[str, str] = {}
+    for node in trace.graph.nodes:
+        weight = _weight_of(node, trace)
+        if weight is None:
+            continue
+        middle = node.meta["val"].shape[-1]
+        into = node.all_input_nodes[0].meta["val"].shape[-1]
+        for end in _ends(node):
+            second = _weight_of(end, trace)
+            if second is not None and middle < min(into, end.meta["val"].shape[-1]):
+                found[second] = weight
+    return found
+
+
+def _ends(node: Node) -> list[Node]:
+    """Return the consumers of ``node``'s values, looking through nodes that do not change them, or scale all of them
+    alike.
+    """
+    ends: list[Node] = []
+    left = list(node.users)
+    while left:
+        user = left.pop()
+        name = _name(user)
+        if name in _PASSES or name in ("mul", "div", "getitem") and len(user.all_input_nodes) == 1:
+            left += user.users
+        else:
+            ends.append(user)
+    return ends
+
+
+def _weight_of(node: Node, trace: Trace) -> str | None:
+    """The weight, if this is a linear layer."""
+    if node.op != "call_function" or _name(node) not in _PRODUCTS:
+        return None
+    for each in node.all_input_nodes[1:]:
+        place = each
+        while place.op == "call_function" and _name(place) in _TURNS:
+            place = place.all_input_nodes[0]
+        name = trace.params.get(place.name)
+        if name is not None and len(place.meta["val"].shape) == 2:
+            return name
+    return None
+
+
+def _name(node: Node) -> str:
+    packet = getattr(node.target, "overloadpacket", None)
+    return str(getattr(packet, "__name__", getattr(node.target, "__name__", node.target)))
