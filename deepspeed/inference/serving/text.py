@@ -82,11 +82,11 @@ class TextStream:
         for stops, places in ((self._stops, visible), (self._marked, range(len(held)))):
             text = "".join(held[at][0] for at in places) if stops else ""
             for stop in stops:
-                found, overlap = text.find(stop), _overlap(text, stop)
+                found, begun = text.find(stop), overlap(text, stop)
                 if found >= 0 and places[found] < end:
                     end, after = places[found], places[found + len(stop) - 1] + 1
-                if overlap:
-                    begin = min(begin, places[len(text) - overlap])
+                if begun:
+                    begin = min(begin, places[len(text) - begun])
         self.stopped = end < len(held)
         if self.stopped:
             self._held = []
@@ -99,6 +99,6 @@ def _shown(characters: Sequence[tuple[str, bool]]) -> str:
     return "".join(character for character, shown in characters if shown)
 
 
-def _overlap(text: str, stop: str) -> int:
+def overlap(text: str, stop: str) -> int:
     """The longest end of ``text`` with which ``stop`` begins."""
     return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if stop.startswith(text[-n:])), 0)
