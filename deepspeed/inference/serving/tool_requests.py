@@ -39,7 +39,7 @@ def tools_of(request: Any) -> ToolUse:
     """RequestError: tools or ``tool_choice`` are malformed, or name a function that is not there."""
     given, choice = request.tools, request.tool_choice
     if not given:
-        if choice not in (None, "none", "auto"):
+        if choice != "auto":
             raise RequestError("tool_choice needs tools", "tool_choice")
         return ToolUse()
     if not isinstance(given, list) or len(given) > _MOST_TOOLS:
@@ -50,7 +50,6 @@ def tools_of(request: Any) -> ToolUse:
         if name in known:
             raise RequestError(f"tools.{place}: there are two functions {name!r}", f"tools.{place}")
         known[name] = schema
-    choice = choice or "auto"
     if choice == "none":
         return ToolUse()
     if isinstance(choice, str):
