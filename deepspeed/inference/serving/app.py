@@ -28,7 +28,9 @@ from deepspeed.inference.serving.protocol import (
     Choice,
     CompletionRequest,
     RequestError,
+    ResponsesRequest,
 )
+from deepspeed.inference.serving.responses import ResponseAnswer, ResponseStore, chat_of, usage_of_response
 from deepspeed.inference.serving.sampling_fields import sampling_of
 from deepspeed.inference.serving.sequences import ECHOED, RunningAnswer, read_all, read_into, usage_of
 from deepspeed.inference.serving.service import BusyError, ClosedError, Service
@@ -109,6 +111,25 @@ def make_app(service: Service, tokenizer: Tokenizer, settings: ServerSettings) -
     async def chats(request: Request) -> Response:
         return await server.answer(request, ChatRequest)
 
+    @app.post("/v1/responses")
+    async def responses(request: Request) -> Response:
+        return await server.answer(request, ResponsesRequest)
+
+    @app.get("/v1/responses/{id}")
+    async def response(request: Request, id: str) -> Response:
+        if not server.authorize(request):
+            return _unauthorized()
+        found = server.store.get(id)
+        return _no_response(id) if found is None else Response(found.response, media_type="application/json")
+
+    @app.delete("/v1/responses/{id}")
+    async def forget(request: Request, id: str) -> Response:
+        if not server.authorize(request):
+            return _unauthorized()
+        if not server.store.delete(id):
+            return _no_response(id)
+        return JSONResponse({"id": id, "object": "response", "deleted": True})
+
     @app.exception_handler(HTTPException)
     async def not_found(request: Request, problem: HTTPException) -> Response:
         message = f"{request.method} {request.url.path}: {problem.detail}"
@@ -142,6 +163,7 @@ class _Server:
         self.service = service
         self.tokenizer = tokenizer
         self.settings = settings
+        self.store = ResponseStore()
         self._special_ids = {text: token for token, text in tokenizer.specials.items()}
         self._began = int(time.time())
         # Parsing and tokenizing. Long requests, which may take seconds, wait for each other only. Few threads: each
@@ -189,6 +211,8 @@ class _Server:
             return _refusal(429, str(problem), "rate_limit_error", headers={"Retry-After": "1"})
         except ClosedError as problem:
             return _refusal(503, str(problem), "server_error")
+        if begun.response is not None:
+            return await self._respond(request, begun.response, begun.sequences, begun.stream)
         answer = Answer(kind is ChatRequest, self.settings.model)
         if begun.stream:
             events = self._events(answer, begun.sequences, begun.logprobs, begun.counted)
@@ -227,10 +251,15 @@ class _Server:
 
     def _submitted(self, request: Any, loop: asyncio.AbstractEventLoop) -> _Begun:
         self.check_model(request.model or self.settings.model)
+        response = None
+        if isinstance(request, ResponsesRequest):
+            given = request
+            request, messages = chat_of(given, self.store)
+            response = ResponseAnswer(given, self.settings.model, messages)
         choices, form = self._choices(request)
         sequences = self._submit(choices, request, loop, form)
         counted = bool((request.stream_options or {}).get("include_usage"))
-        return _Begun(sequences, request.stream, counted, protocol.wants_logprobs(request))
+        return _Begun(sequences, request.stream, counted, protocol.wants_logprobs(request), response)
 
     def _choices(self, request: Any) -> tuple[list[Choice], AnswerForm | None]:
         settings, made, form = self.settings, [], None
@@ -321,16 +350,57 @@ class _Server:
             raise
         return made
 
-    async def _whole(
-        self, request: Request, answer: Answer, sequences: Sequence[RunningAnswer], logprobs: bool
+    async def _respond(
+        self, request: Request, response: ResponseAnswer, sequences: Sequence[RunningAnswer], stream: bool
     ) -> Response:
+        if stream:
+            return _EventStream(self._response_events(response, sequences), sequences)
+        answers = await self._finished(request, sequences)
+        if isinstance(answers, Response):
+            return answers
+        response.add(answers[0])
+        await self._end(response, sequences)
+        return JSONResponse(response.told)
+
+    async def _response_events(
+        self, response: ResponseAnswer, sequences: Sequence[RunningAnswer]
+    ) -> AsyncIterator[str]:
+        """See `_events`."""
+        try:
+            for event in response.begin():
+                yield _event(event, event["type"])
+            async for pieces, _ in sequences[0].read():
+                for event in response.add(pieces):
+                    yield _event(event, event["type"])
+            for event in await self._end(response, sequences):
+                yield _event(event, event["type"])
+        except ClosedError as problem:
+            yield _event(response.fail(str(problem)), "response.failed")
+        finally:
+            for each in sequences:
+                each.cancel()
+
+    async def _end(
+        self, response: ResponseAnswer, sequences: Sequence[RunningAnswer]
+    ) -> list[dict[str, Any]]:
+        """Remember a response before its client is told of its end. Returns the last events."""
+        usage = usage_of_response(usage_of(sequences), sequences[0].reasoning_tokens)
+        events = response.end(sequences[0].told_reason, usage)
+        if response.is_kept:
+            await asyncio.to_thread(self.store.put, response.told, response.messages)
+        return events
+
+    async def _finished(
+        self, request: Request, sequences: Sequence[RunningAnswer]
+    ) -> list[list[Piece]] | Response:
+        """Return whole answers; or what is said instead, where nobody reads them or the service ends."""
         finished = asyncio.ensure_future(read_all(sequences))
         gone = asyncio.ensure_future(_until_gone(request))
         try:
             await asyncio.wait({finished, gone}, return_when=asyncio.FIRST_COMPLETED)
             if not finished.done():
                 return Response(status_code=499)  # nobody reads it
-            answers = finished.result()
+            return finished.result()
         except ClosedError as problem:
             return _refusal(503, str(problem), "server_error")
         finally:
@@ -338,6 +408,13 @@ class _Server:
             finished.cancel()
             for each in sequences:
                 each.cancel()
+
+    async def _whole(
+        self, request: Request, answer: Answer, sequences: Sequence[RunningAnswer], logprobs: bool
+    ) -> Response:
+        answers = await self._finished(request, sequences)
+        if isinstance(answers, Response):
+            return answers
         choices = [
             answer.choice(
                 each.choice.index,
@@ -405,6 +482,7 @@ class _Begun:
     stream: bool
     counted: bool
     logprobs: bool
+    response: ResponseAnswer | None = None
 
 
 def _with_prefix(sequence: RunningAnswer, pieces: list[Piece]) -> list[Piece]:
@@ -433,12 +511,17 @@ async def _until_gone(request: Request) -> None:
             pass
 
 
-def _event(content: dict[str, Any]) -> str:
-    return f"data: {json.dumps(content, ensure_ascii=False).translate(_LINE_ENDS)}\n\n"
+def _event(content: dict[str, Any], name: str | None = None) -> str:
+    named = "" if name is None else f"event: {name}\n"
+    return f"{named}data: {json.dumps(content, ensure_ascii=False).translate(_LINE_ENDS)}\n\n"
 
 
 def _unknown_model(problem: _ModelError) -> Response:
     return _refusal(404, str(problem), "invalid_request_error", "model", code="model_not_found")
+
+
+def _no_response(id: str) -> Response:
+    return _refusal(404, f"there is no response {id[:100]!r}, or no more", "invalid_request_error", "id")
 
 
 def _unauthorized() -> Response:

@@ -32,6 +32,12 @@ HARMLESS = frozenset(
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     # OpenAI's
     "audio": (),
+    "background": (False,),
+    "conversation": (),
+    "include": ([],),
+    "max_tool_calls": (),
+    "reasoning": ({},),
+    "truncation": ("disabled",),
     "function_call": ("none", "auto"),
     "functions": ([],),
     "modalities": (["text"],),
@@ -70,7 +76,7 @@ _ALSO_CALLED = {
     "num_return_sequences": "n",
     "stop_sequences": "stop",
 }
-_ELSEWHERE = {"messages": "/v1/chat/completions", "prompt": "/v1/completions"}
+_ELSEWHERE = {"input": "/v1/responses", "messages": "/v1/chat/completions", "prompt": "/v1/completions"}
 NAME_LENGTH = 64
 
 

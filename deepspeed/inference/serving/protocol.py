@@ -126,6 +126,22 @@ class ChatRequest(_Sampling):
         return self
 
 
+class ResponsesRequest(_Sampling):
+    """A request for a response (`responses.py`), answered as a chat."""
+
+    input: SkipValidation[str | list[dict[str, Any]]]
+    instructions: str | None = None
+    max_output_tokens: int | None = Field(default=None, ge=1)
+    previous_response_id: str | None = None
+    store: bool = True
+    metadata: dict[str, Any] | None = None
+    text: dict[str, Any] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    tools: SkipValidation[list[Any] | None] = None
+    tool_choice: SkipValidation[str | dict[str, Any]] = "auto"
+    parallel_tool_calls: bool = True
+
+
 @dataclass(frozen=True, slots=True)
 class Choice:
     """One sequence to generate."""
