@@ -116,7 +116,7 @@ STATE = {
 FROZEN = re.compile(
     r"frozenset|re\.compile|Path|TypeVar|ParamSpec|struct\.Struct|range|Struct|partial|timedelta|timed_op|Allowed"
     r"|dict\.fromkeys|os\.getenv|str\.maketrans|torch\.device|Launcher|LazyTensor|LaunchEntry|Remedy|tl\.constexpr|_getter"
-    r"|json\.JSONDecoder|.*\.(format|join|split|lower|upper|startswith|device_name)|OptimizerFacts|_whole_from|_[a-z_]*from|tuple|int|str|bool|min|max",
+    r"|json\.JSONDecoder|ToolFormat|.*\.(format|join|split|lower|upper|startswith|device_name)|OptimizerFacts|_whole_from|_[a-z_]*from|tuple|int|str|bool|min|max",
     re.DOTALL,
 )
 

@@ -19,6 +19,9 @@ IO_ENGINES = ("aio_handle", "aio_basic", "torch_io", "torch_fastio")
 TOKEN_VARIABLE = "DS_SERVE_TOKEN"
 """Environment variable with the API key of `ds serve`."""
 
+TOOL_CALL_PARSERS = ("hermes", "llama3_json", "mistral", "qwen3_coder", "qwen3_xml")
+REASONING_PARSERS = ("deepseek_r1", "mistral", "qwen3")
+
 _SIZES = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 _PLAN_EPILOG = """\
@@ -238,8 +241,35 @@ def serve() -> argparse.ArgumentParser:
         default=30,
         help="time to finish answers after SIGTERM (default: %(default)s)",
     )
+    _chat_options(made)
     made.add_argument("--local_rank", type=int, default=-1, help=argparse.SUPPRESS)
     return made
+
+
+def _chat_options(made: argparse.ArgumentParser) -> None:
+    made.add_argument(
+        "--chat-template", metavar="FILE", help="file with a chat template, or the template itself"
+    )
+    made.add_argument(
+        "--trust-request-chat-template",
+        action="store_true",
+        help="accept the field chat_template: a client's template may compute without end",
+    )
+    made.add_argument(
+        "--tool-call-parser",
+        choices=("none", *TOOL_CALL_PARSERS),
+        help="how the model writes calls of tools (default: guessed from the chat template)",
+    )
+    made.add_argument(
+        "--enable-auto-tool-choice",
+        action="store_true",
+        help="end with an error if it is not known how the model writes calls, instead of refusing requests with tools",
+    )
+    made.add_argument(
+        "--reasoning-parser",
+        choices=("none", *REASONING_PARSERS),
+        help="how the model writes reasoning (default: guessed from the chat template)",
+    )
 
 
 def elastic() -> argparse.ArgumentParser:

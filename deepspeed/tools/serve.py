@@ -7,6 +7,7 @@ import gc
 import signal
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,8 +21,10 @@ from deepspeed.inference.generation.generator import Generator
 from deepspeed.inference.generation.grammars import Grammars
 from deepspeed.inference.model.facts import ModelFacts
 from deepspeed.inference.serving.commands import Alone, Among
+from deepspeed.inference.serving.formats import guessed_reasoning_format, guessed_tool_format
 from deepspeed.inference.serving.service import Service
 from deepspeed.inference.serving.tokenizers import HuggingFaceTokenizer
+from deepspeed.inference.serving.tool_requests import Formats
 from deepspeed.observe.live.access import check_token, is_local
 from deepspeed.tools import parsers
 
@@ -56,12 +59,18 @@ def _serve(
     from deepspeed.inference.serving.app import ServerSettings, endpoints, make_app
     from deepspeed.inference.serving.listening import make_listener
 
+    formats = formats_of(args, tokenizer.template)
+    if args.enable_auto_tool_choice and formats.tools is None:
+        print("ds serve: --enable-auto-tool-choice needs --tool-call-parser for this model", file=sys.stderr)
+        return 2
     settings = ServerSettings(
         model=args.name or args.model,
         max_length=generator.scheduler.max_length,
         stop_token_ids=generator.runner.facts.stop_token_ids,
         token=args.token,
         default_tokens=args.default_tokens,
+        formats=formats,
+        trust_templates=args.trust_request_chat_template,
     )
     signal.signal(signal.SIGTERM, _end)  # uvicorn sends it again when all connections are closed
     app = make_app(service.start(), tokenizer, settings)
@@ -69,7 +78,8 @@ def _serve(
     def ready(address: str) -> None:
         report(
             f"ds serve: ready at {address}: model {settings.model}, {memory_line(generator)}; "
-            f"endpoints {', '.join(endpoints(app))}"
+            f"calls of tools: {formats.tools or 'none'}, "
+            f"reasoning: {formats.reasoning or 'none'}; endpoints {', '.join(endpoints(app))}"
         )
 
     listener = make_listener(
@@ -108,6 +118,23 @@ def problem_of(args: argparse.Namespace) -> str | None:
     return None
 
 
+def template_of(given: str) -> str:
+    """Return the template in a file; or ``given``, if it is one itself. ValueError: there is no such file."""
+    if "{" in given or "\n" in given:
+        return given
+    try:
+        return Path(given).read_text()
+    except OSError as error:
+        raise ValueError(f"--chat-template {given}: {error.strerror}") from None
+
+
+def formats_of(args: argparse.Namespace, template: str) -> Formats:
+    """Return how the model writes calls and reasoning: as the options say, else as its template does."""
+    tools = args.tool_call_parser or guessed_tool_format(template)
+    reasoning = args.reasoning_parser or guessed_reasoning_format(template)
+    return Formats(None if tools == "none" else tools, None if reasoning == "none" else reasoning)
+
+
 def memory_line(generator: Generator) -> str:
     """What weights and cache take on this rank."""
     runner = generator.runner
@@ -129,6 +156,8 @@ def build(args: argparse.Namespace) -> tuple[Service, HuggingFaceTokenizer, Gene
     model: Any = AutoModelForCausalLM.from_pretrained(args.model)
     engine = init_inference(model, dtype=args.dtype, tensor_parallel={"tp_size": args.tp_size})
     group, known = engine.mp_group, AutoTokenizer.from_pretrained(args.model)
+    if args.chat_template is not None:
+        known.chat_template = template_of(args.chat_template)
     facts = ModelFacts.of(engine.module)
     generator = Generator(
         engine.module,

@@ -133,6 +133,40 @@ def test_answers_follow_grammars(running: Any) -> None:
     assert completed(running, guided_choice=["yes"], min_tokens=8)["text"] == "yes"
 
 
+def test_calls_are_forced(running: Any) -> None:
+    """A model that knows nothing of tools writes a call, with arguments of the schema."""
+    kinds = {"type": "string", "enum": ["Rome", "Paris"]}
+    schema = {
+        "type": "object",
+        "properties": {"city": kinds},
+        "required": ["city"],
+        "additionalProperties": False,
+    }
+    tools = [
+        {"type": "function", "function": {"name": name, "parameters": schema}} for name in ("weather", "map")
+    ]
+    body = {
+        "messages": [{"role": "user", "content": "Hi"}],
+        "tools": tools,
+        "temperature": 1.0,
+        "max_tokens": 120,
+    }
+    named = {"type": "function", "function": {"name": "map"}}
+    for choice, names in (("required", {"weather", "map"}), (named, {"map"})):
+        for seed in range(3):
+            asked = {**body, "tool_choice": choice, "parallel_tool_calls": False, "seed": seed}
+            status, found = running.post(asked, "/v1/chat/completions")
+            assert status == 200, found
+            (told,) = found["choices"]
+            (call,) = told["message"]["tool_calls"]
+            assert told["finish_reason"] == "tool_calls" and told["message"]["content"] is None
+            assert call["function"]["name"] in names
+            assert json.loads(call["function"]["arguments"])["city"] in kinds["enum"]
+    bad = [{"type": "function", "function": {"name": "a", "parameters": {"type": "strng"}}}]
+    status, found = running.post({**body, "tools": bad, "tool_choice": "required"}, "/v1/chat/completions")
+    assert status == 400 and "strng" in found["error"]["message"]
+
+
 @pytest.mark.parametrize(
     "body, field",
     [

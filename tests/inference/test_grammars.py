@@ -79,6 +79,31 @@ def test_answers_follow_their_grammars(tokenizer) -> None:
     assert re.fullmatch(r"(\(*)x(\)*)", brackets) and brackets.count("(") == brackets.count(")")
 
 
+def test_reasoning_stands_before_what_follows_a_grammar(tokenizer) -> None:
+    """Free text up to its end, which random logits do not write: a matcher is asked instead."""
+    kinds = {
+        "json_schema": (json.dumps(SCHEMA), '{"name": "a", "age": 12}'),
+        "regex": ("[a-c]{3}", "abc"),
+        "choice": ('["yes"]', "yes"),
+        "grammar": ('start: "(" "x" ")"', "(x)"),
+    }
+    grammars = Grammars(tokenizer, [END])
+    for kind, (text, answer) in kinds.items():
+        for begin, before in (("", "so < </a\n</think>\n"), ("<think>", ""), ("<think>", "<think>a</think>")):
+            constraint = Constraint(kind, text, (begin, "</think>"))
+            grammars.check(constraint, SIZE)
+            matcher = grammars(constraint, SIZE)
+            for token in tokenizer.encode(before + answer).ids:
+                assert bool(matcher.allowed()[token]), (kind, begin, before)
+                matcher.advance(token)
+            assert bool(matcher.allowed()[END])
+    begun = Constraint("choice", '["yes"]', ("", "<end>"))  # an end that is a special token
+    matcher = grammars(begun, SIZE)
+    for token in (*tokenizer.encode("so").ids, END, *tokenizer.encode("yes").ids):
+        assert bool(matcher.allowed()[token])
+        matcher.advance(token)
+
+
 @pytest.mark.parametrize(
     "constraint, said",
     [

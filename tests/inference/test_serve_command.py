@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from deepspeed.inference.serving.formats import REASONING_FORMATS, TOOL_FORMATS
+from deepspeed.inference.serving.tool_requests import Formats
 from deepspeed.tools import ds, parsers
 from deepspeed.tools import serve as command
 
@@ -33,3 +37,23 @@ def test_a_token_that_clients_cannot_send(
         monkeypatch.setenv(parsers.TOKEN_VARIABLE, token)
         assert ds.main(["serve", "model"]) == 2
         assert "$DS_SERVE_TOKEN: the token contains a space or" in capsys.readouterr().err
+
+
+def test_formats_are_guessed_unless_they_are_named(tmp_path: Path) -> None:
+    assert tuple(TOOL_FORMATS) == parsers.TOOL_CALL_PARSERS
+    assert tuple(REASONING_FORMATS) == parsers.REASONING_PARSERS
+    template = "{{ tools }}<tool_call></think>"
+    for given, formats in (
+        ([], Formats("hermes", "qwen3")),
+        (["--tool-call-parser", "none", "--reasoning-parser", "none"], Formats()),
+        (
+            ["--tool-call-parser", "mistral", "--reasoning-parser", "deepseek_r1"],
+            Formats("mistral", "deepseek_r1"),
+        ),
+    ):
+        assert command.formats_of(parsers.serve().parse_args(["model", *given]), template) == formats
+    (tmp_path / "chat.jinja").write_text("a template")
+    assert command.template_of(str(tmp_path / "chat.jinja")) == "a template"
+    assert command.template_of("{{ messages }}") == "{{ messages }}"
+    with pytest.raises(ValueError, match="--chat-template nothing.jinja: No such file"):
+        command.template_of("nothing.jinja")

@@ -65,6 +65,16 @@ def test_text_that_continues_a_prompt(kind: Any) -> None:
         assert decode(prompt) + text == decode(prompt + tokens)
 
 
+@pytest.mark.parametrize("kind", [metaspace, llama])
+def test_special_tokens_that_are_shown(kind: Any) -> None:
+    decode = decode_of(kind())
+    tokens = [0, 101, 20, 4, 100, 2, 4]
+    assert said(decode, tokens, shown=(101,))[0] == "Hello<s> word20!world!"
+    assert said(decode, tokens, shown=SPECIALS)[0] == "Hello<s> word20!<|im_end|>world!"
+    assert said(decode, [0, 101, 20], "<s>", shown=(101,)) == ("Hello", True)
+    assert said(decode, [0, 101, 20], "<s> w", shown=(101,), include_stop=True) == ("Hello<s> w", True)
+
+
 def test_a_special_token_is_a_stop() -> None:
     decode = decode_of(llama())
     assert said(decode, [0, 20, 100, 0], "<|im_end|>") == ("Hello word20", True)

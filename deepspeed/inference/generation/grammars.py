@@ -46,7 +46,7 @@ class Grammars:
             return
         if len(constraint.text) > _MOST_CHARACTERS:
             raise ValueError(f"a grammar has at most {_MOST_CHARACTERS:,} characters")
-        told = _library().LLMatcher.validate_grammar(_grammar(constraint), self._tokens(size))
+        told = _library().LLMatcher.validate_grammar(self._grammar(constraint), self._tokens(size))
         if told and not told.startswith("WARNING"):
             raise ValueError(f"{constraint.kind}: {told}")
         with self._lock:
@@ -56,8 +56,25 @@ class Grammars:
 
     def __call__(self, constraint: Constraint, size: int) -> GrammarMatcher:
         """Return a matcher at the beginning of ``constraint`` over a vocabulary of ``size`` tokens."""
-        matcher = _library().LLMatcher(self._tokens(size), _grammar(constraint), log_level=0)
+        matcher = _library().LLMatcher(self._tokens(size), self._grammar(constraint), log_level=0)
         return GrammarMatcher(matcher, size, self._stops)
+
+    def _grammar(self, constraint: Constraint) -> str:
+        grammar = _grammar(constraint)
+        return grammar if constraint.reasoning is None else self._behind(grammar, *constraint.reasoning)
+
+    def _behind(self, grammar: str, begin: str, end: str) -> str:
+        """Return a grammar of free text from ``begin`` to ``end`` and ``grammar`` behind it."""
+        added = self._tokenizer.get_added_tokens_decoder()
+        specials = {each.content: f"<[{token}]>" for token, each in added.items() if each.special}
+        ended = f"FREE? {specials[end]}" if end in specials else "free"
+        first = (
+            f"({specials.get(begin, json.dumps(begin))} {ended} SPACES?)?" if begin else f"{ended} SPACES?"
+        )
+        rules = f"start: {first} @answer\nSPACES: /\\s+/\n"
+        rules += "FREE: /(?s:.+)/" if end in specials else f"free[suffix={json.dumps(end)}]: /(?s:.*)/"
+        inner = json.loads(grammar)["grammars"] if grammar.startswith("{") else [{"lark_grammar": grammar}]
+        return json.dumps({"grammars": [{"lark_grammar": rules}, {**inner[0], "name": "answer"}, *inner[1:]]})
 
     def _tokens(self, size: int) -> Any:
         with self._lock:

@@ -13,10 +13,12 @@ from deepspeed.inference.cache.blocks import BlockTable
 @dataclass(frozen=True, slots=True)
 class Constraint:
     """Grammar that an answer follows. ``kind``: "json_schema", "json_object", "regex", "choice" (a JSON list of texts)
-    or "grammar" (Lark); ``text``: the schema, expression, list or grammar."""
+    or "grammar" (Lark); ``text``: the schema, expression, list or grammar. ``reasoning``: the beginning and the end of
+    free text in front of what follows the grammar, which is there if the beginning is; "": it has begun already."""
 
     kind: str
     text: str = ""
+    reasoning: tuple[str, str] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,34 +19,39 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from deepspeed.inference.scheduling.requests import TokenLogprob
 from deepspeed.inference.serving import protocol
 from deepspeed.inference.serving.bodies import LONG
+from deepspeed.inference.serving.pieces import Piece
 from deepspeed.inference.serving.protocol import (
     Answer,
     ChatRequest,
     Choice,
     CompletionRequest,
     RequestError,
-    TextLogprob,
+    ResponsesRequest,
 )
+from deepspeed.inference.serving.responses import ResponseAnswer, ResponseStore, chat_of, usage_of_response
 from deepspeed.inference.serving.sampling_fields import sampling_of
-from deepspeed.inference.serving.service import BusyError, ClosedError, Service, Ticket, Update
+from deepspeed.inference.serving.sequences import ECHOED, RunningAnswer, read_all, read_into, usage_of
+from deepspeed.inference.serving.service import BusyError, ClosedError, Service
 from deepspeed.inference.serving.text import TextStream
 from deepspeed.inference.serving.tokenizers import Tokenizer
+from deepspeed.inference.serving.tool_requests import AnswerForm, Formats, answer_form, tools_of
 from deepspeed.observe.live.access import check_token, names_this_machine
 
 _LINE_ENDS = str.maketrans({"\u0085": "\\u0085", "\u2028": "\\u2028", "\u2029": "\\u2029"})
 """Many clients split events where Python's ``splitlines`` does; JSON lets these three stand in a text as they are."""
 
-_ECHOED = 8  # tokens of a prompt that the answer's first token is decoded with
+_END = 24
+"""Tokens of a prompt's end that tell whether it opens or closes reasoning."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerSettings:
     """``model``: the name in answers. ``token``: that clients have to send; None: none, and only requests to a name of
     this machine are answered. ``max_length``: tokens of a prompt and its answer. ``default_tokens``: of an answer
-    if the client does not say. ``max_body_bytes``: of a request; ``body_seconds``: in which it has to arrive."""
+    if the client does not say. ``max_body_bytes``: of a request; ``body_seconds``: in which it has to arrive.
+    ``formats``: of calls and reasoning; ``trust_templates``: a request may bring its own template."""
 
     model: str
     max_length: int
@@ -55,6 +60,8 @@ class ServerSettings:
     default_tokens: int = 1024
     max_body_bytes: int = 4 * 2**20
     body_seconds: float = 60.0
+    formats: Formats = Formats()
+    trust_templates: bool = False
 
     def __post_init__(self) -> None:
         if self.token is not None:
@@ -104,6 +111,25 @@ def make_app(service: Service, tokenizer: Tokenizer, settings: ServerSettings) -
     async def chats(request: Request) -> Response:
         return await server.answer(request, ChatRequest)
 
+    @app.post("/v1/responses")
+    async def responses(request: Request) -> Response:
+        return await server.answer(request, ResponsesRequest)
+
+    @app.get("/v1/responses/{id}")
+    async def response(request: Request, id: str) -> Response:
+        if not server.authorize(request):
+            return _unauthorized()
+        found = server.store.get(id)
+        return _no_response(id) if found is None else Response(found.response, media_type="application/json")
+
+    @app.delete("/v1/responses/{id}")
+    async def forget(request: Request, id: str) -> Response:
+        if not server.authorize(request):
+            return _unauthorized()
+        if not server.store.delete(id):
+            return _no_response(id)
+        return JSONResponse({"id": id, "object": "response", "deleted": True})
+
     @app.exception_handler(HTTPException)
     async def not_found(request: Request, problem: HTTPException) -> Response:
         message = f"{request.method} {request.url.path}: {problem.detail}"
@@ -137,6 +163,8 @@ class _Server:
         self.service = service
         self.tokenizer = tokenizer
         self.settings = settings
+        self.store = ResponseStore()
+        self._special_ids = {text: token for token, text in tokenizer.specials.items()}
         self._began = int(time.time())
         # Parsing and tokenizing. Long requests, which may take seconds, wait for each other only. Few threads: each
         # keeps memory of its own.
@@ -183,6 +211,8 @@ class _Server:
             return _refusal(429, str(problem), "rate_limit_error", headers={"Retry-After": "1"})
         except ClosedError as problem:
             return _refusal(503, str(problem), "server_error")
+        if begun.response is not None:
+            return await self._respond(request, begun.response, begun.sequences, begun.stream)
         answer = Answer(kind is ChatRequest, self.settings.model)
         if begun.stream:
             events = self._events(answer, begun.sequences, begun.logprobs, begun.counted)
@@ -221,16 +251,21 @@ class _Server:
 
     def _submitted(self, request: Any, loop: asyncio.AbstractEventLoop) -> _Begun:
         self.check_model(request.model or self.settings.model)
-        sequences = self._submit(self._choices(request), request, loop)
+        response = None
+        if isinstance(request, ResponsesRequest):
+            given = request
+            request, messages = chat_of(given, self.store)
+            response = ResponseAnswer(given, self.settings.model, messages)
+        choices, form = self._choices(request)
+        sequences = self._submit(choices, request, loop, form)
         counted = bool((request.stream_options or {}).get("include_usage"))
-        return _Begun(sequences, request.stream, counted, protocol.wants_logprobs(request))
+        return _Begun(sequences, request.stream, counted, protocol.wants_logprobs(request), response)
 
-    def _choices(self, request: Any) -> list[Choice]:
-        settings, made = self.settings, []
+    def _choices(self, request: Any) -> tuple[list[Choice], AnswerForm | None]:
+        settings, made, form = self.settings, [], None
         if isinstance(request, ChatRequest):
             self._check_count(1, request.n)
-            arguments = protocol.template_of(request)
-            tokens = self.tokenizer.chat(protocol.messages_of(request), arguments)
+            tokens, form = self._chat(request)
             prompts = iter([("", _cut(tokens, request.truncate_prompt_tokens))])
         else:
             given = protocol.prompts_of(request)
@@ -238,6 +273,8 @@ class _Server:
             # One by one: those after the first that does not fit are not tokenized.
             prompts = (self._tokens(each, request) for each in given)
         shared = sampling_of(request, self.tokenizer.words)
+        if form is not None:
+            shared["constraint"] = form.constraint(shared["constraint"], self._special_ids)
         for prefix, tokens in prompts:
             room = settings.max_length - len(tokens)
             for index in range(request.n):
@@ -245,7 +282,20 @@ class _Server:
                     request, index, room, settings.default_tokens, settings.stop_token_ids, shared
                 )
                 made.append(Choice(len(made), tokens, params, prefix))
-        return made
+        return made, form
+
+    def _chat(self, request: ChatRequest) -> tuple[list[int], AnswerForm]:
+        """Return the tokens of a chat, and how its answers are read."""
+        use, own = tools_of(request), protocol.own_template_of(request, self.settings.trust_templates)
+        arguments = {
+            **protocol.template_of(request),
+            **own,
+            **({"tools": list(use.given)} if use.given else {}),
+        }
+        tokens = self.tokenizer.chat(protocol.messages_of(request), arguments)
+        specials, known = list(self._special_ids), self.tokenizer.specials
+        end = "".join(known.get(token) or self.tokenizer.decode([token]) for token in tokens[-_END:])
+        return tokens, answer_form(self.settings.formats, use, end, specials)
 
     def _check_count(self, prompts: int, n: int) -> None:
         """RequestError: more sequences than are ever served at one time."""
@@ -270,38 +320,87 @@ class _Server:
         return self.tokenizer.decode(tokens), tokens
 
     def _submit(
-        self, choices: Sequence[Choice], request: Any, loop: asyncio.AbstractEventLoop
-    ) -> list[_Sequence]:
+        self,
+        choices: Sequence[Choice],
+        request: Any,
+        loop: asyncio.AbstractEventLoop,
+        form: AnswerForm | None,
+    ) -> list[RunningAnswer]:
         """All or none."""
         self.service.check_room(len(choices))
-        made, stops = [], protocol.stops_of(request)
+        made, stops, ids = [], protocol.stops_of(request), self._special_ids
+        marked = () if form is None else form.markers
+        shown = {ids[mark] for mark in (marked if request.skip_special_tokens else ids) if mark in ids}
         try:
             for choice in choices:
-                before = choice.prompt[-_ECHOED:] if choice.prefix else ()
+                before = choice.prompt[-ECHOED:] if choice.prefix else ()
                 text = TextStream(
                     self.tokenizer.decode,
                     stops,
                     specials=self.tokenizer.specials,
                     before=before,
                     include_stop=request.include_stop_str_in_output,
+                    shown=shown,
                 )
-                made.append(_Sequence(self.service, choice, text, loop))
+                parser = None if form is None else form.parser()
+                made.append(RunningAnswer(self.service, choice, text, loop, parser))
         except BaseException:
             for each in made:
                 each.cancel()
             raise
         return made
 
-    async def _whole(
-        self, request: Request, answer: Answer, sequences: Sequence[_Sequence], logprobs: bool
+    async def _respond(
+        self, request: Request, response: ResponseAnswer, sequences: Sequence[RunningAnswer], stream: bool
     ) -> Response:
-        finished = asyncio.ensure_future(_read_all(sequences))
+        if stream:
+            return _EventStream(self._response_events(response, sequences), sequences)
+        answers = await self._finished(request, sequences)
+        if isinstance(answers, Response):
+            return answers
+        response.add(answers[0])
+        await self._end(response, sequences)
+        return JSONResponse(response.told)
+
+    async def _response_events(
+        self, response: ResponseAnswer, sequences: Sequence[RunningAnswer]
+    ) -> AsyncIterator[str]:
+        """See `_events`."""
+        try:
+            for event in response.begin():
+                yield _event(event, event["type"])
+            async for pieces, _ in sequences[0].read():
+                for event in response.add(pieces):
+                    yield _event(event, event["type"])
+            for event in await self._end(response, sequences):
+                yield _event(event, event["type"])
+        except ClosedError as problem:
+            yield _event(response.fail(str(problem)), "response.failed")
+        finally:
+            for each in sequences:
+                each.cancel()
+
+    async def _end(
+        self, response: ResponseAnswer, sequences: Sequence[RunningAnswer]
+    ) -> list[dict[str, Any]]:
+        """Remember a response before its client is told of its end. Returns the last events."""
+        usage = usage_of_response(usage_of(sequences), sequences[0].reasoning_tokens)
+        events = response.end(sequences[0].told_reason, usage)
+        if response.is_kept:
+            await asyncio.to_thread(self.store.put, response.told, response.messages)
+        return events
+
+    async def _finished(
+        self, request: Request, sequences: Sequence[RunningAnswer]
+    ) -> list[list[Piece]] | Response:
+        """Return whole answers; or what is said instead, where nobody reads them or the service ends."""
+        finished = asyncio.ensure_future(read_all(sequences))
         gone = asyncio.ensure_future(_until_gone(request))
         try:
             await asyncio.wait({finished, gone}, return_when=asyncio.FIRST_COMPLETED)
             if not finished.done():
                 return Response(status_code=499)  # nobody reads it
-            texts = finished.result()
+            return finished.result()
         except ClosedError as problem:
             return _refusal(503, str(problem), "server_error")
         finally:
@@ -309,20 +408,30 @@ class _Server:
             finished.cancel()
             for each in sequences:
                 each.cancel()
+
+    async def _whole(
+        self, request: Request, answer: Answer, sequences: Sequence[RunningAnswer], logprobs: bool
+    ) -> Response:
+        answers = await self._finished(request, sequences)
+        if isinstance(answers, Response):
+            return answers
         choices = [
             answer.choice(
-                each.choice.index, each.choice.prefix + text, each.reason, each.logprobs if logprobs else None
+                each.choice.index,
+                _with_prefix(each, pieces),
+                each.told_reason,
+                each.logprobs if logprobs else None,
             )
-            for each, text in zip(sequences, texts, strict=True)
+            for each, pieces in zip(sequences, answers, strict=True)
         ]
-        return JSONResponse(answer.whole(choices, _usage(sequences)))
+        return JSONResponse(answer.whole(choices, usage_of(sequences)))
 
     async def _events(
-        self, answer: Answer, sequences: Sequence[_Sequence], logprobs: bool, counted: bool
+        self, answer: Answer, sequences: Sequence[RunningAnswer], logprobs: bool, counted: bool
     ) -> AsyncIterator[str]:
         """A client that leaves closes this iterator, and its sequences are cancelled."""
-        news: asyncio.Queue[tuple[_Sequence, str, bool] | Exception] = asyncio.Queue()
-        readers = [asyncio.ensure_future(_read_into(news, each)) for each in sequences]
+        news: asyncio.Queue[tuple[RunningAnswer, list[Piece], bool] | Exception] = asyncio.Queue()
+        readers = [asyncio.ensure_future(read_into(news, each)) for each in sequences]
         open_ones, begun = len(sequences), set[int]()
         try:
             while open_ones:
@@ -330,18 +439,18 @@ class _Server:
                 if isinstance(found, Exception):
                     yield _event(protocol.error(str(found), "server_error"))
                     return
-                sequence, text, last = found
+                sequence, pieces, last = found
                 index = sequence.choice.index
                 first = index not in begun
                 if first:
                     begun.add(index)
-                    text = sequence.choice.prefix + text
+                    pieces = _with_prefix(sequence, pieces)
                 told = sequence.take_logprobs() if logprobs else None
-                reason = sequence.reason if last else None
-                yield _event(answer.part([answer.delta(index, text, reason, told, first)]))
+                reason = sequence.told_reason if last else None
+                yield _event(answer.part([answer.delta(index, pieces, reason, told, first)]))
                 open_ones -= last
             if counted:
-                yield _event(answer.part([], _usage(sequences)))
+                yield _event(answer.part([], usage_of(sequences)))
             yield "data: [DONE]\n\n"
         finally:
             for reader in readers:
@@ -353,7 +462,7 @@ class _Server:
 class _EventStream(StreamingResponse):
     """Server-sent events. However it ends, also before its first event, nobody reads the sequences afterwards."""
 
-    def __init__(self, events: AsyncIterator[str], sequences: Sequence[_Sequence]) -> None:
+    def __init__(self, events: AsyncIterator[str], sequences: Sequence[RunningAnswer]) -> None:
         super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
         self._sequences = sequences
 
@@ -365,92 +474,21 @@ class _EventStream(StreamingResponse):
                 each.cancel()
 
 
-class _Sequence:
-    """One sequence of an answer: updates of the service's thread arrive on the event loop and become text."""
-
-    def __init__(
-        self, service: Service, choice: Choice, text: TextStream, loop: asyncio.AbstractEventLoop
-    ) -> None:
-        self.choice = choice
-        self.reason: str | None = None
-        self.new_tokens = 0
-        self.logprobs: list[TextLogprob] = []
-        self._offset = 0  # of the next token's text
-        self._service = service
-        self._text = text
-        self._updates: asyncio.Queue[Update] = asyncio.Queue()
-
-        def listen(update: Update) -> None:
-            loop.call_soon_threadsafe(self._updates.put_nowait, update)
-
-        self._ticket: Ticket = service.submit(choice.prompt, choice.params, listen)
-
-    async def read(self) -> AsyncIterator[tuple[str, bool]]:
-        """Pieces of text, and whether it is the last. ClosedError: the service has ended or failed."""
-        while self.reason is None:
-            update = await self._updates.get()
-            if update.error is not None:
-                self.cancel(update.reason or "failed")
-                raise update.error
-            text = ""
-            if update.prompt is not None:
-                await asyncio.to_thread(self._note_prompt, update.prompt)  # a second for a long one
-            if update.token is not None:
-                self.new_tokens += 1
-                if update.logprob is not None:
-                    self._note(update.logprob)
-                stops = update.token in self.choice.params.stop_token_ids
-                text = "" if stops else self._text.add(update.token)
-            if self._text.stopped:
-                self.reason = "stop"
-            elif update.reason is not None:
-                text += self._text.finish()
-                self.reason = "stop" if self._text.stopped else protocol.REASONS.get(update.reason, "stop")
-            if self.reason is not None:
-                self.cancel(self.reason)
-            if text or self.reason is not None:
-                yield text, self.reason is not None
-
-    def _note(self, found: TokenLogprob, before: Sequence[int] | None = None) -> None:
-        text, *others = self._text.texts_of([found.token, *(token for token, _ in found.top)], before)
-        top: dict[str, float] = {}
-        for other, (_, value) in zip(others, found.top, strict=True):
-            top.setdefault(other, value)  # of tokens with one text the likeliest
-        if top:
-            top.setdefault(text, found.value)
-        self.logprobs.append(TextLogprob(text, found.value, top, self._offset))
-        self._offset += len(text)
-
-    def _note_prompt(self, found: Sequence[TokenLogprob]) -> None:
-        """Add those of a prompt that is repeated, whose first token nothing predicts."""
-        prompt = self.choice.prompt
-        (first,) = self._text.texts_of(prompt[:1], ())
-        self.logprobs.append(TextLogprob(first, None))
-        self._offset = len(first)
-        for place, each in enumerate(found, 1):
-            self._note(each, prompt[max(0, place - _ECHOED) : place])
-
-    async def read_all(self) -> str:
-        return "".join([text async for text, _ in self.read()])
-
-    def take_logprobs(self) -> list[TextLogprob]:
-        """Those since the last call."""
-        taken, self.logprobs = self.logprobs, []
-        return taken
-
-    def cancel(self, reason: str = "cancelled") -> None:
-        """The first call's reason is counted."""
-        self._service.cancel(self._ticket, reason)
-
-
 @dataclass(frozen=True, slots=True)
 class _Begun:
     """A submitted request: its sequences, and how it is to be answered. ``counted``: a stream ends with its usage."""
 
-    sequences: list[_Sequence]
+    sequences: list[RunningAnswer]
     stream: bool
     counted: bool
     logprobs: bool
+    response: ResponseAnswer | None = None
+
+
+def _with_prefix(sequence: RunningAnswer, pieces: list[Piece]) -> list[Piece]:
+    """Return the parts behind the prompt that is repeated."""
+    prefix = sequence.choice.prefix
+    return [Piece("text", prefix), *pieces] if prefix else pieces
 
 
 def _cut(tokens: list[int], most: int | None) -> list[int]:
@@ -466,18 +504,6 @@ class _ModelError(ValueError):
     """A request names another model."""
 
 
-async def _read_all(sequences: Sequence[_Sequence]) -> list[str]:
-    return await asyncio.gather(*(each.read_all() for each in sequences))
-
-
-async def _read_into(news: asyncio.Queue[Any], sequence: _Sequence) -> None:
-    try:
-        async for text, last in sequence.read():
-            news.put_nowait((sequence, text, last))
-    except Exception as problem:
-        news.put_nowait(problem)
-
-
 async def _until_gone(request: Request) -> None:
     """Until the client closes the connection. The body has been read."""
     with contextlib.suppress(RuntimeError):
@@ -485,17 +511,17 @@ async def _until_gone(request: Request) -> None:
             pass
 
 
-def _usage(sequences: Sequence[_Sequence]) -> dict[str, int]:
-    prompts = {id(each.choice.prompt): len(each.choice.prompt) for each in sequences}
-    return protocol.usage(sum(prompts.values()), sum(each.new_tokens for each in sequences))
-
-
-def _event(content: dict[str, Any]) -> str:
-    return f"data: {json.dumps(content, ensure_ascii=False).translate(_LINE_ENDS)}\n\n"
+def _event(content: dict[str, Any], name: str | None = None) -> str:
+    named = "" if name is None else f"event: {name}\n"
+    return f"{named}data: {json.dumps(content, ensure_ascii=False).translate(_LINE_ENDS)}\n\n"
 
 
 def _unknown_model(problem: _ModelError) -> Response:
     return _refusal(404, str(problem), "invalid_request_error", "model", code="model_not_found")
+
+
+def _no_response(id: str) -> Response:
+    return _refusal(404, f"there is no response {id[:100]!r}, or no more", "invalid_request_error", "id")
 
 
 def _unauthorized() -> Response:

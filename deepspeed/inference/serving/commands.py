@@ -46,7 +46,8 @@ class Commands:
 def _params(plain: dict[str, Any]) -> SamplingParams:
     given = {name: _tuples(value) for name, value in plain.items()}
     if given["constraint"] is not None:
-        given["constraint"] = Constraint(**given["constraint"])
+        constraint = given["constraint"]
+        given["constraint"] = Constraint(**{name: _tuples(value) for name, value in constraint.items()})
     return SamplingParams(**given)
 
 

@@ -13,7 +13,6 @@ HARMLESS = frozenset(
     {
         # OpenAI's: about billing, storage and caches
         "metadata",
-        "parallel_tool_calls",
         "prompt_cache_key",
         "prompt_cache_retention",
         "safety_identifier",
@@ -33,18 +32,26 @@ HARMLESS = frozenset(
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     # OpenAI's
     "audio": (),
+    "background": (False,),
+    "conversation": (),
+    "include": ([],),
+    "max_tool_calls": (),
+    "reasoning": ({},),
+    "truncation": ("disabled",),
     "function_call": ("none", "auto"),
     "functions": ([],),
     "modalities": (["text"],),
     "prediction": (),
     "reasoning_effort": ("none",),
     "suffix": ("",),
+    "parallel_tool_calls": (True, False),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
     "verbosity": ("medium",),
     "web_search_options": (),
     # of other servers
     "chat_template": (),
+    "include_reasoning": (True,),
     "detokenize": (True,),
     "documents": ([],),
     "early_stopping": (False,),
@@ -54,7 +61,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "prompt_logprobs": (0,),
     "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
-    "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
     "typical_p": (1,),
     "use_beam_search": (False,),
@@ -70,7 +76,7 @@ _ALSO_CALLED = {
     "num_return_sequences": "n",
     "stop_sequences": "stop",
 }
-_ELSEWHERE = {"messages": "/v1/chat/completions", "prompt": "/v1/completions"}
+_ELSEWHERE = {"input": "/v1/responses", "messages": "/v1/chat/completions", "prompt": "/v1/completions"}
 NAME_LENGTH = 64
 
 

@@ -9,12 +9,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SkipValidation, ValidationError
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    SkipValidation,
+    ValidationError,
+    model_validator,
+)
 
 from deepspeed.inference.scheduling.requests import SamplingParams
 from deepspeed.inference.serving.bodies import RequestError, fields_of, kind_of
 from deepspeed.inference.serving.fields import NAME_LENGTH, STREAM_OPTIONS, check_names
+from deepspeed.inference.serving.pieces import Piece
 from deepspeed.inference.serving.sampling_fields import stop_tokens_of
+from deepspeed.inference.serving.tool_requests import with_calls
 
 _STOPS, _STOP_LENGTH = 16, 1000
 _COLDEST = 1e-5
@@ -28,6 +38,17 @@ _MESSAGE_LENGTH = 1000
 
 MOST_LOGPROBS = 20
 """Of the likeliest tokens at one place."""
+
+_NO_VARIABLES = {
+    "chat_template",
+    "tools",
+    "tokenize",
+    "conversation",
+    "messages",
+    "return_dict",
+    "tokenizer_kwargs",
+}
+"""What else a template is applied with."""
 
 REASONS = {"stop": "stop", "length": "length"}
 
@@ -70,6 +91,7 @@ class _Sampling(BaseModel):
     stream: bool = False
     stream_options: dict[str, Any] | None = None
     ignore_eos: bool = False
+    skip_special_tokens: bool = True
 
 
 class CompletionRequest(_Sampling):
@@ -88,8 +110,36 @@ class ChatRequest(_Sampling):
     top_logprobs: int = Field(default=0, ge=0, le=MOST_LOGPROBS)
     add_generation_prompt: bool = True
     continue_final_message: bool = False
+    chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: SkipValidation[list[Any] | None] = None
+    tool_choice: SkipValidation[str | dict[str, Any]] = "auto"
+    parallel_tool_calls: bool = True
     add_special_tokens: Literal[False] = False
+
+    @model_validator(mode="after")
+    def _without_tools(self) -> ChatRequest:
+        """Fields that say nothing without tools are as if not given."""
+        if not self.tools:
+            self.tools, self.parallel_tool_calls = None, True
+            self.tool_choice = "auto" if self.tool_choice == "none" else self.tool_choice
+        return self
+
+
+class ResponsesRequest(_Sampling):
+    """A request for a response (`responses.py`), answered as a chat."""
+
+    input: SkipValidation[str | list[dict[str, Any]]]
+    instructions: str | None = None
+    max_output_tokens: int | None = Field(default=None, ge=1)
+    previous_response_id: str | None = None
+    store: bool = True
+    metadata: dict[str, Any] | None = None
+    text: dict[str, Any] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    tools: SkipValidation[list[Any] | None] = None
+    tool_choice: SkipValidation[str | dict[str, Any]] = "auto"
+    parallel_tool_calls: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +216,7 @@ def messages_of(request: ChatRequest) -> list[dict[str, Any]]:
             content = "".join(_text_of(part, f"{where}.content") for part in content)
         elif not isinstance(content, (str, type(None))):
             raise RequestError(f"{where}.content is neither a text nor a list of texts", f"{where}.content")
-        made.append({**message, "content": content or ""})
+        made.append(with_calls({**message, "content": content or ""}, where))
     return made
 
 
@@ -207,9 +257,25 @@ def template_of(request: ChatRequest) -> dict[str, Any]:
             "continue_final_message continues a message; add_generation_prompt begins one",
             "continue_final_message",
         )
+    for name in _NO_VARIABLES & set(request.chat_template_kwargs or {}):
+        where = f"chat_template_kwargs.{name}"
+        raise RequestError(f"{where} is no variable of a template", where)
     own = {"add_generation_prompt": request.add_generation_prompt and not goes_on}
     own |= {"continue_final_message": True} if goes_on else {}
     return {**(request.chat_template_kwargs or {}), **own}
+
+
+def own_template_of(request: ChatRequest, trusted: bool) -> dict[str, Any]:
+    """Return the template that a request brings. RequestError: templates of clients are not ``trusted``: they may run
+    for as long as they like."""
+    if request.chat_template is None:
+        return {}
+    if not trusted:
+        raise RequestError(
+            "chat_template is not supported: start the server with --trust-request-chat-template",
+            "chat_template",
+        )
+    return {"chat_template": request.chat_template}
 
 
 def stops_of(request: _Sampling) -> list[str]:
@@ -293,27 +359,31 @@ class Answer:
         return made if usage is None else {**made, "usage": dict(usage)}
 
     def choice(
-        self, index: int, text: str, reason: str | None, logprobs: Sequence[TextLogprob] | None
+        self, index: int, pieces: Sequence[Piece], reason: str | None, logprobs: Sequence[TextLogprob] | None
     ) -> dict[str, Any]:
         """Make a choice of a whole answer."""
-        content: dict[str, Any] = {"text": text}
+        content: dict[str, Any] = {"text": _text(pieces)}
         if self.chat:
-            content = {"message": {"role": "assistant", "content": text}}
+            told = {"content": "", **_told_pieces(pieces)}
+            for call in told.get("tool_calls", ()):
+                del call["index"]
+                told["content"] = told["content"] or None
+            content = {"message": {"role": "assistant", **told}}
         return {"index": index, **content, **self._end(reason, logprobs)}
 
     def delta(
         self,
         index: int,
-        text: str,
+        pieces: Sequence[Piece],
         reason: str | None,
         logprobs: Sequence[TextLogprob] | None,
         first: bool,
     ) -> dict[str, Any]:
         """Make a choice of one event of a stream."""
-        content: dict[str, Any] = {"text": text}
+        content: dict[str, Any] = {"text": _text(pieces)}
         if self.chat:
-            role = {"role": "assistant"} if first else {}
-            content = {"delta": {**role, "content": text} if text or first else {}}
+            role = {"role": "assistant", "content": ""} if first else {}
+            content = {"delta": {**role, **_told_pieces(pieces)}}
         return {"index": index, **content, **self._end(reason, logprobs)}
 
     def _head(self, name: str) -> dict[str, Any]:
@@ -335,6 +405,29 @@ class Answer:
                 "text_offset": [each.offset for each in logprobs],
             }
         return {"logprobs": told, "finish_reason": reason}
+
+
+def _text(pieces: Sequence[Piece]) -> str:
+    return "".join(each.text for each in pieces if each.kind == "text")
+
+
+def _told_pieces(pieces: Sequence[Piece]) -> dict[str, Any]:
+    """Return the parts of a message that are there: content, reasoning under both of its names, calls."""
+    told: dict[str, Any] = {}
+    text, thought = _text(pieces), "".join(each.text for each in pieces if each.kind == "reasoning")
+    if text:
+        told["content"] = text
+    if thought:
+        told["reasoning_content"] = told["reasoning"] = thought
+    calls: dict[int, dict[str, Any]] = {}
+    for each in pieces:
+        if each.kind == "call":
+            function = {"name": each.text, "arguments": ""}
+            calls[each.index] = {"index": each.index, "id": each.id, "type": "function", "function": function}
+        elif each.kind == "arguments":
+            call = calls.setdefault(each.index, {"index": each.index, "function": {"arguments": ""}})
+            call["function"]["arguments"] += each.text
+    return {**told, "tool_calls": list(calls.values())} if calls else told
 
 
 def _told(entry: TextLogprob) -> dict[str, Any]:

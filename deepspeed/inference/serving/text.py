@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 
 _INCOMPLETE = "\ufffd"
 _PATIENCE = 32  # tokens without the end of a character are no beginning of one
@@ -16,6 +16,7 @@ class TextStream:
         stops: texts that end the result, and are not part of it.
         specials: the tokens that ``decode`` leaves out, and their texts, which a stop may contain.
         include_stop: whether the text that ended the result is part of it.
+        shown: which of ``specials`` are part of the result nevertheless.
         before: tokens that the text continues. Without them it begins as that of its first token does.
     """
 
@@ -27,9 +28,11 @@ class TextStream:
         specials: Mapping[int, str] | None = None,
         before: Sequence[int] = (),
         include_stop: bool = False,
+        shown: Container[int] = (),
     ) -> None:
         self._decode = decode
         self._include_stop = include_stop
+        self._shown = shown
         self._specials = specials or {}
         names = self._specials.values()
         # Stops with a special token in them are looked for where special tokens are seen, the others in the result.
@@ -45,6 +48,11 @@ class TextStream:
         """The text that is certain now and was not before."""
         if self.stopped:
             return ""
+        if token in self._shown:
+            before = self._new_text()
+            self._tokens = self._tokens[self._known :] or self._tokens
+            self._known = len(self._tokens)
+            return self._certain(before + self._specials[token])
         if token in self._specials:  # no context: at the beginning of a text, many tokens lose their space
             return self._certain(self._specials[token], shown=False) if self._marked else ""
         self._tokens.append(token)
@@ -82,11 +90,11 @@ class TextStream:
         for stops, places in ((self._stops, visible), (self._marked, range(len(held)))):
             text = "".join(held[at][0] for at in places) if stops else ""
             for stop in stops:
-                found, overlap = text.find(stop), _overlap(text, stop)
+                found, begun = text.find(stop), overlap(text, stop)
                 if found >= 0 and places[found] < end:
                     end, after = places[found], places[found + len(stop) - 1] + 1
-                if overlap:
-                    begin = min(begin, places[len(text) - overlap])
+                if begun:
+                    begin = min(begin, places[len(text) - begun])
         self.stopped = end < len(held)
         if self.stopped:
             self._held = []
@@ -99,6 +107,6 @@ def _shown(characters: Sequence[tuple[str, bool]]) -> str:
     return "".join(character for character, shown in characters if shown)
 
 
-def _overlap(text: str, stop: str) -> int:
+def overlap(text: str, stop: str) -> int:
     """The longest end of ``text`` with which ``stop`` begins."""
     return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if stop.startswith(text[-n:])), 0)

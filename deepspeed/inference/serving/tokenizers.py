@@ -41,6 +41,12 @@ class HuggingFaceTokenizer:
         self._max_characters = None if max_tokens is None or longest is None else max_tokens * longest
         self.specials = self._left_out()
 
+    @property
+    def template(self) -> str:
+        """All templates for chats, one behind the other."""
+        template = getattr(self._tokenizer, "chat_template", None) or ""
+        return "\n".join(template.values()) if isinstance(template, dict) else template
+
     def encode(self, text: str) -> list[int]:
         return self._encode(text, add_special_tokens=True)
 

@@ -1,0 +1,352 @@
+"""How models write calls of tools and reasoning: what reads each format, and the grammar that makes a model write it.
+
+The names are those of vLLM's parsers. A new format is a function that reads it and a `ToolFormat` in `TOOL_FORMATS`.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import string
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from deepspeed.inference.serving.pieces import Reading, Source, Tools, json_call, long_id
+
+_PYTHON_TAG = "<|python_tag|>"
+
+
+def _short_id() -> str:
+    """Make an id as Mistral's templates demand it."""
+    return "".join(random.choices(string.ascii_letters + string.digits, k=9))
+
+
+# ----------------------------------------------------------------------------------------------------------- reading
+
+
+def read_hermes(source: Source, tools: Tools) -> Reading[None]:
+    """``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, as often as there are calls."""
+    while (yield from source.text_until("<tool_call>")):
+        yield from source.spaces()
+        if (yield from json_call(source, tools)):
+            yield from source.spaces()
+            yield from source.skip("</tool_call>")
+        else:
+            source.as_text()
+
+
+def read_llama3(source: Source, tools: Tools) -> Reading[None]:
+    """``{"name": ..., "parameters": {...}}`` and more of these behind semicolons, where the answer begins or behind
+    ``<|python_tag|>``."""
+    source.keep()
+    yield from source.spaces()
+    yield from source.skip(_PYTHON_TAG)
+    found = _PYTHON_TAG
+    while found:
+        yield from source.spaces()
+        yield from _calls(source, tools, ";")
+        found = yield from source.text_until(_PYTHON_TAG)
+
+
+def read_mistral(source: Source, tools: Tools) -> Reading[None]:
+    """``[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]``, or ``[TOOL_CALLS]name{...}`` for each call, where
+    newer models write ``[CALL_ID]id`` and ``[ARGS]`` behind the name."""
+    while (yield from source.text_until("[TOOL_CALLS]")):
+        yield from source.spaces()
+        if (yield from source.skip("[")):
+            yield from source.spaces()
+            if (yield from _calls(source, tools, ",")):
+                yield from source.skip("]")
+        else:
+            yield from _named(source, tools)
+
+
+def read_xml(source: Source, tools: Tools) -> Reading[None]:
+    """``<tool_call><function=name><parameter=key>value</parameter>...</function></tool_call>``; values are JSON where
+    the schema of the parameter is not of a text."""
+    while marker := (yield from source.text_until("<tool_call>", "<function=")):
+        if marker == "<tool_call>":
+            yield from source.spaces()
+            if not (yield from source.skip("<function=")):
+                source.as_text()
+                continue
+        name = yield from source.word()
+        if name not in tools or not (yield from source.skip(">")):
+            source.as_text()
+            continue
+        source.begin(name)
+        if (yield from _parameters(source, tools[name])):
+            source.close()
+            yield from source.spaces()
+            yield from source.skip("</tool_call>")
+
+
+def _calls(source: Source, tools: Tools, between: str) -> Reading[bool]:
+    """Read objects with ``between`` between them; what is none becomes text. False: there are none."""
+    found = False
+    while (yield from json_call(source, tools)):
+        found = True
+        source.keep()
+        yield from source.spaces()
+        if not (yield from source.skip(between)):
+            break
+        yield from source.spaces()
+    source.as_text()
+    return found
+
+
+def _named(source: Source, tools: Tools) -> Reading[None]:
+    name = yield from source.word()
+    if (yield from source.skip("[CALL_ID]")):
+        yield from source.word()
+    yield from source.skip("[ARGS]")
+    yield from source.spaces()
+    if name not in tools or (yield from source.peek(1)) != "{":
+        source.as_text()
+        return
+    source.begin(name)
+    if (yield from source.value(source.argue)):
+        source.close()
+
+
+def _parameters(source: Source, schema: Mapping[str, Any]) -> Reading[bool]:
+    """False: something else is between them, or there is no end."""
+    known, before = schema.get("properties"), "{"
+    while True:
+        yield from source.spaces()
+        if (yield from source.skip("</function>")):
+            source.argue("{}" if before == "{" else "}")
+            return True
+        if not (yield from source.skip("<parameter=")):
+            return False
+        key = yield from source.until(">")
+        value = None if key is None else (yield from source.until("</parameter>"))
+        if key is None or value is None:
+            return False
+        described = known.get(key) if isinstance(known, dict) else None
+        told = json.dumps(key, ensure_ascii=False)
+        source.argue(
+            f"{before}{told}: {_json_of(value.removeprefix(chr(10)).removesuffix(chr(10)), described)}"
+        )
+        before = ", "
+
+
+def _json_of(value: str, schema: Any) -> str:
+    """Return a parameter's value as JSON."""
+    kinds = _kinds(schema)
+    if value in ("null", "None") and "null" in kinds:
+        return "null"
+    if not kinds or "string" in kinds:
+        return json.dumps(value, ensure_ascii=False)
+    text = {"True": "true", "False": "false", "None": "null"}.get(value.strip(), value.strip())
+    try:
+        json.loads(text, parse_constant=_refuse)
+    except (ValueError, RecursionError):
+        return json.dumps(value, ensure_ascii=False)
+    return text
+
+
+def _kinds(schema: Any) -> set[str]:
+    """Return the types that a schema names; none if it does not say."""
+    if not isinstance(schema, dict):
+        return set()
+    kind, made = schema.get("type"), set[str]()
+    made.update(kind if isinstance(kind, list) else [kind] if isinstance(kind, str) else [])
+    for each in (schema.get("anyOf"), schema.get("oneOf")):
+        for one in each if isinstance(each, list) else []:
+            found = one.get("type") if isinstance(one, dict) else None
+            made.update([found] if isinstance(found, str) else [])
+    if not made and ("$ref" in schema or "properties" in schema):
+        made = {"value"}
+    if not made and isinstance(schema.get("enum"), list):
+        made = {"string" if isinstance(each, str) else "value" for each in schema["enum"]}
+    return made
+
+
+def _refuse(constant: str) -> Any:
+    raise ValueError(constant)
+
+
+# ---------------------------------------------------------------------------------------------------------- grammars
+
+
+@dataclass(frozen=True, slots=True)
+class ToolFormat:
+    """
+    Args:
+        read: reads an answer, given the functions that may be called.
+        call: a call in the grammar: templates with ``{name}``, around the arguments.
+        begin, between, end: what stands around all calls.
+        specials: markers that are special tokens of some tokenizers: `read` has to see them.
+        make_id: of a call.
+        as_xml: arguments are written as `read_xml` reads them, not as JSON.
+    """
+
+    read: Callable[[Source, Tools], Reading[None]]
+    call: tuple[str, str]
+    begin: str = ""
+    between: str = "\n"
+    end: str = ""
+    specials: tuple[str, ...] = ()
+    make_id: Callable[[], str] = long_id
+    as_xml: bool = False
+
+
+_HERMES = ToolFormat(read_hermes, ('<tool_call>\n{"name": "{name}", "arguments": ', "}\n</tool_call>"))
+_LLAMA3 = ToolFormat(
+    read_llama3, ('{"name": "{name}", "parameters": ', "}"), between="; ", specials=(_PYTHON_TAG,)
+)
+_MISTRAL = ToolFormat(
+    read_mistral,
+    ('{"name": "{name}", "arguments": ', "}"),
+    begin="[TOOL_CALLS][",
+    between=", ",
+    end="]",
+    specials=("[TOOL_CALLS]",),
+    make_id=_short_id,
+)
+_MISTRAL_NAMED = ToolFormat(
+    read_mistral,
+    ("[TOOL_CALLS]{name}[ARGS]", ""),
+    between="",
+    specials=("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"),
+    make_id=_short_id,
+)
+_XML = ToolFormat(read_xml, ("<tool_call>\n<function={name}>\n", "</function>\n</tool_call>"), as_xml=True)
+
+TOOL_FORMATS: Mapping[str, ToolFormat] = {
+    "hermes": _HERMES,
+    "llama3_json": _LLAMA3,
+    "mistral": _MISTRAL,
+    "qwen3_coder": _XML,
+    "qwen3_xml": _XML,
+}
+
+
+def tool_format(name: str, specials: Sequence[str] = ()) -> ToolFormat:
+    """Return the format of this name; ``specials``: texts of special tokens, which tell Mistral's two apart."""
+    return _MISTRAL_NAMED if name == "mistral" and "[ARGS]" in specials else TOOL_FORMATS[name]
+
+
+def grammar(form: ToolFormat, tools: Tools, *, many: bool, specials: Mapping[str, int]) -> str:
+    """Return the grammar (Lark, as llguidance reads it) of one call of one of ``tools``, or of ``many`` calls.
+    ``specials``: the special tokens of the tokenizer by their texts."""
+
+    def text(value: str) -> str:
+        return _literal(value, form.specials, specials)
+
+    more = f" ({text(form.between)} call)*" if many else ""
+    rules = [
+        f"start: {text(form.begin)} call{more} {text(form.end)}",
+        "call: " + " | ".join(f"call_{place}" for place in range(len(tools))),
+    ]
+    for place, (name, schema) in enumerate(tools.items()):
+        before, after = (text(part.replace("{name}", name)) for part in form.call)
+        rules.append(f"call_{place}: {before} with_{place} {after}")
+        made = (
+            _xml_rules(f"with_{place}", schema)
+            if form.as_xml
+            else [f"with_{place}: %json {json.dumps(schema)}"]
+        )
+        rules += made
+    return "\n".join(rules) + "\n"
+
+
+def _literal(value: str, markers: Sequence[str], specials: Mapping[str, int]) -> str:
+    """Return a text in Lark; markers that are special tokens stand for these."""
+    there = [each for each in markers if each in specials]
+    parts = re.split("(" + "|".join(map(re.escape, there)) + ")", value) if there else [value]
+    made = [f"<[{specials[part]}]>" if part in there else json.dumps(part) for part in parts if part]
+    return " ".join(made)
+
+
+def _xml_rules(name: str, schema: Mapping[str, Any]) -> list[str]:
+    """Return the rules of parameters: those required once, the others once at most, in the order of the schema."""
+    known, needed = schema.get("properties") or {}, schema.get("required") or []
+    parts = [f"{name}_{at}" + "?" * (key not in needed) for at, key in enumerate(known)]
+    rules, end = [f"{name}: " + (" ".join(parts) or '""')], json.dumps("\n</parameter>\n")
+    for at, (key, each) in enumerate(known.items()):
+        begin = json.dumps(f"<parameter={key}>\n", ensure_ascii=False)
+        own, value = f"{name}_{at}", f"{name}_{at}_value"
+        if not _is_text(each):
+            described = {"$defs": schema["$defs"], **each} if "$defs" in schema else each
+            rules += [f"{own}: {begin} {value} {end}", f"{value}: %json {json.dumps(described)}"]
+        elif isinstance(each, dict) and each.get("enum"):
+            texts = [json.dumps(one, ensure_ascii=False) for one in each["enum"] if isinstance(one, str)]
+            rules.append(f"{own}: {begin} ({' | '.join(texts)}) {end}")
+        else:
+            rules += [f"{own}: {begin} {value}", f"{value}[suffix={end}]: /(?s:.*)/"]
+    return rules
+
+
+def _is_text(schema: Any) -> bool:
+    kinds = _kinds(schema)
+    return not kinds or "string" in kinds
+
+
+# --------------------------------------------------------------------------------------------------------- reasoning
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningFormat:
+    """``begin`` and ``end``: what stands around reasoning, where an answer begins. ``always``: an answer begins with
+    reasoning, also without ``begin``, unless the prompt has ended it."""
+
+    begin: str
+    end: str
+    always: bool = False
+
+    def begins_in(self, prompt: str) -> bool:
+        """Return whether an answer to ``prompt``, of which the end is enough, begins amid reasoning."""
+        before = prompt.rstrip()
+        return before.endswith(self.begin) or (self.always and not before.endswith(self.end))
+
+    def reader(self, inside: bool) -> Callable[[Source], Reading[None]]:
+        """Return what reads reasoning; ``inside``: the answer begins amid of it."""
+
+        def read(source: Source) -> Reading[None]:
+            source.keep()
+            yield from source.spaces()
+            if not (yield from source.skip(self.begin)) and not inside:
+                source.as_text()
+                return
+            source.drop()
+            source.say("reasoning", "")
+            yield from source.pass_until((self.end,), lambda text: source.say("reasoning", text))
+            source.say("text", "")
+
+        return read
+
+
+REASONING_FORMATS: Mapping[str, ReasoningFormat] = {
+    "deepseek_r1": ReasoningFormat("<think>", "</think>", always=True),
+    "mistral": ReasoningFormat("[THINK]", "[/THINK]"),
+    "qwen3": ReasoningFormat("<think>", "</think>"),
+}
+
+
+# ---------------------------------------------------------------------------------------------------------- guessing
+
+
+def guessed_tool_format(template: str) -> str | None:
+    """Return the name of the format that a chat template describes; None: it mentions none that is known."""
+    for mark, name in (
+        ("<parameter=", "qwen3_coder"),
+        ("<tool_call>", "hermes"),
+        ("[TOOL_CALLS]", "mistral"),
+        (_PYTHON_TAG, "llama3_json"),
+        ('"parameters"', "llama3_json"),
+    ):
+        if mark in template and "tools" in template:
+            return name
+    return None
+
+
+def guessed_reasoning_format(template: str) -> str | None:
+    """Return the name of the format of reasoning that a chat template mentions; None: it mentions none."""
+    for mark, name in (("</think>", "qwen3"), ("[/THINK]", "mistral")):
+        if mark in template:
+            return name
+    return None

@@ -1,0 +1,424 @@
+"""From the text of an answer, piece by piece, to what it consists of: text, reasoning and calls of tools. Pure.
+
+A format (`formats.py`) is a generator that reads a `Source` and yields where it needs more text. It decides by the text
+alone and never by where a piece ends, so that an answer has the same parts however it is cut, and each character is
+looked at a few times at most.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import uuid
+from collections.abc import Callable, Generator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias, TypeVar
+
+from deepspeed.inference.serving.text import overlap
+
+Kind = Literal["text", "reasoning", "call", "arguments"]
+Tools: TypeAlias = Mapping[str, Mapping[str, Any]]
+"""The functions that may be called, by name, with the JSON schema of their arguments."""
+
+_Result = TypeVar("_Result")
+Reading: TypeAlias = Generator[None, None, _Result]
+
+_MARKS = re.compile(r'\\.?|["{}\[\]]', re.DOTALL)
+_CLOSERS = {"{": "}", "[": "]", '"': '"'}
+_SPACES = re.compile(r"\s*")
+_WORD = re.compile(r"[A-Za-z0-9_.:/-]*")
+_SCALAR = re.compile(r"[^\s,\]}]*")
+
+
+_STRETCH = 256
+"""Characters read at a time: a reader may look at what is there once for each marker in it."""
+
+
+def long_id() -> str:
+    """Make the id of a call."""
+    return f"call_{uuid.uuid4().hex[:24]}"
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A part of an answer. ``text``: of a call, the name of the function; of arguments, some of their JSON text.
+    ``index`` and ``id``: of the call."""
+
+    kind: Kind
+    text: str
+    index: int = 0
+    id: str = ""
+
+
+class Source:
+    """The text of an answer as far as it is there, and the parts found in it.
+
+    White space at the end of a text is held back: before and after calls, and around reasoning, there is no text.
+    """
+
+    def __init__(self, make_id: Callable[[], str], limit: int | None) -> None:
+        self.ended = False
+        self.calls = 0
+        self.open = False  # a call whose arguments have no end yet
+        self.is_full = False  # there are as many calls as may be: nothing more is found
+        self._make_id, self._limit = make_id, limit
+        self.kind: Kind = "text"  # of what was said last
+        self._text, self._at = "", 0  # what has arrived, and how far it was read
+        self._kept: list[str] | None = None  # read, and text unless it turns out to be a call
+        self._spaces: list[str] = []  # held back
+        self._blank = False  # white space that comes now begins a text
+        self._said = False
+        self._found: list[Piece] = []
+
+    def feed(self, text: str) -> None:
+        """Append what has arrived."""
+        self._text, self._at = self._text[self._at :] + text, 0
+
+    def pieces(self) -> list[Piece]:
+        """Return what was found since the last call, neighbours of one kind joined."""
+        found, self._found = self._found, []
+        made: list[Piece] = []
+        run: list[str] = []
+        for each in found:
+            joins = (
+                each.kind != "call" and made and (made[-1].kind, made[-1].index) == (each.kind, each.index)
+            )
+            if joins:
+                run.append(each.text)
+                made[-1] = each
+            else:
+                _close(made, run)
+                made.append(each)
+                run = [each.text]
+        _close(made, run)
+        return made
+
+    # ------------------------------------------------------------------------------------------------ reading
+
+    def more(self) -> Reading[bool]:
+        """Wait for unread text. False: it has ended."""
+        while self._at == len(self._text) and not self.ended:
+            yield
+        return self._at < len(self._text)
+
+    def peek(self, count: int) -> Reading[str]:
+        """Return the next ``count`` characters; fewer if the text ends."""
+        while len(self._text) - self._at < count and not self.ended:
+            yield
+        return self._text[self._at : self._at + count]
+
+    def take(self, count: int) -> str:
+        """Read so many characters, which are there."""
+        taken = self._text[self._at : self._at + count]
+        self._at += len(taken)
+        if self._kept is not None:
+            self._kept.append(taken)
+        return taken
+
+    def skip(self, marker: str) -> Reading[bool]:
+        """Read ``marker`` if it is next."""
+        found = (yield from self.peek(len(marker))) == marker
+        if found:
+            self.take(len(marker))
+        return found
+
+    def spaces(self) -> Reading[None]:
+        """Read white space."""
+        yield from self._run(_SPACES)
+
+    def word(self) -> Reading[str]:
+        """Read the name of a function, or nothing."""
+        return (yield from self._run(_WORD))
+
+    def until(self, marker: str) -> Reading[str | None]:
+        """Read ``marker`` and return what stands before it. None: there is none."""
+        before: list[str] = []
+        found = yield from self.pass_until((marker,), before.append)
+        return "".join(before) if found else None
+
+    def pass_until(self, markers: tuple[str, ...], sink: Callable[[str], None]) -> Reading[str]:
+        """Read the first of ``markers``, none of which contains the beginning of another, and return it; "" if there
+        is none. What stands before it goes to ``sink``."""
+        while (yield from self.more()):
+            text = self._text[self._at :]
+            places = [(text.find(each), each) for each in markers if each in text]
+            if places:
+                place, marker = min(places)
+                sink(self.take(place))
+                self.take(len(marker))
+                return marker
+            held = 0 if self.ended else max((overlap(text, each) for each in markers), default=0)
+            if len(text) > held:
+                sink(self.take(len(text) - held))
+            elif not self.ended:
+                yield
+        return ""
+
+    def value(self, sink: Callable[[str], None]) -> Reading[bool]:
+        """Read a JSON value, whose text goes to ``sink``. False: it has no end, or a bracket in it closes no other."""
+        if (yield from self.peek(1)) not in _CLOSERS:
+            scalar = yield from self._run(_SCALAR)
+            sink(scalar)
+            return bool(scalar)
+        scan = _Scan()
+        while (yield from self.more()):
+            text = self._text[self._at :]
+            end = scan.end(text)
+            sink(self.take(len(text) if end is None else end))
+            if end is not None:
+                return not scan.broken
+        return False
+
+    def string(self) -> Reading[str | None]:
+        """Read a JSON text. None: it is none."""
+        if (yield from self.peek(1)) != '"':
+            return None
+        raw: list[str] = []
+        whole = yield from self.value(raw.append)
+        return decoded("".join(raw)) if whole else None
+
+    def _run(self, pattern: re.Pattern[str]) -> Reading[str]:
+        """Read characters as long as they match."""
+        run: list[str] = []
+        while (yield from self.more()):
+            match = pattern.match(self._text, self._at)
+            count = match.end() - self._at if match else 0
+            if count:
+                run.append(self.take(count))
+            if self._at < len(self._text):
+                break
+        return "".join(run)
+
+    # ------------------------------------------------------------------------------------------------ finding
+
+    def text_until(self, *markers: str) -> Reading[str]:
+        """Say the text before the first of ``markers`` and return that one, from which on what is read is kept; "" if
+        there is none."""
+        self._kept = None
+        marker = yield from self.pass_until(markers, lambda text: self.say("text", text))
+        self._kept = [marker]
+        return marker
+
+    def keep(self) -> None:
+        """What is read from now on is text, unless it turns out to be a call."""
+        self._kept = []
+
+    def drop(self) -> None:
+        """What was kept is no text."""
+        self._kept = None
+
+    def as_text(self) -> None:
+        """What was kept is text."""
+        kept, self._kept = self._kept, None
+        if kept:
+            self.say("text", "".join(kept))
+
+    def say(self, kind: Kind, text: str) -> None:
+        """Note text or reasoning."""
+        if kind != self.kind:
+            self.kind, self._spaces, self._blank = kind, [], True
+        core = text.rstrip()
+        if not core:
+            self._spaces.append(text)
+            return
+        rest = text[len(core) :]
+        shown = core.lstrip() if self._blank else "".join([*self._spaces, core])
+        self._spaces, self._blank = [rest] if rest else [], False
+        self._said = self._said or kind == "text"
+        self._note(kind, shown)
+
+    def begin(self, name: str) -> None:
+        """Note that a call of ``name`` begins. What was kept belongs to it."""
+        self._kept = None
+        self._blank = self._blank or not self._said
+        self._note("call", name, self.calls, self._make_id())
+        self.calls += not self.is_full
+        self.open = not self.is_full
+
+    def argue(self, text: str) -> None:
+        """Note arguments of the call that has begun last."""
+        self._note("arguments", text, self.calls - 1)
+
+    def close(self) -> None:
+        """Note that the arguments are complete."""
+        self.open = False
+        self.is_full = self.calls == self._limit
+
+    def flush(self) -> None:
+        """Note white space at the end of a text without calls."""
+        if self._spaces and self.kind == "text" and not self.calls and not self._blank:
+            self._note("text", "".join(self._spaces))
+
+    def _note(self, kind: Kind, text: str, index: int = 0, id: str = "") -> None:
+        if not self.is_full:
+            self._found.append(Piece(kind, text, index, id))
+
+
+class Parser:
+    """Takes an answer apart.
+
+    Args:
+        readers: what reads the answer, one after the other; what they leave is text.
+        make_id: the id of a call.
+        limit: calls after which nothing more is read; None: none.
+    """
+
+    def __init__(
+        self,
+        *readers: Callable[[Source], Reading[None]],
+        make_id: Callable[[], str] = long_id,
+        limit: int | None = None,
+    ) -> None:
+        self._source = Source(make_id, limit)
+        self._reading = self._read(readers)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether nothing more is read: there are as many calls as may be."""
+        return self._source.is_full
+
+    @property
+    def has_called(self) -> bool:
+        """Whether there are calls, and each has an end."""
+        return bool(self._source.calls) and not self._source.open
+
+    @property
+    def is_reasoning(self) -> bool:
+        """Whether reasoning was the last that was found."""
+        return self._source.kind == "reasoning"
+
+    def add(self, text: str) -> list[Piece]:
+        """Return the parts that are certain now and were not before."""
+        for begin in range(0, len(text), _STRETCH):
+            self._source.feed(text[begin : begin + _STRETCH])
+            next(self._reading, None)
+        return self._source.pieces()
+
+    def finish(self) -> list[Piece]:
+        """Return the rest."""
+        self._source.ended = True
+        next(self._reading, None)
+        return self._source.pieces()
+
+    def _read(self, readers: tuple[Callable[[Source], Reading[None]], ...]) -> Reading[None]:
+        source = self._source
+        for reader in readers:
+            yield from reader(source)
+        yield from source.text_until()
+        source.flush()
+
+
+class _Scan:
+    """Looks for the end of a JSON object, list or text that comes in pieces."""
+
+    def __init__(self) -> None:
+        self.broken = False  # by a bracket that closes no other
+        self._closers: list[str] = []
+        self._escaped = False
+
+    def end(self, piece: str) -> int | None:
+        """Return where it ends in ``piece``. None: it goes on."""
+        begin, self._escaped = int(self._escaped), False
+        closers = self._closers
+        for mark in _MARKS.finditer(piece, begin):
+            sign = mark[0]
+            if sign[0] == "\\":
+                self._escaped = len(sign) == 1  # the next piece has what it escapes
+            elif closers and closers[-1] == sign:
+                closers.pop()
+                if not closers:
+                    return mark.end()
+            elif closers and closers[-1] == '"':
+                continue
+            elif sign in _CLOSERS:
+                closers.append(_CLOSERS[sign])
+            else:
+                self.broken = True
+                return mark.start()
+        return None
+
+
+def json_call(source: Source, tools: Tools) -> Reading[bool]:
+    """Read an object with the name of a function, and its arguments, also called parameters, in any order; other
+    members are ignored. False: it is something else, or the function is none of ``tools``; what was read is kept."""
+    if not (yield from source.skip("{")):
+        return False
+    call = _JsonCall(source, tools)
+    while True:
+        yield from source.spaces()
+        key = yield from source.string()
+        yield from source.spaces()
+        if key is None or not (yield from source.skip(":")):
+            return call.begun
+        yield from source.spaces()
+        if not (yield from call.member(key)):
+            return call.begun
+        yield from source.spaces()
+        if not (yield from source.skip(",")):
+            break
+    if (yield from source.skip("}")) and call.name is not None and not call.begun:
+        call.begin("{}")
+    return call.begun
+
+
+class _JsonCall:
+    """A call of which some members have been read."""
+
+    def __init__(self, source: Source, tools: Tools) -> None:
+        self.name: str | None = None
+        self.begun = False
+        self._source, self._tools = source, tools
+        self._early: str | None = None  # arguments in front of the name
+
+    def member(self, key: str) -> Reading[bool]:
+        """Read the value of ``key``. False: this is no call, or has no end."""
+        if key == "name" and self.name is None:
+            name = yield from self._source.string()
+            if name not in self._tools:
+                return False
+            self.name = name
+            if self._early is not None:
+                self.begin(self._early)
+            return True
+        if key in ("arguments", "parameters") and self._early is None and not self.begun:
+            return (yield from self._arguments())
+        return (yield from self._source.value(lambda _: None))
+
+    def begin(self, arguments: str) -> None:
+        """Note the whole call."""
+        assert self.name is not None
+        self.begun = True
+        self._source.begin(self.name)
+        self._source.argue(arguments)
+        self._source.close()
+
+    def _arguments(self) -> Reading[bool]:
+        """An object; or a text with one, as some models write it."""
+        source, first = self._source, (yield from self._source.peek(1))
+        if self.name is not None and first == "{":
+            self.begun = True
+            source.begin(self.name)
+            whole = yield from source.value(source.argue)
+            if whole:
+                source.close()
+            return whole
+        raw: list[str] = []
+        if first not in ("{", '"') or not (yield from source.value(raw.append)):
+            return False
+        self._early = decoded("".join(raw)) if first == '"' else "".join(raw)
+        if self._early is not None and self.name is not None:
+            self.begin(self._early or "{}")
+        return self._early is not None
+
+
+def _close(made: list[Piece], run: list[str]) -> None:
+    if made and len(run) > 1:
+        made[-1] = Piece(made[-1].kind, "".join(run), made[-1].index, made[-1].id)
+
+
+def decoded(text: str) -> str | None:
+    """Return the text that a JSON text stands for. None: it is malformed."""
+    try:
+        return json.loads(text, strict=False)
+    except ValueError:
+        return None

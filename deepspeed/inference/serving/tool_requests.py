@@ -1,0 +1,190 @@
+"""Tools and reasoning of a request: its fields, the messages of its history, and how its answers are read. Pure."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from deepspeed.inference.scheduling.requests import Constraint
+from deepspeed.inference.serving.bodies import RequestError, kind_of
+from deepspeed.inference.serving.formats import (
+    REASONING_FORMATS,
+    ReasoningFormat,
+    ToolFormat,
+    grammar,
+    tool_format,
+)
+from deepspeed.inference.serving.pieces import Parser
+
+_MOST_TOOLS = 128
+_NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
+_CHOICES = ("none", "auto", "required")
+
+
+@dataclass(frozen=True, slots=True)
+class ToolUse:
+    """What a request says of tools. ``given``: as clients write them, for the template; ``callable``: the functions
+    that may be called, with the schemas of their arguments; ``is_forced``: one has to be; ``many``: more than one."""
+
+    given: tuple[Mapping[str, Any], ...] = ()
+    callable: Mapping[str, Mapping[str, Any]] | None = None
+    is_forced: bool = False
+    many: bool = True
+
+
+def tools_of(request: Any) -> ToolUse:
+    """RequestError: tools or ``tool_choice`` are malformed, or name a function that is not there."""
+    given, choice = request.tools, request.tool_choice
+    if not given:
+        if choice != "auto":
+            raise RequestError("tool_choice needs tools", "tool_choice")
+        return ToolUse()
+    if not isinstance(given, list) or len(given) > _MOST_TOOLS:
+        raise RequestError(f"tools: a list of up to {_MOST_TOOLS} functions is expected", "tools")
+    known: dict[str, Mapping[str, Any]] = {}
+    for place, tool in enumerate(given):
+        name, schema = _function(tool, f"tools.{place}")
+        if name in known:
+            raise RequestError(f"tools.{place}: there are two functions {name!r}", f"tools.{place}")
+        known[name] = schema
+    if choice == "none":
+        return ToolUse()
+    if isinstance(choice, str):
+        if choice not in _CHOICES:
+            allowed = f"{', '.join(_CHOICES)} or an object with a function"
+            raise RequestError(f"tool_choice: {allowed} is expected", "tool_choice")
+        return ToolUse(tuple(given), known, choice == "required", request.parallel_tool_calls)
+    name = _chosen(choice)
+    if name not in known:
+        raise RequestError("tool_choice names none of the functions in tools", "tool_choice")
+    return ToolUse(tuple(given), {name: known[name]}, is_forced=True, many=False)
+
+
+def _function(tool: Any, where: str) -> tuple[str, Mapping[str, Any]]:
+    """Return the name and the schema of the arguments."""
+    function = (
+        tool.get("function")
+        if isinstance(tool, dict) and tool.get("type", "function") == "function"
+        else None
+    )
+    if not isinstance(function, dict):
+        raise RequestError(f"{where}: an object of type 'function' with a function is expected", where)
+    name, schema = function.get("name"), function.get("parameters")
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        where = f"{where}.function.name"
+        raise RequestError(f"{where}: 1 to 128 letters, digits and any of _ . : / - are expected", where)
+    if schema is None:
+        schema = {"type": "object", "properties": {}}
+    if not isinstance(schema, dict) or not isinstance(schema.get("properties", {}), dict):
+        where = f"{where}.function.parameters"
+        raise RequestError(f"{where}: the JSON schema of an object is expected", where)
+    return name, schema
+
+
+def _chosen(choice: Any) -> Any:
+    function = choice.get("function") if isinstance(choice, dict) else None
+    if not isinstance(function, dict):
+        raise RequestError("tool_choice.function is missing", "tool_choice")
+    return function.get("name")
+
+
+def with_calls(message: dict[str, Any], where: str) -> dict[str, Any]:
+    """Return a message of the history as templates read it: the arguments of its calls as objects where they are
+    such, and its reasoning under both of its names. RequestError: its calls are malformed."""
+    thought, calls = message.get("reasoning_content") or message.get("reasoning"), message.get("tool_calls")
+    if isinstance(thought, str):
+        message = {**message, "reasoning_content": thought, "reasoning": thought}
+    if not calls:
+        return {name: value for name, value in message.items() if name != "tool_calls"}
+    if not isinstance(calls, list):
+        raise RequestError(
+            f"{where}.tool_calls: a list is expected, not {kind_of(calls)}", f"{where}.tool_calls"
+        )
+    return {
+        **message,
+        "tool_calls": [_past(each, f"{where}.tool_calls.{at}") for at, each in enumerate(calls)],
+    }
+
+
+def _past(call: Any, where: str) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise RequestError(f"{where}: an object with a function and its name is expected", where)
+    arguments = function.get("arguments") or {}
+    if isinstance(arguments, str):
+        try:
+            read = json.loads(arguments)
+        except (ValueError, RecursionError):
+            read = None  # as a model that was cut short has written it
+        arguments = read if isinstance(read, dict) else arguments
+    return {**call, "type": "function", "function": {**function, "arguments": arguments}}
+
+
+@dataclass(frozen=True, slots=True)
+class Formats:
+    """How the model of a server writes. ``tools``, ``reasoning``: names in `formats.py`; None: it does not."""
+
+    tools: str | None = None
+    reasoning: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerForm:
+    """How the answers to one request are read: calls in ``tools``, reasoning in ``reasoning``. ``inside``: they begin
+    amid reasoning."""
+
+    use: ToolUse
+    tools: ToolFormat | None
+    reasoning: ReasoningFormat | None
+    inside: bool
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """Texts of special tokens that are to be seen."""
+        calls = () if self.tools is None else self.tools.specials
+        return calls if self.reasoning is None else (*calls, self.reasoning.begin, self.reasoning.end)
+
+    def parser(self) -> Parser | None:
+        """Make what takes one answer apart; None: it is all text."""
+        form, known, readers = self.tools, self.use.callable, []
+        if self.reasoning is not None:
+            readers.append(self.reasoning.reader(self.inside))
+        if form is None or known is None:
+            return Parser(*readers) if readers else None
+        readers.append(lambda source: form.read(source, known))
+        return Parser(*readers, make_id=form.make_id, limit=None if self.use.many else 1)
+
+    def constraint(self, given: Constraint | None, specials: Mapping[str, int]) -> Constraint | None:
+        """Return the grammar of the answers: of the calls, where these are forced, else ``given``; behind reasoning.
+        RequestError: there would be two."""
+        if self.use.is_forced and self.tools is not None and self.use.callable:
+            if given is not None:
+                raise RequestError("an answer is a call, or follows another grammar", "tool_choice")
+            rules = grammar(self.tools, self.use.callable, many=self.use.many, specials=specials)
+            given = Constraint("grammar", rules)
+        if given is None or self.reasoning is None:
+            return given
+        return replace(given, reasoning=("" if self.inside else self.reasoning.begin, self.reasoning.end))
+
+
+def answer_form(formats: Formats, use: ToolUse, end: str, specials: Sequence[str]) -> AnswerForm:
+    """Return how answers are read. ``end``: of the prompt; ``specials``: texts of special tokens. RequestError: tools
+    are given, and how the model calls them is not known."""
+    reasoning = None if formats.reasoning is None else REASONING_FORMATS[formats.reasoning]
+    name = formats.tools
+    if use.callable and name is None:
+        if not use.is_forced:
+            raise RequestError(
+                "tools: how this model calls them is not known: start the server with --tool-call-parser, or force "
+                "a call with tool_choice",
+                "tools",
+            )
+        name = "llama3_json"  # plain JSON, which the grammar forces and the answer is read by
+    form = tool_format(name, specials) if use.callable and name is not None else None
+    prompt_closed = reasoning is not None and end.rstrip().endswith(reasoning.end)
+    if prompt_closed:
+        reasoning = None
+    return AnswerForm(use, form, reasoning, reasoning is not None and reasoning.begins_in(end))
