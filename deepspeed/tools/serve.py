@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from deepspeed.base.accelerator import get_accelerator
 from deepspeed.base.extras import install_hint
 from deepspeed.base.logging import report
 from deepspeed.base.tool_arguments import ends_quietly
@@ -122,12 +123,32 @@ def memory_line(generator: Generator) -> str:
     )
 
 
+def cache_bytes_of(args: argparse.Namespace) -> int | None:
+    """Return the size that is asked for. ValueError: nothing is left for the cache."""
+    if args.gpu_memory_utilization is None:
+        return args.kv_cache_memory_bytes if args.cache_gb is None else int(args.cache_gb * 2**30)
+    device = get_accelerator()
+    whole, free = device.total_memory(), device.available_memory()
+    left = int(args.gpu_memory_utilization * whole) - (whole - free)
+    if left <= 0:
+        used = (whole - free) / whole
+        raise ValueError(
+            f"--gpu-memory-utilization {args.gpu_memory_utilization}: {used:.2f} of the memory is in use already, "
+            "which leaves none for the key-value cache"
+        )
+    return left
+
+
 def build(args: argparse.Namespace) -> tuple[Service, HuggingFaceTokenizer, Generator, bool]:
     """The service, not started; and whether this rank is the one that hears clients."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model: Any = AutoModelForCausalLM.from_pretrained(args.model)
-    engine = init_inference(model, dtype=args.dtype, tensor_parallel={"tp_size": args.tp_size})
+    engine = init_inference(
+        model,
+        dtype=model.dtype if args.dtype == "auto" else args.dtype,
+        tensor_parallel={"tp_size": args.tp_size},
+    )
     group, known = engine.mp_group, AutoTokenizer.from_pretrained(args.model)
     facts = ModelFacts.of(engine.module)
     generator = Generator(
@@ -136,8 +157,10 @@ def build(args: argparse.Namespace) -> tuple[Service, HuggingFaceTokenizer, Gene
         short_share=args.short_share,
         max_sequences=args.max_sequences,
         max_length=args.max_length,
-        cache_bytes=None if args.cache_gb is None else int(args.cache_gb * 2**30),
-        seed=int(torch.randint(2**31, ())) if group is None else 0,
+        cache_bytes=cache_bytes_of(args),
+        block_size=args.block_size,
+        prefix_sharing=args.enable_prefix_caching,
+        seed=args.seed if args.seed is not None else int(torch.randint(2**31, ())) if group is None else 0,
         group=group,
         matcher_of=Grammars(known, facts.stop_token_ids),
     )

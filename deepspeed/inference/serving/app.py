@@ -58,7 +58,7 @@ def make_app(service: Service, tokenizer: Tokenizer, settings: ServerSettings) -
     @app.get("/metrics")
     async def metrics() -> Response:
         return PlainTextResponse(
-            service.metrics.text(service.state()), media_type="text/plain; version=0.0.4"
+            service.metrics.text(service.state(), settings.model), media_type="text/plain; version=0.0.4"
         )
 
     @app.get("/v1/models")

@@ -69,6 +69,7 @@ class Ticket:
     arrived: float
     request: Request | None = None
     given: int = 0
+    latest: float = 0.0  # when its last token came
     counted: bool = False
 
 
@@ -243,8 +244,12 @@ class Service:
             new, ended = request.generated[ticket.given :], request.state is State.FINISHED
             prompt = request.prompt_logprobs if request.params.prompt_logprobs else None
             for index, token in enumerate(new, ticket.given):
+                now = time.monotonic()
                 if index == 0:
-                    self.metrics.first_token(time.monotonic() - ticket.arrived)
+                    self.metrics.first_token(now - ticket.arrived)
+                else:
+                    self.metrics.next_token(now - ticket.latest)
+                ticket.latest = now
                 logprob = request.logprobs[index] if request.params.logprobs else None
                 reason = request.reason if ended and index + 1 == len(request.generated) else None
                 self._inform(ticket, Update(token, logprob, reason, None if index else prompt))
