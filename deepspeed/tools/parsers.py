@@ -257,6 +257,12 @@ def serve() -> argparse.ArgumentParser:
         default=30,
         help="time to finish answers after SIGTERM (default: %(default)s)",
     )
+    made.add_argument(
+        "--pooling",
+        choices=("last", "mean", "cls"),
+        help="hidden states that /v1/embeddings returns: of the last token, the mean of all, or of the first (default: "
+        "as in the folder's 1_Pooling/config.json, else last)",
+    )
     made.add_argument("--local_rank", type=int, default=-1, help=argparse.SUPPRESS)
     return made
 

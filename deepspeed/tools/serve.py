@@ -21,6 +21,7 @@ from deepspeed.inference.generation.generator import Generator
 from deepspeed.inference.generation.grammars import Grammars
 from deepspeed.inference.model.facts import ModelFacts
 from deepspeed.inference.serving.commands import Alone, Among
+from deepspeed.inference.serving.pooling import dimensions_of, pooling_of
 from deepspeed.inference.serving.service import Service
 from deepspeed.inference.serving.tokenizers import HuggingFaceTokenizer
 from deepspeed.observe.live.access import check_token, is_local
@@ -63,6 +64,8 @@ def _serve(
         stop_token_ids=generator.runner.facts.stop_token_ids,
         token=args.token,
         default_tokens=args.default_tokens,
+        pooling=args.pooling or pooling_of(args.model) or "last",
+        dimensions=dimensions_of(generator.runner.facts.config),
     )
     signal.signal(signal.SIGTERM, _end)  # uvicorn sends it again when all connections are closed
     app = make_app(service.start(), tokenizer, settings)

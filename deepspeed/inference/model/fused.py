@@ -50,6 +50,10 @@ class FusedLayout:
         self._decoder = decoder_of(self.packed.module, shapes, self.packed.terms)
         return shapes
 
+    def hidden(self, pieces: Sequence[Piece], cache: PagedCache, unchanged: bool = False) -> Tensor:
+        """Return the last hidden states [wanted tokens of all pieces, size], as the packed layout computes them."""
+        return self.packed.hidden(pieces, cache, unchanged)
+
     def release(self) -> None:
         """Let go of the cache of the last forward."""
         self._program = None

@@ -48,6 +48,10 @@ class LaunchedLayout:
         self._launcher = DecoderLaunches(decoder, self.facts.device)
         return shapes
 
+    def hidden(self, pieces: Sequence[Piece], cache: PagedCache, unchanged: bool = False) -> Tensor:
+        """Return the last hidden states [wanted tokens of all pieces, size], as the packed layout computes them."""
+        return self.packed.hidden(pieces, cache, unchanged)
+
     def release(self) -> None:
         """Nothing of a cache is kept between forwards."""
 

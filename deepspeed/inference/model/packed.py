@@ -90,6 +90,15 @@ class PackedLayout:
         """Logits [pieces, vocabulary] after each piece's last token."""
         return self._run(Running(PackedBatch(pieces, cache, self.facts.device)))
 
+    def hidden(self, pieces: Sequence[Piece], cache: PagedCache, unchanged: bool = False) -> Tensor:
+        """Return the last hidden states [wanted tokens of all pieces, size], which the head is not applied to."""
+        running = Running(batch := PackedBatch(pieces, cache, self.facts.device))
+        with _attention_of(self.facts.config, running), torch.inference_mode():
+            found = self.module.base_model(  # type: ignore[operator]
+                input_ids=batch.tokens, position_ids=batch.positions, use_cache=False
+            )
+        return found.last_hidden_state[0, batch.last]
+
     def _run(self, running: Running) -> Tensor:
         batch = running.batch
         kept = {"logits_to_keep": batch.last} if "logits_to_keep" in self.facts.arguments else {}

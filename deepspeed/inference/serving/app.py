@@ -18,6 +18,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from deepspeed.inference.scheduling.requests import TokenLogprob
 from deepspeed.inference.serving import protocol
+from deepspeed.inference.serving.embedding_routes import add_embedding_routes
 from deepspeed.inference.serving.handling import Intake, ServerSettings, refusal, refusal_of, unauthorized
 from deepspeed.inference.serving.models import ModelError, Models
 from deepspeed.inference.serving.protocol import (
@@ -84,6 +85,7 @@ def make_app(service: Service, tokenizer: Tokenizer, settings: ServerSettings) -
     async def chats(request: Request) -> Response:
         return await server.answer(request, ChatRequest)
 
+    add_embedding_routes(app, service, intake, models, tokenizer)
     add_text_routes(app, intake, models, tokenizer, settings.max_length)
 
     @app.exception_handler(HTTPException)

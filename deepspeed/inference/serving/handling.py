@@ -28,7 +28,9 @@ _Made = TypeVar("_Made")
 class ServerSettings:
     """``model``: the name in answers. ``token``: that clients have to send; None: none, and only requests to a name of
     this machine are answered. ``max_length``: tokens of a prompt and its answer. ``default_tokens``: of an answer
-    if the client does not say. ``max_body_bytes``: of a request; ``body_seconds``: in which it has to arrive."""
+    if the client does not say. ``max_body_bytes``: of a request; ``body_seconds``: in which it has to arrive.
+    ``pooling``: of embeddings; ``dimensions``: to which they may be cut: those of the list, any for an empty one, none
+    for None."""
 
     model: str
     max_length: int
@@ -37,6 +39,8 @@ class ServerSettings:
     default_tokens: int = 1024
     max_body_bytes: int = 4 * 2**20
     body_seconds: float = 60.0
+    pooling: str = "last"
+    dimensions: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         if self.token is not None:

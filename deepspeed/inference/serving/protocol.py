@@ -131,19 +131,24 @@ def parse(kind: type[_Sampling], body: bytes) -> Any:
 
 def prompts_of(request: CompletionRequest) -> list[str | list[int]]:
     """One or several, as texts or tokens. RequestError: there is none, or it is something else."""
-    given: Any = request.prompt
+    return texts_of(request.prompt, "prompt")
+
+
+def texts_of(given: Any, name: str) -> list[str | list[int]]:
+    """Return the value of the field ``name`` as a list of texts or of lists of tokens. RequestError: there is none, or
+    it is something else."""
     if isinstance(given, list) and given and type(given[0]) is not int:
         prompts = given
     else:
         prompts = [given]
     for place, prompt in enumerate(prompts):
-        where = f"prompt.{place}" if prompts is given else "prompt"
+        where = f"{name}.{place}" if prompts is given else name
         if not isinstance(prompt, (str, list)):
             raise RequestError(f"{where}: texts or tokens are expected, not {kind_of(prompt)}", where)
         if type(prompt) is not type(prompts[0]):
             raise RequestError(f"{where}: either texts or tokens are expected, not both", where)
         if not prompt:
-            raise RequestError("the prompt is empty", where)
+            raise RequestError(f"the {name} is empty", where)
         if isinstance(prompt, list):
             check_tokens(prompt, where)
     return prompts
