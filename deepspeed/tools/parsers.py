@@ -258,6 +258,13 @@ def serve() -> argparse.ArgumentParser:
         help="time to finish answers after SIGTERM (default: %(default)s)",
     )
     made.add_argument(
+        "--lora-modules",
+        nargs="+",
+        default=[],
+        metavar="NAME=FOLDER",
+        help="adapters of PEFT; requests choose one as their model",
+    )
+    made.add_argument(
         "--pooling",
         choices=("last", "mean", "cls"),
         help="hidden states that /v1/embeddings returns: of the last token, the mean of all, or of the first (default: "

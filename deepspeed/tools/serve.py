@@ -7,6 +7,7 @@ import gc
 import signal
 import sys
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +21,9 @@ from deepspeed.inference.entry import init_inference
 from deepspeed.inference.generation.generator import Generator
 from deepspeed.inference.generation.grammars import Grammars
 from deepspeed.inference.model.facts import ModelFacts
+from deepspeed.inference.model.low_rank import load_adapter
 from deepspeed.inference.serving.commands import Alone, Among
+from deepspeed.inference.serving.models import Models
 from deepspeed.inference.serving.pooling import dimensions_of, pooling_of
 from deepspeed.inference.serving.service import Service
 from deepspeed.inference.serving.tokenizers import HuggingFaceTokenizer
@@ -68,7 +71,12 @@ def _serve(
         dimensions=dimensions_of(generator.runner.facts.config),
     )
     signal.signal(signal.SIGTERM, _end)  # uvicorn sends it again when all connections are closed
-    app = make_app(service.start(), tokenizer, settings)
+    try:
+        models = models_of(args, settings, generator)
+    except ValueError as problem:
+        print(f"ds serve: --lora-modules: {problem}", file=sys.stderr)
+        return 2
+    app = make_app(service.start(), tokenizer, settings, models)
 
     def ready(address: str) -> None:
         report(
@@ -86,6 +94,20 @@ def _serve(
     finally:
         service.close(timeout=args.drain_seconds)
     return 0 if service.failure is None else 1
+
+
+def models_of(args: argparse.Namespace, settings: Any, generator: Generator) -> Models:
+    """The model and the adapters that are given. ValueError: one cannot be loaded."""
+    module = generator.runner.module
+    models = Models(
+        settings.model, settings.max_length, partial(load_adapter, module) if args.tp_size == 1 else None
+    )
+    for each in args.lora_modules:
+        name, separator, folder = each.partition("=")
+        if not separator:
+            raise ValueError(f"{each!r}: name=folder is expected")
+        models.add(name, folder)
+    return models
 
 
 def _end(*_: Any) -> None:

@@ -249,6 +249,7 @@ def _piece(chunk: Chunk) -> Piece:
         request.table.blocks,
         request.table.span,
         chunk.count if request.computes_prompt else 1,
+        request.params.adapter,
     )
 
 

@@ -70,6 +70,8 @@ class FusedLayout:
         """Return logits [wanted tokens of all pieces, vocabulary]."""
         decoder = self._decoder
         assert decoder is not None, "learn() comes first"
+        if any(piece.adapter is not None for piece in pieces):
+            return self.packed.forward(pieces, cache)
         rows, last = 0, []
         for piece in pieces:
             rows += piece.count

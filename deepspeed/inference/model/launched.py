@@ -59,6 +59,8 @@ class LaunchedLayout:
         """Logits [pieces, vocabulary] after each piece's last token."""
         launcher = self._launcher
         assert launcher is not None, "learn() comes first"
+        if any(piece.adapter is not None for piece in pieces):
+            return self.packed.forward(pieces, cache)
         if not unchanged and launcher.decoder.watch.is_disturbed():
             return self.packed.forward(pieces, cache)
         return launcher.run(pieces, cache)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from deepspeed.inference.cache.pages import LayerShape, PagedCache, Piece
 from deepspeed.inference.model.facts import LayoutError, ModelFacts
+from deepspeed.inference.model.low_rank import adapted
 
 
 class PaddedLayout:
@@ -84,7 +85,7 @@ class PaddedLayout:
         if "logits_to_keep" in self.facts.arguments and not hidden:
             arguments["logits_to_keep"] = kept
         module: Any = self.module.base_model if hidden else self.module
-        with torch.inference_mode():
+        with adapted(pieces, self.facts.device), torch.inference_mode():
             found = module(
                 input_ids=batch.tokens,
                 attention_mask=batch.mask,

@@ -58,6 +58,7 @@ class SamplingParams:
         prompt_logprobs: also return those of the prompt's tokens. Its keys and values are then computed, not shared.
         pooling: return one vector instead of tokens: the last hidden state of the prompt's "last" token, of its first
             ("cls"), or the "mean" of all. Needs ``max_new_tokens=0``.
+        adapter: that the model is run with (`inference/model/low_rank.py`).
 
     Raises:
         ValueError: a value is out of its range.
@@ -82,6 +83,7 @@ class SamplingParams:
     top_logprobs: int = 0
     prompt_logprobs: bool = False
     pooling: str | None = None
+    adapter: Any = None
 
     def __post_init__(self) -> None:
         ranges = {
@@ -173,6 +175,7 @@ class Request:
         if not len(self.prompt):
             raise ValueError(f"request {self.id} has an empty prompt")
         self.tokens = [int(token) for token in self.prompt]
+        self.table.adapter = 0 if self.params.adapter is None else self.params.adapter.number
 
     @property
     def computes_prompt(self) -> bool:

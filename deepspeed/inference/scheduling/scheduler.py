@@ -265,7 +265,9 @@ class Scheduler:
 
     def _needed(self, request: Request) -> int:
         """Blocks that it takes from those that nobody uses when it begins."""
-        shared = 0 if request.computes_prompt else self.blocks.found_in_use(request.tokens)
+        shared = (
+            0 if request.computes_prompt else self.blocks.found_in_use(request.tokens, request.table.adapter)
+        )
         return self.blocks.blocks_for(len(request.tokens)) - shared
 
     def _preempt(self, request: Request) -> None:

@@ -18,6 +18,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from deepspeed.inference.scheduling.requests import TokenLogprob
 from deepspeed.inference.serving import protocol
+from deepspeed.inference.serving.adapter_routes import add_adapter_routes
 from deepspeed.inference.serving.embedding_routes import add_embedding_routes
 from deepspeed.inference.serving.handling import Intake, ServerSettings, refusal, refusal_of, unauthorized
 from deepspeed.inference.serving.models import ModelError, Models
@@ -42,10 +43,13 @@ _LINE_ENDS = str.maketrans({"\u0085": "\\u0085", "\u2028": "\\u2028", "\u2029": 
 _ECHOED = 8  # tokens of a prompt that the answer's first token is decoded with
 
 
-def make_app(service: Service, tokenizer: Tokenizer, settings: ServerSettings) -> FastAPI:
-    """The application; whoever runs it starts and closes ``service``."""
+def make_app(
+    service: Service, tokenizer: Tokenizer, settings: ServerSettings, models: Models | None = None
+) -> FastAPI:
+    """The application; whoever runs it starts and closes ``service``. ``models``: with its adapters, if there are
+    any."""
     app = FastAPI(title="deepspeed", docs_url=None, redoc_url=None, openapi_url=None)
-    intake, models = Intake(settings), Models(settings.model, settings.max_length)
+    intake, models = Intake(settings), models or Models(settings.model, settings.max_length)
     server = _Server(service, tokenizer, settings, intake, models)
     if settings.token is None:
         app.add_middleware(_ThisMachineOnly)
@@ -85,6 +89,7 @@ def make_app(service: Service, tokenizer: Tokenizer, settings: ServerSettings) -
     async def chats(request: Request) -> Response:
         return await server.answer(request, ChatRequest)
 
+    add_adapter_routes(app, intake, models)
     add_embedding_routes(app, service, intake, models, tokenizer)
     add_text_routes(app, intake, models, tokenizer, settings.max_length)
 
@@ -135,7 +140,7 @@ class _Server:
         begun = await self.intake.take(request, partial(self._begin, kind))
         if isinstance(begun, Response):
             return begun
-        answer = Answer(kind is ChatRequest, self.settings.model)
+        answer = Answer(kind is ChatRequest, begun.model)
         if begun.stream:
             events = self._events(answer, begun.sequences, begun.logprobs, begun.counted)
             return _EventStream(events, begun.sequences)
@@ -146,12 +151,13 @@ class _Server:
         return self._submitted(protocol.parse(kind, body), loop)
 
     def _submitted(self, request: Any, loop: asyncio.AbstractEventLoop) -> _Begun:
-        self.models.check(request.model)
-        sequences = self._submit(self._choices(request), request, loop)
+        adapter = self.models.find(request.model)
+        sequences = self._submit(self._choices(request, adapter), request, loop)
         counted = bool((request.stream_options or {}).get("include_usage"))
-        return _Begun(sequences, request.stream, counted, protocol.wants_logprobs(request))
+        model = request.model or self.models.name
+        return _Begun(sequences, request.stream, counted, protocol.wants_logprobs(request), model)
 
-    def _choices(self, request: Any) -> list[Choice]:
+    def _choices(self, request: Any, adapter: Any) -> list[Choice]:
         settings, made = self.settings, []
         if isinstance(request, ChatRequest):
             self._check_count(1, request.n)
@@ -163,7 +169,7 @@ class _Server:
             self._check_count(len(given), request.n)
             # One by one: those after the first that does not fit are not tokenized.
             prompts = (self._tokens(each, request) for each in given)
-        shared = sampling_of(request, self.tokenizer.words)
+        shared = {**sampling_of(request, self.tokenizer.words), "adapter": adapter}
         for prefix, tokens in prompts:
             room = settings.max_length - len(tokens)
             for index in range(request.n):
@@ -377,6 +383,7 @@ class _Begun:
     stream: bool
     counted: bool
     logprobs: bool
+    model: str
 
 
 def _cut(tokens: list[int], most: int | None) -> list[int]:

@@ -39,11 +39,12 @@ def add_embedding_routes(
     app: FastAPI, service: Service, intake: Intake, models: Models, tokenizer: Tokenizer
 ) -> None:
     settings = intake.settings
-    params = SamplingParams(max_new_tokens=0, pooling=settings.pooling)
 
-    def begun(body: bytes, _: Any) -> tuple[EmbeddingRequest, list[list[int]]]:
+    def begun(body: bytes, _: Any) -> tuple[EmbeddingRequest, list[list[int]], SamplingParams]:
         request: EmbeddingRequest = protocol.fields_as(EmbeddingRequest, body)
-        models.check(request.model)
+        params = SamplingParams(
+            max_new_tokens=0, pooling=settings.pooling, adapter=models.find(request.model)
+        )
         check_dimensions(request.dimensions, settings.dimensions)
         given = protocol.texts_of(request.input, "input")
         if len(given) > _MOST_INPUTS:
@@ -55,14 +56,14 @@ def add_embedding_routes(
                 service.engine.check(tokens, params)
             except ValueError as problem:
                 raise RequestError(f"input.{place}: {problem}", f"input.{place}") from None
-        return request, inputs
+        return request, inputs, params
 
     @app.post("/v1/embeddings")
     async def embeddings(request: Request) -> Response:
         found = await intake.take(request, begun)
         if isinstance(found, Response):
             return found
-        asked, inputs = found
+        asked, inputs, params = found
         try:
             vectors = [
                 vector_of(pooled, asked.dimensions, asked.normalize)
@@ -76,7 +77,9 @@ def add_embedding_routes(
         ]
         count = sum(map(len, inputs))
         usage = {"prompt_tokens": count, "total_tokens": count}
-        return JSONResponse({"object": "list", "model": models.name, "data": data, "usage": usage})
+        return JSONResponse(
+            {"object": "list", "model": asked.model or models.name, "data": data, "usage": usage}
+        )
 
 
 async def _pooled(service: Service, inputs: Sequence[Sequence[int]], params: SamplingParams) -> list[Any]:
