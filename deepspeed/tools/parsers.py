@@ -183,28 +183,61 @@ def report() -> argparse.ArgumentParser:
     return made
 
 
+def _add_cache(made: argparse.ArgumentParser) -> None:
+    sizes = made.add_mutually_exclusive_group()
+    sizes.add_argument(
+        "--cache-gb",
+        type=float,
+        help="size of the key-value cache (default: what fits in 0.4 of free memory)",
+    )
+    sizes.add_argument("--kv-cache-memory-bytes", type=int, help="the same, in bytes")
+    sizes.add_argument(
+        "--gpu-memory-utilization",
+        type=float,
+        help="the same, as what is left of this fraction of the device's memory (of the machine's, without an "
+        "accelerator) beside the weights and all else that is there",
+    )
+    made.add_argument(
+        "--enable-prefix-caching",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="share keys and values of prompts that begin alike (default: %(default)s)",
+    )
+    made.add_argument("--block-size", type=int, default=16, help="tokens per block of the cache")
+    made.add_argument("--seed", type=int, help="of requests that give none (default: drawn)")
+
+
 def serve() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         prog="ds serve", description="Serve a causal Transformers model over HTTP."
     )
     made.add_argument("model", help="folder written by save_pretrained, or a model name on the hub")
-    made.add_argument("--name", help="model name in responses (default: as given)")
+    made.add_argument("--name", "--served-model-name", help="model name in responses (default: as given)")
     made.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     made.add_argument("--port", type=int, default=8000, help="port to listen on (default: %(default)s)")
     made.add_argument(
         "--token",
+        "--api-key",
         default=os.environ.get(TOKEN_VARIABLE) or None,
         help=f"API key that clients have to send (default: ${TOKEN_VARIABLE}); required if other hosts can connect",
     )
-    made.add_argument("--dtype", default="bf16", help="dtype of the weights (default: %(default)s)")
+    made.add_argument(
+        "--dtype", default="bf16", help="dtype of the weights; auto: the folder's (default: %(default)s)"
+    )
     made.add_argument(
         "--tp-size",
+        "--tensor-parallel-size",
+        "-tp",
         type=int,
         default=1,
         help="ranks that share each layer; start the server with `deepspeed`",
     )
     made.add_argument(
-        "--token-budget", type=int, default=512, help="tokens per forward (default: %(default)s)"
+        "--token-budget",
+        "--max-num-batched-tokens",
+        type=int,
+        default=512,
+        help="tokens per forward (default: %(default)s)",
     )
     made.add_argument(
         "--short-share",
@@ -214,13 +247,18 @@ def serve() -> argparse.ArgumentParser:
         "of arrival (default: %(default)s)",
     )
     made.add_argument(
-        "--max-sequences", type=int, default=64, help="most sequences served at a time (default: %(default)s)"
+        "--max-sequences",
+        "--max-num-seqs",
+        type=int,
+        default=64,
+        help="most sequences served at a time (default: %(default)s)",
     )
     made.add_argument(
         "--max-requests", type=int, default=256, help="most requests served or waiting (default: %(default)s)"
     )
     made.add_argument(
         "--max-length",
+        "--max-model-len",
         type=int,
         help="most tokens of prompt and answer together (default: the model's, up to 2048)",
     )
@@ -230,11 +268,7 @@ def serve() -> argparse.ArgumentParser:
         default=1024,
         help="most tokens of an answer if the request does not say (default: %(default)s)",
     )
-    made.add_argument(
-        "--cache-gb",
-        type=float,
-        help="size of the key-value cache (default: what fits in 0.4 of free memory)",
-    )
+    _add_cache(made)
     made.add_argument(
         "--drain-seconds",
         type=float,
@@ -242,6 +276,19 @@ def serve() -> argparse.ArgumentParser:
         help="time to finish answers after SIGTERM (default: %(default)s)",
     )
     _chat_options(made)
+    made.add_argument(
+        "--lora-modules",
+        nargs="+",
+        default=[],
+        metavar="NAME=FOLDER",
+        help="adapters of PEFT; requests choose one as their model",
+    )
+    made.add_argument(
+        "--pooling",
+        choices=("last", "mean", "cls"),
+        help="hidden states that /v1/embeddings returns: of the last token, the mean of all, or of the first (default: "
+        "as in the folder's 1_Pooling/config.json, else last)",
+    )
     made.add_argument("--local_rank", type=int, default=-1, help=argparse.SUPPRESS)
     return made
 

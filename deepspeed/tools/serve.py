@@ -7,11 +7,13 @@ import gc
 import signal
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from deepspeed.base.accelerator import get_accelerator
 from deepspeed.base.extras import install_hint
 from deepspeed.base.logging import report
 from deepspeed.base.tool_arguments import ends_quietly
@@ -20,8 +22,11 @@ from deepspeed.inference.entry import init_inference
 from deepspeed.inference.generation.generator import Generator
 from deepspeed.inference.generation.grammars import Grammars
 from deepspeed.inference.model.facts import ModelFacts
+from deepspeed.inference.model.low_rank import load_adapter
 from deepspeed.inference.serving.commands import Alone, Among
 from deepspeed.inference.serving.formats import guessed_reasoning_format, guessed_tool_format
+from deepspeed.inference.serving.models import Models
+from deepspeed.inference.serving.pooling import dimensions_of, pooling_of
 from deepspeed.inference.serving.service import Service
 from deepspeed.inference.serving.tokenizers import HuggingFaceTokenizer
 from deepspeed.inference.serving.tool_requests import Formats
@@ -71,9 +76,16 @@ def _serve(
         default_tokens=args.default_tokens,
         formats=formats,
         trust_templates=args.trust_request_chat_template,
+        pooling=args.pooling or pooling_of(args.model) or "last",
+        dimensions=dimensions_of(generator.runner.facts.config),
     )
     signal.signal(signal.SIGTERM, _end)  # uvicorn sends it again when all connections are closed
-    app = make_app(service.start(), tokenizer, settings)
+    try:
+        models = models_of(args, settings, generator)
+    except ValueError as problem:
+        print(f"ds serve: --lora-modules: {problem}", file=sys.stderr)
+        return 2
+    app = make_app(service.start(), tokenizer, settings, models)
 
     def ready(address: str) -> None:
         report(
@@ -92,6 +104,20 @@ def _serve(
     finally:
         service.close(timeout=args.drain_seconds)
     return 0 if service.failure is None else 1
+
+
+def models_of(args: argparse.Namespace, settings: Any, generator: Generator) -> Models:
+    """The model and the adapters that are given. ValueError: one cannot be loaded."""
+    module = generator.runner.module
+    models = Models(
+        settings.model, settings.max_length, partial(load_adapter, module) if args.tp_size == 1 else None
+    )
+    for each in args.lora_modules:
+        name, separator, folder = each.partition("=")
+        if not separator:
+            raise ValueError(f"{each!r}: name=folder is expected")
+        models.add(name, folder)
+    return models
 
 
 def _end(*_: Any) -> None:
@@ -149,12 +175,32 @@ def memory_line(generator: Generator) -> str:
     )
 
 
+def cache_bytes_of(args: argparse.Namespace) -> int | None:
+    """Return the size that is asked for. ValueError: nothing is left for the cache."""
+    if args.gpu_memory_utilization is None:
+        return args.kv_cache_memory_bytes if args.cache_gb is None else int(args.cache_gb * 2**30)
+    device = get_accelerator()
+    whole, free = device.total_memory(), device.available_memory()
+    left = int(args.gpu_memory_utilization * whole) - (whole - free)
+    if left <= 0:
+        used = (whole - free) / whole
+        raise ValueError(
+            f"--gpu-memory-utilization {args.gpu_memory_utilization}: {used:.2f} of the memory is in use already, "
+            "which leaves none for the key-value cache"
+        )
+    return left
+
+
 def build(args: argparse.Namespace) -> tuple[Service, HuggingFaceTokenizer, Generator, bool]:
     """The service, not started; and whether this rank is the one that hears clients."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model: Any = AutoModelForCausalLM.from_pretrained(args.model)
-    engine = init_inference(model, dtype=args.dtype, tensor_parallel={"tp_size": args.tp_size})
+    engine = init_inference(
+        model,
+        dtype=model.dtype if args.dtype == "auto" else args.dtype,
+        tensor_parallel={"tp_size": args.tp_size},
+    )
     group, known = engine.mp_group, AutoTokenizer.from_pretrained(args.model)
     if args.chat_template is not None:
         known.chat_template = template_of(args.chat_template)
@@ -165,8 +211,10 @@ def build(args: argparse.Namespace) -> tuple[Service, HuggingFaceTokenizer, Gene
         short_share=args.short_share,
         max_sequences=args.max_sequences,
         max_length=args.max_length,
-        cache_bytes=None if args.cache_gb is None else int(args.cache_gb * 2**30),
-        seed=int(torch.randint(2**31, ())) if group is None else 0,
+        cache_bytes=cache_bytes_of(args),
+        block_size=args.block_size,
+        prefix_sharing=args.enable_prefix_caching,
+        seed=args.seed if args.seed is not None else int(torch.randint(2**31, ())) if group is None else 0,
         group=group,
         matcher_of=Grammars(known, facts.stop_token_ids),
     )

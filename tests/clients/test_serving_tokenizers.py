@@ -97,3 +97,17 @@ def test_threads_encode_and_decode_at_once() -> None:
         plain = pool.map(own.encode, texts)
         back = pool.map(own.decode, wanted)
         assert list(plain) == list(chats) == wanted and list(back) == texts
+
+
+def test_what_the_routes_of_tokens_tell() -> None:
+    raw = bytes_of_words()
+    known = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=raw, eos_token="<end>", chat_template="{{ 1 }}"
+    )
+    known.add_special_tokens({"eos_token": "<end>"})
+    own = HuggingFaceTokenizer(known)
+    tokens = [*own.words(" the cat"), known.eos_token_id]
+    assert own.decode(tokens) == " the cat" and own.decode_all(tokens) == " the cat<end>"
+    assert own.names([*tokens, 10**6]) == [*known.convert_ids_to_tokens(tokens), ""]
+    told = own.info()
+    assert told["eos_token"] == "<end>" and told["bos_token"] is None and told["chat_template"] == "{{ 1 }}"

@@ -24,6 +24,15 @@ class Bytes:
 
     words = encode
 
+    def decode_all(self, tokens: list[int]) -> str:
+        return self.decode(tokens)
+
+    def names(self, tokens: list[int]) -> list[str]:
+        return [f"<{token}>" for token in tokens]
+
+    def info(self) -> dict[str, Any]:
+        return {"tokenizer_class": "Bytes", "eos_token": None}
+
     def decode(self, tokens: list[int]) -> str:
         return bytes(tokens).decode(errors="replace")
 

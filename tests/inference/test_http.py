@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from deepspeed.inference.serving import protocol
+from deepspeed.inference.serving.models import Models
 from deepspeed.inference.serving.service import Service
 from tests.inference.standin import REPLY, Bytes, Parrot
 from tests.inference.test_bodies import HOSTILE
@@ -66,12 +67,13 @@ def server(
     drain_seconds: float = 5.0,
     headers_seconds: float = HEADERS_S,
     ready: Callable[[str], None] | None = None,
+    models: Models | None = None,
     **more: Any,
 ) -> Iterator[Running]:
     engine = engine or Parrot()
     service = Service(engine, max_requests=max_requests).start()
     settings = ServerSettings(**{"model": "parrot", "max_length": 1024, "stop_token_ids": (0,), **more})
-    app = make_app(service, tokenizer or Bytes(), settings)
+    app = make_app(service, tokenizer or Bytes(), settings, models)
     addresses: queue.Queue[str] = queue.Queue()
 
     def announce(address: str) -> None:

@@ -57,3 +57,28 @@ def test_formats_are_guessed_unless_they_are_named(tmp_path: Path) -> None:
     assert command.template_of("{{ messages }}") == "{{ messages }}"
     with pytest.raises(ValueError, match="--chat-template nothing.jinja: No such file"):
         command.template_of("nothing.jinja")
+
+
+def test_flags_by_their_names_in_vllm() -> None:
+    ours = "--name n --token t --tp-size 2 --token-budget 128 --max-sequences 8 --max-length 99".split()
+    theirs = (
+        "--served-model-name n --api-key t --tensor-parallel-size 2 --max-num-batched-tokens 128 --max-num-seqs 8 "
+        "--max-model-len 99"
+    ).split()
+    parse = parsers.serve().parse_args
+    assert parse(["model", *ours]) == parse(["model", *theirs])
+
+
+def test_the_size_of_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = command.get_accelerator()
+    monkeypatch.setattr(device, "total_memory", lambda *_: 1000)
+    monkeypatch.setattr(device, "available_memory", lambda *_: 700)
+    for given, size in (
+        ([], None),
+        (["--cache-gb", "0.5"], 2**29),
+        (["--kv-cache-memory-bytes", "12345"], 12345),
+        (["--gpu-memory-utilization", "0.9"], 600),
+    ):
+        assert command.cache_bytes_of(parsers.serve().parse_args(["model", *given])) == size
+    with pytest.raises(ValueError, match=r"0.2: 0.30 of the memory is in use"):
+        command.cache_bytes_of(parsers.serve().parse_args(["model", "--gpu-memory-utilization", "0.2"]))

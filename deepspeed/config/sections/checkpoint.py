@@ -93,7 +93,7 @@ class CheckpointConfig(LenientConfigModel):
     """Saving and loading."""
 
     tag_validation: Annotated[ValidationMode, BeforeValidator(_upper)] = Field(
-        default=ValidationMode.WARN.value,
+        default=ValidationMode.WARN.value,  # type: ignore[assignment]  # as the model holds it: use_enum_values
         description="When ranks give different tags: say nothing, warn, or raise. Case-insensitive.",
     )
     load_universal: bool = Field(default=False, description="The checkpoint to load is a universal one.")

@@ -16,7 +16,7 @@ from deepspeed.base.logging import is_rank_zero, print_json_dist
 from deepspeed.base.memory import see_memory_usage
 from deepspeed.base.python_gc import python_gc_manager
 from deepspeed.engine.observers.hang_names import NamesOfEngine
-from deepspeed.engine.observers.progress.display import Display, Form, choose_display, made_by_client
+from deepspeed.engine.observers.progress.display import Display, LineFormat, choose_display, made_by_client
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -130,7 +130,7 @@ def _advise(engine: Engine, given: set[str], *, error: BaseException | None) -> 
 
 def _attach_live_line(engine: Engine, display: Display) -> None:
     """Attach a line of progress on rank 0, unless disabled."""
-    if display.form is not Form.NONE and is_rank_zero():
+    if display.form is not LineFormat.NONE and is_rank_zero():
         from deepspeed.engine.observers.progress.live_line import LiveLine
 
         LiveLine(engine, display)

@@ -16,6 +16,10 @@ ROOT = 0
 """The key of an empty prefix."""
 
 
+_SPANS = 2**16
+"""More than any model has."""
+
+
 class OutOfBlocksError(RuntimeError):
     """More blocks were asked for than nobody uses."""
 
@@ -100,12 +104,14 @@ class BlockPool:
 @dataclass(slots=True)
 class BlockTable:
     """The blocks of one sequence, in its order. ``published`` of them, full ones, can be found; ``key`` is the last
-    one's. ``span``: of the sequence when it began (`BlockManager.match_prefix`)."""
+    one's. ``span``: of the sequence when it began (`BlockManager.match_prefix`). ``adapter``: the number of
+    the one that makes its keys and values; 0: none."""
 
     blocks: list[int] = field(default_factory=list)
     published: int = 0
     key: int = ROOT
     span: int = 0
+    adapter: int = 0
 
 
 class BlockManager:
@@ -152,20 +158,20 @@ class BlockManager:
         """Give an empty table the blocks of other sequences that hold a prefix of ``tokens``, though never all of
         it: the last token has to be computed. Returns how many tokens they hold; none without ``share``."""
         table.span = self.span(len(tokens))
-        table.key = _root(table.span)
-        for key, block in self._found(tokens) if share else ():
+        table.key = _root(table.span, table.adapter)
+        for key, block in self._found(tokens, table.adapter) if share else ():
             self.pool.share(block)
             table.blocks.append(block)
             table.key = key
         table.published = len(table.blocks)
         return table.published * self.block_size
 
-    def found_in_use(self, tokens: Sequence[int]) -> int:
+    def found_in_use(self, tokens: Sequence[int], adapter: int = 0) -> int:
         """Count the blocks that ``match_prefix`` would share with running sequences: they cost nothing."""
-        return sum(self.pool.uses(block) > 0 for _, block in self._found(tokens))
+        return sum(self.pool.uses(block) > 0 for _, block in self._found(tokens, adapter))
 
-    def _found(self, tokens: Sequence[int]) -> Iterator[tuple[int, int]]:
-        key, size = _root(self.span(len(tokens))), self.block_size
+    def _found(self, tokens: Sequence[int], adapter: int) -> Iterator[tuple[int, int]]:
+        key, size = _root(self.span(len(tokens)), adapter), self.block_size
         for index in range((len(tokens) - 1) // size if self.sharing else 0):
             found = self.pool.find(key, tuple(tokens[index * size : (index + 1) * size]))
             if found is None:
@@ -177,7 +183,7 @@ class BlockManager:
         """The sequence is computed anew as one of ``length`` tokens; it shares no prefix."""
         self.release(table)
         table.span = self.span(length)
-        table.key = _root(table.span)
+        table.key = _root(table.span, table.adapter)
 
     def reserve(self, table: BlockTable, length: int) -> bool:
         """Blocks for ``length`` tokens in all. False, and nothing happens, if there are not enough."""
@@ -203,9 +209,9 @@ class BlockManager:
         for block in reversed(table.blocks):
             self.pool.release(block)
         table.blocks.clear()
-        table.published, table.key = 0, _root(table.span)
+        table.published, table.key = 0, _root(table.span, table.adapter)
 
 
-def _root(span: int) -> int:
-    """The key of an empty prefix of sequences of ``span``; blocks have positive keys."""
-    return ROOT - span
+def _root(span: int, adapter: int) -> int:
+    """The key of an empty prefix of sequences of ``span`` and ``adapter``; blocks have positive keys."""
+    return ROOT - span - _SPANS * adapter

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -119,13 +120,15 @@ def block_bytes(shapes: Mapping[int, LayerShape], block_size: int) -> int:
 class PagePiece:
     """Tokens of one sequence for one forward: ``tokens`` from position ``start``; the keys and values of those before
     are in the cache. ``blocks``: of the sequence, with room for ``tokens``. ``span``: of the whole sequence
-    (`inference/model/rotations.py`). ``wanted``: how many of its last tokens logits are wanted for."""
+    (`inference/model/rotations.py`). ``wanted``: how many of its last tokens logits are wanted for.
+    ``adapter``: of the sequence (`inference/model/low_rank.py`)."""
 
     tokens: Sequence[int]
     start: int
     blocks: Sequence[int]
     span: int = 0
     wanted: int = 1
+    adapter: Any = None
 
     @property
     def count(self) -> int:

@@ -134,19 +134,19 @@ class Generator:
     def step(self, unchanged: bool = False) -> list[Request]:
         """One forward, if there is work. Returns the requests that got a token. ``unchanged``: the module was not
         touched since the last one."""
-        chunks = self.scheduler.schedule()
-        if not chunks:
-            return []
-        pieces = [
-            PagePiece(
-                chunk.request.tokens[chunk.start : chunk.start + chunk.count],
-                chunk.start,
-                chunk.request.table.blocks,
-                chunk.request.table.span,
-                chunk.count if chunk.request.computes_prompt else 1,
-            )
-            for chunk in chunks
-        ]
+        scheduled = self.scheduler.schedule()
+        pooled = [chunk for chunk in scheduled if chunk.request.params.pooling is not None]
+        chunks = [chunk for chunk in scheduled if chunk.request.params.pooling is None]
+        if pooled:
+            self._pool(pooled, unchanged)
+        requests, chosen = self._choose(chunks, unchanged) if chunks else ([], {})
+        for request in self.scheduler.complete(scheduled, chosen):
+            self.sampler.forget(request)
+        return requests
+
+    def _choose(self, chunks: Sequence[Chunk], unchanged: bool) -> tuple[list[Request], dict[int, int]]:
+        """Compute ``chunks``; return the requests that get a token, and the tokens by their ids."""
+        pieces = [_piece(chunk) for chunk in chunks]
         logits = self.runner.forward(pieces, unchanged)
         last, end = [], 0
         for chunk, piece in zip(chunks, pieces, strict=True):
@@ -158,10 +158,21 @@ class Generator:
         requests = [request for _, request in last]
         if len(last) < len(logits):
             logits = logits[[row for row, _ in last]]
-        chosen = self.sampler.choose(logits, requests) if requests else {}
-        for request in self.scheduler.complete(chunks, chosen):
-            self.sampler.forget(request)
-        return requests
+        return requests, self.sampler.choose(logits, requests) if requests else {}
+
+    def _pool(self, chunks: Sequence[Chunk], unchanged: bool) -> None:
+        """Compute ``chunks``, and add their hidden states to the vectors of their requests."""
+        pieces = [_piece(chunk) for chunk in chunks]
+        states = self.runner.hidden(pieces, unchanged).float().split([piece.wanted for piece in pieces])
+        for chunk, rows in zip(chunks, states, strict=True):
+            request, pooling = chunk.request, chunk.request.params.pooling
+            if pooling == "mean":
+                # One that was preempted starts anew.
+                request.pooled = rows.sum(0) + (request.pooled if chunk.start else 0.0)
+                if chunk.is_last:
+                    request.pooled = request.pooled / len(request.prompt)
+            elif pooling == "last" or chunk.start == 0:
+                request.pooled = rows[0 if pooling == "cls" else -1].clone()
 
     def generate(
         self,
@@ -228,6 +239,18 @@ class Generator:
                 f"cache_bytes={cache_bytes} does not hold a block of {size} tokens ({runner.block_bytes} bytes)"
             )
         return blocks
+
+
+def _piece(chunk: Chunk) -> PagePiece:
+    request = chunk.request
+    return PagePiece(
+        request.tokens[chunk.start : chunk.start + chunk.count],
+        chunk.start,
+        request.table.blocks,
+        request.table.span,
+        chunk.count if request.computes_prompt else 1,
+        request.params.adapter,
+    )
 
 
 def _note_prompt(chunk: Chunk, logits: Tensor) -> None:

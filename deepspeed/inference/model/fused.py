@@ -50,6 +50,10 @@ class FusedLayout:
         self._decoder = decoder_of(self.packed.module, shapes, self.packed.terms)
         return shapes
 
+    def hidden(self, pieces: Sequence[PagePiece], cache: PagedCache, unchanged: bool = False) -> Tensor:
+        """Return the last hidden states [wanted tokens of all pieces, size], as the packed layout computes them."""
+        return self.packed.hidden(pieces, cache, unchanged)
+
     def release(self) -> None:
         """Let go of the cache of the last forward."""
         self._program = None
@@ -66,6 +70,8 @@ class FusedLayout:
         """Return logits [wanted tokens of all pieces, vocabulary]."""
         decoder = self._decoder
         assert decoder is not None, "learn() comes first"
+        if any(piece.adapter is not None for piece in pieces):
+            return self.packed.forward(pieces, cache)
         rows, last = 0, []
         for piece in pieces:
             rows += piece.count

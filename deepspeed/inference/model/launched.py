@@ -48,6 +48,10 @@ class LaunchedLayout:
         self._launcher = DecoderLaunches(decoder, self.facts.device)
         return shapes
 
+    def hidden(self, pieces: Sequence[PagePiece], cache: PagedCache, unchanged: bool = False) -> Tensor:
+        """Return the last hidden states [wanted tokens of all pieces, size], as the packed layout computes them."""
+        return self.packed.hidden(pieces, cache, unchanged)
+
     def release(self) -> None:
         """Nothing of a cache is kept between forwards."""
 
@@ -55,6 +59,8 @@ class LaunchedLayout:
         """Logits [pieces, vocabulary] after each piece's last token."""
         launcher = self._launcher
         assert launcher is not None, "learn() comes first"
+        if any(piece.adapter is not None for piece in pieces):
+            return self.packed.forward(pieces, cache)
         if not unchanged and launcher.decoder.watch.is_disturbed():
             return self.packed.forward(pieces, cache)
         return launcher.run(pieces, cache)

@@ -20,6 +20,7 @@ from deepspeed.base.transformers_models import attention_registries
 from deepspeed.inference.cache.pages import LayerShape, PagedCache, PagePiece
 from deepspeed.inference.model.attention import AttentionTerms, PackedBatch, paged_attention
 from deepspeed.inference.model.facts import LayoutError, ModelFacts
+from deepspeed.inference.model.low_rank import adapted
 from deepspeed.parallel.sequence.hf.masks import parts_of_mask
 
 NAME = "deepspeed_paged"
@@ -90,10 +91,27 @@ class PackedLayout:
         """Logits [pieces, vocabulary] after each piece's last token."""
         return self._run(Running(PackedBatch(pieces, cache, self.facts.device)))
 
+    def hidden(self, pieces: Sequence[PagePiece], cache: PagedCache, unchanged: bool = False) -> Tensor:
+        """Return the last hidden states [wanted tokens of all pieces, size], which the head is not applied to."""
+        running = Running(batch := PackedBatch(pieces, cache, self.facts.device))
+        with (
+            _attention_of(self.facts.config, running),
+            adapted(batch.pieces, batch.device),
+            torch.inference_mode(),
+        ):
+            found = self.module.base_model(  # type: ignore[operator]
+                input_ids=batch.tokens, position_ids=batch.positions, use_cache=False
+            )
+        return found.last_hidden_state[0, batch.last]
+
     def _run(self, running: Running) -> Tensor:
         batch = running.batch
         kept = {"logits_to_keep": batch.last} if "logits_to_keep" in self.facts.arguments else {}
-        with _attention_of(self.facts.config, running), torch.inference_mode():
+        with (
+            _attention_of(self.facts.config, running),
+            adapted(batch.pieces, batch.device),
+            torch.inference_mode(),
+        ):
             logits = self.module(
                 input_ids=batch.tokens, position_ids=batch.positions, use_cache=False, **kept
             ).logits

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from deepspeed.inference.cache.pages import LayerShape, PagedCache, PagePiece
 from deepspeed.inference.model.facts import LayoutError, ModelFacts
+from deepspeed.inference.model.low_rank import adapted
 
 
 class PaddedLayout:
@@ -56,32 +57,43 @@ class PaddedLayout:
 
     def forward(self, pieces: Sequence[PagePiece], cache: PagedCache, unchanged: bool = False) -> Tensor:
         """Return logits [wanted tokens of all pieces, vocabulary], by one forward of the model for each length."""
+        return self._by_length(pieces, cache, hidden=False)
+
+    def hidden(self, pieces: Sequence[PagePiece], cache: PagedCache, unchanged: bool = False) -> Tensor:
+        """Return the last hidden states [wanted tokens of all pieces, size], which the head is not applied to."""
+        return self._by_length(pieces, cache, hidden=True)
+
+    def _by_length(self, pieces: Sequence[PagePiece], cache: PagedCache, *, hidden: bool) -> Tensor:
         by_length: dict[int, list[int]] = defaultdict(list)
         for index, piece in enumerate(pieces):
             by_length[piece.count].append(index)
         logits: list[Tensor | None] = [None] * len(pieces)
         for indices in by_length.values():
-            for index, rows in zip(indices, self._batch([pieces[i] for i in indices], cache), strict=True):
+            for index, rows in zip(
+                indices, self._batch([pieces[i] for i in indices], cache, hidden), strict=True
+            ):
                 logits[index] = rows[rows.shape[0] - pieces[index].wanted :]
         return torch.cat([rows for rows in logits if rows is not None])
 
-    def _batch(self, pieces: Sequence[PagePiece], cache: PagedCache) -> Tensor:
+    def _batch(self, pieces: Sequence[PagePiece], cache: PagedCache, hidden: bool) -> Tensor:
         from deepspeed.inference.model.padded_cache import cache_over
 
         batch, kept = PaddedBatch(pieces, cache, self.facts.device), max(piece.wanted for piece in pieces)
         arguments: dict[str, Any] = {}
         if "position_ids" in self.facts.arguments:
             arguments["position_ids"] = batch.positions
-        if "logits_to_keep" in self.facts.arguments:
+        if "logits_to_keep" in self.facts.arguments and not hidden:
             arguments["logits_to_keep"] = kept
-        with torch.inference_mode():
-            return self.module(
+        module: Any = self.module.base_model if hidden else self.module
+        with adapted(pieces, self.facts.device), torch.inference_mode():
+            found = module(
                 input_ids=batch.tokens,
                 attention_mask=batch.mask,
                 past_key_values=cache_over(batch, self.facts.layers),
                 use_cache=True,
                 **arguments,
-            ).logits[:, -kept:]
+            )
+        return (found.last_hidden_state if hidden else found.logits)[:, -kept:]
 
 
 class PaddedBatch:

@@ -81,14 +81,22 @@ class ModelRunner:
         """Return logits [tokens, vocabulary] after the ``wanted`` last tokens of each piece, in their order; keys and
         values of all tokens are in the cache then. ``unchanged``: nobody has touched the module since the last
         forward, which spares looking."""
-        return self._forward(self.layout, pieces, self.cache, unchanged)
+        return self._forward(self.layout.forward, pieces, self.cache, unchanged)
+
+    def hidden(self, pieces: Sequence[PagePiece], unchanged: bool = False) -> Tensor:
+        """Return the last hidden states [tokens, size] of the ``wanted`` last tokens of each piece; see ``forward``."""
+        return self._forward(self.layout.hidden, pieces, self.cache, unchanged)
 
     def _forward(
-        self, layout: Layout, pieces: Sequence[PagePiece], cache: PagedCache, unchanged: bool = False
+        self,
+        compute: Callable[..., Tensor],
+        pieces: Sequence[PagePiece],
+        cache: PagedCache,
+        unchanged: bool = False,
     ) -> Tensor:
-        """One forward of the layout for each span."""
+        """One forward of the layout, by its method ``compute``, for each span."""
         if not self.rotations.lengths:
-            return layout.forward(pieces, cache, unchanged)
+            return compute(pieces, cache, unchanged)
         by_span: dict[int, list[int]] = defaultdict(list)
         for index, piece in enumerate(pieces):
             by_span[piece.span].append(index)
@@ -96,7 +104,7 @@ class ModelRunner:
         for span, indices in by_span.items():
             some = [pieces[index] for index in indices]
             with self.rotations.of_span(span):
-                found = layout.forward(some, cache, unchanged)
+                found = compute(some, cache, unchanged)
             rows.update(zip(indices, found.split([piece.wanted for piece in some]), strict=True))
         return torch.cat([rows[index] for index in range(len(pieces))])
 
@@ -136,6 +144,6 @@ class ModelRunner:
     ) -> tuple[dict[int, LayerShape], float]:
         """Return what ``layout`` learns, and its largest error."""
         shapes = layout.learn(learning_pieces(self.facts), BLOCK_SIZE)
-        forward = partial(self._forward, layout)
+        forward = partial(self._forward, layout.forward)
         errors = [error_of(forward, shapes, self.facts, each, span) for span, each in enumerate(expected)]
         return shapes, max(errors)

@@ -6,8 +6,11 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
 from deepspeed.inference.cache.blocks import BlockTable
+
+POOLINGS = ("last", "mean", "cls")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +58,9 @@ class SamplingParams:
         logprobs: also return the logarithm of each token's probability, before all of the above.
         top_logprobs: with ``logprobs``, also those of so many of the likeliest tokens.
         prompt_logprobs: also return those of the prompt's tokens. Its keys and values are then computed, not shared.
+        pooling: return one vector instead of tokens: the last hidden state of the prompt's "last" token, of its first
+            ("cls"), or the "mean" of all. Needs ``max_new_tokens=0``.
+        adapter: that the model is run with (`inference/model/low_rank.py`).
 
     Raises:
         ValueError: a value is out of its range.
@@ -78,6 +84,8 @@ class SamplingParams:
     logprobs: bool = False
     top_logprobs: int = 0
     prompt_logprobs: bool = False
+    pooling: str | None = None
+    adapter: Any = None
 
     def __post_init__(self) -> None:
         ranges = {
@@ -94,10 +102,13 @@ class SamplingParams:
             "allowed_token_ids": (self.allowed_token_ids != (), "at least one token"),
             "bad_words": (all(self.bad_words), "no empty word"),
             "top_logprobs": (self.top_logprobs >= 0, "at least 0"),
+            "pooling": (self.pooling in (None, *POOLINGS), f"one of {', '.join(POOLINGS)}, or None"),
         }
         for name, (holds, allowed) in ranges.items():
             if not holds:
                 raise ValueError(f"{name}={getattr(self, name)} is not allowed: {allowed}")
+        if self.pooling is not None and (self.max_new_tokens or self.prompt_logprobs):
+            raise ValueError(f"pooling={self.pooling!r} needs max_new_tokens=0 and no prompt_logprobs")
 
     @property
     def is_plain(self) -> bool:
@@ -142,7 +153,9 @@ class Request:
     """A prompt and what has been generated after it.
 
     ``tokens``: both. ``computed``: of so many, keys and values are in the cache. ``logprobs``: of the new tokens;
-    ``prompt_logprobs``: of the prompt's but the first, which nothing predicts; where they are asked for. ``reason``,
+    ``prompt_logprobs``: of the prompt's but the first, which nothing predicts; where they are asked for. ``pooled``:
+    the vector that ``params.pooling`` asks for, in fp32; a sum of all hidden states so far, until it is finished.
+    ``reason``,
     once finished: "stop" (one of the stop tokens), "length" or "cancelled".
     """
 
@@ -152,6 +165,7 @@ class Request:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+    pooled: Any = None
     table: BlockTable = field(default_factory=BlockTable)
     computed: int = 0
     shared: int = 0  # tokens whose keys and values were found in the cache, in the last admission
@@ -163,10 +177,14 @@ class Request:
         if not len(self.prompt):
             raise ValueError(f"request {self.id} has an empty prompt")
         self.tokens = [int(token) for token in self.prompt]
+        self.table.adapter = 0 if self.params.adapter is None else self.params.adapter.number
 
     @property
     def computes_prompt(self) -> bool:
-        """Whether the logits of the whole prompt are needed, so that no part of it may come from the cache."""
+        """Whether logits or hidden states of the whole prompt are needed, so that no part of it may come from the
+        cache."""
+        if self.params.pooling in ("mean", "cls"):
+            return True
         return self.params.prompt_logprobs and len(self.prompt_logprobs) < len(self.prompt) - 1
 
     @property

@@ -36,7 +36,8 @@ help neither."""
 class Counts:
     """Counts of all forwards so far. ``full``: those with as many tokens as the budget; ``short``: those with fewer
     although
-    requests were waiting (for blocks, or because of ``max_sequences``). ``overtaking_tokens``: of short prompts, before
+    requests were waiting (for blocks, or because of ``max_sequences``). ``looked_up_tokens``: of sequences when they
+    began, of which ``shared_tokens`` were in the cache. ``overtaking_tokens``: of short prompts, before
     the turn that their arrival gave them."""
 
     forwards: int = 0
@@ -44,6 +45,7 @@ class Counts:
     full: int = 0
     short: int = 0
     preemptions: int = 0
+    looked_up_tokens: int = 0
     shared_tokens: int = 0
     overtaking_tokens: int = 0
 
@@ -255,6 +257,7 @@ class Scheduler:
         request.shared = request.computed = self.blocks.match_prefix(
             request.table, request.tokens, share=not request.computes_prompt
         )
+        self.counts.looked_up_tokens += len(request.tokens)
         self.counts.shared_tokens += request.shared
         request.state = State.RUNNING
         insort(self._running, (request.id, request), key=_order)
@@ -262,7 +265,9 @@ class Scheduler:
 
     def _needed(self, request: Request) -> int:
         """Blocks that it takes from those that nobody uses when it begins."""
-        shared = 0 if request.computes_prompt else self.blocks.found_in_use(request.tokens)
+        shared = (
+            0 if request.computes_prompt else self.blocks.found_in_use(request.tokens, request.table.adapter)
+        )
         return self.blocks.blocks_for(len(request.tokens)) - shared
 
     def _preempt(self, request: Request) -> None:

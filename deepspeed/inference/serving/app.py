@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hmac
 import json
-import time
-from collections.abc import AsyncIterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from deepspeed.inference.serving import protocol
-from deepspeed.inference.serving.bodies import LONG
+from deepspeed.inference.serving.adapter_routes import add_adapter_routes
+from deepspeed.inference.serving.embedding_routes import add_embedding_routes
+from deepspeed.inference.serving.handling import Intake, ServerSettings, refusal, refusal_of, unauthorized
+from deepspeed.inference.serving.models import ModelError, Models
 from deepspeed.inference.serving.pieces import Piece
 from deepspeed.inference.serving.protocol import (
     Answer,
@@ -33,11 +33,12 @@ from deepspeed.inference.serving.protocol import (
 from deepspeed.inference.serving.responses import ResponseAnswer, ResponseStore, chat_of, usage_of_response
 from deepspeed.inference.serving.sampling_fields import sampling_of
 from deepspeed.inference.serving.sequences import ECHOED, RunningAnswer, read_all, read_into, usage_of
-from deepspeed.inference.serving.service import BusyError, ClosedError, Service
+from deepspeed.inference.serving.service import ClosedError, Service
 from deepspeed.inference.serving.text import TextStream
+from deepspeed.inference.serving.text_routes import add_text_routes
 from deepspeed.inference.serving.tokenizers import Tokenizer
-from deepspeed.inference.serving.tool_requests import AnswerForm, Formats, answer_form, tools_of
-from deepspeed.observe.live.access import check_token, names_this_machine
+from deepspeed.inference.serving.tool_requests import AnswerForm, answer_form, tools_of
+from deepspeed.observe.live.access import names_this_machine
 
 _LINE_ENDS = str.maketrans({"\u0085": "\\u0085", "\u2028": "\\u2028", "\u2029": "\\u2029"})
 """Many clients split events where Python's ``splitlines`` does; JSON lets these three stand in a text as they are."""
@@ -46,32 +47,14 @@ _END = 24
 """Tokens of a prompt's end that tell whether it opens or closes reasoning."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServerSettings:
-    """``model``: the name in answers. ``token``: that clients have to send; None: none, and only requests to a name of
-    this machine are answered. ``max_length``: tokens of a prompt and its answer. ``default_tokens``: of an answer
-    if the client does not say. ``max_body_bytes``: of a request; ``body_seconds``: in which it has to arrive.
-    ``formats``: of calls and reasoning; ``trust_templates``: a request may bring its own template."""
-
-    model: str
-    max_length: int
-    stop_token_ids: tuple[int, ...] = ()
-    token: str | None = None
-    default_tokens: int = 1024
-    max_body_bytes: int = 4 * 2**20
-    body_seconds: float = 60.0
-    formats: Formats = Formats()
-    trust_templates: bool = False
-
-    def __post_init__(self) -> None:
-        if self.token is not None:
-            check_token(self.token, "token")
-
-
-def make_app(service: Service, tokenizer: Tokenizer, settings: ServerSettings) -> FastAPI:
-    """The application; whoever runs it starts and closes ``service``."""
+def make_app(
+    service: Service, tokenizer: Tokenizer, settings: ServerSettings, models: Models | None = None
+) -> FastAPI:
+    """The application; whoever runs it starts and closes ``service``. ``models``: with its adapters, if there are
+    any."""
     app = FastAPI(title="deepspeed", docs_url=None, redoc_url=None, openapi_url=None)
-    server = _Server(service, tokenizer, settings)
+    intake, models = Intake(settings), models or Models(settings.model, settings.max_length)
+    server = _Server(service, tokenizer, settings, intake, models)
     if settings.token is None:
         app.add_middleware(_ThisMachineOnly)
 
@@ -84,24 +67,23 @@ def make_app(service: Service, tokenizer: Tokenizer, settings: ServerSettings) -
     @app.get("/metrics")
     async def metrics() -> Response:
         return PlainTextResponse(
-            service.metrics.text(service.state()), media_type="text/plain; version=0.0.4"
+            service.metrics.text(service.state(), settings.model), media_type="text/plain; version=0.0.4"
         )
 
     @app.get("/v1/models")
-    async def models(request: Request) -> Response:
-        if not server.authorize(request):
-            return _unauthorized()
-        return JSONResponse({"object": "list", "data": [server.model()]})
+    async def listed(request: Request) -> Response:
+        if not intake.authorize(request):
+            return unauthorized()
+        return JSONResponse({"object": "list", "data": models.described()})
 
     @app.get("/v1/models/{name:path}")
     async def model(request: Request, name: str) -> Response:
-        if not server.authorize(request):
-            return _unauthorized()
+        if not intake.authorize(request):
+            return unauthorized()
         try:
-            server.check_model(name)
-        except _ModelError as problem:
-            return _unknown_model(problem)
-        return JSONResponse(server.model())
+            return JSONResponse(models.one(name))
+        except ModelError as problem:
+            return refusal_of(problem)
 
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
@@ -111,31 +93,38 @@ def make_app(service: Service, tokenizer: Tokenizer, settings: ServerSettings) -
     async def chats(request: Request) -> Response:
         return await server.answer(request, ChatRequest)
 
+    _add_response_routes(app, intake, server)
+    add_adapter_routes(app, intake, models)
+    add_embedding_routes(app, service, intake, models, tokenizer)
+    add_text_routes(app, intake, models, tokenizer, settings.max_length)
+
+    @app.exception_handler(HTTPException)
+    async def not_found(request: Request, problem: HTTPException) -> Response:
+        message = f"{request.method} {request.url.path}: {problem.detail}"
+        return refusal(problem.status_code, message, "invalid_request_error", headers=problem.headers)
+
+    return app
+
+
+def _add_response_routes(app: FastAPI, intake: Intake, server: _Server) -> None:
     @app.post("/v1/responses")
     async def responses(request: Request) -> Response:
         return await server.answer(request, ResponsesRequest)
 
     @app.get("/v1/responses/{id}")
     async def response(request: Request, id: str) -> Response:
-        if not server.authorize(request):
-            return _unauthorized()
+        if not intake.authorize(request):
+            return unauthorized()
         found = server.store.get(id)
         return _no_response(id) if found is None else Response(found.response, media_type="application/json")
 
     @app.delete("/v1/responses/{id}")
     async def forget(request: Request, id: str) -> Response:
-        if not server.authorize(request):
-            return _unauthorized()
+        if not intake.authorize(request):
+            return unauthorized()
         if not server.store.delete(id):
             return _no_response(id)
         return JSONResponse({"id": id, "object": "response", "deleted": True})
-
-    @app.exception_handler(HTTPException)
-    async def not_found(request: Request, problem: HTTPException) -> Response:
-        message = f"{request.method} {request.url.path}: {problem.detail}"
-        return _refusal(problem.status_code, message, "invalid_request_error", headers=problem.headers)
-
-    return app
 
 
 def endpoints(app: FastAPI) -> list[str]:
@@ -154,114 +143,56 @@ class _ThisMachineOnly:
         answer = self._app
         if scope["type"] == "http" and not names_this_machine(Headers(scope=scope).get("host", "")):
             message = "the server is for this machine only, and the header Host names another: start it with a token"
-            answer = _refusal(403, message, "permission_error")
+            answer = refusal(403, message, "permission_error")
         await answer(scope, receive, send)
 
 
 class _Server:
-    def __init__(self, service: Service, tokenizer: Tokenizer, settings: ServerSettings) -> None:
+    def __init__(
+        self,
+        service: Service,
+        tokenizer: Tokenizer,
+        settings: ServerSettings,
+        intake: Intake,
+        models: Models,
+    ) -> None:
         self.service = service
         self.tokenizer = tokenizer
         self.settings = settings
+        self.intake = intake
+        self.models = models
         self.store = ResponseStore()
         self._special_ids = {text: token for token, text in tokenizer.specials.items()}
-        self._began = int(time.time())
-        # Parsing and tokenizing. Long requests, which may take seconds, wait for each other only. Few threads: each
-        # keeps memory of its own.
-        self._short = ThreadPoolExecutor(2, "short-requests")
-        self._long = ThreadPoolExecutor(2, "long-requests")
-
-    def model(self) -> dict[str, Any]:
-        name = self.settings.model
-        return {"id": name, "object": "model", "created": self._began, "owned_by": "deepspeed"}
-
-    def check_model(self, name: str) -> None:
-        """_ModelError: there is no model of this name."""
-        if name != self.settings.model:
-            raise _ModelError(f"there is no model {name!r}, only {self.settings.model!r}")
-
-    def authorize(self, request: Request) -> bool:
-        token = self.settings.token
-        if token is None:
-            return True
-        given = request.headers.get("authorization", "")
-        return hmac.compare_digest(given.encode(), f"Bearer {token}".encode())
 
     async def answer(self, request: Request, kind: Any) -> Response:
-        if not self.authorize(request):
-            return _unauthorized()
-        try:
-            body, loop = await self._body(request), asyncio.get_running_loop()
-            threads = self._long if sum(map(len, body)) > LONG else self._short
-            begun = await loop.run_in_executor(threads, self._begin, kind, body, loop)
-        except ClientDisconnect:
-            return Response(status_code=499)  # nobody reads it
-        except asyncio.TimeoutError:
-            seconds = self.settings.body_seconds
-            return _refusal(408, f"the request was not there within {seconds:g} s", "invalid_request_error")
-        except _TooLargeError as problem:
-            return _refusal(413, str(problem), "invalid_request_error")
-        except _ModelError as problem:
-            return _unknown_model(problem)
-        except RequestError as problem:
-            return _refusal(400, str(problem), "invalid_request_error", problem.field)
-        except ValueError as problem:
-            return _refusal(400, str(problem), "invalid_request_error")
-        except BusyError as problem:
-            return _refusal(429, str(problem), "rate_limit_error", headers={"Retry-After": "1"})
-        except ClosedError as problem:
-            return _refusal(503, str(problem), "server_error")
+        begun = await self.intake.take(request, partial(self._begin, kind))
+        if isinstance(begun, Response):
+            return begun
         if begun.response is not None:
             return await self._respond(request, begun.response, begun.sequences, begun.stream)
-        answer = Answer(kind is ChatRequest, self.settings.model)
+        answer = Answer(kind is ChatRequest, begun.model)
         if begun.stream:
             events = self._events(answer, begun.sequences, begun.logprobs, begun.counted)
             return _EventStream(events, begun.sequences)
         return await self._whole(request, answer, begun.sequences, begun.logprobs)
 
-    async def _body(self, request: Request) -> list[bytes]:
-        """Read the parts of a body. TimeoutError: they do not come in time. _TooLargeError: they are too long."""
-        most = self.settings.max_body_bytes
-        too_large = _TooLargeError(f"a request has at most {most} bytes")
-        announced = request.headers.get("content-length", "")
-        if announced.isdecimal() and int(announced) > most:
-            raise too_large  # before memory is taken for it
-
-        async def read() -> list[bytes]:
-            parts, size = [], 0
-            async for part in request.stream():
-                parts.append(part)
-                size += len(part)
-                if size > most:
-                    raise too_large
-            return parts
-
-        return await asyncio.wait_for(read(), self.settings.body_seconds)
-
-    def _begin(self, kind: Any, body: list[bytes], loop: asyncio.AbstractEventLoop) -> _Begun:
-        """Parse, tokenize and submit, on a thread beside ``loop``, where the updates arrive.
-
-        What is parsed, up to 500,000 values, is freed here too, which takes 10 ms: errors leave without their frames.
-        """
-        try:
-            return self._submitted(protocol.parse(kind, b"".join(body)), loop)
-        except (ValueError, BusyError, ClosedError) as problem:
-            problem.__context__ = None
-            raise problem.with_traceback(None) from None
+    def _begin(self, kind: Any, body: bytes, loop: asyncio.AbstractEventLoop) -> _Begun:
+        """Parse, tokenize and submit, on a thread beside ``loop``, where the updates arrive."""
+        return self._submitted(protocol.parse(kind, body), loop)
 
     def _submitted(self, request: Any, loop: asyncio.AbstractEventLoop) -> _Begun:
-        self.check_model(request.model or self.settings.model)
-        response = None
+        adapter = self.models.find(request.model)
+        response, model = None, request.model or self.models.name
         if isinstance(request, ResponsesRequest):
             given = request
             request, messages = chat_of(given, self.store)
-            response = ResponseAnswer(given, self.settings.model, messages)
-        choices, form = self._choices(request)
+            response = ResponseAnswer(given, model, messages)
+        choices, form = self._choices(request, adapter)
         sequences = self._submit(choices, request, loop, form)
         counted = bool((request.stream_options or {}).get("include_usage"))
-        return _Begun(sequences, request.stream, counted, protocol.wants_logprobs(request), response)
+        return _Begun(sequences, request.stream, counted, protocol.wants_logprobs(request), model, response)
 
-    def _choices(self, request: Any) -> tuple[list[Choice], AnswerForm | None]:
+    def _choices(self, request: Any, adapter: Any) -> tuple[list[Choice], AnswerForm | None]:
         settings, made, form = self.settings, [], None
         if isinstance(request, ChatRequest):
             self._check_count(1, request.n)
@@ -272,7 +203,7 @@ class _Server:
             self._check_count(len(given), request.n)
             # One by one: those after the first that does not fit are not tokenized.
             prompts = (self._tokens(each, request) for each in given)
-        shared = sampling_of(request, self.tokenizer.words)
+        shared = {**sampling_of(request, self.tokenizer.words), "adapter": adapter}
         if form is not None:
             shared["constraint"] = form.constraint(shared["constraint"], self._special_ids)
         for prefix, tokens in prompts:
@@ -402,7 +333,7 @@ class _Server:
                 return Response(status_code=499)  # nobody reads it
             return finished.result()
         except ClosedError as problem:
-            return _refusal(503, str(problem), "server_error")
+            return refusal(503, str(problem), "server_error")
         finally:
             gone.cancel()
             finished.cancel()
@@ -482,6 +413,7 @@ class _Begun:
     stream: bool
     counted: bool
     logprobs: bool
+    model: str
     response: ResponseAnswer | None = None
 
 
@@ -496,14 +428,6 @@ def _cut(tokens: list[int], most: int | None) -> list[int]:
     return tokens if most is None or len(tokens) <= most else tokens[-most:]
 
 
-class _TooLargeError(ValueError):
-    pass
-
-
-class _ModelError(ValueError):
-    """A request names another model."""
-
-
 async def _until_gone(request: Request) -> None:
     """Until the client closes the connection. The body has been read."""
     with contextlib.suppress(RuntimeError):
@@ -516,25 +440,5 @@ def _event(content: dict[str, Any], name: str | None = None) -> str:
     return f"{named}data: {json.dumps(content, ensure_ascii=False).translate(_LINE_ENDS)}\n\n"
 
 
-def _unknown_model(problem: _ModelError) -> Response:
-    return _refusal(404, str(problem), "invalid_request_error", "model", code="model_not_found")
-
-
 def _no_response(id: str) -> Response:
-    return _refusal(404, f"there is no response {id[:100]!r}, or no more", "invalid_request_error", "id")
-
-
-def _unauthorized() -> Response:
-    return _refusal(401, "the token in the header Authorization is missing or wrong", "authentication_error")
-
-
-def _refusal(
-    status: int,
-    message: str,
-    kind: str,
-    field: str | None = None,
-    *,
-    code: str | None = None,
-    headers: Mapping[str, str] | None = None,
-) -> Response:
-    return JSONResponse(protocol.error(message, kind, field, code), status, headers=headers)
+    return refusal(404, f"there is no response {id[:100]!r}, or no more", "invalid_request_error", "id")

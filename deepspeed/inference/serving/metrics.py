@@ -5,29 +5,33 @@ from __future__ import annotations
 import threading
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
-_BOUNDS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
+_SECONDS = (0.001, 0.003, 0.01, 0.02, 0.03, 0.05, 0.1, 0.2, 0.3, 0.5, 1.0, 2.0, 3.0, 5.0, 10.0, 30.0, 100.0)
+_TOKENS = tuple(float(digit * 10**power) for power in range(6) for digit in (1, 2, 5))
 
 
 class Histogram:
-    """Histogram of durations in seconds."""
+    """Histogram of durations in seconds, or of what else has these ``bounds``."""
 
-    def __init__(self) -> None:
-        self.counts = [0] * (len(_BOUNDS) + 1)
+    def __init__(self, bounds: Sequence[float] = _SECONDS) -> None:
+        self.bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
         self.sum = 0.0
 
-    def add(self, seconds: float) -> None:
-        self.counts[bisect_left(_BOUNDS, seconds)] += 1
-        self.sum += seconds
+    def add(self, value: float) -> None:
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.sum += value
 
-    def lines(self, name: str) -> Iterator[str]:
-        total = 0
-        for bound, count in zip((*_BOUNDS, "+Inf"), self.counts, strict=True):
+    def lines(self, name: str, labels: str = "") -> Iterator[str]:
+        """``labels``: further ones, each with a comma behind it."""
+        total, alone = 0, f"{{{labels[:-1]}}}" if labels else ""
+        yield f"# TYPE {name} histogram"
+        for bound, count in zip((*self.bounds, "+Inf"), self.counts, strict=True):
             total += count
-            yield f'{name}_bucket{{le="{bound}"}} {total}'
-        yield f"{name}_sum {self.sum:.6f}"
-        yield f"{name}_count {total}"
+            yield f'{name}_bucket{{{labels}le="{bound}"}} {total}'
+        yield f"{name}_sum{alone} {self.sum:.6f}"
+        yield f"{name}_count{alone} {total}"
 
 
 class Metrics:
@@ -38,17 +42,27 @@ class Metrics:
         self._finished: Counter[str] = Counter()
         self._tokens: Counter[str] = Counter()
         self._first_token = Histogram()
+        self._between_tokens = Histogram()
         self._whole = Histogram()
+        self._prompts = Histogram(_TOKENS)
+        self._answers = Histogram(_TOKENS)
 
     def first_token(self, seconds: float) -> None:
         with self._lock:
             self._first_token.add(seconds)
+
+    def next_token(self, seconds: float) -> None:
+        """A token has come so long after the one before it."""
+        with self._lock:
+            self._between_tokens.add(seconds)
 
     def computed(self, prompt_tokens: int, new_tokens: int) -> None:
         """The generator is done with a request."""
         with self._lock:
             self._tokens["prompt"] += prompt_tokens
             self._tokens["generated"] += new_tokens
+            self._prompts.add(prompt_tokens)
+            self._answers.add(new_tokens)
 
     def finished(self, reason: str, seconds: float) -> None:
         """A request has ended for its client."""
@@ -56,19 +70,69 @@ class Metrics:
             self._finished[reason] += 1
             self._whole.add(seconds)
 
-    def text(self, now: Mapping[str, float]) -> str:
-        """``now``: values of this moment, by name."""
+    def text(self, now: Mapping[str, float], model: str = "") -> str:
+        """Return the page: our names, then those of vLLM's server for what means the same. ``now``: values of this
+        moment, by name."""
         with self._lock:
             lines = [
                 "# TYPE deepspeed_requests_total counter",
                 *(f'deepspeed_requests_total{{reason="{k}"}} {v}' for k, v in sorted(self._finished.items())),
                 "# TYPE deepspeed_tokens_total counter",
                 *(f'deepspeed_tokens_total{{kind="{k}"}} {v}' for k, v in sorted(self._tokens.items())),
-                "# TYPE deepspeed_time_to_first_token_seconds histogram",
                 *self._first_token.lines("deepspeed_time_to_first_token_seconds"),
-                "# TYPE deepspeed_request_seconds histogram",
+                *self._between_tokens.lines("deepspeed_time_between_tokens_seconds"),
                 *self._whole.lines("deepspeed_request_seconds"),
             ]
-        for name, value in now.items():
-            lines += [f"# TYPE deepspeed_{name} gauge", f"deepspeed_{name} {value:g}"]
+            for name, value in now.items():
+                lines += [f"# TYPE deepspeed_{name} gauge", f"deepspeed_{name} {value:g}"]
+            lines += self._as_vllm(now, f'model_name="{_escaped(model)}",engine="0",')
         return "\n".join(lines) + "\n"
+
+    def _as_vllm(self, now: Mapping[str, float], labels: str) -> Iterator[str]:
+        """The names that dashboards for vLLM's server ask for."""
+        for name, value in _gauges(now).items():
+            yield from _value(name, "gauge", labels, value)
+        for name, key in (("prompt_tokens", "prompt"), ("generation_tokens", "generated")):
+            yield from _value(f"{name}_total", "counter", labels, self._tokens[key])
+        for name, key in _COUNTERS.items():
+            yield from _value(name, "counter", labels, now.get(key, 0))
+        yield "# TYPE vllm:request_success_total counter"
+        for reason, count in sorted(self._finished.items()):
+            told = _REASONS.get(reason, reason)
+            yield f'vllm:request_success_total{{{labels}finished_reason="{told}"}} {count}'
+        for name, histogram in (
+            ("time_to_first_token_seconds", self._first_token),
+            ("inter_token_latency_seconds", self._between_tokens),
+            ("time_per_output_token_seconds", self._between_tokens),  # as it was called before
+            ("e2e_request_latency_seconds", self._whole),
+            ("request_prompt_tokens", self._prompts),
+            ("request_generation_tokens", self._answers),
+        ):
+            yield from histogram.lines(f"vllm:{name}", labels)
+
+
+_REASONS = {"cancelled": "abort", "failed": "error"}
+_COUNTERS = {
+    "num_preemptions_total": "preemptions",
+    "prefix_cache_queries_total": "looked_up_tokens",
+    "prefix_cache_hits_total": "shared_tokens",
+}
+
+
+def _gauges(now: Mapping[str, float]) -> dict[str, float]:
+    used = 1 - now.get("free_blocks", 1) / max(1, now.get("blocks", 1))
+    return {
+        "num_requests_running": now.get("running", 0),
+        "num_requests_waiting": now.get("waiting", 0),
+        "kv_cache_usage_perc": used,
+        "gpu_cache_usage_perc": used,  # as it was called before
+    }
+
+
+def _value(name: str, kind: str, labels: str, value: float) -> Iterator[str]:
+    yield f"# TYPE vllm:{name} {kind}"
+    yield f"vllm:{name}{{{labels[:-1]}}} {value:g}"
+
+
+def _escaped(label: str) -> str:
+    return label.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from deepspeed.base.logging import logger
 from deepspeed.inference.scheduling.requests import Request, SamplingParams, State, TokenLogprob
@@ -41,12 +41,14 @@ class Engine(Protocol):
 @dataclass(frozen=True, slots=True)
 class Update:
     """News of a request: a further token, or how it ended, or both. ``prompt``: log-probabilities of the prompt, with
-    the first update, where they are asked for. ``error``: of a request that does not end by itself."""
+    the first update, where they are asked for. ``pooled``: the vector of a request that asks for one. ``error``: of a
+    request that does not end by itself."""
 
     token: int | None = None
     logprob: TokenLogprob | None = None
     reason: str | None = None
     prompt: Sequence[TokenLogprob] | None = None
+    pooled: Any = None
     error: Exception | None = None
 
     @property
@@ -69,6 +71,7 @@ class Ticket:
     arrived: float
     request: Request | None = None
     given: int = 0
+    latest: float = 0.0  # when its last token came
     counted: bool = False
 
 
@@ -243,13 +246,17 @@ class Service:
             new, ended = request.generated[ticket.given :], request.state is State.FINISHED
             prompt = request.prompt_logprobs if request.params.prompt_logprobs else None
             for index, token in enumerate(new, ticket.given):
+                now = time.monotonic()
                 if index == 0:
-                    self.metrics.first_token(time.monotonic() - ticket.arrived)
+                    self.metrics.first_token(now - ticket.arrived)
+                else:
+                    self.metrics.next_token(now - ticket.latest)
+                ticket.latest = now
                 logprob = request.logprobs[index] if request.params.logprobs else None
                 reason = request.reason if ended and index + 1 == len(request.generated) else None
                 self._inform(ticket, Update(token, logprob, reason, None if index else prompt))
             if ended and not request.generated:
-                self._inform(ticket, Update(reason=request.reason, prompt=prompt))
+                self._inform(ticket, Update(reason=request.reason, prompt=prompt, pooled=request.pooled))
             ticket.given += len(new)
             if ended:
                 self._end(ticket)

@@ -19,6 +19,9 @@ class Tokenizer(Protocol):
     def encode(self, text: str) -> list[int]: ...
     def decode(self, tokens: list[int]) -> str: ...
     def words(self, text: str) -> list[int]: ...
+    def decode_all(self, tokens: list[int]) -> str: ...
+    def names(self, tokens: list[int]) -> list[str]: ...
+    def info(self) -> dict[str, Any]: ...
     def chat(self, messages: Sequence[dict[str, Any]], arguments: Mapping[str, Any] = BEGIN) -> list[int]: ...
 
 
@@ -57,6 +60,24 @@ class HuggingFaceTokenizer:
     def decode(self, tokens: list[int]) -> str:
         # Cleaning up would take back spaces that have been sent.
         return self._tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+    def decode_all(self, tokens: list[int]) -> str:
+        """Return the text with special tokens."""
+        return self._tokenizer.decode(tokens, clean_up_tokenization_spaces=False)
+
+    def names(self, tokens: list[int]) -> list[str]:
+        """Return the entries of the vocabulary; an empty text for a token that is not in it."""
+        return [name or "" for name in self._tokenizer.convert_ids_to_tokens(tokens)]
+
+    def info(self) -> dict[str, Any]:
+        """Return the class, the special tokens by their roles, and the chat template."""
+        known = self._tokenizer
+        roles = {
+            name: str(value) for name, value in known.special_tokens_map.items() if isinstance(value, str)
+        }
+        of_interest = dict.fromkeys(("bos_token", "eos_token", "pad_token", "unk_token"))
+        template = getattr(known, "chat_template", None)
+        return {"tokenizer_class": type(known).__name__, "chat_template": template, **of_interest, **roles}
 
     def chat(self, messages: Sequence[dict[str, Any]], arguments: Mapping[str, Any] = BEGIN) -> list[int]:
         """Return the tokens of a chat. ``arguments``: of the template, and what else it is applied with."""

@@ -1,0 +1,56 @@
+"""Routes that load and unload adapters, as those of vLLM's server do. Imported only where FastAPI is installed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.responses import PlainTextResponse, Response
+from pydantic import BaseModel
+
+from deepspeed.inference.serving import protocol
+from deepspeed.inference.serving.handling import Intake, refusal
+from deepspeed.inference.serving.models import Models
+
+
+class LoadRequest(BaseModel):
+    """``load_inplace``: in place of an adapter of this name."""
+
+    lora_name: str
+    lora_path: str
+    load_inplace: bool = False
+
+
+class UnloadRequest(BaseModel):
+    lora_name: str
+
+
+def add_adapter_routes(app: FastAPI, intake: Intake, models: Models) -> None:
+    """Only for who knows the server's token: a path of its machine is read."""
+
+    def load(body: bytes, _: Any) -> str:
+        request: LoadRequest = protocol.fields_as(LoadRequest, body)
+        models.add(request.lora_name, request.lora_path, anew=request.load_inplace)
+        return f"Success: LoRA adapter '{request.lora_name}' added successfully."
+
+    def unload(body: bytes, _: Any) -> str:
+        request: UnloadRequest = protocol.fields_as(UnloadRequest, body)
+        models.remove(request.lora_name)
+        return f"Success: LoRA adapter '{request.lora_name}' removed successfully."
+
+    async def answer(request: Request, work: Callable[[bytes, Any], str]) -> Response:
+        if intake.settings.token is None:
+            return refusal(
+                403, "adapters are loaded and unloaded only if the server has a token", "permission_error"
+            )
+        done = await intake.take(request, work)
+        return done if isinstance(done, Response) else PlainTextResponse(done)
+
+    @app.post("/v1/load_lora_adapter")
+    async def loading(request: Request) -> Response:
+        return await answer(request, load)
+
+    @app.post("/v1/unload_lora_adapter")
+    async def unloading(request: Request) -> Response:
+        return await answer(request, unload)

@@ -1,0 +1,150 @@
+"""What all routes share: who may ask, how a body arrives, on which threads it is worked on, and which errors are told.
+Imported only where FastAPI is installed."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from fastapi import Request
+from fastapi.responses import JSONResponse, Response
+from starlette.requests import ClientDisconnect
+
+from deepspeed.inference.serving import protocol
+from deepspeed.inference.serving.bodies import LONG
+from deepspeed.inference.serving.models import ModelError
+from deepspeed.inference.serving.protocol import RequestError
+from deepspeed.inference.serving.service import BusyError, ClosedError
+from deepspeed.inference.serving.tool_requests import Formats
+from deepspeed.observe.live.access import check_token
+
+_Made = TypeVar("_Made")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerSettings:
+    """``model``: the name in answers. ``token``: that clients have to send; None: none, and only requests to a name of
+    this machine are answered. ``max_length``: tokens of a prompt and its answer. ``default_tokens``: of an answer
+    if the client does not say. ``max_body_bytes``: of a request; ``body_seconds``: in which it has to arrive.
+    ``formats``: of calls and reasoning; ``trust_templates``: a request may bring its own template. ``pooling``: of
+    embeddings; ``dimensions``: to which they may be cut: those of the list, any for an empty one, none
+    for None."""
+
+    model: str
+    max_length: int
+    stop_token_ids: tuple[int, ...] = ()
+    token: str | None = None
+    default_tokens: int = 1024
+    max_body_bytes: int = 4 * 2**20
+    body_seconds: float = 60.0
+    formats: Formats = Formats()
+    trust_templates: bool = False
+    pooling: str = "last"
+    dimensions: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.token is not None:
+            check_token(self.token, "token")
+
+
+class _TooLargeError(ValueError):
+    pass
+
+
+class Intake:
+    """Takes requests in."""
+
+    def __init__(self, settings: ServerSettings) -> None:
+        self.settings = settings
+        # Parsing and tokenizing. Long requests, which may take seconds, wait for each other only. Few threads: each
+        # keeps memory of its own.
+        self._short = ThreadPoolExecutor(2, "short-requests")
+        self._long = ThreadPoolExecutor(2, "long-requests")
+
+    def authorize(self, request: Request) -> bool:
+        token = self.settings.token
+        if token is None:
+            return True
+        given = request.headers.get("authorization", "")
+        return hmac.compare_digest(given.encode(), f"Bearer {token}".encode())
+
+    async def take(
+        self, request: Request, work: Callable[[bytes, asyncio.AbstractEventLoop], _Made]
+    ) -> _Made | Response:
+        """Return what ``work`` makes of the body, on a thread beside the event loop, which it is given; or the refusal
+        of a request that may not be answered, or whose body or work raises an error of its client or of the service."""
+        if not self.authorize(request):
+            return unauthorized()
+        try:
+            body, loop = await self._body(request), asyncio.get_running_loop()
+            threads = self._long if sum(map(len, body)) > LONG else self._short
+            return await loop.run_in_executor(threads, _worked, work, body, loop)
+        except ClientDisconnect:
+            return Response(status_code=499)  # nobody reads it
+        except asyncio.TimeoutError:
+            seconds = self.settings.body_seconds
+            return refusal(408, f"the request was not there within {seconds:g} s", "invalid_request_error")
+        except (ValueError, BusyError, ClosedError) as problem:
+            return refusal_of(problem)
+
+    async def _body(self, request: Request) -> list[bytes]:
+        """Read the parts of a body. TimeoutError: they do not come in time. _TooLargeError: they are too long."""
+        most = self.settings.max_body_bytes
+        too_large = _TooLargeError(f"a request has at most {most} bytes")
+        announced = request.headers.get("content-length", "")
+        if announced.isdecimal() and int(announced) > most:
+            raise too_large  # before memory is taken for it
+
+        async def read() -> list[bytes]:
+            parts, size = [], 0
+            async for part in request.stream():
+                parts.append(part)
+                size += len(part)
+                if size > most:
+                    raise too_large
+            return parts
+
+        return await asyncio.wait_for(read(), self.settings.body_seconds)
+
+
+def _worked(work: Callable[[bytes, Any], _Made], body: list[bytes], loop: asyncio.AbstractEventLoop) -> _Made:
+    """What is parsed, up to 500,000 values, is freed here too, which takes 10 ms: errors leave without their frames."""
+    try:
+        return work(b"".join(body), loop)
+    except (ValueError, BusyError, ClosedError) as problem:
+        problem.__context__ = None
+        raise problem.with_traceback(None) from None
+
+
+def refusal_of(problem: Exception) -> Response:
+    """Return the answer that tells a client of an error of its own or of the service."""
+    if isinstance(problem, _TooLargeError):
+        return refusal(413, str(problem), "invalid_request_error")
+    if isinstance(problem, ModelError):
+        return refusal(404, str(problem), "invalid_request_error", "model", code="model_not_found")
+    if isinstance(problem, BusyError):
+        return refusal(429, str(problem), "rate_limit_error", headers={"Retry-After": "1"})
+    if isinstance(problem, ClosedError):
+        return refusal(503, str(problem), "server_error")
+    field = problem.field if isinstance(problem, RequestError) else None
+    return refusal(400, str(problem), "invalid_request_error", field)
+
+
+def unauthorized() -> Response:
+    return refusal(401, "the token in the header Authorization is missing or wrong", "authentication_error")
+
+
+def refusal(
+    status: int,
+    message: str,
+    kind: str,
+    field: str | None = None,
+    *,
+    code: str | None = None,
+    headers: Mapping[str, str] | None = None,
+) -> Response:
+    return JSONResponse(protocol.error(message, kind, field, code), status, headers=headers)

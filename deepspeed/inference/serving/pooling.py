@@ -1,0 +1,69 @@
+"""How a model's folder says that its hidden states become one vector, and what a client is given of it. Pure."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from torch.nn import functional
+
+from deepspeed.inference.serving.bodies import RequestError
+
+_MODES = {
+    "pooling_mode_lasttoken": "last",
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_cls_token": "cls",
+}
+
+
+def pooling_of(folder: str) -> str | None:
+    """Return the pooling that a folder of sentence-transformers names; None: it is no such folder. ValueError: another
+    than the last token, the mean or the first."""
+    path = Path(folder) / "1_Pooling" / "config.json"
+    if not path.is_file():
+        return None
+    told = json.loads(path.read_text(encoding="utf-8"))
+    modes = [name for name, value in told.items() if name.startswith("pooling_mode_") and value is True]
+    if len(modes) != 1 or modes[0] not in _MODES:
+        raise ValueError(
+            f"{path}: pooling by {' and '.join(modes) or 'nothing'} is not supported: give --pooling"
+        )
+    return _MODES[modes[0]]
+
+
+def dimensions_of(config: Any) -> tuple[int, ...] | None:
+    """Return the sizes to which a model's vectors may be cut, by its config; empty: any; None: they may not."""
+    listed = getattr(config, "matryoshka_dimensions", None)
+    if listed:
+        return tuple(int(size) for size in listed)
+    return () if getattr(config, "is_matryoshka", False) else None
+
+
+def check_dimensions(asked: int | None, allowed: tuple[int, ...] | None) -> None:
+    """RequestError: vectors may not be cut to ``asked`` numbers (`dimensions_of`)."""
+    if asked is None or allowed == () or (allowed is not None and asked in allowed):
+        return
+    why = "the model was not trained for shorter vectors"
+    raise RequestError(
+        f"dimensions: {why if allowed is None else f'one of {list(allowed)} is expected'}", "dimensions"
+    )
+
+
+def vector_of(pooled: Tensor, dimensions: int | None, normalized: bool) -> Tensor:
+    """Return the first ``dimensions`` numbers of ``pooled`` [size], by default at length 1. RequestError: there are
+    fewer."""
+    if dimensions is not None and dimensions > len(pooled):
+        raise RequestError(f"dimensions: the vectors have {len(pooled)} numbers", "dimensions")
+    cut = pooled[:dimensions]
+    return functional.normalize(cut, dim=0) if normalized else cut
+
+
+def encoded(vector: Tensor, encoding: str) -> Sequence[float] | str:
+    """Return a list, or base64 of its numbers as little-endian fp32."""
+    if encoding == "float":
+        return vector.tolist()
+    return base64.b64encode(vector.cpu().numpy().astype("<f4").tobytes()).decode()
