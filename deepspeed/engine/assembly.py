@@ -206,7 +206,13 @@ def build_core(
     grads = make_grads(weights)
     coordinator = sharded.coordinator if sharded is not None else None
     reducer = make_reducer(
-        trained.params, grads, plan, scopes.everyone, coordinator, at_boundary=lambda: clock.at_boundary
+        trained.params,
+        grads,
+        plan,
+        scopes.everyone,
+        coordinator,
+        at_boundary=lambda: clock.at_boundary,
+        layers_exchange=scopes.layers_exchange,
     )
     store = StateStore(
         optimizer, trained.params, weights, grads, master_dtype=plan.precision.master, tier=tier
