@@ -20,6 +20,8 @@ STATE = {
     "transforms/compile/backend.py:opt_passes": "documented: the passes by name, registered for the process",
     "transforms/compile/passes/contract.py:_pass_contracts": "what registered passes need, by name",
     "comm/functions.py:backend": "holds nothing",
+    "comm/groups.py:_Made.numbers": "names of groups of the same ranks differ by their number",
+    "comm/groups.py:_Made.world": "the default group since which they are counted",
     "comm/hangs/history.py:watch_ends": "what ends that thread, set when it is first imported",
     "comm/hangs/watch.py:_watch": "the thread that explains hangs, as long as an engine wants it",
     "comm/hangs/watch.py:_lock": "guards its start and end",

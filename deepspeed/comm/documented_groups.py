@@ -262,7 +262,7 @@ def _make_expert_groups(size: int, tensor: int, stages: int, data_before_experts
     name, mesh = f"ep_size_{size}", get_mesh()
     if mesh is not None:
         for same in (False, True):
-            mesh.among(mesh.sharing_experts(size, same=same))
+            mesh.among(mesh.sharing_experts(size, same=same), same=same)
         return
     if _made_by_hand(name) is not None:
         return
@@ -310,7 +310,7 @@ def _expert_group(group_name: str, *, same: bool) -> ProcessGroup | None:
     if mesh is None:
         made = _made_by_hand(group_name)
         return None if made is None else made.same if same else made.sharing
-    return mesh.among(mesh.sharing_experts(_expert_parallel_size(group_name), same=same)).group
+    return mesh.among(mesh.sharing_experts(_expert_parallel_size(group_name), same=same), same=same).group
 
 
 def _get_expert_parallel_group(group_name: str) -> ProcessGroup | None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, distributed_c10d
 
 from deepspeed.base.constants import default_pg_timeout
 
@@ -33,15 +35,42 @@ def timeout_of(group: ProcessGroup) -> timedelta:
     return default_pg_timeout
 
 
-def new_group(ranks: Sequence[int], *, timeout: timedelta | None = None) -> ProcessGroup:
+def new_group(ranks: Sequence[int], *, timeout: timedelta | None = None, apart: bool = False) -> ProcessGroup:
     """A group of these ranks with the job's timeout. Only its members call this, in the same order if groups
-    overlap. For all ranks of the job it is the default group itself."""
+    overlap. For all ranks of the job it is the default group itself, unless it has to be ``apart``."""
     world = dist.group.WORLD
     assert world is not None, "torch.distributed is not initialised"
-    if list(ranks) == list(range(dist.get_world_size())):
+    if not apart and list(ranks) == list(range(dist.get_world_size())):
         return world
-    group = dist.new_group(
-        ranks=list(ranks), timeout=timeout or default_timeout(), use_local_synchronization=True
-    )
+    with _named_by(tuple(ranks), world):
+        group = dist.new_group(
+            ranks=list(ranks), timeout=timeout or default_timeout(), use_local_synchronization=True
+        )
     assert isinstance(group, ProcessGroup), f"rank {dist.get_rank()} is not in {list(ranks)}"
     return group
+
+
+class _Made:
+    """How many groups of each set of ranks were made here since the default group is ``world``."""
+
+    world: ProcessGroup | None = None
+    numbers: Counter[tuple[int, ...]] = Counter()
+
+
+@contextmanager
+def _named_by(ranks: tuple[int, ...], world: ProcessGroup) -> Iterator[None]:
+    """Let torch name the next group by its ranks and how many groups of these there were.
+
+    torch takes how many groups of any ranks this process has. That number differs between pipeline stages of which one
+    has experts, so that a later group of both has two names, and its members wait for each other.
+    """
+    if _Made.world is not world:
+        _Made.world, _Made.numbers = world, Counter()
+    _Made.numbers[ranks] += 1
+    name = f"deepspeed {','.join(map(str, ranks))} number {_Made.numbers[ranks]}"
+    usual = distributed_c10d._hash_ranks_to_str
+    distributed_c10d._hash_ranks_to_str = lambda _: name
+    try:
+        yield
+    finally:
+        distributed_c10d._hash_ranks_to_str = usual

@@ -16,7 +16,8 @@ import copy
 import math
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
+from enum import Enum
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -26,6 +27,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from deepspeed.comm.collectives import Communicator, Network, process_network
 from deepspeed.comm.groups import new_group
 from deepspeed.config.mesh_layout import AXES, BASE_AXES, DERIVED_AXES, MeshLayout, divisors, split_ranks
+
+
+class _Use(Enum):
+    """What the collectives of a group are for (Note: two orders)."""
+
+    SUMS = "among ranks with the same weights"
+    LAYERS = "among ranks that divide a layer or its inputs"
+
+
+Groups: TypeAlias = dict[tuple[_Use, tuple[int, ...]], ProcessGroup]
 
 _DEVICE_MESH_AXES = {  # names of dimensions in device meshes -> ours
     "pp": "pp", "dp": "dp", "data_parallel": "dp", "sp": "sp", "sequence_parallel": "sp", "tp": "tp",
@@ -37,7 +48,12 @@ class ProcessMesh:
     """The mesh of a running job, seen from one rank: sizes, positions, process groups, communicators.
 
     Groups are created on first use and only by their members, so all ranks must request the same axes in the
-    same order. Axes whose groups have the same ranks share one group.
+    same order. Axes whose groups have the same ranks share one group, with one exception.
+
+    [Note: two orders] Sums of gradients start when their bucket is full. If a parameter is unused on one rank, that is
+    later there, and so before or after what layers exchange in the same backward (tokens of experts, parts of a
+    sequence). Collectives of one group need one order on all ranks. So axes that replicate weights (``_Use.SUMS``) and
+    axes that divide a layer (``_Use.LAYERS``) never share a group.
     """
 
     def __init__(
@@ -45,7 +61,7 @@ class ProcessMesh:
         rank: int,
         ranks_of: dict[tuple[str, ...], tuple[int, ...]],
         *,
-        groups: dict[tuple[int, ...], ProcessGroup] | None = None,
+        groups: Groups | None = None,
         layout: MeshLayout | None = None,
         timeout: timedelta | None = None,
     ) -> None:
@@ -54,7 +70,7 @@ class ProcessMesh:
         self.global_rank = rank
         self.layout = layout
         self._ranks_of = {_key(axes): ranks for axes, ranks in ranks_of.items()}
-        self._groups: dict[tuple[int, ...], ProcessGroup] = dict(groups or {})
+        self._groups: Groups = dict(groups or {})
         self._timeout = timeout
         self._network = process_network
         self.data_before_experts = False
@@ -124,8 +140,11 @@ class ProcessMesh:
             raise ValueError(f"the device mesh must hold the job's {world} ranks in ascending order")
         sizes = {_DEVICE_MESH_AXES[name]: mesh.size(i) for i, name in enumerate(names)}
         layout = MeshLayout(**sizes, node=sizes.get("dp", 1) * sizes.get("sp", 1))
-        theirs = [mesh.get_group(i) for i in range(len(names))]
-        groups = {tuple(dist.get_process_group_ranks(group)): group for group in theirs}
+        groups: Groups = {}
+        for i, name in enumerate(names):
+            group = mesh.get_group(i)
+            use = _use_of((_DEVICE_MESH_AXES[name],))
+            groups[use, tuple(dist.get_process_group_ranks(group))] = group
         return cls(dist.get_rank(), {}, groups=groups, layout=layout, timeout=timeout)
 
     def device_mesh(self, device_type: str = "cpu") -> DeviceMesh:
@@ -146,13 +165,16 @@ class ProcessMesh:
         size 1."""
         rank = dist.get_rank() if dist.is_initialized() else 0
         ranks_of: dict[tuple[str, ...], tuple[int, ...]] = {}
-        groups: dict[tuple[int, ...], ProcessGroup] = {}
+        groups: Groups = {}
         for axes, getters in _MPU_GROUPS.items():
             group = _mpu_group(mpu, getters)
             if group is not None:
                 ranks = tuple(dist.get_process_group_ranks(group))
                 ranks_of[axes] = ranks
-                groups.setdefault(ranks, group)
+                groups.setdefault((_use_of(axes), ranks), group)
+        for use, ranks in list(groups):
+            if use is _Use.SUMS and groups.get((_Use.LAYERS, ranks)) is groups[use, ranks]:
+                del groups[use, ranks]  # the unit's layers have it (Note: two orders)
         if ("tp",) not in ranks_of and ("pp",) not in ranks_of and ("pp", "tp") in ranks_of:
             ranks_of[("tp",)] = ranks_of[("pp", "tp")]  # units without pipelines call tensor parallel "model"
         if ("sp",) in ranks_of and ranks_of.keys() <= {("sp",), ("dp", "sp")}:
@@ -186,10 +208,19 @@ class ProcessMesh:
 
     def group(self, *axes: str) -> ProcessGroup:
         """The process group over these axes (created on first use: collective among its members)."""
-        ranks = self.ranks(*axes)
-        found = self._groups.get(ranks)
+        return self._group(self.ranks(*axes), _use_of(_key(axes)))
+
+    def _group(self, ranks: tuple[int, ...], use: _Use) -> ProcessGroup:
+        """The group of these ranks for this use (Note: two orders)."""
+        found = self._groups.get((use, ranks))
         if found is None:
-            found = self._groups[ranks] = new_group(ranks, timeout=self._timeout)
+            if use is _Use.SUMS and ranks == self.ranks("sp"):
+                self.group(
+                    "sp"
+                )  # the first of two may be the default group, which scripts give to their layers
+            other = _Use.LAYERS if use is _Use.SUMS else _Use.SUMS
+            apart = (other, ranks) in self._groups
+            found = self._groups[use, ranks] = new_group(ranks, timeout=self._timeout, apart=apart)
         return found
 
     def communicator(self, *axes: str) -> Communicator:
@@ -215,13 +246,12 @@ class ProcessMesh:
             return split_ranks(ranks, self.global_rank, len(ranks) // size, inner=same)
         return split_ranks(ranks, self.global_rank, size, inner=not same)
 
-    def among(self, ranks: tuple[int, ...]) -> Communicator:
-        """The communicator of ranks that include this one (created on first use: collective among them)."""
+    def among(self, ranks: tuple[int, ...], *, same: bool = False) -> Communicator:
+        """The communicator of ranks that include this one (created on first use: collective among them), for layers
+        that they divide; ``same``: for sums over ranks with the same weights."""
         if len(ranks) == 1:
             return Communicator(None)
-        if ranks not in self._groups:
-            self._groups[ranks] = new_group(ranks, timeout=self._timeout)
-        return self._network.communicator(self._groups[ranks]).prepare()
+        return self._network.communicator(self._group(ranks, _Use.SUMS if same else _Use.LAYERS)).prepare()
 
     def _compute_ranks(self, key: tuple[str, ...]) -> tuple[int, ...]:
         if self.layout is not None:
@@ -245,6 +275,10 @@ class ProcessMesh:
     def __repr__(self) -> str:
         sizes = ", ".join(f"{axis}={self.size(axis)}" for axis in BASE_AXES)
         return f"ProcessMesh(rank {self.global_rank}: {sizes})"
+
+
+def _use_of(axes: tuple[str, ...]) -> _Use:
+    return _Use.LAYERS if {"dp", "expert_dp", "node", "cross_node"}.isdisjoint(axes) else _Use.SUMS
 
 
 def _key(axes: Sequence[str]) -> tuple[str, ...]:

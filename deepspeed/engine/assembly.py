@@ -212,6 +212,7 @@ def build_core(
         replica_groups.everyone,
         coordinator,
         at_boundary=lambda: clock.at_boundary,
+        layers_exchange=replica_groups.layers_exchange,
     )
     store = StateStore(
         optimizer, trained.params, weights, grads, master_dtype=plan.precision.master, tier=tier

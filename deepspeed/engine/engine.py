@@ -309,6 +309,7 @@ class DeepSpeedEngine(EngineSurface, Observed, nn.Module):
                     divided = at_least_fp32(divided) * self.loss_weight()
             scale = core.scaler.scale
             core.reducer.before_backward()
+            core.reducer.watch(divided)
             scales = scale != 1.0 or core.scaler.plan.active
             (scaled_loss(divided, scale) if scales else divided).backward(retain_graph=retain_graph)
             self._end_backward()
@@ -329,6 +330,7 @@ class DeepSpeedEngine(EngineSurface, Observed, nn.Module):
         self._network.phase = "backward"
         self.events.emit("before_backward", loss=None)
         core.reducer.before_backward(share=share)
+        core.reducer.foresee()
 
     def _end_plain_backward(self) -> None:
         self._end_backward()

@@ -165,6 +165,12 @@ class ReplicaGroups:
         for it: also a rank of another stage (ties) or with other parts of the rest of the model (tokens divided)."""
         return any(replica_group.everyone.size > 1 for replica_group in self._known.values())
 
+    @property
+    def layers_exchange(self) -> bool:
+        """Return whether layers exchange data, in forward and backward, among ranks that sum gradients: tokens of
+        experts, or parts of a sequence."""
+        return self._mesh.size("sp") > 1 or any(group.kinds > 1 for group in self._known.values())
+
     @cached_property
     def dense(self) -> ReplicaGroup:
         return self._known[DENSE]
@@ -224,7 +230,7 @@ class ReplicaGroups:
         size = expert_parallel_size(name, ranks)
         same = self._mesh.sharing_experts(size, same=True)
         # With one rank per share, every rank has all experts.
-        holders = self._mesh.among(same) if size > 1 else self.everyone
+        holders = self._mesh.among(same, same=True) if size > 1 else self.everyone
         replica_group = ReplicaGroup.whole(holders, name, divisor=ranks)
         if size > 1:
             replica_group = replace(

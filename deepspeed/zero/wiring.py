@@ -127,10 +127,12 @@ def make_reducer(
     coordinator: ParamCoordinator | None,
     *,
     at_boundary: Callable[[], bool],
+    layers_exchange: bool = False,
     device: torch.device | None = None,
 ) -> GradReducer:
-    """``coordinator``: of the parameters, where stage 3 has sharded them. ``device``: where messages about gradients
-    are built (default: where the gradients are). Hooks are installed by the caller."""
+    """``coordinator``: of the parameters, where stage 3 has sharded them. ``layers_exchange``: see ``GradReducer``.
+    ``device``: where messages about gradients are built (default: where the gradients are). Hooks are installed by the
+    caller."""
     turns = coordinator.gatherer.turns if coordinator is not None else None
     reducer = GradReducer(
         params,
@@ -141,6 +143,7 @@ def make_reducer(
         expose=not plan.zero.shard_state,
         at_boundary=at_boundary,
         turns=turns,
+        layers_exchange=layers_exchange,
         device=device,
     )
     if turns is not None:

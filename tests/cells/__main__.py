@@ -28,6 +28,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1, help="of the drawing, and of the data")
     parser.add_argument("--results", type=Path, help="the file of JSON lines (results/seed_N.jsonl)")
     parser.add_argument("--cell", help="run this one alone, such as 'ranks=2 stage=3 tier=nvme'")
+    parser.add_argument("--minutes", type=float, help="begin no other cell after so many")
     parser.add_argument("--no-shrink", action="store_true", help="leave failing cells as they are")
     given = parser.parse_args()
     if given.cell is not None:
@@ -38,6 +39,8 @@ def main() -> int:
     begun, ran = time.monotonic(), 0
     try:
         for number, cell in enumerate(itertools.islice(draw.cells(given.seed), given.count)):
+            if given.minutes is not None and time.monotonic() - begun > 60 * given.minutes:
+                break
             if str(cell) not in known:
                 row = _row(run_cell(cell, given.seed), given.seed, shrinks=not given.no_shrink)
                 _append(file, row)
@@ -99,6 +102,7 @@ def table(rows: list[dict[str, Any]]) -> str:
     for row in rows:
         if row["outcome"] not in ("equal", "refused"):
             lines.append(f"{row['outcome']}: {row.get('smallest', row['cell'])}\n    {row['what'][:200]}")
+            lines.append(row.get("script", ""))
     return "\n".join(lines)
 
 

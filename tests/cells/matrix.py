@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import re
 import sys
+import textwrap
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,6 +34,14 @@ MATRIX = {
 }
 """The rows and columns; an axis stands for every combination that has it."""
 
+NOT_DRAWN = (
+    "What a cell cannot say yet: models of Transformers and of vision; more than 4 ranks; two axes on 4 ranks together "
+    "with a third; torch.compile; LoRA; the 1-bit optimizers, LAMB and Muon; curricula, random-LTD and progressive "
+    "layer drop; compression; fp8 layers; sparse attention; generation between steps; interleaved pipelines; devices "
+    "other than CPUs. Quantized weights and gradients, 8-bit states and the int8 codec are compared with unquantized "
+    "training within a tolerance, not with a formula of their own."
+)
+
 
 @dataclass
 class Square:
@@ -57,6 +66,8 @@ class Results:
     seeds: set[int] = field(default_factory=set)
     ranks: collections.Counter[int] = field(default_factory=collections.Counter)
     covered: collections.Counter[tuple[str, str]] = field(default_factory=collections.Counter)
+    faults: list[tuple[str, int, str]] = field(default_factory=list)
+    """(cell, seed, what was wrong)"""
 
 
 def gathered(rows: Iterable[dict[str, Any]]) -> Results:
@@ -77,6 +88,8 @@ def gathered(rows: Iterable[dict[str, Any]]) -> Results:
                 setattr(square, kind, getattr(square, kind) + 1)
         if row["outcome"] == "refused":
             results.refusals[reason(row["what"])].append(row["cell"])
+        elif row["outcome"] != "equal":
+            results.faults.append((row["cell"], row.get("seed", 0), reason(row["what"])))
     return results
 
 
@@ -133,6 +146,8 @@ def page(results: Results) -> str:
     ]
     for why, cells in sorted(results.refusals.items(), key=lambda each: -len(each[1])):
         lines.append(f"| {len(cells)} | {why.replace('|', '/')} | `{min(cells, key=len)}` |")
+    lines += ["", "## Open", "", *_open(results)]
+    lines += ["", "## Not drawn", "", *textwrap.wrap(NOT_DRAWN, 118)]
     lines += ["", "## How near is equal", "", *_tolerances(), ""]
     return "\n".join(lines)
 
@@ -145,6 +160,12 @@ def _matrix(labels: list[str], results: Results) -> list[str]:
         squares = [str(results.squares[each, down]) if each in labels[:at] else "" for each in labels[:-1]]
         lines.append(f"| {at + 1} | {down} | " + " | ".join(squares) + " |")
     return lines
+
+
+def _open(results: Results) -> list[str]:
+    """What ended otherwise than equal or refused."""
+    lines = [f"- `{cell}` (seed {seed}): {what}" for cell, seed, what in results.faults]
+    return lines or ["Nothing."]
 
 
 def _tolerances() -> list[str]:

@@ -35,6 +35,11 @@ FOUND = [
     "ranks=4 axes=tp+sp stage=3 recompute=partitioned clip=true resume=dp",
     "ranks=2 wire=int8 resume=stage",
     "model=moe ranks=4 axes=pp+ep stage=2 shards=mics",
+    "stage=1 tier=zenflow parameters=late",
+    "model=moe ranks=2 axes=tp wire=fp32",
+    "model=moe ranks=4 axes=tp+ep stage=2",
+    "model=moe ranks=2 axes=ep buckets=tiny parameters=unused_somewhere",
+    "model=moe ranks=4 axes=ep stage=3 tier=ratio buckets=tiny parameters=unused_somewhere",
 ]
 """Cells that failed once, made small."""
 

@@ -32,7 +32,7 @@ NAMES: dict[str, str | None] = {
     "torch._C._current_autograd_node": None,
     "torch._C._current_graph_task_id": None,  # which backward runs: called below
     "torch._C._functorch.peek_interpreter_stack": None,
-    "torch._C._will_engine_execute_node": None,  # compat/helpers/backward_counts.py does without
+    "torch._C._will_engine_execute_node": None,  # which gradients will arrive: zero/gradients/reducer.py
     "torch._dynamo.backends.common.aot_autograd": "",
     "torch._dynamo.config.ignore_logger_methods": None,
     "torch._dynamo.list_backends": "exclude_tags",
@@ -65,6 +65,7 @@ NAMES: dict[str, str | None] = {
     "torch.cuda._lazy_call": "callable",
     "torch.distributed._symmetric_memory.enable_symm_mem_for_group": "group_name",
     "torch.distributed.distributed_c10d._get_default_store": "",
+    "torch.distributed.distributed_c10d._hash_ranks_to_str": "ranks",  # replaced while a group is made: comm/groups.py
     "torch.distributed.distributed_c10d._world.pg_map": None,
     "torch.distributed.tensor.placement_types._StridedShard": None,  # told apart; its split_factor is read
     "torch.nn.Module._load_from_state_dict": "self state_dict prefix local_metadata strict",

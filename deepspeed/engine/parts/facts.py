@@ -151,4 +151,7 @@ class Facts:
         module, mesh = self._engine.module, self._engine.mesh
         experts = [p for p in module.parameters() if not getattr(p, "allreduce", True)]
         sizes = {name: int(name.rpartition("_")[2]) for name in sorted({str(p.group_name) for p in experts})}  # type: ignore[attr-defined]
-        return {name: mesh.among(mesh.sharing_experts(size, same=same)).group for name, size in sizes.items()}
+        return {
+            name: mesh.among(mesh.sharing_experts(size, same=same), same=same).group
+            for name, size in sizes.items()
+        }

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from deepspeed.comm.collectives import Communicator
-from deepspeed.comm.groups import default_timeout
+from deepspeed.comm.groups import default_timeout, new_group
 from deepspeed.config.plan import Packing, Plan
 from deepspeed.ops.update import traits_of
 from deepspeed.zero import params as zero_params
@@ -270,13 +270,7 @@ def make_gatherer(
 def _second_group(ranks: Communicator) -> Communicator:
     """The same ranks once more, so that gathers and sums can be in flight at the same time. They are still launched in
     one order (Note: one order in launch_order.py)."""
-    if ranks.size == 1:
-        return ranks
-    group = torch.distributed.new_group(
-        list(ranks.ranks), timeout=default_timeout(), use_local_synchronization=True
-    )
-    assert isinstance(group, torch.distributed.ProcessGroup)
-    return ranks.beside(group)
+    return ranks if ranks.size == 1 else ranks.beside(new_group(ranks.ranks, apart=True))
 
 
 def prefers_collectives(device_type: str) -> bool:

@@ -6,6 +6,12 @@ parameters or checkpointing. Launching them as they fill would pair different bu
 until the first backward that reduces, the reverse of registration; afterwards what rank 0 observed there, broadcast
 once. A bucket that fills early waits for its turn; ``flush`` launches the rest with zeros for what is missing.
 
+[Note: waiting in backward] A bucket that was launched is waited for in the same backward, to reuse its memory. If other
+ranks will not launch it before the end of their backward, as a parameter in it is unused there, and this rank's layers
+exchange data with theirs before that (experts, parts of a sequence), both wait forever. So where layers do that, the
+ranks tell each other at the start of a backward that sums which parameters it will reach (``foresee``). If these are
+not the same ones everywhere, all buckets of this backward are launched at its end.
+
 [Note: arrivals] A parameter used twice arrives once; reentrant checkpointing makes it arrive once per segment.
 How often each arrives is part of rank 0's record, and a bucket is full when all have arrived. A gradient that
 arrives after its bucket was launched is set aside, and the ranks agree at the step (``GradReport``) to sum it late.
@@ -19,12 +25,14 @@ from __future__ import annotations
 
 import sys
 import weakref
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
 from deepspeed.base.sharded import full_shape
 from deepspeed.base.untraced import untraced
@@ -42,6 +50,12 @@ def _own_references() -> int:
 
 
 _OWN_REFERENCES = _own_references()
+
+
+def _will_arrive(param: nn.Parameter) -> bool:
+    """Return whether the backward in progress reaches ``param``. A graph that is built in backward (reentrant
+    checkpointing) is not seen."""
+    return param.requires_grad and torch._C._will_engine_execute_node(get_gradient_edge(param).node)
 
 
 class Progress(Enum):
@@ -79,6 +93,7 @@ class GradReducer:
         overlap: leave sums in flight while backward runs; otherwise each is awaited immediately.
         expose: stage 0: leave the (reduced) gradients readable in ``param.grad`` after each backward.
         turns: whose turn it is, if other collectives are launched in one order with the sums.
+        layers_exchange: whether layers exchange data among the ranks of ``communicator`` in backward.
         device: where messages to other ranks are built; default: where the gradients are.
     """
 
@@ -93,9 +108,11 @@ class GradReducer:
         expose: bool,
         at_boundary: Callable[[], bool],
         turns: LaunchTurns | None = None,
+        layers_exchange: bool = False,
         device: torch.device | None = None,
     ) -> None:
         self.turns = turns
+        self._foresees = layers_exchange and communicator.size > 1
         self._device = device
         self.params = list(params)
         self.buckets = list(buckets)
@@ -169,6 +186,7 @@ class GradReducer:
         self._last: int | None = None  # the bucket that was launched last
         self._completed: list[int] = []
         self._launched = [False] * len(self.buckets)
+        self._at_end = False  # all buckets of this backward are launched at its end
         self._progress = Progress.IDLE
         self._share = 1.0
 
@@ -196,6 +214,27 @@ class GradReducer:
             grad = self._shown.pop()
             if sys.getrefcount(grad) > _OWN_REFERENCES:
                 grad.data = grad.data.clone()
+
+    def watch(self, root: Tensor) -> None:
+        """``root`` [any shape] is where the backward that was announced will begin."""
+        if self._foresees:
+
+            def begin(_: Tensor) -> None:
+                handle.remove()
+                self.foresee()
+
+            handle = root.register_hook(begin)
+
+    def foresee(self) -> None:
+        """At the start of a backward, inside autograd: agree whether all ranks will have the same gradients
+        (Note: waiting in backward)."""
+        if not self._foresees or not self._decide():
+            return
+        reached = zlib.crc32(bytes(map(_will_arrive, self.params)))
+        extremes = torch.tensor([reached, -reached], dtype=torch.int64, device=self.device)
+        self.communicator.all_reduce_max(extremes).wait()
+        highest, lowest = extremes.tolist()
+        self._at_end = highest != -lowest
 
     def _share_waiting(self) -> None:
         """Multiply what this backward gave to waiting parameters, which autograd accumulates, by its share."""
@@ -232,7 +271,8 @@ class GradReducer:
             self._missing[b] -= 1
             if self._missing[b] == 0:
                 self._completed.append(b)
-                if sums and (self.overlap or not self.buckets[b].keep_local):
+                early = self.overlap or not self.buckets[b].keep_local
+                if sums and early and not self._at_end:
                     self._launch_full()
 
     def _decide(self) -> bool:

@@ -78,8 +78,10 @@ class ZenFlowPiece:
         return self.owned.master if self.owned.low is None else self.owned.low
 
     def load(self, device: torch.device) -> None:
-        """Pack the chosen elements of the live tensors; the count of steps goes on."""
-        count = self.packed[1 + self.names.index("step")].clone() if self.packed else None
+        """Pack the chosen elements of the live tensors. The count of steps goes on, or begins as the host's, which has
+        updated all elements so far."""
+        begun = self.packed and self.packed[0].numel()
+        count = self.packed[1 + self.names.index("step")].clone() if begun else None
         positions = self.chosen.cpu()
         self.packed = [
             tensor.detach().clone() if not tensor.dim() else tensor.detach()[positions].to(device)
