@@ -57,6 +57,13 @@ class Adam:
         optimizer = torch.optim.AdamW([self.param], fused=True, **HYPERPARAMETERS)
         return self._with_copy(optimizer.step)
 
+    def _plain(self) -> Callable[[], object]:
+        """A loop over parameters, in separate operations: torch's only Adam when DeepSpeed's was measured."""
+        import torch
+
+        optimizer = torch.optim.AdamW([self.param], foreach=False, fused=False, **HYPERPARAMETERS)
+        return self._with_copy(optimizer.step)
+
     def _peer(self) -> Callable[[], object]:
         from deepspeed.ops.adam import DeepSpeedCPUAdam
 
@@ -93,6 +100,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = common_arguments("Milliseconds of one AdamW step on host memory.")
     parser.add_argument("--millions", nargs="+", type=int, default=[100], help="parameters, in millions")
     parser.add_argument("--large", action="store_true", help="also 500 million (8 GiB for each contender)")
+    parser.add_argument("--plain", action="store_true", help="also torch's AdamW that is not fused")
     parser.add_argument("--threads", nargs="+", type=int, default=[1, 2])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--starts", type=int, default=3, help="times that each contender is started anew")
@@ -106,6 +114,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def contenders(arguments: argparse.Namespace, millions: int, threads: int, copy_out: bool) -> list[Contender]:
     systems = [("ours", "ours", OURS), ("torch fused", "torch", OURS), ("stream", "stream", OURS)]
+    if arguments.plain:
+        systems.insert(2, ("torch, not fused", "plain", OURS))
     if arguments.peer:
         systems.append(("peer", "peer", arguments.peer))
     return [
