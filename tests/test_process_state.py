@@ -36,6 +36,7 @@ STATE = {
     "comm/pending.py:explanation": "what the last report about a hang said, while it lasts",
     "comm/hangs/stragglers.py:_visits": "how often all ranks met at a call, by name; belongs to the default group",
     "ops/update.py:ALONE": "a frozen value",
+    "inference/model/low_rank.py:_numbers": "numbers of adapters, by which their keys and values are told apart",
     "inference/serving/tokenizers.py:BEGIN": "a frozen value",
     "config/torch_classes.py:_tree()": "parsed source of the installed torch",
     "ops/formats/blockwise.py:OF_CODES": "a frozen value",

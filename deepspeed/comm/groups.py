@@ -51,7 +51,7 @@ def new_group(ranks: Sequence[int], *, timeout: timedelta | None = None, apart: 
 
 
 class _Made:
-    """How many groups of each set of ranks were made here since the default group is ``world``."""
+    """Count the groups of each set of ranks that were made here since the default group is ``world``."""
 
     world: ProcessGroup | None = None
     numbers: Counter[tuple[int, ...]] = Counter()

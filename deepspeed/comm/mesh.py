@@ -30,7 +30,7 @@ from deepspeed.config.mesh_layout import AXES, BASE_AXES, DERIVED_AXES, MeshLayo
 
 
 class _Use(Enum):
-    """What the collectives of a group are for (Note: two orders)."""
+    """Purpose of the collectives of a group (Note: two orders)."""
 
     SUMS = "among ranks with the same weights"
     LAYERS = "among ranks that divide a layer or its inputs"

@@ -232,6 +232,21 @@ def serve() -> argparse.ArgumentParser:
         default=1,
         help="ranks that share each layer; start the server with `deepspeed`",
     )
+    _limit_options(made)
+    _add_cache(made)
+    made.add_argument(
+        "--drain-seconds",
+        type=float,
+        default=30,
+        help="time to finish answers after SIGTERM (default: %(default)s)",
+    )
+    _chat_options(made)
+    _use_options(made)
+    made.add_argument("--local_rank", type=int, default=-1, help=argparse.SUPPRESS)
+    return made
+
+
+def _limit_options(made: argparse.ArgumentParser) -> None:
     made.add_argument(
         "--token-budget",
         "--max-num-batched-tokens",
@@ -268,14 +283,9 @@ def serve() -> argparse.ArgumentParser:
         default=1024,
         help="most tokens of an answer if the request does not say (default: %(default)s)",
     )
-    _add_cache(made)
-    made.add_argument(
-        "--drain-seconds",
-        type=float,
-        default=30,
-        help="time to finish answers after SIGTERM (default: %(default)s)",
-    )
-    _chat_options(made)
+
+
+def _use_options(made: argparse.ArgumentParser) -> None:
     made.add_argument(
         "--lora-modules",
         nargs="+",
@@ -289,8 +299,6 @@ def serve() -> argparse.ArgumentParser:
         help="hidden states that /v1/embeddings returns: of the last token, the mean of all, or of the first (default: "
         "as in the folder's 1_Pooling/config.json, else last)",
     )
-    made.add_argument("--local_rank", type=int, default=-1, help=argparse.SUPPRESS)
-    return made
 
 
 def _chat_options(made: argparse.ArgumentParser) -> None:

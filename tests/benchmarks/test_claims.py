@@ -19,7 +19,9 @@ ALL = [claim for section in claims.CLAIMS.values() for claim in section]
 
 def test_the_page_is_up_to_date() -> None:
     done = subprocess.run(
-        [sys.executable, "-S", str(ROOT / "benchmarks" / "claims.py"), "--check"], capture_output=True, text=True
+        [sys.executable, "-S", str(ROOT / "benchmarks" / "claims.py"), "--check"],
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stderr
 
@@ -33,5 +35,7 @@ def test_a_claim_names_what_measures_it(claim: claims.Claim) -> None:
     if script:
         text = (ROOT / script).read_text(encoding="utf-8")
         assert all(re.search(rf'"{option}"', text) for option in options if option.startswith("--"))
-    for named in re.findall(r"(?:benchmarks|tests)/[\w/]+(?:\.py)?", claim.carries + claim.result + claim.analog):
+    for named in re.findall(
+        r"(?:benchmarks|tests)/[\w/]+(?:\.py)?", claim.carries + claim.result + claim.analog
+    ):
         assert (ROOT / named).exists()

@@ -64,7 +64,7 @@ class Observed:
 
     @cached_property
     def monitor(self: Any) -> MonitorMaster:
-        """Where curves are written: the monitors that the config enables."""
+        """Return the monitors that the config enables, which write curves."""
         from deepspeed.observe.monitor.monitor import MonitorMaster
 
         return MonitorMaster(self._config.monitor_config)

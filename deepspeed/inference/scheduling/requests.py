@@ -181,8 +181,8 @@ class Request:
 
     @property
     def computes_prompt(self) -> bool:
-        """Whether logits or hidden states of the whole prompt are needed, so that no part of it may come from the
-        cache."""
+        """Return whether logits or hidden states of the whole prompt are needed, so that none of it may come from
+        the cache."""
         if self.params.pooling in ("mean", "cls"):
             return True
         return self.params.prompt_logprobs and len(self.prompt_logprobs) < len(self.prompt) - 1

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from deepspeed.inference.serving.pieces import Reading, Source, Tools, json_call, long_id
+from deepspeed.inference.serving.pieces import AnswerText, Reading, Tools, json_call, long_id
 
 _PYTHON_TAG = "<|python_tag|>"
 
@@ -26,7 +26,7 @@ def _short_id() -> str:
 # ----------------------------------------------------------------------------------------------------------- reading
 
 
-def read_hermes(source: Source, tools: Tools) -> Reading[None]:
+def read_hermes(source: AnswerText, tools: Tools) -> Reading[None]:
     """``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, as often as there are calls."""
     while (yield from source.text_until("<tool_call>")):
         yield from source.spaces()
@@ -37,7 +37,7 @@ def read_hermes(source: Source, tools: Tools) -> Reading[None]:
             source.as_text()
 
 
-def read_llama3(source: Source, tools: Tools) -> Reading[None]:
+def read_llama3(source: AnswerText, tools: Tools) -> Reading[None]:
     """``{"name": ..., "parameters": {...}}`` and more of these behind semicolons, where the answer begins or behind
     ``<|python_tag|>``."""
     source.keep()
@@ -50,7 +50,7 @@ def read_llama3(source: Source, tools: Tools) -> Reading[None]:
         found = yield from source.text_until(_PYTHON_TAG)
 
 
-def read_mistral(source: Source, tools: Tools) -> Reading[None]:
+def read_mistral(source: AnswerText, tools: Tools) -> Reading[None]:
     """``[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]``, or ``[TOOL_CALLS]name{...}`` for each call, where
     newer models write ``[CALL_ID]id`` and ``[ARGS]`` behind the name."""
     while (yield from source.text_until("[TOOL_CALLS]")):
@@ -63,7 +63,7 @@ def read_mistral(source: Source, tools: Tools) -> Reading[None]:
             yield from _named(source, tools)
 
 
-def read_xml(source: Source, tools: Tools) -> Reading[None]:
+def read_xml(source: AnswerText, tools: Tools) -> Reading[None]:
     """``<tool_call><function=name><parameter=key>value</parameter>...</function></tool_call>``; values are JSON where
     the schema of the parameter is not of a text."""
     while marker := (yield from source.text_until("<tool_call>", "<function=")):
@@ -83,7 +83,7 @@ def read_xml(source: Source, tools: Tools) -> Reading[None]:
             yield from source.skip("</tool_call>")
 
 
-def _calls(source: Source, tools: Tools, between: str) -> Reading[bool]:
+def _calls(source: AnswerText, tools: Tools, between: str) -> Reading[bool]:
     """Read objects with ``between`` between them; what is none becomes text. False: there are none."""
     found = False
     while (yield from json_call(source, tools)):
@@ -97,7 +97,7 @@ def _calls(source: Source, tools: Tools, between: str) -> Reading[bool]:
     return found
 
 
-def _named(source: Source, tools: Tools) -> Reading[None]:
+def _named(source: AnswerText, tools: Tools) -> Reading[None]:
     name = yield from source.word()
     if (yield from source.skip("[CALL_ID]")):
         yield from source.word()
@@ -111,7 +111,7 @@ def _named(source: Source, tools: Tools) -> Reading[None]:
         source.close()
 
 
-def _parameters(source: Source, schema: Mapping[str, Any]) -> Reading[bool]:
+def _parameters(source: AnswerText, schema: Mapping[str, Any]) -> Reading[bool]:
     """False: something else is between them, or there is no end."""
     known, before = schema.get("properties"), "{"
     while True:
@@ -184,7 +184,7 @@ class ToolFormat:
         as_xml: arguments are written as `read_xml` reads them, not as JSON.
     """
 
-    read: Callable[[Source, Tools], Reading[None]]
+    read: Callable[[AnswerText, Tools], Reading[None]]
     call: tuple[str, str]
     begin: str = ""
     between: str = "\n"
@@ -303,10 +303,10 @@ class ReasoningFormat:
         before = prompt.rstrip()
         return before.endswith(self.begin) or (self.always and not before.endswith(self.end))
 
-    def reader(self, inside: bool) -> Callable[[Source], Reading[None]]:
+    def reader(self, inside: bool) -> Callable[[AnswerText], Reading[None]]:
         """Return what reads reasoning; ``inside``: the answer begins amid of it."""
 
-        def read(source: Source) -> Reading[None]:
+        def read(source: AnswerText) -> Reading[None]:
             source.keep()
             yield from source.spaces()
             if not (yield from source.skip(self.begin)) and not inside:

@@ -1,6 +1,6 @@
 """From the text of an answer, piece by piece, to what it consists of: text, reasoning and calls of tools. Pure.
 
-A format (`formats.py`) is a generator that reads a `Source` and yields where it needs more text. It decides by the text
+A format (`formats.py`) is a generator that reads an `AnswerText` and yields where it needs more. It decides by the text
 alone and never by where a piece ends, so that an answer has the same parts however it is cut, and each character is
 looked at a few times at most.
 """
@@ -50,7 +50,7 @@ class Piece:
     id: str = ""
 
 
-class Source:
+class AnswerText:
     """The text of an answer as far as it is there, and the parts found in it.
 
     White space at the end of a text is held back: before and after calls, and around reasoning, there is no text.
@@ -200,15 +200,15 @@ class Source:
         return marker
 
     def keep(self) -> None:
-        """What is read from now on is text, unless it turns out to be a call."""
+        """Take what is read from now on as text, unless it turns out to be a call."""
         self._kept = []
 
     def drop(self) -> None:
-        """What was kept is no text."""
+        """Forget what was kept: it is no text."""
         self._kept = None
 
     def as_text(self) -> None:
-        """What was kept is text."""
+        """Add what was kept: it is text."""
         kept, self._kept = self._kept, None
         if kept:
             self.say("text", "".join(kept))
@@ -265,26 +265,26 @@ class Parser:
 
     def __init__(
         self,
-        *readers: Callable[[Source], Reading[None]],
+        *readers: Callable[[AnswerText], Reading[None]],
         make_id: Callable[[], str] = long_id,
         limit: int | None = None,
     ) -> None:
-        self._source = Source(make_id, limit)
+        self._source = AnswerText(make_id, limit)
         self._reading = self._read(readers)
 
     @property
     def is_complete(self) -> bool:
-        """Whether nothing more is read: there are as many calls as may be."""
+        """Return whether nothing more is read: there are as many calls as may be."""
         return self._source.is_full
 
     @property
     def has_called(self) -> bool:
-        """Whether there are calls, and each has an end."""
+        """Return whether there are calls, and each has an end."""
         return bool(self._source.calls) and not self._source.open
 
     @property
     def is_reasoning(self) -> bool:
-        """Whether reasoning was the last that was found."""
+        """Return whether reasoning was the last that was found."""
         return self._source.kind == "reasoning"
 
     def add(self, text: str) -> list[Piece]:
@@ -300,7 +300,7 @@ class Parser:
         next(self._reading, None)
         return self._source.pieces()
 
-    def _read(self, readers: tuple[Callable[[Source], Reading[None]], ...]) -> Reading[None]:
+    def _read(self, readers: tuple[Callable[[AnswerText], Reading[None]], ...]) -> Reading[None]:
         source = self._source
         for reader in readers:
             yield from reader(source)
@@ -338,7 +338,7 @@ class _Scan:
         return None
 
 
-def json_call(source: Source, tools: Tools) -> Reading[bool]:
+def json_call(source: AnswerText, tools: Tools) -> Reading[bool]:
     """Read an object with the name of a function, and its arguments, also called parameters, in any order; other
     members are ignored. False: it is something else, or the function is none of ``tools``; what was read is kept."""
     if not (yield from source.skip("{")):
@@ -364,7 +364,7 @@ def json_call(source: Source, tools: Tools) -> Reading[bool]:
 class _JsonCall:
     """A call of which some members have been read."""
 
-    def __init__(self, source: Source, tools: Tools) -> None:
+    def __init__(self, source: AnswerText, tools: Tools) -> None:
         self.name: str | None = None
         self.begun = False
         self._source, self._tools = source, tools

@@ -26,7 +26,7 @@ _CHOICES = ("none", "auto", "required")
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """What a request says of tools. ``given``: as clients write them, for the template; ``callable``: the functions
+    """Tools of a request. ``given``: as clients write them, for the template; ``callable``: the functions
     that may be called, with the schemas of their arguments; ``is_forced``: one has to be; ``many``: more than one."""
 
     given: tuple[Mapping[str, Any], ...] = ()
@@ -125,7 +125,7 @@ def _past(call: Any, where: str) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Formats:
-    """How the model of a server writes. ``tools``, ``reasoning``: names in `formats.py`; None: it does not."""
+    """Formats of a server's model. ``tools``, ``reasoning``: names in `formats.py`; None: it has none."""
 
     tools: str | None = None
     reasoning: str | None = None
@@ -133,7 +133,7 @@ class Formats:
 
 @dataclass(frozen=True, slots=True)
 class AnswerForm:
-    """How the answers to one request are read: calls in ``tools``, reasoning in ``reasoning``. ``inside``: they begin
+    """Formats of the answers to one request: calls in ``tools``, reasoning in ``reasoning``. ``inside``: they begin
     amid reasoning."""
 
     use: ToolUse
