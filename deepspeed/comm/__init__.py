@@ -157,9 +157,11 @@ _HOLDERS = ("init", "logging", "functions", "backend")
 
 def __getattr__(name: str) -> Any:
     if name in __all__:
-        modules = (importlib.import_module(f"{__name__}.{holder}") for holder in _HOLDERS)
-        value = globals()[name] = next(vars(each)[name] for each in modules if name in vars(each))
-        return value
+        for holder in _HOLDERS:
+            module = importlib.import_module(f"{__name__}.{holder}")
+            if name in vars(module):  # not so while the module is being imported
+                globals()[name] = vars(module)[name]
+                return vars(module)[name]
     if name == "cdb":  # the backend object, None until the process group exists
         return importlib.import_module(f"{__name__}.functions").set_backend()
     if name == "timer":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -55,6 +57,7 @@ class _Made:
 
     world: ProcessGroup | None = None
     numbers: Counter[tuple[int, ...]] = Counter()
+    lock = threading.Lock()
 
 
 @contextmanager
@@ -64,13 +67,15 @@ def _named_by(ranks: tuple[int, ...], world: ProcessGroup) -> Iterator[None]:
     torch takes how many groups of any ranks this process has. That number differs between pipeline stages of which one
     has experts, so that a later group of both has two names, and its members wait for each other.
     """
-    if _Made.world is not world:
-        _Made.world, _Made.numbers = world, Counter()
-    _Made.numbers[ranks] += 1
-    name = f"deepspeed {','.join(map(str, ranks))} number {_Made.numbers[ranks]}"
-    usual = distributed_c10d._hash_ranks_to_str
-    distributed_c10d._hash_ranks_to_str = lambda _: name
-    try:
-        yield
-    finally:
-        distributed_c10d._hash_ranks_to_str = usual
+    with _Made.lock:
+        if _Made.world is not world:
+            _Made.world, _Made.numbers = world, Counter()
+        _Made.numbers[ranks] += 1
+        told = f"deepspeed {','.join(map(str, ranks))} number {_Made.numbers[ranks]}"
+        name = hashlib.sha1(told.encode(), usedforsecurity=False).hexdigest()
+        usual = distributed_c10d._hash_ranks_to_str
+        distributed_c10d._hash_ranks_to_str = lambda asked: name if tuple(asked) == ranks else usual(asked)
+        try:
+            yield
+        finally:
+            distributed_c10d._hash_ranks_to_str = usual

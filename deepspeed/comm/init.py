@@ -26,7 +26,6 @@ from deepspeed.comm.record import CommsLogger
 
 if TYPE_CHECKING:
     from deepspeed.config.deepspeed_config import DeepSpeedConfig
-    from deepspeed.config.sections.comm import CommConfig
 
 _PATIENCE_S = 5.0  # after this long, torch's pauses between two attempts are short in comparison
 
@@ -111,9 +110,8 @@ def _choose_transports(config: DeepSpeedConfig) -> None:
 
 def _wants_shared_memory(config: DeepSpeedConfig) -> bool | None:
     """Return the config's choice; None: it makes none."""
-    section: CommConfig | None = getattr(config, "comm_config", None)
-    given = section is not None and "shared_memory" in section.model_fields_set
-    return section.shared_memory if section is not None and given else None
+    section = config.schema.comm
+    return section.shared_memory if "shared_memory" in section.model_fields_set else None
 
 
 def network_of(config: DeepSpeedConfig) -> Network:

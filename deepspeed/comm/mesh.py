@@ -214,12 +214,13 @@ class ProcessMesh:
         """The group of these ranks for this use (Note: two orders)."""
         found = self._groups.get((use, ranks))
         if found is None:
-            if use is _Use.SUMS and ranks == self.ranks("sp"):
+            several = len(ranks) > 1  # one rank alone has no order to keep
+            if several and use is _Use.SUMS and ranks == self.ranks("sp"):
                 self.group(
                     "sp"
                 )  # the first of two may be the default group, which scripts give to their layers
             other = _Use.LAYERS if use is _Use.SUMS else _Use.SUMS
-            apart = (other, ranks) in self._groups
+            apart = several and (other, ranks) in self._groups
             found = self._groups[use, ranks] = new_group(ranks, timeout=self._timeout, apart=apart)
         return found
 

@@ -132,3 +132,27 @@ def test_a_group_of_ranks_with_different_numbers_of_groups():
     total = torch.full((3,), float(rank))
     mesh.communicator("pp").all_reduce(total).wait()
     assert total.tolist() == [2.0 * (rank % 2) + 2] * 3
+
+
+@distributed(world_size=2)
+def test_gradients_that_a_script_asks_autograd_for():
+    """``torch.autograd.grad``, as penalties of gradients do, reaches no reducer; the next update is as ever."""
+    torch.manual_seed(0)
+    model = Model(DistributedAttention(attend, dist.group.WORLD, scatter_idx=2, gather_idx=1))
+    plain = copy.deepcopy(model)
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "sequence_parallel_size": 2,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.3}},
+    }
+    engine = deepspeed.initialize(model=model, config=config)[0]
+    x, kinds = (each.chunk(2, 1)[dist.get_rank()].contiguous() for each in batch(0))
+    kinds = torch.ones_like(kinds)
+    found = torch.autograd.grad(engine(x, kinds), list(engine.parameters()))
+    expected = torch.autograd.grad(plain(x, kinds), list(plain.parameters()))
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other)
+    engine.backward(engine(x, kinds))
+    engine.step()
+    for before, after in zip(plain.parameters(), engine.parameters(), strict=True):
+        assert not torch.equal(before, after)

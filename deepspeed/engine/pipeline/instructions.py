@@ -273,6 +273,7 @@ class ByInstructions(PipelineFacts):
         self._network.phase = "backward"
         self.events.emit("before_backward", loss=None)
         core.reducer.before_backward()
+        core.reducer.launch_at_end()
         return None
 
 

@@ -100,6 +100,7 @@ class Stage:
         plain.paused = True
         try:
             core.reducer.before_backward()
+            core.reducer.launch_at_end()
             backward_from(outputs, gradients)
             engine._end_backward()
         except BaseException as error:

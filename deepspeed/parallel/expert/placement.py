@@ -22,18 +22,18 @@ if TYPE_CHECKING:
 def place_experts(module: nn.Module, mesh: ProcessMesh) -> list[int]:
     """Spread the experts of every layer over the ranks of ``mesh``, and number the layers. Returns how many experts
     each has. Layers of a script's own that want to know their ranks are asked to find them. Collective."""
-    layers = {path: layer for path, layer in module.named_modules() if _is_ours(layer)}
+    layers = {path: layer for path, layer in module.named_modules() if is_ours(layer)}
     for number, layer in zip(numbers_in_model(list(layers), mesh), layers.values(), strict=True):
         layer.number = number
         layer.spread_over(mesh)
     for each in module.modules():
         # Asked of the class: some wrappers forward what they do not have to a module that is passed here as well.
-        if hasattr(type(each), "set_deepspeed_parallelism") and not _is_ours(each):
+        if hasattr(type(each), "set_deepspeed_parallelism") and not is_ours(each):
             each.set_deepspeed_parallelism(mesh.data_before_experts)  # type: ignore[operator]
     return [layer.num_experts for layer in module.modules() if _is_moe(layer)]
 
 
-def _is_ours(layer: nn.Module) -> TypeGuard[MoE]:
+def is_ours(layer: nn.Module) -> TypeGuard[MoE]:
     """Not a layer that only inherits from ``MoE`` and has experts, and a way to them, of its own."""
     return _is_moe(layer) and "deepspeed_moe" in layer._modules
 
@@ -92,7 +92,7 @@ def write_experts(
 
     failed: Exception | None = None
     for path, layer in module.named_modules():
-        if not _is_ours(layer):
+        if not is_ours(layer):
             continue
         first = mesh.sharing_experts(layer.ep_size, same=True)[0] == mesh.global_rank
         experts: Any = layer.deepspeed_moe.experts

@@ -10,7 +10,8 @@ once. A bucket that fills early waits for its turn; ``flush`` launches the rest 
 ranks will not launch it before the end of their backward, as a parameter in it is unused there, and this rank's layers
 exchange data with theirs before that (experts, parts of a sequence), both wait forever. So where layers do that, the
 ranks tell each other at the start of a backward that sums which parameters it will reach (``foresee``). If these are
-not the same ones everywhere, all buckets of this backward are launched at its end.
+not the same ones everywhere, all buckets of this backward are launched at its end. Not so with collective gathers at
+stage 3: a gather that comes after a sum in their one order launches it.
 
 [Note: arrivals] A parameter used twice arrives once; reentrant checkpointing makes it arrive once per segment.
 How often each arrives is part of rank 0's record, and a bucket is full when all have arrived. A gradient that
@@ -55,7 +56,12 @@ _OWN_REFERENCES = _own_references()
 def _will_arrive(param: nn.Parameter) -> bool:
     """Return whether the backward in progress reaches ``param``. A graph that is built in backward (reentrant
     checkpointing) is not seen."""
-    return param.requires_grad and torch._C._will_engine_execute_node(get_gradient_edge(param).node)
+    if not param.requires_grad:
+        return False
+    try:
+        return torch._C._will_engine_execute_node(get_gradient_edge(param).node)
+    except RuntimeError:  # torch.autograd.grad asks for the gradient itself, which then arrives nowhere
+        return False
 
 
 class Progress(Enum):
@@ -224,6 +230,11 @@ class GradReducer:
                 self.foresee()
 
             handle = root.register_hook(begin)
+
+    def launch_at_end(self) -> None:
+        """Do without ``foresee`` in the backward that was announced: where it begins is not known, as in a pipeline's
+        stages without the loss. Where it would matter, all buckets are launched at the end."""
+        self._at_end = self._foresees
 
     def foresee(self) -> None:
         """At the start of a backward, inside autograd: agree whether all ranks will have the same gradients
