@@ -138,8 +138,10 @@ def test_a_group_of_ranks_with_different_numbers_of_groups():
 def test_gradients_that_a_script_asks_autograd_for():
     """``torch.autograd.grad``, as penalties of gradients do, reaches no reducer; the next update is as ever."""
     torch.manual_seed(0)
-    model = Model(DistributedAttention(attend, dist.group.WORLD, scatter_idx=2, gather_idx=1))
-    plain = copy.deepcopy(model)
+    plain = Model()
+    model = copy.deepcopy(plain)
+    for each in (plain, model):
+        each.attention = DistributedAttention(attend, dist.group.WORLD, scatter_idx=2, gather_idx=1)
     config = {
         "train_micro_batch_size_per_gpu": 2,
         "sequence_parallel_size": 2,
