@@ -6,12 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 
-from deepspeed.parallel.tensor.planning.plan import PlanError
-from deepspeed.parallel.tensor.planning.planner import plan_module
-from deepspeed.parallel.tensor.trial import try_split
-from tests.parallel.tensor.threads import ThreadGroup, run_ranks
+transformers = pytest.importorskip("transformers", reason="the clients extra is not installed")
+
+from deepspeed.parallel.tensor.planning.plan import PlanError  # noqa: E402
+from deepspeed.parallel.tensor.planning.planner import plan_module  # noqa: E402
+from deepspeed.parallel.tensor.trial import try_split  # noqa: E402
+from tests.parallel.tensor.threads import ThreadGroup, run_ranks  # noqa: E402
 
 
 class Looking(transformers.LlamaForCausalLM):
