@@ -37,16 +37,15 @@ ASKED: dict[str, Any] = {"messages": [{"role": "user", "content": "Weather?"}], 
 
 
 class Template(Bytes):
-    """``end``: of every prompt. Byte 1 is a special token."""
+    """``end``: of every prompt. Bytes 1, and more where ``specials`` says so, are special tokens."""
 
-    specials = {1: "[TOOL_CALLS]"}
-
-    def __init__(self, end: str = "") -> None:
+    def __init__(self, end: str = "", specials: Mapping[int, str] | None = None) -> None:
         self.end = end
+        self.specials = dict(specials or {1: "[TOOL_CALLS]"})
         self.seen: list[tuple[Any, dict[str, Any]]] = []
 
     def decode(self, tokens: list[int]) -> str:
-        return super().decode([token for token in tokens if token != 1])
+        return super().decode([token for token in tokens if token not in self.specials])
 
     def chat(self, messages: Sequence[dict[str, Any]], arguments: Mapping[str, Any] = BEGIN) -> list[int]:
         self.seen.append((messages, dict(arguments)))
@@ -142,6 +141,17 @@ def test_a_marker_that_is_a_special_token(monkeypatch: pytest.MonkeyPatch) -> No
         assert shown["message"]["content"].startswith("Hm. [TOOL_CALLS][{")
         body = {"prompt": "a", "max_tokens": 6, "skip_special_tokens": False}
         assert running.post(body)[1]["choices"][0]["text"] == "Hm. [TOOL_CALLS]["
+
+
+@pytest.mark.parametrize("name, text", [("hermes", HERMES), ("qwen3_coder", XML)])
+def test_tags_of_calls_that_are_special_tokens(name: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    template = Template(specials={1: "<tool_call>", 2: "</tool_call>"})
+    inner = text.removeprefix("<tool_call>").removesuffix("</tool_call>")
+    with says(monkeypatch, f"Hm. \1{inner}\2", name, template=template) as running:
+        for choice in ("auto", "required"):
+            found = both(running, tool_choice=choice)
+            assert found["calls"] == [{"name": "weather", "arguments": PARIS}]
+            assert found["message"]["content"] == "Hm." and found["finish_reason"] == "tool_calls"
 
 
 def test_reasoning_with_and_without_tools(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -298,8 +298,22 @@ def test_grammars_admit_what_is_read(name: str, many: bool) -> None:
     assert matcher.try_consume_tokens(list(b"Sure")) == 0
 
 
+@pytest.mark.parametrize("name", ["hermes", "qwen3_coder"])
+def test_a_forced_call_between_special_tokens(name: str) -> None:
+    library = pytest.importorskip("llguidance", reason="the extra serve is not installed")
+    form, specials = TOOL_FORMATS[name], {"<tool_call>": 257, "</tool_call>": 258}
+    rules = grammar(form, TOOLS, many=False, specials=specials)
+    matcher = library.LLMatcher(_bytes(library), library.LLMatcher.grammar_from_lark(rules), log_level=0)
+    text = HERMES if name == "hermes" else XML
+    assert matcher.try_consume_tokens(list(text.encode())) == 0
+    matcher.reset()
+    inner = text.removeprefix("<tool_call>").removesuffix("</tool_call>")
+    tokens = [257, *inner.encode(), 258]
+    assert matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
+
+
 def _bytes(library: Any) -> Any:
-    """Each byte is a token."""
+    """Each byte is a token, and three are special."""
     tokenizers = pytest.importorskip("tokenizers", reason="the extra serve is not installed")
     letters = list(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     by_byte = {tokenizers.decoders.ByteLevel().decode([letter]): letter for letter in letters}
@@ -307,7 +321,7 @@ def _bytes(library: Any) -> Any:
     known = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=[]))
     known.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     known.decoder = tokenizers.decoders.ByteLevel()
-    known.add_special_tokens(["<end>"])
+    known.add_special_tokens(["<end>", "<tool_call>", "</tool_call>"])
     return library.LLTokenizer(known.to_str(), n_vocab=260, eos_token=[256])
 
 

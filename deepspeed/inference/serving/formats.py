@@ -194,7 +194,13 @@ class ToolFormat:
     as_xml: bool = False
 
 
-_HERMES = ToolFormat(read_hermes, ('<tool_call>\n{"name": "{name}", "arguments": ', "}\n</tool_call>"))
+_TOOL_CALL = ("<tool_call>", "</tool_call>")
+
+_HERMES = ToolFormat(
+    read_hermes,
+    ('<tool_call>\n{"name": "{name}", "arguments": ', "}\n</tool_call>"),
+    specials=_TOOL_CALL,
+)
 _LLAMA3 = ToolFormat(
     read_llama3, ('{"name": "{name}", "parameters": ', "}"), between="; ", specials=(_PYTHON_TAG,)
 )
@@ -214,7 +220,12 @@ _MISTRAL_NAMED = ToolFormat(
     specials=("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"),
     make_id=_short_id,
 )
-_XML = ToolFormat(read_xml, ("<tool_call>\n<function={name}>\n", "</function>\n</tool_call>"), as_xml=True)
+_XML = ToolFormat(
+    read_xml,
+    ("<tool_call>\n<function={name}>\n", "</function>\n</tool_call>"),
+    specials=_TOOL_CALL,
+    as_xml=True,
+)
 
 TOOL_FORMATS: Mapping[str, ToolFormat] = {
     "hermes": _HERMES,
