@@ -211,6 +211,24 @@ def test_no_more_than_one_call() -> None:
         assert parser.is_complete and character in "}>"
 
 
+def test_a_call_without_an_end() -> None:
+    """No other takes its place where one may be, and the model has not called where others follow it."""
+    broken = '<tool_call>{"name": "weather", "arguments": {"city": [}} Hm.'
+    unfinished = f"<tool_call><function=weather><parameter=city>\nParis\n</parameter> Hm. {XML}"
+    for name, text, told in (
+        ("hermes", f"{broken} {HERMES} {HERMES} x", ("}} Hm.", '{"city": [')),
+        ("qwen3_coder", unfinished, ("Hm.", '{"city": "Paris"')),
+    ):
+        for at in range(1, len(text)):
+            found = parsed(text, name, [at], limit=1)
+            assert found == (told[0], "", [("weather", told[1])], False)
+        calls, has_called = parsed(text, name)[2:]
+        assert [each for _, each in calls] == [told[1]] + [PARIS] * text.count("3") and not has_called
+        parser = made(name, limit=1)
+        parser.add(text)
+        assert parser.is_complete
+
+
 def test_values_have_the_types_of_the_schema() -> None:
     schema = {
         "properties": {
