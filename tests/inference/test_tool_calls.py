@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -190,6 +191,29 @@ def test_what_the_template_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
         both(running, tool_choice="none", chat_template="{{ messages }}")
         assert "tools" not in template.seen[-1][1]
         assert template.seen[-1][1]["chat_template"] == "{{ messages }}"
+
+
+LISTS = '{"a": [' + ",".join(["[]"] * 40_000) + "]}"
+
+
+@pytest.mark.parametrize("path", ["/tokenize", CHATS, "/v1/responses"])
+def test_arguments_of_the_history_are_bounded(path: str, shared: Running) -> None:
+    """Together, as the parts of a body are; what is malformed stays text, and one call is served."""
+
+    def body(*arguments: str) -> dict[str, Any]:
+        calls = [{"function": {"name": "now", "arguments": each}} for each in arguments]
+        if path != "/v1/responses":
+            return {"messages": [{"role": "assistant", "content": "a", "tool_calls": calls}]}
+        items = [{"type": "function_call", "call_id": "a", **each["function"]} for each in calls]
+        return {"input": items, "max_output_tokens": 1}
+
+    for arguments in ((LISTS,), (LISTS[:-1],), ('{"a": "\\ud83d"}', "[" * 5000, '{"a": NaN}')):
+        status, found = shared.post(body(*arguments), path)
+        assert status == 200, found
+    began = time.process_time()
+    status, found = shared.post(body("{}", LISTS, LISTS), path)
+    assert time.process_time() - began < 1
+    assert status == 400 and found["error"]["param"] == "messages.0.tool_calls.2.function.arguments"
 
 
 @pytest.mark.parametrize(

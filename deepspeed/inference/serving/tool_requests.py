@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from deepspeed.inference.scheduling.requests import Constraint
-from deepspeed.inference.serving.bodies import RequestError, kind_of
+from deepspeed.inference.serving.bodies import Budget, RequestError, kind_of, parsed
 from deepspeed.inference.serving.formats import (
     REASONING_FORMATS,
     ReasoningFormat,
@@ -91,9 +90,10 @@ def _chosen(choice: Any) -> Any:
     return function.get("name")
 
 
-def with_calls(message: dict[str, Any], where: str) -> dict[str, Any]:
+def with_calls(message: dict[str, Any], where: str, budget: Budget) -> dict[str, Any]:
     """Return a message of the history as templates read it: the arguments of its calls as objects where they are
-    such, and its reasoning under both of its names. RequestError: its calls are malformed."""
+    such, and its reasoning under both of its names. ``budget``: of the arguments of all calls. RequestError: the calls
+    are malformed, or their arguments have more parts or values than is left."""
     thought, calls = message.get("reasoning_content") or message.get("reasoning"), message.get("tool_calls")
     if isinstance(thought, str):
         message = {**message, "reasoning_content": thought, "reasoning": thought}
@@ -105,19 +105,21 @@ def with_calls(message: dict[str, Any], where: str) -> dict[str, Any]:
         )
     return {
         **message,
-        "tool_calls": [_past(each, f"{where}.tool_calls.{at}") for at, each in enumerate(calls)],
+        "tool_calls": [_past(each, f"{where}.tool_calls.{at}", budget) for at, each in enumerate(calls)],
     }
 
 
-def _past(call: Any, where: str) -> dict[str, Any]:
+def _past(call: Any, where: str, budget: Budget) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise RequestError(f"{where}: an object with a function and its name is expected", where)
     arguments = function.get("arguments") or {}
     if isinstance(arguments, str):
         try:
-            read = json.loads(arguments)
-        except (ValueError, RecursionError):
+            read = parsed(arguments.encode(), budget, f"{where}.function.arguments")
+        except RequestError:
+            raise
+        except ValueError:
             read = None  # as a model that was cut short has written it
         arguments = read if isinstance(read, dict) else arguments
     return {**call, "type": "function", "function": {**function, "arguments": arguments}}
