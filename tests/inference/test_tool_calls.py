@@ -171,6 +171,41 @@ def test_reasoning_with_and_without_tools(monkeypatch: pytest.MonkeyPatch) -> No
         assert both(running, tools=None)["message"] == {"role": "assistant", "content": said}
 
 
+@pytest.mark.parametrize("name", ["deepseek_r1", "qwen3"])
+@pytest.mark.parametrize(
+    "begun, is_inside",
+    [
+        ("<think>\nHm.\n</think>The answer is", False),
+        ("The answer is", False),
+        ("<think>\nfoo", True),
+        ("<think>a</think> b <think> " + "c" * 100, True),
+    ],
+)
+def test_a_message_that_goes_on(
+    name: str, begun: str, is_inside: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The message tells whether it ends amid reasoning, the end of the prompt does not."""
+    messages = [*ASKED["messages"], {"role": "assistant", "content": begun}]
+    with says(monkeypatch, " 42. </think> So.", reasoning=name, template=Template(begun)) as running:
+        for field in (
+            {"continue_final_message": True},
+            {"add_generation_prompt": False, "chat_template_kwargs": {"continue_final_message": True}},
+        ):
+            told = both(running, messages=messages, tools=None, **field)["message"]
+            assert told.get("reasoning") == ("42." if is_inside else None)
+            assert told["content"] == ("So." if is_inside else " 42. </think> So.")
+
+
+@pytest.mark.parametrize("end, is_inside", [("<think>\n", True), ("<think>\n\n</think>\n\n", False)])
+def test_a_message_that_goes_on_and_is_empty(
+    end: str, is_inside: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    messages = [*ASKED["messages"], {"role": "assistant", "content": ""}]
+    with says(monkeypatch, "Hm.</think>So.", reasoning="qwen3", template=Template(end)) as running:
+        told = both(running, messages=messages, tools=None, continue_final_message=True)["message"]
+        assert told["content"] == ("So." if is_inside else "Hm.</think>So.")
+
+
 def test_what_the_template_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
     template = Template()
     call = {"id": "a", "type": "function", "function": {"name": "weather", "arguments": PARIS}}

@@ -314,6 +314,10 @@ class ReasoningFormat:
         before = prompt.rstrip()
         return before.endswith(self.begin) or (self.always and not before.endswith(self.end))
 
+    def goes_on_in(self, message: str) -> bool:
+        """Return whether the begun ``message`` ends amid reasoning."""
+        return message.rfind(self.begin) > message.rfind(self.end)
+
     def reader(self, inside: bool) -> Callable[[AnswerText], Reading[None]]:
         """Return what reads reasoning; ``inside``: the answer begins amid of it."""
 

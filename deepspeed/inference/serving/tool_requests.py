@@ -172,10 +172,11 @@ class AnswerForm:
         return replace(given, reasoning=("" if self.inside else self.reasoning.begin, self.reasoning.end))
 
 
-def answer_form(formats: Formats, use: ToolUse, end: str, specials: Sequence[str]) -> AnswerForm:
-    """Return how answers are read. ``end``: of the prompt; ``specials``: texts of special tokens. RequestError: tools
-    are given, and how the model calls them is not known."""
-    reasoning = None if formats.reasoning is None else REASONING_FORMATS[formats.reasoning]
+def answer_form(
+    formats: Formats, use: ToolUse, end: str, specials: Sequence[str], begun: str = ""
+) -> AnswerForm:
+    """Return how answers are read. ``end``: of the prompt; ``specials``: texts of special tokens; ``begun``: the
+    message that answers continue. RequestError: tools are given, and how the model calls them is not known."""
     name = formats.tools
     if use.callable and name is None:
         if not use.is_forced:
@@ -186,7 +187,17 @@ def answer_form(formats: Formats, use: ToolUse, end: str, specials: Sequence[str
             )
         name = "llama3_json"  # plain JSON, which the grammar forces and the answer is read by
     form = tool_format(name, specials) if use.callable and name is not None else None
-    prompt_closed = reasoning is not None and end.rstrip().endswith(reasoning.end)
-    if prompt_closed:
-        reasoning = None
-    return AnswerForm(use, form, reasoning, reasoning is not None and reasoning.begins_in(end))
+    return AnswerForm(use, form, *_reasoning(formats.reasoning, end, begun))
+
+
+def _reasoning(name: str | None, end: str, begun: str) -> tuple[ReasoningFormat | None, bool]:
+    """Return the format of reasoning in an answer, None where there can be none, and whether it begins amid of it."""
+    if name is None:
+        return None, False
+    form = REASONING_FORMATS[name]
+    if begun.strip():  # the end of a prompt does not tell how far a message is
+        inside = form.goes_on_in(begun)
+        return (form if inside else None), inside
+    if end.rstrip().endswith(form.end):
+        return None, False
+    return form, form.begins_in(end)
