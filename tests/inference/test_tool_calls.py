@@ -280,6 +280,42 @@ def test_what_is_refused(
     assert status == 400 and found["error"]["param"] == field, found
 
 
+DEEP: dict[str, Any] = {"type": "object"}
+for _ in range(100):
+    DEEP = {"anyOf": [DEEP]}
+
+
+@pytest.mark.parametrize("path", [CHATS, "/v1/responses"])
+@pytest.mark.parametrize(
+    "schema, place",
+    [
+        ({"properties": []}, "properties"),
+        ({"properties": {"a": 3}}, "properties.a"),
+        ({"properties": {"a": {}}, "required": True}, "required"),
+        ({"required": ["a", {}]}, "required"),
+        ({"type": {}}, "type"),
+        ({"properties": {"a": {"type": [{"x": 1}]}}}, "properties.a.type"),
+        ({"properties": {"a": {"enum": "b"}}}, "properties.a.enum"),
+        ({"properties": {"a": {"anyOf": [{}, {"oneOf": 3}]}}}, "properties.a.anyOf.1.oneOf"),
+        ({"properties": {"a": {"items": {"required": True}}}}, "properties.a.items.required"),
+        ({"$defs": {"a": {"allOf": [None]}}}, "$defs.a.allOf.0"),
+        (DEEP, ".".join(["anyOf.0"] * 65)),
+    ],
+)
+def test_schemas_that_are_none(schema: Any, place: str, path: str, forms: Running) -> None:
+    function = {"name": "f", "parameters": schema}
+    tool = {"type": "function", "function": function}
+    asked = {**ASKED, "tools": [tool]} if path == CHATS else {"input": "a", "tools": [{**tool, **function}]}
+    status, found = forms.post({**asked, "tool_choice": "required"}, path)
+    assert status == 400 and found["error"]["param"] == f"tools.0.function.parameters.{place}", found
+
+
+@pytest.fixture(scope="module")
+def forms() -> Iterator[Running]:
+    with server(tokenizer=Template(), formats=Formats("qwen3_coder")) as running:
+        yield running
+
+
 @pytest.fixture(scope="module")
 def shared() -> Iterator[Running]:
     with server(tokenizer=Template(), formats=Formats("hermes")) as running:

@@ -239,7 +239,19 @@ def test_values_have_the_types_of_the_schema() -> None:
             "list": {"anyOf": [{"type": "array"}, {"type": "null"}]},
             "part": {"$ref": "#/$defs/part"},
             "bad": {"type": "number"},
-        }
+            "deep": {"anyOf": [{"type": ["integer", "null"]}]},
+            "all": {"allOf": [{"description": "b"}, {"oneOf": [{"$ref": "#/$defs/n~1m"}]}]},
+            "name": {"$ref": "#/$defs/name"},
+            "enum": {"anyOf": [{"enum": [1, 2]}, {"type": "null"}]},
+            "circle": {"$ref": "#/$defs/circle"},
+            "nowhere": {"$ref": "#/$defs/none"},
+        },
+        "$defs": {
+            "part": {"type": "object"},
+            "n/m": {"type": "integer"},
+            "name": {"type": "string"},
+            "circle": {"anyOf": [{"$ref": "#/$defs/circle"}, {"type": "integer"}] * 100},
+        },
     }
     given = {
         "text": "007",
@@ -250,6 +262,12 @@ def test_values_have_the_types_of_the_schema() -> None:
         "part": '{"a": 1}',
         "bad": "NaN",
         "unknown": "12",
+        "deep": "5",
+        "all": "5",
+        "name": "5",
+        "enum": "2",
+        "circle": "5",
+        "nowhere": "[5]",
     }
     wanted = {
         **given,
@@ -258,6 +276,11 @@ def test_values_have_the_types_of_the_schema() -> None:
         "on": True,
         "list": [1, 2],
         "part": {"a": 1},
+        "deep": 5,
+        "all": 5,
+        "enum": 2,
+        "circle": 5,
+        "nowhere": [5],
     }
     inner = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in given.items())
     parser = Parser(lambda source: TOOL_FORMATS["qwen3_coder"].read(source, {"f": schema}))
@@ -314,6 +337,26 @@ def test_grammars_admit_what_is_read(name: str, many: bool) -> None:
         assert (taken == len(text) and matcher.is_accepting()) == (many or count == 1)
     matcher.reset()
     assert matcher.try_consume_tokens(list(b"Sure")) == 0
+
+
+@pytest.mark.parametrize("name", ["$defs", "definitions"])
+def test_the_grammar_of_parameters_follows_references(name: str) -> None:
+    library = pytest.importorskip("llguidance", reason="the extra serve is not installed")
+    number = {"anyOf": [{"type": ["integer", "null"]}]}
+    schema = {
+        "properties": {"n": {"$ref": f"#/{name}/n"}, "s": {"type": "string", "enum": [1]}},
+        "required": ["n", "s"],
+        name: {"n": number},
+    }
+    form = TOOL_FORMATS["qwen3_coder"]
+    rules = grammar(form, {"f": schema}, many=False, specials={})
+    matcher = library.LLMatcher(_bytes(library), library.LLMatcher.grammar_from_lark(rules), log_level=0)
+    before, after = (part.replace("{name}", "f") for part in form.call)
+    for value, admitted in (("5", True), ("five", False)):
+        text = before + f"<parameter=n>\n{value}\n</parameter>\n<parameter=s>\na\n</parameter>\n" + after
+        matcher.reset()
+        taken = matcher.try_consume_tokens(list(text.encode()))
+        assert (taken == len(text) and matcher.is_accepting()) == admitted
 
 
 @pytest.mark.parametrize("name", ["hermes", "qwen3_coder"])

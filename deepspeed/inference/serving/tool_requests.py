@@ -17,6 +17,7 @@ from deepspeed.inference.serving.formats import (
     tool_format,
 )
 from deepspeed.inference.serving.pieces import Parser
+from deepspeed.inference.serving.tool_schemas import check_schema
 
 _MOST_TOOLS = 128
 _NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
@@ -77,9 +78,10 @@ def _function(tool: Any, where: str) -> tuple[str, Mapping[str, Any]]:
         raise RequestError(f"{where}: 1 to 128 letters, digits and any of _ . : / - are expected", where)
     if schema is None:
         schema = {"type": "object", "properties": {}}
-    if not isinstance(schema, dict) or not isinstance(schema.get("properties", {}), dict):
-        where = f"{where}.function.parameters"
+    where = f"{where}.function.parameters"
+    if not isinstance(schema, dict):
         raise RequestError(f"{where}: the JSON schema of an object is expected", where)
+    check_schema(schema, where)
     return name, schema
 
 
