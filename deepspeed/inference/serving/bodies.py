@@ -46,7 +46,7 @@ class RequestError(ValueError):
 
 
 @dataclass(slots=True)
-class Budget:
+class JsonBudget:
     """What may still be parsed of a request: parts and values."""
 
     parts: int = field(default_factory=lambda: MOST_PARTS)
@@ -56,7 +56,7 @@ class Budget:
 def fields_of(body: bytes) -> dict[str, Any]:
     """Parse a body. RequestError: it is no JSON object in UTF-8, or has more parts or values than a request needs."""
     try:
-        fields = parsed(body, Budget())
+        fields = parsed(body, JsonBudget())
     except RequestError:
         raise
     except ValueError as error:
@@ -66,7 +66,7 @@ def fields_of(body: bytes) -> dict[str, Any]:
     return fields
 
 
-def parsed(text: bytes, budget: Budget, where: str | None = None) -> Any:
+def parsed(text: bytes, budget: JsonBudget, where: str | None = None) -> Any:
     """Parse JSON, and take what it has from ``budget``. ``where``: the field that it stands in, if it is no body.
     RequestError: that is more than is left. ValueError: it is no JSON in UTF-8."""
     if len(text) <= LONG:
@@ -75,7 +75,7 @@ def parsed(text: bytes, budget: Budget, where: str | None = None) -> Any:
         return _parsed(text, budget, where)
 
 
-def _parsed(text: bytes, budget: Budget, where: str | None) -> Any:
+def _parsed(text: bytes, budget: JsonBudget, where: str | None) -> Any:
     _check(text, budget, where)
     try:
         # Functions of Python: while they are called, other threads get their turn.
@@ -86,7 +86,7 @@ def _parsed(text: bytes, budget: Budget, where: str | None) -> Any:
         raise ValueError(f"not JSON: {error}") from error
 
 
-def _check(body: bytes, budget: Budget, where: str | None) -> None:
+def _check(body: bytes, budget: JsonBudget, where: str | None) -> None:
     """Count parts and values, and look for half pairs, before anything is built; piece by piece, as each call holds
     the interpreter lock."""
     most = budget.parts

@@ -20,7 +20,7 @@ from pydantic import (
 )
 
 from deepspeed.inference.scheduling.requests import SamplingParams
-from deepspeed.inference.serving.bodies import Budget, RequestError, fields_of, kind_of
+from deepspeed.inference.serving.bodies import JsonBudget, RequestError, fields_of, kind_of
 from deepspeed.inference.serving.fields import NAME_LENGTH, STREAM_OPTIONS, check_names
 from deepspeed.inference.serving.pieces import Piece
 from deepspeed.inference.serving.sampling_fields import stop_tokens_of
@@ -222,7 +222,7 @@ def messages_of(request: Any) -> list[dict[str, Any]]:
     given: Any = request.messages
     if not isinstance(given, list) or not given:
         raise RequestError("messages: a list of at least one message is expected", "messages")
-    made, budget = [], Budget()
+    made, budget = [], JsonBudget()
     for place, message in enumerate(given):
         where = f"messages.{place}"
         if not isinstance(message, dict):

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from deepspeed.inference.scheduling.requests import Constraint
-from deepspeed.inference.serving.bodies import Budget, RequestError, kind_of, parsed
+from deepspeed.inference.serving.bodies import JsonBudget, RequestError, kind_of, parsed
 from deepspeed.inference.serving.formats import (
     REASONING_FORMATS,
     ReasoningFormat,
@@ -92,7 +92,7 @@ def _chosen(choice: Any) -> Any:
     return function.get("name")
 
 
-def with_calls(message: dict[str, Any], where: str, budget: Budget) -> dict[str, Any]:
+def with_calls(message: dict[str, Any], where: str, budget: JsonBudget) -> dict[str, Any]:
     """Return a message of the history as templates read it: the arguments of its calls as objects where they are
     such, and its reasoning under both of its names. ``budget``: of the arguments of all calls. RequestError: the calls
     are malformed, or their arguments have more parts or values than is left."""
@@ -111,7 +111,7 @@ def with_calls(message: dict[str, Any], where: str, budget: Budget) -> dict[str,
     }
 
 
-def _past(call: Any, where: str, budget: Budget) -> dict[str, Any]:
+def _past(call: Any, where: str, budget: JsonBudget) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise RequestError(f"{where}: an object with a function and its name is expected", where)
