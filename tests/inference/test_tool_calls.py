@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -37,16 +38,15 @@ ASKED: dict[str, Any] = {"messages": [{"role": "user", "content": "Weather?"}], 
 
 
 class Template(Bytes):
-    """``end``: of every prompt. Byte 1 is a special token."""
+    """``end``: of every prompt. Bytes 1, and more where ``specials`` says so, are special tokens."""
 
-    specials = {1: "[TOOL_CALLS]"}
-
-    def __init__(self, end: str = "") -> None:
+    def __init__(self, end: str = "", specials: Mapping[int, str] | None = None) -> None:
         self.end = end
+        self.specials = dict(specials or {1: "[TOOL_CALLS]"})
         self.seen: list[tuple[Any, dict[str, Any]]] = []
 
     def decode(self, tokens: list[int]) -> str:
-        return super().decode([token for token in tokens if token != 1])
+        return super().decode([token for token in tokens if token not in self.specials])
 
     def chat(self, messages: Sequence[dict[str, Any]], arguments: Mapping[str, Any] = BEGIN) -> list[int]:
         self.seen.append((messages, dict(arguments)))
@@ -144,6 +144,17 @@ def test_a_marker_that_is_a_special_token(monkeypatch: pytest.MonkeyPatch) -> No
         assert running.post(body)[1]["choices"][0]["text"] == "Hm. [TOOL_CALLS]["
 
 
+@pytest.mark.parametrize("name, text", [("hermes", HERMES), ("qwen3_coder", XML)])
+def test_tags_of_calls_that_are_special_tokens(name: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    template = Template(specials={1: "<tool_call>", 2: "</tool_call>"})
+    inner = text.removeprefix("<tool_call>").removesuffix("</tool_call>")
+    with says(monkeypatch, f"Hm. \1{inner}\2", name, template=template) as running:
+        for choice in ("auto", "required"):
+            found = both(running, tool_choice=choice)
+            assert found["calls"] == [{"name": "weather", "arguments": PARIS}]
+            assert found["message"]["content"] == "Hm." and found["finish_reason"] == "tool_calls"
+
+
 def test_reasoning_with_and_without_tools(monkeypatch: pytest.MonkeyPatch) -> None:
     said = f"So < that.\n</think>\n\nYes. {HERMES}"
     for end, text in (("<think>\n", said), ("", f"<think>{said}")):
@@ -158,6 +169,41 @@ def test_reasoning_with_and_without_tools(monkeypatch: pytest.MonkeyPatch) -> No
             )
     with says(monkeypatch, said, reasoning="deepseek_r1", template=Template("<think></think>\n")) as running:
         assert both(running, tools=None)["message"] == {"role": "assistant", "content": said}
+
+
+@pytest.mark.parametrize("name", ["deepseek_r1", "qwen3"])
+@pytest.mark.parametrize(
+    "begun, is_inside",
+    [
+        ("<think>\nHm.\n</think>The answer is", False),
+        ("The answer is", False),
+        ("<think>\nfoo", True),
+        ("<think>a</think> b <think> " + "c" * 100, True),
+    ],
+)
+def test_a_message_that_goes_on(
+    name: str, begun: str, is_inside: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The message tells whether it ends amid reasoning, the end of the prompt does not."""
+    messages = [*ASKED["messages"], {"role": "assistant", "content": begun}]
+    with says(monkeypatch, " 42. </think> So.", reasoning=name, template=Template(begun)) as running:
+        for field in (
+            {"continue_final_message": True},
+            {"add_generation_prompt": False, "chat_template_kwargs": {"continue_final_message": True}},
+        ):
+            told = both(running, messages=messages, tools=None, **field)["message"]
+            assert told.get("reasoning") == ("42." if is_inside else None)
+            assert told["content"] == ("So." if is_inside else " 42. </think> So.")
+
+
+@pytest.mark.parametrize("end, is_inside", [("<think>\n", True), ("<think>\n\n</think>\n\n", False)])
+def test_a_message_that_goes_on_and_is_empty(
+    end: str, is_inside: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    messages = [*ASKED["messages"], {"role": "assistant", "content": ""}]
+    with says(monkeypatch, "Hm.</think>So.", reasoning="qwen3", template=Template(end)) as running:
+        told = both(running, messages=messages, tools=None, continue_final_message=True)["message"]
+        assert told["content"] == ("So." if is_inside else "Hm.</think>So.")
 
 
 def test_what_the_template_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,6 +226,29 @@ def test_what_the_template_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
         both(running, tool_choice="none", chat_template="{{ messages }}")
         assert "tools" not in template.seen[-1][1]
         assert template.seen[-1][1]["chat_template"] == "{{ messages }}"
+
+
+LISTS = '{"a": [' + ",".join(["[]"] * 40_000) + "]}"
+
+
+@pytest.mark.parametrize("path", ["/tokenize", CHATS, "/v1/responses"])
+def test_arguments_of_the_history_are_bounded(path: str, shared: Running) -> None:
+    """Together, as the parts of a body are; what is malformed stays text, and one call is served."""
+
+    def body(*arguments: str) -> dict[str, Any]:
+        calls = [{"function": {"name": "now", "arguments": each}} for each in arguments]
+        if path != "/v1/responses":
+            return {"messages": [{"role": "assistant", "content": "a", "tool_calls": calls}]}
+        items = [{"type": "function_call", "call_id": "a", **each["function"]} for each in calls]
+        return {"input": items, "max_output_tokens": 1}
+
+    for arguments in ((LISTS,), (LISTS[:-1],), ('{"a": "\\ud83d"}', "[" * 5000, '{"a": NaN}')):
+        status, found = shared.post(body(*arguments), path)
+        assert status == 200, found
+    began = time.process_time()
+    status, found = shared.post(body("{}", LISTS, LISTS), path)
+    assert time.process_time() - began < 1
+    assert status == 400 and found["error"]["param"] == "messages.0.tool_calls.2.function.arguments"
 
 
 @pytest.mark.parametrize(
@@ -209,6 +278,42 @@ def test_what_is_refused(
 ) -> None:
     status, found = shared.post({**ASKED, **fields}, CHATS)
     assert status == 400 and found["error"]["param"] == field, found
+
+
+DEEP: dict[str, Any] = {"type": "object"}
+for _ in range(100):
+    DEEP = {"anyOf": [DEEP]}
+
+
+@pytest.mark.parametrize("path", [CHATS, "/v1/responses"])
+@pytest.mark.parametrize(
+    "schema, place",
+    [
+        ({"properties": []}, "properties"),
+        ({"properties": {"a": 3}}, "properties.a"),
+        ({"properties": {"a": {}}, "required": True}, "required"),
+        ({"required": ["a", {}]}, "required"),
+        ({"type": {}}, "type"),
+        ({"properties": {"a": {"type": [{"x": 1}]}}}, "properties.a.type"),
+        ({"properties": {"a": {"enum": "b"}}}, "properties.a.enum"),
+        ({"properties": {"a": {"anyOf": [{}, {"oneOf": 3}]}}}, "properties.a.anyOf.1.oneOf"),
+        ({"properties": {"a": {"items": {"required": True}}}}, "properties.a.items.required"),
+        ({"$defs": {"a": {"allOf": [None]}}}, "$defs.a.allOf.0"),
+        (DEEP, ".".join(["anyOf.0"] * 65)),
+    ],
+)
+def test_schemas_that_are_none(schema: Any, place: str, path: str, forms: Running) -> None:
+    function = {"name": "f", "parameters": schema}
+    tool = {"type": "function", "function": function}
+    asked = {**ASKED, "tools": [tool]} if path == CHATS else {"input": "a", "tools": [{**tool, **function}]}
+    status, found = forms.post({**asked, "tool_choice": "required"}, path)
+    assert status == 400 and found["error"]["param"] == f"tools.0.function.parameters.{place}", found
+
+
+@pytest.fixture(scope="module")
+def forms() -> Iterator[Running]:
+    with server(tokenizer=Template(), formats=Formats("qwen3_coder")) as running:
+        yield running
 
 
 @pytest.fixture(scope="module")

@@ -211,6 +211,24 @@ def test_no_more_than_one_call() -> None:
         assert parser.is_complete and character in "}>"
 
 
+def test_a_call_without_an_end() -> None:
+    """No other takes its place where one may be, and the model has not called where others follow it."""
+    broken = '<tool_call>{"name": "weather", "arguments": {"city": [}} Hm.'
+    unfinished = f"<tool_call><function=weather><parameter=city>\nParis\n</parameter> Hm. {XML}"
+    for name, text, told in (
+        ("hermes", f"{broken} {HERMES} {HERMES} x", ("}} Hm.", '{"city": [')),
+        ("qwen3_coder", unfinished, ("Hm.", '{"city": "Paris"')),
+    ):
+        for at in range(1, len(text)):
+            found = parsed(text, name, [at], limit=1)
+            assert found == (told[0], "", [("weather", told[1])], False)
+        calls, has_called = parsed(text, name)[2:]
+        assert [each for _, each in calls] == [told[1]] + [PARIS] * text.count("3") and not has_called
+        parser = made(name, limit=1)
+        parser.add(text)
+        assert parser.is_complete
+
+
 def test_values_have_the_types_of_the_schema() -> None:
     schema = {
         "properties": {
@@ -221,7 +239,19 @@ def test_values_have_the_types_of_the_schema() -> None:
             "list": {"anyOf": [{"type": "array"}, {"type": "null"}]},
             "part": {"$ref": "#/$defs/part"},
             "bad": {"type": "number"},
-        }
+            "deep": {"anyOf": [{"type": ["integer", "null"]}]},
+            "all": {"allOf": [{"description": "b"}, {"oneOf": [{"$ref": "#/$defs/n~1m"}]}]},
+            "name": {"$ref": "#/$defs/name"},
+            "enum": {"anyOf": [{"enum": [1, 2]}, {"type": "null"}]},
+            "circle": {"$ref": "#/$defs/circle"},
+            "nowhere": {"$ref": "#/$defs/none"},
+        },
+        "$defs": {
+            "part": {"type": "object"},
+            "n/m": {"type": "integer"},
+            "name": {"type": "string"},
+            "circle": {"anyOf": [{"$ref": "#/$defs/circle"}, {"type": "integer"}] * 100},
+        },
     }
     given = {
         "text": "007",
@@ -232,6 +262,12 @@ def test_values_have_the_types_of_the_schema() -> None:
         "part": '{"a": 1}',
         "bad": "NaN",
         "unknown": "12",
+        "deep": "5",
+        "all": "5",
+        "name": "5",
+        "enum": "2",
+        "circle": "5",
+        "nowhere": "[5]",
     }
     wanted = {
         **given,
@@ -240,6 +276,11 @@ def test_values_have_the_types_of_the_schema() -> None:
         "on": True,
         "list": [1, 2],
         "part": {"a": 1},
+        "deep": 5,
+        "all": 5,
+        "enum": 2,
+        "circle": 5,
+        "nowhere": [5],
     }
     inner = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in given.items())
     parser = Parser(lambda source: TOOL_FORMATS["qwen3_coder"].read(source, {"f": schema}))
@@ -298,8 +339,42 @@ def test_grammars_admit_what_is_read(name: str, many: bool) -> None:
     assert matcher.try_consume_tokens(list(b"Sure")) == 0
 
 
+@pytest.mark.parametrize("name", ["$defs", "definitions"])
+def test_the_grammar_of_parameters_follows_references(name: str) -> None:
+    library = pytest.importorskip("llguidance", reason="the extra serve is not installed")
+    number = {"anyOf": [{"type": ["integer", "null"]}]}
+    schema = {
+        "properties": {"n": {"$ref": f"#/{name}/n"}, "s": {"type": "string", "enum": [1]}},
+        "required": ["n", "s"],
+        name: {"n": number},
+    }
+    form = TOOL_FORMATS["qwen3_coder"]
+    rules = grammar(form, {"f": schema}, many=False, specials={})
+    matcher = library.LLMatcher(_bytes(library), library.LLMatcher.grammar_from_lark(rules), log_level=0)
+    before, after = (part.replace("{name}", "f") for part in form.call)
+    for value, admitted in (("5", True), ("five", False)):
+        text = before + f"<parameter=n>\n{value}\n</parameter>\n<parameter=s>\na\n</parameter>\n" + after
+        matcher.reset()
+        taken = matcher.try_consume_tokens(list(text.encode()))
+        assert (taken == len(text) and matcher.is_accepting()) == admitted
+
+
+@pytest.mark.parametrize("name", ["hermes", "qwen3_coder"])
+def test_a_forced_call_between_special_tokens(name: str) -> None:
+    library = pytest.importorskip("llguidance", reason="the extra serve is not installed")
+    form, specials = TOOL_FORMATS[name], {"<tool_call>": 257, "</tool_call>": 258}
+    rules = grammar(form, TOOLS, many=False, specials=specials)
+    matcher = library.LLMatcher(_bytes(library), library.LLMatcher.grammar_from_lark(rules), log_level=0)
+    text = HERMES if name == "hermes" else XML
+    assert matcher.try_consume_tokens(list(text.encode())) == 0
+    matcher.reset()
+    inner = text.removeprefix("<tool_call>").removesuffix("</tool_call>")
+    tokens = [257, *inner.encode(), 258]
+    assert matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
+
+
 def _bytes(library: Any) -> Any:
-    """Each byte is a token."""
+    """Each byte is a token, and three are special."""
     tokenizers = pytest.importorskip("tokenizers", reason="the extra serve is not installed")
     letters = list(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     by_byte = {tokenizers.decoders.ByteLevel().decode([letter]): letter for letter in letters}
@@ -307,7 +382,7 @@ def _bytes(library: Any) -> Any:
     known = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=[]))
     known.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     known.decoder = tokenizers.decoders.ByteLevel()
-    known.add_special_tokens(["<end>"])
+    known.add_special_tokens(["<end>", "<tool_call>", "</tool_call>"])
     return library.LLTokenizer(known.to_str(), n_vocab=260, eos_token=[256])
 
 

@@ -223,10 +223,12 @@ class _Server:
             **own,
             **({"tools": list(use.given)} if use.given else {}),
         }
-        tokens = self.tokenizer.chat(protocol.messages_of(request), arguments)
+        messages = protocol.messages_of(request)
+        begun = messages[-1]["content"] if arguments.get("continue_final_message") else ""
+        tokens = self.tokenizer.chat(messages, arguments)
         specials, known = list(self._special_ids), self.tokenizer.specials
         end = "".join(known.get(token) or self.tokenizer.decode([token]) for token in tokens[-_END:])
-        return tokens, answer_form(self.settings.formats, use, end, specials)
+        return tokens, answer_form(self.settings.formats, use, end, specials, begun)
 
     def _check_count(self, prompts: int, n: int) -> None:
         """RequestError: more sequences than are ever served at one time."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import threading
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 MOST_PARTS = 2**16
@@ -44,31 +45,51 @@ class RequestError(ValueError):
         self.field = field
 
 
+@dataclass(slots=True)
+class JsonBudget:
+    """What may still be parsed of a request: parts and values."""
+
+    parts: int = field(default_factory=lambda: MOST_PARTS)
+    values: int = field(default_factory=lambda: MOST_VALUES)
+
+
 def fields_of(body: bytes) -> dict[str, Any]:
     """Parse a body. RequestError: it is no JSON object in UTF-8, or has more parts or values than a request needs."""
-    if len(body) <= LONG:
-        return _fields_of(body)
-    with _parsing:
-        return _fields_of(body)
-
-
-def _fields_of(body: bytes) -> dict[str, Any]:
-    _check(body)
     try:
-        # Functions of Python: while they are called, other threads get their turn.
-        fields = json.loads(body.decode(), parse_int=_integer, parse_float=_number, parse_constant=_refuse)
-    except RecursionError:
-        raise RequestError("body: lists or objects are nested too deeply") from None
+        fields = parsed(body, JsonBudget())
+    except RequestError:
+        raise
     except ValueError as error:
-        raise RequestError(f"body: not JSON: {error}") from error
+        raise RequestError(f"body: {error}") from error
     if not isinstance(fields, dict):
         raise RequestError(f"body: an object is expected, not {kind_of(fields)}")
     return fields
 
 
-def _check(body: bytes) -> None:
+def parsed(text: bytes, budget: JsonBudget, where: str | None = None) -> Any:
+    """Parse JSON, and take what it has from ``budget``. ``where``: the field that it stands in, if it is no body.
+    RequestError: that is more than is left. ValueError: it is no JSON in UTF-8."""
+    if len(text) <= LONG:
+        return _parsed(text, budget, where)
+    with _parsing:
+        return _parsed(text, budget, where)
+
+
+def _parsed(text: bytes, budget: JsonBudget, where: str | None) -> Any:
+    _check(text, budget, where)
+    try:
+        # Functions of Python: while they are called, other threads get their turn.
+        return json.loads(text.decode(), parse_int=_integer, parse_float=_number, parse_constant=_refuse)
+    except RecursionError:
+        raise ValueError("lists or objects are nested too deeply") from None
+    except ValueError as error:
+        raise ValueError(f"not JSON: {error}") from error
+
+
+def _check(body: bytes, budget: JsonBudget, where: str | None) -> None:
     """Count parts and values, and look for half pairs, before anything is built; piece by piece, as each call holds
     the interpreter lock."""
+    most = budget.parts
     quotes = brackets = commas = 0
     rest = b""
     for begin in range(0, len(body), _PIECE):
@@ -79,16 +100,18 @@ def _check(body: bytes) -> None:
             piece, rest = _cut_before_escape(piece)
         marks, inside = piece.translate(None, delete=_NO_MARKS), quotes % 2
         quotes += marks.count(b'"')
-        if quotes // 2 <= MOST_PARTS:
+        if quotes // 2 <= most:
             marks = b"".join(marks.split(b'"')[inside::2])  # those that are in no text
         brackets += marks.count(b"[") + marks.count(b"{")
         commas += marks.count(b",")
-        if quotes // 2 + brackets > MOST_PARTS:
-            raise RequestError(f"body: more than {MOST_PARTS:,} texts, lists and objects")
-        if commas >= MOST_VALUES:
-            raise RequestError(f"body: more than {MOST_VALUES:,} values")
+        if quotes // 2 + brackets > most:
+            raise RequestError(f"{where or 'body'}: more than {MOST_PARTS:,} texts, lists and objects", where)
+        if commas >= budget.values:
+            raise RequestError(f"{where or 'body'}: more than {MOST_VALUES:,} values", where)
         if _HALF_PAIR.search(piece):
-            raise RequestError("body: an escape is one half of a surrogate pair")
+            raise ValueError("an escape is one half of a surrogate pair")
+    budget.parts -= quotes // 2 + brackets
+    budget.values -= commas
 
 
 def _cut_before_escape(piece: bytes) -> tuple[bytes, bytes]:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from deepspeed.inference.serving.pieces import AnswerText, Reading, Tools, json_call, long_id
+from deepspeed.inference.serving.tool_schemas import kinds_of
 
 _PYTHON_TAG = "<|python_tag|>"
 
@@ -128,14 +129,14 @@ def _parameters(source: AnswerText, schema: Mapping[str, Any]) -> Reading[bool]:
         described = known.get(key) if isinstance(known, dict) else None
         told = json.dumps(key, ensure_ascii=False)
         source.argue(
-            f"{before}{told}: {_json_of(value.removeprefix(chr(10)).removesuffix(chr(10)), described)}"
+            f"{before}{told}: {_json_of(value.removeprefix(chr(10)).removesuffix(chr(10)), described, schema)}"
         )
         before = ", "
 
 
-def _json_of(value: str, schema: Any) -> str:
-    """Return a parameter's value as JSON."""
-    kinds = _kinds(schema)
+def _json_of(value: str, schema: Any, root: Mapping[str, Any]) -> str:
+    """Return a parameter's value as JSON. ``schema``: of it, a part of ``root``."""
+    kinds = kinds_of(schema, root)
     if value in ("null", "None") and "null" in kinds:
         return "null"
     if not kinds or "string" in kinds:
@@ -146,23 +147,6 @@ def _json_of(value: str, schema: Any) -> str:
     except (ValueError, RecursionError):
         return json.dumps(value, ensure_ascii=False)
     return text
-
-
-def _kinds(schema: Any) -> set[str]:
-    """Return the types that a schema names; none if it does not say."""
-    if not isinstance(schema, dict):
-        return set()
-    kind, made = schema.get("type"), set[str]()
-    made.update(kind if isinstance(kind, list) else [kind] if isinstance(kind, str) else [])
-    for each in (schema.get("anyOf"), schema.get("oneOf")):
-        for one in each if isinstance(each, list) else []:
-            found = one.get("type") if isinstance(one, dict) else None
-            made.update([found] if isinstance(found, str) else [])
-    if not made and ("$ref" in schema or "properties" in schema):
-        made = {"value"}
-    if not made and isinstance(schema.get("enum"), list):
-        made = {"string" if isinstance(each, str) else "value" for each in schema["enum"]}
-    return made
 
 
 def _refuse(constant: str) -> Any:
@@ -194,7 +178,13 @@ class ToolFormat:
     as_xml: bool = False
 
 
-_HERMES = ToolFormat(read_hermes, ('<tool_call>\n{"name": "{name}", "arguments": ', "}\n</tool_call>"))
+_TOOL_CALL = ("<tool_call>", "</tool_call>")
+
+_HERMES = ToolFormat(
+    read_hermes,
+    ('<tool_call>\n{"name": "{name}", "arguments": ', "}\n</tool_call>"),
+    specials=_TOOL_CALL,
+)
 _LLAMA3 = ToolFormat(
     read_llama3, ('{"name": "{name}", "parameters": ', "}"), between="; ", specials=(_PYTHON_TAG,)
 )
@@ -214,7 +204,12 @@ _MISTRAL_NAMED = ToolFormat(
     specials=("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"),
     make_id=_short_id,
 )
-_XML = ToolFormat(read_xml, ("<tool_call>\n<function={name}>\n", "</function>\n</tool_call>"), as_xml=True)
+_XML = ToolFormat(
+    read_xml,
+    ("<tool_call>\n<function={name}>\n", "</function>\n</tool_call>"),
+    specials=_TOOL_CALL,
+    as_xml=True,
+)
 
 TOOL_FORMATS: Mapping[str, ToolFormat] = {
     "hermes": _HERMES,
@@ -264,26 +259,23 @@ def _literal(value: str, markers: Sequence[str], specials: Mapping[str, int]) ->
 
 def _xml_rules(name: str, schema: Mapping[str, Any]) -> list[str]:
     """Return the rules of parameters: those required once, the others once at most, in the order of the schema."""
-    known, needed = schema.get("properties") or {}, schema.get("required") or []
+    known, needed = schema.get("properties") or {}, set(schema.get("required") or ())
+    shared = {place: schema[place] for place in ("$defs", "definitions") if place in schema}
     parts = [f"{name}_{at}" + "?" * (key not in needed) for at, key in enumerate(known)]
     rules, end = [f"{name}: " + (" ".join(parts) or '""')], json.dumps("\n</parameter>\n")
     for at, (key, each) in enumerate(known.items()):
         begin = json.dumps(f"<parameter={key}>\n", ensure_ascii=False)
         own, value = f"{name}_{at}", f"{name}_{at}_value"
-        if not _is_text(each):
-            described = {"$defs": schema["$defs"], **each} if "$defs" in schema else each
-            rules += [f"{own}: {begin} {value} {end}", f"{value}: %json {json.dumps(described)}"]
-        elif isinstance(each, dict) and each.get("enum"):
-            texts = [json.dumps(one, ensure_ascii=False) for one in each["enum"] if isinstance(one, str)]
+        kinds = kinds_of(each, schema)
+        allowed = each.get("enum", ()) if isinstance(each, dict) else ()
+        texts = [json.dumps(one, ensure_ascii=False) for one in allowed if isinstance(one, str)]
+        if kinds and "string" not in kinds:
+            rules += [f"{own}: {begin} {value} {end}", f"{value}: %json {json.dumps({**shared, **each})}"]
+        elif texts:
             rules.append(f"{own}: {begin} ({' | '.join(texts)}) {end}")
         else:
             rules += [f"{own}: {begin} {value}", f"{value}[suffix={end}]: /(?s:.*)/"]
     return rules
-
-
-def _is_text(schema: Any) -> bool:
-    kinds = _kinds(schema)
-    return not kinds or "string" in kinds
 
 
 # --------------------------------------------------------------------------------------------------------- reasoning
@@ -302,6 +294,10 @@ class ReasoningFormat:
         """Return whether an answer to ``prompt``, of which the end is enough, begins amid reasoning."""
         before = prompt.rstrip()
         return before.endswith(self.begin) or (self.always and not before.endswith(self.end))
+
+    def goes_on_in(self, message: str) -> bool:
+        """Return whether the begun ``message`` ends amid reasoning."""
+        return message.rfind(self.begin) > message.rfind(self.end)
 
     def reader(self, inside: bool) -> Callable[[AnswerText], Reading[None]]:
         """Return what reads reasoning; ``inside``: the answer begins amid of it."""

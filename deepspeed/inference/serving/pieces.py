@@ -58,8 +58,7 @@ class AnswerText:
 
     def __init__(self, make_id: Callable[[], str], limit: int | None) -> None:
         self.ended = False
-        self.calls = 0
-        self.open = False  # a call whose arguments have no end yet
+        self.calls = self.closed = 0  # those that have begun, and those whose arguments have an end
         self.is_full = False  # there are as many calls as may be: nothing more is found
         self._make_id, self._limit = make_id, limit
         self.kind: Kind = "text"  # of what was said last
@@ -231,9 +230,10 @@ class AnswerText:
         """Note that a call of ``name`` begins. What was kept belongs to it."""
         self._kept = None
         self._blank = self._blank or not self._said
-        self._note("call", name, self.calls, self._make_id())
-        self.calls += not self.is_full
-        self.open = not self.is_full
+        self.is_full = self._has_all()  # also where the last has no end
+        if not self.is_full:
+            self._note("call", name, self.calls, self._make_id())
+            self.calls += 1
 
     def argue(self, text: str) -> None:
         """Note arguments of the call that has begun last."""
@@ -241,13 +241,17 @@ class AnswerText:
 
     def close(self) -> None:
         """Note that the arguments are complete."""
-        self.open = False
-        self.is_full = self.calls == self._limit
+        if not self.is_full:
+            self.closed += 1
+            self.is_full = self._has_all()
 
     def flush(self) -> None:
         """Note white space at the end of a text without calls."""
         if self._spaces and self.kind == "text" and not self.calls and not self._blank:
             self._note("text", "".join(self._spaces))
+
+    def _has_all(self) -> bool:
+        return self._limit is not None and self.calls >= self._limit
 
     def _note(self, kind: Kind, text: str, index: int = 0, id: str = "") -> None:
         if not self.is_full:
@@ -280,7 +284,7 @@ class Parser:
     @property
     def has_called(self) -> bool:
         """Return whether there are calls, and each has an end."""
-        return bool(self._source.calls) and not self._source.open
+        return 0 < self._source.calls == self._source.closed
 
     @property
     def is_reasoning(self) -> bool:

@@ -20,7 +20,7 @@ from pydantic import (
 )
 
 from deepspeed.inference.scheduling.requests import SamplingParams
-from deepspeed.inference.serving.bodies import RequestError, fields_of, kind_of
+from deepspeed.inference.serving.bodies import JsonBudget, RequestError, fields_of, kind_of
 from deepspeed.inference.serving.fields import NAME_LENGTH, STREAM_OPTIONS, check_names
 from deepspeed.inference.serving.pieces import Piece
 from deepspeed.inference.serving.sampling_fields import stop_tokens_of
@@ -218,11 +218,11 @@ def check_tokens(tokens: list[Any], where: str) -> None:
 
 def messages_of(request: Any) -> list[dict[str, Any]]:
     """Messages with contents of one text each, as templates expect them. RequestError: there is none, one is no
-    object with a role, or a part of its content is no text."""
+    object with a role, a part of its content is no text, or its calls are malformed."""
     given: Any = request.messages
     if not isinstance(given, list) or not given:
         raise RequestError("messages: a list of at least one message is expected", "messages")
-    made = []
+    made, budget = [], JsonBudget()
     for place, message in enumerate(given):
         where = f"messages.{place}"
         if not isinstance(message, dict):
@@ -234,7 +234,7 @@ def messages_of(request: Any) -> list[dict[str, Any]]:
             content = "".join(_text_of(part, f"{where}.content") for part in content)
         elif not isinstance(content, (str, type(None))):
             raise RequestError(f"{where}.content is neither a text nor a list of texts", f"{where}.content")
-        made.append(with_calls({**message, "content": content or ""}, where))
+        made.append(with_calls({**message, "content": content or ""}, where, budget))
     return made
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from deepspeed.inference.scheduling.requests import Constraint
-from deepspeed.inference.serving.bodies import RequestError, kind_of
+from deepspeed.inference.serving.bodies import JsonBudget, RequestError, kind_of, parsed
 from deepspeed.inference.serving.formats import (
     REASONING_FORMATS,
     ReasoningFormat,
@@ -18,6 +17,7 @@ from deepspeed.inference.serving.formats import (
     tool_format,
 )
 from deepspeed.inference.serving.pieces import Parser
+from deepspeed.inference.serving.tool_schemas import check_schema
 
 _MOST_TOOLS = 128
 _NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
@@ -78,9 +78,10 @@ def _function(tool: Any, where: str) -> tuple[str, Mapping[str, Any]]:
         raise RequestError(f"{where}: 1 to 128 letters, digits and any of _ . : / - are expected", where)
     if schema is None:
         schema = {"type": "object", "properties": {}}
-    if not isinstance(schema, dict) or not isinstance(schema.get("properties", {}), dict):
-        where = f"{where}.function.parameters"
+    where = f"{where}.function.parameters"
+    if not isinstance(schema, dict):
         raise RequestError(f"{where}: the JSON schema of an object is expected", where)
+    check_schema(schema, where)
     return name, schema
 
 
@@ -91,9 +92,10 @@ def _chosen(choice: Any) -> Any:
     return function.get("name")
 
 
-def with_calls(message: dict[str, Any], where: str) -> dict[str, Any]:
+def with_calls(message: dict[str, Any], where: str, budget: JsonBudget) -> dict[str, Any]:
     """Return a message of the history as templates read it: the arguments of its calls as objects where they are
-    such, and its reasoning under both of its names. RequestError: its calls are malformed."""
+    such, and its reasoning under both of its names. ``budget``: of the arguments of all calls. RequestError: the calls
+    are malformed, or their arguments have more parts or values than is left."""
     thought, calls = message.get("reasoning_content") or message.get("reasoning"), message.get("tool_calls")
     if isinstance(thought, str):
         message = {**message, "reasoning_content": thought, "reasoning": thought}
@@ -105,19 +107,21 @@ def with_calls(message: dict[str, Any], where: str) -> dict[str, Any]:
         )
     return {
         **message,
-        "tool_calls": [_past(each, f"{where}.tool_calls.{at}") for at, each in enumerate(calls)],
+        "tool_calls": [_past(each, f"{where}.tool_calls.{at}", budget) for at, each in enumerate(calls)],
     }
 
 
-def _past(call: Any, where: str) -> dict[str, Any]:
+def _past(call: Any, where: str, budget: JsonBudget) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise RequestError(f"{where}: an object with a function and its name is expected", where)
     arguments = function.get("arguments") or {}
     if isinstance(arguments, str):
         try:
-            read = json.loads(arguments)
-        except (ValueError, RecursionError):
+            read = parsed(arguments.encode(), budget, f"{where}.function.arguments")
+        except RequestError:
+            raise
+        except ValueError:
             read = None  # as a model that was cut short has written it
         arguments = read if isinstance(read, dict) else arguments
     return {**call, "type": "function", "function": {**function, "arguments": arguments}}
@@ -170,10 +174,11 @@ class AnswerForm:
         return replace(given, reasoning=("" if self.inside else self.reasoning.begin, self.reasoning.end))
 
 
-def answer_form(formats: Formats, use: ToolUse, end: str, specials: Sequence[str]) -> AnswerForm:
-    """Return how answers are read. ``end``: of the prompt; ``specials``: texts of special tokens. RequestError: tools
-    are given, and how the model calls them is not known."""
-    reasoning = None if formats.reasoning is None else REASONING_FORMATS[formats.reasoning]
+def answer_form(
+    formats: Formats, use: ToolUse, end: str, specials: Sequence[str], begun: str = ""
+) -> AnswerForm:
+    """Return how answers are read. ``end``: of the prompt; ``specials``: texts of special tokens; ``begun``: the
+    message that answers continue. RequestError: tools are given, and how the model calls them is not known."""
     name = formats.tools
     if use.callable and name is None:
         if not use.is_forced:
@@ -184,7 +189,17 @@ def answer_form(formats: Formats, use: ToolUse, end: str, specials: Sequence[str
             )
         name = "llama3_json"  # plain JSON, which the grammar forces and the answer is read by
     form = tool_format(name, specials) if use.callable and name is not None else None
-    prompt_closed = reasoning is not None and end.rstrip().endswith(reasoning.end)
-    if prompt_closed:
-        reasoning = None
-    return AnswerForm(use, form, reasoning, reasoning is not None and reasoning.begins_in(end))
+    return AnswerForm(use, form, *_reasoning(formats.reasoning, end, begun))
+
+
+def _reasoning(name: str | None, end: str, begun: str) -> tuple[ReasoningFormat | None, bool]:
+    """Return the format of reasoning in an answer, None where there can be none, and whether it begins amid of it."""
+    if name is None:
+        return None, False
+    form = REASONING_FORMATS[name]
+    if begun.strip():  # the end of a prompt does not tell how far a message is
+        inside = form.goes_on_in(begun)
+        return (form if inside else None), inside
+    if end.rstrip().endswith(form.end):
+        return None, False
+    return form, form.begins_in(end)

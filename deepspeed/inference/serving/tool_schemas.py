@@ -1,0 +1,100 @@
+"""JSON schemas of the arguments of tools: what is checked of them, and the types that they name. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from deepspeed.inference.serving.bodies import RequestError, kind_of
+
+_BY_NAME = ("properties", "$defs", "definitions")
+_EACH = ("anyOf", "oneOf", "allOf")
+_DEEPEST = 64
+"""Schemas inside of each other."""
+
+_MOST = 256
+"""Schemas, types and values that are looked at for the types of one parameter, which an answer may have often, and
+characters of a reference."""
+
+
+def check_schema(schema: Any, where: str, depth: int = 0) -> None:
+    """RequestError names the first place, under ``where``, that is no JSON schema."""
+    if isinstance(schema, bool):
+        return
+    if not isinstance(schema, dict) or depth > _DEEPEST:
+        told = (
+            f"at most {_DEEPEST} are inside of each other" if depth > _DEEPEST else f"not {kind_of(schema)}"
+        )
+        raise RequestError(f"{where}: a JSON schema is expected, {told}", where)
+    kinds, needed, values = (schema.get(name) for name in ("type", "required", "enum"))
+    if kinds is not None and not isinstance(kinds, str) and not _is_texts(kinds):
+        raise _wrong(f"{where}.type", "the name of a type or a list of these is expected", kinds)
+    if needed is not None and not _is_texts(needed):
+        raise _wrong(f"{where}.required", "a list of names is expected", needed)
+    if values is not None and not isinstance(values, list):
+        raise _wrong(f"{where}.enum", "a list of values is expected", values)
+    for part, place in _parts(schema, where):
+        check_schema(part, place, depth + 1)
+
+
+def _parts(schema: Mapping[str, Any], where: str) -> Iterator[tuple[Any, str]]:
+    """Yield the schemas in one, and their places. RequestError: what should have them does not."""
+    for name in _BY_NAME:
+        found = schema.get(name)
+        if found is not None and not isinstance(found, dict):
+            raise _wrong(f"{where}.{name}", "an object of schemas is expected", found)
+        yield from ((each, f"{where}.{name}.{key[:64]}") for key, each in (found or {}).items())
+    for name in _EACH:
+        found = schema.get(name)
+        if found is not None and not isinstance(found, list):
+            raise _wrong(f"{where}.{name}", "a list of schemas is expected", found)
+        yield from ((each, f"{where}.{name}.{at}") for at, each in enumerate(found or ()))
+    if isinstance(schema.get("items"), dict):
+        yield schema["items"], f"{where}.items"
+
+
+def _is_texts(given: Any) -> bool:
+    return isinstance(given, list) and all(isinstance(each, str) for each in given)
+
+
+def _wrong(where: str, expected: str, given: Any) -> RequestError:
+    told = "a list with something else" if isinstance(given, list) else kind_of(given)
+    return RequestError(f"{where}: {expected}, not {told}", where)
+
+
+def kinds_of(schema: Any, root: Mapping[str, Any]) -> set[str]:
+    """Return the types that a schema, a part of ``root``, names anywhere, "value" for one without a name; none if it
+    does not say. Both have been checked."""
+    made, todo, seen = set[str](), [schema], set[int]()
+    for _ in range(_MOST):
+        part = todo.pop() if todo else None
+        if not isinstance(part, dict) or id(part) in seen:
+            continue
+        seen.add(id(part))
+        made |= _own_kinds(part)
+        for name in _EACH:
+            todo += (part.get(name) or ())[:_MOST]
+        if "$ref" in part:
+            found = _referred(part["$ref"], root)
+            made |= {"value"} if found is None else set()
+            todo.append(found)
+    return made
+
+
+def _own_kinds(schema: Mapping[str, Any]) -> set[str]:
+    kind, values = schema.get("type"), (schema.get("enum") or ())[:_MOST]
+    if kind:
+        return {kind} if isinstance(kind, str) else set(kind[:_MOST])
+    if "properties" in schema or "items" in schema:
+        return {"value"}
+    return {"null" if each is None else "string" if isinstance(each, str) else "value" for each in values}
+
+
+def _referred(reference: Any, root: Any) -> Any:
+    """Return the schema that a reference names. None: there is none in ``root``."""
+    if not isinstance(reference, str) or len(reference) > _MOST or not reference.startswith("#/"):
+        return None
+    found = root
+    for name in reference[2:].split("/"):
+        found = found.get(name.replace("~1", "/").replace("~0", "~")) if isinstance(found, dict) else None
+    return found if isinstance(found, dict) else None
