@@ -4,8 +4,9 @@ Imported only where FastAPI is installed."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -118,6 +119,24 @@ def _worked(work: Callable[[bytes, Any], _Made], body: list[bytes], loop: asynci
     except (ValueError, BusyError, ClosedError) as problem:
         problem.__context__ = None
         raise problem.with_traceback(None) from None
+
+
+async def unless_gone(request: Request, work: Coroutine[Any, Any, _Made]) -> _Made | Response:
+    """Return what ``work`` returns, or raise what it raises. A client that closes the connection before, whose body
+    has been read, cancels it."""
+    running, gone = asyncio.ensure_future(work), asyncio.ensure_future(_until_gone(request))
+    try:
+        await asyncio.wait({running, gone}, return_when=asyncio.FIRST_COMPLETED)
+        return running.result() if running.done() else Response(status_code=499)  # nobody reads it
+    finally:
+        gone.cancel()
+        running.cancel()
+
+
+async def _until_gone(request: Request) -> None:
+    with contextlib.suppress(RuntimeError):
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
 
 
 def refusal_of(problem: Exception) -> Response:
