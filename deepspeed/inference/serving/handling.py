@@ -65,6 +65,8 @@ class Intake:
         # keeps memory of its own.
         self._short = ThreadPoolExecutor(2, "short-requests")
         self._long = ThreadPoolExecutor(2, "long-requests")
+        self.loads = ThreadPoolExecutor(1, "adapter-loads")
+        """Reads files, which may take minutes, one after another."""
 
     def authorize(self, request: Request) -> bool:
         token = self.settings.token
@@ -74,16 +76,20 @@ class Intake:
         return hmac.compare_digest(given.encode(), f"Bearer {token}".encode())
 
     async def take(
-        self, request: Request, work: Callable[[bytes, asyncio.AbstractEventLoop], _Made]
+        self,
+        request: Request,
+        work: Callable[[bytes, asyncio.AbstractEventLoop], _Made],
+        threads: ThreadPoolExecutor | None = None,
     ) -> _Made | Response:
         """Return what ``work`` makes of the body, on a thread beside the event loop, which it is given; or the refusal
-        of a request that may not be answered, or whose body or work raises an error of its client or of the service."""
+        of a request that may not be answered, or whose body or work raises an error of its client or of the service.
+        ``threads``: in place of the usual ones."""
         if not self.authorize(request):
             return unauthorized()
         try:
             body, loop = await self._body(request), asyncio.get_running_loop()
-            threads = self._long if sum(map(len, body)) > LONG else self._short
-            return await loop.run_in_executor(threads, _worked, work, body, loop)
+            usual = self._long if sum(map(len, body)) > LONG else self._short
+            return await loop.run_in_executor(threads or usual, _worked, work, body, loop)
         except ClientDisconnect:
             return Response(status_code=499)  # nobody reads it
         except asyncio.TimeoutError:
