@@ -138,6 +138,12 @@ def problem_of(args: argparse.Namespace) -> str | None:
             check_token(args.token, f"--token or ${parsers.TOKEN_VARIABLE}")
         except ValueError as problem:
             return str(problem)
+    if args.lora_modules and args.tp_size > 1:
+        return "--lora-modules needs a model on one rank: --tp-size 1"
+    try:
+        args.pooling or pooling_of(args.model)
+    except (OSError, ValueError) as problem:
+        return str(problem)
     for package, extra in (("fastapi", "serve"), ("uvicorn", "serve"), ("transformers", "transformers")):
         try:
             __import__(package)
