@@ -22,7 +22,7 @@ from deepspeed.inference.entry import init_inference
 from deepspeed.inference.generation.generator import Generator
 from deepspeed.inference.generation.grammars import Grammars
 from deepspeed.inference.model.facts import ModelFacts
-from deepspeed.inference.model.low_rank import load_adapter
+from deepspeed.inference.model.low_rank import adaptable_layers, load_adapter
 from deepspeed.inference.serving.commands import Alone, Among
 from deepspeed.inference.serving.formats import guessed_reasoning_format, guessed_tool_format
 from deepspeed.inference.serving.models import Models
@@ -109,9 +109,11 @@ def _serve(
 def models_of(args: argparse.Namespace, settings: Any, generator: Generator) -> Models:
     """The model and the adapters that are given. ValueError: one cannot be loaded."""
     module = generator.runner.module
-    models = Models(
-        settings.model, settings.max_length, partial(load_adapter, module) if args.tp_size == 1 else None
-    )
+    load = None
+    if args.tp_size == 1:
+        # The layers are found now, as later the model is in use.
+        load = partial(load_adapter, module, adaptable=adaptable_layers(module))
+    models = Models(settings.model, settings.max_length, load)
     for each in args.lora_modules:
         name, separator, folder = each.partition("=")
         if not separator:
@@ -136,6 +138,12 @@ def problem_of(args: argparse.Namespace) -> str | None:
             check_token(args.token, f"--token or ${parsers.TOKEN_VARIABLE}")
         except ValueError as problem:
             return str(problem)
+    if args.lora_modules and args.tp_size > 1:
+        return "--lora-modules needs a model on one rank: --tp-size 1"
+    try:
+        args.pooling or pooling_of(args.model)
+    except (OSError, ValueError) as problem:
+        return str(problem)
     for package, extra in (("fastapi", "serve"), ("uvicorn", "serve"), ("transformers", "transformers")):
         try:
             __import__(package)

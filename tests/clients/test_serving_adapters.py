@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import copy
+import json
+import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 peft = pytest.importorskip("peft", reason="the clients extra is not installed")
 pytest.importorskip("fastapi", reason="the extra serve is not installed")
 
 from deepspeed.inference.generation.generator import Generator  # noqa: E402
-from deepspeed.inference.model.low_rank import load_adapter  # noqa: E402
+from deepspeed.inference.model.low_rank import adaptable_layers, load_adapter  # noqa: E402
 from deepspeed.inference.scheduling.requests import SamplingParams  # noqa: E402
 from deepspeed.inference.serving.models import ModelError, Models  # noqa: E402
 from tests.clients.architectures import make  # noqa: E402
@@ -88,13 +92,84 @@ def test_adapters_that_are_refused(tmp_path: Path) -> None:
     saved(module, tmp_path / "dora", "llama", 1, use_dora=True)
     saved(module, tmp_path / "saves", "llama", 1, modules_to_save=["lm_head"])
     for folder, words in (
-        ("other", "is for"),
+        ("other", "is for another layer"),
         ("dora", "use_dora"),
         ("saves", "modules_to_save"),
         ("none", "no folder"),
     ):
         with pytest.raises(ValueError, match=words):
             load_adapter(module, str(tmp_path / folder))
+
+
+def changed(source: Path, folder: Path, **config: Any) -> Any:
+    """Copy an adapter with other settings; return its weights and what writes them."""
+    shutil.copytree(source, folder)
+    file = folder / "adapter_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **config}))
+    weights = load_file(folder / "adapter_model.safetensors")
+    return weights, lambda: save_file(weights, folder / "adapter_model.safetensors")
+
+
+def test_adapters_that_would_fail_later_are_refused(tmp_path: Path) -> None:
+    """When they are loaded: a request that they fail in ends the generator, for all its clients."""
+    module = make("llama").eval()
+    saved(module, tmp_path / "good", "llama", 1)
+    for name, change, words in (
+        ("rank", lambda key, each: each[:, :-1].contiguous() if "lora_B" in key else each, r"\[rank, "),
+        ("empty", lambda key, each: each[:0] if "lora_A" in key else each[:, :0].contiguous(), r"\[rank, "),
+        ("flat", lambda key, each: each.flatten(), r"\[rank, "),
+        ("scalar", lambda key, each: torch.tensor(1.0), r"\[rank, "),
+        ("nan", lambda key, each: each * float("nan"), "not finite"),
+    ):
+        weights, write = changed(tmp_path / "good", tmp_path / name)
+        weights.update({key: change(key, each) for key, each in weights.items()})
+        write()
+        with pytest.raises(ValueError, match=words):
+            load_adapter(module, str(tmp_path / name))
+    for name, alpha in (("text", "16"), ("missing", None), ("list", [1])):
+        changed(tmp_path / "good", tmp_path / name, lora_alpha=alpha)
+        with pytest.raises(ValueError, match=f"{name}: lora_alpha="):
+            load_adapter(module, str(tmp_path / name))
+    for text in ("[]", "{", "1"):
+        (tmp_path / "list" / "adapter_config.json").write_text(text)
+        with pytest.raises(ValueError, match="list/adapter_config.json"):
+            load_adapter(module, str(tmp_path / "list"))
+
+
+class Routed(torch.nn.Module):
+    """In place of an MLP: a layer that computes some of the tokens, by another name than experts have."""
+
+    def __init__(self, mlp: Any) -> None:
+        super().__init__()
+        self.shared, self.some = mlp, torch.nn.Linear(mlp.hidden_size, mlp.hidden_size)
+        self.experts = torch.nn.ModuleList([torch.nn.Linear(mlp.hidden_size, mlp.hidden_size)])
+
+    def forward(self, hidden: Any) -> Any:
+        made = self.shared(self.experts[0](hidden))
+        return torch.cat([made[:, :-1], self.some(hidden[:, -1:])], dim=1)
+
+
+def test_layers_that_do_not_compute_every_token() -> None:
+    module = make("llama").eval()
+    layer = module.model.layers[0]
+    layer.mlp = Routed(layer.mlp)
+    found = adaptable_layers(module)
+    assert layer.mlp.some not in found and layer.mlp.experts[0] not in found and module.lm_head not in found
+    assert {layer.self_attn.q_proj, layer.mlp.shared.down_proj} <= found
+    assert not any(each._forward_hooks for each in module.modules())
+
+
+def test_an_adapter_does_not_depend_on_its_file(tmp_path: Path) -> None:
+    """The dtype and the device are those of the file, so that nothing else copies."""
+    module = make("llama").eval()
+    saved(module, tmp_path / "a", "llama", 1)
+    adapter = load_adapter(module, str(tmp_path / "a"))
+    before = {layer: down.clone() for layer, (down, _) in adapter.layers.items()}
+    file = tmp_path / "a" / "adapter_model.safetensors"
+    with file.open("r+b") as target:
+        target.seek(-file.stat().st_size // 2, 2)
+        target.write(b"\0" * (file.stat().st_size // 2))
+    assert all(torch.equal(adapter.layers[layer][0], each) for layer, each in before.items())
 
 
 def test_names(tmp_path: Path) -> None:
@@ -120,7 +195,7 @@ def test_adapters_over_http(tmp_path: Path) -> None:
     module = make("llama", vocab_size=260).eval()
     with_adapter = saved(module, tmp_path / "a", "llama", 1)
     generator: Any = Generator(module, token_budget=64, max_sequences=4, max_length=64, num_blocks=64)
-    models = Models("parrot", 64, lambda folder: load_adapter(module, folder))
+    models = Models("parrot", 64, partial(load_adapter, module, adaptable=adaptable_layers(module)))
     known = {"Authorization": "Bearer secret"}
     body = {"prompt": list(b"Hello"), "max_tokens": 4, "temperature": 0, "logprobs": 0, "ignore_eos": True}
     with server(generator, tokenizer=Bytes(), max_length=64, models=models, token="secret") as running:

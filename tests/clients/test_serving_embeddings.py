@@ -121,6 +121,16 @@ def test_forms_of_input_and_output(module: Any) -> None:
         assert "was not trained" in str(running.post({"input": "a", "dimensions": 8}, path))
 
 
+def test_a_model_without_a_base_generates_and_refuses_to_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The `base_model` of a model whose prefix names nothing is the model itself, whose output has no hidden states."""
+    module = make("llama", vocab_size=260).eval()
+    monkeypatch.setattr(type(module), "base_model_prefix", "")
+    with server(engine(module), tokenizer=Bytes(), max_length=100) as running:
+        status, found = running.post({"input": "a"}, "/v1/embeddings")
+        assert status == 400 and "no hidden states to pool" in found["error"]["message"]
+        assert running.post({"prompt": "a", "max_tokens": 2})[0] == 200
+
+
 def test_the_client_of_openai(module: Any) -> None:
     openai = pytest.importorskip("openai", reason="OpenAI's client is not installed")
     with server(engine(module), tokenizer=Bytes(), max_length=100) as running:

@@ -82,3 +82,19 @@ def test_the_size_of_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
         assert command.cache_bytes_of(parsers.serve().parse_args(["model", *given])) == size
     with pytest.raises(ValueError, match=r"0.2: 0.30 of the memory is in use"):
         command.cache_bytes_of(parsers.serve().parse_args(["model", "--gpu-memory-utilization", "0.2"]))
+
+
+def test_what_does_not_fit_the_model_is_told_before_it_is_loaded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "1_Pooling" / "config.json"
+    file.parent.mkdir()
+    for text in ('{"pooling_mode_max_tokens": true}', "[]", "{"):
+        file.write_text(text)
+        assert ds.main(["serve", str(tmp_path)]) == 2
+        told = capsys.readouterr().err
+        assert str(file) in told and "give --pooling" in told and told.count("\n") == 1
+        args = parsers.serve().parse_args([str(tmp_path), "--pooling", "mean"])
+        assert "Pooling" not in (command.problem_of(args) or "")
+    assert ds.main(["serve", "model", "--tp-size", "2", "--lora-modules", "a=folder"]) == 2
+    assert "--lora-modules needs a model on one rank" in capsys.readouterr().err

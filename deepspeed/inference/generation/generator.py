@@ -218,6 +218,11 @@ class Generator:
             )
         if constraint is not None:
             self.matcher_of.check(constraint, size)  # type: ignore[union-attr]
+        if request.params.pooling is not None and self.runner.no_states is not None:
+            raise ValueError(
+                f"request {request.id}: {self.runner.facts.name} has no hidden states to pool: "
+                f"{self.runner.no_states}"
+            )
         self.runner.rotations.check_growth(len(request.prompt), request.limit - 1)
         return request
 

@@ -10,7 +10,7 @@ import contextlib
 import itertools
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -33,6 +33,8 @@ _NEUTRAL = {
 }
 """Settings of PEFT that are not supported otherwise; None: any, or nothing."""
 
+_TRIAL_TOKENS = 7
+
 _numbers = itertools.count(1)
 
 
@@ -45,40 +47,94 @@ class Adapter:
     number: int = field(default_factory=lambda: next(_numbers))
 
 
-def load_adapter(module: nn.Module, folder: str) -> Adapter:
-    """Read a folder of PEFT for ``module``, in the dtype and on the device of each layer. ValueError: it is none, or
-    has parts that are not supported, or is for another model. OSError: it cannot be read."""
-    path = Path(folder)
-    if not (path / "adapter_config.json").is_file():
-        raise ValueError(f"{folder} is no folder of an adapter: there is no adapter_config.json")
-    config = json.loads((path / "adapter_config.json").read_text(encoding="utf-8"))
-    _check_config(config, folder)
+def load_adapter(module: nn.Module, folder: str, adaptable: Set[nn.Module] | None = None) -> Adapter:
+    """Read a folder of PEFT for ``module``, in the dtype and on the device of each layer. ``adaptable``: the module's
+    `adaptable_layers`, which are computed here for None. ValueError: it is none, or has parts that are not supported,
+    or is for another model. OSError: it cannot be read."""
+    path, config = Path(folder), _config_of(folder)
     if not (path / "adapter_model.safetensors").is_file():
         raise ValueError(f"{folder}: there is no adapter_model.safetensors")
     tensors, known = load_file(path / "adapter_model.safetensors"), dict(module.named_modules())
-    head = module.get_output_embeddings()  # type: ignore[operator]
+    adaptable = adaptable_layers(module) if adaptable is None else adaptable
     layers: dict[nn.Module, tuple[Tensor, Tensor]] = {}
     for name, down in tensors.items():
         layer_name, _, kind = name.removeprefix(_PREFIX).rpartition(".lora_")
         if kind == "B.weight" and name.replace("lora_B", "lora_A") in tensors:
             continue
         layer, up = known.get(layer_name), tensors.get(name.replace("lora_A", "lora_B"))
-        if kind != "A.weight" or layer is None or layer is head or up is None:
+        if kind != "A.weight" or layer is None or layer not in adaptable or up is None:
             raise ValueError(
-                f"{folder}: {name} is not supported: only lora_A and lora_B of linear layers below the head"
+                f"{folder}: {name} is not supported: only lora_A and lora_B of linear layers below the head that "
+                "compute every token, which those of experts do not"
             )
-        if (down.shape[1], up.shape[0]) != _sizes(layer):
-            raise ValueError(
-                f"{folder}: {name} is for {down.shape[1]} inputs, the layer has {_sizes(layer)[0]}"
-            )
-        root = math.sqrt(len(down)) if config.get("use_rslora") else len(down)
-        weight = next(layer.parameters())
-        dtype = weight.dtype if weight.dtype.is_floating_point else torch.get_default_dtype()
-        scaled = up.float() * (config["lora_alpha"] / root)
-        layers[layer] = down.to(weight.device, dtype), scaled.to(weight.device, dtype)
+        layers[layer] = _matrices(layer, down, up, config, f"{folder}: {name}")
     if not layers:
         raise ValueError(f"{folder}: adapter_model.safetensors has no weights")
     return Adapter(layers)
+
+
+def adaptable_layers(module: nn.Module) -> Set[nn.Module]:
+    """Return the linear layers of a causal model below its head that compute all tokens of a forward, and so may have
+    an adapter. Found by a forward, in which ``module`` must not be used otherwise."""
+    head, made = module.get_output_embeddings(), dict[nn.Module, bool]()  # type: ignore[operator]
+
+    def note(layer: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+        rows = [
+            each.numel() // each.shape[-1] if isinstance(each, Tensor) and each.ndim > 1 else 0
+            for each in (*inputs[:1], output)
+        ]
+        made[layer] = made.get(layer, True) and rows == [_TRIAL_TOKENS] * 2
+
+    handles = [
+        layer.register_forward_hook(note)
+        for name, layer in module.named_modules()
+        # One expert may happen to get all tokens of the trial.
+        if layer is not head and _sizes(layer) != (0, 0) and "experts" not in name.split(".")
+    ]
+    try:
+        with torch.inference_mode():
+            size = module.config.get_text_config(decoder=True).vocab_size  # type: ignore[union-attr, operator]
+            tokens = torch.arange(_TRIAL_TOKENS, device=next(module.parameters()).device) % size
+            module(input_ids=tokens[None], use_cache=False)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return {layer for layer, sees_all in made.items() if sees_all}
+
+
+def _matrices(
+    layer: nn.Module, down: Tensor, up: Tensor, config: Mapping[str, Any], name: str
+) -> tuple[Tensor, Tensor]:
+    """Return the two matrices of ``layer``. ValueError: they do not fit the layer or each other, or are not finite."""
+    inputs, outputs = _sizes(layer)
+    rank = len(down) if down.ndim else 0
+    if not rank or (down.shape, up.shape) != ((rank, inputs), (outputs, rank)):
+        raise ValueError(
+            f"{name} is for another layer: {list(down.shape)} and {list(up.shape)}, expected are "
+            f"[rank, {inputs}] and [{outputs}, rank]"
+        )
+    if not (down.isfinite().all() and up.isfinite().all()):
+        raise ValueError(f"{name}: the weights are not finite")
+    weight = next(layer.parameters())
+    dtype = weight.dtype if weight.dtype.is_floating_point else torch.get_default_dtype()
+    scaled = up.float() * (config["lora_alpha"] / (math.sqrt(rank) if config.get("use_rslora") else rank))
+    # A copy: what the file's reader gives is a mapping of it, which changes or ends with the file.
+    return down.to(weight.device, dtype, copy=True), scaled.to(weight.device, dtype)
+
+
+def _config_of(folder: str) -> Mapping[str, Any]:
+    """ValueError: there is none, or it has settings that are not supported."""
+    path = Path(folder) / "adapter_config.json"
+    if not path.is_file():
+        raise ValueError(f"{folder} is no folder of an adapter: there is no adapter_config.json")
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is no JSON: {error}") from None
+    if not isinstance(config, dict):
+        raise ValueError(f"{path}: an object is expected")
+    _check_config(config, folder)
+    return config
 
 
 def _check_config(config: Mapping[str, Any], folder: str) -> None:
@@ -87,6 +143,9 @@ def _check_config(config: Mapping[str, Any], folder: str) -> None:
     for name, neutral in _NEUTRAL.items():
         if config.get(name) not in (neutral, None, False, [], {}):
             raise ValueError(f"{folder}: {name}={config[name]!r} is not supported")
+    alpha = config.get("lora_alpha")
+    if not isinstance(alpha, (int, float)) or not math.isfinite(alpha):
+        raise ValueError(f"{folder}: lora_alpha={alpha!r}: a number is expected")
 
 
 def _sizes(layer: nn.Module) -> tuple[int, int]:

@@ -24,6 +24,7 @@ from deepspeed.inference.model.trial import (
     narrow_windows,
     plain_logits,
     tolerance,
+    why_no_states,
 )
 from deepspeed.ops.huge_pages import collapse, weights_of
 
@@ -54,6 +55,10 @@ class ModelRunner:
         self.block_size = block_size
         on_host = self.facts.device.type == "cpu"
         self.layout, self.shapes = self._choose(layouts or (_ON_HOST if on_host else _ON_DEVICE))
+        hidden = partial(self._forward, self.layout.hidden)
+        self.no_states = why_no_states(hidden, self.shapes, self.facts)
+        """Why ``hidden`` cannot be called; None: it can."""
+        self.layout.release()
         collapse(weights_of(module))
         self._cache: PagedCache | None = None
 

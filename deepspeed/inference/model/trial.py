@@ -94,6 +94,21 @@ def plain_logits(module: nn.Module, facts: ModelFacts, rotations: Rotations, spa
     return made
 
 
+def why_no_states(hidden: Forward, shapes: Mapping[int, LayerShape], facts: ModelFacts) -> str | None:
+    """Return why a layout does not give the last hidden states of the first sequence by its method ``hidden``; None: it
+    does."""
+    tokens = probe_tokens(facts)[0]
+    piece = PagePiece(tokens, 0, _BLOCKS[0], wanted=len(tokens))
+    try:
+        found: Any = hidden([piece], PagedCache(shapes, sum(map(len, _BLOCKS)), BLOCK_SIZE))
+    except Exception as problem:  # whatever a model raises whose base is not what it seems
+        return f"{type(problem).__name__}: {problem}"
+    if not isinstance(found, Tensor) or found.ndim != 2 or len(found) != len(tokens):
+        shape = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
+        return f"its base gives {shape} for {len(tokens)} tokens"
+    return None
+
+
 def error_of(
     forward: Forward,
     shapes: Mapping[int, LayerShape],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -39,17 +40,19 @@ def add_adapter_routes(app: FastAPI, intake: Intake, models: Models) -> None:
         models.remove(request.lora_name)
         return f"Success: LoRA adapter '{request.lora_name}' removed successfully."
 
-    async def answer(request: Request, work: Callable[[bytes, Any], str]) -> Response:
+    async def answer(
+        request: Request, work: Callable[[bytes, Any], str], threads: ThreadPoolExecutor | None = None
+    ) -> Response:
         if intake.settings.token is None:
             return refusal(
                 403, "adapters are loaded and unloaded only if the server has a token", "permission_error"
             )
-        done = await intake.take(request, work)
+        done = await intake.take(request, work, threads)
         return done if isinstance(done, Response) else PlainTextResponse(done)
 
     @app.post("/v1/load_lora_adapter")
     async def loading(request: Request) -> Response:
-        return await answer(request, load)
+        return await answer(request, load, intake.loads)
 
     @app.post("/v1/unload_lora_adapter")
     async def unloading(request: Request) -> Response:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
@@ -19,7 +18,14 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from deepspeed.inference.serving import protocol
 from deepspeed.inference.serving.adapter_routes import add_adapter_routes
 from deepspeed.inference.serving.embedding_routes import add_embedding_routes
-from deepspeed.inference.serving.handling import Intake, ServerSettings, refusal, refusal_of, unauthorized
+from deepspeed.inference.serving.handling import (
+    Intake,
+    ServerSettings,
+    refusal,
+    refusal_of,
+    unauthorized,
+    unless_gone,
+)
 from deepspeed.inference.serving.models import ModelError, Models
 from deepspeed.inference.serving.pieces import Piece
 from deepspeed.inference.serving.protocol import (
@@ -327,18 +333,11 @@ class _Server:
         self, request: Request, sequences: Sequence[RunningAnswer]
     ) -> list[list[Piece]] | Response:
         """Return whole answers; or what is said instead, where nobody reads them or the service ends."""
-        finished = asyncio.ensure_future(read_all(sequences))
-        gone = asyncio.ensure_future(_until_gone(request))
         try:
-            await asyncio.wait({finished, gone}, return_when=asyncio.FIRST_COMPLETED)
-            if not finished.done():
-                return Response(status_code=499)  # nobody reads it
-            return finished.result()
+            return await unless_gone(request, read_all(sequences))
         except ClosedError as problem:
             return refusal(503, str(problem), "server_error")
         finally:
-            gone.cancel()
-            finished.cancel()
             for each in sequences:
                 each.cancel()
 
@@ -428,13 +427,6 @@ def _with_prefix(sequence: RunningAnswer, pieces: list[Piece]) -> list[Piece]:
 def _cut(tokens: list[int], most: int | None) -> list[int]:
     """Return the last ``most`` tokens."""
     return tokens if most is None or len(tokens) <= most else tokens[-most:]
-
-
-async def _until_gone(request: Request) -> None:
-    """Until the client closes the connection. The body has been read."""
-    with contextlib.suppress(RuntimeError):
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
 
 
 def _event(content: dict[str, Any], name: str | None = None) -> str:

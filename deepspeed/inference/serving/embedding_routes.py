@@ -4,24 +4,29 @@ FastAPI is installed."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import json
+from collections.abc import AsyncIterator, Sequence
 from typing import Any, Literal
 
 from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response, StreamingResponse
 from pydantic import BaseModel, Field, SkipValidation
+from torch import Tensor
 
 from deepspeed.inference.scheduling.requests import SamplingParams
 from deepspeed.inference.serving import protocol
 from deepspeed.inference.serving.bodies import RequestError
-from deepspeed.inference.serving.handling import Intake, refusal_of
+from deepspeed.inference.serving.handling import Intake, refusal, refusal_of, unless_gone
 from deepspeed.inference.serving.models import Models
-from deepspeed.inference.serving.pooling import check_dimensions, encoded, vector_of
+from deepspeed.inference.serving.pooling import NotFiniteError, check_dimensions, encoded, vectors_of
 from deepspeed.inference.serving.service import BusyError, ClosedError, Service, Update
 from deepspeed.inference.serving.tokenizers import Tokenizer
 
 _MOST_INPUTS = 2048
 """OpenAI's limit."""
+
+_ENCODED_TOGETHER = 16
+"""Vectors of one call of a thread, which goes on to its end where the client leaves."""
 
 
 class EmbeddingRequest(BaseModel):
@@ -64,25 +69,51 @@ def add_embedding_routes(
         if isinstance(found, Response):
             return found
         asked, inputs, params = found
+
+        async def answer() -> Response:
+            pooled = await _pooled(service, inputs, params)
+            data, count = await _encoded(pooled, asked), sum(map(len, inputs))
+            return _listed(data, asked.model or models.name, {"prompt_tokens": count, "total_tokens": count})
+
         try:
-            vectors = [
-                vector_of(pooled, asked.dimensions, asked.normalize)
-                for pooled in await _pooled(service, inputs, params)
-            ]
+            return await unless_gone(request, answer())
+        except NotFiniteError as problem:
+            return refusal(500, str(problem), "server_error")
         except (ValueError, BusyError, ClosedError) as problem:
             return refusal_of(problem)
-        data = [
-            {"object": "embedding", "index": index, "embedding": encoded(each, asked.encoding_format)}
-            for index, each in enumerate(vectors)
+
+
+async def _encoded(pooled: Sequence[Tensor], asked: EmbeddingRequest) -> list[bytes]:
+    """Return the entries of an answer, made beside the event loop: thousands of vectors take seconds. JSON is made of
+    one vector at a time, as other threads do not run meanwhile."""
+    vectors = await asyncio.to_thread(vectors_of, pooled, asked.dimensions, asked.normalize)
+
+    def some(start: int) -> list[bytes]:
+        return [
+            encoded(vector, index, asked.encoding_format)
+            for index, vector in enumerate(vectors[start : start + _ENCODED_TOGETHER], start)
         ]
-        count = sum(map(len, inputs))
-        usage = {"prompt_tokens": count, "total_tokens": count}
-        return JSONResponse(
-            {"object": "list", "model": asked.model or models.name, "data": data, "usage": usage}
-        )
+
+    made: list[bytes] = []
+    for start in range(0, len(vectors), _ENCODED_TOGETHER):
+        made += await asyncio.to_thread(some, start)
+    return made
 
 
-async def _pooled(service: Service, inputs: Sequence[Sequence[int]], params: SamplingParams) -> list[Any]:
+def _listed(data: Sequence[bytes], model: str, usage: dict[str, int]) -> Response:
+    """Answer with the entries ``data``, sent as fast as the client reads: they may be 200 MB."""
+    head = json.dumps({"object": "list", "model": model, "usage": usage})[:-1].encode() + b', "data": ['
+    size = len(head) + sum(map(len, data)) + 2 * len(data)  # two bytes after each entry
+
+    async def parts() -> AsyncIterator[bytes]:
+        yield head
+        for index, entry in enumerate(data, 1):
+            yield entry + (b", " if index < len(data) else b"]}")
+
+    return StreamingResponse(parts(), media_type="application/json", headers={"Content-Length": str(size)})
+
+
+async def _pooled(service: Service, inputs: Sequence[Sequence[int]], params: SamplingParams) -> list[Tensor]:
     """Return the vectors of ``inputs``. A request of many takes at most a quarter of the places that the service has.
     BusyError: there is no place, and none of this request will become free."""
     loop, updates = asyncio.get_running_loop(), asyncio.Queue[tuple[int, Update]]()

@@ -4,8 +4,9 @@ Imported only where FastAPI is installed."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -64,6 +65,8 @@ class Intake:
         # keeps memory of its own.
         self._short = ThreadPoolExecutor(2, "short-requests")
         self._long = ThreadPoolExecutor(2, "long-requests")
+        self.loads = ThreadPoolExecutor(1, "adapter-loads")
+        """Reads files, which may take minutes, one after another."""
 
     def authorize(self, request: Request) -> bool:
         token = self.settings.token
@@ -73,16 +76,20 @@ class Intake:
         return hmac.compare_digest(given.encode(), f"Bearer {token}".encode())
 
     async def take(
-        self, request: Request, work: Callable[[bytes, asyncio.AbstractEventLoop], _Made]
+        self,
+        request: Request,
+        work: Callable[[bytes, asyncio.AbstractEventLoop], _Made],
+        threads: ThreadPoolExecutor | None = None,
     ) -> _Made | Response:
         """Return what ``work`` makes of the body, on a thread beside the event loop, which it is given; or the refusal
-        of a request that may not be answered, or whose body or work raises an error of its client or of the service."""
+        of a request that may not be answered, or whose body or work raises an error of its client or of the service.
+        ``threads``: in place of the usual ones."""
         if not self.authorize(request):
             return unauthorized()
         try:
             body, loop = await self._body(request), asyncio.get_running_loop()
-            threads = self._long if sum(map(len, body)) > LONG else self._short
-            return await loop.run_in_executor(threads, _worked, work, body, loop)
+            usual = self._long if sum(map(len, body)) > LONG else self._short
+            return await loop.run_in_executor(threads or usual, _worked, work, body, loop)
         except ClientDisconnect:
             return Response(status_code=499)  # nobody reads it
         except asyncio.TimeoutError:
@@ -118,6 +125,24 @@ def _worked(work: Callable[[bytes, Any], _Made], body: list[bytes], loop: asynci
     except (ValueError, BusyError, ClosedError) as problem:
         problem.__context__ = None
         raise problem.with_traceback(None) from None
+
+
+async def unless_gone(request: Request, work: Coroutine[Any, Any, _Made]) -> _Made | Response:
+    """Return what ``work`` returns, or raise what it raises. A client that closes the connection before, whose body
+    has been read, cancels it."""
+    running, gone = asyncio.ensure_future(work), asyncio.ensure_future(_until_gone(request))
+    try:
+        await asyncio.wait({running, gone}, return_when=asyncio.FIRST_COMPLETED)
+        return running.result() if running.done() else Response(status_code=499)  # nobody reads it
+    finally:
+        gone.cancel()
+        running.cancel()
+
+
+async def _until_gone(request: Request) -> None:
+    with contextlib.suppress(RuntimeError):
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
 
 
 def refusal_of(problem: Exception) -> Response:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -9,6 +10,9 @@ from typing import Any
 from safetensors import SafetensorError
 
 _MOST_TOLD = 8
+
+_MOST_ADAPTERS = 64
+"""Each keeps memory until it is removed."""
 
 
 class ModelError(ValueError):
@@ -30,18 +34,32 @@ class Models:
         self._began = int(time.time())
         self._load = load
         self._adapters: dict[str, tuple[str, Any]] = {}  # name -> (folder, adapter)
+        self._loading: set[str] = set()
+        self._lock = threading.Lock()  # of both
 
     def add(self, name: str, folder: str, *, anew: bool = False) -> None:
         """Load an adapter. ``anew``: in place of one of this name; requests that have begun keep the one they began
-        with. ValueError: the name is taken, or the folder holds none for this model."""
+        with. ValueError: the name is taken, there are too many, or the folder holds none for this model."""
         if self._load is None:
             raise ValueError("this server takes no adapters: they need a model on one rank")
-        if not name or name == self.name or (name in self._adapters and not anew):
-            raise ValueError(f"the name {name!r} is {'taken' if name else 'empty'}")
+        with self._lock:
+            self._reserve(name, anew)
         try:
             self._adapters[name] = folder, self._load(folder)
         except (OSError, SafetensorError) as error:
             raise ValueError(f"{folder}: {error}") from error
+        finally:
+            with self._lock:
+                self._loading.discard(name)
+
+    def _reserve(self, name: str, anew: bool) -> None:
+        taken = name in (self.name, *self._loading) or (name in self._adapters and not anew)
+        if not name or taken:
+            raise ValueError(f"the name {name!r} is {'taken' if name else 'empty'}")
+        known = self._loading | self._adapters.keys()
+        if name not in known and len(known) >= _MOST_ADAPTERS:
+            raise ValueError(f"there are {len(known)} adapters, the most that are kept: unload one first")
+        self._loading.add(name)
 
     def remove(self, name: str) -> None:
         """ModelError: there is no such adapter. Requests that have begun are finished with it."""

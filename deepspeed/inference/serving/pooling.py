@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import functional
 
@@ -20,13 +21,22 @@ _MODES = {
 }
 
 
+class NotFiniteError(RuntimeError):
+    """A vector has numbers that JSON does not have, and that no client can use."""
+
+
 def pooling_of(folder: str) -> str | None:
     """Return the pooling that a folder of sentence-transformers names; None: it is no such folder. ValueError: another
     than the last token, the mean or the first."""
     path = Path(folder) / "1_Pooling" / "config.json"
     if not path.is_file():
         return None
-    told = json.loads(path.read_text(encoding="utf-8"))
+    try:
+        told = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is no JSON ({error}): give --pooling") from None
+    if not isinstance(told, dict):
+        raise ValueError(f"{path}: an object is expected: give --pooling")
     modes = [name for name, value in told.items() if name.startswith("pooling_mode_") and value is True]
     if len(modes) != 1 or modes[0] not in _MODES:
         raise ValueError(
@@ -53,17 +63,27 @@ def check_dimensions(asked: int | None, allowed: tuple[int, ...] | None) -> None
     )
 
 
-def vector_of(pooled: Tensor, dimensions: int | None, normalized: bool) -> Tensor:
-    """Return the first ``dimensions`` numbers of ``pooled`` [size], by default at length 1. RequestError: there are
-    fewer."""
-    if dimensions is not None and dimensions > len(pooled):
-        raise RequestError(f"dimensions: the vectors have {len(pooled)} numbers", "dimensions")
-    cut = pooled[:dimensions]
-    return functional.normalize(cut, dim=0) if normalized else cut
+def vectors_of(pooled: Sequence[Tensor], dimensions: int | None, normalized: bool) -> Tensor:
+    """Return the first ``dimensions`` numbers of each of ``pooled`` [size], in host memory and, with ``normalized``, at
+    length 1. RequestError: there are fewer. NotFiniteError: a number is infinite or none."""
+    size = len(pooled[0])
+    if dimensions is not None and dimensions > size:
+        raise RequestError(f"dimensions: the vectors have {size} numbers", "dimensions")
+    cut = torch.stack([each[:dimensions] for each in pooled])
+    made = (functional.normalize(cut, dim=1) if normalized else cut).cpu()
+    finite = made.isfinite().all(1)
+    if not finite.all():
+        raise NotFiniteError(
+            f"the model gives input.{int(finite.int().argmin())} a vector that is not finite"
+        )
+    return made
 
 
-def encoded(vector: Tensor, encoding: str) -> Sequence[float] | str:
-    """Return a list, or base64 of its numbers as little-endian fp32."""
-    if encoding == "float":
-        return vector.tolist()
-    return base64.b64encode(vector.cpu().numpy().astype("<f4").tobytes()).decode()
+def encoded(vector: Tensor, index: int, encoding: str) -> bytes:
+    """Return an entry of the answer in JSON: its numbers as a list, or as base64 of little-endian fp32."""
+    numbers = vector.tolist() if encoding == "float" else _base64_of(vector)
+    return json.dumps({"object": "embedding", "index": index, "embedding": numbers}).encode()
+
+
+def _base64_of(vector: Tensor) -> str:
+    return base64.b64encode(vector.numpy().astype("<f4").tobytes()).decode()
