@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 from tests import forked
 from tests.tools.launcher.programs import REPOSITORY, environment
@@ -50,3 +53,16 @@ def test_the_tutorial(tmp_path: Path) -> None:
     assert len(seen) == 6
     losses = [float(loss) for said in seen.values() for loss in re.findall(r"loss (\d+\.\d+)", said)]
     assert len(losses) == 5 and max(losses) < 3.5  # 4.85 is the loss of a model that knows nothing
+
+
+@pytest.mark.slow
+def test_its_script_can_be_tuned(tmp_path: Path) -> None:
+    """By the command of the page, from what the page has written."""
+    page = PAGE.read_text(encoding="utf-8")
+    for language, title, text in BLOCK.findall(page):
+        if language != "console" and title:
+            (tmp_path / title).write_text(text, encoding="utf-8")
+    (command,) = re.findall(r"^ +(deepspeed --autotuning .*)$", page, flags=re.M)
+    said = run(command, tmp_path)
+    best = tmp_path / "autotuning_results" / "ds_config_optimal.json"
+    assert json.loads(best.read_text())["train_micro_batch_size_per_gpu"] >= 1, said
