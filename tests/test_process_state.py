@@ -52,6 +52,7 @@ STATE = {
     "base/accelerator/select.py:ds_accelerator": "the accelerator of this process",
     # Which engine is the newest, for documented functions that name none; engines are not kept alive.
     "transforms/recompute/checkpointing.py:_state": "settings before any engine, and the newest engine's",
+    "comm/groups.py:_Made.lock": "guards the count of groups, and a name of torch's that is replaced meanwhile",
     "comm/meshes.py:meshes": "the newest engine's mesh, and sizes set by hand",
     "comm/documented_groups.py:_registered": "groups made by hand, before there is an engine",
     "parallel/sequence/hf/parallel_state_sp.py:_state": "groups of a module that is a model-parallel unit",
