@@ -64,7 +64,9 @@ def test_environment_turns_it_off():
 @distributed(world_size=2)
 def test_config_turns_it_off_and_on():
     def configure(section):
-        init_distributed(config=types.SimpleNamespace(comms_config=None, comm_config=section))
+        init_distributed(
+            config=types.SimpleNamespace(comms_config=None, schema=types.SimpleNamespace(comm=section))
+        )
         tensor = torch.ones(3)
         comm.all_reduce(tensor).wait()
         assert tensor[0] == 2
