@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import os
 import signal
@@ -153,6 +154,10 @@ def test_nothing_outlives_a_kill_at_the_start(tmp_path, signum, after_s):
     codes = {-signum, 128 + signum}
     if signum == signal.SIGINT:
         codes.add(1)  # Python's own, if it is interrupted while it starts
+        # An interrupt that arrives in a callback of the import system is printed by Python and lost: one presses again.
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            job.wait(timeout=LIMIT_S / 3)
+        job.send_signal(signum)
     assert job.wait(timeout=LIMIT_S) in codes
     while marked(value) and time.monotonic() - start < LIMIT_S:
         time.sleep(0.05)
