@@ -53,9 +53,12 @@ def test_the_traceback_comes_before_the_report(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(
         "import os, sys, time\n"
         "print('hello', flush=True)\n"
-        "if os.environ['RANK'] == '1':\n"
-        "    raise ValueError('boom')\n"
-        "time.sleep(60)\n"
+        "if os.environ['RANK'] == '0':\n"
+        "    open('said', 'w').close()\n"
+        "    time.sleep(60)\n"
+        "while not os.path.exists('said'):\n"
+        "    time.sleep(0.01)\n"
+        "raise ValueError('boom')\n"
     )
     result = deepspeed("--num_gpus", 2, "--prefix_output", "train.py", cwd=tmp_path)
     assert result.returncode == 1
