@@ -10,11 +10,11 @@ says what would measure it.
 
 from __future__ import annotations
 
-import argparse
 import re
-import sys
 from dataclasses import dataclass
 from pathlib import Path
+
+from readme import tables, write_or_check
 
 FOLDER = Path(__file__).resolve().parent
 PAGE = FOLDER.parent / "docs" / "claims.md"
@@ -89,23 +89,6 @@ def reports_of(source: Source) -> list[str]:
     if isinstance(source, Ratio):
         return [*reports_of(source.over), *reports_of(source.under)]
     return [source.report]
-
-
-def tables(text: str) -> list[tuple[str, list[str], list[list[str]]]]:
-    """(title, header, rows) of each table in a saved report: the line of dashes under the header tells the columns."""
-    lines, found = text.splitlines(), []
-    for place, line in enumerate(lines):
-        if place < 2 or not re.fullmatch(r"-+(  -+)+", line):
-            continue
-        spans = [match.span() for match in re.finditer(r"-+", line)]
-        rows = []
-        for row in lines[place + 1 :]:
-            if not row:
-                break
-            rows.append([row[begin:end].strip() for begin, end in spans])
-        header = [lines[place - 1][begin:end].strip() for begin, end in spans]
-        found.append((lines[place - 2], header, rows))
-    return found
 
 
 @dataclass(frozen=True)
@@ -595,19 +578,5 @@ def page() -> str:
     return "\n".join(parts) + "\n"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--check", action="store_true", help="write nothing; exit code 1 if the page is not up to date"
-    )
-    arguments = parser.parse_args()
-    if not arguments.check:
-        PAGE.write_text(page(), encoding="utf-8")
-    elif PAGE.read_text(encoding="utf-8") != page():
-        sys.exit("docs/claims.md: not the numbers of benchmarks/results; run benchmarks/claims.py")
-
-
 if __name__ == "__main__":
-    main()
+    write_or_check(PAGE, lambda _: page(), __doc__ or "")

@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parent
@@ -48,24 +48,21 @@ OTHER_ROWS: list[tuple[str, str, str, str, dict[str, str]]] = [
         for kind, what in (("DP", "data"), ("TP", "layers"), ("SP", "sequences"))
     ),
 ]  # fmt: skip
-Table = dict[str, dict[str, str]]  # row -> column -> cell
 
 
-def tables(text: str) -> Iterator[tuple[str, Table]]:
-    """(title, table) of each table in a saved report: the line of dashes under the header tells the columns."""
+def tables(text: str) -> Iterator[tuple[str, list[str], list[list[str]]]]:
+    """(title, header, rows) of each table in a saved report: the line of dashes under the header tells the columns."""
     lines = text.splitlines()
     for number, line in enumerate(lines):
         if number < 2 or not re.fullmatch(r"-+(  -+)+", line):
             continue
         spans = [match.span() for match in re.finditer(r"-+", line)]
-        header = [lines[number - 1][begin:end].strip() for begin, end in spans]
-        rows: Table = {}
+        rows = []
         for row in lines[number + 1 :]:
             if not row:
                 break
-            cells = [row[begin:end].strip() for begin, end in spans]
-            rows[cells[0]] = dict(zip(header, cells, strict=True))
-        yield lines[number - 2], rows
+            rows.append([row[begin:end].strip() for begin, end in spans])
+        yield lines[number - 2], [lines[number - 1][begin:end].strip() for begin, end in spans], rows
 
 
 class Results:
@@ -81,10 +78,13 @@ class Results:
         for report, text in self.texts.items():
             if report != name and not report.startswith(f"{name}_"):
                 continue
-            for found, table in tables(text):
-                if not found.startswith(title) or row not in table:
+            for found, header, rows in tables(text):
+                cells = {cells[0]: cells for cells in rows}.get(row)
+                if not found.startswith(title) or cells is None:
                     continue
-                cell = next((value for key, value in table[row].items() if key.startswith(column)), "")
+                cell = next(
+                    (cell for name, cell in zip(header, cells, strict=True) if name.startswith(column)), ""
+                )
                 if cell:
                     self.used += [report] if report not in self.used else []
                     return cell.split(" [")[0]
@@ -155,23 +155,26 @@ def numbers_of(folder: Path) -> str:
     return "\n".join([BEGIN, "", *body, f"{results.sources()}", "", END])
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def write_or_check(page: Path, make: Callable[[str], str], about: str) -> None:
+    """Write what ``make`` makes of the page's text, "" if there is none; with --check leave with an error instead, if
+    that is another text."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--check", action="store_true", help="write nothing; exit code 1 if they are not up to date"
+        "--check", action="store_true", help="write nothing; exit code 1 if it is not up to date"
     )
     arguments = parser.parse_args()
-    before = README.read_text(encoding="utf-8")
-    begin, end = before.index(BEGIN), before.index(END) + len(END)
-    after = before[:begin] + numbers_of(FOLDER / "results") + before[end:]
-    if arguments.check:
-        sys.exit(
-            0 if after == before else "README.md: not the numbers of benchmarks/results; run this script"
-        )
-    README.write_text(after, encoding="utf-8")
+    before = page.read_text(encoding="utf-8") if page.exists() else ""
+    after = make(before)
+    if not arguments.check:
+        page.write_text(after, encoding="utf-8")
+    elif after != before:
+        sys.exit(f"{page.name}: not the numbers of benchmarks/results; run this script")
+
+
+def with_numbers(text: str) -> str:
+    begin, end = text.index(BEGIN), text.index(END) + len(END)
+    return text[:begin] + numbers_of(FOLDER / "results") + text[end:]
 
 
 if __name__ == "__main__":
-    main()
+    write_or_check(README, with_numbers, __doc__ or "")
