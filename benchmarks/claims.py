@@ -14,7 +14,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from readme import tables, write_or_check
+from readme import parser_of, tables, write_or_check
 
 FOLDER = Path(__file__).resolve().parent
 PAGE = FOLDER.parent / "docs" / "claims.md"
@@ -579,4 +579,5 @@ def page() -> str:
 
 
 if __name__ == "__main__":
-    write_or_check(PAGE, lambda _: page(), __doc__ or "")
+    arguments = parser_of(__doc__).parse_args()
+    write_or_check(PAGE, lambda _: page(), check=arguments.check)

@@ -155,17 +155,21 @@ def numbers_of(folder: Path) -> str:
     return "\n".join([BEGIN, "", *body, f"{results.sources()}", "", END])
 
 
-def write_or_check(page: Path, make: Callable[[str], str], about: str) -> None:
-    """Write what ``make`` makes of the page's text, "" if there is none; with --check leave with an error instead, if
-    that is another text."""
+def parser_of(about: str | None) -> argparse.ArgumentParser:
+    """Return the parser of a script that writes a page from saved results, described by the script's docstring."""
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--check", action="store_true", help="write nothing; exit code 1 if it is not up to date"
     )
-    arguments = parser.parse_args()
+    return parser
+
+
+def write_or_check(page: Path, make: Callable[[str], str], *, check: bool) -> None:
+    """Write what ``make`` makes of the page's text, "" if there is none; with ``check`` leave with an error instead, if
+    that is another text."""
     before = page.read_text(encoding="utf-8") if page.exists() else ""
     after = make(before)
-    if not arguments.check:
+    if not check:
         page.write_text(after, encoding="utf-8")
     elif after != before:
         sys.exit(f"{page.name}: not the numbers of benchmarks/results; run this script")
@@ -177,4 +181,5 @@ def with_numbers(text: str) -> str:
 
 
 if __name__ == "__main__":
-    write_or_check(README, with_numbers, __doc__ or "")
+    arguments = parser_of(__doc__).parse_args()
+    write_or_check(README, with_numbers, check=arguments.check)

@@ -15,6 +15,7 @@ import textwrap
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -40,6 +41,7 @@ SETUP_SECONDS = 8.0  # forty processes start at once, and one may import while t
 PROLOGUE = """
 import os, signal, sys, threading, time
 from datetime import timedelta
+import numpy.random  # here, as a save imports it otherwise, and the report after a second would find it there
 import torch
 import deepspeed
 from deepspeed import comm as dist
@@ -360,6 +362,30 @@ def test_the_report_names_what_happened(name: str, jobs: dict[str, Job]) -> None
 
 
 # ---- the report, without processes
+
+
+@pytest.mark.parametrize(
+    ("file", "function", "expected"),
+    [
+        ("checkpoint/save.py", "save", standing_of.SAVING),
+        ("engine/checkpoints.py", "load_checkpoint", standing_of.RESTORING),
+        ("engine/initialize.py", "initialize", standing_of.STARTING),
+        ("data/loader.py", "__next__", standing_of.LOADING),
+        ("engine/engine.py", "step", standing_of.ELSEWHERE),
+    ],
+)
+def test_what_a_rank_does_is_told_by_the_file_that_runs(file: str, function: str, expected: str) -> None:
+    """Below it a module is imported for the first time, by functions of Python's with "load" in their names."""
+    path = Path(deepspeed.__file__).parent / file
+    assert path.exists()
+
+    def frame(name: str, of: str) -> Any:
+        return SimpleNamespace(f_code=SimpleNamespace(co_name=name, co_filename=of))
+
+    importing = frame("_find_and_load", "<frozen importlib._bootstrap>")
+    assert (
+        standing_of._doing([importing, frame(function, str(path)), frame("<module>", "train.py")]) == expected
+    )
 
 
 def standing(

@@ -52,6 +52,7 @@ _STORING = (
     f"{_PACKAGE}/engine/loading.py",
     f"{_TORCH}/serialization.py",
 )
+_INITIALIZE = f"{_PACKAGE}/engine/initialize.py"
 
 
 class Names(Protocol):
@@ -249,9 +250,9 @@ def _doing(frames: list[FrameType]) -> str:
         if path.startswith(_LOADING):
             return LOADING
         if path.startswith(_STORING) or "/safetensors/" in path:
-            calls = {each.f_code.co_name for each in frames}
+            calls = {each.f_code.co_name for each in frames if not each.f_code.co_filename.startswith("<")}
             return RESTORING if any("load" in name for name in calls) else SAVING
-        if path == f"{_PACKAGE}/runtime/initialize.py":
+        if path == _INITIALIZE:
             return STARTING
     return ELSEWHERE
 
