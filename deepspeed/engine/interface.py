@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from deepspeed.config.plan import Plan
     from deepspeed.engine.assembly import TrainingCore
     from deepspeed.engine.half_loaded import HalfLoaded
-    from deepspeed.engine.parts.state import Checkpoints
     from deepspeed.transforms.record import Transforms
     from deepspeed.zero.accumulation import AccumulationClock
     from deepspeed.zero.gathering.sharded_model import ShardedModel
@@ -68,7 +67,7 @@ class Engine(Protocol):
     sharded: ShardedModel | None
     checkpoint_engine: Any
     background_writer: BackgroundWriter | None
-    checkpoints: Checkpoints
+    checkpoints: Any  # parts.state.Checkpoints, likewise
 
     global_steps: int
     global_samples: int
