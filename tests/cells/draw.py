@@ -59,7 +59,9 @@ def _implied(given: Mapping[str, Any], source: random.Random) -> dict[str, Any]:
         needed["ranks"] = 4
     if "ep" in axes.split("+"):
         needed["model"] = "moe"
-    if given.get("order") == "zero-bubble":
+    if given.get("order") == "interleaved":
+        needed["accumulation"] = 2
+    if "order" in given:
         needed["axes"] = source.choice(
             [each for each in CHOICES["axes"] if "pp" in each and "ep" not in each]
         )

@@ -31,6 +31,15 @@ MATRIX = {
     "parameters": CHOICES["parameters"][1:],
     "data": CHOICES["data"][1:],
     "resume": CHOICES["resume"][1:],
+    "order": CHOICES["order"][1:],
+    "compile": CHOICES["compile"][1:],
+    "lora": (True,),
+    "lengths": CHOICES["lengths"][1:],
+    "layer_drop": (True,),
+    "compression": CHOICES["compression"][1:],
+    "fp8": (True,),
+    "attention": CHOICES["attention"][1:],
+    "generate": (True,),
 }
 """The rows and columns; an axis stands for every combination that has it."""
 
@@ -103,7 +112,7 @@ def labels_of(features: dict[str, Any]) -> list[str]:
 
 
 def label(name: str, value: Any) -> str:
-    return name if value is True else f"{name} {value}"
+    return (name if value is True else f"{name} {value}").replace("_", " ")
 
 
 def reason(what: str) -> str:

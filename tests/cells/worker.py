@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -15,7 +16,9 @@ from torch import Tensor, nn
 
 from tests.cells import models
 from tests.cells.cell import DECAY, EPS, RATE, STEPS, Cell, config_of
-from tests.cells.oracle import balances
+from tests.cells.formulas import BLOCK, LORA_RANK, LORA_SCALE
+from tests.cells.oracle import CONTEXTS, balances
+from tests.optim.test_one_bit_slices import InFull
 
 
 @dataclass
@@ -27,6 +30,7 @@ class Seen:
     losses: list[list[float]] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
     evaluations: list[float] = field(default_factory=list)
+    generated: list[float] = field(default_factory=list)
     weights: dict[str, Tensor] = field(default_factory=dict)
 
 
@@ -47,6 +51,10 @@ def train(line: dict[str, Any], folder: str, first_step: int = 0, load: bool = F
     except (DeepSpeedConfigError, TransformRefusedError, NotImplementedError) as error:
         # Raised again, as other ranks may go on and would wait for this one.
         raise Refused(f"{type(error).__name__}: {' '.join(str(error).split())}") from None
+    if cell.sends_signs:  # formulas of what signs lose would have to know how tensors lie in the exchange
+        engine.core.store.optimizer.exchange.codec = InFull()
+    if cell.compile != "no":
+        engine.compile(backend=cell.compile)
     seen.replica = replica_of(cell)
     runner = Pipeline(cell, engine, seen, seed) if cell.axis("pp") > 1 else Plain(cell, engine, seen, seed)
     if load:
@@ -56,6 +64,8 @@ def train(line: dict[str, Any], folder: str, first_step: int = 0, load: bool = F
     for step in range(first_step, first_step + STEPS):
         runner.step(step)
         seen.norms.append(float(engine.get_global_grad_norm()))
+        if cell.generate and step == first_step:
+            runner.generate()
     if cell.evaluate:
         runner.evaluate()
     engine.save_checkpoint(f"{folder}/saved")
@@ -86,6 +96,8 @@ def replica_of(cell: Cell) -> int:
 def build(cell: Cell) -> nn.Module:
     """The module for ``initialize``, with the oracle's weights."""
     kit = models.Kit(attend=attention(cell), mixture=mixtures(cell), recompute=recompute(cell))
+    if cell.lora:
+        kit = dataclasses.replace(kit, feed=lora_layer)
     if cell.axis("pp") > 1:
         module = pipeline(cell, kit)
     else:
@@ -93,7 +105,18 @@ def build(cell: Cell) -> nn.Module:
     named = {models.names(name): param for name, param in module.named_parameters()}
     fill(cell, module)
     models.freeze(cell, named)
+    if cell.compression != "no":
+        from deepspeed.compression.compress import init_compression
+
+        module = init_compression(module, config_of(cell))
     return module
+
+
+def lora_layer(inputs: int, outputs: int, name: str) -> nn.Module:
+    from deepspeed.linear import LoRAConfig, OptimizedLinear
+
+    config = LoRAConfig(lora_r=LORA_RANK, lora_alpha=LORA_RANK * LORA_SCALE)
+    return OptimizedLinear(inputs, outputs, bias=True, lora_config=config, dtype=torch.float32)
 
 
 @torch.no_grad()
@@ -112,13 +135,30 @@ def fill(cell: Cell, module: nn.Module) -> None:
 
 
 def attention(cell: Cell) -> Callable[[], nn.Module] | None:
+    local: Callable[[], Any] = (lambda: Sparse(cell)) if cell.attention == "sparse" else lambda: models.attend
     if cell.axis("sp") == 1:
-        return None
+        return local if cell.attention == "sparse" else None
     from deepspeed.parallel.sequence.layer import DistributedAttention
 
     group = sequence_group(cell)
 
-    return lambda: DistributedAttention(models.attend, group, scatter_idx=2, gather_idx=1)
+    return lambda: DistributedAttention(local(), group, scatter_idx=2, gather_idx=1)
+
+
+class Sparse(nn.Module):
+    """The oracle's ``SparseWindow`` by a layout of blocks."""
+
+    def __init__(self, cell: Cell) -> None:
+        super().__init__()
+        from deepspeed.ops.sparse_attention import LocalSlidingWindowSparsityConfig, SparseSelfAttention
+
+        pattern = LocalSlidingWindowSparsityConfig(models.HEADS // cell.axis("sp"), BLOCK, 3)
+        self.blocks = SparseSelfAttention(pattern, max_seq_length=4 * models.LENGTH)
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, batch: int = 0) -> Tensor:
+        q, k, v = (each.transpose(1, 2) for each in (query, key, value))
+        causal = torch.ones(q.shape[2], q.shape[2]).tril()
+        return self.blocks(q, k, v, attn_mask=causal).transpose(1, 2)
 
 
 def sequence_group(cell: Cell) -> Any:
@@ -177,6 +217,8 @@ def pipeline(cell: Cell, kit: models.Kit) -> nn.Module:
     return PipelineModule(
         [first, *blocks, *last],
         num_stages=2,
+        chunks=cell.chunks,
+        zigzag=cell.order == "zero-bubble-v",
         loss_fn=pipeline_loss(cell),
         partition_method="uniform",
         profile_input=example,
@@ -278,6 +320,15 @@ class Plain:
     def evaluate(self) -> None:
         self.engine.eval()
         self.seen.evaluations.append(float(self.loss(900)))
+        self.engine.train()
+
+    @torch.no_grad()
+    def generate(self) -> None:
+        self.engine.eval()
+        if self.cell.parameters == "unused somewhere":
+            self.engine.module.with_sometimes = False
+        inputs, _ = self.own(900)
+        self.seen.generated += [float(self.engine(inputs[:, :length])[:, -1].max()) for length in CONTEXTS]
         self.engine.train()
 
 
