@@ -19,8 +19,10 @@ RATE, EPS, DECAY = 1e-2, 1e-3, 0.1
 CLIP = 0.05
 WARMUP_FROM = 0.25
 
+FAMILIES = ("llama", "gpt2", "bert", "t5", "mixtral", "vit")
+"""Models of Transformers. They are not drawn, as not every installation has it."""
 CHOICES: dict[str, tuple[Any, ...]] = {
-    "model": ("blocks", "gru", "moe"),
+    "model": ("blocks", "gru", "moe", *FAMILIES),
     "ranks": (1, 2, 4),
     "axes": ("dp", "tp", "sp", "pp", "ep", "tp+sp", "pp+tp", "pp+sp", "pp+ep", "sp+ep", "tp+ep"),
     "stage": (0, 1, 2, 3),
@@ -227,6 +229,16 @@ def why_not(cell: Cell) -> str:
 def _why_no_feature(cell: Cell) -> str:
     """``why_not`` of what changes the model or its inputs."""
     tp, sp, pp = (cell.axis(name) for name in ("tp", "sp", "pp"))
+    if cell.model in FAMILIES and (
+        cell.axes not in ("dp", "tp")
+        or (cell.recompute, cell.compression, cell.attention) != ("no", "no", "dense")
+        or cell.parameters not in ("all", "frozen")
+        or cell.lora
+        or cell.fp8
+        or cell.layer_drop
+        or (cell.model == "vit" and (cell.lengths, cell.data, cell.generate) != ("whole", "even", False))
+    ):
+        return "is part of this folder's own models"
     if cell.order == "interleaved" and cell.accumulation % 2:
         return "stages take micro-batches in pairs"
     if pp > 1 and (cell.layer_drop or cell.generate):

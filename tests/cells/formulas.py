@@ -148,12 +148,14 @@ class Formula(torch.optim.Optimizer):
     def __init__(self, params: Any, lr: float = RATE, names: dict[Tensor, str] | None = None) -> None:
         super().__init__(params, {"lr": lr})
         self.names = names or {}
+        self.updates = 0
 
     def update(self, param: Tensor, grad: Tensor, state: dict[str, Any], rate: float) -> None:
         raise NotImplementedError
 
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override] (no closure)
+        self.updates += 1
         for group in self.param_groups:
             for param in group["params"]:
                 if param.grad is not None:
@@ -163,16 +165,18 @@ class Formula(torch.optim.Optimizer):
 
 
 def moments(state: dict[str, Any], grad: Tensor, *, squares: bool = True) -> tuple[Tensor, Tensor]:
-    """Adam's, advanced and not corrected."""
+    """Adam's, advanced and not corrected; without ``squares`` the variance stays. ``seen`` counts its gradients."""
+    state["seen"] = state.get("seen", 0) + squares
     m = state["m"] = 0.9 * state.get("m", 0.0) + 0.1 * grad
     v = state.get("v", torch.zeros_like(grad))
     state["v"] = 0.999 * v + 0.001 * grad * grad if squares else v
     return m, state["v"]
 
 
-def adam(param: Tensor, state: dict[str, Any], rate: float, seen: int) -> None:
-    """AdamW, whose variance has seen that many gradients."""
-    direction = state["m"] / (1 - 0.9 ** state["step"]) / ((state["v"] / (1 - 0.999**seen)).sqrt() + EPS)
+def adam(param: Tensor, state: dict[str, Any], rate: float) -> None:
+    """AdamW, whose variance may have seen fewer gradients than its momentum."""
+    variance = state["v"] / (1 - 0.999 ** max(1, state["seen"]))
+    direction = state["m"] / (1 - 0.9 ** state["step"]) / (variance.sqrt() + EPS)
     param.mul_(1 - rate * DECAY).sub_(rate * direction)
 
 
@@ -202,7 +206,7 @@ class Muon(Formula):
     def update(self, param: Tensor, grad: Tensor, state: dict[str, Any], rate: float) -> None:
         if param.ndim < 2 or "embed" in self.names[param]:
             moments(state, grad)
-            adam(param, state, rate, state["step"])
+            adam(param, state, rate)
             return
         m = state["m"] = 0.9 * state.get("m", 0.0) + 0.1 * grad
         ahead = 0.9 * m + 0.1 * grad
@@ -220,23 +224,22 @@ class OneBitAdam(Formula):
     """1-bit Adam whose exchange loses nothing: after ``FREEZE`` updates the variance stays."""
 
     def update(self, param: Tensor, grad: Tensor, state: dict[str, Any], rate: float) -> None:
-        warm = state["step"] <= FREEZE
+        warm = self.updates <= FREEZE
         moments(state, grad, squares=warm)
         if not warm:
             fill(state, grad)
-        adam(param, state, rate, min(state["step"], FREEZE))
+        adam(param, state, rate)
 
 
 class ZeroOneAdam(Formula):
     """0/1 Adam whose exchange loses nothing: the variance follows updates 1, 2, 4, 8, ... alone."""
 
     def update(self, param: Tensor, grad: Tensor, state: dict[str, Any], rate: float) -> None:
-        counts = state["step"] & (state["step"] - 1) == 0
-        state["seen"] = state.get("seen", 0) + counts
+        counts = self.updates & (self.updates - 1) == 0
         moments(state, grad, squares=counts)
         if not counts:
             fill(state, grad)
-        adam(param, state, rate, state["seen"])
+        adam(param, state, rate)
 
 
 class OneBitLamb(Lamb):
@@ -244,7 +247,7 @@ class OneBitLamb(Lamb):
     much a variance that goes on says that it would have changed."""
 
     def update(self, param: Tensor, grad: Tensor, state: dict[str, Any], rate: float) -> None:
-        if state["step"] <= FREEZE:
+        if self.updates <= FREEZE:
             super().update(param, grad, state, rate)
             before = state.get("average")
             state["average"] = state["ratio"] if before is None else 0.9 * before + 0.1 * state["ratio"]
@@ -252,7 +255,7 @@ class OneBitLamb(Lamb):
         m, v = moments(state, grad, squares=False)
         fill(state, grad)
         fresh = state["fresh"] = 0.999 * state.get("fresh", v) + 0.001 * grad * grad
-        frozen = (v / (1 - 0.999**FREEZE)).sqrt() + EPS
+        frozen = (v / (1 - 0.999 ** max(1, state["seen"]))).sqrt() + EPS
         alone = m / (1 - 0.9 ** state["step"]) / frozen
         direction = alone + DECAY * param
         share = min(1.0, float(alone.norm() / direction.norm()))

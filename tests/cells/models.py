@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tests.cells.cell import BATCH, Cell
+from tests.cells.cell import BATCH, FAMILIES, Cell
 from tests.cells.formulas import makes_feed, makes_linear, window
 
 VOCABULARY, WIDTH, HEADS, EXPERTS, LENGTH = 24, 16, 4, 4, 8
@@ -203,7 +203,7 @@ class Head(nn.Module):
 
 
 class Language(nn.Module):
-    """``forward(input_ids)`` gives logits, with ``labels`` the loss. Progressive layer drop scales what a block adds."""
+    """``forward(input_ids)`` gives logits, with ``labels`` the loss. Layer drop scales what a block adds."""
 
     def __init__(self, cell: Cell, kit: Kit | None = None) -> None:
         super().__init__()
@@ -239,6 +239,15 @@ class Language(nn.Module):
         return logits if labels is None else mean_loss(logits, labels)
 
 
+def alone(cell: Cell) -> nn.Module:
+    """The oracle's model."""
+    if cell.model in FAMILIES:
+        from tests.cells.families import Family
+
+        return Family(cell)
+    return Language(cell)
+
+
 def mean_loss(logits: Tensor, labels: Tensor) -> Tensor:
     """The mean over tokens that count; 0 if none does."""
     total = functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction="sum")
@@ -249,7 +258,7 @@ def freeze(cell: Cell, named: dict[str, nn.Parameter], step: int = 0) -> None:
     """Takes gradients from the weights that the cell freezes; ``late`` ones get them back after the first step."""
     for name, param in named.items():
         if cell.parameters == "frozen":
-            param.requires_grad_(".up." not in name and name != "layers.0.weight")
+            param.requires_grad_(".up." not in name and "embed" not in name and name != "layers.0.weight")
         if cell.parameters == "late":
             param.requires_grad_(step >= 1 or ".up." not in name)
         if cell.lora and name.endswith(("up.weight", "up.bias", "down.weight", "down.bias")):
@@ -267,7 +276,7 @@ def whole_value(name: str, shape: torch.Size | tuple[int, ...]) -> Tensor:
     """The initial value of a weight, by the oracle's name."""
     source = torch.Generator().manual_seed(sum((at + 1) * ord(each) for at, each in enumerate(name)))
     value = torch.randn(tuple(shape), generator=source)
-    if ".norm." in name:
+    if "norm" in name.lower() or ".ln_" in name:
         return 1 + 0.1 * value if name.endswith("weight") else 0.1 * value
     return 0.3 * value
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from tests.cells import formulas
 from tests.cells.cell import CLIP, DECAY, EPS, FREEZE, RATE, STEPS, WARMUP_FROM, Cell
-from tests.cells.models import BALANCE, Language, freeze, tokens, uses_sometimes, whole_value
+from tests.cells.models import BALANCE, alone, freeze, tokens, uses_sometimes, whole_value
 
 CONTEXTS = (4, 6, 8)
 """Tokens that generation has seen."""
@@ -153,7 +153,7 @@ class Alone:
 
     def __init__(self, cell: Cell, seed: int = 0) -> None:
         self.cell, self.seed = cell, seed
-        self.masters = Language(cell)
+        self.masters: Any = alone(cell)
         with torch.no_grad():
             for name, param in self.masters.named_parameters():
                 param.copy_(whole_value(name, param.shape))

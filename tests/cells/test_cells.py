@@ -40,6 +40,7 @@ FOUND = [
     "model=moe ranks=4 axes=tp+ep stage=2",
     "model=moe ranks=2 axes=ep buckets=tiny parameters=unused_somewhere",
     "model=moe ranks=4 axes=ep stage=3 tier=ratio buckets=tiny parameters=unused_somewhere",
+    "optimizer=0/1_Adam resume=same",
 ]
 """Cells that failed once, made small."""
 

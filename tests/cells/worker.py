@@ -15,7 +15,7 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 
 from tests.cells import models
-from tests.cells.cell import DECAY, EPS, RATE, STEPS, Cell, config_of
+from tests.cells.cell import DECAY, EPS, FAMILIES, RATE, STEPS, Cell, config_of
 from tests.cells.formulas import BLOCK, LORA_RANK, LORA_SCALE
 from tests.cells.oracle import CONTEXTS, balances
 from tests.optim.test_one_bit_slices import InFull
@@ -40,11 +40,21 @@ class Refused(Exception):
 
 def train(line: dict[str, Any], folder: str, first_step: int = 0, load: bool = False, seed: int = 0) -> Seen:
     """Trains the cell on this rank, from ``first_step`` on, and saves to ``folder``. Collective."""
+    cell, init = Cell(**line), nn.Module.__init__
+    try:
+        return _train(cell, folder, first_step, load, seed)
+    finally:
+        if cell.compile != "no":
+            torch.compiler.reset()
+            nn.Module.__init__ = init  # torch's compiler patches it for good
+
+
+def _train(cell: Cell, folder: str, first_step: int, load: bool, seed: int) -> Seen:
     import deepspeed
     from deepspeed.config.problems import DeepSpeedConfigError
     from deepspeed.transforms.errors import TransformRefusedError
 
-    cell, seen = Cell(**line), Seen()
+    seen = Seen()
     try:
         module = build(cell)
         engine = deepspeed.initialize(**arguments(cell, module, folder))[0]
@@ -100,6 +110,8 @@ def build(cell: Cell) -> nn.Module:
         kit = dataclasses.replace(kit, feed=lora_layer)
     if cell.axis("pp") > 1:
         module = pipeline(cell, kit)
+    elif cell.model in FAMILIES:
+        module = models.alone(cell)
     else:
         module = models.Language(cell, kit)
     named = {models.names(name): param for name, param in module.named_parameters()}
