@@ -23,6 +23,8 @@ from tests.cells.oracle import Expected, Tolerance, expected_of, tolerance
 from tests.cells.worker import Seen
 
 TIMEOUT_S = 90.0
+COMPILING = 3
+"""Times as long, where each rank compiles."""
 OUTCOMES = ("equal", "refused", "late refusal", "wrong", "crash", "hang")
 """The last four are faults. A refusal is late if the config alone decides it, and ``check_config`` was silent."""
 
@@ -77,6 +79,7 @@ def layouts(cell: Cell) -> list[Cell]:
 def run_cell(cell: Cell, seed: int = 0, timeout: float = TIMEOUT_S) -> Result:
     """How the cell ends; never raises but for KeyboardInterrupt."""
     began = time.perf_counter()
+    timeout *= 1 if cell.compile == "no" else COMPILING
     with tempfile.TemporaryDirectory(prefix="cell_") as folder:
         outcome, what, details = _ended(cell, seed, folder, timeout)
     return Result(cell, outcome, what, time.perf_counter() - began, details)
