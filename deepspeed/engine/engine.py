@@ -27,19 +27,17 @@ from deepspeed.engine.half_loaded import HalfLoaded
 from deepspeed.engine.observers.attach import Observed, attach_observers
 from deepspeed.engine.observers.progress.start_report import log_start
 from deepspeed.engine.optimizer import no_training, require_optimizer
-from deepspeed.engine.parts.accumulation import MEMORY_OPT_ALLREDUCE_SIZE, Accumulation  # noqa: F401 - documented here too
+from deepspeed.engine.parts.accumulation import MEMORY_OPT_ALLREDUCE_SIZE, Accumulation, ZeroGrads  # noqa: F401 - documented here too
 from deepspeed.engine.parts.compiling import Compilation
 from deepspeed.engine.parts.data import EngineData
 from deepspeed.engine.parts.facts import Facts
 from deepspeed.engine.parts.sparse_sums import SparseSums
 from deepspeed.engine.parts.state import Checkpoints, StateMoves
-from deepspeed.engine.parts.zero_grads import ZeroGrads
 from deepspeed.engine.patches import warn_of_patches
 from deepspeed.engine.surface import EngineSurface
 from deepspeed.optim.schedulers import advance, resolve_scheduler
 from deepspeed.parallel.selection import from_config
-from deepspeed.planning.fits import check_fits, write_model_info_if_tuning
-from deepspeed.planning.run_spec import RunSpec
+from deepspeed.planning.fits import RunSpec, check_fits, write_model_info_if_tuning
 from deepspeed.transforms.recompute import scope as recompute_scope
 from deepspeed.transforms.record import transforms_of
 from deepspeed.zero.accumulation import AccumulationClock
