@@ -28,12 +28,18 @@ class CheckpointDegreesError(CheckpointError, RuntimeError):
     """Files of one checkpoint record different degrees of parallelism. A RuntimeError, too, as in release 0.19."""
 
 
+FIRST_MODEL_FILE = "the first model file of that folder"
+
+
 def mixed_saves(
-    path: Path, found: Mapping[str, Any] | None, expected: Mapping[str, Any] | None
+    path: Path,
+    found: Mapping[str, Any] | None,
+    expected: Mapping[str, Any] | None,
+    beside: str = FIRST_MODEL_FILE,
 ) -> CheckpointError:
-    """For a file at ``path`` of another save than the first model file beside it."""
+    """For a file at ``path`` of another save than the file ``beside`` it."""
     return CheckpointError(
-        f"{path} is of {_save_in_words(found)}, but the first model file of that folder is of "
+        f"{path} is of {_save_in_words(found)}, but {beside} is of "
         f"{_save_in_words(expected)}: the folder holds files of two saves (a copy that was not finished, or a file "
         "that was left from before). Copy all files of one save again"
     )

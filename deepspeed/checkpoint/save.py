@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib import resources
@@ -34,6 +34,7 @@ class _Request:
     exclude_frozen: bool
     on_tag_mismatch: str
     keep_last: int | None
+    on_commit: Callable[[Path, str, Ranks], None] | None
 
 
 def save(
@@ -48,12 +49,13 @@ def save(
     on_tag_mismatch: str = "WARN",
     background: BackgroundWriter | None = None,
     keep_last: int | None = None,
+    on_commit: Callable[[Path, str, Ranks], None] | None = None,
 ) -> None:
     """Write ``save_dir/tag``. Collective. Afterwards either all of it is in place, or what was there before.
 
     ``on_tag_mismatch``: "IGNORE", "WARN" or "FAIL" where ranks give different tags; rank 0's is used.
     ``background``: return when the state is copied; it does the rest. ``keep_last``: how many checkpoints stay in the
-    folder.
+    folder. ``on_commit``: called on every rank, with the final folder, the tag and the ranks, when it is in place.
     """
     check_client_state(training.client_state)
     request = _Request(
@@ -64,6 +66,7 @@ def save(
         exclude_frozen=exclude_frozen,
         on_tag_mismatch=on_tag_mismatch,
         keep_last=keep_last,
+        on_commit=on_commit,
     )
     if background is not None:
         _save_later(training, request, ranks, background)
@@ -203,6 +206,8 @@ def _commit(folder: StagedFolder, request: _Request, ranks: Ranks, *, flushed: b
                 remove_older(request.save_dir, request.keep_last, _is_checkpoint)
             if flushed:
                 wait_for_flushes()
+    if request.on_commit is not None:
+        request.on_commit(folder.final, request.tag, ranks)
 
 
 def _agree(own: tuple[Any, ...], request: _Request, ranks: Ranks) -> _Request:

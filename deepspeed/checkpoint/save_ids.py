@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from deepspeed.checkpoint.errors import mixed_saves
+from deepspeed.checkpoint.errors import FIRST_MODEL_FILE, mixed_saves
 from deepspeed.checkpoint.names import INDEX, SAVE, SAVED_BY
 
 
@@ -43,17 +43,26 @@ class MarkedFiles:
         self._engine.save(marked(state, self._save), path)
 
 
-def save_of(content: Any) -> Mapping[str, Any] | None:
-    """Return which save the content of a file is of, in any layout; None where it does not say."""
+def save_of(content: Any, note: Mapping[str, Any] | None = None) -> Mapping[str, Any] | None:
+    """Return which save a file of this ``content`` is of, in any layout; None where it does not say. ``note``: what the
+    file says beside its content (``Archive.note``)."""
+    if note and SAVED_BY in note:
+        return note[SAVED_BY]
     if not isinstance(content, Mapping):
         return None
     metadata: Any = getattr(content, "_metadata", None) or {}
     return (content.get(INDEX) or {}).get(SAVE) or content.get(SAVED_BY) or metadata.get(SAVED_BY)
 
 
-def check_save_of(path: Path, content: Any, expected: Mapping[str, Any] | None) -> None:
-    """CheckpointError if this file's ``content`` says that it is of another save than the ``expected`` one. Of files
-    that say nothing, nothing is known: release 0.19 may have written them."""
-    found = save_of(content)
+def check_save_of(
+    path: Path,
+    content: Any,
+    expected: Mapping[str, Any] | None,
+    note: Mapping[str, Any] | None = None,
+    beside: str = FIRST_MODEL_FILE,
+) -> None:
+    """CheckpointError if this file's ``content`` or ``note`` says that it is of another save than the ``expected`` one,
+    that of the file ``beside``. Of files that say nothing, nothing is known: release 0.19 may have written them."""
+    found = save_of(content, note)
     if found and expected and found["id"] != expected["id"]:
-        raise mixed_saves(path, found, expected)
+        raise mixed_saves(path, found, expected, beside)

@@ -348,6 +348,37 @@ NAMES: dict[str, dict[str, str]] = {
     },
     "deepspeed.utils": {
         "RepeatingLoader": "deepspeed.data.loader",
+        "get_caller_func": "deepspeed.comm.record",
+        "DeprecatedException": "deepspeed.base.exceptions",
+        **dict.fromkeys(
+            """
+            get_data_parallel_group get_data_parallel_rank get_data_parallel_world_size get_model_parallel_group
+            get_model_parallel_rank get_model_parallel_world_size get_tensor_model_parallel_group
+            get_tensor_model_parallel_rank get_tensor_model_parallel_src_rank get_tensor_model_parallel_world_size
+            initialize set_tensor_model_parallel_rank set_tensor_model_parallel_world_size
+            """.split(),
+            "deepspeed.comm.documented_groups",
+        ),
+        "OnDevice": "deepspeed.transforms.on_device",
+        "get_numactl_cmd": "deepspeed.base.numa",
+        "instrument_w_nvtx": "deepspeed.compat.utils.nvtx",
+        **dict.fromkeys(
+            """
+            get_full_hp_grad get_full_hp_param safe_get_full_fp32_param safe_get_full_grad
+            safe_get_full_optimizer_state safe_get_local_fp32_param safe_get_local_grad
+            safe_get_local_optimizer_state safe_set_full_fp32_param safe_set_full_grad safe_set_full_optimizer_state
+            safe_set_local_fp32_param safe_set_local_grad safe_set_local_optimizer_state
+            safe_update_full_grad_vectorized set_full_hp_grad set_full_hp_param
+            """.split(),
+            "deepspeed.zero.tensor_fragment",
+        ),
+        **dict.fromkeys(
+            """
+            apply_zero_leaf_module_config get_z3_leaf_modules set_z3_leaf_module set_z3_leaf_modules
+            set_z3_leaf_modules_by_name set_z3_leaf_modules_by_suffix unset_z3_leaf_modules z3_leaf_parameter
+            """.split(),
+            "deepspeed.zero.gathering.leaf_modules",
+        ),
         "fragment_address": "deepspeed.checkpoint.files.safe_types:FragmentAddress",
         "is_initialized": "deepspeed.comm",
         "link_hp_params": "deepspeed.compat.absent",
@@ -377,5 +408,14 @@ SUBMODULES = {
         "zero",
     ),
     "deepspeed.runtime.zero": ("config", "offload_config", "partition_parameters", "stage_1_and_2"),
-    "deepspeed.utils": ("groups", "logging", "timer", "zero_to_fp32"),
+    "deepspeed.utils": (
+        "debug",
+        "groups",
+        "logging",
+        "numa",
+        "nvtx",
+        "tensor_fragment",
+        "timer",
+        "zero_to_fp32",
+    ),
 }

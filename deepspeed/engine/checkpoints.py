@@ -9,6 +9,7 @@ import os
 import time
 from collections.abc import Mapping
 from contextlib import nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +33,7 @@ from deepspeed.data.loader import DeepSpeedDataLoader
 from deepspeed.parallel.tensor.described import is_split, universal_checkpoint_info
 
 if TYPE_CHECKING:
+    from deepspeed.checkpoint.remote.mirror import Mirror
     from deepspeed.engine.interface import Engine
 
 
@@ -94,10 +96,12 @@ def save_checkpoint(
     client_state: Mapping[str, Any] | None = None,
     save_latest: bool = True,
     exclude_frozen_parameters: bool = False,
+    mirror: Mirror | None = None,
 ) -> bool:
     """Write everything needed to resume to ``save_dir/tag``. Collective; True when it is in place (with a background
     writer: when it is copied).
 
+    ``mirror``: where ``save_dir`` is a URL; then each machine writes its part to a folder of its own.
     ``tag`` defaults to ``global_step{N}``. ``client_state`` is returned by ``load_checkpoint``.
     ValueError: no ``save_dir``; KeyError: ``client_state`` uses a name reserved by the checkpoint;
     CheckpointError: a rank could not write, in which case whatever was saved before is untouched.
@@ -108,19 +112,35 @@ def save_checkpoint(
     check_client_state(client_state)
     tag = names.default_tag(engine.global_steps) if tag is None else str(tag)
     info = CheckpointCommitInfo(tag=tag, save_dir=str(save_dir), save_latest=save_latest)
-    ranks = ranks_of(engine)
+    ranks = ranks_of(engine) if mirror is None else Ranks(node_local=True)
     settings = engine._config.checkpoint_config
     if settings.writer is not None and settings.writer.type == CheckpointWriterType.MOCK:
         log_dist(f"checkpoint.writer.type is MOCK: {save_dir}/{tag} is not written", ranks=[0])
         return True
     engine.checkpoint_engine.create(info)
     began = time.perf_counter()
+    folder, keep_last, on_commit = Path(save_dir), settings.keep_last, None
+    if mirror is not None:
+        on_commit = partial(mirror.committed, latest=save_latest, keep_last=keep_last)
+        folder, keep_last = mirror.local, None
+    write = partial(
+        _save,
+        engine,
+        client_state,
+        folder,
+        tag,
+        ranks,
+        save_latest=save_latest,
+        exclude_frozen=exclude_frozen_parameters,
+        keep_last=keep_last,
+        on_commit=on_commit,
+    )
     if engine.background_writer is None:
-        _save(engine, client_state, Path(save_dir), tag, ranks, save_latest, exclude_frozen_parameters)
+        write()
     else:
         engine.background_writer.wait()
         with without_collections():
-            _save(engine, client_state, Path(save_dir), tag, ranks, save_latest, exclude_frozen_parameters)
+            write()
     if settings.writer is not None and settings.writer.show_statistics:
         log_dist(f"save_checkpoint {tag}: training waited {time.perf_counter() - began:.3f} s", ranks=[0])
     return engine.checkpoint_engine.commit(info)
@@ -132,8 +152,9 @@ def _save(
     save_dir: Path,
     tag: str,
     ranks: Ranks,
-    save_latest: bool,
+    *,
     exclude_frozen: bool,
+    **options: Any,
 ) -> None:
     training = training_of(engine, client_state, exclude_frozen=exclude_frozen)
     collective = engine.background_writer is None or training.write_layers is not None
@@ -144,11 +165,10 @@ def _save(
             tag,
             Place.on(engine.mesh, ranks),
             ranks,
-            save_latest=save_latest,
             exclude_frozen=exclude_frozen,
             on_tag_mismatch=_tag_validation(engine),
             background=engine.background_writer,
-            keep_last=engine._config.checkpoint_config.keep_last,
+            **options,
         )
 
 

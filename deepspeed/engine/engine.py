@@ -453,7 +453,7 @@ class DeepSpeedEngine(EngineSurface, Observed, nn.Module):
             sharded.destroy()
         if self.background_writer is not None:
             self.background_writer.close()
-        self.checkpoints.wait_for_flushes()
+        self.checkpoints.wait_until_stored()
 
     # What it has ----------------------------------------------------------------------------------------------
 

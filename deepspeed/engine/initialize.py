@@ -27,7 +27,6 @@ from deepspeed.zero.gathering.active_contexts import active_contexts
 
 if TYPE_CHECKING:
     from deepspeed.checkpoint.replicas import Replicas
-    from deepspeed.engine.engine import DeepSpeedEngine
 
 
 def initialize(
@@ -206,7 +205,7 @@ def begin_run(engine: DeepSpeedEngine) -> None:
         engine.load_checkpoint(str(replicas.folder), tag)
         reporter(engine)(f"resumed at step {engine.global_steps}, from the state in memory")
     elif settings.resume and settings.folder is not None:
-        _resume(engine, Path(settings.folder))
+        _resume(engine, settings.folder)
     if memory is not None:
         from deepspeed.engine.observers.elastic import ElasticRun  # rarely asked for
 
@@ -232,12 +231,13 @@ def _replicas(engine: DeepSpeedEngine, memory: str | None) -> Replicas | None:
     return Replicas(Path(memory))
 
 
-def _resume(engine: DeepSpeedEngine, folder: Path) -> None:
+def _resume(engine: DeepSpeedEngine, folder: str) -> None:
     from deepspeed.checkpoint.names import LATEST
     from deepspeed.checkpoint.ranks import Ranks
 
-    if Ranks().any((folder / LATEST).exists()):
-        engine.load_checkpoint(str(folder))
+    mirror = engine.checkpoints.mirror(folder)
+    if Ranks().any(Path(folder, LATEST).exists() if mirror is None else mirror.has_any()):
+        engine.load_checkpoint(folder)
         reporter(engine)(f"checkpoint.resume: resumed at step {engine.global_steps}")
     else:
         reporter(engine)(f"checkpoint.resume: there is no checkpoint in {folder} yet: the run begins")

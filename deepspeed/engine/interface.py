@@ -67,6 +67,7 @@ class Engine(Protocol):
     sharded: ShardedModel | None
     checkpoint_engine: Any
     background_writer: BackgroundWriter | None
+    checkpoints: Any  # parts.state.Checkpoints, likewise
 
     global_steps: int
     global_samples: int

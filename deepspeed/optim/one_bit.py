@@ -17,6 +17,8 @@ from deepspeed.ops.multi_tensor import MultiTensorOptimizer, result_of
 from deepspeed.ops.update import ALONE, Fragments, Group, HoldersOf, UpdateContext
 from deepspeed.optim.sign_exchange import SignExchange
 
+SEEN = "variance_steps"
+"""Entry of the state of a tensor: how many gradients its variance has followed."""
 PIECE = 1 << 15
 """Elements: 128 KiB of each operand."""
 MASK = "exp_avg_mask"
@@ -67,6 +69,12 @@ class OneBitOptimizer(MultiTensorOptimizer):
     def warmed_up(self, context: UpdateContext) -> None:
         """An update with gradients in full was made."""
 
+    def multi_tensor_step(self, group: Group, params: Sequence[Tensor], *args: Any, **kwargs: Any) -> None:
+        """An update of warm-up."""
+        super().multi_tensor_step(group, params, *args, **kwargs)
+        for param in params:
+            self.state[param][SEEN] += 1
+
     # The protocol (``deepspeed/ops/update.py``) ---------------------------------------------------------------
 
     def keeps_own_gradients(self) -> bool:
@@ -107,6 +115,8 @@ class OneBitOptimizer(MultiTensorOptimizer):
         for name in self.own_state_names:
             if name not in state:
                 state[name] = torch.zeros_like(param, dtype=torch.float32, requires_grad=False)
+        if SEEN not in state:  # new, or of a checkpoint that has not this entry
+            state[SEEN] = torch.tensor(float(sum(map(self.warms_up, range(1, int(state["step"]) + 1)))))
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -117,7 +127,7 @@ class OneBitOptimizer(MultiTensorOptimizer):
             group.update({} if mask is None else {MASK: mask})
         self._checked.clear()
         for state in self.state.values():
-            state.update({n: state[n].float() for n in self.own_state_names if n in state})
+            state.update({n: state[n].float() for n in (*self.own_state_names, SEEN) if n in state})
         self.updates = max((int(s["step"]) for s in self.state.values() if "step" in s), default=0)
 
     @torch.no_grad()
@@ -220,6 +230,11 @@ def by_holders(
     masters: Sequence[Tensor], holders: HoldersOf | None
 ) -> Iterator[tuple[Communicator, list[int]]]:
     return iter(holders(masters)) if holders is not None else iter(())
+
+
+def seen_by(state: Mapping[str, Any]) -> float:
+    """How many gradients a variance has followed; one that was filled in counts as of one."""
+    return max(1.0, float(state[SEEN]))
 
 
 def publish(masters: Sequence[Tensor], lows: Sequence[Tensor | None]) -> None:

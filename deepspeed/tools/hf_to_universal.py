@@ -26,6 +26,8 @@ from deepspeed.checkpoint.foreign.hub_weights import as_in_model, model_describe
 from deepspeed.checkpoint.foreign.plain_weights import find_plain, tensors_of
 from deepspeed.checkpoint.foreign.universal_export import putting_in_place, write_value
 from deepspeed.checkpoint.foreign.universal_format import FOLDER
+from deepspeed.checkpoint.names import SAVED_BY
+from deepspeed.checkpoint.save_ids import new_id, save_entry
 from deepspeed.checkpoint.state import MASTER
 
 
@@ -60,12 +62,13 @@ def _weights_in(folder: Path, safe_serialization: bool) -> Path:
 
 def _write(source: Path, described: Path, folder: Path) -> None:
     folder.mkdir()
+    save = {SAVED_BY: save_entry(new_id(), 0)}
     for name, value in _named_as_in_model(source, described):
         made = folder / name
         with naming(made):
             made.mkdir()
         whole = value.float() if value.is_floating_point() else value
-        write_value(made, MASTER, {PARAM: whole, CAT_DIM: 0})
+        write_value(made, MASTER, {PARAM: whole, CAT_DIM: 0}, save)
 
 
 def _named_as_in_model(source: Path, described: Path) -> Iterator[tuple[str, Tensor]]:

@@ -262,6 +262,12 @@ def _limit_options(made: argparse.ArgumentParser) -> None:
         "of arrival (default: %(default)s)",
     )
     made.add_argument(
+        "--scheduling-policy",
+        choices=["fcfs", "priority"],
+        default="fcfs",
+        help="fcfs: serve by arrival; priority: requests whose field `priority` is lower first (default: %(default)s)",
+    )
+    made.add_argument(
         "--max-sequences",
         "--max-num-seqs",
         type=int,

@@ -217,6 +217,7 @@ def build(args: argparse.Namespace) -> tuple[Service, HuggingFaceTokenizer, Gene
         engine.module,
         token_budget=args.token_budget,
         short_share=args.short_share,
+        policy=args.scheduling_policy,
         max_sequences=args.max_sequences,
         max_length=args.max_length,
         cache_bytes=cache_bytes_of(args),

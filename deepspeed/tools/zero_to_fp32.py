@@ -85,10 +85,15 @@ def get_fp32_state_dict_from_zero_checkpoint(
 ) -> OrderedDict[str, Any]:
     """The whole fp32 state dict on the CPU, for ``model.load_state_dict``.
 
-    ``tag`` defaults to what ``latest`` names (FileNotFoundError, a ValueError too, if there is none).
-    ``lazy_mode`` gives ``GatheredTensor`` placeholders, so that one tensor is in memory at a time.
+    ``checkpoint_dir`` may be a URL. ``tag`` defaults to what ``latest`` names (FileNotFoundError, a ValueError too, if
+    there is none). ``lazy_mode`` gives ``GatheredTensor`` placeholders, so that one tensor is in memory at a time.
     """
-    whole = consolidate(resolve_folder(Path(checkpoint_dir), tag), exclude_frozen=exclude_frozen_parameters)
+    folder = os.fspath(checkpoint_dir)
+    if "://" in folder:
+        from deepspeed.checkpoint.remote.mirror import local_copy
+
+        folder = local_copy(folder, tag)
+    whole = consolidate(resolve_folder(Path(folder), tag), exclude_frozen=exclude_frozen_parameters)
     return whole.mapped(GatheredTensor if lazy_mode else materialize)  # pyright: ignore[reportArgumentType]
 
 

@@ -11,7 +11,7 @@ same parameters in the same order. Gradients exist from ``backward`` to ``step``
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -22,33 +22,34 @@ ACCESS = "_ds_state_access"
 class StateAccess(Protocol):
     """The part of ``deepspeed.zero.states.access.StateAccess`` used here.
 
-    Full tensors have the parameter's shape and are copies; local ones are this rank's part, 1-D.
+    Full tensors have the parameter's shape and are copies; local ones are this rank's part, 1-D. Each `param` is an
+    `nn.Parameter`, which torch's own annotations of modules call a Tensor.
     """
 
-    def full_master(self, param: nn.Parameter) -> Tensor | None: ...
-    def set_full_master(self, param: nn.Parameter, value: Tensor) -> None: ...
-    def full_state(self, param: nn.Parameter, key: str) -> Tensor | None: ...
-    def set_full_state(self, param: nn.Parameter, key: str, value: Tensor) -> None: ...
-    def full_gradient(self, param: nn.Parameter) -> Tensor | None: ...
-    def set_full_gradient(self, param: nn.Parameter, value: Tensor) -> None: ...
-    def local_master(self, param: nn.Parameter) -> Tensor | None: ...
-    def local_state(self, param: nn.Parameter, key: str) -> Tensor | None: ...
-    def local_gradient(self, param: nn.Parameter) -> Tensor | None: ...
-    def set_local_master(self, param: nn.Parameter, value: Tensor) -> None: ...
-    def set_local_state(self, param: nn.Parameter, key: str, value: Tensor) -> None: ...
-    def set_local_gradient(self, param: nn.Parameter, value: Tensor) -> None: ...
+    def full_master(self, param: Any) -> Tensor | None: ...
+    def set_full_master(self, param: Any, value: Tensor) -> None: ...
+    def full_state(self, param: Any, key: str) -> Tensor | None: ...
+    def set_full_state(self, param: Any, key: str, value: Tensor) -> None: ...
+    def full_gradient(self, param: Any) -> Tensor | None: ...
+    def set_full_gradient(self, param: Any, value: Tensor) -> None: ...
+    def local_master(self, param: Any) -> Tensor | None: ...
+    def local_state(self, param: Any, key: str) -> Tensor | None: ...
+    def local_gradient(self, param: Any) -> Tensor | None: ...
+    def set_local_master(self, param: Any, value: Tensor) -> None: ...
+    def set_local_state(self, param: Any, key: str, value: Tensor) -> None: ...
+    def set_local_gradient(self, param: Any, value: Tensor) -> None: ...
 
 
-def _access(param: nn.Parameter) -> StateAccess | None:
+def _access(param: Tensor) -> StateAccess | None:
     return getattr(param, ACCESS, None)
 
 
-def is_kept_by_engine(param: nn.Parameter) -> bool:
+def is_kept_by_engine(param: Tensor) -> bool:
     """Return whether an engine keeps state for the parameter."""
     return _access(param) is not None
 
 
-def _required(param: nn.Parameter) -> StateAccess:
+def _required(param: Tensor) -> StateAccess:
     access = _access(param)
     if access is None:
         raise ValueError(
@@ -58,7 +59,7 @@ def _required(param: nn.Parameter) -> StateAccess:
     return access
 
 
-def _check_shape(param: nn.Parameter, value: Tensor) -> None:
+def _check_shape(param: Tensor, value: Tensor) -> None:
     expected = tuple(getattr(param, "ds_shape", param.shape))
     if tuple(value.shape) != expected:
         raise ValueError(f"The parameter has shape {expected}, the given value {tuple(value.shape)}.")
@@ -67,33 +68,33 @@ def _check_shape(param: nn.Parameter, value: Tensor) -> None:
 # --- The whole tensor -----------------------------------------------------------------------------
 
 
-def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor | None:
+def safe_get_full_fp32_param(param: Tensor) -> Tensor | None:
     """The whole fp32 master weight; None if no engine keeps one. Collective."""
     access = _access(param)
     return None if access is None else access.full_master(param)
 
 
-def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
+def safe_set_full_fp32_param(param: Tensor, value: Tensor) -> None:
     """Writes the whole master weight and, from it, the weight that the model computes with. Collective."""
     access = _required(param)
     _check_shape(param, value)
     access.set_full_master(param, value)
 
 
-def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
+def safe_get_full_optimizer_state(param: Tensor, optim_state_key: str) -> Tensor | None:
     """A whole optimizer state tensor such as ``"exp_avg"``; None if no engine keeps one. Collective."""
     access = _access(param)
     return None if access is None else access.full_state(param, optim_state_key)
 
 
-def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
+def safe_set_full_optimizer_state(param: Tensor, value: Tensor, optim_state_key: str) -> None:
     """Writes a whole optimizer state tensor. Collective."""
     access = _required(param)
     _check_shape(param, value)
     access.set_full_state(param, optim_state_key, value)
 
 
-def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
+def safe_get_full_grad(param: Tensor) -> Tensor | None:
     """The whole gradient in fp32, reduced over the ranks; ``param.grad`` if no engine keeps it; None
     if there is none at present. Inside ``engine.no_sync()`` it is this rank's own. Collective.
     """
@@ -101,7 +102,7 @@ def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
     return param.grad if access is None else access.full_gradient(param)
 
 
-def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
+def safe_set_full_grad(param: Tensor, value: Tensor) -> None:
     """Writes the whole gradient. Collective."""
     access = _access(param)
     _check_shape(param, value)
@@ -134,35 +135,35 @@ def safe_update_full_grad_vectorized(
 # --- This rank's part -----------------------------------------------------------------------------
 
 
-def safe_get_local_fp32_param(param: nn.Parameter) -> Tensor | None:
+def safe_get_local_fp32_param(param: Tensor) -> Tensor | None:
     """This rank's part of the master weight, 1-D; None if no engine keeps one."""
     access = _access(param)
     return None if access is None else access.local_master(param)
 
 
-def safe_set_local_fp32_param(param: nn.Parameter, value: Tensor) -> None:
+def safe_set_local_fp32_param(param: Tensor, value: Tensor) -> None:
     """Writes this rank's part of the master weight; the model computes with it from the next ``step`` on."""
     _required(param).set_local_master(param, value)
 
 
-def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
+def safe_get_local_optimizer_state(param: Tensor, optim_state_key: str) -> Tensor | None:
     """This rank's part of an optimizer state tensor, 1-D; None if no engine keeps one."""
     access = _access(param)
     return None if access is None else access.local_state(param, optim_state_key)
 
 
-def safe_set_local_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
+def safe_set_local_optimizer_state(param: Tensor, value: Tensor, optim_state_key: str) -> None:
     """Writes this rank's part of an optimizer state tensor."""
     _required(param).set_local_state(param, optim_state_key, value)
 
 
-def safe_get_local_grad(param: nn.Parameter) -> Tensor | None:
+def safe_get_local_grad(param: Tensor) -> Tensor | None:
     """This rank's part of the reduced gradient, 1-D; None if there is none at present."""
     access = _access(param)
     return None if access is None else access.local_gradient(param)
 
 
-def safe_set_local_grad(param: nn.Parameter, value: Tensor) -> None:
+def safe_set_local_grad(param: Tensor, value: Tensor) -> None:
     """Writes this rank's part of the reduced gradient."""
     _required(param).set_local_gradient(param, value)
 

@@ -8,21 +8,43 @@ from dataclasses import dataclass
 from typing import Any
 
 STEPS = 3
+FREEZE = 2
+"""Updates of 1-bit optimizers with gradients in full."""
+THETA, GAMMA = 0.5, 0.5
+"""Of progressive layer drop."""
+SHORTEST, LONGEST = 4, 8
+"""Lengths of the curriculum, in steps of 2."""
 BATCH = 2
 RATE, EPS, DECAY = 1e-2, 1e-3, 0.1
 CLIP = 0.05
 WARMUP_FROM = 0.25
 
+FAMILIES = ("llama", "gpt2", "bert", "t5", "mixtral", "vit")
+"""Models of Transformers. They are not drawn, as not every installation has it."""
 CHOICES: dict[str, tuple[Any, ...]] = {
-    "model": ("blocks", "gru", "moe"),
+    "model": ("blocks", "gru", "moe", *FAMILIES),
     "ranks": (1, 2, 4),
     "axes": ("dp", "tp", "sp", "pp", "ep", "tp+sp", "pp+tp", "pp+sp", "pp+ep", "sp+ep", "tp+ep"),
     "stage": (0, 1, 2, 3),
     "shards": ("all", "mics", "hpz"),
     "tier": ("device", "cpu", "nvme", "nvme+params", "ratio", "super", "zenflow"),
     "precision": ("fp32", "bf16", "fp16", "autocast", "bf16 masters"),
-    "optimizer": ("AdamW", "Adam", "SGD", "Adagrad", "Lion", "NAdam", "8-bit", "client"),
-    "accumulation": (1, 3),
+    "optimizer": (
+        "AdamW",
+        "Adam",
+        "SGD",
+        "Adagrad",
+        "Lion",
+        "NAdam",
+        "8-bit",
+        "client",
+        "LAMB",
+        "Muon",
+        "1-bit Adam",
+        "0/1 Adam",
+        "1-bit LAMB",
+    ),
+    "accumulation": (1, 3, 2),
     "clip": (False, True),
     "wire": ("plain", "qwz", "qgz", "fp32", "bf16", "int8"),
     "recompute": ("no", "torch", "reentrant", "documented", "partitioned"),
@@ -34,7 +56,15 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "batch_change": (False, True),
     "schedule": ("no", "warmup"),
     "backward": ("engine", "tensor", "no_sync"),
-    "order": ("1f1b", "zero-bubble"),
+    "order": ("1f1b", "zero-bubble", "interleaved", "zero-bubble-v"),
+    "compile": ("no", "eager", "aot_eager"),
+    "lora": (False, True),
+    "lengths": ("whole", "curriculum"),
+    "layer_drop": (False, True),
+    "compression": ("no", "weights", "activations", "pruning"),
+    "fp8": (False, True),
+    "attention": ("dense", "sparse"),
+    "generate": (False, True),
 }
 """The values of each feature. The first one is the plain one: what shrinking returns to."""
 
@@ -67,6 +97,14 @@ class Cell:
     schedule: str = "no"
     backward: str = "engine"
     order: str = "1f1b"
+    compile: str = "no"
+    lora: bool = False
+    lengths: str = "whole"
+    layer_drop: bool = False
+    compression: str = "no"
+    fp8: bool = False
+    attention: str = "dense"
+    generate: bool = False
 
     def __str__(self) -> str:
         """One line, such as ``ranks=2 stage=3 tier=nvme``; what is plain is left out. ``parse`` reads it."""
@@ -95,6 +133,16 @@ class Cell:
     def accumulation_at(self, step: int) -> int:
         """Micro-batches of this step: ``batch_change`` doubles them after the first one."""
         return self.accumulation * (2 if self.batch_change and step >= 1 else 1)
+
+    @property
+    def chunks(self) -> int:
+        """Runs of layers that a stage of its pipeline has."""
+        return 2 if self.order in ("interleaved", "zero-bubble-v") else 1
+
+    @property
+    def sends_signs(self) -> bool:
+        """Whether after two updates ranks know only their own gradients."""
+        return self.optimizer in ("1-bit Adam", "0/1 Adam", "1-bit LAMB")
 
 
 def _written(value: Any) -> str:
@@ -175,6 +223,38 @@ def why_not(cell: Cell) -> str:
         return "is what it is already, or has other names"
     if cell.backward == "no_sync" and cell.accumulation == 1:
         return "nothing to put off"
+    return _why_no_feature(cell)
+
+
+def _why_no_feature(cell: Cell) -> str:
+    """``why_not`` of what changes the model or its inputs."""
+    tp, sp, pp = (cell.axis(name) for name in ("tp", "sp", "pp"))
+    if cell.model in FAMILIES and (
+        cell.axes not in ("dp", "tp")
+        or (cell.recompute, cell.compression, cell.attention) != ("no", "no", "dense")
+        or cell.parameters not in ("all", "frozen")
+        or cell.lora
+        or cell.fp8
+        or cell.layer_drop
+        or (cell.model == "vit" and (cell.lengths, cell.data, cell.generate) != ("whole", "even", False))
+    ):
+        return "is part of this folder's own models"
+    if cell.order == "interleaved" and cell.accumulation % 2:
+        return "stages take micro-batches in pairs"
+    if pp > 1 and (cell.layer_drop or cell.generate):
+        return "a pipeline's layers take tensors alone"
+    if sp > 1 and (cell.lengths != "whole" or cell.generate):
+        return "the script cuts sequences into shards itself"
+    if tp > 1 and cell.fp8:
+        return "layers that are split keep their precision"
+    if tp > 1 and cell.attention == "sparse":
+        return "a layout is not split"
+    if cell.model == "gru" and cell.attention == "sparse":
+        return "only attention has a layout"
+    if cell.lora and cell.compression != "no" or cell.fp8 and cell.compression != "no":
+        return "one class of layers takes the place of another"
+    if cell.sends_signs and cell.axes != "dp" and cell.clip:
+        return "the norm is that of each rank's own gradients"
     return ""
 
 
@@ -211,7 +291,41 @@ def config_of(cell: Cell, folder: str = "/tmp/cells") -> dict[str, Any]:
         config["gradient_compression"] = {"codec": "int8"}
     if cell.order != "1f1b":
         config["pipeline"] = {"schedule": cell.order}
+    if cell.lengths == "curriculum":
+        config["curriculum_learning"] = {
+            "enabled": True,
+            "curriculum_type": "seqlen",
+            "min_difficulty": SHORTEST,
+            "max_difficulty": LONGEST,
+            "schedule_type": "fixed_linear",
+            "schedule_config": {"total_curriculum_step": STEPS, "difficulty_step": 2},
+        }
+    if cell.layer_drop:
+        config["progressive_layer_drop"] = {"enabled": True, "theta": THETA, "gamma": GAMMA}
+    if cell.fp8:
+        config["fp8"] = {"enabled": True, "emulate": True}
+    if cell.compression != "no":
+        config["compression_training"] = _compression(cell)
     return config
+
+
+def _compression(cell: Cell) -> dict[str, Any]:
+    """8 bits, or half of the weights, of every layer ``up``."""
+    name, shared, params = {
+        "weights": (
+            "weight_quantization",
+            {"quantize_groups": 1, "quantize_weight_in_forward": True},
+            {"start_bits": 8, "target_bits": 8, "quantization_period": 100},
+        ),
+        "activations": ("activation_quantization", {"range_calibration": "dynamic"}, {"bits": 8}),
+        "pruning": ("sparse_pruning", {"method": "l1"}, {"dense_ratio": 0.5}),
+    }[cell.compression]
+    return {
+        name: {
+            "shared_parameters": {"enabled": True, "schedule_offset": 0, **shared},
+            "different_groups": {"up": {"params": params, "modules": ["feed.up"]}},
+        }
+    }
 
 
 def _zero(cell: Cell, folder: str) -> dict[str, Any]:
@@ -272,5 +386,10 @@ def _optimizer(cell: Cell) -> dict[str, Any]:
         "Lion": {"type": "Lion", "params": {"lr": RATE / 4, "weight_decay": DECAY}},
         "NAdam": {"type": "NAdam", "params": adam},
         "8-bit": {"type": "AdamW", "params": {**adam, "state_bits": 8}},
+        "LAMB": {"type": "Lamb", "params": adam},
+        "Muon": {"type": "Muon", "params": {**adam, "momentum": 0.9, "betas": [0.9, 0.999]}},
+        "1-bit Adam": {"type": "OneBitAdam", "params": {**adam, "freeze_step": FREEZE}},
+        "0/1 Adam": {"type": "ZeroOneAdam", "params": {**adam, "var_update_scaler": 1}},
+        "1-bit LAMB": {"type": "OneBitLamb", "params": {**adam, "freeze_step": FREEZE}},
     }
     return {} if cell.optimizer == "client" else {"optimizer": kinds[cell.optimizer]}

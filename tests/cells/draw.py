@@ -9,12 +9,14 @@ import random
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from tests.cells.cell import CHOICES, Cell, why_not
+from tests.cells.cell import CHOICES, FAMILIES, Cell, why_not
 
 FOUR_RANKS = 1 / 3
 """The share of cells with four ranks, among pairs that do not decide it."""
 FILLED = 0.35
 """How likely another feature is not plain."""
+SELDOM = {"compile": 0.2}
+"""Of features that take long: times how likely the others are."""
 _TRIES = 400
 
 Feature = tuple[str, Any]
@@ -22,7 +24,9 @@ Feature = tuple[str, Any]
 
 def features() -> list[Feature]:
     """Every feature: a field with a value that is not plain."""
-    return [(name, value) for name, values in CHOICES.items() for value in values[1:]]
+    return [
+        (name, value) for name, values in CHOICES.items() for value in values[1:] if value not in FAMILIES
+    ]
 
 
 @functools.cache
@@ -44,12 +48,22 @@ def completed(given: Mapping[str, Any], source: random.Random) -> Cell | None:
         share = FILLED * (1 - attempt / _TRIES)
         chosen.setdefault("ranks", _ranks(source))
         for name, values in CHOICES.items():
-            if name not in chosen and source.random() < share:
-                chosen[name] = source.choice(values)
+            if name not in chosen and source.random() < share * SELDOM.get(name, 1.0):
+                chosen[name] = source.choice([value for value in values if value not in FAMILIES])
         cell = Cell(**chosen)
-        if not why_not(cell):
+        if not why_not(cell) and (attempt > _TRIES // 2 or not known_refusal(cell)):
             return cell
     return None
+
+
+def known_refusal(cell: Cell) -> bool:
+    """Whether the cell is refused for a reason of principle: drawn only if the pair itself asks for it."""
+    elementwise = ("AdamW", "Adam", "SGD", "Adagrad", "Lion")
+    return (
+        (cell.tier == "zenflow" and cell.optimizer not in elementwise)
+        or (cell.axis("tp") > 1 and (cell.lora or cell.optimizer == "Muon"))
+        or (cell.sends_signs and (cell.stage == 3 or cell.stage > 0 and cell.shards != "mics"))
+    )
 
 
 def _implied(given: Mapping[str, Any], source: random.Random) -> dict[str, Any]:
@@ -59,7 +73,9 @@ def _implied(given: Mapping[str, Any], source: random.Random) -> dict[str, Any]:
         needed["ranks"] = 4
     if "ep" in axes.split("+"):
         needed["model"] = "moe"
-    if given.get("order") == "zero-bubble":
+    if given.get("order") == "interleaved":
+        needed["accumulation"] = 2
+    if "order" in given:
         needed["axes"] = source.choice(
             [each for each in CHOICES["axes"] if "pp" in each and "ep" not in each]
         )
@@ -75,6 +91,11 @@ def _implied(given: Mapping[str, Any], source: random.Random) -> dict[str, Any]:
         given.get("tier", "device") != "device" or given.get("wire") == "qgz" or given.get("shards") == "mics"
     ):
         needed["stage"] = source.choice([1, 2, 3])
+    signs = given.get("optimizer") in ("1-bit Adam", "0/1 Adam", "1-bit LAMB")
+    if signs and "stage" not in given and needed.get("stage", 1):
+        needed["stage"] = source.choice([0, 1, 2]) if "stage" not in needed else source.choice([1, 2])
+    if signs and needed.get("stage", given.get("stage")) in (1, 2):
+        needed |= {"shards": "mics", "ranks": 4}
     if needed.get("axes", "dp") != "dp":
         needed["ranks"] = 4
     return {name: value for name, value in needed.items() if name not in given}

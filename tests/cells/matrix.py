@@ -31,15 +31,25 @@ MATRIX = {
     "parameters": CHOICES["parameters"][1:],
     "data": CHOICES["data"][1:],
     "resume": CHOICES["resume"][1:],
+    "order": CHOICES["order"][1:],
+    "compile": CHOICES["compile"][1:],
+    "lora": (True,),
+    "lengths": CHOICES["lengths"][1:],
+    "layer_drop": (True,),
+    "compression": CHOICES["compression"][1:],
+    "fp8": (True,),
+    "attention": CHOICES["attention"][1:],
+    "generate": (True,),
 }
 """The rows and columns; an axis stands for every combination that has it."""
 
 NOT_DRAWN = (
-    "What a cell cannot say yet: models of Transformers and of vision; more than 4 ranks; two axes on 4 ranks together "
-    "with a third; torch.compile; LoRA; the 1-bit optimizers, LAMB and Muon; curricula, random-LTD and progressive "
-    "layer drop; compression; fp8 layers; sparse attention; generation between steps; interleaved pipelines; devices "
-    "other than CPUs. Quantized weights and gradients, 8-bit states and the int8 codec are compared with unquantized "
-    "training within a tolerance, not with a formula of their own."
+    "Models of Transformers are run one by one (`tests/cells/test_families.py`), not drawn. What a cell cannot say "
+    "yet: more than 4 ranks; two axes on 4 ranks together with a third; compiled code (torch.compile is drawn with "
+    "the backends that trace and do not generate code); PEFT; random-LTD; learned masks, ranges from statistics and "
+    "MoQ; devices other than CPUs. Signs of the 1-bit optimizers travel without loss here, so that their update is a "
+    "formula of the gradients. Quantized weights and gradients, 8-bit states and the int8 codec are compared with "
+    "unquantized training within a tolerance, not with a formula of their own."
 )
 
 
@@ -103,7 +113,7 @@ def labels_of(features: dict[str, Any]) -> list[str]:
 
 
 def label(name: str, value: Any) -> str:
-    return name if value is True else f"{name} {value}"
+    return (name if value is True else f"{name} {value}").replace("_", " ")
 
 
 def reason(what: str) -> str:

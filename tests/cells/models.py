@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tests.cells.cell import BATCH, Cell
+from tests.cells.cell import BATCH, FAMILIES, Cell
+from tests.cells.formulas import makes_feed, makes_linear, window
 
 VOCABULARY, WIDTH, HEADS, EXPERTS, LENGTH = 24, 16, 4, 4, 8
 BALANCE = 0.02
@@ -31,6 +32,27 @@ class Kit:
     mixture: Callable[[int], nn.Module] | None = None
     """The layer of experts of a block, by the block's number."""
     recompute: Recompute | None = None
+    linear: Callable[..., nn.Module] = nn.Linear
+    """Linear layers but the head's and those of ``feed``."""
+    feed: Callable[[int, int, str], nn.Module] = lambda inputs, outputs, name: nn.Linear(inputs, outputs)
+    """Of a feed-forward part, by its sizes and name."""
+
+
+def oracle_kit(cell: Cell) -> Kit:
+    """The features of a cell in plain PyTorch."""
+    return Kit(
+        attend=SparseWindow if cell.attention == "sparse" else None,
+        linear=makes_linear(cell),
+        feed=makes_feed(cell),
+    )
+
+
+class SparseWindow(nn.Module):
+    """Attention to one's own block and the one before."""
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, batch: int) -> Tensor:
+        q, k, v = (each.transpose(1, 2) for each in (query, key, value))
+        return functional.scaled_dot_product_attention(q, k, v, window(q.shape[2])).transpose(1, 2)
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -53,10 +75,10 @@ class Attention(nn.Module):
         super().__init__()
         self.norm = nn.LayerNorm(WIDTH)
         # no bias: that of keys has no gradient but rounding, which Adam enlarges
-        self.q = nn.Linear(WIDTH, WIDTH, bias=False)
-        self.k = nn.Linear(WIDTH, WIDTH, bias=False)
-        self.v = nn.Linear(WIDTH, WIDTH, bias=False)
-        self.out = nn.Linear(WIDTH, WIDTH)
+        self.q = kit.linear(WIDTH, WIDTH, bias=False)
+        self.k = kit.linear(WIDTH, WIDTH, bias=False)
+        self.v = kit.linear(WIDTH, WIDTH, bias=False)
+        self.out = kit.linear(WIDTH, WIDTH)
         self.shards = kit.attend() if kit.attend else None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -67,10 +89,10 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, kit: Kit) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.up, self.down = kit.feed(WIDTH, 2 * WIDTH, "up"), kit.feed(2 * WIDTH, WIDTH, "down")
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.down(functional.gelu(self.up(self.norm(x))))
@@ -92,13 +114,13 @@ class PlainMixture(nn.Module):
     E sum_e (mean probability of e) (fraction of tokens whose largest is e).
     """
 
-    def __init__(self) -> None:
+    def __init__(self, linear: Callable[..., nn.Module] = nn.Linear) -> None:
         super().__init__()
         self.deepspeed_moe = nn.Module()
         self.deepspeed_moe.gate = nn.Module()
         self.deepspeed_moe.gate.wg = nn.Linear(WIDTH, EXPERTS, bias=False)
         self.deepspeed_moe.experts = nn.Module()
-        self.deepspeed_moe.experts.deepspeed_experts = nn.ModuleList(expert() for _ in range(EXPERTS))
+        self.deepspeed_moe.experts.deepspeed_experts = nn.ModuleList(expert(linear) for _ in range(EXPERTS))
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, None]:
         tokens = x.reshape(-1, WIDTH)
@@ -116,8 +138,8 @@ class PlainMixture(nn.Module):
         return output.reshape(x.shape), EXPERTS * (chances.mean(0) * fraction).sum(), None
 
 
-def expert() -> nn.Sequential:
-    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH))
+def expert(linear: Callable[..., nn.Module] = nn.Linear) -> nn.Sequential:
+    return nn.Sequential(linear(WIDTH, WIDTH), nn.GELU(), linear(WIDTH, WIDTH))
 
 
 class Mixture(nn.Module):
@@ -126,7 +148,7 @@ class Mixture(nn.Module):
     def __init__(self, number: int, kit: Kit) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(WIDTH)
-        self.moe = kit.mixture(number) if kit.mixture else PlainMixture()
+        self.moe = kit.mixture(number) if kit.mixture else PlainMixture(kit.linear)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         output, balance, _ = self.moe(self.norm(x))
@@ -141,7 +163,7 @@ class Block(nn.Module):
         self.recurrent = Recurrent() if model == "gru" else None
         self.attention = None if model == "gru" else Attention(kit)
         self.mixture = Mixture(number, kit) if model == "moe" and number == 1 else None
-        self.feed = FeedForward() if self.mixture is None else None
+        self.feed = FeedForward(kit) if self.mixture is None else None
 
     def forward(self, x: Tensor) -> Any:
         for part in (self.recurrent, self.attention):
@@ -163,9 +185,9 @@ class Flat(Block):
 class Twice(nn.Module):
     """One weight that a forward uses twice."""
 
-    def __init__(self) -> None:
+    def __init__(self, kit: Kit) -> None:
         super().__init__()
-        self.map = nn.Linear(WIDTH, WIDTH)
+        self.map = kit.linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + torch.tanh(self.map(torch.tanh(self.map(x))))
@@ -181,15 +203,15 @@ class Head(nn.Module):
 
 
 class Language(nn.Module):
-    """``forward(input_ids)`` gives logits, with ``labels`` the loss."""
+    """``forward(input_ids)`` gives logits, with ``labels`` the loss. Layer drop scales what a block adds."""
 
     def __init__(self, cell: Cell, kit: Kit | None = None) -> None:
         super().__init__()
-        kit = kit or Kit()
+        kit = kit or oracle_kit(cell)
         self.config = SimpleNamespace(model_type="cells")  # its inputs are those of a model of Transformers
         self.layers = nn.ModuleList([Embed(), *(Block(number, cell.model, kit) for number in range(2))])
-        self.twice = Twice() if cell.parameters == "twice" else None
-        self.sometimes = FeedForward() if cell.parameters == "unused somewhere" else None
+        self.twice = Twice(kit) if cell.parameters == "twice" else None
+        self.sometimes = FeedForward(kit) if cell.parameters == "unused somewhere" else None
         self.unused = nn.Linear(5, 3) if cell.parameters == "unused" else None
         self.layers.append(Head())
         self.recompute = kit.recompute
@@ -197,17 +219,33 @@ class Language(nn.Module):
         if cell.parameters == "tied":
             self.layers[-1].out.weight = self.layers[0].weight
 
-    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        input_ids: Tensor,
+        labels: Tensor | None = None,
+        progressive_layer_drop: bool = False,
+        pld_theta: float = 1.0,
+    ) -> Tensor:
         x, balance = self.layers[0](input_ids), None
         for layer in list(self.layers)[1:-1]:
             result = self.recompute(layer, x) if self.recompute and torch.is_grad_enabled() else layer(x)
-            x = result[0] if isinstance(result, tuple) else result
+            output = result[0] if isinstance(result, tuple) else result
+            x = x + pld_theta * (output - x) if progressive_layer_drop else output
             balance = result[1] if isinstance(result, tuple) else balance
         x = x if self.twice is None else self.twice(x)
         x = self.sometimes(x) if self.sometimes is not None and self.with_sometimes else x
         logits = self.layers[-1](x)
         self.balance = balance
         return logits if labels is None else mean_loss(logits, labels)
+
+
+def alone(cell: Cell) -> nn.Module:
+    """The oracle's model."""
+    if cell.model in FAMILIES:
+        from tests.cells.families import Family
+
+        return Family(cell)
+    return Language(cell)
 
 
 def mean_loss(logits: Tensor, labels: Tensor) -> Tensor:
@@ -220,9 +258,11 @@ def freeze(cell: Cell, named: dict[str, nn.Parameter], step: int = 0) -> None:
     """Takes gradients from the weights that the cell freezes; ``late`` ones get them back after the first step."""
     for name, param in named.items():
         if cell.parameters == "frozen":
-            param.requires_grad_(".up." not in name and name != "layers.0.weight")
+            param.requires_grad_(".up." not in name and "embed" not in name and name != "layers.0.weight")
         if cell.parameters == "late":
             param.requires_grad_(step >= 1 or ".up." not in name)
+        if cell.lora and name.endswith(("up.weight", "up.bias", "down.weight", "down.bias")):
+            param.requires_grad_(False)
 
 
 def names(name: str) -> str:
@@ -236,7 +276,7 @@ def whole_value(name: str, shape: torch.Size | tuple[int, ...]) -> Tensor:
     """The initial value of a weight, by the oracle's name."""
     source = torch.Generator().manual_seed(sum((at + 1) * ord(each) for at, each in enumerate(name)))
     value = torch.randn(tuple(shape), generator=source)
-    if ".norm." in name:
+    if "norm" in name.lower() or ".ln_" in name:
         return 1 + 0.1 * value if name.endswith("weight") else 0.1 * value
     return 0.3 * value
 

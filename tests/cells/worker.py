@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -14,8 +15,10 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 
 from tests.cells import models
-from tests.cells.cell import DECAY, EPS, RATE, STEPS, Cell, config_of
-from tests.cells.oracle import balances
+from tests.cells.cell import DECAY, EPS, FAMILIES, RATE, STEPS, Cell, config_of
+from tests.cells.formulas import BLOCK, LORA_RANK, LORA_SCALE
+from tests.cells.oracle import CONTEXTS, balances
+from tests.optim.test_one_bit_slices import InFull
 
 
 @dataclass
@@ -27,6 +30,7 @@ class Seen:
     losses: list[list[float]] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
     evaluations: list[float] = field(default_factory=list)
+    generated: list[float] = field(default_factory=list)
     weights: dict[str, Tensor] = field(default_factory=dict)
 
 
@@ -36,17 +40,31 @@ class Refused(Exception):
 
 def train(line: dict[str, Any], folder: str, first_step: int = 0, load: bool = False, seed: int = 0) -> Seen:
     """Trains the cell on this rank, from ``first_step`` on, and saves to ``folder``. Collective."""
+    cell, init = Cell(**line), nn.Module.__init__
+    try:
+        return _train(cell, folder, first_step, load, seed)
+    finally:
+        if cell.compile != "no":
+            torch.compiler.reset()
+            nn.Module.__init__ = init  # torch's compiler patches it for good
+
+
+def _train(cell: Cell, folder: str, first_step: int, load: bool, seed: int) -> Seen:
     import deepspeed
     from deepspeed.config.problems import DeepSpeedConfigError
     from deepspeed.transforms.errors import TransformRefusedError
 
-    cell, seen = Cell(**line), Seen()
+    seen = Seen()
     try:
         module = build(cell)
         engine = deepspeed.initialize(**arguments(cell, module, folder))[0]
     except (DeepSpeedConfigError, TransformRefusedError, NotImplementedError) as error:
         # Raised again, as other ranks may go on and would wait for this one.
         raise Refused(f"{type(error).__name__}: {' '.join(str(error).split())}") from None
+    if cell.sends_signs:  # formulas of what signs lose would have to know how tensors lie in the exchange
+        engine.core.store.optimizer.exchange.codec = InFull()
+    if cell.compile != "no":
+        engine.compile(backend=cell.compile)
     seen.replica = replica_of(cell)
     runner = Pipeline(cell, engine, seen, seed) if cell.axis("pp") > 1 else Plain(cell, engine, seen, seed)
     if load:
@@ -56,6 +74,8 @@ def train(line: dict[str, Any], folder: str, first_step: int = 0, load: bool = F
     for step in range(first_step, first_step + STEPS):
         runner.step(step)
         seen.norms.append(float(engine.get_global_grad_norm()))
+        if cell.generate and step == first_step:
+            runner.generate()
     if cell.evaluate:
         runner.evaluate()
     engine.save_checkpoint(f"{folder}/saved")
@@ -86,14 +106,29 @@ def replica_of(cell: Cell) -> int:
 def build(cell: Cell) -> nn.Module:
     """The module for ``initialize``, with the oracle's weights."""
     kit = models.Kit(attend=attention(cell), mixture=mixtures(cell), recompute=recompute(cell))
+    if cell.lora:
+        kit = dataclasses.replace(kit, feed=lora_layer)
     if cell.axis("pp") > 1:
         module = pipeline(cell, kit)
+    elif cell.model in FAMILIES:
+        module = models.alone(cell)
     else:
         module = models.Language(cell, kit)
     named = {models.names(name): param for name, param in module.named_parameters()}
     fill(cell, module)
     models.freeze(cell, named)
+    if cell.compression != "no":
+        from deepspeed.compression.compress import init_compression
+
+        module = init_compression(module, config_of(cell))
     return module
+
+
+def lora_layer(inputs: int, outputs: int, name: str) -> nn.Module:
+    from deepspeed.linear import LoRAConfig, OptimizedLinear
+
+    config = LoRAConfig(lora_r=LORA_RANK, lora_alpha=LORA_RANK * LORA_SCALE)
+    return OptimizedLinear(inputs, outputs, bias=True, lora_config=config, dtype=torch.float32)
 
 
 @torch.no_grad()
@@ -112,13 +147,30 @@ def fill(cell: Cell, module: nn.Module) -> None:
 
 
 def attention(cell: Cell) -> Callable[[], nn.Module] | None:
+    local: Callable[[], Any] = (lambda: Sparse(cell)) if cell.attention == "sparse" else lambda: models.attend
     if cell.axis("sp") == 1:
-        return None
+        return local if cell.attention == "sparse" else None
     from deepspeed.parallel.sequence.layer import DistributedAttention
 
     group = sequence_group(cell)
 
-    return lambda: DistributedAttention(models.attend, group, scatter_idx=2, gather_idx=1)
+    return lambda: DistributedAttention(local(), group, scatter_idx=2, gather_idx=1)
+
+
+class Sparse(nn.Module):
+    """The oracle's ``SparseWindow`` by a layout of blocks."""
+
+    def __init__(self, cell: Cell) -> None:
+        super().__init__()
+        from deepspeed.ops.sparse_attention import LocalSlidingWindowSparsityConfig, SparseSelfAttention
+
+        pattern = LocalSlidingWindowSparsityConfig(models.HEADS // cell.axis("sp"), BLOCK, 3)
+        self.blocks = SparseSelfAttention(pattern, max_seq_length=4 * models.LENGTH)
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, batch: int = 0) -> Tensor:
+        q, k, v = (each.transpose(1, 2) for each in (query, key, value))
+        causal = torch.ones(q.shape[2], q.shape[2]).tril()
+        return self.blocks(q, k, v, attn_mask=causal).transpose(1, 2)
 
 
 def sequence_group(cell: Cell) -> Any:
@@ -177,6 +229,8 @@ def pipeline(cell: Cell, kit: models.Kit) -> nn.Module:
     return PipelineModule(
         [first, *blocks, *last],
         num_stages=2,
+        chunks=cell.chunks,
+        zigzag=cell.order == "zero-bubble-v",
         loss_fn=pipeline_loss(cell),
         partition_method="uniform",
         profile_input=example,
@@ -278,6 +332,15 @@ class Plain:
     def evaluate(self) -> None:
         self.engine.eval()
         self.seen.evaluations.append(float(self.loss(900)))
+        self.engine.train()
+
+    @torch.no_grad()
+    def generate(self) -> None:
+        self.engine.eval()
+        if self.cell.parameters == "unused somewhere":
+            self.engine.module.with_sometimes = False
+        inputs, _ = self.own(900)
+        self.seen.generated += [float(self.engine(inputs[:, :length])[:, -1].max()) for length in CONTEXTS]
         self.engine.train()
 
 

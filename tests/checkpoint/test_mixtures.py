@@ -15,7 +15,7 @@ from deepspeed.checkpoint.errors import CheckpointError
 from deepspeed.checkpoint.files.safe_types import allowed_types
 from deepspeed.checkpoint.foreign.universal_export import convert
 from deepspeed.checkpoint.foreign.upstream_export import export_checkpoint
-from deepspeed.checkpoint.names import CHECKSUMS, INDEX, SAVE
+from deepspeed.checkpoint.names import CHECKSUMS, INDEX, SAVE, SAVED_BY
 from deepspeed.pipe import LayerSpec, PipelineModule
 from tests.checkpoint.models import Zoo, assert_equal, config, full_state, make_engine, train
 from tests.pool import distributed
@@ -44,26 +44,29 @@ def test_a_file_of_another_save_is_refused(tmp_path, stage):
     assert_equal(full_state(engine), saved)
 
 
-@pytest.mark.parametrize("layout", ["universal", "of release 0.19"])
+@pytest.mark.parametrize(("layout", "stage"), [("universal", 2), ("universal", 3), ("of release 0.19", 2)])
 @distributed(world_size=1)
-def test_a_file_of_another_export_is_refused(tmp_path, layout):
-    """The layouts of release 0.19 have no index: an entry of their files says which save they were made of."""
-    engine = make_engine(config(2))
+def test_a_file_of_another_export_is_refused(tmp_path, layout, stage):
+    """The layouts of release 0.19 have no index: an entry of their files, or a note in those that hold a tensor or a
+    number alone, says which save they were made of."""
+    engine = make_engine(config(stage))
     made = []
     for tag in ("old", "new"):
         train(engine, 0, 1)
         engine.save_checkpoint(tmp_path, tag=tag)
         if layout == "universal":
-            made.append(convert(tmp_path / tag, tmp_path / "made" / tag))
+            # Of a parameter without gradients, stage 3 of release 0.19 reads state as well.
+            made.append(convert(tmp_path / tag, tmp_path / "made" / tag, inject_missing_state=stage == 3))
         else:
             made.append(export_checkpoint(tmp_path, tmp_path / "made", tag=tag))
     saved = full_state(engine)
     old, new = made
-    other = make_engine(config(2, checkpoint={"load_universal": layout == "universal"}), seed=9)
-    for path in sorted(new.rglob("*.pt")):
-        lone = path.parent.parent.name == "zero" and not (path.parent / "exp_avg.pt").exists()
-        if path.stem == "step" or lone:
-            continue  # a number alone has no place for an entry; files of weights without state are not read
+    other = make_engine(config(stage, checkpoint={"load_universal": layout == "universal"}), seed=9)
+    files = [
+        path for path in sorted(new.rglob("*.pt")) if path.parent.name != "empty"
+    ]  # of which nothing is read
+    for path in files if stage == 2 else files[:: len(files) // 8]:
+        torch.load(path, mmap=True, weights_only=False)  # a note beside the content is nothing to torch
         shutil.copytree(new, tmp_path / "made/mixed", dirs_exist_ok=True)
         shutil.copy(old / path.relative_to(new), tmp_path / "made/mixed" / path.relative_to(new))
         (tmp_path / "made/latest_universal").write_text("mixed")
@@ -78,7 +81,27 @@ def test_a_file_of_another_export_is_refused(tmp_path, layout):
     )
     assert client_state == {}
     if universal:
-        assert_equal(full_state(other), saved)
+        found = full_state(other)
+        assert_equal({name: found[name] for name in saved}, saved)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@distributed(world_size=1)
+def test_universal_files_without_ids_load(tmp_path, stage):
+    """As release 0.19, and ours before there were notes, wrote them."""
+    engine = make_engine(config(stage))
+    train(engine, 0, 1)
+    engine.save_checkpoint(tmp_path, tag="t")
+    made = convert(tmp_path / "t", tmp_path / "made/u", inject_missing_state=stage == 3)
+    for path in made.rglob("zero/*/*.pt"):
+        content = torch.load(path, weights_only=False)
+        if isinstance(content, dict):
+            content.pop(SAVED_BY)
+        torch.save(content, path)
+    other = make_engine(config(stage, checkpoint={"load_universal": True}), seed=9)
+    other.load_checkpoint(tmp_path / "made")
+    found, saved = full_state(other), full_state(engine)
+    assert_equal({name: found[name] for name in saved}, saved)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])

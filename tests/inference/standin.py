@@ -42,11 +42,13 @@ class Bytes:
 
 class Parrot:
     """Says REPLY again and again, and ``delay`` seconds pass in each forward. ``fails_at``: the number of the forward
-    that raises."""
+    that raises. ``more``: arguments of the scheduler."""
 
-    def __init__(self, *, delay: float = 0.0, fails_at: int | None = None, num_blocks: int = 256) -> None:
+    def __init__(
+        self, *, delay: float = 0.0, fails_at: int | None = None, num_blocks: int = 256, **more: Any
+    ) -> None:
         manager = BlockManager(BlockPool(num_blocks), 4)
-        self.scheduler = Scheduler(manager, token_budget=64, max_sequences=16)
+        self.scheduler = Scheduler(manager, **{"token_budget": 64, "max_sequences": 16, **more})
         self.delay = delay
         self.fails_at = fails_at
         self.forwards = 0

@@ -555,6 +555,30 @@ def test_back_pressure() -> None:
         assert running.post({"prompt": "a", "max_tokens": 1})[0] == 200
 
 
+def test_priorities_in_a_full_queue() -> None:
+    engine = Parrot(delay=0.005, max_sequences=1, policy="priority")
+    with server(engine, max_requests=5) as running:
+        held = []
+        for number, priority in enumerate((3, 2, None, -1, 2)):
+            connection = running.connect()
+            held.append(connection)
+            body = {"prompt": "a", "max_tokens": 900 if number == 0 else 3, "priority": priority}
+            connection.request("POST", "/v1/completions", json.dumps(body))
+            wait_for(lambda wanted=number: len(engine.scheduler.waiting) == wanted and engine.has_work)
+        waiting = engine.scheduler.waiting
+        assert [each.params.priority for each in waiting] == [-1, 0, 2, 2]
+        assert waiting[2].id < waiting[3].id
+        assert running.post({"prompt": "a", "priority": -5})[0] == 429
+        held[0].close()
+        for connection in held[1:]:
+            answer = json.loads(connection.getresponse().read())
+            assert answer["choices"][0]["text"] == reply(3)
+        assert running.post({"prompt": "a", "max_tokens": 3, "priority": -(2**31)})[0] == 200
+        for wrong in ("high", 0.5, 2**31, 10**30, [1], {}):
+            status, found = running.post({"prompt": "a", "priority": wrong})
+            assert status == 400 and found["error"]["param"] == "priority", wrong
+
+
 @pytest.mark.parametrize("stream", [True, False])
 def test_clients_that_leave_free_their_blocks(stream: bool) -> None:
     with server(Parrot(delay=0.005)) as running:

@@ -276,3 +276,58 @@ def test_what_cannot_be_served_is_refused() -> None:
         scheduler(short_share=1.0)
     with pytest.raises(ValueError, match="top_p=0"):
         SamplingParams(top_p=0)
+
+
+def test_lower_priorities_are_served_first_where_the_queue_is_full() -> None:
+    def order(policy: str) -> list[int]:
+        plan = scheduler(max_sequences=1, policy=policy)
+        later = [request(id, 5, priority=value) for id, value in ((1, 7), (2, 0), (3, -2), (4, 0), (5, -2))]
+        running = request(0, 9, new=6, priority=9)
+        forwards = finish(plan, {0: [running], 2: later})
+        for each in [running, *later]:  # the one that runs keeps its place
+            assert each.tokens == generate(list(each.prompt), each.params.max_new_tokens)
+            assert each.preemptions == 0
+        return sorted(range(6), key=lambda id: first_forward(forwards, [running, *later][id]))
+
+    assert order("priority") == [0, 3, 5, 2, 4, 1]
+    assert order("fcfs") == [0, 1, 2, 3, 4, 5]
+
+
+def test_the_least_urgent_is_preempted() -> None:
+    plan = scheduler(num_blocks=8, policy="priority")
+    requests = [request(id, 4, new=16, priority=value) for id, value in enumerate((1, 0, -1))]
+    finish(plan, {0: requests})
+    assert requests[0].preemptions and not requests[2].preemptions
+    for each in requests:
+        assert each.tokens == generate(list(each.prompt), 16)
+
+
+def test_a_short_prompt_does_not_overtake_a_more_urgent_one() -> None:
+    def after(priority: int) -> int:
+        plan = scheduler(num_blocks=200, policy="priority")
+        short = request(2, 14, priority=priority)
+        forwards = finish(plan, {0: [request(0, 160), request(1, 160)], 5: [short]})
+        assert plan.counts.overtaking_tokens == (0 if priority else 14)
+        return first_forward(forwards, short) - 5
+
+    assert after(0) == 0 and after(-1) == 0
+    assert after(1) == 16  # after all of the long ones, as without overtaking
+
+
+def test_priorities_beside_arrivals_at_random() -> None:
+    """Whatever the order: all requests end, with their own tokens."""
+    draw = random.Random(3)
+    for _ in range(20):
+        plan = scheduler(num_blocks=20, max_sequences=6, policy="priority")
+        made = [
+            request(id, draw.randint(1, 40), draw.randint(1, 12), priority=draw.randint(-2, 2))
+            for id in range(25)
+        ]
+        finish(plan, {at: [each] for at, each in enumerate(made)})
+        for each in made:
+            assert each.tokens == generate(list(each.prompt), each.params.max_new_tokens)
+
+
+def test_policies_by_their_names() -> None:
+    with pytest.raises(ValueError, match="policy='lifo' is not one of fcfs, priority"):
+        scheduler(policy="lifo")

@@ -67,6 +67,8 @@ def test_flags_by_their_names_in_vllm() -> None:
     ).split()
     parse = parsers.serve().parse_args
     assert parse(["model", *ours]) == parse(["model", *theirs])
+    assert parse(["model"]).scheduling_policy == "fcfs"
+    assert parse(["model", "--scheduling-policy", "priority"]).scheduling_policy == "priority"
 
 
 def test_the_size_of_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -589,3 +589,35 @@ def test_a_variance_of_few_gradients_is_warned_of(kind: type, monkeypatch: pytes
     assert not told
     kind([nn.Parameter(torch.zeros(4))], betas=(0.9, 0.95))
     assert "remembers 20 gradients" in told[0] and kind.__name__ in told[0]
+
+
+@pytest.mark.parametrize("kind", [OnebitAdam, ZeroOneAdam])
+def test_a_variance_is_corrected_by_the_gradients_that_it_saw(kind: type) -> None:
+    """Which are fewer than there were updates: in 0/1 Adam, also where the variance changes; and for a parameter that
+    joins later, also after warm-up."""
+    torch.manual_seed(0)
+    params = [nn.Parameter(torch.randn(50)) for _ in range(3)]
+    joined = [1, 3, 7]
+    rate, eps, decay = 0.01, 1e-4, 0.1
+    keys = {"freeze_step": 5} if kind is OnebitAdam else {"var_update_scaler": 2}
+    optimizer = kind(params, lr=rate, eps=eps, weight_decay=decay, **keys)
+    wanted = [param.detach().double() for param in params]
+    m, v, seen = [torch.zeros(50).double()] * 3, [torch.zeros(50).double()] * 3, [0, 0, 0]
+    for update in range(1, 14):
+        changes = update <= 5 if kind is OnebitAdam else is_variance_update(update, 2)
+        for i, param in enumerate(params):
+            param.grad = None if update < joined[i] else torch.randn(50)
+            if param.grad is None:
+                continue
+            grad = param.grad.double()
+            m[i] = 0.9 * m[i] + 0.1 * grad
+            if changes:
+                v[i], seen[i] = 0.999 * v[i] + 0.001 * grad**2, seen[i] + 1
+            elif not v[i].any():
+                v[i] = torch.full_like(grad, 0.001) * grad.square().mean()
+            steps = update - joined[i] + 1
+            direction = m[i] / (1 - 0.9**steps) / ((v[i] / (1 - 0.999 ** max(1, seen[i]))).sqrt() + eps)
+            wanted[i] = wanted[i] * (1 - rate * decay) - rate * direction
+        optimizer.step()
+        for param, value in zip(params, wanted, strict=True):
+            torch.testing.assert_close(param.detach().double(), value, rtol=1e-4, atol=1e-6)

@@ -6,11 +6,12 @@ A file is mapped, so that only the pages accessed are read. No objects of unknow
 from __future__ import annotations
 
 import io
+import json
 import pickle
 import re
 import zipfile
 from bisect import bisect_right
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,10 +37,10 @@ def read_archive(path: Path) -> Any:
 def open_archive(path: Path) -> Archive:
     """The file as an ``Archive``, which can also verify its tensors."""
     try:
-        nbytes = _verify_structure(path)
+        nbytes, note = _verify_structure(path)
         with allowed_types():
             content = torch.load(path, map_location="cpu", mmap=True, weights_only=not trusts_files())
-        return Archive(path, content, nbytes)
+        return Archive(path, content, nbytes, note)
     except CheckpointError:
         raise
     except FileNotFoundError as error:
@@ -64,8 +65,12 @@ DAMAGE = (
 """Exceptions that reading a damaged file may raise."""
 
 
-def _verify_structure(path: Path) -> int:
-    """Returns the size of the structure in bytes."""
+NOTE = "/note.json"
+"""The record of what ``write_archive`` notes beside the content, in the folder that holds the records of torch."""
+
+
+def _verify_structure(path: Path) -> tuple[int, Mapping[str, Any] | None]:
+    """Returns the size of the structure in bytes, and the file's note; None if it has none."""
     with zipfile.ZipFile(path) as archive:
         for info in archive.infolist():
             if info.compress_type != zipfile.ZIP_STORED or info.file_size != info.compress_size:
@@ -73,21 +78,25 @@ def _verify_structure(path: Path) -> int:
                     f"{path} is not loaded: its member {info.filename:.100} is compressed, which no checkpoint's is "
                     f"({info.compress_size} bytes would become {info.file_size} in memory)"
                 )
-        return sum(
-            len(archive.read(info)) for info in archive.infolist() if info.filename.endswith("/data.pkl")
-        )
+        names = archive.namelist()
+        notes = [json.loads(archive.read(name)) for name in names if name.endswith(NOTE)]
+        nbytes = sum(len(archive.read(name)) for name in names if name.endswith("/data.pkl"))
+        return nbytes, next(iter(notes), None)
 
 
 class Archive:
     """An open file: ``content``, whose tensors are mapped, and the hashes that verify them as they are read.
 
-    ``bytes_read`` counts the structure and the blocks that were verified. A file without hashes (from another
-    writer, or in format 1) is accepted as it is.
+    ``note``: what was written beside the content. ``bytes_read`` counts the structure and the blocks that were
+    verified. A file without hashes (from another writer, or in format 1) is accepted as it is.
     """
 
-    def __init__(self, path: Path, content: Any, structure_bytes: int) -> None:
+    def __init__(
+        self, path: Path, content: Any, structure_bytes: int, note: Mapping[str, Any] | None = None
+    ) -> None:
         self.path = path
         self.content = content
+        self.note = note
         self.bytes_read = structure_bytes
         table = content.pop(CHECKSUMS, None) if isinstance(content, dict) else None
         self._hashes = table.numpy().view(np.uint32) if isinstance(table, Tensor) and table.numel() else None

@@ -9,9 +9,11 @@ chunk.
 from __future__ import annotations
 
 import io
+import json
 import mmap
 import os
 import pickle
+import zipfile
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -28,7 +30,7 @@ from torch._utils import _rebuild_parameter
 from torch.serialization import get_unsafe_globals_in_checkpoint, skip_data
 
 from deepspeed.checkpoint.errors import CheckpointError
-from deepspeed.checkpoint.files.archive_reader import DAMAGE, read_archive, tensor_records
+from deepspeed.checkpoint.files.archive_reader import DAMAGE, NOTE, read_archive, tensor_records
 from deepspeed.checkpoint.files.hashing import BlockHasher, byte_chunks, count_blocks
 from deepspeed.checkpoint.files.round_trip import culprit, difference, is_plain, readable
 from deepspeed.checkpoint.files.safe_types import allowed_types, reduced, trusts_files
@@ -56,7 +58,12 @@ _TABLE = LazyTensor((0,), torch.int32, lambda: ())
 
 
 def write_archive(
-    path: Path, content: Any, *, checksums: bool = False, class_names: Mapping[type, str] | None = None
+    path: Path,
+    content: Any,
+    *,
+    checksums: bool = False,
+    class_names: Mapping[type, str] | None = None,
+    note: Mapping[str, Any] | None = None,
 ) -> int:
     """Write ``content`` so that ``torch.load(path, weights_only=True)`` gives it back.
 
@@ -64,12 +71,15 @@ def write_archive(
     completely (tied weights) are written once and are shared again when loaded. ``LazyTensor`` is written as
     the tensor that its parts form. ``checksums`` adds the hashes of all of them to ``content``, a dict, under
     the key ``CHECKSUMS``, for ``open_archive``. ``class_names``: full names under which a reader knows the
-    classes of objects in ``content``, where they differ from ours. Returns the file's size in bytes.
+    classes of objects in ``content``, where they differ from ours. ``note``: plain data that the file carries
+    beside its content, for ``open_archive``; ``torch.load`` does not read it. Returns the file's size in bytes.
     CheckpointError: a class that cannot be loaded safely (an incomplete file is left at ``path`` then).
     OSError: the file system refused.
     """
     plan = _Plan(class_names or {})
     _write_structure(path, {**content, CHECKSUMS: _TABLE} if checksums else content, plan)
+    if note:
+        _append_note(path, note)
     _refuse_what_does_not_load(path, content, compare=not class_names)
     with open(path, "r+b", buffering=0) as file, BlockHasher() as hasher:
         sink = ArchiveSink(file, hasher if checksums else None)
@@ -151,6 +161,13 @@ def _write_structure(path: Path, content: Any, plan: _Plan) -> None:
             file.write(bytes(1 << 16))
             file.truncate(sum(prod(tensor.shape) * tensor.dtype.itemsize for tensor in plan.tensors))
         raise
+
+
+def _append_note(path: Path, note: Mapping[str, Any]) -> None:
+    """Add one more record to the archive, after those of torch, whose places stay as they are."""
+    with zipfile.ZipFile(path, "a") as archive:
+        folder = archive.namelist()[0].partition("/")[0]
+        archive.writestr(f"{folder}{NOTE}", json.dumps(note))
 
 
 class _Plan:

@@ -21,7 +21,12 @@ from deepspeed.checkpoint.errors import CheckpointError, CheckpointNotFoundError
 from deepspeed.checkpoint.export import BIN_NAME, SAFETENSORS_NAME
 from deepspeed.checkpoint.files.archive_reader import Archive, open_archive
 from deepspeed.checkpoint.foreign.hub_weights import ConvertedGroup, stored_as_in_model
-from deepspeed.checkpoint.foreign.universal_format import FOLDER, SUFFIX, has_only_parameters
+from deepspeed.checkpoint.foreign.universal_format import (
+    FOLDER,
+    SUFFIX,
+    check_save_of_same,
+    has_only_parameters,
+)
 from deepspeed.checkpoint.renaming import renaming
 from deepspeed.checkpoint.shards import ShardIndex
 from deepspeed.checkpoint.state import MASTER
@@ -117,8 +122,10 @@ def tensors_of(path: Path) -> Iterator[tuple[str, Tensor]]:
 
 def _stored(path: Path) -> Iterator[tuple[str, Tensor, Archive]]:
     if path.is_dir():
+        first = None
         for folder in sorted(entry for entry in path.iterdir() if entry.is_dir()):
             archive = open_archive(folder / (MASTER + SUFFIX))
+            first = check_save_of_same(archive, first)
             yield folder.name, archive.content[PARAM], archive
         return
     for file in _files(path):

@@ -88,11 +88,11 @@ def putting_in_place(staged: StagedFolder) -> Iterator[None]:
     wait_for_flushes()
 
 
-def write_value(folder: Path, kind: str, content: Any) -> None:
-    """The file of that kind in the folder of a parameter."""
+def write_value(folder: Path, kind: str, content: Any, note: Mapping[str, Any] | None = None) -> None:
+    """Write the file of that kind in the folder of a parameter. ``note``: see ``write_archive``."""
     path = folder / f"{kind}{SUFFIX}"
     with naming(path):
-        write_archive(path, content)
+        write_archive(path, content, note=note)
 
 
 class _Conversion:
@@ -144,7 +144,7 @@ class _Conversion:
         if missing and self.kinds:
             values = {STEP: torch.zeros(())}
         for kind, value in values.items():
-            write_value(made, kind, value)
+            write_value(made, kind, value, saved_by(self.catalog))
 
     def _tensor(self, name: str, sources: Sequence[Source], dtype: torch.dtype) -> LazyTensor:
         shape = self.files.shapes[name] if name in self.files.shapes else sources[0].index.global_shape
@@ -159,8 +159,8 @@ class _Conversion:
         return LazyTensor((prod(shape),) if self.flat else shape, dtype, parts)
 
     def _put(self, folder: Path, kind: str, tensor: LazyTensor, layout: Mapping[str, int]) -> None:
-        content = tensor if self.flat else {PARAM: tensor, **layout, **saved_by(self.catalog)}
-        write_value(folder, kind, content)
+        save = saved_by(self.catalog)
+        write_value(folder, kind, tensor if self.flat else {PARAM: tensor, **layout, **save}, save)
 
     # Everything else ----------------------------------------------------------------------------------------
 

@@ -67,8 +67,9 @@ class UniversalFiles:
             self.left.discard(name)
             whole = self.wanted.placements.get(name) if self.wanted is not None else None
             held = _read_parameter(self.folder / name, self.kinds[name])
+            expected = save_of(self.catalog.model_states)
             for archive in held.values():
-                check_save_of(archive.path, archive.content, save_of(self.catalog.model_states))
+                check_save_of(archive.path, archive.content, expected, archive.note)
             shape = whole.global_shape if whole is not None else None
             _add_parameter(self.catalog, name, held, self.shapes.get(name), shape)
 
@@ -128,13 +129,30 @@ def _kinds_of(folder: Path) -> list[str]:
 
 
 def _read_parameter(folder: Path, kinds: Iterable[str]) -> dict[str, Archive]:
-    return {kind: open_archive(folder / f"{kind}{SUFFIX}") for kind in kinds}
+    """The files by kind. CheckpointError: they are of two saves."""
+    held = {kind: open_archive(folder / f"{kind}{SUFFIX}") for kind in kinds}
+    first: tuple[Path, Mapping[str, Any]] | None = None
+    for archive in held.values():
+        first = check_save_of_same(archive, first)
+    return held
+
+
+def check_save_of_same(
+    archive: Archive, first: tuple[Path, Mapping[str, Any]] | None
+) -> tuple[Path, Mapping[str, Any]] | None:
+    """CheckpointError if ``archive`` is of another save than ``first``, a file that said of which it is; returns the
+    first that says so."""
+    found = save_of(archive.content, archive.note)
+    if first is None:
+        return (archive.path, found) if found else None
+    check_save_of(archive.path, archive.content, first[1], archive.note, beside=str(first[0]))
+    return first
 
 
 def saved_by(catalog: Catalog) -> dict[str, Any]:
     """An entry for every file that is made of ``catalog``: which save of ours it is of; none if it is not of ours.
 
-    Files that hold a tensor alone have no place for it."""
+    Files that hold a tensor or a number alone have it as their note (``write_archive``)."""
     save = catalog.index.get(SAVE) or catalog.model_states.get(SAVED_BY)
     return {SAVED_BY: save} if save else {}
 

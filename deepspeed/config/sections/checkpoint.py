@@ -115,7 +115,14 @@ class CheckpointConfig(LenientConfigModel):
     folder: str | None = Field(
         default=None,
         min_length=1,
-        description="Folder of this run's checkpoints, for `resume` and for saves that the engine makes by itself.",
+        description="Folder of this run's checkpoints, or a URL such as `s3://bucket/run`, for `resume` and for saves "
+        "that the engine makes by itself.",
+    )
+    staging_folder: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Where checkpoints of URLs lie on this machine on their way; default: a folder of the user's in "
+        "the system's temporary one. Not a folder that machines share.",
     )
     resume: bool = Field(
         default=False,

@@ -22,7 +22,6 @@ from deepspeed import comm as dist
 from deepspeed.base.constants import JOB_STARTED, STOP_GRACE_FILE, TIME_IS_UP
 from deepspeed.base.logging import log_dist, logger
 from deepspeed.checkpoint.errors import CheckpointError
-from deepspeed.checkpoint.files.flush import wait_for_flushes
 from deepspeed.config.sections.checkpoint import OF_SLURM
 
 if TYPE_CHECKING:
@@ -100,7 +99,7 @@ class LastSave:
         self.engine.save_checkpoint(self.folder)
         if writer is not None:
             writer.wait()
-        wait_for_flushes()
+        self.engine.checkpoints.wait_until_stored()
         code = TIME_IS_UP if reason == TIME else 128 + signal.SIGTERM
         why = "the time limit is near (checkpoint.save_before)" if reason == TIME else "SIGTERM"
         log_dist(

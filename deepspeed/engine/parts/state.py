@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from types import ModuleType
 
     from deepspeed.checkpoint.files.background import BackgroundWriter
+    from deepspeed.checkpoint.remote.mirror import Mirror
     from deepspeed.engine.interface import Engine
 
 # Formats and files are imported by the first call that needs them: many runs save at the end, or never.
@@ -42,6 +43,18 @@ class Checkpoints:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
+        self._mirrors: dict[str, Mirror] = {}
+
+    def mirror(self, folder: str | os.PathLike[str]) -> Mirror | None:
+        """Return the local copies of checkpoints that lie at a URL; None if ``folder`` is one."""
+        url = os.fspath(folder)
+        if "://" not in url:
+            return None
+        if url not in self._mirrors:
+            from deepspeed.checkpoint.remote.mirror import Mirror
+
+            self._mirrors[url] = Mirror(url, self._engine._config.checkpoint_config.staging_folder)
+        return self._mirrors[url]
 
     def new_writer(self) -> BackgroundWriter | None:
         """What writes checkpoints while training continues, if the config asks for that."""
@@ -51,11 +64,14 @@ class Checkpoints:
             return None
         return _saving().new_background_writer(self._engine)
 
-    def wait_for_flushes(self) -> None:
-        """Return when all that was saved is on disk. CheckpointError: something could not be stored."""
+    def wait_until_stored(self) -> None:
+        """Return when all that was saved is on disk, or where its URL says. CheckpointError: something could not be
+        stored."""
         from deepspeed.checkpoint.files.flush import wait_for_flushes
 
         wait_for_flushes()
+        for mirror in self._mirrors.values():
+            mirror.wait()
 
     def save_checkpoint(
         self,
@@ -68,7 +84,13 @@ class Checkpoints:
         """Write everything needed to resume to ``save_dir/tag``. Collective; see ``docs/checkpoints.md``."""
         self._engine.half_loaded.refuse()
         done = _saving().save_checkpoint(
-            self._engine, save_dir, tag, client_state, save_latest, exclude_frozen_parameters
+            self._engine,
+            save_dir,
+            tag,
+            client_state,
+            save_latest,
+            exclude_frozen_parameters,
+            mirror=self.mirror(save_dir) if save_dir else None,
         )
         self._engine.events.emit("on_save", save_dir=save_dir, tag=tag)
         return done
@@ -92,9 +114,13 @@ class Checkpoints:
         """``(path, client_state)``, or ``(None, None)`` when there is nothing to load. Collective."""
         from deepspeed.engine.loading import load_checkpoint  # readers of every format, for those who load
 
+        folder = load_dir
+        if (mirror := self.mirror(load_dir)) is not None:
+            folder = str(mirror.local)
+            self._fetch(mirror, tag)
         result = load_checkpoint(
             self._engine,
-            load_dir,
+            folder,
             tag,
             load_module_strict=load_module_strict,
             load_optimizer_states=load_optimizer_states,
@@ -104,6 +130,18 @@ class Checkpoints:
         )
         self._engine.events.emit("on_load", load_dir=load_dir, tag=tag)
         return result
+
+    def _fetch(self, mirror: Mirror, tag: str | None) -> None:
+        """Copy a checkpoint to each machine, when nothing of it is on its way there any more. Collective."""
+        from deepspeed.checkpoint.ranks import Ranks
+
+        if self._engine.background_writer is not None:
+            self._engine.background_writer.wait()
+        ranks = Ranks(node_local=True)
+        with ranks.together("fetching the checkpoint"):
+            if ranks.keeps_folder:
+                mirror.finish_uploads()
+                mirror.fetch(tag)
 
     @cached_property
     def save_non_zero_checkpoint(self) -> bool:

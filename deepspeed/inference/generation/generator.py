@@ -44,6 +44,7 @@ class Generator:
         num_blocks: instead of ``cache_bytes``.
         short_share: the part of what a forward has left for prompts with which short ones may overtake long ones; 0:
             strictly in the order of arrival.
+        policy: "fcfs": requests are served by arrival; "priority": by `SamplingParams.priority`, then by arrival.
         prefix_sharing: requests that begin with the same tokens share their keys and values.
         seed: of requests without one.
         group: the tensor-parallel ranks.
@@ -65,6 +66,7 @@ class Generator:
         cache_bytes: int | None = None,
         num_blocks: int | None = None,
         short_share: float = 0.5,
+        policy: str = "fcfs",
         prefix_sharing: bool = True,
         seed: int = 0,
         group: Communicator | None = None,
@@ -87,6 +89,7 @@ class Generator:
             max_sequences=max_sequences,
             max_length=length,
             short_share=short_share,
+            policy=policy,
         )
         self.matcher_of = matcher_of
         self.sampler = Sampler(seed, matcher_of)

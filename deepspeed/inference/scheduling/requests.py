@@ -61,6 +61,7 @@ class SamplingParams:
         pooling: return one vector instead of tokens: the last hidden state of the prompt's "last" token, of its first
             ("cls"), or the "mean" of all. Needs ``max_new_tokens=0``.
         adapter: that the model is run with (`inference/model/low_rank.py`).
+        priority: under the scheduler's policy "priority", requests with a lower value are served first.
 
     Raises:
         ValueError: a value is out of its range.
@@ -86,6 +87,7 @@ class SamplingParams:
     prompt_logprobs: bool = False
     pooling: str | None = None
     adapter: Any = None
+    priority: int = 0
 
     def __post_init__(self) -> None:
         ranges = {

@@ -14,17 +14,24 @@ into the blocks, or the place among ``max_sequences``, that the first of those t
 
 A request that finds no block for its next token takes those of the request that arrived last (*preemption*), which
 starts anew later: with what it has generated, and with what of its blocks is still in the cache.
+
+With the policy "priority", requests of a lower ``priority`` value come before all of a higher one in each of these
+orders, and those of one value by their arrival. So prompts overtake only those of their own value, those of the highest
+value are preempted first, and while more urgent ones keep coming they wait without bound. A request that runs does not
+lose its place to a more urgent one that waits.
 """
 
 from __future__ import annotations
 
 from bisect import insort
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from deepspeed.inference.cache.blocks import BlockManager
 from deepspeed.inference.scheduling.requests import Chunk, Request, State
+
+POLICIES = ("fcfs", "priority")
 
 _MUCH_SHORTER = 4
 """A prompt overtakes those that have so many times as many tokens left: who is overtaken is late by a small part of
@@ -59,6 +66,7 @@ class Scheduler:
         max_length: tokens of the longest request, prompt included; None: what the cache holds.
         short_share: the part of what is left for prompts with which short ones may overtake long ones, 0 to below 1; 0:
             strictly in the order of arrival.
+        policy: "fcfs": by arrival; "priority": by ``SamplingParams.priority``, then by arrival.
     """
 
     def __init__(
@@ -69,6 +77,7 @@ class Scheduler:
         max_sequences: int = 64,
         max_length: int | None = None,
         short_share: float = 0.5,
+        policy: str = "fcfs",
     ) -> None:
         if not 1 <= max_sequences <= token_budget:
             raise ValueError(
@@ -80,23 +89,27 @@ class Scheduler:
                 f"short_share={short_share}: short prompts may have a part from 0 to below 1 of what is left for "
                 "prompts; with all of it they could hold up a long one for ever"
             )
+        if policy not in POLICIES:
+            raise ValueError(f"policy={policy!r} is not one of {', '.join(POLICIES)}")
         self.blocks = blocks
+        self.policy = policy
         self.token_budget = token_budget
         self.short_share = short_share
         self.max_sequences = max_sequences
         self.max_length = min(blocks.capacity, max_length or blocks.capacity)
         self.counts = Counts()
         self._credit = float(token_budget) if short_share else 0.0  # tokens in the bucket
-        self._running: list[tuple[int, Request]] = []  # by id, which is the order of arrival
-        self._waiting: list[tuple[int, Request]] = []  # likewise
+        self._running: list[Request] = []  # by rank
+        self._waiting: list[Request] = []  # likewise
+        self._last_id = -1
 
     @property
     def running(self) -> list[Request]:
-        return [request for _, request in self._running]
+        return list(self._running)
 
     @property
     def waiting(self) -> list[Request]:
-        return [request for _, request in self._waiting]
+        return list(self._waiting)
 
     @property
     def has_work(self) -> bool:
@@ -113,9 +126,10 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """ValueError: it would become longer than is possible, or ids do not ascend."""
         self.check(request)
-        if self._waiting and self._waiting[-1][0] >= request.id:
-            raise ValueError(f"request {request.id} after request {self._waiting[-1][0]}: ids ascend")
-        self._waiting.append((request.id, request))
+        if request.id <= self._last_id:
+            raise ValueError(f"request {request.id} after request {self._last_id}: ids ascend")
+        self._last_id = request.id
+        insort(self._waiting, request, key=self._rank)
 
     def cancel(self, request: Request) -> None:
         """It gets no further tokens. Nothing happens if it is finished."""
@@ -131,7 +145,7 @@ class Scheduler:
         self._credit = min(self._credit + budget * self.short_share, float(self.token_budget))
         chunks += self._prefill_chunks(budget)
         while not chunks and len(self._running) > 1:  # prompts hold all blocks and none can go on
-            self._preempt(self._running[-1][1])
+            self._preempt(self._running[-1])
             chunks = self._prefill_chunks(budget)
         used = sum(chunk.count for chunk in chunks)
         self._count(chunks, used)
@@ -174,23 +188,25 @@ class Scheduler:
     def _make_room(self, request: Request) -> bool:
         """For one token, by preemption where needed. False: it was preempted itself."""
         while not self.blocks.reserve(request.table, request.computed + 1):
-            victim = self._running[-1][1]
+            victim = self._running[-1]
             self._preempt(victim)
             if victim is request:
                 return False
         return True
 
     def _prefill_chunks(self, budget: int) -> list[Chunk]:
-        """In the order of arrival; before each, those that overtake it."""
+        """By rank; before each, those that overtake it."""
         prompts = [request for request in self.running if request.pending > 1] + self.waiting
-        prompts.sort(key=_arrival)
-        shortest = deque(sorted(prompts, key=_length))
+        prompts.sort(key=self._rank)
+        shortest: defaultdict[int, deque[Request]] = defaultdict(deque)  # by level
+        for request in sorted(prompts, key=_length):
+            shortest[self._level(request)].append(request)
         chunks: dict[int, Chunk] = {}
         blocked = False  # one has to wait for blocks: those behind it leave it what becomes free
         for request in prompts:
             if request.id in chunks and chunks[request.id].is_last:
                 continue
-            budget -= self._overtaking(request, shortest, budget, chunks)
+            budget -= self._overtaking(request, shortest[self._level(request)], budget, chunks)
             if not budget:
                 break
             if blocked and request.state is State.WAITING:
@@ -203,8 +219,7 @@ class Scheduler:
         self, request: Request, shortest: deque[Request], budget: int, chunks: dict[int, Chunk]
     ) -> int:
         """Schedule prompts that overtake ``request``, the shortest first, and return their tokens. ``shortest``:
-        those that have not
-        been looked at."""
+        those of its level that have not been looked at."""
         taken = 0
         while shortest and shortest[0].pending * _MUCH_SHORTER <= request.pending:
             allowed = min(budget - taken, int(self._credit))
@@ -244,23 +259,23 @@ class Scheduler:
         room for one block more: what is begun shall neither stop half-way nor be preempted at once. Who is not the
         first of those that wait leaves room for it too."""
         coming = [request]
-        if self._waiting[0][1] is not request:
-            coming.append(self._waiting[0][1])
+        if self._waiting[0] is not request:
+            coming.append(self._waiting[0])
         running = len(self._running) + len(coming) - 1
         if running >= self.max_sequences:
             return False
         needed = sum(self._needed(each) for each in coming)
-        promised = sum(self.blocks.missing(each.table, len(each.tokens)) for _, each in self._running)
+        promised = sum(self.blocks.missing(each.table, len(each.tokens)) for each in self._running)
         if needed + promised + running > self.blocks.pool.num_free:
             return False
-        self._waiting.remove((request.id, request))
+        self._waiting.remove(request)
         request.shared = request.computed = self.blocks.match_prefix(
             request.table, request.tokens, share=not request.computes_prompt
         )
         self.counts.looked_up_tokens += len(request.tokens)
         self.counts.shared_tokens += request.shared
         request.state = State.RUNNING
-        insort(self._running, (request.id, request), key=_order)
+        insort(self._running, request, key=self._rank)
         return True
 
     def _needed(self, request: Request) -> int:
@@ -279,18 +294,25 @@ class Scheduler:
         self._leave(request)
         request.computed = 0
         request.state = State.WAITING
-        insort(self._waiting, (request.id, request), key=_order)
+        insort(self._waiting, request, key=self._rank)
 
     def _finish(self, request: Request, reason: str) -> None:
         if request.state is State.RUNNING:
             self._leave(request)
         else:
-            self._waiting.remove((request.id, request))
+            self._waiting.remove(request)
         request.state, request.reason = State.FINISHED, reason
 
     def _leave(self, request: Request) -> None:
-        self._running.remove((request.id, request))
+        self._running.remove(request)
         self.blocks.release(request.table)
+
+    def _level(self, request: Request) -> int:
+        return request.params.priority if self.policy == "priority" else 0
+
+    def _rank(self, request: Request) -> tuple[int, int]:
+        """Sort key: level, then order of arrival."""
+        return self._level(request), request.id
 
     def _count(self, chunks: Sequence[Chunk], used: int) -> None:
         if not chunks:
@@ -302,14 +324,6 @@ class Scheduler:
             counts.full += 1
         elif self._waiting:
             counts.short += 1
-
-
-def _order(entry: tuple[int, Request]) -> int:
-    return entry[0]
-
-
-def _arrival(request: Request) -> int:
-    return request.id
 
 
 def _length(request: Request) -> tuple[int, int]:

@@ -38,6 +38,7 @@ class EmbeddingRequest(BaseModel):
     dimensions: int | None = Field(default=None, ge=1)
     normalize: bool = True
     add_special_tokens: bool = True
+    priority: protocol.Priority = 0
 
 
 def add_embedding_routes(
@@ -48,7 +49,10 @@ def add_embedding_routes(
     def begun(body: bytes, _: Any) -> tuple[EmbeddingRequest, list[list[int]], SamplingParams]:
         request: EmbeddingRequest = protocol.fields_as(EmbeddingRequest, body)
         params = SamplingParams(
-            max_new_tokens=0, pooling=settings.pooling, adapter=models.find(request.model)
+            max_new_tokens=0,
+            pooling=settings.pooling,
+            adapter=models.find(request.model),
+            priority=request.priority,
         )
         check_dimensions(request.dimensions, settings.dimensions)
         given = protocol.texts_of(request.input, "input")

@@ -23,7 +23,6 @@ HARMLESS = frozenset(
         "cache_prompt",
         "cache_salt",
         "guided_decoding_backend",
-        "priority",
         "request_id",
     }
 )

@@ -51,6 +51,8 @@ _NO_VARIABLES = {
 }
 """What else a template is applied with."""
 
+Priority = Annotated[int, Field(ge=-(2**31), lt=2**31)]
+
 REASONS = {"stop": "stop", "length": "length"}
 
 
@@ -92,6 +94,7 @@ class _Sampling(BaseModel):
     stream: bool = False
     stream_options: dict[str, Any] | None = None
     ignore_eos: bool = False
+    priority: Priority = 0
     skip_special_tokens: bool = True
 
 
@@ -340,6 +343,7 @@ def params_of(
         logprobs=logprobs,
         top_logprobs=top_logprobs_of(request),
         prompt_logprobs=logprobs and getattr(request, "echo", False),
+        priority=request.priority,
         **shared,
     )
 

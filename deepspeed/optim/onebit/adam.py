@@ -23,6 +23,7 @@ from deepspeed.optim.one_bit import (
     follow,
     pieces,
     round_into,
+    seen_by,
 )
 from deepspeed.optim.own_variance import OWN_VARIANCE, agree, continue_variances, share_of_mean
 from deepspeed.optim.sign_exchange import FEEDBACK
@@ -141,7 +142,7 @@ class OnebitAdam(OneBitOptimizer, MultiTensorAdam):
         for master, state, low in zip(masters, states, part.lows, strict=True):
             state["step"] += 1
             step = float(state["step"])
-            second, rate = corrections(group, step, min(step, self.freeze_step))
+            second, rate = corrections(group, step, seen_by(state))
             scalars = {"variance_correction": second, "eps": group["eps"], "rate": rate, "decay": decay}
             if frozen_step(master, state["exp_avg"], state["exp_avg_sq"], low, **scalars):
                 continue
@@ -181,7 +182,7 @@ class OnebitAdam(OneBitOptimizer, MultiTensorAdam):
             agree([own[i] for i in positions], [variances[i] for i in positions], ranks)
         for master, variance in zip(masters, variances, strict=True):
             step = float(self.state[master]["step"]) + 1
-            used, now = (corrections(group, step, at)[0] for at in (min(step, self.freeze_step), step))
+            used, now = (corrections(group, step, at)[0] for at in (seen_by(self.state[master]), step))
             variance.mul_(used / now)  # updates divide by ``used``, for a variance that stayed
 
     def own_state(self) -> dict[str, Any]:

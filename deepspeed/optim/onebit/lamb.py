@@ -20,6 +20,7 @@ from deepspeed.optim.one_bit import (
     follow,
     numels_of,
     publish,
+    seen_by,
     whole_sums,
 )
 from deepspeed.optim.sign_exchange import FEEDBACK
@@ -231,7 +232,7 @@ class OnebitLamb(OneBitOptimizer, FusedLamb):
         if group["bias_correction"]:
             step = float(state["step"])
             first, second = 1.0 - beta1**step, 1.0 - beta2**step
-            frozen = 1.0 - beta2 ** max(1.0, min(step, self.freeze_step))
+            frozen = 1.0 - beta2 ** seen_by(state)
         denominator = self._root(state["exp_avg_sq"] / frozen, group)
         torch.div(state["exp_avg"], first, out=out).div_(denominator)
         changes = denominator.div_(self._root(state[FRESH] / second, group))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,8 +12,17 @@ from torch import Tensor
 from deepspeed.ops.adam.multi_tensor_adam import MultiTensorAdam
 from deepspeed.ops.momentum import frozen_step
 from deepspeed.ops.multi_tensor import refuse
-from deepspeed.ops.update import Fragments, Group, HoldersOf, UpdateContext, UpdateTraits
-from deepspeed.optim.one_bit import MASK, OneBitOptimizer, check_backend, follow, pieces, round_into
+from deepspeed.ops.update import ALONE, Fragments, Group, HoldersOf, UpdateContext, UpdateTraits
+from deepspeed.optim.one_bit import (
+    MASK,
+    SEEN,
+    OneBitOptimizer,
+    check_backend,
+    follow,
+    pieces,
+    round_into,
+    seen_by,
+)
 from deepspeed.optim.onebit.adam import adam_defaults, corrections, plain_step, root
 from deepspeed.optim.sign_exchange import FEEDBACK
 
@@ -22,6 +33,16 @@ LOCAL, SYNCED = "local_update", "synced"
 def _write(master: Tensor, low: Tensor | None, value: Tensor) -> None:
     master.copy_(value)
     round_into(low, master)
+
+
+def _corrected(group: Group, step: float, seen: float) -> Group:
+    """A group without bias correction whose updates are those of ``group`` with it: with the variance divided by c,
+    rate m / (sqrt(v / c) + eps) = (rate sqrt(c)) m / (sqrt(v) + eps sqrt(c))."""
+    second, rate = corrections(group, step, seen)
+    factor, lr = math.sqrt(second), float(group["lr"])
+    decay = group["weight_decay"] / (rate * factor) * lr if rate else 0.0
+    given = {"lr": rate * factor, "eps": group["eps"] * factor, "weight_decay": decay}
+    return {**group, **given, "bias_correction": False}
 
 
 def is_variance_update(update: int, scaler: int) -> bool:
@@ -122,6 +143,31 @@ class ZeroOneAdam(OneBitOptimizer, MultiTensorAdam):
     def warms_up(self, update: int) -> bool:
         return update <= self.var_freeze_step and is_variance_update(update, self.var_update_scaler)
 
+    def multi_tensor_step(
+        self,
+        group: Group,
+        params: Sequence[Tensor],
+        grads: Sequence[Tensor],
+        *,
+        grad_scale: float = 1.0,
+        low_precision: Sequence[Tensor | None] | None = None,
+        context: UpdateContext = ALONE,
+    ) -> None:
+        """A variance update. Adam's kernel corrects the variance by the number of all updates, of which this one counts
+        only some: the same update without corrections, whose rate and eps have them."""
+        lows = low_precision or [None] * len(params)
+        states = [self.state_for(param, group) for param in params]
+        counts = [(float(state["step"]), float(state[SEEN])) for state in states]
+        for step, seen in sorted(set(counts)):
+            chosen = [i for i, each in enumerate(counts) if each == (step, seen)]
+            super().multi_tensor_step(
+                _corrected(group, step + 1, seen + 1),
+                *([column[i] for i in chosen] for column in (params, grads)),
+                grad_scale=grad_scale,
+                low_precision=[lows[i] for i in chosen],
+                context=context,
+            )
+
     def warmed_up(self, context: UpdateContext) -> None:
         self.variance_updates += 1
 
@@ -220,8 +266,9 @@ class ZeroOneAdam(OneBitOptimizer, MultiTensorAdam):
                 local.zero_()
         self.rate_sums[number] = 0.0
 
-    def _corrections(self, state: dict[str, Any], group: Group) -> tuple[float, float]:
-        return corrections(group, float(state["step"]), max(1, self.variance_updates))
+    @staticmethod
+    def _corrections(state: dict[str, Any], group: Group) -> tuple[float, float]:
+        return corrections(group, float(state["step"]), seen_by(state))
 
     # Checkpoints ----------------------------------------------------------------------------------------------
 

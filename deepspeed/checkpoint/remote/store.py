@@ -1,0 +1,115 @@
+"""Objects below one URL, over fsspec. What fails is tried again, as networks and services fail for moments."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TypeVar
+
+from deepspeed.base.logging import logger
+from deepspeed.checkpoint.errors import CheckpointError
+
+ATTEMPTS = 6
+FIRST_WAIT_S = 0.5
+_EXTRA = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "abfs": "adlfs", "az": "adlfs"}
+_FINAL = (FileNotFoundError, PermissionError, NotImplementedError, TypeError, ValueError)
+"""Errors that another attempt does not mend."""
+
+T = TypeVar("T")
+
+
+class Store:
+    """The objects below ``url``, named relative to it."""
+
+    def __init__(self, url: str, *, attempts: int = ATTEMPTS, first_wait_s: float = FIRST_WAIT_S) -> None:
+        """CheckpointError: no file system of that scheme is installed, or the URL has none."""
+        self.url = url.rstrip("/")
+        self.attempts, self.first_wait_s = attempts, first_wait_s
+        try:
+            from fsspec.core import url_to_fs  # which torch depends on
+
+            self._files, root = url_to_fs(self.url)
+        except (ImportError, ValueError) as error:
+            scheme = url.partition("://")[0]
+            package = _EXTRA.get(scheme)
+            remedy = f"pip install {package}" if package else "use file, memory, s3, gs or what fsspec has"
+            raise CheckpointError(f"{url}: no file system for {scheme!r} ({error}); {remedy}") from error
+        self._root = str(root).rstrip("/")
+
+    def sizes(self) -> dict[str, int]:
+        """Return the size in bytes of each object, by name."""
+
+        def find() -> dict[str, int]:
+            self._files.invalidate_cache()
+            found: dict[str, Any] = self._files.find(self._root, detail=True)
+            return {path[len(self._root) :].lstrip("/"): int(entry["size"]) for path, entry in found.items()}
+
+        try:
+            return self._again("listing it", find)
+        except FileNotFoundError:
+            return {}
+
+    def read(self, name: str) -> bytes | None:
+        """Return the content of a small object; None if there is none of that name."""
+        try:
+            return self._again(f"reading {name}", lambda: self._files.cat_file(self._path(name)))
+        except FileNotFoundError:
+            return None
+
+    def write(self, name: str, content: bytes) -> None:
+        """Write a small object."""
+        self._again(
+            f"writing {name}", lambda: self._put(name, lambda path: self._files.pipe_file(path, content))
+        )
+
+    def upload(self, source: Path, name: str) -> None:
+        """Copy a file there; a large one in several parts, if the service knows that."""
+        self._again(
+            f"uploading {name}", lambda: self._put(name, lambda path: self._files.put_file(str(source), path))
+        )
+
+    def download(self, name: str, target: Path) -> None:
+        """Copy an object to a file, which has its name only when it is complete. FileNotFoundError: it is gone."""
+        target.parent.mkdir(parents=True, exist_ok=True)
+        part = target.with_name(f".{target.name}.part")
+        self._again(f"downloading {name}", lambda: self._files.get_file(self._path(name), str(part)))
+        part.replace(target)
+
+    def remove(self, name: str) -> None:
+        try:
+            self._again(f"removing {name}", lambda: self._files.rm_file(self._path(name)))
+        except FileNotFoundError:
+            return
+
+    def remove_folder(self, name: str) -> None:
+        """Remove an empty folder, where there are such."""
+        with suppress(
+            Exception
+        ):  # it is not empty, or the service has no folders, each of which says so in its way
+            self._files.rmdir(self._path(name))
+
+    def _path(self, name: str) -> str:
+        return f"{self._root}/{name}"
+
+    def _put(self, name: str, put: Callable[[str], Any]) -> None:
+        path = self._path(name)
+        self._files.makedirs(path.rpartition("/")[0], exist_ok=True)  # nothing to do in a bucket
+        put(path)
+
+    def _again(self, what: str, call: Callable[[], T]) -> T:
+        """Return what ``call`` does, which is tried ``attempts`` times. CheckpointError: all of them failed."""
+        for attempt in range(1, self.attempts + 1):
+            try:
+                return call()
+            except _FINAL:
+                raise
+            except Exception as error:  # of the libraries of many services
+                if attempt == self.attempts:
+                    raise CheckpointError(f"{self.url}: {what} failed {attempt} times: {error}") from error
+                logger.warning(
+                    f"{self.url}: {what} failed ({type(error).__name__}: {error}); it is tried again"
+                )
+                time.sleep(self.first_wait_s * 2 ** (attempt - 1))
+        raise AssertionError("attempts is below 1")
