@@ -38,7 +38,7 @@ STATE = {
     "ops/update.py:ALONE": "a frozen value",
     "inference/model/low_rank.py:_numbers": "numbers of adapters, by which their keys and values are told apart",
     "inference/serving/tokenizers.py:BEGIN": "a frozen value",
-    "config/optimizers.py:_tree()": "parsed source of the installed torch",
+    "config/torch_classes.py:_tree()": "parsed source of the installed torch",
     "ops/formats/blockwise.py:OF_CODES": "a frozen value",
     "ops/formats/blockwise.py:OF_PARAMS": "a frozen value",
     "ops/formats/blockwise.py:SIGNED": "a frozen value",

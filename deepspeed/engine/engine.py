@@ -37,7 +37,8 @@ from deepspeed.engine.patches import warn_of_patches
 from deepspeed.engine.surface import EngineSurface
 from deepspeed.optim.schedulers import advance, resolve_scheduler
 from deepspeed.parallel.selection import from_config
-from deepspeed.planning.fits import RunSpec, check_fits, write_model_info_if_tuning
+from deepspeed.planning.fits import check_fits, write_model_info_if_tuning
+from deepspeed.planning.run_spec import RunSpec
 from deepspeed.transforms.recompute import scope as recompute_scope
 from deepspeed.transforms.record import transforms_of
 from deepspeed.zero.accumulation import AccumulationClock

@@ -4,36 +4,12 @@ autotuner the memory of every stage."""
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
-
-from torch import nn
 
 from deepspeed.base.accelerator import get_accelerator
 from deepspeed.base.logging import is_rank_zero, logger
 from deepspeed.base.sharded import full_numel
-from deepspeed.config.plan import Plan
 from deepspeed.planning.machine import neighbours, total_capacity
-
-if TYPE_CHECKING:
-    from deepspeed.comm.mesh import ProcessMesh
-    from deepspeed.config.deepspeed_config import DeepSpeedConfig
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunSpec:
-    """The arguments of ``initialize``, with what was decided from them. Nothing of the run is allocated yet."""
-
-    module: nn.Module
-    plan: Plan
-    config: DeepSpeedConfig
-    mesh: ProcessMesh
-    optimizer: Any = None
-    """The client's, or a callable that makes it; None: the one the config names."""
-    model_parameters: Sequence[Any] | None = None
-    """Parameters and group dicts that the config's optimizer trains; None: whatever requires a gradient."""
-
+from deepspeed.planning.run_spec import RunSpec
 
 SKIP = "DS_SKIP_MEMORY_CHECK"
 """Environment variable that lets a run start without this check."""

@@ -12,11 +12,11 @@ from typing import Any
 from deepspeed.base.accelerator import get_accelerator
 from deepspeed.base.sharded import full_numel
 from deepspeed.config.problems import DeepSpeedConfigError
-from deepspeed.planning.fits import RunSpec
 from deepspeed.planning.ledger import MemoryPlace
 from deepspeed.planning.machine import free_now
 from deepspeed.planning.request import PlanRequest, answer
 from deepspeed.planning.run_plan import request_of
+from deepspeed.planning.run_spec import RunSpec
 from deepspeed.planning.variants import note_variants, refuse_beyond
 
 STAGES = (0, 1, 2, 3)

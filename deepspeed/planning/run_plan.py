@@ -9,10 +9,10 @@ from deepspeed.base.sharded import is_zero_param
 from deepspeed.planning import report
 from deepspeed.planning.activations import shape_of
 from deepspeed.planning.advice import advise
-from deepspeed.planning.fits import RunSpec
 from deepspeed.planning.ledger import MemoryPlace
 from deepspeed.planning.machine import Capacity, neighbours
 from deepspeed.planning.request import PlanAnswer, PlanRequest, answer
+from deepspeed.planning.run_spec import RunSpec
 
 
 def shortage(run: RunSpec, capacity: Capacity, near: int, skip: str) -> str | None:

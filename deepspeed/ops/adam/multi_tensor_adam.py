@@ -9,22 +9,14 @@ from __future__ import annotations
 import ctypes
 import functools
 import importlib.util
-import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from deepspeed.ops.adam.bias_correction import corrections
 from deepspeed.ops.multi_tensor import Launch, MultiTensorOptimizer, foreach_sqrt
 from deepspeed.ops.update import Group
-
-
-def corrections(group: Group, step: int) -> tuple[float, float]:
-    """Step size lr / (1 - beta1^t) and factor 1 / sqrt(1 - beta2^t) of the square root."""
-    lr, (beta1, beta2) = float(group["lr"]), group["betas"]
-    if not group["bias_correction"]:
-        return lr, 1.0
-    return lr / (1.0 - math.pow(beta1, step)), 1.0 / math.sqrt(1.0 - math.pow(beta2, step))
 
 
 @functools.cache

@@ -13,9 +13,10 @@ from torch import nn
 from deepspeed.config.deepspeed_config import DeepSpeedConfig
 from deepspeed.config.plan import make_plan
 from deepspeed.planning import fits, machine
-from deepspeed.planning.fits import MemoryPlanError, RunSpec, check_fits
+from deepspeed.planning.fits import MemoryPlanError, check_fits
 from deepspeed.planning.ledger import MemoryPlace
 from deepspeed.planning.machine import Capacity
+from deepspeed.planning.run_spec import RunSpec
 from tests.planning.memory.models import Gpt, config_for
 from tests.pool import distributed
 
