@@ -1,5 +1,5 @@
-"""Building blocks of every config section: the pydantic base class, the value types, and small dict
-helpers.
+"""Building blocks of every config section: the pydantic base class, whose validators are built when a config names
+the section, the value types, and small dict helpers.
 
 A *section model* says which keys a user may write, with their documented defaults and bounds. It decides
 nothing: `config/plan.py` reads the finished models. Each field's `description` is its text in

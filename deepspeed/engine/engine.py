@@ -27,7 +27,11 @@ from deepspeed.engine.half_loaded import HalfLoaded
 from deepspeed.engine.observers.attach import Observed, attach_observers
 from deepspeed.engine.observers.progress.start_report import log_start
 from deepspeed.engine.optimizer import no_training, require_optimizer
-from deepspeed.engine.parts.accumulation import MEMORY_OPT_ALLREDUCE_SIZE, Accumulation, ZeroGrads  # noqa: F401 - documented here too
+from deepspeed.engine.parts.accumulation import (
+    MEMORY_OPT_ALLREDUCE_SIZE,  # noqa: F401 - documented here too
+    Accumulation,
+    ZeroGrads,
+)
 from deepspeed.engine.parts.compiling import Compilation
 from deepspeed.engine.parts.data import EngineData
 from deepspeed.engine.parts.facts import Facts

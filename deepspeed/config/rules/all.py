@@ -1,4 +1,5 @@
-"""Rules that tie several sections of a config together.
+"""The list of rules that tie several sections of a config together, and those on data, optimizers and schedules
+(`zero.py` and `precision.py` have the others).
 
 Every rule yields what it finds as `Finding(keys, message)`: the first key is the one to report, the others
 are those the rule looked at (a finding is dropped if one of its keys is itself invalid). Rules within a

@@ -1,5 +1,5 @@
-"""`zero_optimization.offload_param` and `zero_optimization.offload_optimizer` (ZeRO-Offload, ZeRO-
-Infinity).
+"""`zero_optimization.offload_param` and `zero_optimization.offload_optimizer` (ZeRO-Offload, ZeRO-Infinity), and the
+`aio` section: how their files are read and written.
 """
 
 from __future__ import annotations

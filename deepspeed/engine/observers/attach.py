@@ -1,4 +1,5 @@
-"""Observers that any engine may have: progress, curves, wall-clock breakdown, throughput, memory, state dump.
+"""Observers that any engine may have: progress, curves, wall-clock breakdown, throughput, memory, state dump, and
+the names in reports of hangs.
 
 They subscribe to the engine's events; the engine does not know them by name.
 """
