@@ -1,4 +1,4 @@
-"""The package's logger, and messages that only some ranks log, beside the script's progress bars."""
+"""The package's logger, messages that only some ranks log, and line breaks between them and tqdm's bars."""
 
 from __future__ import annotations
 

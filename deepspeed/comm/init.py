@@ -1,4 +1,6 @@
-"""`init_distributed`: determines the identity of this process and creates torch's default process group."""
+"""`init_distributed`: determines the identity of this process, creates torch's default process group, and tells
+Accelerate of it.
+"""
 
 from __future__ import annotations
 

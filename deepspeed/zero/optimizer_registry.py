@@ -24,7 +24,7 @@ from deepspeed.config.problems import DeepSpeedConfigError
 from deepspeed.optim.elementwise import is_elementwise
 from deepspeed.zero.placements import STACKED
 
-__all__ = ["build_optimizer", "is_elementwise"]
+__all__ = ["build_optimizer", "is_elementwise", "set_optimizer_flags", "set_state_dtype"]
 
 OptimizerClass = Callable[..., torch.optim.Optimizer]
 
