@@ -61,6 +61,7 @@ MODULES = {
     "deepspeed.runtime.base_optimizer": "deepspeed.optim.base",
     "deepspeed.runtime.bf16_optimizer": "deepspeed.zero.optimizer",
     "deepspeed.runtime.checkpoint_engine": "deepspeed.checkpoint.storage",
+    "deepspeed.runtime.comm.coalesced_collectives": "deepspeed.compat.runtime_comm.coalesced_collectives",
     "deepspeed.runtime.comm.compressed": "deepspeed.compat.runtime_comm.compressed",
     "deepspeed.runtime.comm.nccl": "deepspeed.compat.runtime_comm.nccl",
     "deepspeed.runtime.compiler": "deepspeed.base.compiler",
