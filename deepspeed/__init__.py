@@ -80,7 +80,7 @@ _NAMES = {
     "replace_transformer_layer": "deepspeed.compat.module_inject.replacing",
     "revert_transformer_layer": "deepspeed.module_inject.replace_module",
     "set_autotp_mode": "deepspeed.module_inject.layers",
-    "set_optimizer_flags": "deepspeed.zero.optimizer_flags",
+    "set_optimizer_flags": "deepspeed.zero.optimizer_registry",
     "tp_model_init": "deepspeed.runtime.tensor_parallel.init_utils",
 }
 

@@ -9,8 +9,7 @@ import shutil
 import sys
 from typing import TextIO
 
-from deepspeed.base.logging import logger, write_safely
-from deepspeed.base.progress_bars import open_bars
+from deepspeed.base.logging import logger, open_bars, write_safely
 
 ERASE_TO_END = "\x1b[K"
 

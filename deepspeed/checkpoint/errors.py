@@ -28,16 +28,10 @@ class CheckpointDegreesError(CheckpointError, RuntimeError):
     """Files of one checkpoint record different degrees of parallelism. A RuntimeError, too, as in release 0.19."""
 
 
-FIRST_MODEL_FILE = "the first model file of that folder"
-
-
 def mixed_saves(
-    path: Path,
-    found: Mapping[str, Any] | None,
-    expected: Mapping[str, Any] | None,
-    beside: str = FIRST_MODEL_FILE,
+    path: Path, found: Mapping[str, Any] | None, beside: Path, expected: Mapping[str, Any] | None
 ) -> CheckpointError:
-    """For a file at ``path`` of another save than the file ``beside`` it."""
+    """Return the error for the file ``path`` of another save than the file ``beside``."""
     return CheckpointError(
         f"{path} is of {_save_in_words(found)}, but {beside} is of "
         f"{_save_in_words(expected)}: the folder holds files of two saves (a copy that was not finished, or a file "

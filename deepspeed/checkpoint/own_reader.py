@@ -31,6 +31,7 @@ from deepspeed.checkpoint.own_format import (
     unpack_section,
 )
 from deepspeed.checkpoint.renaming import WRAPPER, Rename, renamed, renaming
+from deepspeed.checkpoint.save_ids import FileOfSave
 from deepspeed.checkpoint.shards import ShardIndex, covers, span
 from deepspeed.checkpoint.state import MASTER
 
@@ -229,7 +230,7 @@ class OwnReader:
             archive = open_archive(self.folder / name)
             if not isinstance(archive.content, dict):
                 raise CheckpointError(f"{archive.path} does not hold the states of a checkpoint")
-            check_save(self.index, archive)
+            check_save(FileOfSave(self.head.path, self.index.get(SAVE)), archive)
             archive.content = self._renamed(archive.content)
             archive.verify_rest(_large_tensors(archive.content))
             self._open[name] = archive
@@ -290,11 +291,11 @@ class OwnReader:
         return self._archive(files[min(number, len(files) - 1)]).content[INDEX].get("rank_state")
 
 
-def check_save(first: Mapping[str, Any], archive: Archive) -> None:
-    """CheckpointError if ``archive`` is not of the save whose first file has the index ``first``."""
-    expected, found = first.get(SAVE), (archive.content.get(INDEX) or {}).get(SAVE)
-    if (found or {}).get("id") != (expected or {}).get("id"):
-        raise mixed_saves(archive.path, found, expected)
+def check_save(first: FileOfSave, archive: Archive) -> None:
+    """CheckpointError if ``archive`` is not of the save of the folder's ``first`` file."""
+    found = (archive.content.get(INDEX) or {}).get(SAVE)
+    if (found or {}).get("id") != (first.save or {}).get("id"):
+        raise mixed_saves(archive.path, found, *first)
 
 
 def _renaming(first: Mapping[str, Any], own_names: Iterable[str] | None) -> Rename | None:

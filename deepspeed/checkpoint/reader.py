@@ -16,7 +16,7 @@ from deepspeed.checkpoint.foreign.splits import Wanted
 from deepspeed.checkpoint.names import DS_VERSION, INDEX, model_ranks, optim_ranks
 from deepspeed.checkpoint.own_reader import OwnReader, check_save
 from deepspeed.checkpoint.renaming import renamed, renaming
-from deepspeed.checkpoint.save_ids import save_of
+from deepspeed.checkpoint.save_ids import FileOfSave, save_of
 
 
 def open_checkpoint(
@@ -39,7 +39,7 @@ def open_checkpoint(
     one that was saved; without, names are those of the module within its wrappers. CheckpointError names the file that
     is missing, damaged or foreign.
     """
-    head = _head(folder)
+    head = open_archive(_head_path(folder))
     first = _content(head)
     with laid_out(folder, first.get(DS_VERSION)):
         if INDEX in first:
@@ -51,18 +51,19 @@ def open_checkpoint(
         return catalog
 
 
-def _head(folder: Path) -> Archive:
+def _head_path(folder: Path) -> Path:
     """The model file that stands for all of them."""
     for name in (names.model_file(0), names.zero_model_file(0, 0)):
         if (folder / name).is_file():
-            return open_archive(folder / name)
-    return open_archive(_files(folder)[0][0])
+            return folder / name
+    return _files(folder)[0][0]
 
 
-def save_of_folder(folder: Path) -> Mapping[str, Any] | None:
-    """Return which save the first model file in ``folder`` is of; None if there is none, or it does not say."""
+def first_file_of(folder: Path) -> FileOfSave | None:
+    """Return the first model file in ``folder`` with its save; None if there is none."""
     try:
-        return save_of(_head(folder).content)
+        head = open_archive(_head_path(folder))
+        return FileOfSave(head.path, save_of(head.content))
     except FileNotFoundError:  # what reads the layers names the file that it misses
         return None
 
@@ -100,7 +101,7 @@ def read_own(catalog: Catalog, name: str) -> dict[str, Any]:
     """A small file that belongs to one rank: all of it is verified."""
     archive = open_archive(catalog.folder / name)
     _content(archive)
-    check_save(catalog.index, archive)
+    check_save(FileOfSave(_head_path(catalog.folder), catalog.index.get(names.SAVE)), archive)
     archive.verify_rest([])
     return {key: value for key, value in catalog.renamed(archive.content).items() if key != INDEX}
 

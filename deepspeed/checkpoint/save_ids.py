@@ -6,9 +6,9 @@ import secrets
 from collections import OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from deepspeed.checkpoint.errors import FIRST_MODEL_FILE, mixed_saves
+from deepspeed.checkpoint.errors import mixed_saves
 from deepspeed.checkpoint.names import INDEX, SAVE, SAVED_BY
 
 
@@ -54,15 +54,18 @@ def save_of(content: Any, note: Mapping[str, Any] | None = None) -> Mapping[str,
     return (content.get(INDEX) or {}).get(SAVE) or content.get(SAVED_BY) or metadata.get(SAVED_BY)
 
 
+class FileOfSave(NamedTuple):
+    """A file, and which save it is of; None where it does not say."""
+
+    path: Path
+    save: Mapping[str, Any] | None
+
+
 def check_save_of(
-    path: Path,
-    content: Any,
-    expected: Mapping[str, Any] | None,
-    note: Mapping[str, Any] | None = None,
-    beside: str = FIRST_MODEL_FILE,
+    path: Path, content: Any, first: FileOfSave | None, note: Mapping[str, Any] | None = None
 ) -> None:
-    """CheckpointError if this file's ``content`` or ``note`` says that it is of another save than the ``expected`` one,
-    that of the file ``beside``. Of files that say nothing, nothing is known: release 0.19 may have written them."""
+    """CheckpointError if this file's ``content`` or ``note`` says that it is of another save than ``first``. Of files
+    that say nothing, nothing is known: release 0.19 may have written them."""
     found = save_of(content, note)
-    if found and expected and found["id"] != expected["id"]:
-        raise mixed_saves(path, found, expected, beside)
+    if found and first and first.save and found["id"] != first.save["id"]:
+        raise mixed_saves(path, found, *first)

@@ -9,9 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from deepspeed.comm.client_state import tell_accelerate
 from deepspeed.comm.init import get_local_rank as get_local_rank  # documented here
-from deepspeed.comm.init import require_initialized
+from deepspeed.comm.init import require_initialized, tell_accelerate
 from deepspeed.comm.logging import newest_log, paused_log, timed_op
 from deepspeed.comm.reduce_op import ReduceOp
 from deepspeed.comm.torch import TorchBackend

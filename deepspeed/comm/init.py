@@ -1,4 +1,6 @@
-"""`init_distributed`: determines the identity of this process and creates torch's default process group."""
+"""`init_distributed`: determines the identity of this process, creates torch's default process group, and tells
+Accelerate of it.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +8,7 @@ import importlib
 import importlib.util
 import os
 import socket
+import sys
 import time
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -18,7 +21,6 @@ from deepspeed.base.accelerator import get_accelerator
 from deepspeed.base.constants import TORCH_DISTRIBUTED_DEFAULT_PORT, default_pg_timeout
 from deepspeed.base.environment import Identity
 from deepspeed.base.logging import logger
-from deepspeed.comm.client_state import tell_accelerate
 from deepspeed.comm.collectives import Network, histories, process_network, use_shared_memory
 from deepspeed.comm.logging import PROCESS_LOG, configure, set_newest_log
 from deepspeed.comm.pending import CommunicationError
@@ -335,3 +337,17 @@ def require_initialized(name: str) -> Any:
     """Raise unless the default group exists."""
     if not dist.is_initialized():
         raise NotInitializedError(f"deepspeed.comm.{name}: call deepspeed.init_distributed() first")
+
+
+def tell_accelerate(backend: str) -> None:
+    """Complete the state that Accelerate is building while it asks us for a process group.
+
+    If Accelerate finds no accelerator it chooses no backend, lets us choose one, and then takes the missing choice to
+    mean "no distributed training": each of several ranks believes that it is the only one and reads all of the data,
+    and Transformers computes the batch size for a job of one rank. Accelerate's `PartialState` keeps what it knows in
+    one dict per process; while that is being built, it holds `backend` but not yet `num_processes`.
+    """
+    module = sys.modules.get("accelerate.state")
+    state: Any = getattr(getattr(module, "PartialState", None), "_shared_state", None)
+    if isinstance(state, dict) and "num_processes" not in state and state.get("backend", backend) is None:
+        state["backend"] = backend

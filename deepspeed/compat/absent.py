@@ -33,7 +33,6 @@ INSTEAD = {
     "deepspeed.runtime.base_optimizer": "Gradients are reduced by hooks of the engine; plain loss.backward() works.",
     "deepspeed.runtime.checkpoint_engine": "engine.save_checkpoint() does this, as checkpoint.writer says.",
     "deepspeed.runtime.checkpoint_engine.nebula_checkpoint_engine": "Set checkpoint.writer in the config.",
-    "deepspeed.runtime.comm.coalesced_collectives": "Set zero_quantized_gradients in the config.",
     "deepspeed.runtime.hybrid_engine_graph": "The hybrid engine generates with a paged cache.",
     "deepspeed.runtime.superoffload": "offload_optimizer.super_offload in the config does this.",
     "deepspeed.runtime.weight_quantizer": "Set quant in the config of init_inference.",

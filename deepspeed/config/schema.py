@@ -28,10 +28,9 @@ from deepspeed.config.section import (
     is_auto,
 )
 from deepspeed.config.sections.activation_checkpointing import DeepSpeedActivationCheckpointingConfig
-from deepspeed.config.sections.aio import AioConfig
 from deepspeed.config.sections.audit import AuditConfig
 from deepspeed.config.sections.autotuning import DeepSpeedAutotuningConfig
-from deepspeed.config.sections.checkpoint import CheckpointConfig
+from deepspeed.config.sections.checkpoint import CheckpointConfig, DeepSpeedNebulaConfig
 from deepspeed.config.sections.comm import CommConfig, CommsLoggerConfig, GradientCompressionConfig
 from deepspeed.config.sections.compile import CompileConfig
 from deepspeed.config.sections.compression import CompressionConfig, QuantizeTrainingConfig, WeightQuantConfig
@@ -51,7 +50,7 @@ from deepspeed.config.sections.monitor import (
     TrackioConfig,
     WandbConfig,
 )
-from deepspeed.config.sections.nebula import DeepSpeedNebulaConfig
+from deepspeed.config.sections.offload import AioConfig
 from deepspeed.config.sections.pipeline import PipelineConfig
 from deepspeed.config.sections.precision import (
     AmpConfig,

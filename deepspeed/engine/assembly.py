@@ -28,8 +28,7 @@ from deepspeed.ops.update import traits_of
 from deepspeed.optim.loss_scaler import LossScaler
 from deepspeed.transforms.recompute.scope import PROCESS, Held
 from deepspeed.zero.accumulation import AccumulationClock
-from deepspeed.zero.bucket import ParamBucket, WeightPublisher
-from deepspeed.zero.buffer_pool import BufferPool
+from deepspeed.zero.bucket import BufferPool, ParamBucket, WeightPublisher
 from deepspeed.zero.gradients.bucket import GradBucket
 from deepspeed.zero.gradients.reducer import GradReducer
 from deepspeed.zero.gradients.sparse import sparse_parameters, stepped_by_rows
@@ -44,7 +43,7 @@ from deepspeed.zero.optimizer import (
     UnfusedOptimizer,
     ZeroOptimizer,
 )
-from deepspeed.zero.optimizer_flags import set_state_dtype
+from deepspeed.zero.optimizer_registry import set_state_dtype
 from deepspeed.zero.partitioning import (
     TrainedParams,
     cut_whole,
@@ -56,8 +55,7 @@ from deepspeed.zero.replica_groups import ReplicaGroups
 from deepspeed.zero.states.access import StateAccess
 from deepspeed.zero.states.client_state import ClientState, has_hooks
 from deepspeed.zero.states.rank_state import OwnState
-from deepspeed.zero.states.resident import ResidentTier
-from deepspeed.zero.states.store import StateStore
+from deepspeed.zero.states.store import ResidentTier, StateStore
 from deepspeed.zero.step import StepExecutor
 from deepspeed.zero.wiring import make_grad_buckets, make_reducer
 

@@ -27,13 +27,16 @@ from deepspeed.engine.half_loaded import HalfLoaded
 from deepspeed.engine.observers.attach import Observed, attach_observers
 from deepspeed.engine.observers.progress.start_report import log_start
 from deepspeed.engine.optimizer import no_training, require_optimizer
-from deepspeed.engine.parts.accumulation import MEMORY_OPT_ALLREDUCE_SIZE, Accumulation  # noqa: F401 - documented here too
+from deepspeed.engine.parts.accumulation import (
+    MEMORY_OPT_ALLREDUCE_SIZE,  # noqa: F401 - documented here too
+    Accumulation,
+    ZeroGrads,
+)
 from deepspeed.engine.parts.compiling import Compilation
 from deepspeed.engine.parts.data import EngineData
 from deepspeed.engine.parts.facts import Facts
 from deepspeed.engine.parts.sparse_sums import SparseSums
 from deepspeed.engine.parts.state import Checkpoints, StateMoves
-from deepspeed.engine.parts.zero_grads import ZeroGrads
 from deepspeed.engine.patches import warn_of_patches
 from deepspeed.engine.surface import EngineSurface
 from deepspeed.optim.schedulers import advance, resolve_scheduler

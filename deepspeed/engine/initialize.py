@@ -1,15 +1,18 @@
-"""``deepspeed.initialize``: from arguments to an engine."""
+"""``deepspeed.initialize``: from arguments to an engine, and to the state that the run resumes from."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.optim import Optimizer
 
 from deepspeed import comm as dist
-from deepspeed.base.constants import TENSOR_PARALLEL_SIZE, TORCH_DISTRIBUTED_DEFAULT_PORT
+from deepspeed.base.constants import ELASTIC_STATE, TENSOR_PARALLEL_SIZE, TORCH_DISTRIBUTED_DEFAULT_PORT
+from deepspeed.base.logging import logger
 from deepspeed.base.sharded import had_dtensors
 from deepspeed.base.staged import Staged
 from deepspeed.config.arguments import FILLED_IN
@@ -19,8 +22,11 @@ from deepspeed.config.optimizers import check_optimizer
 from deepspeed.config.reader import read_config
 from deepspeed.config.section import is_auto, note
 from deepspeed.engine.engine import DeepSpeedEngine
-from deepspeed.engine.run import begin_run
+from deepspeed.engine.observers.progress.start_report import reporter
 from deepspeed.zero.gathering.active_contexts import active_contexts
+
+if TYPE_CHECKING:
+    from deepspeed.checkpoint.replicas import Replicas
 
 
 def initialize(
@@ -187,3 +193,51 @@ def _one_config(args: Any, config: Any) -> Any:
             "deepspeed.initialize requires a config: pass config= (dict, path or base64 text), or --deepspeed_config."
         )
     return config
+
+
+def begin_run(engine: DeepSpeedEngine) -> None:
+    """Load the newest state there is, in memory or in ``checkpoint.folder``, if the config asks for that, and
+    attach what keeps states from now on. Collective where it does something."""
+    settings = engine._config.checkpoint_config
+    memory = os.environ.get(ELASTIC_STATE)
+    replicas = _replicas(engine, memory)
+    if replicas is not None and (tag := replicas.newest()) is not None:
+        engine.load_checkpoint(str(replicas.folder), tag)
+        reporter(engine)(f"resumed at step {engine.global_steps}, from the state in memory")
+    elif settings.resume and settings.folder is not None:
+        _resume(engine, settings.folder)
+    if memory is not None:
+        from deepspeed.engine.observers.elastic import ElasticRun  # rarely asked for
+
+        ElasticRun(engine, Path(memory), replicas)
+    if settings.save_at_sigterm or settings.save_before is not None:
+        from deepspeed.engine.observers.last_save import LastSave
+
+        LastSave(engine)
+
+
+def _replicas(engine: DeepSpeedEngine, memory: str | None) -> Replicas | None:
+    section = engine._config.elasticity_config
+    if section is None or not section.replicate_state or engine.core is None:
+        return None
+    if memory is None:
+        if engine.global_rank == 0:
+            logger.warning(
+                "elasticity.replicate_state has no effect: the run was not started by deepspeed --elastic_training"
+            )
+        return None
+    from deepspeed.checkpoint.replicas import Replicas
+
+    return Replicas(Path(memory))
+
+
+def _resume(engine: DeepSpeedEngine, folder: str) -> None:
+    from deepspeed.checkpoint.names import LATEST
+    from deepspeed.checkpoint.ranks import Ranks
+
+    mirror = engine.checkpoints.mirror(folder)
+    if Ranks().any(Path(folder, LATEST).exists() if mirror is None else mirror.has_any()):
+        engine.load_checkpoint(folder)
+        reporter(engine)(f"checkpoint.resume: resumed at step {engine.global_steps}")
+    else:
+        reporter(engine)(f"checkpoint.resume: there is no checkpoint in {folder} yet: the run begins")

@@ -11,8 +11,7 @@ from torch.nn.parameter import is_lazy
 from deepspeed.base.accelerator import get_accelerator
 from deepspeed.base.sharded import is_dtensor, is_zero_param
 from deepspeed.config.plan import Plan
-from deepspeed.parallel.expert.placement import place_experts, watched_layers
-from deepspeed.parallel.expert.stacked import mark_stacks
+from deepspeed.parallel.expert.placement import mark_stacks, place_experts, watched_layers
 from deepspeed.zero.placements import find_placements
 from deepspeed.zero.precision import cast_module
 from deepspeed.zero.replica_groups import ReplicaGroups

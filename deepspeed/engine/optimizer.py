@@ -14,8 +14,7 @@ from deepspeed.config.plan import Plan
 from deepspeed.config.problems import DeepSpeedConfigError
 from deepspeed.ops.update import traits_of
 from deepspeed.optim.elementwise import check_partitioning, is_elementwise
-from deepspeed.zero.optimizer_flags import set_optimizer_flags
-from deepspeed.zero.optimizer_registry import build_optimizer
+from deepspeed.zero.optimizer_registry import build_optimizer, set_optimizer_flags
 from deepspeed.zero.params import ZeRORuntimeException
 from deepspeed.zero.partitioning import TrainedParams
 from deepspeed.zero.placements import in_parts

@@ -24,7 +24,7 @@ from deepspeed.zero.layout import BucketLayout, Fragment, round_up
 from deepspeed.zero.offload import swap_file
 from deepspeed.zero.offload.tiers import ALIGN, OffloadedTier, make_tier
 from deepspeed.zero.states.fragments import sub_groups
-from deepspeed.zero.states.resident import ResidentTier
+from deepspeed.zero.states.store import ResidentTier
 
 
 @dataclass(slots=True)

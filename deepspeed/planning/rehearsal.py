@@ -26,7 +26,7 @@ from deepspeed.config.plan import Packing, ParamOffload, Plan
 from deepspeed.planning.journal import SILENT, Journal
 from deepspeed.planning.ledger import MemoryKind, MemoryPhase
 from deepspeed.zero.accumulation import AccumulationClock
-from deepspeed.zero.buffer_pool import BufferPool
+from deepspeed.zero.bucket import BufferPool
 from deepspeed.zero.gathering.coordinator import Frame, ParamCoordinator
 from deepspeed.zero.gathering.param_storage import ParamStorage
 from deepspeed.zero.gathering.scheduled_gather import GatherChannel
@@ -36,7 +36,7 @@ from deepspeed.zero.gathering.sharded_model import GatherLinks, live_budget, mak
 from deepspeed.zero.gradients.reducer import GradReducer
 from deepspeed.zero.layout import BucketLayout
 from deepspeed.zero.replica_groups import ReplicaGroup, expert_parallel_size
-from deepspeed.zero.states.resident import ResidentTier
+from deepspeed.zero.states.store import ResidentTier
 from deepspeed.zero.wiring import make_grad_buckets, make_reducer
 
 if TYPE_CHECKING:

@@ -24,8 +24,7 @@ from deepspeed.planning.model import ModelFacts, facts_of
 from deepspeed.planning.planner import PlanSetting, plan_memory
 from deepspeed.planning.split import Split
 from deepspeed.planning.states import ADAM, OptimizerFacts, optimizer_facts
-from deepspeed.zero.optimizer_flags import set_optimizer_flags
-from deepspeed.zero.optimizer_registry import build_optimizer
+from deepspeed.zero.optimizer_registry import build_optimizer, set_optimizer_flags
 from deepspeed.zero.replica_groups import expert_parallel_size
 
 BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")

@@ -17,10 +17,9 @@ from torch import Tensor, nn
 from deepspeed.optim.base import ZeROOptimizer
 from deepspeed.zero.accumulation import AccumulationClock
 from deepspeed.zero.bucket import ParamBucket
-from deepspeed.zero.norms import clip_coefficient
 from deepspeed.zero.offload.state_moves import HasMovableStates, StateMover
 from deepspeed.zero.states.access import JOINED, StateAccess
-from deepspeed.zero.step import StepExecutor, StepResult
+from deepspeed.zero.step import StepExecutor, StepResult, clip_coefficient
 
 if TYPE_CHECKING:
     from deepspeed.zero.parameter_offload import DeepSpeedZeRoOffload

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from deepspeed.checkpoint.placement import placement_of
 from deepspeed.comm.collectives import Communicator, Pending
 from deepspeed.config.problems import DeepSpeedConfigError
+from deepspeed.ops.native import sum_of_squares
 from deepspeed.ops.update import UpdateContext
-from deepspeed.zero.norms import sum_of_squares
 from deepspeed.zero.placements import counted, in_parts, is_stack
 from deepspeed.zero.replica_groups import ReplicaGroup, ReplicaGroups
 from deepspeed.zero.states.store import GroupTensors, StateStore

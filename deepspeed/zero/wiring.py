@@ -16,15 +16,14 @@ from torch import nn
 from deepspeed.base.sharded import full_shape
 from deepspeed.comm.collectives import Communicator
 from deepspeed.config.plan import Cadence, Plan
-from deepspeed.zero.bucket import ParamBucket
-from deepspeed.zero.buffer_pool import BufferPool
+from deepspeed.zero.bucket import BufferPool, ParamBucket
 from deepspeed.zero.gradients.bucket import GradBucket
 from deepspeed.zero.gradients.reducer import GradReducer
 from deepspeed.zero.gradients.sums import DenseSum, GradientSum, GroupSum, LocalSum, ReplicatedSum, RowSum
 from deepspeed.zero.layout import BucketLayout
 from deepspeed.zero.offload.host_copies import HostCopies, off_host
 from deepspeed.zero.replica_groups import ReplicaGroup, ReplicaGroupTable
-from deepspeed.zero.states.resident import ResidentTier
+from deepspeed.zero.states.store import ResidentTier
 
 if TYPE_CHECKING:
     from deepspeed.zero.gathering.coordinator import ParamCoordinator

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from deepspeed.config.sections.leaf_module import DeepSpeedZeroLeafModuleConfig
+from deepspeed.config.sections.zero import DeepSpeedZeroLeafModuleConfig
 from deepspeed.zero.gathering.leaf_modules import (
     apply_zero_leaf_module_config,
     get_z3_leaf_modules,

@@ -207,11 +207,12 @@ def _losses(runs: list[Cell], phases: list[list[Seen]], expected: Expected, allo
                     yield f"evaluation, rank {rank}: {each.evaluations[0]:.7g}, not {theirs:.7g}"
 
 
-def _far(ours: torch.Tensor, name: str, expected: Expected, allowed: Tolerance) -> str:
-    wanted, start = expected.weights[name], expected.start[name]
+def _far(ours: torch.Tensor, name: str, expected: Expected, allowed: Tolerance, cell: Cell) -> str:
+    wanted = expected.weights[name]
     if ours.shape != wanted.shape:
         return f"has shape {tuple(ours.shape)}, not {tuple(wanted.shape)}"
-    difference, moved = float((ours.float() - wanted).norm()), float((wanted - start).norm())
+    difference = float((ours.float() - wanted).norm())
+    moved = expected.moved(name, like_others=cell.wire == "qgz")
     if not difference <= allowed.moved * moved + allowed.rounding * float(wanted.norm()) + 1e-7:
         return f"is {difference:.2e} away, of {moved:.2e} moved"
     return ""
@@ -224,7 +225,7 @@ def _weights(cell: Cell, seen: list[Seen], expected: Expected, allowed: Toleranc
     live = dataclasses.replace(allowed, rounding=max(rounding, allowed.rounding))
     for rank, each in enumerate(seen):
         for name, ours in each.weights.items():
-            if far := _far(ours, renamed(cell, name), expected, live):
+            if far := _far(ours, renamed(cell, name), expected, live, cell):
                 yield f"{name} on rank {rank} {far}"
 
 
@@ -242,7 +243,7 @@ def _export(cell: Cell, folder: str, expected: Expected, allowed: Tolerance) -> 
             if "tied" in cell.parameters or cell.model in FAMILIES or name.endswith(BUFFERS):
                 continue
             yield f"the export has {name}, which the model has not"
-        elif far := _far(ours, name, expected, allowed):
+        elif far := _far(ours, name, expected, allowed, cell):
             yield f"{name} of the export {far}"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import shutil
 from typing import Any
 
@@ -17,6 +18,7 @@ from deepspeed.checkpoint.foreign.universal_export import convert
 from deepspeed.checkpoint.foreign.upstream_export import export_checkpoint
 from deepspeed.checkpoint.names import CHECKSUMS, INDEX, SAVE, SAVED_BY
 from deepspeed.pipe import LayerSpec, PipelineModule
+from deepspeed.tools import hf_to_universal
 from tests.checkpoint.models import Zoo, assert_equal, config, full_state, make_engine, train
 from tests.pool import distributed
 
@@ -35,8 +37,10 @@ def test_a_file_of_another_save_is_refused(tmp_path, stage):
             shutil.copytree(tmp_path / "new", tmp_path / "mixed", dirs_exist_ok=True)
             shutil.copy(tmp_path / "old" / name, tmp_path / "mixed" / name)
         torch.distributed.barrier()
+        mixed = re.escape(str(tmp_path / "mixed"))
         with pytest.raises(
-            CheckpointError, match=r"of the save \w{16} \(global_steps .*of the save \w{16} \(global_st"
+            CheckpointError,
+            match=rf"of the save \w{{16}} \(global_steps .*, but {mixed}/\S+\.pt is of the save \w{{16}} \(global_st",
         ):
             engine.load_checkpoint(tmp_path, tag="mixed")
         torch.distributed.barrier()
@@ -70,8 +74,10 @@ def test_a_file_of_another_export_is_refused(tmp_path, layout, stage):
         shutil.copytree(new, tmp_path / "made/mixed", dirs_exist_ok=True)
         shutil.copy(old / path.relative_to(new), tmp_path / "made/mixed" / path.relative_to(new))
         (tmp_path / "made/latest_universal").write_text("mixed")
+        mixed = re.escape(str(tmp_path / "made/mixed"))
         with pytest.raises(
-            CheckpointError, match=r"of the save \w{16} \(global_steps .*of the save \w{16} \(global_st"
+            CheckpointError,
+            match=rf"of the save \w{{16}} \(global_steps .*, but {mixed}/\S+\.pt is of the save \w{{16}} \(global_st",
         ):
             other.load_checkpoint(tmp_path / "made", tag=None if layout == "universal" else "mixed")
     (tmp_path / "made/latest_universal").write_text("new")
@@ -83,6 +89,37 @@ def test_a_file_of_another_export_is_refused(tmp_path, layout, stage):
     if universal:
         found = full_state(other)
         assert_equal({name: found[name] for name in saved}, saved)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@distributed(world_size=1)
+def test_a_mixture_of_two_conversions_of_weights_is_refused(tmp_path, stage):
+    """Folders that ``hf_to_universal`` made have no model file: parameters' files are compared with each other."""
+    engine = make_engine(config(0))
+    for tag in ("old", "new"):
+        train(engine, 0, 1)
+        engine.save_16bit_model(tmp_path / tag, "pytorch_model.bin")
+        hf_to_universal.convert(tmp_path / tag, tmp_path / "made" / tag)
+    saved = full_state(engine)
+    old, new = tmp_path / "made/old", tmp_path / "made/new"
+    other = make_engine(config(stage, checkpoint={"load_universal": True}), seed=9)
+    before = full_state(other)
+    files = [path.relative_to(new) for path in sorted(new.rglob("*.pt"))]
+    assert len(files) > 2
+    for path in files:
+        mixed = shutil.copytree(new, tmp_path / "made/mixed", dirs_exist_ok=True)
+        shutil.copy(old / path, mixed / path)
+        (tmp_path / "made/latest_universal").write_text("mixed")
+        at_fault = files[1] if path == files[0] else path  # the first file in order says what the others are
+        words = rf"{re.escape(str(mixed / at_fault))} is of .*, but {re.escape(str(mixed / files[0]))} is of the save"
+        with pytest.raises(CheckpointError, match=words):
+            other.load_checkpoint(tmp_path / "made")
+    assert_equal(full_state(other), before)
+    (tmp_path / "made/latest_universal").write_text("new")
+    other.load_checkpoint(tmp_path / "made")
+    masters = [name for name in saved if name.endswith("/fp32")]
+    found = full_state(other)
+    assert_equal({name: found[name] for name in masters}, {name: saved[name] for name in masters})
 
 
 @pytest.mark.parametrize("stage", [2, 3])
@@ -246,7 +283,10 @@ def test_a_layer_file_of_another_save_is_refused(tmp_path, background):
     other = shutil.copytree(folder, tmp_path / f"mixed_{engine.global_rank}")
     own = f"layer_{engine.global_rank:02d}-model_states.pt"
     shutil.copy(tmp_path / "old" / own, other / own)
-    with pytest.raises(CheckpointError, match=rf"{own} is of the save \w{{16}} .*first model file"):
+    beside = rf"{re.escape(str(other))}/\w+_model_states\.pt"
+    with pytest.raises(
+        CheckpointError, match=rf"{own} is of the save \w{{16}} .*, but {beside} is of the save"
+    ):
         engine.module.load_state_dir(other, engine.checkpoint_engine)
     torch.save(dict(saved[engine.global_rank]), other / own)  # of a release that did not say
     engine.module.load_state_dir(other, engine.checkpoint_engine)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -204,6 +205,38 @@ def test_folders_copied_there_by_hand_load_and_unknown_schemes_are_named(tmp_pat
     assert mirror(tmp_path / "empty").fetch() == "best"
     there.remove("latest")
     assert mirror(tmp_path / "empty").fetch() is None
+
+
+NO_RECEIPTS = [
+    "",
+    "[]",
+    "no JSON",
+    '{"save": 1}',
+    '{"save": 1, "parts": 3, "files": {}, "time": 0}',
+    '{"save": 1, "parts": [0], "files": [1], "time": 0}',
+    '{"save": [], "parts": [0], "files": {}, "time": 0}',
+]
+
+
+@pytest.mark.parametrize("receipt", NO_RECEIPTS)
+def test_what_others_put_into_the_bucket_is_no_receipt(tmp_path: Path, receipt: str) -> None:
+    at = mirror(tmp_path)
+    at.store.write("odd/.uploaded.0", receipt.encode())
+    assert at.complete() == {}
+    with pytest.raises(CheckpointError, match="odd: its upload has not ended"):
+        at.fetch("odd")
+
+
+def test_files_outside_of_the_folder_are_refused(tmp_path: Path) -> None:
+    at = mirror(tmp_path)
+    there = Store(URL)
+    for name in ("../../../escaped", "a\\b"):
+        at.store._files.pipe_file(f"{there._root}/bad/{name}", b"x")
+        receipt = {"save": 1, "parts": [0], "time": 0, "files": {name: 1}}
+        there.write("bad/.uploaded.0", json.dumps(receipt).encode())
+        with pytest.raises(CheckpointError, match="is no file in a checkpoint's folder"):
+            at.fetch("bad")
+    assert not list(tmp_path.rglob("escaped"))
 
 
 def config(staging: str, **checkpoint: Any) -> dict[str, Any]:

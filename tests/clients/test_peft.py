@@ -238,4 +238,7 @@ def test_adapters_of_a_split_model_with_reentrant_checkpointing() -> None:
         weights = [param for name, param in engine.module.named_parameters() if "lora_B" in name]
         found = [deepspeed.utils.safe_get_full_grad(param) for param in weights]
         assert found and all(grad is not None and grad.any() for grad in found)
+        engine.step()
+        with torch.no_grad():
+            assert engine(input_ids=tokens, labels=tokens).loss < loss
         engine.destroy()

@@ -11,7 +11,7 @@ from torch import nn
 
 import deepspeed
 from deepspeed.compression.compress import init_compression
-from deepspeed.linear import LoRAConfig
+from deepspeed.linear import LoRAConfig, QuantizationConfig
 from deepspeed.linear import init_lora as add_adapters
 from deepspeed.linear.context_manager import Init
 from tests.pool import distributed
@@ -32,6 +32,7 @@ SECTIONS: dict[str, dict[str, Any]] = {
     "expert parallelism": {"expert_parallel": {"enabled": True, "autoep_size": 2}},
     "sequence parallelism": {"sequence_parallel_size": 2},
     "adapters": {},
+    "quantized weights below adapters": {},
     "compression": {"compression_training": {"weight_quantization": WEIGHTS}},
 }
 TAKE_PLACES = {"tensor parallelism", "compression"}
@@ -41,8 +42,9 @@ TAKE_PLACES = {"tensor parallelism", "compression"}
 def model_for(kind: str) -> Any:
     if kind == "expert parallelism":
         return make("mixtral")
-    if kind == "adapters":
-        with Init(lora_config=LoRAConfig(lora_r=2, target_mods=["q_proj"])):
+    if "adapters" in kind:
+        quantization = None if kind == "adapters" else QuantizationConfig(q_bits=8, group_size=16)
+        with Init(LoRAConfig(lora_r=2, target_mods=["q_proj"]), quantization):
             return llama(num_attention_heads=4)
     return llama(num_attention_heads=4)
 
@@ -58,6 +60,7 @@ class Marks:
             self.handles += [module.register_forward_pre_hook(self._noting(f"before {name}"))]
             self.handles += [module.register_forward_hook(self._noting(f"after {name}"))]
             module.register_buffer("of_user", torch.tensor([len(name)]), persistent=False)
+            module.register_buffer("kept_of_user", torch.tensor([-len(name)]))
             module.name_of_user = name
 
     def _noting(self, what: str) -> Callable[..., None]:
@@ -78,7 +81,7 @@ def test_what_a_user_left_on_modules_stays(kind: str) -> None:
     config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW"}, **SECTIONS[kind]}
     if kind == "compression":
         init_compression(model, config)
-    elif kind == "adapters":
+    elif "adapters" in kind:
         add_adapters(model)
     engine = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
     assert marks.calls(lambda: engine(input_ids=ids, labels=ids)) == expected
@@ -86,6 +89,9 @@ def test_what_a_user_left_on_modules_stays(kind: str) -> None:
     for name, before in marks.modules.items():
         found = now[name]
         assert found.name_of_user == name and found.of_user.tolist() == [len(name)], name
+        assert found.kept_of_user.tolist() == [-len(name)], name
+        assert found._non_persistent_buffers_set >= {"of_user"} and "kept_of_user" in found.state_dict(), name
+        assert "of_user" not in found.state_dict(), name
         linear = isinstance(before, nn.Linear | nn.Embedding)
         assert found is before or kind in TAKE_PLACES and linear, name
     for handle in marks.handles:

@@ -234,7 +234,7 @@ def test_the_two_dtype_enums() -> None:
 
 
 def test_threads_of_aio_under_either_name() -> None:
-    from deepspeed.config.sections.aio import get_aio_config
+    from deepspeed.config.sections.offload import get_aio_config
 
     with collect_notes() as notes:
         assert get_aio_config({"aio": {"thread_count": 4}})["intra_op_parallelism"] == 4

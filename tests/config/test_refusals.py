@@ -268,7 +268,7 @@ ROWS: dict[str, tuple[Row, ...]] = {
         ("optimizer.type", {**ONE_BIT, "zero_optimization": {"stage": 1}}),
     ),
     "optim/elementwise.py:check_partitioning": ("optimizer", "optimizer"),
-    "zero/optimizer_flags.py:set_optimizer_flags": ("model",),
+    "zero/optimizer_registry.py:set_optimizer_flags": ("model",),
     "optim/mu_parametrization.py:_by_width": ("machine", "model"),
     "zero/optimizer_registry.py:build_optimizer": (
         ("optimizer.params.no_argument", NO_ARGUMENT),

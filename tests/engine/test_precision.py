@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import deepspeed
 from deepspeed.config.plan import LossScalePlan
@@ -422,4 +422,34 @@ def test_autocast_beside_16_bit_weights(kind: str, stage: int) -> None:
         engine.backward(loss)
         engine.step()
     assert losses[-1] < losses[0]
+    engine.destroy()
+
+
+class Several(nn.Module):
+    """Outputs of several dtypes, as models with a loss in fp32, masks and tables give."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        y = self.inner(x)
+        return {"loss": y.float().sum(), "y": y, "nested": (y.double(), [y > 0]), "ids": torch.arange(3)}
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+@pytest.mark.parametrize(("name", "dtype"), [("fp16", torch.float16), ("bf16", torch.bfloat16)])
+@distributed(world_size=1)
+def test_each_output_keeps_its_dtype(name: str, dtype: torch.dtype, stage: int) -> None:
+    config = {
+        "train_batch_size": 2,
+        "optimizer": {"type": "Adam"},
+        name: {"enabled": True},
+        "zero_optimization": {"stage": stage},
+    }
+    engine, *_ = deepspeed.initialize(model=Several(), config=config)
+    outputs = engine(torch.ones(2, WIDTH))
+    wide, (mask,) = outputs["nested"]
+    found = [each.dtype for each in (outputs["loss"], outputs["y"], wide, mask, outputs["ids"])]
+    assert found == [torch.float32, dtype, torch.float64, torch.bool, torch.int64]
     engine.destroy()

@@ -10,7 +10,9 @@ import pytest
 from tests.tools.launcher.programs import REPOSITORY
 
 EXAMPLES = REPOSITORY / "examples"
-FOLDERS = sorted(folder.name for folder in EXAMPLES.iterdir() if folder.is_dir() and folder.name[0] not in "._")
+FOLDERS = sorted(
+    folder.name for folder in EXAMPLES.iterdir() if folder.is_dir() and folder.name[0] not in "._"
+)
 
 
 def test_the_index_has_a_row_for_every_example() -> None:

@@ -14,7 +14,7 @@ from deepspeed.ops.multi_tensor import MultiTensorOptimizer
 from deepspeed.ops.sgd import SGD
 from deepspeed.optim import elementwise
 from deepspeed.optim.elementwise import is_elementwise
-from deepspeed.zero.optimizer_flags import set_optimizer_flags
+from deepspeed.zero.optimizer_registry import set_optimizer_flags
 
 ELEMENTWISE = "ASGD Adadelta Adagrad Adam AdamW Adamax NAdam RAdam RMSprop Rprop SGD".split()
 WHOLE = ["Adafactor", "LBFGS", "SparseAdam"] + (["Muon"] if hasattr(torch.optim, "Muon") else [])

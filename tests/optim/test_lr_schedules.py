@@ -249,6 +249,8 @@ def test_other_arguments_are_checked() -> None:
         OneCycle(_optimizer(), 1e-3, 1e-2, cycle_first_step_size=0)
     with pytest.raises(ValueError, match="cycle_second_step_size must not be negative, got -1: leave it out"):
         OneCycle(_optimizer(), 1e-3, 1e-2, cycle_first_step_size=4, cycle_second_step_size=-1)
+    with pytest.raises(ValueError, match="cycle_first_step_size must be positive, got -1"):
+        OneCycle(_optimizer(), 1e-3, 1e-2, cycle_first_step_size=-1)
     with pytest.raises(ValueError, match="warmup_min_lr has 3 values.*2 parameter groups"):
         WarmupLR(_optimizer((0.1, 0.2)), warmup_min_lr=[0, 1, 2])
 

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from deepspeed.ops.adam import FusedAdam
-from deepspeed.zero.norms import clip_coefficient, norm_from_squares, sum_of_squares
+from deepspeed.ops.native import sum_of_squares
+from deepspeed.zero.step import clip_coefficient, norm_from_squares
 
 
 class Block(nn.Module):

@@ -8,7 +8,7 @@ import weakref
 import torch
 from torch import Tensor
 
-from deepspeed.zero.buffer_pool import BufferPool
+from deepspeed.zero.bucket import BufferPool
 from deepspeed.zero.offload.state_moves import by_storage, move_storage
 
 HERE = torch.device("cpu")

@@ -8,6 +8,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -78,6 +79,44 @@ def test_nothing_of_a_dropped_engine_is_left(zero: dict[str, Any]) -> None:
         assert soon(lambda: all(reference() is None for reference in left)), left  # noqa: B023
     assert soon(lambda: servers() == 0 and sockets() <= before), (servers(), sockets(), before)
     dist.barrier()
+
+
+@distributed(world_size=1)
+def test_threads_and_files_of_the_parts_go_too(tmp_path: Path) -> None:
+    """Of a swap file, a writer of checkpoints in the background and a monitor."""
+
+    def train_with_parts() -> weakref.ref[Any]:
+        config = {
+            "train_micro_batch_size_per_gpu": 2,
+            "optimizer": {"type": "AdamW"},
+            "zero_optimization": {
+                "stage": 3,
+                "offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path / "swap")},
+                "offload_param": {"device": "nvme", "nvme_path": str(tmp_path / "swap")},
+            },
+            "checkpoint": {"writer": {"type": "FAST", "decoupled": True}},
+            "csv_monitor": {"enabled": True, "output_path": str(tmp_path / "csv")},
+        }
+        engine = deepspeed.initialize(model=nn.Linear(64, 2), config=config)[0]
+        engine.backward(engine(torch.ones(2, 64)).sum())
+        engine.step()
+        engine.save_checkpoint(str(tmp_path / "saved"), tag="t")
+        return weakref.ref(engine)
+
+    train_with_parts()  # the first one starts what all share
+    gc.collect()
+    soon(lambda: False, 0.5)
+    before = (threading.active_count(), len(files()))
+    for _ in range(3):
+        left = train_with_parts()
+        gc.collect()
+        assert soon(lambda: left() is None)  # noqa: B023
+    assert soon(lambda: (threading.active_count(), len(files())) <= before), (
+        before,
+        [thread.name for thread in threading.enumerate()],
+        sorted(os.path.realpath(f"/proc/self/fd/{fd}") for fd in files()),
+    )
+    assert threading.active_count() <= before[0] and len(files()) <= before[1]
 
 
 @distributed(world_size=2)

@@ -96,6 +96,48 @@ def test_a_leaf_is_gathered_as_a_whole(rule: dict[str, Any]) -> None:
     assert all(torch.equal(value, expected[name]) for name, value in weights.items())
 
 
+class Switched(Model):
+    """Passes the experts by, keeps their outputs out of the graph, or trains through them."""
+
+    mode = "trained"
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inlet(x)
+        if self.mode == "trained":
+            return self.outlet(self.moe(x))
+        if self.mode == "unused":
+            return self.outlet(x)
+        with torch.no_grad():
+            kept = self.moe(x)
+        return self.outlet(x + kept)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@distributed(world_size=2)
+def test_a_leaf_may_get_no_gradient(frozen: bool) -> None:
+    """In some steps, or in none: its parameters are frozen."""
+
+    def trained(stage: int, **zero: Any) -> tuple[list[float], dict[str, Tensor]]:
+        torch.manual_seed(0)
+        model, losses = Switched(), []
+        model.moe.requires_grad_(not frozen)
+        engine, *_ = deepspeed.initialize(model=model, config=config_for(stage, **zero))
+        assert [type(leaf) for leaf in get_z3_leaf_modules(model)] == ([Experts] if zero else [])
+        for step, model.mode in enumerate(("trained", "unused", "without grad", "trained", "unused")):
+            x = torch.randn(4, 8, generator=torch.Generator().manual_seed(step + 10 * engine.global_rank))
+            loss = engine(x).square().mean()
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+        engine.destroy()
+        return losses, {name: value.clone() for name, value in model.state_dict().items()}
+
+    losses, weights = trained(3, **NOTHING, leaf_module={"classes": ["Experts"]})
+    expected_losses, expected = trained(2)
+    assert losses == expected_losses
+    assert all(torch.equal(value, expected[name]) for name, value in weights.items())
+
+
 def test_fine_grained_by_the_documented_measure() -> None:
     model = Model()  # the experts: 288 elements in 6 modules
     assert fine_grained(model, 48) == []  # 648 elements in 9 modules: 72 each

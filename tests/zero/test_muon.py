@@ -19,8 +19,7 @@ from deepspeed.zero.layout import BucketLayout, Slot
 from deepspeed.zero.muon import original_muon
 from deepspeed.zero.muon.muon_optimizer import MuonWithAuxAdam
 from deepspeed.zero.muon.original_muon import COEFFICIENTS, Muon, SingleDeviceMuon, muon_update, orthogonalize
-from deepspeed.zero.optimizer_flags import set_optimizer_flags
-from deepspeed.zero.optimizer_registry import build_optimizer
+from deepspeed.zero.optimizer_registry import build_optimizer, set_optimizer_flags
 from deepspeed.zero.whole_matrices import Matrix, MatrixPart, batches, matrices_of
 from tests.pool import distributed
 from tests.zero.models import Block

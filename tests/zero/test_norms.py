@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from deepspeed.ops import native
-from deepspeed.zero.norms import clip_coefficient, norm_from_squares
+from deepspeed.zero.step import clip_coefficient, norm_from_squares
 
 EXTREMES = [0.0, 1e-45, 1e-30, 0.99, 1.0, 3.4e38, 1e300, math.inf, math.nan]
 

@@ -28,7 +28,7 @@ from deepspeed.zero.gathering import param_storage, sharded_model
 from deepspeed.zero.offload import state_moves, swap_file, tiers
 from deepspeed.zero.offload.swap_file import SwapFile
 from deepspeed.zero.offload.tiers import OffloadedTier, device_share
-from deepspeed.zero.states.resident import ResidentTier
+from deepspeed.zero.states.store import ResidentTier
 from tests import forked
 from tests.pool import distributed
 from tests.zero.models import assert_same, batch, config_for, engine_losses, make_zoo

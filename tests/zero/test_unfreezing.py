@@ -15,7 +15,8 @@ from torch import Tensor, nn
 import deepspeed
 from deepspeed.base.logging import logger
 from deepspeed.ops.lamb import FusedLamb
-from deepspeed.zero.norms import clip_coefficient, norm_from_squares, sum_of_squares
+from deepspeed.ops.native import sum_of_squares
+from deepspeed.zero.step import clip_coefficient, norm_from_squares
 from tests.checkpoint.test_optimizer_state import Eager
 from tests.pool import distributed
 from tests.zero.models import assert_same

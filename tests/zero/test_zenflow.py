@@ -10,7 +10,7 @@ import torch
 
 import deepspeed
 from deepspeed.config.problems import DeepSpeedConfigError
-from deepspeed.config.sections.zenflow import ZenFlowConfig
+from deepspeed.config.sections.zero import ZenFlowConfig
 from deepspeed.engine.zenflow import is_zenflow_update_boundary
 from deepspeed.zero.offload.columns import columns_of
 from deepspeed.zero.offload.zenflow_optimizer import (

@@ -18,7 +18,7 @@ from deepspeed.ops.adam import FusedAdam
 from deepspeed.ops.formats.codecs import BlockCodec, seed_of
 from deepspeed.zero.gathering import sharded_model
 from deepspeed.zero.gradients.sums import keeper_of
-from deepspeed.zero.norms import clip_coefficient
+from deepspeed.zero.step import clip_coefficient
 from tests.pool import distributed
 from tests.zero.models import Block, assert_same, config_for, engine_losses, make_zoo
 

@@ -25,7 +25,7 @@ from deepspeed.checkpoint.errors import CheckpointError, CheckpointNotFoundError
 from deepspeed.checkpoint.files.archive_reader import Archive, open_archive
 from deepspeed.checkpoint.foreign.splits import Wanted
 from deepspeed.checkpoint.names import MODEL_SUFFIX, OPTIMIZER_STATE, SAVE, SAVED_BY, UNIVERSAL_FOLDER
-from deepspeed.checkpoint.save_ids import check_save_of, save_of
+from deepspeed.checkpoint.save_ids import FileOfSave, check_save_of, save_of
 from deepspeed.checkpoint.shards import ShardIndex
 from deepspeed.checkpoint.state import MASTER
 
@@ -48,15 +48,21 @@ def has_only_parameters(folder: Path) -> bool:
 
 class UniversalFiles:
     """Adds a parameter's tensors to ``catalog`` when they are fetched. ``shapes``: of trained parameters, from the
-    model files, where tensor-parallel ranks saved those of their parts."""
+    model files, where tensor-parallel ranks saved those of their parts. ``first``: the first of the model files."""
 
     def __init__(
-        self, catalog: Catalog, folder: Path, shapes: Mapping[str, tuple[int, ...]], wanted: Wanted | None
+        self,
+        catalog: Catalog,
+        folder: Path,
+        shapes: Mapping[str, tuple[int, ...]],
+        wanted: Wanted | None,
+        first: FileOfSave,
     ) -> None:
         self.catalog = catalog
         self.folder = folder
         self.shapes = shapes
         self.wanted = wanted
+        self.first = first
         self.kinds = _kinds(folder)
         self.left = set(self.kinds)
 
@@ -67,9 +73,8 @@ class UniversalFiles:
             self.left.discard(name)
             whole = self.wanted.placements.get(name) if self.wanted is not None else None
             held = _read_parameter(self.folder / name, self.kinds[name])
-            expected = save_of(self.catalog.model_states)
             for archive in held.values():
-                check_save_of(archive.path, archive.content, expected, archive.note)
+                check_save_of(archive.path, archive.content, self.first, archive.note)
             shape = whole.global_shape if whole is not None else None
             _add_parameter(self.catalog, name, held, self.shapes.get(name), shape)
 
@@ -91,13 +96,14 @@ def add_universal(
     groups: Sequence[Mapping[str, tuple[int, ...]]],
     common: Mapping[str, Any],
     wanted: Wanted | None,
+    first: FileOfSave,
 ) -> None:
     """Let ``catalog``, which has the content of the model files, find master weights and optimizer state in the
-    folder of parameters. ``groups``: shapes of trained parameters by optimizer group; ``common``: see
+    folder of parameters. ``groups``: shapes of trained parameters by optimizer group; ``common``, ``first``: see
     ``read_common``."""
     folder = catalog.folder / FOLDER
     shapes = {name: tuple(shape) for group in groups for name, shape in group.items()}
-    files = UniversalFiles(catalog, folder, shapes, wanted)
+    files = UniversalFiles(catalog, folder, shapes, wanted, first)
     catalog.files = files
     for name, kinds in files.kinds.items():
         if name in shapes:
@@ -131,21 +137,19 @@ def _kinds_of(folder: Path) -> list[str]:
 def _read_parameter(folder: Path, kinds: Iterable[str]) -> dict[str, Archive]:
     """The files by kind. CheckpointError: they are of two saves."""
     held = {kind: open_archive(folder / f"{kind}{SUFFIX}") for kind in kinds}
-    first: tuple[Path, Mapping[str, Any]] | None = None
+    first: FileOfSave | None = None
     for archive in held.values():
         first = check_save_of_same(archive, first)
     return held
 
 
-def check_save_of_same(
-    archive: Archive, first: tuple[Path, Mapping[str, Any]] | None
-) -> tuple[Path, Mapping[str, Any]] | None:
+def check_save_of_same(archive: Archive, first: FileOfSave | None) -> FileOfSave | None:
     """CheckpointError if ``archive`` is of another save than ``first``, a file that said of which it is; returns the
     first that says so."""
-    found = save_of(archive.content, archive.note)
     if first is None:
-        return (archive.path, found) if found else None
-    check_save_of(archive.path, archive.content, first[1], archive.note, beside=str(first[0]))
+        found = save_of(archive.content, archive.note)
+        return FileOfSave(archive.path, found) if found else None
+    check_save_of(archive.path, archive.content, first, archive.note)
     return first
 
 
@@ -219,13 +223,13 @@ def _add_padded(
 
 
 def of_one_save(
-    read: Callable[[Path], dict[str, Any]], first: Mapping[str, Any]
+    read: Callable[[Path], dict[str, Any]], first: FileOfSave
 ) -> Callable[[Path], dict[str, Any]]:
-    """``read``, which refuses files of another save than the first model file."""
+    """``read``, which refuses files of another save than the ``first`` model file."""
 
     def read_checked(path: Path) -> dict[str, Any]:
         content = read(path)
-        check_save_of(path, content, save_of(first))
+        check_save_of(path, content, first)
         return content
 
     return read_checked
@@ -234,7 +238,7 @@ def of_one_save(
 # What parameters share --------------------------------------------------------------------------------------
 
 
-def read_common(folder: Path, first: Mapping[str, Any]) -> dict[str, Any]:
+def read_common(folder: Path, first: FileOfSave) -> dict[str, Any]:
     """What the optimizer's files held besides the tensors of parameters; empty if nothing was kept. ``first``: the
     first model file beside it."""
     path = folder / FOLDER / COMMON
@@ -243,7 +247,7 @@ def read_common(folder: Path, first: Mapping[str, Any]) -> dict[str, Any]:
     content = open_archive(path).content
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} holds a {type(content).__name__}, not an optimizer's state")
-    check_save_of(path, content, save_of(first))
+    check_save_of(path, content, first)
     return content
 
 

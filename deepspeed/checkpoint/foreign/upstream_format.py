@@ -50,6 +50,7 @@ from deepspeed.checkpoint.names import (
     model_ranks,
     optim_ranks,
 )
+from deepspeed.checkpoint.save_ids import FileOfSave, save_of
 from deepspeed.checkpoint.shards import ShardIndex
 from deepspeed.checkpoint.state import MASTER
 
@@ -76,9 +77,10 @@ def open_upstream(
         model_states={key: value for key, value in first.items() if key in RESERVED_KEYS and key != "module"},
         client_state={k: value for k, value in first.items() if k not in RESERVED_KEYS and k not in KEYS},
     )
-    read = of_one_save(read, first)
+    first_file = FileOfSave(models[0], save_of(first))
+    read = of_one_save(read, first_file)
     if is_universal(folder):
-        _add_universal(catalog, models, first, read, wanted)
+        _add_universal(catalog, models, first, read, wanted, first_file)
         return catalog
     if models[0].name.startswith("zero_"):
         catalog.zero_stage = 3
@@ -190,7 +192,12 @@ def _add_module(
 
 
 def _add_universal(
-    catalog: Catalog, models: list[Path], first: dict[str, Any], read: Read, wanted: Wanted | None
+    catalog: Catalog,
+    models: list[Path],
+    first: dict[str, Any],
+    read: Read,
+    wanted: Wanted | None,
+    first_file: FileOfSave,
 ) -> None:
     """Trained parameters from their folders; frozen ones and buffers from the model files."""
     groups: Sequence[Mapping[str, Any]] = first.get("param_shapes") or []
@@ -204,9 +211,9 @@ def _add_universal(
             _add_module(catalog, part, lambda name: name not in trained)
     for name in trained:
         catalog.module.setdefault(name, [])
-    common = read_common(catalog.folder, first)
+    common = read_common(catalog.folder, first_file)
     catalog.scalars = _scalars(common.get("loss_scaler"))
-    add_universal(catalog, groups, common, wanted)
+    add_universal(catalog, groups, common, wanted, first_file)
 
 
 # Stages 1 and 2 --------------------------------------------------------------------------------------------

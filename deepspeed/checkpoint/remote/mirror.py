@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING
 
 from deepspeed.base.logging import log_dist, logger
 from deepspeed.checkpoint.errors import CheckpointError, CheckpointNotFoundError
-from deepspeed.checkpoint.files.tags import check_tag
+from deepspeed.checkpoint.files.tags import check_tag, shown
 from deepspeed.checkpoint.files.writers import replace_file, write_latest
 from deepspeed.checkpoint.names import LATEST, SCRIPTS
 from deepspeed.checkpoint.remote.store import Store
@@ -177,8 +177,8 @@ class Mirror:
             list(pool.map(lambda name: self.store.upload(folder / name, f"{upload.tag}/{name}"), missing))
         if not self._is_current(upload):  # what was sent last may be of the newer save
             return
-        content = {"save": upload.save, "parts": list(upload.parts), "files": sizes, "time": time.time()}
-        self.store.write(f"{upload.tag}/{RECEIPT}{upload.rank}", json.dumps(content).encode())
+        receipt = _Receipt(save=upload.save, parts=list(upload.parts), files=sizes, time=time.time())
+        self.store.write(f"{upload.tag}/{RECEIPT}{upload.rank}", json.dumps(asdict(receipt)).encode())
         self._publish(upload)
         self._note(upload).unlink(missing_ok=True)
         log_dist(f"the checkpoint {upload.tag} is in {self.store.url}", ranks=[upload.rank])
@@ -256,17 +256,27 @@ class Mirror:
     def _complete_save(self, tag: str, sizes: Mapping[str, int]) -> _CompleteSave | None:
         """Return the save of which all ranks that uploaded a part have left receipts, and the files are there."""
         receipts = [
-            json.loads(self.store.read(name) or b"{}")
+            receipt
             for name in sizes
             if name.startswith(f"{tag}/{RECEIPT}") and "/" not in name[len(tag) + 1 :]
+            if (receipt := self._receipt(name)) is not None
         ]
-        for number in {receipt.get("save") for receipt in receipts}:
-            own = [receipt for receipt in receipts if receipt.get("save") == number]
-            files = {name: size for receipt in own for name, size in receipt["files"].items()}
+        for number in {receipt.save for receipt in receipts}:
+            own = [receipt for receipt in receipts if receipt.save == number]
+            files = {name: size for receipt in own for name, size in receipt.files.items()}
             there = all(sizes.get(f"{tag}/{name}") == size for name, size in files.items())
-            if there and len(own) == len(own[0]["parts"]):
-                return _CompleteSave(number, files, max(receipt["time"] for receipt in own))
+            if there and len(own) == len(own[0].parts):
+                return _CompleteSave(number, files, max(receipt.time for receipt in own))
         return None
+
+    def _receipt(self, name: str) -> _Receipt | None:
+        """Return a receipt; None if it is gone or is none: whoever writes to the bucket may have put anything there."""
+        content = self.store.read(name)
+        try:
+            return _Receipt(**json.loads(content)) if content is not None else None
+        except (ValueError, TypeError, AttributeError):
+            logger.warning(f"{self.store.url}/{name} is no receipt of a checkpoint: it is not counted")
+            return None
 
     def has_any(self) -> bool:
         """Return whether a checkpoint is there, or here on its way."""
@@ -290,6 +300,11 @@ class Mirror:
                 "from that folder, or remove it"
             )
         save = self._complete_save(tag, sizes) or self._copied_by_hand(tag, sizes)
+        for name in save.files:
+            if name.startswith("/") or ".." in name.split("/") or "\\" in name:
+                raise CheckpointError(
+                    f"{self.store.url}/{tag}: {shown(name)} is no file in a checkpoint's folder"
+                )
         if save.number is None or _saved_as(folder) != save.number:
             shutil.rmtree(folder, ignore_errors=True)
         missing = [name for name, size in save.files.items() if _size(folder / name) != size]
@@ -328,6 +343,23 @@ class Mirror:
             f"{self.store.url}/{tag}: its upload has not ended; complete there: {known}. The machine that saved it "
             "still has it and goes on with the upload when a run uses this URL"
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Receipt:
+    """What one rank has uploaded of a save: its files with their sizes [bytes], when [s since 1970]; ``parts``: the
+    ranks that upload something."""
+
+    save: int
+    parts: list[int]
+    files: dict[str, int]
+    time: float
+
+    def __post_init__(self) -> None:
+        """TypeError: it was not written by an upload."""
+        numbers = (self.save, self.time, *self.parts, *self.files.values())
+        if not all(isinstance(number, (int, float)) for number in numbers):
+            raise TypeError("numbers are expected")
 
 
 @dataclass(frozen=True, slots=True)

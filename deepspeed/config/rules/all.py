@@ -1,4 +1,5 @@
-"""Rules that tie several sections of a config together.
+"""The list of rules that tie several sections of a config together, and those on data, optimizers and schedules
+(`zero.py` and `precision.py` have the others).
 
 Every rule yields what it finds as `Finding(keys, message)`: the first key is the one to report, the others
 are those the rule looked at (a finding is dropped if one of its keys is itself invalid). Rules within a
@@ -9,14 +10,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from deepspeed.config.rules.data import curricula_fit, dropped_tokens, one_choice_of_samples
-from deepspeed.config.rules.findings import Finding, Rule
-from deepspeed.config.rules.optimizers import (
-    arguments_make_sense,
-    one_bit_needs_copies,
-    optimizer_is_known,
-    scheduler_is_known,
+from deepspeed.config.arguments import (
+    REQUIRED,
+    WrongArgument,
+    meant,
+    remedy,
+    wrong_optimizer_arguments,
+    wrong_schedule_arguments,
 )
+from deepspeed.config.constants import VALID_LR_SCHEDULES
+from deepspeed.config.optimizers import BUILT_IN
+from deepspeed.config.problems import nearest, shown
+from deepspeed.config.rules import STAGE, Finding, Rule
 from deepspeed.config.rules.precision import (
     autocast_beside_16_bit,
     low_precision_masters,
@@ -36,8 +41,17 @@ from deepspeed.config.rules.zero import (
     zenflow_makes_sense,
 )
 from deepspeed.config.schema import TrainingConfig
+from deepspeed.config.sections.data import (
+    CurriculumLegacyConfig,
+    CurriculumMetricConfig,
+    RandomLTDConfig,
+    wrong_curriculum,
+    wrong_lengths,
+    wrong_warmup,
+)
 from deepspeed.config.sections.elasticity import ElasticityConfigError
 from deepspeed.config.sections.expert import ATTRIBUTES
+from deepspeed.config.torch_classes import OPTIMIZERS, SCHEDULES, classes_of
 
 
 def check_rules(config: TrainingConfig) -> list[Finding]:
@@ -139,6 +153,181 @@ def even_vocabulary(config: TrainingConfig) -> Iterator[Finding]:
             f"{config.vocabulary_size} is not a multiple of 8: matrix products on GPUs are slower",
             False,
         )
+
+
+SAMPLING = "data_efficiency.data_sampling"
+RANDOM_LTD = "data_efficiency.data_routing.random_ltd"
+
+
+def curricula_fit(config: TrainingConfig) -> Iterator[Finding]:
+    """Each curriculum has what its kind of schedule needs."""
+    sampling = config.data_efficiency.data_sampling
+    asked: dict[str, CurriculumLegacyConfig | CurriculumMetricConfig] = {}
+    if config.curriculum_learning is not None and config.curriculum_learning.enabled:
+        asked["curriculum_learning"] = config.curriculum_learning
+    if config.data_efficiency.enabled and sampling.enabled and sampling.curriculum_learning.enabled:
+        metrics = sampling.curriculum_learning.curriculum_metrics or {}
+        asked |= {
+            f"{SAMPLING}.curriculum_learning.curriculum_metrics.{name}": each
+            for name, each in metrics.items()
+        }
+    for key, section in asked.items():
+        given = section.model_dump()
+        details = given["schedule_config"] or {}
+        if null := [
+            each for each in ("min_difficulty", "max_difficulty", "schedule_type") if given[each] is None
+        ]:
+            yield Finding((key,), f"a curriculum needs {null[0]!r}, which is null")
+        elif wrong := wrong_curriculum(given["schedule_type"], details):
+            yield Finding((key,), wrong)
+
+
+def one_choice_of_samples(config: TrainingConfig) -> Iterator[Finding]:
+    """Harmless for a loader that the client makes itself."""
+    sampling = config.data_efficiency.data_sampling
+    both = sampling.dynamic_batching.enabled and sampling.curriculum_learning.enabled
+    if config.data_efficiency.enabled and sampling.enabled and both:
+        yield Finding(
+            (f"{SAMPLING}.dynamic_batching.enabled", f"{SAMPLING}.curriculum_learning.enabled"),
+            "dynamic_batching and curriculum_learning both choose the samples of a batch: initialize(training_data=) "
+            "refuses that",
+            is_error=False,
+        )
+
+
+def dropped_tokens(config: TrainingConfig) -> Iterator[Finding]:
+    """Random-LTD: its layers, lengths and learning rate agree, and ranks do not share sequences."""
+    routing = config.data_efficiency.data_routing
+    section = routing.random_ltd
+    if not (config.data_efficiency.enabled and routing.enabled and section.enabled):
+        return
+    lengths = section.random_ltd_schedule
+    if lengths is not None and (wrong := wrong_lengths(lengths.model_dump())):
+        yield Finding((f"{RANDOM_LTD}.random_ltd_schedule",), wrong)
+    if wrong := wrong_layers(section):
+        yield Finding((RANDOM_LTD,), wrong)
+    for name in ("model_type", "hidden_state_order"):
+        if getattr(section, name) is None:
+            yield Finding((RANDOM_LTD,), f"{name} is needed: it cannot be null")
+    if (config.sequence_parallel_size or 1) > 1:
+        yield Finding(
+            (f"{RANDOM_LTD}.enabled", "sequence_parallel_size"),
+            "cannot be combined with sequence_parallel_size: ranks that share a sequence would each drop tokens of "
+            "their own part",
+        )
+    yield from _learning_rate(config)
+
+
+def wrong_layers(section: RandomLTDConfig) -> str:
+    """Say what is wrong with the numbers of the layers that drop tokens; empty: nothing."""
+    numbers, count, total = section.random_ltd_layer_id, section.random_ltd_layer_num, section.total_layer_num
+    if numbers is None or count is None or total is None:
+        return "random_ltd_layer_id, random_ltd_layer_num and total_layer_num are needed: none can be null"
+    if len(numbers) != count:
+        return f"random_ltd_layer_id has {len(numbers)} entries, random_ltd_layer_num is {count}: they must agree"
+    wrong = [number for number in numbers if not 0 <= number < total or numbers.count(number) > 1]
+    if wrong:
+        return (
+            f"random_ltd_layer_id has {wrong[0]}: layers are numbered from 0 to {total - 1} (total_layer_num - 1), "
+            "each once"
+        )
+    return ""
+
+
+def _learning_rate(config: TrainingConfig) -> Iterator[Finding]:
+    asked = config.data_efficiency.data_routing.random_ltd.layer_token_lr_schedule
+    key = f"{RANDOM_LTD}.layer_token_lr_schedule"
+    if not asked.enabled:
+        return
+    if config.scheduler is not None and config.scheduler.type is not None:
+        yield Finding(
+            (RANDOM_LTD, "scheduler"),
+            f"layer_token_lr_schedule.enabled=true sets the learning rate, as {config.scheduler.type} does: "
+            "remove one of the two",
+        )
+    if asked.total_layer_tokens is None:
+        yield Finding((f"{key}.total_layer_tokens",), "is missing")
+        return
+    warmup = asked.warmup_layer_tokens or 0
+    if wrong := wrong_warmup(asked.warmup_type or "linear", warmup, asked.total_layer_tokens):
+        yield Finding((key,), wrong)
+
+
+def optimizer_is_known(config: TrainingConfig) -> Iterator[Finding]:
+    section = config.optimizer
+    if section is None:
+        return
+    if "max_grad_norm" in (section.params or {}):
+        yield Finding(
+            ("optimizer.params.max_grad_norm",),
+            "is not an argument of the optimizer: set gradient_clipping at top level instead",
+        )
+    name = section.type
+    if name is None:
+        if section.params:
+            yield Finding(
+                ("optimizer.type",), "is missing although optimizer.params is given: name the optimizer"
+            )
+        return
+    if name.lower() not in BUILT_IN and name not in classes_of(OPTIMIZERS):
+        yield Finding(("optimizer.type",), _unknown_class(name, tuple(BUILT_IN), OPTIMIZERS))
+
+
+def one_bit_needs_copies(config: TrainingConfig) -> Iterator[Finding]:
+    zero, section = config.zero_optimization, config.optimizer
+    built_in = None if section is None else BUILT_IN.get((section.type or "").lower())
+    if section is None or zero.stage == 0 or built_in is None or not built_in.exchanges:
+        return
+    if zero.stage == 3:
+        yield Finding(
+            ("optimizer.type", STAGE),
+            f"{section.type!r} exchanges momenta instead of gradients, of which stage {zero.stage} has only parts; use "
+            "stage 0 to 2, or another optimizer with zero_quantized_gradients",
+        )
+    elif zero.mics_shard_size <= 0:
+        yield Finding(
+            ("optimizer.type", STAGE),
+            f"{section.type!r} exchanges signs between copies of the weights, and stage {zero.stage} keeps one copy; "
+            "set zero_optimization.mics_shard_size to the number of ranks per host, or use stage 0",
+        )
+
+
+def scheduler_is_known(config: TrainingConfig) -> Iterator[Finding]:
+    section = config.scheduler
+    if section is None:
+        return
+    name, params = section.type, section.params or {}
+    if name is None:
+        if params:
+            yield Finding(
+                ("scheduler.type",), "is missing although scheduler.params is given: name the schedule"
+            )
+        return
+    if name not in VALID_LR_SCHEDULES and name not in classes_of(SCHEDULES):
+        yield Finding(("scheduler.type",), _unknown_class(name, VALID_LR_SCHEDULES, SCHEDULES))
+    for key in REQUIRED.get(name, ()):
+        if key not in params:
+            yield Finding((f"scheduler.params.{key}",), f"is missing: {name} needs it")
+
+
+def arguments_make_sense(config: TrainingConfig) -> Iterator[Finding]:
+    optimizer, scheduler = config.optimizer, config.scheduler
+    wrong: list[tuple[str, Iterator[WrongArgument]]] = []
+    if optimizer is not None:
+        wrong.append(("optimizer", wrong_optimizer_arguments(optimizer.params)))
+    if scheduler is not None and scheduler.type is not None:
+        wrong.append(("scheduler", wrong_schedule_arguments(scheduler.type, scheduler.params)))
+    for section, problems in wrong:
+        for key, value, text, fits in problems:
+            message = f"{shown(value)} is not allowed; expected {text}{remedy(value)}"
+            yield Finding((f"{section}.params.{key}",), message, remedy=meant(value, fits))
+
+
+def _unknown_class(name: str, own: tuple[str, ...], module: str) -> str:
+    hint = nearest(name, [*own, *sorted(classes_of(module))])
+    meant = f"; did you mean '{hint}'?" if hint else "."
+    known = f"Built in: {', '.join(own)}; or the name of a class in {module}"
+    return f"{shown(name)} is not known{meant} {known}"
 
 
 RULES: tuple[Rule, ...] = (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from deepspeed.base.dtypes import Dtype
-from deepspeed.config.rules.findings import AMP, BF16, FP16, OFFLOAD, STAGE, Finding, offload_device
+from deepspeed.config.rules import AMP, BF16, FP16, OFFLOAD, STAGE, Finding, offload_device
 from deepspeed.config.schema import TrainingConfig
 
 

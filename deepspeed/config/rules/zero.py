@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from deepspeed.config.optimizers import BUILT_IN
 from deepspeed.config.problems import shown
-from deepspeed.config.rules.findings import OFFLOAD, STAGE, Finding, offload_device
+from deepspeed.config.rules import OFFLOAD, STAGE, Finding, offload_device
 from deepspeed.config.schema import TrainingConfig
 
 GATHER_ALIGNMENT = 2

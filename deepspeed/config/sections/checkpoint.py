@@ -1,4 +1,4 @@
-"""The `checkpoint` section."""
+"""The `checkpoint` and `nebula` sections."""
 
 from __future__ import annotations
 
@@ -137,3 +137,16 @@ class CheckpointConfig(LenientConfigModel):
         description="Time limit of the job: all ranks save to `folder` before it and end with exit code 124. Counted "
         "from the start of the command; `slurm` is the limit of the allocation.",
     )
+
+
+class DeepSpeedNebulaConfig(LenientConfigModel):
+    """Asynchronous checkpoints of the Nebula service."""
+
+    enabled: bool = Field(default=False, description="Turn it on.")
+    persistent_storage_path: str | None = Field(default=None, description="Folder of the kept checkpoints.")
+    persistent_time_interval: Int = Field(
+        default=100, ge=1, description="Seconds between two kept checkpoints."
+    )
+    num_of_version_in_retention: Int = Field(default=2, ge=1, description="How many are kept.")
+    enable_nebula_load: bool = Field(default=True, description="Load through the service.")
+    nebula_load_path: str | None = Field(default=None, description="Folder to load from.")

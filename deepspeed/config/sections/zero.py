@@ -1,22 +1,97 @@
-"""The `zero_optimization` section (Rajbhandari et al. 2020 for the stages, 2021 for offload)."""
+"""The `zero_optimization` section (Rajbhandari et al. 2020 for the stages, 2021 for offload), with its
+`leaf_module` and `zenflow`."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
 from enum import Enum
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
-from deepspeed.config.section import DeepSpeedConfigModel, Elements, Float, Int, deprecated, note, pp_int
-from deepspeed.config.sections.leaf_module import DeepSpeedZeroLeafModuleConfig
+from deepspeed.config.section import (
+    DeepSpeedConfigModel,
+    Elements,
+    Float,
+    Int,
+    IntOrAuto,
+    deprecated,
+    note,
+    pp_int,
+)
 from deepspeed.config.sections.offload import (
     DeepSpeedZeroOffloadOptimizerConfig,
     DeepSpeedZeroOffloadParamConfig,
     OffloadDeviceEnum,
 )
-from deepspeed.config.sections.zenflow import ZenFlowConfig
+
+
+class ZenFlowConfig(DeepSpeedConfigModel):
+    """Asynchronous offloaded updates (ZenFlow)."""
+
+    topk_ratio: Float = Field(
+        default=0.1,
+        ge=0.0,
+        le=1.0,
+        description="Fraction of the gradient columns that are updated on the device.",
+    )
+    select_strategy: Literal["auto", "step", "epoch"] = Field(
+        default="auto", description="When the columns are selected again."
+    )
+    select_interval: IntOrAuto = Field(default="auto", description="Steps or epochs between two selections.")
+    update_interval: IntOrAuto = Field(default="auto", description="Steps between two host updates.")
+    overlap_step: bool = Field(
+        default=False,
+        description="Run the host update in parallel with the next steps.",
+    )
+    offload: bool = Field(default=False, description="Keep the state of the chosen columns in host memory.")
+    auto_ratio: Float = Field(
+        default=0.99, ge=0.0, le=1.0, description="Threshold that `update_interval: auto` aims at."
+    )
+    full_warm_up_rounds: Int = Field(
+        default=0, ge=0, description="Number of initial rounds in which everything is updated."
+    )
+    pt_reserved_cores_perc: Float = Field(
+        default=0.5, ge=0.0, le=1.0, description="Fraction of the cores left to PyTorch."
+    )
+    steps_per_epoch: Int | None = Field(default=None, description="Filled in by the engine; not for users.")
+
+
+DEFAULT_LEAF_MODULE_CLASSES = (
+    "transformers.models.mixtral.modeling_mixtral.MixtralSparseMoeBlock",
+    "transformers.models.qwen2_moe.modeling_qwen2_moe.Qwen2MoeSparseMoeBlock",
+    "transformers.models.qwen3_moe.modeling_qwen3_moe.Qwen3MoeSparseMoeBlock",
+)
+DEFAULT_LEAF_MODULE_NAMES: tuple[str, ...] = ()
+DEFAULT_LEAF_MODULE_NAME_SUFFIXES: tuple[str, ...] = ()
+
+
+def _as_list(value: Any) -> Any:
+    """Accept a single string where a list of strings is expected."""
+    return [value] if isinstance(value, str) else value
+
+
+Texts = Annotated[list[str], BeforeValidator(_as_list)]
+
+
+class DeepSpeedZeroLeafModuleConfig(DeepSpeedConfigModel):
+    """Modules that are leaves: their parameters are fetched together, however few of them one forward
+    uses.
+    """
+
+    classes: Texts = Field(
+        default=list(DEFAULT_LEAF_MODULE_CLASSES),
+        description="Full names of module classes (sparse mixture-of-experts blocks by default).",
+    )
+    names: Texts = Field(
+        default=list(DEFAULT_LEAF_MODULE_NAMES),
+        description="Names of single modules, as in `named_modules()`.",
+    )
+    name_suffixes: Texts = Field(
+        default=list(DEFAULT_LEAF_MODULE_NAME_SUFFIXES), description="Endings of module names."
+    )
+
 
 ZERO_OPTIMIZATION = "zero_optimization"
 

@@ -1,4 +1,5 @@
-"""Observers that any engine may have: progress, curves, wall-clock breakdown, throughput, memory, state dump.
+"""Observers that any engine may have: progress, curves, wall-clock breakdown, throughput, memory, state dump, and
+the names in reports of hangs.
 
 They subscribe to the engine's events; the engine does not know them by name.
 """
@@ -12,10 +13,11 @@ from collections.abc import Callable
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
+from torch import nn
+
 from deepspeed.base.logging import is_rank_zero, print_json_dist
 from deepspeed.base.memory import see_memory_usage
 from deepspeed.base.python_gc import python_gc_manager
-from deepspeed.engine.observers.hang_names import NamesOfEngine
 from deepspeed.engine.observers.progress.display import Display, LineFormat, choose_display, made_by_client
 
 if TYPE_CHECKING:
@@ -243,3 +245,39 @@ class Throughput:
         stepped = self.engine.global_steps != self.step
         self.step = self.engine.global_steps
         self.engine.tput_timer.stop(global_step=stepped, report_speed=False)
+
+
+class NamesOfEngine:
+    """Read by another thread, while a rank stands still; does not keep the engine alive."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = weakref.ref(engine)
+
+    def of_module(self, module: nn.Module) -> str | None:
+        """None: it is no part of this engine's. The whole module has the name of its class."""
+        engine = self._engine()
+        if engine is None:
+            return None
+        if module is engine.module:
+            return type(module).__name__
+        return next((name for name, each in engine.module.named_modules() if each is module), None)
+
+    def of_parameters(self, holder: Any) -> list[str]:
+        """Return the parameters of ``holder``: a bucket of weights or gradients, or whatever has a layout."""
+        engine = self._engine()
+        if engine is None:
+            return []
+        params = getattr(holder, "params", None)
+        if params is None and engine.core is not None:
+            params = engine.core.store.params
+        if params is None:
+            return []
+        held = [params[slot.param] for slot in holder.layout.slots if 0 <= slot.param < len(params)]
+        return [name for param in held if (name := engine.param_names.get(param))]
+
+    def position(self) -> str:
+        engine = self._engine()
+        if engine is None:
+            return ""
+        facts = (f"step {engine.global_steps}", engine.position_in_batch(), engine._network.phase)
+        return ", ".join(filter(None, facts))

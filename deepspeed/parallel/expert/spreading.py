@@ -25,7 +25,7 @@ from deepspeed.config.problems import DeepSpeedConfigError
 from deepspeed.config.sections.expert import AutoEPConfig
 from deepspeed.parallel.expert.dispatch import TokenOrder, Trip, combine, parts_of, permute, through
 from deepspeed.parallel.expert.grouped import grouped_linear
-from deepspeed.parallel.expert.stacked import Spread, stacked_experts
+from deepspeed.parallel.expert.placement import Spread, stacked_experts
 
 KEY = "expert_parallel.autoep_size"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import glob
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,8 @@ from deepspeed.base.logging import logger
 from deepspeed.base.rng import set_random_seed
 from deepspeed.checkpoint import names
 from deepspeed.checkpoint.numbered import shared_lists
-from deepspeed.checkpoint.reader import save_of_folder
-from deepspeed.checkpoint.save_ids import check_save_of
+from deepspeed.checkpoint.reader import first_file_of
+from deepspeed.checkpoint.save_ids import FileOfSave, check_save_of
 from deepspeed.comm import init_distributed
 from deepspeed.comm.groups import new_group
 from deepspeed.comm.topology import (
@@ -428,7 +428,7 @@ class PipelineModule(Partitioned, nn.Module):
         """Read the file of every layer of this stage, and those of its experts if replicas share them.
         FileNotFoundError: there is none. CheckpointError: one is of another save than the folder's model file.
         Collective over replicas."""
-        read = partial(self._read_layer, checkpoint_engine, save_of_folder(Path(load_dir)))
+        read = partial(self._read_layer, checkpoint_engine, first_file_of(Path(load_dir)))
         for index, name in self._owners.items():
             layer, key = self.get_submodule(name), name.removeprefix("tied_modules.")
             number = index if key == name else self._first_of_tie(key)
@@ -441,9 +441,9 @@ class PipelineModule(Partitioned, nn.Module):
                 layer.load_state_dict(state, strict=strict)
 
     @staticmethod
-    def _read_layer(checkpoint_engine: Any, save: Mapping[str, Any] | None, path: Path) -> dict[str, Any]:
+    def _read_layer(checkpoint_engine: Any, first: FileOfSave | None, path: Path) -> dict[str, Any]:
         state = checkpoint_engine.load(str(path), map_location="cpu")
-        check_save_of(path, state, save)
+        check_save_of(path, state, first)
         return state
 
     def _experts_in(self, folder: Path, name: str, read: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepspeed.zero.buffer_pool import BufferPool
+from deepspeed.zero.bucket import BufferPool
 from deepspeed.zero.gradients.sums import GradientSum, InFlight
 from deepspeed.zero.layout import BucketLayout
 from deepspeed.zero.offload.host_copies import HostCopies

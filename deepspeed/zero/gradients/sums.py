@@ -17,7 +17,7 @@ from torch import Tensor
 
 from deepspeed.comm.collectives import Communicator, Pending
 from deepspeed.comm.pending import DONE
-from deepspeed.zero.buffer_pool import BufferPool
+from deepspeed.zero.bucket import BufferPool
 from deepspeed.zero.layout import BucketLayout
 
 

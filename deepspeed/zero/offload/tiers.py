@@ -2,7 +2,7 @@
 
 ``OffloadedTier`` (ZeRO-Offload, Ren et al. 2021; ZeRO-Infinity, Rajbhandari et al. 2021): they are kept in host memory
 or on storage, and the host updates them sub-group by sub-group, while the next one is read and the previous one is
-written. ``states/resident.py`` has what keeps them where the update happens.
+written. ``states/store.py`` has what keeps them where the update happens.
 
 [Note: resting tensors] The optimizer keys its state by tensor object, so the objects stay and their memory changes:
 ``tensor.data`` is a mapping of the swap file between steps (an access reads the file) and a part of a slot while
@@ -27,7 +27,7 @@ from deepspeed.zero.layout import BucketLayout, Fragment, round_up
 from deepspeed.zero.offload.host_copies import host_empty, off_host
 from deepspeed.zero.offload.swap_file import PAGE, SwapFile, SwapTransfer
 from deepspeed.zero.states.fragments import OwnedFragment, sub_groups
-from deepspeed.zero.states.resident import Groups, ResidentTier, StateOf
+from deepspeed.zero.states.store import Groups, ResidentTier, StateOf
 
 ALIGN = 64  # bytes; alignment of every tensor in a slot
 

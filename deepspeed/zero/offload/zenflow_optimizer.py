@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from deepspeed.config.sections.zenflow import ZenFlowConfig
+from deepspeed.config.sections.zero import ZenFlowConfig
 from deepspeed.zero.optimizer import DeepSpeedZeroOptimizer
 
 

@@ -1,8 +1,10 @@
-"""Master weights and optimizer state of this rank: who owns which fragment, and where its tensors are stored."""
+"""Master weights and optimizer state of this rank: who owns which fragment, and where its tensors are stored.
+
+``ResidentTier`` keeps them where the update happens; ``offload/tiers.py`` in host memory or on storage."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -13,10 +15,9 @@ from deepspeed.ops.update import traits_of
 from deepspeed.optim.first_state import constructed_state, first_state
 from deepspeed.zero.bucket import ParamBucket
 from deepspeed.zero.gradients.bucket import GradBucket
-from deepspeed.zero.layout import Fragment
+from deepspeed.zero.layout import BucketLayout, Fragment
 from deepspeed.zero.states.fragments import GroupTensors as GroupTensors
 from deepspeed.zero.states.fragments import OwnedFragment as OwnedFragment
-from deepspeed.zero.states.resident import ResidentTier
 
 PARAMS = "params"
 
@@ -250,3 +251,68 @@ def _group_index(optimizer: torch.optim.Optimizer, params: Sequence[nn.Parameter
     """Optimizer group of each parameter, -1 for one not in the optimizer."""
     groups = {id(p): g for g, group in enumerate(optimizer.param_groups) for p in group[PARAMS]}
     return [groups.get(id(param), -1) for param in params]
+
+
+Groups = list[GroupTensors]
+StateOf = Callable[[OwnedFragment], dict[str, Any]]
+
+
+class ResidentTier:
+    """State and masters are kept where they are updated: nothing moves."""
+
+    cuts = False
+    """Whether fragments may be owned in ``pieces``."""
+
+    on_file = False
+    """Whether any of what it keeps, gradients too, is mapped from a file."""
+
+    def takes(self, layout: BucketLayout) -> bool:
+        """Whether the state of this bucket is kept elsewhere."""
+        return False
+
+    def of(self, layout: BucketLayout) -> ResidentTier:
+        """The tier that places the masters of this bucket."""
+        return self if self.takes(layout) else ResidentTier()
+
+    def own_master(self, weights: Tensor) -> bool:
+        """Whether these weights need a separate master even if they have the master dtype."""
+        return False
+
+    def pieces(self, fragment: Fragment) -> Sequence[Fragment]:
+        """The fragment in the pieces to be owned; an offloading tier splits large ones."""
+        return [fragment]
+
+    def masters(self, weights: Tensor, dtype: torch.dtype) -> Tensor:
+        """[n] copy of ``weights`` in the master dtype, where the tier keeps masters."""
+        return weights.to(dtype, copy=True)
+
+    def new_gradients(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """[numel] undefined memory for the summed gradients of a bucket on ``device``."""
+        return torch.empty(numel, dtype=dtype, device=device)
+
+    def adopt(self, groups: Sequence[Sequence[OwnedFragment]], state_of: StateOf) -> None:
+        """Take over these fragments, by optimizer group. Called when their masters exist."""
+
+    def update(self, groups: Groups, apply: Callable[[Groups], None]) -> None:
+        """``apply`` the optimizer to ``groups``, in as many parts as fit."""
+        apply(groups)
+
+    def batches(self, groups: list[list[OwnedFragment]]) -> Iterator[list[list[OwnedFragment]]]:
+        """``groups`` in parts whose state may be in memory at the same time."""
+        yield groups
+
+    def rest(self) -> None:
+        """State was created or replaced outside ``update``: move it to where it is stored."""
+
+    def forget_state(self) -> None:
+        """All optimizer state has been dropped."""
+
+    def describe(self) -> str:
+        """One line for the start of a run; empty if there is nothing to say."""
+        return ""
+
+    def check(self) -> None:
+        """State is about to be accessed outside ``update``. OSError: the file that holds it is damaged."""
+
+    def close(self) -> None:
+        """The engine is done with the state."""

@@ -17,7 +17,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from deepspeed.zero.buffer_pool import BufferPool
+from deepspeed.zero.bucket import BufferPool
 from deepspeed.zero.gathering.sharded_bucket import ShardedBucket
 from deepspeed.zero.gradients.bucket import GradBucket
 from deepspeed.zero.offload.tiers import OffloadedTier, StagingSlot
