@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test wheel cells clients gpu-kernels torch-releases lint types architecture docs format clean
+.PHONY: help demo test cells clients gpu-kernels torch-releases lint types architecture docs format clean
 
 help:
 	@echo "make demo    train a small GPT on real text, resume it, and plot the loss (examples/pretrain_gpt)"
@@ -16,7 +16,6 @@ help:
 	@echo "make clients run the tests with Transformers, Accelerate, Lightning, TRL and PEFT, in their newest releases"
 	@echo "make gpu-kernels  compile and interpret the kernels for GPUs, with Triton, on a machine without one"
 	@echo "make torch-releases  test with every supported release of torch, each downloaded (.ci/torch_releases)"
-	@echo "make wheel   build a wheel for all CPUs of this architecture, in the folder dist; needs no torch"
 	@echo "make docs    build the documentation as a site, in the folder site"
 	@echo "make lint | types | architecture | format | clean"
 
@@ -26,13 +25,6 @@ demo: $(VENV)/.installed-demo
 
 test: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest $(WORKERS) -m "not slow" --durations=40 --durations-min=5
-
-# The library chooses its instruction set when it is loaded, so one wheel is for all CPUs of an architecture.
-wheel: $(VENV)/.created
-	@$(PIP) "scikit-build-core>=0.11" cmake ninja
-	@echo "building a wheel: compiling takes about 200 s of one core, shared between all there are"
-	@$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-build-isolation --no-deps --wheel-dir dist .
-	@ls dist/deepspeed-*.whl
 
 # Goes on where it was stopped: results are in tests/cells/results.
 N ?= 40

@@ -51,10 +51,6 @@ def _check(args: argparse.Namespace) -> None:
         )
     if args.goal == "lora" and ":" in args.model and not Path(args.model).exists():
         raise RefusedInit(f"--goal lora takes a Hugging Face folder or name, not --model {args.model}")
-    if args.client == "lightning" and args.device == "cpu":
-        raise RefusedInit(
-            "--with lightning: its DeepSpeedStrategy takes CUDA devices only; use another --with"
-        )
 
 
 def _write(folder: Path, texts: Mapping[str, str], force: bool) -> None:

@@ -74,12 +74,8 @@ def launch_command(args: argparse.Namespace) -> str:
 def files(args: argparse.Namespace, decision: Decision) -> dict[str, str]:
     """Text of each file, by its name."""
     config = decision.config
-    offload = config["zero_optimization"].get("offload_optimizer", {}).get("device")
     values = {
         "LAUNCH": launch_command(args),
-        "GPUS": str(args.gpus),
-        "NODES": str(args.nodes),
-        "OPTIMIZER": "deepspeed.ops.adam." + ("DeepSpeedCPUAdam" if offload else "FusedAdam"),
         **_task_values(args, decision),
     }
     written = {

@@ -102,7 +102,6 @@ def test_adapters_are_what_is_trained() -> None:
             [*TINY, "--gpus", "4", "--batch", "6"],
             "--batch 6 cannot be divided among 4 ranks: give a multiple",
         ),
-        ([*TINY, "--with", "lightning"], "takes CUDA devices only"),
         (["--model", "gpt:10m", "--goal", "finetune"], "has no weights to finetune"),
         (["--model", "gpt:nonsense", "--goal", "pretrain"], "gpt:nonsense: expected gpt:LAYERS"),
     ],
