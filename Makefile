@@ -111,7 +111,7 @@ LIBRARY := deepspeed/lib/libdeepspeed_host.$(if $(filter Darwin,$(shell uname -s
 SOURCES := CMakeLists.txt $(wildcard csrc/*/*.cpp csrc/*/*.h)
 
 $(LIBRARY): $(SOURCES) | $(VENV)/.torch
-	@echo "compiling the native library: the first time 3 to 6 minutes of one core, shared between all there are"
+	@echo "compiling the native library: the first time about 200 s of one core, shared between all there are"
 	@$(BIN)/cmake -S . -B build/host -G Ninja -DCMAKE_BUILD_TYPE=Release -DCMAKE_MAKE_PROGRAM="$(abspath $(BIN)/ninja)" >/dev/null
 	@$(BIN)/cmake --build build/host
 	@touch -c $@

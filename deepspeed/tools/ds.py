@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from deepspeed.base.tool_arguments import ends_quietly
 from deepspeed.tools import parsers
+from deepspeed.tools.starter import arguments as starter
 
 _PLUGINS = "PYDANTIC_DISABLE_PLUGINS"
 
@@ -32,6 +33,13 @@ class Tool(NamedTuple):
 
 
 TOOLS = {
+    "init": Tool(
+        "deepspeed.tools.starter.command",
+        "main",
+        "[FOLDER] --model MODEL --goal GOAL",
+        "write a config, a training script and a launch command that fit your machines",
+        starter.parser,
+    ),
     "plan": Tool(
         "deepspeed.tools.plan",
         "main",

@@ -61,7 +61,7 @@ def plan() -> argparse.ArgumentParser:
         help="Hugging Face folder, config.json or name, module:function, or a shape such as gpt:7b",
     )
     _add_run(made)
-    _add_machine(made)
+    add_machine(made)
     made.add_argument(
         "--set",
         action="append",
@@ -98,7 +98,7 @@ def _add_run(made: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_machine(made: argparse.ArgumentParser) -> None:
+def add_machine(made: argparse.ArgumentParser) -> None:
     """Add the kind of device and the sizes of memory."""
     made.add_argument(
         "--device", help="type of device, such as cuda or cpu (default: the one of this machine, else cuda)"
@@ -119,13 +119,13 @@ def _add_link(made: argparse.ArgumentParser) -> None:
     """Add the slow link between nodes, for a prediction of the step time over it."""
     made.add_argument(
         "--link-mbits",
-        type=_positive_number,
+        type=positive_number,
         metavar="RATE",
         help="Mbit/s between nodes: also predict the step time, with and without options that send less",
     )
     made.add_argument(
         "--compute-seconds",
-        type=_positive_number,
+        type=positive_number,
         default=1.0,
         metavar="T",
         help="with --link-mbits: compute time per step (default: 1)",
@@ -437,7 +437,7 @@ def nvme_tune() -> argparse.ArgumentParser:
     return made
 
 
-def _positive_number(text: str) -> float:
+def positive_number(text: str) -> float:
     try:
         value = float(text)
     except ValueError:

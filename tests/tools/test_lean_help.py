@@ -15,7 +15,6 @@ import pytest
 import torch
 
 from deepspeed.config import torch_classes
-from deepspeed.tools import parsers
 from deepspeed.tools.ds import TOOLS
 from deepspeed.tools.launcher.shim import USAGE_ERROR
 
@@ -130,7 +129,9 @@ def test_a_class_that_a_script_adds_to_torch_is_known(monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("name", [name for name, tool in TOOLS.items() if tool.parser is not None])
 def test_every_option_has_help(name: str) -> None:
-    parser: argparse.ArgumentParser = getattr(parsers, name)()
+    make = TOOLS[name].parser
+    assert make is not None
+    parser: argparse.ArgumentParser = make()
     assert not [action.dest for action in parser._actions if not action.help]
 
 

@@ -1,0 +1,117 @@
+"""Arguments of `ds init`, and the questions that it asks in a terminal for those that are missing. Imports no torch."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from deepspeed.base.tool_arguments import ArgumentParser, positive
+from deepspeed.tools import parsers
+
+GOALS = ("finetune", "pretrain", "lora", "serve")
+CLIENTS = ("torch", "transformers", "accelerate")
+
+_EPILOG = """\
+In a terminal, what is needed and not given is asked for; without one it must be given. Nothing is allocated: the
+memory of each choice is planned, as `ds plan` does, and the first that fits is written, the cheapest in time first.
+
+examples:
+  ds init out/tuned --model ./Llama-3.1-8B --goal finetune --gpus 2 --device-memory 24G --host-memory 256G
+  ds init out/adapted --model ./Llama-3.1-8B --goal lora --with transformers --device-memory 24G
+  ds init out/new --model gpt:125m --goal pretrain --gpus 8 --nodes 2 --device-memory 80G --link-mbits 10000
+  ds init out/served --model ./Llama-3.1-8B --goal serve --gpus 2 --device-memory 24G
+"""
+
+
+def parser() -> argparse.ArgumentParser:
+    made = ArgumentParser(
+        prog="ds init",
+        description="Write ds_config.json, a training script and a launch command for a model, a goal and your\n"
+        "machines, and say in CHOICES.md why each is chosen.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    made.add_argument(
+        "folder", nargs="?", type=Path, default=Path(), help="folder to write into (default: this one)"
+    )
+    made.add_argument(
+        "--model",
+        help="Hugging Face folder or name, module:function, or a size such as gpt:125m (see `ds plan --help`)",
+    )
+    made.add_argument("--goal", choices=GOALS, help="what to do with the model")
+    made.add_argument(
+        "--with", dest="client", choices=CLIENTS, help="what drives the training loop (default: torch)"
+    )
+    made.add_argument("--gpus", type=positive, metavar="N", help="devices per node (default: 1)")
+    made.add_argument("--nodes", type=positive, default=1, metavar="M", help="number of nodes (default: 1)")
+    parsers.add_machine(made)
+    made.add_argument("--nvme", metavar="FOLDER", help="local storage that model states may be moved to")
+    made.add_argument(
+        "--link-mbits",
+        type=parsers.positive_number,
+        metavar="RATE",
+        help="Mbit/s between nodes: also say what would send less",
+    )
+    made.add_argument(
+        "--sequence",
+        type=positive,
+        default=1024,
+        metavar="S",
+        help="tokens per sample (default: %(default)s)",
+    )
+    made.add_argument(
+        "--batch",
+        type=positive,
+        metavar="B",
+        help="samples per step, of all ranks (default: 32, or one of each rank)",
+    )
+    made.add_argument("--force", action="store_true", help="overwrite files that exist")
+    return made
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Read the arguments; ask for missing ones in a terminal. SystemExit, code 2: some are missing without one."""
+    made = parser()
+    args = made.parse_args(argv)
+    asks = sys.stdin is not None and not sys.stdin.closed and sys.stdin.isatty()
+    missing = [name for name in ("model", "goal") if getattr(args, name) is None]
+    if missing and not asks:
+        made.error(f"give {' and '.join(f'--{name}' for name in missing)} (there is no terminal to ask in)")
+    if missing:
+        _ask_all(made, args)
+    args.client = args.client or "torch"
+    args.gpus = args.gpus or 1
+    return args
+
+
+def _ask_all(made: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Set what was not given; an answer is read as the option's value would be."""
+    questions: list[tuple[str, str, str]] = [
+        ("--model", "Model: a folder or name of Hugging Face, or a size such as gpt:125m", ""),
+        ("--goal", f"Goal: {', '.join(GOALS)}", "finetune"),
+        ("--with", f"Training loop of: {', '.join(CLIENTS)}", "torch"),
+        ("--gpus", "Devices per node", "1"),
+        ("--device-memory", "Memory of each device, such as 24G (empty: of this machine's)", ""),
+    ]
+    for option, question, default in questions:
+        action = next(each for each in made._actions if option in each.option_strings)
+        if getattr(args, action.dest) is None:
+            setattr(args, action.dest, _ask(action, question, default))
+
+
+def _ask(action: argparse.Action, question: str, default: str) -> object:
+    read: Callable[[str], object] = action.type if callable(action.type) else str
+    while True:
+        text = input(f"{question}{f' [{default}]' if default else ''}: ").strip() or default
+        if not text and action.dest != "model":
+            return None
+        try:
+            if not text or (action.choices is not None and text not in action.choices):
+                raise ValueError(
+                    f"one of {', '.join(action.choices)}" if action.choices else "a value is needed"
+                )
+            return read(text)
+        except (ValueError, argparse.ArgumentTypeError) as error:
+            print(f"  {error}")

@@ -1,0 +1,168 @@
+"""What `ds init` chooses: the first config that fits, cheapest in time first, each tried by planning its memory."""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import nn
+
+from deepspeed.config.problems import DeepSpeedConfigError
+from deepspeed.planning import report
+from deepspeed.planning.advice import advise
+from deepspeed.planning.link_time import link_times
+from deepspeed.planning.request import PlanAnswer, PlanRequest, answer
+from deepspeed.tools import parsers
+from deepspeed.tools.plan import make_request
+from deepspeed.zero.gather_units import blocks_of
+
+LORA_RANK = 16
+LEARNING_RATES = {"finetune": 1e-5, "pretrain": 3e-4, "lora": 2e-4}
+MOST_PER_RANK = 16
+"""Samples of a micro-batch, from where on larger ones are hardly faster."""
+
+USUAL_BATCH = 32
+
+
+@dataclass(slots=True)
+class Decision:
+    """The planned run, and sentences that say what was tried and why the last was taken."""
+
+    answer: PlanAnswer
+    reasons: list[str] = field(default_factory=list)
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The config to write."""
+        request, micro = self.answer.request, self.answer.config.train_micro_batch_size_per_gpu
+        steps = self.answer.config.gradient_accumulation_steps
+        return {
+            "train_micro_batch_size_per_gpu": micro,
+            "gradient_accumulation_steps": steps,
+            **{
+                key: value
+                for key, value in request.config.items()
+                if "batch" not in key and "steps" not in key
+            },
+        }
+
+
+def decide(args: argparse.Namespace) -> Decision:
+    """Choose for these arguments of `ds init`. DeepSpeedConfigError: nothing known fits, or the batch cannot be
+    divided; ModelError: the model cannot be built."""
+    ranks = args.gpus * args.nodes
+    batch = args.batch or max(1, USUAL_BATCH // ranks) * ranks
+    if batch % ranks:
+        raise DeepSpeedConfigError(f"--batch {batch} cannot be divided among {ranks} ranks: give a multiple")
+    request = _request(args, batch)
+    if args.goal == "lora":
+        add_adapters(request.module)
+    decision = _smallest_that_fits(request)
+    _enlarge(decision, batch // ranks)
+    if args.link_mbits is not None and args.nodes > 1:
+        best = link_times(decision.answer, 1.0, args.link_mbits * 1e6 / 8).recommended
+        if best.change:
+            decision.reasons.append(
+                f"Between nodes at {args.link_mbits:g} Mbit/s, {best.name} would send less ({best.change}); it is not "
+                "set, as it changes numbers: see docs/slow_links.md."
+            )
+    return decision
+
+
+def _request(args: argparse.Namespace, batch: int) -> PlanRequest:
+    """What `ds plan` would be asked, with the config that others are changes of."""
+    config: dict[str, Any] = {
+        "train_batch_size": batch,
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_clipping": 1.0,
+        "optimizer": {"type": "AdamW", "params": {"lr": LEARNING_RATES[args.goal], "weight_decay": 0.0}},
+        "zero_optimization": {"stage": 0 if args.gpus * args.nodes == 1 else 1},
+    }
+    given = [base64.urlsafe_b64encode(json.dumps(config).encode()).decode(), "--model", args.model]
+    for option in ("gpus", "nodes", "sequence"):
+        given += [f"--{option}", str(getattr(args, option))]
+    planned = parsers.plan().parse_args(given)
+    for name in ("device", "device_memory", "host_memory"):
+        setattr(planned, name, getattr(args, name))
+    planned.disk = args.disk if args.nvme else 0
+    planned.dtype = "fp32" if args.goal == "pretrain" or args.device == "cpu" else "bf16"
+    request = make_request(planned)
+    if request.device_type != "cpu":
+        config["bf16"] = {"enabled": True}
+    elsewhere = args.device_memory is not None and args.host_memory is None  # nothing is known of that host
+    capacity = replace(request.capacity, host=None) if elsewhere else request.capacity
+    return replace(request, config=config, capacity=capacity, follow_disk=False)
+
+
+def add_adapters(module: nn.Module) -> None:
+    """Freeze the model, and give each linear layer of its blocks the two matrices that LoRA trains, to be counted."""
+    module.requires_grad_(False)
+    for block in blocks_of(module):
+        for linear in [each for each in block.modules() if isinstance(each, nn.Linear)]:
+            for name, shape in (
+                ("lora_A", (LORA_RANK, linear.in_features)),
+                ("lora_B", (linear.out_features, LORA_RANK)),
+            ):
+                linear.register_parameter(name, nn.Parameter(linear.weight.new_empty(shape)))
+
+
+def _ways(request: PlanRequest) -> Iterator[PlanRequest]:
+    """Yield what to try: without recomputing, then with; at each the stages, which cost communication."""
+    first = request.config["zero_optimization"]["stage"]
+    stages = range(first, 4 if request.ranks > 1 else 1)
+    for checkpointing in (False, True) if request.shape is not None else (False,):
+        for stage in stages:
+            yield _at(replace(request, checkpointing=checkpointing), stage)
+
+
+def _at(request: PlanRequest, stage: int) -> PlanRequest:
+    config = {**request.config, "zero_optimization": {"stage": stage}}
+    return replace(request, config=config, zero_init=stage == 3)
+
+
+def _smallest_that_fits(request: PlanRequest) -> Decision:
+    reasons: list[str] = []
+    found = None
+    for way in _ways(request):
+        found = answer(way)
+        if not found.lacking():
+            reasons.append(f"{_name(way)} is the first that fits.")
+            return Decision(found, reasons)
+        lacks = "; ".join(line for line in report.verdict(found) if "DOES NOT FIT" in line)
+        reasons.append(f"{_name(way)} was not taken: {lacks}.")
+    assert found is not None
+    for stage in (2, 3):  # at both a rank's part of the states can be on the host
+        advice = advise(answer(_at(found.request, stage)))
+        if advice.result is not None:
+            changes = "; ".join(advice.changes)
+            reasons.append(
+                f"Stage {stage} fits with {changes}. What is moved off the device costs time in each step."
+            )
+            return Decision(advice.result, reasons)
+    lines = "\n".join(report.advice_lines(advice))
+    raise DeepSpeedConfigError(f"no config known here fits:\n{report.headline(found)}\n{lines}")
+
+
+def _name(request: PlanRequest) -> str:
+    again = " with activation checkpointing (about a third more compute)" if request.checkpointing else ""
+    return f"Stage {request.config['zero_optimization']['stage']}{again}"
+
+
+def _enlarge(decision: Decision, per_rank: int) -> None:
+    """Double the micro-batch while it fits and divides what a rank has in a step."""
+    micro = 1
+    while 2 * micro <= min(per_rank, MOST_PER_RANK) and per_rank % (2 * micro) == 0:
+        larger = replace(decision.answer.request, micro_batch=2 * micro)
+        found = answer(larger)
+        if found.lacking():
+            decision.reasons.append(f"A micro-batch of {2 * micro} would not fit.")
+            break
+        micro, decision.answer = 2 * micro, found
+    decision.reasons.append(
+        f"Of the {per_rank} samples that a rank takes in a step, {micro} are computed at a time: more would use the "
+        "device better, fewer need less memory."
+    )

@@ -1,0 +1,70 @@
+"""`ds init`: reads or asks for what is needed, chooses, writes the files and prints the launch command."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from deepspeed.base.tool_arguments import ends_quietly
+from deepspeed.config.problems import DeepSpeedConfigError
+from deepspeed.planning.step_time.shapes import is_shape
+from deepspeed.tools.plan import ModelError
+from deepspeed.tools.starter import arguments, choices, files, serving
+
+
+class RefusedInit(ValueError):
+    """What is asked for does not go together, or a file exists."""
+
+
+@ends_quietly
+def main(argv: Sequence[str] | None = None) -> int:
+    try:
+        args = arguments.parse(argv)
+        _check(args)
+        if args.goal == "serve":
+            written, reasons = serving.files(args)
+        else:
+            decision = choices.decide(args)
+            written, reasons = files.files(args, decision), decision.reasons
+        _write(args.folder, written, args.force)
+    except (DeepSpeedConfigError, ModelError, RefusedInit) as error:
+        print(f"ds init: {error}", file=sys.stderr)
+        return 2
+    except EOFError:
+        print("\nds init: no answer; nothing was written", file=sys.stderr)
+        return 2
+    print(*reasons, sep="\n")
+    print(f"\nwritten in {args.folder}: {', '.join(written)}")
+    if "hostfile" in written:
+        print("put the names of your nodes into hostfile")
+    print(f"start it with:\n  cd {shlex.quote(str(args.folder))} && {files.launch_command(args)}")
+    return 0
+
+
+def _check(args: argparse.Namespace) -> None:
+    if args.goal in ("finetune", "lora", "serve") and is_shape(args.model):
+        raise RefusedInit(
+            f"--model {args.model} has no weights to {args.goal}: give a Hugging Face folder or name"
+        )
+    if args.goal == "lora" and ":" in args.model and not Path(args.model).exists():
+        raise RefusedInit(f"--goal lora takes a Hugging Face folder or name, not --model {args.model}")
+
+
+def _write(folder: Path, texts: Mapping[str, str], force: bool) -> None:
+    """Write all files or none."""
+    there = [name for name in texts if (folder / name).exists()]
+    if there and not force:
+        raise RefusedInit(f"{folder} has {', '.join(there)} already: --force overwrites")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in texts.items():
+            (folder / name).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise RefusedInit(f"{error.filename or folder}: {error.strerror or error}") from None
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

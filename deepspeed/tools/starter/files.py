@@ -1,0 +1,179 @@
+"""The files that `ds init` writes, from the templates beside this module: `@NAME@` stands for what is filled in."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from deepspeed.planning import report
+from deepspeed.planning.step_time.shapes import is_shape
+from deepspeed.tools.starter.choices import LORA_RANK, Decision
+
+TEMPLATES = Path(__file__).with_name("templates")
+
+BYTES = '''VOCABULARY = @VOCABULARY@
+
+
+def encode(text: str) -> list[int]:
+    """A byte is a token; put your tokenizer here."""
+    return list(text.encode())
+
+
+def build_model(config: dict | None) -> torch.nn.Module:
+    """The model: called with input_ids and labels, it returns a dict with the loss. `config`: of DeepSpeed, for what
+    is built in parts from the start at stage 3; None where the client takes care of that."""
+    sharded = config is not None and config["zero_optimization"]["stage"] == 3
+    with deepspeed.zero.Init(config_dict_or_path=config, enabled=sharded):
+        model = @MAKE@
+@AGAIN@    return model
+'''
+
+HUGGING_FACE = '''VOCABULARY = AutoConfig.from_pretrained(MODEL).get_text_config().vocab_size
+KEPT = []
+
+
+def encode(text: str) -> list[int]:
+    return AutoTokenizer.from_pretrained(MODEL)(text)["input_ids"]
+
+
+def build_model(config: dict | None) -> torch.nn.Module:
+    """The model. `config`: of DeepSpeed, which Transformers reads to build the model in parts at stage 3; None where
+    the client tells it."""
+    if config is not None and config["zero_optimization"]["stage"] == 3:
+        KEPT.append(HfDeepSpeedConfig(config))  # as long as the model
+    model = @MAKE@
+    if CHECKPOINTING:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return model
+'''
+SET_CHECKPOINTING = "    model.checkpointing = CHECKPOINTING\n"
+LORA = (
+    f"get_peft_model(\n        {{}},\n        LoraConfig(r={LORA_RANK}, lora_alpha={2 * LORA_RANK}, "
+    'target_modules="all-linear", task_type="CAUSAL_LM"),\n    )'
+)
+FROM_PRETRAINED = 'AutoModelForCausalLM.from_pretrained(MODEL, dtype="bfloat16")'
+
+
+def launch_command(args: argparse.Namespace) -> str:
+    """The command that starts the run, from within the folder."""
+    if args.goal == "serve":
+        model = shlex.quote(_path(args.model))
+        many = (
+            f"deepspeed --num_gpus {args.gpus} --module deepspeed.tools.serve {model} --tp-size {args.gpus}"
+        )
+        return f"ds serve {model}" if args.gpus == 1 else many
+    hosts = f"--hostfile hostfile --num_nodes {args.nodes} " if args.nodes > 1 else ""
+    return f"deepspeed {hosts}--num_gpus {args.gpus} train.py"
+
+
+def files(args: argparse.Namespace, decision: Decision) -> dict[str, str]:
+    """Text of each file, by its name."""
+    config = decision.config
+    values = {
+        "LAUNCH": launch_command(args),
+        **_task_values(args, decision),
+    }
+    written = {
+        "ds_config.json": json.dumps(config, indent=2) + "\n",
+        "task.py": _filled("task", values),
+        "train.py": _filled(f"train_{args.client}", values),
+        "CHOICES.md": choices_page(args, decision),
+    }
+    if is_shape(args.model):
+        written["model.py"] = _filled("model", values)
+    if args.nodes > 1:
+        written["hostfile"] = "".join(f"node-{n} slots={args.gpus}\n" for n in range(1, args.nodes + 1))
+    return written
+
+
+def _filled(template: str, values: Mapping[str, str]) -> str:
+    text = (TEMPLATES / f"{template}.txt").read_text(encoding="utf-8")
+    for name, value in values.items():
+        text = text.replace(f"@{name}@", value)
+    return text
+
+
+def _path(model: str) -> str:
+    return str(Path(model).absolute()) if Path(model).exists() else model
+
+
+def _task_values(args: argparse.Namespace, decision: Decision) -> dict[str, str]:
+    """What task.py is made of: the imports, and how the model is built."""
+    request = decision.answer.request
+    vocabulary = str(getattr(getattr(request.module, "config", None), "vocab_size", 256))
+    own = "\nimport deepspeed\n"
+    if is_shape(args.model):
+        imports, made, again = ["from model import GPT"], _gpt(request.module.config), SET_CHECKPOINTING
+    elif re.fullmatch(r"[\w.]+:[\w.]+", args.model) and not Path(args.model).exists():
+        module, _, function = args.model.partition(":")
+        imports, made, again = [f"from {module} import {function.partition('.')[0]}"], f"{function}()", ""
+    else:
+        own, again = "", ""
+        imports, made = _hugging_face(args, "bf16" in decision.config)
+    build = HUGGING_FACE if not own else BYTES
+    for name, value in (("MAKE", made), ("AGAIN", again), ("VOCABULARY", vocabulary)):
+        build = build.replace(f"@{name}@", value)
+    return {
+        "IMPORTS": "\n".join(sorted([*imports, "from torch.utils.data import Dataset"])) + "\n" + own,
+        "BUILD": build.rstrip(),
+        "MODEL": json.dumps(_path(args.model)),
+        "SEQUENCE": str(args.sequence),
+        "CHECKPOINTING": str(request.checkpointing),
+    }
+
+
+def _gpt(config: Any) -> str:
+    """The call that builds the GPT of model.py."""
+    numbers = {
+        "layers": config.num_hidden_layers,
+        "width": config.hidden_size,
+        "heads": config.num_attention_heads,
+        "kv_heads": config.num_key_value_heads,
+        "wide": config.intermediate_size,
+        "gated": config.gated,
+        "vocabulary": config.vocab_size,
+        "sequence": "SEQUENCE",
+    }
+    return (
+        "GPT(\n" + "".join(f"            {name}={value},\n" for name, value in numbers.items()) + "        )"
+    )
+
+
+def _hugging_face(args: argparse.Namespace, bf16: bool) -> tuple[list[str], str]:
+    imports = [
+        "from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer",
+        "from transformers.integrations import HfDeepSpeedConfig",
+    ]
+    if args.goal == "pretrain":
+        return imports, "AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(MODEL))"
+    made = FROM_PRETRAINED if bf16 else FROM_PRETRAINED.replace("bfloat16", "float32")
+    if args.goal == "lora":
+        return ["from peft import LoraConfig, get_peft_model", *imports], LORA.format(made)
+    return imports, made
+
+
+def choices_page(args: argparse.Namespace, decision: Decision) -> str:
+    """CHOICES.md: why the config is what it is, and the planned memory."""
+    device = decision.answer.request.device_type
+    again = f"ds plan ds_config.json --model {args.model} --gpus {args.gpus} --nodes {args.nodes}"
+    lines = [
+        f"# {args.model}: {args.goal} with {args.client} on {args.gpus * args.nodes} x {device}",
+        "",
+        *(f"- {reason}" for reason in decision.reasons),
+        "- The learning rate is a usual one for this goal; sweep it.",
+        "",
+        f"Start it here with `{launch_command(args)}`. Without `--data text.txt` it trains on random tokens, which",
+        "shows speed and memory only. Data and model are in `task.py`, the loop is in `train.py`.",
+        "",
+        f"Planned memory (`{again} --sequence {args.sequence}` repeats it for this machine):",
+        "",
+        "```text",
+        report.full_report(decision.answer, None),
+        "```",
+    ]
+    return "\n".join(lines) + "\n"
