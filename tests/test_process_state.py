@@ -40,6 +40,8 @@ STATE = {
     "inference/serving/tokenizers.py:BEGIN": "a frozen value",
     "config/torch_classes.py:_tree()": "parsed source of the installed torch",
     "ops/formats/blockwise.py:OF_CODES": "a frozen value",
+    "compat/runtime_comm/coalesced_collectives.py:_CODEC": "a frozen value",
+    "tools/starter/files.py:TEMPLATES": "a path",
     "ops/formats/blockwise.py:OF_PARAMS": "a frozen value",
     "ops/formats/blockwise.py:SIGNED": "a frozen value",
     "ops/formats/blockwise.py:UNSIGNED": "a frozen value",

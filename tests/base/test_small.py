@@ -14,6 +14,7 @@ import deepspeed.base
 from deepspeed.base.accelerator import get_accelerator
 from deepspeed.base.memory import memory_usage, see_memory_usage
 from deepspeed.base.module_utils import recursive_getattr, recursive_setattr
+from deepspeed.compat.aliases import NAMES
 from deepspeed.compat.utils import debug, nvtx
 from deepspeed.compat.utils.nvtx import instrument_w_nvtx
 
@@ -134,9 +135,10 @@ def test_output_for_debugging(
 
 
 def test_documented_names_resolve() -> None:
-    for name in deepspeed.utils._HOME_OF:
-        home = importlib.import_module(deepspeed.utils._HOME_OF[name])
-        assert getattr(deepspeed.utils, name) is getattr(home, name), name
+    for name, path in NAMES["deepspeed.utils"].items():
+        home, _, renamed = path.partition(":")
+        found = getattr(importlib.import_module(home), renamed or name)
+        assert getattr(deepspeed.utils, name) is found, name
         assert name in dir(deepspeed.utils)
     # A function with the name of its module, however the module was imported.
     assert callable(importlib.import_module("deepspeed.utils").z3_leaf_module)
