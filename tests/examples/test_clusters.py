@@ -57,6 +57,8 @@ def test_commands_of_manifests_are_ours(file: Path) -> None:
             (container,) = spec["containers"]
             mounts = {mount["mountPath"] for mount in container["volumeMounts"]}
             assert "/dev/shm" in mounts, "ranks of one machine meet there"
+            probed = {each["httpGet"]["path"] for name, each in container.items() if name.endswith("Probe")}
+            assert probed <= {"/health"}, "a route that the server has"
             if container["command"] == ["deepspeed"]:
                 words = [re.sub(r"\$\(.*\)", "0", word) for word in container["args"]]
                 options = parse_args(words)
