@@ -69,6 +69,11 @@ _ZERO_MODEL_FILE = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.p
 _MODEL_FILE = re.compile(r"mp_rank_(\d+)_model_states\.pt")
 
 
+def is_url(folder: str | os.PathLike[str]) -> bool:
+    """Return whether a folder of checkpoints is named by a URL, such as `s3://bucket/run`."""
+    return "://" in os.fspath(folder)
+
+
 def default_tag(global_steps: int) -> str:
     return f"global_step{global_steps}"
 

@@ -235,8 +235,14 @@ def _resume(engine: DeepSpeedEngine, folder: str) -> None:
     from deepspeed.checkpoint.names import LATEST
     from deepspeed.checkpoint.ranks import Ranks
 
-    mirror = engine.checkpoints.mirror(folder)
-    if Ranks().any(Path(folder, LATEST).exists() if mirror is None else mirror.has_any()):
+    mirror, found = engine.checkpoints.mirror(folder), False
+    ranks = Ranks(node_local=mirror is not None)
+    with ranks.together("looking for a checkpoint"):
+        if mirror is None:
+            found = Path(folder, LATEST).exists()
+        elif ranks.keeps_folder:
+            found = mirror.has_any()
+    if ranks.any(found):
         engine.load_checkpoint(folder)
         reporter(engine)(f"checkpoint.resume: resumed at step {engine.global_steps}")
     else:

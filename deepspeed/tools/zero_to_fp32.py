@@ -25,6 +25,7 @@ from deepspeed.checkpoint.consolidate import consolidate, materialize, resolve_f
 from deepspeed.checkpoint.errors import CheckpointNotFoundError
 from deepspeed.checkpoint.export import save_weights
 from deepspeed.checkpoint.files.archive_writer import LazyTensor
+from deepspeed.checkpoint.names import is_url
 from deepspeed.checkpoint.renaming import renaming
 
 OUTPUT_DTYPE_NAMES = {
@@ -89,7 +90,7 @@ def get_fp32_state_dict_from_zero_checkpoint(
     there is none). ``lazy_mode`` gives ``GatheredTensor`` placeholders, so that one tensor is in memory at a time.
     """
     folder = os.fspath(checkpoint_dir)
-    if "://" in folder:
+    if is_url(folder):
         from deepspeed.checkpoint.remote.mirror import local_copy
 
         folder = local_copy(folder, tag)

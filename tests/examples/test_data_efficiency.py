@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.examples.scripts import script
 from tests.pool import distributed
-from tests.tools.launcher.programs import REPOSITORY
 
 pytest.importorskip("tokenizers")
 pytest.importorskip("matplotlib")
@@ -20,16 +19,7 @@ SMALL = "--steps 12 --batch 4 --layers 3 --heads 2 --width 32 --context 32 --eva
 
 
 def example() -> Any:
-    path = REPOSITORY / "examples/data_efficiency/train.py"
-    spec = importlib.util.spec_from_file_location("data_efficiency_example", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    before = list(sys.path)
-    try:
-        spec.loader.exec_module(module)
-    finally:
-        sys.path[:] = before
-    return module
+    return script("data_efficiency")
 
 
 @distributed(world_size=1)

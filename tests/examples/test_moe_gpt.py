@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import sys
 from pathlib import Path
@@ -13,23 +12,14 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from deepspeed import comm as dist
+from tests.examples.scripts import script
 from tests.pool import distributed
-from tests.tools.launcher.programs import REPOSITORY
 
 SMALL = "--hidden-size 32 --seq-length 32 --train-iters 12 --eval-interval 6 --micro-batch-size 4 --lr 1e-2".split()
 
 
 def example(name: str = "train") -> Any:
-    path = REPOSITORY / f"examples/moe_gpt/{name}.py"
-    spec = importlib.util.spec_from_file_location(f"moe_gpt_{name}", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    before = list(sys.path)
-    try:
-        spec.loader.exec_module(module)
-    finally:
-        sys.path[:] = before
-    return module
+    return script("moe_gpt", name)
 
 
 @distributed(world_size=2)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -10,6 +9,7 @@ from types import ModuleType
 import numpy as np
 import pytest
 
+from tests.examples.scripts import script
 from tests.tools.launcher.programs import REPOSITORY
 
 pytest.importorskip("tokenizers")
@@ -21,15 +21,7 @@ SHORT = "--mbits 100 --steps 20 --layers 1 --heads 2 --width 32 --context 32 --p
 
 @pytest.fixture(scope="module")
 def example() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("slow_links_example", SCRIPT)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    before = list(sys.path)
-    try:
-        spec.loader.exec_module(module)
-    finally:
-        sys.path[:] = before
-    return module
+    return script("slow_links")
 
 
 def make_text(folder: Path) -> None:

@@ -160,7 +160,10 @@ class _Conversion:
 
     def _put(self, folder: Path, kind: str, tensor: LazyTensor, layout: Mapping[str, int]) -> None:
         save = saved_by(self.catalog)
-        write_value(folder, kind, tensor if self.flat else {PARAM: tensor, **layout, **save}, save)
+        if self.flat:
+            write_value(folder, kind, tensor, save)
+        else:
+            write_value(folder, kind, {PARAM: tensor, **layout, **save})
 
     # Everything else ----------------------------------------------------------------------------------------
 

@@ -209,10 +209,10 @@ class Mirror:
 
     def _publish(self, upload: Upload) -> None:
         """Let `latest` name the tag and remove older ones, if this machine is the last one that uploads."""
-        complete = self.complete()
-        if upload.tag not in complete:
+        sizes = self.store.sizes()
+        if self._complete_save(upload.tag, sizes) is None:
             return
-        for name in self.store.sizes():
+        for name in sizes:
             if name.startswith(f"{upload.tag}/{_PROGRESS}"):
                 self.store.remove(name)
         if upload.latest:
@@ -221,11 +221,12 @@ class Mirror:
                     self.store.upload(self.local / script, script)
             self.store.write(LATEST, upload.tag.encode())
         if upload.keep_last is not None:
+            complete = self._complete(sizes)
             newest_first = sorted(complete, key=lambda tag: complete[tag], reverse=True)
-            self._remove(newest_first[upload.keep_last :])
+            self._remove(newest_first[upload.keep_last :], sizes)
 
-    def _remove(self, tags: Sequence[str]) -> None:
-        names = [name for name in self.store.sizes() if name.rpartition("/")[0] in tags]
+    def _remove(self, tags: Sequence[str], sizes: Mapping[str, int]) -> None:
+        names = [name for name in sizes if name.rpartition("/")[0] in tags]
         for name in sorted(names, key=lambda name: RECEIPT not in name):  # an incomplete tag does not load
             self.store.remove(name)
         for tag in tags:
@@ -248,7 +249,9 @@ class Mirror:
 
     def complete(self) -> dict[str, float]:
         """Return the complete tags with the time [s since 1970] at which each was."""
-        sizes = self.store.sizes()
+        return self._complete(self.store.sizes())
+
+    def _complete(self, sizes: Mapping[str, int]) -> dict[str, float]:
         tags = {name.rpartition("/")[0] for name in sizes if name.rpartition("/")[2].startswith(RECEIPT)}
         found = {tag: self._complete_save(tag, sizes) for tag in sorted(tags)}
         return {tag: save.time for tag, save in found.items() if save is not None}
@@ -324,7 +327,7 @@ class Mirror:
         replaced = any(name.startswith(f"{tag}/{_PROGRESS}") for name in sizes)
         if not replaced or self._complete_save(tag, sizes):
             return tag
-        complete = self.complete()
+        complete = self._complete(sizes)
         newest = max(complete, key=lambda each: complete[each], default=tag)
         logger.warning(f"{self.store.url}: the upload of {tag!r} has not ended; {newest!r} is loaded instead")
         return newest
@@ -334,7 +337,7 @@ class Mirror:
         below = {name[len(tag) + 1 :]: size for name, size in sizes.items() if name.startswith(f"{tag}/")}
         if below and not any(name.startswith((RECEIPT, _PROGRESS)) for name in below):
             return _CompleteSave(None, below, 0.0)
-        known = ", ".join(self.complete()) or "none"
+        known = ", ".join(self._complete(sizes)) or "none"
         if not below:
             raise CheckpointNotFoundError(
                 f"{self.store.url} has no checkpoint {tag!r}; complete there: {known}"

@@ -47,8 +47,9 @@ class Checkpoints:
 
     def mirror(self, folder: str | os.PathLike[str]) -> Mirror | None:
         """Return the local copies of checkpoints that lie at a URL; None if ``folder`` is one."""
-        url = os.fspath(folder)
-        if "://" not in url:
+        from deepspeed.checkpoint.names import is_url
+
+        if not is_url(url := os.fspath(folder)):
             return None
         if url not in self._mirrors:
             from deepspeed.checkpoint.remote.mirror import Mirror
