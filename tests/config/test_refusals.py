@@ -23,6 +23,7 @@ OTHER_CONFIGS = (
     "compat/module_inject/",
     "planning/variants.py",
     "tools/plan.py",
+    "tools/starter/",
     "transforms/weight_quantization/",
 )
 """What knows the config itself, has another one, or is a command with arguments."""
