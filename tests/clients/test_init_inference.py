@@ -115,9 +115,10 @@ def assert_same_on_all_ranks(numbers: torch.Tensor) -> None:
 
 
 @distributed(world_size=2)
-def test_two_ranks_share_the_layers() -> None:
-    """Sampling too: all ranks draw the same."""
-    check_two_ranks("llama")
+@pytest.mark.parametrize("name", ["llama", "codegen"])
+def test_two_ranks_share_the_layers(name: str) -> None:
+    """Sampling too: all ranks draw the same. CodeGen's fused projection has four blocks of (query, value, key)."""
+    check_two_ranks(name)
 
 
 @distributed(world_size=2)
