@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test cells clients gpu-kernels torch-releases lint types architecture docs format clean
+.PHONY: help demo test cells clients install-clients install-dev gpu-kernels torch-releases lint types architecture docs format clean
 
 help:
 	@echo "make demo    train a small GPT on real text, resume it, and plot the loss (examples/pretrain_gpt)"
@@ -23,7 +23,9 @@ demo: $(VENV)/.installed-demo
 	@echo "starting the demo: about four minutes"
 	$(BIN)/python examples/pretrain_gpt/demo.py
 
-test: $(VENV)/.installed-dev
+install-dev: $(VENV)/.installed-dev
+
+test: install-dev
 	$(BIN)/python -m pytest $(WORKERS) -m "not slow" --durations=40 --durations-min=5
 
 # Goes on where it was stopped: results are in tests/cells/results.
@@ -36,12 +38,14 @@ cells: $(VENV)/.installed-dev
 CLIENTS := $(VENV)/clients
 ALONE := mup==1.0.0 deepspeed-mii==0.3.3  # without the libraries for pictures and for GPUs that they ask for
 ASKING := lm_eval[api]==0.4.13 openai==3.57.0 s3fs==2026.9.0 moto[server]==5.2.5  # ask our server; an S3 server and its client
-clients: $(VENV)/.created
-	$(MAKE) VENV=$(CLIENTS) $(CLIENTS)/.installed-test,clients
+install-clients: $(VENV)/.created
+	@$(MAKE) VENV=$(CLIENTS) $(CLIENTS)/.installed-test,clients
 	@$(CLIENTS)/bin/python -c "import mup, importlib.metadata as m; m.version('deepspeed-mii')" 2>/dev/null \
 		|| $(CLIENTS)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps $(ALONE)
 	@$(CLIENTS)/bin/python -c "import lm_eval, openai, s3fs, moto" 2>/dev/null \
 		|| $(CLIENTS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt $(ASKING)
+
+clients: install-clients
 	HF_HUB_OFFLINE=1 $(CLIENTS)/bin/python -m pytest $(WORKERS) -m "not slow" \
 		tests/clients tests/examples/test_clients.py tests/config/test_client_files.py tests/planning/memory/test_command.py \
 		tests/zero/test_init_peak.py
