@@ -4,11 +4,13 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ import torch.distributed as dist
 
 import deepspeed
 from deepspeed.base.logging import logger
+from deepspeed.engine.observers.progress import slow_dtype
 from tests.pool import distributed
 from tests.zero.models import batch, config_for, make_zoo
 
@@ -60,6 +63,32 @@ def test_at_most_twelve_lines_at_start_on_rank_0(stage: int) -> None:
         train(engine, 2)
     assert lines == []
     engine.destroy()
+
+
+@pytest.mark.parametrize(
+    "section, warnings",
+    [({"bf16": {"enabled": True}}, 1), ({"torch_autocast": {"enabled": True}}, 1), ({}, 0)],
+)
+@distributed(world_size=2)
+def test_a_dtype_without_instructions_is_told_once(section: dict[str, Any], warnings: int) -> None:
+    """On rank 0, with the factor and what to do."""
+    with pytest.MonkeyPatch.context() as patch, captured(logging.WARNING) as lines:
+        patch.setattr(slow_dtype, "slowdown", lambda dtype: 9.7)
+        patch.setattr(
+            "deepspeed.base.logging._once", functools.cache(lambda key: [True])
+        )  # no earlier test's
+        engine, again = start(**section), start(**section)
+    found = [line for line in lines if "bfloat16 takes 10 times as long as in float32" in line]
+    assert len(found) == (warnings if dist.get_rank() == 0 else 0)
+    assert all("without the sections bf16, fp16 and torch_autocast" in line for line in found)
+    engine.destroy()
+    again.destroy()
+
+
+def test_slowdown_is_a_ratio_of_times() -> None:
+    assert 0.001 < slow_dtype.slowdown(torch.bfloat16) < 1000
+    wide: Any = SimpleNamespace(param=torch.float32, autocast=None)
+    assert slow_dtype.slow_dtype_warning(wide, torch.device("cpu")) is None
 
 
 @pytest.mark.parametrize("name, notes", [("AdamW", 0), ("Adamax", 1)])

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from deepspeed import version
-from deepspeed.base.logging import is_rank_zero, log_dist, logger, report, wants_reports
+from deepspeed.base.logging import is_rank_zero, log_dist, log_dist_once, logger, report, wants_reports
 from deepspeed.base.sharded import full_numel
 from deepspeed.engine.observers.progress.display import VARIABLE, LineFormat, asked_form, made_by_client
+from deepspeed.engine.observers.progress.slow_dtype import slow_dtype_warning
 from deepspeed.ops.multi_tensor import MultiTensorOptimizer
 from deepspeed.zero.precision import precision_table
 
@@ -51,7 +52,7 @@ def _coming_states(optimizer: torch.optim.Optimizer, masters: set[torch.dtype]) 
 
 
 def log_start(engine: Engine) -> None:
-    """Three lines about what was decided, on rank 0, unless disabled; details at level INFO."""
+    """Three lines about what was decided, on rank 0, unless disabled; details at INFO, a slow dtype as a warning."""
     say = reporter(engine)
     zero = engine.plan.zero
     say(
@@ -62,6 +63,8 @@ def log_start(engine: Engine) -> None:
     )
     for transformed in engine.module_transforms.reports:
         say(transformed.line())
+    if is_rank_zero() and (warning := slow_dtype_warning(engine.plan.precision, engine.device)):
+        log_dist_once(warning, ranks=[0], level=logging.WARNING)
     core = engine.core
     if core is None:
         return
