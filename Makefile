@@ -11,7 +11,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 
 help:
 	@echo "make demo    train a small GPT on real text, resume it, and plot the loss (examples/pretrain_gpt)"
-	@echo "make test    run the test suite, without the tests marked slow"
+	@echo "make test    run the test suite, without the tests marked slow and those of gpu-kernels"
 	@echo "make cells N=200 SEED=7  train random combinations of features against plain PyTorch (tests/cells)"
 	@echo "make clients run the tests with Transformers, Accelerate, Lightning, TRL and PEFT, in their newest releases"
 	@echo "make gpu-kernels  compile and interpret the kernels for GPUs, with Triton, on a machine without one"
@@ -26,7 +26,7 @@ demo: $(VENV)/.installed-demo
 install-dev: $(VENV)/.installed-dev
 
 test: install-dev
-	$(BIN)/python -m pytest $(WORKERS) -m "not slow" --durations=40 --durations-min=5
+	$(BIN)/python -m pytest $(WORKERS) -m "not slow" --ignore tests/pretended_gpu --durations=40 --durations-min=5
 
 # Goes on where it was stopped: results are in tests/cells/results.
 N ?= 40

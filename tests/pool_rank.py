@@ -117,6 +117,7 @@ def _warm_up() -> None:
     torch.set_num_threads(1)
     with contextlib.suppress(Exception):  # if it cannot be imported, let the tests say so
         importlib.import_module("deepspeed.engine.initialize")
+        importlib.import_module("torch._dynamo")  # what DDP and torch.compile need: seconds in every rank
     _rewrite_assertions()
     gc.collect()
     gc.freeze()
@@ -272,6 +273,9 @@ def _set_environment(job: Job) -> None:
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(job.port),
         TORCH_GLOO_LAZY_INIT="1",
+        DEEPSPEED_PROGRESS=job.env.get(
+            "DEEPSPEED_PROGRESS", "0"
+        ),  # else each engine plans its memory to print it
     )
     sys.path[:] = job.sys_path
     sys.excepthook = sys.__excepthook__  # init_process_group wraps it anew each time

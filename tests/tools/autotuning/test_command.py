@@ -36,7 +36,7 @@ def test_tune_and_run(tmp_path: Path, ranks: int) -> None:
         "train_batch_size": ranks,
         "optimizer": {"type": "Adam", "params": {"lr": 1e-3}},
         "zero_optimization": {"stage": [0, 1]},
-        "autotuning": {"enabled": True, "max_train_batch_size": 16 * ranks, "metric": "flops"},
+        "autotuning": {"enabled": True, "max_train_batch_size": 2 * ranks, "metric": "flops"},
     }
     (tmp_path / "ds.json").write_text(json.dumps(config))
     run = deepspeed(

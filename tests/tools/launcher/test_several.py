@@ -147,7 +147,7 @@ def test_options_of_ssh(folder):
 
 @pytest.mark.parametrize("how, code, said", [
     ("raise", 1, "rank 1 (worker-1) of end.py failed first: ValueError: boom (exit code 1)"),
-    ("kill", 137, "rank 1 (worker-1) of end.py failed first: killed by SIGKILL"),
+    pytest.param("kill", 137, "rank 1 (worker-1) of end.py failed first: killed by SIGKILL", marks=pytest.mark.slow),
     ("leave", 1, "rank 1 (worker-1) of end.py ended with code 0 while others were training\n"
      "  rank 0 (worker-0): ConnectionError: gloo/transport: Connection closed by peer, "),
 ])  # fmt: skip
@@ -168,7 +168,9 @@ def test_a_host_that_does_not_answer_is_named(folder):
     assert nothing_left(folder)
 
 
-@pytest.mark.parametrize("victim", ["interrupt", "command", "connection"])
+@pytest.mark.parametrize(
+    "victim", ["interrupt", pytest.param("command", marks=pytest.mark.slow), "connection"]
+)
 def test_whatever_ends_leaves_nothing(folder, victim):
     signal.signal(signal.SIGINT, signal.default_int_handler)
     command = started(folder, "--launcher", "ssh", "end.py", "wait")
