@@ -11,7 +11,7 @@ Pure arithmetic: no torch, no files.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -226,11 +226,6 @@ def slabs(shape: tuple[int, ...], start: int, stop: int) -> list[Box]:
     if tail:
         found += [((last, last + 1), *box) for box in slabs(rest, 0, tail)]
     return found
-
-
-def coverage(shards: Iterable[ShardIndex]) -> int:
-    """Elements that ``shards`` hold, counting a fragment that is listed twice (replicas) only once."""
-    return sum({(shard.boxes, shard.start, shard.stop): shard.numel for shard in shards}.values())
 
 
 def _placements(shard: ShardIndex) -> list[tuple[Box, tuple[int, ...]]]:

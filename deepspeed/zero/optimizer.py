@@ -366,12 +366,6 @@ class DeepSpeedZeroOptimizer_Stage3(ZeroOptimizer):
         )
 
     @property
-    def grad_partitions_flat_buffer(self) -> Tensor:
-        """This rank's parts of the gradients in one flat tensor (a copy); empty when ``averaged_gradients`` is."""
-        parts = [part.reshape(-1) for group in self.averaged_gradients.values() for part in group]
-        return torch.cat(parts) if parts else torch.empty(0)
-
-    @property
     def persistent_parameters(self) -> list[nn.Parameter]:
         """The parameters that stay gathered (``stage3_param_persistence_threshold``)."""
         return self.parameter_offload.persistent_parameters

@@ -274,9 +274,6 @@ class PipelineModule(Partitioned, nn.Module):
             for start, end in starts
         ]
 
-    def _precompute_checkpointable_values(self) -> None:
-        """Kept for old scripts: ``is_checkpointable_results`` always is that of the present interval."""
-
     def set_checkpoint_interval(self, interval: int) -> None:
         if interval < 0:
             raise ValueError(f"activation_checkpoint_interval={interval}: at least 0, which is off")
