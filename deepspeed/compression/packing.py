@@ -20,8 +20,6 @@ from deepspeed.ops.formats.integers import (
     ternary_levels,
 )
 
-__all__ = ["MOST_BITS", "Codes", "Grid"]
-
 MOST_BITS = 8
 """Levels of more bits are not packed."""
 

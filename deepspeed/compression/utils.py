@@ -24,15 +24,6 @@ from deepspeed.ops.formats.integers import (
     ternary_levels,
 )
 
-__all__ = [
-    "AsymQuantizer",
-    "BinaryQuantizer",
-    "SymQuantizer",
-    "TernaryQuantizer",
-    "TopKBinarizer",
-    "quantizer_for",
-]
-
 NEAREST, STOCHASTIC = "nearest", "stochastic"
 SYMMETRIC, ASYMMETRIC = "symmetric", "asymmetric"
 

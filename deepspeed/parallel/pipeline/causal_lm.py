@@ -25,8 +25,6 @@ from deepspeed.parallel.pipeline.module import PipelineModule
 from deepspeed.zero.meta import meta_copy
 from deepspeed.zero.replica_groups import SHARED, SHARED_BY
 
-__all__ = ["CutModel", "cut_causal_lm"]
-
 
 def cut_causal_lm(
     model: nn.Module,

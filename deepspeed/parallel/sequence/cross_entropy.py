@@ -20,15 +20,6 @@ from deepspeed.parallel.sequence.exchange import gather_lengths
 from deepspeed.parallel.split_vocabulary import REDUCTIONS, VocabularyPart, cross_entropy, vocabulary_part
 from deepspeed.parallel.tensor.ranks import communicator_of
 
-__all__ = [
-    "VocabParallelCausalLMLoss",
-    "VocabParallelCrossEntropyLoss",
-    "configure_vocab_parallel_loss",
-    "validate_vocab_parallel_loss",
-    "vocab_parallel_cross_entropy",
-    "vocab_sequence_parallel_cross_entropy",
-]
-
 
 @untraced
 def vocab_parallel_cross_entropy(

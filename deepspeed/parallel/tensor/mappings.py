@@ -29,20 +29,6 @@ from deepspeed.base.untraced import untraced
 from deepspeed.comm.collectives import Communicator, Pending
 from deepspeed.parallel.tensor.cuts import Cut
 
-__all__ = [
-    "copy_to",
-    "gather_from",
-    "gather_sequence",
-    "join_sequence",
-    "reduce_from",
-    "scatter_sequence",
-    "shared_weight",
-    "split_sequence",
-    "split_to",
-    "sum_own",
-    "whole_of_part",
-]
-
 
 @untraced
 def copy_to(inputs: Tensor, group: Communicator) -> Tensor:
