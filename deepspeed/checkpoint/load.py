@@ -318,10 +318,7 @@ class Restorer:
         siblings = names_of_siblings(self.module)
         for entry in self.entries:
             if entry.group_index >= 0:  # of shared lists, the groups may name other modules than this rank's
-                names[entry.group_index] |= {
-                    self._find(entry) or entry.name,
-                    *siblings.get(entry.name, ()),
-                }
+                names[entry.group_index] |= {self._find(entry) or entry.name, *siblings.get(entry.name, ())}
         matched = [_matching(number, members, self.catalog.groups) for number, members in enumerate(names)]
         for number, (group, saved) in enumerate(zip(own, matched, strict=True)):
             if saved is None:

@@ -44,12 +44,7 @@ from deepspeed.zero.optimizer import (
     ZeroOptimizer,
 )
 from deepspeed.zero.optimizer_registry import set_state_dtype
-from deepspeed.zero.partitioning import (
-    TrainedParams,
-    cut_whole,
-    param_specs,
-    trained_params,
-)
+from deepspeed.zero.partitioning import TrainedParams, cut_whole, param_specs, trained_params
 from deepspeed.zero.pending_params import PendingParams
 from deepspeed.zero.replica_groups import ReplicaGroups
 from deepspeed.zero.states.access import StateAccess

@@ -29,11 +29,7 @@ class ZeroOptimizer(HasMovableStates, ZeROOptimizer):
     """Wraps ``optimizer`` (the client's, or the one named in the config)."""
 
     def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        executor: StepExecutor,
-        access: StateAccess,
-        mover: StateMover,
+        self, optimizer: torch.optim.Optimizer, executor: StepExecutor, access: StateAccess, mover: StateMover
     ) -> None:
         self.optimizer = optimizer
         self.executor = executor

@@ -7,13 +7,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from deepspeed.compat.module_inject.policy import (
-    Operands,
-    TransformerPolicy,
-    at,
-    operands,
-    side_by_side,
-)
+from deepspeed.compat.module_inject.policy import Operands, TransformerPolicy, at, operands, side_by_side
 
 
 class _OrigClass:
