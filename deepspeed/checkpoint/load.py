@@ -421,8 +421,8 @@ class Restorer:
         return {**tensors, **{name: item for name, item in self.catalog.extra.items() if name not in nested}}
 
     def _tensor(self, name: str, own: Any, sources: list[Source]) -> Tensor:
-        """What this rank's module holds under ``name``: mapped from a file that has exactly this, or filled from the
-        parts of several (stage 3, tensor parallelism)."""
+        """Return what this rank's module holds under ``name``: mapped from a file that has exactly this, or filled
+        from the parts of several (stage 3, tensor parallelism)."""
         saved = sources[0].index
         placement = self.placements.get(name)
         target = placement.index(name) if placement is not None else replace(saved, boxes=()).whole()

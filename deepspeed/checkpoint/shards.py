@@ -229,7 +229,7 @@ def slabs(shape: tuple[int, ...], start: int, stop: int) -> list[Box]:
 
 
 def _placements(shard: ShardIndex) -> list[tuple[Box, tuple[int, ...]]]:
-    """Where each box is in the local tensor, and the offset from local to global coordinates."""
+    """Return where each box is in the local tensor, and the offset from local to global coordinates."""
     if not shard.boxes:
         return [(tuple((0, size) for size in shard.global_shape), (0,) * len(shard.global_shape))]
     dim = _joined_dim(shard.boxes, shard.name)
