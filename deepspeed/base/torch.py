@@ -7,8 +7,6 @@ from typing import Any, TypeVar
 
 import torch
 
-__all__ = ["is_functorch_transforming", "jit_script_compat", "register_grad_hook", "required_torch_version"]
-
 F = TypeVar("F", bound=Callable[..., Any])
 
 

@@ -318,10 +318,7 @@ class Restorer:
         siblings = names_of_siblings(self.module)
         for entry in self.entries:
             if entry.group_index >= 0:  # of shared lists, the groups may name other modules than this rank's
-                names[entry.group_index] |= {
-                    self._find(entry) or entry.name,
-                    *siblings.get(entry.name, ()),
-                }
+                names[entry.group_index] |= {self._find(entry) or entry.name, *siblings.get(entry.name, ())}
         matched = [_matching(number, members, self.catalog.groups) for number, members in enumerate(names)]
         for number, (group, saved) in enumerate(zip(own, matched, strict=True)):
             if saved is None:
@@ -424,8 +421,8 @@ class Restorer:
         return {**tensors, **{name: item for name, item in self.catalog.extra.items() if name not in nested}}
 
     def _tensor(self, name: str, own: Any, sources: list[Source]) -> Tensor:
-        """What this rank's module holds under ``name``: mapped from a file that has exactly this, or filled from the
-        parts of several (stage 3, tensor parallelism)."""
+        """Return what this rank's module holds under ``name``: mapped from a file that has exactly this, or filled
+        from the parts of several (stage 3, tensor parallelism)."""
         saved = sources[0].index
         placement = self.placements.get(name)
         target = placement.index(name) if placement is not None else replace(saved, boxes=()).whole()

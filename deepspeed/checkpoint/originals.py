@@ -198,8 +198,9 @@ class Originals:
         return Originals(self.order, table, frozenset(gone))
 
     def exported(self, names: Iterable[str], aliases: Mapping[str, str]) -> Exported:
-        """What to write, if the transformed module's state dict has tensors ``names``, and ``aliases`` (other name ->
-        name) of them. Where a part is missing (frozen ones may be left out), the others keep their own names."""
+        """Return what to write, if the transformed module's state dict has tensors ``names``, and ``aliases``
+        (other name -> name) of them. Where a part is missing (frozen ones may be left out), the others keep their
+        own names."""
         known = dict.fromkeys([*names, *aliases])
         usable = {name: made for name, made in self.made_of.items() if known.keys() >= set(made.names())}
         untouched = set(self.order) - self.made_of.keys()

@@ -93,8 +93,8 @@ def placement_of(param: Any) -> Placement:
 
 
 def kinds_of_experts(params: Iterable[Tensor]) -> frozenset[str]:
-    """Which of ``EXPERTS`` and ``NUMBERED_EXPERTS`` are among them: of these, ranks with the same dense weights hold
-    different ones."""
+    """Return which of ``EXPERTS`` and ``NUMBERED_EXPERTS`` are among them: of these, ranks with the same dense
+    weights hold different ones."""
     split = {axis for param in params for axis in placement_of(param).split}
     return frozenset(split & {EXPERTS, NUMBERED_EXPERTS})
 
@@ -118,7 +118,8 @@ def is_numbered_expert(param: Any) -> bool:
 
 
 def local_part(param: Any, value: Tensor) -> Tensor:
-    """What a rank's parameter holds of ``value``, if that is the whole tensor; any other shape is returned as it is."""
+    """Return what a rank's parameter holds of ``value``, if that is the whole tensor; any other shape is returned
+    as it is."""
     placement, shape = placement_of(param), _full_shape(param)
     if not placement.boxes or tuple(value.shape) != placement.global_shape or tuple(value.shape) == shape:
         return value

@@ -42,8 +42,8 @@ def plain_name(name: str) -> str:
 
 
 def wrapper_of(module: nn.Module) -> str:
-    """What the plain names of ``module`` begin with because ``DataParallel`` or its like wraps it: ``"module."`` for
-    each of them, mostly nothing."""
+    """Return what the plain names of ``module`` begin with because ``DataParallel`` or its like wraps it:
+    ``"module."`` for each of them, mostly nothing."""
     found = ""
     while True:
         compiled = getattr(module, "_orig_mod", None)
@@ -61,9 +61,9 @@ def exported_name(name: str, wrapper: str) -> str:
 
 
 def renaming(saved: Collection[str], own: Iterable[str] | None, wrapper: str) -> Rename | None:
-    """How what was ``saved`` under other names is called by the module that has the names ``own``; None where names
-    are equal or have nothing to do with each other. ``own=None``: for an export; ``wrapper``: ``wrapper_of`` what was
-    saved."""
+    """Return how what was ``saved`` under other names is called by the module that has the names ``own``; None
+    where names are equal or have nothing to do with each other. ``own=None``: for an export; ``wrapper``:
+    ``wrapper_of`` what was saved."""
     if own is None:
         changes = bool(wrapper) or any("_orig_mod." in name for name in saved)
         return (lambda name: exported_name(name, wrapper)) if changes else None

@@ -203,7 +203,7 @@ def newest_whole(by_machine: Mapping[int, Mapping[str, ReplicaState]]) -> tuple[
 
 
 def missing(files: Files, have: Mapping[int, Files]) -> list[ReplicaTransfer]:
-    """What each rank of ``have`` (rank -> what it has) lacks of ``files``, and from which rank it comes."""
+    """Return what each rank of ``have`` (rank -> what it has) lacks of ``files``, and from which rank it comes."""
     found = []
     for name, size in sorted(files.items()):
         sources = [rank for rank in sorted(have) if have[rank].get(name) == size]

@@ -11,7 +11,7 @@ Pure arithmetic: no torch, no files.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -228,13 +228,8 @@ def slabs(shape: tuple[int, ...], start: int, stop: int) -> list[Box]:
     return found
 
 
-def coverage(shards: Iterable[ShardIndex]) -> int:
-    """Elements that ``shards`` hold, counting a fragment that is listed twice (replicas) only once."""
-    return sum({(shard.boxes, shard.start, shard.stop): shard.numel for shard in shards}.values())
-
-
 def _placements(shard: ShardIndex) -> list[tuple[Box, tuple[int, ...]]]:
-    """Where each box is in the local tensor, and the offset from local to global coordinates."""
+    """Return where each box is in the local tensor, and the offset from local to global coordinates."""
     if not shard.boxes:
         return [(tuple((0, size) for size in shard.global_shape), (0,) * len(shard.global_shape))]
     dim = _joined_dim(shard.boxes, shard.name)

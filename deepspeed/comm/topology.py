@@ -19,13 +19,6 @@ from deepspeed.base.arithmetic import prime_factors as _prime_factors
 from deepspeed.comm.groups import new_group
 from deepspeed.config.problems import DeepSpeedConfigError
 
-__all__ = [
-    "PipeDataParallelTopology",
-    "PipeModelDataParallelTopology",
-    "PipelineParallelGrid",
-    "ProcessTopology",
-]
-
 PIPE, DATA, MODEL = "pipe", "data", "model"
 
 
@@ -226,10 +219,6 @@ class PipelineParallelGrid:
 
     def get_pipe_parallel_group(self) -> ProcessGroup:
         return self.pp_proc_group
-
-    def _is_grid_valid(self) -> bool:
-        """Return whether the topology has a place for every rank, and no more."""
-        return self._topo.world_size() == self.world_size
 
     get_pipeline_model_parallel_rank = get_pipe_parallel_rank
     get_pipeline_model_parallel_world_size = get_pipe_parallel_world_size

@@ -16,16 +16,10 @@ from deepspeed.compat.helpers.backward_counts import (
     check_internal_apis_for_count_used_parameters,
     count_parameters,
 )
-from deepspeed.compat.helpers.gradient_checks import (
-    CheckOverflow,
-    DummyOptim,
-)
+from deepspeed.compat.helpers.gradient_checks import CheckOverflow, DummyOptim
 from deepspeed.compat.helpers.optimizer_states import offload_adam_states, reload_adam_states
 from deepspeed.compat.helpers.partitioned_tensor import PartitionedTensor
-from deepspeed.compat.helpers.tensor_structures import (
-    align_dense_tensors,
-    all_gather_dp_groups,
-)
+from deepspeed.compat.helpers.tensor_structures import align_dense_tensors, all_gather_dp_groups
 from deepspeed.ops.partitions import partition_balanced, partition_uniform, prefix_sum_inc
 from deepspeed.zero.tensor_norms import (
     clip_grad_norm_,

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from enum import IntEnum
 
-__all__ = ["GATED_ACTIVATION_TYPES", "ActivationFuncType", "NormType"]
-
 
 class ActivationFuncType(IntEnum):
     UNKNOWN = 0

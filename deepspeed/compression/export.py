@@ -14,8 +14,6 @@ from deepspeed.base.logging import logger
 from deepspeed.compression.packed import PackedWeight
 from deepspeed.compression.techniques import Compressible
 
-__all__ = ["plain_state_dict", "save_pretrained"]
-
 LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 WIDTHS = (
     "intermediate_size",

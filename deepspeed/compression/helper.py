@@ -26,19 +26,6 @@ from deepspeed.compression.utils import seed_of
 from deepspeed.config import compression_constants as keys
 from deepspeed.zero.gathering.gathered import GatheredParameters
 
-__all__ = [
-    "compression_preparation",
-    "convert_conv1d_to_linear",
-    "fix_compression",
-    "generate_pruners",
-    "is_module_compressible",
-    "module_replacement",
-    "recursive_getattr",
-    "recursive_setattr",
-    "register_on_step_begin",
-    "rewrite_optimizer_step",
-]
-
 M = TypeVar("M", bound=nn.Module)
 Params = Mapping[str, Any]
 

@@ -20,8 +20,6 @@ from deepspeed.ops.formats.integers import asymmetric_levels, symmetric_levels
 from deepspeed.ops.formats.packing import pack_bits, unpack_bits
 from deepspeed.ops.small_product import RUNS, QuantizedMatrix, quantized_product
 
-__all__ = ["PackedConv2d", "PackedEmbedding", "PackedLinear", "PackedWeight", "pack_weights"]
-
 
 @dataclass(frozen=True, slots=True)
 class PackingFormat:

@@ -24,9 +24,7 @@ Parted = list[tuple[str, str, list[str]]]
 
 
 def methods_here(
-    model: nn.Module,
-    look_up: Callable[[nn.Module], Methods],
-    has: Callable[[nn.Module], bool],
+    model: nn.Module, look_up: Callable[[nn.Module], Methods], has: Callable[[nn.Module], bool]
 ) -> tuple[Methods, Parted]:
     """Return the part of what ``look_up`` finds in the whole of ``model`` (rows of `get_compress_methods`) that is on
     this rank. ``has``: whether a module found under a name is the one meant, and no stand-in for one of another stage.

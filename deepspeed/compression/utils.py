@@ -24,15 +24,6 @@ from deepspeed.ops.formats.integers import (
     ternary_levels,
 )
 
-__all__ = [
-    "AsymQuantizer",
-    "BinaryQuantizer",
-    "SymQuantizer",
-    "TernaryQuantizer",
-    "TopKBinarizer",
-    "quantizer_for",
-]
-
 NEAREST, STOCHASTIC = "nearest", "stochastic"
 SYMMETRIC, ASYMMETRIC = "symmetric", "asymmetric"
 
@@ -91,100 +82,80 @@ def _rounding(name: str, seed: int | None, like: Tensor) -> Rounding:
     return stochastic(None if seed is None else torch.Generator(like.device).manual_seed(seed))
 
 
-class _StraightThrough(Function):
-    """The gradient of the values is that of their quantized form."""
+class StraightThroughQuantizer(Function):
+    """Quantized values in groups; the gradient of the values is that of their quantized form.
+
+    Arguments of `apply`: `min_value` and `max_value` are a fixed range (numbers or one per group) instead of that of
+    the values. `seed`: of the noise of stochastic rounding; None takes the default generator's.
+
+    ValueError: `num_groups` does not divide the number of values.
+    """
+
+    @classmethod
+    def forward(
+        cls,
+        ctx: Any,
+        input: Tensor,
+        num_bits: int,
+        min_value: Any = None,
+        max_value: Any = None,
+        num_groups: int = 1,
+        rounding: str = NEAREST,
+        seed: int | None = None,
+    ) -> Tensor:
+        groups = _grouped(input, num_groups)
+        low, high = _bound(min_value, groups), _bound(max_value, groups)
+        quantized = cls.rounded(groups, num_bits, low, high, _rounding(rounding, seed, groups))
+        return quantized.to(input.dtype).view(input.shape)
+
+    @staticmethod
+    def rounded(groups: Tensor, bits: int, low: Tensor | None, high: Tensor | None, how: Rounding) -> Tensor:
+        """Return `groups` [groups, values] as they are after quantization."""
+        raise NotImplementedError
 
     @staticmethod
     def backward(ctx: Any, *grad_output: Tensor) -> Any:
         return grad_output[0], None, None, None, None, None, None
 
 
-class SymQuantizer(_StraightThrough):
-    """Symmetric, `num_bits` bits. `min_value` and `max_value`: a fixed range (numbers or one per group) instead of that
-    of the values. `seed`: of the noise of stochastic rounding; None takes the default generator's.
-
-    ValueError: `num_groups` does not divide the number of values.
-    """
+class SymQuantizer(StraightThroughQuantizer):
+    """Symmetric, `num_bits` bits."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        input: Tensor,
-        num_bits: int,
-        min_value: Any = None,
-        max_value: Any = None,
-        num_groups: int = 1,
-        rounding: str = NEAREST,
-        seed: int | None = None,
-    ) -> Tensor:
-        groups = _grouped(input, num_groups)
-        low, high = _bound(min_value, groups), _bound(max_value, groups)
+    def rounded(groups: Tensor, bits: int, low: Tensor | None, high: Tensor | None, how: Rounding) -> Tensor:
         largest = None if low is None or high is None else torch.maximum(low.abs(), high.abs())
-        levels, scale = symmetric_levels(groups, num_bits, largest, _rounding(rounding, seed, groups))
-        return levels.mul_(scale).to(input.dtype).view(input.shape)
+        levels, scale = symmetric_levels(groups, bits, largest, how)
+        return levels.mul_(scale)
 
 
-class AsymQuantizer(_StraightThrough):
+class AsymQuantizer(StraightThroughQuantizer):
     """The same between the smallest and the largest value."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        input: Tensor,
-        num_bits: int,
-        min_value: Any = None,
-        max_value: Any = None,
-        num_groups: int = 1,
-        rounding: str = NEAREST,
-        seed: int | None = None,
-    ) -> Tensor:
-        groups = _grouped(input, num_groups)
-        low, high = _bound(min_value, groups), _bound(max_value, groups)
-        how = _rounding(rounding, seed, groups)
-        levels, scale, zero = asymmetric_levels(groups, num_bits, low, high, how)
-        return levels.mul_(scale).add_(zero).to(input.dtype).view(input.shape)
+    def rounded(groups: Tensor, bits: int, low: Tensor | None, high: Tensor | None, how: Rounding) -> Tensor:
+        levels, scale, zero = asymmetric_levels(groups, bits, low, high, how)
+        return levels.mul_(scale).add_(zero)
 
 
-class TernaryQuantizer(_StraightThrough):
+class TernaryQuantizer(StraightThroughQuantizer):
     """To -a, 0 and a. `num_bits` (2), the range and the rounding are ignored."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        input: Tensor,
-        num_bits: int,
-        min_value: Any = None,
-        max_value: Any = None,
-        num_groups: int = 1,
-        rounding: str = NEAREST,
-        seed: int | None = None,
-    ) -> Tensor:
-        levels, scale = ternary_levels(_grouped(input, num_groups))
-        return levels.mul_(scale).to(input.dtype).view(input.shape)
+    def rounded(groups: Tensor, *_: Any) -> Tensor:
+        levels, scale = ternary_levels(groups)
+        return levels.mul_(scale)
 
 
-class BinaryQuantizer(_StraightThrough):
+class BinaryQuantizer(StraightThroughQuantizer):
     """To -a and a. `num_bits` (1), the range and the rounding are ignored."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        input: Tensor,
-        num_bits: int,
-        min_value: Any = None,
-        max_value: Any = None,
-        num_groups: int = 1,
-        rounding: str = NEAREST,
-        seed: int | None = None,
-    ) -> Tensor:
-        levels, scale = binary_levels(_grouped(input, num_groups))
-        return levels.mul_(scale).to(input.dtype).view(input.shape)
+    def rounded(groups: Tensor, *_: Any) -> Tensor:
+        levels, scale = binary_levels(groups)
+        return levels.mul_(scale)
 
 
-Quantizers = type[SymQuantizer] | type[AsymQuantizer] | type[TernaryQuantizer] | type[BinaryQuantizer]
-
-
-def quantizer_for(bits: int, kind: str) -> Quantizers:
+def quantizer_for(bits: int, kind: str) -> type[StraightThroughQuantizer]:
     """Return the quantizer of weights to `bits`: two bits are ternary and one is binary, whatever the `kind`."""
     if bits <= 2:
         return TernaryQuantizer if bits == 2 else BinaryQuantizer

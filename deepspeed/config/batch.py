@@ -94,8 +94,7 @@ def _rest(train: int, known: tuple[str, int], dp_world: int, ranks: str, origin:
         ways.append(f"{key} {_either(_nearest(fitting, number))}")
     given = f"{key} {number} ({origin[key]}) x {ranks} = {unit}"
     raise BatchError(
-        TRAIN,
-        f"{TRAIN} {train} (given) is not a multiple of {given}. Nearest that fit: {', or '.join(ways)}",
+        TRAIN, f"{TRAIN} {train} (given) is not a multiple of {given}. Nearest that fit: {', or '.join(ways)}"
     )
 
 

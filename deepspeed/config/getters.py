@@ -89,13 +89,7 @@ _DIRECTED = ("attention", "horizontal_global_attention")
 _BLOCKS_SEEN = ("global_block_indices", "global_block_end_indices")
 _SPARSITY_KEYS = {
     "dense": ("block",),
-    "fixed": (
-        *_LAYOUT,
-        "num_local_blocks",
-        "num_global_blocks",
-        *_DIRECTED,
-        "num_different_global_patterns",
-    ),
+    "fixed": (*_LAYOUT, "num_local_blocks", "num_global_blocks", *_DIRECTED, "num_different_global_patterns"),
     "variable": (*_LAYOUT, "num_random_blocks", "local_window_blocks", *_BLOCKS_SEEN, *_DIRECTED),
     "bigbird": (*_LAYOUT, "num_random_blocks", "num_sliding_window_blocks", "num_global_blocks"),
     "bslongformer": (*_LAYOUT, "num_sliding_window_blocks", *_BLOCKS_SEEN),

@@ -63,13 +63,6 @@ class MeshLayout:
             rank, result[axis] = divmod(rank, self._size(axis))
         return {axis: result[axis] for axis in BASE_AXES}
 
-    def rank_at(self, **position: int) -> int:
-        """The rank at a position along the base axes (0 along axes not named)."""
-        rank = 0
-        for axis in BASE_AXES:
-            rank = rank * self._size(axis) + position.get(axis, 0)
-        return rank
-
     def ranks(self, rank: int, *axes: str) -> tuple[int, ...]:
         """The group of `rank` over these axes: all ranks that differ from it only along them, ascending."""
         if len(axes) == 1 and axes[0] in DERIVED_AXES:

@@ -257,11 +257,7 @@ def key_places(text: str) -> dict[Path, list[tuple[int, int]]]:
         position = token.start()
         kind, value = token.lastgroup, token.group()
         if kind in ("string", "word"):
-            previous = (
-                value[1:-1] if kind == "string" else value,
-                line,
-                position - line_start + 1,
-            )
+            previous = (value[1:-1] if kind == "string" else value, line, position - line_start + 1)
         elif value == ":" and previous and stack and not stack[-1].is_list:
             stack[-1].key = previous[0]
             places.setdefault(stack[-1].here, []).append(previous[1:])

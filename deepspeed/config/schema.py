@@ -26,6 +26,7 @@ from deepspeed.config.section import (
     LenientConfigModel,
     SumDtypeOrNull,
     is_auto,
+    section,
 )
 from deepspeed.config.sections.activation_checkpointing import DeepSpeedActivationCheckpointingConfig
 from deepspeed.config.sections.audit import AuditConfig
@@ -183,37 +184,23 @@ class TrainingConfig(LenientConfigModel):
         default=False, description="Reduce gradients of `nn.Embedding` as indices and values."
     )
     disable_allgather: bool = Field(default=False, description="No effect; kept for old files.")
-    fp16: DeepSpeedFP16Config = Field(
-        default=DeepSpeedFP16Config.model_construct(), description="Training in fp16."
+    fp16: DeepSpeedFP16Config = section(DeepSpeedFP16Config, "Training in fp16.")
+    bf16: DeepSpeedBF16Config = section(DeepSpeedBF16Config, "Training in bf16. Old spelling: `bfloat16`.")
+    fp8: Float8Config = section(
+        Float8Config, "Linear layers with 8-bit products; with any precision and stage."
     )
-    bf16: DeepSpeedBF16Config = Field(
-        default=DeepSpeedBF16Config.model_construct(),
-        description="Training in bf16. Old spelling: `bfloat16`.",
+    native_products: NativeProductsConfig = section(
+        NativeProductsConfig,
+        "Faster fp32 products of linear layers on some processors; see transformer_kernels.md.",
     )
-    fp8: Float8Config = Field(
-        default=Float8Config.model_construct(),
-        description="Linear layers with 8-bit products; with any precision and stage.",
-    )
-    native_products: NativeProductsConfig = Field(
-        default=NativeProductsConfig.model_construct(),
-        description="Faster fp32 products of linear layers on some processors; see transformer_kernels.md.",
-    )
-    amp: AmpConfig = Field(
-        default=AmpConfig.model_construct(),
-        description="Mixed precision by `torch.amp`; not with fp16, bf16 or ZeRO.",
-    )
-    torch_autocast: TorchAutocastConfig = Field(
-        default=TorchAutocastConfig.model_construct(), description="`torch.autocast` by the engine."
-    )
+    amp: AmpConfig = section(AmpConfig, "Mixed precision by `torch.amp`; not with fp16, bf16 or ZeRO.")
+    torch_autocast: TorchAutocastConfig = section(TorchAutocastConfig, "`torch.autocast` by the engine.")
     gradient_clipping: FloatOrInfinity = Field(
         default=1.0, ge=0, description="Largest global norm of the gradients; 0 or infinity: no clipping."
     )
-    data_types: DataTypesConfig = Field(
-        default=DataTypesConfig.model_construct(), description="Dtypes other than the implied ones."
-    )
+    data_types: DataTypesConfig = section(DataTypesConfig, "Dtypes other than the implied ones.")
     zero_optimization: DeepSpeedZeroConfig = Field(
-        default=DeepSpeedZeroConfig(),
-        description="ZeRO. The old form, a boolean, means stage 1 or 0.",
+        default=DeepSpeedZeroConfig(), description="ZeRO. The old form, a boolean, means stage 1 or 0."
     )
     zero_allow_untested_optimizer: bool = Field(
         default=False,
@@ -224,10 +211,8 @@ class TrainingConfig(LenientConfigModel):
         default=True,
         description="true, if given: with optimizer offload, refuse a client's optimizer not made for the host.",
     )
-    aio: AioConfig = Field(default=AioConfig.model_construct(), description="File access for NVMe offload.")
-    tensor_parallel: TPTrainingConfig = Field(
-        default=TPTrainingConfig.model_construct(), description="AutoTP."
-    )
+    aio: AioConfig = section(AioConfig, "File access for NVMe offload.")
+    tensor_parallel: TPTrainingConfig = section(TPTrainingConfig, "AutoTP.")
     sequence_parallel_size: Int | None = Field(default=None, ge=1, description="Ranks that share a sequence.")
     data_parallel_size: Int | None = Field(
         default=None,
@@ -237,10 +222,8 @@ class TrainingConfig(LenientConfigModel):
     use_data_before_expert_parallelism: bool = Field(
         default=False, description="Order of the ranks: data groups inside expert groups."
     )
-    expert_parallel: AutoEPConfig = Field(default=AutoEPConfig.model_construct(), description="AutoEP.")
-    hybrid_engine: HybridEngineConfig = Field(
-        default=HybridEngineConfig.model_construct(), description="Training and generation in one engine."
-    )
+    expert_parallel: AutoEPConfig = section(AutoEPConfig, "AutoEP.")
+    hybrid_engine: HybridEngineConfig = section(HybridEngineConfig, "Training and generation in one engine.")
     steps_per_print: Annotated[
         int | float | None,
         PlainValidator(_print_period),
@@ -274,13 +257,9 @@ class TrainingConfig(LenientConfigModel):
         default=False, description="The engine's loader drops an incomplete last batch."
     )
     graph_harvesting: bool = Field(default=False, description="Run the optimizer step as a CUDA graph.")
-    timers: TimersConfig = Field(default=TimersConfig.model_construct(), description="Timers.")
-    autotuning: DeepSpeedAutotuningConfig = Field(
-        default=DeepSpeedAutotuningConfig.model_construct(), description="Autotuner."
-    )
-    flops_profiler: DeepSpeedFlopsProfilerConfig = Field(
-        default=DeepSpeedFlopsProfilerConfig.model_construct(), description="FLOPs profiler."
-    )
+    timers: TimersConfig = section(TimersConfig, "Timers.")
+    autotuning: DeepSpeedAutotuningConfig = section(DeepSpeedAutotuningConfig, "Autotuner.")
+    flops_profiler: DeepSpeedFlopsProfilerConfig = section(DeepSpeedFlopsProfilerConfig, "FLOPs profiler.")
     gradient_compression: GradientCompressionConfig | None = Field(
         default=None, description="Gradients in a few bits per element; see slow_links.md."
     )
@@ -290,61 +269,43 @@ class TrainingConfig(LenientConfigModel):
     trace: TraceConfig | None = Field(
         default=None, description="A timeline of some steps, for `ds trace`; see profiling.md."
     )
-    activation_checkpointing: DeepSpeedActivationCheckpointingConfig = Field(
-        default=DeepSpeedActivationCheckpointingConfig.model_construct(),
-        description="Activation checkpointing.",
+    activation_checkpointing: DeepSpeedActivationCheckpointingConfig = section(
+        DeepSpeedActivationCheckpointingConfig, "Activation checkpointing."
     )
-    tiled_compute: TiledComputeConfig = Field(
-        default=TiledComputeConfig.model_construct(), description="Long sequences in tiles."
-    )
+    tiled_compute: TiledComputeConfig = section(TiledComputeConfig, "Long sequences in tiles.")
     sparse_attention: SparseAttentionConfig | None = Field(
         default=None, description="Block-sparse attention."
     )
-    data_efficiency: DataEfficiencyConfig = Field(
-        default=DataEfficiencyConfig.model_construct(), description="Data efficiency library."
-    )
+    data_efficiency: DataEfficiencyConfig = section(DataEfficiencyConfig, "Data efficiency library.")
     curriculum_learning: CurriculumLegacyConfig | None = Field(
         default=None, description="Curriculum on sequence length (older form)."
     )
     progressive_layer_drop: ProgressiveLayerDropConfig | None = Field(
         default=None, description="Progressive layer dropping."
     )
-    tensorboard: TensorBoardConfig = Field(
-        default=TensorBoardConfig.model_construct(), description="Curves for TensorBoard."
-    )
-    wandb: WandbConfig = Field(
-        default=WandbConfig.model_construct(), description="Curves for Weights & Biases."
-    )
-    csv_monitor: CSVConfig = Field(default=CSVConfig.model_construct(), description="Curves in CSV files.")
-    comet: CometConfig = Field(default=CometConfig.model_construct(), description="Curves for Comet.")
-    trackio: TrackioConfig = Field(default=TrackioConfig.model_construct(), description="Curves for Trackio.")
-    monitor: MonitorConfig = Field(
-        default=MonitorConfig.model_construct(),
-        description="The live page (see live.md); the x axis of the curves.",
-    )
-    comm: CommConfig = Field(default=CommConfig.model_construct(), description="Communication.")
+    tensorboard: TensorBoardConfig = section(TensorBoardConfig, "Curves for TensorBoard.")
+    wandb: WandbConfig = section(WandbConfig, "Curves for Weights & Biases.")
+    csv_monitor: CSVConfig = section(CSVConfig, "Curves in CSV files.")
+    comet: CometConfig = section(CometConfig, "Curves for Comet.")
+    trackio: TrackioConfig = section(TrackioConfig, "Curves for Trackio.")
+    monitor: MonitorConfig = section(MonitorConfig, "The live page (see live.md); the x axis of the curves.")
+    comm: CommConfig = section(CommConfig, "Communication.")
     comms_logger: CommsLoggerConfig | None = Field(default=None, description="Log of communication.")
     elasticity: ElasticityConfig | None = Field(default=None, description="Elastic batch size.")
-    compression_training: CompressionConfig = Field(
-        default=CompressionConfig.model_construct(), description="Compression."
-    )
+    compression_training: CompressionConfig = section(CompressionConfig, "Compression.")
     quantize_training: QuantizeTrainingConfig | None = Field(
         default=None, description="The first form of MoQ's section, kept for old files."
     )
-    checkpoint: CheckpointConfig = Field(
-        default=CheckpointConfig.model_construct(), description="Checkpoints."
-    )
-    pipeline: PipelineConfig = Field(default=PipelineConfig.model_construct(), description="Pipeline engine.")
-    nebula: DeepSpeedNebulaConfig = Field(
-        default=DeepSpeedNebulaConfig.model_construct(), description="Checkpoints through Azure Nebula."
-    )
+    checkpoint: CheckpointConfig = section(CheckpointConfig, "Checkpoints.")
+    pipeline: PipelineConfig = section(PipelineConfig, "Pipeline engine.")
+    nebula: DeepSpeedNebulaConfig = section(DeepSpeedNebulaConfig, "Checkpoints through Azure Nebula.")
     datastates_ckpt: Annotated[Any, PlainValidator(_choices), AllowedValues("an object or false")] = Field(
         default=False, description="Checkpoints through DataStates; anything but false turns it on."
     )
     weight_quantization: WeightQuantConfig | None = Field(
         default=None, description="Quantized weights for inference with ZeRO."
     )
-    compile: CompileConfig = Field(default=CompileConfig.model_construct(), description="DeepCompile.")
+    compile: CompileConfig = section(CompileConfig, "DeepCompile.")
     inference: Any = Field(
         default=None, description="Not read here; Transformers looks for `inference.tensor_parallel.tp_size`."
     )

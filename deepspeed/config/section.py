@@ -212,9 +212,14 @@ SumDtypeOrNull = Annotated[
 # ----------------------------------------------------------------------------------------- the base class
 
 
+def section(model: type[BaseModel], description: str) -> Any:
+    """A field that is another section, by default with its defaults, which are not validated."""
+    return Field(model.model_construct(), description=description)
+
+
 def required(description: str) -> Any:
     """A field that is required once its section says `enabled: true`."""
-    return Field(default=None, description=description, json_schema_extra={"required_when_enabled": True})
+    return Field(None, description=description, json_schema_extra={"required_when_enabled": True})
 
 
 def deprecated(

@@ -23,8 +23,6 @@ from deepspeed.base.accelerator import get_accelerator
 from deepspeed.base.logging import logger
 from deepspeed.data import stream_position
 
-__all__ = ["DeepSpeedDataLoader", "EpochSampler", "RepeatingLoader"]
-
 
 class RepeatingLoader:
     """Iterates over `loader` again and again; `next()` never ends unless the loader is empty."""

@@ -26,7 +26,7 @@ from deepspeed.engine.step_notes import StepNotes
 from deepspeed.ops.adam.multi_tensor_adam import MultiTensorAdam
 from deepspeed.ops.update import traits_of
 from deepspeed.optim.loss_scaler import LossScaler
-from deepspeed.transforms.recompute.scope import PROCESS, Held
+from deepspeed.transforms.recompute.scope import PROCESS, RecomputeSettings
 from deepspeed.zero.accumulation import AccumulationClock
 from deepspeed.zero.bucket import BufferPool, ParamBucket, WeightPublisher
 from deepspeed.zero.gradients.bucket import GradBucket
@@ -44,12 +44,7 @@ from deepspeed.zero.optimizer import (
     ZeroOptimizer,
 )
 from deepspeed.zero.optimizer_registry import set_state_dtype
-from deepspeed.zero.partitioning import (
-    TrainedParams,
-    cut_whole,
-    param_specs,
-    trained_params,
-)
+from deepspeed.zero.partitioning import TrainedParams, cut_whole, param_specs, trained_params
 from deepspeed.zero.pending_params import PendingParams
 from deepspeed.zero.replica_groups import ReplicaGroups
 from deepspeed.zero.states.access import StateAccess
@@ -160,7 +155,9 @@ def build_training(
     return basic, core.optimizer, core, sharded
 
 
-def recompute_settings(config: DeepSpeedConfig, mpu: Any, network: Any, tensor_ranks: Any) -> Held:
+def recompute_settings(
+    config: DeepSpeedConfig, mpu: Any, network: Any, tensor_ranks: Any
+) -> RecomputeSettings:
     """Those of activation checkpointing: the engine's own if its config has the section."""
     if not config.activation_checkpointing_config.model_fields_set:
         return PROCESS

@@ -22,8 +22,6 @@ from deepspeed.inference.split.copy import SplitCopy
 from deepspeed.inference.split.layers import check_length, same_random_numbers, tensor_parallel_group
 from deepspeed.zero.gathering.gathered import unwrap_model_for_generation
 
-__all__ = ["DeepSpeedHybridEngine"]
-
 
 class DeepSpeedHybridEngine(DeepSpeedEngine):
     """``generate`` gathers partitioned weights once and not for every token, without a second copy of them, and fuses

@@ -270,11 +270,7 @@ class _Selection:
 
 
 def _what_to_load(
-    engine: Engine,
-    optimizer: bool,
-    scheduler: bool,
-    module_only: bool,
-    custom: Callable[..., Any] | None,
+    engine: Engine, optimizer: bool, scheduler: bool, module_only: bool, custom: Callable[..., Any] | None
 ) -> _Selection:
     trains = engine.state_access is not None
     optimizer = optimizer and trains and not module_only

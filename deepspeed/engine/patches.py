@@ -43,7 +43,7 @@ MODULES: dict[str, dict[str, str]] = {
         "MoE": "layers are recognised by deepspeed.parallel.expert.layer.MoE: derive yours from it"
     },
     "deepspeed.transforms.recompute.checkpointing": {
-        "_set_cuda_rng_state": "register an accelerator with deepspeed.base.accelerator.set_accelerator()",
+        "_set_cuda_rng_state": "register an accelerator with deepspeed.base.accelerator.set_accelerator()"
     },
 }
 """Module -> name in it -> what does the same."""

@@ -32,8 +32,6 @@ from deepspeed.inference.weight_stores import make_store
 from deepspeed.ops.huge_pages import collapse, weights_of
 from deepspeed.zero.params import make_whole
 
-__all__ = ["InferenceEngine"]
-
 
 class InferenceEngine(nn.Module):
     """Runs ``module``. What is asked of the engine and is not here is asked of the module, so that it can take the

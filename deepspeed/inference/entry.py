@@ -14,8 +14,6 @@ from deepspeed.config.refusals import refusals
 from deepspeed.inference.config import DeepSpeedInferenceConfig
 from deepspeed.inference.engine import InferenceEngine
 
-__all__ = ["default_inference_config", "init_inference"]
-
 
 def default_inference_config() -> dict[str, Any]:
     """Every key with its default."""

@@ -19,8 +19,6 @@ from deepspeed.ops.small_product import (
     takes_bfloat16,
 )
 
-__all__ = ["HostLinear", "IntegerLinear", "inject_kernels", "quantize_linears"]
-
 
 class HostLinear(nn.Linear):
     """A linear layer of bfloat16 on the host; a few rows are as fast as its weights are read."""

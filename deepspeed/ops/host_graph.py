@@ -17,17 +17,6 @@ from torch import Tensor
 
 from deepspeed.ops.native import DTYPE_CODES, library
 
-__all__ = [
-    "Activation",
-    "GraphMatrix",
-    "GraphPagedLayer",
-    "PagedPiece",
-    "HostGraph",
-    "GraphStep",
-    "Weights",
-    "largest_of",
-]
-
 
 class Weights(enum.IntEnum):
     """Storage formats of a matrix."""

@@ -17,8 +17,6 @@ from collections.abc import Callable, Iterable, Iterator
 
 from torch import Tensor, nn
 
-__all__ = ["HUGE_PAGE", "collapse", "search_deadline", "weights_of"]
-
 HUGE_PAGE = 2 << 20
 _MADV_COLLAPSE = 25
 _PATIENCE = 1.0  # seconds per request, and per 512 MiB of it

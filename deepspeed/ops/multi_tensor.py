@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from deepspeed.ops import native
-from deepspeed.ops.update import ALONE, Fragments, Group, UpdateContext, UpdateTraits
+from deepspeed.ops.update import ALONE, Fragments, Group, Tensors, UpdateContext, UpdateTraits
 
 _GRAD = 1  # column of the addresses of gradients
 _MAX_TABLES = 64  # kept per optimizer, so that they do not pile up if a caller always passes new tensors
@@ -221,12 +221,7 @@ class MultiTensorOptimizer(torch.optim.Optimizer):
         raise NotImplementedError
 
     def _torch_update(
-        self,
-        group: Group,
-        params: list[Tensor],
-        grads: list[Tensor],
-        states: list[list[Tensor]],
-        steps: list[int],
+        self, group: Group, params: Tensors, grads: Tensors, states: list[Tensors], steps: list[int]
     ) -> None:
         """The same update in PyTorch, in place. All tensors are fp32; `states[k]` is the list for `state_names[k]`;
         `steps` counts this update. Only single, correctly rounded operations (no `alpha=`, `lerp`,

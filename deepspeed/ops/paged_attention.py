@@ -11,8 +11,6 @@ from torch import Tensor
 from deepspeed.ops.host_graph import GraphPagedLayer, PagedPiece
 from deepspeed.ops.native import DTYPE_CODES, library
 
-__all__ = ["PagedPieces", "paged_attention", "takes"]
-
 
 class PagedPieces:
     """The sequences of one forward, for all of its layers: (blocks, position of the first token, tokens) of each, whose

@@ -15,6 +15,7 @@ from torch import Tensor
 
 Group: TypeAlias = dict[str, Any]
 """One of an optimizer's `param_groups`."""
+Tensors: TypeAlias = list[Tensor]
 
 Ranks = Any
 """A `comm.collectives.Communicator`; `ops` lies below `comm`."""

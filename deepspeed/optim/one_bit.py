@@ -233,7 +233,7 @@ def by_holders(
 
 
 def seen_by(state: Mapping[str, Any]) -> float:
-    """How many gradients a variance has followed; one that was filled in counts as of one."""
+    """Return how many gradients a variance has followed; one that was filled in counts as of one."""
     return max(1.0, float(state[SEEN]))
 
 

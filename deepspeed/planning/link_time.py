@@ -105,11 +105,7 @@ def _with_whole_weights(found: PlanAnswer, weights: float, gradients: float) -> 
         now = way * sums + (weights if zero.shard_state else way)
     elif packing.gradients:
         now = int4 * sums + weights
-    exchanged = {
-        "OneBitAdam": 2 * signs,
-        "ZeroOneAdam": 2 * signs / LOCAL_STEPS,
-        "DiLoCo": 8.0 / SYNC_EVERY,
-    }
+    exchanged = {"OneBitAdam": 2 * signs, "ZeroOneAdam": 2 * signs / LOCAL_STEPS, "DiLoCo": 8.0 / SYNC_EVERY}
     kind = str(found.config.optimizer_name or "").lower()
     now = {name.lower(): nbytes for name, nbytes in exchanged.items()}.get(kind, now)
     options = [("as it is", "", now)]

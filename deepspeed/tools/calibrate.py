@@ -125,11 +125,7 @@ def _model_facts(asked: Asked) -> tuple[int, float]:
     planned = answer(PlanRequest(module=module, config=config, ranks=1, device_type="cpu"))
     facts = planned.setting.facts
     flops = flops_by_call(
-        module,
-        facts,
-        asked.micro * asked.sequence,
-        asked.sequence,
-        shape_of(getattr(module, "config", None)),
+        module, facts, asked.micro * asked.sequence, asked.sequence, shape_of(getattr(module, "config", None))
     )
     return sum(spec.numel for spec in facts.specs[: facts.trained]), sum(flops)
 

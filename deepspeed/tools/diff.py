@@ -35,11 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "arithmetic, otherwise depending on their precision)",
     )
     parser.add_argument(
-        "--show",
-        type=positive,
-        default=10,
-        metavar="N",
-        help="number of differences to list (default: 10)",
+        "--show", type=positive, default=10, metavar="N", help="number of differences to list (default: 10)"
     )
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     args = parser.parse_args(argv)

@@ -73,12 +73,7 @@ TOOLS = {
         "FOLDER",
         "serve the live page of a run from its record (`monitor.live`)",
     ),
-    "top": Tool(
-        "deepspeed.tools.top",
-        "main",
-        "[--once]",
-        "watch your runs on this machine in the terminal",
-    ),
+    "top": Tool("deepspeed.tools.top", "main", "[--once]", "watch your runs on this machine in the terminal"),
     "report": Tool(
         "deepspeed.tools.env_report",
         "cli_main",
@@ -106,10 +101,7 @@ TOOLS = {
         "check that this machine, or those of a hostfile, are ready for a job",
     ),
     "bench": Tool(
-        "deepspeed.tools.bench",
-        "main",
-        "--num_gpus N",
-        "benchmark collectives by size and transport",
+        "deepspeed.tools.bench", "main", "--num_gpus N", "benchmark collectives by size and transport"
     ),
     "elastic": Tool(
         "deepspeed.tools.elastic.command",

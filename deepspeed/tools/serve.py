@@ -170,7 +170,7 @@ def formats_of(args: argparse.Namespace, template: str) -> Formats:
 
 
 def memory_line(generator: Generator) -> str:
-    """What weights and cache take on this rank."""
+    """Return what weights and cache take on this rank."""
     runner = generator.runner
     module = runner.module
     tensors = {id(each): each for each in (*module.parameters(), *module.buffers())}.values()

@@ -46,13 +46,7 @@ class InputChain:
         self.transforms = in_order(transforms, INPUT_ORDER, others=MODULE_ORDER)
 
     def __call__(
-        self,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        *,
-        training: bool,
-        step: int,
-        micro_step: int,
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], *, training: bool, step: int, micro_step: int
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """TransformError: one of them failed; it is named. The others are the fields of ``ForwardFacts``."""
         facts = ForwardFacts(training=training, step=step, micro_step=micro_step)

@@ -8,8 +8,6 @@ from torch import nn
 
 from deepspeed.ops.transformer.products import NativeLinear, is_faster
 
-__all__ = ["NativeLinears"]
-
 
 class _Context(Protocol):
     def say(self, text: str) -> None: ...

@@ -29,11 +29,7 @@ class ZeroOptimizer(HasMovableStates, ZeROOptimizer):
     """Wraps ``optimizer`` (the client's, or the one named in the config)."""
 
     def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        executor: StepExecutor,
-        access: StateAccess,
-        mover: StateMover,
+        self, optimizer: torch.optim.Optimizer, executor: StepExecutor, access: StateAccess, mover: StateMover
     ) -> None:
         self.optimizer = optimizer
         self.executor = executor
@@ -364,12 +360,6 @@ class DeepSpeedZeroOptimizer_Stage3(ZeroOptimizer):
         raise AttributeError(
             "single_partition_of_fp32_groups exists at stages 1 and 2; see fp32_partitioned_groups_flat"
         )
-
-    @property
-    def grad_partitions_flat_buffer(self) -> Tensor:
-        """This rank's parts of the gradients in one flat tensor (a copy); empty when ``averaged_gradients`` is."""
-        parts = [part.reshape(-1) for group in self.averaged_gradients.values() for part in group]
-        return torch.cat(parts) if parts else torch.empty(0)
 
     @property
     def persistent_parameters(self) -> list[nn.Parameter]:

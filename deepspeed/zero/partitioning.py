@@ -122,10 +122,7 @@ def cut_whole(
 
 
 def cut_sharded(
-    specs: Sequence[ParamSpec],
-    zero: DeepSpeedZeroConfig,
-    ranks: int | Mapping[str, int],
-    grain: int = 1,
+    specs: Sequence[ParamSpec], zero: DeepSpeedZeroConfig, ranks: int | Mapping[str, int], grain: int = 1
 ) -> list[tuple[BucketLayout, bool]]:
     """Stage 3: ``(layout, persistent)``; persistent buckets hold small parameters and stay gathered."""
     persist = persistence_threshold(

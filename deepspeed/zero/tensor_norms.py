@@ -194,9 +194,7 @@ def get_norm_with_moe_layers_fast(all_groups_norm: Tensor | float, group: Any) -
 
 
 def norm_with_experts(
-    other_norm: Tensor | float,
-    norms_of_experts: Sequence[tuple[Tensor, Any]],
-    norm_type: float,
+    other_norm: Tensor | float, norms_of_experts: Sequence[tuple[Tensor, Any]], norm_type: float
 ) -> float:
     """Norm of a model from that of its other parameters and, for each expert group, this rank's norm and the ranks that
     hold the rest."""

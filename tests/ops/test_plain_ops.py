@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional as F
 
 from deepspeed.ops.adam.multi_tensor_apply import MultiTensorApply
-from deepspeed.ops.op_builder import PinMemoryBuilder, RandomLTDBuilder, SpatialInferenceBuilder
+from deepspeed.ops.op_builder import PinMemoryBuilder, SpatialInferenceBuilder
 from deepspeed.ops.transformer.inference.bias_add import nhwc_bias_add
 from deepspeed.ops.triton_ops.group_gemm_triton import group_gemm_triton
 from deepspeed.ops.triton_ops.swiglu_triton import swiglu
@@ -37,37 +37,6 @@ def test_the_op_of_spatial_inference_adds_biases():
     rows = [each.flatten(2).transpose(1, 2) for each in (given, other)]  # [batch, positions, channels]
     found = op.nhwc_bias_add_bias_add(rows[0], bias, rows[1], other_bias)
     assert torch.equal(found, expected.flatten(2).transpose(1, 2))
-
-
-def test_the_op_of_random_ltd_moves_tokens():
-    op, batch, tokens, kept, hidden = RandomLTDBuilder().load(), 2, 7, 3, 4
-    mixed = torch.stack([torch.randperm(tokens)[:kept] for _ in range(batch)]).int()
-    indices = mixed.clone()
-    assert op.token_sort_(indices, tokens) is indices and torch.equal(indices, mixed.sort(-1).values)
-    every, part = torch.randn(batch, tokens, hidden), torch.randn(batch, kept, hidden)
-    taken = torch.stack([row[at] for row, at in zip(every, indices.long(), strict=True)])
-    assert torch.equal(op.token_gather(every, indices, True), taken)
-    swapped = every.transpose(0, 1).contiguous()
-    assert torch.equal(op.token_gather(swapped, indices, False), taken.transpose(0, 1))
-    expected = every.clone()
-    for row, at, values in zip(expected, indices.long(), part, strict=True):
-        row[at] = values
-    assert op.token_scatter_(every, part, indices, True) is every and torch.equal(every, expected)
-    op.token_scatter_(swapped, part.transpose(0, 1), indices, False)
-    assert torch.equal(swapped.transpose(0, 1), expected)
-
-
-def test_the_op_of_random_ltd_takes_parts_of_masks():
-    op, tokens = RandomLTDBuilder().load(), 6
-    mask = torch.randn(2, 1, tokens, tokens)
-    layers = torch.tensor([[[0, 2], [1, 5]], [[3, 4], [0, 1]]], dtype=torch.int32)
-    found = op.mask_gather_bert(mask, layers)
-    assert found.shape == (2, 2, 1, 2, 2)
-    for layer in range(2):
-        for row in range(2):
-            at = layers[layer, row].long()
-            assert torch.equal(found[layer, row, 0], mask[row, 0][at][:, at])
-    assert torch.equal(op.mask_gather_gpt(mask, 4), mask[:, :, :4, :4])
 
 
 def test_the_op_of_pinned_memory_gives_out_locked_tensors():

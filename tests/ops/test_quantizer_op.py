@@ -82,72 +82,6 @@ def test_what_is_not_finite_does_not_become_finite(bits):
         assert not found[:16].isfinite().any() and torch.equal(found[16:], given[16:])
 
 
-@KINDS
-@BITS
-def test_swizzled_groups_come_by_pipeline_device_and_node(bits, kind):
-    nodes, devices, pipeline, each = 2, 3, 2, 2
-    groups = nodes * devices * pipeline * each
-    given = torch.randn(groups * 8)
-    codes, params = OP.quantize(given, groups, bits, kind)
-    by_group = codes.view(groups, -1)
-    order = [
-        ((node * devices + device) * pipeline + part) * each + number
-        for part in range(pipeline)
-        for device in range(devices)
-        for node in range(nodes)
-        for number in range(each)
-    ]
-    found, found_params = OP.swizzle_quant(given, groups, bits, kind, pipeline, nodes, devices)
-    assert torch.equal(found, torch.cat([by_group[group] for group in order]))
-    assert torch.equal(found_params, params[order])
-
-
-@KINDS
-@BITS
-def test_a_reduction_quantizes_the_sum(bits, kind):
-    devices, numel = 4, 96
-    given = torch.randn(devices, numel)
-    codes, params = OP.quantize(given.flatten(), devices * 6, bits, kind)
-    total = OP.dequantize_fp32(codes, params, devices * 6, bits, kind).view(devices, numel).sum(0)
-    found, found_params = OP.quantized_reduction(codes, params, devices * 6, 3, bits, kind, devices)
-    expected, expected_params = OP.quantize(total, 3, bits, kind)
-    assert torch.equal(found, expected) and torch.equal(found_params, expected_params)
-
-
-def test_the_exchange_of_zeropp_gives_the_mean_of_gradients():
-    """Both steps of a hierarchical reduction, by hand: 2 nodes of 2 ranks."""
-    nodes, devices, numel, bits, kind = 2, 2, 64, 4, OP.Symmetric
-    world, groups = nodes * devices, 8
-    given = torch.randn(world, numel)
-    sent = [OP.swizzle_quant(grads, groups, bits, kind, 1, nodes, devices) for grads in given]
-
-    def share(tensor: Tensor, number: int, of: int) -> Tensor:
-        return tensor.flatten().chunk(of)[number]
-
-    for rank in range(world):
-        node, device = divmod(rank, devices)
-        partial = []  # of every node, what its rank with this number holds after the exchange within the node
-        for other in range(nodes):
-            received = [sent[other * devices + peer] for peer in range(devices)]
-            codes, scales = (
-                torch.cat([share(each[i], device, devices) for each in received]) for i in (0, 1)
-            )
-            partial.append(OP.quantized_reduction(codes, scales, groups, 4, bits, kind, devices))
-        codes, scales = (torch.cat([share(each[i], node, nodes) for each in partial]) for i in (0, 1))
-        found = OP.dequantize_fp32(codes, scales, scales.numel(), bits, kind).view(nodes, -1).sum(0) / world
-        expected = given.mean(0).chunk(world)[rank]
-        assert (found - expected).norm() < 0.15 * expected.norm() + 0.1
-
-
-def test_unsigned_codes_above_a_least_value():
-    scale, least = torch.tensor([0.5, 2.0]).half(), torch.tensor([-1.0, 3.0]).half()
-    codes = torch.tensor([[0, 1, 15, 8], [3, 2, 1, 0]], dtype=torch.uint8)
-    expected = (codes * scale[:, None] + least[:, None]).half()
-    assert torch.equal(OP.dequantize_int8_to_half_experimental(codes, scale, least, 2, 4), expected)
-    packed = codes[:, 0::2] << 4 | codes[:, 1::2]
-    assert torch.equal(OP.dequantize_int4_to_half_experimental(packed, scale, least, 2, 4), expected)
-
-
 @pytest.mark.parametrize(
     "call, words",
     [
@@ -155,13 +89,6 @@ def test_unsigned_codes_above_a_least_value():
         (lambda: OP.quantize(torch.ones(8), 3, 8, OP.Symmetric), "groups=3"),
         (lambda: OP.quantize(torch.ones(4, 3), 2, 4, OP.Symmetric), "is odd"),
         (lambda: OP.dequantize(torch.ones(8, dtype=torch.int8), torch.ones(3), 2, 8, OP.Symmetric), "3"),
-        (lambda: OP.swizzle_quant(torch.ones(24), 3, 8, OP.Symmetric, 1, 2, 2), "= 4"),
-        (
-            lambda: OP.quantized_reduction(
-                torch.ones(9, dtype=torch.int8), torch.ones(3), 3, 1, 8, OP.Symmetric, 2
-            ),
-            "devices_per_node=2",
-        ),
     ],
 )
 def test_what_cannot_be_is_refused(call, words):

@@ -255,16 +255,6 @@ def test_backward_of_the_optimizer_does_not_divide(stage: int) -> None:
 
 
 @distributed(world_size=2)
-def test_gradients_in_one_buffer() -> None:
-    engine, optimizer = build(3)
-    assert optimizer.grad_partitions_flat_buffer.numel() == 0
-    backward(engine)
-    parts = [part for group in optimizer.averaged_gradients.values() for part in group]
-    assert torch.equal(optimizer.grad_partitions_flat_buffer, torch.cat(parts)) and parts
-    engine.destroy()
-
-
-@distributed(world_size=2)
 def test_parts_of_the_weights_are_aligned() -> None:
     engine, optimizer = build(2)
     parts = optimizer.parallel_partitioned_bit16_groups

@@ -222,15 +222,6 @@ class DeepSpeedAccelerator(ABC):
         _check_host(device)
         return self.pin_memory(torch.empty(*size, dtype=dtype), make_copy=False)
 
-    def pin_empty_like(
-        self, tensor: torch.Tensor, device: Any = "cpu", dtype: torch.dtype | None = None
-    ) -> torch.Tensor:
-        return self.pin_empty(tensor.shape, dtype=dtype or tensor.dtype, device=device)
-
-    def pin_memory_alignment(self) -> int:
-        """The alignment, in bytes, that page-locked memory needs here."""
-        return 1
-
     def is_pinned(self, tensor: torch.Tensor) -> bool:
         return tensor.is_pinned()
 
@@ -245,9 +236,6 @@ class DeepSpeedAccelerator(ABC):
 
     def is_fp16_supported(self) -> bool:
         return torch.float16 in self.supported_dtypes()
-
-    def is_fp64_supported(self) -> bool:
-        return True
 
     def supported_dtypes(self) -> list[torch.dtype]:
         """Floating-point types in which models can be trained here."""

@@ -69,9 +69,6 @@ class MPS_Accelerator(TorchDevice_Accelerator):
     def is_available(self) -> bool:
         return torch.backends.mps.is_available()
 
-    def is_fp64_supported(self) -> bool:
-        return False
-
     def supported_dtypes(self) -> list[torch.dtype]:
         return [torch.float32, torch.float16, torch.bfloat16]
 

@@ -28,8 +28,9 @@ _LONGEST_INT = 2000  # bits; torch's reader knows those of up to 255 bytes
 
 
 def is_plain(value: Any, lazy: type) -> bool:
-    """Whether ``value`` loads back equal without a proof: numbers, ASCII text and strided tensors, also as ``lazy``
-    ones, in lists, tuples and dicts, all of exactly these types and without cycles. False where it is not known."""
+    """Return whether ``value`` loads back equal without a proof: numbers, ASCII text and strided tensors, also as
+    ``lazy`` ones, in lists, tuples and dicts, all of exactly these types and without cycles. False where it is not
+    known."""
     inside: list[tuple[int, Iterator[Any]]] = [(0, iter((value,)))]  # the containers around what is looked at
     around = {0}
     while inside:

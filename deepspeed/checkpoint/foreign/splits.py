@@ -79,8 +79,8 @@ class Described:
 def split_placements(
     name: str, shapes: Sequence[Shape], info: Mapping[str, Any] | None, wanted: Wanted | None
 ) -> Sequence[Placement | None]:
-    """Where the tensors that ``len(shapes)`` ranks saved under ``name`` lie in the whole one; None: it is unknown and
-    not needed.
+    """Return where the tensors that ``len(shapes)`` ranks saved under ``name`` lie in the whole one; None: it is
+    unknown and not needed.
 
     CheckpointError: neither the checkpoint nor the model that loads says so.
     """
@@ -145,8 +145,8 @@ def _strided(name: str, shapes: Sequence[Shape], dim: int, stride: int) -> list[
 
 
 def _count(shape: Sequence[Any], dim: int) -> int:
-    """How many equal matrices lie side by side: parallel layers give their number, with -1 for the other dim, as in
-    (3, -1); Megatron's models give the extent, and are split as one."""
+    """Return how many equal matrices lie side by side: parallel layers give their number, with -1 for the other
+    dim, as in (3, -1); Megatron's models give the extent, and are split as one."""
     return int(shape[dim]) if -1 in shape and shape[dim] > 0 else 1
 
 

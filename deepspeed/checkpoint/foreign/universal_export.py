@@ -226,8 +226,8 @@ class _Conversion:
 
 
 def _layout(sources: Sequence[Source]) -> dict[str, int]:
-    """How that release divides a whole tensor for its tensor-parallel ranks, from the parts that were saved: along
-    which dim, and of how many matrices of equal size side by side each is divided."""
+    """Return how that release divides a whole tensor for its tensor-parallel ranks, from the parts that were saved:
+    along which dim, and of how many matrices of equal size side by side each is divided."""
     parts = [source.index for source in sources if source.index.boxes]
     if not parts:
         return {CAT_DIM: 0}

@@ -40,8 +40,8 @@ def is_universal(folder: Path) -> bool:
 
 
 def has_only_parameters(folder: Path) -> bool:
-    """Whether ``folder`` has a universal checkpoint that was made of weights. One that has something of an optimizer
-    was not: without model files it is incomplete."""
+    """Return whether ``folder`` has a universal checkpoint that was made of weights. One that has something of an
+    optimizer was not: without model files it is incomplete."""
     rest = (folder / FOLDER / COMMON, *folder.glob(f"*{MODEL_SUFFIX}"))
     return is_universal(folder) and not any(path.exists() for path in rest)
 
@@ -239,8 +239,8 @@ def of_one_save(
 
 
 def read_common(folder: Path, first: FileOfSave) -> dict[str, Any]:
-    """What the optimizer's files held besides the tensors of parameters; empty if nothing was kept. ``first``: the
-    first model file beside it."""
+    """Return what the optimizer's files held besides the tensors of parameters; empty if nothing was kept.
+    ``first``: the first model file beside it."""
     path = folder / FOLDER / COMMON
     if not path.is_file():
         return {}

@@ -70,8 +70,8 @@ class SavedExperts:
     def shares(
         self, group: Mapping[str, V], ranks: Sequence[Path]
     ) -> Iterator[tuple[dict[str, V], Sequence[Path]]]:
-        """What one optimizer group holds on all ranks: whole names, and the files of the ranks that divide these among
-        them. ``group``: by name on the first rank."""
+        """Return what one optimizer group holds on all ranks: whole names, and the files of the ranks that divide
+        these among them. ``group``: by name on the first rank."""
         local = _local(group)
         counts = {self.totals[path] // number for path, number in local.items()} or {1}
         if len(counts) > 1:

@@ -42,10 +42,7 @@ _NOT_THE_USERS = (
 LOADING, SAVING, RESTORING = "in its data loader", "saving a checkpoint", "loading a checkpoint"
 STARTING, ELSEWHERE = "in deepspeed.initialize", "running other code"
 
-_LOADING = (
-    f"{_TORCH}/utils/data/",
-    f"{_PACKAGE}/data/",
-)
+_LOADING = (f"{_TORCH}/utils/data/", f"{_PACKAGE}/data/")
 _STORING = (
     f"{_PACKAGE}/checkpoint/",
     f"{_PACKAGE}/engine/checkpoints.py",

@@ -13,8 +13,6 @@ from torch import Tensor
 
 from deepspeed.compat.types import ActivationFuncType, NormType
 
-__all__ = ["DSPolicy", "TransformerPolicy"]
-
 Operands = tuple[Tensor | None, ...]
 
 

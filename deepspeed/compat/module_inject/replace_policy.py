@@ -7,17 +7,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from deepspeed.compat.module_inject.policy import (
-    Operands,
-    TransformerPolicy,
-    at,
-    operands,
-    side_by_side,
-)
-
-__all__ = [
-    "HFGPT2LayerPolicy",
-]
+from deepspeed.compat.module_inject.policy import Operands, TransformerPolicy, at, operands, side_by_side
 
 
 class _OrigClass:
@@ -49,12 +39,6 @@ class _LayerPolicy(TransformerPolicy):
         weight, bias = side_by_side(self.client_module, self._qkv)
         fused = [_parameter(each, enable_training) for each in (weight, bias)]
         return (*fused, *operands(self.client_module, self._out))
-
-    def get_q_k_v(self) -> Operands | None:
-        """Weights and biases of query, key and value; None if they are one projection."""
-        if len(self._qkv) == 1:
-            return None
-        return tuple(each for path in self._qkv for each in operands(self.client_module, path))
 
     def mlp(self, enable_training: bool = False) -> Operands:
         inner, outer = self._mlp

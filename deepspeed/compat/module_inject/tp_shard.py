@@ -12,19 +12,6 @@ from typing import Any
 from deepspeed import comm as dist
 from deepspeed.comm.collectives import communicator
 
-__all__ = [
-    "AutoTPMeta",
-    "get_n_embd",
-    "get_num_attention_heads",
-    "get_num_kv_heads",
-    "get_shard_size",
-    "get_shard_size_list",
-    "set_n_embd",
-    "set_num_attention_heads",
-    "set_num_kv_heads",
-    "set_tp_grain_size",
-]
-
 _HEADS = ("lm_head", "embed_out")
 """Layers of the vocabulary, which do not consist of attention heads."""
 

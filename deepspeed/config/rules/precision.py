@@ -16,10 +16,7 @@ def one_precision(config: TrainingConfig) -> Iterator[Finding]:
             "fp16 and bf16 are both enabled: bfloat16 and fp16 modes exclude each other, choose one",
         )
     wanted = config.data_types.param_dtype
-    for key, on, dtype in (
-        (FP16, config.fp16.enabled, Dtype.fp16),
-        (BF16, config.bf16.enabled, Dtype.bf16),
-    ):
+    for key, on, dtype in ((FP16, config.fp16.enabled, Dtype.fp16), (BF16, config.bf16.enabled, Dtype.bf16)):
         if on and wanted not in (None, dtype):
             text = f"{wanted.long_name} contradicts {key}: choose one of the two"
             yield Finding(("data_types.param_dtype", key), text)
@@ -42,10 +39,7 @@ def autocast_beside_16_bit(config: TrainingConfig) -> Iterator[Finding]:
     if not config.torch_autocast.enabled:
         return
     chosen = config.torch_autocast.dtype or Dtype.bf16
-    for key, on, dtype in (
-        (FP16, config.fp16.enabled, Dtype.fp16),
-        (BF16, config.bf16.enabled, Dtype.bf16),
-    ):
+    for key, on, dtype in ((FP16, config.fp16.enabled, Dtype.fp16), (BF16, config.bf16.enabled, Dtype.bf16)):
         if on and chosen is not dtype:
             text = f"{chosen.long_name} contradicts {key}: choose one of the two"
             yield Finding(("torch_autocast.dtype", key), text)

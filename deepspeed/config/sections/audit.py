@@ -11,8 +11,7 @@ class AuditConfig(DeepSpeedConfigModel):
     """Record what each step computed, for `ds diff`, and prove that gradients are summed right."""
 
     record: str = Field(
-        min_length=1,
-        description="Folder for one file per rank; files of an earlier run are replaced.",
+        min_length=1, description="Folder for one file per rank; files of an earlier run are replaced."
     )
     first_step: Int = Field(default=1, ge=1, description="First optimizer step to record.")
     steps: Int = Field(default=10, ge=1, description="Number of steps to record.")

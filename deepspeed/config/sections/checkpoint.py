@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, PlainValidator
 
-from deepspeed.config.section import AllowedValues, Int, LenientConfigModel
+from deepspeed.config.section import AllowedValues, Int, LenientConfigModel, section
 
 OF_SLURM = "slurm"
 
@@ -100,9 +100,7 @@ class CheckpointConfig(LenientConfigModel):
     use_node_local_storage: bool = Field(
         default=False, description="Every node has a folder of its own, not a shared one."
     )
-    parallel_write: ParallelWriteConfig = Field(
-        default=ParallelWriteConfig.model_construct(), description="Who writes what."
-    )
+    parallel_write: ParallelWriteConfig = section(ParallelWriteConfig, "Who writes what.")
     checkpoint_serialization: bool = Field(
         default=True, description="No effect: archives of `torch.save` are in the zip format."
     )

@@ -35,7 +35,7 @@ class GradientCompressionConfig(DeepSpeedConfigModel):
 
     codec: Annotated[str, OneOf(_codecs)] = Field(
         description="How gradients are encoded: integers or 8-bit floats with a scale per block, signs, or only the "
-        "largest elements.",
+        "largest elements."
     )
     share: Float = Field(
         default=0.01, gt=0, le=1, description='Share of the elements that travel; only for "top_k".'

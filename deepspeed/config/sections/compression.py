@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from deepspeed.config.section import AllowedValues, Float, Int, LenientConfigModel, required
+from deepspeed.config.section import AllowedValues, Float, Int, LenientConfigModel, required, section
 
 
 class LayerReductionConfig(LenientConfigModel):
@@ -77,9 +77,7 @@ class WeightQuantizationShared(LenientConfigModel):
 class WeightQuantizationTraining(LenientConfigModel):
     """Quantization-aware training of weights."""
 
-    shared_parameters: WeightQuantizationShared = Field(
-        default=WeightQuantizationShared.model_construct(), description="For all groups."
-    )
+    shared_parameters: WeightQuantizationShared = section(WeightQuantizationShared, "For all groups.")
     different_groups: dict[str, WeightQuantizationGroup] = Field(
         default={}, description="Groups by a name of your choice."
     )
@@ -107,9 +105,7 @@ class ActivationQuantizationShared(LenientConfigModel):
 class ActivationQuantizationTraining(LenientConfigModel):
     """Quantization-aware training of activations."""
 
-    shared_parameters: ActivationQuantizationShared = Field(
-        default=ActivationQuantizationShared.model_construct(), description="For all groups."
-    )
+    shared_parameters: ActivationQuantizationShared = section(ActivationQuantizationShared, "For all groups.")
     different_groups: dict[str, ActivationQuantizationGroup] = Field(
         default={}, description="Groups by a name of your choice."
     )
@@ -155,9 +151,7 @@ class HeadPruningShared(_PruningShared):
 class SparsePruningTraining(LenientConfigModel):
     """Single weights set to zero."""
 
-    shared_parameters: SparsePruningShared = Field(
-        default=SparsePruningShared.model_construct(), description="For all groups."
-    )
+    shared_parameters: SparsePruningShared = section(SparsePruningShared, "For all groups.")
     different_groups: dict[str, PruningGroup] = Field(
         default={}, description="Groups by a name of your choice."
     )
@@ -166,9 +160,7 @@ class SparsePruningTraining(LenientConfigModel):
 class RowPruningTraining(LenientConfigModel):
     """Rows removed."""
 
-    shared_parameters: RowPruningShared = Field(
-        default=RowPruningShared.model_construct(), description="For all groups."
-    )
+    shared_parameters: RowPruningShared = section(RowPruningShared, "For all groups.")
     different_groups: dict[str, PruningGroup] = Field(
         default={}, description="Groups by a name of your choice."
     )
@@ -177,9 +169,7 @@ class RowPruningTraining(LenientConfigModel):
 class HeadPruningTraining(LenientConfigModel):
     """Attention heads removed."""
 
-    shared_parameters: HeadPruningShared = Field(
-        default=HeadPruningShared.model_construct(), description="For all groups."
-    )
+    shared_parameters: HeadPruningShared = section(HeadPruningShared, "For all groups.")
     different_groups: dict[str, PruningGroup] = Field(
         default={}, description="Groups by a name of your choice."
     )
@@ -188,9 +178,7 @@ class HeadPruningTraining(LenientConfigModel):
 class ChannelPruningTraining(LenientConfigModel):
     """Channels of convolutions removed."""
 
-    shared_parameters: ChannelPruningShared = Field(
-        default=ChannelPruningShared.model_construct(), description="For all groups."
-    )
+    shared_parameters: ChannelPruningShared = section(ChannelPruningShared, "For all groups.")
     different_groups: dict[str, PruningGroup] = Field(
         default={}, description="Groups by a name of your choice."
     )
@@ -199,27 +187,17 @@ class ChannelPruningTraining(LenientConfigModel):
 class CompressionConfig(LenientConfigModel):
     """Quantization, pruning and layer reduction while training."""
 
-    layer_reduction: LayerReductionConfig = Field(
-        default=LayerReductionConfig.model_construct(), description="Fewer layers."
+    layer_reduction: LayerReductionConfig = section(LayerReductionConfig, "Fewer layers.")
+    weight_quantization: WeightQuantizationTraining = section(
+        WeightQuantizationTraining, "Weights in few bits."
     )
-    weight_quantization: WeightQuantizationTraining = Field(
-        default=WeightQuantizationTraining.model_construct(), description="Weights in few bits."
+    activation_quantization: ActivationQuantizationTraining = section(
+        ActivationQuantizationTraining, "Activations in few bits."
     )
-    activation_quantization: ActivationQuantizationTraining = Field(
-        default=ActivationQuantizationTraining.model_construct(), description="Activations in few bits."
-    )
-    sparse_pruning: SparsePruningTraining = Field(
-        default=SparsePruningTraining.model_construct(), description="Fewer weights."
-    )
-    row_pruning: RowPruningTraining = Field(
-        default=RowPruningTraining.model_construct(), description="Fewer rows."
-    )
-    head_pruning: HeadPruningTraining = Field(
-        default=HeadPruningTraining.model_construct(), description="Fewer heads."
-    )
-    channel_pruning: ChannelPruningTraining = Field(
-        default=ChannelPruningTraining.model_construct(), description="Fewer channels."
-    )
+    sparse_pruning: SparsePruningTraining = section(SparsePruningTraining, "Fewer weights.")
+    row_pruning: RowPruningTraining = section(RowPruningTraining, "Fewer rows.")
+    head_pruning: HeadPruningTraining = section(HeadPruningTraining, "Fewer heads.")
+    channel_pruning: ChannelPruningTraining = section(ChannelPruningTraining, "Fewer channels.")
 
 
 class EigenvalueConfig(LenientConfigModel):
@@ -273,19 +251,11 @@ class QuantizeTrainingConfig(LenientConfigModel):
     quantize_type: Literal["symmetric", "asymmetric"] | None = Field(
         default=None, description="Short for `quantize_algo.q_type`."
     )
-    quantize_algo: QuantizeAlgorithmConfig = Field(
-        default=QuantizeAlgorithmConfig.model_construct(), description="How values are quantized."
-    )
-    quantize_bits: QuantizeBitsConfig = Field(
-        default=QuantizeBitsConfig.model_construct(), description="How many bits."
-    )
-    quantize_schedule: QuantizeScheduleConfig = Field(
-        default=QuantizeScheduleConfig.model_construct(), description="When they fall."
-    )
+    quantize_algo: QuantizeAlgorithmConfig = section(QuantizeAlgorithmConfig, "How values are quantized.")
+    quantize_bits: QuantizeBitsConfig = section(QuantizeBitsConfig, "How many bits.")
+    quantize_schedule: QuantizeScheduleConfig = section(QuantizeScheduleConfig, "When they fall.")
     quantize_groups: Int = Field(default=1, ge=1, description="Groups of values with a scale of their own.")
-    fp16_mixed_quantize: FP16MixedQuantizeConfig = Field(
-        default=FP16MixedQuantizeConfig.model_construct(), description="Gradual change."
-    )
+    fp16_mixed_quantize: FP16MixedQuantizeConfig = section(FP16MixedQuantizeConfig, "Gradual change.")
     eigenvalue: EigenvalueConfig | None = Field(default=None, description="Curvature of each block.")
 
 

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from deepspeed.config.section import Float, Int, LenientConfigModel, required
+from deepspeed.config.section import Float, Int, LenientConfigModel, required, section
 
 
 class CurriculumScheduleConfig(LenientConfigModel):
@@ -109,13 +109,10 @@ class DataSamplingConfig(LenientConfigModel):
     num_epochs: Int = Field(default=1000, ge=1, description="Maximum number of passes over the data.")
     num_workers: Int = Field(default=0, ge=0, description="Loader processes.")
     pin_memory: bool = Field(default=False, description="Page-locked batches.")
-    curriculum_learning: DataSamplingCurriculumConfig = Field(
-        default=DataSamplingCurriculumConfig.model_construct(),
-        description="Curriculum over any metric: easy samples first.",
+    curriculum_learning: DataSamplingCurriculumConfig = section(
+        DataSamplingCurriculumConfig, "Curriculum over any metric: easy samples first."
     )
-    dynamic_batching: DynamicBatchingConfig = Field(
-        default=DynamicBatchingConfig.model_construct(), description="Batches sized by tokens."
-    )
+    dynamic_batching: DynamicBatchingConfig = section(DynamicBatchingConfig, "Batches sized by tokens.")
 
 
 class RandomLTDScheduleDetails(LenientConfigModel):
@@ -192,8 +189,8 @@ class RandomLTDConfig(LenientConfigModel):
         "Order of the dimensions."
     )
     random_ltd_schedule: RandomLTDScheduleConfig | None = required("Schedule of the number of tokens kept.")
-    layer_token_lr_schedule: LayerTokenLRScheduleConfig = Field(
-        default=LayerTokenLRScheduleConfig.model_construct(), description="Learning rate by processed tokens."
+    layer_token_lr_schedule: LayerTokenLRScheduleConfig = section(
+        LayerTokenLRScheduleConfig, "Learning rate by processed tokens."
     )
     micro_batch_size: Int | None = Field(default=None, ge=1, description="Filled in by the engine.")
     global_batch_size: Int | None = Field(default=None, ge=1, description="Filled in by the engine.")
@@ -203,9 +200,7 @@ class DataRoutingConfig(LenientConfigModel):
     """Choice of the tokens that pass through each layer."""
 
     enabled: bool = Field(default=False, description="Turn it on.")
-    random_ltd: RandomLTDConfig = Field(
-        default=RandomLTDConfig.model_construct(), description="Random layer token dropping."
-    )
+    random_ltd: RandomLTDConfig = section(RandomLTDConfig, "Random layer token dropping.")
 
 
 class DataEfficiencyConfig(LenientConfigModel):
@@ -213,12 +208,9 @@ class DataEfficiencyConfig(LenientConfigModel):
 
     enabled: bool = Field(default=False, description="Turn it on.")
     seed: Int = Field(default=1234, description="Seed of the random choices.")
-    data_sampling: DataSamplingConfig = Field(
-        default=DataSamplingConfig.model_construct(), description="Selection of samples."
-    )
-    data_routing: DataRoutingConfig = Field(
-        default=DataRoutingConfig.model_construct(),
-        description="Selection of the tokens that layers process.",
+    data_sampling: DataSamplingConfig = section(DataSamplingConfig, "Selection of samples.")
+    data_routing: DataRoutingConfig = section(
+        DataRoutingConfig, "Selection of the tokens that layers process."
     )
 
 

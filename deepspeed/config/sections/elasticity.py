@@ -33,9 +33,7 @@ class ElasticityConfig(LenientConfigModel):
 
     enabled: bool = Field(default=False, description="Turn it on.")
     max_train_batch_size: Int = Field(
-        default=2000,
-        ge=1,
-        description="Largest global batch; must be written when enabled.",
+        default=2000, ge=1, description="Largest global batch; must be written when enabled."
     )
     micro_batch_sizes: list[Annotated[Int, Field(ge=1)]] = Field(
         default=[2, 4, 6],

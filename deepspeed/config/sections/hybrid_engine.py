@@ -27,6 +27,5 @@ class HybridEngineConfig(DeepSpeedConfigModel):
         default=8, ge=1, description="Layers gathered at one time when several ranks share them."
     )
     enable_cuda_graph: bool = Field(
-        default=False,
-        description="No effect: forwards are not captured as graphs.",
+        default=False, description="No effect: forwards are not captured as graphs."
     )

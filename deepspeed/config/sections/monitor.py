@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from deepspeed.config.section import AllowedValues, DeepSpeedConfigModel, Float, Int
+from deepspeed.config.section import AllowedValues, DeepSpeedConfigModel, Float, Int, section
 
 MONITORS = ("tensorboard", "wandb", "csv_monitor", "comet", "trackio")
 
@@ -117,10 +117,7 @@ class MonitorConfig(DeepSpeedConfigModel):
     """Watching a run."""
 
     live: Annotated[LiveConfig, BeforeValidator(_live_switch), AllowedValues("true, false or an object")] = (
-        Field(
-            default=LiveConfig.model_construct(),
-            description="The live page and its record; `true` takes the defaults.",
-        )
+        section(LiveConfig, "The live page and its record; `true` takes the defaults.")
     )
     x: Literal["samples", "steps", "tokens"] = Field(
         default="samples",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field, field_validator
 
-from deepspeed.config.section import DeepSpeedConfigModel, Float, Int, LenientConfigModel
+from deepspeed.config.section import DeepSpeedConfigModel, Float, Int, LenientConfigModel, section
 
 
 class DeepSpeedFlopsProfilerConfig(LenientConfigModel):
@@ -38,8 +38,8 @@ class DeepSpeedThroughputTimerConfig(DeepSpeedConfigModel):
 class TimersConfig(LenientConfigModel):
     """Timers that run all the time."""
 
-    throughput: DeepSpeedThroughputTimerConfig = Field(
-        default=DeepSpeedThroughputTimerConfig.model_construct(), description="The throughput timer."
+    throughput: DeepSpeedThroughputTimerConfig = section(
+        DeepSpeedThroughputTimerConfig, "The throughput timer."
     )
 
 

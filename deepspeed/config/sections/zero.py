@@ -19,6 +19,7 @@ from deepspeed.config.section import (
     deprecated,
     note,
     pp_int,
+    section,
 )
 from deepspeed.config.sections.offload import (
     DeepSpeedZeroOffloadOptimizerConfig,
@@ -42,8 +43,7 @@ class ZenFlowConfig(DeepSpeedConfigModel):
     select_interval: IntOrAuto = Field(default="auto", description="Steps or epochs between two selections.")
     update_interval: IntOrAuto = Field(default="auto", description="Steps between two host updates.")
     overlap_step: bool = Field(
-        default=False,
-        description="Run the host update in parallel with the next steps.",
+        default=False, description="Run the host update in parallel with the next steps."
     )
     offload: bool = Field(default=False, description="Keep the state of the chosen columns in host memory.")
     auto_ratio: Float = Field(
@@ -291,9 +291,8 @@ class DeepSpeedZeroConfig(DeepSpeedConfigModel):
     save_muon_momentum_buffer_in_memory: bool = Field(
         default=False, description="No effect: momentum is where the other states are."
     )
-    leaf_module: DeepSpeedZeroLeafModuleConfig = Field(
-        default=DeepSpeedZeroLeafModuleConfig.model_construct(),
-        description="Modules that stage 3 gathers as a whole.",
+    leaf_module: DeepSpeedZeroLeafModuleConfig = section(
+        DeepSpeedZeroLeafModuleConfig, "Modules that stage 3 gathers as a whole."
     )
     parameter_alignment: bool = Field(
         default=False, description="No effect: parameters begin at aligned addresses in any case."

@@ -119,11 +119,7 @@ class RandomLayerTokenDrop(nn.Module):
         batch = Batch(self.curr_micro_batch, self.curr_seq, self.batch_first)
         shared = has_common_tokens(batch, named)
         indices = self.random_ltd_scheduler.sampler.draw(
-            self.random_ltd_layer_id,
-            self.reserved_length,
-            batch.length,
-            batch.sequences,
-            hidden.device,
+            self.random_ltd_layer_id, self.reserved_length, batch.length, batch.sequences, hidden.device
         )
         return Kept(batch, indices[:1].expand_as(indices) if shared else indices, shared)
 

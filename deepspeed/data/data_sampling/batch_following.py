@@ -27,11 +27,7 @@ class BatchFollower:
         engine.loss_weight = self
         if not reads_batches(engine):  # its micro-batches all count the same
             loader.keep_weights()
-        self._subscribed = (
-            ("after_step", self._end),
-            ("on_error", self._drop),
-            ("on_load", self._resume),
-        )
+        self._subscribed = (("after_step", self._end), ("on_error", self._drop), ("on_load", self._resume))
         for event, subscriber in self._subscribed:
             engine.events.on(event, subscriber)
 

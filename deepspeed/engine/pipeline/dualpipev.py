@@ -14,8 +14,6 @@ from deepspeed.parallel.pipeline.module import PipelineModule
 from deepspeed.parallel.pipeline.schedules.instructions import check_dual_pipe
 from deepspeed.parallel.pipeline.schedules.orders import Order
 
-__all__ = ["DualPipeVEngine", "DualPipeVModule"]
-
 
 class DualPipeVModule(PipelineModule):
     """A ``PipelineModule`` with ``chunks=2`` and ``zigzag=True``: of ``2 num_stages`` runs of layers, rank ``r`` of a

@@ -30,8 +30,6 @@ from deepspeed.parallel.pipeline.whole_model import WholeModel
 from deepspeed.transforms.recompute import checkpointing
 from deepspeed.zero.replica_groups import SHARED_BY
 
-__all__ = ["PipelineEngine"]
-
 
 class PipelineEngine(ByInstructions):
     """Trains a ``PipelineModule`` with ``train_batch`` and evaluates it with ``eval_batch``.

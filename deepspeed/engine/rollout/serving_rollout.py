@@ -20,8 +20,6 @@ from deepspeed.inference.model.runner import ModelRunner
 from deepspeed.inference.scheduling.requests import Request, SamplingParams
 from deepspeed.zero.gathering.gathered import unwrap_model_for_generation
 
-__all__ = ["ServingRollout", "ServingRolloutAhead", "ServingRolloutConfig"]
-
 _SEEDS = 2**62
 
 

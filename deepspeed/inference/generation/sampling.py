@@ -12,8 +12,6 @@ from deepspeed.inference.scheduling.requests import Request, TokenLogprob
 from deepspeed.ops import gpu
 from deepspeed.ops.host_graph import largest_of
 
-__all__ = ["Sampler", "log_probabilities", "logprobs_of"]
-
 _ROWS = 64
 """Of logits whose log-probabilities exist at one time."""
 

@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-__all__ = ["rope_theta", "scaled_rope"]
-
 _SECTIONS = ("rope_parameters", "rope_scaling")
 _UNSCALED = (None, "default")
 

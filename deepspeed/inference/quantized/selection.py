@@ -61,8 +61,7 @@ def quantize_as_configured(
         return
     if QuantTypeEnum(weight.q_type) is QuantTypeEnum.asym:
         told = quantize_layers(
-            module,
-            WeightQuantConfig(num_bits=weight.num_bits, q_groups=weight.q_groups, q_type="asymmetric"),
+            module, WeightQuantConfig(num_bits=weight.num_bits, q_groups=weight.q_groups, q_type="asymmetric")
         )
         if told is not None:
             yield told

@@ -85,7 +85,7 @@ class MonitorBackend(Monitor):
                 self._was_told = True
                 logger.warning(
                     f"{self.key}: curves are not written ({type(error).__name__}: {error}). Training continues without "
-                    f"them; set {self.key}.enabled to false to turn it off.",
+                    f"them; set {self.key}.enabled to false to turn it off."
                 )
             return False
         self._resting_until_s = 0.0

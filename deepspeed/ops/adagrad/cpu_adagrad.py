@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from deepspeed.ops.multi_tensor import Launch, MultiTensorOptimizer, foreach_sqrt, refuse
-from deepspeed.ops.update import Group
+from deepspeed.ops.update import Group, Tensors
 
 
 class Adagrad(MultiTensorOptimizer):
@@ -50,12 +50,7 @@ class Adagrad(MultiTensorOptimizer):
         )
 
     def _torch_update(
-        self,
-        group: Group,
-        params: list[Tensor],
-        grads: list[Tensor],
-        states: list[list[Tensor]],
-        steps: list[int],
+        self, group: Group, params: Tensors, grads: Tensors, states: list[Tensors], steps: list[int]
     ) -> None:
         (sums,) = states
         lr, lr_decay = float(group["lr"]), group.get("lr_decay", 0.0)

@@ -12,11 +12,10 @@ import importlib.util
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from deepspeed.ops.adam.bias_correction import corrections
 from deepspeed.ops.multi_tensor import Launch, MultiTensorOptimizer, foreach_sqrt
-from deepspeed.ops.update import Group
+from deepspeed.ops.update import Group, Tensors
 
 
 @functools.cache
@@ -68,9 +67,9 @@ class MultiTensorAdam(MultiTensorOptimizer):
     def _torch_update(
         self,
         group: Group,
-        params: list[Tensor],
-        grads: list[Tensor],
-        states: list[list[Tensor]],
+        params: Tensors,
+        grads: Tensors,
+        states: list[Tensors],
         steps: list[int],
         *,
         kept: bool = False,

@@ -6,8 +6,6 @@ from torch import Tensor
 
 from deepspeed.ops.aio.memory import LockedMemory, is_locked, is_pinned
 
-__all__ = ["pin_handle"]
-
 
 class pin_handle:
     """Gives out locked tensors: the same memory as that of ``aio_handle``."""

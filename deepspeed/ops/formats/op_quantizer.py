@@ -1,4 +1,4 @@
-"""The op ``quantizer``: tensors as integers of 8 or 4 bits in groups, and what ZeRO++ does with them between nodes.
+"""The op ``quantizer``: tensors as integers of 8 or 4 bits in groups.
 
 Codes lie in int8 tensors; two of 4 bits share a byte, the first in its lower half. A group's parameters are fp32, and a
 code stands for ``code * params[0]`` (symmetric) or ``code * params[0] + params[1]`` (asymmetric). Symmetric groups are
@@ -16,21 +16,7 @@ from torch import Tensor
 
 from deepspeed.ops.formats.codecs import BlockCodec
 from deepspeed.ops.formats.integers import asymmetric_levels, divisors, symmetric_levels
-from deepspeed.ops.formats.packing import pack_bits, unpack_bits
-
-__all__ = [
-    "Asymmetric",
-    "CUDAQuantizer",
-    "QuantizationType",
-    "Symmetric",
-    "dequantize",
-    "dequantize_fp32",
-    "dequantize_int4_to_half_experimental",
-    "dequantize_int8_to_half_experimental",
-    "quantize",
-    "quantized_reduction",
-    "swizzle_quant",
-]
+from deepspeed.ops.formats.packing import pack_bits
 
 _SCALE_BYTES = 4
 
@@ -71,76 +57,6 @@ def dequantize_fp32(
 ) -> Tensor:
     """fp32 values of ``quantize``'s results."""
     return _decoded(quantized_data, params, groups, num_bits, QuantizationType(quant_type), torch.float32)
-
-
-def swizzle_quant(
-    input_vals: Tensor,
-    groups: int,
-    num_bits: int,
-    quant_type: QuantizationType,
-    pipeline_size: int,
-    nodes: int,
-    devices_per_node: int,
-) -> list[Tensor]:
-    """``quantize`` for an exchange in two steps, within each node and then between nodes (G. Wang et al. 2023, ZeRO++,
-    section 3.3): groups come out in the order in which they are sent.
-
-    The input consists of ``nodes * devices_per_node`` parts, one for each rank in their order. The result has them by
-    the device within its node first, so that one contiguous run goes to each neighbour, and by the node second. With
-    ``pipeline_size`` above 1 the first share of every part comes before the second of any.
-
-    Returns:
-        1-D codes, and parameters in the order of their groups.
-
-    Raises:
-        ValueError: groups that cannot be dealt out evenly, or what ``quantize`` refuses.
-    """
-    parts = nodes * devices_per_node * pipeline_size
-    if parts < 1 or groups % parts:
-        raise ValueError(
-            f"groups={groups}: not a multiple of pipeline_size * nodes * devices_per_node = {parts}"
-        )
-    codes, params = _encoded(input_vals.detach(), groups, num_bits, QuantizationType(quant_type))
-    numbers = torch.arange(groups, device=codes.device)
-    order = numbers.view(nodes, devices_per_node, pipeline_size, -1).permute(2, 1, 0, 3).reshape(-1)
-    return [codes[order].flatten(), params[order]]
-
-
-def quantized_reduction(
-    input_vals: Tensor,
-    input_scales: Tensor,
-    in_groups: int,
-    out_groups: int,
-    num_bits: int,
-    quant_type: QuantizationType,
-    devices_per_node: int,
-) -> list[Tensor]:
-    """The sum of ``devices_per_node`` quantized tensors that lie one after another, quantized again.
-
-    ``in_groups``: of all of them together; ``out_groups``: of the sum, which is taken in fp32. Returns codes, the last
-    dimension ``devices_per_node`` times shorter, and parameters. ValueError: sizes that do not divide.
-    """
-    if input_vals.shape[-1] % devices_per_node:
-        raise ValueError(f"devices_per_node={devices_per_node} does not divide {input_vals.shape[-1]} codes")
-    values = dequantize_fp32(input_vals.flatten(), input_scales, in_groups, num_bits, quant_type)
-    total = values.view(devices_per_node, -1).sum(0)
-    codes, params = _encoded(total, out_groups, num_bits, QuantizationType(quant_type))
-    return [codes.view(*input_vals.shape[:-1], input_vals.shape[-1] // devices_per_node), params]
-
-
-def dequantize_int8_to_half_experimental(
-    data_in: Tensor, scale_buffer: Tensor, min_val_buffer: Tensor, num_group: int, group_size: int
-) -> Tensor:
-    """fp16 [num_group, group_size] = uint8 codes * scale + least value of their group."""
-    return _from_least(data_in.view(torch.uint8).view(num_group, group_size), scale_buffer, min_val_buffer)
-
-
-def dequantize_int4_to_half_experimental(
-    data_in: Tensor, scale_buffer: Tensor, min_val_buffer: Tensor, num_group: int, group_size: int
-) -> Tensor:
-    """The same for codes of 4 bits, two to a byte, the first in its *upper* half."""
-    halves = unpack_bits(data_in.view(torch.uint8).reshape(-1, 1), 4).flip(-1)
-    return _from_least(halves.reshape(num_group, group_size), scale_buffer, min_val_buffer)
 
 
 class CUDAQuantizer:
@@ -233,8 +149,3 @@ def _shape_of_codes(values: Tensor, bits: int) -> list[int]:
             f"num_bits=4: two codes share a byte, and the last dimension, {values.shape[-1]}, is odd"
         )
     return [*values.shape[:-1], values.shape[-1] * bits // 8]
-
-
-def _from_least(codes: Tensor, scales: Tensor, least: Tensor) -> Tensor:
-    wide = codes.float() * scales.float().view(-1, 1) + least.float().view(-1, 1)
-    return wide.to(torch.float16)

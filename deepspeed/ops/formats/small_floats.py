@@ -71,12 +71,7 @@ class Format:
         return torch.ldexp(significand.double(), exponent.clamp(min=1) - self.bias - self.mantissa)
 
 
-FORMATS = {
-    4: Format(2, 1, 8),
-    6: Format(3, 2, 32),
-    8: Format(4, 3, 127),
-    12: Format(7, 4, 2048),
-}
+FORMATS = {4: Format(2, 1, 8), 6: Format(3, 2, 32), 8: Format(4, 3, 127), 12: Format(7, 4, 2048)}
 """By bits."""
 
 

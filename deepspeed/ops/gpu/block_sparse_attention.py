@@ -538,12 +538,10 @@ def backward(
     pointers = _pointers(added)
     constants = {**_constants(q, layout, added, tile), **tile.options}
     _query_gradient[_programs(q, layout, tile)](
-        *(q, k, v, out, lse, grad, spread, of_q, *layout.rows[:3], *pointers, *sizes),
-        **constants,
+        *(q, k, v, out, lse, grad, spread, of_q, *layout.rows[:3], *pointers, *sizes), **constants
     )
     _key_gradients[_programs(q, layout, tile)](
-        *(q, k, v, lse, grad, spread, of_k, of_v, *layout.columns[:3], *pointers, *sizes),
-        **constants,
+        *(q, k, v, lse, grad, spread, of_k, of_v, *layout.columns[:3], *pointers, *sizes), **constants
     )
     of_positions = None
     if positions_wanted and added.positions is not None:

@@ -21,14 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deepspeed.ops.gpu.softmax_steps import (
-    LOG2E,
-    Tile,
-    finished,
-    joined,
-    power_of_two,
-    where_tensors_are,
-)
+from deepspeed.ops.gpu.softmax_steps import LOG2E, Tile, finished, joined, power_of_two, where_tensors_are
 from deepspeed.ops.gpu.types import operand_type
 
 SPLIT = 512

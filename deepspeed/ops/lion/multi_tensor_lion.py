@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from deepspeed.ops.multi_tensor import Launch, MultiTensorOptimizer
-from deepspeed.ops.update import Group
+from deepspeed.ops.update import Group, Tensors
 
 
 class MultiTensorLion(MultiTensorOptimizer):
@@ -33,12 +33,7 @@ class MultiTensorLion(MultiTensorOptimizer):
         )
 
     def _torch_update(
-        self,
-        group: Group,
-        params: list[Tensor],
-        grads: list[Tensor],
-        states: list[list[Tensor]],
-        steps: list[int],
+        self, group: Group, params: Tensors, grads: Tensors, states: list[Tensors], steps: list[int]
     ) -> None:
         beta1, beta2 = group["betas"]
         lr = float(group["lr"])

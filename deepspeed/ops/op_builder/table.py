@@ -166,7 +166,7 @@ OPS: tuple[Op, ...] = (
         builder="RandomLTDBuilder",
         build_var="DS_BUILD_RANDOM_LTD",
         absolute_name="deepspeed.ops.random_ltd_op",
-        module="deepspeed.ops.random_ltd.operations",
+        module="deepspeed.ops.random_ltd.dropping_utils",
     ),
     Op(
         name="spatial_inference",

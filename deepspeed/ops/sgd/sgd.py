@@ -6,10 +6,9 @@ import ctypes
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from deepspeed.ops.multi_tensor import Launch, MultiTensorOptimizer
-from deepspeed.ops.update import Group
+from deepspeed.ops.update import Group, Tensors
 
 
 class SGD(MultiTensorOptimizer, torch.optim.SGD):
@@ -57,12 +56,7 @@ class SGD(MultiTensorOptimizer, torch.optim.SGD):
         )
 
     def _torch_update(
-        self,
-        group: Group,
-        params: list[Tensor],
-        grads: list[Tensor],
-        states: list[list[Tensor]],
-        steps: list[int],
+        self, group: Group, params: Tensors, grads: Tensors, states: list[Tensors], steps: list[int]
     ) -> None:
         momentum = group["momentum"]
         grads = list(torch._foreach_add(grads, torch._foreach_mul(params, group["weight_decay"])))

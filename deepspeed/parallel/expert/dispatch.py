@@ -295,9 +295,7 @@ def parts_of(tokens: int, ranks: Communicator, device: torch.device) -> list[sli
 
 
 def through(
-    rows: Sequence[Tensor],
-    trips: Sequence[Trip],
-    compute: Callable[[Tensor, list[int]], Tensor],
+    rows: Sequence[Tensor], trips: Sequence[Trip], compute: Callable[[Tensor, list[int]], Tensor]
 ) -> list[Tensor]:
     """To the experts of all ranks and back: ``compute(rows, rows of each expert)`` for each of several parts, while the
     next one is on its way there and the one before on its way back; in backward, too. Collective."""

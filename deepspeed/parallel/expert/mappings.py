@@ -16,8 +16,6 @@ from deepspeed.comm.collectives import Communicator, communicator
 from deepspeed.comm.mesh import ProcessMesh
 from deepspeed.parallel.tensor.mappings import join_sequence, split_sequence
 
-__all__ = ["drop_tokens", "gather_tokens"]
-
 
 def drop_tokens(input_: Tensor, dim: int = 0) -> Tensor:
     """This rank's part along ``dim``; its gradient is gathered from all ranks. Collective in backward.

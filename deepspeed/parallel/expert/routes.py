@@ -86,11 +86,7 @@ def top1_routes(
 
 
 def top2_routes(
-    logits: Tensor,
-    capacity: int | None,
-    *,
-    used_token: Tensor | None = None,
-    sample_second: bool = True,
+    logits: Tensor, capacity: int | None, *, used_token: Tensor | None = None, sample_second: bool = True
 ) -> Routes:
     """Each token goes to the expert of its largest logit and to a second one: by logits with Gumbel noise
     (``sample_second``), or the next largest. All first choices find room before any second. Weights are the softmax,

@@ -34,8 +34,7 @@ def split_params_into_shared_and_expert_params(
 
 
 def split_params_into_different_moe_groups_for_optimizer(
-    param_groups: dict[str, Any] | Sequence[dict[str, Any]],
-    max_group_size: int | float = MAX_GROUP_SIZE,
+    param_groups: dict[str, Any] | Sequence[dict[str, Any]], max_group_size: int | float = MAX_GROUP_SIZE
 ) -> list[dict[str, Any]]:
     """The groups without the parameters of experts, then groups of these with the same options, by ``group_name`` and
     marked with ``moe: True`` and a name.

@@ -25,8 +25,6 @@ from deepspeed.parallel.pipeline.module import PipelineModule
 from deepspeed.zero.meta import meta_copy
 from deepspeed.zero.replica_groups import SHARED, SHARED_BY
 
-__all__ = ["CutModel", "cut_causal_lm"]
-
 
 def cut_causal_lm(
     model: nn.Module,
@@ -315,10 +313,7 @@ class CutModel(PipelineModule):
     def _find_ties(self) -> dict[str, list[int]]:
         params = dict(self.named_parameters())
         for name, stages in self._shared.items():
-            ranks = (
-                self._ranks_of(stages),
-                self._ranks_of(stages, data=self._grid.replica_id),
-            )
+            ranks = (self._ranks_of(stages), self._ranks_of(stages, data=self._grid.replica_id))
             setattr(params[name], SHARED_BY, (f"{SHARED}{name}", *ranks))
             setattr(params[name], PIPE_REPLICATED, self.stage_id != stages[0])
         return self._shared

@@ -185,10 +185,7 @@ class PipelineModule(Partitioned, nn.Module):
                 continue
             for name, param in self._tied_parameters(key):
                 _refuse_shared_experts(key, name, param, members)
-                ranks = (
-                    self._ranks_of(members),
-                    self._ranks_of(members, data=self._grid.replica_id),
-                )
+                ranks = (self._ranks_of(members), self._ranks_of(members, data=self._grid.replica_id))
                 setattr(param, SHARED_BY, (f"{SHARED}{key}.{name}", *ranks))
                 setattr(param, PIPE_REPLICATED, self.stage_id != members[0])
         return found
@@ -273,9 +270,6 @@ class PipelineModule(Partitioned, nn.Module):
             self._is_checkpointable(self.forward_funcs[start : min(start + interval, end)])
             for start, end in starts
         ]
-
-    def _precompute_checkpointable_values(self) -> None:
-        """Kept for old scripts: ``is_checkpointable_results`` always is that of the present interval."""
 
     def set_checkpoint_interval(self, interval: int) -> None:
         if interval < 0:

@@ -6,10 +6,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from deepspeed.comm.collectives import Communicator
-from deepspeed.parallel.sequence.exchange import communicator_of, gather_lengths
+from deepspeed.parallel.sequence.exchange import communicator_of, gather_lengths, join_shards
 
 
 class UlyssesSPViTAttention(nn.Module):
@@ -36,7 +35,7 @@ class UlyssesSPViTAttention(nn.Module):
         kept = 1 if self.has_cls_token else 0
         token, patches = hidden_states[:, :kept], hidden_states[:, kept:]
         lengths = gather_lengths(patches.shape[1], comm, patches.device)
-        whole: Tensor = _AllPatches.apply(patches, lengths, comm)  # pyright: ignore[reportAssignmentType]
+        whole = join_shards(patches, lengths, comm, dim=1)
         result = self.attn(torch.cat((token, whole), dim=1), **kwargs)
         out = result[0] if isinstance(result, tuple) else result
         start = kept + sum(lengths[: comm.rank])
@@ -46,28 +45,4 @@ class UlyssesSPViTAttention(nn.Module):
 
 def whole_patches(own: Tensor, comm: Communicator) -> Tensor:
     """All ranks' shards [batch, n, size], joined along n; backward sums what the ranks computed of a shard."""
-    lengths = gather_lengths(own.shape[1], comm, own.device)
-    result: Tensor = _AllPatches.apply(own, lengths, comm)  # pyright: ignore[reportAssignmentType]
-    return result
-
-
-class _AllPatches(torch.autograd.Function):
-    """All ranks' shards [batch, n, size], joined; backward sums what the ranks computed of a shard."""
-
-    @staticmethod
-    def forward(ctx: Any, own: Tensor, lengths: tuple[int, ...], comm: Communicator) -> Tensor:
-        ctx.lengths, ctx.comm = lengths, comm
-        if comm.size == 1:
-            return own.clone()
-        padded = own.new_zeros(own.shape[0], max(lengths), own.shape[2])
-        padded[:, : own.shape[1]] = own
-        everyone = own.new_empty(comm.size, *padded.shape)
-        comm.all_gather(everyone, padded).wait()
-        return torch.cat([part[:, :length] for part, length in zip(everyone, lengths, strict=True)], dim=1)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        total = grads[0].clone(memory_format=torch.contiguous_format)
-        ctx.comm.all_reduce(total).wait()
-        return total.split(ctx.lengths, dim=1)[ctx.comm.rank], None, None
+    return join_shards(own, gather_lengths(own.shape[1], comm, own.device), comm, dim=1)

@@ -11,23 +11,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from deepspeed.base.logging import warning_once
 from deepspeed.base.untraced import untraced
 from deepspeed.comm.collectives import Communicator
-from deepspeed.parallel.sequence.exchange import gather_lengths
+from deepspeed.parallel.sequence.exchange import gather_lengths, join_shards
 from deepspeed.parallel.split_vocabulary import REDUCTIONS, VocabularyPart, cross_entropy, vocabulary_part
 from deepspeed.parallel.tensor.ranks import communicator_of
-
-__all__ = [
-    "VocabParallelCausalLMLoss",
-    "VocabParallelCrossEntropyLoss",
-    "configure_vocab_parallel_loss",
-    "validate_vocab_parallel_loss",
-    "vocab_parallel_cross_entropy",
-    "vocab_sequence_parallel_cross_entropy",
-]
 
 
 @untraced
@@ -329,26 +319,4 @@ def reduced(losses: Tensor, chosen: Tensor, reduction: str, sp_group: Any) -> Te
 
 def losses_of_all_tokens(own: Tensor, comm: Communicator) -> Tensor:
     """[own tokens, ..] of every rank, one after another: [all tokens, ..]; backward sums over ranks."""
-    result: Tensor = _AllTokens.apply(own, comm)  # pyright: ignore[reportAssignmentType]
-    return result
-
-
-class _AllTokens(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, loss: Tensor, comm: Communicator) -> Tensor:
-        lengths = gather_lengths(loss.shape[0], comm, loss.device)
-        start = sum(lengths[: comm.rank])
-        ctx.own, ctx.comm = slice(start, start + lengths[comm.rank]), comm
-        longest = max(lengths)
-        padded = loss.new_zeros(longest, *loss.shape[1:])
-        padded[: len(loss)] = loss
-        everyone = loss.new_empty(comm.size, *padded.shape)
-        comm.all_gather(everyone, padded).wait()
-        return torch.cat([part[:length] for part, length in zip(everyone, lengths, strict=True)])
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        total = grads[0].clone(memory_format=torch.contiguous_format)
-        ctx.comm.all_reduce(total).wait()
-        return total[ctx.own], None
+    return join_shards(own, gather_lengths(own.shape[0], comm, own.device), comm, dim=0)

@@ -145,6 +145,36 @@ class _ToTokens(torch.autograd.Function):
         return None, None, *ctx.exchange.spread(grads, (ctx.heads,))
 
 
+def join_shards(own: Tensor, lengths: Sequence[int], comm: Communicator, *, dim: int) -> Tensor:
+    """All ranks' shards, as long as ``lengths`` says along ``dim``, one after another; backward sums what the ranks
+    computed of a shard. Collective, also in backward."""
+    result: Tensor = _JoinedShards.apply(own, tuple(lengths), comm, dim)  # pyright: ignore[reportAssignmentType]
+    return result
+
+
+class _JoinedShards(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, lengths: tuple[int, ...], comm: Communicator, dim: int) -> Tensor:
+        ctx.lengths, ctx.comm, ctx.dim = lengths, comm, dim
+        if comm.size == 1:
+            return own.clone()
+        shape = list(own.shape)
+        shape[dim] = max(lengths)
+        padded = own.new_zeros(shape)
+        padded.narrow(dim, 0, own.shape[dim]).copy_(own)
+        everyone = own.new_empty(comm.size, *shape)
+        comm.all_gather(everyone, padded).wait()
+        shards = zip(everyone, lengths, strict=True)
+        return torch.cat([shard.narrow(dim, 0, length) for shard, length in shards], dim)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        total = grads[0].clone(memory_format=torch.contiguous_format)
+        ctx.comm.all_reduce(total).wait()
+        return total.split(ctx.lengths, ctx.dim)[ctx.comm.rank], None, None, None
+
+
 def _pick(tensor: Tensor, dim: int, indices: tuple[int, ...]) -> Tensor:
     start = indices[0] if indices else 0
     if indices == tuple(range(start, start + len(indices))):

@@ -19,8 +19,6 @@ from deepspeed.base.untraced import untraced
 from deepspeed.parallel.sequence.cross_entropy import check_reduction, reduced
 from deepspeed.parallel.split_vocabulary import VocabularyPart, row_runs, vocabulary_part
 
-__all__ = ["vocab_parallel_linear_cross_entropy"]
-
 
 @untraced
 def vocab_parallel_linear_cross_entropy(

@@ -17,8 +17,6 @@ from deepspeed.base.untraced import untraced
 from deepspeed.parallel.split_vocabulary import divergence, entropy, log_probabilities, vocabulary_part
 from deepspeed.parallel.tensor.ranks import communicator_of
 
-__all__ = ["vocab_parallel_entropy", "vocab_parallel_kl_div", "vocab_parallel_logprobs"]
-
 
 @untraced
 def vocab_parallel_logprobs(

@@ -13,8 +13,6 @@ from deepspeed.parallel.tensor.layers import TensorParallelLayer, check_ranks, c
 from deepspeed.parallel.tensor.mappings import sum_own
 from deepspeed.parallel.tensor.sequence_regions import SequenceRegion
 
-__all__ = ["VocabParallelEmbedding"]
-
 
 class VocabParallelEmbedding(TensorParallelLayer):
     """Each rank looks up the tokens whose rows it has; the others' are zeros, and the sum over ranks is exact.

@@ -24,8 +24,6 @@ from deepspeed.parallel.split_vocabulary import VocabularyPart, cross_entropy
 from deepspeed.parallel.tensor.cuts import Cut
 from deepspeed.parallel.tensor.mappings import gather_from
 
-__all__ = ["LogitsInParts"]
-
 
 @dataclass(slots=True)
 class _State:

@@ -19,7 +19,8 @@ one rank. Sums are the communicator's: in rank order, in fp32, rounded once.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -29,26 +30,16 @@ from deepspeed.base.untraced import untraced
 from deepspeed.comm.collectives import Communicator, Pending
 from deepspeed.parallel.tensor.cuts import Cut
 
-__all__ = [
-    "copy_to",
-    "gather_from",
-    "gather_sequence",
-    "join_sequence",
-    "reduce_from",
-    "scatter_sequence",
-    "shared_weight",
-    "split_sequence",
-    "split_to",
-    "sum_own",
-    "whole_of_part",
-]
+Map: TypeAlias = Callable[[Tensor], Tensor]
 
 
 @untraced
 def copy_to(inputs: Tensor, group: Communicator) -> Tensor:
     """``inputs``, equal on all ranks, into a region where each rank uses them for a part of the work: their gradient is
     summed."""
-    return inputs if group.size == 1 else _Copy.apply(inputs, group)
+    if group.size == 1:
+        return inputs
+    return _Mapping.apply(inputs, _same, lambda grad: _summed(grad, group))
 
 
 @untraced
@@ -66,13 +57,21 @@ def sum_own(inputs: Tensor, group: Communicator) -> Tensor:
 @untraced
 def gather_from(inputs: Tensor, group: Communicator, cut: Cut) -> Tensor:
     """The whole tensor of which each rank has its part by ``cut``, for work that is the same on all ranks."""
-    return inputs if group.size == 1 else _Gather.apply(inputs, group, cut)
+    if group.size == 1:
+        return inputs
+    return _Mapping.apply(
+        inputs, lambda part: _whole(part, group, cut), lambda grad: _own_part(grad, group.rank, cut)
+    )
 
 
 @untraced
 def split_to(inputs: Tensor, group: Communicator, cut: Cut) -> Tensor:
     """The rank's part by ``cut`` of ``inputs``, which are equal on all ranks; no two ranks may have the same part."""
-    return inputs if group.size == 1 else _SplitFunction.apply(inputs, group, cut)
+    if group.size == 1:
+        return inputs
+    return _Mapping.apply(
+        inputs, lambda x: cut.take(x, group.rank).contiguous(), lambda grad: _whole(grad, group, cut)
+    )
 
 
 @untraced
@@ -81,26 +80,48 @@ def gather_sequence(inputs: Tensor, group: Communicator, dim: int = 0, length: i
 
     ``length``: of the result, if less than ``n x ranks``: the last ranks' inputs end in padding then.
     """
-    return inputs if group.size == 1 else _GatherSequence.apply(inputs, group, dim, length)
+    if group.size == 1:
+        return inputs
+    return _Mapping.apply(
+        inputs,
+        lambda own: _all_gathered(own, group, dim, length),
+        lambda grad: _reduce_scattered(grad, group, dim),
+    )
 
 
 @untraced
 def scatter_sequence(inputs: Tensor, group: Communicator, dim: int = 0) -> Tensor:
     """The rank's part along ``dim`` of the sum of all ranks' ``inputs`` [.., length, ..]: ``ceil(length / ranks)``
     wide, padded with zeros where the length does not divide."""
-    return inputs if group.size == 1 else _ScatterSequence.apply(inputs, group, dim)
+    if group.size == 1:
+        return inputs
+    length = inputs.shape[dim]
+    return _Mapping.apply(
+        inputs,
+        lambda x: _reduce_scattered(x, group, dim),
+        lambda grad: _all_gathered(grad, group, dim, length),
+    )
 
 
 @untraced
 def split_sequence(inputs: Tensor, group: Communicator, dim: int = 0) -> Tensor:
     """The rank's part along ``dim`` of ``inputs`` that are equal on all ranks, padded as by ``scatter_sequence``."""
-    return inputs if group.size == 1 else _SplitSequence.apply(inputs, group, dim)
+    if group.size == 1:
+        return inputs
+    length = inputs.shape[dim]
+    return _Mapping.apply(
+        inputs, lambda x: _own_run(x, group, dim), lambda grad: _all_gathered(grad, group, dim, length)
+    )
 
 
 @untraced
 def join_sequence(inputs: Tensor, group: Communicator, dim: int = 0, length: int | None = None) -> Tensor:
     """The opposite of ``split_sequence``, for work that is the same on all ranks."""
-    return inputs if group.size == 1 else _JoinSequence.apply(inputs, group, dim, length)
+    if group.size == 1:
+        return inputs
+    return _Mapping.apply(
+        inputs, lambda own: _all_gathered(own, group, dim, length), lambda grad: _own_run(grad, group, dim)
+    )
 
 
 @untraced
@@ -111,26 +132,32 @@ def shared_weight(weight: Tensor, group: Communicator, cut: Cut | None = None) -
     """
     if group.size == 1 or (cut is not None and not cut.shared()):
         return weight
-    return _SharedWeight.apply(weight, group, cut)
+    if cut is None:
+        return _Mapping.apply(weight, _same, lambda grad: _summed(grad, group))
+    return _Mapping.apply(weight, _same, lambda grad: _summed_where_shared(grad, group, cut))
 
 
 @untraced
 def whole_of_part(part: Tensor, group: Communicator, cut: Cut) -> Tensor:
     """The whole of a tensor of which each rank has its part by ``cut``, and goes on with that part only, changed by
     what it needs the whole for (the range of a quantization)."""
-    return part if group.size == 1 else _WholeOfPart.apply(part, group, cut)
+    if group.size == 1:
+        return part
+    return _Mapping.apply(part, lambda own: _whole(own, group, cut), lambda grad: cut.take(grad, group.rank))
 
 
-class _Copy(torch.autograd.Function):
+class _Mapping(torch.autograd.Function):
+    """``forward(inputs)``; the gradient is ``backward(gradient of the result)``."""
+
     @staticmethod
-    def forward(ctx: Any, inputs: Tensor, group: Communicator) -> Tensor:
-        ctx.group = group
-        return inputs.view_as(inputs)
+    def forward(ctx: Any, inputs: Tensor, forward: Map, backward: Map) -> Tensor:
+        ctx.map = backward
+        return forward(inputs)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _summed(grad, ctx.group), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.map(grad), None, None
 
 
 class _Sum(torch.autograd.Function):
@@ -157,112 +184,11 @@ class _SumInPlace(torch.autograd.Function):
         return grad, None
 
 
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, inputs: Tensor, group: Communicator, cut: Cut) -> Tensor:
-        ctx.group, ctx.cut = group, cut
-        return _whole(inputs, group, cut)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        cut, rank = ctx.cut, ctx.group.rank
-        own = cut.take(grad, rank)
-        elsewhere = cut.elsewhere(rank)
-        if elsewhere:  # the values came from another rank
-            own = own.clone()
-            for (low, high), _ in cut.local(rank, elsewhere):
-                own.narrow(cut.dim, low, high - low).zero_()
-        return own, None, None
-
-
-class _SplitFunction(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, inputs: Tensor, group: Communicator, cut: Cut) -> Tensor:
-        ctx.group, ctx.cut = group, cut
-        return cut.take(inputs, group.rank).contiguous()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _whole(grad, ctx.group, ctx.cut), None, None
-
-
-class _GatherSequence(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, inputs: Tensor, group: Communicator, dim: int, length: int | None) -> Tensor:
-        ctx.group, ctx.dim = group, dim
-        return _all_gathered(inputs, group, dim, length)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return _reduce_scattered(grad, ctx.group, ctx.dim), None, None, None
-
-
-class _ScatterSequence(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, inputs: Tensor, group: Communicator, dim: int) -> Tensor:
-        ctx.group, ctx.dim, ctx.length = group, dim, inputs.shape[dim]
-        return _reduce_scattered(inputs, group, dim)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _all_gathered(grad, ctx.group, ctx.dim, ctx.length), None, None
-
-
-class _SplitSequence(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, inputs: Tensor, group: Communicator, dim: int) -> Tensor:
-        ctx.group, ctx.dim, ctx.length = group, dim, inputs.shape[dim]
-        return _own_run(inputs, group, dim)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _all_gathered(grad, ctx.group, ctx.dim, ctx.length), None, None
-
-
-class _JoinSequence(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, inputs: Tensor, group: Communicator, dim: int, length: int | None) -> Tensor:
-        ctx.group, ctx.dim = group, dim
-        return _all_gathered(inputs, group, dim, length)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return _own_run(grad, ctx.group, ctx.dim), None, None, None
-
-
-class _SharedWeight(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, weight: Tensor, group: Communicator, cut: Cut | None) -> Tensor:
-        ctx.group, ctx.cut = group, cut
-        return weight.view_as(weight)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        if ctx.cut is None:
-            return _summed(grad, ctx.group), None, None
-        return _summed_where_shared(grad, ctx.group, ctx.cut), None, None
-
-
-class _WholeOfPart(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, part: Tensor, group: Communicator, cut: Cut) -> Tensor:
-        ctx.rank, ctx.cut = group.rank, cut
-        return _whole(part, group, cut)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.cut.take(grad, ctx.rank), None, None
-
-
 # --- Moving bytes, outside autograd ---------------------------------------------------------------------------
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor.view_as(tensor)
 
 
 def _summed(tensor: Tensor, group: Communicator) -> Tensor:
@@ -300,6 +226,16 @@ def _whole(tensor: Tensor, group: Communicator, cut: Cut) -> Tensor:
         )
     parts = _parts(_padded(tensor, cut.dim, max(extents)), group)
     return cut.joined([part.narrow(cut.dim, 0, n) for part, n in zip(parts, extents, strict=True)])
+
+
+def _own_part(grad: Tensor, rank: int, cut: Cut) -> Tensor:
+    """The rank's part by ``cut`` of the gradient of the whole, zero where the values came from another rank."""
+    own, elsewhere = cut.take(grad, rank), cut.elsewhere(rank)
+    if elsewhere:
+        own = own.clone()
+        for (low, high), _ in cut.local(rank, elsewhere):
+            own.narrow(cut.dim, low, high - low).zero_()
+    return own
 
 
 def _all_gathered(tensor: Tensor, group: Communicator, dim: int, length: int | None) -> Tensor:

@@ -17,8 +17,6 @@ from deepspeed.comm.collectives import Communicator
 from deepspeed.parallel.tensor.mappings import begin_reduce_scatter
 from deepspeed.parallel.tensor.sequence_regions import SequenceRegion
 
-__all__ = ["begin_gradients", "column_product"]
-
 
 @untraced
 def column_product(

@@ -14,8 +14,6 @@ from torch import nn
 from deepspeed.base.untraced import untraced
 from deepspeed.transforms.recompute.rng import RegionNumbers
 
-__all__ = ["draw_differently", "draw_equally"]
-
 
 def draw_differently(module: nn.Module, numbers: RegionNumbers) -> nn.Module:
     """Have the forward of ``module`` draw other random numbers on each rank. Returns ``module``, whose class becomes a

@@ -18,8 +18,6 @@ from deepspeed.comm.collectives import Communicator
 from deepspeed.parallel.tensor.cuts import replicated
 from deepspeed.parallel.tensor.mappings import shared_weight
 
-__all__ = ["sum_gradients", "tell_replicated"]
-
 
 def sum_gradients(module: nn.Module, group: Communicator) -> nn.Module:
     """Have the gradients of ``module``'s own parameters summed over ``group``, from now on. Returns ``module``, whose

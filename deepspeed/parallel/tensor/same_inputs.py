@@ -13,8 +13,6 @@ from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from deepspeed.comm.collectives import Communicator
 
-__all__ = ["differing_inputs"]
-
 
 def differing_inputs(
     forward: Callable[..., Any],

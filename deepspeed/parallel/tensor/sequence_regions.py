@@ -19,8 +19,6 @@ from deepspeed.parallel.tensor.mappings import (
     split_sequence,
 )
 
-__all__ = ["SequenceRegion"]
-
 
 @dataclass(slots=True)
 class SequenceRegion:

@@ -30,9 +30,7 @@ def fix_file(path: str, world_size: int | None = None, *, output: str | None = N
         raise CannotFix(f"{path} is a file of {client}: run this on the DeepSpeed config that it names")
     before = source.text or ""
     text, report = corrected(
-        start_text(source, in_place=output is None),
-        path,
-        lambda attempt: check_source(attempt, world_size),
+        start_text(source, in_place=output is None), path, lambda attempt: check_source(attempt, world_size)
     )
     print("\n".join(unified(before, text, path)) or "nothing to correct")
     if text != before or output is not None:

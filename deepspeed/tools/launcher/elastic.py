@@ -71,10 +71,7 @@ class ElasticSupervisor(Supervisor):
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
         if worker_group.state is WorkerState.HEALTHY:
-            logger.warning(
-                "machines joined or left: the ranks are restarted after step %d",
-                self.kept.step,
-            )
+            logger.warning("machines joined or left: the ranks are restarted after step %d", self.kept.step)
         (self.run_dir / STOP_GRACE_FILE).unlink(missing_ok=True)  # their state is kept already
         self._stop_workers(worker_group)  # pyright: ignore[reportCallIssue]
         kill_descendants()

@@ -22,13 +22,6 @@ from torch.autograd.graph import saved_tensors_hooks
 from deepspeed.transforms.recompute.kept_inputs import leaves_device
 from deepspeed.transforms.recompute.side_stream import SideStream
 
-__all__ = [
-    "CheckpointActivationOffloadStats",
-    "CheckpointHiddenStatesOffload",
-    "get_checkpoint_hidden_states_offloading_ctx_manager",
-    "patch_gradient_checkpointing_layer_marker",
-]
-
 
 @dataclass
 class CheckpointActivationOffloadStats:

@@ -1,4 +1,4 @@
-"""Whose settings of activation checkpointing are in force, for engines that may have none.
+"""Say whose settings of activation checkpointing are in force, for engines that may have none.
 
 An engine whose config has no such section has the settings of the process: it is content with ``PROCESS``, and what
 recomputes (``checkpointing.py``) is imported by whoever checkpoints.
@@ -10,8 +10,8 @@ from contextvars import ContextVar
 from typing import Any, Protocol
 
 
-class Held(Protocol):
-    """What an engine keeps of its settings."""
+class RecomputeSettings(Protocol):
+    """Settings of activation checkpointing that an engine keeps."""
 
     def keep_layers(self, module: Any) -> None:
         """Inputs of layers that ``module`` checkpoints itself are kept in host memory too, if these settings say so."""
@@ -27,7 +27,7 @@ class _OfProcess:
     def leave(self) -> None: ...
 
 
-PROCESS: Held = _OfProcess()
+PROCESS: RecomputeSettings = _OfProcess()
 
 running: ContextVar[Any] = ContextVar("deepspeed_checkpointing", default=None)
 """Those of the engine whose forward, or recomputation, runs; None outside."""

@@ -20,8 +20,6 @@ from deepspeed.transforms.weight_quantization.utils import (
     parts_of_param,
 )
 
-__all__ = ["QuantizedEmbedding", "QuantizedLinear", "get_quantize_weight_fn", "get_quantized_weight_wrapper"]
-
 
 def get_quantize_weight_fn(
     quantizer: GroupwiseQuantizer, pre_quant_weight: nn.Parameter

@@ -34,7 +34,7 @@ class ActiveContexts:
             self.restores.pop()()
 
     def suspend(self) -> None:
-        """What is built until ``resume`` is not partitioned; calls nest."""
+        """Leave what is built until ``resume`` unpartitioned; calls nest."""
         self.suspended += 1
         self.unpatch()
 

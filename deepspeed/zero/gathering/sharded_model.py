@@ -187,7 +187,7 @@ def shard_module(
 
 
 def live_budget(zero: DeepSpeedZeroConfig) -> LiveBudget:
-    """How much may be gathered at a time."""
+    """Return how much may be gathered at a time."""
     return LiveBudget(max_live=int(zero.max_live_parameters), max_reuse=int(zero.max_reuse_distance))
 
 

@@ -55,7 +55,7 @@ class Keeper(Protocol):
     """The keys of its state: stages keep different things."""
 
     def kept(self) -> dict[str, Any] | None:
-        """What a checkpoint must hold of it; None: nothing yet."""
+        """Return what a checkpoint must hold of it; None: nothing yet."""
         ...
 
     def restore(self, kept: Mapping[str, Any], device: torch.device) -> None: ...

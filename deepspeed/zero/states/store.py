@@ -267,7 +267,7 @@ class ResidentTier:
     """Whether any of what it keeps, gradients too, is mapped from a file."""
 
     def takes(self, layout: BucketLayout) -> bool:
-        """Whether the state of this bucket is kept elsewhere."""
+        """Return whether the state of this bucket is kept elsewhere."""
         return False
 
     def of(self, layout: BucketLayout) -> ResidentTier:
@@ -275,7 +275,7 @@ class ResidentTier:
         return self if self.takes(layout) else ResidentTier()
 
     def own_master(self, weights: Tensor) -> bool:
-        """Whether these weights need a separate master even if they have the master dtype."""
+        """Return whether these weights need a separate master even if they have the master dtype."""
         return False
 
     def pieces(self, fragment: Fragment) -> Sequence[Fragment]:

@@ -15,12 +15,7 @@ from deepspeed.base.logging import logger, report
 from deepspeed.base.memory import GIB
 from deepspeed.base.terminal import StatusLine, another_display_is_active
 from deepspeed.engine.observers.progress.display import Display, LineFormat
-from deepspeed.engine.observers.progress.readings import (
-    LossMeter,
-    memory_of,
-    tokens_per_sample,
-    total_steps,
-)
+from deepspeed.engine.observers.progress.readings import LossMeter, memory_of, tokens_per_sample, total_steps
 
 if TYPE_CHECKING:
     from deepspeed.engine.interface import Engine

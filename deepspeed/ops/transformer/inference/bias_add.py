@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from torch import Tensor
 
-__all__ = ["nhwc_bias_add", "nhwc_bias_add_add", "nhwc_bias_add_bias_add"]
-
 
 def nhwc_bias_add(
     activation: Tensor, bias: Tensor, other: Tensor | None = None, other_bias: Tensor | None = None

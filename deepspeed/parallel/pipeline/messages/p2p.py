@@ -16,8 +16,6 @@ from deepspeed.base.accelerator import get_accelerator
 from deepspeed.comm.topology import PipelineParallelGrid
 from deepspeed.parallel.pipeline.errors import PipelineError
 
-__all__ = ["can_send_recv", "init_process_groups", "recv", "recv_obj", "send", "send_obj", "wait"]
-
 
 @dataclass(slots=True)
 class _P2PState:

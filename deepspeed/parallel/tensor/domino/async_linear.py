@@ -20,12 +20,6 @@ from deepspeed.comm.collectives import Communicator
 from deepspeed.parallel.tensor.overlapped import begin_gradients
 from deepspeed.parallel.tensor.ranks import communicator_of
 
-__all__ = [
-    "DominoAsyncColumnParallelLinear",
-    "DominoAsyncColumnParallelLinearImpl",
-    "RowParallelLinearNoComm",
-]
-
 
 class DominoAsyncColumnParallelLinearImpl(torch.autograd.Function):
     """A product whose backward begins to sum the input's gradient and leaves what to wait for under ``h_id`` in

@@ -23,8 +23,6 @@ from deepspeed.base.untraced import untraced
 from deepspeed.comm.collectives import Communicator
 from deepspeed.comm.pending import Pending
 
-__all__ = ["Sublayer", "through_sublayers"]
-
 
 @dataclass(frozen=True, slots=True)
 class Sublayer:

@@ -23,21 +23,6 @@ from deepspeed.parallel.tensor.domino.async_linear import (
 from deepspeed.parallel.tensor.domino.halves import Sublayer, through_sublayers
 from deepspeed.parallel.tensor.ranks import communicator_of
 
-__all__ = [
-    "AttnMaskType",
-    "AttnType",
-    "CoreAttention",
-    "DominoModule",
-    "DominoTransformer",
-    "DominoTransformerLayer",
-    "DominoUtil",
-    "LayerType",
-    "ModelType",
-    "NoOper",
-    "ShardedAttention",
-    "bias_dropout_add",
-]
-
 Rotary = Callable[[Tensor, Tensor], Tensor]
 
 

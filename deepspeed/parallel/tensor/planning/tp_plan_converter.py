@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from deepspeed.base.logging import logger
 from deepspeed.parallel.tensor.planning.autotp_config import PartitionType, TPLayerSpec
 
-__all__ = ["TPPlanConverter"]
-
 _STYLES = {
     "colwise": {"partition_type": PartitionType.COLUMN},
     "colwise_rep": {"partition_type": PartitionType.COLUMN, "gather_output": True},
