@@ -185,7 +185,7 @@ def on_device(engine: Any, batch: Batch) -> list[Tensor]:
 def phase(
     options: argparse.Namespace, text: Text, starts: Tensor, length: int, folder: Path
 ) -> list[list[float]]:
-    """Train on sequences of ``length`` tokens, from the weights in ``folder`` if there are any. Return the losses before
+    """Train on ``length`` tokens, from the weights in ``folder`` if there are any. Return the losses before
     and after."""
     torch.manual_seed(0)
     engine, *_ = deepspeed.initialize(model=Bert(options), config=settings(options, length))
