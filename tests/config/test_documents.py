@@ -2,9 +2,9 @@
 
 The table is our own: document, section, and the keys that are printed there. `printed_sections.json` has those of the
 documents' page of the config and of its tutorials, with one of the choices where a page names all of them. (The page's
-section `elasticity` has words for numbers, and is not here.) Of the other blocks, the training loop runs in tests/engine,
-the handle of DeepNVMe in tests/examples/test_deepnvme.py, and the pseudocode of MoQ with `init_inference` is no program
-(its ellipses stand for arguments).
+section `elasticity` has words for numbers, and is not here.) Of the other blocks, the training loop runs in
+tests/engine, the handle of DeepNVMe in tests/examples/test_deepnvme.py, and the pseudocode of MoQ with
+`init_inference` is no program (its ellipses stand for arguments).
 """
 
 from __future__ import annotations
