@@ -39,6 +39,7 @@ SCRIPTS = {
     "offload_stalls.py": ["SuperOffload", "link bytes", "held out"],
     "sparse_attention.py": ["bigbird", "x density"],
     "start.py": ["import deepspeed after import torch", "ours, stage 2"],
+    "counted_claims.py": ["1-bit LAMB, behind it", "PR-MoE-32/64"],
     "zero_memory.py": ["ds plan, GB", "paper, GB"],
     "train_step.py": ["compute alone", "ours, stage 2"],
 }

@@ -1,12 +1,16 @@
 """The configs and commands that the documents print: each is accepted as it is printed.
 
-The table is our own: document, section, and the keys that are printed there. Of the other blocks, the training
-loop runs in tests/engine, the handle of DeepNVMe in tests/examples/test_deepnvme.py, and the pseudocode of MoQ with
+The table is our own: document, section, and the keys that are printed there. `printed_sections.json` has those of the
+documents' page of the config and of its tutorials, with one of the choices where a page names all of them. (The page's
+section `elasticity` has words for numbers, and is not here.) Of the other blocks, the training loop runs in
+tests/engine, the handle of DeepNVMe in tests/examples/test_deepnvme.py, and the pseudocode of MoQ with
 `init_inference` is no program (its ellipses stand for arguments).
 """
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -59,6 +63,37 @@ def test_a_printed_config_has_no_problem(place: str, monkeypatch: pytest.MonkeyP
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     report = deepspeed.check_config({"train_batch_size": 32, **PRINTED[place]}, 8)
     assert report.ok, report.errors
+
+
+SECTIONS: dict[str, dict[str, Any]] = json.loads(
+    Path(__file__).with_name("printed_sections.json").read_text(encoding="utf-8")
+)
+
+
+@pytest.mark.parametrize("place", SECTIONS)
+def test_a_printed_section_has_no_problem(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    report = deepspeed.check_config({"train_batch_size": 32, **SECTIONS[place]}, 8)
+    assert report.ok, report.errors
+    assert not [warning for warning in report.warnings if "unknown" in warning]
+
+
+@pytest.mark.parametrize(
+    "printed",
+    [
+        "from deepspeed.accelerator import get_accelerator",
+        "from deepspeed.monitor.monitor import MonitorMaster",
+        "from deepspeed.ops.op_builder import AsyncIOBuilder, GDSBuilder",
+        "from deepspeed.profiling.flops_profiler import FlopsProfiler, get_model_profile",
+        "from deepspeed.runtime.config import DeepSpeedConfig",
+        "import deepspeed.module_inject as module_inject",
+    ],
+)
+def test_a_printed_import_finds_its_names(printed: str) -> None:
+    found: dict[str, Any] = {}
+    exec(printed, found)
+    names = [name.strip() for name in printed.rpartition("import ")[2].rpartition(" as ")[2].split(",")]
+    assert all(found[name] is not None for name in names)
 
 
 @pytest.mark.parametrize(

@@ -156,3 +156,19 @@ def test_generate_text(tmp_path: Path) -> None:
     assert same == 16 and together > one_by_one
     split = printed(*OURS, script, "--model", str(tmp_path / "model"), "--tokens", "24")
     assert "init_inference on 2 rank(s): the first 24 of 24 tokens" in split
+
+
+def test_zero_inference() -> None:
+    script = str(REPOSITORY / "examples" / "zero_inference" / "generate.py")
+    done = subprocess.run(
+        [sys.executable, script, "--layers", "4", "--tokens", "6"],
+        env=environment() | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    line = r"(\S+) MB of weights in the file, (\S+) MB of buffers, 6 of 6 tokens as in memory"
+    found = [(float(whole), float(held)) for whole, held in re.findall(line, done.stdout)]
+    assert len(found) == 3 and all(held < 0.6 * whole for whole, held in found)
+    assert found[2][0] < 0.3 * found[1][0] < 0.16 * found[0][0]

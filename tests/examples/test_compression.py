@@ -66,3 +66,31 @@ def test_extreme_compression(tmp_path: Path) -> None:
     teacher, ternary, binary = xtc.main(arguments).rows
     assert min(ternary[1], binary[1]) > 0.5 * teacher[1] > 0.1
     assert 8 * ternary[2] < teacher[2] and binary[2] < 0.8 * ternary[2]
+
+
+@distributed(world_size=1)
+def test_techniques_of_the_config(tmp_path: Path) -> None:
+    run = part("from_config")
+    short = ["--hidden", "32", "--batch", "32", "--lr", "1e-2", "--steps", "50", "--more-steps", "20"]
+    tables = run.main([*short, "--output", str(tmp_path)])
+    text, pictures = (
+        {name: (right, size) for name, right, size in tables[task].rows} for task in ("text", "pictures")
+    )
+    whole, size = text.pop("text, whole")
+    assert whole > 0.3 and all(right > 0.6 * whole for right, _ in text.values())  # of ten classes
+    small = {name: torch.load(tmp_path / f"{name}.pt") for name in run.TECHNIQUES}
+    assert small["row_pruning"]["layer.0.output.dense.weight"].shape == (32, 64)  # of 128 inner features
+    assert small["head_pruning"]["layer.3.attention.self.value.weight"].shape == (16, 32)
+    assert not [name for name in small["layer_reduction"] if name.startswith("layer.2")]
+    assert text["weight_quantization"][1] < text["activation_quantization"][1] < size
+    assert small["channel_pruning"]["conv2.weight"].shape == (16, 8, 3, 3)
+    assert pictures["channel_pruning"][0] > 0.7 * pictures["pictures, whole"][0] > 0.4  # of four classes
+
+
+@distributed(world_size=1)
+def test_moq() -> None:
+    moq = part("moq")
+    short = ["--hidden", "32", "--batch", "32", "--lr", "1e-2", "--steps", "24"]
+    found = moq.main([*short, "--start-bits", "8", "--target-bits", "6", "--eigenvalue"])
+    assert found["bf16"][1] == 64 >= found["MoQ"][1]  # 32 x 32 weights in 16 groups; 6 bits are 63 values
+    assert found["MoQ"][0] > 0.8 * found["bf16"][0]

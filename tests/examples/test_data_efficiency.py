@@ -71,3 +71,21 @@ def test_every_run_keeps_to_the_budget(tmp_path: Path, run: str) -> None:
         assert rows["plain"]["step"] == 30
         share = rows[run]["operations"] / rows["plain"]["operations"]
         assert budget - 0.06 < share < budget + 0.02
+
+
+@distributed(world_size=1)
+def test_a_curriculum_by_a_metric(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer, models
+
+    metric = script("data_efficiency", "by_metric")
+    random = np.random.default_rng(0)
+    tokens = (4000 * random.random(20_000) ** 4).astype(np.uint16)  # some are common, most are rare
+    tokens[10_000:] //= 100
+    np.savez(tmp_path / "tokens.npz", train=tokens, validation=tokens[5000:15_000])
+    Tokenizer(models.BPE()).save(str(tmp_path / "tokenizer.json"))
+    runs = metric.main(["--text", str(tmp_path), "--steps", "20", "--layers", "1", "--context", "16"])
+    (plain, _), (ordered, loss) = runs["plain"], runs["by rarity"]
+    assert max(plain) - min(plain) < 1.0
+    assert ordered[0] < plain[0] - 1.0 and ordered[0] < ordered[1] <= ordered[-1]
+    assert ordered[-1] == pytest.approx(plain[-1], abs=0.8)
+    assert 0 < loss < 9
