@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
+import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -42,6 +44,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     if problem is not None:
         print(f"ds serve: {problem}", file=sys.stderr)
         return 2
+    if int(os.environ.get("RANK", 0)):  # it hears no clients
+        return _load_and_serve(args)
+    from deepspeed.inference.serving.listening import LoadingAnswers
+
+    try:
+        loading = LoadingAnswers(args.host, args.port)
+    except OSError as error:
+        print(f"ds serve: --host {args.host} --port {args.port}: {error.strerror}", file=sys.stderr)
+        return 2
+    with contextlib.closing(loading):
+        return _load_and_serve(args, loading)
+
+
+def _load_and_serve(args: argparse.Namespace, loading: Any = None) -> int:
+    """``loading``: answers clients while the model is loaded."""
     try:
         service, tokenizer, generator, leads = build(args)
     # Transformers' for a model that is not there, ours for what does not fit.
@@ -54,11 +71,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         service.follow()
         return 0
-    return _serve(args, service, tokenizer, generator)
+    return _serve(args, service, tokenizer, generator, loading)
 
 
 def _serve(
-    args: argparse.Namespace, service: Service, tokenizer: HuggingFaceTokenizer, generator: Generator
+    args: argparse.Namespace,
+    service: Service,
+    tokenizer: HuggingFaceTokenizer,
+    generator: Generator,
+    loading: Any,
 ) -> int:
     """On the rank that hears clients."""
     from deepspeed.inference.serving.app import ServerSettings, endpoints, make_app
@@ -100,7 +121,7 @@ def _serve(
     # What is loaded now stays until the end: the collector need not visit it, and would for a second after SIGTERM.
     gc.freeze()
     try:
-        listener.run()
+        listener.run(loading and loading.hand_over())
     finally:
         service.close(timeout=args.drain_seconds)
     return 0 if service.failure is None else 1

@@ -64,11 +64,17 @@ def make_app(
     if settings.token is None:
         app.add_middleware(_ThisMachineOnly)
 
+    def condition(good: bool) -> Response:
+        why = {} if service.failure is None else {"error": str(service.failure)}
+        return JSONResponse({"status": "ok" if good else "unavailable", **why}, 200 if good else 503)
+
     @app.get("/health")
     async def health() -> Response:
-        healthy = service.healthy
-        why = {} if healthy or service.failure is None else {"error": str(service.failure)}
-        return JSONResponse({"status": "ok" if healthy else "unavailable", **why}, 200 if healthy else 503)
+        return condition(service.failure is None)
+
+    @app.get("/ready")
+    async def ready() -> Response:
+        return condition(service.healthy)
 
     @app.get("/metrics")
     async def metrics() -> Response:

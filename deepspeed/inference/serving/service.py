@@ -162,28 +162,41 @@ class Service:
 
     @property
     def healthy(self) -> bool:
+        """Whether it takes requests."""
         return self.failure is None and not self._closing and self._thread.is_alive()
 
     def state(self) -> dict[str, float]:
         """Values of this moment, by name."""
         return {"requests": len(self._tickets), "healthy": self.healthy, **self.engine.state()}
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request waits or is being served."""
+        return not self._tickets
+
+    def drain(self) -> None:
+        """Take no more requests; those that are there are served."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+
     def close(self, *, drain: bool = True, timeout: float | None = None) -> None:
         """Take no more requests; with ``drain`` serve those that are there, else cancel them. Waits for the end, at
         most ``timeout`` seconds, after which what is left is cancelled. Who waits for those is told a ClosedError."""
-        with self._changed:
-            self._closing = True
-            if not drain:
-                self._new.cancelled += list(self._tickets)
-            self._changed.notify_all()
+        self.drain()
+        if not drain:
+            self._cancel_all()
         if not self._thread.is_alive():
             return
         self._thread.join(timeout)
         if self._thread.is_alive():
-            with self._changed:
-                self._new.cancelled += list(self._tickets)
-                self._changed.notify_all()
+            self._cancel_all()
             self._thread.join()
+
+    def _cancel_all(self) -> None:
+        with self._changed:
+            self._new.cancelled += list(self._tickets)
+            self._changed.notify_all()
 
     # ------------------------------------------------------------------------------------------- the thread
 
