@@ -25,6 +25,7 @@ from deepspeed.inference.generation.generator import Generator
 from deepspeed.inference.generation.grammars import Grammars
 from deepspeed.inference.model.facts import ModelFacts
 from deepspeed.inference.model.low_rank import adaptable_layers, load_adapter
+from deepspeed.inference.scheduling.speculation import NGrams
 from deepspeed.inference.serving.commands import Alone, Among
 from deepspeed.inference.serving.formats import guessed_reasoning_format, guessed_tool_format
 from deepspeed.inference.serving.models import Models
@@ -162,6 +163,10 @@ def problem_of(args: argparse.Namespace) -> str | None:
     if args.lora_modules and args.tp_size > 1:
         return "--lora-modules needs a model on one rank: --tp-size 1"
     try:
+        args.speculative_config and NGrams.of(args.speculative_config)
+    except ValueError as problem:
+        return f"--speculative-config: {problem}"
+    try:
         args.pooling or pooling_of(args.model)
     except (OSError, ValueError) as problem:
         return str(problem)
@@ -239,6 +244,7 @@ def build(args: argparse.Namespace) -> tuple[Service, HuggingFaceTokenizer, Gene
         token_budget=args.token_budget,
         short_share=args.short_share,
         policy=args.scheduling_policy,
+        speculation=NGrams.of(args.speculative_config) if args.speculative_config else None,
         max_sequences=args.max_sequences,
         max_length=args.max_length,
         cache_bytes=cache_bytes_of(args),
