@@ -29,7 +29,7 @@ from deepspeed.inference.scheduling.speculation import NGrams
 from deepspeed.inference.serving.commands import Alone, Among
 from deepspeed.inference.serving.formats import guessed_reasoning_format, guessed_tool_format
 from deepspeed.inference.serving.models import Models
-from deepspeed.inference.serving.pooling import dimensions_of, pooling_of
+from deepspeed.inference.serving.pooling import check_generates, dimensions_of, pooling_of
 from deepspeed.inference.serving.service import Service
 from deepspeed.inference.serving.tokenizers import HuggingFaceTokenizer
 from deepspeed.inference.serving.tool_requests import Formats
@@ -167,6 +167,7 @@ def problem_of(args: argparse.Namespace) -> str | None:
     except ValueError as problem:
         return f"--speculative-config: {problem}"
     try:
+        check_generates(args.model)
         args.pooling or pooling_of(args.model)
     except (OSError, ValueError) as problem:
         return str(problem)

@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from deepspeed.inference.serving import protocol
 from deepspeed.inference.serving.adapter_routes import add_adapter_routes
-from deepspeed.inference.serving.embedding_routes import add_embedding_routes
+from deepspeed.inference.serving.embedding_routes import Embedder, add_embedding_routes
 from deepspeed.inference.serving.handling import (
     Intake,
     ServerSettings,
@@ -38,6 +38,7 @@ from deepspeed.inference.serving.protocol import (
 )
 from deepspeed.inference.serving.responses import ResponseAnswer, ResponseStore, chat_of, usage_of_response
 from deepspeed.inference.serving.sampling_fields import sampling_of
+from deepspeed.inference.serving.score_routes import add_score_routes
 from deepspeed.inference.serving.sequences import ECHOED, RunningAnswer, read_all, read_into, usage_of
 from deepspeed.inference.serving.service import ClosedError, Service
 from deepspeed.inference.serving.text import TextStream
@@ -107,7 +108,9 @@ def make_app(
 
     _add_response_routes(app, intake, server)
     add_adapter_routes(app, intake, models)
-    add_embedding_routes(app, service, intake, models, tokenizer)
+    embedder = Embedder(service, intake, models, tokenizer)
+    add_embedding_routes(app, intake, embedder)
+    add_score_routes(app, intake, embedder)
     add_text_routes(app, intake, models, tokenizer, settings.max_length)
 
     @app.exception_handler(HTTPException)
