@@ -189,7 +189,9 @@ def test_a_server_is_alive_but_not_ready_while_its_model_is_loaded() -> None:
 
 def test_a_server_is_alive_but_not_ready_while_it_drains() -> None:
     """New connections are accepted until the last answer is finished, and new requests told 503."""
-    with server(Parrot(delay=0.01)) as running, raw(running) as open_one:
+    with server(Parrot(delay=0.01)) as running, raw(running) as open_one, raw(running) as late:
+        late.sendall(asked({"prompt": "a", "max_tokens": 1})[:-3])  # has asked: it is answered too
+        wait_for(lambda: bool(running.listener.server_state.tasks))
         assert running.call("GET", "/ready")[0] == 200
         open_one.sendall(asked({"prompt": "a", "max_tokens": 60}))
         wait_for(lambda: running.engine.has_work)
@@ -200,6 +202,8 @@ def test_a_server_is_alive_but_not_ready_while_it_drains() -> None:
         status, found = running.post({"prompt": "a"})
         assert status == 503 and "shutting down" in found["error"]["message"]
         assert heard(open_one, b"}}").startswith(b"HTTP/1.1 200")
+        late.sendall(asked({"prompt": "a", "max_tokens": 1})[-3:])
+        assert heard(late, b"}}").startswith(b"HTTP/1.1 200")
         running.thread.join(10)
         assert not running.thread.is_alive()
 

@@ -60,7 +60,7 @@ def make_app(
     """The application; whoever runs it starts and closes ``service``. ``models``: with its adapters, if there are
     any."""
     app = FastAPI(title="deepspeed", docs_url=None, redoc_url=None, openapi_url=None)
-    intake, models = Intake(settings), models or Models(settings.model, settings.max_length)
+    intake, models = Intake(settings, service), models or Models(settings.model, settings.max_length)
     server = _Server(service, tokenizer, settings, intake, models)
     if settings.token is None:
         app.add_middleware(_ThisMachineOnly)

@@ -94,11 +94,11 @@ class Listener(uvicorn.Server):
             sys.setswitchinterval(usual)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        self._service.drain()
+        self._service.draining, begun = True, set(self.server_state.tasks)
         ending = asyncio.create_task(self._end_answers())
         try:
             # Connections are still accepted: probes of /ready, and clients with new requests, are told 503.
-            while not (self._service.is_idle or self.force_exit):
+            while not (self.force_exit or all(task.done() for task in begun)):
                 await asyncio.sleep(_POLL_S)
             await super().shutdown(sockets)  # waits until there are no connections
         finally:
