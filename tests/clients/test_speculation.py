@@ -127,7 +127,7 @@ def test_draws_follow_the_distribution_of_the_model() -> None:
     module = make("llama", vocab_size=8, pad_token_id=0, bos_token_id=1, eos_token_id=2).eval()
     prompt, count = [3, 4, 5, 3, 4], 1500
     engine = generator(
-        module, token_budget=64, max_sequences=16, speculation=NGrams(2, 2, 1), prefix_sharing=True
+        module, token_budget=256, max_sequences=64, num_blocks=256, max_length=8, speculation=NGrams(2, 2, 1)
     )
     found = engine.generate([prompt] * count, SamplingParams(max_new_tokens=3, temperature=1.0))
     with torch.no_grad():

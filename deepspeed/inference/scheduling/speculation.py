@@ -54,7 +54,8 @@ class NGrams:
         wrong = [name for name in given if name not in _FIELDS]
         if wrong:
             raise ValueError(f"{wrong[0]!r} is not one of {', '.join(_FIELDS)}")
-        count, longest, shortest = (given.get(name) for name in _FIELDS[1:])
+        numbers: list[Any] = [given.get(name) for name in _FIELDS[1:]]
+        count, longest, shortest = numbers
         longest, shortest = longest or shortest or _USUAL_LENGTH, shortest or longest or _USUAL_LENGTH
         if not all(type(each) is int for each in (count, longest, shortest)):
             raise ValueError(
