@@ -76,6 +76,8 @@ def expected(request: Request) -> list[int]:
 class Reading(Cache):
     """Also checks what the forward of guesses reads, and overwrites what others had rejected."""
 
+    following = staticmethod(next_token)
+
     def run(self, chunks: list[Chunk]) -> dict[int, int]:
         out = {}
         for chunk in chunks:
@@ -87,14 +89,16 @@ class Reading(Cache):
             for at in range(chunk.start + chunk.count):
                 assert self.slots[self._slot(request, at)] == tuple(request.tokens[: at + 1])
             if chunk.is_last:
-                out[request.id] = next_token(request.tokens)
+                out[request.id] = self.following(request.tokens)
                 while chunk.accept(out[request.id]):
-                    out[request.id] = next_token(request.tokens)
+                    out[request.id] = self.following(request.tokens)
         return out
 
 
-def finish(plan: Scheduler, requests: list[Request]) -> int:
+def finish(plan: Scheduler, requests: list[Request], following: Any = next_token) -> int:
+    """Serve them all; return the number of forwards."""
     cache = Reading(plan.blocks.block_size)
+    cache.following = following
     for each in requests:
         plan.add(each)
     while plan.has_work:
@@ -138,6 +142,18 @@ def test_a_text_that_repeats_takes_less_than_half_of_the_forwards() -> None:
     assert finish(plain, requests[:1]) == 60
     assert finish(guessing, requests[1:]) < 30 and requests[0].tokens == requests[1].tokens
     assert plain.counts.drafts == plain.counts.proposed_tokens == 0
+
+
+def test_guesses_in_vain_become_rare() -> None:
+    """And come back with the first that is right."""
+    plan, given = scheduler(speculation=NGrams(4, 1, 1)), asked(0, [1, 500, 1], 100)
+    plan.add(given)
+    while plan.has_work:
+        plan.complete(plan.schedule(), {0: 1 if given.tokens[-1] != 1 else 1000 + len(given.tokens)})
+    assert given.generated.count(1) == 50 and 3 < plan.counts.drafts < 15 and plan.counts.accepted_tokens == 0
+    plan, given = scheduler(speculation=NGrams(4, 1, 1)), asked(0, [1] * 3, 100)
+    given.rejected = given.resting = 9
+    assert finish(plan, [given], lambda tokens: 1) < 35
 
 
 def test_guesses_take_only_what_others_leave() -> None:

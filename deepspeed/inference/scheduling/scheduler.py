@@ -42,6 +42,10 @@ _MUCH_SHORTER = 4
 what it takes anyway, and two prompts of about one length are not computed side by side, which would delay the first and
 help neither."""
 
+_LONGEST_REST = 16
+"""After proposals in vain a request goes without for 1, 3, 7 and at most 15 forwards: where little repeats, what is
+rejected then costs little."""
+
 
 @dataclass(slots=True)
 class Counts:
@@ -176,7 +180,10 @@ class Scheduler:
                 continue
             last = chunk.is_last
             request.computed = chunk.start + chunk.count + chunk.accepted
-            self.counts.accepted_tokens += chunk.accepted
+            if chunk.proposed:
+                self.counts.accepted_tokens += chunk.accepted
+                request.rejected = 0 if chunk.accepted else request.rejected + 1
+                request.resting = min(2**request.rejected, _LONGEST_REST) - 1
             self.blocks.publish(request.table, request.tokens, request.computed)
             self.blocks.trim(request.table, len(request.tokens))
             if last:
@@ -208,6 +215,9 @@ class Scheduler:
         for chunk in chunks:
             request, known = chunk.request, len(chunk.request.tokens)
             if not chunk.is_last or request.computes_prompt:
+                continue
+            if request.resting:
+                request.resting -= 1
                 continue
             room = min(left, request.limit - known - 1, self.blocks.room(request.table) - known)
             guesses = speculation.propose(request, room) if room > 0 else []
