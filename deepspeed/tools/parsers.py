@@ -268,6 +268,12 @@ def _limit_options(made: argparse.ArgumentParser) -> None:
         help="fcfs: serve by arrival; priority: requests whose field `priority` is lower first (default: %(default)s)",
     )
     made.add_argument(
+        "--speculative-config",
+        metavar="JSON",
+        help='guess tokens that repeat earlier ones, which changes no answer: {"method": "ngram", '
+        '"num_speculative_tokens": 4, "prompt_lookup_max": 5, "prompt_lookup_min": 2}',
+    )
+    made.add_argument(
         "--max-sequences",
         "--max-num-seqs",
         type=int,

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
+import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -23,10 +25,11 @@ from deepspeed.inference.generation.generator import Generator
 from deepspeed.inference.generation.grammars import Grammars
 from deepspeed.inference.model.facts import ModelFacts
 from deepspeed.inference.model.low_rank import adaptable_layers, load_adapter
+from deepspeed.inference.scheduling.speculation import NGrams
 from deepspeed.inference.serving.commands import Alone, Among
 from deepspeed.inference.serving.formats import guessed_reasoning_format, guessed_tool_format
 from deepspeed.inference.serving.models import Models
-from deepspeed.inference.serving.pooling import dimensions_of, pooling_of
+from deepspeed.inference.serving.pooling import check_generates, dimensions_of, pooling_of
 from deepspeed.inference.serving.service import Service
 from deepspeed.inference.serving.tokenizers import HuggingFaceTokenizer
 from deepspeed.inference.serving.tool_requests import Formats
@@ -42,6 +45,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     if problem is not None:
         print(f"ds serve: {problem}", file=sys.stderr)
         return 2
+    if int(os.environ.get("RANK", 0)):  # it hears no clients
+        return _load_and_serve(args)
+    from deepspeed.inference.serving.listening import LoadingAnswers
+
+    try:
+        loading = LoadingAnswers(args.host, args.port)
+    except OSError as error:
+        print(f"ds serve: --host {args.host} --port {args.port}: {error.strerror}", file=sys.stderr)
+        return 2
+    with contextlib.closing(loading):
+        return _load_and_serve(args, loading)
+
+
+def _load_and_serve(args: argparse.Namespace, loading: Any = None) -> int:
+    """``loading``: answers clients while the model is loaded."""
     try:
         service, tokenizer, generator, leads = build(args)
     # Transformers' for a model that is not there, ours for what does not fit.
@@ -54,11 +72,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         service.follow()
         return 0
-    return _serve(args, service, tokenizer, generator)
+    return _serve(args, service, tokenizer, generator, loading)
 
 
 def _serve(
-    args: argparse.Namespace, service: Service, tokenizer: HuggingFaceTokenizer, generator: Generator
+    args: argparse.Namespace,
+    service: Service,
+    tokenizer: HuggingFaceTokenizer,
+    generator: Generator,
+    loading: Any,
 ) -> int:
     """On the rank that hears clients."""
     from deepspeed.inference.serving.app import ServerSettings, endpoints, make_app
@@ -100,7 +122,7 @@ def _serve(
     # What is loaded now stays until the end: the collector need not visit it, and would for a second after SIGTERM.
     gc.freeze()
     try:
-        listener.run()
+        listener.run(loading and loading.hand_over())
     finally:
         service.close(timeout=args.drain_seconds)
     return 0 if service.failure is None else 1
@@ -141,6 +163,11 @@ def problem_of(args: argparse.Namespace) -> str | None:
     if args.lora_modules and args.tp_size > 1:
         return "--lora-modules needs a model on one rank: --tp-size 1"
     try:
+        args.speculative_config and NGrams.of(args.speculative_config)
+    except ValueError as problem:
+        return f"--speculative-config: {problem}"
+    try:
+        check_generates(args.model)
         args.pooling or pooling_of(args.model)
     except (OSError, ValueError) as problem:
         return str(problem)
@@ -218,6 +245,7 @@ def build(args: argparse.Namespace) -> tuple[Service, HuggingFaceTokenizer, Gene
         token_budget=args.token_budget,
         short_share=args.short_share,
         policy=args.scheduling_policy,
+        speculation=NGrams.of(args.speculative_config) if args.speculative_config else None,
         max_sequences=args.max_sequences,
         max_length=args.max_length,
         cache_bytes=cache_bytes_of(args),

@@ -74,6 +74,7 @@ WITH_CLIENTS = {
     "inference.py": ["decoding 24 tokens", "kernels, fp32", "ours, continuous"],
     "quantized_perplexity.py": ["int8, init_inference", "int4, gptq"],
     "transformer_layer.py": ["x eager", "ours"],
+    "serving.py": ["1 clients, one token per forward", "4 clients, with guesses"],
     "streamed_weights.py": ["bf16", "int4", "own memory"],
     "tensor_parallel.py": ["tiny Llama, fp32, stage 0", "ours, DP 2", "ours, TP 2", "ours, SP 2"],
 }

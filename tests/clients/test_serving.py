@@ -45,10 +45,14 @@ def save_model(folder: Path) -> tuple[Any, Any]:
     return model, tokenizer
 
 
-def test_a_saved_model_answers(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "guesses", [None, '{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 1}']
+)
+def test_a_saved_model_answers(guesses: str | None, tmp_path: Path) -> None:
     model, tokenizer = save_model(tmp_path)
+    more = ["--speculative-config", guesses] if guesses else []
     args = parsers.serve().parse_args(
-        [str(tmp_path), "--dtype", "fp32", "--max-length", "64", "--max-sequences", "4"]
+        [str(tmp_path), "--dtype", "fp32", "--max-length", "64", "--max-sequences", "4", *more]
     )
     service, own, generator, leads = command.build(args)
     assert leads and command.problem_of(args) is None
@@ -82,6 +86,7 @@ def test_a_saved_model_answers(tmp_path: Path) -> None:
         messages = [{"role": "user", "content": "Hi"}]
         found = post("/v1/chat/completions", {"messages": messages})
         assert found["message"]["content"] == wanted("<user>Hi<assistant>")
+        assert bool(generator.counts.accepted_tokens) == bool(guesses)
     finally:
         running.should_exit = True
         thread.join(30)

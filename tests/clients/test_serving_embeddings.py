@@ -121,6 +121,53 @@ def test_forms_of_input_and_output(module: Any) -> None:
         assert "was not trained" in str(running.post({"input": "a", "dimensions": 8}, path))
 
 
+def test_scores_are_cosines_of_the_vectors(module: Any) -> None:
+    """One with many, and in pairs; documents by their scores, as clients of vLLM and of Jina ask for them."""
+    with server(engine(module), tokenizer=Bytes(), max_length=100) as running:
+        vectors = [wanted(module, list(each.encode()), "last") for each in TEXTS]
+        cosine = torch.nn.functional.cosine_similarity
+        first, *others = TEXTS
+        scores = [float(cosine(vectors[0], each, 0)) for each in vectors]
+        for path in ("/score", "/v1/score"):
+            status, found = running.post({"text_1": first, "text_2": others, "model": "parrot"}, path)
+            assert status == 200 and (found["object"], found["model"]) == ("list", "parrot")
+            assert [(each["index"], each["object"]) for each in found["data"]] == [
+                (at, "score") for at in range(3)
+            ]
+            assert [each["score"] for each in found["data"]] == pytest.approx(scores[1:], abs=2e-5)
+            assert found["usage"]["total_tokens"] == sum(len(each.encode()) for each in TEXTS)
+        found = running.post({"text_1": TEXTS, "text_2": [first, first, others[0], others[2]]}, "/score")[1][
+            "data"
+        ]
+        pairs = [1.0, scores[1], float(cosine(vectors[2], vectors[1], 0)), 1.0]
+        assert [each["score"] for each in found] == pytest.approx(pairs, abs=2e-5)
+        order = sorted(range(4), key=lambda at: -scores[at])
+        for path, documents in (("/rerank", TEXTS), ("/v1/rerank", [{"text": each} for each in TEXTS])):
+            body = {"query": first, "documents": documents}
+            status, found = running.post(body, path)
+            assert status == 200 and [each["index"] for each in found["results"]] == order
+            told = [each["relevance_score"] for each in found["results"]]
+            assert told == pytest.approx([scores[at] for at in order], abs=2e-5)
+            assert [each["document"]["text"] for each in found["results"]] == [TEXTS[at] for at in order]
+            found = running.post({**body, "top_n": 2, "return_documents": False}, path)[1]["results"]
+            assert [set(each) for each in found] == [{"index", "relevance_score"}] * 2
+        cut = {"text_1": "xx" + first, "text_2": first, "truncate_prompt_tokens": len(first)}
+        assert running.post(cut, "/score")[1]["data"][0]["score"] == pytest.approx(1.0)
+        for body, path, words in (
+            ({"text_1": ["a", "b"], "text_2": ["a"]}, "/score", "text_1 has 2 texts and text_2 1"),
+            ({"text_1": [1], "text_2": ["a"]}, "/score", "text_1: texts are expected"),
+            ({"text_1": "a", "text_2": []}, "/score", "the text_2 is empty"),
+            ({"text_1": "a"}, "/score", "text_2: Field required"),
+            ({"text_1": "a", "text_2": "b" * 101}, "/score", "texts.1: "),
+            ({"query": "a", "documents": [{"image": "x"}]}, "/rerank", "documents.0: texts"),
+            ({"query": "a", "documents": "b"}, "/rerank", "a list of texts as documents"),
+            ({"query": "a", "documents": [str(each) for each in range(2049)]}, "/rerank", "at most 2,048"),
+        ):
+            status, found = running.post(body, path)
+            assert status == 400 and words in found["error"]["message"], (body, found)
+        assert not running.service._tickets
+
+
 def test_a_model_without_a_base_generates_and_refuses_to_pool(monkeypatch: pytest.MonkeyPatch) -> None:
     """The `base_model` of a model whose prefix names nothing is the model itself, whose output has no hidden states."""
     module = make("llama", vocab_size=260).eval()

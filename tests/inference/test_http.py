@@ -68,6 +68,7 @@ def server(
     headers_seconds: float = HEADERS_S,
     ready: Callable[[str], None] | None = None,
     models: Models | None = None,
+    sockets: list[socket.socket] | None = None,
     **more: Any,
 ) -> Iterator[Running]:
     engine = engine or Parrot()
@@ -90,7 +91,7 @@ def server(
         headers_seconds=headers_seconds,
         ready=announce,
     )
-    thread = threading.Thread(target=listener.run, daemon=True)
+    thread = threading.Thread(target=listener.run, args=(sockets,), daemon=True)
     thread.start()
     running = Running(engine, service, listener, addresses.get(timeout=30), thread)
     try:

@@ -19,6 +19,7 @@ pytest.importorskip("uvicorn", reason="the extra serve is not installed")
 
 from deepspeed.inference.serving import listening
 from deepspeed.inference.serving.app import ServerSettings
+from deepspeed.inference.serving.listening import LoadingAnswers
 from tests.inference.test_http import Running, events, reply, server
 
 BEGUN = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
@@ -154,6 +155,67 @@ def test_a_server_without_open_requests_ends_at_once() -> None:
         running.stop()
         running.thread.join(10)
         assert time.monotonic() - began < 2
+
+
+def test_a_server_is_alive_but_not_ready_while_its_model_is_loaded() -> None:
+    """On sockets that it then goes on with: who connects is never turned away."""
+    LoadingAnswers("127.0.0.1", 0).close()
+    loading = LoadingAnswers("127.0.0.1", 0)
+    try:
+        port = loading._server.sockets[0].getsockname()[1]
+        running = Running.__new__(Running)
+        running.port = port
+        assert running.call("GET", "/health") == (200, {"status": "loading"})
+        for method, path in (
+            ("GET", "/ready?from=probe"),
+            ("POST", "/v1/completions"),
+            ("DELETE", "/health/x"),
+        ):
+            status, found = running.call(method, path, b"x" * 10_000)
+            assert status == 503 and "being loaded" in found["error"]["message"]
+        with raw(running) as mute, raw(running) as broken:
+            mute.sendall(BEGUN)
+            broken.sendall(b"\r\n\r\n")
+            (held,) = loading.hand_over()
+        early = raw(running)
+    finally:
+        loading.close()
+    with server(sockets=[held]) as going_on, early:
+        assert going_on.port == port
+        early.sendall(asked({"prompt": "a", "max_tokens": 1}))
+        assert heard(early, b"}}").startswith(b"HTTP/1.1 200")
+        assert going_on.call("GET", "/ready") == (200, {"status": "ok"})
+
+
+def test_a_server_is_alive_but_not_ready_while_it_drains() -> None:
+    """New connections are accepted until the last answer is finished, and new requests told 503."""
+    with server(Parrot(delay=0.01)) as running, raw(running) as open_one, raw(running) as late:
+        late.sendall(asked({"prompt": "a", "max_tokens": 1})[:-3])  # has asked: it is answered too
+        wait_for(lambda: bool(running.listener.server_state.tasks))
+        assert running.call("GET", "/ready")[0] == 200
+        open_one.sendall(asked({"prompt": "a", "max_tokens": 60}))
+        wait_for(lambda: running.engine.has_work)
+        running.stop()
+        wait_for(lambda: not running.service.healthy)
+        assert running.call("GET", "/ready") == (503, {"status": "unavailable"})
+        assert running.call("GET", "/health") == (200, {"status": "ok"})
+        status, found = running.post({"prompt": "a"})
+        assert status == 503 and "shutting down" in found["error"]["message"]
+        assert heard(open_one, b"}}").startswith(b"HTTP/1.1 200")
+        late.sendall(asked({"prompt": "a", "max_tokens": 1})[-3:])
+        assert heard(late, b"}}").startswith(b"HTTP/1.1 200")
+        running.thread.join(10)
+        assert not running.thread.is_alive()
+
+
+def test_a_server_whose_generator_failed_is_neither() -> None:
+    with server(Parrot(fails_at=1)) as running:
+        assert running.post({"prompt": "a"})[0] == 503
+        for path in ("/health", "/ready"):
+            assert running.call("GET", path) == (
+                503,
+                {"status": "unavailable", "error": "the device is gone"},
+            )
 
 
 def test_the_address_is_told_once_connections_are_accepted() -> None:

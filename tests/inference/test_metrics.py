@@ -15,6 +15,9 @@ NOW = {
     "preemptions": 1,
     "shared_tokens": 5,
     "looked_up_tokens": 9,
+    "drafts": 2,
+    "proposed_tokens": 8,
+    "accepted_tokens": 6,
 }
 
 
@@ -46,6 +49,9 @@ def test_what_a_dashboard_for_vllm_asks_for() -> None:
         "num_preemptions_total": 1,
         "prefix_cache_queries_total": 9,
         "prefix_cache_hits_total": 5,
+        "spec_decode_num_drafts_total": 2,
+        "spec_decode_num_draft_tokens_total": 8,
+        "spec_decode_num_accepted_tokens_total": 6,
         "prompt_tokens_total": 7,
         "generation_tokens_total": 4,
         "time_to_first_token_seconds_count": 1,

@@ -98,5 +98,12 @@ def test_what_does_not_fit_the_model_is_told_before_it_is_loaded(
         assert str(file) in told and "give --pooling" in told and told.count("\n") == 1
         args = parsers.serve().parse_args([str(tmp_path), "--pooling", "mean"])
         assert "Pooling" not in (command.problem_of(args) or "")
+    file = tmp_path / "ranks" / "config.json"
+    file.parent.mkdir()
+    file.write_text('{"architectures": ["Qwen3ForSequenceClassification"]}')
+    assert ds.main(["serve", str(file.parent)]) == 2
+    assert f"{file}: Qwen3ForSequenceClassification classifies texts" in capsys.readouterr().err
+    assert ds.main(["serve", "model", "--speculative-config", '{"method": "eagle"}']) == 2
+    assert "--speculative-config: " in capsys.readouterr().err
     assert ds.main(["serve", "model", "--tp-size", "2", "--lora-modules", "a=folder"]) == 2
     assert "--lora-modules needs a model on one rank" in capsys.readouterr().err

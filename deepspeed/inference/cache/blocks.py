@@ -194,6 +194,11 @@ class BlockManager:
             table.blocks.extend(self.pool.allocate(missing))
         return True
 
+    def trim(self, table: BlockTable, length: int) -> None:
+        """Give back the blocks behind those for ``length`` tokens."""
+        while len(table.blocks) > self.blocks_for(length):
+            self.pool.release(table.blocks.pop())
+
     def publish(self, table: BlockTable, tokens: Sequence[int], computed: int) -> None:
         """The keys and values of the first ``computed`` tokens are in the cache: full blocks can be shared."""
         if not self.sharing:

@@ -21,6 +21,7 @@ from deepspeed.inference.generation.sampling import Sampler, logprobs_of
 from deepspeed.inference.model.runner import ModelRunner
 from deepspeed.inference.scheduling.requests import Chunk, Request, SamplingParams
 from deepspeed.inference.scheduling.scheduler import Counts, Scheduler
+from deepspeed.inference.scheduling.speculation import NGrams
 
 _DEFAULT_LENGTH = 2048
 _PART_OF_MEMORY = 0.4
@@ -45,6 +46,7 @@ class Generator:
         short_share: the part of what a forward has left for prompts with which short ones may overtake long ones; 0:
             strictly in the order of arrival.
         policy: "fcfs": requests are served by arrival; "priority": by `SamplingParams.priority`, then by arrival.
+        speculation: proposes the next tokens of requests, several of which one forward then gives; None: one each.
         prefix_sharing: requests that begin with the same tokens share their keys and values.
         seed: of requests without one.
         group: the tensor-parallel ranks.
@@ -67,6 +69,7 @@ class Generator:
         num_blocks: int | None = None,
         short_share: float = 0.5,
         policy: str = "fcfs",
+        speculation: NGrams | None = None,
         prefix_sharing: bool = True,
         seed: int = 0,
         group: Communicator | None = None,
@@ -90,6 +93,7 @@ class Generator:
             max_length=length,
             short_share=short_share,
             policy=policy,
+            speculation=speculation,
         )
         self.matcher_of = matcher_of
         self.sampler = Sampler(seed, matcher_of)
@@ -135,9 +139,9 @@ class Generator:
         self.sampler.forget(request)
 
     def step(self, unchanged: bool = False) -> list[Request]:
-        """One forward, if there is work. Returns the requests that got a token. ``unchanged``: the module was not
+        """One forward, if there is work. Returns the requests that got tokens. ``unchanged``: the module was not
         touched since the last one."""
-        scheduled = self.scheduler.schedule()
+        scheduled = self.scheduler.schedule(self._most_proposed())
         pooled = [chunk for chunk in scheduled if chunk.request.params.pooling is not None]
         chunks = [chunk for chunk in scheduled if chunk.request.params.pooling is None]
         if pooled:
@@ -147,8 +151,12 @@ class Generator:
             self.sampler.forget(request)
         return requests
 
+    def _most_proposed(self) -> int | None:
+        """A forward is not to be computed otherwise for its guesses, by other kernels with other roundings."""
+        return None if self.scheduler.speculation is None else self.runner.most_rows
+
     def _choose(self, chunks: Sequence[Chunk], unchanged: bool) -> tuple[list[Request], dict[int, int]]:
-        """Compute ``chunks``; return the requests that get a token, and the tokens by their ids."""
+        """Compute ``chunks``; return the requests that get tokens, and the last of these by their ids."""
         pieces = [_piece(chunk) for chunk in chunks]
         logits = self.runner.forward(pieces, unchanged)
         last, end = [], 0
@@ -157,11 +165,14 @@ class Generator:
                 _note_prompt(chunk, logits[end : end + piece.wanted])
             end += piece.wanted
             if chunk.is_last and chunk.request.params.max_new_tokens:
-                last.append((end - 1, chunk.request))
-        requests = [request for _, request in last]
-        if len(last) < len(logits):
-            logits = logits[[row for row, _ in last]]
-        return requests, self.sampler.choose(logits, requests) if requests else {}
+                last.append((end - 1 - len(chunk.proposed), chunk))
+        requests, chosen = [chunk.request for _, chunk in last], {}
+        while last:
+            rows, going = [row for row, _ in last], [chunk.request for _, chunk in last]
+            found = self.sampler.choose(logits if len(rows) == len(logits) else logits[rows], going)
+            chosen |= found
+            last = [(row + 1, chunk) for row, chunk in last if chunk.accept(found[chunk.request.id])]
+        return requests, chosen
 
     def _pool(self, chunks: Sequence[Chunk], unchanged: bool) -> None:
         """Compute ``chunks``, and add their hidden states to the vectors of their requests."""
@@ -252,11 +263,11 @@ class Generator:
 def _piece(chunk: Chunk) -> PagePiece:
     request = chunk.request
     return PagePiece(
-        request.tokens[chunk.start : chunk.start + chunk.count],
+        [*request.tokens[chunk.start : chunk.start + chunk.count], *chunk.proposed],
         chunk.start,
         request.table.blocks,
         request.table.span,
-        chunk.count if request.computes_prompt else 1,
+        chunk.count if request.computes_prompt else 1 + len(chunk.proposed),
         request.params.adapter,
     )
 

@@ -68,6 +68,11 @@ class ModelRunner:
         return block_bytes(self.shapes, self.block_size)
 
     @property
+    def most_rows(self) -> int | None:
+        """Return the tokens of the longest forward whose rows are computed alike, and fast; None: there is no bound."""
+        return self.layout.most_rows or None
+
+    @property
     def cache(self) -> PagedCache:
         assert self._cache is not None, "allocate() comes first"
         return self._cache

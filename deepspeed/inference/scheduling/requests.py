@@ -172,6 +172,9 @@ class Request:
     computed: int = 0
     shared: int = 0  # tokens whose keys and values were found in the cache, in the last admission
     preemptions: int = 0
+    searched: str = ""  # tokens as characters (`speculation.py`)
+    rejected: int = 0  # proposals in a row of which no token was accepted
+    resting: int = 0  # forwards without a proposal from now on
     state: State = State.WAITING
     reason: str | None = None
 
@@ -204,15 +207,33 @@ class Request:
         return len(self.prompt) + self.params.max_new_tokens
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Chunk:
     """``count`` tokens of a request from position ``start``, which one forward computes. ``is_last``: they reach the
-    end of what is known, so that a token follows."""
+    end of what is known, so that a token follows. ``proposed``: computed behind them, as guesses; ``accepted`` of
+    these have become tokens of the request."""
 
     request: Request
     start: int
     count: int
+    proposed: Sequence[int] = ()
+    accepted: int = 0
 
     @property
     def is_last(self) -> bool:
-        return self.start + self.count == len(self.request.tokens)
+        return self.start + self.count + self.accepted == len(self.request.tokens)
+
+    @property
+    def size(self) -> int:
+        """Tokens that the forward computes."""
+        return self.count + len(self.proposed)
+
+    def accept(self, token: int) -> bool:
+        """Keep ``token``, which was chosen to follow, if it is the one proposed and does not end the request. Returns
+        whether it was kept: then what follows it is computed too."""
+        request, expected = self.request, self.proposed[self.accepted : self.accepted + 1]
+        if list(expected) != [token] or token in request.params.stop_token_ids:
+            return False
+        request.tokens.append(token)
+        self.accepted += 1
+        return True

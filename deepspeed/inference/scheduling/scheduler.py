@@ -15,6 +15,9 @@ into the blocks, or the place among ``max_sequences``, that the first of those t
 A request that finds no block for its next token takes those of the request that arrived last (*preemption*), which
 starts anew later: with what it has generated, and with what of its blocks is still in the cache.
 
+With `speculation.py`, tokens that are guessed to follow fill what a forward and the cache have left then: they delay no
+prompt and preempt nobody.
+
 With the policy "priority", requests of a lower ``priority`` value come before all of a higher one in each of these
 orders, and those of one value by their arrival. So prompts overtake only those of their own value, those of the highest
 value are preempted first, and while more urgent ones keep coming they wait without bound. A request that runs does not
@@ -30,6 +33,7 @@ from dataclasses import dataclass
 
 from deepspeed.inference.cache.blocks import BlockManager
 from deepspeed.inference.scheduling.requests import Chunk, Request, State
+from deepspeed.inference.scheduling.speculation import NGrams
 
 POLICIES = ("fcfs", "priority")
 
@@ -38,6 +42,10 @@ _MUCH_SHORTER = 4
 what it takes anyway, and two prompts of about one length are not computed side by side, which would delay the first and
 help neither."""
 
+_LONGEST_REST = 16
+"""After proposals in vain a request goes without for 1, 3, 7 and at most 15 forwards: where little repeats, what is
+rejected then costs little."""
+
 
 @dataclass(slots=True)
 class Counts:
@@ -45,7 +53,8 @@ class Counts:
     although
     requests were waiting (for blocks, or because of ``max_sequences``). ``looked_up_tokens``: of sequences when they
     began, of which ``shared_tokens`` were in the cache. ``overtaking_tokens``: of short prompts, before
-    the turn that their arrival gave them."""
+    the turn that their arrival gave them. ``drafts``: of one or more of the ``proposed_tokens``, of which
+    ``accepted_tokens`` were kept."""
 
     forwards: int = 0
     tokens: int = 0
@@ -55,6 +64,9 @@ class Counts:
     looked_up_tokens: int = 0
     shared_tokens: int = 0
     overtaking_tokens: int = 0
+    drafts: int = 0
+    proposed_tokens: int = 0
+    accepted_tokens: int = 0
 
 
 class Scheduler:
@@ -67,6 +79,7 @@ class Scheduler:
         short_share: the part of what is left for prompts with which short ones may overtake long ones, 0 to below 1; 0:
             strictly in the order of arrival.
         policy: "fcfs": by arrival; "priority": by ``SamplingParams.priority``, then by arrival.
+        speculation: proposes tokens behind those that are known, for what a forward has left; None: nobody does.
     """
 
     def __init__(
@@ -78,6 +91,7 @@ class Scheduler:
         max_length: int | None = None,
         short_share: float = 0.5,
         policy: str = "fcfs",
+        speculation: NGrams | None = None,
     ) -> None:
         if not 1 <= max_sequences <= token_budget:
             raise ValueError(
@@ -93,6 +107,7 @@ class Scheduler:
             raise ValueError(f"policy={policy!r} is not one of {', '.join(POLICIES)}")
         self.blocks = blocks
         self.policy = policy
+        self.speculation = speculation
         self.token_budget = token_budget
         self.short_share = short_share
         self.max_sequences = max_sequences
@@ -136,9 +151,10 @@ class Scheduler:
         if request.state is not State.FINISHED:
             self._finish(request, "cancelled")
 
-    def schedule(self) -> list[Chunk]:
+    def schedule(self, most_proposed: int | None = None) -> list[Chunk]:
         """The chunks of the next forward, at most ``token_budget`` tokens; empty only without work. Their blocks are
-        reserved. ``complete`` has to follow before the next call."""
+        reserved. ``complete`` has to follow before the next call. ``most_proposed``: no token is proposed in a forward
+        that would have more than so many."""
         self._restart_grown()
         chunks = list(self._decode_chunks())
         budget = self.token_budget - len(chunks)
@@ -147,21 +163,29 @@ class Scheduler:
         while not chunks and len(self._running) > 1:  # prompts hold all blocks and none can go on
             self._preempt(self._running[-1])
             chunks = self._prefill_chunks(budget)
-        used = sum(chunk.count for chunk in chunks)
+        if self.speculation is not None:
+            most = self.token_budget if most_proposed is None else min(most_proposed, self.token_budget)
+            self._propose(self.speculation, chunks, most)
+        used = sum(chunk.size for chunk in chunks)
         self._count(chunks, used)
         return chunks
 
     def complete(self, chunks: Sequence[Chunk], tokens: Mapping[int, int]) -> list[Request]:
-        """The forward of ``chunks`` is done; ``tokens``: for each request (by id) of a last chunk, the next one.
-        Returns those that are finished."""
+        """The forward of ``chunks`` is done; ``tokens``: for each request (by id) of a last chunk, the next one, behind
+        those that the chunk accepted. Returns those that are finished."""
         finished = []
         for chunk in chunks:
             request = chunk.request
             if request.state is State.FINISHED:  # cancelled during the forward
                 continue
             last = chunk.is_last
-            request.computed = chunk.start + chunk.count
+            request.computed = chunk.start + chunk.count + chunk.accepted
+            if chunk.proposed:
+                self.counts.accepted_tokens += chunk.accepted
+                request.rejected = 0 if chunk.accepted else request.rejected + 1
+                request.resting = min(2**request.rejected, _LONGEST_REST) - 1
             self.blocks.publish(request.table, request.tokens, request.computed)
+            self.blocks.trim(request.table, len(request.tokens))
             if last:
                 if request.id in tokens:
                     request.tokens.append(tokens[request.id])
@@ -184,6 +208,27 @@ class Scheduler:
         for request in self.running:
             if request.state is State.RUNNING and request.pending == 1 and self._make_room(request):
                 yield Chunk(request, request.computed, 1)
+
+    def _propose(self, speculation: NGrams, chunks: Sequence[Chunk], most: int) -> None:
+        """Add guesses to the last chunks of requests, up to ``most`` tokens in all, where blocks are free for them."""
+        left = most - sum(chunk.count for chunk in chunks)
+        for chunk in chunks:
+            request, known = chunk.request, len(chunk.request.tokens)
+            if not chunk.is_last or request.computes_prompt:
+                continue
+            if request.resting:
+                request.resting -= 1
+                continue
+            room = min(left, request.limit - known - 1, self.blocks.room(request.table) - known)
+            guesses = speculation.propose(request, room) if room > 0 else []
+            # Behind a length where rotations change, they would be computed otherwise than they are chosen.
+            if not guesses or self.blocks.span(known + len(guesses)) != request.table.span:
+                continue
+            self.blocks.reserve(request.table, known + len(guesses))
+            chunk.proposed = guesses
+            left -= len(guesses)
+            self.counts.drafts += 1
+            self.counts.proposed_tokens += len(guesses)
 
     def _make_room(self, request: Request) -> bool:
         """For one token, by preemption where needed. False: it was preempted itself."""

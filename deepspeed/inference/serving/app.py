@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from deepspeed.inference.serving import protocol
 from deepspeed.inference.serving.adapter_routes import add_adapter_routes
-from deepspeed.inference.serving.embedding_routes import add_embedding_routes
+from deepspeed.inference.serving.embedding_routes import Embedder, add_embedding_routes
 from deepspeed.inference.serving.handling import (
     Intake,
     ServerSettings,
@@ -38,6 +38,7 @@ from deepspeed.inference.serving.protocol import (
 )
 from deepspeed.inference.serving.responses import ResponseAnswer, ResponseStore, chat_of, usage_of_response
 from deepspeed.inference.serving.sampling_fields import sampling_of
+from deepspeed.inference.serving.score_routes import add_score_routes
 from deepspeed.inference.serving.sequences import ECHOED, RunningAnswer, read_all, read_into, usage_of
 from deepspeed.inference.serving.service import ClosedError, Service
 from deepspeed.inference.serving.text import TextStream
@@ -59,16 +60,22 @@ def make_app(
     """The application; whoever runs it starts and closes ``service``. ``models``: with its adapters, if there are
     any."""
     app = FastAPI(title="deepspeed", docs_url=None, redoc_url=None, openapi_url=None)
-    intake, models = Intake(settings), models or Models(settings.model, settings.max_length)
+    intake, models = Intake(settings, service), models or Models(settings.model, settings.max_length)
     server = _Server(service, tokenizer, settings, intake, models)
     if settings.token is None:
         app.add_middleware(_ThisMachineOnly)
 
+    def condition(good: bool) -> Response:
+        why = {} if service.failure is None else {"error": str(service.failure)}
+        return JSONResponse({"status": "ok" if good else "unavailable", **why}, 200 if good else 503)
+
     @app.get("/health")
     async def health() -> Response:
-        healthy = service.healthy
-        why = {} if healthy or service.failure is None else {"error": str(service.failure)}
-        return JSONResponse({"status": "ok" if healthy else "unavailable", **why}, 200 if healthy else 503)
+        return condition(service.failure is None)
+
+    @app.get("/ready")
+    async def ready() -> Response:
+        return condition(service.healthy)
 
     @app.get("/metrics")
     async def metrics() -> Response:
@@ -101,7 +108,9 @@ def make_app(
 
     _add_response_routes(app, intake, server)
     add_adapter_routes(app, intake, models)
-    add_embedding_routes(app, service, intake, models, tokenizer)
+    embedder = Embedder(service, intake, models, tokenizer)
+    add_embedding_routes(app, intake, embedder)
+    add_score_routes(app, intake, embedder)
     add_text_routes(app, intake, models, tokenizer, settings.max_length)
 
     @app.exception_handler(HTTPException)

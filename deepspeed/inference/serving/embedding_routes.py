@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from typing import Any, Literal
 
 from fastapi import FastAPI, Request
@@ -22,7 +22,7 @@ from deepspeed.inference.serving.pooling import NotFiniteError, check_dimensions
 from deepspeed.inference.serving.service import BusyError, ClosedError, Service, Update
 from deepspeed.inference.serving.tokenizers import Tokenizer
 
-_MOST_INPUTS = 2048
+MOST_INPUTS = 2048
 """OpenAI's limit."""
 
 _ENCODED_TOGETHER = 16
@@ -41,30 +41,52 @@ class EmbeddingRequest(BaseModel):
     priority: protocol.Priority = 0
 
 
-def add_embedding_routes(
-    app: FastAPI, service: Service, intake: Intake, models: Models, tokenizer: Tokenizer
-) -> None:
-    settings = intake.settings
+class Embedder:
+    """Computes vectors of inputs for the routes that need some."""
 
+    def __init__(self, service: Service, intake: Intake, models: Models, tokenizer: Tokenizer) -> None:
+        self.service, self.models, self.tokenizer = service, models, tokenizer
+        self._pooling = intake.settings.pooling
+
+    def params_of(self, asked: Any) -> SamplingParams:
+        """Read the fields ``model`` and ``priority``. ModelError: there is no such model."""
+        adapter = self.models.find(asked.model)
+        return SamplingParams(
+            max_new_tokens=0, pooling=self._pooling, adapter=adapter, priority=asked.priority
+        )
+
+    def check(self, inputs: Sequence[Sequence[int]], params: SamplingParams, name: str) -> None:
+        """RequestError: there are too many, or one cannot be computed; all are checked before the first is."""
+        if len(inputs) > MOST_INPUTS:
+            raise RequestError(f"{name}: at most {MOST_INPUTS:,} are computed in one request", name)
+        for place, tokens in enumerate(inputs):
+            try:
+                self.service.engine.check(tokens, params)
+            except ValueError as problem:
+                raise RequestError(f"{name}.{place}: {problem}", f"{name}.{place}") from None
+
+    async def pooled(self, inputs: Sequence[Sequence[int]], params: SamplingParams) -> list[Tensor]:
+        return await _pooled(self.service, inputs, params)
+
+    async def answer(self, request: Request, work: Coroutine[Any, Any, Response]) -> Response:
+        """Return what ``work`` returns, or the refusal that tells of its error."""
+        try:
+            return await unless_gone(request, work)
+        except NotFiniteError as problem:
+            return refusal(500, str(problem), "server_error")
+        except (ValueError, BusyError, ClosedError) as problem:
+            return refusal_of(problem)
+
+
+def add_embedding_routes(app: FastAPI, intake: Intake, embedder: Embedder) -> None:
     def begun(body: bytes, _: Any) -> tuple[EmbeddingRequest, list[list[int]], SamplingParams]:
         request: EmbeddingRequest = protocol.fields_as(EmbeddingRequest, body)
-        params = SamplingParams(
-            max_new_tokens=0,
-            pooling=settings.pooling,
-            adapter=models.find(request.model),
-            priority=request.priority,
-        )
-        check_dimensions(request.dimensions, settings.dimensions)
-        given = protocol.texts_of(request.input, "input")
-        if len(given) > _MOST_INPUTS:
-            raise RequestError(f"input: at most {_MOST_INPUTS:,} are computed in one request", "input")
+        params = embedder.params_of(request)
+        check_dimensions(request.dimensions, intake.settings.dimensions)
+        given, tokenizer = protocol.texts_of(request.input, "input"), embedder.tokenizer
         encode = tokenizer.encode if request.add_special_tokens else tokenizer.words
-        inputs = [encode(each) if isinstance(each, str) else each for each in given]
-        for place, tokens in enumerate(inputs):  # all before the first is computed
-            try:
-                service.engine.check(tokens, params)
-            except ValueError as problem:
-                raise RequestError(f"input.{place}: {problem}", f"input.{place}") from None
+        inputs = [encode(each) if isinstance(each, str) else each for each in given[: MOST_INPUTS + 1]]
+        embedder.check(inputs, params, "input")
         return request, inputs, params
 
     @app.post("/v1/embeddings")
@@ -75,16 +97,12 @@ def add_embedding_routes(
         asked, inputs, params = found
 
         async def answer() -> Response:
-            pooled = await _pooled(service, inputs, params)
+            pooled = await embedder.pooled(inputs, params)
             data, count = await _encoded(pooled, asked), sum(map(len, inputs))
-            return _listed(data, asked.model or models.name, {"prompt_tokens": count, "total_tokens": count})
+            usage = {"prompt_tokens": count, "total_tokens": count}
+            return _listed(data, asked.model or embedder.models.name, usage)
 
-        try:
-            return await unless_gone(request, answer())
-        except NotFiniteError as problem:
-            return refusal(500, str(problem), "server_error")
-        except (ValueError, BusyError, ClosedError) as problem:
-            return refusal_of(problem)
+        return await embedder.answer(request, answer())
 
 
 async def _encoded(pooled: Sequence[Tensor], asked: EmbeddingRequest) -> list[bytes]:

@@ -19,7 +19,7 @@ from deepspeed.inference.serving import protocol
 from deepspeed.inference.serving.bodies import LONG
 from deepspeed.inference.serving.models import ModelError
 from deepspeed.inference.serving.protocol import RequestError
-from deepspeed.inference.serving.service import BusyError, ClosedError
+from deepspeed.inference.serving.service import BusyError, ClosedError, Service
 from deepspeed.inference.serving.tool_requests import Formats
 from deepspeed.observe.live.access import check_token
 
@@ -57,10 +57,11 @@ class _TooLargeError(ValueError):
 
 
 class Intake:
-    """Takes requests in."""
+    """Takes requests in, as long as ``service`` is there for them."""
 
-    def __init__(self, settings: ServerSettings) -> None:
+    def __init__(self, settings: ServerSettings, service: Service) -> None:
         self.settings = settings
+        self._service = service
         # Parsing and tokenizing. Long requests, which may take seconds, wait for each other only. Few threads: each
         # keeps memory of its own.
         self._short = ThreadPoolExecutor(2, "short-requests")
@@ -87,6 +88,7 @@ class Intake:
         if not self.authorize(request):
             return unauthorized()
         try:
+            self._service.check_open()
             body, loop = await self._body(request), asyncio.get_running_loop()
             usual = self._long if sum(map(len, body)) > LONG else self._short
             return await loop.run_in_executor(threads or usual, _worked, work, body, loop)

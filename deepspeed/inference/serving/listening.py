@@ -4,9 +4,12 @@ uvicorn is installed."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import os
 import socket
 import sys
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -29,7 +32,9 @@ _SWITCH_S = 0.001
 times per request: after each system call."""
 
 _LAST_WORDS_S = 2.0
-"""For the errors of answers that were cut short."""
+"""For the errors of answers that were cut short, and for the rest of a request that is refused before it is read."""
+
+_POLL_S = 0.05
 
 
 def make_listener(
@@ -89,8 +94,12 @@ class Listener(uvicorn.Server):
             sys.setswitchinterval(usual)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._service.draining, begun = True, set(self.server_state.tasks)
         ending = asyncio.create_task(self._end_answers())
         try:
+            # Connections are still accepted: probes of /ready, and clients with new requests, are told 503.
+            while not (self.force_exit or all(task.done() for task in begun)):
+                await asyncio.sleep(_POLL_S)
             await super().shutdown(sockets)  # waits until there are no connections
         finally:
             ending.cancel()
@@ -109,6 +118,63 @@ class Listener(uvicorn.Server):
     def _hang_up(self) -> None:
         for connection in list(self.server_state.connections):
             connection.transport.abort()
+
+
+class LoadingAnswers:
+    """Answers on the address of a server while its model is loaded: 200 to ``/health``, 503 to everything else.
+
+    OSError: the address cannot be used.
+    """
+
+    def __init__(self, host: str, port: int) -> None:
+        self._loop = asyncio.new_event_loop()
+        opening = asyncio.start_server(_answer_loading, host, port)
+        self._server = self._loop.run_until_complete(opening)
+        self._thread = threading.Thread(target=self._loop.run_forever, name="deepspeed-loading", daemon=True)
+        self._thread.start()
+
+    def hand_over(self) -> list[socket.socket]:
+        """Stop answering. Returns the sockets, on which connections wait to be accepted."""
+        sockets = [socket.socket(fileno=os.dup(each.fileno())) for each in self._server.sockets]
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._server.close()
+        self._loop.run_until_complete(self._cancel())
+        self._loop.close()
+        return sockets
+
+    async def _cancel(self) -> None:
+        begun = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in begun:
+            task.cancel()
+        await asyncio.gather(*begun, return_exceptions=True)
+
+    def close(self) -> None:
+        """Nobody listens, unless the sockets were handed over."""
+        for each in () if self._loop.is_closed() else self.hand_over():
+            each.close()
+
+
+async def _answer_loading(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    with contextlib.suppress(OSError, ValueError, EOFError, asyncio.LimitOverrunError, asyncio.TimeoutError):
+        head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), HEADERS_S)
+        alive = head.split(b" ", 2)[1].partition(b"?")[0] == b"/health"
+        loading = protocol.error("the model is being loaded: try again later", "server_error")
+        body = json.dumps({"status": "loading"} if alive else loading).encode()
+        status = "200 OK" if alive else "503 Service Unavailable\r\nRetry-After: 5"
+        writer.write(
+            f"HTTP/1.1 {status}\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
+            "Connection: close\r\n\r\n".encode()
+            + body
+        )
+        writer.write_eof()
+        await asyncio.wait_for(_until_end(reader), _LAST_WORDS_S)  # a reset could overtake the answer
+    writer.close()
+
+
+async def _until_end(reader: asyncio.StreamReader) -> None:
+    while await reader.read(_READ_BYTES):
+        pass
 
 
 class _Connection(H11Protocol):

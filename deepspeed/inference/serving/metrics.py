@@ -116,6 +116,9 @@ _COUNTERS = {
     "num_preemptions_total": "preemptions",
     "prefix_cache_queries_total": "looked_up_tokens",
     "prefix_cache_hits_total": "shared_tokens",
+    "spec_decode_num_drafts_total": "drafts",
+    "spec_decode_num_draft_tokens_total": "proposed_tokens",
+    "spec_decode_num_accepted_tokens_total": "accepted_tokens",
 }
 
 

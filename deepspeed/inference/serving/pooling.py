@@ -25,6 +25,22 @@ class NotFiniteError(RuntimeError):
     """A vector has numbers that JSON does not have, and that no client can use."""
 
 
+def check_generates(folder: str) -> None:
+    """ValueError: the model in ``folder`` classifies texts (a cross-encoder); loaded as one that generates, it would
+    have a head of random weights."""
+    path = Path(folder) / "config.json"
+    try:
+        named = json.loads(path.read_text(encoding="utf-8"))["architectures"]
+    except (OSError, ValueError, LookupError, TypeError):
+        return  # whoever loads it tells
+    for name in named or ():
+        if str(name).endswith("ForSequenceClassification"):
+            raise ValueError(
+                f"{path}: {name} classifies texts and generates none: /v1/score and /v1/rerank need a model for "
+                "embeddings"
+            )
+
+
 def pooling_of(folder: str) -> str | None:
     """Return the pooling that a folder of sentence-transformers names; None: it is no such folder. ValueError: another
     than the last token, the mean or the first."""

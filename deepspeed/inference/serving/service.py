@@ -92,6 +92,8 @@ class Service:
         self.max_requests = max_requests
         self.metrics = Metrics()
         self.failure: BaseException | None = None
+        self.draining = False
+        """Whether the server answers only those who have asked already."""
         self._announcer: Announcer = announcer or Alone()
         self._changed = threading.Condition()
         self._new = Commands()
@@ -162,28 +164,37 @@ class Service:
 
     @property
     def healthy(self) -> bool:
-        return self.failure is None and not self._closing and self._thread.is_alive()
+        """Return whether it takes requests."""
+        return self.failure is None and not (self.draining or self._closing) and self._thread.is_alive()
 
     def state(self) -> dict[str, float]:
         """Values of this moment, by name."""
         return {"requests": len(self._tickets), "healthy": self.healthy, **self.engine.state()}
+
+    def check_open(self) -> None:
+        """ClosedError: new requests of clients are not answered any more."""
+        if not self.healthy:
+            raise ClosedError(self._why_closed())
 
     def close(self, *, drain: bool = True, timeout: float | None = None) -> None:
         """Take no more requests; with ``drain`` serve those that are there, else cancel them. Waits for the end, at
         most ``timeout`` seconds, after which what is left is cancelled. Who waits for those is told a ClosedError."""
         with self._changed:
             self._closing = True
-            if not drain:
-                self._new.cancelled += list(self._tickets)
             self._changed.notify_all()
+        if not drain:
+            self._cancel_all()
         if not self._thread.is_alive():
             return
         self._thread.join(timeout)
         if self._thread.is_alive():
-            with self._changed:
-                self._new.cancelled += list(self._tickets)
-                self._changed.notify_all()
+            self._cancel_all()
             self._thread.join()
+
+    def _cancel_all(self) -> None:
+        with self._changed:
+            self._new.cancelled += list(self._tickets)
+            self._changed.notify_all()
 
     # ------------------------------------------------------------------------------------------- the thread
 

@@ -1,0 +1,134 @@
+"""``/v1/score`` and ``/v1/rerank``: how alike texts are, as the cosine of the vectors that ``/v1/embeddings`` gives for
+them. Fields and answers are those of vLLM's server, and of Jina's for documents in order. Imported only where FastAPI
+is installed."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response
+from pydantic import BaseModel, Field, SkipValidation
+
+from deepspeed.inference.serving import protocol
+from deepspeed.inference.serving.bodies import RequestError
+from deepspeed.inference.serving.embedding_routes import MOST_INPUTS, Embedder
+from deepspeed.inference.serving.handling import Intake
+from deepspeed.inference.serving.pooling import vectors_of
+
+
+class _TextPairs(BaseModel):
+    model: str = ""
+    truncate_prompt_tokens: int | None = Field(default=None, ge=1)
+    priority: protocol.Priority = 0
+
+    def pairs(self) -> tuple[list[str], list[str]]:
+        """Return the texts of each side, as many of both. RequestError: there are none, or they are no texts."""
+        raise NotImplementedError
+
+    def told(self, scores: Sequence[float], texts: Sequence[str]) -> dict[str, Any]:
+        """Return what an answer says of the ``scores`` of the right side's ``texts``."""
+        raise NotImplementedError
+
+
+class ScoreRequest(_TextPairs):
+    """One text with each of a list, or two lists of the same length in pairs."""
+
+    text_1: SkipValidation[str | list[str]]
+    text_2: SkipValidation[str | list[str]]
+
+    def pairs(self) -> tuple[list[str], list[str]]:
+        left, right = _texts(self.text_1, "text_1"), _texts(self.text_2, "text_2")
+        if len(left) not in (1, len(right)):
+            raise RequestError(
+                f"text_1 has {len(left)} texts and text_2 {len(right)}: one, or as many, are expected",
+                "text_1",
+            )
+        return left * (len(right) // len(left)), right
+
+    def told(self, scores: Sequence[float], texts: Sequence[str]) -> dict[str, Any]:
+        data = [{"index": at, "object": "score", "score": score} for at, score in enumerate(scores)]
+        return {
+            "id": f"score-{uuid.uuid4().hex}",
+            "object": "list",
+            "created": int(time.time()),
+            "data": data,
+        }
+
+
+class RerankRequest(_TextPairs):
+    """``top_n``: only the so many best; 0: all. Documents are texts, or objects with one as ``text``."""
+
+    query: SkipValidation[str]
+    documents: SkipValidation[list[str] | list[dict[str, str]]]
+    top_n: int = Field(default=0, ge=0)
+    return_documents: bool = True
+
+    def pairs(self) -> tuple[list[str], list[str]]:
+        if not isinstance(self.query, str) or not isinstance(self.documents, list):
+            raise RequestError("query: a text is expected, and a list of texts as documents", "query")
+        texts = [each.get("text") if isinstance(each, dict) else each for each in self.documents]
+        documents = _texts(texts, "documents")
+        return _texts(self.query, "query") * len(documents), documents
+
+    def told(self, scores: Sequence[float], texts: Sequence[str]) -> dict[str, Any]:
+        order = sorted(range(len(scores)), key=lambda at: -scores[at])[: self.top_n or None]
+        document = (lambda at: {"document": {"text": texts[at]}}) if self.return_documents else lambda _: {}
+        results = [{"index": at, **document(at), "relevance_score": scores[at]} for at in order]
+        return {"id": f"rerank-{uuid.uuid4().hex}", "results": results}
+
+
+def add_score_routes(app: FastAPI, intake: Intake, embedder: Embedder) -> None:
+    def begun(kind: type[_TextPairs]) -> Callable[[bytes, Any], tuple[Any, ...]]:
+        def begin(body: bytes, _: Any) -> tuple[Any, ...]:
+            asked = protocol.fields_as(kind, body)
+            left, right = asked.pairs()
+            params, texts = embedder.params_of(asked), list(dict.fromkeys([*left, *right]))
+            cut = asked.truncate_prompt_tokens or 0  # the last tokens are kept, as of prompts
+            inputs = [embedder.tokenizer.encode(each)[-cut:] for each in texts[: MOST_INPUTS + 1]]
+            embedder.check(inputs, params, "texts")
+            return asked, left, right, texts, inputs, params
+
+        return begin
+
+    async def answer(request: Request, kind: type[_TextPairs]) -> Response:
+        found = await intake.take(request, begun(kind))
+        if isinstance(found, Response):
+            return found
+        asked, left, right, texts, inputs, params = found
+
+        async def compared() -> Response:
+            pooled = await embedder.pooled(inputs, params)
+            vectors = await asyncio.to_thread(vectors_of, pooled, None, True)
+            place = {text: at for at, text in enumerate(texts)}
+            first, second = (vectors[[place[each] for each in side]] for side in (left, right))
+            told = asked.told((first * second).sum(1).tolist(), right)
+            count = sum(map(len, inputs))
+            usage = {"prompt_tokens": count, "total_tokens": count}
+            return JSONResponse({"model": asked.model or embedder.models.name, "usage": usage, **told})
+
+        return await embedder.answer(request, compared())
+
+    for path in ("/score", "/v1/score"):
+        app.post(path)(_route(answer, ScoreRequest))
+    for path in ("/rerank", "/v1/rerank", "/v2/rerank"):
+        app.post(path)(_route(answer, RerankRequest))
+
+
+def _route(answer: Callable[..., Any], kind: type[_TextPairs]) -> Callable[..., Any]:
+    async def route(request: Request) -> Response:
+        return await answer(request, kind)
+
+    return route
+
+
+def _texts(given: Any, name: str) -> list[str]:
+    """RequestError: there is no text, or something else."""
+    found: Any = protocol.texts_of(given, name)
+    if not isinstance(found[0], str):
+        raise RequestError(f"{name}: texts are expected", name)
+    return found
