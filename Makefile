@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test cells clients install-clients install-dev gpu-kernels torch-releases lint types architecture docs format clean
+.PHONY: help demo test cells clients install-clients install-dev gpu-kernels torch-releases wheel lint types architecture docs format clean
 
 help:
 	@echo "make demo    train a small GPT on real text, resume it, and plot the loss (examples/pretrain_gpt)"
@@ -16,6 +16,7 @@ help:
 	@echo "make clients run the tests with Transformers, Accelerate, Lightning, TRL and PEFT, in their newest releases"
 	@echo "make gpu-kernels  compile and interpret the kernels for GPUs, with Triton, on a machine without one"
 	@echo "make torch-releases  test with every supported release of torch, each downloaded (.ci/torch_releases)"
+	@echo "make wheel   build the source archive and the wheel in the folder dist, and try the wheel"
 	@echo "make docs    build the documentation as a site, in the folder site"
 	@echo "make lint | types | architecture | format | clean"
 
@@ -60,6 +61,10 @@ gpu-kernels: $(VENV)/.installed-dev $(TRITON)/.installed-3.9.0
 torch-releases: $(VENV)/.installed-dev
 	PYTHON=$(BIN)/python .ci/torch_releases
 
+# Needs no torch to build; what `make test` installs, to try what was built.
+wheel: $(VENV)/.build
+	$(BIN)/python tools/wheel.py dist
+
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -83,7 +88,7 @@ format: $(VENV)/.installed-dev
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf build site $(VENV) deepspeed/lib
+	rm -rf build dist site $(VENV) deepspeed/lib
 
 # ---- set-up -----------------------------------------------------------------------------------------------------------
 
@@ -94,12 +99,15 @@ $(VENV)/.created:
 	@$(PYTHON) -m venv $(VENV)
 	@touch $@
 
-# torch is asked for by exact version before anything that depends on it; then what the build needs, so that the
-# package is built against this environment and not in one of its own.
-$(VENV)/.torch: $(VENV)/.created constraints.txt
+# What the build needs, so that the package is built in this environment and not in one of its own.
+$(VENV)/.build: $(VENV)/.created constraints.txt
+	@$(PIP) scikit-build-core cmake ninja
+	@touch $@
+
+# torch is asked for by exact version before anything that depends on it.
+$(VENV)/.torch: $(VENV)/.build
 	@echo "installing torch 2.13.0 in $(VENV): a large download, the first time"
 	@$(PIP) torch==2.13.0
-	@$(PIP) scikit-build-core cmake ninja
 	@touch $@
 
 $(TRITON)/.installed-%: | $(VENV)/.torch

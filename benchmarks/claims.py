@@ -10,85 +10,12 @@ says what would measure it.
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from readme import parser_of, tables, write_or_check
+from saved import Cell, Found, Ratio, Source, parser_of, reports_of, write_or_check
 
-FOLDER = Path(__file__).resolve().parent
-PAGE = FOLDER.parent / "docs" / "claims.md"
-
-
-@dataclass(frozen=True)
-class Cell:
-    """A cell of a table in ``results/<report>.txt``: the first table whose title begins so, and in it the first row that
-    begins with these cells. ``column``: how its heading begins; "" for the last one of a table without headings."""
-
-    report: str
-    title: str
-    row: str | tuple[str, ...]
-    column: str
-
-    def text(self) -> str:
-        wanted = (self.row,) if isinstance(self.row, str) else self.row
-        for title, header, rows in tables(
-            (FOLDER / "results" / f"{self.report}.txt").read_text(encoding="utf-8")
-        ):
-            if not title.startswith(self.title):
-                continue
-            for row in rows:
-                if tuple(row[: len(wanted)]) == wanted:
-                    return row[
-                        next(n for n, name in enumerate(header) if name.startswith(self.column))
-                        if self.column
-                        else -1
-                    ]
-        raise LookupError(f"no such cell: {self}")
-
-
-@dataclass(frozen=True)
-class Found:
-    """The first group of a pattern in ``results/<report>.txt``."""
-
-    report: str
-    pattern: str
-
-    def text(self) -> str:
-        match = re.search(
-            self.pattern, (FOLDER / "results" / f"{self.report}.txt").read_text(encoding="utf-8")
-        )
-        if match is None:
-            raise LookupError(f"no such line: {self}")
-        return match[1]
-
-
-@dataclass(frozen=True)
-class Ratio:
-    """One number over another, with as many digits after the point."""
-
-    over: Cell | Found
-    under: Cell | Found
-    digits: int = 1
-
-    def text(self) -> str:
-        return f"{number(self.over) / number(self.under):.{self.digits}f}"
-
-
-Source = Cell | Found | Ratio
-
-
-def number(source: Cell | Found) -> float:
-    match = re.match(r"[\d.,]+", source.text())
-    if match is None:
-        raise ValueError(f"not a number: {source}: {source.text()}")
-    return float(match[0].replace(",", ""))
-
-
-def reports_of(source: Source) -> list[str]:
-    if isinstance(source, Ratio):
-        return [*reports_of(source.over), *reports_of(source.under)]
-    return [source.report]
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "claims.md"
 
 
 @dataclass(frozen=True)

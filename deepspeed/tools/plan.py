@@ -116,8 +116,9 @@ class ModelError(ValueError):
     """The model that --model names cannot be built."""
 
 
-def make_request(args: argparse.Namespace) -> PlanRequest:
-    config = read_config(args.config, args.gpus * args.nodes)
+def make_request(args: argparse.Namespace, config: dict[str, Any] | None = None) -> PlanRequest:
+    """Return the request for these arguments of `ds plan`, with ``config`` instead of the one that they name."""
+    config = read_config(args.config, args.gpus * args.nodes) if config is None else dict(config)
     for text in args.set:
         _set(config, text)
     module = build_model(args.model, _DTYPES[args.dtype])

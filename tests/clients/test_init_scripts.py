@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -47,3 +48,54 @@ def test_what_it_writes_trains_and_resumes(tmp_path: Path, model: Path, client: 
         assert "step 3: loss" in resumed and "step 2: loss" not in resumed
     else:
         assert resumed.count("'loss'") == 1
+
+
+LIGHTNING = """
+import sys
+sys.path[:0] = {paths!r}
+from tests.clients.test_lightning_trainer import CPUs
+import train
+train.main(accelerator=CPUs())
+"""
+"""Lightning's strategy takes CUDA devices only: CPUs that pass for them run the script as it is."""
+
+
+def test_lightning_trains_and_resumes(tmp_path: Path, model: Path) -> None:
+    pytest.importorskip("lightning")
+    folder = tmp_path / "run"
+    words = [
+        str(folder),
+        "--model",
+        str(model),
+        "--goal",
+        "finetune",
+        "--with",
+        "lightning",
+        "--device",
+        "cuda",
+    ]
+    assert main([*words, "--device-memory", "4G", "--sequence", "16", "--batch", "2"]) == 0
+    config = json.loads((folder / "ds_config.json").read_text())
+    config["zero_optimization"]["stage"] = 3
+    (folder / "ds_config.json").write_text(json.dumps(config))
+    driver = folder / "driver.py"
+    driver.write_text(LIGHTNING.format(paths=[str(Path(__file__).parents[2]), str(folder)]))
+    environment: dict[str, Any] = {**os.environ, "HF_HUB_OFFLINE": "1"}
+
+    def printed(*more: str) -> str:
+        done = forked.run([str(driver), *more], env=environment, cwd=folder)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    first = printed("--steps", "2")
+    assert "step 1: loss" in first and "step 2: loss" in first
+    resumed = printed("--steps", "3", "--resume")
+    assert "step 3: loss" in resumed and "step 2: loss" not in resumed
+
+
+def test_lightning_is_refused_where_its_strategy_would_refuse(
+    tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--model", str(model), "--goal", "finetune", "--with", "lightning", "--device", "cpu"]
+    assert main([str(tmp_path / "run"), *words]) == 2
+    assert "takes CUDA devices only. Use --with torch" in capsys.readouterr().err

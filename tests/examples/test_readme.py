@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import re
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -58,7 +60,7 @@ def test_the_code_of_the_readme_runs(tmp_path):
 
 def test_numbers_come_from_saved_results(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(REPOSITORY / "benchmarks")
-    readme = importlib.import_module("readme")
+    performance = importlib.import_module("performance")
     (tmp_path / "train_step_cpu2.txt").write_text(
         "train_step: commit abc1234, 2026-01-02 03:04 UTC\nsome machine\n\n10M GPT, fp32, 2 ranks\n"
         "               ms/step  ratio to DDP, median [min .. max]     goal\n"
@@ -67,7 +69,22 @@ def test_numbers_come_from_saved_results(tmp_path, monkeypatch):
         "ours, stage 2    201.9                0.89 [0.83 .. 0.94]  <= 1.15\n"
         "peer, stage 2    311.4                1.39 [1.22 .. 1.50]  <= 1.15\n"
     )
-    lines = readme.numbers_of(tmp_path).splitlines()
+    lines = performance.numbers_of(tmp_path).splitlines()
     assert "| stage 2 | **0.89** (1.39) |  |  |  |" in lines
     assert lines[-3] == "Machine: some machine. Results: commit abc1234, 2026-01-02: train_step."
     assert not any("stage 0" in line or "FSDP2" in line for line in lines)
+
+
+def test_every_number_of_the_pages_is_one_that_a_benchmark_printed():
+    command = [sys.executable, "-S", str(REPOSITORY / "benchmarks" / "performance.py"), "--check"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    text = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 150
+    prose, table, rest = re.split(r"<!-- /?NUMBERS -->", text)
+    assert len(table.strip().splitlines()) - 2 <= 8
+    assert all("benchmarks/results/" in row for row in table.strip().splitlines()[2:])
+    measured = r"\d (?:x|s|ms|us|%|[KMG]i?B|nats|tokens/s)(?!\w)"
+    assert re.findall(measured, prose + rest) == [], (
+        "a number that no saved report has: put it into the table"
+    )

@@ -11,7 +11,7 @@ from deepspeed.base.tool_arguments import ArgumentParser, positive
 from deepspeed.tools import parsers
 
 GOALS = ("finetune", "pretrain", "lora", "serve")
-CLIENTS = ("torch", "transformers", "accelerate")
+CLIENTS = ("torch", "transformers", "accelerate", "lightning")
 
 _EPILOG = """\
 In a terminal, what is needed and not given is asked for; without one it must be given. Nothing is allocated: the

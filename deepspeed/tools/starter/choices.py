@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import base64
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -59,6 +57,11 @@ def decide(args: argparse.Namespace) -> Decision:
     if batch % ranks:
         raise DeepSpeedConfigError(f"--batch {batch} cannot be divided among {ranks} ranks: give a multiple")
     request = _request(args, batch)
+    if args.client == "lightning" and request.device_type != "cuda":
+        raise DeepSpeedConfigError(
+            f"--with lightning on {request.device_type}: Lightning's DeepSpeedStrategy takes CUDA devices only. Use "
+            "--with torch, or plan for a machine that has them: --device cuda --device-memory 24G"
+        )
     if args.goal == "lora":
         add_adapters(request.module)
     decision = _smallest_that_fits(request)
@@ -82,7 +85,7 @@ def _request(args: argparse.Namespace, batch: int) -> PlanRequest:
         "optimizer": {"type": "AdamW", "params": {"lr": LEARNING_RATES[args.goal], "weight_decay": 0.0}},
         "zero_optimization": {"stage": 0 if args.gpus * args.nodes == 1 else 1},
     }
-    given = [base64.urlsafe_b64encode(json.dumps(config).encode()).decode(), "--model", args.model]
+    given = ["", "--model", args.model]
     for option in ("gpus", "nodes", "sequence"):
         given += [f"--{option}", str(getattr(args, option))]
     planned = parsers.plan().parse_args(given)
@@ -90,7 +93,7 @@ def _request(args: argparse.Namespace, batch: int) -> PlanRequest:
         setattr(planned, name, getattr(args, name))
     planned.disk = args.disk if args.nvme else 0
     planned.dtype = "fp32" if args.goal == "pretrain" or args.device == "cpu" else "bf16"
-    request = make_request(planned)
+    request = make_request(planned, config)
     if request.device_type != "cpu":
         config["bf16"] = {"enabled": True}
     elsewhere = args.device_memory is not None and args.host_memory is None  # nothing is known of that host

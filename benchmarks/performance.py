@@ -1,22 +1,21 @@
-"""Fills in the numbers of the README from the benchmarks' saved results.
+"""Fills in the numbers of the README and of `docs/performance.md` from the benchmarks' saved results.
 
-    python benchmarks/readme.py            writes them between the two NUMBERS markers of README.md
-    python benchmarks/readme.py --check    says whether they are up to date, with its exit code
+    python benchmarks/performance.py            writes them between the two NUMBERS markers of each page
+    python benchmarks/performance.py --check    says whether they are up to date, with its exit code
 
-Nothing is measured or typed here: every cell is copied from a table in `results/*_cpu2.txt`, and a benchmark without a
-result gets no row.
+Nothing is measured or typed here: every number is copied from a report in `results`. In the page, a benchmark
+without a result gets no row.
 """
 
 from __future__ import annotations
 
-import argparse
 import re
-import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
-FOLDER = Path(__file__).resolve().parent
+from saved import FOLDER, Cell, Ratio, Source, parser_of, reports_of, tables, write_or_check
+
 README = FOLDER.parent / "README.md"
+PAGE = FOLDER.parent / "docs" / "performance.md"
 BEGIN, END = "<!-- NUMBERS -->", "<!-- /NUMBERS -->"
 SETTINGS = ("10M GPT, fp32", "10M GPT, bf16", "50M GPT, fp32", "50M GPT, bf16")
 RATIO = "ratio to DDP, median [min .. max]"
@@ -49,20 +48,86 @@ OTHER_ROWS: list[tuple[str, str, str, str, dict[str, str]]] = [
     ),
 ]  # fmt: skip
 
+STEP = "50M GPT, bf16, 2 ranks"
+SLOW = "50M GPT, bf16, 2 hosts x 2 ranks"
+DECODE = "decoding 48 tokens after 32, 88M Llama, int8"
 
-def tables(text: str) -> Iterator[tuple[str, list[str], list[list[str]]]]:
-    """(title, header, rows) of each table in a saved report: the line of dashes under the header tells the columns."""
-    lines = text.splitlines()
-    for number, line in enumerate(lines):
-        if number < 2 or not re.fullmatch(r"-+(  -+)+", line):
-            continue
-        spans = [match.span() for match in re.finditer(r"-+", line)]
-        rows = []
-        for row in lines[number + 1 :]:
-            if not row:
-                break
-            rows.append([row[begin:end].strip() for begin, end in spans])
-        yield lines[number - 2], [lines[number - 1][begin:end].strip() for begin, end in spans], rows
+
+def step(who: str) -> Cell:
+    return Cell("train_step_cpu2", STEP, who, RATIO)
+
+
+# What it is, the number, what it is compared with; both are formatted with the texts of the sources.
+FIRST_ROWS: list[tuple[str, str, str, tuple[Source, ...]]] = [
+    (
+        "time of a step, 50M GPT in bf16 on two ranks, ZeRO stage 2",
+        "**{0}** of DDP's",
+        "DeepSpeed 0.19.8: {1}",
+        (step("ours, stage 2"), step("peer, stage 2")),
+    ),
+    (
+        "the same at stage 3",
+        "**{0}** of DDP's",
+        "FSDP2: {1}; DeepSpeed: {2}",
+        (step("ours, stage 3"), step("FSDP2"), step("peer, stage 3")),
+    ),
+    (
+        "`initialize`, 10M GPT, stage 2",
+        "**{0} s**",
+        "DeepSpeed: {1} s",
+        tuple(
+            Cell("start_cpu2", "start of a 10M", f"{who}, stage 2", "initialize") for who in ("ours", "peer")
+        ),
+    ),
+    (
+        "memory in which a model of 3 billion parameters trains, states on disk",
+        "**{0} GiB**",
+        "its states: {1} GiB",
+        (
+            Cell("offload_budget_3B_cpu2", "3001M", "peak of private memory, GiB", ""),
+            Cell("offload_budget_3B_cpu2", "3001M", "model states (2 + 2 + 12 bytes), GiB", ""),
+        ),
+    ),
+    (
+        "longest sequence in a fixed memory, narrow model with a large vocabulary",
+        "**{0} tokens**",
+        "plain training: {1}",
+        tuple(
+            Cell("long_sequence_cpu2", "hidden 128", row, "longest")
+            for row in ("and attention in chunks", "plain")
+        ),
+    ),
+    (
+        "1-bit Adam between two hosts over 100 Mbit/s, after its warm-up",
+        "**{0} x** as fast as Adam",
+        "{1} x fewer bytes",
+        tuple(
+            Ratio(
+                Cell("slow_links_50M_100mbit", SLOW, "Adam", column),
+                Cell("slow_links_50M_100mbit", SLOW, "1-bit Adam", column),
+            )
+            for column in ("ms/step", "bytes")
+        ),
+    ),
+    (
+        "decoding an 88M Llama in int8, one sequence",
+        "**{0} tokens/s**",
+        "llama.cpp: {1}; Transformers, in bf16: {2}",
+        tuple(
+            Cell("inference_decode", DECODE, who, "tokens")
+            for who in ("kernels, int8", "llama.cpp, int8", "transformers, bf16")
+        ),
+    ),
+    (
+        "training again after `kill -9` of one of four ranks, stage 3",
+        "**{0} s**, {1} steps lost",
+        "a step: {2} ms",
+        tuple(
+            Cell("going_on_4_ranks", "4 ranks", "3", column)
+            for column in ("seconds still", "steps lost", "ms/step")
+        ),
+    ),
+]
 
 
 class Results:
@@ -155,31 +220,25 @@ def numbers_of(folder: Path) -> str:
     return "\n".join([BEGIN, "", *body, f"{results.sources()}", "", END])
 
 
-def parser_of(about: str | None) -> argparse.ArgumentParser:
-    """Return the parser of a script that writes a page from saved results, described by the script's docstring."""
-    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--check", action="store_true", help="write nothing; exit code 1 if it is not up to date"
-    )
-    return parser
+def first_numbers() -> str:
+    """Return the few rows of the README, each with the report that has its numbers."""
+    lines = [BEGIN, "", "| what | number | compared with | printed in |", "|---|---|---|---|"]
+    for what, number, other, sources in FIRST_ROWS:
+        texts = [source.text().split(" [")[0] for source in sources]
+        reports = dict.fromkeys(report for source in sources for report in reports_of(source))
+        files = ", ".join(f"[{name}](benchmarks/results/{name}.txt)" for name in reports)
+        lines.append(f"| {what} | {number.format(*texts)} | {other.format(*texts)} | {files} |")
+    return "\n".join([*lines, "", END])
 
 
-def write_or_check(page: Path, make: Callable[[str], str], *, check: bool) -> None:
-    """Write what ``make`` makes of the page's text, "" if there is none; with ``check`` leave with an error instead, if
-    that is another text."""
-    before = page.read_text(encoding="utf-8") if page.exists() else ""
-    after = make(before)
-    if not check:
-        page.write_text(after, encoding="utf-8")
-    elif after != before:
-        sys.exit(f"{page.name}: not the numbers of benchmarks/results; run this script")
-
-
-def with_numbers(text: str) -> str:
+def between_the_markers(text: str, numbers: str) -> str:
     begin, end = text.index(BEGIN), text.index(END) + len(END)
-    return text[:begin] + numbers_of(FOLDER / "results") + text[end:]
+    return text[:begin] + numbers + text[end:]
 
 
 if __name__ == "__main__":
     arguments = parser_of(__doc__).parse_args()
-    write_or_check(README, with_numbers, check=arguments.check)
+    for page, numbers in ((README, first_numbers()), (PAGE, numbers_of(FOLDER / "results"))):
+        write_or_check(
+            page, lambda text, numbers=numbers: between_the_markers(text, numbers), check=arguments.check
+        )
