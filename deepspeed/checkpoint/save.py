@@ -9,7 +9,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from deepspeed.base.logging import logger
+from deepspeed.base.logging import logger, warning_once
 from deepspeed.checkpoint import names
 from deepspeed.checkpoint.contents import Files, Place, Report, Training
 from deepspeed.checkpoint.errors import CheckpointError, CheckpointTagError
@@ -158,10 +158,29 @@ def _check_moment(moment: tuple[Any, Any], ranks: Ranks) -> None:
 def _prepared(request: _Request, ranks: Ranks) -> StagedFolder:
     """An empty folder to write into. Collective."""
     folder = StagedFolder(request.save_dir, request.tag)
-    with _abandoned_on_errors(folder, ranks), ranks.together("preparing the checkpoint folder"):
-        if ranks.keeps_folder:
-            folder.prepare()
+    ranks.keep_together()
+    with _abandoned_on_errors(folder, ranks):
+        with ranks.together("preparing the checkpoint folder"):
+            if ranks.keeps_folder:
+                folder.prepare()
+        if not ranks.node_local and not ranks.agree(folder.identity()):
+            _prepare_apart(folder, ranks)
     return folder
+
+
+def _prepare_apart(folder: StagedFolder, ranks: Ranks) -> None:
+    """Prepare the folders that other ranks gave, such as the temporary one of each worker of Ray Train, or that are on
+    a disk of their machine. Each gets the files of its ranks. Collective."""
+    folders = ranks.keep_apart(folder.staging, folder.identity())
+    if ranks.rank == 0:
+        warning_once(
+            f"ranks save into {folders} folders: {folder.save_dir} of rank 0 is not that of all. Each gets the files "
+            "of its ranks: bring them together before loading. With checkpoint.use_node_local_storage the "
+            "folder of each machine has all that its ranks load"
+        )
+    with ranks.together("preparing the checkpoint folder"):
+        if ranks.keeps_folder and ranks.rank != 0:
+            folder.prepare()
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 from unittest import mock
 
@@ -93,3 +94,34 @@ def _save_and_resume_on_nodes(tmp_path: Path, stage: int, decoupled: bool) -> No
     assert train(resumed, 2, 4) == expected
     with pytest.raises(CheckpointNotFoundError, match="nowhere does not exist"):
         resumed.load_checkpoint(tmp_path / "nowhere", tag="t")
+
+
+@pytest.mark.parametrize("stage, decoupled", [(0, False), (2, True), (3, False)])
+@distributed(world_size=2)
+def test_folders_of_the_ranks_own_make_one_checkpoint(tmp_path, stage, decoupled):
+    """As the workers of Ray Train save, each into a temporary folder; its storage brings the files together. Then all
+    save into one folder again. A folder that a killed save left behind is not taken for that of rank 0."""
+    rank, ds_config = dist.get_rank(), config(stage, checkpoint={"writer": {"decoupled": decoupled}})
+    engine = make_engine(ds_config)
+    train(engine, 0, 2)
+    own = tmp_path / f"worker{rank}"
+    if rank == 1:
+        (own / ".t.tmp").mkdir(parents=True)
+    for folder in (own, tmp_path / "shared", own):
+        engine.save_checkpoint(folder, tag="t")
+        if engine.background_writer is not None:
+            engine.background_writer.wait()
+    expected = full_state(engine)
+    dist.barrier()
+    if rank == 0:
+        for worker in ("worker0", "worker1"):
+            assert (tmp_path / worker / "latest").read_text() == "t"
+            assert not [path.name for path in (tmp_path / worker).iterdir() if path.name.startswith(".")]
+            shutil.copytree(tmp_path / worker, tmp_path / "together", dirs_exist_ok=True)
+        names = {path.name for path in (tmp_path / "together/t").iterdir()}
+        assert names == {path.name for path in (tmp_path / "shared/t").iterdir()}
+    dist.barrier()
+    for folder in ("together", "shared"):
+        resumed = make_engine(ds_config, seed=9)
+        resumed.load_checkpoint(tmp_path / folder)
+        assert_restored(full_state(resumed), expected)

@@ -86,6 +86,17 @@ class StagedFolder:
                 self._release()
                 raise
 
+    def identity(self) -> int:
+        """Return a number by which ranks see whether their staging folders are the same one; 0 if it is not there.
+
+        Its parent is read, as a network file system may go on answering for a while that a name is not there."""
+        try:
+            return next(
+                each.inode() for each in os.scandir(self.staging.parent) if each.name == self.staging.name
+            )
+        except (OSError, StopIteration):
+            return 0
+
     def _siblings(self) -> set[Path]:
         """Folders in which saves with tags like this one put theirs: for ``epoch1/step5`` also ``epoch2``."""
         depth = self.tag.count("/")
