@@ -44,6 +44,7 @@ FOUND = [
     "model=gru ranks=2 stage=2 tier=cpu precision=autocast wire=qgz parameters=twice evaluate=true "
     "optimizer=SGD",
     "optimizer=SGD accumulation=3 parameters=late backward=tensor fp8=true",
+    "ranks=2 axes=pp optimizer=Muon parameters=tied resume=stage",
 ]
 """Cells that failed once, made small."""
 

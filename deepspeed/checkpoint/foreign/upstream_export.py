@@ -12,6 +12,7 @@ import argparse
 import os
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
+from itertools import zip_longest
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -437,9 +438,11 @@ class UpstreamFiles:
 
 def _ordered_groups(catalog: Catalog) -> list[list[str]]:
     """Names of trained parameters by optimizer group, in the order of the optimizer that saved them."""
-    order: Sequence[Sequence[str]] = catalog.index.get("optimizer_order") or [[] for _ in catalog.groups]
+    order: Sequence[Sequence[str]] = catalog.index.get("optimizer_order") or ()
     made: list[list[str]] = []
-    for group, wanted in zip(catalog.groups, order, strict=True):
+    for group, wanted in zip_longest(
+        catalog.groups, order, fillvalue=()
+    ):  # of a stage that lacks some groups
         first = [name for name in dict.fromkeys(wanted) if name in group.names]
         made.append([*first, *(name for name in group.names if name not in first)])
     return made
