@@ -257,14 +257,19 @@ class Alone:
 
     def norm(self, sums: list[Tensor], step: int, cell: Cell) -> float:
         """Of the whole gradient; of 1-bit optimizers after their first updates the root mean square of the copies' own
-        norms. ``sums`` [i]: gradients of the first i + 1 replicas."""
+        norms. ``sums`` [i]: gradients of the first i + 1 replicas.
+
+        Ranks that share experts hold one copy of them, with the gradient of all these ranks' tokens.
+        """
         full = step < FREEZE or cell.optimizer == "0/1 Adam" and step & (step + 1) == 0
         if not cell.sends_signs or full:
             return float(sums[-1].norm())
         size = 2 if cell.shards == "mics" else 1
-        ends = [torch.zeros_like(sums[0]), *sums[size - 1 :: size]]
-        parts = [(after - before) * (len(ends) - 1) for before, after in zip(ends, ends[1:], strict=False)]
-        return float(torch.stack([part.norm().square() for part in parts]).mean().sqrt())
+        experts = torch.cat(
+            [torch.full((param.numel(),), "deepspeed_experts" in name) for name, param in self.named.items()]
+        )
+        dense = mean_square([each[~experts] for each in sums], size)
+        return (dense + mean_square([each[experts] for each in sums], size * cell.axis("ep"))) ** 0.5
 
     def collect(self) -> None:
         """Adds the gradients of a 16-bit copy to those of the masters."""
@@ -291,6 +296,13 @@ class Alone:
             with torch.autocast("cpu", torch.bfloat16, enabled=self.cell.precision == "autocast"):
                 found = [float(self.computing(inputs[:, :length])[:, -1].max()) for length in CONTEXTS]
             self.expected.generated[-1].append(found)
+
+
+def mean_square(sums: list[Tensor], size: int) -> float:
+    """The mean over copies of their squared norms; each copy has the data of ``size`` replicas."""
+    ends = [torch.zeros_like(sums[0]), *sums[size - 1 :: size]]
+    parts = [(after - before) * (len(ends) - 1) for before, after in zip(ends, ends[1:], strict=False)]
+    return float(torch.stack([part.norm().square() for part in parts]).mean())
 
 
 def balances(cell: Cell) -> bool:

@@ -12,7 +12,6 @@ import argparse
 import os
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from itertools import zip_longest
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -440,9 +439,8 @@ def _ordered_groups(catalog: Catalog) -> list[list[str]]:
     """Names of trained parameters by optimizer group, in the order of the optimizer that saved them."""
     order: Sequence[Sequence[str]] = catalog.index.get("optimizer_order") or ()
     made: list[list[str]] = []
-    for group, wanted in zip_longest(
-        catalog.groups, order, fillvalue=()
-    ):  # of a stage that lacks some groups
+    for number, group in enumerate(catalog.groups):
+        wanted = order[number] if number < len(order) else ()  # the first stage may lack a group
         first = [name for name in dict.fromkeys(wanted) if name in group.names]
         made.append([*first, *(name for name in group.names if name not in first)])
     return made
