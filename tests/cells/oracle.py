@@ -274,8 +274,7 @@ class Alone:
 
         Ranks that share experts hold one copy of them, with the gradient of all these ranks' tokens.
         """
-        full = step < FREEZE or cell.optimizer == "0/1 Adam" and step & (step + 1) == 0
-        if not cell.sends_signs or full:
+        if not keeps_own_gradients(cell, step):
             return float(sums[-1].norm())
         size = 2 if cell.shards == "mics" else 1
         experts = torch.cat(
@@ -309,6 +308,12 @@ class Alone:
             with torch.autocast("cpu", torch.bfloat16, enabled=self.cell.precision == "autocast"):
                 found = [float(self.computing(inputs[:, :length])[:, -1].max()) for length in CONTEXTS]
             self.expected.generated[-1].append(found)
+
+
+def keeps_own_gradients(cell: Cell, step: int) -> bool:
+    """Whether no rank has the gradient of all ranks' data at this step, from 0."""
+    full = step < FREEZE or cell.optimizer == "0/1 Adam" and step & (step + 1) == 0
+    return cell.sends_signs and not full
 
 
 def mean_square(sums: list[Tensor], size: int) -> float:

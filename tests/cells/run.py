@@ -19,7 +19,7 @@ import torch
 from tests import pool
 from tests.cells import models, worker
 from tests.cells.cell import FAMILIES, STEPS, Cell, config_of, why_not
-from tests.cells.oracle import Expected, Tolerance, expected_of, tolerance
+from tests.cells.oracle import Expected, Tolerance, expected_of, keeps_own_gradients, tolerance
 from tests.cells.worker import Seen
 
 TIMEOUT_S = 90.0
@@ -189,7 +189,9 @@ def _losses(runs: list[Cell], phases: list[list[Seen]], expected: Expected, allo
                     if not abs(ours - theirs) <= allowed.loss * max(abs(theirs), 0.1):
                         yield f"loss of step {step}, micro-batch {micro}, rank {rank}: {ours:.7g}, not {theirs:.7g}"
                 ours, theirs = each.norms[at], expected.norms[step]
-                if not abs(ours - theirs) <= allowed.norm * theirs:
+                # the oracle has no gradient of one rank's part of a sequence
+                known = cell.axis("sp") == 1 or not keeps_own_gradients(cell, step)
+                if known and not abs(ours - theirs) <= allowed.norm * theirs:
                     yield f"norm of step {step}, rank {rank}: {ours:.7g}, not {theirs:.7g}"
         for rank, each in enumerate(seen):
             for ours, theirs in zip(

@@ -49,6 +49,7 @@ FOUND = [
     "ranks=2 stage=2 optimizer=8-bit buckets=tiny",
     "model=moe ranks=2 axes=ep optimizer=1-bit_LAMB",
     "model=moe ranks=4 axes=ep optimizer=1-bit_LAMB stage=2 shards=mics",
+    "model=moe ranks=4 axes=sp+ep optimizer=1-bit_LAMB",
     "model=moe ranks=4 axes=ep optimizer=1-bit_Adam stage=1 shards=mics",
 ]
 """Cells that failed once, made small."""
