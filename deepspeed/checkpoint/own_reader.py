@@ -6,10 +6,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from deepspeed.checkpoint import names
-from deepspeed.checkpoint.catalog import Catalog, Source
+from deepspeed.checkpoint.catalog import Catalog, Group, Source
 from deepspeed.checkpoint.directory import TABLES, Directory
 from deepspeed.checkpoint.directory import read as read_directory
 from deepspeed.checkpoint.errors import CheckpointError, CheckpointNotFoundError, mixed_saves
@@ -267,10 +268,7 @@ class OwnReader:
             self.catalog.groups = unpack_groups(section)
             self.catalog.scalars = dict(section["scalars"])
         elif self.index.get("stages", 1) > 1:  # each names its own parameters
-            self.catalog.groups = [
-                replace(group, names=tuple(dict.fromkeys(group.names + more.names)))
-                for group, more in zip(self.catalog.groups, unpack_groups(section), strict=True)
-            ]
+            self.catalog.groups = _joined(self.catalog.groups, unpack_groups(section))
         unpack_section(section, archive, self.catalog)
 
     def _add_parts(self, archive: Archive) -> None:
@@ -289,6 +287,39 @@ class OwnReader:
             return states[min(number, len(states) - 1)] if states else None
         files = self.optim_files or self.part_files
         return self._archive(files[min(number, len(files) - 1)]).content[INDEX].get("rank_state")
+
+
+def _same(first: Mapping[str, Any], second: Mapping[str, Any]) -> bool:
+    """Return whether options have the same values, tensors included."""
+    return first.keys() == second.keys() and all(
+        torch.equal(value, second[key])
+        if isinstance(value, Tensor) and isinstance(second[key], Tensor)
+        else value == second[key]
+        for key, value in first.items()
+    )
+
+
+def _joined(groups: list[Group], more: list[Group]) -> list[Group]:
+    """Parameter groups of several pipeline stages as those of the whole model.
+
+    They go by position if those at the same one have the same options. Otherwise a stage has no parameters of some
+    group, and an optimizer such as Muon made none for it: then groups go by the values of their options, and what no
+    other stage has is added at the end.
+    """
+    found = list(groups)
+    alike = [group.options.keys() for group in groups] == [group.options.keys() for group in more]
+    for number, group in enumerate(more):
+        place = number if alike else _place(group, found)
+        if place is None:
+            found.append(group)
+        else:
+            names = tuple(dict.fromkeys(found[place].names + group.names))
+            found[place] = replace(found[place], names=names)
+    return found
+
+
+def _place(group: Group, groups: list[Group]) -> int | None:
+    return next((place for place, each in enumerate(groups) if _same(each.options, group.options)), None)
 
 
 def check_save(first: FileOfSave, archive: Archive) -> None:

@@ -188,10 +188,7 @@ class OneBitOptimizer(MultiTensorOptimizer):
         self._checked.update(map(id, chosen))
         variances = [self.state[master]["exp_avg_sq"] for master in chosen]
         squares = _stacked([(grads[i].float() * grad_scale).square().sum(dtype=torch.float64) for i in new])
-        for ranks, positions in by_holders(chosen, context.holders):
-            share = squares[positions]
-            ranks.all_reduce(share, scale=1.0 / ranks.size).wait()
-            squares[positions] = share
+        mean_over_holders(squares, chosen, context)
         sums = _stacked([variance.sum(dtype=torch.float64) for variance in variances])
         found = whole_sums(chosen, [sums, squares * (1.0 - beta2), numels_of(chosen)], context)
         for variance, (total, square, numel) in zip(variances, found.tolist(), strict=True):
@@ -224,6 +221,14 @@ def numels_of(masters: Sequence[Tensor]) -> Tensor:
 
 def _stacked(sums: Sequence[Tensor]) -> Tensor:
     return torch.stack(list(sums)) if sums else torch.zeros(0, dtype=torch.float64)
+
+
+def mean_over_holders(values: Tensor, masters: Sequence[Tensor], context: UpdateContext) -> None:
+    """Replace ``values`` [number of masters] by their means over the ranks that hold the same master. Collective."""
+    for ranks, positions in by_holders(masters, context.holders):
+        share = values[positions]
+        ranks.all_reduce(share, scale=1.0 / ranks.size).wait()
+        values[positions] = share
 
 
 def by_holders(

@@ -19,7 +19,7 @@ import torch
 from tests import pool
 from tests.cells import models, worker
 from tests.cells.cell import FAMILIES, STEPS, Cell, config_of, why_not
-from tests.cells.oracle import Expected, Tolerance, expected_of, tolerance
+from tests.cells.oracle import Expected, Tolerance, expected_of, keeps_own_gradients, tolerance
 from tests.cells.worker import Seen
 
 TIMEOUT_S = 90.0
@@ -189,7 +189,9 @@ def _losses(runs: list[Cell], phases: list[list[Seen]], expected: Expected, allo
                     if not abs(ours - theirs) <= allowed.loss * max(abs(theirs), 0.1):
                         yield f"loss of step {step}, micro-batch {micro}, rank {rank}: {ours:.7g}, not {theirs:.7g}"
                 ours, theirs = each.norms[at], expected.norms[step]
-                if not abs(ours - theirs) <= allowed.norm * theirs:
+                # the oracle has no gradient of one rank's part of a sequence
+                known = cell.axis("sp") == 1 or not keeps_own_gradients(cell, step)
+                if known and not abs(ours - theirs) <= allowed.norm * theirs:
                     yield f"norm of step {step}, rank {rank}: {ours:.7g}, not {theirs:.7g}"
         for rank, each in enumerate(seen):
             for ours, theirs in zip(
@@ -213,9 +215,17 @@ def _far(ours: torch.Tensor, name: str, expected: Expected, allowed: Tolerance, 
         return f"has shape {tuple(ours.shape)}, not {tuple(wanted.shape)}"
     difference = float((ours.float() - wanted).norm())
     moved = expected.moved(name, like_others=cell.wire == "qgz")
-    if not difference <= allowed.moved * moved + allowed.rounding * float(wanted.norm()) + 1e-7:
+    share = max(1.0 if router_may_turn(cell, name) else 0.0, allowed.moved)
+    if not difference <= share * moved + allowed.rounding * float(wanted.norm()) + 1e-7:
         return f"is {difference:.2e} away, of {moved:.2e} moved"
     return ""
+
+
+def router_may_turn(cell: Cell, name: str) -> bool:
+    """Whether rounding decides what an expert learns: second and third choice of some token of 16 differ by less than
+    1 % of their probabilities, which 16 bits turn. Noise of 2^-12 in the first weights moves the oracle's own experts
+    by 38 % of their way. fp32 shows whether experts are right."""
+    return "deepspeed_experts" in name and cell.precision != "fp32"
 
 
 def _weights(cell: Cell, seen: list[Seen], expected: Expected, allowed: Tolerance) -> Any:

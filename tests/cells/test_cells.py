@@ -44,6 +44,13 @@ FOUND = [
     "model=gru ranks=2 stage=2 tier=cpu precision=autocast wire=qgz parameters=twice evaluate=true "
     "optimizer=SGD",
     "optimizer=SGD accumulation=3 parameters=late backward=tensor fp8=true",
+    "ranks=2 axes=pp optimizer=Muon parameters=tied resume=stage",
+    "model=moe ranks=2 axes=ep optimizer=0/1_Adam",
+    "ranks=2 stage=2 optimizer=8-bit buckets=tiny",
+    "model=moe ranks=2 axes=ep optimizer=1-bit_LAMB",
+    "model=moe ranks=4 axes=ep optimizer=1-bit_LAMB stage=2 shards=mics",
+    "model=moe ranks=4 axes=sp+ep optimizer=1-bit_LAMB",
+    "model=moe ranks=4 axes=ep optimizer=1-bit_Adam stage=1 shards=mics",
 ]
 """Cells that failed once, made small."""
 

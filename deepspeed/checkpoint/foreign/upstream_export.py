@@ -437,9 +437,10 @@ class UpstreamFiles:
 
 def _ordered_groups(catalog: Catalog) -> list[list[str]]:
     """Names of trained parameters by optimizer group, in the order of the optimizer that saved them."""
-    order: Sequence[Sequence[str]] = catalog.index.get("optimizer_order") or [[] for _ in catalog.groups]
+    order: Sequence[Sequence[str]] = catalog.index.get("optimizer_order") or ()
     made: list[list[str]] = []
-    for group, wanted in zip(catalog.groups, order, strict=True):
+    for number, group in enumerate(catalog.groups):
+        wanted = order[number] if number < len(order) else ()  # the first stage may lack a group
         first = [name for name in dict.fromkeys(wanted) if name in group.names]
         made.append([*first, *(name for name in group.names if name not in first)])
     return made

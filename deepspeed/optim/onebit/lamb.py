@@ -18,6 +18,7 @@ from deepspeed.optim.one_bit import (
     OneBitOptimizer,
     check_backend,
     follow,
+    mean_over_holders,
     numels_of,
     publish,
     seen_by,
@@ -186,9 +187,10 @@ class OnebitLamb(OneBitOptimizer, FusedLamb):
         total = torch.stack([(sizes * shares).sum(), shares[sizes > 0].sum()])
         if context.copy_sum is not None:
             total = context.copy_sum(total)
-        common = float(total[0] / total[1]) if total[1] > 0 else 1.0
-        for i, size in zip(new, sizes.tolist(), strict=True):
-            states[i][SCALE].fill_(common / size if size > 0 else 1.0)
+        common = torch.full_like(sizes, float(total[0] / total[1]) if total[1] > 0 else 1.0)
+        mean_over_holders(common, chosen, context)  # ranks with other experts have another mean
+        for i, size, mean in zip(new, sizes.tolist(), common.tolist(), strict=True):
+            states[i][SCALE].fill_(mean / size if size > 0 else 1.0)
             states[i][FRESH].copy_(states[i]["exp_avg_sq"])
 
     def _apply(
