@@ -215,7 +215,7 @@ def _far(ours: torch.Tensor, name: str, expected: Expected, allowed: Tolerance, 
         return f"has shape {tuple(ours.shape)}, not {tuple(wanted.shape)}"
     difference = float((ours.float() - wanted).norm())
     moved = expected.moved(name, like_others=cell.wire == "qgz")
-    share = max(1.0 if router_may_turn(cell, name) else 0.0, allowed.moved)
+    share = max(0.95 if router_may_turn(cell, name) else 0.0, allowed.moved)
     if not difference <= share * moved + allowed.rounding * float(wanted.norm()) + 1e-7:
         return f"is {difference:.2e} away, of {moved:.2e} moved"
     return ""
@@ -224,7 +224,7 @@ def _far(ours: torch.Tensor, name: str, expected: Expected, allowed: Tolerance, 
 def router_may_turn(cell: Cell, name: str) -> bool:
     """Whether rounding decides what an expert learns: second and third choice of some token of 16 differ by less than
     1 % of their probabilities, which 16 bits turn. Noise of 2^-12 in the first weights moves the oracle's own experts
-    by 38 % of their way. fp32 shows whether experts are right."""
+    by 38 % of their way. fp32 shows whether experts are right; one that never learned is 1 of its way off."""
     return "deepspeed_experts" in name and cell.precision != "fp32"
 
 
