@@ -117,7 +117,6 @@ def _warm_up() -> None:
     torch.set_num_threads(1)
     with contextlib.suppress(Exception):  # if it cannot be imported, let the tests say so
         importlib.import_module("deepspeed.engine.initialize")
-        importlib.import_module("torch._dynamo")  # what DDP and torch.compile need: seconds in every rank
     _rewrite_assertions()
     gc.collect()
     gc.freeze()
