@@ -86,6 +86,8 @@ def test_no_request_of_a_client_stops_the_generator() -> None:
         for refuse in (engine.check, engine.submit):
             with pytest.raises(ValueError, match="is not one of the model's"):
                 refuse(prompt, SamplingParams())
+    with pytest.raises(ValueError, match="is not one of the model's"):
+        engine.generate([[1, 2], [1, 10**9]])  # the first is not served by the next call
     assert not engine.has_work
     extremes: tuple[dict[str, Any], ...] = (
         {"seed": 10**30},

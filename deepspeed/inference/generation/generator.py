@@ -193,12 +193,21 @@ class Generator:
         prompts: Sequence[Sequence[int]],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[Request]:
-        """The finished requests, in the order of the prompts. ``params``: one for all, or one for each."""
+        """Return the finished requests, in the order of the prompts. ``params``: one for all, or one for each.
+
+        After an error none of them is left for the next call."""
         each = [params] * len(prompts) if params is None or isinstance(params, SamplingParams) else params
-        requests = [self.submit(prompt, one) for prompt, one in zip(prompts, each, strict=True)]
-        self.step()
-        while self.has_work:
-            self.step(unchanged=True)
+        requests: list[Request] = []
+        try:
+            for prompt, one in zip(prompts, each, strict=True):
+                requests.append(self.submit(prompt, one))
+            self.step()
+            while self.has_work:
+                self.step(unchanged=True)
+        except BaseException:
+            for request in requests:
+                self.cancel(request)
+            raise
         return requests
 
     def stream(self, prompt: Sequence[int], params: SamplingParams | None = None) -> Iterator[int]:
