@@ -2,15 +2,14 @@
 
     python examples/clusters/ray/train.py --workers 2 --storage /shared/runs
 
-Checkpoints are the engine's, kept in the storage of the run, which all machines have to share. A worker that
-is lost is started again with the others, and they go on from the last checkpoint; `--lose` kills one, to show it.
+Each worker saves into a temporary folder of its own, and Ray brings their files together in the storage of the run. A
+worker that is lost is started again with the others, and they go on from the last checkpoint; `--lose` kills one.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -48,19 +47,16 @@ def train(options: dict[str, Any]) -> None:
         engine.backward(loss)
         engine.step()
         if engine.global_steps % options["save_every"] == 0:
-            report(engine, loss.item(), Path(options["saves"]))
+            report(engine, loss.item())
         if engine.global_steps == options["lose"] and last is None and engine.global_rank == 1:
             os._exit(1)
 
 
-def report(engine: Any, loss: float, saves: Path) -> None:
-    """Save the engine's state in a folder that all ranks write into, which rank 0 hands to Ray to keep."""
-    folder = saves / f"step{engine.global_steps}"
-    engine.save_checkpoint(str(folder))
-    kept = Checkpoint.from_directory(folder) if engine.global_rank == 0 else None
-    ray.train.report({"step": engine.global_steps, "loss": loss}, checkpoint=kept)
-    if engine.global_rank == 0:
-        shutil.rmtree(folder)
+def report(engine: Any, loss: float) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        engine.save_checkpoint(folder)
+        kept = Checkpoint.from_directory(folder)
+        ray.train.report({"step": engine.global_steps, "loss": loss}, checkpoint=kept)
 
 
 def main() -> None:
@@ -80,7 +76,6 @@ def main() -> None:
             "steps": args.steps,
             "save_every": args.save_every,
             "lose": args.lose,
-            "saves": str(args.storage.absolute() / "saves"),
         },
         scaling_config=ScalingConfig(num_workers=args.workers, use_gpu=args.gpu),
         run_config=RunConfig(
