@@ -307,7 +307,8 @@ def _joined(groups: list[Group], more: list[Group]) -> list[Group]:
     other stage has is added at the end.
     """
     found = list(groups)
-    alike = [group.options.keys() for group in groups] == [group.options.keys() for group in more]
+    pairs = zip(groups, more, strict=False)
+    alike = len(groups) == len(more) and all(_same(one.options, other.options) for one, other in pairs)
     for number, group in enumerate(more):
         place = number if alike else _place(group, found)
         if place is None:

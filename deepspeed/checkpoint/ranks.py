@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -36,22 +33,9 @@ class Ranks:
         self.rank = dist.get_rank() if self.active else 0
         self.size = dist.get_world_size() if self.active else 1
         self.node_local = node_local
-        self.keep_together()
-
-    def keep_together(self) -> None:
-        """Make rank 0 responsible for the folder, or the first rank of each node for that of the node."""
-        self.keeps_folder = self.rank == 0 or (self.node_local and dist.get_local_rank() == 0)
-
-    def keep_apart(self, folder: Path, identity: int) -> int:
-        """Make the first rank of each folder that is not rank 0's responsible for it. Returns how many folders there
-        are. Collective.
-
-        ``identity``: what this rank finds at its ``folder`` since rank 0 made its own; 0 if it finds nothing.
-        """
-        found = self.gather((identity, f"{socket.gethostname()}:{os.path.realpath(folder)}"))
-        keys = ["" if each == found[0][0] else path for each, path in found]
-        self.keeps_folder = keys.index(keys[self.rank]) == self.rank
-        return len(set(keys))
+        self.shares_folder = not node_local
+        """Whether all ranks are meant to write into one folder."""
+        self.keeps_folder = self.rank == 0 or (node_local and dist.get_local_rank() == 0)
 
     def gather(self, value: Any) -> list[Any]:
         """``value`` of every rank, in rank order."""

@@ -47,7 +47,7 @@ class MachineRanks(Ranks):
 
     def __init__(self) -> None:
         super().__init__()
-        self.keeps_folder = get_local_rank() == 0
+        self.shares_folder, self.keeps_folder = False, get_local_rank() == 0
         own = int(os.environ.get("GROUP_RANK", os.environ.get("CROSS_RANK", 0)))
         reports = self.gather((own, self.keeps_folder))
         self.machine = own

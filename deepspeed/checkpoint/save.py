@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import socket
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -9,7 +11,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from deepspeed.base.logging import logger, warning_once
+from deepspeed.base.logging import logger
 from deepspeed.checkpoint import names
 from deepspeed.checkpoint.contents import Files, Place, Report, Training
 from deepspeed.checkpoint.errors import CheckpointError, CheckpointTagError
@@ -82,8 +84,9 @@ def save(
         if training.write_layers is not None:
             with ranks.together("writing the files of layers"):
                 training.write_layers(folder.staging, files.save)
+        owned = folder.is_owned
         _commit(folder, request, ranks)
-        if not ranks.keeps_folder:  # another machine may hold them in its memory
+        if not owned:  # another machine may hold them in its memory
             flush_later(folder.final / name for name in written)
 
 
@@ -138,7 +141,7 @@ def _save_copied(
         _write(copied, report, folder, ranks, flushed=True)
         _commit(folder, request, ranks, flushed=True)
     except Exception as error:
-        if folder is not None and ranks.keeps_folder:
+        if folder is not None:
             folder.discard()
         if not isinstance(error, CommunicationError):
             ranks.any(False)  # afterwards it is gone on all ranks
@@ -158,29 +161,38 @@ def _check_moment(moment: tuple[Any, Any], ranks: Ranks) -> None:
 def _prepared(request: _Request, ranks: Ranks) -> StagedFolder:
     """An empty folder to write into. Collective."""
     folder = StagedFolder(request.save_dir, request.tag)
-    ranks.keep_together()
     with _abandoned_on_errors(folder, ranks):
         with ranks.together("preparing the checkpoint folder"):
             if ranks.keeps_folder:
                 folder.prepare()
-        if not ranks.node_local and not ranks.agree(folder.identity()):
+        if ranks.shares_folder and not ranks.agree(folder.identity()):
             _prepare_apart(folder, ranks)
     return folder
 
 
 def _prepare_apart(folder: StagedFolder, ranks: Ranks) -> None:
     """Prepare the folders that other ranks gave, such as the temporary one of each worker of Ray Train, or that are on
-    a disk of their machine. Each gets the files of its ranks. Collective."""
-    folders = ranks.keep_apart(folder.staging, folder.identity())
+    a disk of their machine. Each gets the files of its ranks. Collective.
+
+    Ranks that do not find their folder prepare it: the first of those with its path, where machines share it; then the
+    first on each machine; then each, as machines may be containers of one name."""
+    path = os.path.realpath(folder.staging)
+    for name in (path, f"{socket.gethostname()}:{path}", str(ranks.rank)):
+        found = ranks.gather((folder.identity(), name, folder.is_owned))
+        prepared = {identity for identity, _, owned in found if owned}
+        names = [each if identity not in prepared else "" for identity, each, _ in found]
+        if not any(names):
+            break
+        with ranks.together("preparing the checkpoint folder"):
+            if names[ranks.rank] and names.index(name) == ranks.rank:
+                folder.prepare()
+    owners = sum(ranks.gather(folder.is_owned))
     if ranks.rank == 0:
-        warning_once(
-            f"ranks save into {folders} folders: {folder.save_dir} of rank 0 is not that of all. Each gets the files "
-            "of its ranks: bring them together before loading. With checkpoint.use_node_local_storage the "
-            "folder of each machine has all that its ranks load"
+        logger.warning(
+            f"ranks save into {owners} folders: {folder.save_dir} of rank 0 is not that of all. Each gets the files "
+            "of its ranks: bring them together before loading. With checkpoint.use_node_local_storage the folder of "
+            "each machine has all that its ranks load"
         )
-    with ranks.together("preparing the checkpoint folder"):
-        if ranks.keeps_folder and ranks.rank != 0:
-            folder.prepare()
 
 
 @contextmanager
@@ -192,8 +204,7 @@ def _abandoned_on_errors(folder: StagedFolder, ranks: Ranks) -> Iterator[None]:
         folder.leave()
         raise  # it is unknown what the other ranks are doing
     except Exception:
-        if ranks.keeps_folder:
-            folder.discard()
+        folder.discard()
         ranks.any(False)  # afterwards it is gone on all ranks
         raise
 
@@ -216,7 +227,9 @@ def _write(
 def _commit(folder: StagedFolder, request: _Request, ranks: Ranks, *, flushed: bool = False) -> None:
     """Give the folder its name. Collective."""
     with ranks.together("committing the checkpoint"):
-        if ranks.keeps_folder:
+        if folder.is_owned and ranks.rank != 0 and not any(folder.staging.iterdir()):
+            folder.discard()  # this machine's ranks have no files
+        if folder.is_owned:
             folder.commit()
             _put_scripts(request.save_dir)
             if request.save_latest:

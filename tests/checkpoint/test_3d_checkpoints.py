@@ -17,7 +17,9 @@ from deepspeed.checkpoint import (
     SubparamShape,
     ZeROCheckpoint,
     enable_universal_checkpoint,
+    own_reader,
 )
+from deepspeed.checkpoint.catalog import Group
 from deepspeed.checkpoint.foreign.splits import Described
 from deepspeed.compat.checkpoint.reshape_3d_utils import get_model_3d_descriptor, model_3d_desc
 from deepspeed.compat.checkpoint.reshape_meg_2d import (
@@ -243,3 +245,12 @@ def test_the_description_of_fused_parameters() -> None:
     assert parts[0].global_shape == (10, 4) and described.placements("up", [(5, 4)] * 2)[1].boxes == (
         ((5, 10), (0, 4)),
     )
+
+
+def test_groups_of_stages_join_where_their_options_are_equal() -> None:
+    """Not by position: the stages of Muon with two groups of a user's have other matrices and other vectors."""
+    first = [Group({"use_muon": True, "decay": 0.1}, ("a",)), Group({"decay": 0.1}, ("embedding",))]
+    second = [Group({"use_muon": True, "decay": 0.1}, ("b",)), Group({"decay": 0.0}, ("norm",))]
+    joined = own_reader._joined(first, second)
+    assert [group.names for group in joined] == [("a", "b"), ("embedding",), ("norm",)]
+    assert joined[2].options == {"decay": 0.0}

@@ -49,7 +49,7 @@ class StagedFolder:
     """A checkpoint folder being written: ``prepare``, write files into ``staging``, then ``commit`` or
     ``discard``.
 
-    These methods are called by one rank per folder; all ranks write into ``staging``.
+    These methods are called by one rank per folder, its owner; all ranks write into ``staging``.
     """
 
     def __init__(self, save_dir: Path, tag: str, *, alone: bool = True) -> None:
@@ -61,6 +61,11 @@ class StagedFolder:
         self.staging = _hidden(self.final, "tmp") if alone else aside(self.final)
         self.displaced = _hidden(self.final, "old")
         self._lock: locks.SaveLock | None = None
+
+    @property
+    def is_owned(self) -> bool:
+        """Whether this rank prepared it, and has to commit or discard it."""
+        return self._lock is not None
 
     def prepare(self) -> None:
         """Remove what killed saves left behind, under any tag, and create the staging folder.
@@ -87,13 +92,14 @@ class StagedFolder:
                 raise
 
     def identity(self) -> int:
-        """Return a number by which ranks see whether their staging folders are the same one; 0 if it is not there.
+        """Return when the empty staging folder was made [ns], by which ranks see whether they have the same; 0 if there
+        is none.
 
-        Its parent is read, as a network file system may go on answering for a while that a name is not there."""
+        Its parent is read, as a network file system may go on answering for a while that a name is not there.
+        """
         try:
-            return next(
-                each.inode() for each in os.scandir(self.staging.parent) if each.name == self.staging.name
-            )
+            entries = os.scandir(self.staging.parent)
+            return next(each.stat().st_mtime_ns for each in entries if each.name == self.staging.name)
         except (OSError, StopIteration):
             return 0
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -123,3 +124,24 @@ def test_each_expert_has_its_documented_file(tmp_path: Path) -> None:
         assert found.keys() == {name for name in wanted if "deepspeed_experts" in name}
         assert all(torch.equal(value, wanted[name]) for name, value in found.items())
     engine.destroy()
+
+
+@distributed(world_size=2)
+def test_ranks_save_in_the_background_into_folders_of_their_own(tmp_path: Path) -> None:
+    """Files of experts are written before the thread begins, into the folder that the thread commits."""
+    engine = start({**config(0), "checkpoint": {"writer": {"decoupled": True}}}, 2)
+    run(engine, range(2))
+    for _ in range(2):
+        engine.save_checkpoint(tmp_path / f"worker{dist.get_rank()}", tag="t")
+    engine.background_writer.wait()
+    expected = run(engine, range(2, 4))
+    engine.destroy()
+    if dist.get_rank() == 0:
+        for worker in ("worker0", "worker1"):
+            assert not [each for each in (tmp_path / worker).iterdir() if each.name.startswith(".")]
+            shutil.copytree(tmp_path / worker, tmp_path / "together", dirs_exist_ok=True)
+    dist.barrier()
+    again = start(config(0), 2)
+    again.load_checkpoint(tmp_path / "together")
+    torch.testing.assert_close(run(again, range(2, 4)), expected, rtol=1e-5, atol=1e-6)
+    again.destroy()
