@@ -226,9 +226,9 @@ def _stacked(sums: Sequence[Tensor]) -> Tensor:
 def mean_over_holders(values: Tensor, masters: Sequence[Tensor], context: UpdateContext) -> None:
     """Replace ``values`` [number of masters] by their means over the ranks that hold the same master. Collective."""
     for ranks, positions in by_holders(masters, context.holders):
-        share = values[positions]
+        share = values[positions].to(masters[positions[0]].device)  # NCCL takes no tensors of the host
         ranks.all_reduce(share, scale=1.0 / ranks.size).wait()
-        values[positions] = share
+        values[positions] = share.to(values.device)
 
 
 def by_holders(
