@@ -162,6 +162,7 @@ def test_scores_are_cosines_of_the_vectors(module: Any) -> None:
             ({"query": "a", "documents": [{"image": "x"}]}, "/rerank", "documents.0: texts"),
             ({"query": "a", "documents": "b"}, "/rerank", "a list of texts as documents"),
             ({"query": "a", "documents": [str(each) for each in range(2049)]}, "/rerank", "at most 2,048"),
+            ({"query": "a", "documents": ["a"] * 2049}, "/rerank", "at most 2,048"),
         ):
             status, found = running.post(body, path)
             assert status == 400 and words in found["error"]["message"], (body, found)

@@ -176,7 +176,9 @@ def test_a_server_is_alive_but_not_ready_while_its_model_is_loaded() -> None:
         with raw(running) as mute, raw(running) as broken:
             mute.sendall(BEGUN)
             broken.sendall(b"\r\n\r\n")
+            assert broken.recv(1) == b""
             (held,) = loading.hand_over()
+            assert mute.recv(1) == b""  # it is not left waiting
         early = raw(running)
     finally:
         loading.close()

@@ -56,7 +56,9 @@ class NGrams:
             raise ValueError(f"{wrong[0]!r} is not one of {', '.join(_FIELDS)}")
         numbers: list[Any] = [given.get(name) for name in _FIELDS[1:]]
         count, longest, shortest = numbers
-        longest, shortest = longest or shortest or _USUAL_LENGTH, shortest or longest or _USUAL_LENGTH
+        if longest is None:
+            longest = _USUAL_LENGTH if shortest is None else shortest
+        shortest = longest if shortest is None else shortest
         if not all(type(each) is int for each in (count, longest, shortest)):
             raise ValueError(
                 f"{text}: num_speculative_tokens is missing, or one of the numbers is no integer"

@@ -156,7 +156,8 @@ class LoadingAnswers:
 
 
 async def _answer_loading(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    with contextlib.suppress(OSError, ValueError, EOFError, asyncio.LimitOverrunError, asyncio.TimeoutError):
+    failures = (OSError, EOFError, asyncio.LimitOverrunError, asyncio.TimeoutError, asyncio.CancelledError)
+    with contextlib.suppress(*failures, ValueError, LookupError):  # the last two: a head that is none
         head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), HEADERS_S)
         alive = head.split(b" ", 2)[1].partition(b"?")[0] == b"/health"
         loading = protocol.error("the model is being loaded: try again later", "server_error")

@@ -13,6 +13,7 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, Field, SkipValidation
+from torch import Tensor
 
 from deepspeed.inference.serving import protocol
 from deepspeed.inference.serving.bodies import RequestError
@@ -87,6 +88,8 @@ def add_score_routes(app: FastAPI, intake: Intake, embedder: Embedder) -> None:
         def begin(body: bytes, _: Any) -> tuple[Any, ...]:
             asked = protocol.fields_as(kind, body)
             left, right = asked.pairs()
+            if len(right) > MOST_INPUTS:
+                raise RequestError(f"{len(right):,} pairs of texts: at most {MOST_INPUTS:,} are expected")
             params, texts = embedder.params_of(asked), list(dict.fromkeys([*left, *right]))
             cut = asked.truncate_prompt_tokens or 0  # the last tokens are kept, as of prompts
             inputs = [embedder.tokenizer.encode(each)[-cut:] for each in texts[: MOST_INPUTS + 1]]
@@ -104,9 +107,7 @@ def add_score_routes(app: FastAPI, intake: Intake, embedder: Embedder) -> None:
         async def compared() -> Response:
             pooled = await embedder.pooled(inputs, params)
             vectors = await asyncio.to_thread(vectors_of, pooled, None, True)
-            place = {text: at for at, text in enumerate(texts)}
-            first, second = (vectors[[place[each] for each in side]] for side in (left, right))
-            told = asked.told((first * second).sum(1).tolist(), right)
+            told = asked.told(await asyncio.to_thread(_cosines, vectors, texts, left, right), right)
             count = sum(map(len, inputs))
             usage = {"prompt_tokens": count, "total_tokens": count}
             return JSONResponse({"model": asked.model or embedder.models.name, "usage": usage, **told})
@@ -117,6 +118,13 @@ def add_score_routes(app: FastAPI, intake: Intake, embedder: Embedder) -> None:
         app.post(path)(_route(answer, ScoreRequest))
     for path in ("/rerank", "/v1/rerank", "/v2/rerank"):
         app.post(path)(_route(answer, RerankRequest))
+
+
+def _cosines(vectors: Tensor, texts: Sequence[str], left: Sequence[str], right: Sequence[str]) -> list[float]:
+    """``vectors`` [texts, hidden], normalized: of each pair of ``left`` and ``right``."""
+    place = {text: at for at, text in enumerate(texts)}
+    first, second = (vectors[[place[each] for each in side]] for side in (left, right))
+    return (first * second).sum(1).tolist()
 
 
 def _route(answer: Callable[..., Any], kind: type[_TextPairs]) -> Callable[..., Any]:
