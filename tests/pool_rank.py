@@ -272,9 +272,7 @@ def _set_environment(job: Job) -> None:
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(job.port),
         TORCH_GLOO_LAZY_INIT="1",
-        DEEPSPEED_PROGRESS=job.env.get(
-            "DEEPSPEED_PROGRESS", "0"
-        ),  # else each engine plans its memory to print it
+        DEEPSPEED_PROGRESS=job.env.get("DEEPSPEED_PROGRESS", "0"),  # else engines plan their memory to tell
     )
     sys.path[:] = job.sys_path
     sys.excepthook = sys.__excepthook__  # init_process_group wraps it anew each time
