@@ -1,6 +1,6 @@
 """Train with Ray Train: a TorchTrainer starts the ranks, each of which makes an engine.
 
-    python examples/clusters/ray/train.py --workers 2 --storage /shared/runs
+    python examples/clusters/ray/train.py --workers 2 --storage /some/disk
 
 Each worker saves into a temporary folder of its own, and Ray brings their files together in the storage of the run. A
 worker that is lost is started again with the others, and they go on from the last checkpoint; `--lose` kills one.
@@ -14,10 +14,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import ray.train
 import torch
-from ray.train import Checkpoint, FailureConfig, RunConfig, ScalingConfig
-from ray.train.torch import TorchTrainer
 from torch import nn
 
 import deepspeed
@@ -32,6 +29,8 @@ CONFIG = {
 
 def train(options: dict[str, Any]) -> None:
     """Run in each worker, where Ray has set the variables of a rank and initialised torch.distributed."""
+    import ray.train
+
     deepspeed.init_distributed()
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 1))
@@ -53,9 +52,11 @@ def train(options: dict[str, Any]) -> None:
 
 
 def report(engine: Any, loss: float) -> None:
+    import ray.train
+
     with tempfile.TemporaryDirectory() as folder:
         engine.save_checkpoint(folder)
-        kept = Checkpoint.from_directory(folder)
+        kept = ray.train.Checkpoint.from_directory(folder)
         ray.train.report({"step": engine.global_steps, "loss": loss}, checkpoint=kept)
 
 
@@ -70,6 +71,9 @@ def main() -> None:
     parser.add_argument("--storage", type=Path, default=Path(tempfile.gettempdir(), "ds_ray"))
     parser.add_argument("--lose", type=int, default=-1, help="kill a worker after this step, once")
     args = parser.parse_args()
+    from ray.train import FailureConfig, RunConfig, ScalingConfig
+    from ray.train.torch import TorchTrainer
+
     trainer = TorchTrainer(
         train,
         train_loop_config={
