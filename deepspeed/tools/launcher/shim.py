@@ -240,7 +240,9 @@ def _write(path: str, *, message: str, origin: str, callstack: str, time: float,
     }
     with open(f"{path}.part", "w", encoding="utf-8") as file:
         json.dump(record, file)
-    os.replace(f"{path}.part", path)  # whole or not there: the launcher may stop this rank, and read it, at any moment
+    os.replace(
+        f"{path}.part", path
+    )  # whole or not there: the launcher may stop this rank, and read it, at any moment
 
 
 def _one_line_of(error: BaseException) -> str:

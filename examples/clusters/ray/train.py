@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import os
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,7 @@ def train(options: dict[str, Any]) -> None:
         if engine.global_steps % options["save_every"] == 0:
             report(engine, loss.item())
         if engine.global_steps == options["lose"] and last is None and engine.global_rank == 1:
+            time.sleep(5)  # Ray asks workers every two seconds what they have reported
             os._exit(1)
 
 
