@@ -238,11 +238,11 @@ def _write(path: str, *, message: str, origin: str, callstack: str, time: float,
         "time": time,
         **facts,
     }
-    with open(f"{path}.part", "w", encoding="utf-8") as file:
+    # Whole or not there: the launcher may stop this rank, and read its report, at any moment.
+    part = f"{path}.part"
+    with open(part, "w", encoding="utf-8") as file:
         json.dump(record, file)
-    os.replace(
-        f"{path}.part", path
-    )  # whole or not there: the launcher may stop this rank, and read it, at any moment
+    os.replace(part, path)
 
 
 def _one_line_of(error: BaseException) -> str:
