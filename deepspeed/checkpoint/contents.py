@@ -335,7 +335,7 @@ class Files:
         self.frozen_elsewhere = list(dict.fromkeys(name for _, _, names in ordered for name in names))
 
     def _meet_stages(self, ranks: Ranks, own: dict[str, int]) -> None:
-        """Return which buffers differ among the ranks of one stage, and the names that the first file lists for all
+        """Find out which buffers differ among the ranks of one stage, and the names that the first file lists for all
         stages."""
         facts = {"trained": self.trained, "aliases": self.aliases, "excluded": self.excluded, "cut": self.cut}
         reports = ranks.gather((self.place.stage, own, facts if self.place.dp_rank == 0 else None))

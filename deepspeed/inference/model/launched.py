@@ -57,7 +57,7 @@ class LaunchedLayout:
         """Nothing of a cache is kept between forwards."""
 
     def forward(self, pieces: Sequence[PagePiece], cache: PagedCache, unchanged: bool = False) -> Tensor:
-        """Logits [pieces, vocabulary] after each piece's last token."""
+        """Logits [wanted tokens of all pieces, vocabulary]."""
         launcher = self._launcher
         assert launcher is not None, "learn() comes first"
         if any(piece.adapter is not None for piece in pieces):
@@ -77,7 +77,7 @@ class DecoderLaunches:
 
     @torch.inference_mode()
     def run(self, pieces: Sequence[PagePiece], cache: PagedCache) -> Tensor:
-        """Logits [pieces, vocabulary]."""
+        """Logits [wanted tokens of all pieces, vocabulary]."""
         from deepspeed.ops.gpu import norms  # imports Triton
 
         self._reach(max(piece.stop for piece in pieces))

@@ -89,7 +89,7 @@ class PackedLayout:
         """Nothing of a cache is kept between forwards."""
 
     def forward(self, pieces: Sequence[PagePiece], cache: PagedCache, unchanged: bool = False) -> Tensor:
-        """Logits [pieces, vocabulary] after each piece's last token."""
+        """Logits [wanted tokens of all pieces, vocabulary]."""
         return self._run(Running(PackedBatch(pieces, cache, self.facts.device)))
 
     def hidden(self, pieces: Sequence[PagePiece], cache: PagedCache, unchanged: bool = False) -> Tensor:

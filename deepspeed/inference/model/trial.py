@@ -30,7 +30,7 @@ WINDOW = 3
 """Tokens of sliding windows while they are tried."""
 
 Forward = Callable[[Sequence[PagePiece], PagedCache], Tensor]
-"""Logits [pieces, vocabulary] after each piece's last token."""
+"""Logits [wanted tokens of all pieces, vocabulary]."""
 
 
 class Layout(Protocol):
