@@ -51,9 +51,9 @@ rejected then costs little."""
 class Counts:
     """Counts of all forwards so far. ``full``: those with as many tokens as the budget; ``short``: those with fewer
     although requests were waiting (for blocks, or because of ``max_sequences``). ``looked_up_tokens``: of sequences
-    when they began, of which ``shared_tokens`` were in the cache. ``overtaking_tokens``: of short prompts, before the turn
-    that their arrival gave them. ``drafts``: of one or more of the ``proposed_tokens``, of which ``accepted_tokens``
-    were kept."""
+    when they began, of which ``shared_tokens`` were in the cache. ``overtaking_tokens``: of short prompts, before the
+    turn that their arrival gave them. ``drafts``: of one or more of the ``proposed_tokens``, of which
+    ``accepted_tokens`` were kept."""
 
     forwards: int = 0
     tokens: int = 0
