@@ -33,9 +33,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-import torch.distributed as dist
-from _pytest.outcomes import Skipped
+
+ON_PRETENDED_GPU = "PRETENDED_GPU_LIBRARY" in os.environ
+if ON_PRETENDED_GPU:  # before torch is imported
+    importlib.import_module("tests.pretended_gpu").install()
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from _pytest.outcomes import Skipped  # noqa: E402
 
 SEED = 1234
 _PR_SET_PDEATHSIG = 1
@@ -283,7 +288,7 @@ def _set_environment(job: Job) -> None:
 
 def _init_process_group(job: Job) -> None:
     dist.init_process_group(
-        "gloo",
+        "nccl" if ON_PRETENDED_GPU else "gloo",
         store=dist.FileStore(job.store_file, job.world_size),
         rank=job.rank,
         world_size=job.world_size,

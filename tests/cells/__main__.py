@@ -6,15 +6,20 @@ Cells that the file has already are not run again, so that a run that was stoppe
 from __future__ import annotations
 
 import argparse
+import atexit
 import collections
 import itertools
 import json
+import os
+import shutil
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from tests import pretended_gpu
 from tests.cells import draw, shrink
 from tests.cells.cell import Cell, parse
 from tests.cells.run import OUTCOMES, Result, run_cell
@@ -29,8 +34,13 @@ def main() -> int:
     parser.add_argument("--results", type=Path, help="the file of JSON lines (results/seed_N.jsonl)")
     parser.add_argument("--cell", help="run this one alone, such as 'ranks=2 stage=3 tier=nvme'")
     parser.add_argument("--minutes", type=float, help="begin no other cell after so many")
+    parser.add_argument(
+        "--gpu", action="store_true", help="on a pretended GPU (tests/pretended_gpu), over NCCL's groups"
+    )
     parser.add_argument("--no-shrink", action="store_true", help="leave failing cells as they are")
     given = parser.parse_args()
+    if given.gpu:
+        _pretend_gpus()
     if given.cell is not None:
         return _one(parse(given.cell), given.seed)
     file = given.results or RESULTS / f"seed_{given.seed}.jsonl"
@@ -52,6 +62,13 @@ def main() -> int:
     minutes = (time.monotonic() - begun) / 60
     print(table(rows), f"\n{ran} cells in {minutes:.1f} minutes: {ran / max(minutes, 1e-9):.1f} per minute")
     return int(any(row["outcome"] not in ("equal", "refused") for row in rows))
+
+
+def _pretend_gpus() -> None:
+    """Let ranks have a GPU; the oracle, in this process, stays on the host."""
+    folder = Path(tempfile.mkdtemp(prefix="pretended_gpu_"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    os.environ[pretended_gpu.LIBRARY_VARIABLE] = str(pretended_gpu.build(folder))
 
 
 def _one(cell: Cell, seed: int) -> int:

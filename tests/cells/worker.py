@@ -90,7 +90,7 @@ def live_weights(cell: Cell, engine: Any) -> dict[str, Tensor]:
     for name, param in engine.module.named_parameters():
         whole = engine.whole_tensor(param)
         if "deepspeed_experts" not in name:  # a rank has some, numbered from 0
-            found[models.names(name)] = whole.detach().float().clone()
+            found[models.names(name)] = whole.detach().float().cpu().clone()
     return found
 
 
@@ -169,7 +169,7 @@ class Sparse(nn.Module):
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, batch: int = 0) -> Tensor:
         q, k, v = (each.transpose(1, 2) for each in (query, key, value))
-        causal = torch.ones(q.shape[2], q.shape[2]).tril()
+        causal = torch.ones(q.shape[2], q.shape[2], device=q.device).tril()
         return self.blocks(q, k, v, attn_mask=causal).transpose(1, 2)
 
 
@@ -287,7 +287,8 @@ class Plain:
 
     def own(self, number: int) -> tuple[Tensor, Tensor]:
         """This rank's part of a micro-batch."""
-        both = models.tokens(self.cell, self.seen.replica, number, self.seed)
+        drawn = models.tokens(self.cell, self.seen.replica, number, self.seed)
+        both = drawn[0].to(self.engine.device), drawn[1].to(self.engine.device)
         if self.cell.axis("sp") == 1:
             return both
         rank = dist.get_rank() // self.cell.axis("tp") % 2

@@ -177,28 +177,74 @@ def install() -> None:
     _use_gloo_for_nccl()
 
 
+_COLLECTIVES = (
+    "allgather allgather_coalesced _allgather_base allgather_into_tensor_coalesced allreduce allreduce_coalesced "
+    "alltoall alltoall_base broadcast gather recv recv_anysource reduce reduce_scatter _reduce_scatter_base "
+    "reduce_scatter_tensor_coalesced scatter send"
+)
+
+BOTH = "cpu:gloo,cuda:gloo"
+
+
 def _use_gloo_for_nccl() -> None:
+    """Carry NCCL's groups by gloo, within NCCL's limits: they have no backend for tensors of the host."""
     import torch.distributed as dist
     from torch.distributed import distributed_c10d
+    from torch.utils._pytree import tree_leaves
 
     make, make_more = dist.init_process_group, dist.new_group
-
-    def usable(backend: str | None) -> str | None:
-        return "cpu:gloo,cuda:gloo" if backend is not None and "nccl" in backend else backend
+    backend_of, device_of_objects = dist.ProcessGroup._get_backend, distributed_c10d._get_object_coll_device
+    of_nccl: set[str] = set()
 
     def init_process_group(
         backend: str | None = None, *args: Any, device_id: Any = None, **kwargs: Any
     ) -> None:
-        make(usable(backend), *args, **kwargs)
+        make(BOTH if backend == "nccl" else _by_gloo(backend), *args, **kwargs)
+        if backend == "nccl":
+            of_nccl.add(distributed_c10d._get_default_group().group_name)
 
     def new_group(
         ranks: Any = None, timeout: Any = None, backend: str | None = None, *args: Any, **kwargs: Any
     ) -> Any:
         kwargs.pop("device_id", None)
-        return make_more(ranks, timeout, usable(backend), *args, **kwargs)
+        default = distributed_c10d._get_default_group().group_name
+        limited = backend == "nccl" or (backend is None and default in of_nccl)
+        group = make_more(ranks, timeout, BOTH if limited else _by_gloo(backend), *args, **kwargs)
+        if limited and isinstance(group, dist.ProcessGroup):
+            of_nccl.add(group.group_name)
+        return group
+
+    def refuse_host(group: Any, device: str) -> None:
+        if device == "cpu" and group.group_name in of_nccl:
+            raise RuntimeError("No backend type associated with device type cpu")
+
+    def _get_backend(group: Any, device: torch.device) -> Any:
+        refuse_host(group, device.type)
+        return backend_of(group, device)
+
+    def _get_object_coll_device(group: Any = None) -> str:
+        group = group or distributed_c10d._get_default_group()
+        return "cuda" if group.group_name in of_nccl else device_of_objects(group)
+
+    def limited(collective: Any) -> Any:
+        def call(group: Any, *args: Any, **kwargs: Any) -> Any:
+            for leaf in tree_leaves((args, kwargs)):
+                if isinstance(leaf, torch.Tensor):
+                    refuse_host(group, leaf.device.type)
+            return collective(group, *args, **kwargs)
+
+        return call
 
     for module in (dist, distributed_c10d):
         module.init_process_group, module.new_group = init_process_group, new_group
         module.is_nccl_available = lambda: True
+    distributed_c10d._get_object_coll_device = _get_object_coll_device
+    dist.ProcessGroup._get_backend = _get_backend
+    for name in _COLLECTIVES.split():
+        setattr(dist.ProcessGroup, name, limited(getattr(dist.ProcessGroup, name)))
     distributed_c10d.ProcessGroupNCCL = type("ProcessGroupNCCL", (), {})
     torch.cuda.nccl.version = lambda: (2, 27, 5)
+
+
+def _by_gloo(backend: str | None) -> str | None:
+    return backend.replace("nccl", "gloo") if backend is not None else None

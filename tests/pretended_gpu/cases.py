@@ -215,6 +215,30 @@ def kernels() -> list[float]:
     return [attended.sum().item(), q.grad.sum().item(), made.sum().item(), x.grad.sum().item()]
 
 
+def host_tensors() -> list[float]:
+    """Collectives on tensors of the host, for which NCCL has no backend."""
+    from deepspeed.comm.collectives import communicator
+
+    wire = communicator(torch.distributed.group.WORLD)
+    ranks, rank = wire.size, wire.rank
+    own = torch.arange(4.0 * ranks) + rank
+    found = [own.clone() for _ in range(4)]
+    wire.all_reduce(found[0], scale=0.5).wait()
+    wire.all_reduce_max(found[1]).wait()
+    wire.broadcast(found[2], 0).wait()
+    wire.reduce(found[3], 0).wait()
+    whole = torch.zeros(4 * ranks * ranks, dtype=torch.bfloat16)
+    whole[4 * ranks * rank : 4 * ranks * (rank + 1)] = own.bfloat16()
+    wire.all_gather(whole, whole[4 * ranks * rank : 4 * ranks * (rank + 1)]).wait()
+    part, exchanged = torch.empty(4), torch.empty_like(own)
+    wire.reduce_scatter(part, own).wait()
+    wire.all_to_all(exchanged, own, [4] * ranks, [4] * ranks).wait()
+    wire.barrier().wait()
+    kept = found if rank == 0 else found[:3]
+    assert all(each.is_cpu for each in (*kept, whole, part, exchanged))
+    return torch.cat([each.float().flatten() for each in (*kept, whole, part, exchanged)]).tolist()
+
+
 def quantized() -> list[float]:
     """A quantized base with LoRA on it; errors of the formats themselves."""
     from deepspeed.transforms.lora import LoRAConfig, OptimizedLinear, QuantizationConfig
@@ -240,9 +264,10 @@ SPECIAL: dict[str, Callable[[], list[float]]] = {
     "checkpointing": checkpointed,
     "kernels": kernels,
     "quantized": quantized,
+    "host tensors": host_tensors,
 }
 BY_RANKS = ["stage 0", "stage 2, fp16", "stage 3, bf16", "offload, stage 3", "ZeRO++", "1-bit Adam", "timed"]
-SPECIAL_BY_RANKS = ["mixture of experts", "pipeline", "tensor parallelism", "states"]
+SPECIAL_BY_RANKS = ["mixture of experts", "pipeline", "tensor parallelism", "states", "host tensors"]
 
 
 def main(names: list[str]) -> None:

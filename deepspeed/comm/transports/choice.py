@@ -102,17 +102,22 @@ class Wires:
         """The one place where a transport is chosen. A collective call for CPU tensors over gloo, the first time."""
         found = self.chosen(device_type, may_share_memory=may_share_memory)
         if found is None:
-            over_gloo = device_type == "cpu" and is_gloo(self.group)
-            make = self._over_gloo if over_gloo else self._over_process_group
-            found = self._transports[device_type, may_share_memory] = make(may_share_memory)
+            found = self._transports[device_type, may_share_memory] = self._make(device_type, may_share_memory)
         return found
 
     def chosen(self, device_type: str, *, may_share_memory: bool) -> Transport | None:
         """Return the transport that `transport` has returned before; None: nothing."""
         return self._transports.get((device_type, may_share_memory))
 
-    def _over_process_group(self, may_share_memory: bool) -> Transport:
-        return _process_group_transport(self.group, self.ranks)
+    def _make(self, device_type: str, may_share_memory: bool) -> Transport:
+        if device_type == "cpu" and is_gloo(self.group):
+            return self._over_gloo(may_share_memory)
+        own = _process_group_transport(self.group, self.ranks)
+        if device_type != "cpu" or _moves_host_tensors(self.group):
+            return own
+        from deepspeed.comm.transports.staged import staged
+
+        return staged(own)
 
     def _over_gloo(self, may_share_memory: bool) -> Transport:
         from deepspeed.comm.transports import gloo, hosts
@@ -238,7 +243,12 @@ def _process_group_transport(group: ProcessGroup, ranks: tuple[int, ...]) -> Tra
 
 def is_gloo(group: ProcessGroup) -> bool:
     """Return whether gloo moves this group's CPU tensors."""
+    return _moves_host_tensors(group) and "Gloo" in type(group._get_backend(torch.device("cpu"))).__name__
+
+
+def _moves_host_tensors(group: ProcessGroup) -> bool:
     try:
-        return "Gloo" in type(group._get_backend(torch.device("cpu"))).__name__
-    except RuntimeError:  # the group has no backend for CPU tensors
+        group._get_backend(torch.device("cpu"))
+    except RuntimeError:  # as of NCCL's groups
         return False
+    return True

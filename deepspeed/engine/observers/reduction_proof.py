@@ -108,7 +108,7 @@ class ReductionProof:
         everyone = self.engine.replica_groups.of(param).everyone
         seen = self._seen.get(index)
         if seen is None:
-            seen = torch.zeros(2, full_numel(param), dtype=torch.float64, device=param.device)
+            seen = torch.zeros(2, full_numel(param), dtype=torch.float64, device=self.engine.device)
         if everyone.size > 1:
             dist.all_reduce(seen, group=everyone.group)
         before, after = self.engine.facts.gradient_rule().factors(

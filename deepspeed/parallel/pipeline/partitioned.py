@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from deepspeed.base.accelerator import get_accelerator
 from deepspeed.base.staged import Staged
 from deepspeed.parallel.pipeline.errors import PipelineError
 from deepspeed.parallel.pipeline.partition import layers_of_type, partition
@@ -105,6 +106,6 @@ def agreed(durations: list[float]) -> list[float]:
     """Those of rank 0."""
     if dist.get_world_size() == 1:
         return durations
-    message = torch.tensor(durations, dtype=torch.float64)
+    message = torch.tensor(durations, dtype=torch.float64, device=get_accelerator().current_device_name())
     dist.broadcast(message, src=0)
     return message.tolist()
