@@ -17,6 +17,7 @@ import subprocess
 import sysconfig
 import time
 import types
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -179,9 +180,24 @@ def install() -> None:
 
 _COLLECTIVES = (
     "allgather allgather_coalesced _allgather_base allgather_into_tensor_coalesced allreduce allreduce_coalesced "
-    "alltoall alltoall_base broadcast gather recv recv_anysource reduce reduce_scatter _reduce_scatter_base "
-    "reduce_scatter_tensor_coalesced scatter send"
+    "alltoall alltoall_base broadcast gather reduce reduce_scatter _reduce_scatter_base "
+    "reduce_scatter_tensor_coalesced scatter"
 )
+
+
+class _Transfer:
+    """What ``send`` and ``recv`` return: the future of a transfer."""
+
+    def __init__(self, future: Future[Any]) -> None:
+        self._future = future
+
+    def wait(self, timeout: Any = None) -> bool:
+        self._future.result()
+        return True
+
+    def is_completed(self) -> bool:
+        return self._future.done()
+
 
 BOTH = "cpu:gloo,cuda:gloo"
 
@@ -235,11 +251,38 @@ def _use_gloo_for_nccl() -> None:
 
         return call
 
+    pairs: dict[tuple[str, int], ThreadPoolExecutor] = {}
+
+    def in_order(transfer: Any) -> Any:
+        """Tags mean nothing, and a transfer begins when those before it, with the same rank in the same group, in
+        either direction, have ended: they share a stream."""
+
+        def call(group: Any, tensors: list[torch.Tensor], peer: int, tag: int) -> Any:
+            if group.group_name not in of_nccl:
+                return transfer(group, tensors, peer, tag)
+            refuse_host(group, tensors[0].device.type)
+            stream = pairs.setdefault((group.group_name, peer), ThreadPoolExecutor(1))
+            return _Transfer(stream.submit(lambda: transfer(group, tensors, peer, 0).wait()))
+
+        return call
+
+    destroy = dist.destroy_process_group
+
+    def destroy_process_group(group: Any = None) -> None:
+        for key, stream in list(pairs.items()):
+            if group is None or key[0] == group.group_name:
+                pairs.pop(key)
+                stream.shutdown()
+        destroy(group)
+
     for module in (dist, distributed_c10d):
+        module.destroy_process_group = destroy_process_group
         module.init_process_group, module.new_group = init_process_group, new_group
         module.is_nccl_available = lambda: True
     distributed_c10d._get_object_coll_device = _get_object_coll_device
     dist.ProcessGroup._get_backend = _get_backend
+    dist.ProcessGroup.send = in_order(dist.ProcessGroup.send)
+    dist.ProcessGroup.recv = in_order(dist.ProcessGroup.recv)
     for name in _COLLECTIVES.split():
         setattr(dist.ProcessGroup, name, limited(getattr(dist.ProcessGroup, name)))
     distributed_c10d.ProcessGroupNCCL = type("ProcessGroupNCCL", (), {})

@@ -102,7 +102,9 @@ class Wires:
         """The one place where a transport is chosen. A collective call for CPU tensors over gloo, the first time."""
         found = self.chosen(device_type, may_share_memory=may_share_memory)
         if found is None:
-            found = self._transports[device_type, may_share_memory] = self._make(device_type, may_share_memory)
+            found = self._transports[device_type, may_share_memory] = self._make(
+                device_type, may_share_memory
+            )
         return found
 
     def chosen(self, device_type: str, *, may_share_memory: bool) -> Transport | None:

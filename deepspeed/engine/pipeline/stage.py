@@ -83,8 +83,11 @@ class Stage:
             self.weights.compute((action.micro_batch, action.chunk))
 
     def synchronize(self) -> None:
-        """Wait for the device, so that times can be taken."""
-        self._engine.accelerator.synchronize()
+        """Wait for what this stage computes, so that times can be taken; not for the whole device, where a message may
+        wait until its receiver comes."""
+        event = self._engine.accelerator.Event()
+        event.record()
+        event.synchronize()
 
     def backward_stage(self, action: Action, outputs: Any, gradients: Sequence[Tensor | None]) -> None:
         """Run the backward of one micro-batch; its gradients stay on this rank until the end of the batch."""

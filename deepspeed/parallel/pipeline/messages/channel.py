@@ -2,10 +2,11 @@
 
 Between ranks of one host they go through shared memory (``LocalSender``), otherwise over the process group.
 
-Over a group, a message is a *frame*, int64 [FRAME], and then the bytes of its tensors. The receives of the next frame
-and bytes are posted ahead, so that the message arrives while the stage computes; posted only when it is needed, a
-receive costs gloo milliseconds. The frame holds the description of the message (``messages.py``) only where that has
-changed, and else its number of bytes; a description that is too long follows by itself.
+Over a group, a message is a *frame*, int64 [FRAME], and then the bytes of its tensors. On CPUs the receives of the next
+frame and bytes are posted ahead, so that the message arrives while the stage computes; posted only when it is needed, a
+receive costs gloo milliseconds. On a GPU a receive that waits for a message to come would hold up whatever waits for
+the device. The frame holds the description of the message (``messages.py``) only where that has changed, and else its
+number of bytes; a description that is too long follows by itself.
 
 gloo ends the process where a buffer is too small. So what is posted ahead has the size of the message before, and a
 message of another size is preceded by as many bytes without meaning.
@@ -211,10 +212,15 @@ class Receiver:
         self._ahead: list[tuple[Any, Tensor]] = []
         """The receives of the next frame, and of as many bytes as the last message had, if any."""
         self._last_bytes = 0
+        self._posts_ahead = device.type == "cpu"
 
     def expect(self, messages: int) -> None:
         """Post the receives of the next message ahead, if ``messages`` are still to come."""
-        if messages > 0 and not self._ahead:
+        if messages > 0 and self._posts_ahead:
+            self._post_next()
+
+    def _post_next(self) -> None:
+        if not self._ahead:
             self._ahead.append(self._post(FRAME, torch.int64))
             if self._last_bytes:
                 self._ahead.append(self._post(self._last_bytes, torch.uint8))
@@ -226,7 +232,7 @@ class Receiver:
     def receive(self, left: int = 0) -> Any:
         """The next message; its tensors require gradients as they did where they were sent. ``left``: how many more
         will follow. PipelineError: a message was lost."""
-        self.expect(1)
+        self._post_next()
         (work, frame), *ahead = self._ahead
         self._ahead = []
         work.wait()

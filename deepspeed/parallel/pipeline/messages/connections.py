@@ -7,6 +7,7 @@ from collections.abc import Hashable, Iterator, Mapping
 import torch
 from torch.distributed import ProcessGroup
 
+from deepspeed.comm.groups import new_group
 from deepspeed.comm.transports.host_messages import Edge, NeighbourReceiver, NeighbourSender, connect
 from deepspeed.parallel.pipeline.messages.channel import (
     Handover,
@@ -44,6 +45,7 @@ class Connections:
         self._local: Mapping[Hashable, NeighbourSender | NeighbourReceiver] = {}
         if layout.stages > 1 and device.type == "cpu":
             self._local = connect(group, self._edges(), may_share_memory=may_share_memory)
+        self._groups = {} if device.type == "cpu" else self._groups_of_edges()
         self.links = [self._of_chunk(chunk) for chunk in range(layout.chunks)]
 
     def _edges(self) -> list[Edge]:
@@ -55,6 +57,16 @@ class Connections:
                 found.append(Edge(2 * number + _ACTIVATIONS, before, after))
                 found.append(Edge(2 * number + _GRADIENTS, after, before))
         return found
+
+    def _groups_of_edges(self) -> dict[int, ProcessGroup]:
+        """Make a group for each direction of this stage's links, by tag: NCCL knows no tags, and transfers between two
+        ranks of one group wait in one queue, where two that send before they receive would wait for each other."""
+        own = self.ranks[self.stage]
+        return {
+            edge.key: new_group(sorted((edge.source, edge.target)), apart=True)
+            for edge in self._edges()
+            if own in (edge.source, edge.target)
+        }
 
     def _rank_of(self, number: int) -> int:
         """The rank that has a piece of the model."""
@@ -80,7 +92,7 @@ class Connections:
         return (
             LocalReceiver(local)
             if isinstance(local, NeighbourReceiver)
-            else Receiver(peer, self.group, self.device, tag)
+            else Receiver(peer, self._groups.get(tag, self.group), self.device, tag)
         )
 
     def _outlet(self, target: int, tag: int) -> Outlet:
@@ -90,7 +102,7 @@ class Connections:
         return (
             LocalSender(local)
             if isinstance(local, NeighbourSender)
-            else Sender(peer, self.group, self.device, tag)
+            else Sender(peer, self._groups.get(tag, self.group), self.device, tag)
         )
 
     def named(self) -> Iterator[tuple[str, Inlet | Outlet]]:
