@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from deepspeed.base import environment
-from deepspeed.base.accelerator import get_accelerator
+from deepspeed.base.accelerator import get_accelerator, take_device_of_rank
 from deepspeed.base.constants import TORCH_DISTRIBUTED_DEFAULT_PORT, default_pg_timeout
 from deepspeed.base.environment import Identity
 from deepspeed.base.logging import logger
@@ -60,6 +60,7 @@ def init_distributed(
         configure(config)
         _choose_transports(config)
     if dist.is_initialized():
+        _leave_first_device()
         return
     if dist_init_required is False:
         raise NotInitializedError(
@@ -76,8 +77,16 @@ def init_distributed(
         rank, world_size = _explicit(rank, world_size, distributed_port)
     if verbose and rank <= 0:
         logger.info(f"torch.distributed: backend {backend}, {world_size if world_size > 0 else '?'} ranks")
+    _leave_first_device()
     _make_default_group(backend, timeout, init_method, rank, world_size)
     tell_accelerate(backend)
+
+
+def _leave_first_device() -> None:
+    """Take this rank's device if the script has chosen none: what is built and sent before ``deepspeed.initialize``
+    (``zero.Init``, the groups of a pipeline) would otherwise be on the first device, on every rank."""
+    if "LOCAL_RANK" in os.environ and get_accelerator().current_device() == 0:
+        take_device_of_rank(get_local_rank())
 
 
 def _usable_backend(backend: str) -> str:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from deepspeed.base.accelerator import get_accelerator
+from deepspeed.base.accelerator import get_accelerator, take_device_of_rank
 from deepspeed.base.sharded import is_dtensor, is_zero_param
 from deepspeed.config.plan import Plan
 from deepspeed.parallel.expert.placement import mark_stacks, place_experts, watched_layers
@@ -93,10 +93,7 @@ def choose_device(model: nn.Module, local_rank: int, *, keep: bool) -> torch.dev
     if keep:
         first = next(model.parameters(), None)
         return first.device if first is not None else torch.device("cpu")
-    accelerator = get_accelerator()
-    if accelerator.device_name() != "cpu":
-        accelerator.set_device(local_rank)
-    return torch.device(accelerator.device_name(local_rank))
+    return torch.device(get_accelerator().device_name(take_device_of_rank(local_rank)))
 
 
 def take_module(

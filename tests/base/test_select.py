@@ -6,7 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
+import deepspeed
 from deepspeed.base.accelerator import (
     get_accelerator,
     is_current_accelerator_supported,
@@ -66,3 +68,51 @@ def test_looking_for_devices_makes_no_context() -> None:
         check=False,
     )
     assert done.stdout.split() == ["False", "False", "1", "True"], done.stderr
+
+
+class Devices(CPU_Accelerator):
+    """``count`` devices, of which the first is the current one."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.count, self.current = count, 0
+
+    def device_name(self, device_index: int | None = None) -> str:
+        return "cuda" if device_index is None else f"cuda:{device_index}"
+
+    def device_count(self) -> int:
+        return self.count
+
+    def current_device(self) -> int:
+        return self.current
+
+    def set_device(self, device_index: int) -> None:
+        self.current = device_index
+
+
+@pytest.mark.parametrize(("count", "rank", "index"), [(4, 2, 2), (1, 2, 0), (1, 0, 0)])
+def test_a_rank_takes_its_device(not_chosen: pytest.MonkeyPatch, count: int, rank: int, index: int) -> None:
+    devices = Devices(count)
+    not_chosen.setattr(select, "ds_accelerator", devices)
+    assert select.take_device_of_rank(rank) == index == devices.current
+
+
+def test_more_ranks_than_devices_are_refused(not_chosen: pytest.MonkeyPatch) -> None:
+    not_chosen.setattr(select, "ds_accelerator", Devices(2))
+    with pytest.raises(
+        ValueError, match=r"LOCAL_RANK=2, but this process sees 2 devices.*CUDA_VISIBLE_DEVICES"
+    ):
+        select.take_device_of_rank(2)
+
+
+@pytest.mark.parametrize(("chosen", "taken"), [(0, 1), (3, 3)])
+def test_before_initialize_too_unless_the_script_has_chosen(
+    not_chosen: pytest.MonkeyPatch, chosen: int, taken: int
+) -> None:
+    devices = Devices(4)
+    devices.current = chosen
+    not_chosen.setattr(select, "ds_accelerator", devices)
+    not_chosen.setenv("LOCAL_RANK", "1")
+    not_chosen.setattr(dist, "is_initialized", lambda: True)
+    deepspeed.init_distributed()
+    assert devices.current == taken

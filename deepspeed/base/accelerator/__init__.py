@@ -5,6 +5,13 @@ from deepspeed.base.accelerator.select import (
     get_accelerator,
     is_current_accelerator_supported,
     set_accelerator,
+    take_device_of_rank,
 )
 
-__all__ = ["DeepSpeedAccelerator", "get_accelerator", "is_current_accelerator_supported", "set_accelerator"]
+__all__ = [
+    "DeepSpeedAccelerator",
+    "get_accelerator",
+    "is_current_accelerator_supported",
+    "set_accelerator",
+    "take_device_of_rank",
+]

@@ -41,6 +41,27 @@ def set_accelerator(accel_obj: DeepSpeedAccelerator) -> DeepSpeedAccelerator:
     return accel_obj
 
 
+def take_device_of_rank(local_rank: int) -> int:
+    """Make the device of this rank, number ``local_rank`` of its host, the current one; return its index. A launcher
+    may show each rank a device of its own alone (Slurm's --gpus-per-task, Ray).
+
+    Raises:
+        ValueError: this process sees several devices, but not that many.
+    """
+    accelerator = get_accelerator()
+    if accelerator.device_name() == "cpu":
+        return local_rank
+    seen = accelerator.device_count()
+    if 1 < seen <= local_rank:
+        raise ValueError(
+            f"LOCAL_RANK={local_rank}, but this process sees {seen} devices: start at most {seen} ranks on this host, "
+            "or let each rank see one (CUDA_VISIBLE_DEVICES)"
+        )
+    index = 0 if seen == 1 else local_rank
+    accelerator.set_device(index)
+    return index
+
+
 def is_current_accelerator_supported() -> bool:
     """Tell whether the chosen accelerator is supported."""
     return get_accelerator().device_name() in SUPPORTED_ACCELERATORS
