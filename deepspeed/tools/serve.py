@@ -25,7 +25,7 @@ from deepspeed.inference.generation.generator import Generator
 from deepspeed.inference.generation.grammars import Grammars
 from deepspeed.inference.model.facts import ModelFacts
 from deepspeed.inference.model.low_rank import adaptable_layers, load_adapter
-from deepspeed.inference.scheduling.speculation import NGrams
+from deepspeed.inference.scheduling.speculation import NgramProposer, Proposer, SpeculativeConfig
 from deepspeed.inference.serving.commands import Alone, Among
 from deepspeed.inference.serving.formats import guessed_reasoning_format, guessed_tool_format
 from deepspeed.inference.serving.models import Models
@@ -163,8 +163,10 @@ def problem_of(args: argparse.Namespace) -> str | None:
     if args.lora_modules and args.tp_size > 1:
         return "--lora-modules needs a model on one rank: --tp-size 1"
     try:
-        args.speculative_config and NGrams.of(args.speculative_config)
-    except ValueError as problem:
+        config = args.speculative_config and SpeculativeConfig.of(args.speculative_config)
+        if config and config.model is not None:
+            check_generates(config.model)
+    except (OSError, ValueError) as problem:
         return f"--speculative-config: {problem}"
     try:
         check_generates(args.model)
@@ -226,6 +228,29 @@ def cache_bytes_of(args: argparse.Namespace) -> int | None:
     return left
 
 
+def proposer_of(args: argparse.Namespace, tokenizer: Any, model: Any) -> Proposer | None:
+    """Return what ``--speculative-config`` asks for. ValueError: the draft model has other tokens than ``model``."""
+    if not args.speculative_config:
+        return None
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from deepspeed.inference.generation.draft import DraftModel
+
+    config = SpeculativeConfig.of(args.speculative_config)
+    if config.model is None:
+        return NgramProposer(
+            config.num_speculative_tokens, config.prompt_lookup_max, config.prompt_lookup_min
+        )
+    if AutoTokenizer.from_pretrained(config.model).get_vocab() != tokenizer.get_vocab():
+        raise ValueError(
+            f"--speculative-config: the tokenizers of {config.model} and {args.model} differ; a draft model has the "
+            "vocabulary of the model that it drafts for"
+        )
+    draft: Any = AutoModelForCausalLM.from_pretrained(config.model)
+    engine = init_inference(draft, dtype=model.dtype, tensor_parallel={"tp_size": args.tp_size})
+    return DraftModel(engine.module, config.num_speculative_tokens, token_budget=args.token_budget)
+
+
 def build(args: argparse.Namespace) -> tuple[Service, HuggingFaceTokenizer, Generator, bool]:
     """The service, not started; and whether this rank is the one that hears clients."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -245,7 +270,7 @@ def build(args: argparse.Namespace) -> tuple[Service, HuggingFaceTokenizer, Gene
         token_budget=args.token_budget,
         short_share=args.short_share,
         policy=args.scheduling_policy,
-        speculation=NGrams.of(args.speculative_config) if args.speculative_config else None,
+        speculation=proposer_of(args, known, engine.module),
         max_sequences=args.max_sequences,
         max_length=args.max_length,
         cache_bytes=cache_bytes_of(args),
