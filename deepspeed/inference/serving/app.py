@@ -345,7 +345,7 @@ class _Server:
         try:
             return await unless_gone(request, read_all(sequences))
         except ClosedError as problem:
-            return refusal(503, str(problem), "server_error")
+            return refusal_of(problem)
         finally:
             for each in sequences:
                 each.cancel()

@@ -156,7 +156,9 @@ def refusal_of(problem: Exception) -> Response:
     if isinstance(problem, BusyError):
         return refusal(429, str(problem), "rate_limit_error", headers={"Retry-After": "1"})
     if isinstance(problem, ClosedError):
-        return refusal(503, str(problem), "server_error")
+        after = problem.retry_after
+        headers = None if after is None else {"Retry-After": str(after)}
+        return refusal(503, str(problem), "server_error", headers=headers)
     field = problem.field if isinstance(problem, RequestError) else None
     return refusal(400, str(problem), "invalid_request_error", field)
 
