@@ -29,7 +29,7 @@ from deepspeed.inference.scheduling.speculation import NgramProposer, Proposer, 
 from deepspeed.inference.serving.commands import Alone, Among
 from deepspeed.inference.serving.formats import guessed_reasoning_format, guessed_tool_format
 from deepspeed.inference.serving.models import Models
-from deepspeed.inference.serving.pooling import check_generates, dimensions_of, pooling_of
+from deepspeed.inference.serving.pooling import classifier_in, dimensions_of, pooling_of
 from deepspeed.inference.serving.service import Service
 from deepspeed.inference.serving.tokenizers import HuggingFaceTokenizer
 from deepspeed.inference.serving.tool_requests import Formats
@@ -61,6 +61,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _load_and_serve(args: argparse.Namespace, loading: Any = None) -> int:
     """``loading``: answers clients while the model is loaded."""
     try:
+        if classifier_in(args.model):
+            return _serve_scores(args, loading)
         service, tokenizer, generator, leads = build(args)
     # Transformers' for a model that is not there, ours for what does not fit.
     except (OSError, ValueError) as error:
@@ -83,8 +85,7 @@ def _serve(
     loading: Any,
 ) -> int:
     """On the rank that hears clients."""
-    from deepspeed.inference.serving.app import ServerSettings, endpoints, make_app
-    from deepspeed.inference.serving.listening import make_listener
+    from deepspeed.inference.serving.app import ServerSettings
 
     formats = formats_of(args, tokenizer.template)
     if args.enable_auto_tool_choice and formats.tools is None:
@@ -101,20 +102,62 @@ def _serve(
         pooling=args.pooling or pooling_of(args.model) or "last",
         dimensions=dimensions_of(generator.runner.facts.config),
     )
-    signal.signal(signal.SIGTERM, _end)  # uvicorn sends it again when all connections are closed
     try:
         models = models_of(args, settings, generator)
     except ValueError as problem:
         print(f"ds serve: --lora-modules: {problem}", file=sys.stderr)
         return 2
+    told = f"calls of tools: {formats.tools or 'none'}, reasoning: {formats.reasoning or 'none'}"
+    return _listen(args, service, tokenizer, models, settings, loading, f"{memory_line(generator)}; {told}")
+
+
+def _serve_scores(args: argparse.Namespace, loading: Any) -> int:
+    """Serve a cross-encoder. ValueError: it is none that can be."""
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+    from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
+
+    from deepspeed.inference.serving.app import ServerSettings
+    from deepspeed.inference.serving.cross_encoder import CrossEncoder
+
+    model: Any = AutoModelForSequenceClassification.from_pretrained(args.model)
+    if model.config.model_type not in MODEL_FOR_MASKED_LM_MAPPING_NAMES:
+        raise ValueError(f"{type(model).__name__} is no encoder, whose pairs of texts are scored")
+    module = init_inference(model, dtype=model.dtype if args.dtype == "auto" else args.dtype).module
+    known = AutoTokenizer.from_pretrained(args.model)
+    engine = CrossEncoder(module, known, token_budget=args.token_budget)
+    tokenizer = HuggingFaceTokenizer(AutoTokenizer.from_pretrained(args.model), max_tokens=engine.max_length)
+    settings = ServerSettings(
+        model=args.name or args.model,
+        max_length=engine.max_length,
+        token=args.token,
+        encode_pair=engine.encode_pair,
+    )
+    models, service = (
+        Models(settings.model, engine.max_length),
+        Service(engine, max_requests=args.max_requests),
+    )
+    return _listen(args, service, tokenizer, models, settings, loading, "scores pairs of texts")
+
+
+def _listen(
+    args: argparse.Namespace,
+    service: Service,
+    tokenizer: HuggingFaceTokenizer,
+    models: Models,
+    settings: Any,
+    loading: Any,
+    told: str,
+) -> int:
+    """``told``: of the model, when the server is ready."""
+    from deepspeed.inference.serving.app import endpoints, make_app
+    from deepspeed.inference.serving.listening import make_listener
+
+    signal.signal(signal.SIGTERM, _end)  # uvicorn sends it again when all connections are closed
     app = make_app(service.start(), tokenizer, settings, models)
 
     def ready(address: str) -> None:
-        report(
-            f"ds serve: ready at {address}: model {settings.model}, {memory_line(generator)}; "
-            f"calls of tools: {formats.tools or 'none'}, "
-            f"reasoning: {formats.reasoning or 'none'}; endpoints {', '.join(endpoints(app))}"
-        )
+        what = f"model {settings.model}, {told}; endpoints {', '.join(endpoints(app))}"
+        report(f"ds serve: ready at {address}: {what}")
 
     listener = make_listener(
         app, service, host=args.host, port=args.port, drain_seconds=args.drain_seconds, ready=ready
@@ -164,13 +207,14 @@ def problem_of(args: argparse.Namespace) -> str | None:
         return "--lora-modules needs a model on one rank: --tp-size 1"
     try:
         config = args.speculative_config and SpeculativeConfig.of(args.speculative_config)
-        if config and config.model is not None:
-            check_generates(config.model)
+        if config and config.model is not None and (kind := classifier_in(config.model)):
+            raise ValueError(f"{config.model}: {kind} classifies texts and generates none")
     except (OSError, ValueError) as problem:
         return f"--speculative-config: {problem}"
     try:
-        check_generates(args.model)
         args.pooling or pooling_of(args.model)
+        if (kind := classifier_in(args.model)) and args.tp_size > 1:
+            return f"{args.model}: {kind} is served on one rank: --tp-size 1"
     except (OSError, ValueError) as problem:
         return str(problem)
     for package, extra in (("fastapi", "serve"), ("uvicorn", "serve"), ("transformers", "transformers")):
