@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -58,39 +59,28 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _load_and_serve(args, loading)
 
 
-def _load_and_serve(args: argparse.Namespace, loading: Any = None) -> int:
-    """``loading``: answers clients while the model is loaded."""
-    try:
-        if classifier_in(args.model):
-            return _serve_scores(args, loading)
-        service, tokenizer, generator, leads = build(args)
-    # Transformers' for a model that is not there, ours for what does not fit.
-    except (OSError, ValueError) as error:
-        why = why_not_loaded(args.model, error) if isinstance(error, OSError) else error
-        print(f"ds serve: {args.model}: {why}", file=sys.stderr)
-        return 2
+@dataclass(frozen=True, slots=True)
+class LoadedServer:
+    """``service``: not started. ``app``: what answers its clients; None on ranks that hear none. ``told``: of the
+    model, for a log."""
+
+    service: Service
+    app: Any = None
+    told: str = ""
+
+
+def load(args: argparse.Namespace) -> LoadedServer:
+    """Load the model that the options name. OSError, ValueError: it cannot be."""
+    from deepspeed.inference.serving.app import ServerSettings, make_app
+
+    if classifier_in(args.model):
+        return _load_cross_encoder(args)
+    service, tokenizer, generator, leads = build(args)
     if not leads:
-        # The first rank finishes answers, and says when it ends.
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        service.follow()
-        return 0
-    return _serve(args, service, tokenizer, generator, loading)
-
-
-def _serve(
-    args: argparse.Namespace,
-    service: Service,
-    tokenizer: HuggingFaceTokenizer,
-    generator: Generator,
-    loading: Any,
-) -> int:
-    """On the rank that hears clients."""
-    from deepspeed.inference.serving.app import ServerSettings
-
+        return LoadedServer(service)
     formats = formats_of(args, tokenizer.template)
     if args.enable_auto_tool_choice and formats.tools is None:
-        print("ds serve: --enable-auto-tool-choice needs --tool-call-parser for this model", file=sys.stderr)
-        return 2
+        raise ValueError("--enable-auto-tool-choice needs --tool-call-parser for this model")
     settings = ServerSettings(
         model=args.name or args.model,
         max_length=generator.scheduler.max_length,
@@ -102,21 +92,16 @@ def _serve(
         pooling=args.pooling or pooling_of(args.model) or "last",
         dimensions=dimensions_of(generator.runner.facts.config),
     )
-    try:
-        models = models_of(args, settings, generator)
-    except ValueError as problem:
-        print(f"ds serve: --lora-modules: {problem}", file=sys.stderr)
-        return 2
+    app = make_app(service, tokenizer, settings, models_of(args, settings, generator))
     told = f"calls of tools: {formats.tools or 'none'}, reasoning: {formats.reasoning or 'none'}"
-    return _listen(args, service, tokenizer, models, settings, loading, f"{memory_line(generator)}; {told}")
+    return LoadedServer(service, app, f"model {settings.model}, {memory_line(generator)}; {told}")
 
 
-def _serve_scores(args: argparse.Namespace, loading: Any) -> int:
-    """Serve a cross-encoder. ValueError: it is none that can be."""
+def _load_cross_encoder(args: argparse.Namespace) -> LoadedServer:
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
     from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
-    from deepspeed.inference.serving.app import ServerSettings
+    from deepspeed.inference.serving.app import ServerSettings, make_app
     from deepspeed.inference.serving.cross_encoder import CrossEncoder
 
     model: Any = AutoModelForSequenceClassification.from_pretrained(args.model)
@@ -132,32 +117,38 @@ def _serve_scores(args: argparse.Namespace, loading: Any) -> int:
         token=args.token,
         encode_pair=engine.encode_pair,
     )
-    models, service = (
-        Models(settings.model, engine.max_length),
-        Service(engine, max_requests=args.max_requests),
-    )
-    return _listen(args, service, tokenizer, models, settings, loading, "scores pairs of texts")
+    service = Service(engine, max_requests=args.max_requests)
+    app = make_app(service, tokenizer, settings)
+    return LoadedServer(service, app, f"model {settings.model}, which scores pairs of texts")
 
 
-def _listen(
-    args: argparse.Namespace,
-    service: Service,
-    tokenizer: HuggingFaceTokenizer,
-    models: Models,
-    settings: Any,
-    loading: Any,
-    told: str,
-) -> int:
-    """``told``: of the model, when the server is ready."""
-    from deepspeed.inference.serving.app import endpoints, make_app
+def _load_and_serve(args: argparse.Namespace, loading: Any = None) -> int:
+    """``loading``: answers clients while the model is loaded."""
+    try:
+        loaded = load(args)
+    # Transformers' for a model that is not there, ours for what does not fit.
+    except (OSError, ValueError) as error:
+        why = why_not_loaded(args.model, error) if isinstance(error, OSError) else error
+        print(f"ds serve: {args.model}: {why}", file=sys.stderr)
+        return 2
+    if loaded.app is None:
+        # The first rank finishes answers, and says when it ends.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        loaded.service.follow()
+        return 0
+    return _listen(args, loaded, loading)
+
+
+def _listen(args: argparse.Namespace, loaded: LoadedServer, loading: Any) -> int:
+    """On the rank that hears clients."""
+    from deepspeed.inference.serving.app import endpoints
     from deepspeed.inference.serving.listening import make_listener
 
+    app, service = loaded.app, loaded.service.start()
     signal.signal(signal.SIGTERM, _end)  # uvicorn sends it again when all connections are closed
-    app = make_app(service.start(), tokenizer, settings, models)
 
     def ready(address: str) -> None:
-        what = f"model {settings.model}, {told}; endpoints {', '.join(endpoints(app))}"
-        report(f"ds serve: ready at {address}: {what}")
+        report(f"ds serve: ready at {address}: {loaded.told}; endpoints {', '.join(endpoints(app))}")
 
     listener = make_listener(
         app, service, host=args.host, port=args.port, drain_seconds=args.drain_seconds, ready=ready
@@ -182,8 +173,11 @@ def models_of(args: argparse.Namespace, settings: Any, generator: Generator) -> 
     for each in args.lora_modules:
         name, separator, folder = each.partition("=")
         if not separator:
-            raise ValueError(f"{each!r}: name=folder is expected")
-        models.add(name, folder)
+            raise ValueError(f"--lora-modules: {each!r}: name=folder is expected")
+        try:
+            models.add(name, folder)
+        except ValueError as problem:
+            raise ValueError(f"--lora-modules: {problem}") from problem
     return models
 
 
