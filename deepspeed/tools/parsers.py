@@ -270,8 +270,9 @@ def _limit_options(made: argparse.ArgumentParser) -> None:
     made.add_argument(
         "--speculative-config",
         metavar="JSON",
-        help='guess tokens that repeat earlier ones, which changes no answer: {"method": "ngram", '
-        '"num_speculative_tokens": 4, "prompt_lookup_max": 5, "prompt_lookup_min": 2}',
+        help="propose tokens that one forward verifies, which changes no answer: by a draft model of the same "
+        'vocabulary {"model": folder, "num_speculative_tokens": 4}, or those that repeat earlier ones {"method": '
+        '"ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 5, "prompt_lookup_min": 2}',
     )
     made.add_argument(
         "--max-sequences",

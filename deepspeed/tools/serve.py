@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,11 +26,11 @@ from deepspeed.inference.generation.generator import Generator
 from deepspeed.inference.generation.grammars import Grammars
 from deepspeed.inference.model.facts import ModelFacts
 from deepspeed.inference.model.low_rank import adaptable_layers, load_adapter
-from deepspeed.inference.scheduling.speculation import NGrams
+from deepspeed.inference.scheduling.speculation import NgramProposer, Proposer, SpeculativeConfig
 from deepspeed.inference.serving.commands import Alone, Among
 from deepspeed.inference.serving.formats import guessed_reasoning_format, guessed_tool_format
 from deepspeed.inference.serving.models import Models
-from deepspeed.inference.serving.pooling import check_generates, dimensions_of, pooling_of
+from deepspeed.inference.serving.pooling import classifier_in, dimensions_of, pooling_of
 from deepspeed.inference.serving.service import Service
 from deepspeed.inference.serving.tokenizers import HuggingFaceTokenizer
 from deepspeed.inference.serving.tool_requests import Formats
@@ -58,38 +59,28 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _load_and_serve(args, loading)
 
 
-def _load_and_serve(args: argparse.Namespace, loading: Any = None) -> int:
-    """``loading``: answers clients while the model is loaded."""
-    try:
-        service, tokenizer, generator, leads = build(args)
-    # Transformers' for a model that is not there, ours for what does not fit.
-    except (OSError, ValueError) as error:
-        why = why_not_loaded(args.model, error) if isinstance(error, OSError) else error
-        print(f"ds serve: {args.model}: {why}", file=sys.stderr)
-        return 2
+@dataclass(frozen=True, slots=True)
+class LoadedServer:
+    """``service``: not started. ``app``: what answers its clients; None on ranks that hear none. ``told``: of the
+    model, for a log."""
+
+    service: Service
+    app: Any = None
+    told: str = ""
+
+
+def load(args: argparse.Namespace) -> LoadedServer:
+    """Load the model that the options name. OSError, ValueError: it cannot be."""
+    from deepspeed.inference.serving.app import ServerSettings, make_app
+
+    if classifier_in(args.model):
+        return _load_cross_encoder(args)
+    service, tokenizer, generator, leads = build(args)
     if not leads:
-        # The first rank finishes answers, and says when it ends.
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        service.follow()
-        return 0
-    return _serve(args, service, tokenizer, generator, loading)
-
-
-def _serve(
-    args: argparse.Namespace,
-    service: Service,
-    tokenizer: HuggingFaceTokenizer,
-    generator: Generator,
-    loading: Any,
-) -> int:
-    """On the rank that hears clients."""
-    from deepspeed.inference.serving.app import ServerSettings, endpoints, make_app
-    from deepspeed.inference.serving.listening import make_listener
-
+        return LoadedServer(service)
     formats = formats_of(args, tokenizer.template)
     if args.enable_auto_tool_choice and formats.tools is None:
-        print("ds serve: --enable-auto-tool-choice needs --tool-call-parser for this model", file=sys.stderr)
-        return 2
+        raise ValueError("--enable-auto-tool-choice needs --tool-call-parser for this model")
     settings = ServerSettings(
         model=args.name or args.model,
         max_length=generator.scheduler.max_length,
@@ -101,20 +92,63 @@ def _serve(
         pooling=args.pooling or pooling_of(args.model) or "last",
         dimensions=dimensions_of(generator.runner.facts.config),
     )
-    signal.signal(signal.SIGTERM, _end)  # uvicorn sends it again when all connections are closed
+    app = make_app(service, tokenizer, settings, models_of(args, settings, generator))
+    told = f"calls of tools: {formats.tools or 'none'}, reasoning: {formats.reasoning or 'none'}"
+    return LoadedServer(service, app, f"model {settings.model}, {memory_line(generator)}; {told}")
+
+
+def _load_cross_encoder(args: argparse.Namespace) -> LoadedServer:
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+    from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
+
+    from deepspeed.inference.serving.app import ServerSettings, make_app
+    from deepspeed.inference.serving.cross_encoder import CrossEncoder
+
+    model: Any = AutoModelForSequenceClassification.from_pretrained(args.model)
+    if model.config.model_type not in MODEL_FOR_MASKED_LM_MAPPING_NAMES:
+        raise ValueError(f"{type(model).__name__} is no encoder, whose pairs of texts are scored")
+    module = init_inference(model, dtype=model.dtype if args.dtype == "auto" else args.dtype).module
+    known = AutoTokenizer.from_pretrained(args.model)
+    engine = CrossEncoder(module, known, token_budget=args.token_budget)
+    tokenizer = HuggingFaceTokenizer(AutoTokenizer.from_pretrained(args.model), max_tokens=engine.max_length)
+    settings = ServerSettings(
+        model=args.name or args.model,
+        max_length=engine.max_length,
+        token=args.token,
+        encode_pair=engine.encode_pair,
+    )
+    service = Service(engine, max_requests=args.max_requests)
+    app = make_app(service, tokenizer, settings)
+    return LoadedServer(service, app, f"model {settings.model}, which scores pairs of texts")
+
+
+def _load_and_serve(args: argparse.Namespace, loading: Any = None) -> int:
+    """``loading``: answers clients while the model is loaded."""
     try:
-        models = models_of(args, settings, generator)
-    except ValueError as problem:
-        print(f"ds serve: --lora-modules: {problem}", file=sys.stderr)
+        loaded = load(args)
+    # Transformers' for a model that is not there, ours for what does not fit.
+    except (OSError, ValueError) as error:
+        why = why_not_loaded(args.model, error) if isinstance(error, OSError) else error
+        print(f"ds serve: {args.model}: {why}", file=sys.stderr)
         return 2
-    app = make_app(service.start(), tokenizer, settings, models)
+    if loaded.app is None:
+        # The first rank finishes answers, and says when it ends.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        loaded.service.follow()
+        return 0
+    return _listen(args, loaded, loading)
+
+
+def _listen(args: argparse.Namespace, loaded: LoadedServer, loading: Any) -> int:
+    """On the rank that hears clients."""
+    from deepspeed.inference.serving.app import endpoints
+    from deepspeed.inference.serving.listening import make_listener
+
+    app, service = loaded.app, loaded.service.start()
+    signal.signal(signal.SIGTERM, _end)  # uvicorn sends it again when all connections are closed
 
     def ready(address: str) -> None:
-        report(
-            f"ds serve: ready at {address}: model {settings.model}, {memory_line(generator)}; "
-            f"calls of tools: {formats.tools or 'none'}, "
-            f"reasoning: {formats.reasoning or 'none'}; endpoints {', '.join(endpoints(app))}"
-        )
+        report(f"ds serve: ready at {address}: {loaded.told}; endpoints {', '.join(endpoints(app))}")
 
     listener = make_listener(
         app, service, host=args.host, port=args.port, drain_seconds=args.drain_seconds, ready=ready
@@ -139,8 +173,11 @@ def models_of(args: argparse.Namespace, settings: Any, generator: Generator) -> 
     for each in args.lora_modules:
         name, separator, folder = each.partition("=")
         if not separator:
-            raise ValueError(f"{each!r}: name=folder is expected")
-        models.add(name, folder)
+            raise ValueError(f"--lora-modules: {each!r}: name=folder is expected")
+        try:
+            models.add(name, folder)
+        except ValueError as problem:
+            raise ValueError(f"--lora-modules: {problem}") from problem
     return models
 
 
@@ -163,12 +200,15 @@ def problem_of(args: argparse.Namespace) -> str | None:
     if args.lora_modules and args.tp_size > 1:
         return "--lora-modules needs a model on one rank: --tp-size 1"
     try:
-        args.speculative_config and NGrams.of(args.speculative_config)
-    except ValueError as problem:
+        config = args.speculative_config and SpeculativeConfig.of(args.speculative_config)
+        if config and config.model is not None and (kind := classifier_in(config.model)):
+            raise ValueError(f"{config.model}: {kind} classifies texts and generates none")
+    except (OSError, ValueError) as problem:
         return f"--speculative-config: {problem}"
     try:
-        check_generates(args.model)
         args.pooling or pooling_of(args.model)
+        if (kind := classifier_in(args.model)) and args.tp_size > 1:
+            return f"{args.model}: {kind} is served on one rank: --tp-size 1"
     except (OSError, ValueError) as problem:
         return str(problem)
     for package, extra in (("fastapi", "serve"), ("uvicorn", "serve"), ("transformers", "transformers")):
@@ -226,6 +266,29 @@ def cache_bytes_of(args: argparse.Namespace) -> int | None:
     return left
 
 
+def proposer_of(args: argparse.Namespace, tokenizer: Any, model: Any) -> Proposer | None:
+    """Return what ``--speculative-config`` asks for. ValueError: the draft model has other tokens than ``model``."""
+    if not args.speculative_config:
+        return None
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from deepspeed.inference.generation.draft import DraftModel
+
+    config = SpeculativeConfig.of(args.speculative_config)
+    if config.model is None:
+        return NgramProposer(
+            config.num_speculative_tokens, config.prompt_lookup_max, config.prompt_lookup_min
+        )
+    if AutoTokenizer.from_pretrained(config.model).get_vocab() != tokenizer.get_vocab():
+        raise ValueError(
+            f"--speculative-config: the tokenizers of {config.model} and {args.model} differ; a draft model has the "
+            "vocabulary of the model that it drafts for"
+        )
+    draft: Any = AutoModelForCausalLM.from_pretrained(config.model)
+    engine = init_inference(draft, dtype=model.dtype, tensor_parallel={"tp_size": args.tp_size})
+    return DraftModel(engine.module, config.num_speculative_tokens, token_budget=args.token_budget)
+
+
 def build(args: argparse.Namespace) -> tuple[Service, HuggingFaceTokenizer, Generator, bool]:
     """The service, not started; and whether this rank is the one that hears clients."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -245,7 +308,7 @@ def build(args: argparse.Namespace) -> tuple[Service, HuggingFaceTokenizer, Gene
         token_budget=args.token_budget,
         short_share=args.short_share,
         policy=args.scheduling_policy,
-        speculation=NGrams.of(args.speculative_config) if args.speculative_config else None,
+        speculation=proposer_of(args, known, engine.module),
         max_sequences=args.max_sequences,
         max_length=args.max_length,
         cache_bytes=cache_bytes_of(args),

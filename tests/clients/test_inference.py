@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from typing import Any
 
@@ -33,6 +34,15 @@ WINDOWS = ("mistral", "gemma2", "gemma3", "phi3", "cohere2", "starcoder2", "gpt_
 @functools.cache
 def model(name: str, **more: Any) -> nn.Module:
     return make(name, **more).eval()
+
+
+def like(module: nn.Module, noise: float) -> nn.Module:
+    """A model that mostly chooses as ``module`` does: one with noise in its weights."""
+    made, numbers = copy.deepcopy(module), torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for param in made.parameters():
+            param += noise * param.std() * torch.randn(param.shape, generator=numbers).to(param.dtype)
+    return made
 
 
 def prompts(lengths: tuple[int, ...] = LENGTHS) -> list[list[int]]:

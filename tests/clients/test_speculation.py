@@ -9,17 +9,22 @@ from typing import Any
 import pytest
 import torch
 
+from deepspeed.inference.generation.draft import DraftModel
 from deepspeed.inference.model.low_rank import load_adapter
 from deepspeed.inference.scheduling.requests import Constraint, SamplingParams
-from deepspeed.inference.scheduling.speculation import NGrams
+from deepspeed.inference.scheduling.speculation import NgramProposer
 
 transformers = pytest.importorskip("transformers", reason="the clients extra is not installed")
 
 from tests.clients.architectures import make  # noqa: E402
-from tests.clients.test_inference import FUSED, generator, model  # noqa: E402
+from tests.clients.test_inference import FUSED, generator, like, model  # noqa: E402
 from tests.clients.test_serving_adapters import saved  # noqa: E402
 
-SPECULATION = NGrams(4, 3, 1)
+
+def ngrams() -> NgramProposer:
+    return NgramProposer(4, 3, 1)
+
+
 REPEATING = [[5, 6, 7, 8] * 4, [9, 3, 9, 3, 9], [11, 12, 13, 14, 15, 11, 12, 13], [20] * 6, [5, 6, 7, 8] * 3]
 
 
@@ -46,12 +51,12 @@ class Cycles:
         return Cycle(constraint.text, size)
 
 
-def both(module: Any, params: list[SamplingParams], **settings: Any) -> tuple[Any, Any]:
-    """The requests without and with speculation, and the generator of the latter."""
+def both(module: Any, params: list[SamplingParams], proposer: Any = None, **settings: Any) -> tuple[Any, Any]:
+    """The requests with speculation, which are those without, and their generator."""
     given = [REPEATING[index % len(REPEATING)] for index in range(len(params))]
     settings = {"token_budget": 24, "matcher_of": Cycles(), **settings}
     plain = generator(module, **settings).generate(given, params)
-    engine = generator(module, speculation=SPECULATION, **settings)
+    engine = generator(module, speculation=proposer or ngrams(), **settings)
     found = engine.generate(given, params)
     for one, other in zip(plain, found, strict=True):
         assert one.tokens == other.tokens and one.reason == other.reason
@@ -114,20 +119,22 @@ def test_sixteen_bits_have_the_same_bits() -> None:
     params = [SamplingParams(max_new_tokens=30, logprobs=True) for _ in range(4)]
     given = REPEATING[:4]
     runs = []
-    for speculation in (None, SPECULATION):
+    for speculation in (None, ngrams()):
         engine = generator(module, speculation=speculation)
         runs.append([(each.tokens, each.logprobs) for each in engine.generate(given, params)])
     if engine.runner.layout.name == "fused":
         assert runs[0] == runs[1] and engine.counts.accepted_tokens
 
 
-def test_draws_follow_the_distribution_of_the_model() -> None:
+@pytest.mark.parametrize("method", ["ngram", "draft_model"])
+def test_draws_follow_the_distribution_of_the_model(method: str) -> None:
     """Pairs of tokens of 1,500 requests, with guesses that are rejected: chi-squared against exact values."""
     torch.manual_seed(0)
     module = make("llama", vocab_size=8, pad_token_id=0, bos_token_id=1, eos_token_id=2).eval()
     prompt, count = [3, 4, 5, 3, 4], 1500
+    proposer = NgramProposer(2, 2, 1) if method == "ngram" else DraftModel(like(module, 0.05), 2)
     engine = generator(
-        module, token_budget=256, max_sequences=64, num_blocks=256, max_length=8, speculation=NGrams(2, 2, 1)
+        module, token_budget=256, max_sequences=64, num_blocks=256, max_length=8, speculation=proposer
     )
     found = engine.generate([prompt] * count, SamplingParams(max_new_tokens=3, temperature=1.0))
     with torch.no_grad():

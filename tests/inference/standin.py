@@ -18,6 +18,7 @@ class Bytes:
     """One token for each byte of UTF-8."""
 
     specials: Mapping[int, str] = {}
+    template = "<role>content"
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())

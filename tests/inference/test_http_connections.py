@@ -125,9 +125,12 @@ def test_the_end_of_a_drain(
         stream, mute = raw(running), raw(running)
         stream.sendall(asked({**body, "stream": True}))
         mute.sendall(asked(body)[:-3])
-        wait_for(lambda: running.service.state()["requests"] == 2)
+        cut = raw(running)
+        cut.sendall(asked(body))
+        wait_for(lambda: running.service.state()["requests"] == 3)
         running.stop()
         waiting.join(10)
+        assert b"\r\nretry-after: 5\r\n" in heard(cut, b"}}")
         ((status, answer),) = found
         assert status == 503 and answer["error"]["type"] == "server_error"
         assert "shutting down" in answer["error"]["message"]
@@ -173,6 +176,9 @@ def test_a_server_is_alive_but_not_ready_while_its_model_is_loaded() -> None:
         ):
             status, found = running.call(method, path, b"x" * 10_000)
             assert status == 503 and "being loaded" in found["error"]["message"]
+        with raw(running) as asking:
+            asking.sendall(b"GET /ready HTTP/1.1\r\n\r\n")
+            retry = heard(asking, b"}}")
         with raw(running) as mute, raw(running) as broken:
             mute.sendall(BEGUN)
             broken.sendall(b"\r\n\r\n")
@@ -180,6 +186,7 @@ def test_a_server_is_alive_but_not_ready_while_its_model_is_loaded() -> None:
             (held,) = loading.hand_over()
             assert mute.recv(1) == b""  # it is not left waiting
         early = raw(running)
+        assert b"Retry-After: 5" in retry
     finally:
         loading.close()
     with server(sockets=[held]) as going_on, early:
@@ -201,8 +208,13 @@ def test_a_server_is_alive_but_not_ready_while_it_drains() -> None:
         wait_for(lambda: not running.service.healthy)
         assert running.call("GET", "/ready") == (503, {"status": "unavailable"})
         assert running.call("GET", "/health") == (200, {"status": "ok"})
-        status, found = running.post({"prompt": "a"})
-        assert status == 503 and "shutting down" in found["error"]["message"]
+        connection = running.connect()
+        for path in ("/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/v1/score"):
+            connection.request("POST", path, b"{}")
+            answer = connection.getresponse()
+            assert answer.status == 503 and answer.headers["Retry-After"] == "5"
+            assert "shutting down" in json.loads(answer.read())["error"]["message"]
+        connection.close()
         assert heard(open_one, b"}}").startswith(b"HTTP/1.1 200")
         late.sendall(asked({"prompt": "a", "max_tokens": 1})[-3:])
         assert heard(late, b"}}").startswith(b"HTTP/1.1 200")

@@ -101,8 +101,11 @@ def test_what_does_not_fit_the_model_is_told_before_it_is_loaded(
     file = tmp_path / "ranks" / "config.json"
     file.parent.mkdir()
     file.write_text('{"architectures": ["Qwen3ForSequenceClassification"]}')
-    assert ds.main(["serve", str(file.parent)]) == 2
-    assert f"{file}: Qwen3ForSequenceClassification classifies texts" in capsys.readouterr().err
+    assert ds.main(["serve", str(file.parent), "--tp-size", "2"]) == 2
+    assert "Qwen3ForSequenceClassification is served on one rank" in capsys.readouterr().err
+    draft = f'{{"model": "{file.parent}", "num_speculative_tokens": 2}}'
+    assert ds.main(["serve", "model", "--speculative-config", draft]) == 2
+    assert "Qwen3ForSequenceClassification classifies texts" in capsys.readouterr().err
     assert ds.main(["serve", "model", "--speculative-config", '{"method": "eagle"}']) == 2
     assert "--speculative-config: " in capsys.readouterr().err
     assert ds.main(["serve", "model", "--tp-size", "2", "--lora-modules", "a=folder"]) == 2

@@ -9,7 +9,7 @@ import pytest
 
 from deepspeed.inference.scheduling.requests import Chunk, Request, SamplingParams
 from deepspeed.inference.scheduling.scheduler import Scheduler
-from deepspeed.inference.scheduling.speculation import NGrams
+from deepspeed.inference.scheduling.speculation import NgramProposer, SpeculativeConfig
 from tests.inference.test_scheduler import Cache, scheduler
 
 PERIOD = 7
@@ -20,7 +20,8 @@ def asked(id: int, prompt: list[int], new: int = 40, **params: Any) -> Request:
 
 
 def proposed(prompt: list[int], most: int = 99, **settings: int) -> list[int]:
-    return NGrams(**{"count": 3, "longest": 3, "shortest": 2, **settings}).propose(asked(0, prompt), most)
+    proposer = NgramProposer(**{"count": 3, "longest": 3, "shortest": 2, **settings})
+    return proposer.propose([(asked(0, prompt), most)], 99)[0]
 
 
 def test_what_followed_the_last_tokens_before_is_proposed() -> None:
@@ -35,17 +36,31 @@ def test_what_followed_the_last_tokens_before_is_proposed() -> None:
     assert proposed([0x110000 - 1, 0xD800, 7] * 2) == [0x110000 - 1, 0xD800, 7]
 
 
+def test_a_total_is_shared_by_requests() -> None:
+    proposer = NgramProposer(3, 3, 2)
+    given = [(asked(id, prompt), 9) for id, prompt in enumerate([[1, 2] * 3, [1, 2, 3], [4, 5] * 3])]
+    assert proposer.propose(given, 4) == [[1, 2, 1], [], [4]]
+    for request, _ in given:
+        proposer.forget(request)
+    assert not proposer._texts
+
+
 def test_configs_by_their_names_in_vllm() -> None:
-    given = '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 5, "prompt_lookup_min": 2}'
-    assert NGrams.of(given) == NGrams(4, 5, 2)
-    assert NGrams.of('{"method": "ngram", "num_speculative_tokens": 4}') == NGrams(4, 5, 5)
-    assert NGrams.of('{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3}') == NGrams(
-        4, 3, 3
+    of, ngram = SpeculativeConfig.of, '{"method": "ngram", "num_speculative_tokens": 4'
+    assert of(ngram + ', "prompt_lookup_max": 5, "prompt_lookup_min": 2}') == SpeculativeConfig(
+        "ngram", 4, None, 5, 2
     )
+    assert of(ngram + "}") == SpeculativeConfig("ngram", 4, None, 5, 5)
+    assert of(ngram + ', "prompt_lookup_max": 3}') == SpeculativeConfig("ngram", 4, None, 3, 3)
+    for more in ("", ', "method": "draft_model"'):
+        assert of(f'{{"model": "x", "num_speculative_tokens": 2{more}}}') == SpeculativeConfig(
+            "draft_model", 2, "x"
+        )
     for text, words in (
         ("ngram", "is no JSON"),
-        ('{"method": "eagle", "num_speculative_tokens": 4}', "the only method"),
-        ("[]", "the only method"),
+        ('{"method": "eagle", "num_speculative_tokens": 4}', "'eagle'; one of ngram, draft_model"),
+        ("[]", "an object is expected"),
+        ('{"num_speculative_tokens": 4}', "None; one of ngram"),
         ('{"method": "ngram"}', "num_speculative_tokens is missing"),
         ('{"method": "ngram", "num_speculative_tokens": 2.5}', "no integer"),
         ('{"method": "ngram", "num_speculative_tokens": 0}', "at least 1"),
@@ -54,9 +69,11 @@ def test_configs_by_their_names_in_vllm() -> None:
             "min <=",
         ),
         ('{"method": "ngram", "num_speculative_tokens": 1, "model": "x"}', "'model' is not one of"),
+        ('{"method": "draft_model", "num_speculative_tokens": 1}', "names no folder"),
+        ('{"model": "x", "num_speculative_tokens": 1, "prompt_lookup_max": 2}', "'prompt_lookup_max' is not"),
     ):
         with pytest.raises(ValueError, match=words):
-            NGrams.of(text)
+            of(text)
 
 
 def next_token(tokens: list[int]) -> int:
@@ -127,7 +144,7 @@ def test_requests_get_the_same_tokens(num_blocks: int) -> None:
             )
             for id in range(9)
         ]
-        plan = scheduler(num_blocks, speculation=NGrams(4, 3, 2))
+        plan = scheduler(num_blocks, speculation=NgramProposer(4, 3, 2))
         finish(plan, requests)
         assert [each.tokens for each in requests] == [expected(each) for each in requests]
         assert {each.reason for each in requests} <= {"stop", "length"}
@@ -137,7 +154,7 @@ def test_requests_get_the_same_tokens(num_blocks: int) -> None:
 
 
 def test_a_text_that_repeats_takes_less_than_half_of_the_forwards() -> None:
-    plain, guessing = scheduler(), scheduler(speculation=NGrams(4, 3, 2))
+    plain, guessing = scheduler(), scheduler(speculation=NgramProposer(4, 3, 2))
     requests = [asked(id, list(range(PERIOD)) * 2, 60) for id in range(2)]
     assert finish(plain, requests[:1]) == 60
     assert finish(guessing, requests[1:]) < 30 and requests[0].tokens == requests[1].tokens
@@ -146,19 +163,19 @@ def test_a_text_that_repeats_takes_less_than_half_of_the_forwards() -> None:
 
 def test_guesses_in_vain_become_rare() -> None:
     """And come back with the first that is right."""
-    plan, given = scheduler(speculation=NGrams(4, 1, 1)), asked(0, [1, 500, 1], 100)
+    plan, given = scheduler(speculation=NgramProposer(4, 1, 1)), asked(0, [1, 500, 1], 100)
     plan.add(given)
     while plan.has_work:
         plan.complete(plan.schedule(), {0: 1 if given.tokens[-1] != 1 else 1000 + len(given.tokens)})
     assert given.generated.count(1) == 50 and 3 < plan.counts.drafts < 15 and plan.counts.accepted_tokens == 0
-    plan, given = scheduler(speculation=NGrams(4, 1, 1)), asked(0, [1] * 3, 100)
+    plan, given = scheduler(speculation=NgramProposer(4, 1, 1)), asked(0, [1] * 3, 100)
     given.rejected = given.resting = 9
     assert finish(plan, [given], lambda tokens: 1) < 35
 
 
 def test_guesses_take_only_what_others_leave() -> None:
     """Neither tokens of a forward from prompts, nor blocks that somebody would be preempted for."""
-    plan = scheduler(token_budget=16, speculation=NGrams(4, 3, 2))
+    plan = scheduler(token_budget=16, speculation=NgramProposer(4, 3, 2))
     plan.add(asked(0, [1, 2, 3] * 4))
     plan.complete(plan.schedule(), {0: 1})
     plan.add(asked(1, list(range(100, 140)), 1))
@@ -166,14 +183,14 @@ def test_guesses_take_only_what_others_leave() -> None:
     assert (first.count, first.proposed, second.count) == (1, (), 15)
     plan.complete([first, second], {0: 2})
     assert plan.schedule(3)[0].proposed == ()
-    plan = scheduler(3, speculation=NGrams(4, 3, 2))  # blocks of 4 tokens
+    plan = scheduler(3, speculation=NgramProposer(4, 3, 2))  # blocks of 4 tokens
     plan.add(asked(0, [1, 2] * 5, 2))
     plan.complete(plan.schedule(), {0: 1})
     assert plan.schedule()[0].proposed == () and plan.counts.preemptions == 0  # only one token may follow
 
 
 def test_lengths_where_rotations_change_are_not_guessed_over() -> None:
-    plan = scheduler(speculation=NGrams(4, 3, 2))
+    plan = scheduler(speculation=NgramProposer(4, 3, 2))
     plan.blocks.span = lambda length: int(length > 14)
     plan.add(asked(0, [1, 2] * 5))
     plan.complete(plan.schedule(), {0: 1})

@@ -219,7 +219,7 @@ class _Rows:
         if not isinstance(tokens, Tensor) or tokens.dim() != 2 or tokens.device.type != "cpu":
             return False
         layout = self.runner.layout
-        if not isinstance(layout, FusedLayout) or tokens.shape[0] > layout.most_rows:
+        if not isinstance(layout, FusedLayout) or not layout.takes(tokens.shape[0]):
             return False
         if mask is None:
             return True

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +20,7 @@ from deepspeed.inference.generation.sampling import Sampler, logprobs_of
 from deepspeed.inference.model.runner import ModelRunner
 from deepspeed.inference.scheduling.requests import Chunk, Request, SamplingParams
 from deepspeed.inference.scheduling.scheduler import Counts, Scheduler
-from deepspeed.inference.scheduling.speculation import NGrams
+from deepspeed.inference.scheduling.speculation import Proposer
 
 _DEFAULT_LENGTH = 2048
 _PART_OF_MEMORY = 0.4
@@ -46,7 +45,8 @@ class Generator:
         short_share: the part of what a forward has left for prompts with which short ones may overtake long ones; 0:
             strictly in the order of arrival.
         policy: "fcfs": requests are served by arrival; "priority": by `SamplingParams.priority`, then by arrival.
-        speculation: proposes the next tokens of requests, several of which one forward then gives; None: one each.
+        speculation: proposes the next tokens of requests, several of which one forward then gives; None: one each. It
+            is this generator's alone.
         prefix_sharing: requests that begin with the same tokens share their keys and values.
         seed: of requests without one.
         group: the tensor-parallel ranks.
@@ -54,7 +54,7 @@ class Generator:
 
     Raises:
         LayoutError: the model cannot be run over a paged cache.
-        ValueError: the memory does not hold the cache of one request.
+        ValueError: the memory does not hold the cache of one request, or ``speculation`` is not for this model.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Generator:
         num_blocks: int | None = None,
         short_share: float = 0.5,
         policy: str = "fcfs",
-        speculation: NGrams | None = None,
+        speculation: Proposer | None = None,
         prefix_sharing: bool = True,
         seed: int = 0,
         group: Communicator | None = None,
@@ -81,8 +81,11 @@ class Generator:
         length = max_length or min(made_for or _DEFAULT_LENGTH, _DEFAULT_LENGTH)
         if made_for is not None and length > made_for:
             raise ValueError(f"max_length={length}: the model was made for {made_for} tokens")
-        blocks = num_blocks or self._affordable(length, max_sequences, cache_bytes, group)
+        kept = self.runner.block_bytes + block_size * (0 if speculation is None else speculation.token_bytes)
+        blocks = num_blocks or self._affordable(kept, length, max_sequences, cache_bytes, group)
         self.runner.allocate(blocks)
+        if speculation is not None:
+            speculation.start(self.runner.facts.vocab_size, blocks * block_size)
         manager = BlockManager(
             BlockPool(blocks), block_size, sharing=prefix_sharing, span=self.runner.rotations.span
         )
@@ -152,8 +155,8 @@ class Generator:
         return requests
 
     def _most_proposed(self) -> int | None:
-        """A forward is not to be computed otherwise for its guesses, by other kernels with other roundings."""
-        return None if self.scheduler.speculation is None else self.runner.most_rows
+        """A forward is not to be computed by other kernels, with other roundings, for its proposed tokens."""
+        return None if self.scheduler.speculation is None else self.runner.max_fused_tokens
 
     def _choose(self, chunks: Sequence[Chunk], unchanged: bool) -> tuple[list[Request], dict[int, int]]:
         """Compute ``chunks``; return the requests that get tokens, and the last of these by their ids."""
@@ -250,21 +253,25 @@ class Generator:
         return request
 
     def _affordable(
-        self, length: int, sequences: int, cache_bytes: int | None, group: Communicator | None
+        self,
+        block_bytes: int,
+        length: int,
+        sequences: int,
+        cache_bytes: int | None,
+        group: Communicator | None,
     ) -> int:
         """Blocks; the same on all ranks."""
-        runner: Any = self.runner
-        size = runner.block_size
+        size = self.runner.block_size
         if cache_bytes is None:
             cache_bytes = int(_PART_OF_MEMORY * get_accelerator().available_memory())
-        blocks = min(sequences * -(-length // size), cache_bytes // runner.block_bytes)
+        blocks = min(sequences * -(-length // size), cache_bytes // block_bytes)
         if group is not None and group.size > 1:
-            least = torch.tensor([-float(blocks)], dtype=torch.float64, device=runner.facts.device)
+            least = torch.tensor([-float(blocks)], dtype=torch.float64, device=self.runner.facts.device)
             group.all_reduce_max(least).wait()
             blocks = int(-least.item())
         if blocks * size < 1:
             raise ValueError(
-                f"cache_bytes={cache_bytes} does not hold a block of {size} tokens ({runner.block_bytes} bytes)"
+                f"cache_bytes={cache_bytes} does not hold a block of {size} tokens ({block_bytes} bytes)"
             )
         return blocks
 

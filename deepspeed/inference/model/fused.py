@@ -35,6 +35,7 @@ class FusedLayout:
     """Runs ``module``, a causal model of Transformers."""
 
     name = "fused"
+    max_fused_tokens = 0
 
     def __init__(self, module: nn.Module, facts: ModelFacts) -> None:
         self.facts = facts
@@ -48,6 +49,7 @@ class FusedLayout:
             raise LayoutError("the native library is not there")
         shapes = self.packed.learn(pieces, block_size)
         self._decoder = decoder_of(self.packed.module, shapes, self.packed.terms)
+        self.max_fused_tokens = program_rows(matrix_of(self._decoder.layers[0].down).kind)
         return shapes
 
     def hidden(self, pieces: Sequence[PagePiece], cache: PagedCache, unchanged: bool = False) -> Tensor:
@@ -58,13 +60,11 @@ class FusedLayout:
         """Let go of the cache of the last forward."""
         self._program = None
 
-    @property
-    def most_rows(self) -> int:
-        """Tokens of a forward that is one call; 0 while somebody listens to the model's modules."""
-        decoder = self._decoder
-        if decoder is None or decoder.watch.is_disturbed():
-            return 0
-        return program_rows(matrix_of(decoder.layers[0].down).kind)
+    def takes(self, tokens: int) -> bool:
+        """Return whether a forward of so many tokens is one call: not while somebody listens to the modules."""
+        return tokens <= self.max_fused_tokens and not (
+            self._decoder is None or self._decoder.watch.is_disturbed()
+        )
 
     def forward(self, pieces: Sequence[PagePiece], cache: PagedCache, unchanged: bool = False) -> Tensor:
         """Return logits [wanted tokens of all pieces, vocabulary]."""
@@ -80,11 +80,10 @@ class FusedLayout:
             self._program = None
         longest, program = max(piece.stop for piece in pieces), self._program
         if program is None or not program.takes(cache, rows, longest):
-            most = self.most_rows
-            if rows > most or not cache.is_on_host:
+            if not (self.takes(rows) and cache.is_on_host):
                 return self.packed.forward(pieces, cache)
             positions = max(FIRST_POSITIONS, 2 * longest)
-            program = self._program = DecoderProgram(decoder, cache, most, positions)
+            program = self._program = DecoderProgram(decoder, cache, self.max_fused_tokens, positions)
         return program.run(pieces, rows, last)
 
 

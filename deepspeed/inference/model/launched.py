@@ -31,7 +31,7 @@ class LaunchedLayout:
     """Runs ``module``, a causal model of Transformers."""
 
     name = "launched"
-    most_rows = 0
+    max_fused_tokens = 0
 
     def __init__(self, module: nn.Module, facts: ModelFacts) -> None:
         self.facts = facts

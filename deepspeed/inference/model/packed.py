@@ -51,7 +51,7 @@ class PackedLayout:
     """Runs ``module``, a causal model of Transformers."""
 
     name = "packed"
-    most_rows = 0
+    max_fused_tokens = 0
 
     def __init__(self, module: nn.Module, facts: ModelFacts) -> None:
         self.module = module

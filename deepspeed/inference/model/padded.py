@@ -23,7 +23,7 @@ class PaddedLayout:
     """Runs ``module``, a causal model of Transformers."""
 
     name = "padded"
-    most_rows = 0
+    max_fused_tokens = 0
 
     def __init__(self, module: nn.Module, facts: ModelFacts) -> None:
         self.module = module

@@ -68,9 +68,10 @@ class ModelRunner:
         return block_bytes(self.shapes, self.block_size)
 
     @property
-    def most_rows(self) -> int | None:
-        """Return the tokens of the longest forward whose rows are computed alike, and fast; None: there is no bound."""
-        return self.layout.most_rows or None
+    def max_fused_tokens(self) -> int | None:
+        """Return the tokens of the longest forward that one program of kernels computes, each with the bits that it has
+        alone; None: the layout has no such programs."""
+        return self.layout.max_fused_tokens or None
 
     @property
     def cache(self) -> PagedCache:

@@ -39,8 +39,8 @@ class Layout(Protocol):
     @property
     def name(self) -> str: ...
     @property
-    def most_rows(self) -> int:
-        """Return the tokens of the longest forward that is one call; 0: there are no such."""
+    def max_fused_tokens(self) -> int:
+        """Return the tokens of the longest forward that is one call; 0: there are no such calls."""
         ...
 
     def learn(self, pieces: Sequence[PagePiece], block_size: int) -> dict[int, LayerShape]: ...

@@ -15,8 +15,8 @@ into the blocks, or the place among ``max_sequences``, that the first of those t
 A request that finds no block for its next token takes those of the request that arrived last (*preemption*), which
 starts anew later: with what it has generated, and with what of its blocks is still in the cache.
 
-With `speculation.py`, tokens that are guessed to follow fill what a forward and the cache have left then: they delay no
-prompt and preempt nobody.
+With `speculation.py`, proposed tokens fill what a forward and the cache have left then: they delay no prompt and
+preempt nobody.
 
 With the policy "priority", requests of a lower ``priority`` value come before all of a higher one in each of these
 orders, and those of one value by their arrival. So prompts overtake only those of their own value, those of the highest
@@ -33,7 +33,7 @@ from dataclasses import dataclass
 
 from deepspeed.inference.cache.blocks import BlockManager
 from deepspeed.inference.scheduling.requests import Chunk, Request, State
-from deepspeed.inference.scheduling.speculation import NGrams
+from deepspeed.inference.scheduling.speculation import Proposer
 
 POLICIES = ("fcfs", "priority")
 
@@ -78,7 +78,7 @@ class Scheduler:
         short_share: the part of what is left for prompts with which short ones may overtake long ones, 0 to below 1; 0:
             strictly in the order of arrival.
         policy: "fcfs": by arrival; "priority": by ``SamplingParams.priority``, then by arrival.
-        speculation: proposes tokens behind those that are known, for what a forward has left; None: nobody does.
+        speculation: proposes tokens for what a forward has left; None: nobody does.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class Scheduler:
         max_length: int | None = None,
         short_share: float = 0.5,
         policy: str = "fcfs",
-        speculation: NGrams | None = None,
+        speculation: Proposer | None = None,
     ) -> None:
         if not 1 <= max_sequences <= token_budget:
             raise ValueError(
@@ -151,9 +151,9 @@ class Scheduler:
             self._finish(request, "cancelled")
 
     def schedule(self, most_proposed: int | None = None) -> list[Chunk]:
-        """The chunks of the next forward, at most ``token_budget`` tokens; empty only without work. Their blocks are
-        reserved. ``complete`` has to follow before the next call. ``most_proposed``: no token is proposed in a forward
-        that would have more than so many."""
+        """Return the chunks of the next forward, at most ``token_budget`` tokens, and reserve their blocks; empty only
+        without work. ``complete`` has to follow before the next call. ``most_proposed``: tokens of the longest forward
+        to which proposed ones are added."""
         self._restart_grown()
         chunks = list(self._decode_chunks())
         budget = self.token_budget - len(chunks)
@@ -208,9 +208,9 @@ class Scheduler:
             if request.state is State.RUNNING and request.pending == 1 and self._make_room(request):
                 yield Chunk(request, request.computed, 1)
 
-    def _propose(self, speculation: NGrams, chunks: Sequence[Chunk], most: int) -> None:
-        """Add guesses to the last chunks of requests, up to ``most`` tokens in all, where blocks are free for them."""
-        left = most - sum(chunk.count for chunk in chunks)
+    def _propose(self, speculation: Proposer, chunks: Sequence[Chunk], most: int) -> None:
+        """Add proposed tokens to the last chunks of requests, up to ``most`` tokens in all, where blocks are free."""
+        asked: list[tuple[Chunk, int]] = []
         for chunk in chunks:
             request, known = chunk.request, len(chunk.request.tokens)
             if not chunk.is_last or request.computes_prompt:
@@ -218,16 +218,28 @@ class Scheduler:
             if request.resting:
                 request.resting -= 1
                 continue
-            room = min(left, request.limit - known - 1, self.blocks.room(request.table) - known)
-            guesses = speculation.propose(request, room) if room > 0 else []
-            # Behind a length where rotations change, they would be computed otherwise than they are chosen.
-            if not guesses or self.blocks.span(known + len(guesses)) != request.table.span:
-                continue
-            self.blocks.reserve(request.table, known + len(guesses))
-            chunk.proposed = guesses
-            left -= len(guesses)
-            self.counts.drafts += 1
-            self.counts.proposed_tokens += len(guesses)
+            room = min(request.limit - known - 1, self.blocks.room(request.table) - known)
+            if room > 0:
+                asked.append((chunk, room))
+        left = most - sum(chunk.count for chunk in chunks)
+        if not asked or left < 1:
+            return
+        found = speculation.propose([(chunk.request, room) for chunk, room in asked], left)
+        for (chunk, _), tokens in zip(asked, found, strict=True):
+            self._add_proposed(chunk, tokens)
+
+    def _add_proposed(self, chunk: Chunk, tokens: Sequence[int]) -> None:
+        request, known = chunk.request, len(chunk.request.tokens)
+        tokens = tokens[
+            : max(0, self.blocks.room(request.table) - known)
+        ]  # others have taken blocks meanwhile
+        # Behind a length where rotations change, they would be computed otherwise than they are chosen.
+        if not tokens or self.blocks.span(known + len(tokens)) != request.table.span:
+            return
+        self.blocks.reserve(request.table, known + len(tokens))
+        chunk.proposed = tokens
+        self.counts.drafts += 1
+        self.counts.proposed_tokens += len(tokens)
 
     def _make_room(self, request: Request) -> bool:
         """For one token, by preemption where needed. False: it was preempted itself."""
@@ -350,6 +362,8 @@ class Scheduler:
     def _leave(self, request: Request) -> None:
         self._running.remove(request)
         self.blocks.release(request.table)
+        if self.speculation is not None:
+            self.speculation.forget(request)
 
     def _level(self, request: Request) -> int:
         return request.params.priority if self.policy == "priority" else 0

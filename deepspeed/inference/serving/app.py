@@ -7,10 +7,11 @@ import json
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -46,6 +47,7 @@ from deepspeed.inference.serving.text_routes import add_text_routes
 from deepspeed.inference.serving.tokenizers import Tokenizer
 from deepspeed.inference.serving.tool_requests import AnswerForm, answer_form, tools_of
 from deepspeed.observe.live.access import names_this_machine
+from deepspeed.observe.live.server import policy_of
 
 _LINE_ENDS = str.maketrans({"\u0085": "\\u0085", "\u2028": "\\u2028", "\u2029": "\\u2029"})
 """Many clients split events where Python's ``splitlines`` does; JSON lets these three stand in a text as they are."""
@@ -112,6 +114,8 @@ def make_app(
     add_embedding_routes(app, intake, embedder)
     add_score_routes(app, intake, embedder)
     add_text_routes(app, intake, models, tokenizer, settings.max_length)
+    if settings.encode_pair is None:
+        _add_page(app, bool(tokenizer.template))
 
     @app.exception_handler(HTTPException)
     async def not_found(request: Request, problem: HTTPException) -> Response:
@@ -119,6 +123,22 @@ def make_app(
         return refusal(problem.status_code, message, "invalid_request_error", headers=problem.headers)
 
     return app
+
+
+def _add_page(app: FastAPI, chats: bool) -> None:
+    """Serve a page to try the model. It has no secrets: who asks a model there gives the token."""
+    text = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
+    text = text if chats else text.replace("const CHAT = true;", "const CHAT = false;")
+    headers = {
+        "Content-Security-Policy": policy_of(text),
+        "X-Content-Type-Options": "nosniff",
+        "Referrer-Policy": "no-referrer",
+        "Cache-Control": "no-cache",
+    }
+
+    @app.get("/")
+    async def page() -> Response:
+        return HTMLResponse(text, headers=headers)
 
 
 def _add_response_routes(app: FastAPI, intake: Intake, server: _Server) -> None:
@@ -345,7 +365,7 @@ class _Server:
         try:
             return await unless_gone(request, read_all(sequences))
         except ClosedError as problem:
-            return refusal(503, str(problem), "server_error")
+            return refusal_of(problem)
         finally:
             for each in sequences:
                 each.cancel()

@@ -82,6 +82,8 @@ def add_embedding_routes(app: FastAPI, intake: Intake, embedder: Embedder) -> No
     def begun(body: bytes, _: Any) -> tuple[EmbeddingRequest, list[list[int]], SamplingParams]:
         request: EmbeddingRequest = protocol.fields_as(EmbeddingRequest, body)
         params = embedder.params_of(request)
+        if intake.settings.encode_pair is not None:
+            raise RequestError("the model scores pairs of texts: it has no vectors of one")
         check_dimensions(request.dimensions, intake.settings.dimensions)
         given, tokenizer = protocol.texts_of(request.input, "input"), embedder.tokenizer
         encode = tokenizer.encode if request.add_special_tokens else tokenizer.words

@@ -33,7 +33,8 @@ class ServerSettings:
     if the client does not say. ``max_body_bytes``: of a request; ``body_seconds``: in which it has to arrive.
     ``formats``: of calls and reasoning; ``trust_templates``: a request may bring its own template. ``pooling``: of
     embeddings; ``dimensions``: to which they may be cut: those of the list, any for an empty one, none
-    for None."""
+    for None. ``encode_pair``: (left, right, most tokens) -> the prompt of a pair of texts, for a cross-encoder; None:
+    the model generates."""
 
     model: str
     max_length: int
@@ -46,6 +47,7 @@ class ServerSettings:
     trust_templates: bool = False
     pooling: str = "last"
     dimensions: tuple[int, ...] | None = None
+    encode_pair: Callable[[str, str, int | None], list[int]] | None = None
 
     def __post_init__(self) -> None:
         if self.token is not None:
@@ -156,7 +158,9 @@ def refusal_of(problem: Exception) -> Response:
     if isinstance(problem, BusyError):
         return refusal(429, str(problem), "rate_limit_error", headers={"Retry-After": "1"})
     if isinstance(problem, ClosedError):
-        return refusal(503, str(problem), "server_error")
+        after = problem.retry_after
+        headers = None if after is None else {"Retry-After": str(after)}
+        return refusal(503, str(problem), "server_error", headers=headers)
     field = problem.field if isinstance(problem, RequestError) else None
     return refusal(400, str(problem), "invalid_request_error", field)
 

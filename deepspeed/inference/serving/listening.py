@@ -18,7 +18,7 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from deepspeed.inference.serving import protocol
-from deepspeed.inference.serving.service import Service
+from deepspeed.inference.serving.service import RETRY_AFTER_S, Service
 
 HEADERS_S = 20.0
 """In which the headers of a request have to arrive."""
@@ -162,7 +162,7 @@ async def _answer_loading(reader: asyncio.StreamReader, writer: asyncio.StreamWr
         alive = head.split(b" ", 2)[1].partition(b"?")[0] == b"/health"
         loading = protocol.error("the model is being loaded: try again later", "server_error")
         body = json.dumps({"status": "loading"} if alive else loading).encode()
-        status = "200 OK" if alive else "503 Service Unavailable\r\nRetry-After: 5"
+        status = "200 OK" if alive else f"503 Service Unavailable\r\nRetry-After: {RETRY_AFTER_S}"
         writer.write(
             f"HTTP/1.1 {status}\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
             "Connection: close\r\n\r\n".encode()

@@ -25,20 +25,14 @@ class NotFiniteError(RuntimeError):
     """A vector has numbers that JSON does not have, and that no client can use."""
 
 
-def check_generates(folder: str) -> None:
-    """ValueError: the model in ``folder`` classifies texts (a cross-encoder); loaded as one that generates, it would
-    have a head of random weights."""
-    path = Path(folder) / "config.json"
+def classifier_in(folder: str) -> str | None:
+    """Return the name of the class if the model in ``folder`` classifies texts (a cross-encoder): loaded as one that
+    generates, it would have a head of random weights."""
     try:
-        named = json.loads(path.read_text(encoding="utf-8"))["architectures"]
+        named = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))["architectures"]
     except (OSError, ValueError, LookupError, TypeError):
-        return  # whoever loads it tells
-    for name in named or ():
-        if str(name).endswith("ForSequenceClassification"):
-            raise ValueError(
-                f"{path}: {name} classifies texts and generates none: /v1/score and /v1/rerank need a model for "
-                "embeddings"
-            )
+        return None  # whoever loads it tells
+    return next((str(each) for each in named or () if str(each).endswith("ForSequenceClassification")), None)
 
 
 def pooling_of(folder: str) -> str | None:

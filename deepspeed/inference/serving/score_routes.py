@@ -1,6 +1,6 @@
-"""``/v1/score`` and ``/v1/rerank``: how alike texts are, as the cosine of the vectors that ``/v1/embeddings`` gives for
-them. Fields and answers are those of vLLM's server, and of Jina's for documents in order. Imported only where FastAPI
-is installed."""
+"""``/v1/score`` and ``/v1/rerank``: how alike texts are, as a cross-encoder tells, or else as the cosine of the vectors
+that ``/v1/embeddings`` gives for them. Fields and answers are those of vLLM's server, and of Jina's for documents in
+order. Imported only where FastAPI is installed."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import asyncio
 import time
 import uuid
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -90,11 +91,17 @@ def add_score_routes(app: FastAPI, intake: Intake, embedder: Embedder) -> None:
             left, right = asked.pairs()
             if len(right) > MOST_INPUTS:
                 raise RequestError(f"{len(right):,} pairs of texts: at most {MOST_INPUTS:,} are expected")
-            params, texts = embedder.params_of(asked), list(dict.fromkeys([*left, *right]))
+            params, encode_pair = embedder.params_of(asked), intake.settings.encode_pair
+            if encode_pair is not None:
+                pairs = zip(left, right, strict=True)
+                inputs = [encode_pair(*pair, asked.truncate_prompt_tokens) for pair in pairs]
+                embedder.check(inputs, params, "pairs")
+                return asked, right, inputs, params, _scores
+            texts = list(dict.fromkeys([*left, *right]))
             cut = asked.truncate_prompt_tokens or 0  # the last tokens are kept, as of prompts
             inputs = [embedder.tokenizer.encode(each)[-cut:] for each in texts[: MOST_INPUTS + 1]]
             embedder.check(inputs, params, "texts")
-            return asked, left, right, texts, inputs, params
+            return asked, right, inputs, params, partial(_cosines, texts=texts, left=left, right=right)
 
         return begin
 
@@ -102,12 +109,11 @@ def add_score_routes(app: FastAPI, intake: Intake, embedder: Embedder) -> None:
         found = await intake.take(request, begun(kind))
         if isinstance(found, Response):
             return found
-        asked, left, right, texts, inputs, params = found
+        asked, right, inputs, params, scores_of = found
 
         async def compared() -> Response:
             pooled = await embedder.pooled(inputs, params)
-            vectors = await asyncio.to_thread(vectors_of, pooled, None, True)
-            told = asked.told(await asyncio.to_thread(_cosines, vectors, texts, left, right), right)
+            told = asked.told(await asyncio.to_thread(scores_of, pooled), right)
             count = sum(map(len, inputs))
             usage = {"prompt_tokens": count, "total_tokens": count}
             return JSONResponse({"model": asked.model or embedder.models.name, "usage": usage, **told})
@@ -120,8 +126,16 @@ def add_score_routes(app: FastAPI, intake: Intake, embedder: Embedder) -> None:
         app.post(path)(_route(answer, RerankRequest))
 
 
-def _cosines(vectors: Tensor, texts: Sequence[str], left: Sequence[str], right: Sequence[str]) -> list[float]:
-    """``vectors`` [texts, hidden], normalized: of each pair of ``left`` and ``right``."""
+def _scores(pooled: Sequence[Tensor]) -> list[float]:
+    """Return those of a cross-encoder, for each pair. NotFiniteError: see ``vectors_of``."""
+    return vectors_of([each[None] for each in pooled], None, False)[:, 0].tolist()
+
+
+def _cosines(
+    pooled: Sequence[Tensor], texts: Sequence[str], left: Sequence[str], right: Sequence[str]
+) -> list[float]:
+    """``pooled``: the vectors of ``texts``. Returns the cosine of each pair of ``left`` and ``right``."""
+    vectors = vectors_of(pooled, None, True)
     place = {text: at for at, text in enumerate(texts)}
     first, second = (vectors[[place[each] for each in side]] for side in (left, right))
     return (first * second).sum(1).tolist()

@@ -22,8 +22,16 @@ class BusyError(RuntimeError):
     """More requests than the server takes: try again later."""
 
 
+RETRY_AFTER_S = 5
+"""For ``Retry-After``, while a server loads or drains: another one, or its successor, may take the request then."""
+
+
 class ClosedError(RuntimeError):
-    """The server ends, or has failed; the text says which."""
+    """The server ends, or has failed; the text says which. ``retry_after``: seconds; None: it has failed."""
+
+    def __init__(self, why: str, retry_after: int | None = None) -> None:
+        super().__init__(why)
+        self.retry_after = retry_after
 
 
 class Engine(Protocol):
@@ -119,7 +127,7 @@ class Service:
         self.engine.check(prompt, params)
         with self._changed:
             if self._closing or self.failure is not None:
-                raise ClosedError(self._why_closed())
+                raise self._closed()
             self._check_room(1)
             self._last_number += 1
             ticket = Ticket(self._last_number, prompt, params, listener, time.monotonic())
@@ -174,7 +182,7 @@ class Service:
     def check_open(self) -> None:
         """ClosedError: new requests of clients are not answered any more."""
         if not self.healthy:
-            raise ClosedError(self._why_closed())
+            raise self._closed()
 
     def close(self, *, drain: bool = True, timeout: float | None = None) -> None:
         """Take no more requests; with ``drain`` serve those that are there, else cancel them. Waits for the end, at
@@ -278,7 +286,7 @@ class Service:
             return
         if ticket.request is not None:
             self.engine.cancel(ticket.request)
-        error = ClosedError(self._why_closed()) if self._closing else None
+        error = self._closed() if self._closing else None
         self._inform(ticket, Update(reason="cancelled", error=error))
         self._end(ticket)
 
@@ -292,7 +300,7 @@ class Service:
             self.failure = error
             tickets = list(self._tickets.values())
         for ticket in tickets:
-            self._inform(ticket, Update(reason="failed", error=ClosedError(self._why_closed())))
+            self._inform(ticket, Update(reason="failed", error=self._closed()))
             self._end(ticket)
 
     def _inform(self, ticket: Ticket, update: Update) -> None:
@@ -306,7 +314,7 @@ class Service:
         if there + requests > self.max_requests:
             raise BusyError(f"{there} requests are being served or wait: try again later")
 
-    def _why_closed(self) -> str:
+    def _closed(self) -> ClosedError:
         if self.failure is not None:
-            return f"the generator has failed: {type(self.failure).__name__}: {self.failure}"
-        return "the server is shutting down"
+            return ClosedError(f"the generator has failed: {type(self.failure).__name__}: {self.failure}")
+        return ClosedError("the server is shutting down", RETRY_AFTER_S)

@@ -11,10 +11,12 @@ BEGIN = MappingProxyType({"add_generation_prompt": True})
 
 
 class Tokenizer(Protocol):
-    """``specials``: the tokens that ``decode`` leaves out, and their texts."""
+    """``specials``: the tokens that ``decode`` leaves out, and their texts. ``template``: for chats; empty: none."""
 
     @property
     def specials(self) -> Mapping[int, str]: ...
+    @property
+    def template(self) -> str: ...
 
     def encode(self, text: str) -> list[int]: ...
     def decode(self, tokens: list[int]) -> str: ...

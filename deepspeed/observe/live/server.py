@@ -187,16 +187,24 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def page() -> tuple[bytes, str]:
-    """The page, and the policy by which a browser runs its own script only and loads nothing from elsewhere."""
+    """Return the page, and its ``policy_of``."""
     text = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
-    script = re.search(r"<script>(.*?)</script>", text, re.DOTALL)
-    assert script is not None
-    digest = base64.b64encode(hashlib.sha256(script[1].encode()).digest()).decode()
-    policy = (
-        f"default-src 'none'; script-src 'sha256-{digest}'; style-src 'unsafe-inline'; connect-src 'self'; "
-        "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    return text.encode(), policy_of(text)
+
+
+def policy_of(text: str) -> str:
+    """Return the Content-Security-Policy by which a browser runs the script and applies the style of the page ``text``
+    only, and loads nothing from elsewhere."""
+    sources = []
+    for tag in ("script", "style"):
+        found = re.search(rf"<{tag}>(.*?)</{tag}>", text, re.DOTALL)
+        assert found is not None
+        digest = base64.b64encode(hashlib.sha256(found[1].encode()).digest()).decode()
+        sources.append(f"{tag}-src 'sha256-{digest}'; ")
+    return (
+        f"default-src 'none'; {''.join(sources)}connect-src 'self'; img-src data:; base-uri 'none'; "
+        "form-action 'none'; frame-ancestors 'none'"
     )
-    return text.encode(), policy
 
 
 def _text(status: int, text: str) -> tuple[int, str, bytes]:

@@ -1,0 +1,116 @@
+"""Scores of cross-encoders over HTTP are those of Transformers for each pair alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers", reason="the clients extra is not installed")
+pytest.importorskip("fastapi", reason="the extra serve is not installed")
+
+from tokenizers import Tokenizer, models, pre_tokenizers, processors  # noqa: E402
+
+from deepspeed.inference.serving.cross_encoder import CrossEncoder  # noqa: E402
+from tests.inference.standin import Bytes  # noqa: E402
+from tests.inference.test_http import server  # noqa: E402
+
+WORDS = "[PAD] [CLS] [SEP] [UNK] how many people live in berlin paris is large a city river".split()
+QUERY = "how many people live in berlin"
+TEXTS = ["berlin is a large city", "paris", "a river is in paris " * 3]
+
+
+def tokenizer() -> Any:
+    made = Tokenizer(models.WordLevel({word: at for at, word in enumerate(WORDS)}, unk_token="[UNK]"))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    made.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]",
+        pair="[CLS] $A [SEP] $B:1 [SEP]:1",
+        special_tokens=[("[CLS]", 1), ("[SEP]", 2)],
+    )
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=made,
+        pad_token="[PAD]",
+        model_input_names=["input_ids", "token_type_ids", "attention_mask"],
+        model_max_length=512,
+    )
+
+
+def encoder(kind: str, **more: Any) -> Any:
+    torch.manual_seed(0)
+    shape = {
+        "vocab_size": len(WORDS),
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "max_position_embeddings": 40,
+        "num_labels": 1,
+        "type_vocab_size": 2,
+        "pad_token_id": 0,
+        **more,
+    }
+    config = getattr(transformers, f"{kind}Config")(**shape)
+    model = getattr(transformers, f"{kind}ForSequenceClassification")(config).eval()
+    with torch.no_grad():
+        for param in model.parameters():
+            if param.dim() > 1:
+                param.normal_(0, 0.5)
+    return model
+
+
+def wanted(model: Any, left: str, right: str, **cut: Any) -> float:
+    with torch.no_grad():
+        return float(model(**tokenizer()(left, right, return_tensors="pt", **cut)).logits[0, 0])
+
+
+@pytest.mark.parametrize("kind", ["Bert", "Roberta"])
+def test_scores_are_those_of_transformers(kind: str) -> None:
+    """In batches of different lengths, cut pairs too; sigmoid unless the config says otherwise."""
+    identity = {"sentence_transformers": {"activation_fn": "torch.nn.modules.linear.Identity"}}
+    for more, activation in (({}, torch.sigmoid), (identity, lambda value: value)):
+        model = encoder(kind, **more)
+        engine = CrossEncoder(model, tokenizer(), token_budget=48)
+        assert engine.max_length == (40 if kind == "Bert" else 39)
+        logits = torch.tensor([wanted(model, QUERY, each) for each in TEXTS])
+        scores = activation(logits).tolist()
+        assert max(scores) - min(scores) > 0.01
+        with server(
+            engine,  # type: ignore[arg-type]
+            tokenizer=Bytes(),
+            max_length=engine.max_length,
+            encode_pair=engine.encode_pair,
+        ) as running:
+            status, found = running.post({"text_1": QUERY, "text_2": TEXTS}, "/v1/score")
+            assert status == 200 and [each["score"] for each in found["data"]] == pytest.approx(
+                scores, abs=1e-5
+            )
+            pairs = [engine.encode_pair(QUERY, each) for each in TEXTS]
+            assert found["usage"]["prompt_tokens"] == sum(map(len, pairs))
+            _, found = running.post({"query": QUERY, "documents": TEXTS, "top_n": 2}, "/v1/rerank")
+            best = sorted(range(3), key=lambda at: -scores[at])[:2]
+            assert [each["index"] for each in found["results"]] == best
+            cut = {"text_1": QUERY, "text_2": TEXTS[2] * 3, "truncate_prompt_tokens": 12}
+            _, found = running.post(cut, "/score")
+            expected = activation(
+                torch.tensor(wanted(model, QUERY, TEXTS[2] * 3, truncation="longest_first", max_length=12))
+            )
+            assert found["data"][0]["score"] == pytest.approx(float(expected), abs=1e-5)
+            for body, path, words in (
+                ({"text_1": QUERY, "text_2": TEXTS[2] * 9}, "/score", "give truncate_prompt_tokens"),
+                ({"prompt": "a"}, "/v1/completions", "scores pairs of texts and generates none"),
+                ({"input": "a"}, "/v1/embeddings", "it has no vectors of one"),
+            ):
+                status, found = running.post(body, path)
+                assert status == 400 and words in found["error"]["message"]
+
+
+def test_other_models_are_refused() -> None:
+    with pytest.raises(ValueError, match="has 3 labels: a cross-encoder has one"):
+        CrossEncoder(encoder("Bert", num_labels=3), tokenizer())
+    with pytest.raises(ValueError, match="the activation Tanh"):
+        CrossEncoder(
+            encoder("Bert", sbert_ce_default_activation_function="torch.nn.modules.activation.Tanh"),
+            tokenizer(),
+        )
