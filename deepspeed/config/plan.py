@@ -92,7 +92,7 @@ class ZeroPlan:
     cadence: Cadence
     overlap: bool
     reduce_scatter: bool
-    """False: sum with all-reduce and keep the slice (the documented ``reduce_scatter: false``)."""
+    """False: sum with all-reduce and keep the shard (the documented ``reduce_scatter: false``)."""
     reduce_bucket_numel: int
     round_robin: bool
     ignore_unused: bool
@@ -149,20 +149,20 @@ class ZenFlowPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParamOffload:
-    """Parameter slices of stage 3 outside the device (``offload_param``)."""
+    """Parameter shards of stage 3 outside the device (``offload_param``)."""
 
     folder: Path | None
     pin: bool
     host_numel: int
     """Elements that stay in host memory although there is a folder."""
     buffers: int
-    """Slices that are read ahead of their use."""
+    """Shards that are read ahead of their use."""
     buffer_numel: int
-    """Largest slice that is read ahead."""
+    """Largest shard that is read ahead."""
     storage: AioOptions
 
     def files(self, numel: int, host_numel: int) -> bool:
-        """Tell whether a slice of ``numel`` elements goes to the file, with ``host_numel`` in host memory already."""
+        """Tell whether a shard of ``numel`` elements goes to the file, with ``host_numel`` in host memory already."""
         return self.folder is not None and host_numel + numel > self.host_numel
 
 
@@ -195,7 +195,7 @@ class Packing:
     frozen_weights: int = 0
     """The same for those that are not trained."""
     gradients: int = 0
-    """Bits of gradients where each rank keeps a slice of their sum (qgZ)."""
+    """Bits of gradients where each rank keeps a shard of their sum (qgZ)."""
     feedback: tuple[float, int] | None = None
     """Weight of the old error, and sums after which it is dropped (LoCo)."""
     random: bool = False

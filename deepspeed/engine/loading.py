@@ -358,7 +358,7 @@ def _load_own_state(engine: Engine, catalog: Catalog, ranks: Ranks, report: Load
     report.notes += core.own_state.load(OwnStates(catalog), ranks.rank, ranks.size)
     if not core.store.traits.own_communication:
         return
-    if engine.plan.zero.shard_state:  # copies differ, and each is in slices
+    if engine.plan.zero.shard_state:  # copies differ, and each is in shards
         core.executor.publisher.publish()
     sums = catalog.index.get("sums_gradients", True)
     core.reducer.clear()

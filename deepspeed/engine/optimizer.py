@@ -158,7 +158,7 @@ def check_optimizer(
 def _check_parts(optimizer: torch.optim.Optimizer, plan: Plan, trained: TrainedParams) -> None:
     """One rule for every split of tensors (tensor and expert parallelism, DTensors), at every stage: an optimizer sees
     parts if it treats elements independently or asks for the sums that it needs, and Muon if no matrix is cut.
-    DeepSpeedConfigError names a tensor; the slices of ZeRO are ``check_partitioning``'s."""
+    DeepSpeedConfigError names a tensor; the shards of ZeRO are ``check_partitioning``'s."""
     traits, named = traits_of(optimizer), dict(zip(map(id, trained.params), trained.names, strict=True))
     if traits.whole_matrices:
         held = [p for group in optimizer.param_groups if group.get("use_muon") for p in group[PARAMS]]

@@ -178,7 +178,7 @@ class SimulatedCommunicator(Communicator):
         self.meter.change(MemoryKind.COMMUNICATION, -sent - received - total)
 
     def _received(self, tensor: Tensor, told: Pending) -> Pending:
-        """This rank's slice arrives from every other one, from the start of the sum until somebody waits for it."""
+        """This rank's shard arrives from every other one, from the start of the sum until somebody waits for it."""
         count, item = -(-tensor.numel() // self.size), tensor.element_size()
         nbytes = math.prod(scratch_shape(count, self.size, item)) * item
         self.meter.change(MemoryKind.COMMUNICATION, nbytes)
@@ -213,7 +213,7 @@ class SimulatedCommunicator(Communicator):
 
 
 class SimulatedChannel(SimulatedCommunicator):
-    """The ranks among which a bucket is gathered: its slice has no memory, but its layout has a size."""
+    """The ranks among which a bucket is gathered: its shard has no memory, but its layout has a size."""
 
     def __init__(self, bucket: ShardedBucket, near: SimulatedCommunicator) -> None:
         super().__init__(near.size, near.meter, journal=near.journal, apart=near.apart)
@@ -302,12 +302,12 @@ class SimulatedBucket(ShardedBucket):
             self.meter.change(MemoryKind.GATHERED, -self.nbytes)
             self.status = Status.SHARDED
 
-    def own_slice(self) -> Tensor:
+    def own_shard(self) -> Tensor:
         return self.nothing
 
 
 class SimulatedServers(ShardServers):
-    """Other ranks' slices arrive immediately."""
+    """Other ranks' shards arrive immediately."""
 
     def __init__(self, buckets: Sequence[ShardedBucket], replica_groups: SimulatedReplicaGroups) -> None:
         self.buckets, self.servers = list(buckets), {}

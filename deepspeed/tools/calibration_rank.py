@@ -214,7 +214,7 @@ def _line(points: Sequence[tuple[int, float]]) -> dict[str, float]:
 
 
 def fetch_line(gather: dict[str, float], trained: Trained) -> dict[str, float]:
-    """Stage 3 on processors asks the others for slices: timed with its own sockets."""
+    """Stage 3 on processors asks the others for shards: timed with its own sockets."""
     sharded = trained.engine.sharded
     servers = getattr(getattr(sharded, "gatherer", None), "server", None)
     if servers is None or not servers.servers:

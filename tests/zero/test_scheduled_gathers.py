@@ -328,7 +328,7 @@ def test_four_ranks_with_their_own_control_flow() -> None:
 
 
 @distributed(world_size=1)
-def test_slices_on_storage_are_read_ahead_in_every_phase(tmp_path: Any) -> None:
+def test_shards_on_storage_are_read_ahead_in_every_phase(tmp_path: Any) -> None:
     torch.manual_seed(0)
     zero = {**NOTHING, "offload_param": {"device": "nvme", "nvme_path": str(tmp_path), "buffer_count": 3}}
     engine, *_ = deepspeed.initialize(model=Stack(reentrant=True), config=config_for(3, **zero))

@@ -76,7 +76,7 @@ class GatherChannel(Protocol):
     """The ranks among whom a bucket is gathered."""
 
     def all_gather(self, output: Tensor, input: Tensor) -> Pending:
-        """``output`` [padded_numel] = the slices of all ranks; ``input`` [shard_numel] is this rank's."""
+        """``output`` [padded_numel] = the shards of all ranks; ``input`` [shard_numel] is this rank's."""
         ...
 
 
@@ -176,9 +176,9 @@ class ScheduledGather(FetchingGather):
         self.counts.collectives += 1
         if bucket.status is Status.SHARDED and keep:
             full = self.transitions.begin(index)
-            self.in_flight[index] = self.channels[index].all_gather(full, bucket.own_slice())
+            self.in_flight[index] = self.channels[index].all_gather(full, bucket.own_shard())
             return
-        # Already whole here, or not needed: the others still need this rank's slice.
+        # Already whole here, or not needed: the others still need this rank's shard.
         spare = torch.empty(bucket.layout.padded_numel, dtype=bucket.layout.dtype, device=bucket.device)
         self.channels[index].all_gather(spare, bucket.at_rest().to(bucket.device)).wait()
 

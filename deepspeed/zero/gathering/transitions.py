@@ -290,7 +290,7 @@ class Transitions:
         with self.lock:
             if persistent and bucket.status is Status.SHARDED:
                 full = self.begin(b)
-                bucket.communicator.all_gather(full, bucket.own_slice()).wait()
+                bucket.communicator.all_gather(full, bucket.own_shard()).wait()
                 self.arrived(b)
             bucket.persistent = persistent
             for param in bucket.params:
@@ -311,6 +311,6 @@ class Transitions:
         for b, bucket in enumerate(self.buckets):
             if bucket.status is Status.SHARDED and bucket.shard is not None:
                 full = self.begin(b)
-                bucket.communicator.all_gather(full, bucket.own_slice()).wait()
+                bucket.communicator.all_gather(full, bucket.own_shard()).wait()
                 self.arrived(b)
             bucket.destroy()

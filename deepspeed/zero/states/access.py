@@ -291,7 +291,7 @@ class StateAccess:
 
     def pending_gradients(self) -> dict[str, Any] | None:
         """This rank's gradients since the last boundary: local sums, gradients that arrived too late for their sum,
-        reduced slices with the layout of their bucket, and which parameters had a gradient."""
+        reduced shards with the layout of their bucket, and which parameters had a gradient."""
         local: dict[str, Tensor] = {}
         reduced: dict[str, Tensor] = {}
         for bucket in self.reducer.buckets:
@@ -310,7 +310,7 @@ class StateAccess:
         return {"local": local, "late": late, "reduced": reduced, "layouts": layouts, "used": used}
 
     def _layout(self, bucket: GradBucket) -> list[Any]:
-        """Return the elements that the slice of a bucket holds."""
+        """Return the elements that the shard of a bucket holds."""
         trained = [slot for slot in bucket.layout.slots if slot.param != NOBODY]
         slots = [[self.names[slot.param], slot.offset, slot.numel] for slot in trained]
         return [bucket.start, bucket.stop, slots]
