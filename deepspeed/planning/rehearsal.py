@@ -272,7 +272,7 @@ def in_groups(shards: int, group: int) -> bool:
 
 
 class SimulatedBucket(ShardedBucket):
-    """A bucket of parameters that is gathered and released without memory."""
+    """A bucket of parameters that is gathered and resharded without memory."""
 
     def __init__(
         self,
@@ -297,7 +297,7 @@ class SimulatedBucket(ShardedBucket):
     def arrived(self) -> None:
         self.status = Status.GATHERED
 
-    def release(self) -> None:
+    def reshard(self) -> None:
         if self.status is Status.GATHERED:
             self.meter.change(MemoryKind.GATHERED, -self.nbytes)
             self.status = Status.SHARDED
@@ -437,7 +437,7 @@ class Rehearsal:
             coordinator.gatherer.end_of_step()
             for bucket in buckets:
                 if not bucket.persistent:
-                    bucket.release()
+                    bucket.reshard()
             coordinator.end_of_step()
         reducer.clear()
 

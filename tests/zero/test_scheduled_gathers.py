@@ -356,7 +356,7 @@ def need(b: int) -> LaunchEntry:
 
 
 def test_gathers_move_ahead_of_sums_but_not_of_the_release_that_makes_room() -> None:
-    summed, gone = LaunchEntry(EntryKind.SUM, 7), LaunchEntry(EntryKind.RELEASE, 0)
+    summed, gone = LaunchEntry(EntryKind.SUM, 7), LaunchEntry(EntryKind.RESHARD, 0)
     record = [need(0), need(1), gone, summed, need(0), need(2)]
     assert with_foresight(record, [1, 1, 1], window=0) == [need(0), need(1), summed, need(0), need(2)]
     assert with_foresight(record, [1, 1, 1], window=1) == [need(0), need(1), need(0), summed, need(2)]

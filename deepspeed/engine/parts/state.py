@@ -302,7 +302,7 @@ class StateMoves:
     def empty_partition_cache(self) -> None:
         """Release every parameter that is gathered and not in use (stage 3)."""
         if self._engine.sharded is not None:
-            self._engine.sharded.transitions.release_all()
+            self._engine.sharded.transitions.reshard_all()
 
     def collect_python_gc(self) -> int:
         """Collect cyclic garbage now, for ``disable_python_gc``; returns the number of objects."""

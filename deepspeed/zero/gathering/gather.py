@@ -43,7 +43,7 @@ class LocalGather:
     def end_pass(self, phase: Phase) -> None:
         """The pass is over."""
 
-    def released(self, index: int) -> None:
+    def resharded(self, index: int) -> None:
         """The memory of bucket ``index`` was given back."""
 
     def end_of_step(self) -> None:

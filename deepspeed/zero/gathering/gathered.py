@@ -103,7 +103,7 @@ class GatheredParameters:
             for transitions in {
                 id(owner.transitions): owner.transitions for owner in self._buckets()
             }.values():
-                transitions.release_all()
+                transitions.reshard_all()
 
     def _keep_changes(self, error: BaseException | None) -> bool:
         """Take the modifier's values, unless a rank arrives with an error: then all ranks raise and keep nothing."""

@@ -32,7 +32,7 @@ class EntryKind(enum.IntEnum):
     NEED = 0  # in a record: the bucket was needed; in an order: gather it
     SUM = 1
     PASS = 2  # the end of a forward pass
-    RELEASE = 3  # only in a record: the bucket's memory was released
+    RESHARD = 3  # only in a record: the bucket was resharded
 
 
 class LaunchEntry(NamedTuple):
@@ -127,7 +127,7 @@ def with_foresight(record: Sequence[LaunchEntry], numels: Sequence[int], window:
     """
     order: list[LaunchEntry] = []
     needs = [i for i, entry in enumerate(record) if entry.kind is EntryKind.NEED]
-    released = [i for i, entry in enumerate(record) if entry.kind is EntryKind.RELEASE]
+    resharded = [i for i, entry in enumerate(record) if entry.kind is EntryKind.RESHARD]
     launched = 0  # needs launched so far
     ahead = 0
     done = 0
@@ -139,13 +139,13 @@ def with_foresight(record: Sequence[LaunchEntry], numels: Sequence[int], window:
             else:
                 ahead -= numels[entry.bucket]
             done += 1
-        elif entry.kind is not EntryKind.RELEASE:
+        elif entry.kind is not EntryKind.RESHARD:
             order.append(entry)
             continue
         while done and launched < len(needs):
             coming = needs[launched]
             bucket = record[coming].bucket
-            whole = any(i < r < coming and record[r].bucket == bucket for r in released)
+            whole = any(i < r < coming and record[r].bucket == bucket for r in resharded)
             if whole or ahead + numels[bucket] > window:
                 break
             order.append(record[coming])

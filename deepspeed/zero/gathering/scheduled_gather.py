@@ -13,7 +13,7 @@ rank 0 and one back per pass, no collective, and nothing if everything is alread
 up to ``PATIENCE_S``, a quarter as long after each failed wait, and the full time again after a success: a rank that
 evaluates alone loses little, and ranks that drifted apart meet again, because the last to arrive waits longest.
 
-Entries of its order that a pass did not use are gathered and released at its end, as the other ranks wait for them.
+Entries of its order that a pass did not use are gathered and resharded at its end, as the other ranks wait for them.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ class ScheduledGather(FetchingGather):
     def _make_whole(self, index: int, phase: Phase, foreseen: bool, launched: int) -> None:
         if index in self.in_flight:
             older = list(self.in_flight)[: list(self.in_flight).index(index) + 1]
-            for i in older:  # what was skipped becomes idle, and is released when memory is needed
+            for i in older:  # what was skipped becomes idle, and is resharded when memory is needed
                 self._finish(i)
         if self.buckets[index].status is Status.SHARDED:
             self.counts.fetches += 1
@@ -144,9 +144,9 @@ class ScheduledGather(FetchingGather):
             assert self.counts.collectives > launched
             self.counts.misses += 1
 
-    def released(self, index: int) -> None:
+    def resharded(self, index: int) -> None:
         if self.order.begun:
-            self.order.record[-1].append(LaunchEntry(EntryKind.RELEASE, index))
+            self.order.record[-1].append(LaunchEntry(EntryKind.RESHARD, index))
 
     # Launching ----------------------------------------------------------------------------------------------
 

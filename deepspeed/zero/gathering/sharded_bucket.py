@@ -1,8 +1,8 @@
 """Stage 3: a bucket whose parameters exist as one shard per rank and are gathered only around their use.
 
-[Note: release and materialize] What autograd saves (``weight.t()``) shares the storage of the flat buffer, so
-a release frees the storage and keeps the objects: ``param.data`` becomes an empty tensor (shape [0], the
-documented contract) and the buffer's storage is resized to 0. Materializing resizes it again and gathers in place,
+[Note: gather and reshard] What autograd saves (``weight.t()``) shares the storage of the flat buffer, so
+resharding frees the storage and keeps the objects: ``param.data`` becomes an empty tensor (shape [0], the
+documented contract) and the buffer's storage is resized to 0. Gathering resizes it again and fills it in place,
 which makes the saved tensors valid again. The views are created once, outside inference mode, because a view created
 inside it could never be trained.
 """
@@ -32,7 +32,7 @@ class Status(enum.Enum):
 class ShardedBucket(ParamBucket):
     """Owns ``shard`` [shard_numel] permanently and the memory of ``full`` [padded_numel] while gathered.
 
-    When that is, ``Transitions`` decides; only it calls ``allocate``, ``arrived`` and ``release``.
+    When that is, ``Transitions`` decides; only it calls ``allocate``, ``arrived`` and ``reshard``.
 
     ``persistent`` buckets (small parameters) stay gathered and are refreshed after every update. ``communicator`` joins
     the ranks that hold one copy, ``everyone`` also those of its replicas (MiCS). ``keep`` creates ``shard`` from a
@@ -88,7 +88,7 @@ class ShardedBucket(ParamBucket):
             zero_params.adopt(param, self, position)
         self.arrived()
         if not self.persistent:
-            self.release()
+            self.reshard()
 
     # Transitions --------------------------------------------------------------------------------------------
 
@@ -107,8 +107,8 @@ class ShardedBucket(ParamBucket):
             param.data = view
         zero_params.mark(self.params, zero_params.ZeroParamStatus.AVAILABLE)
 
-    def release(self) -> None:
-        """GATHERED -> SHARDED: free the memory (Note: release and materialize)."""
+    def reshard(self) -> None:
+        """GATHERED -> SHARDED: free the memory (Note: gather and reshard)."""
         assert self.full is not None
         for param, view in zip(self.params, self.views, strict=True):
             if getattr(param, zero_params.GATHER_COUNT, 0):  # inside a GatheredParameters block: stays whole

@@ -126,7 +126,7 @@ class ShardedModel:
         """The batch ended with an exception: nothing is in use, and the step starts over."""
         self.coordinator.abandon()
         self.gatherer.abandon()
-        self.transitions.release_all()
+        self.transitions.reshard_all()
 
     def destroy(self) -> None:
         """Undo everything; parameters become whole again. Collective."""
