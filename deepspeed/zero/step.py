@@ -211,8 +211,8 @@ class StepExecutor:
         self._gradient_lists()
         alone = self.reducer.cadence is Cadence.NEVER
         squares = local_squares(self.store, self.members, sharded=self.sharded) if alone else self._squares()
-        late, waiting = self.reducer.has_late(), self.reducer.waiting
-        woken = [param.grad is not None for param in waiting] if waiting else []
+        late, pending = self.reducer.has_late(), self.reducer.pending_params
+        woken = [param.grad is not None for param in pending] if pending else []
         mine = flags = [*self.reducer.used, *woken]
         wishes = [bool(self._asks())] if self._asks else []
         own = any(wishes)
@@ -221,7 +221,7 @@ class StepExecutor:
             flags = [count > 0 for count in values[2 : 2 + len(flags)]]
             squares, late = values[0], values[1] > 0
             own = bool(wishes) and values[-1] == self.communicator.size
-        asked = self._by_holders([*self.store.params, *waiting]) if waiting else self._asked
+        asked = self._by_holders([*self.store.params, *pending]) if pending else self._asked
         if asked:
             self._ask_holders(asked, mine, flags)
         used, woken = flags[: len(self.store.params)], flags[len(self.store.params) :]
@@ -239,7 +239,7 @@ class StepExecutor:
     def _ask_holders(
         self, asked: Sequence[tuple[ReplicaGroup, Sequence[int]]], mine: Sequence[bool], flags: list[bool]
     ) -> None:
-        """Correct ``flags``, of the parameters of the store and then of those that wait, where the ranks of ``dense``
+        """Correct ``flags``, of the store's parameters and then of the pending ones, where the ranks of ``dense``
         are not those that hold the same weights: of experts some of them, of weights that stages share others too.
         ``mine``: this rank's."""
         for replica_group, indices in asked:

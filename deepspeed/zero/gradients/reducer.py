@@ -129,7 +129,7 @@ class GradReducer:
         self.at_boundary = at_boundary
         self.sync_enabled = True
         self.used = [False] * len(self.params)  # since the last boundary, on this rank
-        self.waiting: list[nn.Parameter] = []
+        self.pending_params: list[nn.Parameter] = []
         """Not trained, so far: autograd sums their gradients, if any, where it always does (``PendingParams``)."""
         self._set_aside: list[tuple[nn.Parameter, Tensor | None]] = []
         """Their gradients before a backward with a share, which are added again at its end."""
@@ -208,8 +208,8 @@ class GradReducer:
         self._share = share
         self._progress = Progress.ANNOUNCED
         if share != 1.0:
-            self._set_aside = [(param, param.grad) for param in self.waiting]
-            for param in self.waiting:
+            self._set_aside = [(param, param.grad) for param in self.pending_params]
+            for param in self.pending_params:
                 param.grad = None
         exposed, self._exposed = self._exposed, []
         if exposed and all(param.grad is None for param in exposed):
@@ -247,8 +247,8 @@ class GradReducer:
         highest, lowest = extremes.tolist()
         self._at_end = highest != -lowest
 
-    def _share_waiting(self) -> None:
-        """Multiply what this backward gave to waiting parameters, which autograd accumulates, by its share."""
+    def _share_pending(self) -> None:
+        """Multiply what this backward gave to pending parameters, which autograd accumulates, by its share."""
         aside, self._set_aside = self._set_aside, []
         for param, before in aside:
             grad = param.grad
@@ -348,7 +348,7 @@ class GradReducer:
 
     def flush(self) -> None:
         """End of a backward: launch what is left, wait for all, expose or drop the results."""
-        self._share_waiting()
+        self._share_pending()
         if self._decide():
             self._reduce_rest()
         self._begin()
@@ -552,7 +552,7 @@ class GradReducer:
         for bucket in self.buckets:
             bucket.clear()
         self._set_aside = []
-        for param in (*self.params, *self.waiting):
+        for param in (*self.params, *self.pending_params):
             param.grad = None
         self._exposed = []
         self._late.clear()
