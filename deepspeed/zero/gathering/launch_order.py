@@ -9,7 +9,7 @@ the last step, and every rank launches all of it:
 
 - a *need* (a bucket is used that is not gathered here) launches all entries up to it. A sum that comes before it
   and is incomplete on this rank starts with zeros for what is missing; gradients that arrive later are summed later, as
-  the ranks agree at the step (``GradReport``);
+  the ranks agree at the step (``StepVote``);
 - a sum that completes early waits for its turn, and so does a prefetched gather beyond ``window`` elements;
 - the end of a forward pass, of a backward that reduces, and of the step launches whatever is left up to that point.
 

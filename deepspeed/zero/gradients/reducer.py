@@ -15,7 +15,7 @@ stage 3: a gather that comes after a sum in their one order launches it.
 
 [Note: arrivals] A parameter used twice arrives once; reentrant checkpointing makes it arrive once per segment.
 How often each arrives is part of rank 0's record, and a bucket is full when all have arrived. A gradient that
-arrives after its bucket was launched is set aside, and the ranks agree at the step (``GradReport``) to sum it late.
+arrives after its bucket was launched is set aside, and the ranks agree at the step (``StepVote``) to sum it late.
 
 [Note: cadence] The cadence changes only at the end of a step, when nothing is in flight and the gradients are dropped
 next, and on all ranks in the same one (``StepExecutor``). With ``Cadence.NEVER`` everything happens as at the boundary,
@@ -483,7 +483,7 @@ class GradReducer:
         return bool(self._late)
 
     def reduce_late(self) -> None:
-        """Sum what arrived after its bucket was launched. Every rank calls this, or none (``GradReport``)."""
+        """Sum what arrived after its bucket was launched. Every rank calls this, or none (``StepVote``)."""
         self.before_backward()
         self._progress = Progress.IDLE
         for index, grad in self._late.items():
