@@ -17,7 +17,7 @@ import deepspeed
 from deepspeed.zero.gathering import sharded_model
 from deepspeed.zero.gathering.launch_order import EntryKind, LaunchEntry, decode, encode, with_foresight
 from deepspeed.zero.gathering.rendezvous import Arrival, Rendezvous
-from deepspeed.zero.gathering.scheduled_gather import LEAST_PATIENCE_S, GatherCounts
+from deepspeed.zero.gathering.scheduled_gather import MIN_PATIENCE_S, GatherCounts
 from tests.pool import distributed
 from tests.zero.models import Block, assert_same, config_for, make_zoo
 
@@ -305,7 +305,7 @@ def test_ranks_that_differed_meet_again() -> None:
     be_patient(engine, 0.2)
     if dist.get_rank() == 1:
         evaluate(4)
-        assert engine.sharded.gatherer.patience_s == LEAST_PATIENCE_S  # less each time
+        assert engine.sharded.gatherer.patience_s == MIN_PATIENCE_S  # less each time
     dist.barrier()
     evaluate(3)
     dist.barrier()

@@ -34,7 +34,7 @@ SUFFIX = ".lock"
 _PATIENCE = 1.0
 """Seconds to wait for a lock: another job may be looking whether it is abandoned."""
 
-_LONGEST = 1000
+_MAX_BYTES = 1000
 _own: WeakValueDictionary[tuple[int, int], SaveLock] = WeakValueDictionary()
 _guard = threading.Lock()
 
@@ -180,7 +180,7 @@ def _read(file: FileIO) -> Holder | None:
     """Return what the file says of its holder; None if it is not a lock file of ours."""
     file.seek(0)
     try:
-        found: Any = json.loads(file.read(_LONGEST))
+        found: Any = json.loads(file.read(_MAX_BYTES))
         return Holder(host=str(found["host"]), pid=int(found["pid"]), since=str(found["since"]))
     except (ValueError, LookupError, TypeError):
         return None

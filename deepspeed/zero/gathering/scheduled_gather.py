@@ -41,7 +41,7 @@ from deepspeed.zero.gathering.shard_servers import ShardServers
 from deepspeed.zero.gathering.sharded_bucket import ShardedBucket, Status
 
 PATIENCE_S = 1.0
-LEAST_PATIENCE_S = 0.02
+MIN_PATIENCE_S = 0.02
 _REMEMBERED_PASSES = 64
 
 
@@ -290,7 +290,7 @@ class ScheduledGather(FetchingGather):
         if order is not None:
             self.patience_s = self.longest_patience_s
             return order
-        self.patience_s = max(LEAST_PATIENCE_S, self.patience_s / 4)
+        self.patience_s = max(MIN_PATIENCE_S, self.patience_s / 4)
         return []
 
     # Steps --------------------------------------------------------------------------------------------------
