@@ -362,7 +362,7 @@ def _load_own_state(engine: Engine, catalog: Catalog, ranks: Ranks, report: Load
         core.executor.publisher.publish()
     sums = catalog.index.get("sums_gradients", True)
     core.reducer.clear()
-    core.reducer.change_cadence(engine.plan.zero.cadence if sums else Cadence.NEVER)
+    core.reducer.change_cadence(core.reducer.usual_cadence if sums else Cadence.NEVER)
 
 
 def _load_accumulation(engine: Engine, catalog: Catalog, ranks: Ranks, report: LoadReport) -> None:

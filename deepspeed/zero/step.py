@@ -186,7 +186,7 @@ class StepExecutor:
 
     def _change_cadence(self, vote: StepVote) -> None:
         if self._asks:
-            self.reducer.change_cadence(Cadence.NEVER if vote.own else self.plan.zero.cadence)
+            self.reducer.change_cadence(Cadence.NEVER if vote.own else self.reducer.usual_cadence)
         if self._announced is not None:
             self.reducer.change_cadence(self._announced)
             self._announced = None
