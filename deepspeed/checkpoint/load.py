@@ -185,8 +185,8 @@ class Restorer:
             self.state.weights_loaded()
 
     def buffers_of_rank(self, rank: int, ranks: int) -> None:
-        """Where ranks held different buffers, each gets its own back if the number of ranks is the same; otherwise all
-        get those of the first rank."""
+        """Give each rank its own buffers back, where they differed and the number of ranks is the same; otherwise all
+        ranks keep those of the first."""
         index = self.catalog.index
         if not index.get("buffers_differ"):
             return
@@ -436,7 +436,7 @@ class Restorer:
         return made.view(shape)
 
     def _weights(self, name: str) -> list[Source]:
-        """Where a parameter's weights are: the model's own, then the masters, for what no model file holds."""
+        """Return the sources of a parameter: the model's weights, then the masters, for what no model file holds."""
         masters = self.catalog.fragments.get(name, {}).get(MASTER, [])
         return [*self.catalog.module.get(name, []), *masters]
 

@@ -75,7 +75,7 @@ class ShardIndex:
 
 @dataclass(frozen=True, slots=True)
 class ShardCut:
-    """How one tensor is divided as part of a run of elements that is cut evenly: it starts at ``offset`` in the run,
+    """Division of a tensor that is part of a run of elements, which is cut evenly: it starts at ``offset`` in the run,
     whose shard ``s`` of ``count`` holds the elements ``[s * length, (s + 1) * length)``."""
 
     offset: int

@@ -302,7 +302,7 @@ def _tier(
     device: torch.device,
     sharded: ShardedModel | None,
 ) -> ResidentTier:
-    """Where master weights and optimizer state are kept."""
+    """Make the tier that keeps master weights and optimizer state."""
     if plan.state_offload is None:
         return ResidentTier()
     from deepspeed.zero.offload.tiers import make_tier

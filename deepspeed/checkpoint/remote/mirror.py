@@ -49,7 +49,7 @@ _AT_ONCE = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Upload:
-    """What one machine uploads of one save. ``parts``: the ranks that upload something of it."""
+    """One machine's part of the upload of a save. ``parts``: the ranks that upload something of it."""
 
     tag: str
     save: int
@@ -350,8 +350,8 @@ class Mirror:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Receipt:
-    """What one rank has uploaded of a save: its files with their sizes [bytes], when [s since 1970]; ``parts``: the
-    ranks that upload something."""
+    """Record of a finished upload by one rank: its files with their sizes [bytes], and when [s since 1970]. ``parts``:
+    the ranks that upload something of this save."""
 
     save: int
     parts: list[int]

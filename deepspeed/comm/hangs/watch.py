@@ -43,7 +43,7 @@ KEY = "deepspeed/hang"
 
 
 class Address(NamedTuple):
-    """Where a rank runs, and whether its watch answers there: not before it has an engine, nor after."""
+    """Host and process of a rank. ``watched``: its watch answers there, which begins and ends with an engine."""
 
     host: str
     pid: int

@@ -58,7 +58,7 @@ class Checkpoints:
         return self._mirrors[url]
 
     def new_writer(self) -> BackgroundWriter | None:
-        """What writes checkpoints while training continues, if the config asks for that."""
+        """Make the writer of checkpoints while training continues; None: the config does not ask for one."""
         config = self._engine._config
         writer = config.checkpoint_config.writer
         if (writer is None or not writer.decoupled) and config.datastates_config is False:

@@ -47,7 +47,7 @@ class RequestError(ValueError):
 
 @dataclass(slots=True)
 class JsonBudget:
-    """What may still be parsed of a request: parts and values."""
+    """Parts and values that may still be parsed of a request."""
 
     parts: int = field(default_factory=lambda: MAX_PARTS)
     values: int = field(default_factory=lambda: MAX_VALUES)

@@ -1,4 +1,4 @@
-"""What `ds init` chooses: the first config that fits, cheapest in time first, each tried by planning its memory."""
+"""The choice of `ds init`: the first config that fits, cheapest in time first, each tried by planning its memory."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def decide(args: argparse.Namespace) -> Decision:
 
 
 def _request(args: argparse.Namespace, batch: int) -> PlanRequest:
-    """What `ds plan` would be asked, with the config that others are changes of."""
+    """Return the request to `ds plan` with the config that all others are changes of."""
     config: dict[str, Any] = {
         "train_batch_size": batch,
         "train_micro_batch_size_per_gpu": 1,

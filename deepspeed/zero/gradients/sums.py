@@ -49,7 +49,7 @@ class GradientSum(Protocol):
 
 
 class Keeper(Protocol):
-    """Of a wire format: what it took away from this rank's gradients, and adds to the next."""
+    """Error feedback of a wire format: keeps what it has lost of this rank's gradients, and adds it to the next."""
 
     parts: frozenset[str]
     """The keys of its state: stages keep different things."""
