@@ -39,8 +39,8 @@ from deepspeed.zero.optimizer import (
     BF16_Optimizer,
     DeepSpeedZeroOptimizer,
     DeepSpeedZeroOptimizer_Stage3,
-    FusedOptimizer,
-    UnfusedOptimizer,
+    FusedMasters,
+    UnfusedMasters,
     ZeroOptimizer,
 )
 from deepspeed.zero.optimizer_registry import set_state_dtype
@@ -470,4 +470,4 @@ def _stage_0_kind(plan: Plan, optimizer: torch.optim.Optimizer) -> type[ZeroOpti
         precision.accumulate is torch.float32 or (adam and precision.accumulate is None)
     ):
         return BF16_Optimizer
-    return FusedOptimizer if adam else UnfusedOptimizer
+    return FusedMasters if adam else UnfusedMasters

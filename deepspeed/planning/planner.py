@@ -16,7 +16,7 @@ from deepspeed.config.plan import ParamOffload, Plan
 from deepspeed.ops.native import DEVICE_PIECE
 from deepspeed.planning.journal import SILENT, Journal, Notebook
 from deepspeed.planning.ledger import FROM_READY, TRAINING, Ledger, MemoryKind, MemoryPhase, MemoryPlace
-from deepspeed.planning.model import ModelFacts
+from deepspeed.planning.model import PlannedModel
 from deepspeed.planning.offload import BucketUse, CountedMemory, Offload
 from deepspeed.planning.rehearsal import Rehearsal, SumScratch
 from deepspeed.planning.states import OptimizerFacts
@@ -36,7 +36,7 @@ class PlanSetting:
     model is built under ``zero.Init`` (stage 3) and never exists whole.
     """
 
-    facts: ModelFacts
+    facts: PlannedModel
     plan: Plan
     zero: DeepSpeedZeroConfig
     optimizer: OptimizerFacts

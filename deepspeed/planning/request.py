@@ -20,7 +20,7 @@ from deepspeed.optim.elementwise import check_partitioning
 from deepspeed.planning.activations import TransformerShape, activation_bytes, budgeted_bytes
 from deepspeed.planning.ledger import STEADY, Ledger, MemoryKind, MemoryPhase, MemoryPlace
 from deepspeed.planning.machine import Capacity, free_disk, swap_folders
-from deepspeed.planning.model import ModelFacts, facts_of
+from deepspeed.planning.model import PlannedModel, facts_of
 from deepspeed.planning.planner import PlanSetting, plan_memory
 from deepspeed.planning.split import Split
 from deepspeed.planning.states import ADAM, OptimizerFacts, optimizer_facts
@@ -157,7 +157,7 @@ def _states_between_updates(ledger: Ledger) -> None:
             ledger.entries[phase, MemoryPlace.DEVICE, kind] = 0
 
 
-def _experts(facts: ModelFacts, ranks: int) -> list[str]:
+def _experts(facts: PlannedModel, ranks: int) -> list[str]:
     sizes = {expert_parallel_size(spec.replica_group, ranks) for spec in facts.specs} - {1}
     over = ", ".join(str(size) for size in sorted(sizes))
     return [f"of experts spread over {over} ranks, those of one rank are counted"] if sizes else []
