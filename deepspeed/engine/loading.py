@@ -29,7 +29,7 @@ from deepspeed.checkpoint.reader import OwnStates, materialize, open_checkpoint,
 from deepspeed.comm import CommunicationError
 from deepspeed.comm.hangs.stragglers import all_ranks_come
 from deepspeed.config.plan import Cadence
-from deepspeed.engine.checkpoints import PARTS, RANDOM_LTD, optimizer_order, ranks_of
+from deepspeed.engine.saving import PARTS, RANDOM_LTD, optimizer_order, ranks_of
 from deepspeed.engine.weights import gathered
 
 if TYPE_CHECKING:

@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 
 
 def _saving() -> ModuleType:
-    from deepspeed.engine import checkpoints
+    from deepspeed.engine import saving
 
-    return checkpoints
+    return saving
 
 
 def _weights() -> ModuleType:
@@ -39,7 +39,7 @@ def _weights() -> ModuleType:
 
 
 class Checkpoints:
-    """Saving, loading and exporting, over the functions of ``checkpoints.py``, ``loading.py`` and ``weights.py``."""
+    """Saving, loading and exporting, over the functions of ``saving.py``, ``loading.py`` and ``weights.py``."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
