@@ -78,6 +78,11 @@ class PrecisionPlan:
     check_overflow: bool
     """True: a non-finite gradient norm skips the step."""
 
+    @property
+    def products(self) -> torch.dtype | None:
+        """Return the dtype of matrix products; None: that of the parameters as they were created."""
+        return self.autocast or self.param
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ZeroPlan:
@@ -102,6 +107,11 @@ class ZeroPlan:
     """The config says ``zero_allow_untested_optimizer: false``, which is more than leaving it out."""
     host_optimizer_only: bool
     """The same of ``zero_force_ds_cpu_optimizer: true``."""
+
+    @property
+    def needs_optimizer(self) -> bool:
+        """Tell whether there must be an optimizer (stages 1 and 2): only its state and gradients are sharded."""
+        return self.shard_state and not self.shard_params
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -232,6 +242,17 @@ class Plan:
     def wraps_optimizer(self) -> bool:
         """Tell whether the engine's optimizer is a ``ZeroOptimizer`` around the client's."""
         return self.zero.shard_state or self.precision.master is not None or self.precision.loss_scale.active
+
+    @property
+    def speculates(self) -> bool:
+        """Tell whether the host updates while backward runs, before a step is known to be valid."""
+        return self.state_offload is not None and self.state_offload.speculate
+
+    @property
+    def swap_folders(self) -> list[Path]:
+        """Return the folders of the swap files."""
+        offloads = (self.state_offload, self.param_offload)
+        return [o.folder for o in offloads if o is not None and o.folder is not None]
 
 
 def make_plan(config: DeepSpeedConfig) -> Plan:

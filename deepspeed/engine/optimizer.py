@@ -125,7 +125,7 @@ def check_membership(optimizer: torch.optim.Optimizer, module: nn.Module) -> Non
 
 def require_optimizer(plan: Plan, given: bool) -> None:
     """DeepSpeedConfigError: stages 1 and 2 have no optimizer whose state they could partition."""
-    if plan.zero.shard_state and not plan.zero.shard_params and not given:
+    if plan.zero.needs_optimizer and not given:
         raise DeepSpeedConfigError(
             f"zero_optimization.stage={plan.zero.stage} requires an optimizer: pass optimizer= or model_parameters= to "
             "deepspeed.initialize with an 'optimizer' section in the config, or use stage 0."
@@ -134,7 +134,7 @@ def require_optimizer(plan: Plan, given: bool) -> None:
 
 def require_trainable(plan: Plan, optimizer: torch.optim.Optimizer | None) -> None:
     """DeepSpeedConfigError: no optimizer could be made for stages 1 and 2, as every parameter is frozen."""
-    if plan.zero.shard_state and not plan.zero.shard_params and optimizer is None:
+    if plan.zero.needs_optimizer and optimizer is None:
         raise DeepSpeedConfigError(
             f"zero_optimization.stage={plan.zero.stage} partitions the state of an optimizer, and all parameters of "
             "the model are frozen (requires_grad=False), so there is none: unfreeze some, or use stage 0."

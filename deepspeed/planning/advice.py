@@ -217,7 +217,7 @@ def hidden_updates(current: PlanAnswer) -> list[tuple[str, PlanAnswer]]:
     plan. They need more memory, so a machine may have too little for one of them."""
     offload = current.plan.state_offload
     waits = current.setting.apart and offload is not None and offload.folder is None
-    if not waits or current.plan.zenflow is not None or (offload is not None and offload.speculate):
+    if not waits or current.plan.zenflow is not None or current.plan.speculates:
         return []
     found = []
     for text, key, value in (

@@ -179,8 +179,8 @@ class Offload:
             )
             for piece in pieces
         ]
-        offload, near = self.plan.state_offload, MemoryPlace.DEVICE if self.apart else bucket.state_place
-        if offload is not None and (offload.speculate or self.plan.zenflow is not None):
+        near = MemoryPlace.DEVICE if self.apart else bucket.state_place
+        if self.plan.speculates or (self.plan.state_offload is not None and self.plan.zenflow is not None):
             self._shadow_copies(owned, bucket.state_place, here=taken or not self.apart)
         if self.plan.zenflow is not None:
             self._columns(owned, self.plan.zenflow, near, MemoryPlace.HOST if self.apart else near)
