@@ -144,8 +144,8 @@ class WeightPublisher:
             if pending is not None:
                 pending.wait()
         torch.autograd.graph.increment_version([param for bucket in chosen for param in bucket.params])
-        for told in self.after:
-            told()
+        for notify in self.after:
+            notify()
 
 
 _PARTS = "_ds_parts"  # attribute of a buffer

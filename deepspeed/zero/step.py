@@ -156,8 +156,8 @@ class StepExecutor:
 
     def step(self) -> StepResult:
         self.reducer.finish()
-        for told in self.before_step:
-            told()
+        for notify in self.before_step:
+            notify()
         vote = self._agree()
         norm = norm_from_squares(vote.squares) / self.scaler.scale
         if self.plan.precision.check_overflow and not math.isfinite(norm):

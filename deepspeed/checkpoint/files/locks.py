@@ -2,7 +2,7 @@
 
 While a folder is written, ``.TAG.lock`` beside it is locked and says who writes it. The lock ends with its process,
 however that ends, and works over NFS: so a lock file that can be locked belongs to a save that will not go on. Where a
-file system has no locks, saves go on without, and nothing is taken for abandoned.
+file system has no locks, saves continue without, and nothing is taken for abandoned.
 
 [Note: locks of POSIX] They belong to the process, not to the open file: a second ``open`` succeeds at locking what the
 same process holds, and any ``close`` of the file ends the lock. So a process looks among its own locks before it opens

@@ -344,7 +344,7 @@ class Mirror:
             )
         raise CheckpointError(
             f"{self.store.url}/{tag}: its upload has not ended; complete there: {known}. The machine that saved it "
-            "still has it and goes on with the upload when a run uses this URL"
+            "still has it, and resumes the upload when a run uses this URL"
         )
 
 

@@ -290,7 +290,7 @@ class Watch:
         where = f"({host}, process {pid})"
         state = _state_of(pid) if host == self.host else ""
         if state in ("T", "t"):
-            return f"{where} {STOPPED} (SIGSTOP or a debugger): kill -CONT {pid} lets it go on"
+            return f"{where} {STOPPED} (SIGSTOP or a debugger): kill -CONT {pid} resumes it"
         if state in ("gone", "Z", "X"):
             return f"{where} {GONE}"
         if state == "D":

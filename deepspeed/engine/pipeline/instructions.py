@@ -55,9 +55,9 @@ class ByInstructions(PipelineFacts):
     """Class of an instruction -> function of the engine and the instruction's arguments. A trainer may put its own
     in, also for instructions of its own; a method of a subclass with the name of one of ours is used as well."""
     loss: Tensor | Any = None
-    """On the last stage: of the micro-batch at hand."""
+    """On the last stage: of the current micro-batch."""
     grad_layer: Any = None
-    """The gradients of the outputs at hand: a tensor, or a tuple of those of the tensors that require one."""
+    """The gradients of the current outputs: a tensor, or a tuple of those of the tensors that require one."""
     eval_return_logits = False
     """True: ``outputs`` holds those of the last stage after an evaluation."""
     is_pipe_partitioned = False
@@ -78,7 +78,7 @@ class ByInstructions(PipelineFacts):
         self._batch_losses = BatchLosses(self)
         self._stage = Stage(self, self._batch_losses, WeightQueue(_no_gradient))
         self._results: list[Any] = []
-        """Losses, or outputs, of the micro-batches of the schedule at hand."""
+        """Losses, or outputs, of the micro-batches of the current schedule."""
         self._mean: Tensor | None = None
         """The loss of the batch, once all ranks have agreed on it."""
         self._instruction: PipeInstruction | None = None
