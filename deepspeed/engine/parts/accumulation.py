@@ -35,15 +35,15 @@ class Accumulation:
         """Backwards inside only accumulate on this rank; the next one outside sums over ranks. Allowed at any stage;
         with sharded gradients it costs a full gradient buffer."""
         reducer = self._engine._require_core("no_sync").reducer
-        if reducer.sums_held:
+        if reducer.sums_paused:
             raise AssertionError(
                 "engine.no_sync() is already active: no_sync context manager reentry is unsupported."
             )
-        reducer.hold_sums()
+        reducer.pause_sums()
         try:
             yield
         finally:
-            reducer.release_sums()
+            reducer.resume_sums()
 
     @contextlib.contextmanager
     def coalesce_grad_reduction(self) -> Iterator[None]:

@@ -118,7 +118,7 @@ class ByInstructions(PipelineFacts):
         if core is not None:
             self._check_batch_begins()
             self._batch_losses.begin_batch()
-            core.reducer.hold_sums()  # replicas meet at ReduceGrads
+            core.reducer.pause_sums()  # replicas meet at ReduceGrads
         self._reserve_pipe_buffers(pipe_schedule.num_pipe_buffers())
         self.fwd_outputs, self._results, self._mean = [], [], None
         self.loss = self.grad_layer = None
@@ -135,7 +135,7 @@ class ByInstructions(PipelineFacts):
         finally:
             self._at_hand, self._instruction = {}, None
             if core is not None:
-                core.reducer.release_sums()
+                core.reducer.resume_sums()
 
     def _exec_instruction(self, instruction: PipeInstruction) -> None:
         kind = type(instruction)
@@ -233,7 +233,7 @@ class ByInstructions(PipelineFacts):
 
     def _exec_reduce_grads(self) -> None:
         reducer = self._require_core("train_batch").reducer
-        reducer.release_sums()
+        reducer.resume_sums()
         reducer.finish()
 
     def _exec_optimizer_step(self, lr_kwargs: dict[str, Any] | None = None) -> None:

@@ -120,8 +120,8 @@ class GradReducer:
         self.overlap = overlap
         self.expose = expose
         self.at_boundary = at_boundary
-        self.sums_held = False
-        """Between ``hold_sums`` and ``release_sums``."""
+        self.sums_paused = False
+        """Between ``pause_sums`` and ``resume_sums``."""
         self.used = [False] * len(self.params)  # since the last boundary, on this rank
         self.pending_params: list[nn.Parameter] = []
         """Not trained, so far: autograd sums their gradients, if any, where it always does (``PendingParams``)."""
@@ -262,7 +262,7 @@ class GradReducer:
         return self._progress is Progress.SUMMING
 
     def add(self, index: int, grad: Tensor) -> None:
-        """Add a gradient that was computed outside of a backward, while sums are held."""
+        """Add a gradient that was computed outside of a backward, while sums are paused."""
         _, bucket, position = self._places[index]
         self.used[index] = True
         bucket.accept(position, grad, lasting=True)
@@ -282,16 +282,16 @@ class GradReducer:
         """For a backward that was not announced (the module was called directly): flush when its graph task ends."""
         torch.autograd.Variable._execution_engine.queue_callback(self.flush)
 
-    def hold_sums(self) -> None:
-        """Let backwards only add up on this rank, until ``release_sums``: the next one after it sums everything."""
-        self.sums_held = True
+    def pause_sums(self) -> None:
+        """Let backwards only add up on this rank, until ``resume_sums``: the next one after it sums everything."""
+        self.sums_paused = True
 
-    def release_sums(self) -> None:
-        self.sums_held = False
+    def resume_sums(self) -> None:
+        self.sums_paused = False
 
     def will_sync(self) -> bool:
         """Return whether a backward that begins now sums over ranks."""
-        if self.sums_held:
+        if self.sums_paused:
             return False
         often = self.usual_cadence if self.cadence is Cadence.NEVER else self.cadence
         return often is Cadence.EVERY_MICRO_BATCH or self.at_boundary()

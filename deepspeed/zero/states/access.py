@@ -369,7 +369,7 @@ class StateAccess:
         Inside ``no_sync`` nothing is reduced: it is this rank's local sum, if any.
         """
         owned = self._fragments(param)
-        if self.reducer.sums_held:
+        if self.reducer.sums_paused:
             local = self.reducer.local_sum(self._index[id(param)])
             return (
                 None if local is None else local.detach().view(full_shape(param)).to(torch.float32, copy=True)
