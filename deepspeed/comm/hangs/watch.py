@@ -2,7 +2,7 @@
 
 Every few seconds it looks whether this rank has made progress in communication. When a rank has waited for
 `comm.hang_report_seconds`, it raises an alarm in the process group's store; the threads of all ranks see that, write
-down where their rank stands (standing.py), and rank 0 compares and prints (hang_report.py). Nothing is sent in between
+down where their rank stands (thread_states.py), and rank 0 compares and prints (report.py). Nothing is sent in between
 but one question per look. The main thread is only looked at: it may be stuck in native code.
 
 The thread also answers `ds stacks` (stack_server.py).

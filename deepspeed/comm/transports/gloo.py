@@ -6,7 +6,7 @@ hop, in an order that depends on the algorithm. So there is one message per peer
 
 Every exchange is tagged with its sequence number, and with a mark of its operation, size and dtype: messages of
 different collectives, and a user's own messages on the same group, never mix. Ranks that disagree about a call wait
-for each other, which is explained after a while (hang_watch.py). Without the mark gloo would end the process whose
+for each other, which is explained after a while (hangs/watch.py). Without the mark gloo would end the process whose
 buffer is smaller, and leave part of a larger one as it was.
 """
 

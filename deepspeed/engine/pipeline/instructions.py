@@ -1,9 +1,9 @@
 """A batch instruction by instruction, for trainers that build on the engine: with a schedule or instructions of theirs.
 
-``PipelineEngine._exec_schedule`` takes a schedule (``schedule.py``) of this stage, and calls for each instruction what
-``PipelineEngine._INSTRUCTION_MAP`` has for its class. The state between two instructions are the documented attributes:
-``pipe_buffers``, ``loss``, ``grad_layer``, ``fwd_outputs``. Messages go through the channels of every other batch, so
-their shapes may change, and the numbers are those of the engine's own orders.
+``PipelineEngine._exec_schedule`` takes a schedule (``schedules/instructions.py``) of this stage, and calls for each
+instruction what ``PipelineEngine._INSTRUCTION_MAP`` has for its class. The state between two instructions is in the
+documented attributes ``pipe_buffers``, ``loss``, ``grad_layer``, ``fwd_outputs``. Messages go through the channels of
+every other batch, so their shapes may change, and the numbers are those of the engine's own orders.
 
 ``train_batch`` and ``eval_batch`` do so where something was replaced (``replaced``); otherwise ``stage_run.py`` runs.
 """

@@ -102,7 +102,7 @@ class StateAccess:
 
     def shards(self) -> Iterator[tuple[ShardIndex, dict[str, Tensor]]]:
         """This rank's fragments with their master weights (key "fp32", 1-D) and optimizer state, live; without what is
-        each rank's own (``own_state.py``)."""
+        each rank's own (``rank_state.py``)."""
         self.store.settle()
         return self._each(self.store.fragments)
 
