@@ -31,7 +31,6 @@ from deepspeed.zero.accumulation import AccumulationClock
 from deepspeed.zero.bucket import BufferPool, ParamBucket, WeightPublisher
 from deepspeed.zero.gradients.bucket import GradBucket
 from deepspeed.zero.gradients.reducer import GradReducer
-from deepspeed.zero.gradients.sparse import sparse_parameters, stepped_by_rows
 from deepspeed.zero.layout import NOBODY
 from deepspeed.zero.offload.host_copies import HostCopies
 from deepspeed.zero.offload.state_moves import StateMover
@@ -44,7 +43,14 @@ from deepspeed.zero.optimizer import (
     ZeroOptimizer,
 )
 from deepspeed.zero.optimizer_registry import set_state_dtype
-from deepspeed.zero.partitioning import TrainedParams, cut_whole, param_specs, trained_params
+from deepspeed.zero.partitioning import (
+    TrainedParams,
+    cut_whole,
+    param_specs,
+    sparse_parameters,
+    stepped_by_rows,
+    trained_params,
+)
 from deepspeed.zero.pending_params import PendingParams
 from deepspeed.zero.replica_groups import ReplicaGroups
 from deepspeed.zero.states.access import StateAccess

@@ -38,9 +38,8 @@ from deepspeed.base.sharded import full_shape
 from deepspeed.base.untraced import untraced
 from deepspeed.comm.collectives import Communicator
 from deepspeed.config.plan import Cadence
-from deepspeed.zero.gradients.bucket import GradBucket
+from deepspeed.zero.gradients.bucket import ExposedGrads, GradBucket, GradPlace
 from deepspeed.zero.gradients.bucket_order import BucketOrder
-from deepspeed.zero.gradients.exposed import ExposedGrads, GradPlace
 from deepspeed.zero.layout import NOBODY
 
 
