@@ -363,7 +363,7 @@ class DeepSpeedEngine(EngineSurface, Observed, nn.Module):
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         """On a boundary: clip, update, clear gradients, advance the schedule; otherwise count the micro-batch."""
         core = self._require_core("step")
-        if core.reducer.sums_paused:
+        if self.accumulation.inside_no_sync:
             raise AssertionError(
                 "It is illegal to call Engine.step() inside no_sync context manager: leave it before the update."
             )

@@ -22,6 +22,8 @@ class Accumulation:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
+        self.inside_no_sync = False
+        """The script pauses sums. A pipeline does too, but counts its micro-batches with ``step`` meanwhile."""
 
     def is_gradient_accumulation_boundary(self) -> bool:
         return self._engine.clock.at_boundary
@@ -35,14 +37,16 @@ class Accumulation:
         """Backwards inside only accumulate on this rank; the next one outside sums over ranks. Allowed at any stage;
         with sharded gradients it costs a full gradient buffer."""
         reducer = self._engine._require_core("no_sync").reducer
-        if reducer.sums_paused:
+        if self.inside_no_sync:
             raise AssertionError(
                 "engine.no_sync() is already active: no_sync context manager reentry is unsupported."
             )
+        self.inside_no_sync = True
         reducer.pause_sums()
         try:
             yield
         finally:
+            self.inside_no_sync = False
             reducer.resume_sums()
 
     @contextlib.contextmanager
