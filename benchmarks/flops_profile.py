@@ -23,7 +23,7 @@ TEXTS = {
     "get_model_profile of AlexNet": "printed_alexnet",
     "section flops_profiler, training the BERT": "printed_by_the_engine",
 }
-MOST_SHOWN = 40
+MAX_SHOWN = 40
 
 
 def lines_of(report: Report, what: str, ours: str, theirs: str) -> None:
@@ -31,12 +31,12 @@ def lines_of(report: Report, what: str, ours: str, theirs: str) -> None:
     found = compare(ours, theirs)
     report.line()
     report.line(f"{what}: {found.lines} shared lines, {found.equal} of them with the same numbers")
-    for line, (mine, peers) in list(found.different.items())[:MOST_SHOWN]:
+    for line, (mine, peers) in list(found.different.items())[:MAX_SHOWN]:
         reason = f"  ({REASONS[line]})" if line in REASONS else ""
         report.line(f"  {line}: ours {', '.join(mine)}, peer {', '.join(peers)}{reason}")
     for title, lines in (("only ours", found.only_ours), ("only the peer's", found.only_theirs)):
         if lines:
-            report.line(f"  {title}: {'; '.join(lines[:MOST_SHOWN])}")
+            report.line(f"  {title}: {'; '.join(lines[:MAX_SHOWN])}")
     report.data |= {what: {"shared": found.lines, "different": found.different}}
 
 

@@ -62,13 +62,13 @@ def one_of(world: int, rank: int) -> Iterator[None]:
 
 
 def fetch_nothing(server: Any, bucket: int, full: torch.Tensor) -> None:
-    """A bucket as if every rank had this one's slice."""
+    """A bucket as if every rank had this one's shard."""
     full.view(server.communicator.size, -1).copy_(server.shards[bucket])
     server.fetches += 1
 
 
 def fetches(engine: Any) -> int:
-    """How often a bucket was fetched slice by slice, outside collectives: at stage 3 before their order is known."""
+    """How often a bucket was fetched shard by shard, outside collectives: at stage 3 before their order is known."""
     return engine.sharded.gatherer.server.fetches if engine.sharded is not None else 0
 
 

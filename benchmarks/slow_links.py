@@ -31,7 +31,7 @@ from trainers import BETAS, LEARNING_RATE, WEIGHT_DECAY, Trainer
 
 HOSTS = 2
 FREEZE = 4  # updates of warm-up of the 1-bit optimizers
-MOST_STEPS = 4  # of a measurement
+MAX_STEPS = 4  # of a measurement
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,7 @@ def measure(
 ) -> dict[str, dict[str, Any]]:
     """Seconds, processor seconds of a rank and bytes that a host sends, all per step, of each round."""
     links.limit(mbits)
-    usual = max(1, min(MOST_STEPS, int(mbits // 50)))
+    usual = max(1, min(MAX_STEPS, int(mbits // 50)))
     steps = {row.name: max(row.period, usual // row.period * row.period) for row in rows}
     sent: dict[str, list[float]] = {row.name: [] for row in rows}
     cpu: dict[str, list[float]] = {row.name: [] for row in rows}

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-LONGEST = 72
+MAX_SUBJECT = 72
 FILE = Path(__file__).resolve()
 
 
@@ -22,8 +22,8 @@ def problems(message: str) -> Iterator[str]:
     subject, *rest = message.rstrip("\n").split("\n")
     if not subject.strip():
         yield "the subject is empty"
-    if len(subject) > LONGEST:
-        yield f"the subject has {len(subject)} characters, of at most {LONGEST}: move the reason into the body"
+    if len(subject) > MAX_SUBJECT:
+        yield f"the subject has {len(subject)} characters, of at most {MAX_SUBJECT}: move the reason into the body"
     if subject.endswith(".") and not subject.endswith("..."):
         yield "the subject ends with a period"
     if rest and rest[0].strip():

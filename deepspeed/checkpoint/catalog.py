@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from deepspeed.checkpoint.files.archive_reader import Archive
-from deepspeed.checkpoint.shards import Piece, ShardIndex
+from deepspeed.checkpoint.shards import ShardIndex, StridedCopy
 from deepspeed.checkpoint.state import MASTER
 
 
@@ -28,12 +28,12 @@ class Source:
     def file(self) -> Path:
         return self.archive.path
 
-    def view(self, piece: Piece) -> Tensor:
-        """The elements of ``piece``, in its shape."""
-        if piece.contiguous:
-            return self.data.narrow(0, piece.source_offset, piece.numel)
-        offset = self.data.storage_offset() + piece.source_offset
-        return self.data.as_strided(piece.shape, piece.source_strides, offset)
+    def view(self, copy: StridedCopy) -> Tensor:
+        """The elements of ``copy``, in its shape."""
+        if copy.contiguous:
+            return self.data.narrow(0, copy.source_offset, copy.numel)
+        offset = self.data.storage_offset() + copy.source_offset
+        return self.data.as_strided(copy.shape, copy.source_strides, offset)
 
 
 class CatalogFiles(Protocol):

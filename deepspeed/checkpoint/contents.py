@@ -320,8 +320,8 @@ class Files:
         return list(dict.fromkeys(name for report in reports for name in report))
 
     def _names_of_all(self, ranks: Ranks, held: Mapping[str, directory.Contents]) -> None:
-        """Where ranks hold parts of shared lists, the first file has the names of them all, and no directory: a loader
-        searches the files. Collective."""
+        """Put the names of all ranks' parts into the first file, where ranks hold parts of shared lists. It has no
+        directory then: a loader searches the files. Collective."""
         own = {key: list(contents.names) for key, contents in held.items()}
         reports = ranks.gather_at_writers(
             (self.place.number, own, self.trained, list(self.values["own_weights"]))

@@ -107,7 +107,7 @@ def pack(
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """What all ranks know of a directory to be made, by parameter, and what this rank's file ``held``.
+    """Input of a directory: by parameter what all ranks know, and what this rank's file ``held``.
 
     ``cuts``: None for a parameter that is not known to be cut evenly.
     """
@@ -139,7 +139,7 @@ def make(contents: Contents, ranks: Ranks) -> dict[str, Any] | None:
 
 
 def _pack_differing(reports: Sequence[tuple[Any, list[str], list[tuple[int, ...]]]]) -> dict[str, Any] | None:
-    """Where ranks have other parameters (stages of a pipeline): over the names of all of them."""
+    """Pack the reports of ranks with different parameters (stages of a pipeline), over the names of them all."""
     shapes: dict[str, tuple[int, ...]] = {}
     for _, names, own in reports:
         shapes.update(zip(names, own, strict=True))

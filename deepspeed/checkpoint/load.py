@@ -18,7 +18,7 @@ from deepspeed.checkpoint.numbered import names_elsewhere, names_of_siblings
 from deepspeed.checkpoint.placement import placement_of
 from deepspeed.checkpoint.reader import read_own
 from deepspeed.checkpoint.sharded_weights import ShardedWeights
-from deepspeed.checkpoint.shards import Piece, ShardIndex, intersect
+from deepspeed.checkpoint.shards import ShardIndex, StridedCopy, intersect
 from deepspeed.checkpoint.state import MASTER, ParamEntry, TrainingState
 from deepspeed.ops.adam.multi_tensor_adam import as_in
 
@@ -66,7 +66,7 @@ class Reader:
     def fill(self, target: ShardIndex, into: Tensor, sources: list[Source], what: str) -> None:
         """``into``: [target.numel], of any dtype. CheckpointError if ``sources`` do not cover it."""
         try:
-            pieces, missing = intersect(target, [source.index for source in sources])
+            copies, missing = intersect(target, [source.index for source in sources])
         except ValueError as error:
             raise CheckpointError(f"{what} does not fit: {error}") from error
         if missing:
@@ -75,17 +75,17 @@ class Reader:
                 f"{self.catalog.folder} does not hold all of {what}: {missing[0]} is in none of "
                 f"{', '.join(files) or 'its files'}"
             )
-        for piece in pieces:
-            self._copy(piece, sources[piece.source], into)
+        for copy in copies:
+            self._copy(copy, sources[copy.source], into)
 
-    def _copy(self, piece: Piece, source: Source, into: Tensor) -> None:
-        data = source.view(piece)
+    def _copy(self, copy: StridedCopy, source: Source, into: Tensor) -> None:
+        data = source.view(copy)
         self.bytes_read += source.archive.verify(data)
-        if piece.contiguous:
-            into.narrow(0, piece.target_offset, piece.numel).copy_(data)
+        if copy.contiguous:
+            into.narrow(0, copy.target_offset, copy.numel).copy_(data)
         else:
-            offset = into.storage_offset() + piece.target_offset
-            into.as_strided(piece.shape, piece.target_strides, offset).copy_(data)
+            offset = into.storage_offset() + copy.target_offset
+            into.as_strided(copy.shape, copy.target_strides, offset).copy_(data)
 
 
 class Restorer:
@@ -185,8 +185,8 @@ class Restorer:
             self.state.weights_loaded()
 
     def buffers_of_rank(self, rank: int, ranks: int) -> None:
-        """Where ranks held different buffers, each gets its own back if the number of ranks is the same; otherwise all
-        get those of the first rank."""
+        """Give each rank its own buffers back, where they differed and the number of ranks is the same; otherwise all
+        ranks keep those of the first."""
         index = self.catalog.index
         if not index.get("buffers_differ"):
             return
@@ -436,7 +436,7 @@ class Restorer:
         return made.view(shape)
 
     def _weights(self, name: str) -> list[Source]:
-        """Where a parameter's weights are: the model's own, then the masters, for what no model file holds."""
+        """Return the sources of a parameter: the model's weights, then the masters, for what no model file holds."""
         masters = self.catalog.fragments.get(name, {}).get(MASTER, [])
         return [*self.catalog.module.get(name, []), *masters]
 

@@ -1,5 +1,5 @@
-"""Where the tensor that a rank holds lies in a larger one: what tensor-, expert- and pipeline-parallel layers leave on
-a parameter, and all that norm, first broadcast, checkpoints and exports need to know of them.
+"""Placement of a rank's tensor in a larger one. Tensor-, expert- and pipeline-parallel layers leave it on a parameter,
+and it is all that the norm, the first broadcast, checkpoints and exports need to know of them.
 
 Pure arithmetic, without communication.
 """

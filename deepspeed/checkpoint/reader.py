@@ -114,7 +114,7 @@ def read_pending(catalog: Catalog, rank: int) -> dict[str, Any] | None:
 
 
 class OwnStates(Sequence[Mapping[str, Any]]):
-    """What each rank's optimizer did not share with the others, by the rank that saved it; read when asked for."""
+    """States that the optimizers of ranks do not share, by the rank that saved them; read when asked for."""
 
     def __init__(self, catalog: Catalog) -> None:
         self.catalog = catalog

@@ -126,8 +126,8 @@ def _with_layers(training: Training, request: _Request, ranks: Ranks) -> tuple[S
 def _save_copied(
     copied: Files | Exception, request: _Request, ranks: Ranks, folder: StagedFolder | None
 ) -> None:
-    """What ``save`` does, with values that nobody changes, in a thread; each file is flushed when it is written.
-    Collective among the threads."""
+    """Save a copy of the values in a thread, as ``save`` does; each file is flushed when it is written. Collective
+    among the threads."""
     try:
         with ranks.together("copying the state"):
             if isinstance(copied, Exception):

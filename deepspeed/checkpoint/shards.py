@@ -75,7 +75,7 @@ class ShardIndex:
 
 @dataclass(frozen=True, slots=True)
 class ShardCut:
-    """How one tensor is divided as part of a run of elements that is cut evenly: it starts at ``offset`` in the run,
+    """Division of a tensor that is part of a run of elements, which is cut evenly: it starts at ``offset`` in the run,
     whose shard ``s`` of ``count`` holds the elements ``[s * length, (s + 1) * length)``."""
 
     offset: int
@@ -111,7 +111,7 @@ class Region:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class StridedCopy:
     """One strided copy: ``shape`` elements of source number ``source`` into the target fragment."""
 
     source: int
@@ -131,7 +131,7 @@ class Piece:
         return self.source_strides == self.target_strides == (1,)
 
 
-def intersect(target: ShardIndex, sources: Sequence[ShardIndex]) -> tuple[list[Piece], list[Box]]:
+def intersect(target: ShardIndex, sources: Sequence[ShardIndex]) -> tuple[list[StridedCopy], list[Box]]:
     """Return how to fill ``target`` from ``sources``: the copies, and what none of them holds.
 
     Each element of the target is copied at most once, from the first source that has it. Boxes that remain
@@ -144,7 +144,7 @@ def intersect(target: ShardIndex, sources: Sequence[ShardIndex]) -> tuple[list[P
                 f"{target.name}: saved with shape {source.global_shape}, but its shape is {target.global_shape}"
             )
     flat = all(_same_boxes(source, target) for source in sources)
-    pieces: list[Piece] = []
+    copies: list[StridedCopy] = []
     missing: list[Box] = []
     source_regions: list[list[Region]] = [[_interval(s)] if flat else regions(s) for s in sources]
     for region in [_interval(target)] if flat else regions(target):
@@ -154,9 +154,9 @@ def intersect(target: ShardIndex, sources: Sequence[ShardIndex]) -> tuple[list[P
                 break
             for candidate in candidates:
                 left, found = _take(left, candidate.box)
-                pieces += [_piece(number, candidate, region, box) for box in found]
+                copies += [_strided_copy(number, candidate, region, box) for box in found]
         missing += left
-    return pieces, missing
+    return copies, missing
 
 
 def span(shard: ShardIndex) -> ShardIndex:
@@ -303,8 +303,8 @@ def _without(box: Box, hole: Box) -> list[Box]:
     return found
 
 
-def _piece(number: int, source: Region, target: Region, box: Box) -> Piece:
-    return Piece(
+def _strided_copy(number: int, source: Region, target: Region, box: Box) -> StridedCopy:
+    return StridedCopy(
         source=number,
         shape=tuple(high - low for low, high in box),
         source_offset=source.at(box),

@@ -46,7 +46,7 @@ class TrainingState(Protocol):
         ...
 
     def distinct_shards(self) -> Iterator[tuple[ShardIndex, dict[str, Tensor]]]:
-        """Of ``shards`` those that this rank writes: of the ranks that hold the same one, one does."""
+        """Yield those of ``shards`` that this rank writes: one of the ranks that hold the same one does."""
         ...
 
     def cuts(self) -> Mapping[str, ShardCut]:

@@ -78,7 +78,7 @@ class Communicator:
 
     def all_gather(self, output: Tensor, input: Tensor) -> Pending:
         """`output [size * n]` = the `input [n]` of every rank, in rank order. `input` may be output's own
-        slice (nothing is copied then)."""
+        shard (nothing is copied then)."""
         if self.size == 1 or input.numel() == 0:
             if output.data_ptr() != input.data_ptr():
                 _flat(output).copy_(_flat(input))
@@ -96,8 +96,8 @@ class Communicator:
         return operation(output, input)
 
     def reduce_scatter(self, output: Tensor, input: Tensor, *, scale: float = 1.0) -> Pending:
-        """`output [n]` = slice `rank` of the sum of all `input [size * n]`, times `scale`. `output` may have
-        a wider dtype, or be input's own slice; otherwise `input` is left unchanged."""
+        """`output [n]` = shard `rank` of the sum of all `input [size * n]`, times `scale`. `output` may have
+        a wider dtype, or be input's own shard; otherwise `input` is left unchanged."""
         if self.size == 1 or output.numel() == 0:
             return _single(output, input, scale)
         if input.numel() != output.numel() * self.size:

@@ -18,7 +18,7 @@ _SOURCE_LINE = re.compile(r"\[[^\]]*\.cc:\d+\]\s*")  # where in gloo's source it
 
 
 class _Explanation:
-    """The text of the last report about a hang, while it lasts (hang_watch.py)."""
+    """The text of the last report about a hang, while it lasts (hangs/watch.py)."""
 
     __slots__ = ("text",)
 

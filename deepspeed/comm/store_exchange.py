@@ -16,7 +16,7 @@ from deepspeed.base.logging import logger
 from deepspeed.comm.hangs.stragglers import WAIT_S, clone, common_key, named, quietly, store_of_default_group
 from deepspeed.comm.pending import CommunicationError
 
-SHORTEST_S, LONGEST_S = 0.0005, 0.25  # between two looks, which take a tenth of the time waited so far
+MIN_PAUSE_S, MAX_PAUSE_S = 0.0005, 0.25  # between two looks, which take a tenth of the time waited so far
 _ANSWER, _GAVE_UP = b"+", b"!"
 LAST_S = 10.0  # that rank 0 waits for others when an exception has ended its own program
 
@@ -121,7 +121,7 @@ class StoreExchange:
 
 
 def _pause(waited: float) -> float:
-    return min(max(waited / 10, SHORTEST_S), LONGEST_S)
+    return min(max(waited / 10, MIN_PAUSE_S), MAX_PAUSE_S)
 
 
 def _an_exception_ended_the_program() -> bool:

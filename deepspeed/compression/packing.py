@@ -15,7 +15,7 @@ from torch import Tensor
 from deepspeed.compression.utils import SYMMETRIC, quantizer_for
 from deepspeed.ops.formats.integers import asymmetric_levels, binary_levels, symmetric_levels, ternary_levels
 
-MOST_BITS = 8
+MAX_BITS = 8
 """Levels of more bits are not packed."""
 
 

@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from deepspeed.compression.packing import MOST_BITS, Grid
+from deepspeed.compression.packing import MAX_BITS, Grid
 from deepspeed.compression.utils import (
     NEAREST,
     SYMMETRIC,
@@ -164,7 +164,7 @@ class Compressible(nn.Module):
         """Round the weight to the target bits for good."""
         if self.weight_bits is not None:
             bits = self.weight_bits[1]
-            if bits > MOST_BITS:
+            if bits > MAX_BITS:
                 self.weight.data = self.quantized(self.weight.data, bits)
             else:
                 self.grid = Grid.of(

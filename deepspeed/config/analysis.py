@@ -20,7 +20,7 @@ from deepspeed.config.axes import Axes
 from deepspeed.config.batch import BatchSizes
 from deepspeed.config.keys import Key, documented_name, field_at, keys_of, paths_by_key
 from deepspeed.config.problems import (
-    MOST_LISTED,
+    MAX_LISTED,
     DeepSpeedConfigError,
     Problem,
     Remedy,
@@ -154,11 +154,11 @@ def _known_part(
             known[key] = copy_containers(value)
         else:
             unknown += 1
-            if unknown <= MOST_LISTED:
+            if unknown <= MAX_LISTED:
                 _unknown_key(key, value, data, model, path, result)
-    if unknown > MOST_LISTED:
+    if unknown > MAX_LISTED:
         where = ".".join(map(str, path)) or "config"
-        text = f"has {unknown - MOST_LISTED} more unknown keys, which are not listed"
+        text = f"has {unknown - MAX_LISTED} more unknown keys, which are not listed"
         if issubclass(model, LenientConfigModel):
             note(f"{where} {text}")
         else:

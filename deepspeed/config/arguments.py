@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from deepspeed.config.problems import Remedy
 
-LARGEST = 1e6
+MAX_NUMBER = 1e6
 """No rate, decay or factor of a training run is larger."""
 
 
@@ -63,9 +63,11 @@ def _whole_from(least: int) -> Allowed:
     return Allowed(lambda value: is_whole(value) and value >= least, f"a whole number >= {least}")
 
 
-SIZE = Allowed(lambda value: is_number(value) and 0 <= value <= LARGEST, f"a number from 0 to {LARGEST:g}")
+SIZE = Allowed(
+    lambda value: is_number(value) and 0 <= value <= MAX_NUMBER, f"a number from 0 to {MAX_NUMBER:g}"
+)
 POSITIVE = Allowed(
-    lambda value: is_number(value) and 0 < value <= LARGEST, f"a number above 0 and up to {LARGEST:g}"
+    lambda value: is_number(value) and 0 < value <= MAX_NUMBER, f"a number above 0 and up to {MAX_NUMBER:g}"
 )
 NUMBER = Allowed(is_number, "a finite number")
 SHARE = Allowed(lambda value: is_number(value) and 0 <= value <= 1, "a number from 0 to 1")
@@ -120,7 +122,7 @@ OPTIMIZER: dict[str, Allowed] = {
     "eps": _EPSILONS,
     "betas": BETAS,
     "etas": _pair(FRACTION, Allowed(lambda v: is_number(v) and v > 1, ""), "two numbers, below and above 1"),
-    "step_sizes": _pair(SIZE, SIZE, f"two numbers from 0 to {LARGEST:g}"),
+    "step_sizes": _pair(SIZE, SIZE, f"two numbers from 0 to {MAX_NUMBER:g}"),
     "ns_steps": STEPS,
     "ns_method": WORD,
     **dict.fromkeys(

@@ -29,7 +29,7 @@ from deepspeed.config.sections.elasticity import (
 )
 
 SCHEDULER_CONFIG = "DEEPSPEED_ELASTICITY_CONFIG"
-OLDEST_VERSION = "0.3.8"
+MIN_VERSION = "0.3.8"
 HIGHLY_COMPOSITE = (
     1, 2, 4, 6, 12, 24, 36, 48, 60, 120, 180, 240, 360, 720, 840, 1260, 1680, 2520, 5040, 7560, 10080, 15120, 20160,
     25200, 27720, 45360, 50400, 55440, 83160, 110880, 166320, 221760, 277200, 332640, 498960, 554400, 665280, 720720,
@@ -248,9 +248,9 @@ def compute_elastic_config(
     if not elasticity_enabled(ds_config):
         raise ElasticityError(f"{ELASTICITY}.enabled is false: elastic training needs true")
     section = _section_of(ds_config[ELASTICITY])
-    if Version(str(target_deepspeed_version)) < Version(OLDEST_VERSION):
+    if Version(str(target_deepspeed_version)) < Version(MIN_VERSION):
         raise ElasticityError(
-            f"release {target_deepspeed_version} has no elastic training: it came with {OLDEST_VERSION}"
+            f"release {target_deepspeed_version} has no elastic training: it came with {MIN_VERSION}"
         )
     wants_micro = world_size > 0 or return_microbatch
     if world_size <= 0 and (section.version == 0.2 or return_microbatch):

@@ -12,7 +12,7 @@ from typing import Any
 
 from deepspeed.config import torch_classes
 from deepspeed.config.arguments import TAKES_AUTO, remedy, wrong_optimizer_arguments
-from deepspeed.config.problems import MOST_LISTED, cut, nearest, shown
+from deepspeed.config.problems import MAX_LISTED, cut, nearest, shown
 from deepspeed.config.torch_classes import arguments_of, classes_of
 
 COMPACT_KEYS = ("state_bits", "stochastic_rounding")
@@ -155,7 +155,7 @@ def _unknown_keys(name: str, settings: dict[str, Any]) -> list[str]:
         allowed |= set(arguments_of(torch_classes.OPTIMIZERS, of_torch)[1:])
     problems = []
     for key in settings:
-        if len(problems) == MOST_LISTED:
+        if len(problems) == MAX_LISTED:
             return [*problems, "optimizer.params has more unknown keys, which are not listed"]
         if key == "max_grad_norm":
             problems.append(

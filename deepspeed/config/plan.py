@@ -78,6 +78,11 @@ class PrecisionPlan:
     check_overflow: bool
     """True: a non-finite gradient norm skips the step."""
 
+    @property
+    def products(self) -> torch.dtype | None:
+        """Return the dtype of matrix products; None: that of the parameters as they were created."""
+        return self.autocast or self.param
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ZeroPlan:
@@ -92,7 +97,7 @@ class ZeroPlan:
     cadence: Cadence
     overlap: bool
     reduce_scatter: bool
-    """False: sum with all-reduce and keep the slice (the documented ``reduce_scatter: false``)."""
+    """False: sum with all-reduce and keep the shard (the documented ``reduce_scatter: false``)."""
     reduce_bucket_numel: int
     round_robin: bool
     ignore_unused: bool
@@ -102,6 +107,11 @@ class ZeroPlan:
     """The config says ``zero_allow_untested_optimizer: false``, which is more than leaving it out."""
     host_optimizer_only: bool
     """The same of ``zero_force_ds_cpu_optimizer: true``."""
+
+    @property
+    def needs_optimizer(self) -> bool:
+        """Tell whether there must be an optimizer (stages 1 and 2): only its state and gradients are sharded."""
+        return self.shard_state and not self.shard_params
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,20 +159,20 @@ class ZenFlowPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParamOffload:
-    """Parameter slices of stage 3 outside the device (``offload_param``)."""
+    """Parameter shards of stage 3 outside the device (``offload_param``)."""
 
     folder: Path | None
     pin: bool
     host_numel: int
     """Elements that stay in host memory although there is a folder."""
     buffers: int
-    """Slices that are read ahead of their use."""
+    """Shards that are read ahead of their use."""
     buffer_numel: int
-    """Largest slice that is read ahead."""
+    """Largest shard that is read ahead."""
     storage: AioOptions
 
     def files(self, numel: int, host_numel: int) -> bool:
-        """Tell whether a slice of ``numel`` elements goes to the file, with ``host_numel`` in host memory already."""
+        """Tell whether a shard of ``numel`` elements goes to the file, with ``host_numel`` in host memory already."""
         return self.folder is not None and host_numel + numel > self.host_numel
 
 
@@ -195,7 +205,7 @@ class Packing:
     frozen_weights: int = 0
     """The same for those that are not trained."""
     gradients: int = 0
-    """Bits of gradients where each rank keeps a slice of their sum (qgZ)."""
+    """Bits of gradients where each rank keeps a shard of their sum (qgZ)."""
     feedback: tuple[float, int] | None = None
     """Weight of the old error, and sums after which it is dropped (LoCo)."""
     random: bool = False
@@ -232,6 +242,17 @@ class Plan:
     def wraps_optimizer(self) -> bool:
         """Tell whether the engine's optimizer is a ``ZeroOptimizer`` around the client's."""
         return self.zero.shard_state or self.precision.master is not None or self.precision.loss_scale.active
+
+    @property
+    def speculates(self) -> bool:
+        """Tell whether the host updates while backward runs, before a step is known to be valid."""
+        return self.state_offload is not None and self.state_offload.speculate
+
+    @property
+    def swap_folders(self) -> list[Path]:
+        """Return the folders of the swap files."""
+        offloads = (self.state_offload, self.param_offload)
+        return [o.folder for o in offloads if o is not None and o.folder is not None]
 
 
 def make_plan(config: DeepSpeedConfig) -> Plan:

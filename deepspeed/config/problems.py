@@ -13,11 +13,11 @@ WITHOUT_FILE = (FROM_DICT, FROM_BASE64, FROM_INFERENCE)
 """Names of configs that come from no file."""
 
 
-MOST_LISTED = 50
+MAX_LISTED = 50
 """Entries of one list in a message; what follows is counted."""
-LONGEST_NAME = 200
+MAX_NAME = 200
 """Characters; a longer key is no misspelling of any."""
-LONGEST_MESSAGE = 4000
+MAX_MESSAGE = 4000
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Problem:
 
     def __str__(self) -> str:
         place = f" ({self.place})" if self.place else ""
-        return f"{cut(self.key)}{place}: {cut(self.message, LONGEST_MESSAGE)}"
+        return f"{cut(self.key)}{place}: {cut(self.message, MAX_MESSAGE)}"
 
 
 class DeepSpeedConfigError(ValueError, AssertionError):
@@ -108,23 +108,23 @@ def _beginning(value: Any) -> Any:
     return [_beginning(item) for item in value[:40]] if type(value) is list else value
 
 
-def cut(text: str, longest: int = LONGEST_NAME) -> str:
+def cut(text: str, longest: int = MAX_NAME) -> str:
     """At most ``longest`` characters of a text, with dots if there are more."""
     return text if len(text) <= longest else text[:longest] + "..."
 
 
 def first_lines(problems: Sequence[Problem], indent: str) -> list[str]:
-    """A line for each of the first ``MOST_LISTED`` problems, and one that counts the others."""
-    more = len(problems) - MOST_LISTED
-    return [f"{indent}{problem}" for problem in problems[:MOST_LISTED]] + [f"{indent}and {more} more"] * (
+    """A line for each of the first ``MAX_LISTED`` problems, and one that counts the others."""
+    more = len(problems) - MAX_LISTED
+    return [f"{indent}{problem}" for problem in problems[:MAX_LISTED]] + [f"{indent}and {more} more"] * (
         more > 0
     )
 
 
 def cut_list(items: Sequence[object]) -> str:
-    """The items with commas, the first ``MOST_LISTED`` of them."""
-    more = f", and {len(items) - MOST_LISTED} more" if len(items) > MOST_LISTED else ""
-    return ", ".join(map(str, items[:MOST_LISTED])) + more
+    """The items with commas, the first ``MAX_LISTED`` of them."""
+    more = f", and {len(items) - MAX_LISTED} more" if len(items) > MAX_LISTED else ""
+    return ", ".join(map(str, items[:MAX_LISTED])) + more
 
 
 # ------------------------------------------------------------------------------------------------- spelling
@@ -158,7 +158,7 @@ def _plain(key: str) -> str:
 def misspelt(key: str, known: Iterable[str]) -> str | None:
     """The known key that `key` is a misspelling of: distance 1, or 2 when both have six letters or more."""
     best: tuple[int, str] | None = None
-    if len(key) > LONGEST_NAME:
+    if len(key) > MAX_NAME:
         return None
     for candidate in known:
         limit = 2 if min(len(key), len(candidate)) >= 6 else 1
@@ -170,7 +170,7 @@ def misspelt(key: str, known: Iterable[str]) -> str | None:
 
 def nearest(key: str, known: Iterable[str]) -> str | None:
     """The known key or value that was probably meant, even if it is farther away than a misspelling."""
-    if len(key) > LONGEST_NAME:
+    if len(key) > MAX_NAME:
         return None
     candidates = list(known)
     close = misspelt(key, candidates)

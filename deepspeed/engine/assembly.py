@@ -31,7 +31,6 @@ from deepspeed.zero.accumulation import AccumulationClock
 from deepspeed.zero.bucket import BufferPool, ParamBucket, WeightPublisher
 from deepspeed.zero.gradients.bucket import GradBucket
 from deepspeed.zero.gradients.reducer import GradReducer
-from deepspeed.zero.gradients.sparse import sparse_parameters, stepped_by_rows
 from deepspeed.zero.layout import NOBODY
 from deepspeed.zero.offload.host_copies import HostCopies
 from deepspeed.zero.offload.state_moves import StateMover
@@ -39,12 +38,19 @@ from deepspeed.zero.optimizer import (
     BF16_Optimizer,
     DeepSpeedZeroOptimizer,
     DeepSpeedZeroOptimizer_Stage3,
-    FusedOptimizer,
-    UnfusedOptimizer,
+    FusedMasters,
+    UnfusedMasters,
     ZeroOptimizer,
 )
 from deepspeed.zero.optimizer_registry import set_state_dtype
-from deepspeed.zero.partitioning import TrainedParams, cut_whole, param_specs, trained_params
+from deepspeed.zero.partitioning import (
+    TrainedParams,
+    cut_whole,
+    param_specs,
+    sparse_parameters,
+    stepped_by_rows,
+    trained_params,
+)
 from deepspeed.zero.pending_params import PendingParams
 from deepspeed.zero.replica_groups import ReplicaGroups
 from deepspeed.zero.states.access import StateAccess
@@ -302,7 +308,7 @@ def _tier(
     device: torch.device,
     sharded: ShardedModel | None,
 ) -> ResidentTier:
-    """Where master weights and optimizer state are kept."""
+    """Make the tier that keeps master weights and optimizer state."""
     if plan.state_offload is None:
         return ResidentTier()
     from deepspeed.zero.offload.tiers import make_tier
@@ -470,4 +476,4 @@ def _stage_0_kind(plan: Plan, optimizer: torch.optim.Optimizer) -> type[ZeroOpti
         precision.accumulate is torch.float32 or (adam and precision.accumulate is None)
     ):
         return BF16_Optimizer
-    return FusedOptimizer if adam else UnfusedOptimizer
+    return FusedMasters if adam else UnfusedMasters

@@ -362,11 +362,11 @@ class DeepSpeedEngine(EngineSurface, Observed, nn.Module):
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         """On a boundary: clip, update, clear gradients, advance the schedule; otherwise count the micro-batch."""
-        if self.accumulation.sums_wait:
+        core = self._require_core("step")
+        if self.accumulation.inside_no_sync:
             raise AssertionError(
                 "It is illegal to call Engine.step() inside no_sync context manager: leave it before the update."
             )
-        core = self._require_core("step")
         self._recover()
         self._network.phase = "step"
         self.events.emit("before_step")

@@ -29,7 +29,7 @@ from deepspeed.checkpoint.reader import OwnStates, materialize, open_checkpoint,
 from deepspeed.comm import CommunicationError
 from deepspeed.comm.hangs.stragglers import all_ranks_come
 from deepspeed.config.plan import Cadence
-from deepspeed.engine.checkpoints import PARTS, RANDOM_LTD, optimizer_order, ranks_of
+from deepspeed.engine.saving import PARTS, RANDOM_LTD, optimizer_order, ranks_of
 from deepspeed.engine.weights import gathered
 
 if TYPE_CHECKING:
@@ -358,11 +358,11 @@ def _load_own_state(engine: Engine, catalog: Catalog, ranks: Ranks, report: Load
     report.notes += core.own_state.load(OwnStates(catalog), ranks.rank, ranks.size)
     if not core.store.traits.own_communication:
         return
-    if engine.plan.zero.shard_state:  # copies differ, and each is in slices
+    if engine.plan.zero.shard_state:  # copies differ, and each is in shards
         core.executor.publisher.publish()
     sums = catalog.index.get("sums_gradients", True)
     core.reducer.clear()
-    core.reducer.change_cadence(engine.plan.zero.cadence if sums else Cadence.NEVER)
+    core.reducer.change_cadence(core.reducer.usual_cadence if sums else Cadence.NEVER)
 
 
 def _load_accumulation(engine: Engine, catalog: Catalog, ranks: Ranks, report: LoadReport) -> None:

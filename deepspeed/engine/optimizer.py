@@ -125,7 +125,7 @@ def check_membership(optimizer: torch.optim.Optimizer, module: nn.Module) -> Non
 
 def require_optimizer(plan: Plan, given: bool) -> None:
     """DeepSpeedConfigError: stages 1 and 2 have no optimizer whose state they could partition."""
-    if plan.zero.shard_state and not plan.zero.shard_params and not given:
+    if plan.zero.needs_optimizer and not given:
         raise DeepSpeedConfigError(
             f"zero_optimization.stage={plan.zero.stage} requires an optimizer: pass optimizer= or model_parameters= to "
             "deepspeed.initialize with an 'optimizer' section in the config, or use stage 0."
@@ -134,7 +134,7 @@ def require_optimizer(plan: Plan, given: bool) -> None:
 
 def require_trainable(plan: Plan, optimizer: torch.optim.Optimizer | None) -> None:
     """DeepSpeedConfigError: no optimizer could be made for stages 1 and 2, as every parameter is frozen."""
-    if plan.zero.shard_state and not plan.zero.shard_params and optimizer is None:
+    if plan.zero.needs_optimizer and optimizer is None:
         raise DeepSpeedConfigError(
             f"zero_optimization.stage={plan.zero.stage} partitions the state of an optimizer, and all parameters of "
             "the model are frozen (requires_grad=False), so there is none: unfreeze some, or use stage 0."
@@ -158,7 +158,7 @@ def check_optimizer(
 def _check_parts(optimizer: torch.optim.Optimizer, plan: Plan, trained: TrainedParams) -> None:
     """One rule for every split of tensors (tensor and expert parallelism, DTensors), at every stage: an optimizer sees
     parts if it treats elements independently or asks for the sums that it needs, and Muon if no matrix is cut.
-    DeepSpeedConfigError names a tensor; the slices of ZeRO are ``check_partitioning``'s."""
+    DeepSpeedConfigError names a tensor; the shards of ZeRO are ``check_partitioning``'s."""
     traits, named = traits_of(optimizer), dict(zip(map(id, trained.params), trained.names, strict=True))
     if traits.whole_matrices:
         held = [p for group in optimizer.param_groups if group.get("use_muon") for p in group[PARAMS]]

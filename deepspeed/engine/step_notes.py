@@ -44,7 +44,7 @@ class StepNotes:
     def no_gradient(self) -> None:
         self._say(
             "engine.step() without a gradient: no backward has reached the model's parameters since the last update. "
-            "Nothing is trained, but the step counts and the schedule goes on. Call engine.backward(loss) before it."
+            "Nothing is trained, but the step counts and the schedule advances. Call engine.backward(loss) before it."
         )
 
     def _say(self, text: str) -> None:

@@ -26,7 +26,7 @@ from deepspeed.zero.gather_units import blocks_of
 ALIGN = 4096
 """Bytes: regions and, in part of it, the tensors in them start at multiples, for reads that bypass the page cache."""
 _TENSOR_ALIGN = 64
-SMALLEST = 1024
+MIN_BYTES = 1024
 """Bytes from which on a buffer (integers of quantized weights, say) streams with its layer's parameters."""
 
 
@@ -259,7 +259,7 @@ def blocks_ahead(module: nn.Module, zero: DeepSpeedZeroConfig) -> int:
 
 def _tensors(module: nn.Module, *, recurse: bool = True) -> list[Tensor]:
     """The parameters of a layer and its larger buffers, each once."""
-    buffers = [each for each in module.buffers(recurse) if each.nbytes >= SMALLEST]
+    buffers = [each for each in module.buffers(recurse) if each.nbytes >= MIN_BYTES]
     return list({id(each): each for each in (*module.parameters(recurse), *buffers)}.values())
 
 

@@ -25,7 +25,7 @@ EXPOSED_COMMUNICATION_TIMER = "exposed_comm"
 DATA_TIMER = "data"
 STEP_WAITS = "step_waits"  # no timer: what of the exposed communication was within the step
 
-MOST_UNREAD_SPANS = 256  # per timer
+MAX_UNREAD_SPANS = 256  # per timer
 OUTLIER_SHARE = 0.1  # of the intervals, dropped at each end before a mean is taken
 
 
@@ -109,8 +109,8 @@ class SynchronizedWallClockTimer:
             self._finished.append((self._span, record))
             self._span, self.started_ = None, False
             # Not read so far; old ones completed on the device long ago.
-            if len(self._finished) == MOST_UNREAD_SPANS:
-                self._settle(MOST_UNREAD_SPANS // 2)
+            if len(self._finished) == MAX_UNREAD_SPANS:
+                self._settle(MAX_UNREAD_SPANS // 2)
 
         def add(self, milliseconds: float) -> None:
             """Adds what was measured by other means."""

@@ -27,9 +27,9 @@ __all__ = [
     "takes_bfloat16",
 ]
 
-MOST_ROWS = {Weights.FLOAT32: 0, Weights.BFLOAT16: 16, Weights.INT8: 512, Weights.INT4: 512}
+MAX_ROWS = {Weights.FLOAT32: 0, Weights.BFLOAT16: 16, Weights.INT8: 512, Weights.INT4: 512}
 """For how many rows a product is faster by the kernel than by torch, which has to make the values of integers first."""
-MOST_ROWS_WITHOUT_AVX512 = {Weights.BFLOAT16: 4096}
+MAX_ROWS_WITHOUT_AVX512 = {Weights.BFLOAT16: 4096}
 """The same where torch has no product of bfloat16 to speak of (with AVX2 a sixth of the kernel's speed)."""
 PROGRAM_ROWS = {Weights.FLOAT32: 64, Weights.BFLOAT16: 64, Weights.INT8: 64, Weights.INT4: 64}
 """Likewise for a whole forward as one program, which spares what torch's small operations cost."""
@@ -124,9 +124,9 @@ def by_kernel(kind: Weights, rows: int) -> bool:
 
 @cache
 def most_rows(kind: Weights) -> int:
-    """See ``MOST_ROWS``."""
+    """See ``MAX_ROWS``."""
     narrow = "AVX512" not in torch.backends.cpu.get_cpu_capability()
-    return (MOST_ROWS_WITHOUT_AVX512 if narrow else MOST_ROWS).get(kind, MOST_ROWS[kind])
+    return (MAX_ROWS_WITHOUT_AVX512 if narrow else MAX_ROWS).get(kind, MAX_ROWS[kind])
 
 
 def program_rows(kind: Weights) -> int:

@@ -68,7 +68,7 @@ class UpdateTraits:
     own_communication: bool = False
     """Whether it may ask for gradients that are not summed over ranks, and then exchanges what it needs itself (1-bit
     Adam); it is a ``CommunicatingOptimizer``. Where tensors are partitioned, groups of ranks share a copy each, and
-    gradients are those of a group: were there one copy, no rank could say what another one's slice lacks."""
+    gradients are those of a group: were there one copy, no rank could say what another one's shard lacks."""
     rank_state: tuple[str, ...] = ()
     """Entries of its state that differ between ranks with the same weights (error feedback); per element."""
     script_keys: tuple[str, ...] = ()
@@ -106,7 +106,7 @@ class UpdateContext:
     """Set if the gradients are this rank's own: their mean over the holders is the gradient. The update then exchanges
     what keeps the masters equal on all holders. ``gradient_norm`` is the root mean square of the holders' norms."""
     parts: Ranks | None = None
-    """The ranks that share one copy, if masters are slices of it; only for updates with ``own_communication``."""
+    """The ranks that share one copy, if masters are shards of it; only for updates with ``own_communication``."""
 
 
 ALONE = UpdateContext()

@@ -62,13 +62,13 @@ def check_partitioning(optimizer: Optimizer, plan: Plan) -> None:
     )
 
 
-def _check_groups(name: str, in_slices: bool, plan: Plan) -> None:
+def _check_groups(name: str, in_shards: bool, plan: Plan) -> None:
     """One that communicates needs several copies, and at stage 3 there is no telling when a copy is whole.
-    ``in_slices``: it can update slices of tensors."""
-    if plan.zero.shard_params or not in_slices:
+    ``in_shards``: it can update shards of tensors."""
+    if plan.zero.shard_params or not in_shards:
         raise DeepSpeedConfigError(
             f"{name} exchanges what it needs of whole gradients itself, so zero_optimization.stage={plan.zero.stage} "
-            f"cannot partition its tensors across ranks; use stage 0{' to 2' if in_slices else ''}."
+            f"cannot partition its tensors across ranks; use stage 0{' to 2' if in_shards else ''}."
         )
     if not plan.zero.in_groups:
         raise DeepSpeedConfigError(

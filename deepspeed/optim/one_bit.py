@@ -176,7 +176,7 @@ class OneBitOptimizer(MultiTensorOptimizer):
         beta2: float,
     ) -> bool:
         """An element that had no gradient so far has variance 0, and any momentum would throw it far away. It gets the
-        mean of its tensor; where the whole tensor had none, the mean square of its first gradients. A slice counts as
+        mean of its tensor; where the whole tensor had none, the mean square of its first gradients. A shard counts as
         a tensor, unless the update sums over fragments.
 
         Returns whether any of the tensors, of any rank with a part of them, were seen for the first time."""
@@ -202,7 +202,7 @@ def _mask_of(mask: Any, value: Tensor) -> Tensor:
         size = mask.numel() if isinstance(mask, Tensor) else type(mask).__name__
         raise ValueError(
             f"{MASK}: a tensor with {value.numel()} elements is needed, those of a parameter of its group or of this "
-            f"rank's slice of it, not {size}. Give parameters with masks groups of their own, and use ZeRO stage 0."
+            f"rank's shard of it, not {size}. Give parameters with masks groups of their own, and use ZeRO stage 0."
         )
     return mask.to(value.device, value.dtype).view(value.shape)
 

@@ -19,7 +19,7 @@ SMALL_MASTERS = (
     "bf16.bf16_master_weights_and_grads: true"
 )
 
-MOST_RANKS = 4096
+MAX_RANKS = 4096
 
 WORTH_IT = 0.05
 """Share of the peak that a change has to save to be named."""
@@ -217,7 +217,7 @@ def hidden_updates(current: PlanAnswer) -> list[tuple[str, PlanAnswer]]:
     plan. They need more memory, so a machine may have too little for one of them."""
     offload = current.plan.state_offload
     waits = current.setting.apart and offload is not None and offload.folder is None
-    if not waits or current.plan.zenflow is not None or (offload is not None and offload.speculate):
+    if not waits or current.plan.zenflow is not None or current.plan.speculates:
         return []
     found = []
     for text, key, value in (
@@ -285,7 +285,7 @@ def _enough_ranks(current: PlanAnswer) -> int | None:
     request = current.request
     config = {key: value for key, value in request.config.items() if key != "train_batch_size"}
     micro = current.config.train_micro_batch_size_per_gpu
-    while request.ranks * 2 <= MOST_RANKS:
+    while request.ranks * 2 <= MAX_RANKS:
         request = replace(
             request, ranks=request.ranks * 2, nodes=request.nodes * 2, config=config, micro_batch=micro
         )

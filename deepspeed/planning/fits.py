@@ -14,7 +14,7 @@ from deepspeed.planning.run_spec import RunSpec
 SKIP = "DS_SKIP_MEMORY_CHECK"
 """Environment variable that lets a run start without this check."""
 
-MOST_BYTES_PER_PARAMETER = 64
+MAX_BYTES_PER_PARAMETER = 64
 """More than any plan takes: below half of what is available, no plan is needed."""
 
 
@@ -39,9 +39,7 @@ def check_fits(run: RunSpec) -> None:
     near = neighbours()
     have = total_capacity(run.plan, device_type)
     numel = sum(full_numel(param) for param in run.module.parameters())
-    if 2 * near * numel * MOST_BYTES_PER_PARAMETER <= min(
-        n for n in (have.host, have.device, have.disk) if n
-    ):
+    if 2 * near * numel * MAX_BYTES_PER_PARAMETER <= min(n for n in (have.host, have.device, have.disk) if n):
         return
     # The planner, for runs of which this bound is not enough.
     from deepspeed.planning.run_plan import shortage

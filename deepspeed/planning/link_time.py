@@ -81,7 +81,7 @@ def link_times(found: PlanAnswer, compute: float, bandwidth: float) -> LinkTimes
     weights = sum(spec.numel * spec.dtype.itemsize for spec in specs) / max(numel, 1)
     reduced = found.plan.precision.reduce
     gradients = float(reduced.itemsize) if reduced is not None else weights
-    make = _with_slices if found.plan.zero.shard_params else _with_whole_weights
+    make = _with_shards if found.plan.zero.shard_params else _with_whole_weights
     per_element = make(found, weights, gradients)
     share = (nodes - 1) / nodes  # of what all exchange, that leaves one of them
     options = [Option(name, change, share * numel * nbytes) for name, change, nbytes in per_element]
@@ -118,7 +118,7 @@ def _with_whole_weights(found: PlanAnswer, weights: float, gradients: float) -> 
     return options
 
 
-def _with_slices(found: PlanAnswer, weights: float, gradients: float) -> list[tuple[str, str, float]]:
+def _with_shards(found: PlanAnswer, weights: float, gradients: float) -> list[tuple[str, str, float]]:
     """Stage 3. Two gathers and a sum of gradients for each micro-batch; with hpZ one gather for all of them."""
     packing, sums = found.plan.packing, found.setting.micro_batches
     int8, int4 = (bytes_per_element(codec_named(name)) for name in ("int8", "int4"))

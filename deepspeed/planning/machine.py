@@ -44,13 +44,13 @@ def free_now(plan: Plan, device_type: str) -> Capacity:
     host = machine_available_bytes()
     if limit is not None:
         host = min(host, max(0, limit - _container_use()))
-    return Capacity(_device(device_type, total=False), host, free_disk(swap_folders(plan)))
+    return Capacity(_device(device_type, total=False), host, free_disk(plan.swap_folders))
 
 
 def total_capacity(plan: Plan, device_type: str) -> Capacity:
     """Return the bytes that no run can exceed: whole devices, the machine's memory and swap space; for disks the free
     space."""
-    return Capacity(_device(device_type, total=True), _host_total(), free_disk(swap_folders(plan)))
+    return Capacity(_device(device_type, total=True), _host_total(), free_disk(plan.swap_folders))
 
 
 @functools.cache
@@ -89,12 +89,6 @@ def _device(device_type: str, *, total: bool) -> int | None:
         return accelerator.total_memory() if total else accelerator.available_memory()
     except (RuntimeError, NotImplementedError):  # a driver without devices
         return None
-
-
-def swap_folders(plan: Plan) -> list[Path]:
-    return [
-        o.folder for o in (plan.state_offload, plan.param_offload) if o is not None and o.folder is not None
-    ]
 
 
 def free_disk(folders: Iterable[Path]) -> int | None:

@@ -17,7 +17,7 @@ from deepspeed.zero.partitioning import TrainedParams, param_specs, trained_para
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelFacts:
+class PlannedModel:
     """``specs[i]`` is parameter i: the ``trained`` ones first, then the frozen ones.
 
     ``calls``: for each call of a forward, in order, the parameters that stage 3 gathers for it. Registration order
@@ -40,7 +40,7 @@ class ModelFacts:
 
 def facts_of(
     module: nn.Module, plan: Plan, param_groups: Sequence[dict[str, Any]] | None = None
-) -> ModelFacts:
+) -> PlannedModel:
     """Facts about ``module``, which may be on the meta device, partitioned, or in use. Nothing is changed.
 
     ``param_groups``: the optimizer's; default: everything that requires a gradient, in one group.
@@ -53,7 +53,7 @@ def facts_of(
     index = {id(param): i for i, param in enumerate(everything.params)}
     number = {id(param): g for g, group in enumerate(groups) for param in group["params"]}
     precision = plan.precision
-    return ModelFacts(
+    return PlannedModel(
         specs=param_specs(module, everything, plan, lambda param: cast_dtype(param.dtype, precision)),
         trained=len(trained.params),
         group_of=[number[id(param)] for param in trained.params],

@@ -29,7 +29,7 @@ from deepspeed.zero.states.store import ResidentTier
 
 @dataclass(slots=True)
 class BucketUse:
-    """A bucket and where this rank's slice of it is stored. ``flat``: its parameters are views of one buffer."""
+    """A bucket and where this rank's shard of it is stored. ``flat``: its parameters are views of one buffer."""
 
     layout: BucketLayout
     place: MemoryPlace
@@ -39,7 +39,7 @@ class BucketUse:
 
     @property
     def resting_bytes(self) -> int:
-        """Bytes of the slice that stage 3 keeps."""
+        """Bytes of the shard that stage 3 keeps."""
         return self.layout.shard_numel * self.layout.dtype.itemsize
 
     @property
@@ -121,12 +121,12 @@ class Offload:
         return self.tier.takes(layout)
 
     def files_gradients(self, layout: BucketLayout) -> bool:
-        """Tell whether its summed slice is stored in the file (``OffloadedTier.new_gradients``); at stage 1 it is part
+        """Tell whether its summed shard is stored in the file (``OffloadedTier.new_gradients``); at stage 1 it is part
         of the whole gradient."""
         return self._swaps and not self.apart and self.plan.zero.shard_grads and self.takes(layout)
 
     def gradient_bytes(self, layout: BucketLayout) -> int:
-        """Bytes of the summed slice."""
+        """Bytes of the summed shard."""
         return layout.shard_numel * (self.plan.precision.accumulate or layout.dtype).itemsize
 
     def place_states(self, buckets: Sequence[BucketUse], group_of: Sequence[int]) -> None:
@@ -179,8 +179,8 @@ class Offload:
             )
             for piece in pieces
         ]
-        offload, near = self.plan.state_offload, MemoryPlace.DEVICE if self.apart else bucket.state_place
-        if offload is not None and (offload.speculate or self.plan.zenflow is not None):
+        near = MemoryPlace.DEVICE if self.apart else bucket.state_place
+        if self.plan.speculates or (self.plan.state_offload is not None and self.plan.zenflow is not None):
             self._shadow_copies(owned, bucket.state_place, here=taken or not self.apart)
         if self.plan.zenflow is not None:
             self._columns(owned, self.plan.zenflow, near, MemoryPlace.HOST if self.apart else near)
@@ -232,7 +232,7 @@ class Offload:
 
     def _pass_through_slots(self, owned: list[SimulatedFragment], gradients: Sequence[int]) -> None:
         """Sub-groups, their records in the file, and the host memory that they pass through. ``gradients``: bytes of
-        the slices that are also stored in the file."""
+        the shards that are also stored in the file."""
         if not owned or not isinstance(self.tier, OffloadedTier):
             return
         groups = [part[0] for part in sub_groups([owned], self.tier.group_numel)]

@@ -16,7 +16,7 @@ from deepspeed.config.plan import ParamOffload, Plan
 from deepspeed.ops.native import DEVICE_PIECE
 from deepspeed.planning.journal import SILENT, Journal, Notebook
 from deepspeed.planning.ledger import FROM_READY, TRAINING, Ledger, MemoryKind, MemoryPhase, MemoryPlace
-from deepspeed.planning.model import ModelFacts
+from deepspeed.planning.model import PlannedModel
 from deepspeed.planning.offload import BucketUse, CountedMemory, Offload
 from deepspeed.planning.rehearsal import Rehearsal, SumScratch
 from deepspeed.planning.states import OptimizerFacts
@@ -36,7 +36,7 @@ class PlanSetting:
     model is built under ``zero.Init`` (stage 3) and never exists whole.
     """
 
-    facts: ModelFacts
+    facts: PlannedModel
     plan: Plan
     zero: DeepSpeedZeroConfig
     optimizer: OptimizerFacts
@@ -144,7 +144,7 @@ def cut_buckets(setting: PlanSetting) -> list[BucketUse]:
 
 
 class _Resting:
-    """Places of stage-3 slices, decided in order of placement (``ParamStorage.keep``)."""
+    """Places of stage-3 shards, decided in order of placement (``ParamStorage.keep``)."""
 
     def __init__(self, plan: ParamOffload | None, setting: PlanSetting) -> None:
         self.plan = plan
@@ -174,7 +174,7 @@ def _building(ledger: Ledger, setting: PlanSetting, buckets: Sequence[BucketUse]
     if setting.zero_init:
         parts = [-(-spec.numel // setting.shards) * spec.dtype.itemsize for spec, _ in sizes]
         place = _init_place(setting)
-        _built_in_slices(ledger, setting, parts, whole, place)
+        _built_in_shards(ledger, setting, parts, whole, place)
         peak = remaining = sum(parts) if place is near else 0
     else:
         parts = [spec.numel * spec.dtype.itemsize for spec, _ in sizes]
@@ -189,7 +189,7 @@ def _building(ledger: Ledger, setting: PlanSetting, buckets: Sequence[BucketUse]
         own = sum(parts[slot.param] for slot in bucket.layout.slots) if place is near else 0
         kept = bucket.resting_bytes if setting.plan.zero.shard_params else flat
         kept = kept if bucket.place is near else 0
-        # Parameters are freed as they are copied, slices of zero.Init once the whole bucket is sharded.
+        # Parameters are freed as they are copied, shards of zero.Init once the whole bucket is sharded.
         left = remaining if setting.zero_init else remaining - own
         peak = max(peak, remaining + rested + flat, left + rested + flat + kept)
         remaining -= own
@@ -208,17 +208,17 @@ def _casting(whole: Sequence[int], parts: Sequence[int]) -> int:
 
 
 def _init_place(setting: PlanSetting) -> MemoryPlace:
-    """Return the place where ``zero.Init`` leaves a parameter's slices: the one the config offloads them to."""
+    """Return the place where ``zero.Init`` leaves a parameter's shards: the one the config offloads them to."""
     offload = setting.plan.param_offload
     if offload is None:
         return setting.near
     return MemoryPlace.DISK if offload.folder is not None else MemoryPlace.HOST
 
 
-def _built_in_slices(
+def _built_in_shards(
     ledger: Ledger, setting: PlanSetting, parts: Sequence[int], whole: Sequence[int], place: MemoryPlace
 ) -> None:
-    """Under ``zero.Init`` parameters are whole one at a time, on the host if slices do not stay on the device.
+    """Under ``zero.Init`` parameters are whole one at a time, on the host if shards do not stay on the device.
     Each is cast, then sharded: two copies of it at a time."""
     building = setting.near if place is setting.near else MemoryPlace.HOST
     held = 0

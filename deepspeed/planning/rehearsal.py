@@ -178,7 +178,7 @@ class SimulatedCommunicator(Communicator):
         self.meter.change(MemoryKind.COMMUNICATION, -sent - received - total)
 
     def _received(self, tensor: Tensor, told: Pending) -> Pending:
-        """This rank's slice arrives from every other one, from the start of the sum until somebody waits for it."""
+        """This rank's shard arrives from every other one, from the start of the sum until somebody waits for it."""
         count, item = -(-tensor.numel() // self.size), tensor.element_size()
         nbytes = math.prod(scratch_shape(count, self.size, item)) * item
         self.meter.change(MemoryKind.COMMUNICATION, nbytes)
@@ -213,7 +213,7 @@ class SimulatedCommunicator(Communicator):
 
 
 class SimulatedChannel(SimulatedCommunicator):
-    """The ranks among which a bucket is gathered: its slice has no memory, but its layout has a size."""
+    """The ranks among which a bucket is gathered: its shard has no memory, but its layout has a size."""
 
     def __init__(self, bucket: ShardedBucket, near: SimulatedCommunicator) -> None:
         super().__init__(near.size, near.meter, journal=near.journal, apart=near.apart)
@@ -272,7 +272,7 @@ def in_groups(shards: int, group: int) -> bool:
 
 
 class SimulatedBucket(ShardedBucket):
-    """A bucket of parameters that is gathered and released without memory."""
+    """A bucket of parameters that is gathered and resharded without memory."""
 
     def __init__(
         self,
@@ -297,17 +297,17 @@ class SimulatedBucket(ShardedBucket):
     def arrived(self) -> None:
         self.status = Status.GATHERED
 
-    def release(self) -> None:
+    def reshard(self) -> None:
         if self.status is Status.GATHERED:
             self.meter.change(MemoryKind.GATHERED, -self.nbytes)
             self.status = Status.SHARDED
 
-    def own_slice(self) -> Tensor:
+    def own_shard(self) -> Tensor:
         return self.nothing
 
 
 class SimulatedServers(ShardServers):
-    """Other ranks' slices arrive immediately."""
+    """Other ranks' shards arrive immediately."""
 
     def __init__(self, buckets: Sequence[ShardedBucket], replica_groups: SimulatedReplicaGroups) -> None:
         self.buckets, self.servers = list(buckets), {}
@@ -437,7 +437,7 @@ class Rehearsal:
             coordinator.gatherer.end_of_step()
             for bucket in buckets:
                 if not bucket.persistent:
-                    bucket.release()
+                    bucket.reshard()
             coordinator.end_of_step()
         reducer.clear()
 

@@ -19,8 +19,8 @@ from deepspeed.ops.update import traits_of
 from deepspeed.optim.elementwise import check_partitioning
 from deepspeed.planning.activations import TransformerShape, activation_bytes, budgeted_bytes
 from deepspeed.planning.ledger import STEADY, Ledger, MemoryKind, MemoryPhase, MemoryPlace
-from deepspeed.planning.machine import Capacity, free_disk, swap_folders
-from deepspeed.planning.model import ModelFacts, facts_of
+from deepspeed.planning.machine import Capacity, free_disk
+from deepspeed.planning.model import PlannedModel, facts_of
 from deepspeed.planning.planner import PlanSetting, plan_memory
 from deepspeed.planning.split import Split
 from deepspeed.planning.states import ADAM, OptimizerFacts, optimizer_facts
@@ -86,7 +86,7 @@ class PlanAnswer:
         known = self.request.capacity
         if not self.request.follow_disk:
             return known
-        return Capacity(known.device, known.host, free_disk(swap_folders(self.plan)))
+        return Capacity(known.device, known.host, free_disk(self.plan.swap_folders))
 
     def need(self, place: MemoryPlace) -> tuple[int, MemoryPhase]:
         """Bytes that ranks sharing a memory need together at the peak, and the phase of that peak."""
@@ -157,7 +157,7 @@ def _states_between_updates(ledger: Ledger) -> None:
             ledger.entries[phase, MemoryPlace.DEVICE, kind] = 0
 
 
-def _experts(facts: ModelFacts, ranks: int) -> list[str]:
+def _experts(facts: PlannedModel, ranks: int) -> list[str]:
     sizes = {expert_parallel_size(spec.replica_group, ranks) for spec in facts.specs} - {1}
     over = ", ".join(str(size) for size in sorted(sizes))
     return [f"of experts spread over {over} ranks, those of one rank are counted"] if sizes else []
@@ -220,7 +220,7 @@ def _activations(ledger: Ledger, request: PlanRequest, setting: PlanSetting, con
     limit = config.activation_checkpointing_config.memory_budget
     if limit is not None and _counted(ledger, request, setting, config, limit, request.sequence):
         return
-    dtype = setting.plan.precision.autocast or setting.plan.precision.param or torch.float32
+    dtype = setting.plan.precision.products or torch.float32
     nbytes = activation_bytes(
         request.split.shape(request.shape),
         micro_batch=config.train_micro_batch_size_per_gpu,

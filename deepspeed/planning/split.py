@@ -8,7 +8,7 @@ from torch import nn
 
 from deepspeed.ops.partitions import partition_balanced
 from deepspeed.planning.activations import TransformerShape
-from deepspeed.planning.model import ModelFacts
+from deepspeed.planning.model import PlannedModel
 from deepspeed.zero.layout import ParamSpec
 
 
@@ -27,7 +27,7 @@ class Split:
         """Number of different parts."""
         return self.tensor * self.stages
 
-    def facts(self, facts: ModelFacts, module: nn.Module) -> ModelFacts:
+    def facts(self, facts: PlannedModel, module: nn.Module) -> PlannedModel:
         """Return the facts for a rank of that stage: every matrix is cut, other parameters are whole."""
         if self.ways == 1:
             return facts
@@ -51,7 +51,7 @@ class Split:
         parts = self.tensor if spec.name in matrices else 1
         return replace(spec, index=index, numel=-(-spec.numel // parts))
 
-    def _calls(self, facts: ModelFacts) -> tuple[int, int]:
+    def _calls(self, facts: PlannedModel) -> tuple[int, int]:
         """The calls of the stage, such that all have about as many parameters."""
         if self.stages == 1:
             return 0, len(facts.calls)

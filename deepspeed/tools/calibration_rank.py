@@ -29,7 +29,7 @@ from deepspeed.planning.step_time.user_model import call_of, loss_of
 SIZES = (4 << 10, 64 << 10, 1 << 20, 8 << 20)
 """Bytes that a rank sends in a collective that is timed."""
 ROUNDS = 3
-MOST_STEPS = 60
+MAX_STEPS = 60
 
 Parts = tuple[float, float, float]
 """Seconds of a step: forward, backward, update."""
@@ -86,7 +86,7 @@ def timed(trained: Trained, steps: int, warmup: int, seconds: float, world: Comm
     taken = [sum(trained.step()) for _ in range(warmup)]
     slowest = torch.tensor([taken[-1] if taken else seconds], device=trained.device)
     world.all_reduce_max(slowest).wait()
-    count = max(steps, min(MOST_STEPS, int(seconds / max(1e-9, float(slowest)))))
+    count = max(steps, min(MAX_STEPS, int(seconds / max(1e-9, float(slowest)))))
     return [trained.step() for _ in range(count)]
 
 
@@ -214,7 +214,7 @@ def _line(points: Sequence[tuple[int, float]]) -> dict[str, float]:
 
 
 def fetch_line(gather: dict[str, float], trained: Trained) -> dict[str, float]:
-    """Stage 3 on processors asks the others for slices: timed with its own sockets."""
+    """Stage 3 on processors asks the others for shards: timed with its own sockets."""
     sharded = trained.engine.sharded
     servers = getattr(getattr(sharded, "gatherer", None), "server", None)
     if servers is None or not servers.servers:

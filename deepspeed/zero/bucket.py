@@ -26,7 +26,7 @@ _NOWHERE = -1
 class ParamBucket:
     """Owns the flat weights of one bucket.
 
-    ``full`` is [padded_numel] in the bucket's dtype and holds the parameters; ``shard`` is this rank's slice of it.
+    ``full`` is [padded_numel] in the bucket's dtype and holds the parameters; this rank owns ``shard`` of it.
     With one shard per bucket there is nothing to gather: unless ``flat`` is requested, the parameters stay where the
     caller put them and ``full`` and ``shard`` are None.
     """
@@ -114,7 +114,7 @@ class ParamBucket:
         raise KeyError(fragment.param)
 
     def publish(self) -> Pending | None:
-        """Start to send this rank's slice to the others; None when there is nothing to move."""
+        """Start to send this rank's shard to the others; None when there is nothing to move."""
         if self.full is None or self.shard is None or self.layout.num_shards == 1:
             return None
         return self.communicator.all_gather(self.full, self.shard)
@@ -131,7 +131,7 @@ class ParamBucket:
 
 
 class WeightPublisher:
-    """Sends updated slices to the other ranks and marks the weights as changed; ``after`` is called when done."""
+    """Sends updated shards to the other ranks and marks the weights as changed; ``after`` is called when done."""
 
     def __init__(self, buckets: Sequence[ParamBucket], after: Sequence[Callable[[], None]] = ()) -> None:
         self.buckets = list(buckets)
@@ -144,8 +144,8 @@ class WeightPublisher:
             if pending is not None:
                 pending.wait()
         torch.autograd.graph.increment_version([param for bucket in chosen for param in bucket.params])
-        for told in self.after:
-            told()
+        for notify in self.after:
+            notify()
 
 
 _PARTS = "_ds_parts"  # attribute of a buffer

@@ -1,7 +1,7 @@
 """Layout of parameters in buckets and shards across ranks: pure arithmetic, no torch.distributed.
 
 A *bucket* is a run of parameters of one gather unit that share a communicator, a dtype and a wire dtype, laid end
-to end, padded, and divided evenly among the ranks of its group: rank ``r`` owns slice ``r`` (ZeRO, Rajbhandari et al.
+to end, padded, and divided evenly among the ranks of its group: rank ``r`` owns shard ``r`` (ZeRO, Rajbhandari et al.
 2020, section 5). Optimizer groups do not split buckets: the group is a property of a fragment.
 """
 

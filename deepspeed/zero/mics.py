@@ -1,6 +1,6 @@
 """MiCS (Z. Zhang et al. 2022): stage 3 within groups of ranks, replicas across them.
 
-A gradient is reduce-scattered inside the group and its slice all-reduced over the replicas; parameters are gathered
+A gradient is reduce-scattered inside the group and its shard all-reduced over the replicas; parameters are gathered
 inside the group only. With N ranks in groups of s, a gather moves (s-1)/s of a bucket from nearby ranks instead of
 (N-1)/N from all ranks, at the price of N/s times the memory for model states.
 

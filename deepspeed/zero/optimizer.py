@@ -417,7 +417,7 @@ class WholeMasters(ZeroOptimizer):
         return scale / clip_coefficient(total_norm / scale, self.clip_grad)
 
 
-class FusedOptimizer(WholeMasters):
+class FusedMasters(WholeMasters):
     """FusedAdam or a 1-bit Adam: an instance of ``deepspeed.compat.fp16.fused_optimizer.FP16_Optimizer``."""
 
     def unscale_and_clip_grads(
@@ -432,12 +432,12 @@ class FusedOptimizer(WholeMasters):
         return divisor
 
 
-class BF16_Optimizer(FusedOptimizer):
+class BF16_Optimizer(FusedMasters):
     """bf16 weights whose gradients accumulate in fp32 (documented as
     ``deepspeed.zero.optimizer.BF16_Optimizer``); clients ask for either class."""
 
 
-class UnfusedOptimizer(WholeMasters):
+class UnfusedMasters(WholeMasters):
     """Any other optimizer: an instance of ``deepspeed.compat.fp16.unfused_optimizer.FP16_UnfusedOptimizer`` for
     clients that ask."""
 

@@ -206,7 +206,7 @@ class DeepSpeedZeRoOffload(HasMovableStates):
     # The end ------------------------------------------------------------------------------------------------
 
     def partition_all_parameters(self) -> None:
-        self.param_coordinator.transitions.release_all()
+        self.param_coordinator.transitions.reshard_all()
 
     empty_partition_cache = partition_all_parameters
 

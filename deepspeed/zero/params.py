@@ -1,6 +1,6 @@
 """The ``ds_*`` attributes that clients read on partitioned parameters; the only place that writes them.
 
-A partitioned parameter has an *owner*: the bucket that holds its slices, or, between ``zero.Init`` and
+A partitioned parameter has an *owner*: the bucket that holds its shards, or, between ``zero.Init`` and
 ``initialize``, its own shard. All access from outside goes through the owner.
 """
 
@@ -43,7 +43,7 @@ class ZeRORuntimeException(RuntimeError):
 
 
 class ShardOwner(Protocol):
-    """Owner of the slices of a partitioned parameter; ``position`` identifies the parameter there."""
+    """Owner of the shards of a partitioned parameter; ``position`` identifies the parameter there."""
 
     communicator: Any
     """Of the ranks that together hold the parameter."""
@@ -187,8 +187,8 @@ def forget(param: nn.Parameter) -> None:
 
 
 def _deepcopy(param: Any, memo: dict[int, Any]) -> Any:
-    """``copy.deepcopy`` (``nn.TransformerEncoder`` creates its layers with it): if only this rank's slice exists, a
-    parameter with its own slice. A whole one is copied as an ordinary parameter, which belongs to no engine."""
+    """``copy.deepcopy`` (``nn.TransformerEncoder`` creates its layers with it): if only this rank's shard exists, a
+    parameter with its own shard. A whole one is copied as an ordinary parameter, which belongs to no engine."""
     copy_of = getattr(param.ds_owner, "copy_of", None)
     if copy_of is None or param.ds_status is not ZeroParamStatus.NOT_AVAILABLE:
         return nn.Parameter.__deepcopy__(param, memo)
@@ -198,7 +198,7 @@ def _deepcopy(param: Any, memo: dict[int, Any]) -> Any:
 
 
 def follow_dtype(param: Any) -> None:
-    """``module.double()`` and the like convert what is left of a partitioned parameter: convert its slice too."""
+    """``module.double()`` and the like convert what is left of a partitioned parameter: convert its shard too."""
     cast = getattr(param.ds_owner, "cast", None)
     if cast is not None and param.ds_tensor.dtype != param.dtype:
         cast(param, param.dtype)
@@ -318,7 +318,7 @@ def partition(
     has_been_updated: bool = False,
     free_data: bool = True,
 ) -> None:
-    """Write changes (``has_been_updated``) to the slices and drop the whole parameter; ``free_data=False`` leaves its
+    """Write changes (``has_been_updated``) to the shards and drop the whole parameter; ``free_data=False`` leaves its
     memory to the caller."""
     for each in param_list if param_list is not None else [param]:
         if each.ds_status is not ZeroParamStatus.AVAILABLE:

@@ -2,7 +2,7 @@
 
 Until then they cost nothing: no gradient buckets, no masters, no state. When one gets its first gradient, autograd
 leaves it in ``param.grad``, where it accumulates over micro-batches like a local sum. At the next step all ranks agree
-on which parameters have one (``GradReport.woken``). These get buckets, masters and a place in the reducer; their local
+on which parameters have one (``StepVote.woken``). These get buckets, masters and a place in the reducer; their local
 sums are reduced over the ranks, and they are updated in that step. From the next backward on they are like any other.
 
 The opposite case needs no handling: a parameter that is frozen later has no gradient, and a parameter that no rank used
@@ -74,7 +74,7 @@ class PendingParams:
         self._followers.append(follower)
 
     def look(self) -> None:
-        """Find the waiting parameters: the same on every rank, as their optimizers are the same."""
+        """Find the pending parameters: the same on every rank, as their optimizers are the same."""
         groups = self.store.optimizer.param_groups
         sizes = [len(group[PARAMS]) for group in groups]
         if sizes != self._groups or len(self.store.params) != self._trained:
@@ -83,7 +83,7 @@ class PendingParams:
             trained = {id(p) for p in self.store.params}
             held = {id(p): p for group in groups for p in group[PARAMS]}
             held.update((id(p), p) for p in self.spare)
-            self.reducer.waiting = [p for key, p in held.items() if key not in trained]
+            self.reducer.pending_params = [p for key, p in held.items() if key not in trained]
             self._strays = [(name, p) for name, p in self._frozen if id(p) not in held]
         if self._strays:
             self._name_strays()
@@ -102,16 +102,16 @@ class PendingParams:
             )
 
     def admit(self, chosen: Sequence[bool]) -> None:
-        """Train the waiting parameters that are ``chosen``, with the gradients they have. Collective."""
+        """Train the pending parameters that are ``chosen``, with the gradients they have. Collective."""
         first = len(self.store.params)
-        buckets = self._admit([p for p, yes in zip(self.reducer.waiting, chosen, strict=True) if yes])
+        buckets = self._admit([p for p, yes in zip(self.reducer.pending_params, chosen, strict=True) if yes])
         self.reducer.sum_admitted(first, buckets)
 
     def admit_saved(self, names: Collection[str]) -> None:
-        """A checkpoint holds these parameters' state: train those of them that are waiting. Local, on every rank."""
+        """A checkpoint holds these parameters' state: train those of them that are pending. Local, on every rank."""
         self.look()
         own = {id(p): name for name, p in self.module.named_parameters()}
-        params = [p for p in self.reducer.waiting if own.get(id(p)) in names]
+        params = [p for p in self.reducer.pending_params if own.get(id(p)) in names]
         if params:
             self._admit(params)
 

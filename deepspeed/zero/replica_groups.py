@@ -33,7 +33,7 @@ DENSE = "dense"
 """The weights that all ranks hold."""
 SHARED_BY = "ds_shared_by"
 """Attribute of a parameter that pipeline stages share: (name of its replica group, global ranks that hold it, those of
-them that hold the same slice as this rank). The name begins with SHARED."""
+them that hold the same shard as this rank). The name begins with SHARED."""
 SHARED = "shared by stages: "
 DIVIDED = "ds_tokens_divided"
 """Attribute of an expert's parameter that is True where tensor-parallel ranks hold copies, and each takes a part of the
@@ -72,7 +72,7 @@ def replica_group_name(param: torch.Tensor) -> str:
 
 
 class Levels(NamedTuple):
-    """Groups of neighbouring ranks (ZeRO++): those of this rank's group, and those with its place in every group. Slice
+    """Groups of neighbouring ranks (ZeRO++): those of this rank's group, and those with its place in every group. Shard
     r = g * near.size + i is that of place i in group g."""
 
     near: Communicator
@@ -81,7 +81,7 @@ class Levels(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReplicaGroup:
-    """``everyone``, the ranks that hold these weights, is ``shard`` x ``replicas``: this rank's slice is one of
+    """``everyone``, the ranks that hold these weights, is ``shard`` x ``replicas``: this rank's shard is one of
     ``shard.size``, and ``replicas.size`` ranks hold the same. The mean of gradients divides their sum by ``divisor``.
     Other ranks hold other weights under the same names: this is number ``kind`` of ``kinds``.
     """
@@ -101,7 +101,7 @@ class ReplicaGroup:
 
     @property
     def first_replica(self) -> bool:
-        """Return whether this rank's copy counts where each slice must count once (norms)."""
+        """Return whether this rank's copy counts where each shard must count once (norms)."""
         return self.divided or self.replicas.rank == 0
 
     @property
@@ -111,7 +111,7 @@ class ReplicaGroup:
 
     @property
     def written_by(self) -> Communicator:
-        """The ranks of which one writes each slice to a checkpoint."""
+        """The ranks of which one writes each shard to a checkpoint."""
         return self.shard if self.divided else self.everyone
 
     @classmethod
@@ -205,7 +205,7 @@ class ReplicaGroups:
         return found
 
     def shards(self) -> dict[str, int]:
-        """In how many slices one copy is cut, by the name of the replica group."""
+        """In how many shards one copy is cut, by the name of the replica group."""
         return {name: replica_group.shard.size for name, replica_group in self._known.items()}
 
     def _sharded(self, replica_group: ReplicaGroup) -> ReplicaGroup:

@@ -74,17 +74,21 @@ class StepResult:
 
 
 @dataclass(frozen=True, slots=True)
-class GradReport:
-    """Report that all ranks agree on at a boundary: who used which parameter, the norm, late arrivals, and which of the
-    parameters not trained yet have a gradient (``woken``). ``changes``: some rank of the whole model has either, and
-    all must report again. ``own``: every rank's optimizer wants the next gradients unsummed."""
+class StepVote:
+    """Result of the all-reduce before an update: every rank has the same one."""
 
     squares: float
+    """Sum of the squares of all gradients, in the scale of the loss; NaN or Inf if one of them is."""
     used: list[bool]
+    """By parameter of the store: some rank that holds it has a gradient of it."""
     late: bool
+    """Some rank has a gradient that arrived after the sum of its bucket was launched."""
     woken: list[bool]
-    changes: bool
+    """By pending parameter: some rank that holds it has a gradient of it."""
+    again: bool
+    """Some rank of the whole model is ``late`` or has a ``woken`` one: all vote again once these are summed."""
     own: bool
+    """Every rank's optimizer wants the next gradients unsummed."""
 
 
 class Admission(Protocol):
@@ -152,24 +156,24 @@ class StepExecutor:
 
     def step(self) -> StepResult:
         self.reducer.finish()
-        for told in self.before_step:
-            told()
-        report = self._agree()
-        norm = norm_from_squares(report.squares) / self.scaler.scale
+        for notify in self.before_step:
+            notify()
+        vote = self._agree()
+        norm = norm_from_squares(vote.squares) / self.scaler.scale
         if self.plan.precision.check_overflow and not math.isfinite(norm):
             self._skip(norm)
             return StepResult(False, math.inf, 0.0)
         self.bad_steps = 0
-        self._check_unused(report.used)
+        self._check_unused(vote.used)
         clip = clip_coefficient(norm, self.plan.gradients.clip)
         self._relink_detached()
         with torch.set_grad_enabled(False):  # in every step: half the calls of no_grad()
             context = self._context(norm * clip) if self._needs_context else ALONE
-            self._update(report.used, clip / self.scaler.scale, context)
+            self._update(vote.used, clip / self.scaler.scale, context)
         self.publisher.publish()
         self.scaler.update(overflow=False)
         if self._asks or self._announced is not None:
-            self._change_cadence(report)
+            self._change_cadence(vote)
         return StepResult(True, norm, clip)
 
     # Cadence ------------------------------------------------------------------------------------------------
@@ -180,24 +184,24 @@ class StepExecutor:
         self.reducer.check_cadence(cadence)
         self._announced = cadence
 
-    def _change_cadence(self, report: GradReport) -> None:
+    def _change_cadence(self, vote: StepVote) -> None:
         if self._asks:
-            self.reducer.change_cadence(Cadence.NEVER if report.own else self.plan.zero.cadence)
+            self.reducer.change_cadence(Cadence.NEVER if vote.own else self.reducer.usual_cadence)
         if self._announced is not None:
             self.reducer.change_cadence(self._announced)
             self._announced = None
 
     # Agreement ----------------------------------------------------------------------------------------------
 
-    def _agree(self) -> GradReport:
-        """One small all-reduce tells every rank the squares, late arrivals and which parameters were used."""
+    def _agree(self) -> StepVote:
+        """Vote, and vote again if gradients had to be summed that no bucket in flight has taken."""
         self.admission.look()
-        report = self._exchange()
-        if any(report.woken):
-            self.admission.admit(report.woken)
-        if report.late:
+        vote = self._vote()
+        if any(vote.woken):
+            self.admission.admit(vote.woken)
+        if vote.late:
             self.reducer.reduce_late()
-        return self._exchange() if report.changes else report
+        return self._vote() if vote.again else vote
 
     def _admitted(self, names: Sequence[str]) -> None:
         """The store now also has the parameters with these names, at its end."""
@@ -207,12 +211,13 @@ class StepExecutor:
         self.optimizer_context.follow()
         self._lists = []
 
-    def _exchange(self) -> GradReport:
+    def _vote(self) -> StepVote:
+        """Give this rank's vote and return the result: one small all-reduce in fp64."""
         self._gradient_lists()
         alone = self.reducer.cadence is Cadence.NEVER
         squares = local_squares(self.store, self.members, sharded=self.sharded) if alone else self._squares()
-        late, waiting = self.reducer.has_late(), self.reducer.waiting
-        woken = [param.grad is not None for param in waiting] if waiting else []
+        late, pending = self.reducer.has_late(), self.reducer.pending_params
+        woken = [param.grad is not None for param in pending] if pending else []
         mine = flags = [*self.reducer.used, *woken]
         wishes = [bool(self._asks())] if self._asks else []
         own = any(wishes)
@@ -221,15 +226,15 @@ class StepExecutor:
             flags = [count > 0 for count in values[2 : 2 + len(flags)]]
             squares, late = values[0], values[1] > 0
             own = bool(wishes) and values[-1] == self.communicator.size
-        asked = self._by_holders([*self.store.params, *waiting]) if waiting else self._asked
+        asked = self._by_holders([*self.store.params, *pending]) if pending else self._asked
         if asked:
             self._ask_holders(asked, mine, flags)
         used, woken = flags[: len(self.store.params)], flags[len(self.store.params) :]
-        changes = late or any(woken)
+        again = late or any(woken)
         for others in self.replica_groups.across.values():
-            squares, again, refused = self._sum([squares, changes, not own], others)
-            changes, own = again > 0, not refused
-        return GradReport(squares, used, late, woken, changes, own)
+            squares, voters, refused = self._sum([squares, again, not own], others)
+            again, own = voters > 0, not refused
+        return StepVote(squares, used, late, woken, again, own)
 
     def _sum(self, message: Sequence[float], communicator: Communicator) -> list[float]:
         packed = torch.tensor(message, dtype=torch.float64).to(self.reducer.device)
@@ -239,7 +244,7 @@ class StepExecutor:
     def _ask_holders(
         self, asked: Sequence[tuple[ReplicaGroup, Sequence[int]]], mine: Sequence[bool], flags: list[bool]
     ) -> None:
-        """Correct ``flags``, of the parameters of the store and then of those that wait, where the ranks of ``dense``
+        """Correct ``flags``, of the store's parameters and then of the pending ones, where the ranks of ``dense``
         are not those that hold the same weights: of experts some of them, of weights that stages share others too.
         ``mine``: this rank's."""
         for replica_group, indices in asked:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 ACCESS = "_ds_state_access"
 
 
-class StateAccess(Protocol):
+class ParamAccess(Protocol):
     """The part of ``deepspeed.zero.states.access.StateAccess`` used here.
 
     Full tensors have the parameter's shape and are copies; local ones are this rank's part, 1-D. Each `param` is an
@@ -40,7 +40,7 @@ class StateAccess(Protocol):
     def set_local_gradient(self, param: Any, value: Tensor) -> None: ...
 
 
-def _access(param: Tensor) -> StateAccess | None:
+def _access(param: Tensor) -> ParamAccess | None:
     return getattr(param, ACCESS, None)
 
 
@@ -49,7 +49,7 @@ def is_kept_by_engine(param: Tensor) -> bool:
     return _access(param) is not None
 
 
-def _required(param: Tensor) -> StateAccess:
+def _required(param: Tensor) -> ParamAccess:
     access = _access(param)
     if access is None:
         raise ValueError(

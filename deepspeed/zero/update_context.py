@@ -132,8 +132,8 @@ class SegmentSums:
 
 
 class Holders:
-    """Sorts masters by who holds the same ones: all ranks with these weights, or, where they are in slices
-    (``sharded``), those with the same slice."""
+    """Sorts masters by who holds the same ones: all ranks with these weights, or, where they are in shards
+    (``sharded``), those with the same shard."""
 
     def __init__(self, store: StateStore, replica_groups: ReplicaGroups, *, sharded: bool) -> None:
         self.sharded = sharded

@@ -44,7 +44,7 @@ def make_grad_buckets(
 
     Args:
         pool: lends the buffers that live for one round.
-        tier: where the states are kept; slices whose state is off the device leave through ``host``.
+        tier: where the states are kept; shards whose state is off the device leave through ``host``.
         make: what takes the arguments of ``GradBucket``.
         by_rows: embeddings of whose gradients only the rows that were touched travel; each is alone in its bucket.
     """
@@ -68,7 +68,7 @@ def make_grad_buckets(
                 counts=first_holder,
                 accumulate_dtype=plan.precision.accumulate or layout.dtype,
                 keep_local=not plan.zero.shard_grads,
-                new_slice=partial(kept_by.new_gradients, device=first.device),
+                new_shard=partial(kept_by.new_gradients, device=first.device),
                 host=host if off_host(first.device) and tier.takes(layout) else None,
             )
         )
@@ -98,7 +98,7 @@ def gradient_sum(
 def own_sum(
     layout: BucketLayout, replica_group: ReplicaGroup, pool: BufferPool, plan: Plan
 ) -> GradientSum | None:
-    """The format of one bucket while gradients are not summed over all ranks; None: its slices have one owner each."""
+    """The format of one bucket while gradients are not summed over all ranks; None: its shards have one owner each."""
     if not plan.zero.shard_state:
         return LocalSum(replica_group.everyone.size)
     if plan.zero.shard_params or not (plan.zero.in_groups or replica_group.shard.size == 1):

@@ -31,8 +31,8 @@ from model import GPT, GPTConfig
 HERE = Path(__file__).resolve().parent
 MINUTES = 4.0
 AROUND_S = 25.0  # outside the steps of a run: start-up, validation, checkpoint or export, and the sample
-LEAST_STEPS = 100  # of both runs together; fewer would prove nothing, so they run even if the time is up
-MOST_STEPS = 600
+MIN_STEPS = 100  # of both runs together; fewer would prove nothing, so they run even if the time is up
+MAX_STEPS = 600
 RESUME_TOLERANCE = 0.01  # nats per token between the validation losses on either side of the checkpoint
 
 
@@ -88,7 +88,7 @@ def make_plan(short: bool, clock: Clock) -> Plan:
         return Plan(small, "fp32", 72, 120, 2e-3)
     for config in (GPTConfig(), GPTConfig(layers=4, heads=4, width=192, context=128), small):
         seconds = {"fp32": seconds_per_micro_batch(config, torch.float32, 1)}
-        if config != small and steps_within(clock, seconds["fp32"]) < LEAST_STEPS:
+        if config != small and steps_within(clock, seconds["fp32"]) < MIN_STEPS:
             continue  # however fast the rest of this machine is
         seconds["bf16"] = seconds_per_micro_batch(config, torch.bfloat16, 1)
         precision = min(seconds, key=seconds.__getitem__)
@@ -97,14 +97,14 @@ def make_plan(short: bool, clock: Clock) -> Plan:
         on_all = seconds_per_micro_batch(config, dtype, cores)
         # A step is one micro-batch on each of two cores, or two on all cores.
         steps = steps_within(clock, 0.6 * seconds[precision] + 0.4 * 2 * min(seconds[precision], on_all))
-        if steps >= 2 * LEAST_STEPS:
+        if steps >= 2 * MIN_STEPS:
             break
     said = ", ".join(f"{name} {1000 * value:.0f} ms" for name, value in seconds.items())
     clock.say(
         f"time of one micro-batch (4 sequences, forward and backward) on one core: {said}; "
         f"on all {cores} cores: {precision} {1000 * on_all:.0f} ms"
     )
-    steps = max(LEAST_STEPS, min(MOST_STEPS, steps)) // 20 * 20
+    steps = max(MIN_STEPS, min(MAX_STEPS, steps)) // 20 * 20
     rate = 1e-3 if config == GPTConfig() else 2e-3
     return Plan(config, precision, steps * 3 // 5, steps, rate, one_thread=seconds[precision] < on_all)
 
@@ -235,11 +235,11 @@ def train(plan: Plan, entropy: float, out: Path, clock: Clock) -> Plan:
     """Both runs, within the time; returns the plan as it was carried out."""
     clock.say("run 1 of 2: two ranks at ZeRO stage 2")
     share = 0.55 * (clock.left() - 2 * AROUND_S)
-    limits = ("--steps", plan.first_steps, "--seconds", max(0, round(share)), "--at_least", LEAST_STEPS // 2)
+    limits = ("--steps", plan.first_steps, "--seconds", max(0, round(share)), "--at_least", MIN_STEPS // 2)
     launch(2, 2, plan, out, *limits, "--save", out / "checkpoint")
     rows = read_metrics(out / "metrics.csv")
     is_proven = rows[-1]["validation_loss"] < entropy - 0.1
-    least = LEAST_STEPS // (10 if is_proven else 2)
+    least = MIN_STEPS // (10 if is_proven else 2)
     plan = plan_the_rest(plan, rows, least, clock)
     print(flush=True)
     clock.say(f"run 2 of 2: one rank at stage 1 goes on from their checkpoint, step {plan.first_steps}")

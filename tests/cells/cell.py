@@ -12,7 +12,7 @@ FREEZE = 2
 """Updates of 1-bit optimizers with gradients in full."""
 THETA, GAMMA = 0.5, 0.5
 """Of progressive layer drop."""
-SHORTEST, LONGEST = 4, 8
+MIN_TOKENS, MAX_TOKENS = 4, 8
 """Lengths of the curriculum, in steps of 2."""
 BATCH = 2
 RATE, EPS, DECAY = 1e-2, 1e-3, 0.1
@@ -295,8 +295,8 @@ def config_of(cell: Cell, folder: str = "/tmp/cells") -> dict[str, Any]:
         config["curriculum_learning"] = {
             "enabled": True,
             "curriculum_type": "seqlen",
-            "min_difficulty": SHORTEST,
-            "max_difficulty": LONGEST,
+            "min_difficulty": MIN_TOKENS,
+            "max_difficulty": MAX_TOKENS,
             "schedule_type": "fixed_linear",
             "schedule_config": {"total_curriculum_step": STEPS, "difficulty_step": 2},
         }

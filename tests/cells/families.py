@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from tests.cells.cell import Cell
 
-WORDS, SIZE, LAYERS, HEADS, LONGEST = 24, 16, 2, 4, 32
+WORDS, SIZE, LAYERS, HEADS, MAX_TOKENS = 24, 16, 2, 4, 32
 
 
 def made(family: str) -> nn.Module:
@@ -22,7 +22,7 @@ def made(family: str) -> nn.Module:
         "intermediate_size": 2 * SIZE,
         "num_hidden_layers": LAYERS,
         "num_attention_heads": HEADS,
-        "max_position_embeddings": LONGEST,
+        "max_position_embeddings": MAX_TOKENS,
     }
     still: dict[str, Any] = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     match family:
@@ -33,7 +33,7 @@ def made(family: str) -> nn.Module:
                 hf.MixtralConfig(**decoder, num_key_value_heads=2, num_local_experts=4, sliding_window=None)
             )
         case "gpt2":
-            size = {"n_embd": SIZE, "n_layer": LAYERS, "n_head": HEADS, "n_positions": LONGEST}
+            size = {"n_embd": SIZE, "n_layer": LAYERS, "n_head": HEADS, "n_positions": MAX_TOKENS}
             still = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
             return hf.GPT2LMHeadModel(hf.GPT2Config(vocab_size=WORDS, **size, **still))
         case "bert":

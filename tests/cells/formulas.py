@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tests.cells.cell import DECAY, EPS, FREEZE, GAMMA, LONGEST, RATE, SHORTEST, STEPS, THETA, Cell
+from tests.cells.cell import DECAY, EPS, FREEZE, GAMMA, MAX_TOKENS, MIN_TOKENS, RATE, STEPS, THETA, Cell
 
 LORA_RANK, LORA_SCALE = 4, 2.0
 BLOCK = 2
@@ -25,8 +25,8 @@ def length_at(cell: Cell, step: int) -> int | None:
     """Tokens of a sequence at a step, from 0; None: as many as there are."""
     if cell.lengths == "whole":
         return None
-    grown = SHORTEST + (LONGEST - SHORTEST) * (step + 1) / STEPS
-    return max(SHORTEST, min(LONGEST, int(grown // 2 * 2)))
+    grown = MIN_TOKENS + (MAX_TOKENS - MIN_TOKENS) * (step + 1) / STEPS
+    return max(MIN_TOKENS, min(MAX_TOKENS, int(grown // 2 * 2)))
 
 
 def window(tokens: int) -> Tensor:

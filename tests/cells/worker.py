@@ -18,7 +18,7 @@ from tests.cells import models
 from tests.cells.cell import DECAY, EPS, FAMILIES, RATE, STEPS, Cell, config_of
 from tests.cells.formulas import BLOCK, LORA_RANK, LORA_SCALE
 from tests.cells.oracle import CONTEXTS, balances
-from tests.optim.test_one_bit_slices import InFull
+from tests.optim.test_one_bit_shards import InFull
 
 
 @dataclass

@@ -141,7 +141,7 @@ def test_inside_sums_of_one_rank(tmp_path, stage, precision):
 
 @distributed(world_size=2)
 def test_another_cut_drops_what_was_summed(tmp_path):
-    """Slices of other buckets may have the same length; they are not taken for these."""
+    """Shards of other buckets may have the same length; they are not taken for these."""
     engine = make(2, "fp32")
     train(engine, 0, STEPS + 1)
     engine.save_checkpoint(tmp_path)

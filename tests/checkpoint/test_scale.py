@@ -36,7 +36,7 @@ WIDTH, LAYERS = 96, 4
 
 
 class EvenState(HeldState):
-    """Two buckets of layers, each cut evenly over all ranks: masters and moments of this rank's slices."""
+    """Two buckets of layers, each cut evenly over all ranks: masters and moments of this rank's shards."""
 
     def __init__(self, model: nn.Module, rank: int, world: int) -> None:
         self.entries = [Entry(name, p, tuple(p.shape)) for name, p in model.named_parameters()]

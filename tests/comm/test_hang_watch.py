@@ -368,7 +368,7 @@ def test_the_report_names_what_happened(name: str, jobs: dict[str, Job]) -> None
     ("file", "function", "expected"),
     [
         ("checkpoint/save.py", "save", standing_of.SAVING),
-        ("engine/checkpoints.py", "load_checkpoint", standing_of.RESTORING),
+        ("engine/loading.py", "load_checkpoint", standing_of.RESTORING),
         ("engine/initialize.py", "initialize", standing_of.STARTING),
         ("data/loader.py", "__next__", standing_of.LOADING),
         ("engine/engine.py", "step", standing_of.ELSEWHERE),

@@ -21,7 +21,7 @@ from deepspeed.data.data_sampling.data_analyzer import (
 from deepspeed.data.data_sampling.indexed_dataset import MMapIndexedDataset
 from tests.pool import distributed
 
-SIZE, LONGEST = 257, 60
+SIZE, MAX_TOKENS = 257, 60
 
 
 class Sentences(Dataset[Any]):
@@ -29,7 +29,7 @@ class Sentences(Dataset[Any]):
         return SIZE
 
     def __getitem__(self, index: int) -> Tensor:
-        return torch.full((1 + (index * 37) % LONGEST,), index)
+        return torch.full((1 + (index * 37) % MAX_TOKENS,), index)
 
 
 def lengths(batch: list[Tensor]) -> Tensor:
@@ -37,7 +37,7 @@ def lengths(batch: list[Tensor]) -> Tensor:
 
 
 def histogram(batch: list[Tensor]) -> Tensor:
-    return torch.bincount(lengths(batch), minlength=LONGEST + 1)
+    return torch.bincount(lengths(batch), minlength=MAX_TOKENS + 1)
 
 
 METRICS: dict[str, Any] = {
@@ -48,7 +48,7 @@ METRICS: dict[str, Any] = {
     "batch_size": 10,
 }
 DTYPES = [torch.int64, torch.int64]
-EXPECTED = np.array([1 + (index * 37) % LONGEST for index in range(SIZE)])
+EXPECTED = np.array([1 + (index * 37) % MAX_TOKENS for index in range(SIZE)])
 
 
 def rows(folder: Path, name: str) -> list[list[int]]:

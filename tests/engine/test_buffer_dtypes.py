@@ -39,12 +39,13 @@ class SpectralNorm(nn.Module):
         return self.head(self.table(ids))
 
 
-def build(module: nn.Module, name: str, **config: Any) -> Any:
+def build(module: nn.Module, name: str, chosen_by: str = "section", **config: Any) -> Any:
+    by_section = chosen_by == "section"
     optimizer = {"type": "SGD", "params": {"lr": 0.1}}
     settings = {
         "train_micro_batch_size_per_gpu": 2,
         "optimizer": optimizer,
-        name: {"enabled": True},
+        **({name: {"enabled": True}} if by_section else {"data_types": {"param_dtype": name}}),
         **config,
     }
     return deepspeed.initialize(model=module, config=settings)[0]
@@ -52,14 +53,15 @@ def build(module: nn.Module, name: str, **config: Any) -> Any:
 
 @pytest.mark.parametrize("name", ["bf16", "fp16"])
 @pytest.mark.parametrize(("make", "buffer"), [(Positions, "positions"), (SpectralNorm, "_u")])
+@pytest.mark.parametrize("chosen_by", ["section", "data_types.param_dtype"])
 @distributed(world_size=1)
-def test_the_error_is_explained(make: type[nn.Module], buffer: str, name: str) -> None:
+def test_the_error_is_explained(make: type[nn.Module], buffer: str, name: str, chosen_by: str) -> None:
     told: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
     logger.addHandler(handler)
     ids = torch.randint(0, 20, (2, 5))
-    engine = build(make(), name)
+    engine = build(make(), name, chosen_by)
     for _ in range(2):
         with pytest.raises(RuntimeError, match="dtype"):
             engine(ids)

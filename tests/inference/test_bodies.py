@@ -179,8 +179,8 @@ def test_only_what_is_outside_of_texts_is_counted(monkeypatch: pytest.MonkeyPatc
         (parts - 1, commas + 1, "texts, lists and objects"),
         (parts, commas, "values"),
     ):
-        monkeypatch.setattr(bodies, "MOST_PARTS", most_parts)
-        monkeypatch.setattr(bodies, "MOST_VALUES", most_values)
+        monkeypatch.setattr(bodies, "MAX_PARTS", most_parts)
+        monkeypatch.setattr(bodies, "MAX_VALUES", most_values)
         if refused is None:
             assert fields_of(body) == value
         else:

@@ -72,7 +72,7 @@ def config_of(stage: int) -> dict[str, Any]:
 
 
 def lines_of(engine: Any) -> list[list[tuple[int, int, int]]]:
-    """Of each slice what travels end to end: number of the parameter, begin, elements."""
+    """Of each shard what travels end to end: number of the parameter, begin, elements."""
     mine = [(o.param_index, o.fragment.param_offset, o.fragment.numel) for o in engine.core.store.by_group[0]]
     shard = engine.replica_groups.dense.shard
     every: list[Any] = [mine]
@@ -477,7 +477,7 @@ def test_another_number_of_ranks(tmp_path: Path) -> None:
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @distributed(world_size=1)
 def test_stages_are_refused(kind: str, stage: int) -> None:
-    """One copy in slices, and weights that are nowhere whole."""
+    """One copy in shards, and weights that are nowhere whole."""
     with pytest.raises(DeepSpeedConfigError, match="optimizer.type.*use stage 0"):
         start(kind, {}, zero_optimization={"stage": stage})
     if stage == 3:
@@ -495,7 +495,7 @@ FEW = {
 @pytest.mark.parametrize("kind", list(TYPES))
 @distributed(world_size=4)
 def test_another_layout(kind: str, tmp_path: Path) -> None:
-    """Two groups in slices save; four copies that are whole resume, and the other way: the mean over copies of what is
+    """Two groups in shards save; four copies that are whole resume, and the other way: the mean over copies of what is
     owed, to senders and as averages, stays."""
     first, other = config_of(2), {"zero_optimization": {"stage": 1, "mics_shard_size": 1}}
     for before, after in ((first, other), (other, first), (other, {}), ({}, first)):
@@ -511,7 +511,7 @@ def test_another_layout(kind: str, tmp_path: Path) -> None:
         assert all(loss < 10 for loss in losses)
 
 
-def save_in_slices(kind: str, path: Path) -> list[Tensor]:
+def save_in_shards(kind: str, path: Path) -> list[Tensor]:
     engine = start(kind, FEW[kind], **config_of(2))
     train(engine, 0, 6)
     engine.save_checkpoint(path)
@@ -526,8 +526,8 @@ def resume_whole(kind: str, path: Path) -> tuple[list[Tensor], list[float]]:
 
 @pytest.mark.parametrize("kind", list(TYPES))
 def test_fewer_ranks(kind: str, tmp_path: Path) -> None:
-    """Four ranks in slices save, two whole ones resume: what is owed is spread over them."""
-    owed = run(save_in_slices, 4, kind=kind, path=tmp_path)[0]
+    """Four ranks in shards save, two whole ones resume: what is owed is spread over them."""
+    owed = run(save_in_shards, 4, kind=kind, path=tmp_path)[0]
     found, losses = run(resume_whole, 2, kind=kind, path=tmp_path)[0]
     torch.testing.assert_close(found, owed, rtol=1e-5, atol=1e-7)
     assert any(value.any() for value in owed) and all(loss < 10 for loss in losses)

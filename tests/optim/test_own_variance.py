@@ -130,8 +130,8 @@ def test_one_bit_adam(world_size: int, tmp_path: Path) -> None:
 
 
 @distributed(world_size=4)
-def test_slices_and_other_ranks(tmp_path: Path) -> None:
-    """Two copies in slices: the same weights everywhere, an exact resume, and copies that are whole go on from their
+def test_shards_and_other_ranks(tmp_path: Path) -> None:
+    """Two copies in shards: the same weights everywhere, an exact resume, and copies that are whole go on from their
     mean."""
     engine = start("OneBitAdam", KEYS, **config_of(2))
     train(engine, 0, 9)

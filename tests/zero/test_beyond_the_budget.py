@@ -236,7 +236,7 @@ class Words(nn.Module):
     def __init__(self, *, bag: bool = False, tied: bool = False, frozen: bool = False) -> None:
         super().__init__()
         kind = nn.EmbeddingBag if bag else nn.Embedding
-        self.table = kind(13, 7, max_norm=0.8)  # rows straddle the ranks' slices
+        self.table = kind(13, 7, max_norm=0.8)  # rows straddle the ranks' shards
         self.table.weight.requires_grad_(not frozen)
         self.body = nn.Linear(7, 7)
         self.tied = tied

@@ -137,7 +137,7 @@ def held_bytes(engine: Any) -> int:
     else:
         tensors = [bucket.shard for bucket in engine.sharded.buckets]
     for bucket in core.reducer.buckets:
-        tensors += [t for t in (bucket._owned, bucket._slice) if t is not None]
+        tensors += [t for t in (bucket._owned, bucket._shard) if t is not None]
     for owned in core.store.fragments:
         tensors.append(owned.master)
         tensors += [v for v in core.store.state_of(owned).values() if isinstance(v, torch.Tensor) and v.dim()]

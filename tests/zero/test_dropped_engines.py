@@ -1,4 +1,4 @@
-"""An engine that is dropped without ``destroy()`` takes its threads, sockets and slices with it."""
+"""An engine that is dropped without ``destroy()`` takes its threads, sockets and shards with it."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def train(**zero: Any) -> list[weakref.ref[Any]]:
     for _ in range(2):
         engine.backward(engine(torch.ones(2, 64)).sum())
         engine.step()
-    slices = [bucket.shard for bucket in engine.sharded.buckets]
-    return [weakref.ref(engine), *map(weakref.ref, slices)]
+    shards = [bucket.shard for bucket in engine.sharded.buckets]
+    return [weakref.ref(engine), *map(weakref.ref, shards)]
 
 
 def servers() -> int:

@@ -89,7 +89,7 @@ def test_rows_give_the_bits_of_the_dense_sum(stage: int, precision: str | None) 
 @pytest.mark.parametrize("size", [1, 2])
 @distributed(world_size=4)
 def test_rows_within_mics_groups(size: int) -> None:
-    """Rows inside a group, slices between groups: what MiCS gives without rows, and fewer bytes in the group."""
+    """Rows inside a group, shards between groups: what MiCS gives without rows, and fewer bytes in the group."""
     config = config_for(3, mics_shard_size=size, **NOTHING)
     expected_losses, expected, dense = train(config)
     losses, weights, by_rows = train(sparse(config))

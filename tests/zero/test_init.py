@@ -97,7 +97,7 @@ def test_casting_a_module_that_is_cut(world_size: int, cast: str) -> None:
     apply(model)
     apply(expected)
     with torch.no_grad(), deepspeed.zero.GatheredParameters(model[0].bias, modifier_rank=0):
-        model[0].bias.fill_(1 / 3)  # more digits than the slice had before the cast
+        model[0].bias.fill_(1 / 3)  # more digits than the shard had before the cast
     with torch.no_grad():
         expected[0].bias.fill_(1 / 3)
     assert_same_values(model, expected)

@@ -55,7 +55,7 @@ def test_equals_stage_3(size: int, budget: str) -> None:
 @pytest.mark.parametrize("stage", [1, 2])
 @distributed(world_size=4)
 def test_stages_with_whole_parameters(stage: int) -> None:
-    """Gradients and states in slices of a group; the same training."""
+    """Gradients and states in shards of a group; the same training."""
     losses, weights, norms = engine_losses(make_zoo, config_for(stage, gas=2, mics_shard_size=2), STEPS)
     expected_losses, expected, expected_norms = engine_losses(make_zoo, config_for(stage, gas=2), STEPS)
     torch.testing.assert_close(losses, expected_losses, rtol=1e-6, atol=1e-6)
@@ -104,8 +104,8 @@ def run(engine: Any, first: int, last: int) -> list[float]:
 
 
 @distributed(world_size=4)
-def test_slices_and_bytes() -> None:
-    """Each rank holds 1/2; gathers stay in the group; between groups goes one slice per gradient."""
+def test_shards_and_bytes() -> None:
+    """Each rank holds 1/2; gathers stay in the group; between groups goes one shard per gradient."""
     engine = start({"mics_shard_size": 2, **NOTHING, "stage3_param_persistence_threshold": 0})
     groups = engine.sharded.replica_groups.dense
     rank = dist.get_rank()

@@ -358,7 +358,7 @@ def test_resume_from_another_stage(tmp_path: Path, saved: int, loaded: int) -> N
 
 
 @distributed(world_size=2)
-def test_momentum_stays_in_slices_and_the_wire_is_counted() -> None:
+def test_momentum_stays_in_shards_and_the_wire_is_counted() -> None:
     engine, *_ = deepspeed.initialize(model=Model(), config=config(2))
     run(engine, 0, 1)
     state = engine.optimizer.state

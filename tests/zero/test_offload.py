@@ -115,7 +115,7 @@ def test_parameters_on_storage(
     world_size: int, precision: str, optimizer: str | None, tmp_path: Path
 ) -> None:
     config = plain_config(3, precision)
-    # budgets 0: every slice is read again for every use
+    # budgets 0: every shard is read again for every use
     config["zero_optimization"] |= {"stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0}
     sections: dict[str, Any] = {"offload_param": {"device": "nvme", "max_in_cpu": 0}}
     if optimizer:
@@ -142,7 +142,7 @@ def test_host_memory_beside_a_device(
 
 @distributed(world_size=2)
 def test_gradients_leave_the_device(tmp_path: Path) -> None:
-    """Host link: the gradient slice once per micro-batch down, the weights once per step up."""
+    """Host link: the gradient shard once per micro-batch down, the weights once per step up."""
     config = offloaded(plain_config(2, "bf16"), tmp_path, offload_optimizer={"device": "cpu"})
     with pretend_device():
         engine, *_ = deepspeed.initialize(model=make_zoo(), config=config)
@@ -168,7 +168,7 @@ def test_gradients_leave_the_device(tmp_path: Path) -> None:
 @pytest.mark.parametrize("stage, filed", [(1, False), (2, True), (3, True)])
 @distributed(world_size=2)
 def test_gradients_rest_on_storage(stage: int, filed: bool, tmp_path: Path) -> None:
-    """From stage 2 on what is kept of a gradient is a slice, and it takes no memory of the process."""
+    """From stage 2 on what is kept of a gradient is a shard, and it takes no memory of the process."""
     config = offloaded(plain_config(stage, "bf16", gas=2), tmp_path, offload_optimizer={"device": "nvme"})
     engine, *_ = deepspeed.initialize(model=make_zoo(), config=config)
     swap = engine.core.store.tier.swap
@@ -411,7 +411,7 @@ def test_states_leave_the_device_and_come_back(stage: int, precision: str, inclu
 def weight_storages(engine: Any) -> list[weakref.ref]:
     """The memory of the weights that this rank holds. References die with it, not with the objects made here.
 
-    None at stage 3 on several ranks: on CPUs those read each other's slices, whose server keeps them."""
+    None at stage 3 on several ranks: on CPUs those read each other's shards, whose server keeps them."""
     if engine.sharded is not None and engine.world_size > 1:
         return []
     held = [param for param in engine.parameters() if param.requires_grad or hasattr(param, "ds_tensor")]

@@ -1,4 +1,4 @@
-"""A rank that is done first serves its slices until the others are done as well."""
+"""A rank that is done first serves its shards until the others are done as well."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def ended(folder: Path, how: str, way: str) -> str:
 
 
 @pytest.mark.parametrize("way", ["directly", "through the store"])
-def test_the_last_rank_still_gets_its_slices(tmp_path: Path, way: str) -> None:
+def test_the_last_rank_still_gets_its_shards(tmp_path: Path, way: str) -> None:
     said = ended(tmp_path, "ends", way)
     assert "rank 0 saw 216" in said and "rank 1 saw 216" in said
 

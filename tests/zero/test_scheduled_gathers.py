@@ -17,7 +17,7 @@ import deepspeed
 from deepspeed.zero.gathering import sharded_model
 from deepspeed.zero.gathering.launch_order import EntryKind, LaunchEntry, decode, encode, with_foresight
 from deepspeed.zero.gathering.rendezvous import Arrival, Rendezvous
-from deepspeed.zero.gathering.scheduled_gather import LEAST_PATIENCE_S, GatherCounts
+from deepspeed.zero.gathering.scheduled_gather import MIN_PATIENCE_S, GatherCounts
 from tests.pool import distributed
 from tests.zero.models import Block, assert_same, config_for, make_zoo
 
@@ -305,7 +305,7 @@ def test_ranks_that_differed_meet_again() -> None:
     be_patient(engine, 0.2)
     if dist.get_rank() == 1:
         evaluate(4)
-        assert engine.sharded.gatherer.patience_s == LEAST_PATIENCE_S  # less each time
+        assert engine.sharded.gatherer.patience_s == MIN_PATIENCE_S  # less each time
     dist.barrier()
     evaluate(3)
     dist.barrier()
@@ -328,7 +328,7 @@ def test_four_ranks_with_their_own_control_flow() -> None:
 
 
 @distributed(world_size=1)
-def test_slices_on_storage_are_read_ahead_in_every_phase(tmp_path: Any) -> None:
+def test_shards_on_storage_are_read_ahead_in_every_phase(tmp_path: Any) -> None:
     torch.manual_seed(0)
     zero = {**NOTHING, "offload_param": {"device": "nvme", "nvme_path": str(tmp_path), "buffer_count": 3}}
     engine, *_ = deepspeed.initialize(model=Stack(reentrant=True), config=config_for(3, **zero))
@@ -356,7 +356,7 @@ def need(b: int) -> LaunchEntry:
 
 
 def test_gathers_move_ahead_of_sums_but_not_of_the_release_that_makes_room() -> None:
-    summed, gone = LaunchEntry(EntryKind.SUM, 7), LaunchEntry(EntryKind.RELEASE, 0)
+    summed, gone = LaunchEntry(EntryKind.SUM, 7), LaunchEntry(EntryKind.RESHARD, 0)
     record = [need(0), need(1), gone, summed, need(0), need(2)]
     assert with_foresight(record, [1, 1, 1], window=0) == [need(0), need(1), summed, need(0), need(2)]
     assert with_foresight(record, [1, 1, 1], window=1) == [need(0), need(1), need(0), summed, need(2)]

@@ -35,7 +35,7 @@ class Bucket:
     def arrived(self) -> None:
         self.status = Status.GATHERED
 
-    def release(self) -> None:
+    def reshard(self) -> None:
         assert self.status is Status.GATHERED
         self.status = Status.SHARDED
 
@@ -64,8 +64,8 @@ class Transport:
     def end_pass(self, phase: Phase) -> None:
         self.log.append(("end", phase.name))
 
-    def released(self, index: int) -> None:
-        self.log.append(("released", index))
+    def resharded(self, index: int) -> None:
+        self.log.append(("resharded", index))
 
 
 def make(count: int = 3, *, live: int = 0, reuse: int = 0, persistent: tuple[int, ...] = ()) -> Any:
@@ -111,7 +111,7 @@ def test_several_holders_keep_a_bucket() -> None:
     transitions.end_pass(Phase.EVALUATION)
     assert not transitions.evaluating
     assert whole(transitions) == [0]  # the end of an evaluation releases what is idle
-    transitions.release_all()
+    transitions.reshard_all()
     assert whole(transitions) == [0]
     transitions.release_hold(0)
     assert whole(transitions) == []
@@ -143,7 +143,7 @@ def test_the_budget_keeps_what_is_used_again_soon(live: int, kept: list[int]) ->
     assert last == kept
 
 
-def test_with_room_for_everything_nothing_is_released_but_what_is_stale() -> None:
+def test_with_room_for_everything_nothing_is_resharded_but_what_is_stale() -> None:
     transitions, transport = make(live=3 * NUMEL, reuse=3 * NUMEL)
     assert transitions.keeps_all
     transitions.take([0, 1], Phase.FORWARD)
@@ -155,8 +155,8 @@ def test_with_room_for_everything_nothing_is_released_but_what_is_stale() -> Non
     assert whole(transitions) == [0, 1, 2]
     transitions.evict_stale(1)
     assert whole(transitions) == [0, 2]
-    assert ("released", 1) not in transport.log  # the update is not part of the order of gathers
-    transitions.release_all()
+    assert ("resharded", 1) not in transport.log  # the update is not part of the order of gathers
+    transitions.reshard_all()
     assert whole(transitions) == []
 
 
@@ -180,14 +180,14 @@ def test_persistent_buckets_are_always_whole() -> None:
     transitions.take([0], Phase.FORWARD)
     transitions.release([0])
     transitions.evict(0)
-    transitions.release_all()
+    transitions.reshard_all()
     assert whole(transitions) == [0]
     assert transitions.live() == 0
     assert transport.log == []
 
 
 def test_what_is_kept_ends_with_the_update() -> None:
-    for end in (Transitions.end_of_step, Transitions.release_all):
+    for end in (Transitions.end_of_step, Transitions.reshard_all):
         transitions, _ = make()
         transitions.take([0], Phase.FORWARD)
         transitions.keep([0])
@@ -203,7 +203,7 @@ def test_a_gather_begun_ahead_is_in_flight_until_it_arrives() -> None:
     transitions, _ = make()
     transitions.begin(1)
     assert transitions.buckets[1].status is Status.GATHERING
-    transitions.release_all()
+    transitions.reshard_all()
     transitions.evict(1)  # the transport has to end it first
     assert transitions.buckets[1].status is Status.GATHERING
     transitions.take([1], Phase.FORWARD)
@@ -216,7 +216,7 @@ def test_a_failed_gather_leaves_holders_that_can_be_dropped() -> None:
     with pytest.raises(ConnectionError):
         transitions.take([0, 1], Phase.FORWARD)
     transitions.release([0, 1])
-    transitions.release_all()
+    transitions.reshard_all()
     assert whole(transitions) == []
     assert transitions.holders == [0, 0, 0]
 

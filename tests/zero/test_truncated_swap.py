@@ -72,7 +72,7 @@ BEFORE_AN_ENGINE = {
 
 
 @distributed(world_size=2)
-def test_slices_of_zero_init_before_there_is_an_engine(tmp_path):
+def test_shards_of_zero_init_before_there_is_an_engine(tmp_path):
     nvme = {"device": "nvme", "nvme_path": str(tmp_path)}
     for access in BEFORE_AN_ENGINE.values():
         with deepspeed.zero.Init(

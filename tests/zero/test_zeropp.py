@@ -278,8 +278,8 @@ def test_everybody_computes_with_the_same_weights_and_saves_the_exact_ones(
             continue
         flat = torch.empty(bucket.layout.padded_numel, dtype=torch.bfloat16)
         dist.all_gather_into_tensor(flat, bucket.shard)
-        slices = [decoded(part, bucket.layout.index, r) for r, part in enumerate(flat.view(2, -1))]
-        rows = torch.cat(slices).bfloat16()
+        shards = [decoded(part, bucket.layout.index, r) for r, part in enumerate(flat.view(2, -1))]
+        rows = torch.cat(shards).bfloat16()
         for param, slot in zip(bucket.params, bucket.layout.slots, strict=True):
             name = next(n for n, p in engine.module.named_parameters() if p is param)
             if name.endswith("weight") and name[:-7] in seen:

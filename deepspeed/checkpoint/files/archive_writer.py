@@ -386,7 +386,7 @@ def packed(value: Any) -> bytes:
     classes."""
     own: list[Tensor] = []
 
-    class Pickler(pickle.Pickler):
+    class ValuePickler(pickle.Pickler):
         def reducer_override(self, obj: Any) -> Any:
             if type(obj) is Tensor:  # a view would bring all of its memory along
                 own.append(obj.detach().clone())
@@ -394,7 +394,7 @@ def packed(value: Any) -> bytes:
             return reduced(obj)
 
     with io.BytesIO() as sink:
-        torch.save(value, sink, pickle_module=SimpleNamespace(Pickler=Pickler, __name__=pickle.__name__))
+        torch.save(value, sink, pickle_module=SimpleNamespace(Pickler=ValuePickler, __name__=pickle.__name__))
         return sink.getvalue()
 
 

@@ -2,7 +2,7 @@
 
 While a folder is written, ``.TAG.lock`` beside it is locked and says who writes it. The lock ends with its process,
 however that ends, and works over NFS: so a lock file that can be locked belongs to a save that will not go on. Where a
-file system has no locks, saves go on without, and nothing is taken for abandoned.
+file system has no locks, saves continue without, and nothing is taken for abandoned.
 
 [Note: locks of POSIX] They belong to the process, not to the open file: a second ``open`` succeeds at locking what the
 same process holds, and any ``close`` of the file ends the lock. So a process looks among its own locks before it opens
@@ -34,7 +34,7 @@ SUFFIX = ".lock"
 _PATIENCE = 1.0
 """Seconds to wait for a lock: another job may be looking whether it is abandoned."""
 
-_LONGEST = 1000
+_MAX_BYTES = 1000
 _own: WeakValueDictionary[tuple[int, int], SaveLock] = WeakValueDictionary()
 _guard = threading.Lock()
 
@@ -180,7 +180,7 @@ def _read(file: FileIO) -> Holder | None:
     """Return what the file says of its holder; None if it is not a lock file of ours."""
     file.seek(0)
     try:
-        found: Any = json.loads(file.read(_LONGEST))
+        found: Any = json.loads(file.read(_MAX_BYTES))
         return Holder(host=str(found["host"]), pid=int(found["pid"]), since=str(found["since"]))
     except (ValueError, LookupError, TypeError):
         return None

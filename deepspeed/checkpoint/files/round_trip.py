@@ -24,7 +24,7 @@ _DTYPES = {
     *(torch.float32, torch.float64, torch.float16, torch.bfloat16),
     *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
 }
-_LONGEST_INT = 2000  # bits; torch's reader knows those of up to 255 bytes
+_MAX_INT_BITS = 2000  # bits; torch's reader knows those of up to 255 bytes
 
 
 def is_plain(value: Any, lazy: type) -> bool:
@@ -37,7 +37,9 @@ def is_plain(value: Any, lazy: type) -> bool:
         for item in inside[-1][1]:  # no call for each: it may be all of a model's names
             kind = type(item)
             if kind in _LEAVES:
-                if (kind is str and not item.isascii()) or (kind is int and item.bit_length() > _LONGEST_INT):
+                if (kind is str and not item.isascii()) or (
+                    kind is int and item.bit_length() > _MAX_INT_BITS
+                ):
                     return False
             elif kind is Tensor or kind is lazy:
                 if item.dtype not in _DTYPES or (kind is Tensor and not _is_strided(item)):

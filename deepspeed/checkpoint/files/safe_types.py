@@ -44,12 +44,12 @@ def zero_stage(value: int) -> int:
 def _range(*ends: int) -> range:
     """Stands for ``range``: one that a list may be made of."""
     made = range(*ends)
-    if len(made) > LONGEST_RANGE:
-        raise ValueError(f"{made}, of more than {LONGEST_RANGE} numbers")
+    if len(made) > MAX_RANGE:
+        raise ValueError(f"{made}, of more than {MAX_RANGE} numbers")
     return made
 
 
-LONGEST_RANGE = 1 << 24
+MAX_RANGE = 1 << 24
 """A file of a few bytes could have the reader make a list of a range, and so take any memory."""
 
 

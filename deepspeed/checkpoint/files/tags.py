@@ -12,8 +12,8 @@ from deepspeed.checkpoint.names import LATEST, LATEST_UNIVERSAL, SCRIPTS
 _OUR_OWN = re.compile(r"\..+\.(tmp|old|lock|removed)")
 """Hidden folders and files of a save in progress."""
 
-_LONGEST_LATEST = 4096
-_LONGEST_NAME = 255
+_MAX_LATEST_BYTES = 4096
+_MAX_NAME_BYTES = 255
 _SHOWN = 80
 
 
@@ -48,8 +48,8 @@ def _problem(tag: str) -> str | None:
             return f"has {name!r} for one of its folders"
         if name != name.strip():
             return "begins or ends with a space"
-        if len(os.fsencode(name)) > _LONGEST_NAME:
-            return f"has a name of {len(os.fsencode(name))} bytes, where files have at most {_LONGEST_NAME}"
+        if len(os.fsencode(name)) > _MAX_NAME_BYTES:
+            return f"has a name of {len(os.fsencode(name))} bytes, where files have at most {_MAX_NAME_BYTES}"
         if _OUR_OWN.fullmatch(name):
             return "looks like the folder of an unfinished save"
     if tag in (LATEST, LATEST_UNIVERSAL, *SCRIPTS):
@@ -62,7 +62,7 @@ def read_latest(load_dir: Path, name: str = LATEST) -> str | None:
     path = load_dir / name
     try:
         with open(path, "rb") as file:
-            content = file.read(_LONGEST_LATEST)
+            content = file.read(_MAX_LATEST_BYTES)
     except FileNotFoundError:
         return None
     except NotADirectoryError as error:

@@ -64,7 +64,7 @@ class StagedFolder:
 
     @property
     def is_owned(self) -> bool:
-        """Whether this rank prepared it, and has to commit or discard it."""
+        """True: this rank prepared it, and has to commit or discard it."""
         return self._lock is not None
 
     def prepare(self) -> None:

@@ -84,7 +84,7 @@ class Conversion:
         return (name, pattern) if name in self._known else (stored, None)
 
     def groups(self, stored: Mapping[str, Tensor]) -> tuple[dict[str, str], list[ConvertedGroup]]:
-        """What becomes of the tensors of files: those that are only renamed, as {name in the file: the model's}, and
+        """Sort the tensors of files into those that are only renamed, as {name in the file: name in the model}, and
         those that are converted."""
         renamed: dict[str, str] = {}
         groups: dict[str, ConvertedGroup] = {}

@@ -191,7 +191,7 @@ def _add_parameter(
 def _shape(
     archive: Archive, value: Tensor, recorded: tuple[int, ...] | None, wanted: tuple[int, ...] | None
 ) -> tuple[int, ...]:
-    """What is saved as a flat tensor has the shape that the model files record, or that the model has."""
+    """Return the shape of a saved tensor: of a flat one, the shape that the model files record or the model has."""
     if isinstance(archive.content, dict):
         return tuple(value.shape)
     for shape in (recorded, wanted):

@@ -49,7 +49,7 @@ _AT_ONCE = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Upload:
-    """What one machine uploads of one save. ``parts``: the ranks that upload something of it."""
+    """One machine's part of the upload of a save. ``parts``: the ranks that upload something of it."""
 
     tag: str
     save: int
@@ -344,14 +344,14 @@ class Mirror:
             )
         raise CheckpointError(
             f"{self.store.url}/{tag}: its upload has not ended; complete there: {known}. The machine that saved it "
-            "still has it and goes on with the upload when a run uses this URL"
+            "still has it, and resumes the upload when a run uses this URL"
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Receipt:
-    """What one rank has uploaded of a save: its files with their sizes [bytes], when [s since 1970]; ``parts``: the
-    ranks that upload something."""
+    """Record of a finished upload by one rank: its files with their sizes [bytes], and when [s since 1970]. ``parts``:
+    the ranks that upload something of this save."""
 
     save: int
     parts: list[int]

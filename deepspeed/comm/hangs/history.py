@@ -23,7 +23,7 @@ Call = tuple[str, int, torch.dtype | None, int | None, str]
 
 
 class WatchEnds:
-    """What ends the watch for hangs (watch.py), which sets both: a rank alone has no watch and does not import it."""
+    """Callbacks that end the watch for hangs. `watch.py`, which a rank alone does not import, sets both."""
 
     leave: Callable[[Any], None] = staticmethod(lambda network: None)
     """A network needs no watch any more."""

@@ -30,7 +30,7 @@ _CAUSES = {
     RESTORING: "load_checkpoint called on some ranks only (it is collective), or storage that is slow",
     STARTING: "ranks that build different models, or wait for a file or a download",
     ABSENT: "a rank that does something else before deepspeed.initialize, or has ended its training earlier",
-    STOPPED: "Ctrl-Z, a debugger or a scheduler; `kill -CONT PID` lets it go on",
+    STOPPED: "Ctrl-Z, a debugger or a scheduler; `kill -CONT PID` resumes it",
     GONE: "its own output says why; without the launcher nobody ends the others",
 }
 

@@ -45,7 +45,7 @@ STARTING, ELSEWHERE = "in deepspeed.initialize", "running other code"
 _LOADING = (f"{_TORCH}/utils/data/", f"{_PACKAGE}/data/")
 _STORING = (
     f"{_PACKAGE}/checkpoint/",
-    f"{_PACKAGE}/engine/checkpoints.py",
+    f"{_PACKAGE}/engine/saving.py",
     f"{_PACKAGE}/engine/loading.py",
     f"{_TORCH}/serialization.py",
 )

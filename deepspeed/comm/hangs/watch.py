@@ -2,7 +2,7 @@
 
 Every few seconds it looks whether this rank has made progress in communication. When a rank has waited for
 `comm.hang_report_seconds`, it raises an alarm in the process group's store; the threads of all ranks see that, write
-down where their rank stands (standing.py), and rank 0 compares and prints (hang_report.py). Nothing is sent in between
+down where their rank stands (thread_states.py), and rank 0 compares and prints (report.py). Nothing is sent in between
 but one question per look. The main thread is only looked at: it may be stuck in native code.
 
 The thread also answers `ds stacks` (stack_server.py).
@@ -33,7 +33,7 @@ from deepspeed.comm.hangs.thread_states import Names, Standing, describe, is_com
 from deepspeed.comm.pending import explanation
 
 LOOKS = 6  # per interval
-LONGEST_PAUSE_S = 5.0
+MAX_PAUSE_S = 5.0
 FIRST_S = 0.5  # a job that is over before that is not watched
 EARLY_S = 10.0  # for so long it looks as often as that for where rank 0 runs, whose store may stop answering
 AGAIN = 4  # the next report about the same hang, when it has lasted this many times as long
@@ -43,7 +43,7 @@ KEY = "deepspeed/hang"
 
 
 class Address(NamedTuple):
-    """Where a rank runs, and whether its watch answers there: not before it has an engine, nor after."""
+    """Host and process of a rank. ``watched``: its watch answers there, which begins and ends with an engine."""
 
     host: str
     pid: int
@@ -109,7 +109,7 @@ class Watch:
 
     @property
     def pause_s(self) -> float:
-        pause_s = min(LONGEST_PAUSE_S, max(0.05, self.seconds / LOOKS))
+        pause_s = min(MAX_PAUSE_S, max(0.05, self.seconds / LOOKS))
         if self._open is not None:
             return min(pause_s, 0.25)
         if not self._addresses and time.monotonic() - self._began < EARLY_S:
@@ -233,7 +233,7 @@ class Watch:
     def _follow(self, round_: int, since: float) -> None:
         """Report, or wait for the report. Rank 0 does it; if it does not answer, the first one that does."""
         lasted_s = time.monotonic() - since
-        patience_s = 2 * min(LONGEST_PAUSE_S, self.seconds / LOOKS) + 1.0
+        patience_s = 2 * min(MAX_PAUSE_S, self.seconds / LOOKS) + 1.0
         if self._store.check([f"{KEY}/{round_}/text"]):
             explanation.text = self._store.get(f"{KEY}/{round_}/text").decode()
             self._open = None
@@ -290,7 +290,7 @@ class Watch:
         where = f"({host}, process {pid})"
         state = _state_of(pid) if host == self.host else ""
         if state in ("T", "t"):
-            return f"{where} {STOPPED} (SIGSTOP or a debugger): kill -CONT {pid} lets it go on"
+            return f"{where} {STOPPED} (SIGSTOP or a debugger): kill -CONT {pid} resumes it"
         if state in ("gone", "Z", "X"):
             return f"{where} {GONE}"
         if state == "D":

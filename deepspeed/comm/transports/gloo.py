@@ -6,7 +6,7 @@ hop, in an order that depends on the algorithm. So there is one message per peer
 
 Every exchange is tagged with its sequence number, and with a mark of its operation, size and dtype: messages of
 different collectives, and a user's own messages on the same group, never mix. Ranks that disagree about a call wait
-for each other, which is explained after a while (hang_watch.py). Without the mark gloo would end the process whose
+for each other, which is explained after a while (hangs/watch.py). Without the mark gloo would end the process whose
 buffer is smaller, and leave part of a larger one as it was.
 """
 
@@ -138,7 +138,7 @@ def piece_numel(size: int, item_bytes: int) -> int:
 
 
 def scratch_shape(count: int, size: int, item_bytes: int) -> tuple[int, int, int]:
-    """[slots, peers, elements of a piece] that the sum of a slice of ``count`` elements is received into."""
+    """[slots, peers, elements of a piece] that the sum of a shard of ``count`` elements is received into."""
     piece = max(1, min(count, piece_numel(size, item_bytes)))
     return min(_PIECES_IN_FLIGHT, -(-count // piece)), size - 1, piece
 
@@ -148,7 +148,7 @@ def _pieces(start: int, stop: int, piece: int) -> Iterator[tuple[int, int]]:
 
 
 class GlooAllGather:
-    """Each rank sends its slice to each peer and receives theirs in place: no scratch."""
+    """Each rank sends its shard to each peer and receives theirs in place: no scratch."""
 
     def __init__(self, channel: GlooChannel) -> None:
         self.channel = channel
@@ -175,8 +175,8 @@ def _waiting(channel: GlooChannel, operation: str, works: list[tuple[int, Work]]
     return finish
 
 
-class _SlicedSum:
-    """This rank's slice of a sum over ranks, received piece by piece into bounded scratch.
+class _ShardedSum:
+    """This rank's shard of a sum over ranks, received piece by piece into bounded scratch.
 
     Sends are posted immediately (gloo moves them once the peer has posted its receive), as are the receives of
     the first pieces; `run()` sums a piece, then posts the receive that reuses its scratch.
@@ -226,18 +226,18 @@ class _SlicedSum:
 
 
 class GlooReduceScatter:
-    """Each rank sends each peer its slice in the input's dtype; the sum is local, in rank order."""
+    """Each rank sends each peer its shard in the input's dtype; the sum is local, in rank order."""
 
     def __init__(self, channel: GlooChannel) -> None:
         self.channel = channel
 
     def __call__(self, output: Tensor, input: Tensor, *, scale: float = 1.0) -> Pending:
-        slices = _SlicedSum(self.channel, "reduce_scatter", input, shares(input.numel(), self.channel.size))
-        return OrderedPending(lambda: slices.run(output, scale))
+        shards = _ShardedSum(self.channel, "reduce_scatter", input, shares(input.numel(), self.channel.size))
+        return OrderedPending(lambda: shards.run(output, scale))
 
 
 class GlooAllReduce:
-    """reduce_scatter into this rank's slice and all_gather of the slices, piece by piece in one pass.
+    """reduce_scatter into this rank's shard and all_gather of the shards, piece by piece in one pass.
 
     The receives of the gathered pieces are posted immediately although their memory is still being sent: a peer
     sends a summed piece only after it has received that piece from this rank.
@@ -252,8 +252,8 @@ class GlooAllReduce:
         if tensor.nbytes <= max(most, SMALL_ALL_REDUCE_BYTES):
             return self._whole(tensor, scale)
         bounds = shares(tensor.numel(), channel.size)
-        slices = _SlicedSum(channel, "all_reduce", tensor, bounds)
-        tag = slices.tag + 1
+        shards = _ShardedSum(channel, "all_reduce", tensor, bounds)
+        tag = shards.tag + 1
         own_start, own_stop = bounds[channel.rank]
         own = tensor[own_start:own_stop]
         fitting = piece_numel(channel.size, tensor.element_size())
@@ -269,7 +269,7 @@ class GlooAllReduce:
             )
 
         def finish() -> None:
-            slices.run(own, scale, publish)
+            shards.run(own, scale, publish)
             for peer, work in works:
                 channel.wait(work, "all_reduce", peer)
 
@@ -302,9 +302,9 @@ class GlooReduce:
     def __call__(self, tensor: Tensor, dst: int, *, scale: float = 1.0) -> Pending:
         count = tensor.numel()
         bounds = [(0, count) if rank == dst else (0, 0) for rank in range(self.channel.size)]
-        slices = _SlicedSum(self.channel, "reduce", tensor, bounds)
+        shards = _ShardedSum(self.channel, "reduce", tensor, bounds)
         start, stop = bounds[self.channel.rank]
-        return OrderedPending(lambda: slices.run(tensor[start:stop], scale))
+        return OrderedPending(lambda: shards.run(tensor[start:stop], scale))
 
 
 class GlooAllToAll:

@@ -99,17 +99,17 @@ class HierarchicalAllGather:
     def begin(self, output: Tensor, input: Tensor, tag: int) -> Callable[[], None]:
         """Start the gather and return the function that finishes it."""
         levels = self.levels
-        slices = output.view(levels.num_hosts, levels.local_size, -1)
-        own = slices[levels.host, levels.local_rank]
+        shards = output.view(levels.num_hosts, levels.local_size, -1)
+        own = shards[levels.host, levels.local_rank]
         if own.data_ptr() != input.data_ptr():
             own.copy_(input)
-        received = {host: slices[host, levels.local_rank] for host in levels.other_hosts}
+        received = {host: shards[host, levels.local_rank] for host in levels.other_hosts}
         works = levels.begin_exchange(dict.fromkeys(received, own), received, tag, "all_gather")
 
         def finish() -> None:
             levels.finish_exchange(works, "all_gather")
             for host in range(levels.num_hosts):
-                levels.all_gather(slices[host].view(-1), slices[host, levels.local_rank]).wait()
+                levels.all_gather(shards[host].view(-1), shards[host, levels.local_rank]).wait()
 
         return finish
 
@@ -129,7 +129,7 @@ class HierarchicalReduceScatter:
         """Piece by piece, so that the partial sums of all hosts fit into the scratch."""
         levels, wide = self.levels, accumulation_dtype(input.dtype)
         count = output.numel()
-        slices = input.view(levels.num_hosts, levels.local_size, count)
+        shards = input.view(levels.num_hosts, levels.local_size, count)
         piece = max(1, min(count, SCRATCH_BYTES // (2 * levels.num_hosts * wide.itemsize)))
         mine = torch.empty((levels.num_hosts, piece), dtype=wide)  # this host's sums, for each host
         theirs = torch.empty((levels.num_hosts, piece), dtype=wide)  # each host's sum, for this rank
@@ -137,7 +137,7 @@ class HierarchicalReduceScatter:
             stop = min(start + piece, count)
             length = stop - start
             for host in range(levels.num_hosts):
-                whole = slices[host, :, start:stop].contiguous().view(-1)
+                whole = shards[host, :, start:stop].contiguous().view(-1)
                 target = theirs if host == levels.host else mine
                 levels.reduce_scatter(target[host, :length], whole).wait()
             levels.exchange(

@@ -40,7 +40,7 @@ _FREED = struct.Struct("=q")
 _SENDING, _RECEIVING = "sending to a neighbour", "receiving from a neighbour"
 _GONE = "its process is gone"
 _GOING_MS = 100  # a process that ends closes its pipes a little before it is gone
-_LONGEST_MS = 2**31 - 1  # that a poll can wait
+_MAX_POLL_MS = 2**31 - 1  # that a poll can wait
 BLOCK_BYTES = 1 << 16  # sizes of blocks are multiples: messages of changing size find a block that fits
 
 
@@ -58,7 +58,7 @@ class _Peer:
 
     def __init__(self, rank: int, ranks: tuple[int, ...], pid: int, timeout: timedelta) -> None:
         self.rank, self.ranks, self.pid = rank, ranks, pid
-        self.timeout_ms = min(timeout.total_seconds() * 1e3, _LONGEST_MS)
+        self.timeout_ms = min(timeout.total_seconds() * 1e3, _MAX_POLL_MS)
         self.process = os.pidfd_open(pid)
 
     def await_ready(self, descriptor: int, events: int, operation: str) -> None:

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from deepspeed.compat.fp16.loss_scaler import LossScaleConfig, LossScaleProfile
 from deepspeed.compat.fp16.unfused_optimizer import MasterCopies
 from deepspeed.optim import loss_scaler as core
-from deepspeed.zero.optimizer import FusedOptimizer
+from deepspeed.zero.optimizer import FusedMasters
 
 
 class FP16_Optimizer(MasterCopies, abc.ABC):
@@ -74,7 +74,7 @@ class FP16_Optimizer(MasterCopies, abc.ABC):
     step_fused_adam = MasterCopies.step
 
 
-FP16_Optimizer.register(FusedOptimizer)
+FP16_Optimizer.register(FusedMasters)
 
 
 def _flat(tensors: Sequence[Tensor]) -> Tensor:

@@ -15,7 +15,7 @@ from deepspeed.base.logging import logger
 from deepspeed.compat.fp16.loss_scaler import LossScaleConfig, LossScaleProfile
 from deepspeed.optim import loss_scaler as core
 from deepspeed.optim.base import DeepSpeedOptimizer
-from deepspeed.zero.optimizer import UnfusedOptimizer
+from deepspeed.zero.optimizer import UnfusedMasters
 from deepspeed.zero.tensor_norms import get_global_norm_of_tensors
 
 PARAMS = "params"
@@ -238,4 +238,4 @@ class FP16_UnfusedOptimizer(MasterCopies, abc.ABC):
     step_fused_lamb = MasterCopies.step
 
 
-FP16_UnfusedOptimizer.register(UnfusedOptimizer)
+FP16_UnfusedOptimizer.register(UnfusedMasters)

@@ -68,7 +68,7 @@ def all_to_all_quant_reduce(tensors: Sequence[Tensor], groups: Mapping[str, Any]
     (ZeRO++'s qgZ). Vectors, and tensors whose elements do not divide evenly, are summed as they are.
 
     ``groups``: the process groups of ``deepspeed.comm.documented_groups._get_local_all_to_all_group()``; sums are
-    taken within this rank's ``local_`` group first, without loss. Without such groups all ranks exchange packets
+    taken within this rank's ``local_`` group first, without loss. Without such groups all ranks exchange payloads
     directly.
     """
     return [_quantized(tensor, _levels(groups), _CODEC.encode) for tensor in tensors]
@@ -100,7 +100,7 @@ def _feedback(param: Tensor, loco_param: Mapping[str, Any]) -> ErrorFeedback:
 
 
 def _levels(groups: Mapping[str, Any]) -> tuple[Communicator | None, Communicator]:
-    """(ranks that sum without loss, ranks that exchange packets) of this rank."""
+    """(ranks that sum without loss, ranks that exchange payloads) of this rank."""
     near, across = (_own_group(groups, kind) for kind in ("local_", "global_"))
     everyone = communicator(torch.distributed.group.WORLD)
     if near is None or across is None or near.size * across.size != everyone.size:
@@ -144,6 +144,6 @@ def _exchange(parts: Tensor, ranks: Communicator, encode: Encoder, codec: Codec)
     received = torch.empty_like(sent)
     ranks.all_to_all(received.view(-1), sent.view(-1)).wait()
     total = torch.zeros(parts.shape[-1], dtype=torch.float32, device=parts.device)
-    for packet in received:
-        total.add_(codec.decode(packet, parts.shape[-1]))
+    for payload in received:
+        total.add_(codec.decode(payload, parts.shape[-1]))
     return total

@@ -81,7 +81,7 @@ class LiveConfig(DeepSpeedConfigModel):
     folder: str = Field(
         default="live",
         min_length=1,
-        description="Folder of the record; a run that goes on there continues it. Each job needs its own.",
+        description="Folder of the record; a resumed run continues it. Each job needs its own.",
     )
     serve: bool = Field(
         default=True, description="Serve the page; false only records, for `ds live FOLDER` and `ds top`."

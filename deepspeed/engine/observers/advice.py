@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from deepspeed.base.dtypes import Dtype
 from deepspeed.base.logging import logger
 
 if TYPE_CHECKING:
@@ -61,10 +62,10 @@ def _buffer_advice(engine: Engine, error: BaseException | None) -> str | None:
     names = list(wide_buffers(engine.module))
     if not names:
         return None
-    name = "bf16" if engine._config.bfloat16_config.enabled else "fp16"
+    name = Dtype(precision.param)
     more = ", ..." if len(names) > SHOWN else ""
     return (
-        f"the weights of this model are in {name}, but buffers keep the dtype that they have, as in release 0.19: "
+        f"the weights of this model are in {name}, but buffers keep their dtype, as in release 0.19: "
         f"{', '.join(names[:SHOWN])}{more}. If the operation that failed uses one of them, set "
         f'"data_types": {{"buffer_dtype": "{name}"}} in the config, as earlier releases cast them, or cast the '
         "buffer where the model uses it."

@@ -176,8 +176,7 @@ def has_plain_gradients(engine: Engine) -> bool:
     where an update on the host has begun already."""
     plan, core = engine.plan, engine.core
     assert core is not None
-    speculates = plan.state_offload is not None and plan.state_offload.speculate
-    return core.reducer.cadence is not Cadence.NEVER and plan.zenflow is None and not speculates
+    return core.reducer.cadence is not Cadence.NEVER and plan.zenflow is None and not plan.speculates
 
 
 def facts_of(engine: Engine) -> dict[str, Any]:

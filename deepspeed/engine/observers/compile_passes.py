@@ -65,7 +65,7 @@ class PassSchedule:
         if sharded is not None:
             ahead = self.engine._config.zero_config.prefetch_bucket_size
             sharded.gather_ahead(int(ahead) if prefetch.NAME in period.settings else 0)
-            if self.engine.plan.param_offload is None:  # slices are in host memory to save the device's
+            if self.engine.plan.param_offload is None:  # shards are in host memory to save the device's
                 keep = selective_gather.NAME in period.settings
                 sharded.keep_gathered(self._room(sharded) if keep else 0)
         self._wants_away = bool(_MOVING & period.settings)

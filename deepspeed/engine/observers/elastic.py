@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from deepspeed.base.constants import ELASTIC_PROGRESS
 from deepspeed.comm import get_local_rank
-from deepspeed.engine.checkpoints import training_of
+from deepspeed.engine.saving import training_of
 
 if TYPE_CHECKING:
     from deepspeed.checkpoint.replicas import Replicas

@@ -195,13 +195,13 @@ class QuantizedUpdates:
 
 
 def _shape(param: Any) -> torch.Size:
-    """Also of a parameter of which a rank has a slice."""
+    """Also of a parameter of which a rank has a shard."""
     return torch.Size(getattr(param, "ds_shape", param.shape))
 
 
 @contextlib.contextmanager
 def _whole(param: Any) -> Iterator[None]:
-    """A partitioned parameter as a whole; what it is set to goes to the 16-bit slices, and not to the fp32 ones. One
+    """A partitioned parameter as a whole; what it is set to goes to the 16-bit shards, and not to the fp32 ones. One
     at a time, so that no rank holds the model. Collective."""
     with GatheredParameters([param]):
         yield

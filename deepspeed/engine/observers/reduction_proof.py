@@ -1,7 +1,7 @@
 """Proves that the gradients which an engine updates with are the sum of those that autograd computed.
 
 A hook on a parameter sees each gradient before the engine does. Their sum over this rank's backwards, by a plain
-all-reduce of torch in fp64, is what the engine's buckets, wire formats and slices must have arrived at, up to rounding.
+all-reduce of torch in fp64, is what the engine's buckets, wire formats and shards must have arrived at, up to rounding.
 """
 
 from __future__ import annotations

@@ -22,8 +22,8 @@ class Accumulation:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self.sums_wait = False
-        """Inside ``no_sync``."""
+        self.inside_no_sync = False
+        """The script pauses sums. A pipeline does too, but counts its micro-batches with ``step`` meanwhile."""
 
     def is_gradient_accumulation_boundary(self) -> bool:
         return self._engine.clock.at_boundary
@@ -36,18 +36,18 @@ class Accumulation:
     def no_sync(self) -> Iterator[None]:
         """Backwards inside only accumulate on this rank; the next one outside sums over ranks. Allowed at any stage;
         with sharded gradients it costs a full gradient buffer."""
-        if self.sums_wait:
+        reducer = self._engine._require_core("no_sync").reducer
+        if self.inside_no_sync:
             raise AssertionError(
                 "engine.no_sync() is already active: no_sync context manager reentry is unsupported."
             )
-        core = self._engine._require_core("no_sync")
-        self.sums_wait = True
-        core.reducer.sync_enabled = False
+        self.inside_no_sync = True
+        reducer.pause_sums()
         try:
             yield
         finally:
-            self.sums_wait = False
-            core.reducer.sync_enabled = True
+            self.inside_no_sync = False
+            reducer.resume_sums()
 
     @contextlib.contextmanager
     def coalesce_grad_reduction(self) -> Iterator[None]:

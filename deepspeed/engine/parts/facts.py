@@ -87,7 +87,7 @@ class Facts:
         engine = self._engine
         if not engine._config.sparse_gradients_enabled:
             return set()
-        from deepspeed.zero.gradients.sparse import sparse_parameters
+        from deepspeed.zero.partitioning import sparse_parameters
 
         weights = sparse_parameters(engine.module)
         return {name for name, param in engine.module.named_parameters() if param in weights}

@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 
 
 def _saving() -> ModuleType:
-    from deepspeed.engine import checkpoints
+    from deepspeed.engine import saving
 
-    return checkpoints
+    return saving
 
 
 def _weights() -> ModuleType:
@@ -39,7 +39,7 @@ def _weights() -> ModuleType:
 
 
 class Checkpoints:
-    """Saving, loading and exporting, over the functions of ``checkpoints.py``, ``loading.py`` and ``weights.py``."""
+    """Saving, loading and exporting, over the functions of ``saving.py``, ``loading.py`` and ``weights.py``."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -58,7 +58,7 @@ class Checkpoints:
         return self._mirrors[url]
 
     def new_writer(self) -> BackgroundWriter | None:
-        """What writes checkpoints while training continues, if the config asks for that."""
+        """Make the writer of checkpoints while training continues; None: the config does not ask for one."""
         config = self._engine._config
         writer = config.checkpoint_config.writer
         if (writer is None or not writer.decoupled) and config.datastates_config is False:
@@ -302,7 +302,7 @@ class StateMoves:
     def empty_partition_cache(self) -> None:
         """Release every parameter that is gathered and not in use (stage 3)."""
         if self._engine.sharded is not None:
-            self._engine.sharded.transitions.release_all()
+            self._engine.sharded.transitions.reshard_all()
 
     def collect_python_gc(self) -> int:
         """Collect cyclic garbage now, for ``disable_python_gc``; returns the number of objects."""

@@ -118,7 +118,7 @@ class PipelineEngine(ByInstructions):
             return self._train_by_instructions()
         count = self.clock.steps
         order = self._order(count)
-        core.reducer.sync_enabled = False  # replicas, and stages with common weights, meet when all is there
+        core.reducer.pause_sums()  # replicas, and stages with common weights, meet when all is there
         self._stage.summed_in = self._overlapped(order)
         try:
             self._stage.weights.active = order.split
@@ -134,7 +134,7 @@ class PipelineEngine(ByInstructions):
             self._run = run
             losses = run.run(order.actions[self.stage_id])
             self._most_held = run.most_held
-            core.reducer.sync_enabled = True
+            core.reducer.resume_sums()
             core.reducer.finish()  # while the stages before this one are still at their last backwards
         except BaseException as error:
             self.abandon_update(error)
@@ -143,7 +143,7 @@ class PipelineEngine(ByInstructions):
         finally:
             self._run = None
             self._stage.end_batch()
-            core.reducer.sync_enabled = True
+            core.reducer.resume_sums()
         loss = self.agreed_loss = self._batch_losses.agree(losses, count)
         super().step()
         self._choice.learn(run.seconds, self.stage_id, self.device)

@@ -1,9 +1,9 @@
 """A batch instruction by instruction, for trainers that build on the engine: with a schedule or instructions of theirs.
 
-``PipelineEngine._exec_schedule`` takes a schedule (``schedule.py``) of this stage, and calls for each instruction what
-``PipelineEngine._INSTRUCTION_MAP`` has for its class. The state between two instructions are the documented attributes:
-``pipe_buffers``, ``loss``, ``grad_layer``, ``fwd_outputs``. Messages go through the channels of every other batch, so
-their shapes may change, and the numbers are those of the engine's own orders.
+``PipelineEngine._exec_schedule`` takes a schedule (``schedules/instructions.py``) of this stage, and calls for each
+instruction what ``PipelineEngine._INSTRUCTION_MAP`` has for its class. The state between two instructions is in the
+documented attributes ``pipe_buffers``, ``loss``, ``grad_layer``, ``fwd_outputs``. Messages go through the channels of
+every other batch, so their shapes may change, and the numbers are those of the engine's own orders.
 
 ``train_batch`` and ``eval_batch`` do so where something was replaced (``replaced``); otherwise ``stage_run.py`` runs.
 """
@@ -55,9 +55,9 @@ class ByInstructions(PipelineFacts):
     """Class of an instruction -> function of the engine and the instruction's arguments. A trainer may put its own
     in, also for instructions of its own; a method of a subclass with the name of one of ours is used as well."""
     loss: Tensor | Any = None
-    """On the last stage: of the micro-batch at hand."""
+    """On the last stage: of the current micro-batch."""
     grad_layer: Any = None
-    """The gradients of the outputs at hand: a tensor, or a tuple of those of the tensors that require one."""
+    """The gradients of the current outputs: a tensor, or a tuple of those of the tensors that require one."""
     eval_return_logits = False
     """True: ``outputs`` holds those of the last stage after an evaluation."""
     is_pipe_partitioned = False
@@ -78,7 +78,7 @@ class ByInstructions(PipelineFacts):
         self._batch_losses = BatchLosses(self)
         self._stage = Stage(self, self._batch_losses, WeightQueue(_no_gradient))
         self._results: list[Any] = []
-        """Losses, or outputs, of the micro-batches of the schedule at hand."""
+        """Losses, or outputs, of the micro-batches of the current schedule."""
         self._mean: Tensor | None = None
         """The loss of the batch, once all ranks have agreed on it."""
         self._instruction: PipeInstruction | None = None
@@ -118,7 +118,7 @@ class ByInstructions(PipelineFacts):
         if core is not None:
             self._check_batch_begins()
             self._batch_losses.begin_batch()
-            core.reducer.sync_enabled = False  # replicas meet at ReduceGrads
+            core.reducer.pause_sums()  # replicas meet at ReduceGrads
         self._reserve_pipe_buffers(pipe_schedule.num_pipe_buffers())
         self.fwd_outputs, self._results, self._mean = [], [], None
         self.loss = self.grad_layer = None
@@ -135,7 +135,7 @@ class ByInstructions(PipelineFacts):
         finally:
             self._at_hand, self._instruction = {}, None
             if core is not None:
-                core.reducer.sync_enabled = True
+                core.reducer.resume_sums()
 
     def _exec_instruction(self, instruction: PipeInstruction) -> None:
         kind = type(instruction)
@@ -233,7 +233,7 @@ class ByInstructions(PipelineFacts):
 
     def _exec_reduce_grads(self) -> None:
         reducer = self._require_core("train_batch").reducer
-        reducer.sync_enabled = True
+        reducer.resume_sums()
         reducer.finish()
 
     def _exec_optimizer_step(self, lr_kwargs: dict[str, Any] | None = None) -> None:

@@ -95,7 +95,7 @@ class Stage:
         core, plain = engine._require_core("train_batch"), engine._plain_backward
         self.weights.part = (action.micro_batch, action.chunk)
         if action == self.summed_in:
-            core.reducer.sync_enabled = True
+            core.reducer.resume_sums()
         if engine._links[action.chunk].outputs is None:
             DeepSpeedEngine.backward(engine, outputs)
             return

@@ -18,7 +18,7 @@ from deepspeed.base.extras import install_hint
 from deepspeed.base.logging import logger
 from deepspeed.inference.scheduling.requests import Constraint
 
-_MOST_CHARACTERS = 100_000
+_MAX_CHARACTERS = 100_000
 """Of a grammar: llguidance is quick, but grows with it."""
 
 _CHECKED = 64
@@ -44,8 +44,8 @@ class Grammars:
         """ValueError: the constraint is no grammar, or the tokenizer cannot follow one."""
         if (constraint, size) in self._right:
             return
-        if len(constraint.text) > _MOST_CHARACTERS:
-            raise ValueError(f"a grammar has at most {_MOST_CHARACTERS:,} characters")
+        if len(constraint.text) > _MAX_CHARACTERS:
+            raise ValueError(f"a grammar has at most {_MAX_CHARACTERS:,} characters")
         told = _library().LLMatcher.validate_grammar(self._grammar(constraint), self._tokens(size))
         if told and not told.startswith("WARNING"):
             raise ValueError(f"{constraint.kind}: {told}")

@@ -114,23 +114,23 @@ class SamplingParams:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the likeliest token by the model's own logits is taken."""
+        """True: the likeliest token by the model's own logits is taken."""
         return self.temperature == 0 and not self.changes_logits
 
     @property
     def has_penalties(self) -> bool:
-        """Whether logits change with the tokens before."""
+        """True: logits change with the tokens before."""
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
     @property
     def changes_logits(self) -> bool:
-        """Whether logits are changed other than by the filters of draws."""
+        """True: logits are changed other than by the filters of draws."""
         excludes = self.bad_words or self.min_new_tokens or self.has_masks
         return bool(self.has_penalties or self.logit_bias or excludes)
 
     @property
     def has_masks(self) -> bool:
-        """Whether only some tokens are allowed."""
+        """True: only some tokens are allowed."""
         return self.allowed_token_ids is not None or self.constraint is not None
 
     @property

@@ -42,7 +42,7 @@ _MUCH_SHORTER = 4
 what it takes anyway, and two prompts of about one length are not computed side by side, which would delay the first and
 help neither."""
 
-_LONGEST_REST = 16
+_MAX_REST = 16
 """After proposals in vain a request goes without for 1, 3, 7 and at most 15 forwards: where little repeats, what is
 rejected then costs little."""
 
@@ -182,7 +182,7 @@ class Scheduler:
             if chunk.proposed:
                 self.counts.accepted_tokens += chunk.accepted
                 request.rejected = 0 if chunk.accepted else request.rejected + 1
-                request.resting = min(2**request.rejected, _LONGEST_REST) - 1
+                request.resting = min(2**request.rejected, _MAX_REST) - 1
             self.blocks.publish(request.table, request.tokens, request.computed)
             self.blocks.trim(request.table, len(request.tokens))
             if last:

@@ -8,13 +8,13 @@ import threading
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
-MOST_PARTS = 2**16
+MAX_PARTS = 2**16
 """Texts, lists and objects of a request. Each takes up to 250 bytes of memory for 3 bytes of JSON."""
 
-MOST_VALUES = 2**19
+MAX_VALUES = 2**19
 """Values of all lists and objects."""
 
-_LONGEST_INTEGER = 100
+_MAX_DIGITS = 100
 """Digits. The time to parse one grows with their square."""
 
 LONG = 64 * 2**10
@@ -47,10 +47,10 @@ class RequestError(ValueError):
 
 @dataclass(slots=True)
 class JsonBudget:
-    """What may still be parsed of a request: parts and values."""
+    """Parts and values that may still be parsed of a request."""
 
-    parts: int = field(default_factory=lambda: MOST_PARTS)
-    values: int = field(default_factory=lambda: MOST_VALUES)
+    parts: int = field(default_factory=lambda: MAX_PARTS)
+    values: int = field(default_factory=lambda: MAX_VALUES)
 
 
 def fields_of(body: bytes) -> dict[str, Any]:
@@ -105,9 +105,9 @@ def _check(body: bytes, budget: JsonBudget, where: str | None) -> None:
         brackets += marks.count(b"[") + marks.count(b"{")
         commas += marks.count(b",")
         if quotes // 2 + brackets > most:
-            raise RequestError(f"{where or 'body'}: more than {MOST_PARTS:,} texts, lists and objects", where)
+            raise RequestError(f"{where or 'body'}: more than {MAX_PARTS:,} texts, lists and objects", where)
         if commas >= budget.values:
-            raise RequestError(f"{where or 'body'}: more than {MOST_VALUES:,} values", where)
+            raise RequestError(f"{where or 'body'}: more than {MAX_VALUES:,} values", where)
         if _HALF_PAIR.search(piece):
             raise ValueError("an escape is one half of a surrogate pair")
     budget.parts -= quotes // 2 + brackets
@@ -125,8 +125,8 @@ def _cut_before_escape(piece: bytes) -> tuple[bytes, bytes]:
 
 
 def _integer(digits: str) -> int:
-    if len(digits) > _LONGEST_INTEGER:
-        raise ValueError(f"an integer of {len(digits):,} digits: at most {_LONGEST_INTEGER} are read")
+    if len(digits) > _MAX_DIGITS:
+        raise ValueError(f"an integer of {len(digits):,} digits: at most {_MAX_DIGITS} are read")
     return int(digits)
 
 

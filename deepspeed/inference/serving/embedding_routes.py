@@ -22,7 +22,7 @@ from deepspeed.inference.serving.pooling import NotFiniteError, check_dimensions
 from deepspeed.inference.serving.service import BusyError, ClosedError, Service, Update
 from deepspeed.inference.serving.tokenizers import Tokenizer
 
-MOST_INPUTS = 2048
+MAX_INPUTS = 2048
 """OpenAI's limit."""
 
 _ENCODED_TOGETHER = 16
@@ -57,8 +57,8 @@ class Embedder:
 
     def check(self, inputs: Sequence[Sequence[int]], params: SamplingParams, name: str) -> None:
         """RequestError: there are too many, or one cannot be computed; all are checked before the first is."""
-        if len(inputs) > MOST_INPUTS:
-            raise RequestError(f"{name}: at most {MOST_INPUTS:,} are computed in one request", name)
+        if len(inputs) > MAX_INPUTS:
+            raise RequestError(f"{name}: at most {MAX_INPUTS:,} are computed in one request", name)
         for place, tokens in enumerate(inputs):
             try:
                 self.service.engine.check(tokens, params)
@@ -87,7 +87,7 @@ def add_embedding_routes(app: FastAPI, intake: Intake, embedder: Embedder) -> No
         check_dimensions(request.dimensions, intake.settings.dimensions)
         given, tokenizer = protocol.texts_of(request.input, "input"), embedder.tokenizer
         encode = tokenizer.encode if request.add_special_tokens else tokenizer.words
-        inputs = [encode(each) if isinstance(each, str) else each for each in given[: MOST_INPUTS + 1]]
+        inputs = [encode(each) if isinstance(each, str) else each for each in given[: MAX_INPUTS + 1]]
         embedder.check(inputs, params, "input")
         return request, inputs, params
 

@@ -1,4 +1,4 @@
-"""How models write calls of tools and reasoning: what reads each format, and the grammar that makes a model write it.
+"""Formats in which models write tool calls and reasoning: their readers, and the grammars that make a model write them.
 
 The names are those of vLLM's parsers. A new format is a function that reads it and a `ToolFormat` in `TOOL_FORMATS`.
 """

@@ -1,4 +1,4 @@
-"""What all routes share: who may ask, how a body arrives, on which threads it is worked on, and which errors are told.
+"""Common part of all routes: who may ask, how a body arrives, which threads work on it, and which errors are told.
 Imported only where FastAPI is installed."""
 
 from __future__ import annotations

@@ -9,9 +9,9 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-_MOST_TOLD = 8
+_MAX_TOLD = 8
 
-_MOST_ADAPTERS = 64
+_MAX_ADAPTERS = 64
 """Each keeps memory until it is removed."""
 
 
@@ -57,7 +57,7 @@ class Models:
         if not name or taken:
             raise ValueError(f"the name {name!r} is {'taken' if name else 'empty'}")
         known = self._loading | self._adapters.keys()
-        if name not in known and len(known) >= _MOST_ADAPTERS:
+        if name not in known and len(known) >= _MAX_ADAPTERS:
             raise ValueError(f"there are {len(known)} adapters, the most that are kept: unload one first")
         self._loading.add(name)
 
@@ -70,7 +70,7 @@ class Models:
         """Return the adapter of this name, None for the model itself. ModelError: see ``check``."""
         known = self._adapters.get(name)
         if known is None and name not in ("", self.name):
-            there = ", ".join(map(repr, [self.name, *list(self._adapters)][:_MOST_TOLD]))
+            there = ", ".join(map(repr, [self.name, *list(self._adapters)][:_MAX_TOLD]))
             raise ModelError(f"there is no model {name!r}, only {there}")
         return None if known is None else known[1]
 

@@ -1,4 +1,4 @@
-"""How a model's folder says that its hidden states become one vector, and what a client is given of it. Pure."""
+"""Pooling of hidden states into one vector, as a model's folder describes it, and as a client gets it. Pure."""
 
 from __future__ import annotations
 

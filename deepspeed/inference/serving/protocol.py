@@ -26,18 +26,18 @@ from deepspeed.inference.serving.pieces import Piece
 from deepspeed.inference.serving.sampling_fields import stop_tokens_of
 from deepspeed.inference.serving.tool_requests import with_calls
 
-_MOST_TOKENS = 2**31
+_MAX_TOKENS = 2**31
 _STOPS, _STOP_LENGTH = 16, 1000
 _COLDEST = 1e-5
 """Some clients write a temperature of 1e-8 and mean 0."""
 
-_LEAST_LOGPROB = -9999.0
+_MIN_LOGPROB = -9999.0
 """Instead of minus infinity, which JSON does not have."""
 
 _MESSAGE_LENGTH = 1000
 """Of an error, which may quote what a client sent."""
 
-MOST_LOGPROBS = 20
+MAX_LOGPROBS = 20
 """Of the likeliest tokens at one place."""
 
 _NO_VARIABLES = {
@@ -102,7 +102,7 @@ class CompletionRequest(_Sampling):
     prompt: SkipValidation[str | list[str] | list[int] | list[list[int]]]
     echo: bool = False
     logprobs: Annotated[int | None, BeforeValidator(lambda value: None if value is False else value)] = Field(
-        default=None, ge=0, le=MOST_LOGPROBS
+        default=None, ge=0, le=MAX_LOGPROBS
     )
     add_special_tokens: Literal[True] = True
 
@@ -111,7 +111,7 @@ class ChatRequest(_Sampling):
     messages: SkipValidation[list[dict[str, Any]]]
     max_completion_tokens: int | None = Field(default=None, ge=1)
     logprobs: bool = False
-    top_logprobs: int = Field(default=0, ge=0, le=MOST_LOGPROBS)
+    top_logprobs: int = Field(default=0, ge=0, le=MAX_LOGPROBS)
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template: str | None = None
@@ -210,7 +210,7 @@ def texts_of(given: Any, name: str) -> list[str | list[int]]:
 def check_tokens(tokens: list[Any], where: str) -> None:
     """RequestError: one is no integer, or none that a tokenizer can have."""
     for place, token in enumerate(tokens):
-        if type(token) is int and 0 <= token < _MOST_TOKENS:  # True is an instance of int
+        if type(token) is int and 0 <= token < _MAX_TOKENS:  # True is an instance of int
             continue
         where = f"{where}.{place}"
         told = (
@@ -464,7 +464,7 @@ def _entry(text: str, logprob: float) -> dict[str, Any]:
 
 
 def _finite(logprob: float) -> float:
-    return logprob if math.isfinite(logprob) else _LEAST_LOGPROB
+    return logprob if math.isfinite(logprob) else _MIN_LOGPROB
 
 
 def usage(prompt_tokens: int, new_tokens: int) -> dict[str, int]:

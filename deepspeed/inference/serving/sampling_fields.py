@@ -10,10 +10,10 @@ from typing import Any
 from deepspeed.inference.scheduling.requests import Constraint
 from deepspeed.inference.serving.bodies import RequestError, kind_of
 
-_MOST_TOKENS = 1024
+_MAX_TOKENS = 1024
 """Of a list of tokens, or of biases; OpenAI's limit of biases."""
 
-_MOST_WORDS, _WORD_LENGTH, _MOST_CHOICES = 64, 200, 256
+_MAX_WORDS, _WORD_LENGTH, _MAX_CHOICES = 64, 200, 256
 _GUIDED = {
     "guided_json": "json",
     "guided_regex": "regex",
@@ -99,8 +99,8 @@ def _constraint(kind: str, value: Any, where: str) -> Constraint:
         value = json.dumps(value)
     elif kind == "choice":
         texts = isinstance(value, list) and all(isinstance(each, str) and each for each in value)
-        if not texts or not 1 <= len(value) <= _MOST_CHOICES:
-            raise RequestError(f"{where}: a list of 1 to {_MOST_CHOICES} texts is expected", where)
+        if not texts or not 1 <= len(value) <= _MAX_CHOICES:
+            raise RequestError(f"{where}: a list of 1 to {_MAX_CHOICES} texts is expected", where)
         value = json.dumps(value)
     elif kind == "json_object":
         value = ""
@@ -112,8 +112,8 @@ def _constraint(kind: str, value: Any, where: str) -> Constraint:
 def _biases(given: Any) -> tuple[tuple[int, float], ...]:
     if given is None:
         return ()
-    if not isinstance(given, dict) or len(given) > _MOST_TOKENS:
-        raise RequestError(f"logit_bias: an object of up to {_MOST_TOKENS} tokens is expected", "logit_bias")
+    if not isinstance(given, dict) or len(given) > _MAX_TOKENS:
+        raise RequestError(f"logit_bias: an object of up to {_MAX_TOKENS} tokens is expected", "logit_bias")
     made = []
     for token, value in given.items():
         where = f"logit_bias.{token[:64]}"
@@ -129,9 +129,9 @@ def _biases(given: Any) -> tuple[tuple[int, float], ...]:
 def _tokens(given: Any, name: str) -> tuple[int, ...]:
     if given is None:
         return ()
-    right = isinstance(given, list) and len(given) <= _MOST_TOKENS
+    right = isinstance(given, list) and len(given) <= _MAX_TOKENS
     if not right or any(type(token) is not int or not 0 <= token < 2**31 for token in given):
-        raise RequestError(f"{name}: a list of up to {_MOST_TOKENS} tokens is expected", name)
+        raise RequestError(f"{name}: a list of up to {_MAX_TOKENS} tokens is expected", name)
     return tuple(given)
 
 
@@ -139,8 +139,8 @@ def _bad_words(given: Any, encode: Callable[[str], list[int]]) -> tuple[tuple[in
     """Each word as it begins a text, and as it stands behind a space: tokenizers may tell these apart."""
     if given is None:
         return ()
-    if not isinstance(given, list) or len(given) > _MOST_WORDS:
-        raise RequestError(f"bad_words: a list of up to {_MOST_WORDS} texts is expected", "bad_words")
+    if not isinstance(given, list) or len(given) > _MAX_WORDS:
+        raise RequestError(f"bad_words: a list of up to {_MAX_WORDS} texts is expected", "bad_words")
     made: dict[tuple[int, ...], None] = {}
     for place, word in enumerate(given):
         if not isinstance(word, str) or not 1 <= len(word) <= _WORD_LENGTH:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from deepspeed.inference.serving import protocol
 from deepspeed.inference.serving.bodies import RequestError
-from deepspeed.inference.serving.embedding_routes import MOST_INPUTS, Embedder
+from deepspeed.inference.serving.embedding_routes import MAX_INPUTS, Embedder
 from deepspeed.inference.serving.handling import Intake
 from deepspeed.inference.serving.pooling import vectors_of
 
@@ -89,8 +89,8 @@ def add_score_routes(app: FastAPI, intake: Intake, embedder: Embedder) -> None:
         def begin(body: bytes, _: Any) -> tuple[Any, ...]:
             asked = protocol.fields_as(kind, body)
             left, right = asked.pairs()
-            if len(right) > MOST_INPUTS:
-                raise RequestError(f"{len(right):,} pairs of texts: at most {MOST_INPUTS:,} are expected")
+            if len(right) > MAX_INPUTS:
+                raise RequestError(f"{len(right):,} pairs of texts: at most {MAX_INPUTS:,} are expected")
             params, encode_pair = embedder.params_of(asked), intake.settings.encode_pair
             if encode_pair is not None:
                 pairs = zip(left, right, strict=True)
@@ -99,7 +99,7 @@ def add_score_routes(app: FastAPI, intake: Intake, embedder: Embedder) -> None:
                 return asked, right, inputs, params, _scores
             texts = list(dict.fromkeys([*left, *right]))
             cut = asked.truncate_prompt_tokens or 0  # the last tokens are kept, as of prompts
-            inputs = [embedder.tokenizer.encode(each)[-cut:] for each in texts[: MOST_INPUTS + 1]]
+            inputs = [embedder.tokenizer.encode(each)[-cut:] for each in texts[: MAX_INPUTS + 1]]
             embedder.check(inputs, params, "texts")
             return asked, right, inputs, params, partial(_cosines, texts=texts, left=left, right=right)
 

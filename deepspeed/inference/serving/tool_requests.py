@@ -19,7 +19,7 @@ from deepspeed.inference.serving.formats import (
 from deepspeed.inference.serving.pieces import Parser
 from deepspeed.inference.serving.tool_schemas import check_schema
 
-_MOST_TOOLS = 128
+_MAX_TOOLS = 128
 _NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
 _CHOICES = ("none", "auto", "required")
 
@@ -42,8 +42,8 @@ def tools_of(request: Any) -> ToolUse:
         if choice != "auto":
             raise RequestError("tool_choice needs tools", "tool_choice")
         return ToolUse()
-    if not isinstance(given, list) or len(given) > _MOST_TOOLS:
-        raise RequestError(f"tools: a list of up to {_MOST_TOOLS} functions is expected", "tools")
+    if not isinstance(given, list) or len(given) > _MAX_TOOLS:
+        raise RequestError(f"tools: a list of up to {_MAX_TOOLS} functions is expected", "tools")
     known: dict[str, Mapping[str, Any]] = {}
     for place, tool in enumerate(given):
         name, schema = _function(tool, f"tools.{place}")

@@ -9,10 +9,10 @@ from deepspeed.inference.serving.bodies import RequestError, kind_of
 
 _BY_NAME = ("properties", "$defs", "definitions")
 _EACH = ("anyOf", "oneOf", "allOf")
-_DEEPEST = 64
+_MAX_DEPTH = 64
 """Schemas inside of each other."""
 
-_MOST = 256
+_MAX_ENTRIES = 256
 """Schemas, types and values that are looked at for the types of one parameter, which an answer may have often, and
 characters of a reference."""
 
@@ -21,9 +21,11 @@ def check_schema(schema: Any, where: str, depth: int = 0) -> None:
     """RequestError names the first place, under ``where``, that is no JSON schema."""
     if isinstance(schema, bool):
         return
-    if not isinstance(schema, dict) or depth > _DEEPEST:
+    if not isinstance(schema, dict) or depth > _MAX_DEPTH:
         told = (
-            f"at most {_DEEPEST} are inside of each other" if depth > _DEEPEST else f"not {kind_of(schema)}"
+            f"at most {_MAX_DEPTH} are inside of each other"
+            if depth > _MAX_DEPTH
+            else f"not {kind_of(schema)}"
         )
         raise RequestError(f"{where}: a JSON schema is expected, {told}", where)
     kinds, needed, values = (schema.get(name) for name in ("type", "required", "enum"))
@@ -66,14 +68,14 @@ def kinds_of(schema: Any, root: Mapping[str, Any]) -> set[str]:
     """Return the types that a schema, a part of ``root``, names anywhere, "value" for one without a name; none if it
     does not say. Both have been checked."""
     made, todo, seen = set[str](), [schema], set[int]()
-    for _ in range(_MOST):
+    for _ in range(_MAX_ENTRIES):
         part = todo.pop() if todo else None
         if not isinstance(part, dict) or id(part) in seen:
             continue
         seen.add(id(part))
         made |= _own_kinds(part)
         for name in _EACH:
-            todo += (part.get(name) or ())[:_MOST]
+            todo += (part.get(name) or ())[:_MAX_ENTRIES]
         if "$ref" in part:
             found = _referred(part["$ref"], root)
             made |= {"value"} if found is None else set()
@@ -82,9 +84,9 @@ def kinds_of(schema: Any, root: Mapping[str, Any]) -> set[str]:
 
 
 def _own_kinds(schema: Mapping[str, Any]) -> set[str]:
-    kind, values = schema.get("type"), (schema.get("enum") or ())[:_MOST]
+    kind, values = schema.get("type"), (schema.get("enum") or ())[:_MAX_ENTRIES]
     if kind:
-        return {kind} if isinstance(kind, str) else set(kind[:_MOST])
+        return {kind} if isinstance(kind, str) else set(kind[:_MAX_ENTRIES])
     if "properties" in schema or "items" in schema:
         return {"value"}
     return {"null" if each is None else "string" if isinstance(each, str) else "value" for each in values}
@@ -92,7 +94,7 @@ def _own_kinds(schema: Mapping[str, Any]) -> set[str]:
 
 def _referred(reference: Any, root: Any) -> Any:
     """Return the schema that a reference names. None: there is none in ``root``."""
-    if not isinstance(reference, str) or len(reference) > _MOST or not reference.startswith("#/"):
+    if not isinstance(reference, str) or len(reference) > _MAX_ENTRIES or not reference.startswith("#/"):
         return None
     found = root
     for name in reference[2:].split("/"):

@@ -49,7 +49,7 @@ than the maximum system throughput.
 3. The fwd latency listed in the top module's profile is directly captured at the module forward function in PyTorch, \
 thus it's less than the fwd latency shown above which is captured in DeepSpeed."""
 WIDTH = 70
-MOST_RANKS = 64
+MAX_RANKS = 64
 """Of which a line of their own is printed."""
 
 
@@ -214,7 +214,7 @@ def _every_rank(ranks: RankCounts) -> list[str]:
     ]
     if len(set(ranks.by_rank)) == 1:
         return lines
-    for rank, (params, fwd, bwd, again, held, peak) in enumerate(ranks.by_rank[:MOST_RANKS]):
+    for rank, (params, fwd, bwd, again, held, peak) in enumerate(ranks.by_rank[:MAX_RANKS]):
         lines.append(
             f"  rank {rank}: params {params_to_string(params)}, fwd flops {number_to_string(fwd).strip()}, "
             f"bwd flops {number_to_string(bwd + again).strip()}, held {bytes_to_string(held)}, "

@@ -27,9 +27,9 @@ from deepspeed.observe.live.record import (  # fmt: skip
     short,
 )
 
-MOST_ROWS = 4096
-MOST_EVENTS = 500
-MOST_VALUES = 30_000
+MAX_ROWS = 4096
+MAX_EVENTS = 500
+MAX_VALUES = 30_000
 """Of curves of others, all together."""
 
 SPEED_ROWS, SPEED_S = 20, 10.0
@@ -104,15 +104,15 @@ class MetricHistory:
         if event["event"] == "saved":
             self._state["saved"] = {"step": event["step"], "text": event["text"]}
         self._events.append((self._next(), event))
-        del self._events[:-MOST_EVENTS]
+        del self._events[:-MAX_EVENTS]
 
     def _thin_out(self) -> None:
-        while len(self._rows) > MOST_ROWS:
+        while len(self._rows) > MAX_ROWS:
             old, pairs = self._rows, len(self._rows) // 2
             halved = [(old[2 * i + 1][0], merged(old[2 * i][1], old[2 * i + 1][1])) for i in range(pairs)]
             self._rows = halved + old[2 * pairs :]
             self.epoch += 1
-        while len(self._curves) > 1 and self._values > MOST_VALUES:
+        while len(self._curves) > 1 and self._values > MAX_VALUES:
             self._keep_curves(self._curves[1::2])
             self.epoch += 1
 

@@ -22,7 +22,7 @@ from deepspeed.comm.hangs.stragglers import clone, common_key, store_of_default_
 PAUSE_S = 2.0
 JOIN_S = 2.0
 FAILURES = 3  # in a row, after which the rank says no more
-MOST_SHOWN = 128
+MAX_SHOWN = 128
 SLOWER = 1.1  # than the median: less is no difference
 
 
@@ -97,9 +97,9 @@ class RankStates:
             {"rank": rank, **said, "seen": round(seen, 1)} for rank, (_, said, seen) in sorted(heard.items())
         ]
         slowest = slowest_of(rows)
-        if len(rows) > MOST_SHOWN:
+        if len(rows) > MAX_SHOWN:
             rows.sort(key=lambda row: (row["seen"], -(row.get("arrival_ms") or 0.0)))
-            rows = rows[:MOST_SHOWN]
+            rows = rows[:MAX_SHOWN]
         return {"ranks": rows, "slowest": slowest}
 
 

@@ -35,13 +35,13 @@ from deepspeed.observe.live.record import (
 from deepspeed.observe.monitor.base import Event, Monitor, numeric
 
 PAUSE_S = 1.0
-LONGEST_QUEUE = 100_000  # steps and events that wait for a disk that does not answer
+MAX_QUEUE = 100_000  # steps and events that wait for a disk that does not answer
 JOIN_S = 3.0
 PATIENCE_S = 10.0  # for the process before this one to let go of the record
 REST_S = 30.0  # without writing after a failure
 CURVE_BYTES_PER_S = 200.0
 RANKS_BYTES_PER_S = 20.0
-MOST_CURVES = 2000
+MAX_CURVES = 2000
 SHOWN_LOSSES = 60
 ENTRY_S = 2.0
 """How often `ds top` looks."""
@@ -69,7 +69,7 @@ class LiveRecorder:
         now: Callable[[], float] = time.time,
     ) -> None:
         self.history = MetricHistory()
-        self._queue: deque[tuple[str, Any]] = deque(maxlen=LONGEST_QUEUE)
+        self._queue: deque[tuple[str, Any]] = deque(maxlen=MAX_QUEUE)
         self._run, self._measure, self._entry, self._now = run, measure, entry, now
         self._file = RecordFile(folder)
         self._window = Window()
@@ -219,7 +219,7 @@ class LiveRecorder:
 
     def _take_curves(self, values: dict[str, Any]) -> None:
         for name, value in values.items():
-            if name in self._curves or len(self._curves) < MOST_CURVES:
+            if name in self._curves or len(self._curves) < MAX_CURVES:
                 self._curves[name] = float(value)
 
     def _look_for_hangs(self, now: float) -> None:

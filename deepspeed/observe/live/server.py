@@ -30,7 +30,7 @@ TOKEN_VARIABLE = "DEEPSPEED_LIVE_TOKEN"
 TOKEN_FILE = "token"
 NEXT_PORTS = 100
 REQUEST_S = 10.0  # a visitor that says nothing for so long is cut off
-MOST_VISITORS = 32
+MAX_VISITORS = 32
 
 
 def token_for(host: str, folder: Path) -> str | None:
@@ -64,7 +64,7 @@ class PageServer:
         self.host, self.token = host, token
         self._history = history
         self._page, self._policy = page()
-        self._visitors = threading.BoundedSemaphore(MOST_VISITORS)
+        self._visitors = threading.BoundedSemaphore(MAX_VISITORS)
         self._server = self._listen(port)
         self.port: int = self._server.server_address[1]
         self._alarm, self._asleep = socket.socketpair()

@@ -66,7 +66,7 @@ class CUDAQuantizer:
 
     target_group_size: ClassVar[int] = 8000
     """Elements of a group, at most."""
-    _SMALLEST: ClassVar[int] = 16
+    _MIN_GROUP: ClassVar[int] = 16
 
     def quantize(self, param: Tensor, groups: int | None = None) -> list[Tensor]:
         """Codes and scales. ValueError: not that many equal groups."""
@@ -78,7 +78,7 @@ class CUDAQuantizer:
 
     def _groups(self, numel: int) -> int:
         least = max(1, math.ceil(numel / self.target_group_size))
-        return next((n for n in range(least, numel // self._SMALLEST + 1) if numel % n == 0), 1)
+        return next((n for n in range(least, numel // self._MIN_GROUP + 1) if numel % n == 0), 1)
 
 
 def _encoded(values: Tensor, groups: int, bits: int, kind: QuantizationType) -> tuple[Tensor, Tensor]:

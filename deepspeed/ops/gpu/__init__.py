@@ -20,7 +20,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-OLDEST = 8
+MIN_CAPABILITY = 8
 """The first compute capability (of NVIDIA's GPUs) for whose kernels this package is compiled in its tests."""
 
 
@@ -34,7 +34,7 @@ _RUNS: dict[torch.device, bool] = {}
 
 def _runs_on(device: torch.device) -> bool:
     if device not in _RUNS:
-        if torch.version.cuda is None or torch.cuda.get_device_capability(device)[0] < OLDEST:
+        if torch.version.cuda is None or torch.cuda.get_device_capability(device)[0] < MIN_CAPABILITY:
             _RUNS[device] = False
         elif torch.cuda.is_current_stream_capturing():  # what the trial does would end it
             return False
@@ -50,7 +50,7 @@ def offered() -> bool:
     run."""
     if not _has_triton() or torch.version.cuda is None or not torch.cuda.is_available():
         return False
-    return torch.cuda.get_device_capability()[0] >= OLDEST
+    return torch.cuda.get_device_capability()[0] >= MIN_CAPABILITY
 
 
 def usable(*tensors: Tensor | None) -> bool:

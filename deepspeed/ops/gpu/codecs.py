@@ -19,7 +19,7 @@ from deepspeed.ops.gpu.dropout import mixed, signed
 from deepspeed.ops.gpu.types import FLOATS
 
 _ROUNDER = tl.constexpr(1.5 * 2.0**23)  # adding it rounds a small number to an integer, to nearest even
-LARGEST_BLOCK = 8192
+MAX_BLOCK = 8192
 
 
 @triton.jit
@@ -32,11 +32,11 @@ def _wanted(values, errors, at, inside):
 
 
 @triton.jit
-def _code(x, divisor, part, MOST: tl.constexpr):
+def _code(x, divisor, part, MAX_CODE: tl.constexpr):
     """The nearest integers, int32, of quotients and ``part``; 0 in a block that is not finite."""
     q = tl.div_rn(x, divisor)
-    q = tl.where(q > MOST, MOST, q)
-    q = tl.where(q < -MOST, -MOST, q)
+    q = tl.where(q > MAX_CODE, MAX_CODE, q)
+    q = tl.where(q < -MAX_CODE, -MAX_CODE, q)
     q = tl.where(q == q, q, 0.0)
     if part is not None:
         q = q + part
@@ -76,7 +76,7 @@ def _encode_integers_kernel(
     blocks,
     seed,
     RANDOM: tl.constexpr,
-    MOST: tl.constexpr,
+    MAX_CODE: tl.constexpr,
     HALF: tl.constexpr,  # a power of 2, at least half a block
     IN_HALVES: tl.constexpr,  # whether two codes share a byte
 ):
@@ -90,7 +90,7 @@ def _encode_integers_kernel(
     low = _wanted(values, errors, first + 2 * pair, has_low)
     high = _wanted(values, errors, first + 2 * pair + 1, has_high)
     largest = tl.maximum(_largest_bits(low), _largest_bits(high))
-    scale = tl.div_rn(largest.to(tl.float32, bitcast=True), MOST)
+    scale = tl.div_rn(largest.to(tl.float32, bitcast=True), MAX_CODE)
     divisor = tl.where(scale > 0, scale, 1.0)
     tl.store(scales + row * (stride // 4) + index, scale)
     low_part, high_part = None, None
@@ -99,7 +99,7 @@ def _encode_integers_kernel(
         number = mixed(tl.program_id(0).to(tl.uint32) + mixed(seed.to(tl.uint32)))
         key = mixed(bits.to(tl.uint32, bitcast=True) + number)
         low_part, high_part = _part(key, 2 * pair), _part(key, 2 * pair + 1)
-    low_code, high_code = _code(low, divisor, low_part, MOST), _code(high, divisor, high_part, MOST)
+    low_code, high_code = _code(low, divisor, low_part, MAX_CODE), _code(high, divisor, high_part, MAX_CODE)
     payload = payloads + row * stride
     codes = payload + 4 * blocks
     if IN_HALVES:
@@ -193,7 +193,7 @@ CODES = (1, 4, 8)
 def takes(payloads: Tensor, values: Tensor, block: int) -> bool:
     """Return whether there is a kernel for payload and values of such types and sizes."""
     whole = payloads.is_contiguous() and payloads.storage_offset() % 4 == 0 and payloads.shape[-1] % 4 == 0
-    return whole and values.is_contiguous() and values.dtype in FLOATS and block <= LARGEST_BLOCK
+    return whole and values.is_contiguous() and values.dtype in FLOATS and block <= MAX_BLOCK
 
 
 def encode(
@@ -222,7 +222,7 @@ def encode(
                 *arguments,
                 signed(seed or 0),
                 RANDOM=seed is not None,
-                MOST=float(2 ** (bits - 1) - 1),
+                MAX_CODE=float(2 ** (bits - 1) - 1),
                 HALF=triton.next_power_of_2(triton.cdiv(block, 2)),
                 IN_HALVES=bits == 4,
                 num_warps=1 if block <= 512 else 4,

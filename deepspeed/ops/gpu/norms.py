@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 from deepspeed.ops.gpu.dropout import arguments, kept
 from deepspeed.ops.gpu.types import FLOATS
 
-LONGEST = 8192
+MAX_ROW = 8192
 """Numbers of a row: backward has some eight of them in registers."""
 _PROGRAMS = 256
 """Of backward."""
@@ -134,7 +134,7 @@ def _backward_kernel(
 def takes(x: Tensor, *others: Tensor | None) -> bool:
     """Return whether there is a kernel for such types and for rows of such a size."""
     kinds = {x.dtype, *(other.dtype for other in others if other is not None)}
-    return kinds <= FLOATS.keys() and 0 < x.shape[-1] <= LONGEST
+    return kinds <= FLOATS.keys() and 0 < x.shape[-1] <= MAX_ROW
 
 
 def norm(

@@ -21,7 +21,7 @@ from torch import Tensor
 from deepspeed.ops.gpu.dropout import mixed
 from deepspeed.ops.gpu.types import FLOATS
 
-_LOWEST = tl.constexpr(-(2**31))
+_MIN_INT32 = tl.constexpr(-(2**31))
 
 
 @triton.jit
@@ -97,7 +97,7 @@ def _draw_kernel(
         score = _score(logits, at, at < size, factor)
         most = tl.maximum(most, tl.max(score, 0))
         wrong += tl.sum(((score != score) | (score == float("inf"))).to(tl.int32), 0)
-    least = tl.cast(_LOWEST, tl.int32)
+    least = tl.cast(_MIN_INT32, tl.int32)
     count = tl.load(counts + row)
     if (count > 0) & (count < size) & (wrong == 0):
         least = _above(logits, size, factor, most, least, count, True, BLOCK)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from deepspeed.ops.gpu.types import FLOATS
 
-LARGEST_GROUP = 16384
+MAX_GROUP = 16384
 _ROUNDER = tl.constexpr(1.5 * 2.0**23)  # adding it rounds a small number to an integer, to nearest even
 _TINY = tl.constexpr(1.1754943508222875e-38)
 
@@ -136,7 +136,7 @@ def _decode_kernel(
 
 def takes(tensor: Tensor, group: int) -> bool:
     """Return whether there is a kernel for values of this type, in groups of this size."""
-    return tensor.dtype in FLOATS and group <= LARGEST_GROUP
+    return tensor.dtype in FLOATS and group <= MAX_GROUP
 
 
 def encode(

@@ -18,7 +18,7 @@ NAME = "deepspeed_sparse"
 """How the names begin under which attentions are registered with Transformers."""
 
 _MASKS = ("causal_mask_function", "bidirectional_mask_function")
-_SHORTEST = 2048
+_MIN_TOKENS = 2048
 _REFUSED = ("position_bias", "s_aux", "softcap", "head_mask", "layer_head_mask")
 
 
@@ -45,7 +45,7 @@ class TransformersSparseAttention:
         block = self.config.block
         blocks = -(-length // block)
         if self._layout is None or self._layout.shape[1] < blocks:
-            longest = -(-_SHORTEST // block)
+            longest = -(-_MIN_TOKENS // block)
             while longest < blocks:
                 longest *= 2
             self._layout = self.config.make_layout(longest * block)

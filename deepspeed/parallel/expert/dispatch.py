@@ -152,10 +152,10 @@ def _runs(rows: int, width: int, like: Tensor) -> Iterator[slice]:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Trip:
-    """An exchange of rows between ranks that each have ``local`` of the experts.
+class TokenExchange:
+    """Exchange of rows between ranks that each have some of the experts: *outward* to them, and back.
 
-    ``sent[rank]`` rows go to that rank; ``received[rank][expert]`` come from it for each local expert.
+    Outward, ``sent[rank]`` rows go to that rank, and ``received[rank][expert]`` come from it for each local expert.
     """
 
     group: Communicator
@@ -164,11 +164,11 @@ class Trip:
     watch: RouteWatch | None = None
 
     @classmethod
-    def plan(
+    def agree(
         cls, counts: Sequence[Tensor], group: Communicator, watch: RouteWatch | None = None
-    ) -> list[Trip]:
-        """Tell every rank how many rows come from here for each of its experts, for several trips at once: ``counts``
-        [E] of each, int64. Collective, and the only point at which the host waits."""
+    ) -> list[TokenExchange]:
+        """Tell every rank how many rows come from here for each of its experts. ``counts`` [E], int64: one of each of
+        several exchanges. Collective, and the only point at which the host waits."""
         both = torch.stack([torch.stack(list(counts))] * 2)
         if group.size > 1:
             sent = both[0].view(len(counts), group.size, -1).transpose(0, 1).contiguous()
@@ -187,21 +187,21 @@ class Trip:
         """Rows that each local expert gets."""
         return [sum(column) for column in zip(*self.received, strict=True)]
 
-    def there(self, rows: Tensor) -> Arrival:
+    def to_experts(self, rows: Tensor) -> Arrival:
         """Send [n, h]. What arrives is [rows of the local experts, h], sorted by expert and then by where they come
         from. Collective."""
-        return self._begin(rows, there=True)
+        return self._begin(rows, outward=True)
 
-    def back(self, rows: Tensor) -> Arrival:
+    def from_experts(self, rows: Tensor) -> Arrival:
         """The opposite. Collective."""
-        return self._begin(rows, there=False)
+        return self._begin(rows, outward=False)
 
-    def _begin(self, rows: Tensor, *, there: bool) -> Arrival:
+    def _begin(self, rows: Tensor, *, outward: bool) -> Arrival:
         if self.group.size == 1:
             return lambda: rows
         flight = _Flight(self)
-        sent = _Depart.apply(rows, flight, there)
-        return lambda: _Arrive.apply(sent, flight, there)
+        sent = _Depart.apply(rows, flight, outward)
+        return lambda: _Arrive.apply(sent, flight, outward)
 
     def _by_expert(self, rows: Tensor) -> Tensor:
         """From the order of ranks, and of experts within each, to that of experts."""
@@ -218,10 +218,10 @@ class Trip:
         runs = rows.split([self.received[place][e] for e in range(local) for place in range(size)])
         return torch.cat([runs[e * size + place] for place in range(size) for e in range(local)])
 
-    def swap(self, rows: Tensor, there: bool) -> tuple[Tensor, Pending]:
+    def start(self, rows: Tensor, outward: bool) -> tuple[Tensor, Pending]:
         """Start the exchange of ``rows`` and return the tensor to be received, in rank order, with its handle."""
         width, theirs = rows.shape[1], [sum(run) for run in self.received]
-        sent, received = (self.sent, theirs) if there else (theirs, self.sent)
+        sent, received = (self.sent, theirs) if outward else (theirs, self.sent)
         got = rows.new_empty(sum(received), width)
         with _timed(self.watch):
             pending = self.group.all_to_all(
@@ -238,43 +238,43 @@ class _Flight:
     """An exchange between its beginning and its end, in forward and again in backward: what is still on its way, and
     what must stay in memory until it has arrived."""
 
-    def __init__(self, trip: Trip) -> None:
-        self.trip = trip
+    def __init__(self, exchange: TokenExchange) -> None:
+        self.exchange = exchange
         self._under_way: tuple[Tensor, Pending, Tensor] | None = None
 
-    def depart(self, rows: Tensor, there: bool) -> Tensor:
+    def depart(self, rows: Tensor, outward: bool) -> Tensor:
         """Send ``rows`` and return the tensor to be received, in rank order."""
-        rows = (rows if there else self.trip._by_rank(rows)).contiguous()
-        got, pending = self.trip.swap(rows, there)
+        rows = (rows if outward else self.exchange._by_rank(rows)).contiguous()
+        got, pending = self.exchange.start(rows, outward)
         self._under_way = got, pending, rows
         return got
 
-    def arrive(self, there: bool) -> Tensor:
+    def arrive(self, outward: bool) -> Tensor:
         assert self._under_way is not None
         got, pending, _ = self._under_way
-        with _timed(self.trip.watch):
+        with _timed(self.exchange.watch):
             pending.wait()
         self._under_way = None
-        return self.trip._by_expert(got) if there else got
+        return self.exchange._by_expert(got) if outward else got
 
 
 class _Depart(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, flight: _Flight, there: bool) -> Tensor:
-        ctx.flight, ctx.there = flight, there
-        return flight.depart(rows, there)
+    def forward(ctx: Any, rows: Tensor, flight: _Flight, outward: bool) -> Tensor:
+        ctx.flight, ctx.outward = flight, outward
+        return flight.depart(rows, outward)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.flight.arrive(not ctx.there), None, None
+        return ctx.flight.arrive(not ctx.outward), None, None
 
 
 class _Arrive(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, got: Tensor, flight: _Flight, there: bool) -> Tensor:
-        ctx.flight, ctx.there, ctx.shape = flight, there, got.shape
-        arrived = flight.arrive(there)
+    def forward(ctx: Any, got: Tensor, flight: _Flight, outward: bool) -> Tensor:
+        ctx.flight, ctx.outward, ctx.shape = flight, outward, got.shape
+        arrived = flight.arrive(outward)
         return arrived.view_as(arrived)
 
     @staticmethod
@@ -282,7 +282,7 @@ class _Arrive(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         """The gradient itself is on its way: what autograd hands on in its place has the shape that it expects, and no
         memory."""
-        ctx.flight.depart(grad, not ctx.there)
+        ctx.flight.depart(grad, not ctx.outward)
         return grad.new_zeros(()).expand(ctx.shape), None, None
 
 
@@ -295,13 +295,14 @@ def parts_of(tokens: int, ranks: Communicator, device: torch.device) -> list[sli
 
 
 def through(
-    rows: Sequence[Tensor], trips: Sequence[Trip], compute: Callable[[Tensor, list[int]], Tensor]
+    rows: Sequence[Tensor], exchanges: Sequence[TokenExchange], compute: Callable[[Tensor, list[int]], Tensor]
 ) -> list[Tensor]:
     """To the experts of all ranks and back: ``compute(rows, rows of each expert)`` for each of several parts, while the
     next one is on its way there and the one before on its way back; in backward, too. Collective."""
-    coming = [trip.there(part) for trip, part in zip(trips, rows, strict=True)]
+    coming = [exchange.to_experts(part) for exchange, part in zip(exchanges, rows, strict=True)]
     returning = [
-        trip.back(compute(arrival(), trip.per_expert)) for trip, arrival in zip(trips, coming, strict=True)
+        exchange.from_experts(compute(arrival(), exchange.per_expert))
+        for exchange, arrival in zip(exchanges, coming, strict=True)
     ]
     return [arrival() for arrival in returning]
 

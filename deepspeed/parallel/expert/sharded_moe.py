@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup
 from deepspeed import comm as dist
 from deepspeed.base.untraced import untraced
 from deepspeed.comm.collectives import Communicator, communicator
-from deepspeed.parallel.expert.dispatch import TokenOrder, Trip, combine, parts_of, permute, through
+from deepspeed.parallel.expert.dispatch import TokenExchange, TokenOrder, combine, parts_of, permute, through
 from deepspeed.parallel.expert.mappings import AllToAll as _AllToAll
 from deepspeed.parallel.expert.metrics import RouteWatch
 from deepspeed.parallel.expert.routes import (
@@ -330,10 +330,10 @@ class MOELayer(nn.Module):
             )
         parts = parts_of(len(tokens), self._ranks, tokens.device)
         orders = [TokenOrder.of(routes, part) for part in parts]
-        trips = Trip.plan([order.counts for order in orders], self._ranks, self.watch)
+        exchanges = TokenExchange.agree([order.counts for order in orders], self._ranks, self.watch)
         rows = [permute(tokens[part], order) for part, order in zip(parts, orders, strict=True)]
         with self._numbers.different():
-            outputs = through(rows, trips, self.experts)
+            outputs = through(rows, exchanges, self.experts)
         made = [
             combine(each, routes.weights[part], order)
             for each, part, order in zip(outputs, parts, orders, strict=True)

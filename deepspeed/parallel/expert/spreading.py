@@ -23,7 +23,7 @@ from deepspeed.checkpoint.placement import EXPERTS, interval, place
 from deepspeed.comm.mesh import ProcessMesh
 from deepspeed.config.problems import DeepSpeedConfigError
 from deepspeed.config.sections.expert import AutoEPConfig
-from deepspeed.parallel.expert.dispatch import TokenOrder, Trip, combine, parts_of, permute, through
+from deepspeed.parallel.expert.dispatch import TokenExchange, TokenOrder, combine, parts_of, permute, through
 from deepspeed.parallel.expert.grouped import grouped_linear
 from deepspeed.parallel.expert.placement import Spread, stacked_experts
 
@@ -147,9 +147,9 @@ def _forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weight
     orders = [TokenOrder.sort(chosen[part], spread.total) for part in parts]
     if self.watch is not None:
         self.watch.routed(sum(order.counts for order in orders), chosen < spread.total, self.training)
-    trips = Trip.plan([order.counts for order in orders], spread.ranks, self.watch)
+    exchanges = TokenExchange.agree([order.counts for order in orders], spread.ranks, self.watch)
     rows = [permute(hidden_states[part], order) for part, order in zip(parts, orders, strict=True)]
-    outputs = through(rows, trips, functools.partial(_compute, self))
+    outputs = through(rows, exchanges, functools.partial(_compute, self))
     made = [
         combine(each, top_k_weights[part], order)
         for each, part, order in zip(outputs, parts, orders, strict=True)

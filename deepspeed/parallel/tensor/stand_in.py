@@ -14,7 +14,7 @@ from deepspeed.parallel.tensor.planning.plan import Example
 
 _PERIOD = 1_048_573
 """Prime: random numbers are repeated, but no two rows or heads of a weight get the same ones."""
-_MOST_FP32 = 2**31
+_MAX_FP32 = 2**31
 """Elements of weights up to which they are in fp32, and beyond in bf16."""
 
 
@@ -22,7 +22,7 @@ def stand_in(example: Example, device: torch.device) -> nn.Module:
     """A copy of the example's module on ``device`` in evaluation mode, with weights as of training, tied as they are.
     Buffers have their values where the module had any."""
     module, numbers = example.module, _numbers(device)
-    few = sum(param.numel() for param in module.parameters()) <= _MOST_FP32
+    few = sum(param.numel() for param in module.parameters()) <= _MAX_FP32
     memo: dict[int, Any] = {}
     for param in module.parameters():
         values = _random(param.shape, numbers, torch.float32 if few else torch.bfloat16)

@@ -58,7 +58,7 @@ def _memory_rate(found: Calibration) -> float:
 CROWDED = 0.9
 """Two ranks do not show it: where three and more exchange at once, their TCP connections end at different times, and
 packets are dropped where they meet. Measured with 3 and 4 hosts (benchmarks/results/predicted_steps_3to4.txt)."""
-MOST_STRETCH = (0.5, 8.0)
+STRETCH_LIMITS = (0.5, 8.0)
 BISECTIONS = 16
 UNLIMITED = NetworkSpec(name="none", rate=1e12)
 """Between the two ranks of a calibration: they limit themselves."""
@@ -119,7 +119,7 @@ def _stretch(found: Calibration, setting: PlanSetting, flops: Sequence[float]) -
     pair = replace(setting, ranks=2, micro_batches=1)
     program, work = program_of(pair), _work_of(found, pair, flops, 2)
     machine = StepMachine(fabric=fabric_of(found, UNLIMITED, 1))
-    low, high = MOST_STRETCH
+    low, high = STRETCH_LIMITS
     for _ in range(BISECTIONS):  # a step takes no less time where more is computed
         middle = (low + high) / 2
         if run(program, pair, work.stretched(middle), machine).seconds < measured.step:

@@ -22,7 +22,7 @@ from deepspeed.planning.split import Split
 from deepspeed.planning.step_time.parallel import ParallelJob, seconds_of
 from deepspeed.planning.step_time.step import StepTime
 
-MOST_TENSOR, MOST_SEQUENCE = 8, 16
+MAX_TENSOR, MAX_SEQUENCE = 8, 16
 LONG = 16384
 """Tokens of a sample from which on it is worth while to share it."""
 PLANNED = 10
@@ -166,13 +166,13 @@ class StepSearch:
     def ways(self) -> Iterator[Way]:
         request, shape = self.request, self.request.shape
         ranks, node = request.ranks, request.ranks_per_node
-        tensor = [n for n in _powers(min(MOST_TENSOR, node)) if shape is not None and _divides(n, shape)] or [
+        tensor = [n for n in _powers(min(MAX_TENSOR, node)) if shape is not None and _divides(n, shape)] or [
             1
         ]
         stages = [n for n in _powers(ranks) if shape is not None and n <= max(1, shape.layers // 2)] or [1]
         long = (request.sequence or 0) >= LONG
         sequence = (
-            [n for n in _powers(MOST_SEQUENCE) if shape is not None and shape.heads % n == 0] if long else [1]
+            [n for n in _powers(MAX_SEQUENCE) if shape is not None and shape.heads % n == 0] if long else [1]
         )
         apart = request.device_type != "cpu"
         again = [request.checkpointing]

@@ -75,7 +75,7 @@ def _update(setting: PlanSetting, buckets: Sequence[BucketUse], number: int) -> 
 
 
 def _published(setting: PlanSetting, bucket: BucketUse) -> tuple[str, float, int, int] | None:
-    """The gather after an update: of weights that are whole everywhere; of slices between groups of ranks of which each
+    """The gather after an update: of weights that are whole everywhere; of shards between groups of ranks of which each
     holds a copy (``zero/gathering/quantized_gather.py``)."""
     layout, group = bucket.layout, setting.plan.packing.group
     if layout.num_shards == 1:

@@ -176,10 +176,10 @@ class Builder:
         offload = self.setting.plan.param_offload
         gathers = event.operation in GATHERS and event.nbytes > SMALL_MESSAGE
         if self.machine.device is not None and offload is not None and gathers:
-            slice_bytes = event.nbytes / event.ranks
+            shard_bytes = event.nbytes / event.ranks
             if offload.folder is not None:
-                after = (self._put("read slice", STORAGE, slice_bytes, after),)
-            after = (self._put("copy slice", HOST_LINK, slice_bytes, after),)
+                after = (self._put("read shard", STORAGE, shard_bytes, after),)
+            after = (self._put("copy shard", HOST_LINK, shard_bytes, after),)
         now, later = (parts, []) if self.fabric.background else (parts[:1], list(parts[1:]))
         for part in now:
             after = (self._put(event.operation, part.resource, part.nbytes, after, self._latency(part)),)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from torch import nn
 
 from deepspeed.planning.activations import TransformerShape
-from deepspeed.planning.model import ModelFacts
+from deepspeed.planning.model import PlannedModel
 from deepspeed.planning.step_time.hardware import Device
 
 BACKWARD = 2.0
@@ -52,7 +52,7 @@ class PlannedExchange:
 
 def flops_by_call(
     module: nn.Module,
-    facts: ModelFacts,
+    facts: PlannedModel,
     tokens: int,
     sequence: int = 0,
     shape: TransformerShape | None = None,
@@ -76,7 +76,7 @@ def flops_by_call(
     return calls
 
 
-def layer_calls(facts: ModelFacts) -> list[int]:
+def layer_calls(facts: PlannedModel) -> list[int]:
     """The calls of repeated blocks: those with as many parameters as most calls with a large one have."""
     sizes = [sum(facts.specs[i].numel for i in dict.fromkeys(call)) for call in facts.calls]
     counts = {size: sizes.count(size) for size in sizes}
@@ -88,7 +88,7 @@ def layer_calls(facts: ModelFacts) -> list[int]:
 
 
 def _matrix_weights(
-    module: nn.Module, facts: ModelFacts, shape: TransformerShape | None
+    module: nn.Module, facts: PlannedModel, shape: TransformerShape | None
 ) -> tuple[list[float], float]:
     """Count, by parameter, the weights that a token is multiplied with, and those of a tied head."""
     tables = {id(part.weight): part for part in module.modules() if isinstance(part, nn.Embedding)}

@@ -30,8 +30,8 @@ def choose_port(args: argparse.Namespace, address: str) -> ports.PortReservation
 
     As long as the result is open, other launchers on this host that are not given a port choose another one.
     """
-    if not 1 <= args.master_port <= ports.HIGHEST:
-        raise LaunchError(f"--master_port={args.master_port}: a port is a number from 1 to {ports.HIGHEST}")
+    if not 1 <= args.master_port <= ports.MAX_PORT:
+        raise LaunchError(f"--master_port={args.master_port}: a port is a number from 1 to {ports.MAX_PORT}")
     if args.master_port_given:
         if not ports.is_free(address, args.master_port):
             raise LaunchError(port_in_use(address, args.master_port))

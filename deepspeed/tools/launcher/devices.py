@@ -39,7 +39,7 @@ ACCELERATOR_FILES = (
 )
 
 
-MOST_NODES = 100_000
+MAX_NODES = 100_000
 NO_HOSTFILE = ("", os.devnull)
 """What scripts give for ``--hostfile`` to say that there is none."""
 
@@ -80,8 +80,8 @@ def _same_on_each(here: OrderedDict[str, list[int]], args: argparse.Namespace) -
             f"--num_nodes={args.num_nodes}: which machines? Name them in a --hostfile, or start each with "
             "--no_ssh --node_rank N --master_addr ADDRESS"
         )
-    if args.num_nodes > MOST_NODES:
-        raise LaunchError(f"--num_nodes={args.num_nodes}: at most {MOST_NODES} machines")
+    if args.num_nodes > MAX_NODES:
+        raise LaunchError(f"--num_nodes={args.num_nodes}: at most {MAX_NODES} machines")
     (slots,) = here.values()
     return OrderedDict((f"node-{node}", slots) for node in range(args.num_nodes))
 

@@ -16,9 +16,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from deepspeed.tools.launcher.errors import LaunchError
 
 HOST_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:@-]*")
-MOST_SLOTS = 4096
+MAX_SLOTS = 4096
 """Of one machine; what is larger is a mistake, and would be counted slot by slot."""
-MOST_DIGITS = 5
+MAX_DIGITS = 5
 HOST_LINE = re.compile(r"^(\S+)\s+slots=(\d+)\s*$")
 
 
@@ -65,9 +65,9 @@ def checked_slots(given: str | int, where: str) -> int:
     digits = str(given).lstrip("0")
     if not digits:
         raise LaunchError(f"{where}: a host has at least one slot; remove one that is not to be used")
-    if len(digits) > len(str(MOST_SLOTS)) or int(digits) > MOST_SLOTS:
+    if len(digits) > len(str(MAX_SLOTS)) or int(digits) > MAX_SLOTS:
         raise LaunchError(
-            f"{where}: a host has at most {MOST_SLOTS} slots, one for each of its devices or ranks"
+            f"{where}: a host has at most {MAX_SLOTS} slots, one for each of its devices or ranks"
         )
     return int(digits)
 
@@ -99,8 +99,8 @@ def parse_ranges(text: str) -> list[int]:
         bounds = part.strip().split("-")
         if not (1 <= len(bounds) <= 2 and all(bound.strip().isdigit() for bound in bounds)):
             raise LaunchError(f"{text!r} is not a list of numbers and ranges such as 0,2-5 (at {part!r})")
-        if any(len(bound.strip().lstrip("0")) > MOST_DIGITS for bound in bounds):
-            raise LaunchError(f"{part.strip()!r} in {text!r}: numbers have at most {MOST_DIGITS} digits")
+        if any(len(bound.strip().lstrip("0")) > MAX_DIGITS for bound in bounds):
+            raise LaunchError(f"{part.strip()!r} in {text!r}: numbers have at most {MAX_DIGITS} digits")
         low, high = int(bounds[0]), int(bounds[-1])
         if high < low:
             raise LaunchError(f"the range {part.strip()!r} in {text!r} runs backwards")

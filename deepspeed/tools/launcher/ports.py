@@ -11,8 +11,8 @@ from pathlib import Path
 
 from deepspeed.tools.launcher.shim import LINUX
 
-LOWEST_OPEN_PORT = 1024
-HIGHEST = 65535
+MIN_OPEN_PORT = 1024
+MAX_PORT = 65535
 CANDIDATES = 4096
 
 
@@ -44,7 +44,7 @@ def free_ports(address: str) -> Iterator[int]:
         lowest_given = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     except (OSError, ValueError):
         lowest_given = 32768
-    below = range(max(LOWEST_OPEN_PORT, lowest_given - CANDIDATES), lowest_given)
+    below = range(max(MIN_OPEN_PORT, lowest_given - CANDIDATES), lowest_given)
     for port in random.sample(below, len(below)):
         if is_free(address, port):
             yield port

@@ -1,4 +1,4 @@
-"""What `ds init` chooses: the first config that fits, cheapest in time first, each tried by planning its memory."""
+"""The choice of `ds init`: the first config that fits, cheapest in time first, each tried by planning its memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from deepspeed.zero.gather_units import blocks_of
 
 LORA_RANK = 16
 LEARNING_RATES = {"finetune": 1e-5, "pretrain": 3e-4, "lora": 2e-4}
-MOST_PER_RANK = 16
+MAX_PER_RANK = 16
 """Samples of a micro-batch, from where on larger ones are hardly faster."""
 
 USUAL_BATCH = 32
@@ -77,7 +77,7 @@ def decide(args: argparse.Namespace) -> Decision:
 
 
 def _request(args: argparse.Namespace, batch: int) -> PlanRequest:
-    """What `ds plan` would be asked, with the config that others are changes of."""
+    """Return the request to `ds plan` with the config that all others are changes of."""
     config: dict[str, Any] = {
         "train_batch_size": batch,
         "train_micro_batch_size_per_gpu": 1,
@@ -158,7 +158,7 @@ def _name(request: PlanRequest) -> str:
 def _enlarge(decision: Decision, per_rank: int) -> None:
     """Double the micro-batch while it fits and divides what a rank has in a step."""
     micro = 1
-    while 2 * micro <= min(per_rank, MOST_PER_RANK) and per_rank % (2 * micro) == 0:
+    while 2 * micro <= min(per_rank, MAX_PER_RANK) and per_rank % (2 * micro) == 0:
         larger = replace(decision.answer.request, micro_batch=2 * micro)
         found = answer(larger)
         if found.lacking():

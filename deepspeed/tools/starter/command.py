@@ -16,7 +16,7 @@ from deepspeed.tools.starter import arguments, choices, files, serving
 
 
 class RefusedInit(ValueError):
-    """What is asked for does not go together, or a file exists."""
+    """The arguments contradict each other, or a file exists."""
 
 
 @ends_quietly

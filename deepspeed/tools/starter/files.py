@@ -103,7 +103,7 @@ def _path(model: str) -> str:
 
 
 def _task_values(args: argparse.Namespace, decision: Decision) -> dict[str, str]:
-    """What task.py is made of: the imports, and how the model is built."""
+    """Return the values of task.py: its imports, and the code that builds the model."""
     request = decision.answer.request
     vocabulary = str(getattr(getattr(request.module, "config", None), "vocab_size", 256))
     own = "\nimport deepspeed\n"

@@ -1,4 +1,4 @@
-"""What `ds init` writes for a model that is to be served: the command, over as few ranks as hold it."""
+"""Output of `ds init` for a model that is to be served: the command, over as few ranks as hold it."""
 
 from __future__ import annotations
 

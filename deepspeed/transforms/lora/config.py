@@ -1,4 +1,4 @@
-"""What an `OptimizedLinear` is."""
+"""Configuration of an `OptimizedLinear`."""
 
 from __future__ import annotations
 

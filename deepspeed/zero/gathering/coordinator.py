@@ -1,4 +1,4 @@
-"""Says which buckets a model needs, when, and in which phase; ``Transitions`` gathers and releases them.
+"""Says which buckets a model needs, when, and in which phase; ``Transitions`` has them gathered and resharded.
 
 [Note: use in forward] A hooked module's call is a *frame*; it holds the buckets that it needs while it is open. A
 frame belongs to the pass of the frame around it, unless a backward has begun in between.

@@ -2,9 +2,9 @@
 
 torch clips the norm of the rows it is about to look up in place, in the gathered table. The next gather would restore
 the old rows, and each rank looks up different ones. So every rank records which rows it has looked up, and before the
-update all ranks clip the union of them, in their slices and their master weights: the result is that of one process
+update all ranks clip the union of them, in their shards and their master weights: the result is that of one process
 that sees every rank's batch. Within the step each rank sees the rows it looks up clipped, since torch clips them
-again. A single rank clips its slices immediately.
+again. A single rank clips its shards immediately.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class RowNorms:
             owner: ShardedBucket = param.ds_owner
             if not rows.numel():
                 continue
-            owner.transitions.evict_stale(owner.layout.index)  # now it is in slices on every rank
+            owner.transitions.evict_stale(owner.layout.index)  # now it is in shards on every rank
             whole = torch.empty(full_shape(param), dtype=param.dtype, device=owner.device)
             owner.read_param(param.ds_position, whole)
             torch.embedding_renorm_(whole, rows, float(table.max_norm), float(table.norm_type))
@@ -95,7 +95,7 @@ class RowNorms:
 
 
 def _write(param: Any, whole: Tensor) -> None:
-    """Write to the slices, and to the changed elements of wider master weights: the rest keep their bits."""
+    """Write to the shards, and to the changed elements of wider master weights: the rest keep their bits."""
     access = getattr(param, "_ds_state_access", None)
     if access is not None:
         access.elements_written(param, whole)

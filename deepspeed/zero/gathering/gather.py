@@ -43,7 +43,7 @@ class LocalGather:
     def end_pass(self, phase: Phase) -> None:
         """The pass is over."""
 
-    def released(self, index: int) -> None:
+    def resharded(self, index: int) -> None:
         """The memory of bucket ``index`` was given back."""
 
     def end_of_step(self) -> None:
@@ -84,7 +84,7 @@ class Walk:
 
 
 class ReadingGather(LocalGather):
-    """One rank whose slices are stored in a file: the next buckets in the order of the last step are read ahead.
+    """One rank whose shards are stored in a file: the next buckets in the order of the last step are read ahead.
 
     ``read(i, full)`` starts to fill ``full`` and returns a function that completes it. At most ``ahead`` buckets of at
     most ``max_numel`` elements are in flight. A step with its backwards is one walk, each module's evaluation another.

@@ -27,7 +27,7 @@ class GatheredParameters:
 
     Args:
         params: a parameter, or any iterable; what is not partitioned (plain parameters, buffers) is skipped.
-        modifier_rank: rank whose changes are kept: they are broadcast on exit and written to the slices and to the
+        modifier_rank: rank whose changes are kept: they are broadcast on exit and written to the shards and to the
             fp32 master weights. None: changes are not kept, and with ``zero_optimization.enable_sanity_checks`` a
             change raises RuntimeError. If a rank leaves the block with an error, no change is
             kept and every rank raises: that rank its own error, the others one that names it.
@@ -103,7 +103,7 @@ class GatheredParameters:
             for transitions in {
                 id(owner.transitions): owner.transitions for owner in self._buckets()
             }.values():
-                transitions.release_all()
+                transitions.reshard_all()
 
     def _keep_changes(self, error: BaseException | None) -> bool:
         """Take the modifier's values, unless a rank arrives with an error: then all ranks raise and keep nothing."""

@@ -67,7 +67,7 @@ _ALWAYS_FLOATING = (torch.empty, torch.zeros, torch.ones, torch.eye)
 """Constructors whose default dtype does not depend on their arguments, nor their values on the dtype."""
 
 partitioned_param_data_shape = [0]
-"""Shape of a parameter of which only this rank's slice exists."""
+"""Shape of a parameter of which only this rank's shard exists."""
 
 _DEPTH = "_ds_init_depth"
 NVME_PATH = "zero_optimization.offload_param.nvme_path"
@@ -164,7 +164,7 @@ class Init(InsertPostInitMethodToModuleSubClasses):
         module: partition this existing module at once (the context itself then does nothing to others).
         data_parallel_group, sequence_data_parallel_group: ranks to shard across; default: all.
         config_dict_or_path, config: config (dict or path) from which the dtype follows; ``dtype`` overrides it.
-        remote_device: "cpu" builds and keeps the slices in host memory, "nvme" builds in host memory and keeps
+        remote_device: "cpu" builds and keeps the shards in host memory, "nvme" builds in host memory and keeps
             them in a file under the config's ``zero_optimization.offload_param.nvme_path``; default: as
             ``offload_param`` says.
         enabled: False makes the context do nothing.

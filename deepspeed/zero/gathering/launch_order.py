@@ -9,7 +9,7 @@ the last step, and every rank launches all of it:
 
 - a *need* (a bucket is used that is not gathered here) launches all entries up to it. A sum that comes before it
   and is incomplete on this rank starts with zeros for what is missing; gradients that arrive later are summed later, as
-  the ranks agree at the step (``GradReport``);
+  the ranks agree at the step (``StepVote``);
 - a sum that completes early waits for its turn, and so does a prefetched gather beyond ``window`` elements;
 - the end of a forward pass, of a backward that reduces, and of the step launches whatever is left up to that point.
 
@@ -32,7 +32,7 @@ class EntryKind(enum.IntEnum):
     NEED = 0  # in a record: the bucket was needed; in an order: gather it
     SUM = 1
     PASS = 2  # the end of a forward pass
-    RELEASE = 3  # only in a record: the bucket's memory was released
+    RESHARD = 3  # only in a record: the bucket was resharded
 
 
 class LaunchEntry(NamedTuple):
@@ -127,7 +127,7 @@ def with_foresight(record: Sequence[LaunchEntry], numels: Sequence[int], window:
     """
     order: list[LaunchEntry] = []
     needs = [i for i, entry in enumerate(record) if entry.kind is EntryKind.NEED]
-    released = [i for i, entry in enumerate(record) if entry.kind is EntryKind.RELEASE]
+    resharded = [i for i, entry in enumerate(record) if entry.kind is EntryKind.RESHARD]
     launched = 0  # needs launched so far
     ahead = 0
     done = 0
@@ -139,13 +139,13 @@ def with_foresight(record: Sequence[LaunchEntry], numels: Sequence[int], window:
             else:
                 ahead -= numels[entry.bucket]
             done += 1
-        elif entry.kind is not EntryKind.RELEASE:
+        elif entry.kind is not EntryKind.RESHARD:
             order.append(entry)
             continue
         while done and launched < len(needs):
             coming = needs[launched]
             bucket = record[coming].bucket
-            whole = any(i < r < coming and record[r].bucket == bucket for r in released)
+            whole = any(i < r < coming and record[r].bucket == bucket for r in resharded)
             if whole or ahead + numels[bucket] > window:
                 break
             order.append(record[coming])

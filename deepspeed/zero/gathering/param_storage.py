@@ -15,8 +15,8 @@ KEY = "zero_optimization.offload_param.nvme_path"
 
 
 class ParamStorage:
-    """Stores slices as the plan says. With a folder, the first ``host_numel`` elements stay in host memory: a fixed
-    choice, because a model is traversed cyclically, and a cache of recent slices would keep the wrong end of it.
+    """Stores shards as the plan says. With a folder, the first ``host_numel`` elements stay in host memory: a fixed
+    choice, because a model is traversed cyclically, and a cache of recent shards would keep the wrong end of it.
 
     ``swap``: the file, or None. It is also where ``zero.Init`` with ``remote_device="nvme"`` builds a model.
     """
@@ -57,7 +57,7 @@ class ParamStorage:
         return part.clone()
 
     def read(self, buckets: Sequence[ShardedBucket], index: int, full: Tensor) -> Callable[[], None]:
-        """Start to fill ``full`` [n] with the slice of one bucket; returns a function that waits for it."""
+        """Start to fill ``full`` [n] with the shard of one bucket; returns a function that waits for it."""
         shard = buckets[index].shard
         assert shard is not None
         swap = self.swap
@@ -68,7 +68,7 @@ class ParamStorage:
         return lambda: swap.finish(transfer)
 
     def check(self) -> None:
-        """A slice is about to be accessed other than by ``read``. OSError: the file was truncated."""
+        """A shard is about to be accessed other than by ``read``. OSError: the file was truncated."""
         if self.swap is not None:
             self.swap.check()
 

@@ -1,12 +1,12 @@
 """ZeRO++ at stage 3 (G. Wang et al. 2023): gathers of fewer bytes, and of none across slow links.
 
-Each rank makes a quantized *payload* of its slice of a bucket whenever the weights have changed: 8-bit codes with a
-scale per block (qwZ), or the slice as it is. A *piece* is what one rank contributes to a gather: its payload, or, where
+Each rank makes a quantized *payload* of its shard of a bucket whenever the weights have changed: 8-bit codes with a
+scale per block (qwZ), or the shard as it is. A *piece* is what one rank contributes to a gather: its payload, or, where
 ranks are in groups (hpZ), the payloads of all ranks with its place in their groups. Those are exchanged once, when the
 weights have changed; from then on each group holds all payloads, and every gather of the step, in forward, backward and
 recomputation, stays within the group.
 
-All ranks decode the same payloads, their own included, so that all compute with the same weights. The slices themselves
+All ranks decode the same payloads, their own included, so that all compute with the same weights. The shards themselves
 and the master weights are not rounded: they are what checkpoints, exports and ``GatheredParameters`` see.
 """
 
@@ -46,7 +46,7 @@ class GatherPiece:
         bucket.lossy = codec is not None
 
     def refresh(self) -> Pending:
-        """The slice was written, on every rank."""
+        """The shard was written, on every rank."""
         shard = self.bucket.at_rest()
         own = self.data[self.across.rank]
         own.copy_(shard if self.codec is None else self.codec.encode(shard.to(own.device)))
@@ -58,14 +58,14 @@ class GatherPiece:
 
     def place(self, pieces: Tensor, full: Tensor) -> None:
         """Fill ``full`` [padded_numel] with what is in the ``pieces`` of all ranks nearby."""
-        slices = full.view(self.across.size, self.near.size, -1)
+        shards = full.view(self.across.size, self.near.size, -1)
         payloads = pieces.view(self.near.size, self.across.size, -1)
         if self.codec is None:
-            slices.copy_(payloads.transpose(0, 1))
+            shards.copy_(payloads.transpose(0, 1))
             return
         for i in range(self.near.size):
             for group in range(self.across.size):
-                self.codec.decode(payloads[i, group], slices.shape[-1], out=slices[group, i])
+                self.codec.decode(payloads[i, group], shards.shape[-1], out=shards[group, i])
 
 
 class PieceChannel:
@@ -76,7 +76,7 @@ class PieceChannel:
         self.ranks = ranks
 
     def all_gather(self, output: Tensor, input: Tensor) -> Pending:
-        """``output`` is the whole bucket; ``input``, this rank's slice, was made a payload when it was written."""
+        """``output`` is the whole bucket; ``input``, this rank's shard, was made a payload when it was written."""
         pieces = self.piece.room()
         pending = self.ranks.all_gather(pieces, self.piece.data.view(-1))
 
@@ -88,7 +88,7 @@ class PieceChannel:
 
 
 class PayloadServers(ShardServers):
-    """Serves pieces for gathers of training and evaluation, and plain slices for gathers by hand.
+    """Serves pieces for gathers of training and evaluation, and plain shards for gathers by hand.
 
     ``pieces``: by the index of their bucket; buckets without one are served plain.
     """

@@ -13,7 +13,7 @@ rank 0 and one back per pass, no collective, and nothing if everything is alread
 up to ``PATIENCE_S``, a quarter as long after each failed wait, and the full time again after a success: a rank that
 evaluates alone loses little, and ranks that drifted apart meet again, because the last to arrive waits longest.
 
-Entries of its order that a pass did not use are gathered and released at its end, as the other ranks wait for them.
+Entries of its order that a pass did not use are gathered and resharded at its end, as the other ranks wait for them.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from deepspeed.zero.gathering.shard_servers import ShardServers
 from deepspeed.zero.gathering.sharded_bucket import ShardedBucket, Status
 
 PATIENCE_S = 1.0
-LEAST_PATIENCE_S = 0.02
+MIN_PATIENCE_S = 0.02
 _REMEMBERED_PASSES = 64
 
 
@@ -76,7 +76,7 @@ class GatherChannel(Protocol):
     """The ranks among whom a bucket is gathered."""
 
     def all_gather(self, output: Tensor, input: Tensor) -> Pending:
-        """``output`` [padded_numel] = the slices of all ranks; ``input`` [shard_numel] is this rank's."""
+        """``output`` [padded_numel] = the shards of all ranks; ``input`` [shard_numel] is this rank's."""
         ...
 
 
@@ -133,7 +133,7 @@ class ScheduledGather(FetchingGather):
     def _make_whole(self, index: int, phase: Phase, foreseen: bool, launched: int) -> None:
         if index in self.in_flight:
             older = list(self.in_flight)[: list(self.in_flight).index(index) + 1]
-            for i in older:  # what was skipped becomes idle, and is released when memory is needed
+            for i in older:  # what was skipped becomes idle, and is resharded when memory is needed
                 self._finish(i)
         if self.buckets[index].status is Status.SHARDED:
             self.counts.fetches += 1
@@ -144,9 +144,9 @@ class ScheduledGather(FetchingGather):
             assert self.counts.collectives > launched
             self.counts.misses += 1
 
-    def released(self, index: int) -> None:
+    def resharded(self, index: int) -> None:
         if self.order.begun:
-            self.order.record[-1].append(LaunchEntry(EntryKind.RELEASE, index))
+            self.order.record[-1].append(LaunchEntry(EntryKind.RESHARD, index))
 
     # Launching ----------------------------------------------------------------------------------------------
 
@@ -176,9 +176,9 @@ class ScheduledGather(FetchingGather):
         self.counts.collectives += 1
         if bucket.status is Status.SHARDED and keep:
             full = self.transitions.begin(index)
-            self.in_flight[index] = self.channels[index].all_gather(full, bucket.own_slice())
+            self.in_flight[index] = self.channels[index].all_gather(full, bucket.own_shard())
             return
-        # Already whole here, or not needed: the others still need this rank's slice.
+        # Already whole here, or not needed: the others still need this rank's shard.
         spare = torch.empty(bucket.layout.padded_numel, dtype=bucket.layout.dtype, device=bucket.device)
         self.channels[index].all_gather(spare, bucket.at_rest().to(bucket.device)).wait()
 
@@ -290,7 +290,7 @@ class ScheduledGather(FetchingGather):
         if order is not None:
             self.patience_s = self.longest_patience_s
             return order
-        self.patience_s = max(LEAST_PATIENCE_S, self.patience_s / 4)
+        self.patience_s = max(MIN_PATIENCE_S, self.patience_s / 4)
         return []
 
     # Steps --------------------------------------------------------------------------------------------------

@@ -1,11 +1,11 @@
-"""Fetching slices from other ranks without their cooperation: a small server thread per rank.
+"""Fetching shards from other ranks without their cooperation: a small server thread per rank.
 
 Collectives need every rank to reach the same point. With control flow that differs by rank, generation of different
-lengths, or evaluation on a single rank there is no such point. So every rank serves its own slices over a socket, and a
-rank that needs a bucket requests the other ranks' slices. Weights do not change between two steps; a request names the
+lengths, or evaluation on a single rank there is no such point. So every rank serves its own shards over a socket, and a
+rank that needs a bucket requests the other ranks' shards. Weights do not change between two steps; a request names the
 version it wants, and a rank that has not finished that update yet answers once it has.
 
-[Note: the end of a process] A rank that finishes first would take its slices with it while others still read them. When
+[Note: the end of a process] A rank that finishes first would take its shards with it while others still read them. When
 the interpreter exits, every rank tells the others and keeps serving until they have finished too, are gone, or have
 sent no request for ``LINGER_S``. A rank that ends with an uncaught exception does not linger: its launcher waits.
 (Nor does one that calls ``sys.exit(3)`` under the `deepspeed` command, which tells the interpreter so.) A rank that
@@ -87,7 +87,7 @@ class ShardServer:
         self._barrier = make_barrier(self._token.hex(), communicator.size)
         threading.Thread(target=self._accept, name="shard-server", daemon=True).start()
         _open.add(self)
-        # Otherwise its threads would keep an engine's slices that nobody destroyed.
+        # Otherwise its threads would keep an engine's shards that nobody destroyed.
         communicator.at_close(self.retire)
 
     def advance(self) -> None:
@@ -96,7 +96,7 @@ class ShardServer:
             self._changed.notify_all()
 
     def fetch(self, bucket: int, full: Tensor) -> None:
-        """Fill ``full`` [size * n] with the slices of all ranks."""
+        """Fill ``full`` [size * n] with the shards of all ranks."""
         n = full.numel() // self.communicator.size
         mine = self.communicator.rank
         full[mine * n : (mine + 1) * n].copy_(self.shards[bucket])
@@ -143,7 +143,7 @@ class ShardServer:
             raise self._lost(0, error, "say which gathers come next") from error
 
     def _lost(
-        self, rank: int, error: OSError, what: str = "deliver its slice of the parameters"
+        self, rank: int, error: OSError, what: str = "deliver its shard of the parameters"
     ) -> CommunicationError:
         """The error for an answer that did not come: late, or never because its rank is gone."""
         name = f"rank {self.communicator.ranks[rank]}"
@@ -201,7 +201,7 @@ class ShardServer:
                     if self._closed:
                         return
                     self.served += 1
-                    # A view keeps the memory alive while it is sent, even if offload_states() moves the slice.
+                    # A view keeps the memory alive while it is sent, even if offload_states() moves the shard.
                     shard = self.shards[bucket].detach()
                 shard = shard if shard.device.type == "cpu" else shard.cpu()
                 connection.sendall(_bytes_of(shard))
@@ -228,7 +228,7 @@ class ShardServer:
 
     def retire(self) -> None:
         """Keep serving in the background until the other ranks have come this far, then close. They may be
-        in the last gather before the end; the slices live until then."""
+        in the last gather before the end; the shards live until then."""
         if self.communicator.size == 1 or self._leaving:
             return
         self.leave()

@@ -16,7 +16,7 @@ from deepspeed.zero.replica_groups import DENSE, ReplicaGroupTable
 
 
 class ShardServers:
-    """Fetches each bucket from the ranks of its replica group; where a replica group is one rank, its slice is the
+    """Fetches each bucket from the ranks of its replica group; where a replica group is one rank, its shard is the
     whole bucket."""
 
     def __init__(
@@ -44,11 +44,11 @@ class ShardServers:
             call_when_dropped(self, server.retire)
 
     def fetch(self, index: int, full: Tensor, phase: Phase) -> None:
-        """Fill ``full`` with the slices of bucket ``index``, for a use in this phase."""
+        """Fill ``full`` with the shards of bucket ``index``, for a use in this phase."""
         bucket = self.buckets[index]
         server = self.servers.get(bucket.layout.replica_group)
         if server is None:
-            full.copy_(bucket.own_slice())
+            full.copy_(bucket.own_shard())
         else:
             bucket.at_rest()
             server.fetch(self._slot[index], full)

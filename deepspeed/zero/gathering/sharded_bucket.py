@@ -1,8 +1,8 @@
-"""Stage 3: a bucket whose parameters exist as one slice per rank and are gathered only around their use.
+"""Stage 3: a bucket whose parameters exist as one shard per rank and are gathered only around their use.
 
-[Note: release and materialize] What autograd saves (``weight.t()``) shares the storage of the flat buffer, so
-a release frees the storage and keeps the objects: ``param.data`` becomes an empty tensor (shape [0], the
-documented contract) and the buffer's storage is resized to 0. Materializing resizes it again and gathers in place,
+[Note: gather and reshard] What autograd saves (``weight.t()``) shares the storage of the flat buffer, so
+resharding frees the storage and keeps the objects: ``param.data`` becomes an empty tensor (shape [0], the
+documented contract) and the buffer's storage is resized to 0. Gathering resizes it again and fills it in place,
 which makes the saved tensors valid again. The views are created once, outside inference mode, because a view created
 inside it could never be trained.
 """
@@ -24,19 +24,19 @@ from deepspeed.zero.layout import BucketLayout
 
 
 class Status(enum.Enum):
-    SHARDED = "only this rank's slice exists; parameters have shape [0]"
-    GATHERING = "the buffer is allocated and slices are arriving"
+    SHARDED = "only this rank's shard exists; parameters have shape [0]"
+    GATHERING = "the buffer is allocated and shards are arriving"
     GATHERED = "parameters are views of the whole buffer"
 
 
 class ShardedBucket(ParamBucket):
     """Owns ``shard`` [shard_numel] permanently and the memory of ``full`` [padded_numel] while gathered.
 
-    When that is, ``Transitions`` decides; only it calls ``allocate``, ``arrived`` and ``release``.
+    When that is, ``Transitions`` decides; only it calls ``allocate``, ``arrived`` and ``reshard``.
 
     ``persistent`` buckets (small parameters) stay gathered and are refreshed after every update. ``communicator`` joins
     the ranks that hold one copy, ``everyone`` also those of its replicas (MiCS). ``keep`` creates ``shard`` from a
-    slice of the whole bucket: on the device, or where slices are offloaded to; ``check`` is called before a slice is
+    shard of the whole bucket: on the device, or where shards are offloaded to; ``check`` is called before a shard is
     accessed there.
     """
 
@@ -71,7 +71,7 @@ class ShardedBucket(ParamBucket):
         self.transitions.evict(self.layout.index)
 
     def flatten(self) -> None:
-        """Partition the parameters (whole, or sharded one by one under ``zero.Init``) into this bucket's slices.
+        """Partition the parameters (whole, or sharded one by one under ``zero.Init``) into this bucket's shards.
 
         Peak: the bucket itself. The old memory of each parameter is freed as soon as it has been copied.
         """
@@ -88,7 +88,7 @@ class ShardedBucket(ParamBucket):
             zero_params.adopt(param, self, position)
         self.arrived()
         if not self.persistent:
-            self.release()
+            self.reshard()
 
     # Transitions --------------------------------------------------------------------------------------------
 
@@ -101,14 +101,14 @@ class ShardedBucket(ParamBucket):
         return self.full
 
     def arrived(self) -> None:
-        """GATHERING -> GATHERED: ``full`` holds every slice."""
+        """GATHERING -> GATHERED: ``full`` holds every shard."""
         self.status = Status.GATHERED
         for param, view in zip(self.params, self.views, strict=True):
             param.data = view
         zero_params.mark(self.params, zero_params.ZeroParamStatus.AVAILABLE)
 
-    def release(self) -> None:
-        """GATHERED -> SHARDED: free the memory (Note: release and materialize)."""
+    def reshard(self) -> None:
+        """GATHERED -> SHARDED: free the memory (Note: gather and reshard)."""
         assert self.full is not None
         for param, view in zip(self.params, self.views, strict=True):
             if getattr(param, zero_params.GATHER_COUNT, 0):  # inside a GatheredParameters block: stays whole
@@ -120,7 +120,7 @@ class ShardedBucket(ParamBucket):
         self.status = Status.SHARDED
 
     def changed(self) -> None:
-        """Slices were written outside a step (by every rank): notify the server of these slices."""
+        """Shards were written outside a step (by every rank): notify the server of these shards."""
         torch.autograd.graph.increment_version(self.params)
         self.on_change()
 
@@ -134,9 +134,9 @@ class ShardedBucket(ParamBucket):
         return None
 
     def refresh(self) -> Pending:
-        """Overwrite the whole copy with what the slices hold."""
+        """Overwrite the whole copy with what the shards hold."""
         assert self.full is not None
-        return self.communicator.all_gather(self.full, self.own_slice())
+        return self.communicator.all_gather(self.full, self.own_shard())
 
     def at_rest(self) -> Tensor:
         """Return ``shard``, to be read or written now. OSError: the file that holds it was truncated."""
@@ -145,8 +145,8 @@ class ShardedBucket(ParamBucket):
             self.check()
         return self.shard
 
-    def own_slice(self) -> Tensor:
-        """[shard_numel] this rank's slice on the device: ``shard`` itself, or a copy in its place in ``full``."""
+    def own_shard(self) -> Tensor:
+        """[shard_numel] this rank's shard on the device: ``shard`` itself, or a copy in its place in ``full``."""
         assert self.full is not None
         shard = self.at_rest()
         if shard.device == self.full.device:
@@ -213,7 +213,7 @@ class ShardedBucket(ParamBucket):
             self.communicator.broadcast(flat[start:stop], src=rank).wait()
 
     def write_param(self, position: int, value: Tensor) -> None:
-        """Write a new value of the whole parameter (the same on every rank) to the slices."""
+        """Write a new value of the whole parameter (the same on every rank) to the shards."""
         flat = value.detach().reshape(-1)
         for rank, start, stop in self.owning_ranks(position):
             if rank == self.rank:

@@ -101,7 +101,7 @@ class ShardedModel:
             self.gatherer.plan_anew(numel)
 
     def keep_gathered(self, room: int) -> None:
-        """Keep buckets whole from now on that together take at most ``room`` bytes beyond their slices, the smallest
+        """Keep buckets whole from now on that together take at most ``room`` bytes beyond their shards, the smallest
         first; in addition to those that the config keeps. On all ranks, between two steps; the same ``room``.
 
         Buckets whose gathers round the weights are not kept: a module is to see the same weights as before.
@@ -126,7 +126,7 @@ class ShardedModel:
         """The batch ended with an exception: nothing is in use, and the step starts over."""
         self.coordinator.abandon()
         self.gatherer.abandon()
-        self.transitions.release_all()
+        self.transitions.reshard_all()
 
     def destroy(self) -> None:
         """Undo everything; parameters become whole again. Collective."""
@@ -207,7 +207,7 @@ class GatherLinks:
         return self.replica_groups[replica_group].shard.size
 
     def server(self, buckets: Sequence[ShardedBucket]) -> ShardServers:
-        """Fetches whole buckets from the ranks that hold their slices. Collective."""
+        """Fetches whole buckets from the ranks that hold their shards. Collective."""
         from deepspeed.zero.gathering.quantized_gather import PayloadServers, make_pieces
         from deepspeed.zero.gathering.shard_servers import ShardServers
 
@@ -244,7 +244,7 @@ def make_gatherer(
     device: torch.device,
     prefetch_numel: int,
 ) -> LocalGather:
-    """The one place that chooses how slices are gathered, for weights that are used on ``device``."""
+    """The one place that chooses how shards are gathered, for weights that are used on ``device``."""
     used = sorted({DENSE, *(bucket.layout.replica_group for bucket in buckets)})
     alone = all(links.shards(name) == 1 for name in used)
     if alone and storage.on_file and not off_host(device):
@@ -274,5 +274,5 @@ def _second_group(ranks: Communicator) -> Communicator:
 
 
 def prefers_collectives(device_type: str) -> bool:
-    """Devices exchange slices directly; a fetch would go through host memory."""
+    """Devices exchange shards directly; a fetch would go through host memory."""
     return device_type != "cpu"

@@ -62,7 +62,7 @@ class SoloShard:
         self.local_part(position)[: part.numel()].copy_(part)
 
     def copy_of(self, param: nn.Parameter) -> nn.Parameter:
-        """A new parameter with its own slice, equal to ``param``'s."""
+        """A new parameter with its own shard, equal to ``param``'s."""
         zero_params.follow_dtype(param)
         copy = nn.Parameter(torch.empty_like(param.data), requires_grad=param.requires_grad)
         owner = object.__new__(type(self))
@@ -88,7 +88,7 @@ def shard_alone(
     swap: SwapFile | None = None,
 ) -> None:
     """Shard a whole parameter across ``communicator``, with the values of rank 0 of ``everyone`` (more ranks,
-    if there are replicas). ``swap``: the file that keeps the slice, if not memory. Collective."""
+    if there are replicas). ``swap``: the file that keeps the shard, if not memory. Collective."""
     with torch.inference_mode(False), torch.no_grad():
         param.data = param.data.contiguous()
         (everyone or communicator).broadcast(param.data.view(-1), src=0).wait()

@@ -17,7 +17,7 @@ time. *Persistent*: a small bucket, whole from the first step to the last; its h
 | a call of a module (any phase of a forward) | its entry: ``take`` | its exit: ``release`` |
 | a backward, for each call whose nodes it runs | reaching the call: ``take`` | passing it, or its end: ``release`` |
 | ``GatheredParameters`` over all of a bucket | ``hold`` | ``release_hold`` |
-| a forward under a transform (``torch.func``) | ``keep`` | the update, or ``release_all`` |
+| a forward under a transform (``torch.func``) | ``keep`` | the update, or ``reshard_all`` |
 
 What is idle is not resharded at once, except after ``release_hold``: the next call often needs the same bucket. It is
 resharded
@@ -26,12 +26,12 @@ resharded
   used again within ``max_reuse`` elements of the order of the last step;
 - at the end of an evaluation, without regard to that order: it says nothing about what comes next;
 - when a training step begins after an evaluation or a hold, so that every step begins with the same buckets;
-- by ``release_all``.
+- by ``reshard_all``.
 
 An update *evicts*: whoever holds the bucket, its copy is stale. It is gathered again when it is needed again.
 
 The gatherer (``gather.py``, ``scheduled_gather.py``) moves the shards. It may ``begin`` a gather before anybody needs
-it; it never releases. What does not fit the diagram is a ``TransitionError``.
+it; it never reshards. What does not fit the diagram is a ``TransitionError``.
 
 [Note: threads] Every transition happens under ``lock``. Weights are published while no other thread is inside a
 forward (``quiet``), so a forward on such a thread never loses a bucket midway.
@@ -71,7 +71,7 @@ class Gatherer(Protocol):
     def gather(self, index: int, phase: Phase) -> None: ...
     def begin_pass(self, phase: Phase, root: Hashable) -> None: ...
     def end_pass(self, phase: Phase) -> None: ...
-    def released(self, index: int) -> None: ...
+    def resharded(self, index: int) -> None: ...
 
 
 class Transitions:
@@ -207,7 +207,7 @@ class Transitions:
                 self._reshard_if_idle(b)
 
     def keep(self, buckets: Iterable[int]) -> None:
-        """Hold these until the weights change, or ``release_all``."""
+        """Hold these until the weights change, or ``reshard_all``."""
         with self.lock:
             for b in set(buckets) - self._kept:
                 self.holders[b] += 1
@@ -233,14 +233,14 @@ class Transitions:
             raise TransitionError(f"bucket {b} is {bucket.status.name}: nothing was to arrive")
         bucket.arrived()
 
-    # Releasing ----------------------------------------------------------------------------------------------
+    # Resharding ---------------------------------------------------------------------------------------------
 
     def evict(self, b: int) -> None:
         """GATHERED -> SHARDED, whoever holds it: its weights change, or its memory must be free. Not persistent ones,
         which are refreshed instead; a gather in flight is the gatherer's to end."""
         bucket = self.buckets[b]
         if bucket.status is Status.GATHERED and not bucket.persistent:
-            bucket.release()
+            bucket.reshard()
 
     def evict_stale(self, b: int) -> None:
         """The same before weights change: no other thread may be using them."""
@@ -251,8 +251,8 @@ class Transitions:
             else:
                 self.evict(b)
 
-    def release_all(self) -> None:
-        """Release everything that is not in use."""
+    def reshard_all(self) -> None:
+        """Reshard everything that is not in use."""
         with self.lock:
             self.release_kept()
             for b in range(len(self.buckets)):
@@ -261,8 +261,8 @@ class Transitions:
     def _reshard_if_idle(self, b: int) -> None:
         bucket = self.buckets[b]
         if not self.holders[b] and bucket.status is Status.GATHERED and not bucket.persistent:
-            bucket.release()
-            self.gatherer.released(b)
+            bucket.reshard()
+            self.gatherer.resharded(b)
 
     def _reshard_idle(self, incoming: int = 0, keep_near: bool = True) -> None:
         if self.keeps_all:
@@ -274,12 +274,12 @@ class Transitions:
             near = keep_near and self.trace.distance(b) <= self.budget.max_reuse
             if near and live <= self.budget.max_live:
                 continue
-            bucket.release()
-            self.gatherer.released(b)
+            bucket.reshard()
+            self.gatherer.resharded(b)
             live -= bucket.layout.padded_numel
 
     def live(self) -> int:
-        """Elements of gathered buckets that could be released."""
+        """Count the elements of gathered buckets that could be resharded."""
         return sum(
             b.layout.padded_numel for b in self.buckets if b.status is Status.GATHERED and not b.persistent
         )
@@ -290,7 +290,7 @@ class Transitions:
         with self.lock:
             if persistent and bucket.status is Status.SHARDED:
                 full = self.begin(b)
-                bucket.communicator.all_gather(full, bucket.own_slice()).wait()
+                bucket.communicator.all_gather(full, bucket.own_shard()).wait()
                 self.arrived(b)
             bucket.persistent = persistent
             for param in bucket.params:
@@ -311,6 +311,6 @@ class Transitions:
         for b, bucket in enumerate(self.buckets):
             if bucket.status is Status.SHARDED and bucket.shard is not None:
                 full = self.begin(b)
-                bucket.communicator.all_gather(full, bucket.own_slice()).wait()
+                bucket.communicator.all_gather(full, bucket.own_shard()).wait()
                 self.arrived(b)
             bucket.destroy()

@@ -1,12 +1,14 @@
-"""The life of a gradient bucket: the local sum, the sum over ranks, and where this rank's shard of it is kept."""
+"""The life of a gradient bucket: the local sum, the sum over ranks, and where this rank's shard of it is kept; and what
+a script finds of it in ``param.grad`` at stage 0."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from deepspeed.zero.bucket import BufferPool
 from deepspeed.zero.gradients.sums import GradientSum, InFlight
@@ -15,22 +17,22 @@ from deepspeed.zero.offload.host_copies import HostCopies
 
 
 class GradBucket:
-    """Gradients of one bucket on their way from autograd to the slice that the optimizer reads.
+    """Gradients of one bucket on their way from autograd to the shard that the optimizer reads.
 
     A *round* fills ``local`` [padded_numel] over one or more backwards, ``launch`` starts its sum over ranks,
-    ``collect`` waits and adds this rank's slice to what earlier rounds of the same step left in ``reduced``
+    ``collect`` waits and adds this rank's shard to what earlier rounds of the same step left in ``reduced``
     [shard_numel]. Rounds that are not launched (``no_sync``, micro-batches before the boundary) keep filling.
 
-    ``keep_local`` (stages 0 and 1): the full buffer is owned, in the accumulation dtype, and the reduced slice
+    ``keep_local`` (stages 0 and 1): the full buffer is owned, in the accumulation dtype, and the reduced shard
     takes its own place inside it. Otherwise (stages 2 and 3) the buffer is borrowed, in the wire dtype, for one
-    round, and only the slice is kept.
+    round, and only the shard is kept.
 
     ``shapes``: of the parameters, whole; one per slot.
     ``over_ranks``: how the sum over all ranks with its weights is taken, times ``factors`` before and after; ``own``:
     the one that is taken where ranks, or groups that share a copy, keep gradients of their own (None: they cannot);
-    ``rank``: which slice is this rank's; ``counts``: whether its norm counts, as no other rank's counts the same ones.
-    ``host``: set if the slice leaves the device (ZeRO-Offload) as soon as it is summed; ``reduced`` is then in host
-    memory. ``new_slice(numel, dtype)`` creates the tensor that holds ``reduced`` if it has its own memory.
+    ``rank``: which shard is this rank's; ``counts``: whether its norm counts, as no other rank's counts the same ones.
+    ``host``: set if the shard leaves the device (ZeRO-Offload) as soon as it is summed; ``reduced`` is then in host
+    memory. ``new_shard(numel, dtype)`` creates the tensor that holds ``reduced`` if it has its own memory.
     ``after_sum``: called with what each sum over ranks leaves on this rank, to change in place.
     """
 
@@ -52,11 +54,11 @@ class GradBucket:
         counts: bool = True,
         accumulate_dtype: torch.dtype,
         keep_local: bool,
-        new_slice: Callable[[int, torch.dtype], Tensor],
+        new_shard: Callable[[int, torch.dtype], Tensor],
         host: HostCopies | None = None,
     ) -> None:
         self.host = host
-        self.new_slice = new_slice
+        self.new_shard = new_shard
         self.layout = layout
         self.shapes = tuple(shapes)
         self._gaps = layout.gaps()
@@ -76,7 +78,7 @@ class GradBucket:
         self.in_flight: InFlight | None = None
         self._owned: Tensor | None = None  # the full buffer of keep_local
         self._owned_slot: Tensor | None = None  # this rank's part of it
-        self._slice: Tensor | None = None  # the slice otherwise
+        self._shard: Tensor | None = None  # the shard otherwise
 
     # Arrivals -----------------------------------------------------------------------------------------------
 
@@ -124,7 +126,7 @@ class GradBucket:
     # The sum over ranks -------------------------------------------------------------------------------------
 
     def check_whole(self) -> None:
-        """ValueError: this rank keeps only a slice of the sum, so that it cannot go without one."""
+        """ValueError: this rank keeps only a shard of the sum, so that it cannot go without one."""
         if self._formats[False] is None:
             raise ValueError(
                 "gradients that are partitioned (ZeRO stage 1 to 3) have to be summed over ranks"
@@ -154,7 +156,7 @@ class GradBucket:
             for view, written in zip(self.views, self.written, strict=True):
                 if not written:
                     view.zero_()
-        kept = self._kept_slice if self._can_keep() else None
+        kept = self._kept_shard if self._can_keep() else None
         self.in_flight = self.over_ranks.start(self.local, kept, *self.factors)
 
     def _can_keep(self) -> bool:
@@ -166,10 +168,10 @@ class GradBucket:
             and self.host is None
         )
 
-    def _kept_slice(self) -> Tensor:
-        if self._slice is None:
-            self._slice = self.new_slice(self.layout.shard_numel, self.dtype)
-        return self._slice
+    def _kept_shard(self) -> Tensor:
+        if self._shard is None:
+            self._shard = self.new_shard(self.layout.shard_numel, self.dtype)
+        return self._shard
 
     @property
     def borrows(self) -> bool:
@@ -195,7 +197,7 @@ class GradBucket:
         elif self.reduced is not None:
             self.reduced.add_(out)
         else:
-            self.reduced = self._kept_slice().copy_(out) if borrowed else out
+            self.reduced = self._kept_shard().copy_(out) if borrowed else out
         if wire is not self.local:
             self.pool.give(wire, leaving)
         self._close(leaving)
@@ -203,14 +205,14 @@ class GradBucket:
     def _collect_on_host(self, host: HostCopies, out: Tensor) -> Any:
         """Returns an event after which ``out`` may be overwritten, or None."""
         if self.reduced is None:
-            self.reduced = self._kept_slice()
+            self.reduced = self._kept_shard()
             return host.copy(self.reduced, out)
         host.synchronize()
         self.reduced.add_(out.to("cpu", self.dtype))
         return None
 
     def _collect_in_place(self, out: Tensor) -> None:
-        """The sum replaces the local one: all of it at stage 0, this rank's slice at stage 1."""
+        """The sum replaces the local one: all of it at stage 0, this rank's shard at stage 1."""
         slot = self._owned_slot
         assert slot is not None
         if out.data_ptr() != slot.data_ptr():
@@ -231,7 +233,7 @@ class GradBucket:
         if self.keep_local and self.host is None:
             self.reduced = value.to(self.device, self.dtype).clone()
         else:
-            self.reduced = self._kept_slice().copy_(value)
+            self.reduced = self._kept_shard().copy_(value)
 
     def replace(self, position: int, grad: Tensor) -> None:
         """Take a gradient that the caller has put in place of the sum (stage 0, where ``reduced`` is all of it)."""
@@ -244,7 +246,7 @@ class GradBucket:
 
     def held(self) -> list[Tensor]:
         """The tensors whose memory this bucket owns, with the views of them it keeps."""
-        kept = [self._owned, self._owned_slot, self._slice, self.local, self.reduced, *self.views]
+        kept = [self._owned, self._owned_slot, self._shard, self.local, self.reduced, *self.views]
         if self.local is not None:
             kept += self.pool.parts_of(self.local)  # also those of the buckets that have it at other times
         return [tensor for tensor in kept if tensor is not None]
@@ -264,3 +266,83 @@ class GradBucket:
         if self.local is not None:
             self._close()
         self.reduced = None
+
+
+class GradPlace(NamedTuple):
+    """Place of a parameter's gradient: its bucket, with the bucket's number, and the position in it."""
+
+    number: int
+    bucket: GradBucket
+    position: int
+
+
+def _own_references() -> int:
+    """Return ``sys.getrefcount`` of an object that nobody else holds, as `ExposedGrads.withdraw` asks it."""
+    held = [object()]
+    last = held.pop()
+    return sys.getrefcount(last)
+
+
+_OWN_REFERENCES = _own_references()
+
+
+class ExposedGrads:
+    """Views of summed gradients in ``param.grad``. A script may read, change, assign and keep them."""
+
+    def __init__(self) -> None:
+        self.params: list[nn.Parameter] = []
+        """Those whose ``grad`` is a view of the sum, unless the script has set it."""
+        self._views: list[Tensor] = []
+        """All that were handed out after the last backward."""
+
+    def show(self, params: Sequence[nn.Parameter], used: Sequence[bool], places: Sequence[GradPlace]) -> None:
+        """Set ``grad`` of the ``used`` ones of ``params``."""
+        self.params, self._views = [], []
+        for index, param in enumerate(params):
+            if used[index]:
+                _, bucket, position = places[index]
+                if bucket.dtype == param.dtype:  # autograd refuses a gradient of another dtype
+                    param.grad = bucket.views[position].detach()  # the caller's own object
+                    self.params.append(param)
+                    self._views.append(param.grad)
+
+    def withdraw(self) -> bool:
+        """Set ``grad`` to None, so that autograd hands over new tensors instead of adding in place. Gradients that a
+        script keeps stay what they are, in memory of their own, as the sums are written again.
+
+        Returns whether the script, or its optimizer, had set all of them to None: it has dropped the sums.
+        """
+        dropped = bool(self.params) and all(param.grad is None for param in self.params)
+        for param in self.params:
+            param.grad = None
+        self.params = []
+        while self._views:
+            grad = self._views.pop()
+            if sys.getrefcount(grad) > _OWN_REFERENCES:
+                grad.data = grad.data.clone()
+        return dropped
+
+    def forget(self) -> None:
+        """Expect nothing of any ``grad``: the sums are dropped."""
+        self.params = []
+
+    def take_assigned(
+        self, params: Sequence[nn.Parameter], used: list[bool], places: Sequence[GradPlace]
+    ) -> None:
+        """Take what the script has assigned since the backward, or without one, for the sum over ranks. Parameters
+        whose gradient it has set to None are not updated: ``used`` becomes False."""
+        exposed = {id(param) for param in self.params}
+        for index, param in enumerate(params):
+            grad = param.grad
+            if grad is None:
+                if id(param) in exposed:
+                    used[index] = False
+                continue
+            _, bucket, position = places[index]
+            if bucket.local is not None or bucket.in_flight is not None:
+                continue  # still to be summed
+            if id(param) in exposed and grad.data_ptr() == bucket.views[position].data_ptr():
+                continue
+            with torch.no_grad():
+                bucket.replace(position, grad.detach())
+            used[index] = True

@@ -66,7 +66,7 @@ class ErrorFeedback:
 
 
 class QuantizedSum:
-    """Replaces ``DenseSum`` where each rank of ``ranks`` keeps one slice."""
+    """Replaces ``DenseSum`` where each rank of ``ranks`` keeps one shard."""
 
     def __init__(
         self,
@@ -111,7 +111,7 @@ class QuantizedSum:
         return finish
 
     def _by_levels(self, out: Tensor, local: Tensor, levels: Levels, after: float) -> Callable[[], None]:
-        """Slice r = g * s + i belongs to place i of group g: each place sums the slices of its own place."""
+        """Shard r = g * s + i belongs to place i of group g: each place sums the shards of its own place."""
         near, across = levels
         by_place = local.view(across.size, near.size, self.numel).transpose(0, 1).reshape(-1)
         own = torch.empty(across.size * self.numel, dtype=torch.float32, device=local.device)
@@ -171,7 +171,7 @@ class CompressedSum:
 
 
 def codec_for(layout: BucketLayout, bits: int, *, random: bool = False, rank: int = 0) -> BlockCodec | None:
-    """Return the codec for slices of a bucket in ``bits`` per element; None: they travel as they are. Norms and biases
+    """Return the codec for shards of a bucket in ``bits`` per element; None: they travel as they are. Norms and biases
     would lose more than they save. ``random``: rounded at random, differently on each ``rank``."""
     worth_it = layout.num_shards > 1 and layout.dtype.is_floating_point and layout.shard_numel >= BLOCK
     if not bits or not worth_it:

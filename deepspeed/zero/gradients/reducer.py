@@ -15,7 +15,7 @@ stage 3: a gather that comes after a sum in their one order launches it.
 
 [Note: arrivals] A parameter used twice arrives once; reentrant checkpointing makes it arrive once per segment.
 How often each arrives is part of rank 0's record, and a bucket is full when all have arrived. A gradient that
-arrives after its bucket was launched is set aside, and the ranks agree at the step (``GradReport``) to sum it late.
+arrives after its bucket was launched is set aside, and the ranks agree at the step (``StepVote``) to sum it late.
 
 [Note: cadence] The cadence changes only at the end of a step, when nothing is in flight and the gradients are dropped
 next, and on all ranks in the same one (``StepExecutor``). With ``Cadence.NEVER`` everything happens as at the boundary,
@@ -24,7 +24,6 @@ except that the buckets' wire format sends nothing.
 
 from __future__ import annotations
 
-import sys
 import weakref
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -39,18 +38,9 @@ from deepspeed.base.sharded import full_shape
 from deepspeed.base.untraced import untraced
 from deepspeed.comm.collectives import Communicator
 from deepspeed.config.plan import Cadence
-from deepspeed.zero.gradients.bucket import GradBucket
+from deepspeed.zero.gradients.bucket import ExposedGrads, GradBucket, GradPlace
+from deepspeed.zero.gradients.bucket_order import BucketOrder
 from deepspeed.zero.layout import NOBODY
-
-
-def _own_references() -> int:
-    """Return ``sys.getrefcount`` of an object that nobody else holds, as `GradReducer.before_backward` asks it."""
-    held = [object()]
-    last = held.pop()
-    return sys.getrefcount(last)
-
-
-_OWN_REFERENCES = _own_references()
 
 
 def _will_arrive(param: nn.Parameter) -> bool:
@@ -65,7 +55,7 @@ def _will_arrive(param: nn.Parameter) -> bool:
 
 
 class Progress(Enum):
-    """How far the reducer is with the backward at hand."""
+    """State of the reducer with respect to the backward in progress."""
 
     IDLE = "no backward has begun since the last one ended"
     ANNOUNCED = (
@@ -123,43 +113,38 @@ class GradReducer:
         self.params = list(params)
         self.buckets = list(buckets)
         self.communicator = communicator
-        self.cadence = self._usual = cadence
+        self.cadence = cadence
+        self.usual_cadence = cadence
+        """The one chosen for this run, to which others return."""
         self.overlap = overlap
         self.expose = expose
         self.at_boundary = at_boundary
-        self.sync_enabled = True
+        self.sums_paused = False
+        """Between ``pause_sums`` and ``resume_sums``."""
         self.used = [False] * len(self.params)  # since the last boundary, on this rank
-        self.waiting: list[nn.Parameter] = []
+        self.pending_params: list[nn.Parameter] = []
         """Not trained, so far: autograd sums their gradients, if any, where it always does (``PendingParams``)."""
         self._set_aside: list[tuple[nn.Parameter, Tensor | None]] = []
         """Their gradients before a backward with a share, which are added again at its end."""
-        self._expected = [1] * len(self.params)
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
-        self._exposed: list[nn.Parameter] = []  # those whose ``grad`` is a view of the local sum
-        self._shown: list[Tensor] = []  # these views, until the next backward
+        self._exposed = ExposedGrads()
         self._late: dict[int, Tensor] = {}
         self._after_sum: Callable[[Tensor], None] | None = None
         self._lost = ""  # name of a parameter that another engine trains by now
-        self._lay_out()
+        self._order = BucketOrder((), (), alone=communicator.size == 1)
+        self._lay_out(len(self.params))
 
-    def _lay_out(self) -> None:
-        """Locate every parameter in the buckets; their order has to be observed again."""
-        self._slot_of: list[tuple[int, int]] = [(-1, -1)] * len(self.params)
+    def _lay_out(self, added: int) -> None:
+        """Locate every parameter in the buckets, the last ``added`` of them for the first time."""
+        places: dict[int, GradPlace] = {}
+        members: list[list[int]] = []
         for b, bucket in enumerate(self.buckets):
-            for position, slot in enumerate(bucket.layout.slots):
-                if slot.param != NOBODY:
-                    self._slot_of[slot.param] = (b, position)
-        self._order = list(reversed(range(len(self.buckets))))
-        self._recorded = self.communicator.size == 1
-        self._count_arrivals()
+            slots = [(i, slot.param) for i, slot in enumerate(bucket.layout.slots) if slot.param != NOBODY]
+            places.update((index, GradPlace(b, bucket, position)) for position, index in slots)
+            members.append([index for _, index in slots])
+        self._places = [places[index] for index in range(len(self.params))]
+        self._order = self._order.extended(members, added)
         self._begin()
-
-    def _count_arrivals(self) -> None:
-        """Count how many arrivals fill each bucket."""
-        self._to_arrive = [
-            sum(self._expected[slot.param] for slot in bucket.layout.slots if slot.param != NOBODY)
-            for bucket in self.buckets
-        ]
 
     # One backward -------------------------------------------------------------------------------------------
 
@@ -185,13 +170,9 @@ class GradReducer:
         return untraced(hook)
 
     def _begin(self) -> None:
-        """Set the per-backward counters: how many arrivals each bucket still waits for."""
-        self._arrived = [0] * len(self.params)
-        self._missing = self._to_arrive.copy()
-        self._next = 0  # position in the order up to which buckets have completed in turn
-        self._last: int | None = None  # the bucket that was launched last
-        self._completed: list[int] = []
-        self._launched = [False] * len(self.buckets)
+        """Forget the last backward."""
+        self._order.begin()
+        self._last: GradBucket | None = None  # the one that was launched last
         self._at_end = False  # all buckets of this backward are launched at its end
         self._progress = Progress.IDLE
         self._share = 1.0
@@ -200,26 +181,18 @@ class GradReducer:
         """Announce a backward, at whose end the caller will ``flush``; ``share``: factor of all its gradients, if the
         caller has not divided the loss.
 
-        Exposed gradients are withdrawn, so that autograd hands over new tensors instead of adding in place. Those that
-        a script holds stay what they are, in memory of their own: the sums are written again.
+        Exposed gradients are withdrawn.
         """
         if self._lost:
             raise self._retired()
         self._share = share
         self._progress = Progress.ANNOUNCED
         if share != 1.0:
-            self._set_aside = [(param, param.grad) for param in self.waiting]
-            for param in self.waiting:
+            self._set_aside = [(param, param.grad) for param in self.pending_params]
+            for param in self.pending_params:
                 param.grad = None
-        exposed, self._exposed = self._exposed, []
-        if exposed and all(param.grad is None for param in exposed):
-            self.clear()  # the caller set each to None, or its optimizer did: what it assigns counts
-        for param in exposed:
-            param.grad = None
-        while self._shown:
-            grad = self._shown.pop()
-            if sys.getrefcount(grad) > _OWN_REFERENCES:
-                grad.data = grad.data.clone()
+        if self.expose and self._exposed.withdraw():
+            self.clear()
 
     def watch(self, root: Tensor) -> None:
         """``root`` [any shape] is where the backward that was announced will begin."""
@@ -247,8 +220,8 @@ class GradReducer:
         highest, lowest = extremes.tolist()
         self._at_end = highest != -lowest
 
-    def _share_waiting(self) -> None:
-        """Multiply what this backward gave to waiting parameters, which autograd accumulates, by its share."""
+    def _share_pending(self) -> None:
+        """Multiply what this backward gave to pending parameters, which autograd accumulates, by its share."""
         aside, self._set_aside = self._set_aside, []
         for param, before in aside:
             grad = param.grad
@@ -262,8 +235,8 @@ class GradReducer:
         grad = param.grad
         if grad is None:
             return
-        b, position = self._slot_of[index]
-        in_place = bool(self._exposed) and self._added_in_place(self.buckets[b], position, grad)
+        b, bucket, position = self._places[index]
+        in_place = bool(self._exposed.params) and self._added_in_place(bucket, position, grad)
         param.grad = None
         self.used[index] = True
         if self._share != 1.0:
@@ -271,20 +244,15 @@ class GradReducer:
         if self._progress is Progress.IDLE:
             self._schedule_flush()
         sums = self._progress is Progress.SUMMING or self._decide()
-        self._arrived[index] += 1
-        if self._launched[b]:
+        filled = self._order.arrive(index, b)
+        if self._order.launched[b]:
             late = self._late.get(index)
             self._late[index] = grad.detach().clone() if late is None else late.add_(grad.detach())
             return
         if not in_place:
-            self.buckets[b].accept(position, grad, lasting=not sums)
-        if self._arrived[index] <= self._expected[index]:
-            self._missing[b] -= 1
-            if self._missing[b] == 0:
-                self._completed.append(b)
-                early = self.overlap or not self.buckets[b].keep_local
-                if sums and early and not self._at_end:
-                    self._launch_full()
+            bucket.accept(position, grad, lasting=not sums)
+        if filled and sums and not self._at_end and (self.overlap or not bucket.keep_local):
+            self._order.take_turns(self.launch if self.turns is None else self.turns.sum_ready)
 
     def _decide(self) -> bool:
         """Return whether this backward sums over ranks; its first gradient, or its end if there is none, decides it."""
@@ -293,10 +261,10 @@ class GradReducer:
         return self._progress is Progress.SUMMING
 
     def add(self, index: int, grad: Tensor) -> None:
-        """Add a gradient that was computed outside of a backward, while sums wait (``sync_enabled`` is False)."""
-        b, position = self._slot_of[index]
+        """Add a gradient that was computed outside of a backward, while sums are paused."""
+        _, bucket, position = self._places[index]
         self.used[index] = True
-        self.buckets[b].accept(position, grad, lasting=True)
+        bucket.accept(position, grad, lasting=True)
 
     def _added_in_place(self, bucket: GradBucket, position: int, grad: Tensor) -> bool:
         """A backward that did not go through the engine may find exposed gradients still in ``param.grad``."""
@@ -313,75 +281,55 @@ class GradReducer:
         """For a backward that was not announced (the module was called directly): flush when its graph task ends."""
         torch.autograd.Variable._execution_engine.queue_callback(self.flush)
 
+    def pause_sums(self) -> None:
+        """Let backwards only add up on this rank, until ``resume_sums``: the next one after it sums everything."""
+        self.sums_paused = True
+
+    def resume_sums(self) -> None:
+        self.sums_paused = False
+
     def will_sync(self) -> bool:
-        if not self.sync_enabled:
+        """Return whether a backward that begins now sums over ranks."""
+        if self.sums_paused:
             return False
-        often = self._usual if self.cadence is Cadence.NEVER else self.cadence
+        often = self.usual_cadence if self.cadence is Cadence.NEVER else self.cadence
         return often is Cadence.EVERY_MICRO_BATCH or self.at_boundary()
-
-    def _launch_full(self) -> None:
-        while self._next < len(self._order):
-            b = self._order[self._next]
-            if self._missing[b] > 0:
-                return
-            self._next += 1
-            self._take_turn(b)
-
-    def _take_turn(self, b: int) -> None:
-        if self.turns is not None:
-            self.turns.sum_ready(b)
-        else:
-            self.launch(b)
 
     def launch(self, b: int) -> None:
         """Start the sum of bucket ``b``, once per backward, with zeros for what is missing on this rank."""
-        if self._launched[b]:
+        if self._order.launched[b]:
             return
         bucket = self.buckets[b]
-        if self._last is not None and (previous := self.buckets[self._last]).borrows:
-            previous.collect()  # borrowed buffers are returned early: besides those being filled, one is in flight
+        if self._last is not None and self._last.borrows:
+            self._last.collect()  # borrowed buffers are returned early: besides those being filled, one is in flight
         bucket.launch()
-        self._launched[b] = True
-        self._last = b
+        self._order.launched[b] = True
+        self._last = bucket
         if not self.overlap:
             bucket.collect()
 
     def flush(self) -> None:
         """End of a backward: launch what is left, wait for all, expose or drop the results."""
-        self._share_waiting()
+        self._share_pending()
         if self._decide():
             self._reduce_rest()
         self._begin()
         if self.expose:
-            self._expose()
+            self._exposed.show(self.params, self.used, self._places)
 
     def _reduce_rest(self) -> None:
-        completed, arrived = self._completed, self._arrived
         self._launch_rest()
         for bucket in self.buckets:
             bucket.collect()
-        if not self._recorded:
-            self._agree_on_order(completed, arrived)
+        if not self._order.agreed:
+            self._order.agree(self.communicator, self.device)
 
     def _launch_rest(self) -> None:
-        while self._next < len(self._order):
-            self._next += 1
-            self._take_turn(self._order[self._next - 1])
+        self._order.take_rest(self.launch if self.turns is None else self.turns.sum_ready)
         if self.turns is not None:
             self.turns.end_segment()
             for b in self._order:
                 self.launch(b)
-
-    def _agree_on_order(self, completed: list[int], arrived: list[int]) -> None:
-        """Broadcast the order and the numbers of arrivals that rank 0 saw (Note: order of collectives)."""
-        seen = set(completed)
-        order = completed + [b for b in self._order if b not in seen]
-        message = torch.tensor(order + [max(1, n) for n in arrived], dtype=torch.int64, device=self.device)
-        self.communicator.broadcast(message, src=0).wait()
-        values = message.tolist()
-        self._order, self._expected = values[: len(order)], values[len(order) :]
-        self._recorded = True
-        self._count_arrivals()
 
     def check_cadence(self, cadence: Cadence) -> None:
         """ValueError: this reducer cannot change to it."""
@@ -412,20 +360,9 @@ class GradReducer:
             return self._device
         return self.buckets[0].device if self.buckets else torch.device("cpu")
 
-    def _expose(self) -> None:
-        self._exposed, self._shown = [], []
-        for index, param in enumerate(self.params):
-            if self.used[index]:
-                b, position = self._slot_of[index]
-                if self.buckets[b].dtype == param.dtype:  # autograd refuses a gradient of another dtype
-                    param.grad = self.buckets[b].views[position].detach()  # the caller's own object
-                    self._exposed.append(param)
-                    self._shown.append(param.grad)
-
     def local_sum(self, index: int) -> Tensor | None:
         """This rank's local sum for a parameter that no collective has taken yet, 1-D and live."""
-        b, position = self._slot_of[index]
-        bucket = self.buckets[b]
+        _, bucket, position = self._places[index]
         if bucket.local is None or not bucket.written[position]:
             return None
         return bucket.views[position].view(-1)
@@ -437,33 +374,13 @@ class GradReducer:
         if self._lost:
             raise self._retired()
         if self.expose:
-            self._take_assigned()
+            self._exposed.take_assigned(self.params, self.used, self._places)
         for bucket in self.buckets:
             if bucket.local is not None or bucket.reduced is None:
                 self.before_backward()
                 self._progress = Progress.SUMMING
                 self.flush()
                 return
-
-    def _take_assigned(self) -> None:
-        """Stage 0: what the caller has assigned to ``param.grad`` since the backward, or without one, counts as it is,
-        as a sum over ranks; None means that the parameter is not updated."""
-        exposed = {id(param) for param in self._exposed}
-        for index, param in enumerate(self.params):
-            grad = param.grad
-            if grad is None:
-                if id(param) in exposed:
-                    self.used[index] = False
-                continue
-            b, position = self._slot_of[index]
-            bucket = self.buckets[b]
-            if bucket.local is not None or bucket.in_flight is not None:
-                continue  # still to be summed
-            if id(param) in exposed and grad.data_ptr() == bucket.views[position].data_ptr():
-                continue
-            with torch.no_grad():
-                bucket.replace(position, grad.detach())
-            self.used[index] = True
 
     @property
     def late(self) -> Mapping[int, Tensor]:
@@ -476,36 +393,35 @@ class GradReducer:
         if late:
             self._late[index] = value.to(self.device, copy=True).view(full_shape(self.params[index]))
         else:
-            b, position = self._slot_of[index]
-            self.buckets[b].accept(position, value.view(full_shape(self.params[index])), lasting=True)
+            _, bucket, position = self._places[index]
+            bucket.accept(position, value.view(full_shape(self.params[index])), lasting=True)
 
     def has_late(self) -> bool:
         return bool(self._late)
 
     def reduce_late(self) -> None:
-        """Sum what arrived after its bucket was launched. Every rank calls this, or none (``GradReport``)."""
+        """Sum what arrived after its bucket was launched. Every rank calls this, or none (``StepVote``)."""
         self.before_backward()
         self._progress = Progress.IDLE
         for index, grad in self._late.items():
-            b, position = self._slot_of[index]
-            self.buckets[b].accept(position, grad)
+            _, bucket, position = self._places[index]
+            bucket.accept(position, grad)
         self._late.clear()
         for bucket in self.buckets:
             bucket.launch()
             bucket.collect()
-        self._recorded = self.communicator.size == 1  # observe the order again: the graph has changed
+        self._order.observe_again()
 
     def admit(self, params: Sequence[nn.Parameter], buckets: Sequence[GradBucket]) -> None:
         """Also train ``params`` from now on; ``buckets`` hold their gradients (new buckets, or existing ones with room
         for them). Every rank calls this, or none."""
         self.params += params
         self.used += [False] * len(params)
-        self._expected += [1] * len(params)
         self.buckets += [bucket for bucket in buckets if bucket not in self.buckets]
         self.call_after_sums(self._after_sum)
         if self.cadence is Cadence.NEVER:
             self._set_formats()
-        self._lay_out()
+        self._lay_out(len(params))
         self.install_hooks()
 
     def call_after_sums(self, hook: Callable[[Tensor], None] | None) -> None:
@@ -520,8 +436,8 @@ class GradReducer:
         are in ``buckets``. Every rank calls this, or none."""
         for index, param in enumerate(self.params[first:], first):
             if param.grad is not None:
-                b, position = self._slot_of[index]
-                self.buckets[b].accept(position, param.grad)
+                _, bucket, position = self._places[index]
+                bucket.accept(position, param.grad)
                 self.used[index] = True
                 param.grad = None
         for bucket in buckets:
@@ -552,9 +468,9 @@ class GradReducer:
         for bucket in self.buckets:
             bucket.clear()
         self._set_aside = []
-        for param in (*self.params, *self.waiting):
+        for param in (*self.params, *self.pending_params):
             param.grad = None
-        self._exposed = []
+        self._exposed.forget()
         self._late.clear()
         self.used = [False] * len(self.params)
 

@@ -2,7 +2,7 @@
 
 A format takes this rank's sum of a whole bucket and returns the part of the total that this rank keeps. ``DenseSum`` is
 the plain one. The others wrap a format and may be combined: ``ReplicatedSum`` adds a sum over ranks that hold the same
-slice (MiCS), ``RowSum`` sends only the rows of an embedding that were touched; ``QuantizedSum`` (in a file of its own)
+shard (MiCS), ``RowSum`` sends only the rows of an embedding that were touched; ``QuantizedSum`` (in a file of its own)
 replaces the plain one. A new format is a class with a ``start`` method; ``wiring.py`` decides which ones a bucket gets.
 """
 
@@ -49,7 +49,7 @@ class GradientSum(Protocol):
 
 
 class Keeper(Protocol):
-    """Of a wire format: what it took away from this rank's gradients, and adds to the next."""
+    """Error feedback of a wire format: keeps what it has lost of this rank's gradients, and adds it to the next."""
 
     parts: frozenset[str]
     """The keys of its state: stages keep different things."""
@@ -121,7 +121,7 @@ class LocalSum:
 
 class GroupSum:
     """The sum of ``inner`` over the ranks that share one copy, and no further (``Cadence.NEVER`` where states are in
-    slices): scaled such that the mean over the ``copies`` is what the sum over all ranks would have been."""
+    shards): scaled such that the mean over the ``copies`` is what the sum over all ranks would have been."""
 
     def __init__(self, inner: GradientSum, copies: int) -> None:
         self.inner = inner
@@ -134,7 +134,7 @@ class GroupSum:
 
 
 class ReplicatedSum:
-    """The sum of ``inner`` over the ranks that share one copy of the states, then one over those with the same slice
+    """The sum of ``inner`` over the ranks that share one copy of the states, then one over those with the same shard
     (MiCS, Z. Zhang et al. 2022).
 
     [Note: order of sums] The result is (sum within group 0) + (sum within group 1) + ..., each in rank order in fp32: a

@@ -1,6 +1,6 @@
 """Muon for hidden matrices and Adam for everything else, as one optimizer that ZeRO can shard.
 
-Momentum is per element, so its slices stay where the slices of the weights are. Only the orthogonalization needs
+Momentum is per element, so its shards stay where the shards of the weights are. Only the orthogonalization needs
 whole matrices: ``UpdateContext.whole_matrices`` assembles each at one owner (``zero/whole_matrices.py``).
 """
 

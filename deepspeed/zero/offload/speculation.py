@@ -40,7 +40,7 @@ from deepspeed.zero.offload.shadow_copies import (
 from deepspeed.zero.states.store import OwnedFragment, StateStore
 from deepspeed.zero.step import StepExecutor
 
-LONGEST_PAUSE = 8
+MAX_PAUSE = 8
 """Steps without speculation after many in a row that clipped."""
 
 
@@ -168,7 +168,7 @@ class Speculation:
     def _adapt(self, *, failed: bool) -> None:
         """Pause speculation for 1, 2, 4, ... steps where steps clip one after another: it only costs there."""
         if failed:
-            self._pause = min(LONGEST_PAUSE, max(1, 2 * self._pause))
+            self._pause = min(MAX_PAUSE, max(1, 2 * self._pause))
             self._paused = self._pause
         elif self._paused:
             self._paused -= 1

@@ -1,6 +1,6 @@
 """``engine.offload_states``: lend the device's memory to other work (generation, an evaluation) and reclaim it.
 
-[Note: moving a storage] Masters, slices and weights are views of a few large buffers, and memory is freed only when the
+[Note: moving a storage] Masters, shards and weights are views of a few large buffers, and memory is freed only when the
 last view is gone. So a move works on storages: every tensor object on one that the engine knows gets the same view of
 the copy. The objects stay, and so do the optimizer's state and every reference to them.
 """

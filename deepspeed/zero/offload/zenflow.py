@@ -49,7 +49,7 @@ from deepspeed.zero.replica_groups import ReplicaGroups
 from deepspeed.zero.states.store import GroupTensors, OwnedFragment, StateStore
 from deepspeed.zero.step import StepExecutor, StepResult
 
-SHORTEST, LONGEST = 4, 16
+MIN_INTERVAL, MAX_INTERVAL = 4, 16
 """Steps of a round with ``update_interval: auto``: the first, and the most."""
 ROUNDS_OF_A_CHOICE = 4
 """With ``select_interval: auto``."""
@@ -134,7 +134,7 @@ class ZenFlow:
         self.device = store.params[0].device
         self.steps = 0  # applied so far
         self.in_round = 0
-        self.interval = plan.update_interval or SHORTEST
+        self.interval = plan.update_interval or MIN_INTERVAL
         self.chosen_at: int | None = None  # the step before which columns were chosen; None: choose
         self.steps_per_epoch: int | None = None
         self.bytes_to_host = self.bytes_to_device = 0
@@ -152,7 +152,7 @@ class ZenFlow:
 
     def step(self, used: Sequence[bool], grad_scale: float, update_all: Callable[[], None]) -> None:
         """Update with the gradients that the fragments have now, times ``grad_scale``."""
-        if self.steps < self.plan.warm_up_rounds * (self.plan.update_interval or SHORTEST):
+        if self.steps < self.plan.warm_up_rounds * (self.plan.update_interval or MIN_INTERVAL):
             update_all()
             self.steps += 1
             return
@@ -316,7 +316,7 @@ class ZenFlow:
         self.chosen_at = self.steps
         if self.plan.update_interval is None:
             longer = share >= self.plan.auto_ratio
-            self.interval = min(LONGEST, 2 * self.interval) if longer else SHORTEST
+            self.interval = min(MAX_INTERVAL, 2 * self.interval) if longer else MIN_INTERVAL
 
     # Who else reads and writes ------------------------------------------------------------------------------
 
@@ -415,7 +415,7 @@ class ZenFlow:
         clock = saved[rank if parts else 0]["clock"] if known else {}
         self.steps = clock.get("steps", 0)
         self.in_round = clock.get("in_round", 0)
-        self.interval = clock.get("interval", self.plan.update_interval or SHORTEST)
+        self.interval = clock.get("interval", self.plan.update_interval or MIN_INTERVAL)
         self.chosen_at = clock.get("chosen_at")
         by_param: dict[int, list[Mapping[str, Any]]] = {}
         for source in sources:

@@ -102,7 +102,7 @@ class StateAccess:
 
     def shards(self) -> Iterator[tuple[ShardIndex, dict[str, Tensor]]]:
         """This rank's fragments with their master weights (key "fp32", 1-D) and optimizer state, live; without what is
-        each rank's own (``own_state.py``)."""
+        each rank's own (``rank_state.py``)."""
         self.store.settle()
         return self._each(self.store.fragments)
 
@@ -291,7 +291,7 @@ class StateAccess:
 
     def pending_gradients(self) -> dict[str, Any] | None:
         """This rank's gradients since the last boundary: local sums, gradients that arrived too late for their sum,
-        reduced slices with the layout of their bucket, and which parameters had a gradient."""
+        reduced shards with the layout of their bucket, and which parameters had a gradient."""
         local: dict[str, Tensor] = {}
         reduced: dict[str, Tensor] = {}
         for bucket in self.reducer.buckets:
@@ -310,7 +310,7 @@ class StateAccess:
         return {"local": local, "late": late, "reduced": reduced, "layouts": layouts, "used": used}
 
     def _layout(self, bucket: GradBucket) -> list[Any]:
-        """Return the elements that the slice of a bucket holds."""
+        """Return the elements that the shard of a bucket holds."""
         trained = [slot for slot in bucket.layout.slots if slot.param != NOBODY]
         slots = [[self.names[slot.param], slot.offset, slot.numel] for slot in trained]
         return [bucket.start, bucket.stop, slots]
@@ -369,7 +369,7 @@ class StateAccess:
         Inside ``no_sync`` nothing is reduced: it is this rank's local sum, if any.
         """
         owned = self._fragments(param)
-        if not self.reducer.sync_enabled:
+        if self.reducer.sums_paused:
             local = self.reducer.local_sum(self._index[id(param)])
             return (
                 None if local is None else local.detach().view(full_shape(param)).to(torch.float32, copy=True)

@@ -15,11 +15,11 @@ from deepspeed.zero.layout import Fragment
 
 @dataclass(slots=True)
 class OwnedFragment:
-    """One parameter's part in this rank's slice, with the tensors that the optimizer step touches.
+    """One fragment with the tensors that the optimizer step touches.
 
     ``master`` is what the optimizer updates: [numel] in the master dtype, or the parameter itself if nothing is
-    partitioned and there is no separate master. ``low`` is the slice of the model's own weights that is refreshed from
-    it, or None if they are the same memory.
+    partitioned and there is no separate master. ``low`` is the fragment of the model's own weights that is refreshed
+    from it, or None if they are the same memory.
     """
 
     param_index: int

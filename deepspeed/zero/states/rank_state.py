@@ -60,7 +60,7 @@ class OwnState:
     def load(self, saved: Sequence[Mapping[str, Any]], rank: int, ranks: int) -> list[str]:
         """Take what ``saved[r]`` says that rank r had; returns notes for the log. Local.
 
-        With another number of ranks or other slices, each element gets the mean of all ranks that had it, so that the
+        With another number of ranks or other shards, each element gets the mean of all ranks that had it, so that the
         mean over ranks, which is what an exchange of momenta and errors computes, is what it was. ValueError: a size
         differs.
         """

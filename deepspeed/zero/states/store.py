@@ -175,7 +175,7 @@ class StateStore:
         return optimizer.decoded_state(state)
 
     def rebind(self, bucket: ParamBucket) -> None:
-        """The weights of ``bucket`` have moved: find their slices again and set the masters from them."""
+        """The weights of ``bucket`` have moved: find their fragments again and set the masters from them."""
         for owned in self.fragments:
             if owned.grad_bucket.layout is bucket.layout and owned.low is not None:
                 owned.low = bucket.local_weights(owned.fragment)

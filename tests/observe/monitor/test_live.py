@@ -170,8 +170,8 @@ def test_a_day_of_ten_steps_per_second_takes_less_than_50_mb(tmp_path: Path) -> 
 
 
 def test_what_is_known_of_a_long_run_is_bounded(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(history_module, "MOST_ROWS", 64)
-    monkeypatch.setattr(history_module, "MOST_VALUES", 100)
+    monkeypatch.setattr(history_module, "MAX_ROWS", 64)
+    monkeypatch.setattr(history_module, "MAX_VALUES", 100)
     history = MetricHistory()
     for number in range(1, 1001):
         window = Window()

@@ -41,7 +41,7 @@ def _tensors(engine: Any) -> list[Tensor]:
         for bucket in engine.sharded.buckets:
             found += [bucket.shard, bucket.full]
     for bucket in core.reducer.buckets:
-        found += [bucket._owned, bucket._slice, bucket.reduced, bucket.local]
+        found += [bucket._owned, bucket._shard, bucket.reduced, bucket.local]
         if bucket.in_flight is not None:
             found += [bucket.in_flight.wire, bucket.in_flight.out]
     if core.reducer.buckets:
@@ -86,7 +86,7 @@ def watched(engine: Any) -> Iterator[list[int]]:
 
     places = (
         (GradBucket, "_open"),
-        (GradBucket, "_kept_slice"),
+        (GradBucket, "_kept_shard"),
         (ShardedBucket, "allocate"),
         (StagingSlot, "reserve"),
     )

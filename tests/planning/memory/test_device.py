@@ -54,7 +54,7 @@ def host_bytes(engine: Any) -> int:
         bucket = owned.grad_bucket
         if tier.takes(bucket.layout):
             tensors += [owned.master, *(v for v in core.store.state_of(owned).values())]
-            tensors += [bucket._slice]
+            tensors += [bucket._shard]
     if engine.sharded is not None and engine.plan.param_offload is not None:
         tensors += [bucket.shard for bucket in engine.sharded.buckets if not bucket.persistent]
     return storage_bytes(tensors)

@@ -199,8 +199,8 @@ def test_building_under_zero_init_never_holds_the_model() -> None:
     assert whole.entries[MemoryPhase.INITIALIZE, MemoryPlace.DEVICE, MemoryKind.PARAMETERS] >= 4 * numel
     cut, _ = ledger_for(config, 4, zero_init=True)
     assert cut.total(MemoryPhase.BUILD, MemoryPlace.HOST) < 1000
-    slices_and_a_bucket = cut.entries[MemoryPhase.INITIALIZE, MemoryPlace.DEVICE, MemoryKind.PARAMETERS]
-    assert slices_and_a_bucket < 2.1 * numel
+    shards_and_a_bucket = cut.entries[MemoryPhase.INITIALIZE, MemoryPlace.DEVICE, MemoryKind.PARAMETERS]
+    assert shards_and_a_bucket < 2.1 * numel
 
 
 def test_sums_in_16_bit_need_buffers_on_devices() -> None:
@@ -219,7 +219,7 @@ def test_sums_in_16_bit_need_buffers_on_devices() -> None:
 
 @pytest.mark.parametrize("stage", [0, 1])
 def test_sums_over_messages_receive_into_buffers(stage: int) -> None:
-    """Ranks without shared memory get this rank's slice from all others, for every bucket that is under way."""
+    """Ranks without shared memory get this rank's shard from all others, for every bucket that is under way."""
     config = config_for(stage)
     ledger, numel = ledger_for(config, 4, device_type="cpu", nodes=4)
     together = ledger_for(config, 4, device_type="cpu")[0]

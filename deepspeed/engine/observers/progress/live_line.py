@@ -20,7 +20,7 @@ from deepspeed.engine.observers.progress.readings import LossMeter, memory_of, t
 if TYPE_CHECKING:
     from deepspeed.engine.interface import Engine
 
-FIRST_LINE_S, LONGEST_PAUSE_S = 2.0, 60.0
+FIRST_LINE_S, MAX_PAUSE_S = 2.0, 60.0
 """Pauses between lines in a log double from the first to the second of these."""
 
 BAR_PAUSE_S = 0.5
@@ -150,7 +150,7 @@ class LiveLine:
             logger.debug(f"the progress line could not be written: {error}")
         self.mark = (now, self.step, self.engine.global_samples)
         if self.status is None:
-            self.pause_s = min(2 * self.pause_s, LONGEST_PAUSE_S)
+            self.pause_s = min(2 * self.pause_s, MAX_PAUSE_S)
         self.due_s = now + self.pause_s
 
     def facts(self, now: float) -> LineFacts:

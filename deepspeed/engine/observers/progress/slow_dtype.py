@@ -16,7 +16,7 @@ SLOWER = 3.0
 
 def slow_dtype_warning(precision: PrecisionPlan, device: torch.device) -> str | None:
     """Return what to tell a user whose 16-bit products take much longer than those in fp32 on this host; else None."""
-    dtype = precision.autocast or precision.param
+    dtype = precision.products
     if device.type != "cpu" or dtype is None or dtype.itemsize != 2:
         return None
     factor = slowdown(dtype)

@@ -27,7 +27,7 @@ ENDS: dict[str, tuple[tuple[str, str], ...]] = {
 """An event at which parts end: where each began, and its name."""
 
 BEGINS = ("before_forward", "before_backward", "before_reduction", "before_step")
-MOST_UNREAD = 1024  # marks of a device; many micro-batches: the first ones have been passed long ago
+MAX_UNREAD = 1024  # marks of a device; many micro-batches: the first ones have been passed long ago
 
 
 class StepParts:
@@ -58,9 +58,9 @@ class StepParts:
             at[event] = now
         else:
             at.clear()
-        if len(self._unread) > MOST_UNREAD:
-            self._read(self._unread[: MOST_UNREAD // 2])
-            del self._unread[: MOST_UNREAD // 2]
+        if len(self._unread) > MAX_UNREAD:
+            self._read(self._unread[: MAX_UNREAD // 2])
+            del self._unread[: MAX_UNREAD // 2]
 
     def _read(self, marks: list[tuple[str, Any, Any]]) -> None:
         """Add them up. Those that the device has not passed are dropped: waiting would cost more."""

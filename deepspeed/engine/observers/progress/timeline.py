@@ -229,7 +229,7 @@ class Timeline:
             self.recorder.add(BACKWARD, name, begin, now)
 
     def _subject(self, recorder: TimelineRecorder) -> str:
-        """Return the subject of the work at hand: a bucket, a module, or a phase."""
+        """Return the subject of the work in progress: a bucket, a module, or a phase."""
         if name := recorder.subject():
             return name
         if self._differentiated is not None:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 EVERY = 10
 """Steps after which the ranks tell each other their times, where `steps_per_print` says nothing."""
-MOST_RANKS = 16
+MAX_RANKS = 16
 """Ranks whose times are all shown; of more, only those with the least and the most of a time."""
 APART = (EXPOSED_COMMUNICATION_TIMER, DATA_TIMER)
 """Times in which ranks differ."""
@@ -152,7 +152,7 @@ class WallClock:
 
 def _shown(times: list[dict[str, float]]) -> list[tuple[int, dict[str, float]]]:
     """All ranks, or of many, for each time, the ranks with the least and the most of it."""
-    if len(times) <= MOST_RANKS:
+    if len(times) <= MAX_RANKS:
         return list(enumerate(times))
     found: dict[int, dict[str, float]] = {}
     for name in APART:

@@ -16,7 +16,7 @@ from deepspeed.parallel.tensor.planning.tracker import Operands, Tracker
 from deepspeed.parallel.tensor.planning.values import (
     COPIES,
     FREE,
-    MOST,
+    MAX_NUMEL,
     PLAIN,
     SPLIT,
     Value,
@@ -59,7 +59,7 @@ class Moves(Tracker):
             if name not in COPIES:
                 made = plain_value(node, value.learned)
                 return replace(made, argument=value.argument) if isinstance(made, Value) else made
-            if value.shape and prod(value.shape) > MOST:
+            if value.shape and prod(value.shape) > MAX_NUMEL:
                 return plain_value(node, value.learned)
             ids = torch.arange(1, prod(value.shape) + 1).view(value.shape)
         args = [ids if arg is node.args[0] else arg for arg in node.args]

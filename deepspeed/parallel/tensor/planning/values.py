@@ -16,7 +16,7 @@ from deepspeed.parallel.tensor.planning.labels import Labels, varies
 
 Soft = Mapping[tuple[str, int], Tensor]
 PLAIN, FREE, SPLIT = "plain", "free", "split"
-MOST = 1 << 22
+MAX_NUMEL = 1 << 22
 """Elements of larger tensors are not told apart."""
 
 
@@ -150,7 +150,7 @@ def plain_value(node: Node, learned: bool = False) -> Any:
 def copies_along(shape: tuple[int, ...], dims: set[int]) -> Tensor | None:
     """Return which elements are copies of each other if they differ only along ``dims`` (counted from the end)."""
     sizes = [size if dim - len(shape) in dims else 1 for dim, size in enumerate(shape)]
-    if prod(sizes) == prod(shape) or prod(shape) > MOST:
+    if prod(sizes) == prod(shape) or prod(shape) > MAX_NUMEL:
         return None
     return torch.arange(1, prod(sizes) + 1).view(sizes).expand(shape)
 

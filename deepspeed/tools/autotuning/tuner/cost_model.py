@@ -18,7 +18,7 @@ class XGBoostCostModel:
         num_threads, log_interval, upper_model: Accepted, of no effect.
     """
 
-    ROUNDS, RATE, LEAST_GAIN = 200, 0.1, 1e-12
+    ROUNDS, RATE, MIN_GAIN = 200, 0.1, 1e-12
 
     def __init__(
         self, loss_type: str, num_threads: int | None = None, log_interval: int = 25, upper_model: Any = None
@@ -39,7 +39,7 @@ class XGBoostCostModel:
         self._base, self._trees = float(wanted.mean()), []
         left = wanted - self._base
         for _ in range(self.ROUNDS):
-            tree = _best_split(rows, left, self.LEAST_GAIN)
+            tree = _best_split(rows, left, self.MIN_GAIN)
             if tree is None:
                 return
             self._trees.append(tree)

@@ -1,6 +1,6 @@
-"""The engine's checkpoints: where they lie and what they hold, from its attributes to ``deepspeed.checkpoint``.
+"""Saving an engine: the files of its checkpoints and their content, from its attributes to ``deepspeed.checkpoint``.
 
-The way back is in ``engine_loading.py``.
+The way back is in ``loading.py``.
 """
 
 from __future__ import annotations

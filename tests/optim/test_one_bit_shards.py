@@ -1,6 +1,6 @@
-"""1-bit optimizers under ZeRO 1 and 2: slices of a few copies do what as many whole copies do.
+"""1-bit optimizers under ZeRO 1 and 2: shards of a few copies do what as many whole copies do.
 
-Signs of slices are not signs of whole tensors, as scales are shared by other elements. So most of these tests let the
+Signs of shards are not signs of whole tensors, as scales are shared by other elements. So most of these tests let the
 momenta travel in full, which leaves everything else of an update to compare: groups, clipping, accumulation, and what
 an update needs to know of whole tensors.
 """
@@ -53,7 +53,7 @@ class InFull(Codec):
 
 
 class Model(nn.Module):
-    """Two matrices, one of which is cut by slices; a group so small that not every slice has some of it; and weights
+    """Two matrices, one of which is cut by shards; a group so small that not every shard has some of it; and weights
     that stay."""
 
     def __init__(self) -> None:
@@ -113,7 +113,7 @@ def weights_of(engine: Any) -> list[Tensor]:
 
 
 def states_of(engine: Any, kind: str) -> list[Any]:
-    """Whole states, and for 1-bit LAMB the numbers of each tensor, which all of its slices must agree about."""
+    """Whole states, and for 1-bit LAMB the numbers of each tensor, which all of its shards must agree about."""
     params = [param for param in engine.module.parameters() if param.requires_grad]
     found = [safe_get_full_optimizer_state(param, name) for param in params for name in NAMES[kind]]
     if kind != "OneBitLamb":
@@ -142,8 +142,8 @@ def trained(
 
 @pytest.mark.parametrize("more", [{}, CLIPPED], ids=["plain", "clipped"])
 @pytest.mark.parametrize("kind", list(KEYS))
-def test_two_copies_in_slices(kind: str, more: dict[str, Any]) -> None:
-    """Four ranks with two copies in slices are two ranks with whole ones, each with the samples of two."""
+def test_two_copies_in_shards(kind: str, more: dict[str, Any]) -> None:
+    """Four ranks with two copies in shards are two ranks with whole ones, each with the samples of two."""
     expected, states = run(trained, 2, kind=kind, zero={"stage": 0}, batches=2, more=more)[0]
     for stage in (1, 2):
         found = run(trained, 4, kind=kind, zero=groups_of(stage, 2), batches=1, more=more)
@@ -155,7 +155,7 @@ def test_two_copies_in_slices(kind: str, more: dict[str, Any]) -> None:
 @pytest.mark.parametrize("kind", list(KEYS))
 @distributed(world_size=[2, 4])
 def test_copies_that_are_whole(kind: str, world_size: int) -> None:
-    """Slices of one rank are whole tensors, and their signs those of stage 0: the same bits. At stage 2 with one
+    """Shards of one rank are whole tensors, and their signs those of stage 0: the same bits. At stage 2 with one
     micro-batch: it sums each over ranks, in another order than stage 0, and a sign magnifies what that rounds."""
     for stage, more in ((1, CLIPPED), (2, {"gradient_clipping": CLIPPED["gradient_clipping"]})):
         expected = start(kind, {"stage": 0}, in_full=False, **more)
