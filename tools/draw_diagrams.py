@@ -240,8 +240,8 @@ def choosing() -> Drawing:
     d.box(x, 556, w, h, "stage 3, weights on the host, too,\nor on NVMe", "file", size=14)
     d.text(
         390, 588,
-        "N: ranks. Nodes on a slow link: ZeRO++, local steps or a pipeline over nodes; experts: expert\n"
-        "parallelism; layers too large to gather: tensor parallelism within a node.",
+        "N: ranks. Nodes on a slow link: ZeRO++, local steps or a pipeline over nodes;\n"
+        "experts: expert parallelism;\nlayers too large to gather: tensor parallelism within a node.",
         size=13, colour=SOFT, anchor="start",
     )  # fmt: skip
     d.text(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import subprocess
 import sys
@@ -59,7 +60,7 @@ def test_the_adapters_are_all_that_a_twin_trains() -> None:
 def test_a_plan_that_depends_on_the_machine_is_refused() -> None:
     sys.path.insert(0, str(REPOSITORY / "tools"))
     try:
-        import write_plans
+        write_plans = importlib.import_module("write_plans")
     finally:
         sys.path.pop(0)
     page = '```json title="ds_config.json"\n{}\n```\n\n    ds plan ds_config.json --model gpt:10m\n\n```text\n```\n'
