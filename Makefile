@@ -81,6 +81,7 @@ architecture: $(VENV)/.installed-dev
 docs: $(VENV)/.installed-dev
 	$(BIN)/python tools/gen_config_docs.py
 	$(BIN)/python tools/draw_diagrams.py
+	$(BIN)/python tools/write_plans.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 format: $(VENV)/.installed-dev

@@ -192,6 +192,64 @@ def resharding() -> Drawing:
     return d
 
 
+def choosing() -> Drawing:
+    """Questions down the left; the answer "no" leads to the right, "yes" further down."""
+    d = Drawing(960, 640, "Which stage, which offload, which parallelism")
+    questions = (
+        (
+            "One sample's activations\nfit with checkpointing?",
+            "sequence parallelism,\ntiled loss and MLP",
+            "weights",
+        ),
+        ("16 bytes per parameter\nfit on each device?", "", "plain"),
+        ("2 + 14 / N bytes?\n(2 + 2 + 12 / N at stage 1)", "", "plain"),
+        ("16 / N bytes?", "", "plain"),
+        ("2 / N bytes?\n(weights alone)", "", "plain"),
+    )
+    answers = (
+        None,
+        ("stage 0", "nothing is divided; gradients are sent once", "state"),
+        ("stage 1 or 2", "the same bytes are sent", "state"),
+        ("stage 3", "half as much again is sent", "state"),
+        ("stage 3, optimizer on the host", "the host updates: accumulate more", "gradients"),
+    )
+    x, w, h = 30, 270, 64
+    for number, (question, aside, kind) in enumerate(questions):
+        y = 56 + 100 * number
+        d.box(x, y, w, h, question, size=14)
+        answer = answers[number]
+        if answer is None:
+            d.arrow((x + w, y + h / 2), (390, y + h / 2))
+            d.text(345, y + h / 2 - 12, "no", size=12, colour=SOFT)
+            d.box(390, y, 250, h, aside, kind)
+            d.text(665, y + h / 2, "then go on below", size=13, colour=SOFT, anchor="start")
+        else:
+            d.arrow((x + w, y + h / 2), (390, y + h / 2))
+            d.text(345, y + h / 2 - 12, "yes", size=12, colour=SOFT)
+            d.box(390, y, 250, h, answer[0], answer[2])
+            d.text(665, y + h / 2, answer[1], size=13, colour=SOFT, anchor="start")
+        d.arrow((x + w / 2, y + h), (x + w / 2, y + 100))
+        d.text(
+            x + w / 2 + 10,
+            y + h + 18,
+            "yes" if answer is None else "no",
+            size=12,
+            colour=SOFT,
+            anchor="start",
+        )
+    d.box(x, 556, w, h, "stage 3, weights on the host, too,\nor on NVMe", "file", size=14)
+    d.text(
+        390, 588,
+        "N: ranks. Nodes on a slow link: ZeRO++, local steps or a pipeline over nodes;\n"
+        "experts: expert parallelism;\nlayers too large to gather: tensor parallelism within a node.",
+        size=13, colour=SOFT, anchor="start",
+    )  # fmt: skip
+    d.text(
+        30, 32, "Take the first that fits, in order of what a step costs", size=15, bold=True, anchor="start"
+    )
+    return d
+
+
 def house() -> Drawing:
     """The rooms, lowest at the bottom: imports point downward."""
     d = Drawing(960, 560, "The rooms of the package: imports point downward")
@@ -246,6 +304,7 @@ DIAGRAMS = {
     "life_of_a_parameter": life_of_a_parameter,
     "resharding": resharding,
     "pipeline_orders": pipeline_orders,
+    "choosing": choosing,
 }
 
 

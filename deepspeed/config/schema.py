@@ -44,8 +44,10 @@ from deepspeed.config.sections.elasticity import ElasticityConfig
 from deepspeed.config.sections.expert import AutoEPConfig
 from deepspeed.config.sections.hybrid_engine import HybridEngineConfig
 from deepspeed.config.sections.monitor import (
+    AimConfig,
     CometConfig,
     CSVConfig,
+    MlflowConfig,
     MonitorConfig,
     TensorBoardConfig,
     TrackioConfig,
@@ -288,6 +290,8 @@ class TrainingConfig(LenientConfigModel):
     csv_monitor: CSVConfig = section(CSVConfig, "Curves in CSV files.")
     comet: CometConfig = section(CometConfig, "Curves for Comet.")
     trackio: TrackioConfig = section(TrackioConfig, "Curves for Trackio.")
+    mlflow: MlflowConfig = section(MlflowConfig, "Curves for MLflow.")
+    aim: AimConfig = section(AimConfig, "Curves for Aim.")
     monitor: MonitorConfig = section(MonitorConfig, "The live page (see live.md); the x axis of the curves.")
     comm: CommConfig = section(CommConfig, "Communication.")
     comms_logger: CommsLoggerConfig | None = Field(default=None, description="Log of communication.")

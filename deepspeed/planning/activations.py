@@ -7,6 +7,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from deepspeed.config.sections.tiled import TiledComputeConfig
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransformerShape:
@@ -72,27 +74,43 @@ def activation_bytes(
     itemsize: int,
     checkpointing: bool,
     float8: bool = False,
+    mlp_tiles: int = 1,
+    loss_tiles: int = 1,
 ) -> int:
     """Estimated bytes at the end of forward, the peak of live activations.
 
     Per token and layer: normalized inputs and their fp32 copies, queries, keys, values and their rotated copies, the
     output of attention, and what the MLP keeps; per token the logits three times, two of them in fp32 (the loss and its
-    gradient). With checkpointing: the input of each layer, and one layer in full. Dropout and its masks are ignored.
-    With ``float8`` linear layers keep codes of one byte: of both normalized inputs and of the MLP's inner one in their
-    place, of the output of attention beside it.
+    gradient). With checkpointing: the input of each layer, and one layer in full. Of what is computed in tiles, one is
+    alive at a time. Dropout and its masks are ignored. With ``float8`` linear layers keep codes of one byte: of both
+    normalized inputs and of the MLP's inner one in their place, of the output of attention beside it.
     """
     tokens = micro_batch * sequence
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    kept = 4 * shape.hidden + 3 * queries + 4 * keys + shape.mlp_tensors * shape.intermediate
+    kept = 4 * shape.hidden + 3 * queries + 4 * keys + shape.mlp_tensors * shape.intermediate // mlp_tiles
     layer = tokens * (itemsize * kept + 2 * 4 * shape.hidden)
     if float8:
         layer -= tokens * ((itemsize - 1) * (2 * shape.hidden + shape.intermediate) - queries)
     if shape.scores_kept:
         layer += 2 * itemsize * micro_batch * shape.heads * sequence * sequence
-    logits = tokens * shape.vocabulary * (itemsize + 8)
+    logits = tokens * shape.vocabulary * (itemsize + 8) // loss_tiles
     if checkpointing:
-        return shape.layers * tokens * shape.hidden * itemsize + max(layer, logits)
+        return layer_inputs_bytes(shape, tokens, itemsize) + max(layer, logits)
     return shape.layers * layer + logits
+
+
+def layer_inputs_bytes(shape: TransformerShape, tokens: int, itemsize: int) -> int:
+    """Return the bytes of the inputs of all layers, which checkpointing keeps."""
+    return shape.layers * tokens * shape.hidden * itemsize
+
+
+def tiles_of(shape: TransformerShape, tokens: int, section: TiledComputeConfig) -> tuple[int, int]:
+    """Return the tiles of an MLP and of the loss for a sequence of ``tokens``: the section's, or its defaults."""
+    if not section.enabled:
+        return 1, 1
+    mlp = section.mlp_shards or -(-tokens // shape.hidden)
+    loss = section.loss_shards or -(-shape.vocabulary // shape.hidden)
+    return (mlp if section.mlp else 1), (max(1, loss) if section.loss else 1)
 
 
 def budgeted_bytes(everything: int, limit: float) -> int:

@@ -17,7 +17,13 @@ from deepspeed.config.deepspeed_config import DeepSpeedConfig
 from deepspeed.config.plan import Plan, make_plan
 from deepspeed.ops.update import traits_of
 from deepspeed.optim.elementwise import check_partitioning
-from deepspeed.planning.activations import TransformerShape, activation_bytes, budgeted_bytes
+from deepspeed.planning.activations import (
+    TransformerShape,
+    activation_bytes,
+    budgeted_bytes,
+    layer_inputs_bytes,
+    tiles_of,
+)
 from deepspeed.planning.ledger import STEADY, Ledger, MemoryKind, MemoryPhase, MemoryPlace
 from deepspeed.planning.machine import Capacity, free_disk
 from deepspeed.planning.model import PlannedModel, facts_of
@@ -221,14 +227,24 @@ def _activations(ledger: Ledger, request: PlanRequest, setting: PlanSetting, con
     if limit is not None and _counted(ledger, request, setting, config, limit, request.sequence):
         return
     dtype = setting.plan.precision.products or torch.float32
+    shape, batch = request.split.shape(request.shape), config.train_micro_batch_size_per_gpu
+    tokens = -(-request.sequence // request.ranks_per_sequence)
+    checkpointing = request.checkpointing and limit is None
+    mlp_tiles, loss_tiles = tiles_of(shape, tokens, config.schema.tiled_compute)
     nbytes = activation_bytes(
-        request.split.shape(request.shape),
-        micro_batch=config.train_micro_batch_size_per_gpu,
-        sequence=request.sequence,
+        shape,
+        micro_batch=batch,
+        sequence=tokens,
         itemsize=dtype.itemsize,
-        checkpointing=request.checkpointing and limit is None,
+        checkpointing=checkpointing,
         float8=config.schema.fp8.enabled,
+        mlp_tiles=mlp_tiles,
+        loss_tiles=loss_tiles,
     )
+    if checkpointing and config.activation_checkpointing_config.cpu_checkpointing:
+        moved = layer_inputs_bytes(shape, batch * tokens, dtype.itemsize)
+        nbytes -= moved
+        ledger.add(STEADY[:2], MemoryPlace.HOST, MemoryKind.ACTIVATIONS, moved)
     if limit is not None:
         whole, nbytes = nbytes, budgeted_bytes(nbytes, limit)
         ledger.notes.append(

@@ -108,6 +108,8 @@ ASKING: list[tuple[str, dict[str, Any]]] = [
     ("csv_monitor.enabled", {"csv_monitor": {"enabled": True}}),
     ("comet.enabled", {"comet": {"enabled": True}}),
     ("trackio.enabled", {"trackio": {"enabled": True}}),
+    ("mlflow.enabled", {"mlflow": {"enabled": True}}),
+    ("aim.enabled", {"aim": {"enabled": True}}),
     ("tensor_parallel.partition_config", {"tensor_parallel": {"partition_config": {}}}),
     ("tensor_parallel.preset_model", {"tensor_parallel": {"preset_model": "llama"}}),
     ("tensor_parallel.injection_policy_tuple", {"tensor_parallel": {"injection_policy_tuple": ["x"]}}),

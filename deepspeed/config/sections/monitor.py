@@ -1,4 +1,4 @@
-"""The sections `tensorboard`, `wandb`, `csv_monitor`, `comet` and `trackio`: where training curves are written;
+"""The sections of the monitors, `tensorboard` to `aim`: where training curves are written;
 `monitor`: the live page, and the x axis of the curves."""
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from deepspeed.config.section import AllowedValues, DeepSpeedConfigModel, Float, Int, section
 
-MONITORS = ("tensorboard", "wandb", "csv_monitor", "comet", "trackio")
+MONITORS = ("tensorboard", "wandb", "csv_monitor", "comet", "trackio", "mlflow", "aim")
 
 
 class TensorBoardConfig(DeepSpeedConfigModel):
@@ -74,6 +74,29 @@ class TrackioConfig(DeepSpeedConfigModel):
     project: str = Field(default="deepspeed", description="Project of the run.")
 
 
+class MlflowConfig(DeepSpeedConfigModel):
+    """MLflow."""
+
+    enabled: bool = Field(default=False, description="Turn it on.")
+    tracking_uri: str | None = Field(
+        default=None,
+        description="Server or folder of the runs; null: `MLFLOW_TRACKING_URI`, else MLflow's default.",
+    )
+    experiment: str = Field(default="deepspeed", description="Experiment that the run belongs to.")
+    run_name: str | None = Field(default=None, description="Name shown for the run; null: MLflow makes one.")
+
+
+class AimConfig(DeepSpeedConfigModel):
+    """Aim."""
+
+    enabled: bool = Field(default=False, description="Turn it on.")
+    repo: str | None = Field(
+        default=None,
+        description="Folder of the repository, or `aim://` and a server; null: `.aim` where the script starts.",
+    )
+    experiment: str = Field(default="deepspeed", description="Experiment that the run belongs to.")
+
+
 class LiveConfig(DeepSpeedConfigModel):
     """A page in the browser about this run, and the record behind it; see live.md."""
 
@@ -127,18 +150,20 @@ class MonitorConfig(DeepSpeedConfigModel):
 
 
 class DeepSpeedMonitorConfig(DeepSpeedConfigModel):
-    """The five monitors together."""
+    """The monitors together."""
 
     tensorboard: TensorBoardConfig = TensorBoardConfig.model_construct()
     comet: CometConfig = CometConfig.model_construct()
     wandb: WandbConfig = WandbConfig.model_construct()
     csv_monitor: CSVConfig = CSVConfig.model_construct()
     trackio: TrackioConfig = TrackioConfig.model_construct()
+    mlflow: MlflowConfig = MlflowConfig.model_construct()
+    aim: AimConfig = AimConfig.model_construct()
     enabled: bool = False
 
     @model_validator(mode="after")
     def check_enabled(self) -> DeepSpeedMonitorConfig:
-        """Tell whether any of the five is on."""
+        """Tell whether any of them is on."""
         object.__setattr__(self, "enabled", any(getattr(self, name).enabled for name in MONITORS))
         return self
 

@@ -69,7 +69,9 @@ class Observed:
         """Return the monitors that the config enables, which write curves."""
         from deepspeed.observe.monitor.monitor import MonitorMaster
 
-        return MonitorMaster(self._config.monitor_config)
+        made = MonitorMaster(self._config.monitor_config)
+        made.write_config(self._config._param_dict)
+        return made
 
     @cached_property
     def curve_axis(self: Any) -> CurveAxis:

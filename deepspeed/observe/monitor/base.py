@@ -6,7 +6,7 @@ import numbers
 import os
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from deepspeed.base.logging import is_rank_zero, logger, warning_once
@@ -59,8 +59,24 @@ class MonitorBackend(Monitor):
     @abstractmethod
     def _write(self, points: list[Point]) -> None: ...
 
+    def _write_config(self, config: Mapping[str, Any]) -> None:
+        """Record what the run was started with; a place for curves alone has none for it."""
+
+    def _write_artifact(self, path: str) -> None:
+        """Record the file; a place for curves alone has none for it."""
+
     def _close(self) -> None:
         """Release what ``_open`` acquired."""
+
+    def write_config(self, config: Mapping[str, Any]) -> None:
+        """Record ``config``, nested as in its file and without secrets, beside the curves."""
+        if self._may_write():
+            self._try(lambda: self._write_config(config))
+
+    def write_artifact(self, path: str) -> None:
+        """Record the file at ``path``, such as a picture or a table, beside the curves."""
+        if self._may_write():
+            self._try(lambda: self._write_artifact(path))
 
     def write_events(self, event_list: Iterable[Event]) -> None:
         if self._may_write() and (points := numeric(event_list)):
@@ -126,6 +142,19 @@ def numeric(event_list: Iterable[Event]) -> list[Point]:
                 "tensors of one element."
             )
     return points
+
+
+def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The config in one level, under names such as ``zero_optimization.stage``."""
+    found: dict[str, Any] = {}
+    for name, value in config.items():
+        inner = isinstance(value, Mapping) and value
+        found |= flat(value, f"{prefix}{name}.") if inner else {f"{prefix}{name}": _plain(value)}
+    return found
+
+
+def _plain(value: Any) -> Any:
+    return value if isinstance(value, bool | int | float | str) else str(value)
 
 
 def by_samples(points: Iterable[Point]) -> dict[int, dict[str, float]]:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from deepspeed.observe.monitor.base import MonitorBackend, Point, by_samples
+from deepspeed.observe.monitor.base import MonitorBackend, Point, by_samples, flat
 from deepspeed.observe.monitor.utils import check_comet_availability
 
 
@@ -49,6 +49,12 @@ class CometMonitor(MonitorBackend):
         due = [point for point in points if self._scheduler.needs_logging(point[0], point[2])]
         for samples, row in by_samples(due).items():
             self._experiment.log_metrics(row, step=samples)
+
+    def _write_config(self, config: Mapping[str, Any]) -> None:
+        self._experiment.log_parameters(flat(config))
+
+    def _write_artifact(self, path: str) -> None:
+        self._experiment.log_asset(path)
 
     def _close(self) -> None:
         self._experiment.end()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import csv
+import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from deepspeed.observe.monitor.base import FolderBackend, Point
 
@@ -44,6 +46,12 @@ class csvMonitor(FolderBackend):
                 if file.tell() == 0:
                     writer.writerow(["step", name.rpartition("/")[2]])
                 writer.writerows(rows)
+
+    def _write_config(self, config: Mapping[str, Any]) -> None:
+        """Beside the curves, as ``config.json``."""
+        assert self.log_dir is not None
+        with open(os.path.join(self.log_dir, "config.json"), "w", encoding="utf-8") as file:
+            json.dump(config, file, indent=2, default=str)
 
     def path_of(self, name: str) -> str:
         """File of a curve: slashes and blanks of its name become underscores."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from deepspeed.base.logging import is_rank_zero
+from deepspeed.config.hidden import without_secrets
 from deepspeed.observe.monitor.base import Event, Monitor, MonitorBackend
 
 __all__ = ["Event", "Monitor", "MonitorMaster"]
@@ -27,6 +28,8 @@ class MonitorMaster(Monitor):
         self.csv_monitor = self._make("csv_monitor", "csv_monitor:csvMonitor")
         self.comet_monitor = self._make("comet", "comet:CometMonitor")
         self.trackio_monitor = self._make("trackio", "trackio:TrackioMonitor")
+        self.mlflow_monitor = self._make("mlflow", "mlflow:MlflowMonitor")
+        self.aim_monitor = self._make("aim", "aim:AimMonitor")
         self._listeners: list[Monitor] = []
 
     def _make(self, key: str, path: str) -> Any:
@@ -47,6 +50,8 @@ class MonitorMaster(Monitor):
             self.csv_monitor,
             self.comet_monitor,
             self.trackio_monitor,
+            self.mlflow_monitor,
+            self.aim_monitor,
         )
         return [backend for backend in made if backend is not None]
 
@@ -59,6 +64,17 @@ class MonitorMaster(Monitor):
         events = list(event_list)
         for monitor in (*self.backends, *self._listeners):
             monitor.write_events(events)
+
+    def write_config(self, config: Mapping[str, Any]) -> None:
+        """Record the config and hyperparameters of the run wherever there is a place for them; no secrets."""
+        shown = without_secrets(config)
+        for backend in self.backends:
+            backend.write_config(shown)
+
+    def write_artifact(self, path: str) -> None:
+        """Record the file at ``path`` wherever there is a place for files."""
+        for backend in self.backends:
+            backend.write_artifact(path)
 
     def close(self) -> None:
         for backend in self.backends:

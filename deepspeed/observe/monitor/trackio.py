@@ -6,7 +6,7 @@ import importlib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from deepspeed.observe.monitor.base import MonitorBackend, Point, by_samples
+from deepspeed.observe.monitor.base import MonitorBackend, Point, by_samples, flat
 from deepspeed.observe.monitor.utils import check_trackio_availability
 
 
@@ -17,6 +17,7 @@ class TrackioMonitor(MonitorBackend):
 
     def __init__(self, trackio_config: object) -> None:
         self._trackio: Any = None
+        self._run: Any = None
         super().__init__(trackio_config)
 
     @property
@@ -31,12 +32,15 @@ class TrackioMonitor(MonitorBackend):
     def _open(self) -> None:
         check_trackio_availability()
         trackio: Any = importlib.import_module("trackio")
-        trackio.init(project=self.project)
+        self._run = trackio.init(project=self.project)
         self._trackio = trackio
 
     def _write(self, points: Iterable[Point]) -> None:
         for samples, row in by_samples(points).items():
             self._trackio.log(row, step=samples)
+
+    def _write_config(self, config: Mapping[str, Any]) -> None:
+        self._run.config.update(flat(config))
 
     def _close(self) -> None:
         self._trackio.finish()

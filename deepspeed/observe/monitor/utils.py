@@ -28,6 +28,16 @@ def check_trackio_availability() -> None:
     _require("trackio", "trackio")
 
 
+def check_mlflow_availability() -> None:
+    """ImportError with what to install if MLflow is missing; its small package is enough."""
+    _require("mlflow", "mlflow-skinny")
+
+
+def check_aim_availability() -> None:
+    """ImportError with what to install if Aim is missing."""
+    _require("aim", "aim")
+
+
 def _require(module: str, package: str) -> ModuleType:
     try:
         return importlib.import_module(module)

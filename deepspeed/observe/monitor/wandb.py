@@ -58,5 +58,11 @@ class WandbMonitor(MonitorBackend):
         for samples, row in by_samples(points).items():  # a call costs the same for one curve as for ten
             self.run.log(row, step=samples)
 
+    def _write_config(self, config: Mapping[str, Any]) -> None:
+        self.run.config.update(dict(config), allow_val_change=True)
+
+    def _write_artifact(self, path: str) -> None:
+        self.run.save(path, policy="now")
+
     def _close(self) -> None:
         self.run.finish()

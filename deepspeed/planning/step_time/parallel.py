@@ -21,7 +21,7 @@ from deepspeed.planning.request import PlanAnswer
 from deepspeed.planning.step_time.calibrated import fabric_of, work_of
 from deepspeed.planning.step_time.calibration import Calibration
 from deepspeed.planning.step_time.fabric import Fabric
-from deepspeed.planning.step_time.hardware import NETWORKS, Device, NetworkSpec
+from deepspeed.planning.step_time.hardware import Device, NetworkSpec, network
 from deepspeed.planning.step_time.program import Compute, Event, StepProgram, program_of
 from deepspeed.planning.step_time.shapes import shape_flops
 from deepspeed.planning.step_time.step import StepMachine, StepTime, run, schedule_of
@@ -55,7 +55,7 @@ class ParallelJob:
     @property
     def machine(self) -> StepMachine:
         if self.device is not None:
-            inside = NETWORKS[self.device.inside.lower()]
+            inside = network(self.device.inside)
             fabric = Fabric(ranks_per_node=self.ranks_per_node, between=self.network, inside=inside)
             return StepMachine(fabric=fabric, device=self.device)
         assert self.calibration is not None

@@ -14,6 +14,7 @@ import sys
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -102,6 +103,30 @@ def same(
         assert [y for _, y in found[name]] == pytest.approx([y for _, y in points], rel=2e-3), name  # fp16
 
 
+def test_the_config_is_beside_the_curves(run: tuple[Path, list[float]]) -> None:
+    """As a file, a text and parameters; Comet's and W&B's are read in their records."""
+    folder, _ = run
+    written = json.loads((folder / "curves/csv/config.json").read_text())
+    assert written["optimizer"] == {"type": "AdamW", "params": {"lr": 0.25}}
+    files = sorted((folder / "curves/tb").iterdir())
+    texts = [
+        each.Tensors("config/text_summary") for each in map(_read_events, files) if each.Tags()["tensors"]
+    ]
+    assert b'"lr": 0.25' in texts[0][0].tensor_proto.string_val[0]
+    (file,) = (folder / "comet").glob("*.zip")
+    with zipfile.ZipFile(file) as archive:
+        lines = archive.read("messages.json").decode().splitlines()
+    assert any("optimizer.params.lr" in line and "0.25" in line for line in lines)
+    (log,) = folder.glob("wandb/offline-run-*/run-*.wandb")
+    assert any(b'"lr": 0.25' in data or b'"lr":0.25' in data for data in log_records(log.read_bytes()))
+
+
+def _read_events(file: Path) -> Any:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    return EventAccumulator(str(file)).Reload()
+
+
 def test_tensorboard(run: tuple[Path, list[float]]) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -117,7 +142,7 @@ def test_tensorboard(run: tuple[Path, list[float]]) -> None:
 def test_csv(run: tuple[Path, list[float]]) -> None:
     folder, losses = run
     found = {}
-    for file in (folder / "curves" / "csv").iterdir():
+    for file in (folder / "curves" / "csv").glob("*.csv"):
         with open(file, newline="") as text:
             header, *rows = csv.reader(text)
         assert header == ["step", file.stem.removeprefix("Train_Samples_")]

@@ -11,11 +11,12 @@ from torch import Tensor, nn
 
 from deepspeed.config.deepspeed_config import DeepSpeedConfig
 from deepspeed.config.plan import make_plan
+from deepspeed.config.sections.tiled import TiledComputeConfig
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from deepspeed.ops.adam.compact_adam import CompactAdam
 from deepspeed.ops.lion import FusedLion
 from deepspeed.ops.sgd import SGD
-from deepspeed.planning.activations import TransformerShape, activation_bytes, shape_of
+from deepspeed.planning.activations import TransformerShape, activation_bytes, shape_of, tiles_of
 from deepspeed.planning.ledger import Ledger, MemoryKind, MemoryPhase, MemoryPlace
 from deepspeed.planning.model import facts_of
 from deepspeed.planning.planner import PlanSetting, plan_memory
@@ -310,6 +311,33 @@ def test_activations_with_8_bit_products() -> None:
     sizes = {"micro_batch": 2, "sequence": 8, "itemsize": 2, "checkpointing": False}
     less = activation_bytes(shape, **sizes) - activation_bytes(shape, **sizes, float8=True)
     assert less == 2 * 16 * (2 * 64 + 256 - 64)
+
+
+def test_activations_in_tiles_of_shared_sequences_with_inputs_on_the_host() -> None:
+    """8 ranks share 64 tokens. Bytes per token and hidden value: of one layer, and the inputs of 32 layers."""
+    sections = {
+        "sequence_parallel_size": 8,
+        "tiled_compute": {"enabled": True, "mlp_shards": 4},
+        "activation_checkpointing": {"cpu_checkpointing": True},
+    }
+    asked = {"shape": SHAPE, "sequence": 64, "checkpointing": True, "ranks_per_sequence": 8}
+    whole, _ = ledger_for(config_for(0, bf16=True), 8, **asked)
+    tiled, _ = ledger_for(config_for(0, bf16=True) | sections, 8, **asked)
+    per_token, inputs = (4 + 7 + 8 / 4) * 2 + 8, 32 * 2
+    key = MemoryKind.ACTIVATIONS
+    assert whole.entries[MemoryPhase.FORWARD, MemoryPlace.DEVICE, key] == 8 * 4096 * (46 + inputs)
+    assert tiled.entries[MemoryPhase.FORWARD, MemoryPlace.DEVICE, key] == 8 * 4096 * per_token
+    assert tiled.entries[MemoryPhase.FORWARD, MemoryPlace.HOST, key] == 8 * 4096 * inputs
+
+
+def test_tiles_are_those_of_the_section_or_its_defaults() -> None:
+    from dataclasses import replace
+
+    shape = replace(SHAPE, vocabulary=4096 * 3 + 1)
+    section = TiledComputeConfig(enabled=True)
+    assert tiles_of(shape, 4096 * 2, section) == (2, 4)
+    assert tiles_of(shape, 4096 * 2, TiledComputeConfig(enabled=True, mlp=False, loss_shards=7)) == (1, 7)
+    assert tiles_of(shape, 4096 * 2, TiledComputeConfig()) == (1, 1)
 
 
 def test_a_memory_budget_is_what_activations_take() -> None:

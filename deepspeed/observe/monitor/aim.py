@@ -1,0 +1,42 @@
+"""Curves for Aim."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from deepspeed.observe.monitor.base import MonitorBackend, Point, flat
+from deepspeed.observe.monitor.utils import check_aim_availability
+
+
+class AimMonitor(MonitorBackend):
+    """A run of ``experiment`` in the repository ``repo``."""
+
+    key = "aim"
+
+    def __init__(self, aim_config: object) -> None:
+        self.run: Any = None
+        super().__init__(aim_config)
+
+    def _open(self) -> None:
+        check_aim_availability()
+        aim: Any = importlib.import_module("aim")
+        section = self.monitor_config
+        # Neither the machine nor what the process prints is recorded: curves are all that was asked for.
+        self.run = aim.Run(
+            repo=section.repo,
+            experiment=section.experiment,
+            system_tracking_interval=None,
+            capture_terminal_logs=False,
+        )
+
+    def _write(self, points: Iterable[Point]) -> None:
+        for name, value, samples in points:
+            self.run.track(value, name=name, step=samples)
+
+    def _write_config(self, config: Mapping[str, Any]) -> None:
+        self.run["hparams"] = flat(config)
+
+    def _close(self) -> None:
+        self.run.close()

