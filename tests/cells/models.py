@@ -6,7 +6,7 @@ weights alike: ``names`` translates.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +17,7 @@ from torch.nn import functional
 
 from tests.cells.cell import BATCH, FAMILIES, Cell
 from tests.cells.formulas import makes_feed, makes_linear, window
+from tests.cells.routing import doubt
 
 VOCABULARY, WIDTH, HEADS, EXPERTS, LENGTH = 24, 16, 4, 4, 8
 BALANCE = 0.02
@@ -111,7 +112,8 @@ class PlainMixture(nn.Module):
     """Each token's two largest of ``EXPERTS`` experts, weighted by their normalized probabilities.
 
     Named as ``deepspeed.moe.layer.MoE`` names its own. Returns [.., WIDTH] and the balancing loss of Shazeer et al.:
-    E sum_e (mean probability of e) (fraction of tokens whose largest is e).
+    E sum_e (mean probability of e) (fraction of tokens whose largest is e). ``follows`` gives choices that a forward
+    takes instead of its own; ``chosen`` are its last ones, ``doubt`` is the largest of ``routing.doubt``.
     """
 
     def __init__(self, linear: Callable[..., nn.Module] = nn.Linear) -> None:
@@ -121,13 +123,17 @@ class PlainMixture(nn.Module):
         self.deepspeed_moe.gate.wg = nn.Linear(WIDTH, EXPERTS, bias=False)
         self.deepspeed_moe.experts = nn.Module()
         self.deepspeed_moe.experts.deepspeed_experts = nn.ModuleList(expert(linear) for _ in range(EXPERTS))
+        self.follows: Iterator[Tensor] | None = None
+        self.chosen, self.doubt = Tensor(), 0.0
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, None]:
         tokens = x.reshape(-1, WIDTH)
         gate: Tensor = self.deepspeed_moe.gate.wg.weight.float()  # type: ignore[union-attr, operator, assignment]
         with torch.autocast("cpu", enabled=False):
             chances = functional.softmax(tokens.float() @ gate.T, 1)
-        first, second = chances.topk(2, 1).indices.unbind(1)
+        self.chosen = next(self.follows) if self.follows else chances.topk(2, 1).indices
+        self.doubt = max(self.doubt, doubt(chances, self.chosen))
+        first, second = self.chosen.unbind(1)
         weights = torch.stack([chances.gather(1, each[:, None])[:, 0] for each in (first, second)], 1)
         weights = weights / weights.sum(1, keepdim=True)
         output = torch.zeros_like(tokens)
