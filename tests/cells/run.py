@@ -21,6 +21,7 @@ from tests.cells import models, worker
 from tests.cells.cell import FAMILIES, STEPS, Cell, config_of, why_not
 from tests.cells.oracle import Expected, Tolerance, expected_of, keeps_own_gradients, tolerance
 from tests.cells.routing import by_replica, nearly_tied
+from tests.cells.wires import has_formula
 from tests.cells.worker import Seen
 
 TIMEOUT_S = 90.0
@@ -105,7 +106,8 @@ def _ended(cell: Cell, seed: int, folder: str, timeout: float) -> tuple[str, str
         chosen = [
             by_replica(each, [rank.choices for rank in seen]) for each, seen in zip(runs, phases, strict=True)
         ]
-        expected = expected_of(runs, seed, chosen)
+        wires = [seen[0].wires for seen in phases]
+        expected = expected_of(runs, seed, chosen, wires)
         return compare(cell, runs, phases, expected, folder)
     except Exception as error:
         return "crash", f"oracle or export: {type(error).__name__}: {error}", ""
@@ -221,7 +223,7 @@ def _far(ours: torch.Tensor, name: str, expected: Expected, allowed: Tolerance, 
     if ours.shape != wanted.shape:
         return f"has shape {tuple(ours.shape)}, not {tuple(wanted.shape)}"
     difference = float((ours.float() - wanted).norm())
-    moved = expected.moved(name, like_others=cell.wire == "qgz")
+    moved = expected.moved(name, like_others=cell.wire in ("qgz", "int8"))
     if not difference <= allowed.moved * moved + allowed.rounding * float(wanted.norm()) + 1e-7:
         return f"is {difference:.2e} away, of {moved:.2e} moved"
     return ""
@@ -229,7 +231,7 @@ def _far(ours: torch.Tensor, name: str, expected: Expected, allowed: Tolerance, 
 
 def _weights(cell: Cell, seen: list[Seen], expected: Expected, allowed: Tolerance) -> Any:
     rounding = {"bf16": 2**-8, "bf16 masters": 2**-6, "fp16": 2**-10}.get(cell.precision, allowed.rounding)
-    if cell.wire == "qwz":  # weights that do not move travel in 8 bits as well
+    if cell.wire == "qwz" and not has_formula(cell):  # weights that do not move travel in 8 bits as well
         rounding = max(rounding, 2**-6)
     live = dataclasses.replace(allowed, rounding=max(rounding, allowed.rounding))
     for rank, each in enumerate(seen):

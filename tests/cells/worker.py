@@ -19,6 +19,7 @@ from tests.cells.cell import DECAY, EPS, FAMILIES, RATE, STEPS, Cell, config_of
 from tests.cells.formulas import BLOCK, LORA_RANK, LORA_SCALE
 from tests.cells.oracle import CONTEXTS, balances
 from tests.cells.routing import noted, place_of
+from tests.cells.wires import Wire, has_formula, wires_of
 from tests.optim.test_one_bit_slices import InFull
 
 
@@ -35,6 +36,7 @@ class Seen:
     weights: dict[str, Tensor] = field(default_factory=dict)
     choices: list[Tensor] = field(default_factory=list)
     """Of each forward of a mixture: experts [tokens, 2]."""
+    wires: list[Wire] = field(default_factory=list)
 
 
 class Refused(Exception):
@@ -86,6 +88,8 @@ def _train(cell: Cell, seen: Seen, folder: str, first_step: int, load: bool, see
         runner.evaluate()
     engine.save_checkpoint(f"{folder}/saved")
     seen.weights = live_weights(cell, engine)
+    if has_formula(cell):
+        seen.wires = wires_of(engine, models.names)
     engine.destroy()
 
 
