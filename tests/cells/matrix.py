@@ -48,9 +48,9 @@ NOT_DRAWN = (
     "yet: more than 4 ranks; two axes on 4 ranks together with a third; compiled code (torch.compile is drawn with "
     "the backends that trace and do not generate code); PEFT; random-LTD; learned masks, ranges from statistics and "
     "MoQ; devices other than CPUs. Signs of the 1-bit optimizers travel without loss here, so that their update is a "
-    "formula of the gradients. Quantized weights (qwZ) are compared with a formula of their own but in cells with "
-    "tensor, pipeline or expert parallelism; quantized gradients (qgZ), the int8 codec and sums in bf16 in fp32 cells "
-    "with data parallelism alone; elsewhere with unquantized training, within a wider limit."
+    "formula of the gradients. Quantized weights (qwZ), quantized gradients (qgZ), the int8 codec and sums in bf16 "
+    "are compared with formulas of their own in fp32 cells with data parallelism alone; elsewhere with training that "
+    "rounds nothing, within a wider limit."
 )
 
 

@@ -105,11 +105,11 @@ class Wires:
             return torch.stack([each.bfloat16().float() for each in own]).sum(0).bfloat16().float()
         size = len(own) // (wire.groups or len(own))
         summed = torch.stack(own).unflatten(0, (-1, size)).sum(1)
-        rows = functional.pad(summed, (0, -wire.numel % wire.rows)).unflatten(1, (wire.rows, -1))
+        rows = summed.unflatten(1, (wire.rows, -1))
         total = self._encoded((at, "worker"), wire, rows).sum(0)
         if wire.kind == "both ways":
             total = self._encoded((at, "server"), wire, total / len(own)) * len(own)
-        return total.flatten()[: wire.numel]
+        return total.flatten()
 
     def _encoded(self, key: tuple[int, str], wire: Wire, values: Tensor) -> Tensor:
         wanted = values + self.owed.get(key, torch.zeros(())) if wire.feedback else values
@@ -119,21 +119,21 @@ class Wires:
 
 
 def has_formula(cell: Cell) -> bool:
-    """Whether the oracle can lay out what ranks send: each rank's whole gradient, not rounded to 16 bits before."""
+    """Whether the oracle can lay out what ranks send, and has it nearly enough: 16 bits turn many codes."""
     axes = {axis for axis in ("tp", "sp", "pp", "ep") if cell.axis(axis) > 1}
     if cell.wire == "qwz":
-        return axes <= {"sp"}
+        axes -= {"sp"}
     # sums of groups are rounded again; micro-batches that are put off may be added in 16 bits
     own_order = cell.wire == "bf16" and (cell.shards == "mics" or cell.backward == "no_sync")
     return (
-        cell.wire in ("qgz", "int8", "bf16")
+        cell.wire in ("qwz", "qgz", "int8", "bf16")
         and not axes
         and cell.precision == "fp32"
         and not (cell.sends_signs or own_order)
     )
 
 
-def wires_of(engine: Any, name_of: Callable[[str], str]) -> list[Wire]:
+def wires_of(cell: Cell, engine: Any, name_of: Callable[[str], str]) -> list[Wire]:
     """The wires of an engine on this rank; names as the oracle knows them."""
     named: dict[nn.Parameter, str] = {
         param: name_of(name) for name, param in engine.module.named_parameters()
@@ -141,7 +141,7 @@ def wires_of(engine: Any, name_of: Callable[[str], str]) -> list[Wire]:
     found = []
     params = {bucket.layout.index: bucket.params for bucket in engine.core.store.param_buckets}
     often = engine.core.reducer.cadence.name == "EVERY_MICRO_BATCH"
-    for bucket in engine.core.reducer.buckets:
+    for bucket in engine.core.reducer.buckets if cell.wire != "qwz" else ():
         wire = _gradient_wire(bucket, tuple(named[each] for each in params[bucket.layout.index]))
         found.append(dataclasses.replace(wire, often=often))
     for bucket in engine.sharded.buckets if engine.sharded is not None else ():
@@ -163,11 +163,10 @@ def _gradient_wire(bucket: Any, names: tuple[str, ...]) -> Wire:
     while hasattr(kind, "inner"):
         kind = kind.inner
     if isinstance(kind, CompressedSum):
-        rows, numel = kind.ranks.size, bucket.layout.padded_numel
-        assert part_numel(numel, rows) * rows == numel, "rows have the bucket's own padding"
-        return _wire(
-            "both ways", bucket.layout, names, rows=rows, bits=kind.codec.bits, feedback=kind.keeps_errors
-        )
+        rows = kind.ranks.size
+        numel = rows * part_numel(bucket.layout.padded_numel, rows)
+        wire = _wire("both ways", bucket.layout, names, rows=rows, bits=kind.codec.bits)
+        return dataclasses.replace(wire, numel=numel, feedback=kind.keeps_errors)
     if isinstance(kind, QuantizedSum):
         groups = kind.levels.across.size if kind.levels else 0
         return _wire(

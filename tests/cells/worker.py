@@ -89,7 +89,7 @@ def _train(cell: Cell, seen: Seen, folder: str, first_step: int, load: bool, see
     engine.save_checkpoint(f"{folder}/saved")
     seen.weights = live_weights(cell, engine)
     if has_formula(cell):
-        seen.wires = wires_of(engine, models.names)
+        seen.wires = wires_of(cell, engine, models.names)
     engine.destroy()
 
 
