@@ -40,17 +40,18 @@ MATRIX = {
     "fp8": (True,),
     "attention": CHOICES["attention"][1:],
     "generate": (True,),
+    "token_drop": (True,),
 }
 """The rows and columns; an axis stands for every combination that has it."""
 
 NOT_DRAWN = (
-    "Models of Transformers are run one by one (`tests/cells/test_families.py`), not drawn. What a cell cannot say "
-    "yet: more than 4 ranks; two axes on 4 ranks together with a third; compiled code (torch.compile is drawn with "
-    "the backends that trace and do not generate code); PEFT; random-LTD; learned masks, ranges from statistics and "
-    "MoQ; devices other than CPUs. Signs of the 1-bit optimizers travel without loss here, so that their update is a "
-    "formula of the gradients. Quantized weights (qwZ), quantized gradients (qgZ), the int8 codec and sums in bf16 "
-    "are compared with formulas of their own in fp32 cells with data parallelism alone; elsewhere with training that "
-    "rounds nothing, within a wider limit."
+    "Models of Transformers are drawn by themselves (`python -m tests.cells --families`), with the features that "
+    "do not change their layers. What a cell cannot say yet: more than 4 ranks; two axes on 4 ranks together with "
+    "a third; compiled code (torch.compile is drawn with the backends that trace and do not generate code); "
+    "learned masks, ranges from statistics and MoQ; devices other than CPUs. Signs of the 1-bit optimizers travel "
+    "without loss here, so that their update is a formula of the gradients. Quantized weights (qwZ), quantized "
+    "gradients (qgZ), the int8 codec and sums in bf16 are compared with formulas of their own in fp32 cells with "
+    "data parallelism alone; elsewhere with training that rounds nothing, within a wider limit."
 )
 
 

@@ -6,6 +6,7 @@ weights alike: ``names`` translates.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -222,6 +223,8 @@ class Language(nn.Module):
         self.layers.append(Head())
         self.recompute = kit.recompute
         self.with_sometimes = False
+        self.kept: Tensor | None = None
+        """Of the oracle: tokens [batch, kept] that the first layer works on."""
         if cell.parameters == "tied":
             self.layers[-1].out.weight = self.layers[0].weight
 
@@ -233,7 +236,12 @@ class Language(nn.Module):
         pld_theta: float = 1.0,
     ) -> Tensor:
         x, balance = self.layers[0](input_ids), None
-        for layer in list(self.layers)[1:-1]:
+        for number, layer in enumerate(list(self.layers)[1:-1]):
+            layer = (
+                functools.partial(on_some, layer, self.kept)
+                if self.kept is not None and number == 0
+                else layer
+            )
             result = self.recompute(layer, x) if self.recompute and torch.is_grad_enabled() else layer(x)
             output = result[0] if isinstance(result, tuple) else result
             x = x + pld_theta * (output - x) if progressive_layer_drop else output
@@ -243,6 +251,12 @@ class Language(nn.Module):
         logits = self.layers[-1](x)
         self.balance = balance
         return logits if labels is None else mean_loss(logits, labels)
+
+
+def on_some(layer: nn.Module, kept: Tensor, x: Tensor) -> Tensor:
+    """``layer`` of the tokens ``kept`` [batch, n] of ``x``; the others pass it by."""
+    at = kept[:, :, None].expand(-1, -1, x.shape[2])
+    return x.scatter(1, at, layer(x.gather(1, at)).to(x.dtype))
 
 
 def alone(cell: Cell) -> nn.Module:
@@ -267,7 +281,7 @@ def freeze(cell: Cell, named: dict[str, nn.Parameter], step: int = 0) -> None:
             param.requires_grad_(".up." not in name and "embed" not in name and name != "layers.0.weight")
         if cell.parameters == "late":
             param.requires_grad_(step >= 1 or ".up." not in name)
-        if cell.lora and name.endswith(("up.weight", "up.bias", "down.weight", "down.bias")):
+        if cell.lora and name.endswith((".up.weight", ".up.bias", ".down.weight", ".down.bias")):
             param.requires_grad_(False)
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+import dataclasses
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -92,9 +93,11 @@ def tolerance(cell: Cell) -> Tolerance:
         # Of a gradient that is small beside others of its block nothing is left, and what is divided by the gradients'
         # size then does not move, instead of as far as others: SGD is what shows how exact the wire is.
         found.append(Tolerance(6e-2, 0.25, 1.1, 1e-6))
-    return Tolerance(
-        *(max(getattr(each, name) for each in found) for name in ("loss", "norm", "moved", "rounding"))
-    )
+    return widest(found)
+
+
+def widest(found: Sequence[Tolerance]) -> Tolerance:
+    return Tolerance(*(max(values) for values in zip(*map(dataclasses.astuple, found), strict=True)))
 
 
 @dataclass
@@ -199,6 +202,7 @@ class Alone:
         self.copies = dict(self.computing.named_parameters())
         self.mixtures = [each for each in self.computing.modules() if isinstance(each, PlainMixture)]
         self.choices: list[Iterator[Tensor]] = []
+        self.kept: list[Iterator[Tensor]] = []
         self.wires = Wires([])
         self.publish()
         every = [
@@ -212,9 +216,10 @@ class Alone:
         self.micro = 0
         self.expected = Expected(start=self.snapshot())
 
-    def follow(self, choices: list[list[Tensor]]) -> None:
-        """Sends the tokens of each replica's next forwards to these experts [tokens, 2]."""
-        self.choices = [iter(each) for each in choices]
+    def follow(self, choices: list[list[Tensor]], kept: list[list[Tensor]]) -> None:
+        """Sends the tokens of each replica's next forwards to these experts [tokens, 2], and only those ``kept``
+        [batch, n] through the first layer."""
+        self.choices, self.kept = [iter(each) for each in choices], [iter(each) for each in kept]
 
     def send_by(self, wires: list[Wire]) -> None:
         """Sends weights and gradients by these from now on; what is owed goes on if they are the same."""
@@ -242,14 +247,18 @@ class Alone:
             inputs, labels = inputs[:, :length], labels[:, :length]
             more = {"progressive_layer_drop": True, "pld_theta": formulas.theta_at(cell, step)}
         self.computing.with_sometimes = uses_sometimes(replica, number)
-        self.read(replica)
+        self.read(replica, None if step is None else formulas.kept_at(cell, step), inputs.shape[1])
         with torch.autocast("cpu", torch.bfloat16, enabled=self.cell.precision == "autocast"):
             loss = self.computing(inputs, labels, **(more if cell.layer_drop else {}))
         balance = self.computing.balance if balances(cell) else None
         return loss.detach(), loss if balance is None else loss + BALANCE * balance
 
-    def read(self, replica: int) -> None:
-        """Makes the next forwards those of this replica."""
+    def read(self, replica: int, kept: int | None = None, length: int = 0) -> None:
+        """Makes the next forward one of this replica, of ``length`` tokens, of which the first layer keeps some."""
+        self.computing.kept = None
+        if kept is not None and kept < length:
+            self.computing.kept = places = next(self.kept[replica])
+            assert places.shape[1] == kept and (places.diff(dim=1) > 0).all(), "tokens that random-LTD keeps"
         for each in self.mixtures:
             each.follows = self.choices[replica] if self.choices else None
 
@@ -377,16 +386,18 @@ def expected_of(
     seed: int = 0,
     choices: list[list[list[Tensor]]] | None = None,
     wires: list[list[Wire]] | None = None,
+    kept: list[list[list[Tensor]]] | None = None,
 ) -> Expected:
     """Trains ``STEPS`` steps with each of the cells in turn: the layouts of one run.
 
     ``choices``: the experts of its tokens, by layout, replica and forward; without them the oracle chooses.
-    ``wires``: by layout; without them nothing is lost on the way.
+    ``wires``: by layout; without them nothing is lost on the way. ``kept``: tokens, as ``choices``.
     """
     alone, step = Alone(cells[0], seed), 0
     nothing: list[list[Any]] = [[]] * len(cells)
-    for cell, chosen, sent in zip(cells, choices or nothing, wires or nothing, strict=True):
-        alone.follow(chosen)
+    layouts = zip(cells, choices or nothing, wires or nothing, kept or nothing, strict=True)
+    for cell, chosen, sent, worked_on in layouts:
+        alone.follow(chosen, worked_on)
         alone.send_by(sent)
         for at in range(STEPS):
             alone.step(step, cell)

@@ -53,6 +53,9 @@ FOUND = [
     "model=moe ranks=4 axes=sp+ep optimizer=1-bit_LAMB",
     "model=moe ranks=4 axes=ep optimizer=1-bit_Adam stage=1 shards=mics",
     "model=moe ranks=4 axes=tp+sp precision=bf16",
+    "ranks=2 stage=3 wire=qwz parameters=frozen",
+    "ranks=4 stage=3 optimizer=SGD resume=2x2,_1",
+    "ranks=2 stage=3 recompute=torch data=uneven resume=same token_drop=true",
 ]
 """Cells that failed once, made small."""
 
@@ -193,6 +196,12 @@ def test_what_is_wrong_is_found(what: str, monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_resumed_run_has_two_layouts() -> None:
     assert layouts(Cell(ranks=4, stage=1, resume="stage"))[1].stage == 3
     assert layouts(Cell(ranks=4, resume="ranks"))[1].ranks == 2
+    chain = layouts(parse("ranks=4 stage=3 wire=qwz resume=2x2,_1"))
+    assert [(each.ranks, each.axes, each.wire) for each in chain] == [
+        (4, "dp", "qwz"),
+        (4, "tp", "qwz"),
+        (1, "dp", "plain"),
+    ]
     first, second = layouts(parse("ranks=2 axes=tp stage=1 recompute=partitioned resume=dp"))
     assert (first.recompute, second.axes, second.recompute) == ("partitioned", "dp", "no")
 

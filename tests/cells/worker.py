@@ -36,6 +36,8 @@ class Seen:
     weights: dict[str, Tensor] = field(default_factory=dict)
     choices: list[Tensor] = field(default_factory=list)
     """Of each forward of a mixture: experts [tokens, 2]."""
+    kept: list[Tensor] = field(default_factory=list)
+    """Of each forward of a layer that drops tokens: those that it keeps [batch, n]."""
     wires: list[Wire] = field(default_factory=list)
 
 
@@ -48,7 +50,11 @@ def train(line: dict[str, Any], folder: str, first_step: int = 0, load: bool = F
     cell, init = Cell(**line), nn.Module.__init__
     try:
         seen = Seen()
-        with noted(seen.choices) if cell.model == "moe" else contextlib.nullcontext():
+        with (
+            noted(seen.choices, seen.kept)
+            if cell.model == "moe" or cell.token_drop
+            else contextlib.nullcontext()
+        ):
             _train(cell, seen, folder, first_step, load, seed)
         return seen
     finally:
@@ -73,6 +79,10 @@ def _train(cell: Cell, seen: Seen, folder: str, first_step: int, load: bool, see
     if cell.compile != "no":
         engine.compile(backend=cell.compile)
     seen.replica, _ = place_of(cell, dist.get_rank())
+    if cell.token_drop:
+        from deepspeed.data.data_routing.helper import convert_to_random_ltd
+
+        engine = convert_to_random_ltd(engine, models.Block)
     seen.choices.clear()  # what following the model's forward left
     runner = Pipeline(cell, engine, seen, seed) if cell.axis("pp") > 1 else Plain(cell, engine, seen, seed)
     if load:
