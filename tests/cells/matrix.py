@@ -13,7 +13,7 @@ from typing import Any
 
 from tests.cells import draw
 from tests.cells.__main__ import RESULTS, rows_of
-from tests.cells.cell import CHOICES, STEPS, parse
+from tests.cells.cell import CHOICES, FAMILIES, STEPS, parse
 from tests.cells.oracle import LOSSY, TOLERANCES
 
 PAGE = Path(__file__).parents[2] / "docs" / "composability.md"
@@ -76,6 +76,7 @@ class Results:
     squares: dict[tuple[str, str], Square] = field(default_factory=lambda: collections.defaultdict(Square))
     refusals: dict[str, list[str]] = field(default_factory=lambda: collections.defaultdict(list))
     seeds: set[int] = field(default_factory=set)
+    families: set[str] = field(default_factory=set)
     ranks: collections.Counter[int] = field(default_factory=collections.Counter)
     covered: collections.Counter[tuple[str, str]] = field(default_factory=collections.Counter)
     faults: list[tuple[str, int, str]] = field(default_factory=list)
@@ -91,7 +92,10 @@ def gathered(rows: Iterable[dict[str, Any]]) -> Results:
         results.outcomes[row["outcome"]] += 1
         results.seeds.add(row.get("seed", 0))
         results.ranks[cell.ranks] += 1
-        results.covered.update(cell.pairs())
+        if cell.model in FAMILIES:
+            results.families.add(cell.model)
+        else:
+            results.covered.update(cell.pairs())
         labels = labels_of(cell.features())
         for at, first in enumerate(labels):
             for second in labels[at + 1 :]:
@@ -134,7 +138,8 @@ def page(results: Results) -> str:
         "",
         "<!-- written by python -m tests.cells.matrix from tests/cells/results -->",
         "",
-        f"Generated from {results.cells} *cells* ({len(results.seeds)} seeds, {results.ranks[4]} with four ranks): "
+        f"Generated from {results.cells} *cells* ({len(results.seeds)} seeds, {results.ranks[4]} with four ranks, "
+        f"{len(results.families)} families of Transformers): "
         "combinations of features, drawn so that every pair has its turn, each trained for "
         f"{STEPS} steps against plain PyTorch in one process that sees the data of all ranks. Losses of every "
         "micro-batch, gradient norms, weights on every rank, the exported checkpoint, evaluations and resumed runs are "
