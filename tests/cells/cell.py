@@ -19,8 +19,14 @@ RATE, EPS, DECAY = 1e-2, 1e-3, 0.1
 CLIP = 0.05
 WARMUP_FROM = 0.25
 
-FAMILIES = ("llama", "gpt2", "bert", "t5", "mixtral", "vit")
-"""Models of Transformers. They are not drawn, as not every installation has it."""
+FAMILIES = (
+    "llama mistral qwen2 qwen3 gemma gemma2 gemma3 phi phi3 gpt2 gptj gpt_neo gpt_neox gpt_bigcode "
+    "codegen opt bloom mpt falcon falcon_grouped falcon_alibi olmo olmo2 glm glm4 cohere cohere2 stablelm "
+    "starcoder2 granite smollm3 nemotron persimmon exaone4 mixtral qwen2_moe qwen3_moe deepseek_v3 "
+    "gpt_oss bert roberta distilbert electra vit t5 bart"
+).split()
+"""Tiny models of Transformers (`tests/clients/architectures.py`), which are drawn by themselves: not every installation
+has it. ``lora`` is PEFT's of these."""
 CHOICES: dict[str, tuple[Any, ...]] = {
     "model": ("blocks", "gru", "moe", *FAMILIES),
     "ranks": (1, 2, 4),
@@ -52,7 +58,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "parameters": ("all", "frozen", "tied", "unused", "unused somewhere", "twice", "late"),
     "data": ("even", "uneven", "empty"),
     "evaluate": (False, True),
-    "resume": ("no", "same", "stage", "ranks", "dp"),
+    "resume": ("no", "same", "stage", "ranks", "dp", "2x2, 1"),
     "batch_change": (False, True),
     "schedule": ("no", "warmup"),
     "backward": ("engine", "tensor", "no_sync"),
@@ -65,6 +71,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "fp8": (False, True),
     "attention": ("dense", "sparse"),
     "generate": (False, True),
+    "token_drop": (False, True),
 }
 """The values of each feature. The first one is the plain one: what shrinking returns to."""
 
@@ -105,6 +112,7 @@ class Cell:
     fp8: bool = False
     attention: str = "dense"
     generate: bool = False
+    token_drop: bool = False
 
     def __str__(self) -> str:
         """One line, such as ``ranks=2 stage=3 tier=nvme``; what is plain is left out. ``parse`` reads it."""
@@ -219,6 +227,10 @@ def why_not(cell: Cell) -> str:
         return "needs several streams of data"
     if cell.resume == "ranks" and cell.axes != "dp":
         return "only data-parallel ranks change in number"
+    if cell.resume == "2x2, 1" and (cell.ranks, cell.axes) != (4, "dp"):
+        return "goes from four copies to two of two parts, and to one rank"
+    if cell.resume == "2x2, 1" and (cell.fp8 or cell.attention == "sparse" or cell.sends_signs or cell.lora):
+        return "the second of its layouts has split layers"
     if cell.resume == "dp" and (cell.axes == "dp" or pp > 1 or ep > 1):
         return "is what it is already, or has other names"
     if cell.backward == "no_sync" and cell.accumulation == 1:
@@ -233,7 +245,7 @@ def _why_no_feature(cell: Cell) -> str:
         cell.axes not in ("dp", "tp")
         or (cell.recompute, cell.compression, cell.attention) != ("no", "no", "dense")
         or cell.parameters not in ("all", "frozen")
-        or cell.lora
+        or (cell.lora and cell.parameters != "all")
         or cell.fp8
         or cell.layer_drop
         or (cell.model == "vit" and (cell.lengths, cell.data, cell.generate) != ("whole", "even", False))
@@ -243,6 +255,8 @@ def _why_no_feature(cell: Cell) -> str:
         return "stages take micro-batches in pairs"
     if pp > 1 and (cell.layer_drop or cell.generate):
         return "a pipeline's layers take tensors alone"
+    if cell.token_drop and (pp > 1 or sp > 1 or cell.model in FAMILIES):
+        return "the oracle follows the tokens of whole layers of its own"
     if sp > 1 and (cell.lengths != "whole" or cell.generate):
         return "the script cuts sequences into shards itself"
     if tp > 1 and cell.fp8:
@@ -302,11 +316,35 @@ def config_of(cell: Cell, folder: str = "/tmp/cells") -> dict[str, Any]:
         }
     if cell.layer_drop:
         config["progressive_layer_drop"] = {"enabled": True, "theta": THETA, "gamma": GAMMA}
+    if cell.token_drop:
+        config["data_efficiency"] = {
+            "enabled": True,
+            "data_routing": {"enabled": True, "random_ltd": _token_drop()},
+        }
     if cell.fp8:
         config["fp8"] = {"enabled": True, "emulate": True}
     if cell.compression != "no":
         config["compression_training"] = _compression(cell)
     return config
+
+
+def _token_drop() -> dict[str, Any]:
+    """The first of two layers, by the lengths of the curriculum but a step later."""
+    return {
+        "enabled": True,
+        "total_layer_num": 2,
+        "random_ltd_layer_num": 1,
+        "random_ltd_layer_id": [0],
+        "model_mask_name": None,
+        "model_type": "decoder",
+        "hidden_state_order": "batch_seq_dim",
+        "random_ltd_schedule": {
+            "min_value": SHORTEST,
+            "max_value": LONGEST,
+            "schedule_type": "fixed_linear",
+            "schedule_config": {"require_steps": STEPS, "seq_per_step": 2},
+        },
+    }
 
 
 def _compression(cell: Cell) -> dict[str, Any]:

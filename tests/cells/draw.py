@@ -18,6 +18,8 @@ FILLED = 0.35
 SELDOM = {"compile": 0.2}
 """Of features that take long: times how likely the others are."""
 _TRIES = 400
+OWN = ("recompute", "compression", "attention", "parameters", "fp8", "layer_drop", "order")
+"""What models of Transformers leave to others."""
 
 Feature = tuple[str, Any]
 
@@ -50,6 +52,11 @@ def completed(given: Mapping[str, Any], source: random.Random) -> Cell | None:
         for name, values in CHOICES.items():
             if name not in chosen and source.random() < share * SELDOM.get(name, 1.0):
                 chosen[name] = source.choice([value for value in values if value not in FAMILIES])
+        if chosen.get("model") in FAMILIES:  # most features are those of our own models
+            chosen |= {
+                name: values[0] for name, values in CHOICES.items() if name in OWN and name not in given
+            }
+            chosen["axes"] = source.choice(["dp", "dp", "tp"]) if chosen["ranks"] > 1 else "dp"
         cell = Cell(**chosen)
         if not why_not(cell) and (attempt > _TRIES // 2 or not known_refusal(cell)):
             return cell
@@ -79,6 +86,8 @@ def _implied(given: Mapping[str, Any], source: random.Random) -> dict[str, Any]:
         needed["axes"] = source.choice(
             [each for each in CHOICES["axes"] if "pp" in each and "ep" not in each]
         )
+    if given.get("resume") == "2x2, 1":
+        needed |= {"ranks": 4, "axes": "dp"}
     if given.get("recompute") == "partitioned":
         needed["axes"] = source.choice(["tp", "tp+sp"])
     if (
@@ -114,6 +123,16 @@ def cells(seed: int) -> Iterator[Cell]:
         source.shuffle(order)
         for pair in order:
             cell = completed(dict(pair), source)
+            if cell is not None:
+                yield cell
+
+
+def of_families(seed: int) -> Iterator[Cell]:
+    """Cells of models of Transformers without end: every family has its turn before one has its second."""
+    source = random.Random(seed)
+    while True:
+        for family in source.sample(FAMILIES, len(FAMILIES)):
+            cell = completed({"model": family}, source)
             if cell is not None:
                 yield cell
 

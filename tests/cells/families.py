@@ -8,71 +8,44 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from tests.cells.cell import Cell
+from tests.cells.formulas import LORA_RANK, LORA_SCALE
 
-WORDS, SIZE, LAYERS, HEADS, MAX_TOKENS = 24, 16, 2, 4, 32
-
-
-def made(family: str) -> nn.Module:
-    """Without dropout, in fp32. ImportError: no Transformers."""
-    import transformers as hf
-
-    decoder = {
-        "vocab_size": WORDS,
-        "hidden_size": SIZE,
-        "intermediate_size": 2 * SIZE,
-        "num_hidden_layers": LAYERS,
-        "num_attention_heads": HEADS,
-        "max_position_embeddings": MAX_TOKENS,
-    }
-    still: dict[str, Any] = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    match family:
-        case "llama":
-            return hf.LlamaForCausalLM(hf.LlamaConfig(**decoder, num_key_value_heads=2))
-        case "mixtral":
-            return hf.MixtralForCausalLM(
-                hf.MixtralConfig(**decoder, num_key_value_heads=2, num_local_experts=4, sliding_window=None)
-            )
-        case "gpt2":
-            size = {"n_embd": SIZE, "n_layer": LAYERS, "n_head": HEADS, "n_positions": MAX_TOKENS}
-            still = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-            return hf.GPT2LMHeadModel(hf.GPT2Config(vocab_size=WORDS, **size, **still))
-        case "bert":
-            return hf.BertForMaskedLM(hf.BertConfig(**decoder, **still))
-        case "t5":
-            size = {"d_model": SIZE, "d_kv": 4, "d_ff": 2 * SIZE, "num_layers": LAYERS, "num_heads": HEADS}
-            return hf.T5ForConditionalGeneration(hf.T5Config(vocab_size=WORDS, **size, dropout_rate=0.0))
-        case _:
-            del decoder["vocab_size"], decoder["max_position_embeddings"]
-            shape = {"image_size": (8, WORDS), "patch_size": 4, "num_channels": 1, "num_labels": WORDS}
-            return hf.ViTForImageClassification(hf.ViTConfig(**decoder, **still, **shape))
+WORDS, CLASSES = 24, 7
 
 
 class Family(nn.Module):
     """``forward(input_ids)`` gives logits, with ``labels`` the loss. An image is the tokens' one-hot codes, and its
-    class the last label."""
+    class that of the last label. ImportError: no Transformers, or with ``lora`` no PEFT."""
 
     balance: Tensor | None = None
     with_sometimes = False
 
     def __init__(self, cell: Cell) -> None:
+        from tests.clients import architectures
+
         super().__init__()
-        self.family = cell.model
-        self.model: Any = made(cell.model)
+        self.model: Any = architectures.make(cell.model)
         self.config = self.model.config
+        if cell.lora:
+            self.model = with_adapters(self.model)
 
     def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Tensor:
         from tests.cells.models import mean_loss
 
-        if self.family == "vit":
-            dtype = next(self.model.parameters()).dtype
-            image = functional.one_hot(input_ids, WORDS).to(dtype)[:, None]
-            logits, labels = (
-                self.model(pixel_values=image).logits[:, None],
-                None if labels is None else labels[:, -1:],
-            )
-        elif self.family == "t5":
-            logits = self.model(input_ids=input_ids, decoder_input_ids=input_ids).logits
+        if self.model.main_input_name == "pixel_values":
+            codes = functional.one_hot(input_ids, WORDS).to(next(self.model.parameters()).dtype)
+            logits = self.model(pixel_values=codes.view(len(codes), 3, 8, 8)).logits[:, None]
+            labels = None if labels is None else labels[:, -1:] % CLASSES
+        elif self.config.is_encoder_decoder:
+            logits = self.model(input_ids=input_ids, decoder_input_ids=input_ids, use_cache=False).logits
         else:
-            more = {} if self.family == "bert" else {"use_cache": False}
-            logits = self.model(input_ids=input_ids, **more).logits
+            logits = self.model(input_ids=input_ids, return_dict=True).logits
         return logits if labels is None else mean_loss(logits, labels)
+
+
+def with_adapters(model: Any) -> Any:
+    """PEFT's, beside every linear layer but the head; they alone are trained."""
+    import peft
+
+    config = peft.LoraConfig(r=LORA_RANK, lora_alpha=LORA_RANK * LORA_SCALE, target_modules="all-linear")
+    return peft.get_peft_model(model, config)

@@ -29,6 +29,13 @@ def length_at(cell: Cell, step: int) -> int | None:
     return max(MIN_TOKENS, min(MAX_TOKENS, int(grown // 2 * 2)))
 
 
+def kept_at(cell: Cell, step: int) -> int | None:
+    """Tokens of a sequence that the first layer works on at a step, from 0; None: all."""
+    if not cell.token_drop:
+        return None
+    return min(LONGEST, int((SHORTEST + (LONGEST - SHORTEST) * step / STEPS) // 2 * 2))
+
+
 def window(tokens: int) -> Tensor:
     """Bool [tokens, tokens]: a token sees those before it in its own block and in the one before."""
     at = torch.arange(tokens)

@@ -13,7 +13,7 @@ from typing import Any
 
 from tests.cells import draw
 from tests.cells.__main__ import RESULTS, rows_of
-from tests.cells.cell import CHOICES, STEPS, parse
+from tests.cells.cell import CHOICES, FAMILIES, STEPS, parse
 from tests.cells.oracle import LOSSY, TOLERANCES
 
 PAGE = Path(__file__).parents[2] / "docs" / "composability.md"
@@ -40,16 +40,18 @@ MATRIX = {
     "fp8": (True,),
     "attention": CHOICES["attention"][1:],
     "generate": (True,),
+    "token_drop": (True,),
 }
 """The rows and columns; an axis stands for every combination that has it."""
 
 NOT_DRAWN = (
-    "Models of Transformers are run one by one (`tests/cells/test_families.py`), not drawn. What a cell cannot say "
-    "yet: more than 4 ranks; two axes on 4 ranks together with a third; compiled code (torch.compile is drawn with "
-    "the backends that trace and do not generate code); PEFT; random-LTD; learned masks, ranges from statistics and "
-    "MoQ; devices other than CPUs. Signs of the 1-bit optimizers travel without loss here, so that their update is a "
-    "formula of the gradients. Quantized weights and gradients, 8-bit states and the int8 codec are compared with "
-    "unquantized training within a tolerance, not with a formula of their own."
+    "Models of Transformers are drawn by themselves (`python -m tests.cells --families`), with the features that "
+    "do not change their layers. What a cell cannot say yet: more than 4 ranks; two axes on 4 ranks together with "
+    "a third; compiled code (torch.compile is drawn with the backends that trace and do not generate code); "
+    "learned masks, ranges from statistics and MoQ; devices other than CPUs. Signs of the 1-bit optimizers travel "
+    "without loss here, so that their update is a formula of the gradients. Quantized weights (qwZ), quantized "
+    "gradients (qgZ), the int8 codec and sums in bf16 are compared with formulas of their own in fp32 cells with "
+    "data parallelism alone; elsewhere with training that rounds nothing, within a wider limit."
 )
 
 
@@ -74,6 +76,7 @@ class Results:
     squares: dict[tuple[str, str], Square] = field(default_factory=lambda: collections.defaultdict(Square))
     refusals: dict[str, list[str]] = field(default_factory=lambda: collections.defaultdict(list))
     seeds: set[int] = field(default_factory=set)
+    families: set[str] = field(default_factory=set)
     ranks: collections.Counter[int] = field(default_factory=collections.Counter)
     covered: collections.Counter[tuple[str, str]] = field(default_factory=collections.Counter)
     faults: list[tuple[str, int, str]] = field(default_factory=list)
@@ -89,7 +92,10 @@ def gathered(rows: Iterable[dict[str, Any]]) -> Results:
         results.outcomes[row["outcome"]] += 1
         results.seeds.add(row.get("seed", 0))
         results.ranks[cell.ranks] += 1
-        results.covered.update(cell.pairs())
+        if cell.model in FAMILIES:
+            results.families.add(cell.model)
+        else:
+            results.covered.update(cell.pairs())
         labels = labels_of(cell.features())
         for at, first in enumerate(labels):
             for second in labels[at + 1 :]:
@@ -132,7 +138,8 @@ def page(results: Results) -> str:
         "",
         "<!-- written by python -m tests.cells.matrix from tests/cells/results -->",
         "",
-        f"Generated from {results.cells} *cells* ({len(results.seeds)} seeds, {results.ranks[4]} with four ranks): "
+        f"Generated from {results.cells} *cells* ({len(results.seeds)} seeds, {results.ranks[4]} with four ranks, "
+        f"{len(results.families)} families of Transformers): "
         "combinations of features, drawn so that every pair has its turn, each trained for "
         f"{STEPS} steps against plain PyTorch in one process that sees the data of all ranks. Losses of every "
         "micro-batch, gradient norms, weights on every rank, the exported checkpoint, evaluations and resumed runs are "

@@ -6,7 +6,8 @@ weights alike: ``names`` translates.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +18,7 @@ from torch.nn import functional
 
 from tests.cells.cell import BATCH, FAMILIES, Cell
 from tests.cells.formulas import makes_feed, makes_linear, window
+from tests.cells.routing import doubt
 
 VOCABULARY, WIDTH, HEADS, EXPERTS, LENGTH = 24, 16, 4, 4, 8
 BALANCE = 0.02
@@ -111,7 +113,8 @@ class PlainMixture(nn.Module):
     """Each token's two largest of ``EXPERTS`` experts, weighted by their normalized probabilities.
 
     Named as ``deepspeed.moe.layer.MoE`` names its own. Returns [.., WIDTH] and the balancing loss of Shazeer et al.:
-    E sum_e (mean probability of e) (fraction of tokens whose largest is e).
+    E sum_e (mean probability of e) (fraction of tokens whose largest is e). ``follows`` gives choices that a forward
+    takes instead of its own; ``chosen`` are its last ones, ``doubt`` is the largest of ``routing.doubt``.
     """
 
     def __init__(self, linear: Callable[..., nn.Module] = nn.Linear) -> None:
@@ -121,13 +124,17 @@ class PlainMixture(nn.Module):
         self.deepspeed_moe.gate.wg = nn.Linear(WIDTH, EXPERTS, bias=False)
         self.deepspeed_moe.experts = nn.Module()
         self.deepspeed_moe.experts.deepspeed_experts = nn.ModuleList(expert(linear) for _ in range(EXPERTS))
+        self.follows: Iterator[Tensor] | None = None
+        self.chosen, self.doubt = Tensor(), 0.0
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, None]:
         tokens = x.reshape(-1, WIDTH)
         gate: Tensor = self.deepspeed_moe.gate.wg.weight.float()  # type: ignore[union-attr, operator, assignment]
         with torch.autocast("cpu", enabled=False):
             chances = functional.softmax(tokens.float() @ gate.T, 1)
-        first, second = chances.topk(2, 1).indices.unbind(1)
+        self.chosen = next(self.follows) if self.follows else chances.topk(2, 1).indices
+        self.doubt = max(self.doubt, doubt(chances, self.chosen))
+        first, second = self.chosen.unbind(1)
         weights = torch.stack([chances.gather(1, each[:, None])[:, 0] for each in (first, second)], 1)
         weights = weights / weights.sum(1, keepdim=True)
         output = torch.zeros_like(tokens)
@@ -216,6 +223,8 @@ class Language(nn.Module):
         self.layers.append(Head())
         self.recompute = kit.recompute
         self.with_sometimes = False
+        self.kept: Tensor | None = None
+        """Of the oracle: tokens [batch, kept] that the first layer works on."""
         if cell.parameters == "tied":
             self.layers[-1].out.weight = self.layers[0].weight
 
@@ -227,7 +236,12 @@ class Language(nn.Module):
         pld_theta: float = 1.0,
     ) -> Tensor:
         x, balance = self.layers[0](input_ids), None
-        for layer in list(self.layers)[1:-1]:
+        for number, layer in enumerate(list(self.layers)[1:-1]):
+            layer = (
+                functools.partial(on_some, layer, self.kept)
+                if self.kept is not None and number == 0
+                else layer
+            )
             result = self.recompute(layer, x) if self.recompute and torch.is_grad_enabled() else layer(x)
             output = result[0] if isinstance(result, tuple) else result
             x = x + pld_theta * (output - x) if progressive_layer_drop else output
@@ -237,6 +251,12 @@ class Language(nn.Module):
         logits = self.layers[-1](x)
         self.balance = balance
         return logits if labels is None else mean_loss(logits, labels)
+
+
+def on_some(layer: nn.Module, kept: Tensor, x: Tensor) -> Tensor:
+    """``layer`` of the tokens ``kept`` [batch, n] of ``x``; the others pass it by."""
+    at = kept[:, :, None].expand(-1, -1, x.shape[2])
+    return x.scatter(1, at, layer(x.gather(1, at)).to(x.dtype))
 
 
 def alone(cell: Cell) -> nn.Module:
@@ -261,7 +281,7 @@ def freeze(cell: Cell, named: dict[str, nn.Parameter], step: int = 0) -> None:
             param.requires_grad_(".up." not in name and "embed" not in name and name != "layers.0.weight")
         if cell.parameters == "late":
             param.requires_grad_(step >= 1 or ".up." not in name)
-        if cell.lora and name.endswith(("up.weight", "up.bias", "down.weight", "down.bias")):
+        if cell.lora and name.endswith((".up.weight", ".up.bias", ".down.weight", ".down.bias")):
             param.requires_grad_(False)
 
 

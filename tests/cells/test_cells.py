@@ -12,9 +12,10 @@ import torch
 import deepspeed
 from tests.cells import draw, matrix, shrink
 from tests.cells.__main__ import rows_of
-from tests.cells.cell import CHOICES, Cell, config_of, parse, why_not
-from tests.cells.models import WIDTH, Language, PlainMixture
+from tests.cells.cell import CHOICES, STEPS, Cell, config_of, parse, why_not
+from tests.cells.models import EXPERTS, WIDTH, Language, PlainMixture
 from tests.cells.oracle import Alone, expected_of
+from tests.cells.routing import by_replica, nearly_tied
 from tests.cells.run import OUTCOMES, compare, layouts, run_cell
 from tests.cells.worker import Seen
 
@@ -51,6 +52,10 @@ FOUND = [
     "model=moe ranks=4 axes=ep optimizer=1-bit_LAMB stage=2 shards=mics",
     "model=moe ranks=4 axes=sp+ep optimizer=1-bit_LAMB",
     "model=moe ranks=4 axes=ep optimizer=1-bit_Adam stage=1 shards=mics",
+    "model=moe ranks=4 axes=tp+sp precision=bf16",
+    "ranks=2 stage=3 wire=qwz parameters=frozen",
+    "ranks=4 stage=3 optimizer=SGD resume=2x2,_1",
+    "ranks=2 stage=3 recompute=torch data=uneven resume=same token_drop=true",
 ]
 """Cells that failed once, made small."""
 
@@ -138,6 +143,37 @@ def test_the_oracle_s_mixture() -> None:
     torch.testing.assert_close(balance, 4 * (counts * chances.mean(0)).sum())
 
 
+@pytest.mark.parametrize("turned", [False, True])
+def test_the_oracle_follows_choices_and_judges_them(turned: bool) -> None:
+    """Its own choices change nothing; a token that goes to its least probable experts is found."""
+    cell, chosen = Cell(model="moe"), list[torch.Tensor]()
+    alone = Alone(cell)
+    alone.mixtures[0].register_forward_hook(lambda layer, *_: chosen.append(layer.chosen.clone()))
+    for step in range(STEPS):
+        alone.step(step, cell)
+    if turned:
+        others = [each for each in range(EXPERTS) if each not in chosen[1][5]]
+        chosen[1][5] = torch.tensor(others[:2])
+    expected = expected_of([cell], choices=[[chosen]])
+    assert (expected.losses == alone.expected.losses) is not turned
+    assert (expected.doubt > nearly_tied(cell)) is turned
+    if turned:
+        outcome, what, _ = compare(cell, [cell], [], expected, "")
+        assert outcome == "wrong" and "less probable" in what
+
+
+def test_ranks_with_the_same_tokens_choose_alike() -> None:
+    cell, choices = Cell(model="moe", ranks=4, axes="tp+sp"), torch.zeros(8, 2, dtype=torch.int64)
+    assert by_replica(cell, [[choices], [choices], [choices + 1], [choices + 1]])[0][0][::4, 0].tolist() == [
+        0,
+        1,
+        0,
+        1,
+    ]
+    with pytest.raises(ValueError, match="rank 1 routes its tokens otherwise"):
+        by_replica(cell, [[choices], [choices + 1], [choices], [choices]])
+
+
 @pytest.mark.parametrize("what", ["loss", "norm", "weight", "nothing"])
 def test_what_is_wrong_is_found(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     cell, expected = Cell(), expected_of([Cell()])
@@ -160,6 +196,12 @@ def test_what_is_wrong_is_found(what: str, monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_resumed_run_has_two_layouts() -> None:
     assert layouts(Cell(ranks=4, stage=1, resume="stage"))[1].stage == 3
     assert layouts(Cell(ranks=4, resume="ranks"))[1].ranks == 2
+    chain = layouts(parse("ranks=4 stage=3 wire=qwz resume=2x2,_1"))
+    assert [(each.ranks, each.axes, each.wire) for each in chain] == [
+        (4, "dp", "qwz"),
+        (4, "tp", "qwz"),
+        (1, "dp", "plain"),
+    ]
     first, second = layouts(parse("ranks=2 axes=tp stage=1 recompute=partitioned resume=dp"))
     assert (first.recompute, second.axes, second.recompute) == ("partitioned", "dp", "no")
 

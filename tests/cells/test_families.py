@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
-from tests.cells.cell import FAMILIES, parse
+from tests.cells import draw
+from tests.cells.cell import FAMILIES, parse, why_not
 from tests.cells.run import run_cell
 
 pytest.importorskip("transformers")
@@ -16,7 +19,9 @@ CELLS = [
     "model=t5 ranks=2 axes=tp stage=1",
     "model=mixtral ranks=2 stage=3 buckets=tiny",
     "model=vit ranks=2 stage=1 optimizer=Muon",
+    "model=qwen3 ranks=2 stage=3 lora=true",
 ]
+"""One of each kind; every family is drawn by ``python -m tests.cells --families``."""
 
 
 @pytest.mark.parametrize("line", CELLS)
@@ -25,5 +30,13 @@ def test_a_family(line: str) -> None:
     assert result.outcome == "equal", f"{result.what}\n{result.details}"
 
 
-def test_every_family_has_its_cell() -> None:
-    assert {parse(line).model for line in CELLS} == set(FAMILIES)
+def test_the_families_are_the_architectures() -> None:
+    """All that have logits."""
+    from tests.clients.architectures import ARCHITECTURES
+
+    assert set(FAMILIES) == set(ARCHITECTURES) - {"clip"}
+
+
+def test_every_family_has_its_turn() -> None:
+    drawn = list(itertools.islice(draw.of_families(1), len(FAMILIES)))
+    assert {cell.model for cell in drawn} == set(FAMILIES) and not any(map(why_not, drawn))

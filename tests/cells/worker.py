@@ -18,6 +18,8 @@ from tests.cells import models
 from tests.cells.cell import DECAY, EPS, FAMILIES, RATE, STEPS, Cell, config_of
 from tests.cells.formulas import BLOCK, LORA_RANK, LORA_SCALE
 from tests.cells.oracle import CONTEXTS, balances
+from tests.cells.routing import noted, place_of
+from tests.cells.wires import Wire, has_formula, wires_of
 from tests.optim.test_one_bit_shards import InFull
 
 
@@ -32,6 +34,11 @@ class Seen:
     evaluations: list[float] = field(default_factory=list)
     generated: list[float] = field(default_factory=list)
     weights: dict[str, Tensor] = field(default_factory=dict)
+    choices: list[Tensor] = field(default_factory=list)
+    """Of each forward of a mixture: experts [tokens, 2]."""
+    kept: list[Tensor] = field(default_factory=list)
+    """Of each forward of a layer that drops tokens: those that it keeps [batch, n]."""
+    wires: list[Wire] = field(default_factory=list)
 
 
 class Refused(Exception):
@@ -42,19 +49,25 @@ def train(line: dict[str, Any], folder: str, first_step: int = 0, load: bool = F
     """Trains the cell on this rank, from ``first_step`` on, and saves to ``folder``. Collective."""
     cell, init = Cell(**line), nn.Module.__init__
     try:
-        return _train(cell, folder, first_step, load, seed)
+        seen = Seen()
+        with (
+            noted(seen.choices, seen.kept)
+            if cell.model == "moe" or cell.token_drop
+            else contextlib.nullcontext()
+        ):
+            _train(cell, seen, folder, first_step, load, seed)
+        return seen
     finally:
         if cell.compile != "no":
             torch.compiler.reset()
             nn.Module.__init__ = init  # torch's compiler patches it for good
 
 
-def _train(cell: Cell, folder: str, first_step: int, load: bool, seed: int) -> Seen:
+def _train(cell: Cell, seen: Seen, folder: str, first_step: int, load: bool, seed: int) -> None:
     import deepspeed
     from deepspeed.config.problems import DeepSpeedConfigError
     from deepspeed.transforms.errors import TransformRefusedError
 
-    seen = Seen()
     try:
         module = build(cell)
         engine = deepspeed.initialize(**arguments(cell, module, folder))[0]
@@ -65,7 +78,12 @@ def _train(cell: Cell, folder: str, first_step: int, load: bool, seed: int) -> S
         engine.core.store.optimizer.exchange.codec = InFull()
     if cell.compile != "no":
         engine.compile(backend=cell.compile)
-    seen.replica = replica_of(cell)
+    seen.replica, _ = place_of(cell, dist.get_rank())
+    if cell.token_drop:
+        from deepspeed.data.data_routing.helper import convert_to_random_ltd
+
+        engine = convert_to_random_ltd(engine, models.Block)
+    seen.choices.clear()  # what following the model's forward left
     runner = Pipeline(cell, engine, seen, seed) if cell.axis("pp") > 1 else Plain(cell, engine, seen, seed)
     if load:
         path, _ = engine.load_checkpoint(f"{folder}/saved")
@@ -80,8 +98,9 @@ def _train(cell: Cell, folder: str, first_step: int, load: bool, seed: int) -> S
         runner.evaluate()
     engine.save_checkpoint(f"{folder}/saved")
     seen.weights = live_weights(cell, engine)
+    if has_formula(cell):
+        seen.wires = wires_of(cell, engine, models.names)
     engine.destroy()
-    return seen
 
 
 def live_weights(cell: Cell, engine: Any) -> dict[str, Tensor]:
@@ -92,12 +111,6 @@ def live_weights(cell: Cell, engine: Any) -> dict[str, Tensor]:
         if "deepspeed_experts" not in name:  # a rank has some, numbered from 0
             found[models.names(name)] = whole.detach().float().cpu().clone()
     return found
-
-
-def replica_of(cell: Cell) -> int:
-    """Which stream of data this rank reads. Pipelines are outermost, then data, sequences, layers."""
-    rank = dist.get_rank() % (cell.ranks // cell.axis("pp"))
-    return rank // (cell.axis("tp") * cell.axis("sp"))
 
 
 # ------------------------------------------------------------------------------------------------- building
@@ -291,8 +304,8 @@ class Plain:
         both = drawn[0].to(self.engine.device), drawn[1].to(self.engine.device)
         if self.cell.axis("sp") == 1:
             return both
-        rank = dist.get_rank() // self.cell.axis("tp") % 2
-        inputs, labels = (each.chunk(2, 1)[rank].contiguous() for each in both)
+        _, part = place_of(self.cell, dist.get_rank())
+        inputs, labels = (each.chunk(2, 1)[part].contiguous() for each in both)
         return inputs, labels
 
     def loss(self, number: int) -> Tensor:

@@ -294,6 +294,36 @@ def test_everybody_computes_with_the_same_weights_and_saves_the_exact_ones(
     assert torch.equal(output(fresh, 5, rank), expected)
 
 
+@pytest.mark.parametrize("all_at_once", [False, True])
+@distributed(world_size=2)
+def test_by_hand_weights_are_not_rounded(all_at_once: bool) -> None:
+    """Also while what a forward gathered is still there, and where nothing changes the weights: frozen ones."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+    model[0].requires_grad_(False)
+    known = [param.detach().clone() for param in model.parameters()]
+    zero = {"stage": 3, "zero_quantized_weights": True, "stage3_param_persistence_threshold": 0}
+    sgd = {"type": "SGD", "params": {"lr": 0.0}}
+    config = {"train_micro_batch_size_per_gpu": 1, "optimizer": sgd, "zero_optimization": zero}
+    engine = deepspeed.initialize(model=model, config=config)[0]
+    pairs = list(zip(model.parameters(), known, strict=True))
+
+    def check() -> None:
+        for together in [pairs] if all_at_once else [[pair] for pair in pairs]:
+            with deepspeed.zero.GatheredParameters([param for param, _ in together]):
+                assert all(torch.equal(param, value) for param, value in together)
+
+    for _ in range(2):
+        x = torch.ones(1, 32)
+        loss = engine(x).square().sum()
+        assert loss != (x @ known[0].T + known[1]).matmul(known[2].T).add(known[3]).square().sum()
+        check()
+        engine.backward(loss)
+        check()
+        engine.step()
+        check()
+
+
 @pytest.mark.parametrize("zero", [{**QWZ, **LOCO}, ALL], ids=["LoCo", "all"])
 @distributed(world_size=4)
 def test_at_random_resumes_exactly(zero: dict[str, Any], tmp_path: Path) -> None:

@@ -59,6 +59,8 @@ class GatheredParameters:
 
     def _gather(self) -> None:
         first = [param for param in self.params if getattr(param, _COUNT, 0) == 0]
+        for bucket in _buckets_of(first):  # before they are counted: then they would stay whole
+            bucket.transitions.drop_rounded(bucket.layout.index)
         for param in self.params:
             setattr(param, _COUNT, getattr(param, _COUNT, 0) + 1)
         self._held = list(_whole_buckets(first))
@@ -186,11 +188,14 @@ def _agree_on_failure(
     return _GatherFailure(communicator.ranks[position], text)
 
 
+def _buckets_of(params: list[Any]) -> list[ShardedBucket]:
+    return list(dict.fromkeys(p.ds_owner for p in params if isinstance(p.ds_owner, ShardedBucket)))
+
+
 def _whole_buckets(params: list[Any]) -> Iterator[ShardedBucket]:
     """Buckets all of whose parameters are in ``params``."""
     asked = {id(param) for param in params}
-    owners = {id(p.ds_owner): p.ds_owner for p in params if isinstance(p.ds_owner, ShardedBucket)}
-    for owner in owners.values():
+    for owner in _buckets_of(params):
         if all(id(param) in asked for param in owner.params):
             yield owner
 

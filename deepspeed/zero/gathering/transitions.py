@@ -193,11 +193,15 @@ class Transitions:
                 raise TransitionError(f"bucket {b} is released more often than it was taken")
             holders[b] -= 1
 
+    def drop_rounded(self, b: int) -> None:
+        """Before a gather by hand: one sees the weights, not what another gather made of them."""
+        with self.lock:
+            if self.buckets[b].lossy:
+                self._reshard_if_idle(b)
+
     def hold(self, b: int) -> None:
         """Gathered by hand, until ``release_hold``."""
         with self.lock:
-            if self.buckets[b].lossy:  # by hand one sees the weights, not what a gather makes of them
-                self._reshard_if_idle(b)
             self.take((b,), Phase.BY_HAND)
 
     def release_hold(self, b: int) -> None:
