@@ -339,8 +339,8 @@ def _token_drop() -> dict[str, Any]:
         "model_type": "decoder",
         "hidden_state_order": "batch_seq_dim",
         "random_ltd_schedule": {
-            "min_value": SHORTEST,
-            "max_value": LONGEST,
+            "min_value": MIN_TOKENS,
+            "max_value": MAX_TOKENS,
             "schedule_type": "fixed_linear",
             "schedule_config": {"require_steps": STEPS, "seq_per_step": 2},
         },

@@ -33,7 +33,7 @@ def kept_at(cell: Cell, step: int) -> int | None:
     """Tokens of a sequence that the first layer works on at a step, from 0; None: all."""
     if not cell.token_drop:
         return None
-    return min(LONGEST, int((SHORTEST + (LONGEST - SHORTEST) * step / STEPS) // 2 * 2))
+    return min(MAX_TOKENS, int((MIN_TOKENS + (MAX_TOKENS - MIN_TOKENS) * step / STEPS) // 2 * 2))
 
 
 def window(tokens: int) -> Tensor:
