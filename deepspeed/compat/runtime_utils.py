@@ -47,7 +47,6 @@ __all__ = [
     "get_ma_status",
     "get_norm_with_moe_layers",
     "get_norm_with_moe_layers_fast",
-    "get_only_unique_item",
     "get_weight_norm",
     "is_model_parallel_parameter",
     "move_to_device",
@@ -68,14 +67,6 @@ T = TypeVar("T")
 def call_to_str(base: str, *args: Any, **kwargs: Any) -> str:
     """The text of a call: ``call_to_str("f", 1, x=2)`` is ``"f(1, x=2)"``."""
     return f"{base}({', '.join([*map(repr, args), *(f'{key}={value!r}' for key, value in kwargs.items())])})"
-
-
-def get_only_unique_item(items: Iterable[T]) -> T:
-    """The one value that all items have; RuntimeError if they differ."""
-    unique = set(items)
-    if len(unique) != 1:
-        raise RuntimeError(f"Expected one value, and found {len(unique)}: {sorted(map(repr, unique))}.")
-    return unique.pop()
 
 
 def empty_cache() -> None:

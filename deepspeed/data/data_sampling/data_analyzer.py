@@ -40,7 +40,6 @@ from deepspeed.data.data_sampling.indexed_dataset import MMapIndexedDataset
 from deepspeed.data.data_sampling.metrics import (
     ACCUMULATED,
     SINGLE,
-    TestDataset,
     batches_of,
     checked_values,
     numpy_dtype,
@@ -53,7 +52,7 @@ from deepspeed.data.data_sampling.utils import (
     split_index,
 )
 
-__all__ = ["DataAnalyzer", "Dist", "DistributedDataAnalyzer", "TestDataset"]
+__all__ = ["DataAnalyzer", "Dist", "DistributedDataAnalyzer"]
 
 _CHUNK = 1 << 20
 _SAY_EVERY_S = 10.0

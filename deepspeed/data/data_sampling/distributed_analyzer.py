@@ -206,17 +206,6 @@ class Dist:
         return int(found[0]), -int(found[1])
 
     @staticmethod
-    def gather_v(
-        tensor: Tensor, dst: int, comm_group: Any, num_workers: int, worker_id: int
-    ) -> list[Tensor] | None:
-        """The tensors [n, ...] of all ranks, on rank ``dst`` of the group; None on the others."""
-        if not dist.is_initialized():
-            return [tensor]
-        found: list[Any] = [None] * num_workers
-        dist.all_gather_object(found, tensor.cpu(), group=comm_group)
-        return [each.to(tensor.device) for each in found] if worker_id == dst else None
-
-    @staticmethod
     def sample_sort(tensor: Tensor, comm_group: Any, num_workers: int, n_samples: int = 100) -> Tensor:
         """Rows [n, columns] of all ranks sorted by their columns: each rank gets an interval of the first column, in
         the order of ranks (sample sort, Frazer and McKellar 1970). Rows with one first column stay on one rank."""

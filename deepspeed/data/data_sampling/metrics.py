@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset
 
 SINGLE = "single_value_per_sample"
 ACCUMULATED = "accumulate_value_over_samples"
@@ -41,22 +40,3 @@ def checked_values(values: Any, dtype: Any, name: str) -> np.ndarray:
     if array.dtype != wanted:
         raise TypeError(f"metric {name!r} returned {array.dtype.name}, but its metric_dtype is {dtype}")
     return array
-
-
-class TestDataset(Dataset[Any]):
-    """Numbers to try an analysis on: sample i is the i-th of ``size`` pseudo-random integers below 1000."""
-
-    __test__ = False  # not a test of pytest
-
-    def __init__(self, size: int = 10_000_000) -> None:
-        self.size = size
-        self.values = torch.randint(1000, (size,), generator=torch.Generator().manual_seed(0))
-
-    def __len__(self) -> int:
-        return self.size
-
-    def __getitem__(self, idx: Any) -> torch.Tensor:
-        return self.values[idx]
-
-    def __getitems__(self, indices: list[int]) -> torch.Tensor:
-        return self.values[indices]

@@ -25,7 +25,6 @@ from deepspeed.optim.lr_schedules import get_torch_optimizer, update_lr
 __all__ = [
     "VariableBatchSizeLR",
     "batch_by_seqlens",
-    "dataloader_for_variable_batch_size",
     "get_dataloader_and_lr_scheduler_for_variable_batch_size",
     "get_dataloader_and_lr_scheduler_for_variable_batch_size_deepspeed",
     "lr_scheduler_for_variable_batch_size",
@@ -91,41 +90,6 @@ def _say(packs: TokenBatches) -> None:
 
 
 # The loader ------------------------------------------------------------------------------------------------------
-
-
-def dataloader_for_variable_batch_size(
-    dataset: Any,
-    microbatch_ids: Sequence[tuple[int, list[int]]],
-    batch_max_seqlens: Sequence[int],
-    dataloader_rank: int = 0,
-    dataloader_batch_size: int = 1,
-    dataloader_num_replicas: int = 1,
-    dataloader_collate_fn: Collate | None = None,
-    dataloader_num_workers: int = 2,
-    dataloader_pin_memory: bool = False,
-    required_microbatches_of_same_seqlen: bool = False,
-    sample_padding_fn: PadSample | None = None,
-) -> tuple[VariableBatchLoader, dict[str, Any]]:
-    """A loader of what `batch_by_seqlens` returned, and arguments of ``engine.deepspeed_io`` that make the same one.
-
-    A micro-batch has the samples of ``dataloader_batch_size`` packs, which rank ``dataloader_rank`` of
-    ``dataloader_num_replicas`` takes in turn with the others. ``required_microbatches_of_same_seqlen``: every sample is
-    given to ``sample_padding_fn(sample, length)`` with the longest length of its batch. ValueError: it is missing.
-    """
-    pad = _pad(required_microbatches_of_same_seqlen, sample_padding_fn)
-    loader = VariableBatchLoader(
-        dataset,
-        microbatch_ids,
-        packs_per_step=dataloader_batch_size,
-        world_size=dataloader_num_replicas,
-        rank=dataloader_rank,
-        longest=batch_max_seqlens,
-        pad=pad,
-        collate_fn=dataloader_collate_fn,
-        num_workers=dataloader_num_workers,
-        pin_memory=dataloader_pin_memory,
-    )
-    return loader, _io_arguments(loader, dataloader_pin_memory)
 
 
 def _pad(required: bool, sample_padding_fn: PadSample | None) -> PadSample | None:
@@ -322,8 +286,13 @@ def get_dataloader_and_lr_scheduler_for_variable_batch_size(
         effective_batch_size: packs of a batch on all ranks, and the number of samples that the rates are meant for.
         dataset_filter_ids: the samples to use; None: all.
 
-    The other arguments are those of `batch_by_seqlens`, `dataloader_for_variable_batch_size` and
-    `lr_scheduler_for_variable_batch_size`. ``loader.loss_weight`` is what the mean loss of the micro-batch given out
+        dataloader_batch_size: packs of a micro-batch, which rank ``dataloader_rank`` of ``dataloader_num_replicas``
+            takes in turn with the others.
+        required_microbatches_of_same_seqlen: every sample is given to ``sample_padding_fn(sample, length)`` with the
+            longest length of its batch.
+
+    The other arguments are those of `batch_by_seqlens` and `lr_scheduler_for_variable_batch_size`, and of torch's
+    loader. ``loader.loss_weight`` is what the mean loss of the micro-batch given out
     last has to be multiplied by, for each sample of a batch to count the same.
 
     Raises:

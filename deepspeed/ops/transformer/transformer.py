@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import copy
 import ctypes
-import json
 import math
-import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -209,12 +207,6 @@ class DeepSpeedTransformerConfig(TransformerConfig):
         if "intermediate_size" not in json_object:
             config.intermediate_size = 4 * config.hidden_size
         return config
-
-    @classmethod
-    def from_json_file(cls, json_file: str | os.PathLike[str]) -> DeepSpeedTransformerConfig:
-        """The same from a file."""
-        with open(json_file, encoding="utf-8") as file:
-            return cls.from_dict(json.load(file))
 
 
 class DeepSpeedTransformerLayer(nn.Module):
