@@ -16,9 +16,9 @@ from deepspeed.comm import bwc
 from deepspeed.comm import documented_groups as groups
 from deepspeed.comm.sparse_tensor import SparseTensor
 from deepspeed.compat import offload_states, torch_autocast
+from deepspeed.compat import offload_states as optimizer_states
 from deepspeed.compat import runtime_utils as ds
 from deepspeed.compat import zero_utils as zero
-from deepspeed.compat.helpers import optimizer_states
 from deepspeed.compression.helper import convert_conv1d_to_linear, recursive_getattr, recursive_setattr
 from deepspeed.config import getters as config_getters
 from deepspeed.config.deepspeed_config import DeepSpeedConfig

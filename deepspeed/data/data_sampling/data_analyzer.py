@@ -29,21 +29,19 @@ from deepspeed import comm as dist
 from deepspeed.base.logging import logger
 from deepspeed.data.data_sampling.distributed_analyzer import Dist, DistributedDataAnalyzer
 from deepspeed.data.data_sampling.index_files import (
+    ACCUMULATED,
     PERCENTILES,
+    SINGLE,
     Counts,
+    batches_of,
+    checked_values,
     joined,
     merge_entries,
     merged,
+    numpy_dtype,
     write_groups,
 )
 from deepspeed.data.data_sampling.indexed_dataset import MMapIndexedDataset
-from deepspeed.data.data_sampling.metrics import (
-    ACCUMULATED,
-    SINGLE,
-    batches_of,
-    checked_values,
-    numpy_dtype,
-)
 from deepspeed.data.data_sampling.utils import (
     close_mmap_dataset_builder,
     create_mmap_dataset_builder,

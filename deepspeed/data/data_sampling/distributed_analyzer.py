@@ -13,8 +13,13 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 from deepspeed import comm as dist
-from deepspeed.data.data_sampling.index_files import merge_entries
-from deepspeed.data.data_sampling.metrics import ACCUMULATED, SINGLE, batches_of, checked_values
+from deepspeed.data.data_sampling.index_files import (
+    ACCUMULATED,
+    SINGLE,
+    batches_of,
+    checked_values,
+    merge_entries,
+)
 from deepspeed.data.data_sampling.utils import (
     close_mmap_dataset_builder,
     create_mmap_dataset_builder,

@@ -31,8 +31,8 @@ from deepspeed.comm.collectives import Communicator
 from deepspeed.comm.mesh import ProcessMesh
 from deepspeed.config.problems import DeepSpeedConfigError
 from deepspeed.transforms.recompute import checkpointing
+from deepspeed.transforms.recompute.checkpointing import SWITCH
 from deepspeed.transforms.recompute.choosing import Block, BudgetTooSmall, Counted, RecomputeChoice, choose
-from deepspeed.transforms.recompute.model_layers import SWITCH
 from deepspeed.transforms.recompute.recorded import BlockRecord, Key, SavedBytes, is_counted, record_block
 from deepspeed.zero.gather_units import blocks_of
 
