@@ -285,15 +285,11 @@ def get_dataloader_and_lr_scheduler_for_variable_batch_size(
         dataset_seqlens: tokens of each sample of ``dataset``, or of each one in ``dataset_filter_ids``.
         effective_batch_size: packs of a batch on all ranks, and the number of samples that the rates are meant for.
         dataset_filter_ids: the samples to use; None: all.
+        dataloader_batch_size: packs of a micro-batch; ranks take them in turn.
+        sample_padding_fn: pads a sample to a length, for micro-batches with sequences of one length.
 
-        dataloader_batch_size: packs of a micro-batch, which rank ``dataloader_rank`` of ``dataloader_num_replicas``
-            takes in turn with the others.
-        required_microbatches_of_same_seqlen: every sample is given to ``sample_padding_fn(sample, length)`` with the
-            longest length of its batch.
-
-    The other arguments are those of `batch_by_seqlens` and `lr_scheduler_for_variable_batch_size`, and of torch's
-    loader. ``loader.loss_weight`` is what the mean loss of the micro-batch given out
-    last has to be multiplied by, for each sample of a batch to count the same.
+    Others: those of `batch_by_seqlens` and `lr_scheduler_for_variable_batch_size`. The mean loss of the micro-batch
+    given out last, times ``loader.loss_weight``, makes each sample of a batch count the same.
 
     Raises:
         ValueError: an argument is not as described, or no batch can be filled.
