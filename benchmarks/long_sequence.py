@@ -176,8 +176,8 @@ class Counter:
         from deepspeed.config.sections.tiled import TiledComputeConfig
         from deepspeed.parallel.sequence.exchange import communicator_of
         from deepspeed.parallel.sequence.tiled.model_transform import TiledModel
+        from deepspeed.transforms.recompute.checkpointing import keep_inputs_of_layers
         from deepspeed.transforms.recompute.kept_inputs import KeptInputs
-        from deepspeed.transforms.recompute.model_layers import keep_inputs_of_layers
 
         with torch.device("meta"):
             self.model = Llama(hidden, way)

@@ -258,7 +258,7 @@ NAMES: dict[str, dict[str, str]] = {
     "deepspeed.runtime.activation_checkpointing.checkpointing": {
         "_set_cuda_rng_state": "deepspeed.transforms.recompute.rng:set_device_state",
         "_MODEL_PARALLEL_RNG_TRACKER_NAME": "deepspeed.transforms.recompute.rng:MODEL_PARALLEL_RNG",
-        "detach_variable": "deepspeed.compat.helpers.tensor_structures",
+        "detach_variable": "deepspeed.compat.runtime_utils",
     },
     "deepspeed.runtime": {
         "ZeROOptimizer": "deepspeed.optim.base",

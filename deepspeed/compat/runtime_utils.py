@@ -1,25 +1,21 @@
-"""Documented helpers of training scripts: devices, seeds, norms, partitions."""
+"""Documented helpers of training scripts: devices, seeds, norms, lists of tensors, partitions."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed
+from torch import Tensor
 
 from deepspeed.base.accelerator import get_accelerator
 from deepspeed.base.logging import is_rank_zero
 from deepspeed.base.memory import see_memory_usage
 from deepspeed.base.rng import set_random_seed
-from deepspeed.compat.helpers.backward_counts import (
-    check_internal_apis_for_count_used_parameters,
-    count_parameters,
-)
-from deepspeed.compat.helpers.gradient_checks import CheckOverflow, DummyOptim
-from deepspeed.compat.helpers.optimizer_states import offload_adam_states, reload_adam_states
-from deepspeed.compat.helpers.partitioned_tensor import PartitionedTensor
-from deepspeed.compat.helpers.tensor_structures import align_dense_tensors, all_gather_dp_groups
+from deepspeed.comm import documented_groups as groups
+from deepspeed.compat.offload_states import offload_adam_states, reload_adam_states
 from deepspeed.ops.partitions import partition_balanced, partition_uniform, prefix_sum_inc
 from deepspeed.zero.tensor_norms import (
     clip_grad_norm_,
@@ -51,7 +47,6 @@ __all__ = [
     "get_ma_status",
     "get_norm_with_moe_layers",
     "get_norm_with_moe_layers_fast",
-    "get_only_unique_item",
     "get_weight_norm",
     "is_model_parallel_parameter",
     "move_to_device",
@@ -72,14 +67,6 @@ T = TypeVar("T")
 def call_to_str(base: str, *args: Any, **kwargs: Any) -> str:
     """The text of a call: ``call_to_str("f", 1, x=2)`` is ``"f(1, x=2)"``."""
     return f"{base}({', '.join([*map(repr, args), *(f'{key}={value!r}' for key, value in kwargs.items())])})"
-
-
-def get_only_unique_item(items: Iterable[T]) -> T:
-    """The one value that all items have; RuntimeError if they differ."""
-    unique = set(items)
-    if len(unique) != 1:
-        raise RuntimeError(f"Expected one value, and found {len(unique)}: {sorted(map(repr, unique))}.")
-    return unique.pop()
 
 
 def empty_cache() -> None:
@@ -127,4 +114,223 @@ def move_to_device(
 def count_used_parameters_in_backward(parameters: Iterable[Any]) -> int:
     """Count the ``parameters`` that the running backward will reach: for hooks. Where torch cannot tell, those that
     require gradients. RuntimeError: no backward is running."""
-    return count_parameters(parameters, exact=check_internal_apis_for_count_used_parameters())
+    trainable = [p for p in parameters if isinstance(p, Tensor) and p.requires_grad]
+    if not check_internal_apis_for_count_used_parameters():
+        return len(trainable)
+    if torch._C._current_graph_task_id() == -1:
+        raise RuntimeError("count_used_parameters_in_backward must be called during backward execution")
+    with torch.enable_grad():  # a parameter's node is found through a view of it
+        nodes = [torch.autograd.graph._get_grad_fn_or_grad_acc(p) for p in trainable]
+    return sum(torch._C._will_engine_execute_node(node) for node in nodes)
+
+
+def check_internal_apis_for_count_used_parameters() -> bool:
+    """Return whether this torch can tell which parameters a running backward will reach."""
+    return hasattr(torch.autograd.graph, "_get_grad_fn_or_grad_acc") and all(
+        hasattr(torch._C, name) for name in ("_current_graph_task_id", "_will_engine_execute_node")
+    )
+
+
+# --- Lists of tensors -----------------------------------------------------------------------------
+
+
+def detach_variable(inputs: Any, device: torch.device | str | None = None) -> tuple[Any, ...]:
+    """Tensors of a tuple as leaves of new graphs that need gradients as they did, on ``device`` if given.
+
+    TypeError: not a tuple.
+    """
+    if not isinstance(inputs, tuple):
+        raise TypeError(
+            f"detach_variable takes a tuple of tensors and other values, not a {type(inputs).__name__}"
+        )
+
+    def detached(item: Any) -> Any:
+        if not isinstance(item, Tensor):
+            return item
+        moved = item if device is None else item.to(device=device)
+        return moved.detach().requires_grad_(item.requires_grad)
+
+    return tuple(map(detached, inputs))
+
+
+def align_dense_tensors(tensor_list: Sequence[Tensor], alignment: int) -> list[Tensor]:
+    """The flat tensors, followed by zeros if their total number of elements is not a multiple of `alignment`."""
+    missing = -sum(tensor.numel() for tensor in tensor_list) % alignment
+    return [*tensor_list, tensor_list[0].new_zeros(missing)] if missing else list(tensor_list)
+
+
+def all_gather_dp_groups(
+    groups_flat: Sequence[Tensor],
+    partitioned_param_groups: Sequence[Sequence[Tensor]],
+    dp_process_group: Sequence[Any],
+    start_alignment_factor: int,
+    allgather_bucket_size: int,
+) -> None:
+    """Fill each flat tensor from the ranks' slices of it, `allgather_bucket_size` elements of all ranks at a time.
+
+    Pieces begin at multiples of `start_alignment_factor` elements of a slice.
+    """
+    for slices, group in zip(partitioned_param_groups, dp_process_group, strict=True):
+        ranks, rank = len(slices), torch.distributed.get_rank(group)
+        size = max(1, allgather_bucket_size // ranks)
+        size = max(start_alignment_factor, size - size % start_alignment_factor)
+        for begin in range(0, slices[rank].numel(), size):
+            pieces = [part[begin : begin + size] for part in slices]
+            torch.distributed.all_gather(pieces, pieces[rank].clone(), group=group)
+    del groups_flat  # the slices are views of them
+
+
+# --- A tensor sharded over a group ----------------------------------------------------------------
+
+
+class PartitionedTensor:
+    """One flat, contiguous shard of `tensor` per rank of `group`; `full()` reassembles the tensor.
+
+    Shards differ by at most one element; earlier ranks hold the longer ones. To rebuild the object, another
+    rank needs only its own shard and `to_meta()`, an int64 tensor: number of dimensions, sizes, number of
+    ranks, rank, and where the shard of each rank begins (ending with the total).
+    """
+
+    def __init__(self, tensor: Tensor, group: Any, partition_meta: Tensor | None = None) -> None:
+        self.group = group
+        self.num_parts = torch.distributed.get_world_size(group)
+        self.rank = torch.distributed.get_rank(group)
+        self.orig_size = list(tensor.shape)
+        self.orig_device = tensor.device
+        self.partition = partition_uniform(tensor.numel(), self.num_parts)
+        if partition_meta is not None:
+            self.partition = _read_meta(partition_meta)[3]
+        begin, end = self.partition[self.rank : self.rank + 2]
+        self.local_data = tensor.detach().reshape(-1)[begin:end].clone()
+
+    @classmethod
+    def from_meta(
+        cls, meta: Tensor, local_part: Tensor, group: Any, device: torch.device | str | None = None
+    ) -> PartitionedTensor:
+        """The tensor that `to_meta()` describes, with `local_part` as this rank's shard."""
+        sizes, num_parts, rank, partition = _read_meta(meta)
+        ranks = torch.distributed.get_world_size(group)
+        if num_parts != ranks or partition[rank + 1] - partition[rank] != local_part.numel():
+            raise RuntimeError(
+                f"The meta tensor describes {partition[rank + 1] - partition[rank]} elements on each of {num_parts} "
+                f"ranks; here are {local_part.numel()} elements in a group of {ranks}."
+            )
+        made = cls.__new__(cls)
+        made.group, made.num_parts, made.rank, made.partition = group, num_parts, rank, partition
+        made.orig_size = sizes
+        made.orig_device = torch.device(get_accelerator().current_device_name() if device is None else device)
+        made.local_data = local_part
+        return made
+
+    def full(self, device: torch.device | str | None = None) -> Tensor:
+        """The whole tensor, on `device` or where it was. Collective over the group."""
+        longest = max((end - begin for begin, end in self._bounds()), default=0)
+        padded = self.local_data.new_zeros(longest)  # collectives require equal shards
+        padded[: self.local_data.numel()] = self.local_data
+        shares = [torch.empty_like(padded) for _ in range(self.num_parts)]
+        torch.distributed.all_gather(shares, padded, group=self.group)
+        kept = [share[: end - begin] for share, (begin, end) in zip(shares, self._bounds(), strict=True)]
+        return torch.cat(kept).view(self.orig_size).to(self.orig_device if device is None else device)
+
+    def to_meta(self) -> Tensor:
+        numbers = [len(self.orig_size), *self.orig_size, self.num_parts, self.rank, *self.partition]
+        return torch.tensor(numbers, dtype=torch.int64, device=self.orig_device)
+
+    def data(self) -> Tensor:
+        """This rank's shard, flat."""
+        return self.local_data
+
+    def local_size(self) -> torch.Size:
+        return self.local_data.size()
+
+    def full_size(self) -> list[int]:
+        return self.orig_size
+
+    def _bounds(self) -> list[tuple[int, int]]:
+        return list(zip(self.partition, self.partition[1:], strict=False))
+
+
+def _read_meta(meta: Tensor) -> tuple[list[int], int, int, list[int]]:
+    """(sizes, number of ranks, rank, bounds of the shards)."""
+    numbers = meta.tolist()
+    dims = numbers[0]
+    sizes, (num_parts, rank), partition = (
+        numbers[1 : dims + 1],
+        numbers[dims + 1 : dims + 3],
+        numbers[dims + 3 :],
+    )
+    if len(partition) != num_parts + 1 or partition[-1] != math.prod(sizes):
+        raise RuntimeError(f"{numbers} does not describe a partitioned tensor")
+    return sizes, num_parts, rank, partition
+
+
+# Documented helpers about gradients: groups without an optimizer, and whether one is not finite on any rank.
+
+
+class DummyOptim:
+    """Parameter groups without an optimizer, for a ZeRO-3 model that is only evaluated."""
+
+    def __init__(self, params: list[Tensor]) -> None:
+        self.param_groups = [{"params": params}]
+
+
+def has_non_finite(tensor: Tensor) -> bool:
+    return not bool(torch.isfinite(tensor).all())
+
+
+class CheckOverflow:
+    """Check for gradients that are not finite, on any rank."""
+
+    def __init__(
+        self,
+        param_groups: Iterable[Iterable[Tensor]] | None = None,
+        mpu: Any = None,
+        zero_reduce_scatter: bool = False,
+        deepspeed: Any = None,
+    ) -> None:
+        self.mpu = mpu
+        self.params = [param for group in param_groups for param in group] if param_groups else None
+        self.zero_reduce_scatter = zero_reduce_scatter
+        self.deepspeed = deepspeed
+        self.has_moe_params = any(not getattr(param, "allreduce", True) for param in self.params or [])
+
+    def check(self, param_groups: Iterable[Iterable[Tensor]] | None = None) -> bool:
+        """Like `has_overflow`, for these parameter groups or those given to the constructor."""
+        params = self.params if param_groups is None else [p for group in param_groups for p in group]
+        if params is None:
+            raise ValueError("CheckOverflow has no parameters: pass param_groups to it or to check()")
+        return self.has_overflow(params)
+
+    def check_using_norm(self, norm_group: Iterable[float | Tensor], reduce_overflow: bool = True) -> bool:
+        """Return whether any of the norms, in which -1 also stands for "not finite", indicates an overflow.
+
+        Args:
+            reduce_overflow: Ask all ranks. Otherwise only those this rank shares a layer with: the ranks of the
+                model-parallel unit, and those that hold other experts if the constructor was given experts.
+        """
+        norms = torch.as_tensor([float(norm) for norm in norm_group], dtype=torch.float64)
+        overflow = bool((~torch.isfinite(norms) | (norms == -1)).any())
+        if reduce_overflow:
+            return self._anywhere(overflow)
+        if self.has_moe_params:
+            overflow = self._anywhere(overflow, groups._get_max_expert_parallel_group())
+        return overflow if self.mpu is None else self._anywhere(overflow, self.mpu.get_model_parallel_group())
+
+    def has_overflow_serial(self, params: Iterable[Tensor]) -> bool:
+        """Return whether a gradient on this rank is not finite."""
+        return any(self._has_inf_or_nan(param.grad) for param in params if param.grad is not None)
+
+    def has_overflow(self, params: Iterable[Tensor], has_moe_params: bool | None = None) -> bool:
+        """Return whether a gradient on any rank is not finite; every rank takes part."""
+        return self._anywhere(self.has_overflow_serial(params))
+
+    def _anywhere(self, overflow: bool, group: Any = None) -> bool:
+        if not torch.distributed.is_initialized():
+            return overflow
+        flag = torch.tensor([overflow], dtype=torch.float32, device=get_accelerator().current_device_name())
+        torch.distributed.all_reduce(flag, op=torch.distributed.ReduceOp.MAX, group=group)
+        return bool(flag.item())
+
+    @staticmethod
+    def _has_inf_or_nan(x: Tensor, index: int | None = None) -> bool:
+        return has_non_finite(x)

@@ -19,13 +19,11 @@ from deepspeed.zero.precision import PARAM_COMM_DTYPE_ATTR_NAME, autocast_contex
 __all__ = [
     "PARAM_COMM_DTYPE_ATTR_NAME",
     "autocast_if_enabled",
-    "get_all_comm_dtypes",
     "get_autocast_dtype",
     "get_comm_dtype",
     "get_default_autocast_lower_precision_modules",
     "has_comm_dtype",
     "init_autocast_params",
-    "sort_dtypes",
 ]
 
 
@@ -57,15 +55,6 @@ def has_comm_dtype(param: nn.Parameter) -> bool:
 def get_comm_dtype(param: nn.Parameter) -> torch.dtype:
     """The dtype in which a parameter's gradient is summed: its own, unless marked."""
     return getattr(param, PARAM_COMM_DTYPE_ATTR_NAME, param.dtype)
-
-
-def get_all_comm_dtypes(params: Iterable[nn.Parameter]) -> set[torch.dtype]:
-    return {get_comm_dtype(param) for param in params}
-
-
-def sort_dtypes(dtypes: Iterable[torch.dtype]) -> list[torch.dtype]:
-    """By name, so that all ranks have one order."""
-    return sorted(dtypes, key=str)
 
 
 def autocast_if_enabled(engine: Any) -> contextlib.AbstractContextManager[Any]:

@@ -70,11 +70,6 @@ def main(args: argparse.Namespace) -> None:
     print(f"wrote the universal checkpoint {folder}")
 
 
-def dp_index_to_str(dp_index: int) -> str:
-    """Return ``dp_index`` with two digits or more, as names of fragments have it."""
-    return f"{dp_index:02d}"
-
-
 if __name__ == "__main__":
     try:
         main(parse_arguments())

@@ -168,9 +168,6 @@ def test_seeds() -> None:
 
 def test_small_things() -> None:
     assert ds.call_to_str("f", 1, "a", x=2) == "f(1, 'a', x=2)"
-    assert ds.get_only_unique_item([1, 1]) == 1
-    with pytest.raises(RuntimeError, match=r"found 2: \['1', '2'\]"):
-        ds.get_only_unique_item([1, 2])
     ds.empty_cache()
     assert not ds.is_model_parallel_parameter(nn.Parameter(torch.zeros(1)))
 

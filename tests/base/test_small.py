@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -106,32 +105,8 @@ def test_names_for_debugging() -> None:
     assert debug.debug_param2name(weight) == debug.debug_module2name(model[0]) == "unknown"
     debug.debug_extract_module_and_param_names(model)
     assert debug.debug_param2name(weight) == "0.weight" and debug.debug_module2name(model[1]) == "1"
-    assert debug.debug_module2name_class(model[1]) == "name=1 ReLU"
-    assert debug.debug_param2name_id_shape(weight) == "name=0.weight id=none shape=(3, 2)"
-    vars(weight).update(ds_id=7, ds_numel=6)
-    assert debug.debug_param2name_id_numel(weight) == "name=0.weight id=7 numel=6"
-    assert debug.debug_param2name_id_shape_device(weight).endswith("device=cpu")
-    assert debug.debug_param2name_id_shape_status(weight).endswith("status=none")
     debug.debug_clear_module_and_param_names()
     assert debug.debug_param2name(weight) == "unknown"
-
-
-def test_output_for_debugging(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    debug.print_rank0("not forced")
-    debug.print_rank("a", 1, force=True)
-    monkeypatch.setenv("RANK", "3")
-    debug.print_rank0("other rank", force=True)
-    debug.print_rank("b", force=True)
-    assert capsys.readouterr().out == "[0] a 1\n[3] b\n"
-    monkeypatch.chdir(tmp_path)
-    debug.log_rank_file(3, "x", "y")
-    debug.log_rank_file(3, "z")
-    assert (tmp_path / "log_rank_3.txt").read_text() == "x\ny\nz\n"
-    weight = nn.Parameter(torch.ones(2))
-    debug.print_backward_tensors((weight * weight).sum())
-    assert capsys.readouterr().out == "Tensor with grad found: shape=(2,) grad=False\n"
 
 
 def test_documented_names_resolve() -> None:

@@ -81,7 +81,7 @@ def names(paths: list[str]) -> list[str]:
     return [Path(path).name.split("_model_states")[0].split("-model_states")[0] for path in paths]
 
 
-def test_as_it_was_saved(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_as_it_was_saved(folder: Path) -> None:
     found = DeepSpeedCheckpoint(folder)
     assert (found.tp_degree, found.pp_degree, found.dp_degree, found.world_size) == (2, 2, 2, 8)
     assert not (found.is_change_tp_degree() or found.is_change_pp_degree() or found.is_change_dp_degree())
@@ -96,15 +96,6 @@ def test_as_it_was_saved(folder: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert state["base_optimizer_state"]["state"][0]["exp_avg"].tolist() == [1.0, 1.0]
     assert (state["group_paddings"], state["partition_count"]) == ([0], [2])
     found.validate_files()
-    for show in (
-        "2d_mapping",
-        "tp_embedding_map",
-        "tp_final_norm_map",
-        "pp_transformer_map",
-        "transformer_file_map",
-    ):
-        getattr(found, f"show_{show}")()
-    assert "layer_03-model_01-model_states.pt" in capsys.readouterr().out
     with pytest.raises(IndexError, match="tp_index=2 is not below the degree, 2"):
         found.get_embedding_state(2)
 
@@ -179,7 +170,7 @@ def test_files_and_states(folder: Path) -> None:
     with pytest.raises(ValueError, match="a list and a dict cannot be joined, under state.groups"):
         merge_state({"groups": []}, {"groups": {}}, ["state"])
     zero = ZeROCheckpoint(folder)
-    assert zero.get_src_world_size() == 8 and zero.get_file_indices_for_rank(0, 0, 1) == [4]
+    assert zero.get_file_indices_for_rank(0, 0, 1) == [4]
     assert Path(zero.get_files_for_rank(1, 0, 1)[0]).name == "zero_pp_rank_1_mp_rank_02_optim_states.pt"
     zero.reshape(model_3d_desc(1, 1, 1))
     assert zero.get_file_indices_for_rank(0, 0, 0) == [0, 4, 1, 5, 2, 6, 3, 7]

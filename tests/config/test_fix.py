@@ -13,7 +13,7 @@ import pytest
 import deepspeed
 from deepspeed.config.deepspeed_config import DeepSpeedConfig, DeepSpeedConfigError
 from deepspeed.tools.config.command import main
-from deepspeed.tools.config.edit import Edit, apply_edits, spans
+from deepspeed.tools.config.fix import Edit, apply_edits, spans
 
 
 @pytest.fixture(autouse=True)

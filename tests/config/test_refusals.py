@@ -208,7 +208,7 @@ ROWS: dict[str, tuple[Row, ...]] = {
             random_ltd("random_ltd_schedule.min_value", 32),
         ),
     ),
-    "data/data_sampling/batch_following.py:BatchFollower.__call__": ("call",),
+    "data/data_sampling/variable_batch_size_and_lr.py:BatchFollower.__call__": ("call",),
     "data/data_sampling/clusters.py:MetricIndex.__init__": ("data",),
     "data/data_sampling/clusters.py:_opened": ("data",),
     "data/data_sampling/data_sampler.py:DeepSpeedDataSampler.__init__": ("data",),

@@ -14,9 +14,7 @@ from torch.utils.data import Dataset
 from deepspeed.data.data_sampling import index_files
 from deepspeed.data.data_sampling.data_analyzer import (
     DataAnalyzer,
-    Dist,
     DistributedDataAnalyzer,
-    TestDataset,
 )
 from deepspeed.data.data_sampling.indexed_dataset import MMapIndexedDataset
 from tests.pool import distributed
@@ -220,13 +218,3 @@ def test_ranks_of_the_distributed_analysis(tmp_path: Path) -> None:
     analyzer = DistributedDataAnalyzer(Sentences(), save_path=str(tmp_path), device="cpu", **METRICS)
     analyzer.run_map_reduce()
     check(tmp_path)
-    rank = torch.distributed.get_rank()
-    found = Dist.gather_v(torch.arange(rank), 1, None, 3, rank)
-    assert (found is None) == (rank != 1)
-    if found is not None:
-        assert [each.tolist() for each in found] == [[], [0], [0, 1]]
-
-
-def test_the_set_to_try_it_on() -> None:
-    data = TestDataset(100)
-    assert len(data) == 100 and data[3] == data[torch.tensor([3])][0] and int(data.values.max()) < 1000

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Iterable
 from pathlib import Path
@@ -20,7 +21,6 @@ from deepspeed.data.data_sampling.token_batches import pack
 from deepspeed.data.data_sampling.variable_batch_size_and_lr import (
     VariableBatchSizeLR,
     batch_by_seqlens,
-    dataloader_for_variable_batch_size,
     get_dataloader_and_lr_scheduler_for_variable_batch_size,
     lr_scheduler_for_variable_batch_size,
     scale_lr,
@@ -304,12 +304,11 @@ def test_padding_and_plain_arguments() -> None:
         return torch.nn.functional.pad(sample, (0, length - len(sample)), value=-1)
 
     packs, _, longest = batch_by_seqlens(LENGTHS, 30, effective_batch_size=4)
-    made, arguments = dataloader_for_variable_batch_size(
-        Sentences(),
-        packs,
-        longest,
+    make = functools.partial(
+        get_dataloader_and_lr_scheduler_for_variable_batch_size, Sentences(), LENGTHS, 30, 4
+    )
+    made, _, arguments = make(
         dataloader_collate_fn=torch.stack,
-        dataloader_num_workers=0,
         required_microbatches_of_same_seqlen=True,
         sample_padding_fn=pad,
     )
@@ -320,12 +319,10 @@ def test_padding_and_plain_arguments() -> None:
         arguments["dataset"], collate_fn=arguments["collate_fn"], sampler=arguments["data_sampler"]
     )
     assert numbers(torchs) == numbers(batches)
-    bare, _ = dataloader_for_variable_batch_size(Sentences(), packs, longest, dataloader_num_workers=0)
+    bare, *_ = make()
     assert [len(sample) for sample in next(iter(bare))] == [LENGTHS[n] for n in packs[0][1]]
     with pytest.raises(ValueError, match="needs sample_padding_fn"):
-        dataloader_for_variable_batch_size(
-            Sentences(), packs, longest, required_microbatches_of_same_seqlen=True
-        )
+        make(required_microbatches_of_same_seqlen=True)
 
 
 def test_a_part_of_the_samples() -> None:

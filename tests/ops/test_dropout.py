@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional
 
 from deepspeed.ops import native
-from deepspeed.ops.transformer.dropout import dropout, dropped, runs_here
+from deepspeed.ops.transformer.transformer import dropout, dropped, runs_here
 
 needs_library = pytest.mark.skipif(native.library() is None, reason="built without native kernels")
 

@@ -224,25 +224,6 @@ class DeepSpeedCheckpoint:
 
     # Printing -----------------------------------------------------------------------------------------------
 
-    def show_2d_mapping(self) -> None:
-        print("reshaped 2d map ---- begin")
-        for pp in range(self.pp_degree):
-            for tp in range(self.tp_degree):
-                print(f"[{pp}, {tp}] = {self.get_2d_parallel_files(tp_index=tp, pp_index=pp)}")
-        print("reshaped 2d map ---- end")
-
-    def show_tp_embedding_map(self) -> None:
-        _show("tp_to_embedding_layers", self.tp_to_embedding_map)
-
-    def show_tp_final_norm_map(self) -> None:
-        _show("tp_to_final_norm_layers", self.tp_to_final_norm_map)
-
-    def show_pp_transformer_map(self) -> None:
-        _show("pp_to_transformer_layers", self.pp_to_transformer_map)
-
-    def show_transformer_file_map(self) -> None:
-        _show("rank_to_transformer_files", self.transformer_file_map)
-
     @staticmethod
     def _check(what: str, index: int, degree: int) -> None:
         if not 0 <= index < degree:
@@ -264,9 +245,3 @@ def _join(key: str, values: Sequence[Any]) -> Any:
 
 def _ends_with(key: str, names: Iterable[str]) -> bool:
     return any(key == name or key.endswith(f".{name}") for name in names)
-
-
-def _show(name: str, mapping: Mapping[Any, Any]) -> None:
-    print(f"Dump mapping: {name}")
-    for key, value in mapping.items():
-        print(f"{key} = {value}")

@@ -45,18 +45,6 @@ class ZeROCheckpoint:
             )
         self.reshape(self.src_3d)
 
-    def get_src_world_size(self) -> int:
-        return self.src_3d.world_size()
-
-    def get_src_tp_degree(self) -> int:
-        return self.src_3d.tp_degree
-
-    def get_src_pp_degree(self) -> int:
-        return self.src_3d.pp_degree
-
-    def get_src_dp_degree(self) -> int:
-        return self.src_3d.dp_degree
-
     def reshape(self, target_3d: model_3d_desc) -> None:
         """From now on the ranks are those of ``target_3d``. ValueError: a degree grows or does not divide the old
         one."""
@@ -104,12 +92,6 @@ class ZeROCheckpoint:
             count = self.target_3d.dp_degree
             section[PARTITION_COUNT] = [count] * len(counts) if isinstance(counts, list) else count
         return joined
-
-    def print_3d_index_map(self, tag: str | None = None) -> None:
-        self._print("index", tag, lambda numbers: numbers)
-
-    def print_3d_file_map(self, tag: str | None = None) -> None:
-        self._print("file", tag, lambda numbers: [self.file_list[number] for number in numbers])
 
     def _print(self, what: str, tag: str | None, shown: Any) -> None:
         if tag:

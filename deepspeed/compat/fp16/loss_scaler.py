@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepspeed.compat.helpers.gradient_checks import has_non_finite
+from deepspeed.compat.runtime_utils import has_non_finite
 from deepspeed.config.plan import LossScalePlan
 from deepspeed.optim import loss_scaler as core
 from deepspeed.optim.loss_scaler import LossScalerBase

@@ -19,7 +19,6 @@ _HEADS = ("lm_head", "embed_out")
 @dataclass
 class _Numbers:
     kv_heads: int | None = None
-    attention_heads: int | None = None
     n_embd: int | None = None
     grain: int = 1
 
@@ -44,10 +43,6 @@ def set_num_kv_heads(num: int | None) -> None:
     _numbers.kv_heads = num
 
 
-def set_num_attention_heads(num: int | None) -> None:
-    _numbers.attention_heads = num
-
-
 def set_n_embd(num: int | None) -> None:
     _numbers.n_embd = num
 
@@ -57,18 +52,6 @@ def set_tp_grain_size(num: int) -> None:
     if num < 1:
         raise ValueError(f"tp_grain_size={num}: must be at least 1")
     _numbers.grain = num
-
-
-def get_num_kv_heads() -> int | None:
-    return _numbers.kv_heads
-
-
-def get_num_attention_heads() -> int | None:
-    return _numbers.attention_heads
-
-
-def get_n_embd() -> int | None:
-    return _numbers.n_embd
 
 
 def get_shard_size(

@@ -15,11 +15,9 @@ from torch import Tensor
 
 from deepspeed.base.logging import logger
 from deepspeed.comm.collectives import Communicator, communicator
-from deepspeed.ops.formats.codecs import BlockCodec, Codec
-from deepspeed.zero.gradients.quantized_sum import Encoder, ErrorFeedback
+from deepspeed.ops.formats.codecs import BlockCodec
 
 _CODEC = BlockCodec(4)
-_FEEDBACK = "_ds_loco_feedback"
 
 
 @torch.no_grad()
@@ -71,32 +69,7 @@ def all_to_all_quant_reduce(tensors: Sequence[Tensor], groups: Mapping[str, Any]
     taken within this rank's ``local_`` group first, without loss. Without such groups all ranks exchange payloads
     directly.
     """
-    return [_quantized(tensor, _levels(groups), _CODEC.encode) for tensor in tensors]
-
-
-@torch.no_grad()
-def all_to_all_loco_quant_reduce(
-    params: Sequence[Tensor], groups: Mapping[str, Any], loco_param: Mapping[str, Any] | None = None
-) -> list[Tensor]:
-    """``all_to_all_quant_reduce`` of the gradients of ``params``. What quantization took away is kept at the parameter
-    and added to its next gradient (LoCo): a moving average with weight ``loco_param["err_beta"]`` of the old error,
-    dropped every ``loco_param["reset_T"]`` sums. Without ``loco_param`` there is no such correction."""
-    levels = _levels(groups)
-    outputs = []
-    for param in params:
-        if param.grad is None:
-            raise ValueError("all_to_all_loco_quant_reduce sums gradients: a parameter has none")
-        encode: Encoder = _CODEC.encode if loco_param is None else _feedback(param, loco_param)
-        outputs.append(_quantized(param.grad, levels, encode))
-    return outputs
-
-
-def _feedback(param: Tensor, loco_param: Mapping[str, Any]) -> ErrorFeedback:
-    found = getattr(param, _FEEDBACK, None)
-    if found is None:
-        found = ErrorFeedback(_CODEC, float(loco_param["err_beta"]), int(loco_param["reset_T"]))
-        setattr(param, _FEEDBACK, found)
-    return found
+    return [_quantized(tensor, _levels(groups)) for tensor in tensors]
 
 
 def _levels(groups: Mapping[str, Any]) -> tuple[Communicator | None, Communicator]:
@@ -118,7 +91,7 @@ def _own_group(groups: Mapping[str, Any], kind: str) -> Communicator | None:
     return None
 
 
-def _quantized(tensor: Tensor, levels: tuple[Communicator | None, Communicator], encode: Encoder) -> Tensor:
+def _quantized(tensor: Tensor, levels: tuple[Communicator | None, Communicator]) -> Tensor:
     everyone = communicator(torch.distributed.group.WORLD)
     if tensor.dim() == 1 or tensor.numel() % (2 * everyone.size):
         if tensor.dim() != 1:
@@ -134,16 +107,16 @@ def _quantized(tensor: Tensor, levels: tuple[Communicator | None, Communicator],
         by_place = parts.view(across.size, near.size, numel).transpose(0, 1).reshape(-1)
         parts = torch.empty(across.size * numel, dtype=torch.float32, device=tensor.device)
         near.reduce_scatter(parts, by_place).wait()
-    total = _exchange(parts.view(across.size, numel), across, encode, _CODEC)
+    total = _exchange(parts.view(across.size, numel), across)
     return total.div_(everyone.size).to(tensor.dtype)
 
 
-def _exchange(parts: Tensor, ranks: Communicator, encode: Encoder, codec: Codec) -> Tensor:
+def _exchange(parts: Tensor, ranks: Communicator) -> Tensor:
     """fp32 sum over the ranks of this rank's row of ``parts`` [ranks, n]."""
-    sent = encode(parts)
+    sent = _CODEC.encode(parts)
     received = torch.empty_like(sent)
     ranks.all_to_all(received.view(-1), sent.view(-1)).wait()
     total = torch.zeros(parts.shape[-1], dtype=torch.float32, device=parts.device)
     for payload in received:
-        total.add_(codec.decode(payload, parts.shape[-1]))
+        total.add_(_CODEC.decode(payload, parts.shape[-1]))
     return total

@@ -29,22 +29,19 @@ from deepspeed import comm as dist
 from deepspeed.base.logging import logger
 from deepspeed.data.data_sampling.distributed_analyzer import Dist, DistributedDataAnalyzer
 from deepspeed.data.data_sampling.index_files import (
+    ACCUMULATED,
     PERCENTILES,
+    SINGLE,
     Counts,
+    batches_of,
+    checked_values,
     joined,
     merge_entries,
     merged,
+    numpy_dtype,
     write_groups,
 )
 from deepspeed.data.data_sampling.indexed_dataset import MMapIndexedDataset
-from deepspeed.data.data_sampling.metrics import (
-    ACCUMULATED,
-    SINGLE,
-    TestDataset,
-    batches_of,
-    checked_values,
-    numpy_dtype,
-)
 from deepspeed.data.data_sampling.utils import (
     close_mmap_dataset_builder,
     create_mmap_dataset_builder,
@@ -53,7 +50,7 @@ from deepspeed.data.data_sampling.utils import (
     split_index,
 )
 
-__all__ = ["DataAnalyzer", "Dist", "DistributedDataAnalyzer", "TestDataset"]
+__all__ = ["DataAnalyzer", "Dist", "DistributedDataAnalyzer"]
 
 _CHUNK = 1 << 20
 _SAY_EVERY_S = 10.0

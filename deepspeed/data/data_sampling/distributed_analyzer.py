@@ -13,8 +13,13 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 from deepspeed import comm as dist
-from deepspeed.data.data_sampling.index_files import merge_entries
-from deepspeed.data.data_sampling.metrics import ACCUMULATED, SINGLE, batches_of, checked_values
+from deepspeed.data.data_sampling.index_files import (
+    ACCUMULATED,
+    SINGLE,
+    batches_of,
+    checked_values,
+    merge_entries,
+)
 from deepspeed.data.data_sampling.utils import (
     close_mmap_dataset_builder,
     create_mmap_dataset_builder,
@@ -204,17 +209,6 @@ class Dist:
         if int(found[0]) == limits.max:
             raise ValueError("no rank has any values: the data set is empty")
         return int(found[0]), -int(found[1])
-
-    @staticmethod
-    def gather_v(
-        tensor: Tensor, dst: int, comm_group: Any, num_workers: int, worker_id: int
-    ) -> list[Tensor] | None:
-        """The tensors [n, ...] of all ranks, on rank ``dst`` of the group; None on the others."""
-        if not dist.is_initialized():
-            return [tensor]
-        found: list[Any] = [None] * num_workers
-        dist.all_gather_object(found, tensor.cpu(), group=comm_group)
-        return [each.to(tensor.device) for each in found] if worker_id == dst else None
 
     @staticmethod
     def sample_sort(tensor: Tensor, comm_group: Any, num_workers: int, n_samples: int = 100) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import IO, Any
 
@@ -40,11 +40,6 @@ def data_file_path(prefix_path: str | Path) -> str:
     return f"{prefix_path}.bin"
 
 
-def create_doc_idx(sizes: Sequence[int]) -> list[int]:
-    """Return the starts of the documents in a list of sentences whose documents are separated by empty ones."""
-    return [0, *(index + 1 for index, size in enumerate(sizes) if size == 0)]
-
-
 def read_longs(f: IO[bytes], n: int) -> np.ndarray:
     """``n`` numbers of 64 bits."""
     return np.frombuffer(f.read(8 * n), dtype=np.int64).copy()
@@ -52,19 +47,3 @@ def read_longs(f: IO[bytes], n: int) -> np.ndarray:
 
 def write_longs(f: IO[bytes], a: Iterable[int]) -> None:
     f.write(np.asarray(list(a), dtype=np.int64).tobytes())
-
-
-def exscan_from_cumsum_(arr: np.ndarray) -> None:
-    """Turn running sums into exclusive ones, in place: each becomes the sum of what lies before it."""
-    if arr.size:
-        arr[1:] = arr[:-1].copy()
-        arr[0] = 0
-
-
-def get_pointers_with_total(sizes: Any, elemsize: int, dtype: Any) -> tuple[np.ndarray, int]:
-    """The position in bytes of each entry in a data file of ``sizes`` elements each, and the length of the file."""
-    pointers = np.cumsum(np.asarray(sizes, dtype=dtype))
-    pointers *= elemsize
-    total = int(pointers[-1]) if pointers.size else 0
-    exscan_from_cumsum_(pointers)
-    return pointers, total

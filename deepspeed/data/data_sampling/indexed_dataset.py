@@ -22,10 +22,7 @@ from deepspeed.data.data_sampling.index_format import (
     CODES,
     MEGATRON_CODES,
     code,
-    create_doc_idx,
     data_file_path,
-    exscan_from_cumsum_,
-    get_pointers_with_total,
     index_file_path,
     read_longs,
     write_longs,
@@ -44,12 +41,9 @@ __all__ = [
     "MMapIndexedDataset",
     "MMapIndexedDatasetBuilder",
     "code",
-    "create_doc_idx",
     "data_file_path",
     "dataset_exists",
-    "exscan_from_cumsum_",
     "get_available_dataset_impl",
-    "get_pointers_with_total",
     "index_file_path",
     "infer_dataset_impl",
     "make_builder",
@@ -219,12 +213,6 @@ class MMapIndexedDataset(Dataset[Any]):
         """The first entry of each document, and the number of entries."""
         return self._index.doc_idx if self._docs is None else self._docs
 
-    def get_doc_idx(self) -> np.ndarray:
-        return self.doc_idx
-
-    def set_doc_idx(self, doc_idx_: Any) -> None:
-        self._docs = np.asarray(doc_idx_)
-
     @property
     def supports_prefetch(self) -> bool:
         return False
@@ -263,11 +251,6 @@ class MMapIndexedDatasetBuilder:
     def add_item_numpy(self, np_array: np.ndarray) -> None:
         self._data_file.write(np.ascontiguousarray(np_array, dtype=self._dtype).tobytes())
         self._sizes.append(np_array.size)
-
-    def add_items(self, arr_list: Any) -> None:
-        """Several entries."""
-        if arr_list:
-            self.add_flat(np.concatenate([np.ravel(each) for each in arr_list]), [len(e) for e in arr_list])
 
     def add_flat(self, values: np.ndarray, sizes: Any) -> None:
         """Several entries that lie end to end in ``values``; ``sizes``: elements of each."""

@@ -86,9 +86,6 @@ class IndexedDataset(Dataset[Any]):
     def __len__(self) -> int:
         return self._len
 
-    def num_tokens(self, index: int) -> int:
-        return int(self.sizes[index])
-
     def size(self, index: int) -> int:
         return int(self.sizes[index])
 

@@ -12,8 +12,8 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.base.logging import logger
 from deepspeed.data.data_sampling.data_analyzer import DataAnalyzer
+from deepspeed.data.data_sampling.index_files import SINGLE, batches_of
 from deepspeed.data.data_sampling.indexed_dataset import MMapIndexedDataset
-from deepspeed.data.data_sampling.metrics import SINGLE, batches_of
 
 _METRIC = "seqlen"
 _AT_ONCE = 256

@@ -17,7 +17,6 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from deepspeed.base.logging import logger
 from deepspeed.base.stateful import Loads, state_of
-from deepspeed.data.data_sampling.batch_following import BatchFollower, reads_batches
 from deepspeed.data.data_sampling.sequence_lengths import sequence_lengths
 from deepspeed.data.data_sampling.token_batches import TokenBatches, pack, scale_lr
 from deepspeed.data.data_sampling.variable_batch_loader import PadSample, VariableBatchLoader, units_of
@@ -26,7 +25,6 @@ from deepspeed.optim.lr_schedules import get_torch_optimizer, update_lr
 __all__ = [
     "VariableBatchSizeLR",
     "batch_by_seqlens",
-    "dataloader_for_variable_batch_size",
     "get_dataloader_and_lr_scheduler_for_variable_batch_size",
     "get_dataloader_and_lr_scheduler_for_variable_batch_size_deepspeed",
     "lr_scheduler_for_variable_batch_size",
@@ -92,41 +90,6 @@ def _say(packs: TokenBatches) -> None:
 
 
 # The loader ------------------------------------------------------------------------------------------------------
-
-
-def dataloader_for_variable_batch_size(
-    dataset: Any,
-    microbatch_ids: Sequence[tuple[int, list[int]]],
-    batch_max_seqlens: Sequence[int],
-    dataloader_rank: int = 0,
-    dataloader_batch_size: int = 1,
-    dataloader_num_replicas: int = 1,
-    dataloader_collate_fn: Collate | None = None,
-    dataloader_num_workers: int = 2,
-    dataloader_pin_memory: bool = False,
-    required_microbatches_of_same_seqlen: bool = False,
-    sample_padding_fn: PadSample | None = None,
-) -> tuple[VariableBatchLoader, dict[str, Any]]:
-    """A loader of what `batch_by_seqlens` returned, and arguments of ``engine.deepspeed_io`` that make the same one.
-
-    A micro-batch has the samples of ``dataloader_batch_size`` packs, which rank ``dataloader_rank`` of
-    ``dataloader_num_replicas`` takes in turn with the others. ``required_microbatches_of_same_seqlen``: every sample is
-    given to ``sample_padding_fn(sample, length)`` with the longest length of its batch. ValueError: it is missing.
-    """
-    pad = _pad(required_microbatches_of_same_seqlen, sample_padding_fn)
-    loader = VariableBatchLoader(
-        dataset,
-        microbatch_ids,
-        packs_per_step=dataloader_batch_size,
-        world_size=dataloader_num_replicas,
-        rank=dataloader_rank,
-        longest=batch_max_seqlens,
-        pad=pad,
-        collate_fn=dataloader_collate_fn,
-        num_workers=dataloader_num_workers,
-        pin_memory=dataloader_pin_memory,
-    )
-    return loader, _io_arguments(loader, dataloader_pin_memory)
 
 
 def _pad(required: bool, sample_padding_fn: PadSample | None) -> PadSample | None:
@@ -322,10 +285,11 @@ def get_dataloader_and_lr_scheduler_for_variable_batch_size(
         dataset_seqlens: tokens of each sample of ``dataset``, or of each one in ``dataset_filter_ids``.
         effective_batch_size: packs of a batch on all ranks, and the number of samples that the rates are meant for.
         dataset_filter_ids: the samples to use; None: all.
+        dataloader_batch_size: packs of a micro-batch; ranks take them in turn.
+        sample_padding_fn: pads a sample to a length, for micro-batches with sequences of one length.
 
-    The other arguments are those of `batch_by_seqlens`, `dataloader_for_variable_batch_size` and
-    `lr_scheduler_for_variable_batch_size`. ``loader.loss_weight`` is what the mean loss of the micro-batch given out
-    last has to be multiplied by, for each sample of a batch to count the same.
+    Others: those of `batch_by_seqlens` and `lr_scheduler_for_variable_batch_size`. The mean loss of the micro-batch
+    given out last, times ``loader.loss_weight``, makes each sample of a batch count the same.
 
     Raises:
         ValueError: an argument is not as described, or no batch can be filled.
@@ -501,3 +465,61 @@ def attach(engine: Any, loader: VariableBatchLoader) -> None:
         )
         engine.lr_scheduler = scheduler
     BatchFollower(engine, loader, scheduler)
+
+
+# Variable batches as the engine sees them while it trains: how much each micro-batch counts.
+
+
+def reads_batches(engine: Any) -> bool:
+    """Return whether the engine is a pipeline's, which reads whole batches itself."""
+    return hasattr(type(engine), "train_batch")
+
+
+class BatchFollower:
+    """The weight of each loss of ``engine``, in the order in which ``loader`` gave the micro-batches out.
+
+    They may be read ahead. A micro-batch ends with ``engine.step()``; after an exception those that were given out
+    count as lost, as the engine drops their gradients.
+    """
+
+    def __init__(self, engine: Any, loader: VariableBatchLoader, scheduler: Any) -> None:
+        self.engine, self.loader, self.scheduler = engine, loader, scheduler
+        self._updates = engine.global_steps
+        if isinstance(engine.loss_weight, BatchFollower):
+            engine.loss_weight.leave()
+        engine.loss_weight = self
+        if not reads_batches(engine):  # its micro-batches all count the same
+            loader.keep_weights()
+        self._subscribed = (("after_step", self._end), ("on_error", self._drop), ("on_load", self._resume))
+        for event, subscriber in self._subscribed:
+            engine.events.on(event, subscriber)
+
+    def leave(self) -> None:
+        for event, subscriber in self._subscribed:
+            self.engine.events.off(event, subscriber)
+
+    def __call__(self) -> float:
+        """The weight of the micro-batch that is trained now; 1 for data of another source."""
+        if not self.loader.to_train:
+            return 1.0
+        if self.engine.train_batch_size() != self.loader.per_batch:
+            raise ValueError(
+                f"train_batch_size={self.engine.train_batch_size()} was set after the batches had been made of "
+                f"{self.loader.per_batch} packs: make the loader again"
+            )
+        return self.loader.to_train[0]
+
+    def _end(self, **_: Any) -> None:
+        if self.loader.to_train:
+            self.loader.to_train.popleft()
+        updated = self.engine.global_steps != self._updates
+        self._updates = self.engine.global_steps
+        if updated and self.scheduler is not None and not self.engine.was_step_applied():
+            self.scheduler.skip()
+
+    def _drop(self, **_: Any) -> None:
+        if self.loader.to_train:
+            self.loader.to_train.clear()
+
+    def _resume(self, **_: Any) -> None:
+        self._updates = self.engine.global_steps

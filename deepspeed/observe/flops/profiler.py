@@ -13,17 +13,19 @@ from torch import nn
 
 from deepspeed.observe.flops import report, tree
 from deepspeed.observe.flops.counting import Counter, forget, running_counter
-from deepspeed.observe.flops.formatting import DEFAULT_PRECISION as DEFAULT_PRECISION
-from deepspeed.observe.flops.formatting import bytes_to_string as bytes_to_string
-from deepspeed.observe.flops.formatting import (
+from deepspeed.observe.flops.formulas import OpWork
+from deepspeed.observe.flops.report import DEFAULT_PRECISION as DEFAULT_PRECISION
+from deepspeed.observe.flops.report import (
+    FlopsTotals,
+    ModuleTimes,
+    RankCounts,
     duration_to_string,
     macs_to_string,
     number_to_string,
     params_to_string,
 )
-from deepspeed.observe.flops.formatting import flops_to_string as flops_to_string
-from deepspeed.observe.flops.formulas import OpWork
-from deepspeed.observe.flops.report import FlopsTotals, ModuleTimes, RankCounts
+from deepspeed.observe.flops.report import bytes_to_string as bytes_to_string
+from deepspeed.observe.flops.report import flops_to_string as flops_to_string
 from deepspeed.observe.flops.tree import get_module_duration as get_module_duration
 from deepspeed.observe.flops.tree import get_module_flops as get_module_flops
 from deepspeed.observe.flops.tree import get_module_macs as get_module_macs

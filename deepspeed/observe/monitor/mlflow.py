@@ -10,7 +10,7 @@ from typing import Any
 from deepspeed.observe.monitor.base import MonitorBackend, Point, flat
 from deepspeed.observe.monitor.utils import check_mlflow_availability
 
-MOST_PARAMETERS = 100
+MAX_PARAMETERS = 100
 """In a request, which MLflow limits."""
 
 
@@ -45,8 +45,8 @@ class MlflowMonitor(MonitorBackend):
     def _write_config(self, config: Mapping[str, Any]) -> None:
         entities: Any = importlib.import_module("mlflow.entities")
         rows = [entities.Param(name, str(value)) for name, value in flat(config).items()]
-        for at in range(0, len(rows), MOST_PARAMETERS):
-            self._client.log_batch(self.run_id, params=rows[at : at + MOST_PARAMETERS])
+        for at in range(0, len(rows), MAX_PARAMETERS):
+            self._client.log_batch(self.run_id, params=rows[at : at + MAX_PARAMETERS])
 
     def _write_artifact(self, path: str) -> None:
         self._client.log_artifact(self.run_id, path)

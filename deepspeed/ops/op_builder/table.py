@@ -15,12 +15,12 @@ class Op:
     says of what. ``sources`` are files in ``csrc/``. ``runs_on`` are the kinds of kernel that the op has: native ones
     for the host, Triton's for a GPU. Where it has none it runs in PyTorch, unless ``fallback`` is False (then the
     module has ``is_available``, and ``needs`` says what that depends on). ``on_host``: its tensors are in host memory,
-    whatever the accelerator is. ``part``: what its kernels compute, if PyTorch computes the rest.
+    whatever the accelerator is. ``part``: what its kernels compute, if PyTorch computes the rest. ``switch``: what the
+    build variable says for the op, where that is not its name.
     """
 
     name: str
     builder: str
-    build_var: str
     absolute_name: str
     module: str | None = None
     sources: tuple[str, ...] = ()
@@ -30,50 +30,43 @@ class Op:
     fallback: bool = True
     needs: str = "the native library"
     instead: str = ""
+    switch: str = ""
+
+    @property
+    def build_var(self) -> str:
+        return f"DS_BUILD_{(self.switch or self.name).upper()}"
 
 
-def _optimizer(name: str, builder: str, family: str, source: str, *, gpu: tuple[str, ...] = ()) -> Op:
+def _optimizer(name: str, builder: str, family: str, *, gpu: tuple[str, ...] = ()) -> Op:
     return Op(
-        name=name,
-        builder=builder,
-        build_var=f"DS_BUILD_{name.upper()}",
-        absolute_name=f"deepspeed.ops.{family}.{name}_op",
-        module=f"deepspeed.ops.{family}.{name}",
-        sources=(source,),
+        name,
+        builder,
+        f"deepspeed.ops.{family}.{name}_op",
+        f"deepspeed.ops.{family}.{name}",
+        sources=(f"csrc/{family}/{family}.cpp",),
         runs_on=("native", *gpu),
         on_host=name.startswith("cpu_"),
     )
 
 
-def _elsewhere(name: str, builder: str, absolute_name: str, instead: str, build_var: str = "") -> Op:
-    return Op(name, builder, build_var or f"DS_BUILD_{name.upper()}", absolute_name, instead=instead)
-
-
-_INIT_INFERENCE = "use deepspeed.init_inference, whose engine chooses its kernels itself"
 _FASTGEN = (
     "use deepspeed.inference.v2.engine_factory.build_hf_engine, whose engine chooses its kernels itself"
 )
 
 OPS: tuple[Op, ...] = (
-    _optimizer("cpu_adam", "CPUAdamBuilder", "adam", "csrc/adam/adam.cpp"),
-    _optimizer("cpu_adagrad", "CPUAdagradBuilder", "adagrad", "csrc/adagrad/adagrad.cpp"),
-    _optimizer("cpu_lion", "CPULionBuilder", "lion", "csrc/lion/lion.cpp"),
-    _optimizer("fused_adam", "FusedAdamBuilder", "adam", "csrc/adam/adam.cpp", gpu=("triton",)),
-    _optimizer("fused_lamb", "FusedLambBuilder", "lamb", "csrc/lamb/lamb.cpp"),
-    _optimizer("fused_lion", "FusedLionBuilder", "lion", "csrc/lion/lion.cpp"),
+    _optimizer("cpu_adam", "CPUAdamBuilder", "adam"),
+    _optimizer("cpu_adagrad", "CPUAdagradBuilder", "adagrad"),
+    _optimizer("cpu_lion", "CPULionBuilder", "lion"),
+    _optimizer("fused_adam", "FusedAdamBuilder", "adam", gpu=("triton",)),
+    _optimizer("fused_lamb", "FusedLambBuilder", "lamb"),
+    _optimizer("fused_lion", "FusedLionBuilder", "lion"),
+    Op("utils", "UtilsBuilder", "deepspeed.ops.utils_op", "deepspeed.ops.op_builder.flat_tensors"),
     Op(
-        name="utils",
-        builder="UtilsBuilder",
-        build_var="DS_BUILD_UTILS",
-        absolute_name="deepspeed.ops.utils_op",
-        module="deepspeed.ops.op_builder.flat_tensors",
-    ),
-    Op(
-        name="deepspeed_shm_comm",
-        builder="ShareMemCommBuilder",
-        build_var="DS_BUILD_SHM_COMM",
-        absolute_name="deepspeed.ops.comm.deepspeed_shm_comm_op",
-        module="deepspeed.comm.transports.shared_memory",
+        "deepspeed_shm_comm",
+        "ShareMemCommBuilder",
+        "deepspeed.ops.comm.deepspeed_shm_comm_op",
+        "deepspeed.comm.transports.shared_memory",
+        switch="shm_comm",
         sources=("csrc/comm/shared_memory.cpp", "csrc/comm/channel.cpp", "csrc/comm/combine.cpp"),
         runs_on=("native",),
         on_host=True,
@@ -81,11 +74,11 @@ OPS: tuple[Op, ...] = (
         instead="collectives inside a machine go through gloo",
     ),
     Op(
-        name="async_io",
-        builder="AsyncIOBuilder",
-        build_var="DS_BUILD_AIO",
-        absolute_name="deepspeed.ops.aio.async_io_op",
-        module="deepspeed.ops.aio.async_io",
+        "async_io",
+        "AsyncIOBuilder",
+        "deepspeed.ops.aio.async_io_op",
+        "deepspeed.ops.aio.async_io",
+        switch="aio",
         sources=tuple(
             f"csrc/aio/{name}.cpp" for name in ("engine", "buffers", "file", "transport", "io_uring")
         ),
@@ -93,121 +86,109 @@ OPS: tuple[Op, ...] = (
         on_host=True,
     ),
     Op(
-        name="gds",
-        builder="GDSBuilder",
-        build_var="DS_BUILD_GDS",
-        absolute_name="deepspeed.ops.gds.gds_op",
-        module="deepspeed.ops.gds.gds",
+        "gds",
+        "GDSBuilder",
+        "deepspeed.ops.gds.gds_op",
+        "deepspeed.ops.gds.gds",
         runs_on=("cuFile",),
         fallback=False,
         needs="an NVIDIA GPU and cuFile (GPUDirect Storage)",
         instead="use aio_handle, which takes GPU tensors too",
     ),
     Op(
-        name="pin_memory",
-        builder="PinMemoryBuilder",
-        build_var="DS_BUILD_PIN_MEMORY",
-        absolute_name="deepspeed.ops.pin_memory.pin_memory_op",
-        module="deepspeed.ops.aio.pin_memory",
+        "pin_memory",
+        "PinMemoryBuilder",
+        "deepspeed.ops.pin_memory.pin_memory_op",
+        "deepspeed.ops.aio.pin_memory",
         on_host=True,
     ),
-    _elsewhere(
+    Op(
         "deepspeed_ccl_comm",
         "CCLCommBuilder",
         "deepspeed.ops.comm.deepspeed_ccl_comm_op",
-        "use the gloo backend, beside which ranks of one machine communicate through shared memory",
-        "DS_BUILD_CCL_COMM",
+        switch="ccl_comm",
+        instead="use the gloo backend, beside which ranks of one machine communicate through shared memory",
     ),
-    _elsewhere(
+    Op(
         "dc",
         "DeepCompileBuilder",
         "deepspeed.ops.dc_op",
-        "use engine.compile(), whose passes over graphs need no kernels of their own",
-        "DS_BUILD_DEEP_COMPILE",
+        switch="deep_compile",
+        instead="use engine.compile(), whose passes over graphs need no kernels of their own",
     ),
     Op(
-        name="evoformer_attn",
-        builder="EvoformerAttnBuilder",
-        build_var="DS_BUILD_EVOFORMER_ATTN",
-        absolute_name="deepspeed.ops.evoformer_attn_op",
-        module="deepspeed.ops.deepspeed4science.evoformer_attn",
+        "evoformer_attn",
+        "EvoformerAttnBuilder",
+        "deepspeed.ops.evoformer_attn_op",
+        "deepspeed.ops.deepspeed4science.evoformer_attn",
         runs_on=("triton",),
     ),
     Op(
-        name="sparse_attn",
-        builder="SparseAttnBuilder",
-        build_var="DS_BUILD_SPARSE_ATTN",
-        absolute_name="deepspeed.ops.sparse_attention.sparse_attn_op",
-        module="deepspeed.ops.sparse_attention",
+        "sparse_attn",
+        "SparseAttnBuilder",
+        "deepspeed.ops.sparse_attention.sparse_attn_op",
+        "deepspeed.ops.sparse_attention",
         sources=("csrc/attention/sparse_attention.cpp",),
         runs_on=("native", "triton"),
     ),
     Op(
-        name="fp_quantizer",
-        builder="FPQuantizerBuilder",
-        build_var="DS_BUILD_FP_QUANTIZER",
-        absolute_name="deepspeed.ops.fp_quantizer.fp_quantizer_op",
-        module="deepspeed.ops.fp_quantizer",
+        "fp_quantizer",
+        "FPQuantizerBuilder",
+        "deepspeed.ops.fp_quantizer.fp_quantizer_op",
+        "deepspeed.ops.fp_quantizer",
         sources=("csrc/codec/small_floats.cpp",),
         runs_on=("native", "triton"),
     ),
     Op(
-        name="quantizer",
-        builder="QuantizerBuilder",
-        build_var="DS_BUILD_QUANTIZER",
-        absolute_name="deepspeed.ops.quantizer.quantizer_op",
-        module="deepspeed.ops.formats.op_quantizer",
+        "quantizer",
+        "QuantizerBuilder",
+        "deepspeed.ops.quantizer.quantizer_op",
+        "deepspeed.ops.formats.op_quantizer",
         sources=("csrc/codec/codecs.cpp",),
         runs_on=("native", "triton"),
         part="symmetric groups",
     ),
     Op(
-        name="random_ltd",
-        builder="RandomLTDBuilder",
-        build_var="DS_BUILD_RANDOM_LTD",
-        absolute_name="deepspeed.ops.random_ltd_op",
-        module="deepspeed.ops.random_ltd.dropping_utils",
+        "random_ltd",
+        "RandomLTDBuilder",
+        "deepspeed.ops.random_ltd_op",
+        "deepspeed.ops.random_ltd.dropping_utils",
     ),
     Op(
-        name="spatial_inference",
-        builder="SpatialInferenceBuilder",
-        build_var="DS_BUILD_SPATIAL_INFERENCE",
-        absolute_name="deepspeed.ops.spatial.spatial_inference_op",
-        module="deepspeed.ops.transformer.inference.bias_add",
+        "spatial_inference",
+        "SpatialInferenceBuilder",
+        "deepspeed.ops.spatial.spatial_inference_op",
+        "deepspeed.ops.transformer.inference.bias_add",
+    ),
+    *(
+        Op(
+            name,
+            builder,
+            f"deepspeed.ops.transformer.{name}_op",
+            "deepspeed.ops.transformer.transformer",
+            sources=("csrc/transformer/dropout.cpp",),
+            runs_on=("native", "triton"),
+            part="dropout",
+        )
+        for name, builder in (
+            ("transformer", "TransformerBuilder"),
+            ("stochastic_transformer", "StochasticTransformerBuilder"),
+        )
     ),
     Op(
-        name="transformer",
-        builder="TransformerBuilder",
-        build_var="DS_BUILD_TRANSFORMER",
-        absolute_name="deepspeed.ops.transformer.transformer_op",
-        module="deepspeed.ops.transformer.transformer",
-        sources=("csrc/transformer/dropout.cpp",),
-        runs_on=("native", "triton"),
-        part="dropout",
-    ),
-    Op(
-        name="stochastic_transformer",
-        builder="StochasticTransformerBuilder",
-        build_var="DS_BUILD_STOCHASTIC_TRANSFORMER",
-        absolute_name="deepspeed.ops.transformer.stochastic_transformer_op",
-        module="deepspeed.ops.transformer.transformer",
-        sources=("csrc/transformer/dropout.cpp",),
-        runs_on=("native", "triton"),
-        part="dropout",
-    ),
-    _elsewhere(
         "transformer_inference",
         "InferenceBuilder",
         "deepspeed.ops.transformer.inference.transformer_inference_op",
-        _INIT_INFERENCE,
+        instead="use deepspeed.init_inference, whose engine chooses its kernels itself",
     ),
-    _elsewhere("inference_core_ops", "InferenceCoreBuilder", f"{KERNELS}.inference_core_ops", _FASTGEN),
-    _elsewhere(
+    Op("inference_core_ops", "InferenceCoreBuilder", f"{KERNELS}.inference_core_ops", instead=_FASTGEN),
+    Op(
         "cutlass_ops",
         "InferenceCutlassBuilder",
         f"{KERNELS}.cutlass_ops",
-        "use deepspeed.ops.triton_ops.group_gemm_triton for products of experts, and FP_Quantize for small floats",
+        instead="use deepspeed.ops.triton_ops.group_gemm_triton for products of experts, and FP_Quantize for small "
+        "floats",
     ),
-    _elsewhere("ragged_device_ops", "RaggedOpsBuilder", f"{KERNELS}.ragged_ops.ragged_device_ops", _FASTGEN),
-    _elsewhere("ragged_ops", "RaggedUtilsBuilder", "deepspeed.inference.v2.ragged_ops", _FASTGEN),
+    Op("ragged_device_ops", "RaggedOpsBuilder", f"{KERNELS}.ragged_ops.ragged_device_ops", instead=_FASTGEN),
+    Op("ragged_ops", "RaggedUtilsBuilder", "deepspeed.inference.v2.ragged_ops", instead=_FASTGEN),
 )

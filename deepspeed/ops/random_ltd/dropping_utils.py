@@ -32,25 +32,6 @@ def gpt_sample_tokens(
     return indices, mask
 
 
-def bert_sample_tokens(
-    reserved_length: int,
-    seq_length: int,
-    batch_size: int,
-    layers: int = 1,
-    device: torch.device | str = "cpu",
-    attn_mask: Tensor | None = None,
-) -> tuple[Tensor, list[Tensor] | None]:
-    """Tokens that each layer of an encoder keeps, drawn with torch's generator of ``device``.
-
-    Returns:
-        Indices int64 [layers, batch, reserved], ascending; and for each layer the mask [batch, 1 or heads, reserved,
-        reserved] of its tokens, of ``attn_mask`` [batch or 1, 1 or heads, tokens, tokens].
-    """
-    indices = _sampled(reserved_length, seq_length, batch_size, layers, device)
-    masks = None if attn_mask is None else [square_at(attn_mask, layer) for layer in indices]
-    return indices, masks
-
-
 def square_at(mask: Tensor, indices: Tensor) -> Tensor:
     """``mask`` [batch or 1, ..., queries, keys] at ``indices`` [batch, kept] in both dimensions; a dimension of size 1
     stays."""

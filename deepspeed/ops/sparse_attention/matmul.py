@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepspeed.ops.sparse_attention.products import BlockIndex, sampled, times_dense
+from deepspeed.ops.sparse_attention.softmax import BlockIndex, sampled, times_dense
 
 _MODES = ("sdd", "dsd", "dds")
 

@@ -23,7 +23,6 @@ from deepspeed.parallel.expert.metrics import RouteWatch
 from deepspeed.parallel.expert.routes import (
     Routes,
     capacity_of,
-    gumbel_noise,
     top1_routes,
     top2_routes,
     topk_routes,
@@ -39,7 +38,6 @@ __all__ = [
     "TopKGate",
     "_AllToAll",
     "einsum",
-    "gumbel_rsample",
     "multiplicative_jitter",
     "top1gating",
     "top2gating",
@@ -62,11 +60,6 @@ def multiplicative_jitter(x: Tensor, device: torch.device | str, epsilon: float 
     if epsilon == 0:
         return x
     return x * torch.empty_like(x, device=device).uniform_(1.0 - epsilon, 1.0 + epsilon)
-
-
-def gumbel_rsample(shape: tuple[int, ...], device: torch.device | str) -> Tensor:
-    """Samples of the standard Gumbel distribution, fp32."""
-    return gumbel_noise(torch.empty(shape, device=device))
 
 
 def einsum(rule: str, a: Tensor, b: Tensor) -> Tensor:

@@ -31,8 +31,7 @@ from deepspeed.comm.topology import (
 from deepspeed.config.constants import PIPE_REPLICATED
 from deepspeed.config.problems import DeepSpeedConfigError
 from deepspeed.parallel.pipeline.errors import PipelineError
-from deepspeed.parallel.pipeline.partition import check_bounds, stage_of
-from deepspeed.parallel.pipeline.partitioned import Partitioned
+from deepspeed.parallel.pipeline.partitioned import Partitioned, check_bounds, stage_of
 from deepspeed.parallel.pipeline.schedules.orders import place_on_chain, stage_on_chain
 from deepspeed.parallel.pipeline.simulated import MetaModel, as_meta
 from deepspeed.parallel.pipeline.specs import Layer, LayerSpec, TiedLayerSpec, type_name
@@ -54,7 +53,7 @@ class PipelineModule(Partitioned, nn.Module):
         loss_fn: ``loss_fn(outputs, labels)``, called on the last stage. None: the outputs are the loss.
         seed_layers: seed random numbers before a layer is built and before it runs, so that they do not depend on
             which stage it is on. ``seed_fn(seed)`` does so, if given; seeds count from ``base_seed``.
-        partition_method: "uniform", "parameters", "type:regex" or "profile" (``parallel/pipeline/partition.py``).
+        partition_method: "uniform", "parameters", "type:regex" or "profile" (``parallel/pipeline/partitioned.py``).
         activation_checkpoint_interval: layers per checkpointed region; 0: none.
         activation_checkpoint_func: ``func(function, *inputs)``.
         checkpointable_layers: names of the classes of layers that are checkpointed; None: all with parameters.

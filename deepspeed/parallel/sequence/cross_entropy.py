@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from deepspeed.base.logging import warning_once
 from deepspeed.base.untraced import untraced
@@ -119,41 +119,6 @@ def vocab_sequence_parallel_cross_entropy(
     )
 
 
-class VocabParallelCrossEntropyLoss(nn.Module):
-    """`vocab_parallel_cross_entropy` as a module."""
-
-    def __init__(
-        self,
-        tp_group: Any = None,
-        sp_group: Any = None,
-        vocab_start_index: int | None = None,
-        vocab_end_index: int | None = None,
-        ignore_index: int = -100,
-        reduction: str = "mean",
-        gather_sequence_loss: bool = False,
-        backend: str = "torch",
-    ) -> None:
-        super().__init__()
-        self.tp_group, self.sp_group = tp_group, sp_group
-        self.vocab_start_index, self.vocab_end_index = vocab_start_index, vocab_end_index
-        self.ignore_index, self.reduction = ignore_index, reduction
-        self.gather_sequence_loss, self.backend = gather_sequence_loss, backend
-
-    def forward(self, vocab_parallel_logits: Tensor, target: Tensor) -> Tensor:
-        return vocab_parallel_cross_entropy(
-            vocab_parallel_logits,
-            target,
-            self.tp_group,
-            self.sp_group,
-            self.vocab_start_index,
-            self.vocab_end_index,
-            ignore_index=self.ignore_index,
-            reduction=self.reduction,
-            gather_sequence_loss=self.gather_sequence_loss,
-            backend=self.backend,
-        )
-
-
 class VocabParallelCausalLMLoss:
     """The ``loss_function`` of a Transformers model whose head leaves its logits in parts.
 
@@ -233,11 +198,6 @@ class VocabParallelCausalLMLoss:
                 f"{logits.shape[-1]} from {self.vocab_start_index} on: make a VocabParallelCausalLMLoss for each head"
             )
         return part
-
-
-def validate_vocab_parallel_loss(model: Any) -> None:
-    """ValueError: ``model`` has no ``loss_function`` that can be replaced. It is as before afterwards."""
-    model.loss_function = _replaced(model, VocabParallelCausalLMLoss())
 
 
 def configure_vocab_parallel_loss(

@@ -32,8 +32,6 @@ __all__ = [
     "apply_rotary_pos_emb",
     "apply_rotary_pos_emb_backward",
     "bias_gelu",
-    "bias_gelu_back",
-    "update_out_and_lse",
 ]
 
 
@@ -258,12 +256,6 @@ class _FPDTGPUOffloadingAttentionImpl_:
         return out.unflatten(-1, (-1, size)).transpose(0, 1).contiguous()
 
 
-class _FPDTGPUAttentionImpl_(_FPDTGPUOffloadingAttentionImpl_):
-    """The same, with its chunks on the device."""
-
-    offloads = False
-
-
 class FPDT_FFN(TiledFunction):
     """``FPDT_FFN.apply(x, w1, b1, w2, b2, add_bias, chunk_size)``: a feed-forward layer with GELU (by tanh) in chunks.
 
@@ -326,40 +318,6 @@ class FPDT_LogitsLoss(TiledFunction):
 def bias_gelu(x: Tensor) -> Tensor:
     """GELU, approximated by tanh (D. Hendrycks, K. Gimpel, 2016)."""
     return nn.functional.gelu(x, approximate="tanh")
-
-
-def bias_gelu_back(g: Tensor, x: Tensor) -> Tensor:
-    """The gradient of ``x`` in `bias_gelu`, from that of its result."""
-    return torch.ops.aten.gelu_backward(g, x, approximate="tanh")
-
-
-def update_out_and_lse(
-    out: Tensor | None, lse: Tensor | None, block_out: Tensor, block_lse: Tensor, slice_: Any = None
-) -> tuple[Tensor, Tensor]:
-    """Join the attention to one more block of keys with that to those before.
-
-    Args:
-        out: [batch, tokens, heads, size], fp32, or None before the first block.
-        lse: its log-sum-exp [batch, tokens, heads, 1], fp32, or None.
-        block_out: like ``out``, any dtype; ``block_lse``: [batch, heads, tokens].
-        slice_: an index of ``out`` and ``lse``: the rows that the block belongs to. They are changed in place.
-
-    RuntimeError: ``slice_`` with the first block.
-    """
-    wide, theirs = block_out.float(), block_lse.float().transpose(1, 2).unsqueeze(-1)
-    if out is None or lse is None:
-        if slice_ is not None:
-            raise RuntimeError("update_out_and_lse: the first block belongs to all rows; slice_ must be None")
-        return wide, theirs
-    if slice_ is not None:
-        out[slice_], lse[slice_] = _join(out[slice_], lse[slice_], wide, theirs)
-        return out, lse
-    return _join(out, lse, wide, theirs)
-
-
-def _join(out: Tensor, lse: Tensor, other: Tensor, theirs: Tensor) -> tuple[Tensor, Tensor]:
-    share = torch.sigmoid(theirs - lse)  # of the block in the sum of both weights
-    return out + share * (other - out), torch.logaddexp(lse, theirs)
 
 
 def _in_tiles(

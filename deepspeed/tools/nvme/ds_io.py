@@ -11,8 +11,15 @@ from collections.abc import Sequence
 
 from deepspeed.base.tool_arguments import ends_quietly
 from deepspeed.tools import parsers
-from deepspeed.tools.nvme.engines import HANDLES, Transfer
-from deepspeed.tools.nvme.measure import MeasurePlan, aio_section, check_devices, speeds, summary
+from deepspeed.tools.nvme.measure import (
+    HANDLES,
+    MeasurePlan,
+    Transfer,
+    aio_section,
+    check_devices,
+    speeds,
+    summary,
+)
 
 
 def plans(args: argparse.Namespace) -> list[MeasurePlan]:

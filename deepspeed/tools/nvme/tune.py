@@ -17,8 +17,7 @@ from tqdm import tqdm
 
 from deepspeed.base.tool_arguments import ends_quietly
 from deepspeed.tools import parsers
-from deepspeed.tools.nvme.engines import Transfer
-from deepspeed.tools.nvme.measure import FLAGS, MeasurePlan, aio_section, check_devices, speeds
+from deepspeed.tools.nvme.measure import FLAGS, MeasurePlan, Transfer, aio_section, check_devices, speeds
 
 DEFAULT_SPACE: dict[str, list[Any]] = {
     "block_size": ["1M", "8M"],

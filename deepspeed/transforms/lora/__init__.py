@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from deepspeed.transforms.lora.config import LoRAConfig, QuantizationConfig
 from deepspeed.transforms.lora.context import Init, init_lora
-from deepspeed.transforms.lora.merging import merged_state_dict
-from deepspeed.transforms.lora.optimized_linear import OptimizedLinear
+from deepspeed.transforms.lora.optimized_linear import OptimizedLinear, merged_state_dict
 
 __all__ = ["Init", "LoRAConfig", "OptimizedLinear", "QuantizationConfig", "init_lora", "merged_state_dict"]

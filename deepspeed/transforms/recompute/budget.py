@@ -6,32 +6,34 @@ When it ends, the ranks agree on what they counted, and ``choosing.py`` decides 
 Counted is what runs, so parallel layers, adapters and autocast are in it.
 
 A block that keeps less than everything runs under torch's non-reentrant checkpoint, with the results that were
-chosen kept (``kept_results.py``): the same operations with the same random numbers, so the same bits.
+chosen kept (below): the same operations with the same random numbers, so the same bits.
 """
 
 from __future__ import annotations
 
 import copy
+import zlib
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_leaves
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from deepspeed.base.logging import log_dist
 from deepspeed.base.memory import GIB
 from deepspeed.base.transforms import inside_transform
+from deepspeed.comm.collectives import Communicator
+from deepspeed.comm.mesh import ProcessMesh
 from deepspeed.config.problems import DeepSpeedConfigError
 from deepspeed.transforms.recompute import checkpointing
-from deepspeed.transforms.recompute.agreement import AgreeingRanks, agree
+from deepspeed.transforms.recompute.checkpointing import SWITCH
 from deepspeed.transforms.recompute.choosing import Block, BudgetTooSmall, Counted, RecomputeChoice, choose
-from deepspeed.transforms.recompute.kept_results import keeping
-from deepspeed.transforms.recompute.model_layers import SWITCH
-from deepspeed.transforms.recompute.recorded import BlockRecord, Key, SavedBytes, record_block
+from deepspeed.transforms.recompute.recorded import BlockRecord, Key, SavedBytes, is_counted, record_block
 from deepspeed.zero.gather_units import blocks_of
 
 KEY = "activation_checkpointing.memory_budget"
@@ -330,3 +332,164 @@ def _size(nbytes: int) -> str:
 
 def _limit(limit: float) -> str:
     return f"{limit:.0%}" if limit <= 1 else _size(int(limit))
+
+
+# Ranks that run one model decide alike: each counts its own batch, and the largest numbers of all count.
+
+
+class AgreeingRanks:
+    """Those with the same layers: replicas, and those that share each layer or sequence."""
+
+    def __init__(self, mesh: ProcessMesh, module: nn.Module) -> None:
+        self._mesh = mesh
+        self._module = module
+
+    def __deepcopy__(self, memo: object) -> AgreeingRanks:
+        return self
+
+    @property
+    def groups(self) -> list[Communicator]:
+        """The largest of all is the largest along one axis after the other: a model-parallel unit may have no group
+        of all."""
+        axes = (("dp", "sp"), ("tp",))
+        return [self._mesh.communicator(*names) for names in axes if self._mesh.size(*names) > 1]
+
+    def largest(self, numbers: list[int]) -> list[int]:
+        """Elementwise, over all ranks. Collective."""
+        device = next((p.device for p in self._module.parameters()), torch.device("cpu"))
+        values = torch.tensor(numbers, dtype=torch.int64, device=device)
+        for group in self.groups:
+            group.all_reduce_max(values).wait()
+        return values.tolist()
+
+    def alike(self, number: int) -> bool:
+        """Return whether ``number`` is the same on all ranks. Collective."""
+        high, low = self.largest([number, -number])
+        return high == -low
+
+
+def agree(counted: Counted, ranks: AgreeingRanks) -> Counted:
+    """The largest bytes and FLOPs of all ranks, which may have batches of different sizes. Where their blocks do not
+    run the same operations (experts without tokens), only whole blocks are chosen from.
+
+    Raises:
+        RuntimeError: their blocks run in different orders.
+    """
+    if not ranks.groups:
+        return counted
+    if not ranks.alike(_digest(counted.blocks)):
+        raise RuntimeError(
+            "activation_checkpointing.memory_budget: the ranks run the blocks of the model in different orders, or of "
+            "different kinds, in the first forward; it needs the same ones on every rank"
+        )
+    kinds = list(counted.kinds)
+    if not ranks.alike(_digest([[str(op.key) for op in record.ops] for record in kinds])):
+        kinds = [_without_choices(record) for record in kinds]
+    outside, before = ranks.largest([counted.outside, counted.before])
+    return replace(counted, kinds=[_largest(each, ranks) for each in kinds], outside=outside, before=before)
+
+
+def _digest(value: object) -> int:
+    return zlib.crc32(repr(value).encode())
+
+
+def _without_choices(record: BlockRecord) -> BlockRecord:
+    """One operation that does everything."""
+    ops = record.ops[: record.needed]
+    if not ops:
+        return record
+    flops, cost = sum(op.flops for op in ops), sum(op.cost for op in ops)
+    return replace(record, ops=(replace(ops[0], flops=flops, cost=cost, keepable=False),), needed=1)
+
+
+def _largest(record: BlockRecord, ranks: AgreeingRanks) -> BlockRecord:
+    numbers = [record.needed, record.inputs, record.saved]
+    for op in record.ops:
+        numbers += [op.flops, op.cost, op.out, not op.keepable, op.saved]
+    needed, inputs, saved, *rest = ranks.largest([int(number) for number in numbers])
+    ops = [
+        replace(
+            op,
+            flops=rest[place],
+            cost=rest[place + 1],
+            out=rest[place + 2],
+            keepable=not rest[place + 3],
+            saved=bool(rest[place + 4]),
+        )
+        for op, place in zip(record.ops, range(0, len(rest), 5), strict=True)
+    ]
+    return replace(record, ops=tuple(ops), needed=needed, inputs=inputs, saved=saved)
+
+
+# Results of chosen operations of a checkpointed region, kept from its first run and used in its second one.
+#
+# (Selective recomputation: Korthikanti et al., *Reducing Activation Recomputation in Large Transformer Models*, 2022.)
+
+
+class _Numbering(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self._counts: dict[Any, int] = {}
+
+    def __enter__(self) -> Any:
+        self._counts.clear()
+        return super().__enter__()
+
+    def key(self, func: Any) -> Key:
+        position = self._counts.get(func, 0)
+        self._counts[func] = position + 1
+        return func, position
+
+
+class _Keep(_Numbering):
+    """The first run."""
+
+    def __init__(self, chosen: Collection[Key], kept: dict[Key, Any]) -> None:
+        super().__init__()
+        self._chosen, self._kept = chosen, kept
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        outputs = func(*args, **(kwargs or {}))
+        if is_counted(func) and (key := self.key(func)) in self._chosen:
+            self._kept[key] = tree_map_only(Tensor, lambda t: (t.detach(), t._version), outputs)
+        return outputs
+
+
+class _Reuse(_Numbering):
+    """The second run, and any after it."""
+
+    def __init__(self, kept: dict[Key, Any]) -> None:
+        super().__init__()
+        self._kept = kept
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if is_counted(func):
+            found = self._kept.get(self.key(func))
+            if found is not None:
+                return _unchanged(func, found)
+        return func(*args, **(kwargs or {}))
+
+
+def _unchanged(func: Any, kept: Any) -> Any:
+    if (
+        isinstance(kept, tuple)
+        and len(kept) == 2
+        and isinstance(kept[0], Tensor)
+        and isinstance(kept[1], int)
+    ):
+        tensor, version = kept
+        if tensor._version != version:
+            raise RuntimeError(
+                f"the result of {func} was changed in place after it was kept for recomputation: the block computes "
+                "something else than when it was counted; leave activation_checkpointing.memory_budget out"
+            )
+        return tensor.detach()
+    if isinstance(kept, (tuple, list)):
+        return type(kept)(_unchanged(func, each) for each in kept)
+    return kept
+
+
+def keeping(chosen: Collection[Key]) -> tuple[_Keep, _Reuse]:
+    """Contexts of the first and of the second run of a region (``context_fn`` of ``torch.utils.checkpoint``)."""
+    kept: dict[Key, Any] = {}
+    return _Keep(chosen, kept), _Reuse(kept)

@@ -7,10 +7,9 @@ import torch
 from torch import nn
 
 from deepspeed.parallel.pipeline.errors import PipelineError
-from deepspeed.parallel.pipeline.messages.encoding import describe, pack, rebuild, specs, total_bytes, unpack
+from deepspeed.parallel.pipeline.messages.channel import describe, pack, rebuild, specs, total_bytes, unpack
 from deepspeed.parallel.pipeline.module import LayerSpec, TiedLayerSpec
-from deepspeed.parallel.pipeline.partition import partition, stage_of
-from deepspeed.parallel.pipeline.partitioned import measure
+from deepspeed.parallel.pipeline.partitioned import measure, partition, stage_of
 from deepspeed.parallel.pipeline.specs import trained_numel
 
 LAYERS = [

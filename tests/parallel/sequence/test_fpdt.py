@@ -168,12 +168,10 @@ def test_over_ranks(world_size: int, offload: bool) -> None:
         assert_equal(sums, of_weights)
 
 
-@pytest.mark.parametrize(
-    "kind", [fpdt_layer._FPDTGPUAttentionImpl_, fpdt_layer._FPDTGPUOffloadingAttentionImpl_]
-)
 @distributed(world_size=2)
-def test_attention_without_its_second_projection(kind: Any) -> None:
-    """The names that scripts of long contexts apply: [batch, own tokens, heads, size]."""
+def test_attention_without_its_second_projection() -> None:
+    """The name that scripts of long contexts apply: [batch, own tokens, heads, size]."""
+    kind = fpdt_layer._FPDTGPUOffloadingAttentionImpl_
     rank, heads, kv_heads, length, chunks = dist.get_rank(), 4, 2, 24, 3
     x, _ = sequence(length)
     first, bias, *_ = weights(heads, kv_heads)
@@ -347,38 +345,11 @@ def test_a_model_in_chunks_trains_as_the_plain_one(stage: int) -> None:
 
 
 def test_small_functions() -> None:
-    x, g = torch.randn(2, 5, dtype=torch.float64).unbind()
-    leaf = x.clone().requires_grad_()
-    (expected,) = torch.autograd.grad(fpdt_layer.bias_gelu(leaf), leaf, g)
-    assert_equal([fpdt_layer.bias_gelu_back(g, x)], [expected])
     t, cosines, sines = torch.randn(3, 4, 1, 1, 6, dtype=torch.float64).unbind()
     t = torch.randn(4, 2, 3, 8, dtype=torch.float64, requires_grad=True)
     grad = torch.randn_like(t)
     (expected,) = torch.autograd.grad(apply_rotary_pos_emb(t, cosines, sines), t, grad)
     assert_equal([fpdt_layer.apply_rotary_pos_emb_backward(grad, cosines, sines)], [expected])
-
-
-def test_update_out_and_lse() -> None:
-    scores, values = torch.randn(2, 3, 4, 10), torch.randn(2, 3, 10, 5)  # [batch, heads, tokens, keys]
-    out, lse = None, None
-    for part in (slice(0, 6), slice(6, 10)):
-        block = (scores[..., part].softmax(-1) @ values[..., part, :]).transpose(1, 2)
-        out, lse = fpdt_layer.update_out_and_lse(out, lse, block, scores[..., part].logsumexp(-1))
-    assert out is not None and lse is not None
-    assert_equal(
-        [out, lse[..., 0].transpose(1, 2)],
-        [(scores.softmax(-1) @ values).transpose(1, 2), scores.logsumexp(-1)],
-    )
-    late = (slice(None), slice(2, None))
-    before = out[:, :2].clone()
-    more = torch.zeros(2, 3, 2)
-    out, lse = fpdt_layer.update_out_and_lse(out, lse, torch.zeros(2, 2, 3, 5), more, late)
-    assert torch.equal(out[:, :2], before)
-    both = torch.cat([scores[:, :, 2:], more.unsqueeze(-1)], -1)
-    zeros = torch.cat([values, torch.zeros(2, 3, 1, 5)], 2)
-    assert_equal([out[:, 2:]], [(both.softmax(-1) @ zeros).transpose(1, 2)])
-    with pytest.raises(RuntimeError, match="slice_ must be None"):
-        fpdt_layer.update_out_and_lse(None, None, before, more, late)
 
 
 class Log(SideStream):

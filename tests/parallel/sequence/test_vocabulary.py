@@ -15,9 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from deepspeed.compat.module_inject.layers import VocabParallelLinear
 from deepspeed.parallel.sequence.cross_entropy import (
     VocabParallelCausalLMLoss,
-    VocabParallelCrossEntropyLoss,
     configure_vocab_parallel_loss,
-    validate_vocab_parallel_loss,
     vocab_parallel_cross_entropy,
     vocab_sequence_parallel_cross_entropy,
 )
@@ -129,10 +127,11 @@ def test_cross_entropy(world_size: int, reduction: str) -> None:
     )
     wanted = wanted.view(5, 2) if reduction == "none" else wanted
     part, group = own(whole), dist.group.WORLD
-    module = VocabParallelCrossEntropyLoss(group, ignore_index=77, reduction=reduction, **bounds())
-    same(module(part, target), part, wanted, whole)
-    found = vocab_parallel_cross_entropy(part, target, group, ignore_index=77, reduction=reduction)
-    same(found, part, wanted, whole)
+    for known in (bounds(), {}):
+        found = vocab_parallel_cross_entropy(
+            part, target, group, ignore_index=77, reduction=reduction, **known
+        )
+        same(found, part, wanted, whole)
 
 
 @pytest.mark.parametrize("chunk_size", [None, 1, 3, 100])
@@ -236,8 +235,6 @@ def test_losses_of_causal_models() -> None:
     part = own(whole)
     for original in (print, nn.CrossEntropyLoss()):
         model = Model(original)
-        validate_vocab_parallel_loss(model)
-        assert model.loss_function is original
         head = SimpleNamespace(mp_group=group, **bounds())
         assert configure_vocab_parallel_loss(model, head) is model
         assert model._deepspeed_original_loss_function is original
@@ -250,7 +247,7 @@ def test_losses_of_causal_models() -> None:
             model.loss_function(part[..., :1], labels)
     for model in (nn.Linear(1, 1), Stubborn()):
         with pytest.raises(ValueError, match="gather_output=True"):
-            validate_vocab_parallel_loss(model)
+            configure_vocab_parallel_loss(model, SimpleNamespace(mp_group=group, **bounds()))
 
 
 @distributed(world_size=2)

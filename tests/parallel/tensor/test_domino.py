@@ -16,17 +16,15 @@ from torch.nn import functional
 import deepspeed
 from deepspeed.comm.collectives import Communicator
 from deepspeed.parallel.tensor.domino import halves
-from deepspeed.parallel.tensor.domino.async_linear import (
-    DominoAsyncColumnParallelLinear,
-    RowParallelLinearNoComm,
-)
 from deepspeed.parallel.tensor.domino.transformer import (
     AttnMaskType,
+    DominoAsyncColumnParallelLinear,
     DominoTransformer,
     DominoTransformerLayer,
     DominoUtil,
     ModelType,
     NoOper,
+    RowParallelLinearNoComm,
     ShardedAttention,
 )
 from tests.pool import distributed

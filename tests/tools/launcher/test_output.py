@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from deepspeed.tools.launcher.output import Prefixed
+from deepspeed.tools.launcher.agent import Prefixed
 from tests.tools.launcher.programs import deepspeed
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")

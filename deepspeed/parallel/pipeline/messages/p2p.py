@@ -1,4 +1,4 @@
-"""The documented functions that send tensors and objects from one stage to a neighbour, for loops of one's own.
+"""The documented functions that send tensors from one stage to a neighbour, for loops of one's own.
 
 The engine does not use them: its channels (``channel.py``) also tell the other side what comes.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -26,11 +25,6 @@ class _P2PState:
 
 
 _state = _P2PState()
-
-
-def can_send_recv() -> bool:
-    """Return whether torch.distributed can send to a single rank: always, in the supported releases of torch."""
-    return True
 
 
 def init_process_groups(grid: PipelineParallelGrid) -> None:
@@ -74,19 +68,6 @@ def wait() -> None:
     get_accelerator().synchronize()
 
 
-def send_obj(msg: Any, dest: int) -> None:
-    """Send anything that can be pickled to the rank ``dest``, which calls ``recv_obj``."""
-    dist.send_object_list([msg], dest, device=_device())
-
-
-def recv_obj(sender: int) -> Any:
-    """Receive what rank ``sender`` sends with ``send_obj``; tensors arrive on this rank's device. The message is
-    unpickled, which can run code: the ranks of a job trust each other."""
-    message: list[Any] = [None]
-    dist.recv_object_list(message, sender, device=_device())
-    return _moved(message[0])
-
-
 def _neighbour(stage: int) -> tuple[PipelineParallelGrid, int]:
     grid = _state.grid
     if grid is None:
@@ -100,18 +81,3 @@ def _neighbour(stage: int) -> tuple[PipelineParallelGrid, int]:
 def _start(work: Any, tensor: Tensor) -> Any:
     _state.pending.append((work, tensor))
     return work
-
-
-def _device() -> torch.device:
-    """Return the device from which objects are sent: device backends send from their own memory only."""
-    if dist.get_backend() == "gloo":
-        return torch.device("cpu")
-    return torch.device(get_accelerator().current_device_name())
-
-
-def _moved(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.to(get_accelerator().current_device_name())
-    if isinstance(value, dict):
-        return {key: _moved(item) for key, item in value.items()}
-    return type(value)(map(_moved, value)) if type(value) in (tuple, list) else value

@@ -13,6 +13,7 @@ outside; such a tensor has to be an argument, as nobody could give it its gradie
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +23,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from deepspeed.base.untraced import untraced
-from deepspeed.parallel.sequence.tiled.recompute_context import RecomputeContext
+from deepspeed.transforms.recompute.checkpointing import get_cuda_rng_tracker
 from deepspeed.zero.gathering.retention import KeptWhole
 
 
@@ -313,3 +314,56 @@ def _leaves(result: Tensor, own: Sequence[Any], begin: int) -> tuple[list[Tensor
         else:
             waiting.extend(following for following, _ in node.next_functions)
     return leaves, nodes
+
+
+# The state that a recomputation must find as the first run found it: random states and autocast.
+
+
+class RecomputeContext:
+    """Taken where a forward begins. The cache of autocast is off, as a cast weight would outlive its tile's graph."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.casts = torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
+        self.dtype = torch.get_autocast_dtype(device.type) if self.casts else None
+        self.random = self._random_states()
+        self.tracker = get_cuda_rng_tracker()
+        self.named = self.tracker.get_states()
+
+    def _random_states(self) -> list[torch.Tensor]:
+        states = [torch.get_rng_state()]
+        if self._has_generator:
+            states.append(self._device_module.get_rng_state(self.device))
+        return states
+
+    def _set_random_states(self, states: list[torch.Tensor]) -> None:
+        torch.set_rng_state(states[0])
+        if self._has_generator:
+            self._device_module.set_rng_state(states[1], self.device)
+
+    @property
+    def _has_generator(self) -> bool:
+        return self.device.type not in ("cpu", "meta")
+
+    @property
+    def _device_module(self) -> Any:
+        return torch.get_device_module(self.device)
+
+    @contextlib.contextmanager
+    def of_forward(self) -> Iterator[None]:
+        if not self.casts:
+            yield
+            return
+        with torch.autocast(self.device.type, self.dtype, cache_enabled=False):
+            yield
+
+    @contextlib.contextmanager
+    def again(self) -> Iterator[None]:
+        """Random numbers are drawn once more as in the forward, and afterwards go on as if none had been."""
+        now = self._random_states()
+        self._set_random_states(self.random)
+        try:
+            with self.tracker.replay(self.named), self.of_forward():
+                yield
+        finally:
+            self._set_random_states(now)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Container, Mapping, Sequence
-from dataclasses import replace
+from collections import Counter, defaultdict
+from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
+from torch.fx import Node
 
 from deepspeed.parallel.tensor.planning.attributes import changes
 from deepspeed.parallel.tensor.planning.checking import Misfit, parts_of
-from deepspeed.parallel.tensor.planning.gradients import find_sums
 from deepspeed.parallel.tensor.planning.ordering import in_own_order
 from deepspeed.parallel.tensor.planning.plan import (
     ArgumentChange,
@@ -20,10 +22,10 @@ from deepspeed.parallel.tensor.planning.plan import (
     TensorParallelPlan,
     VocabularyPlan,
 )
-from deepspeed.parallel.tensor.planning.repeated import Repeated, expanded, shorten
 from deepspeed.parallel.tensor.planning.rules import Rules, author_rules, confirmed, plan_by_rules
 from deepspeed.parallel.tensor.planning.solving import Solution, kind_of, solve
 from deepspeed.parallel.tensor.planning.trace import Trace, TraceError, example_inputs, trace, traceable_copy
+from deepspeed.parallel.tensor.planning.values import FREE, PLAIN, SPLIT, Followed, Value, source
 from deepspeed.parallel.tensor.planning.vocabulary import find_vocabulary
 
 _ATTEMPTS = 10
@@ -176,3 +178,221 @@ def _shared_name(path: str, input_name: str | None) -> str | None:
     block = re.match(r".*\.\d+(?=\.)", path)
     owner = block.group() if block else path.rpartition(".")[0]
     return None if input_name is None else f"{owner}:{input_name}"
+
+
+# Places where gradients are summed, so that tensors held by all ranks get the whole gradient, once.
+#
+# Going backward through the graph: a tensor that all ranks have has its *whole* gradient on each of them, or only the
+# *part* of this rank's heads. A column-parallel layer can sum that of its input; where a tensor is used in a split
+# region in other ways too (keys that all heads share), it is summed where the tensor comes from.
+
+_WHOLE, _PART, _INPUT = "whole", "part", "input"
+
+
+@dataclass(slots=True)
+class Sums:
+    """``inputs``: weight of a column layer -> a name of its input, None if it is not to sum; ``outputs``: weights of
+    layers whose output's gradient is summed; ``params``: those whose own gradient is."""
+
+    inputs: dict[str, str | None] = field(default_factory=dict)
+    outputs: list[str] = field(default_factory=list)
+    params: list[str] = field(default_factory=list)
+
+
+def find_sums(trace: Trace, followed: Followed) -> Sums:
+    """Find the places for sums. PlanError: a tensor is used inside and outside of split regions, and nothing can be put
+    between.
+    """
+    later: set[str] = set()  # column layers whose input is summed further back
+    while True:
+        run = _Backward(trace, followed, later)
+        run.run()
+        if run.later == later:
+            return run.sums
+        later = run.later
+
+
+class _Backward:
+    """One pass. A tensor's uses: *whole*, *part*, or *input*: only by column layers, which may sum or leave it."""
+
+    def __init__(self, trace: Trace, followed: Followed, later: set[str]) -> None:
+        self.trace = trace
+        self.followed = followed
+        self.later = set(later)
+        self.sums = Sums()
+        self.uses: dict[Node, set[str]] = defaultdict(set)
+        self.columns: dict[Node, set[str]] = defaultdict(set)
+
+    def run(self) -> None:
+        for node in reversed(list(self.trace.graph.nodes)):
+            if node.op == "output":
+                for each in node.all_input_nodes:
+                    self.uses[each].add(_WHOLE)
+            elif node.op == "placeholder":
+                if self._status(node) == _PART and node.name in self.trace.params:
+                    self.sums.params.append(self.trace.params[node.name])
+            elif node.op == "call_function":
+                self._call(node)
+
+    def _call(self, node: Node) -> None:
+        linear = self.followed.linears.get(node)
+        if linear is not None and linear[0] == "column":
+            self._column(node, linear[1])
+            return
+        if _kind(self.followed.values.get(node)) == SPLIT:
+            self._pass(node, _PART)
+            return
+        status = self._status(node)
+        if status == _PART and (weight := _weight_of(node, self.trace)) is not None:
+            self.sums.outputs.append(weight)
+            status = _WHOLE
+        if status is not None:
+            self._pass(node, status)
+
+    def _column(self, node: Node, weight: str) -> None:
+        place = self.followed.entries[node]
+        if weight in self.later:
+            self.sums.inputs[weight] = None
+            self.uses[place].add(_PART)
+            return
+        self.sums.inputs.setdefault(weight, source(place).name)
+        self.uses[place].add(_INPUT)
+        self.columns[place].add(weight)
+
+    def _status(self, node: Node) -> str | None:
+        uses = self.uses[node]
+        if _PART in uses and _WHOLE in uses:
+            raise PlanError(f"{node.name} is used by split layers and besides them")
+        if _PART in uses:
+            self.later |= self.columns[node]
+            return _PART
+        return _WHOLE if _WHOLE in uses else _INPUT if uses else None
+
+    def _pass(self, node: Node, status: str) -> None:
+        adopted = self.followed.adopted.get(node, set())
+        for each in node.all_input_nodes:
+            value = self.followed.values.get(each)
+            if each in adopted or not any(v.kind in (PLAIN, FREE) and v.learned for v in _values(value)):
+                continue
+            self.uses[each].add(status)
+            if status == _INPUT:
+                self.columns[each] |= self.columns[node]
+
+
+def _weight_of(node: Node, trace: Trace) -> str | None:
+    """The weight, if this is a linear layer."""
+    target = str(node.target)
+    if not any(name in target for name in ("aten.linear", "aten.addmm", "aten.mm", "aten.matmul")):
+        return None
+    for each in node.all_input_nodes:
+        place = each
+        while place.op == "call_function" and len(place.all_input_nodes) == 1:
+            place = place.all_input_nodes[0]
+        name = trace.params.get(place.name)
+        if name is not None and len(place.meta["val"].shape) == 2:
+            return name
+    return None
+
+
+def _values(value: object) -> list[Value]:
+    return [v for v in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(v, Value)]
+
+
+def _kind(value: object) -> str:
+    return SPLIT if any(v.kind == SPLIT for v in _values(value)) else PLAIN
+
+
+# Blocks of a model that are alike: one of them is followed, and its plan holds for the others.
+#
+# So the time for a plan does not grow with the number of layers. Blocks are members of one ``nn.ModuleList`` with equal
+# classes, weights and numbers. (A layer's own number does not count: nothing that it changes is a matter of channels.)
+
+_OWN_NUMBER = frozenset(("layer_idx", "layer_id", "layer_number", "layer_index", "block_idx"))
+_PLAIN = (int, float, str, bool, type(None))
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Repeated:
+    """Path of a block that is followed -> paths of those like it, which are not."""
+
+    others: Mapping[str, tuple[str, ...]]
+
+    def like(self, name: str) -> list[str]:
+        """``name``, and what is called so in the blocks for which its own stands."""
+        for path, others in self.others.items():
+            if name == path or name.startswith((f"{path}.", f"{path}:")):
+                return [name, *(other + name[len(path) :] for other in others)]
+        return [name]
+
+
+def shorten(module: nn.Module, kept: Container[str]) -> Repeated:
+    """Take blocks out of ``module`` for which others stand. ``kept``: names of parameters that stay whole: blocks that
+    differ in them are not alike."""
+    uses = Counter(id(param) for _, param in module.named_parameters(remove_duplicate=False))
+    others: dict[str, tuple[str, ...]] = {}
+    done: list[str] = []
+    for path, blocks in list(module.named_modules()):
+        if not isinstance(blocks, nn.ModuleList) or any(
+            not each or path.startswith(f"{each}.") for each in done
+        ):
+            continue
+        done.append(path)
+        alike: dict[Any, list[str]] = defaultdict(list)
+        for key, block in blocks.named_children():
+            place = f"{path}.{key}" if path else key
+            shared = any(uses[id(p)] > 1 for p in block.parameters()) or not any(block.children())
+            alike[place if shared else _signature(block, place, kept)].append(place)
+        for first, *more in alike.values():
+            if more:
+                others[first] = tuple(more)
+                for each in more:
+                    del blocks._modules[each.rpartition(".")[2]]
+    return Repeated(others)
+
+
+def _signature(block: nn.Module, place: str, kept: Container[str]) -> tuple[Any, ...]:
+    parts: list[Any] = []
+    for path, module in block.named_modules():
+        numbers = {
+            name: value
+            for name, value in vars(module).items()
+            if isinstance(value, _PLAIN) and name not in _OWN_NUMBER
+        }
+        parts.append((path, type(module), tuple(sorted(numbers.items()))))
+    for name, param in block.named_parameters(remove_duplicate=False):
+        parts.append((name, tuple(param.shape), param.dtype, f"{place}.{name}" in kept))
+    return tuple(parts)
+
+
+def expanded(plan: TensorParallelPlan, repeated: Repeated) -> TensorParallelPlan:
+    """The plan of the whole model, of that of the shortened one."""
+    if not repeated.others:
+        return plan
+    like = repeated.like
+
+    def every(mapping: Mapping[str, T], of: Callable[[T, int], T] = lambda value, _: value) -> dict[str, T]:
+        return {
+            other: of(value, number)
+            for name, value in mapping.items()
+            for number, other in enumerate(like(name))
+        }
+
+    def shared(name: str | None, number: int) -> str | None:
+        names = [name] if name is None else like(name)
+        return names[number] if number < len(names) else names[0]
+
+    return replace(
+        plan,
+        parameters=every(plan.parameters),
+        inputs=every(plan.inputs, shared),
+        outputs_summed=tuple(other for name in plan.outputs_summed for other in like(name)),
+        summed=tuple(other for name in plan.summed for other in like(name)),
+        attributes=tuple(
+            replace(each, module=other) for each in plan.attributes for other in like(each.module)
+        ),
+        arguments=tuple(
+            replace(each, module=other) for each in plan.arguments for other in like(each.module)
+        ),
+        whole=every(plan.whole),
+    )

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from deepspeed.tools.autotuning.tuner.base_tuner import BaseTuner
 from deepspeed.tools.autotuning.tuner.cost_model import XGBoostCostModel
-from deepspeed.tools.autotuning.tuner.utils import dict_to_feature
 from deepspeed.tools.autotuning.utils import get_val_by_key
 
 INITIAL = 2
@@ -64,3 +64,31 @@ def _numbers(config: dict[str, Any]) -> list[str]:
         elif isinstance(value, (int, float)):
             found.append(key)
     return found
+
+
+# Numbers for configs, and configs for numbers.
+
+
+def flatten(d: Mapping[str, Any], parent_key: str = "", sep: str = "_") -> dict[str, Any]:
+    """Nested dicts as one, whose keys are joined by ``sep``."""
+    flat: dict[str, Any] = {}
+    for key, value in d.items():
+        path = f"{parent_key}{sep}{key}" if parent_key else key
+        flat |= flatten(value, path, sep) if isinstance(value, Mapping) else {path: value}
+    return flat
+
+
+def dict_to_feature(
+    feature_dict: Mapping[str, Any], keys: Sequence[str], max_value: Mapping[str, float] | None = None
+) -> list[float]:
+    """The numbers of the keys, at any depth; texts and what is missing are 0, and with ``max_value`` each is divided by
+    the largest of its key."""
+    feature: list[float] = []
+    for key, value in feature_dict.items():
+        if isinstance(value, Mapping):
+            feature += dict_to_feature(value, keys, max_value)
+        elif key in keys:
+            number = float(value) if isinstance(value, (int, float)) else 0.0
+            largest = max_value.get(key) if max_value else None
+            feature.append(number / largest if largest else number)
+    return feature

@@ -6,6 +6,7 @@ import argparse
 import functools
 import logging
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -22,7 +23,7 @@ from deepspeed.tools.launcher.devices import is_this_machine
 from deepspeed.tools.launcher.errors import LaunchError
 from deepspeed.tools.launcher.exports import exports
 from deepspeed.tools.launcher.hostfile import checked_host
-from deepspeed.tools.launcher.hosts import srun, ssh
+from deepspeed.tools.launcher.hosts import ssh
 from deepspeed.tools.launcher.hosts.multinode_runner import RUNNERS, MultiNodeRunner, PDSHRunner, SlurmRunner
 from deepspeed.tools.launcher.supervision import supervise
 
@@ -144,7 +145,7 @@ def _by_program(
     command = cast("list[str]", runner.get_cmd(environment, active))
     logger.debug("%s", shlex.join(command))
     if isinstance(runner, SlurmRunner):
-        return functools.partial(srun.run, command, environment)
+        return functools.partial(run_srun, command, environment)
     return functools.partial(supervise, command, environment, what=command[0])
 
 
@@ -167,3 +168,49 @@ def _run_pdsh(command: Sequence[str], end: Sequence[str], environment: Mapping[s
                 "pdsh does not answer: ranks may still be running on %s", command[command.index("-w") + 1]
             )
     return code
+
+
+# --- srun, with the exit code of the rank that failed first
+#
+# srun's own code is the largest of all ranks': that of those which Slurm stopped because of the first failure. But it
+# says how each rank ended, in the order in which they did.
+
+_ENDED = re.compile(r"^srun: error: \S+: tasks? [\d,\-]+: (.+?)\s*$")
+_CODE = re.compile(r"Exited with exit code (\d+)")
+
+
+def code_of(line: str) -> int | None:
+    """The exit code of the ranks that a line of srun is about, as a shell tells it; None for any other line."""
+    found = _ENDED.match(line)
+    if found is None:
+        return None
+    code = _CODE.fullmatch(found[1])
+    if code is not None:
+        return int(code[1])
+    description = found[1].removesuffix(" (core dumped)")
+    for each in signal.Signals:
+        if signal.strsignal(each) == description:
+            return 128 + each
+    return None
+
+
+class FirstFailure:
+    """Hands on what srun writes to standard error, and remembers the first code in it."""
+
+    def __init__(self) -> None:
+        self.code: int | None = None
+        self._rest = b""
+
+    def __call__(self, chunk: bytes) -> None:
+        sys.stderr.buffer.write(chunk)
+        sys.stderr.buffer.flush()
+        *lines, self._rest = re.split(rb"[\r\n]", self._rest + chunk)
+        for line in lines:
+            self.code = self.code if self.code is not None else code_of(line.decode(errors="replace"))
+
+
+def run_srun(command: Sequence[str], environment: Mapping[str, str]) -> int:
+    """Runs it until no process of the job is left; the exit code."""
+    first = FirstFailure()
+    code = supervise(command, environment, what="srun", errors_to=first)
+    return code if code == 0 or first.code is None else first.code

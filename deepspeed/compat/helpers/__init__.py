@@ -1,1 +1,0 @@
-"""Documented helper functions that the engine itself does not need."""
