@@ -47,7 +47,7 @@ STATE = {
     "ops/formats/blockwise.py:UNSIGNED": "a frozen value",
     "ops/update.py:FOREIGN": "a frozen value",
     "base/python_gc.py:python_gc_manager": "how many engines want the interpreter's collector off",
-    "zero/gradients/reducer.py:_OWN_REFERENCES": "a constant of the interpreter",
+    "zero/gradients/bucket.py:_OWN_REFERENCES": "a constant of the interpreter",
     "ops/adam/cpu_adam.py:_made": "documented: optimizers of the op by the caller's numbers",
     "zero/gradients/backward.py:_NewestScale.scale": "what engines multiplied the loss of the newest backward by",
     "zero/gradients/backward.py:_NewestScale.task": "which backward that is: engines it reaches divide by the scale",

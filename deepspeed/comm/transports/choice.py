@@ -117,9 +117,7 @@ class Wires:
         own = _process_group_transport(self.group, self.ranks)
         if device_type != "cpu" or _moves_host_tensors(self.group):
             return own
-        from deepspeed.comm.transports.staged import staged
-
-        return staged(own)
+        return _staged_transport(own)
 
     def _over_gloo(self, may_share_memory: bool) -> Transport:
         from deepspeed.comm.transports import gloo, hosts
@@ -240,6 +238,23 @@ def _process_group_transport(group: ProcessGroup, ranks: tuple[int, ...]) -> Tra
         broadcast=process_group.GroupBroadcast(group, ranks),
         all_to_all=process_group.GroupAllToAll(group, ranks),
         barrier=process_group.GroupBarrier(group, ranks),
+    )
+
+
+def _staged_transport(on_device: Transport) -> Transport:
+    from deepspeed.comm.transports.staged import through_device
+
+    return Transport(
+        name="staged",
+        background=False,
+        all_gather=through_device(on_device.all_gather),
+        reduce_scatter=through_device(on_device.reduce_scatter),
+        all_reduce=through_device(on_device.all_reduce),
+        all_reduce_max=through_device(on_device.all_reduce_max),
+        reduce=through_device(on_device.reduce),
+        broadcast=through_device(on_device.broadcast),
+        all_to_all=through_device(on_device.all_to_all),
+        barrier=on_device.barrier,
     )
 
 

@@ -1,8 +1,7 @@
-"""Collectives on tensors of the host in a group whose backend has none for them: NCCL moves what is on GPUs only."""
+"""Operations on tensors of the host in a group whose backend has none for them: NCCL moves what is on GPUs only."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -10,21 +9,11 @@ from torch import Tensor
 
 from deepspeed.base.accelerator import get_accelerator
 from deepspeed.comm.pending import Pending
-from deepspeed.comm.transports.choice import Transport
 
 
-def staged(transport: Transport) -> Transport:
-    """Return ``transport``, which moves tensors of this process's accelerator, for tensors of the host."""
-    operations = {field.name for field in dataclasses.fields(Transport)} - _WITHOUT_TENSORS
-    through_device: dict[str, Any] = {name: _through_device(getattr(transport, name)) for name in operations}
-    return dataclasses.replace(transport, name="staged", background=False, **through_device)
-
-
-_WITHOUT_TENSORS = {"name", "background", "barrier", "close"}
-
-
-def _through_device(operation: Callable[..., Pending]) -> Callable[..., Pending]:
-    """Copy all operands to the accelerator, and the first one, which every operation writes, back."""
+def through_device(operation: Callable[..., Pending]) -> Callable[..., Pending]:
+    """Return ``operation``, for tensors of this process's accelerator, for tensors of the host: all are copied to the
+    accelerator, and the first, which every operation writes, back."""
 
     def call(written: Tensor, *args: Any, **kwargs: Any) -> Pending:
         device = get_accelerator().current_device_name()

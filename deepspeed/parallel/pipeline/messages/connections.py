@@ -58,7 +58,7 @@ class Connections:
                 found.append(Edge(2 * number + _GRADIENTS, after, before))
         return found
 
-    def _groups_of_edges(self) -> dict[int, ProcessGroup]:
+    def _groups_of_edges(self) -> dict[Hashable, ProcessGroup]:
         """Make a group for each direction of this stage's links, by tag: NCCL knows no tags, and transfers between two
         ranks of one group wait in one queue, where two that send before they receive would wait for each other."""
         own = self.ranks[self.stage]
