@@ -295,14 +295,20 @@ def test_everybody_computes_with_the_same_weights_and_saves_the_exact_ones(
 
 
 @pytest.mark.parametrize("all_at_once", [False, True])
+@pytest.mark.parametrize("collectives", [False, True])
 @distributed(world_size=2)
-def test_by_hand_weights_are_not_rounded(all_at_once: bool) -> None:
-    """Also while what a forward gathered is still there, and where nothing changes the weights: frozen ones."""
+def test_by_hand_weights_are_not_rounded(
+    all_at_once: bool, collectives: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also while what a forward gathered is still there, or what a backward will need is in flight, and where nothing
+    changes the weights: frozen ones."""
+    monkeypatch.setattr(sharded_model, "prefers_collectives", lambda device_type: collectives)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
     model[0].requires_grad_(False)
     known = [param.detach().clone() for param in model.parameters()]
-    zero = {"stage": 3, "zero_quantized_weights": True, "stage3_param_persistence_threshold": 0}
+    room = {"stage3_max_live_parameters": 1100, "stage3_max_reuse_distance": 0} if collectives else {}
+    zero = {"stage": 3, "zero_quantized_weights": True, "stage3_param_persistence_threshold": 0, **room}
     sgd = {"type": "SGD", "params": {"lr": 0.0}}
     config = {"train_micro_batch_size_per_gpu": 1, "optimizer": sgd, "zero_optimization": zero}
     engine = deepspeed.initialize(model=model, config=config)[0]
@@ -313,7 +319,7 @@ def test_by_hand_weights_are_not_rounded(all_at_once: bool) -> None:
             with deepspeed.zero.GatheredParameters([param for param, _ in together]):
                 assert all(torch.equal(param, value) for param, value in together)
 
-    for _ in range(2):
+    for _ in range(4):
         x = torch.ones(1, 32)
         loss = engine(x).square().sum()
         assert loss != (x @ known[0].T + known[1]).matmul(known[2].T).add(known[3]).square().sum()
