@@ -43,6 +43,9 @@ class LocalGather:
     def end_pass(self, phase: Phase) -> None:
         """The pass is over."""
 
+    def finish(self, index: int) -> None:
+        """End the gather of a bucket that is in flight, if it is."""
+
     def resharded(self, index: int) -> None:
         """The memory of bucket ``index`` was given back."""
 

@@ -131,10 +131,7 @@ class ScheduledGather(FetchingGather):
             self._prefetch_evaluation(self._evaluation)
 
     def _make_whole(self, index: int, phase: Phase, foreseen: bool, launched: int) -> None:
-        if index in self.in_flight:
-            older = list(self.in_flight)[: list(self.in_flight).index(index) + 1]
-            for i in older:  # what was skipped becomes idle, and is resharded when memory is needed
-                self._finish(i)
+        self.finish(index)
         if self.buckets[index].status is Status.SHARDED:
             self.counts.fetches += 1
             super().gather(index, phase)
@@ -143,6 +140,12 @@ class ScheduledGather(FetchingGather):
         else:
             assert self.counts.collectives > launched
             self.counts.misses += 1
+
+    def finish(self, index: int) -> None:
+        if index in self.in_flight:
+            older = list(self.in_flight)[: list(self.in_flight).index(index) + 1]
+            for i in older:  # what was skipped becomes idle, and is resharded when memory is needed
+                self._finish(i)
 
     def resharded(self, index: int) -> None:
         if self.order.begun:

@@ -197,6 +197,7 @@ class Transitions:
         """Before a gather by hand: one sees the weights, not what another gather made of them."""
         with self.lock:
             if self.buckets[b].lossy:
+                self.gatherer.finish(b)
                 self._reshard_if_idle(b)
 
     def hold(self, b: int) -> None:
