@@ -33,6 +33,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from deepspeed.base.accelerator import get_accelerator
 from deepspeed.base.constants import RANK_ENDED
 from deepspeed.comm.collectives import CommunicationError, Communicator
 from deepspeed.zero.gathering.rendezvous import (
@@ -58,6 +59,17 @@ LINGER_S = 60.0
 _open: weakref.WeakSet[ShardServer] = weakref.WeakSet()
 
 
+def _on_host(shard: Tensor, written: Any) -> Tensor:
+    """Copy a shard once ``written`` has happened, on a stream of its own: what this rank has queued for training may
+    wait for a collective that the asking rank joins only with this answer."""
+    accelerator: Any = get_accelerator()
+    with accelerator.device(shard.device.index):
+        stream = accelerator.Stream()
+        stream.wait_event(written)
+        with accelerator.stream(stream):
+            return shard.cpu()
+
+
 class ShardServer:
     """Serves ``shards[i]`` [n_i] of this rank and fetches those of the others.
 
@@ -72,6 +84,7 @@ class ShardServer:
         self.bytes_received = 0
         self.fetches = 0
         self.served = 0
+        self._written = self._mark()
         self.rendezvous = Rendezvous(communicator.size)  # only rank 0's is used
         self._changed = threading.Condition()
         self._notifying = threading.Lock()
@@ -91,9 +104,20 @@ class ShardServer:
         communicator.at_close(self.retire)
 
     def advance(self) -> None:
+        written = self._mark()
         with self._changed:
             self.version += 1
+            self._written = written
             self._changed.notify_all()
+
+    def _mark(self) -> Any:
+        """Return an event after which the shards have the values that were written so far; None: they have them, on
+        the host."""
+        if all(shard.is_cpu for shard in self.shards):
+            return None
+        event = get_accelerator().Event()
+        event.record()
+        return event
 
     def fetch(self, bucket: int, full: Tensor) -> None:
         """Fill ``full`` [size * n] with the shards of all ranks."""
@@ -202,9 +226,8 @@ class ShardServer:
                         return
                     self.served += 1
                     # A view keeps the memory alive while it is sent, even if offload_states() moves the shard.
-                    shard = self.shards[bucket].detach()
-                shard = shard if shard.device.type == "cpu" else shard.cpu()
-                connection.sendall(_bytes_of(shard))
+                    shard, written = self.shards[bucket].detach(), self._written
+                connection.sendall(_bytes_of(shard if written is None else _on_host(shard, written)))
 
     def leave(self) -> None:
         """Tell the other ranks that this one will send no more requests (Note: the end of a process). Returns when they
