@@ -213,6 +213,7 @@ class ZeroOptimizer(HasMovableStates, ZeROOptimizer):
         of a boundary and after the step."""
         if any(bucket.reduced is None for bucket in self.executor.reducer.buckets):
             return {}
+        self.executor.reducer.finish_copies()
         return {
             number: [owned.gradient() for owned in group]
             for number, group in enumerate(self.executor.store.by_group)

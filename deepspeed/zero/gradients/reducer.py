@@ -446,6 +446,12 @@ class GradReducer:
             if bucket.host is not None:
                 bucket.host.synchronize()
 
+    def finish_copies(self) -> None:
+        """Wait for gradients that are on their way to host memory: a pinned copy runs on while the host goes on."""
+        for bucket in self.buckets:
+            if bucket.host is not None:
+                bucket.host.synchronize()
+
     def abandon(self) -> None:
         """Discard every gradient since the last step, and whatever a failed backward left behind.
 

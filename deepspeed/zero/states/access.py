@@ -292,6 +292,7 @@ class StateAccess:
     def pending_gradients(self) -> dict[str, Any] | None:
         """This rank's gradients since the last boundary: local sums, gradients that arrived too late for their sum,
         reduced shards with the layout of their bucket, and which parameters had a gradient."""
+        self.reducer.finish_copies()
         local: dict[str, Tensor] = {}
         reduced: dict[str, Tensor] = {}
         for bucket in self.reducer.buckets:
@@ -380,6 +381,7 @@ class StateAccess:
         return None if full is None else full.float()
 
     def set_full_gradient(self, param: nn.Parameter, value: Tensor) -> None:
+        self.reducer.finish_copies()
         self._scatter(value, [(o, o.gradient()) for o in self._fragments(param)])
 
     def local_master(self, param: nn.Parameter) -> Tensor:
@@ -409,6 +411,8 @@ class StateAccess:
         write_pieces(pieces, value, "part of the gradient")
 
     def _reduced(self) -> bool:
+        """Return whether the gradients of every bucket are reduced; they can be read and written then."""
+        self.reducer.finish_copies()
         return all(bucket.reduced is not None for bucket in self.reducer.buckets)
 
     @contextmanager
