@@ -103,7 +103,6 @@ STATE = {
     "planning/journal.py:SILENT": "holds nothing",
     "planning/step_time/calibrated.py:UNLIMITED": "a frozen value",
     "tools/plan_time.py:LOCAL": "a frozen value",
-    "ops/adam/multi_tensor_adam.py:_has_triton()": "of the installation",
     "ops/gpu/__init__.py:_has_triton()": "of the installation",
     "ops/gpu/__init__.py:_RUNS": "of the machine",
     "ops/aio/engine.py:library()": "native library",

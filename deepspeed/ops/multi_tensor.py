@@ -60,7 +60,7 @@ class Table:
         low_precision: Sequence[Tensor | None] | None,
         states: list[dict[str, Any]],
         names: tuple[str, ...],
-        device_types: tuple[str, ...],
+        has_kernel: Callable[[Tensor], bool],
     ) -> None:
         self.params, self.grads = tuple(params), tuple(grads)
         self.low_precision = None if low_precision is None else tuple(low_precision)
@@ -75,19 +75,19 @@ class Table:
         self.grad_addresses = list(map(_address, self.grads))
         self.launches: list[Launch] = []
         self.others: list[int] = []  # indices of tensors that no kernel supports
-        self._sort_into_launches(device_types)
+        self._sort_into_launches(has_kernel)
 
     def _current_state(self) -> list[Tensor]:
         return [state[name] for state in self.states for name in self.names]
 
-    def _sort_into_launches(self, device_types: tuple[str, ...]) -> None:
+    def _sort_into_launches(self, has_kernel: Callable[[Tensor], bool]) -> None:
         launches: dict[Any, Launch] = {}
         codes = native.DTYPE_CODES
         for i, (param, grad, state) in enumerate(zip(self.params, self.grads, self.states, strict=True)):
             elements = [state[name] for name in self.names if name != "step"]
             low = None if self.low_precision is None else self.low_precision[i]
             tensors = [param, grad, *elements] if low is None else [param, grad, *elements, low]
-            fits = param.device.type in device_types and all(fits_kernel(t, param.device) for t in tensors)
+            fits = has_kernel(param) and all(fits_kernel(t, param.device) for t in tensors)
             if not fits or len({state.dtype for state in elements}) > 1:
                 self.others.append(i)
                 continue
@@ -212,9 +212,9 @@ class MultiTensorOptimizer(torch.optim.Optimizer):
         """Call the kernel; it also increments the steps."""
         raise NotImplementedError
 
-    def _device_types(self) -> tuple[str, ...]:
-        """Types of devices on which the optimizer has a kernel."""
-        return () if native.library() is None else ("cpu",)
+    def _has_kernel(self, param: Tensor) -> bool:
+        """Return whether the optimizer has a kernel for the device of ``param``."""
+        return param.is_cpu and native.library() is not None
 
     def _device_update(self, launch: Launch, steps: list[int], group: Group, grad_scale: float) -> None:
         """Call the kernel of a device other than the CPU; `steps` counts this update."""
@@ -397,7 +397,7 @@ class MultiTensorOptimizer(torch.optim.Optimizer):
             states = [self.state_for(param, group) for param in params]
             names = (*self._names_for(group), "step")
             table = self._tables[key] = self._make_table(
-                params, grads, low_precision, states, names, self._device_types()
+                params, grads, low_precision, states, names, self._has_kernel
             )
         return table
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -44,14 +44,14 @@ class _Table(Table):
         self.starts = starts
         super().__init__(*args)
 
-    def _sort_into_launches(self, device_types: tuple[str, ...]) -> None:
+    def _sort_into_launches(self, has_kernel: Callable[[Tensor], bool]) -> None:
         launches: dict[Any, Launch] = {}
         for i, (param, grad, state) in enumerate(zip(self.params, self.grads, self.states, strict=True)):
             low = None if self.low_precision is None else self.low_precision[i]
             moments = [state["exp_avg"], state["exp_avg_sq"]]
             coded = moments[0].dtype is torch.uint8
             floats = [t for t in (param, grad, low, *(moments if not coded else ())) if t is not None]
-            fits = param.device.type in device_types and all(fits_kernel(t, param.device) for t in floats)
+            fits = has_kernel(param) and all(fits_kernel(t, param.device) for t in floats)
             if not fits or not (coded or moments[0].dtype is torch.float32):
                 self.others.append(i)
                 continue

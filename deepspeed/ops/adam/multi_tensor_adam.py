@@ -7,21 +7,14 @@ Decoupled Weight Decay Regularization (ICLR 2019). All constants are computed in
 from __future__ import annotations
 
 import ctypes
-import functools
-import importlib.util
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from deepspeed.ops.adam.bias_correction import corrections
 from deepspeed.ops.multi_tensor import Launch, MultiTensorOptimizer, foreach_sqrt
 from deepspeed.ops.update import Group, Tensors
-
-
-@functools.cache
-def _has_triton() -> bool:
-    return torch.cuda.is_available() and importlib.util.find_spec("triton") is not None
-
 
 _DECOUPLED_KEYS = ("adam_w_mode", "adamw_mode")
 """One option under the names that FusedAdam and DeepSpeedCPUAdam give it."""
@@ -56,8 +49,12 @@ class MultiTensorAdam(MultiTensorOptimizer):
             torch.get_num_threads(),
         )
 
-    def _device_types(self) -> tuple[str, ...]:
-        return (*super()._device_types(), "cuda") if _has_triton() else super()._device_types()
+    def _has_kernel(self, param: Tensor) -> bool:
+        if param.is_cpu:
+            return super()._has_kernel(param)
+        from deepspeed.ops import gpu
+
+        return gpu.usable(param)
 
     def _device_update(self, launch: Launch, steps: list[int], group: Group, grad_scale: float) -> None:
         from deepspeed.ops.adam import triton_adam  # imports triton

@@ -11,6 +11,7 @@ tables]).
 # pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 
@@ -84,25 +85,26 @@ def _run(launch: Launch, part: Round, group: Group, decoupled: bool, grad_scale:
     (beta1, beta2), weight_decay = group["betas"], group["weight_decay"]
     step_size, inv_correction2 = corrections(group, part.steps)
     storage = launch.storage
-    _adam_kernel[(len(part.blocks),)](
-        part.segments,
-        part.blocks,
-        float(grad_scale),
-        float(beta1),
-        1.0 - beta1,
-        float(beta2),
-        1.0 - beta2,
-        float(group["eps"]),
-        1.0 - float(group["lr"]) * weight_decay if decoupled else 1.0,
-        float(weight_decay),
-        step_size,
-        inv_correction2,
-        DECOUPLED=bool(decoupled or weight_decay == 0),
-        PARAM=_DTYPES[storage.param],
-        GRAD=_DTYPES[storage.grad],
-        STATE=_DTYPES[storage.state],
-        LOW=_DTYPES[storage.low_precision],
-        BLOCK=BLOCK,
-        num_warps=8,
-        enable_fp_fusion=False,
-    )
+    with torch.cuda.device_of(part.segments):
+        _adam_kernel[(len(part.blocks),)](
+            part.segments,
+            part.blocks,
+            float(grad_scale),
+            float(beta1),
+            1.0 - beta1,
+            float(beta2),
+            1.0 - beta2,
+            float(group["eps"]),
+            1.0 - float(group["lr"]) * weight_decay if decoupled else 1.0,
+            float(weight_decay),
+            step_size,
+            inv_correction2,
+            DECOUPLED=bool(decoupled or weight_decay == 0),
+            PARAM=_DTYPES[storage.param],
+            GRAD=_DTYPES[storage.grad],
+            STATE=_DTYPES[storage.state],
+            LOW=_DTYPES[storage.low_precision],
+            BLOCK=BLOCK,
+            num_warps=8,
+            enable_fp_fusion=False,
+        )
