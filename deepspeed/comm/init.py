@@ -60,7 +60,7 @@ def init_distributed(
         configure(config)
         _choose_transports(config)
     if dist.is_initialized():
-        _leave_first_device()
+        _leave_first_device(dist.get_backend())
         return
     if dist_init_required is False:
         raise NotInitializedError(
@@ -77,15 +77,16 @@ def init_distributed(
         rank, world_size = _explicit(rank, world_size, distributed_port)
     if verbose and rank <= 0:
         logger.info(f"torch.distributed: backend {backend}, {world_size if world_size > 0 else '?'} ranks")
-    _leave_first_device()
+    _leave_first_device(backend)
     _make_default_group(backend, timeout, init_method, rank, world_size)
     tell_accelerate(backend)
 
 
-def _leave_first_device() -> None:
+def _leave_first_device(backend: str) -> None:
     """Take this rank's device if the script has chosen none: what is built and sent before ``deepspeed.initialize``
-    (``zero.Init``, the groups of a pipeline) would otherwise be on the first device, on every rank."""
-    if "LOCAL_RANK" in os.environ and get_accelerator().current_device() == 0:
+    (``zero.Init``, the groups of a pipeline) would otherwise be on the first device, on every rank. Ranks that
+    communicate by gloo may be more than there are devices."""
+    if backend != "gloo" and "LOCAL_RANK" in os.environ and get_accelerator().current_device() == 0:
         take_device_of_rank(get_local_rank())
 
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from deepspeed.base.accelerator import get_accelerator
+from deepspeed.base.accelerator import synchronize_stream
 from deepspeed.comm.pending import CommunicationError, Pending, is_peer_failure
 from deepspeed.comm.record import CommsLogger, get_caller_func
 
@@ -127,7 +127,7 @@ class Measurement:
 
     def _synchronize(self) -> None:
         if self.on_device:
-            get_accelerator().synchronize()
+            synchronize_stream()
 
 
 class MeasuredWork:

@@ -105,14 +105,15 @@ def test_more_ranks_than_devices_are_refused(not_chosen: pytest.MonkeyPatch) -> 
         select.take_device_of_rank(2)
 
 
-@pytest.mark.parametrize(("chosen", "taken"), [(0, 1), (3, 3)])
+@pytest.mark.parametrize(("backend", "chosen", "taken"), [("nccl", 0, 1), ("nccl", 3, 3), ("gloo", 0, 0)])
 def test_before_initialize_too_unless_the_script_has_chosen(
-    not_chosen: pytest.MonkeyPatch, chosen: int, taken: int
+    not_chosen: pytest.MonkeyPatch, backend: str, chosen: int, taken: int
 ) -> None:
     devices = Devices(4)
     devices.current = chosen
     not_chosen.setattr(select, "ds_accelerator", devices)
     not_chosen.setenv("LOCAL_RANK", "1")
     not_chosen.setattr(dist, "is_initialized", lambda: True)
+    not_chosen.setattr(dist, "get_backend", lambda: backend)
     deepspeed.init_distributed()
     assert devices.current == taken

@@ -5,6 +5,7 @@ from deepspeed.base.accelerator.select import (
     get_accelerator,
     is_current_accelerator_supported,
     set_accelerator,
+    synchronize_stream,
     take_device_of_rank,
 )
 
@@ -13,5 +14,6 @@ __all__ = [
     "get_accelerator",
     "is_current_accelerator_supported",
     "set_accelerator",
+    "synchronize_stream",
     "take_device_of_rank",
 ]

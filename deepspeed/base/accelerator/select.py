@@ -62,6 +62,14 @@ def take_device_of_rank(local_rank: int) -> int:
     return index
 
 
+def synchronize_stream() -> None:
+    """Wait for what the current stream has queued, and not for the whole device, where a transfer on another stream may
+    wait for a receiver that waits for this process."""
+    event = get_accelerator().Event()
+    event.record()
+    event.synchronize()
+
+
 def is_current_accelerator_supported() -> bool:
     """Tell whether the chosen accelerator is supported."""
     return get_accelerator().device_name() in SUPPORTED_ACCELERATORS

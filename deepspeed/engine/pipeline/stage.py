@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from deepspeed.base.accelerator import synchronize_stream
 from deepspeed.engine.engine import DeepSpeedEngine
 from deepspeed.engine.pipeline.facts import PipelineFacts
 from deepspeed.parallel.pipeline.errors import PipelineError
@@ -83,11 +84,8 @@ class Stage:
             self.weights.compute((action.micro_batch, action.chunk))
 
     def synchronize(self) -> None:
-        """Wait for what this stage computes, so that times can be taken; not for the whole device, where a message may
-        wait until its receiver comes."""
-        event = self._engine.accelerator.Event()
-        event.record()
-        event.synchronize()
+        """Wait for what this stage computes, so that times can be taken."""
+        synchronize_stream()
 
     def backward_stage(self, action: Action, outputs: Any, gradients: Sequence[Tensor | None]) -> None:
         """Run the backward of one micro-batch; its gradients stay on this rank until the end of the batch."""

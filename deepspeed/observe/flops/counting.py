@@ -23,7 +23,7 @@ from torch.autograd.graph import Node
 from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from deepspeed.base.accelerator import get_accelerator
+from deepspeed.base.accelerator import get_accelerator, synchronize_stream
 from deepspeed.observe.flops.formulas import FORMULAS, Formula, OpWork
 
 NONE_RUNS = -1
@@ -177,7 +177,7 @@ class Counter(TorchDispatchMode):
     def _entering(self, record: CountRecord) -> Callable[..., None]:
         def enter(module: nn.Module, inputs: Any) -> None:
             if self._waits:
-                get_accelerator().synchronize()
+                synchronize_stream()
             if self._live is not None:
                 self._live.enter()
             self._running.append((record, time.perf_counter() - self._own_seconds))
@@ -195,7 +195,7 @@ class Counter(TorchDispatchMode):
             else:
                 return
             if self._waits:
-                get_accelerator().synchronize()
+                synchronize_stream()
             if torch._C._current_graph_task_id() == NONE_RUNS:
                 record.seconds += time.perf_counter() - self._own_seconds - began
                 record.calls += 1

@@ -24,7 +24,7 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from deepspeed.base.accelerator import get_accelerator
+from deepspeed.base.accelerator import get_accelerator, synchronize_stream
 from deepspeed.base.logging import print_dist
 from deepspeed.base.memory import GIB
 from deepspeed.base.newest import Newest
@@ -397,7 +397,7 @@ def _boundary(phase: str, region: Any) -> Iterator[None]:
     """Marks the edges of a region's forward or backward: waits for the device and measures, as configured."""
     section = region.settings.section if isinstance(region, _Region) else _current().section
     if section.synchronize_checkpoint_boundary:
-        get_accelerator().synchronize()
+        synchronize_stream()
     timer = SynchronizedWallClockTimer.Timer(phase) if section.profile else None
     before = 0.0
     if timer is not None:
@@ -405,7 +405,7 @@ def _boundary(phase: str, region: Any) -> Iterator[None]:
         timer.start()
     yield
     if section.synchronize_checkpoint_boundary:
-        get_accelerator().synchronize()
+        synchronize_stream()
     if timer is not None:
         timer.stop()
         name = region.name if isinstance(region, _Region) else getattr(region, "__qualname__", str(region))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from deepspeed import comm as dist
-from deepspeed.base.accelerator import get_accelerator
+from deepspeed.base.accelerator import synchronize_stream
 from deepspeed.base.logging import is_rank_zero, logger
 from deepspeed.observe.flops.counting import load_dispatch
 from deepspeed.observe.flops.profiler import FlopsProfiler
@@ -82,12 +82,12 @@ class FlopsOfOneStep:
             self.engine.events.off(event, subscriber)
 
     def _begin(self, what: str) -> None:
-        get_accelerator().synchronize()
+        synchronize_stream()
         self._began[what] = time.perf_counter()
 
     def _end(self, what: str) -> None:
         if what in self._began:
-            get_accelerator().synchronize()
+            synchronize_stream()
             self._seconds[what] += time.perf_counter() - self._began.pop(what)
 
     def _print(self) -> None:

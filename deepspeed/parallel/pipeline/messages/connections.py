@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Hashable, Iterator, Mapping
 
 import torch
+import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from deepspeed.comm.groups import new_group
@@ -123,6 +125,10 @@ class Connections:
             handover.clear()
 
     def close(self) -> None:
-        """Let go of shared memory. The other ranks notice at their next message."""
+        """Release shared memory and groups. The other ranks notice at their next message."""
         for end in self._local.values():
             end.close()
+        for group in self._groups.values():
+            with contextlib.suppress(ValueError):  # where the job's groups are destroyed already
+                dist.destroy_process_group(group)
+        self._groups = {}
