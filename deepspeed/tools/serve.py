@@ -207,8 +207,12 @@ def problem_of(args: argparse.Namespace) -> str | None:
         return f"--speculative-config: {problem}"
     try:
         args.pooling or pooling_of(args.model)
-        if (kind := classifier_in(args.model)) and args.tp_size > 1:
-            return f"{args.model}: {kind} is served on one rank: --tp-size 1"
+        if kind := classifier_in(args.model):
+            if args.tp_size > 1:
+                return f"{args.model}: {kind} is served on one rank: --tp-size 1"
+            for option in ("lora_modules", "speculative_config"):
+                if getattr(args, option):
+                    return f"--{option.replace('_', '-')} is for models that generate, not for {args.model}: {kind}"
     except (OSError, ValueError) as problem:
         return str(problem)
     for package, extra in (("fastapi", "serve"), ("uvicorn", "serve"), ("transformers", "transformers")):

@@ -12,6 +12,7 @@ pytest.importorskip("fastapi", reason="the extra serve is not installed")
 
 from tokenizers import Tokenizer, models, pre_tokenizers, processors  # noqa: E402
 
+from deepspeed.inference.serving.bodies import RequestError  # noqa: E402
 from deepspeed.inference.serving.cross_encoder import CrossEncoder  # noqa: E402
 from tests.inference.standin import Bytes  # noqa: E402
 from tests.inference.test_http import server  # noqa: E402
@@ -99,11 +100,35 @@ def test_scores_are_those_of_transformers(kind: str) -> None:
             assert found["data"][0]["score"] == pytest.approx(float(expected), abs=1e-5)
             for body, path, words in (
                 ({"text_1": QUERY, "text_2": TEXTS[2] * 9}, "/score", "give truncate_prompt_tokens"),
+                ({**cut, "truncate_prompt_tokens": 2}, "/score", "at least 3 is expected"),
                 ({"prompt": "a"}, "/v1/completions", "scores pairs of texts and generates none"),
                 ({"input": "a"}, "/v1/embeddings", "it has no vectors of one"),
             ):
                 status, found = running.post(body, path)
                 assert status == 400 and words in found["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "words", "least"),
+    [
+        ("Bert", "[PAD] [CLS] [SEP] [UNK] [MASK] a b", 3),
+        ("Roberta", "<s> <pad> </s> <unk> <mask> a b \u0120 \u0120a \u0120b", 4),
+    ],
+)
+def test_a_pair_is_not_cut_below_its_special_tokens(kind: str, words: str, least: int) -> None:
+    """With less, tokenizers cut nothing."""
+    vocab = {word: at for at, word in enumerate(words.split())}
+    known = getattr(transformers, f"{kind}Tokenizer")(
+        vocab=vocab, **({} if kind == "Bert" else {"merges": []})
+    )
+    engine = CrossEncoder(encoder(kind), known)
+    for most in range(1, 8):
+        if most < least:
+            with pytest.raises(RequestError, match=f"={most}: at least {least} is expected") as raised:
+                engine.encode_pair("a b a b", "b a b a", most)
+            assert raised.value.field == "truncate_prompt_tokens"
+        else:
+            assert len(engine.encode_pair("a b a b", "b a b a", most)) == most
 
 
 def test_other_models_are_refused() -> None:

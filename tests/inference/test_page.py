@@ -12,13 +12,15 @@ import socket
 import subprocess
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import pytest
 
+from deepspeed.inference.serving.tokenizers import BEGIN
 from tests.inference.standin import Bytes, Parrot
 from tests.inference.test_http import reply, server
+from tests.inference.test_service import wait_for
 
 DRIVER = shutil.which("chromedriver")
 FLAGS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking"]
@@ -114,6 +116,7 @@ def test_a_chat_in_a_browser() -> None:
         page.call("POST", "/url", {"url": f"http://127.0.0.1:{running.port}/"})
         page.write("#text", "<b>Hi</b>\ue007")  # Enter
         page.wait("document.querySelector('.error')?.textContent.includes('Authorization')")
+        assert page.value("document.querySelectorAll('.user.dropped').length") == 1
         page.write("#key", "secret\ue004")  # Tab
         page.wait("document.querySelector('#model').value === 'parrot'")
         page.call("POST", page.find("#clear") + "/click", {})
@@ -128,8 +131,49 @@ def test_a_chat_in_a_browser() -> None:
         page.wait("document.querySelectorAll('.assistant')[1].textContent.length > 3")
         page.call("POST", page.find("#send") + "/click", {})
         page.wait("document.querySelector('#send').textContent === 'send'")
-        for _ in range(100):
-            if not engine.has_work:
-                break
-            time.sleep(0.1)
-        assert not engine.has_work  # the client has left
+        wait_for(lambda: not engine.has_work)  # the client has left
+
+
+class Listening(Bytes):
+    """``heard``: the messages of the latest chat."""
+
+    heard: Sequence[dict[str, Any]] = ()
+
+    def chat(self, messages: Sequence[dict[str, Any]], arguments: Mapping[str, Any] = BEGIN) -> list[int]:
+        self.heard = [{"role": each["role"], "content": each["content"]} for each in messages]
+        return super().chat(messages, arguments)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(DRIVER is None, reason="there is no chromedriver on this machine")
+def test_the_model_reads_the_conversation_that_is_shown() -> None:
+    """With what an answer had when it was stopped; nothing of one before a new chat."""
+    engine, tokenizer = Parrot(delay=0.01), Listening()
+    with server(engine, tokenizer=tokenizer) as running, browser() as page:
+        page.call("POST", "/url", {"url": f"http://127.0.0.1:{running.port}/"})
+        page.wait("document.querySelector('#model').value === 'parrot'")
+
+        def begin(text: str) -> None:
+            page.write("#text", f"{text}\ue007")  # Enter
+            page.wait("[...document.querySelectorAll('.assistant')].at(-1).textContent.length > 3")
+
+        page.value("document.querySelector('#most').value = 400")
+        begin("One")
+        page.call("POST", page.find("#send") + "/click", {})
+        page.wait("document.querySelector('#send').textContent === 'send'")
+        part = page.value("document.querySelector('.assistant').textContent")
+        assert reply(400).startswith(part) and len(part) < len(reply(400))
+        begin("Two")
+        first = [{"role": "user", "content": "One"}, {"role": "assistant", "content": part}]
+        assert tokenizer.heard == [*first, {"role": "user", "content": "Two"}]
+        page.call("POST", page.find("#clear") + "/click", {})
+        assert page.value("document.querySelector('#send').textContent") == "send"
+        wait_for(lambda: not engine.has_work)  # the answer has no reader
+        begin("Three")
+        assert tokenizer.heard == [{"role": "user", "content": "Three"}]
+        page.call("POST", page.find("#clear") + "/click", {})
+        begin("Four")  # while the answer before is being cancelled
+        assert tokenizer.heard == [{"role": "user", "content": "Four"}]
+        page.wait("document.querySelector('#send').textContent === 'send'")
+        assert page.value("document.querySelector('.assistant').textContent") == reply(400)
+        assert page.value("document.querySelectorAll('.error, .dropped').length") == 0

@@ -103,6 +103,10 @@ def test_what_does_not_fit_the_model_is_told_before_it_is_loaded(
     file.write_text('{"architectures": ["Qwen3ForSequenceClassification"]}')
     assert ds.main(["serve", str(file.parent), "--tp-size", "2"]) == 2
     assert "Qwen3ForSequenceClassification is served on one rank" in capsys.readouterr().err
+    ngrams = '{"method": "ngram", "num_speculative_tokens": 2}'
+    for option, value in (("--lora-modules", "a=folder"), ("--speculative-config", ngrams)):
+        assert ds.main(["serve", str(file.parent), option, value]) == 2
+        assert f"{option} is for models that generate" in capsys.readouterr().err
     draft = f'{{"model": "{file.parent}", "num_speculative_tokens": 2}}'
     assert ds.main(["serve", "model", "--speculative-config", draft]) == 2
     assert "Qwen3ForSequenceClassification classifies texts" in capsys.readouterr().err

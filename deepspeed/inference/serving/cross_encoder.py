@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from deepspeed.inference.scheduling.requests import Request, SamplingParams, State
+from deepspeed.inference.serving.bodies import RequestError
 
 _ACTIVATION_KEYS = ("activation_fn", "sbert_ce_default_activation_function")
 
@@ -35,14 +36,20 @@ class CrossEncoder:
         self.token_budget = token_budget
         self.max_length = min(tokenizer.model_max_length, _positions(module))
         self._tokenizer, self._encoding = tokenizer, threading.Lock()
-        self._segment = len(tokenizer)
+        self._segment, self._least = len(tokenizer), tokenizer.num_special_tokens_to_add(pair=True)
         self._activate = _activation(config)
         self._waiting: list[Request] = []
         self._last_id = 0
 
     def encode_pair(self, left: str, right: str, most: int | None = None) -> list[int]:
         """Return the tokens of a pair, at most ``most`` (the longer text is cut first); to those of segment 1, the size
-        of the vocabulary is added. May be called from any thread."""
+        of the vocabulary is added. May be called from any thread. RequestError: ``most`` is less than the tokens that
+        belong to no text, with which a tokenizer would cut nothing."""
+        if most is not None and most < self._least:
+            raise RequestError(
+                f"truncate_prompt_tokens={most}: at least {self._least} is expected, the special tokens of a pair",
+                "truncate_prompt_tokens",
+            )
         with self._encoding:  # truncation is a state of the tokenizer
             found = self._tokenizer(
                 left, right, truncation="longest_first" if most else False, max_length=most, verbose=False
