@@ -185,7 +185,7 @@ def compare(
     if expected.doubt > nearly_tied(cell):
         return "wrong", f"a token's expert is e^{expected.doubt:.2g} times less probable than another", ""
     for found in (
-        *_losses(runs, phases, expected, allowed),
+        *_losses(runs, phases, expected),
         *_weights(cell, phases[-1], expected, allowed),
         *_export(cell, folder, expected, allowed),
     ):
@@ -193,9 +193,10 @@ def compare(
     return "equal", "", ""
 
 
-def _losses(runs: list[Cell], phases: list[list[Seen]], expected: Expected, allowed: Tolerance) -> Any:
+def _losses(runs: list[Cell], phases: list[list[Seen]], expected: Expected) -> Any:
     evaluations = iter(expected.evaluations)
     for phase, (cell, seen) in enumerate(zip(runs, phases, strict=True)):
+        allowed = widest([tolerance(each) for each in runs[: phase + 1]])
         for at in range(STEPS):
             step = phase * STEPS + at
             for rank, each in enumerate(seen):
@@ -235,17 +236,23 @@ def _far(ours: torch.Tensor, name: str, expected: Expected, allowed: Tolerance, 
         return f"has shape {tuple(ours.shape)}, not {tuple(wanted.shape)}"
     difference = float((ours.float() - wanted).norm())
     moved = expected.moved(name, like_others=cell.wire in ("qgz", "int8"))
-    share = max(allowed.moved, 1.0 if is_noise(cell, name) else 0.0)
+    share = max(allowed.moved, noise_of_keys(cell, name))
     if not difference <= share * moved + allowed.rounding * float(wanted.norm()) + 1e-7:
         return f"is {difference:.2e} away, of {moved:.2e} moved"
     return ""
 
 
-def is_noise(cell: Cell, name: str) -> bool:
-    """Whether a gradient is what rounding leaves of zero: a bias of keys changes all of a token's scores alike (but for
-    rotations), and Adam enlarges the rest. fp32 shows whether it is right."""
+UNROTATED = ("bert", "roberta", "electra", "distilbert", "vit", "bart", "opt")
+
+
+def noise_of_keys(cell: Cell, name: str) -> float:
+    """The share of its way by which rounding to 16 bits turns a bias of keys. It changes all of a token's scores alike,
+    so its gradient is what rounding leaves of zero, and Adam enlarges that; where positions rotate keys, most of it is.
+    (Persimmon's is 44 % off in bf16, and equal to seven digits in fp32, which shows whether it is right.)"""
     of_keys = name.endswith(("k_proj.bias", "k_layernorm.bias", "key.bias", "k_lin.bias"))
-    return of_keys and cell.precision != "fp32"
+    if not of_keys or cell.precision == "fp32":
+        return 0.0
+    return 1.0 if cell.model in UNROTATED else 0.6
 
 
 def _weights(cell: Cell, seen: list[Seen], expected: Expected, allowed: Tolerance) -> Any:
