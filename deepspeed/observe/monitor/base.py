@@ -138,7 +138,7 @@ def numeric(event_list: Iterable[Event]) -> list[Point]:
             points.append((str(name), number, int(samples)))
         except (AttributeError, RuntimeError, TypeError, ValueError):
             warning_once(
-                f"monitor: an event is (name, number, samples), and {_short(event)} is skipped; values are numbers or "
+                f"monitor: an event is (name, number, samples), and {event!r:.80} is skipped; values are numbers or "
                 "tensors of one element."
             )
     return points
@@ -148,13 +148,11 @@ def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """The config in one level, under names such as ``zero_optimization.stage``."""
     found: dict[str, Any] = {}
     for name, value in config.items():
-        inner = isinstance(value, Mapping) and value
-        found |= flat(value, f"{prefix}{name}.") if inner else {f"{prefix}{name}": _plain(value)}
+        if isinstance(value, Mapping) and value:
+            found |= flat(value, f"{prefix}{name}.")
+        else:
+            found[f"{prefix}{name}"] = value if isinstance(value, bool | int | float | str) else str(value)
     return found
-
-
-def _plain(value: Any) -> Any:
-    return value if isinstance(value, bool | int | float | str) else str(value)
 
 
 def by_samples(points: Iterable[Point]) -> dict[int, dict[str, float]]:
@@ -163,8 +161,3 @@ def by_samples(points: Iterable[Point]) -> dict[int, dict[str, float]]:
     for name, value, samples in points:
         rows.setdefault(samples, {})[name] = value
     return rows
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -37,8 +37,7 @@ class MlflowMonitor(MonitorBackend):
         super().__init__(mlflow_config)
 
     def _open(self) -> None:
-        check_mlflow_availability()
-        mlflow: Any = importlib.import_module("mlflow")
+        mlflow: Any = check_mlflow_availability()
         section = self.monitor_config
         self._client = mlflow.MlflowClient(tracking_uri=section.tracking_uri)
         found = self._client.get_experiment_by_name(section.experiment)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -41,8 +40,7 @@ class WandbMonitor(MonitorBackend):
             self._try(lambda: self.run.log(dict(data), step=step, commit=commit))
 
     def _open(self) -> None:
-        check_wandb_availability()
-        wandb: Any = importlib.import_module("wandb")
+        wandb: Any = check_wandb_availability()
         active = wandb.run
         if active is not None and self._is_ours(active):
             self.run = active
