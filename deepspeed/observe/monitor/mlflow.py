@@ -19,6 +19,9 @@ MAX_PARAMETERS = 100
 MAX_POINTS = 1000
 """In a request, which MLflow limits."""
 
+MAX_CHARACTERS = 6000
+"""Of the value of a parameter."""
+
 MAX_WAITING = 20 * MAX_POINTS
 CLOSE_S = 30.0
 """Seconds for what waits at the end: a server that is down must not keep the process."""
@@ -55,9 +58,23 @@ class MlflowMonitor(MonitorBackend):
 
     def _write_config(self, config: Mapping[str, Any]) -> None:
         entities: Any = importlib.import_module("mlflow.entities")
-        rows = [entities.Param(name, str(value)) for name, value in flat(config).items()]
-        for at in range(0, len(rows), MAX_PARAMETERS):
-            self._client.log_batch(self.run_id, params=rows[at : at + MAX_PARAMETERS])
+        rows = [entities.Param(name, str(value)[:MAX_CHARACTERS]) for name, value in flat(config).items()]
+        batches = [rows[at : at + MAX_PARAMETERS] for at in range(0, len(rows), MAX_PARAMETERS)]
+        if refused := [problem for batch in batches for problem in self._refused(batch)]:
+            raise ValueError("; ".join(refused))
+
+    def _refused(self, rows: list[Any]) -> list[str]:
+        """Record parameters, and return what is refused of them, with the reasons. Any error of a server that does not
+        answer."""
+        try:
+            self._client.log_batch(self.run_id, params=rows)
+        except Exception as error:
+            if getattr(error, "error_code", None) == "INTERNAL_ERROR":  # as the client calls it
+                raise
+            if len(rows) == 1:
+                return [f"{rows[0].key}: {error}"]
+            return [problem for row in rows for problem in self._refused([row])]
+        return []
 
     def _write_artifact(self, path: str) -> None:
         self._client.log_artifact(self.run_id, path)

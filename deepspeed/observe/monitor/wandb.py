@@ -20,6 +20,7 @@ class WandbMonitor(MonitorBackend):
 
     def __init__(self, wandb_config: object) -> None:
         self.run: Any = None
+        self._is_shared = False
         super().__init__(wandb_config)
 
     @property
@@ -43,7 +44,7 @@ class WandbMonitor(MonitorBackend):
         wandb: Any = check_wandb_availability()
         active = wandb.run
         if active is not None and self._is_ours(active):
-            self.run = active
+            self.run, self._is_shared = active, True
             return
         beside: dict[str, Any] = {"reinit": "create_new"} if active is not None else {}
         self.run = wandb.init(project=self.project, group=self.group, entity=self.team, **beside)
@@ -57,6 +58,8 @@ class WandbMonitor(MonitorBackend):
             self.run.log(row, step=samples)
 
     def _write_config(self, config: Mapping[str, Any]) -> None:
+        if self._is_shared:  # whose own keys stay
+            config = {"deepspeed": {**self.run.config.get("deepspeed", {}), **config}}
         self.run.config.update(dict(config), allow_val_change=True)
 
     def _write_artifact(self, path: str) -> None:

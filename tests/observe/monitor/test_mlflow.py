@@ -8,7 +8,7 @@ import sys
 import threading
 import types
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -16,6 +16,15 @@ from deepspeed.base.logging import logger
 from deepspeed.config.sections.monitor import get_monitor_config
 from deepspeed.observe.monitor import mlflow
 from deepspeed.observe.monitor.mlflow import MlflowMonitor
+
+
+class Param(NamedTuple):
+    key: str
+    value: str
+
+
+class NoAnswerError(Exception):
+    error_code = "INTERNAL_ERROR"
 
 
 class FakeClient:
@@ -26,7 +35,8 @@ class FakeClient:
         self.up.set()
         self.asked = threading.Event()
         self.metrics: list[list[tuple[Any, ...]]] = []
-        self.params: list[list[tuple[str, str]]] = []
+        self.params: list[list[Param]] = []
+        self.requests = 0
         self.refused = ""
         self.ended: list[threading.Thread] = []
 
@@ -41,6 +51,9 @@ class FakeClient:
 
     def log_batch(self, run_id: str, metrics: Sequence[Any] = (), params: Sequence[Any] = ()) -> None:
         self.asked.set()
+        self.requests += 1
+        if params and not self.up.is_set():
+            raise NoAnswerError("no route")
         if metrics:
             assert threading.current_thread() is not threading.main_thread() and self.up.wait(60.0)
             self.metrics.append(list(metrics))
@@ -58,7 +71,7 @@ def library(monkeypatch: pytest.MonkeyPatch) -> None:
     module, entities = types.ModuleType("mlflow"), types.ModuleType("mlflow.entities")
     module.MlflowClient = FakeClient  # type: ignore[attr-defined]
     entities.Metric = lambda *words: words  # type: ignore[attr-defined]
-    entities.Param = lambda *words: words  # type: ignore[attr-defined]
+    entities.Param = Param  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "mlflow", module)
     monkeypatch.setitem(sys.modules, "mlflow.entities", entities)
 
@@ -131,3 +144,29 @@ def test_the_thread_of_a_dropped_monitor_ends_the_run() -> None:
     del made
     thread.join(10.0)
     assert len(client.metrics) == 1 and client.ended == [thread]
+
+
+def test_only_the_parameters_that_are_refused_are_lost(
+    monitor: MlflowMonitor, warnings_of: list[str]
+) -> None:
+    client = monitor._client
+    client.refused = "n7"
+    monitor.write_config({"outer": {f"n{at}": at for at in range(100, 250)}, "n7": "x", "long": "y" * 9000})
+    recorded = dict(row for batch in client.params for row in batch)
+    assert len(recorded) == 151 and recorded["outer.n249"] == "249" and "n7" not in recorded
+    assert recorded["long"] == "y" * 6000, "which MLflow takes"
+    assert client.requests == 1 + 1 + 52, "one by one in the request that is refused"
+    (told,) = warnings_of
+    assert told == "mlflow: the config is not recorded in full (ValueError: n7: n7 is refused)"
+    monitor.write_events([("loss", 1.0, 8)])
+    monitor.close()
+    assert sent(monitor) == [8], "the curves go on at once"
+
+
+def test_a_server_without_an_answer_is_asked_once_for_a_config(
+    monitor: MlflowMonitor, warnings_of: list[str]
+) -> None:
+    monitor._client.up.clear()
+    monitor.write_config({f"n{at}": at for at in range(250)})
+    assert monitor._client.requests == 1
+    assert warnings_of == ["mlflow: the config is not recorded in full (NoAnswerError: no route)"]
