@@ -1,6 +1,6 @@
 # Trains and serves on CPUs. In the checkout:
 #   docker build -f docker/cpu.Dockerfile -t deepspeed:cpu .
-#   docker run --rm --shm-size 2g -p 8000:8000 -v ./my-model:/models/model:ro deepspeed:cpu
+#   docker run --rm --shm-size 2g -p 8000:8000 -e DS_SERVE_TOKEN=TOKEN -v ./my-model:/models/model:ro deepspeed:cpu
 #   docker run --rm --shm-size 2g --no-healthcheck -v .:/work deepspeed:cpu deepspeed --num_gpus 2 train.py
 
 FROM python:3.12-slim-bookworm AS build

@@ -1,6 +1,6 @@
 # Trains and serves on NVIDIA GPUs; the host has a driver and NVIDIA's container toolkit. In the checkout:
 #   docker build -f docker/cuda.Dockerfile -t deepspeed:cuda .
-#   docker run --rm --gpus all --shm-size 2g -p 8000:8000 -v ./my-model:/models/model:ro deepspeed:cuda
+#   docker run --rm --gpus all --shm-size 2g -p 8000:8000 -e DS_SERVE_TOKEN=TOKEN -v ./my-model:/models/model:ro deepspeed:cuda
 #   docker run --rm --gpus all --shm-size 2g --no-healthcheck -v .:/work deepspeed:cuda deepspeed --num_gpus 2 train.py
 
 FROM python:3.12-slim-bookworm AS build

@@ -73,26 +73,29 @@ def activation_bytes(
     sequence: int,
     itemsize: int,
     checkpointing: bool,
+    ranks_per_sequence: int = 1,
     float8: bool = False,
     mlp_tiles: int = 1,
     loss_tiles: int = 1,
 ) -> int:
-    """Estimated bytes at the end of forward, the peak of live activations.
+    """Estimated bytes at the end of forward, the peak of live activations, of ``sequence`` tokens on each of
+    ``ranks_per_sequence`` ranks.
 
     Per token and layer: normalized inputs and their fp32 copies, queries, keys, values and their rotated copies, the
     output of attention, and what the MLP keeps; per token the logits three times, two of them in fp32 (the loss and its
     gradient). With checkpointing: the input of each layer, and one layer in full. Of what is computed in tiles, one is
-    alive at a time. Dropout and its masks are ignored. With ``float8`` linear layers keep codes of one byte: of both
-    normalized inputs and of the MLP's inner one in their place, of the output of attention beside it.
+    alive at a time. Dropout and its masks are ignored. Scores, if kept, are of a share of the heads and of all tokens.
+    With ``float8`` linear layers keep codes of one byte: of both normalized inputs and of the MLP's inner one in their
+    place, of the output of attention beside it.
     """
     tokens = micro_batch * sequence
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     kept = 4 * shape.hidden + 3 * queries + 4 * keys + shape.mlp_tensors * shape.intermediate // mlp_tiles
     layer = tokens * (itemsize * kept + 2 * 4 * shape.hidden)
     if float8:
-        layer -= tokens * ((itemsize - 1) * (2 * shape.hidden + shape.intermediate) - queries)
+        layer -= tokens * ((itemsize - 1) * (2 * shape.hidden + shape.intermediate // mlp_tiles) - queries)
     if shape.scores_kept:
-        layer += 2 * itemsize * micro_batch * shape.heads * sequence * sequence
+        layer += 2 * itemsize * tokens * shape.heads * sequence * ranks_per_sequence
     logits = tokens * shape.vocabulary * (itemsize + 8) // loss_tiles
     if checkpointing:
         return layer_inputs_bytes(shape, tokens, itemsize) + max(layer, logits)

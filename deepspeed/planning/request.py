@@ -223,18 +223,20 @@ def _activations(ledger: Ledger, request: PlanRequest, setting: PlanSetting, con
             else "activations are not counted: pass --sequence"
         )
         return
+    tokens = -(-request.sequence // request.ranks_per_sequence)
     limit = config.activation_checkpointing_config.memory_budget
-    if limit is not None and _counted(ledger, request, setting, config, limit, request.sequence):
+    batch = config.train_micro_batch_size_per_gpu
+    if limit is not None and _counted(ledger, request.module, setting, limit, batch, tokens):
         return
     dtype = setting.plan.precision.products or torch.float32
-    shape, batch = request.split.shape(request.shape), config.train_micro_batch_size_per_gpu
-    tokens = -(-request.sequence // request.ranks_per_sequence)
+    shape = request.split.shape(request.shape)
     checkpointing = request.checkpointing and limit is None
     mlp_tiles, loss_tiles = tiles_of(shape, tokens, config.schema.tiled_compute)
     nbytes = activation_bytes(
         shape,
         micro_batch=batch,
         sequence=tokens,
+        ranks_per_sequence=request.ranks_per_sequence,
         itemsize=dtype.itemsize,
         checkpointing=checkpointing,
         float8=config.schema.fp8.enabled,
@@ -255,21 +257,16 @@ def _activations(ledger: Ledger, request: PlanRequest, setting: PlanSetting, con
 
 
 def _counted(
-    ledger: Ledger,
-    request: PlanRequest,
-    setting: PlanSetting,
-    config: DeepSpeedConfig,
-    limit: float,
-    sequence: int,
+    ledger: Ledger, module: nn.Module, setting: PlanSetting, limit: float, batch: int, tokens: int
 ) -> bool:
-    """Enter what the blocks keep within the budget, by a forward on fake tensors; False: it cannot run there."""
+    """Enter what the blocks keep of ``tokens`` tokens of each sequence within the budget, by a forward on fake tensors;
+    False: it cannot run there."""
     from deepspeed.planning.counted import CannotCount, choice_within
     from deepspeed.transforms.recompute.budget import report
 
-    batch = config.train_micro_batch_size_per_gpu
     try:
         with _quiet():
-            choice = choice_within(request.module, limit, batch, sequence, setting.plan.precision)
+            choice = choice_within(module, limit, batch, tokens, setting.plan.precision)
     except CannotCount as problem:
         ledger.notes.append(
             f"the memory budget was not counted, as the forward does not run on fake tensors: {problem}"

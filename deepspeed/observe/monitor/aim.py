@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -20,8 +19,7 @@ class AimMonitor(MonitorBackend):
         super().__init__(aim_config)
 
     def _open(self) -> None:
-        check_aim_availability()
-        aim: Any = importlib.import_module("aim")
+        aim: Any = check_aim_availability()
         section = self.monitor_config
         # Neither the machine nor what the process prints is recorded: curves are all that was asked for.
         self.run = aim.Run(

@@ -37,7 +37,8 @@ class MonitorBackend(Monitor):
     """One place to write to. Takes its own section of the config, or all of ``monitor_config``.
 
     Opened on rank 0 when it is created. A failure there (a missing package, no permission, no network) gives one
-    warning, and nothing is written; a later failure gives one warning, and writing is retried after ``REST_S``.
+    warning, and nothing is written; a later failure gives one warning, and writing is retried after ``REST_S``. Configs
+    and artifacts are tried once, with a warning of their own.
     """
 
     key = ""  # of the section in the config
@@ -70,13 +71,11 @@ class MonitorBackend(Monitor):
 
     def write_config(self, config: Mapping[str, Any]) -> None:
         """Record ``config``, nested as in its file and without secrets, beside the curves."""
-        if self._may_write():
-            self._try(lambda: self._write_config(config))
+        self._record("the config", lambda: self._write_config(config))
 
     def write_artifact(self, path: str) -> None:
         """Record the file at ``path``, such as a picture or a table, beside the curves."""
-        if self._may_write():
-            self._try(lambda: self._write_artifact(path))
+        self._record(path, lambda: self._write_artifact(path))
 
     def write_events(self, event_list: Iterable[Event]) -> None:
         if self._may_write() and (points := numeric(event_list)):
@@ -90,6 +89,15 @@ class MonitorBackend(Monitor):
 
     def _may_write(self) -> bool:
         return self._is_open and (not self._resting_until_s or time.monotonic() >= self._resting_until_s)
+
+    def _record(self, what: str, act: Callable[[], Any]) -> None:
+        """Call ``act``, unless this is closed. What it refuses says nothing of the curves, which go on."""
+        if self._is_open:
+            try:
+                act()
+            except Exception as error:  # anything a client library raises
+                why = f"{type(error).__name__}: {error}"
+                logger.warning(f"{self.key}: {what} is not recorded in full ({why})")
 
     def _try(self, act: Callable[[], Any]) -> bool:
         """Call ``act`` and return whether it succeeded."""
@@ -138,7 +146,7 @@ def numeric(event_list: Iterable[Event]) -> list[Point]:
             points.append((str(name), number, int(samples)))
         except (AttributeError, RuntimeError, TypeError, ValueError):
             warning_once(
-                f"monitor: an event is (name, number, samples), and {_short(event)} is skipped; values are numbers or "
+                f"monitor: an event is (name, number, samples), and {event!r:.80} is skipped; values are numbers or "
                 "tensors of one element."
             )
     return points
@@ -148,13 +156,11 @@ def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """The config in one level, under names such as ``zero_optimization.stage``."""
     found: dict[str, Any] = {}
     for name, value in config.items():
-        inner = isinstance(value, Mapping) and value
-        found |= flat(value, f"{prefix}{name}.") if inner else {f"{prefix}{name}": _plain(value)}
+        if isinstance(value, Mapping) and value:
+            found |= flat(value, f"{prefix}{name}.")
+        else:
+            found[f"{prefix}{name}"] = value if isinstance(value, bool | int | float | str) else str(value)
     return found
-
-
-def _plain(value: Any) -> Any:
-    return value if isinstance(value, bool | int | float | str) else str(value)
 
 
 def by_samples(points: Iterable[Point]) -> dict[int, dict[str, float]]:
@@ -163,8 +169,3 @@ def by_samples(points: Iterable[Point]) -> dict[int, dict[str, float]]:
     for name, value, samples in points:
         rows.setdefault(samples, {})[name] = value
     return rows
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."

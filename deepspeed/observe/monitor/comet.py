@@ -34,14 +34,8 @@ class CometMonitor(MonitorBackend):
         import comet_ml
 
         section = self.monitor_config
-        self._experiment = comet_ml.start(
-            api_key=section.api_key,
-            project=section.project,
-            workspace=section.workspace,
-            experiment_key=section.experiment_key,
-            mode=section.mode,
-            online=section.online,
-        )
+        passed = {"api_key", "project", "workspace", "experiment_key", "mode", "online"}
+        self._experiment = comet_ml.start(**section.model_dump(include=passed))
         if section.experiment_name is not None:
             self._experiment.set_name(section.experiment_name)
 

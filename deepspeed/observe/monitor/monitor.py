@@ -23,6 +23,8 @@ class MonitorMaster(Monitor):
     def __init__(self, monitor_config: Any) -> None:
         super().__init__(monitor_config)
         self.enabled: bool = monitor_config.enabled
+        self.backends: list[MonitorBackend] = []
+        """The enabled backends; none but on rank 0."""
         self.tb_monitor = self._make("tensorboard", "tensorboard:TensorBoardMonitor")
         self.wandb_monitor = self._make("wandb", "wandb:WandbMonitor")
         self.csv_monitor = self._make("csv_monitor", "csv_monitor:csvMonitor")
@@ -39,21 +41,9 @@ class MonitorMaster(Monitor):
         if not section.enabled or not is_rank_zero():
             return None
         module, name = path.split(":")
-        return getattr(importlib.import_module(f"deepspeed.observe.monitor.{module}"), name)(section)
-
-    @property
-    def backends(self) -> list[MonitorBackend]:
-        """The enabled backends; none but on rank 0."""
-        made = (
-            self.tb_monitor,
-            self.wandb_monitor,
-            self.csv_monitor,
-            self.comet_monitor,
-            self.trackio_monitor,
-            self.mlflow_monitor,
-            self.aim_monitor,
-        )
-        return [backend for backend in made if backend is not None]
+        made = getattr(importlib.import_module(f"deepspeed.observe.monitor.{module}"), name)(section)
+        self.backends.append(made)
+        return made
 
     def also_to(self, listener: Monitor) -> None:
         """From now on ``listener`` gets every event, too."""

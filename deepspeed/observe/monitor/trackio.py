@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -30,8 +29,7 @@ class TrackioMonitor(MonitorBackend):
             self._try(lambda: self._trackio.log(dict(data), step=step))
 
     def _open(self) -> None:
-        check_trackio_availability()
-        trackio: Any = importlib.import_module("trackio")
+        trackio: Any = check_trackio_availability()
         self._run = trackio.init(project=self.project)
         self._trackio = trackio
 

@@ -12,9 +12,9 @@ def check_tb_availability() -> None:
     _require("tensorboard", "tensorboard")
 
 
-def check_wandb_availability() -> None:
-    """ImportError with what to install if the package of Weights & Biases is missing."""
-    _require("wandb", "wandb")
+def check_wandb_availability() -> ModuleType:
+    """Return the package of Weights & Biases. ImportError with what to install if it is missing."""
+    return _require("wandb", "wandb")
 
 
 def check_comet_availability() -> None:
@@ -23,19 +23,19 @@ def check_comet_availability() -> None:
         raise ImportError("comet_ml is too old: pip install -U 'comet_ml>=3.43'")
 
 
-def check_trackio_availability() -> None:
-    """ImportError with what to install if Trackio is missing."""
-    _require("trackio", "trackio")
+def check_trackio_availability() -> ModuleType:
+    """Return Trackio. ImportError with what to install if it is missing."""
+    return _require("trackio", "trackio")
 
 
-def check_mlflow_availability() -> None:
-    """ImportError with what to install if MLflow is missing; its small package is enough."""
-    _require("mlflow", "mlflow-skinny")
+def check_mlflow_availability() -> ModuleType:
+    """Return MLflow. ImportError with what to install if it is missing; its small package is enough."""
+    return _require("mlflow", "mlflow-skinny")
 
 
-def check_aim_availability() -> None:
-    """ImportError with what to install if Aim is missing."""
-    _require("aim", "aim")
+def check_aim_availability() -> ModuleType:
+    """Return Aim. ImportError with what to install if it is missing."""
+    return _require("aim", "aim")
 
 
 def _require(module: str, package: str) -> ModuleType:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -21,6 +20,7 @@ class WandbMonitor(MonitorBackend):
 
     def __init__(self, wandb_config: object) -> None:
         self.run: Any = None
+        self._is_shared = False
         super().__init__(wandb_config)
 
     @property
@@ -41,11 +41,10 @@ class WandbMonitor(MonitorBackend):
             self._try(lambda: self.run.log(dict(data), step=step, commit=commit))
 
     def _open(self) -> None:
-        check_wandb_availability()
-        wandb: Any = importlib.import_module("wandb")
+        wandb: Any = check_wandb_availability()
         active = wandb.run
         if active is not None and self._is_ours(active):
-            self.run = active
+            self.run, self._is_shared = active, True
             return
         beside: dict[str, Any] = {"reinit": "create_new"} if active is not None else {}
         self.run = wandb.init(project=self.project, group=self.group, entity=self.team, **beside)
@@ -59,6 +58,8 @@ class WandbMonitor(MonitorBackend):
             self.run.log(row, step=samples)
 
     def _write_config(self, config: Mapping[str, Any]) -> None:
+        if self._is_shared:  # whose own keys stay
+            config = {"deepspeed": {**self.run.config.get("deepspeed", {}), **config}}
         self.run.config.update(dict(config), allow_val_change=True)
 
     def _write_artifact(self, path: str) -> None:

@@ -248,6 +248,7 @@ class StepSearch:
             split.shape(shape),
             micro_batch=self.micro,
             sequence=-(-sequence // way.sequence),
+            ranks_per_sequence=way.sequence,
             itemsize=2,
             checkpointing=way.checkpointing,
         )
@@ -290,7 +291,6 @@ class StepSearch:
             config=self._config(way),
             ranks=data,
             ranks_per_sequence=way.sequence,
-            sequence=-(-request.sequence // way.sequence) if request.sequence else None,
             checkpointing=way.checkpointing,
             zero_init=way.stage == 3,
             micro_batch=self.micro,

@@ -136,12 +136,18 @@ def test_the_base_folder_can_be_given(tmp_path: Path) -> None:
 # ---- the client libraries ------------------------------------------------------------------------------------
 
 
+class FakeConfig(dict[str, Any]):
+    def update(self, found: dict[str, Any], allow_val_change: bool) -> None:  # type: ignore[override]
+        super().update(found)
+
+
 class FakeRun:
     def __init__(self, **options: Any) -> None:
         self.options = options
         self.project, self.group, self.entity = (options.get(name) for name in ("project", "group", "entity"))
         self.logged: list[tuple[dict[str, Any], Any]] = []
         self.finished = False
+        self.config = FakeConfig()
 
     def log(self, data: dict[str, Any], step: Any = None, commit: Any = None) -> None:
         self.logged.append((data, step))
@@ -245,6 +251,41 @@ def test_wandb_shares_a_run_of_its_project_only(wandb: Any) -> None:
     assert WandbMonitor(section).run is first.run and len(wandb.made) == 1
     other = WandbMonitor(config(wandb={"project": "q"}).wandb)
     assert other.run is not first.run and other.run.options["reinit"] == "create_new"
+
+
+def test_the_config_leaves_the_keys_of_a_script_in_wandb(wandb: Any) -> None:
+    section = config(wandb={"project": "p"}).wandb
+    ours = WandbMonitor(section)
+    ours.write_config({"a": 1})
+    assert ours.run.config == {"a": 1}
+    ours.run.config["optimizer"] = "the script's"
+    shared = WandbMonitor(section)
+    shared.write_config({"optimizer": {"type": "Adam"}})
+    shared.write_config({"seed": 3})
+    assert ours.run.config == {
+        "a": 1,
+        "optimizer": "the script's",
+        "deepspeed": {"optimizer": {"type": "Adam"}, "seed": 3},
+    }
+
+
+def test_a_refused_config_stops_no_curves_and_hides_no_later_failure(
+    tmp_path: Path, warnings_of: list[str], now: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monitor = csvMonitor(config(csv_monitor={"output_path": str(tmp_path), "job_name": "j"}).csv_monitor)
+    for act in ("_write_config", "_write_artifact"):
+        monkeypatch.setattr(monitor, act, lambda _: 1 / 0)
+    monitor.write_config({"a": 1})
+    monitor.write_artifact("plot.png")
+    assert [told.partition(" (")[0] for told in warnings_of] == [
+        "csv_monitor: the config is not recorded in full",
+        "csv_monitor: plot.png is not recorded in full",
+    ]
+    monitor.write_events([(LOSS, 1.0, 8)])
+    assert rows(tmp_path / "j" / "Train_Samples_train_loss.csv")[1:] == [["8", "1.0"]]
+    monkeypatch.setattr(monitor, "_write", lambda _: 1 / 0)
+    monitor.write_events([(LOSS, 1.0, 16)])
+    assert len(warnings_of) == 3 and "curves are not written" in warnings_of[2]
 
 
 def test_comet_is_started_as_documented(comet: Any) -> None:

@@ -313,6 +313,42 @@ def test_activations_with_8_bit_products() -> None:
     assert less == 2 * 16 * (2 * 64 + 256 - 64)
 
 
+def test_of_tiles_with_8_bit_products_one_is_smaller() -> None:
+    """4 tiles: a fourth of the MLP's inner input was counted, and a fourth takes a byte less."""
+    sizes = {"micro_batch": 2, "sequence": 8, "itemsize": 2, "checkpointing": False, "mlp_tiles": 4}
+    less = activation_bytes(SHAPE, **sizes) - activation_bytes(SHAPE, **sizes, float8=True)
+    assert less == 32 * 16 * (2 * 4096 + 16384 // 4 - 4096)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 8])
+def test_scores_of_a_shared_sequence(ranks: int) -> None:
+    """Scores and their softmax, 2 bytes each, of heads / ranks x 64 x 64 tokens on each rank."""
+    sections = {"sequence_parallel_size": ranks, "train_micro_batch_size_per_gpu": 2}
+    key = (MemoryPhase.FORWARD, MemoryPlace.DEVICE, MemoryKind.ACTIVATIONS)
+
+    def activations(shape: TransformerShape) -> int:
+        asked = {"shape": shape, "sequence": 64, "ranks_per_sequence": ranks}
+        return ledger_for(config_for(0, bf16=True) | sections, 8, **asked)[0].entries[key]
+
+    scores = activations(replace(SHAPE, scores_kept=True)) - activations(SHAPE)
+    assert scores == 32 * 2 * 2 * 2 * (32 // ranks) * 64 * 64
+
+
+def test_a_budget_is_counted_on_the_tokens_of_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    from deepspeed.planning import counted
+
+    seen: list[tuple[int, int]] = []
+
+    def choice_within(module: Any, limit: float, micro_batch: int, sequence: int, precision: Any) -> Any:
+        seen.append((micro_batch, sequence))
+        raise counted.CannotCount("enough")
+
+    monkeypatch.setattr(counted, "choice_within", choice_within)
+    sections = {"sequence_parallel_size": 8, "activation_checkpointing": {"memory_budget": 0.5}}
+    ledger_for(config_for(0) | sections, 8, shape=SHAPE, sequence=60, ranks_per_sequence=8)
+    assert [sequence for _, sequence in seen] == [8]
+
+
 def test_activations_in_tiles_of_shared_sequences_with_inputs_on_the_host() -> None:
     """8 ranks share 64 tokens. Bytes per token and hidden value: of one layer, and the inputs of 32 layers."""
     sections = {
